@@ -1,0 +1,23 @@
+"""Paceline: an inference engine in which speculative decoding is how the engine decodes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.core.params import SamplingParams
+    from paceline.serve.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+_HOMES = {"LLM": "paceline.serve.llm", "SamplingParams": "paceline.core.params"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import public names on first use, so that `import paceline` costs nothing."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+    import importlib  # noqa: PLC0415
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,1 @@
+"""Measure: offline bench, load generator, reports."""

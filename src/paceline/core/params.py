@@ -1,0 +1,127 @@
+"""What a request may ask of sampling: `SamplingParams`, checked when made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MAX_TOKENS = 1 << 20  # an answer longer than this is a mistake
+MAX_CHOICES = 64  # n
+MAX_TOP_LOGPROBS = 20  # as OpenAI
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_BIASED = 1024
+MAX_TOKEN_ID = (1 << 31) - 1
+MAX_SEED = (1 << 63) - 1
+
+_BOUNDS: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 10.0),
+    "top_k": (0, MAX_TOKEN_ID),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+    "presence_penalty": (-100.0, 100.0),
+    "frequency_penalty": (-100.0, 100.0),
+    "min_tokens": (0, MAX_TOKENS),
+    "max_tokens": (1, MAX_TOKENS),
+    "logprobs": (0, MAX_TOP_LOGPROBS),
+    "seed": (0, MAX_SEED),
+    "n": (1, MAX_CHOICES),
+}
+_INTEGERS = frozenset({"top_k", "min_tokens", "max_tokens", "logprobs", "seed", "n"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled. Every number is bounded; a bad one raises `RequestError`.
+
+    The target's logits pass, in this order, through repetition, frequency and presence penalty,
+    `logit_bias`, the ban of stop tokens before `min_tokens`, `temperature`, then the filters `top_k`,
+    `top_p` and `min_p`. At temperature 0 the largest logit wins, the lowest id on ties.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0 keeps all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and answer
+    presence_penalty: float = 0.0  # over the answer
+    frequency_penalty: float = 0.0  # over the answer
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    seed: int | None = None  # drawn, and told, when None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False  # keep the stop string at the end of the text
+    min_tokens: int = 0
+    max_tokens: int = 256
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: none; else this many alternatives beside the chosen token
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in _BOUNDS.items():
+            _check_number(name, getattr(self, name), low, high)
+        self._check_stops()
+        self._check_bias()
+        if self.top_p == 0.0:
+            raise RequestError("top_p must be above 0; 1 keeps every token", "top_p")
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})", "min_tokens"
+            )
+
+    def _check_stops(self) -> None:
+        if len(self.stop) > MAX_STOPS or len(self.stop_token_ids) > MAX_STOPS:
+            raise RequestError(f"at most {MAX_STOPS} stops are allowed", "stop")
+        for text in self.stop:
+            if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_CHARS:
+                raise RequestError(f"a stop string must have 1 to {MAX_STOP_CHARS} characters", "stop")
+        for token_id in self.stop_token_ids:
+            _check_token_id("stop_token_ids", token_id)
+
+    def _check_bias(self) -> None:
+        if len(self.logit_bias) > MAX_BIASED:
+            raise RequestError(f"logit_bias may name at most {MAX_BIASED} tokens", "logit_bias")
+        for token_id, bias in self.logit_bias.items():
+            _check_token_id("logit_bias", token_id)
+            _check_number("logit_bias", bias, -100.0, 100.0)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the largest logit wins, without noise."""
+        return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether logits depend on the tokens so far."""
+        return (
+            self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        )
+
+    @property
+    def filtered(self) -> bool:
+        """Whether a filter may remove tokens. Filters keep the largest logit, so greedy needs none."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+
+def _check_number(name: str, value: object, low: float, high: float) -> None:
+    if value is None and name in ("logprobs", "seed"):
+        return
+    kind = int if name in _INTEGERS else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kind):
+        wanted = "an integer" if name in _INTEGERS else "a number"
+        raise RequestError(f"{name} must be {wanted}, not {type(value).__name__}", name)
+    if not math.isfinite(value) or not low <= value <= high:
+        raise RequestError(f"{name} must be between {low:g} and {high:g}, not {value!r}", name)
+
+
+def _check_token_id(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_TOKEN_ID:
+        raise RequestError(f"{name}: {value!r} is not a token id", name)

@@ -1,0 +1,1 @@
+"""Request life: scheduler, pages, rows, the step."""

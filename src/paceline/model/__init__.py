@@ -1,0 +1,1 @@
+"""The target's forward pass: decoder, paged KV, weights, tokenizer, backends."""

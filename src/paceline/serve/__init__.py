@@ -1,0 +1,1 @@
+"""The outside world: server, processes, Python API."""

@@ -1,0 +1,1 @@
+"""Teach draft heads."""

@@ -1,0 +1,1 @@
+"""The lossless law: which drafts are kept."""
