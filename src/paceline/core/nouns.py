@@ -87,6 +87,8 @@ class BatchRow:
     max_drafts: int  # pages are there for this many
     samples: bool  # the last known token is the row's newest, so the pass yields a token
     max_len: int  # upper bound of the row's length once this pass is committed, whatever its outcome
+    num_kept_pages: int = 0  # the row's page list is its first so many pages ...
+    new_pages: tuple[int, ...] = ()  # ... followed by these
 
     @property
     def decodes(self) -> bool:
@@ -94,12 +96,24 @@ class BatchRow:
         return self.samples and self.num_known == 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
+class Admission:
+    """A request's birth in a row, or its rebirth after a preemption."""
+
+    row: int
+    request: Request
+    token_ids: Sequence[int]  # [length] prompt, and what was written before a preemption
+    cached_len: int  # leading tokens whose target KV is already there
+    pages: tuple[int, ...]  # pages of the cached tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """The rows of one step, in the order in which their tokens are packed."""
 
     step: int
     rows: tuple[BatchRow, ...]
+    admissions: tuple[Admission, ...] = ()  # rows born in this step, all of them in `rows`
 
     @property
     def num_known_tokens(self) -> int:

@@ -1,0 +1,75 @@
+"""The seam every drafter implements, and what it may know of its target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from paceline.core.nouns import Batch, Draft, Plan, Request, Verdict
+    from paceline.model.decoder import Decoder, KVStore
+    from paceline.model.rows import Rows
+
+MAX_K = 16  # drafts per row and step
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a drafter needs of the engine. The engine reads this and never asks for the drafter's type."""
+
+    pages: Literal["none", "shared", "own"] = "none"  # page table its KV lives in
+    store: str | None = None  # its store in the shared page table, if it keeps KV of its own there
+    kv_bytes_per_token: int = 0
+    taps: tuple[int, ...] = ()  # target layers whose hidden states it reads
+    max_k: int = MAX_K
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """What a drafter may share with its target."""
+
+    decoder: Decoder
+    kv: KVStore
+    rows: Rows
+    num_pages: int
+    law_needs_probs: bool  # drafts must then carry the distribution each token was drawn from
+
+
+class Drafter(Protocol):
+    """Proposes tokens. It is told of births and deaths and trims its own state at commit.
+
+    It may fail, time out or return nonsense: its rows then draft nothing in that step. It is never fatal.
+    """
+
+    name: str
+    needs: Needs
+
+    def admit(self, row: int, request: Request, valid_len: int) -> None:
+        """A request was born in a row; the drafter's store holds its first `valid_len` tokens already."""
+        ...
+
+    def propose(self, batch: Batch, plan: Plan) -> Draft:
+        """Propose up to `max_drafts` tokens for each row of the batch. May propose fewer, or none."""
+        ...
+
+    def commit(self, batch: Batch, draft: Draft, verdict: Verdict) -> None:
+        """Trim own state to what was kept. Called after the backend has advanced its rows."""
+        ...
+
+    def valid_len(self, row: int) -> int:
+        """Leading committed tokens of a row that the drafter's store holds; 0 if it has none."""
+        ...
+
+    def release(self, row: int) -> None:
+        """The row's request has ended or was preempted."""
+        ...
+
+    def forget(self) -> None:
+        """Drop whatever was learnt across requests."""
+        ...
+
+    def report(self) -> Mapping[str, Any]:
+        """What to tell the user about this drafter at start-up."""
+        ...

@@ -1,0 +1,1 @@
+"""Lookup drafters: tokens only, no weights."""

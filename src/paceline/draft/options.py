@@ -1,0 +1,86 @@
+"""Drafter options as a tagged union: `NAME[:key=value,...]` becomes that drafter's own frozen config."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
+
+from paceline.core.errors import ConfigError, suggest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from paceline.draft.drafter import Drafter, Target
+    from paceline.model.loading import LoadedModel
+
+    Loader = Callable[[str], LoadedModel]  # from a model's name or path
+
+# A new drafter is one file and one line here.
+DRAFTERS = {
+    "ngram": "paceline.draft.lookup.ngram:NgramConfig",
+    "draft-model": "paceline.draft.standalone:DraftModelConfig",
+}
+
+
+class DrafterConfig(Protocol):
+    """What every drafter's config has: a name, the drafts per step, and how to build the drafter."""
+
+    @property
+    def name(self) -> str:
+        """Name in specs, metrics and tables."""
+        ...
+
+    @property
+    def k(self) -> int:
+        """Drafts per row and step."""
+        ...
+
+    def build(self, target: Target, load: Loader) -> Drafter:
+        """Make the drafter. Raises `DrafterMismatch` if it does not fit the target."""
+        ...
+
+
+def parse_spec(spec: str) -> DrafterConfig | None:
+    """Return the config a spec such as `ngram:k=4` names; None for `off`. Raises `ConfigError`."""
+    name, _, options = spec.partition(":")
+    if name == "off":
+        if options:
+            raise ConfigError(f"--draft off takes no options, but got {options!r}")
+        return None
+    if name not in DRAFTERS:
+        raise ConfigError(f"unknown drafter {name!r}{suggest(name, ['off', *DRAFTERS])}")
+    module, _, class_name = DRAFTERS[name].partition(":")
+    config_class = getattr(importlib.import_module(module), class_name)
+    config: DrafterConfig = config_class(**_parse_options(name, config_class, options))
+    return config
+
+
+def _parse_options(name: str, config_class: type, options: str) -> dict[str, Any]:
+    types = get_type_hints(config_class)
+    known = {f.name: types[f.name] for f in fields(config_class)}
+    values: dict[str, Any] = {}
+    for option in filter(None, options.split(",")):
+        key, equals, text = option.partition("=")
+        if key not in known:
+            raise ConfigError(f"drafter {name!r} has no option {key!r}{suggest(key, known)}")
+        if not equals or not text:
+            raise ConfigError(f"drafter {name!r}: write {key}=VALUE, not {option!r}")
+        values[key] = _convert(f"{name}:{key}", text, known[key])
+    return values
+
+
+def _convert(label: str, text: str, kind: Any) -> Any:
+    wanted = next((k for k in (int, float) if kind == k or kind == k | None), str)
+    try:
+        return wanted(text)
+    except ValueError:
+        raise ConfigError(f"{label} must be {wanted.__name__}, not {text!r}") from None
+
+
+def bounded(config: object, field: str, low: int, high: int) -> None:
+    """Raise `ConfigError` unless a config's field lies within bounds."""
+    value = getattr(config, field)
+    if not low <= value <= high:
+        name = getattr(config, "name", type(config).__name__)
+        raise ConfigError(f"{name}:{field} must be between {low} and {high}, not {value}")

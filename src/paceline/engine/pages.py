@@ -1,0 +1,147 @@
+"""Pages of KV: who holds which, what is cached, and how far each store is valid in it.
+
+One page table serves every store (the target's KV, each drafter's KV, the taps): page p of a store holds the
+same 16 tokens in all of them. A page is *free*, *held* by at least one row, or *idle*: held by none but
+published in the prefix cache, and the first to be evicted when pages run out. Plain logic over ints.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter, OrderedDict
+from typing import TYPE_CHECKING
+
+from paceline.core.nouns import PAGE_TOKENS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+TARGET = "target"  # the store of the target's KV
+
+
+def pages_for(num_tokens: int) -> int:
+    """Return how many pages hold that many tokens."""
+    return -(-num_tokens // PAGE_TOKENS)
+
+
+def root_hash(fingerprint: str, salt: str) -> bytes:
+    """Return the hash a chain starts from: what the KV depends on beside its tokens, and who may share it."""
+    digest = hashlib.sha256(fingerprint.encode())
+    digest.update(b"\0" + salt.encode())
+    return digest.digest()
+
+
+def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Return the hash of a page from its parent's and its own 16 tokens (SHA-256)."""
+    return hashlib.sha256(parent + array("i", token_ids).tobytes()).digest()
+
+
+class PagePool:
+    """The pages of an engine, with reference counts and a prefix cache evicted in LRU order."""
+
+    def __init__(self, num_pages: int, stores: Sequence[str] = (TARGET,), *, caching: bool = True) -> None:
+        self.num_pages = num_pages
+        self.caching = caching
+        self._free = list(range(num_pages - 1, -1, -1))  # a stack; page 0 goes out first
+        self._refs = [0] * num_pages
+        self._hash: list[bytes | None] = [None] * num_pages  # of published pages
+        self._by_hash: dict[bytes, int] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._valid = {store: [0] * num_pages for store in stores}  # slots of each page, per store
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `take` can hand out: free ones, and idle ones after eviction."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_held(self) -> int:
+        """Pages held by rows."""
+        return self.num_pages - self.num_available
+
+    def take(self, count: int) -> list[int]:
+        """Hand out `count` fresh pages, evicting idle ones as needed. The caller has checked `num_available`."""
+        assert count <= self.num_available
+        pages = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        for page in pages:
+            self._refs[page] = 1
+            for valid in self._valid.values():
+                valid[page] = 0
+        return pages
+
+    def give_back(self, pages: Iterable[int]) -> None:
+        """Drop one reference to each page. Published pages stay cached while idle."""
+        for page in pages:
+            self._refs[page] -= 1
+            assert self._refs[page] >= 0, "a page was given back twice"
+            if self._refs[page]:
+                continue
+            if self._hash[page] is None:
+                self._free.append(page)
+            else:
+                self._idle[page] = None
+
+    def match(self, hashes: Iterable[bytes]) -> list[int]:
+        """Hold and return the cached pages of the longest published prefix of a hash chain."""
+        pages: list[int] = []
+        for page_hash in hashes if self.caching else ():
+            page = self._by_hash.get(page_hash)
+            if page is None:
+                break
+            self._idle.pop(page, None)
+            self._refs[page] += 1
+            pages.append(page)
+        return pages
+
+    def publish(self, page: int, page_hash: bytes) -> None:
+        """Offer a full, computed page to later requests. A second copy of the same tokens stays private."""
+        if not self.caching or self._hash[page] is not None or page_hash in self._by_hash:
+            return
+        self._hash[page] = page_hash
+        self._by_hash[page_hash] = page
+
+    def mark_valid(self, store: str, pages: Sequence[int], num_tokens: int, start: int = 0) -> None:
+        """Record that a store holds a row's first `num_tokens` tokens; the first `start` were known before."""
+        valid = self._valid[store]
+        for index in range(start // PAGE_TOKENS, pages_for(num_tokens)):
+            filled = min(PAGE_TOKENS, num_tokens - index * PAGE_TOKENS)
+            valid[pages[index]] = max(valid[pages[index]], filled)
+
+    def valid_len(self, store: str, pages: Sequence[int]) -> int:
+        """Return how many leading tokens of these pages a store holds without a hole."""
+        total = 0
+        for page in pages:
+            filled = self._valid[store][page]
+            total += filled
+            if filled < PAGE_TOKENS:
+                break
+        return total
+
+    def forget(self) -> None:
+        """Empty the prefix cache; held pages become private."""
+        self._free.extend(self._idle)
+        self._idle.clear()
+        self._by_hash.clear()
+        self._hash = [None] * self.num_pages
+
+    def _evict(self) -> int:
+        page, _ = self._idle.popitem(last=False)
+        page_hash = self._hash[page]
+        assert page_hash is not None
+        del self._by_hash[page_hash]
+        self._hash[page] = None
+        return page
+
+    def check(self, holders: Iterable[Sequence[int]]) -> None:
+        """Assert that no page is leaked, held twice by one row, or shared without being published."""
+        counts = Counter(page for pages in holders for page in pages)
+        free, idle = set(self._free), set(self._idle)
+        assert len(free) == len(self._free), "a page is free twice"
+        for page in range(self.num_pages):
+            places = (page in free) + (page in idle) + (self._refs[page] > 0)
+            assert places == 1, f"page {page} is in {places} places"
+            assert self._refs[page] == counts[page], f"page {page} is leaked or held too often"
+            assert counts[page] <= 1 or self._hash[page] is not None, f"private page {page} is shared"
+            assert page not in idle or self._hash[page] is not None
+        assert all(self._hash[page] == h for h, page in self._by_hash.items())

@@ -1,0 +1,305 @@
+"""Who runs, with how many tokens, on which pages. Plain logic over ints: no model, no clock, no torch.
+
+The scheduler may be asked for the next step before the last one's outcome is known. It then works with upper
+bounds: a row whose passes are *in flight* is at most `upper_len` tokens long. What it promises:
+
+- first come, first served; an older request is never held up by a newer one;
+- pages for every draft of a step are there before drafting; when they run short, drafts shrink first, then the
+  newest request is preempted and later recomputed, and only when none of its passes is in flight;
+- while a row waits for pages, newer rows pause, so that they drain and can be preempted: nothing starves.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import PromptTooLong, QueueFull
+from paceline.core.nouns import PAGE_TOKENS, Admission, Batch, BatchRow
+from paceline.engine.pages import TARGET, PagePool, chain_hash, pages_for, root_hash
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.core.nouns import Plan, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds the scheduler."""
+
+    num_rows: int = 64  # requests that run at once
+    max_len: int = 8192  # tokens of prompt and answer of one request
+    prefill_tokens: int = 512  # prompt tokens computed in one step, over all rows
+    max_queued_tokens: int = 1 << 20  # prompt tokens waiting for a row
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """One request's place in the engine, from arrival to end."""
+
+    request: Request
+    order: int  # arrival order, kept through preemption
+    hashes: list[bytes]  # the root, then one for each full page of token_ids hashed so far
+    token_ids: list[int]  # [known_len] prompt and revealed answer
+    row: int = -1  # -1 while it waits
+    pages: list[int] = field(default_factory=list)
+    num_sent_pages: int = 0  # pages the backend has been told of
+    decoding: bool = False  # its last prefill chunk has been scheduled
+    computed: int = 0  # known tokens whose target KV is there or on its way
+    valid_len: int = 0  # known tokens whose target KV is there for certain
+    in_flight: int = 0  # passes whose outcome is not known yet
+    in_flight_tokens: int = 0  # tokens these may add, at most
+    cached_len: int = 0  # prompt tokens found in the prefix cache at its first admission
+    num_preemptions: int = 0
+    ended: bool = False  # finished or cancelled, but a pass is still in flight
+
+    @property
+    def upper_len(self) -> int:
+        """Upper bound of the length, whatever the outcome of the passes in flight."""
+        return len(self.token_ids) + self.in_flight_tokens
+
+    @property
+    def remaining(self) -> int:
+        """Answer tokens it may still gain, if every pass in flight yields just one."""
+        limit = len(self.request.prompt_ids) + self.request.params.max_tokens
+        return limit - len(self.token_ids) - min(self.in_flight, self.in_flight_tokens)
+
+    def page_hashes(self, num_pages: int) -> list[bytes]:
+        """Return the hashes of the first `num_pages` pages, all of them full of known tokens."""
+        for index in range(len(self.hashes) - 1, num_pages):
+            tokens = self.token_ids[index * PAGE_TOKENS : (index + 1) * PAGE_TOKENS]
+            self.hashes.append(chain_hash(self.hashes[-1], tokens))
+        return self.hashes[1 : num_pages + 1]
+
+
+class Scheduler:
+    """Requests waiting and running, and the pages they hold."""
+
+    def __init__(self, limits: Limits, pool: PagePool, fingerprint: str = "") -> None:
+        self.limits = limits
+        self.pool = pool
+        self.fingerprint = fingerprint
+        self.waiting: list[Running] = []  # by order
+        self.running: list[Running] = []  # by order
+        self.by_id: dict[str, Running] = {}
+        self.num_queued_tokens = 0
+        self.num_preemptions = 0
+        self._free_rows = list(range(limits.num_rows - 1, -1, -1))
+        self._released: list[int] = []
+        self._num_arrived = 0
+        self._step = 0
+
+    # Arrivals and ends ---------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises `PromptTooLong` or `QueueFull`, and then nothing has changed."""
+        prompt_len, most = len(request.prompt_ids), min(self.limits.max_len, self.capacity)
+        if prompt_len + request.params.max_tokens > most:
+            raise PromptTooLong(
+                f"the prompt has {prompt_len} tokens and max_tokens is {request.params.max_tokens}, "
+                f"together more than the {most} this engine holds for one request; shorten either",
+                "max_tokens" if prompt_len < most else "messages",
+            )
+        if self.num_queued_tokens + prompt_len > self.limits.max_queued_tokens and self.waiting:
+            raise QueueFull(f"{self.num_queued_tokens} prompt tokens are waiting already; try again later")
+        root = root_hash(self.fingerprint, request.salt)
+        running = Running(request, self._num_arrived, [root], list(request.prompt_ids))
+        self._num_arrived += 1
+        self.by_id[request.request_id] = running
+        self._enqueue(running)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that all pages hold."""
+        return self.pool.num_pages * PAGE_TOKENS
+
+    def end(self, request_id: str) -> Running | None:
+        """End a request at any moment; its row and pages come back once no pass of it is in flight."""
+        running = self.by_id.pop(request_id, None)
+        if running is None:
+            return None
+        running.ended = True
+        if running.row < 0:
+            self.waiting.remove(running)
+            self.num_queued_tokens -= len(running.token_ids)
+        elif not running.in_flight:
+            self._vacate(running)
+        return running
+
+    def take_released(self) -> list[int]:
+        """Return the rows given up since the last call."""
+        rows, self._released = self._released, []
+        return rows
+
+    def decoding(self) -> list[Running]:
+        """Return the rows that would decode in the next step, oldest first."""
+        return [r for r in self.running if r.decoding and not r.ended and r.remaining > 0]
+
+    # The next step -------------------------------------------------------------------------------
+
+    def schedule(self, plan: Plan) -> Batch:
+        """Choose the rows of the next step and hold pages for every token and draft in it."""
+        decodes, short = self._secure_decodes()
+        rows = [self._decode_row(r, plan.k(r.row)) for r in decodes]
+        budget = self.limits.prefill_tokens
+        admissions: list[Admission] = []
+        for running in [r for r in self.running if not r.decoding and not r.ended]:
+            if budget > 0 and not short:
+                rows.append(self._prefill_row(running, budget))
+                budget -= rows[-1].num_known
+        while budget > 0 and not short and (admitted := self._admit()) is not None:
+            rows.append(self._prefill_row(admitted, budget))
+            budget -= rows[-1].num_known
+            admissions.append(_admission(admitted))
+        self._step += 1
+        return Batch(self._step, tuple(rows), tuple(admissions))
+
+    def _secure_decodes(self) -> tuple[list[Running], bool]:
+        """Return the rows that decode now, their newest token's page in hand, and whether pages ran out."""
+        served: list[Running] = []
+        for running in self.decoding():
+            if running.row < 0:
+                continue  # preempted for an older row, just now
+            if not self._make_room(running):
+                return served, True
+            served.append(running)
+        return served, False
+
+    def _make_room(self, running: Running) -> bool:
+        need = pages_for(running.upper_len) - len(running.pages)
+        while need > self.pool.num_available:
+            victim = next((r for r in reversed(self.running) if not r.in_flight and not r.ended), None)
+            if victim is None or victim.order < running.order:
+                return False
+            self._preempt(victim)
+            if victim is running:
+                return False
+        running.pages.extend(self.pool.take(max(need, 0)))
+        return True
+
+    def _decode_row(self, running: Running, k: int) -> BatchRow:
+        k = min(k, running.remaining - 1)
+        need = pages_for(running.upper_len + k) - len(running.pages)
+        running.pages.extend(self.pool.take(max(0, min(need, self.pool.num_available))))
+        k = min(k, len(running.pages) * PAGE_TOKENS - running.upper_len)
+        return self._fly(running, num_known=1, num_drafts=k, samples=True)
+
+    def _prefill_row(self, running: Running, budget: int) -> BatchRow:
+        num_known = min(budget, len(running.token_ids) - running.computed)
+        running.computed += num_known
+        running.decoding = running.computed == len(running.token_ids)
+        return self._fly(running, num_known, num_drafts=0, samples=running.decoding)
+
+    def _fly(self, running: Running, num_known: int, num_drafts: int, samples: bool) -> BatchRow:
+        running.in_flight += 1
+        running.in_flight_tokens += num_drafts + 1 if samples else 0
+        num_kept, running.num_sent_pages = running.num_sent_pages, len(running.pages)
+        return BatchRow(
+            row=running.row,
+            request_id=running.request.request_id,
+            num_known=num_known,
+            max_drafts=num_drafts,
+            samples=samples,
+            max_len=running.upper_len,
+            num_kept_pages=num_kept,
+            new_pages=tuple(running.pages[num_kept:]),
+        )
+
+    def _admit(self) -> Running | None:
+        """Give the oldest waiting request a row and the pages of all its known tokens, if there is room."""
+        if not self.waiting or not self._free_rows:
+            return None
+        running = self.waiting[0]
+        known_len = len(running.token_ids)
+        hits = self.pool.match(running.page_hashes((known_len - 1) // PAGE_TOKENS))
+        need = pages_for(known_len) - len(hits)
+        reserve = min(len(self.running), self.pool.num_pages - pages_for(known_len))  # to grow into
+        if need + reserve > self.pool.num_available:
+            self.pool.give_back(reversed(hits))
+            return None
+        self._dequeue(running)
+        running.row = self._free_rows.pop()
+        running.pages = hits + self.pool.take(need)
+        running.num_sent_pages = len(hits)
+        running.computed = running.valid_len = len(hits) * PAGE_TOKENS
+        if not running.num_preemptions:
+            running.cached_len = running.computed
+        insort(self.running, running, key=lambda r: r.order)
+        return running
+
+    # Outcomes ------------------------------------------------------------------------------------
+
+    def reveal(self, batch_row: BatchRow, running: Running, token_ids: Sequence[int]) -> None:
+        """Take in what a pass of a running request yielded; publish the pages it completed."""
+        running.in_flight -= 1
+        running.in_flight_tokens -= batch_row.max_drafts + 1 if batch_row.samples else 0
+        if running.ended:
+            if not running.in_flight:
+                self._vacate(running)
+            return
+        running.token_ids.extend(token_ids)
+        old_len = running.valid_len
+        running.valid_len += batch_row.num_known + max(0, len(token_ids) - 1)
+        self._publish(running, old_len)
+        if not running.in_flight:
+            self._return_spare(running)
+
+    def _publish(self, running: Running, old_len: int) -> None:
+        self.pool.mark_valid(TARGET, running.pages, running.valid_len, start=old_len)
+        first, full = old_len // PAGE_TOKENS, running.valid_len // PAGE_TOKENS
+        if not self.pool.caching or first == full:
+            return
+        hashes = running.page_hashes(full)
+        for index in range(first, full):
+            self.pool.publish(running.pages[index], hashes[index])
+
+    def _return_spare(self, running: Running) -> None:
+        """Give back lookahead pages that the outcome left unused."""
+        needed = pages_for(len(running.token_ids))
+        spare, running.pages = running.pages[needed:], running.pages[:needed]
+        self.pool.give_back(spare)
+        running.num_sent_pages = min(running.num_sent_pages, needed)
+
+    # Rows, queue, preemption ---------------------------------------------------------------------
+
+    def _enqueue(self, running: Running) -> None:
+        insort(self.waiting, running, key=lambda r: r.order)
+        self.num_queued_tokens += len(running.token_ids)
+
+    def _dequeue(self, running: Running) -> None:
+        self.waiting.remove(running)
+        self.num_queued_tokens -= len(running.token_ids)
+
+    def _preempt(self, running: Running) -> None:
+        """Send a request back to the queue, to be recomputed when there is room again."""
+        self._vacate(running)
+        running.num_preemptions += 1
+        self.num_preemptions += 1
+        self._enqueue(running)
+
+    def _vacate(self, running: Running) -> None:
+        """Take a request's row and pages."""
+        self.running.remove(running)
+        self._free_rows.append(running.row)
+        self._released.append(running.row)
+        self.pool.give_back(reversed(running.pages))
+        running.row, running.pages, running.num_sent_pages = -1, [], 0
+        running.decoding, running.computed, running.valid_len = False, 0, 0
+
+    def check(self) -> None:
+        """Assert that rows, queue and pages add up."""
+        self.pool.check([r.pages for r in self.running])
+        rows = [r.row for r in self.running]
+        assert sorted(rows + self._free_rows) == list(range(self.limits.num_rows)), "a row is lost or doubled"
+        assert all(r.row < 0 and not r.pages and not r.in_flight for r in self.waiting)
+        assert self.num_queued_tokens == sum(len(r.token_ids) for r in self.waiting)
+        for r in self.running:
+            assert r.valid_len <= r.computed or r.decoding
+            assert r.ended or pages_for(len(r.token_ids)) <= len(r.pages) or r.decoding
+
+
+def _admission(running: Running) -> Admission:
+    cached = running.pages[: running.valid_len // PAGE_TOKENS]
+    return Admission(running.row, running.request, tuple(running.token_ids), running.valid_len, tuple(cached))
