@@ -1,0 +1,149 @@
+"""The target's forward pass in readable PyTorch, any device and dtype: the twin of every fast path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from paceline.core.nouns import PAGE_TOKENS
+from paceline.model.attention import KVStore, Tiles, attend, plan_tiles
+from paceline.model.config import ModelConfig, layer_shapes
+from paceline.model.rope import cos_sin, inverse_frequencies, rotate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from paceline.model.packed import Packed
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": functional.silu}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pass:
+    """What all layers of one pass share."""
+
+    token_ids: torch.Tensor  # [num_tokens] int64
+    slots: torch.Tensor  # [num_tokens] int64
+    wanted: torch.Tensor  # [num_wanted] int64
+    cos: torch.Tensor  # [num_tokens, 1, head_dim / 2] model dtype
+    sin: torch.Tensor  # [num_tokens, 1, head_dim / 2] model dtype
+    tiles: list[Tiles]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root-mean-square norm over the last axis (arXiv 1910.07467), computed in float32 or wider."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def linear(weights: Mapping[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
+    """Multiply by the named matrix and add its bias if it has one."""
+    return functional.linear(x, weights[name], weights.get(f"{name}_bias"))
+
+
+class Decoder:
+    """A Llama-family decoder over paged keys and values. Holds weights only; all state is in the `KVStore`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, torch.Tensor],
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Take the tensors named by `tensor_shapes(config)`, converted to `dtype` on `device`."""
+        config.check()
+        self.config = config
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.embed = self._take(weights, "embed")  # [vocab, hidden]
+        self.head = self.embed if config.tie_embeddings else self._take(weights, "head")  # [vocab, hidden]
+        self.final_norm = self._take(weights, "final_norm")  # [hidden]
+        names = layer_shapes(config)
+        self.layers = [
+            {name: self._take(weights, f"layers.{i}.{name}") for name in names} for i in range(config.num_layers)
+        ]
+        factors = weights["rope_factors"] if config.rope.scaling == "factors" else None
+        # [head_dim / 2] float32
+        self.inverse = inverse_frequencies(config.rope, config.head_dim, factors).to(self.device)
+
+    def _take(self, weights: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+        return weights[name].to(device=self.device, dtype=self.dtype)
+
+    def new_kv(self, num_pages: int, num_layers: int | None = None) -> KVStore:
+        """Return an empty store of `num_pages` pages for the first `num_layers` layers (all by default)."""
+        c = self.config
+        shape = (num_layers or c.num_layers, 2, num_pages * PAGE_TOKENS, c.num_kv_heads, c.head_dim)
+        return KVStore(torch.zeros(shape, dtype=self.dtype, device=self.device))
+
+    @torch.inference_mode()
+    def forward(
+        self, packed: Packed, kv: KVStore, *, num_layers: int | None = None, taps: tuple[int, ...] = ()
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Run a pass, writing its keys and values into `kv`.
+
+        `num_layers` runs only the first layers, for self-drafting. Tap i is the residual stream after i layers:
+        0 the embeddings, `num_layers` what the final norm would see. Returns the hidden states of
+        `packed.wanted` before the final norm, [num_wanted, hidden], and each tap, [num_tokens, hidden].
+        """
+        shared = self._prepare(packed)
+        layers = self.layers[:num_layers]
+        assert len(layers) <= len(kv.data), "the store has too few layers"
+        assert all(0 <= tap <= len(layers) for tap in taps), "a tap beyond the layers that run"
+        hidden = functional.embedding(shared.token_ids, self.embed)
+        tapped = {0: hidden} if 0 in taps else {}
+        for i, layer in enumerate(layers):
+            hidden = self._layer(layer, hidden, kv.data[i], shared)
+            if i + 1 in taps:
+                tapped[i + 1] = hidden
+        return hidden[shared.wanted], tapped
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return raw logits [n, vocab] of hidden states [n, hidden] as `forward` returns them."""
+        return functional.linear(rms_norm(hidden, self.final_norm, self.config.norm_eps), self.head)
+
+    def _prepare(self, packed: Packed) -> _Pass:
+        positions = torch.from_numpy(packed.positions).to(self.device)
+        cos, sin = cos_sin(positions, self.inverse, self.dtype)
+        return _Pass(
+            token_ids=torch.from_numpy(packed.token_ids).to(self.device),
+            slots=torch.from_numpy(packed.slots).to(self.device),
+            wanted=torch.from_numpy(packed.wanted).to(self.device),
+            cos=cos,
+            sin=sin,
+            tiles=plan_tiles(packed, self.config.num_heads // self.config.num_kv_heads, self.device),
+        )
+
+    def _layer(
+        self, layer: Mapping[str, torch.Tensor], hidden: torch.Tensor, layer_kv: torch.Tensor, shared: _Pass
+    ) -> torch.Tensor:
+        """One residual block: attention, then the gated feed-forward network. [num_tokens, hidden] in and out."""
+        eps = self.config.norm_eps
+        normed = rms_norm(hidden, layer["attn_norm"], eps)
+        hidden = hidden + self._attention(layer, normed, layer_kv, shared)
+        normed = rms_norm(hidden, layer["mlp_norm"], eps)
+        gate = ACTIVATIONS[self.config.facts.activation](linear(layer, "mlp_gate", normed))
+        return hidden + linear(layer, "mlp_down", gate * linear(layer, "mlp_up", normed))
+
+    def _attention(
+        self, layer: Mapping[str, torch.Tensor], normed: torch.Tensor, layer_kv: torch.Tensor, shared: _Pass
+    ) -> torch.Tensor:
+        heads = (len(normed), -1, self.config.head_dim)
+        query = rotate(self._head_norm(layer, "attn_q", normed, heads), shared.cos, shared.sin)
+        key = rotate(self._head_norm(layer, "attn_k", normed, heads), shared.cos, shared.sin)
+        layer_kv[0].index_copy_(0, shared.slots, key)
+        layer_kv[1].index_copy_(0, shared.slots, linear(layer, "attn_v", normed).view(heads))
+        return linear(layer, "attn_o", attend(query, layer_kv, shared.tiles))
+
+    def _head_norm(
+        self, layer: Mapping[str, torch.Tensor], name: str, normed: torch.Tensor, heads: tuple[int, int, int]
+    ) -> torch.Tensor:
+        """Project to heads [num_tokens, heads, head_dim], each normed where the family does so."""
+        projected = linear(layer, name, normed).view(heads)
+        weight = layer.get(f"{name}_norm")
+        return projected if weight is None else rms_norm(projected, weight, self.config.norm_eps)

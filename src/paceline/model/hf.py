@@ -1,0 +1,203 @@
+"""A Hugging Face model folder: config.json, the names of its tensors, its safetensors files."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.errors import BadModelFile, ModelNotFound, UnsupportedModel, suggest
+from paceline.model.config import QKV, ModelConfig, Rope, RopeScaling, family
+from paceline.model.safetensors_file import StoredTensor, open_safetensors
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MAX_JSON_BYTES = 256 << 20  # a tokenizer.json of the largest vocabularies has tens of MB
+MAX_SHARDS = 1024
+
+# Names in a folder of safetensors, by canonical name; those of a layer without its prefix.
+MODEL_NAMES: dict[str, str] = {
+    "embed": "model.embed_tokens.weight",
+    "final_norm": "model.norm.weight",
+    "head": "lm_head.weight",
+}
+LAYER_NAMES: dict[str, str] = {
+    "attn_norm": "input_layernorm.weight",
+    "attn_q": "self_attn.q_proj.weight",
+    "attn_k": "self_attn.k_proj.weight",
+    "attn_v": "self_attn.v_proj.weight",
+    "attn_o": "self_attn.o_proj.weight",
+    "attn_q_bias": "self_attn.q_proj.bias",
+    "attn_k_bias": "self_attn.k_proj.bias",
+    "attn_v_bias": "self_attn.v_proj.bias",
+    "attn_o_bias": "self_attn.o_proj.bias",
+    "attn_q_norm": "self_attn.q_norm.weight",
+    "attn_k_norm": "self_attn.k_norm.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "mlp_gate": "mlp.gate_proj.weight",
+    "mlp_up": "mlp.up_proj.weight",
+    "mlp_down": "mlp.down_proj.weight",
+    "mlp_gate_bias": "mlp.gate_proj.bias",
+    "mlp_up_bias": "mlp.up_proj.bias",
+    "mlp_down_bias": "mlp.down_proj.bias",
+}
+LAYER_PREFIX = "model.layers.{layer}."
+
+_SCALINGS: dict[str, RopeScaling] = {"default": "none", "linear": "linear", "llama3": "llama3"}
+# Switches of config.json that add biases, and to which projections.
+_BIAS_SWITCHES = {
+    "attention_bias": QKV | {"attn_o"},
+    "mlp_bias": frozenset({"mlp_gate", "mlp_up", "mlp_down"}),
+}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises `ModelNotFound`, `BadModelFile`."""
+    if not path.is_file():
+        raise ModelNotFound(f"{path} is not there; a model folder needs it")
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise BadModelFile(f"{path} is larger than {MAX_JSON_BYTES >> 20} MB")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        raise BadModelFile(f"{path} is not valid JSON") from None
+    if not isinstance(value, dict):
+        raise BadModelFile(f"{path} does not hold a JSON object")
+    return value
+
+
+class _Reader:
+    """Typed look-ups in config.json; a null counts as absent."""
+
+    def __init__(self, values: dict[str, Any], where: str) -> None:
+        self.values = values
+        self.where = where
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self._get(key, default)
+        if type(value) is not int:
+            raise BadModelFile(f"{self.where}: {key} = {value!r} must be an integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._get(key, default)
+        if type(value) not in (int, float) or not abs(value) < float("inf"):
+            raise BadModelFile(f"{self.where}: {key} = {value!r} must be a finite number")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self._get(key, default)
+        if type(value) is not bool:
+            raise BadModelFile(f"{self.where}: {key} = {value!r} must be true or false")
+        return value
+
+    def table(self, key: str) -> dict[str, Any]:
+        value = self._get(key, {})
+        if not isinstance(value, dict):
+            raise BadModelFile(f"{self.where}: {key} = {value!r} must be an object")
+        return value
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self.values.get(key)
+        return default if value is None else value
+
+
+def token_ids(value: object) -> tuple[int, ...]:
+    """Return the ids of a field that may be absent, one id or a list of them."""
+    values = value if isinstance(value, list) else [value]
+    return tuple(dict.fromkeys(v for v in values if type(v) is int))
+
+
+def config_from_json(values: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+    """Read config.json, old style or that of transformers 5; end-of-text ids also from generation_config.json.
+
+    Raises `UnsupportedModel` for a family or feature we lack, `BadModelFile` for nonsense.
+    """
+    read = _Reader(values, "config.json")
+    facts = family(str(values.get("model_type")))
+    activation = values.get("hidden_act", facts.activation)
+    if activation != facts.activation:
+        raise UnsupportedModel(f"a {facts.name} model with the activation {activation!r} is not supported")
+    hidden, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
+    config = ModelConfig(
+        family=facts.name,
+        vocab_size=read.integer("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=read.integer("intermediate_size"),
+        num_layers=read.integer("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=read.integer("num_key_value_heads", heads),
+        head_dim=read.integer("head_dim", hidden // max(heads, 1)),
+        norm_eps=read.number("rms_norm_eps", 1e-6),
+        rope=_rope(read),
+        tie_embeddings=read.flag("tie_word_embeddings"),
+        biases=facts.biases.union(*(names for key, names in _BIAS_SWITCHES.items() if read.flag(key))),
+        max_context=_max_context(read, facts.default_window),
+        bos_id=next(iter(token_ids(values.get("bos_token_id"))), None),
+        eos_ids=token_ids(
+            [*token_ids(values.get("eos_token_id")), *token_ids((generation or {}).get("eos_token_id"))]
+        ),
+    )
+    config.check()
+    return config
+
+
+def _rope(read: _Reader) -> Rope:
+    """`rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling`."""
+    table = read.table("rope_parameters") or read.table("rope_scaling")
+    inner = _Reader(table, "config.json's RoPE settings")
+    kind = table.get("rope_type", table.get("type", "default"))
+    if kind not in _SCALINGS:
+        raise UnsupportedModel(f"RoPE scaling {kind!r} is not supported{suggest(str(kind), _SCALINGS)}")
+    share = inner.number("partial_rotary_factor", read.number("partial_rotary_factor", 1.0))
+    if share != 1.0:
+        raise UnsupportedModel(f"RoPE over a part of each head ({share}) is not supported")
+    return Rope(
+        theta=inner.number("rope_theta", read.number("rope_theta", 10000.0)),
+        scaling=_SCALINGS[kind],
+        factor=inner.number("factor", 1.0),
+        low_freq_factor=inner.number("low_freq_factor", 1.0),
+        high_freq_factor=inner.number("high_freq_factor", 4.0),
+        original_context=inner.integer(
+            "original_max_position_embeddings", read.integer("max_position_embeddings", 2048)
+        ),
+    )
+
+
+def _max_context(read: _Reader, default_window: int | None) -> int:
+    """Positions the model knows, but never beyond a sliding window: within it, attention is full."""
+    positions = read.integer("max_position_embeddings", 2048)
+    if "sliding_window" not in read.values:
+        window = default_window
+    else:
+        used = read.flag("use_sliding_window", default=True) and read.values["sliding_window"] is not None
+        window = read.integer("sliding_window") if used else None
+    return positions if window is None else min(positions, window)
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of all safetensors files of a folder, by the names they have there."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        files = [folder / "model.safetensors"] if (folder / "model.safetensors").is_file() else []
+        files = files or sorted(folder.glob("*.safetensors"))
+        if len(files) != 1:
+            raise ModelNotFound(f"{folder} holds no model.safetensors, sharded or not")
+        return open_safetensors(files[0])
+    wanted = _Reader(read_json(index), index.name).table("weight_map")
+    names = {str(name) for name in wanted.values()}
+    if len(names) > MAX_SHARDS:
+        raise BadModelFile(f"{index} names {len(names)} files; at most {MAX_SHARDS} are read")
+    found: dict[str, StoredTensor] = {}
+    for name in sorted(names):
+        found |= open_safetensors(_inside(folder, name))
+    return found
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """Return a file of the folder itself: an index must not point elsewhere."""
+    if "/" in name or "\\" in name or not name.endswith(".safetensors"):
+        raise BadModelFile(f"{folder}: the index names {name!r}, which is no safetensors file of the folder")
+    if not (folder / name).is_file():
+        raise BadModelFile(f"{folder}: the index names {name!r}, which is missing")
+    return folder / name

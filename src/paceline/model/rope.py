@@ -1,0 +1,59 @@
+"""Rotary position embedding (RoFormer, arXiv 2104.09864) in the half-split convention of Hugging Face."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from paceline.model.config import Rope
+
+
+def inverse_frequencies(rope: Rope, head_dim: int, factors: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the angle per position of each pair of dimensions, [head_dim / 2] float32.
+
+    float32 whatever the model's type: that is how the models were trained, and what transformers does.
+    `factors` [head_dim / 2] divides them where `rope.scaling` is "factors".
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+    plain = 1.0 / (rope.theta**exponents)
+    if rope.scaling == "linear":
+        return plain / rope.factor
+    if rope.scaling == "llama3":
+        return _llama3(plain, rope)
+    if rope.scaling == "factors":
+        assert factors is not None
+        return plain / factors.to(torch.float32)
+    return plain
+
+
+def _llama3(plain: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """Stretch long waves by `factor`, keep short ones, blend between (Llama 3.1 model card)."""
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    wavelength = 2 * math.pi / plain
+    smooth = (rope.original_context / wavelength - low) / (high - low)
+    blended = (1 - smooth) * plain / rope.factor + smooth * plain
+    stretched = torch.where(wavelength > rope.original_context / low, plain / rope.factor, blended)
+    return torch.where(wavelength < rope.original_context / high, plain, stretched)
+
+
+def cos_sin(
+    positions: torch.Tensor, inverse: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosine and sine of each token's angles, twice [num_tokens, 1, head_dim / 2] of `dtype`.
+
+    Angles are float32 products; a float64 model takes their cosine in float64, so that it does not depend on
+    where in a vector register a token happens to lie.
+    """
+    angles = positions[:, None, None].to(torch.float32) * inverse  # [num_tokens, 1, head_dim / 2] float32
+    if dtype == torch.float64:
+        angles = angles.to(torch.float64)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn `x` [num_tokens, heads, head_dim], dimension i paired with i + head_dim / 2."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

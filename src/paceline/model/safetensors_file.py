@@ -1,0 +1,108 @@
+"""Reading safetensors with every offset checked against the file before a byte of a tensor is touched."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+
+from paceline.core.errors import BadModelFile, UnsupportedModel
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MAX_HEADER_BYTES = 100_000_000  # as the safetensors library allows
+MAX_DIMS = 8
+MAX_DIM = 1 << 40
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+# Types we can skip over but not compute with.
+_OTHER_BYTES: dict[str, int] = {
+    "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+    "F8_E4M3": 1, "F8_E5M2": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where one tensor lies. Both ends were found to be inside the file."""
+
+    path: Path
+    dtype: str  # as the file names it
+    shape: tuple[int, ...]
+    start: int  # byte in the file
+    num_bytes: int
+
+    def read(self) -> torch.Tensor:
+        """Return the tensor, in the type it is stored in. Raises `BadModelFile`, `UnsupportedModel`."""
+        if self.dtype not in DTYPES:
+            raise UnsupportedModel(f"{self.path.name} stores a weight as {self.dtype}; known: {', '.join(DTYPES)}")
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            data = bytearray(file.read(self.num_bytes))
+        if len(data) != self.num_bytes:
+            raise BadModelFile(f"{self.path} became shorter while it was read")
+        return torch.frombuffer(data, dtype=DTYPES[self.dtype]).reshape(self.shape)
+
+
+def open_safetensors(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a file by name, nothing read yet. Raises `BadModelFile` for any lie in its header."""
+    file_bytes = path.stat().st_size
+    header, start = _header(path, file_bytes)
+    header.pop("__metadata__", None)
+    tensors = {name: _entry(path, name, entry, start) for name, entry in header.items()}
+    spans = sorted((t.start, t.start + t.num_bytes) for t in tensors.values())
+    if spans and spans[-1][1] > file_bytes:
+        raise BadModelFile(f"{path} is truncated: a tensor ends at byte {spans[-1][1]} of {file_bytes}")
+    if any(first[1] > second[0] for first, second in pairwise(spans)):
+        raise BadModelFile(f"{path} is broken: two tensors overlap")
+    return tensors
+
+
+def _header(path: Path, file_bytes: int) -> tuple[dict[str, Any], int]:
+    """Return the header and the byte where the tensors' data begins."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if file_bytes < 8 or length > min(MAX_HEADER_BYTES, file_bytes - 8):
+            raise BadModelFile(f"{path} is no safetensors file, or is truncated inside its header")
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError):
+        raise BadModelFile(f"{path} has a header that is not JSON") from None
+    if not isinstance(header, dict):
+        raise BadModelFile(f"{path} has a header that is not a JSON object")
+    return header, 8 + length
+
+
+def _entry(path: Path, name: str, entry: object, start: int) -> StoredTensor:
+    """Check one header entry by itself."""
+    fields = entry if isinstance(entry, dict) else {}
+    dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
+    if not isinstance(dtype, str) or not _sizes(shape, MAX_DIMS) or not _sizes(offsets, 2) or len(offsets) != 2:
+        raise BadModelFile(f"{path}: tensor {name!r} has no proper dtype, shape and data_offsets")
+    item_bytes = DTYPES[dtype].itemsize if dtype in DTYPES else _OTHER_BYTES.get(dtype)
+    if item_bytes is None:
+        raise UnsupportedModel(f"{path}: tensor {name!r} has the unknown type {dtype!r}")
+    begin, end = offsets
+    if end - begin != math.prod(shape) * item_bytes:
+        raise BadModelFile(
+            f"{path}: tensor {name!r} of shape {shape} and type {dtype} cannot take {end - begin} bytes"
+        )
+    return StoredTensor(path, dtype, tuple(shape), start + begin, end - begin)
+
+
+def _sizes(values: object, most: int) -> TypeGuard[list[int]]:
+    """Whether this is a short list of sensible sizes."""
+    if not isinstance(values, list) or len(values) > most:
+        return False
+    return all(type(v) is int and 0 <= v <= MAX_DIM for v in values)

@@ -1,0 +1,95 @@
+"""Opening a model: config, tensors by canonical name, tokenizer, all checked before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from paceline.core.errors import BadModelFile
+from paceline.model import hf
+from paceline.model.config import ModelConfig, tensor_shapes
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Stored(Protocol):
+    """A tensor that lies in a file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape once read, outermost first."""
+
+    def read(self) -> torch.Tensor:
+        """Return it, in the stored type or, if quantised, as float32."""
+
+
+StoredT = TypeVar("StoredT", bound=Stored)
+
+
+class LazyWeights(Mapping[str, "torch.Tensor"]):
+    """Tensors by canonical name, each read from its file when asked for and not kept."""
+
+    def __init__(self, stored: Mapping[str, Stored]) -> None:
+        self._stored = stored
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._stored[name].read()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model whose files were found to be whole and to fit its config. No weight is in memory yet."""
+
+    path: Path
+    config: ModelConfig
+    weights: Mapping[str, torch.Tensor]  # canonical name -> tensor, shapes as `tensor_shapes(config)`
+
+
+def canonical_names(
+    config: ModelConfig, model: dict[str, str], layer: dict[str, str], prefix: str
+) -> dict[str, str]:
+    """Return canonical name -> name in the file for every tensor the config asks for."""
+    names = {}
+    for name in tensor_shapes(config):
+        if name in model:
+            names[name] = model[name]
+        else:
+            _, number, short = name.split(".")
+            names[name] = prefix.format(layer=number) + layer[short]
+    return names
+
+
+def choose_tensors(
+    config: ModelConfig, names: Mapping[str, str], found: Mapping[str, StoredT], where: Path
+) -> dict[str, StoredT]:
+    """Pick the tensors the config asks for. Raises `BadModelFile` if one is missing or has another shape."""
+    chosen: dict[str, StoredT] = {}
+    for name, shape in tensor_shapes(config).items():
+        stored = found.get(names[name])
+        if stored is None:
+            raise BadModelFile(f"{where} lacks the tensor {names[name]!r}; the download may be incomplete")
+        if stored.shape != shape:
+            raise BadModelFile(f"{where}: {names[name]!r} has shape {stored.shape}, the config asks for {shape}")
+        chosen[name] = stored
+    return chosen
+
+
+def load_model(path: str | Path) -> LoadedModel:
+    """Open a folder of safetensors. Raises `ModelNotFound`, `BadModelFile`, `UnsupportedModel`."""
+    folder = Path(path)
+    generation = folder / "generation_config.json"
+    config = hf.config_from_json(
+        hf.read_json(folder / "config.json"), hf.read_json(generation) if generation.is_file() else None
+    )
+    names = canonical_names(config, hf.MODEL_NAMES, hf.LAYER_NAMES, hf.LAYER_PREFIX)
+    stored = choose_tensors(config, names, hf.stored_tensors(folder), folder)
+    return LoadedModel(folder, config, LazyWeights(stored))
