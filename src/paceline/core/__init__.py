@@ -1,1 +1,1 @@
-"""The nouns, the error tree, the noise and the sampling transforms. Imports nothing of ours, nor numpy or torch."""
+"""The nouns, the error tree, the noise and the sampling transforms. Imports nothing of ours."""

@@ -105,6 +105,7 @@ class Admission:
     token_ids: Sequence[int]  # [length] prompt, and what was written before a preemption
     cached_len: int  # leading tokens whose target KV is already there
     pages: tuple[int, ...]  # pages of the cached tokens
+    rebirth: bool = False  # it had a row before, and lost it to a preemption
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -101,9 +101,7 @@ class SamplingParams:
     @property
     def penalised(self) -> bool:
         """Whether logits depend on the tokens so far."""
-        return (
-            self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-        )
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def filtered(self) -> bool:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from paceline.draft.drafter import Drafter, Target
-    from paceline.model.loading import LoadedModel
+    from paceline.model.weights import LoadedModel
 
     Loader = Callable[[str], LoadedModel]  # from a model's name or path
 

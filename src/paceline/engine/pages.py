@@ -51,6 +51,11 @@ class PagePool:
         self._valid = {store: [0] * num_pages for store in stores}  # slots of each page, per store
 
     @property
+    def stores(self) -> tuple[str, ...]:
+        """Names of the stores over this page table."""
+        return tuple(self._valid)
+
+    @property
     def num_available(self) -> int:
         """Pages that `take` can hand out: free ones, and idle ones after eviction."""
         return len(self._free) + len(self._idle)

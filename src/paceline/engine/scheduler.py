@@ -115,17 +115,15 @@ class Scheduler:
         """Tokens that all pages hold."""
         return self.pool.num_pages * PAGE_TOKENS
 
-    def end(self, request_id: str) -> Running | None:
+    def end(self, request_id: str) -> Running:
         """End a request at any moment; its row and pages come back once no pass of it is in flight."""
-        running = self.by_id.pop(request_id, None)
-        if running is None:
-            return None
+        running = self.by_id[request_id]
         running.ended = True
         if running.row < 0:
-            self.waiting.remove(running)
-            self.num_queued_tokens -= len(running.token_ids)
+            self._dequeue(running)
+            del self.by_id[request_id]
         elif not running.in_flight:
-            self._vacate(running)
+            self._leave(running)
         return running
 
     def take_released(self) -> list[int]:
@@ -237,7 +235,7 @@ class Scheduler:
         running.in_flight_tokens -= batch_row.max_drafts + 1 if batch_row.samples else 0
         if running.ended:
             if not running.in_flight:
-                self._vacate(running)
+                self._leave(running)
             return
         running.token_ids.extend(token_ids)
         old_len = running.valid_len
@@ -279,6 +277,10 @@ class Scheduler:
         self.num_preemptions += 1
         self._enqueue(running)
 
+    def _leave(self, running: Running) -> None:
+        self._vacate(running)
+        del self.by_id[running.request.request_id]
+
     def _vacate(self, running: Running) -> None:
         """Take a request's row and pages."""
         self.running.remove(running)
@@ -301,5 +303,11 @@ class Scheduler:
 
 
 def _admission(running: Running) -> Admission:
-    cached = running.pages[: running.valid_len // PAGE_TOKENS]
-    return Admission(running.row, running.request, tuple(running.token_ids), running.valid_len, tuple(cached))
+    return Admission(
+        row=running.row,
+        request=running.request,
+        token_ids=tuple(running.token_ids),
+        cached_len=running.valid_len,
+        pages=tuple(running.pages[: running.valid_len // PAGE_TOKENS]),
+        rebirth=running.num_preemptions > 0,
+    )

@@ -1,7 +1,7 @@
 """Prompt lookup: what followed the last time the text ended like this?
 
-Finds the longest suffix of a row's tokens, of bounded length, that occurred before, and proposes what followed its
-latest occurrence. Stateless: a draft is a function of the row's tokens alone. After Saxena's prompt lookup decoding
+Finds the longest suffix of a row's tokens, of bounded length, that occurred before, and proposes what followed
+its latest occurrence. Stateless: a draft is a function of the row's tokens alone. After Saxena's prompt lookup decoding
 (2023) and LLMA (arXiv 2304.04487).
 """
 
@@ -86,7 +86,11 @@ class NgramDrafter:
 
     def report(self) -> Mapping[str, Any]:
         """Tell what was chosen."""
-        return {"drafter": self.name, "k": self.config.k, "match": f"{self.config.min} to {self.config.max} tokens"}
+        return {
+            "drafter": self.name,
+            "k": self.config.k,
+            "match": f"{self.config.min} to {self.config.max} tokens",
+        }
 
 
 def lookup(token_ids: NDArray[int64], k: int, min_len: int, max_len: int) -> Sequence[int]:
@@ -108,7 +112,7 @@ def lookup(token_ids: NDArray[int64], k: int, min_len: int, max_len: int) -> Seq
     if not longest.size:
         return ()
     start = int(longest[-1]) + 1
-    found = token_ids[start : start + k].tolist()
+    found: list[int] = token_ids[start : start + k].tolist()
     period = len(token_ids) - start
     while len(found) < k:
         found.append(found[len(found) - period])

@@ -1,0 +1,96 @@
+"""The drafters of an engine, kept at arm's length: one that fails costs speculation, never a request."""
+
+from __future__ import annotations
+
+import logging
+from math import isfinite
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from paceline.core.nouns import NO_DRAFT, Draft, RowDraft
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from paceline.core.nouns import Batch, Plan, Request, Verdict
+    from paceline.draft.drafter import Drafter
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Drafting:
+    """Calls the drafters and merges their drafts. Wrong or failing drafts become no drafts, and are counted."""
+
+    def __init__(self, drafters: Sequence[Drafter], vocab_size: int) -> None:
+        self.drafters = {drafter.name: drafter for drafter in drafters}
+        self.num_failures = 0
+        self._vocab_size = vocab_size
+        self._told: set[str] = set()  # drafters whose failure has been logged
+        self._marked: dict[tuple[str, int], int] = {}  # (drafter, row) -> tokens its store is known to hold
+
+    def admit(self, row: int, request: Request, valid_lens: dict[str, int]) -> None:
+        """Tell every drafter of a birth, and how many tokens its own store holds already."""
+        for drafter in self.drafters.values():
+            known = valid_lens.get(drafter.needs.store or "", 0)
+            self._marked[drafter.name, row] = known
+            self._guard(drafter, drafter.admit, row, request, known)
+
+    def release(self, row: int) -> None:
+        """Tell every drafter of a death."""
+        for drafter in self.drafters.values():
+            self._guard(drafter, drafter.release, row)
+
+    def forget(self) -> None:
+        """Make every drafter drop what it learnt across requests."""
+        for drafter in self.drafters.values():
+            self._guard(drafter, drafter.forget)
+
+    def propose(self, batch: Batch, plan: Plan) -> Draft:
+        """Ask each planned drafter once, and merge. Rows whose draft is unfit draft nothing."""
+        rows = [NO_DRAFT] * len(batch.rows)
+        planned = {p.drafter for p in plan.rows.values() if p.drafter is not None and p.k > 0}
+        for name in sorted(planned & self.drafters.keys()):
+            drafter = self.drafters[name]
+            draft = self._guard(drafter, drafter.propose, batch, plan)
+            for index, row_draft in enumerate(draft.rows if draft is not None else ()):
+                if len(row_draft) and self._fits(drafter, row_draft, batch.rows[index].max_drafts):
+                    rows[index] = row_draft
+        return Draft(tuple(rows))
+
+    def commit(self, batch: Batch, draft: Draft, verdict: Verdict) -> None:
+        """Tell every drafter what was kept."""
+        for drafter in self.drafters.values():
+            self._guard(drafter, drafter.commit, batch, draft, verdict)
+
+    def newly_valid(self, row: int, most: int) -> Iterator[tuple[str, int, int]]:
+        """Yield (store, known before, known now) of a row's tokens, for each store that has grown."""
+        for drafter in self.drafters.values():
+            if drafter.needs.store is not None:
+                start, end = self._marked[drafter.name, row], min(most, drafter.valid_len(row))
+                if end > start:
+                    self._marked[drafter.name, row] = end
+                    yield drafter.needs.store, start, end
+
+    def _guard(self, drafter: Drafter, call: Callable[..., T], *arguments: object) -> T | None:
+        try:
+            return call(*arguments)
+        except Exception as error:  # a drafter is never fatal, whatever it raises
+            self._failed(drafter, f"{type(error).__name__}: {error}")
+            return None
+
+    def _fits(self, drafter: Drafter, draft: RowDraft, max_drafts: int) -> bool:
+        ids = np.asarray(draft.token_ids)
+        fits = len(ids) <= max_drafts and bool(((ids >= 0) & (ids < self._vocab_size)).all())
+        fits = fits and all(isfinite(c) for c in draft.confidence or ())
+        fits = fits and (draft.probs is None or bool(np.isfinite(draft.probs).all()))
+        if not fits:
+            self._failed(drafter, "it proposed too many tokens, tokens out of range or NaN")
+        return fits
+
+    def _failed(self, drafter: Drafter, reason: str) -> None:
+        self.num_failures += 1
+        if drafter.name not in self._told:
+            self._told.add(drafter.name)
+            log.warning("drafter %s failed, so its rows decode plainly: %s", drafter.name, reason)

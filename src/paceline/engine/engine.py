@@ -1,0 +1,295 @@
+"""The engine: requests in, outcomes out, one step at a time."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Protocol
+
+from paceline.core.errors import RequestError
+from paceline.core.nouns import PAGE_TOKENS, Figures, Outcome
+from paceline.engine.drafting import Drafting
+from paceline.engine.pages import TARGET
+from paceline.engine.scheduler import Scheduler
+from paceline.engine.stats import Gauges, Stats
+from paceline.engine.writer import Writer
+from paceline.model.tokenizer import Detokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.core.nouns import (
+        Batch,
+        BatchRow,
+        Draft,
+        FinishReason,
+        Plan,
+        Request,
+        RowVerdict,
+        TokenLogprobs,
+        Verdict,
+    )
+    from paceline.draft.drafter import Drafter
+    from paceline.engine.pages import PagePool
+    from paceline.engine.scheduler import Limits, Running
+    from paceline.engine.writer import Written
+    from paceline.model.backend import Backend
+    from paceline.model.tokenizer import Tokenizer
+    from paceline.verify.law import Law
+
+log = logging.getLogger(__name__)
+
+
+class Controller(Protocol):
+    """Decides how much to speculate; asked before drafting and after."""
+
+    def plan(self, rows: Sequence[int]) -> Plan:
+        """Plan a step for the rows that decode."""
+        ...
+
+    def trim(self, batch: Batch, draft: Draft) -> Draft:
+        """Return how much of a draft is worth verifying."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Account:
+    """What an open request has written and what speculation did for it."""
+
+    writer: Writer
+    decode_passes: int = 0
+    decoded_tokens: int = 0
+    drafted_tokens: int = 0
+    verified_tokens: int = 0
+    accepted_tokens: int = 0
+
+    def count_pass(self, num_drafted: int, num_verified: int, num_accepted: int, num_tokens: int) -> None:
+        """Add one decode pass; drafts and tokens after a stop are not counted as kept."""
+        self.decode_passes += 1
+        self.decoded_tokens += num_tokens
+        self.drafted_tokens += num_drafted
+        self.verified_tokens += num_verified
+        self.accepted_tokens += num_accepted
+
+    def figures(self, running: Running) -> Figures:
+        """Return what the request's client is told at the end."""
+        return Figures(
+            prompt_tokens=len(running.request.prompt_ids),
+            completion_tokens=self.writer.num_tokens,
+            cached_tokens=running.cached_len,
+            decode_passes=self.decode_passes,
+            decoded_tokens=self.decoded_tokens,
+            drafted_tokens=self.drafted_tokens,
+            verified_tokens=self.verified_tokens,
+            accepted_tokens=self.accepted_tokens,
+            seed=running.request.seed,
+            preemptions=running.num_preemptions,
+        )
+
+
+class Engine:
+    """Runs requests on a target, a set of drafters, a controller and a law. Not thread-safe."""
+
+    def __init__(
+        self,
+        target: Backend,
+        tokenizer: Tokenizer,
+        drafters: Sequence[Drafter],
+        controller: Controller,
+        law: Law,
+        limits: Limits,
+        pool: PagePool,
+    ) -> None:
+        self.target = target
+        self.tokenizer = tokenizer
+        self.drafting = Drafting(drafters, target.config.vocab_size)
+        self.controller = controller
+        self.law = law
+        self.scheduler = Scheduler(limits, pool)
+        self._stats = Stats()
+        self._accounts: dict[str, _Account] = {}
+        self._outcomes: list[Outcome] = []  # of requests that ended between steps
+
+    # Requests ------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises `RequestError`; then nothing else is disturbed."""
+        request.check()
+        if request.request_id in self._accounts:
+            raise RequestError(f"request id {request.request_id!r} is in use")
+        self._check_ids(request)
+        self.scheduler.add(request)
+        detokenizer = Detokenizer(self.tokenizer)
+        self._accounts[request.request_id] = _Account(Writer(request, self._eos_ids, detokenizer))
+
+    def cancel(self, request_id: str) -> None:
+        """End a request now; its last outcome comes with the next step. Unknown ids are ignored."""
+        if request_id in self._accounts:
+            self._end(request_id, "cancelled")
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self._accounts or self._outcomes)
+
+    @property
+    def _eos_ids(self) -> frozenset[int]:
+        return frozenset(self.tokenizer.eos_ids)
+
+    def _check_ids(self, request: Request) -> None:
+        vocab_size = self.target.config.vocab_size
+        if not all(0 <= token_id < vocab_size for token_id in request.prompt_ids):
+            raise RequestError(f"the prompt has token ids outside the vocabulary of {vocab_size}", "prompt")
+        if any(token_id >= vocab_size for token_id in request.params.logit_bias):
+            raise RequestError(f"logit_bias names tokens outside the vocabulary of {vocab_size}", "logit_bias")
+
+    # The step ------------------------------------------------------------------------------------
+
+    def step(self) -> list[Outcome]:
+        """Run one step: admit, plan, propose, score, judge, commit."""
+        start = perf_counter()
+        plan = self.controller.plan([r.row for r in self.scheduler.decoding()])
+        batch = self._admit(plan)
+        if batch.rows:
+            proposed = self._propose(batch, plan)
+            draft = self.controller.trim(batch, proposed)
+            verdict = self._score_and_judge(batch, draft)
+            self._commit(batch, proposed, draft, verdict)
+            self._stats.steps += 1
+            self._stats.step_s += perf_counter() - start
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def _admit(self, plan: Plan) -> Batch:
+        batch = self.scheduler.schedule(plan)
+        for row in self.scheduler.take_released():
+            self.drafting.release(row)
+        self.target.rows.apply(batch)
+        for admission in batch.admissions:
+            if not admission.rebirth:
+                self._stats.prompt_tokens += len(admission.request.prompt_ids)
+                self._stats.cached_tokens += admission.cached_len
+            self.drafting.admit(admission.row, admission.request, self._valid_lens(admission.pages))
+        return batch
+
+    def _propose(self, batch: Batch, plan: Plan) -> Draft:
+        start = perf_counter()
+        draft = self.drafting.propose(batch, plan)
+        self._stats.draft_s += perf_counter() - start
+        return draft
+
+    def _score_and_judge(self, batch: Batch, draft: Draft) -> Verdict:
+        start = perf_counter()
+        scores = self.target.score(batch, draft)
+        self._stats.target_s += perf_counter() - start
+        return self.law.judge(draft, scores)
+
+    def _commit(self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict) -> None:
+        self.target.commit(batch, verdict)
+        self.drafting.commit(batch, draft, verdict)
+        self._stats.count_pass(batch, proposed, draft, verdict)
+        for r, p, d, v in zip(batch.rows, proposed.rows, draft.rows, verdict.rows, strict=True):
+            try:
+                self._commit_row(r, v, len(p), len(d))
+            except Exception:  # one request's error never ends another's
+                log.exception("request %s failed", r.request_id)
+                self._end(r.request_id, "error", error="internal error while writing the answer")
+
+    # Commit, row by row --------------------------------------------------------------------------
+
+    def _commit_row(self, r: BatchRow, verdict: RowVerdict, num_drafted: int, num_verified: int) -> None:
+        running, account = self.scheduler.by_id[r.request_id], self._accounts.get(r.request_id)
+        if account is None:  # it ended while this pass ran
+            self.scheduler.reveal(r, running, ())
+            return
+        written = account.writer.write(verdict.token_ids)
+        token_ids = tuple(verdict.token_ids[: written.num_tokens])
+        if r.decodes:
+            num_accepted = min(verdict.num_accepted, written.num_tokens)
+            account.count_pass(num_drafted, num_verified, num_accepted, written.num_tokens)
+            self._stats.decoded_tokens += written.num_tokens
+        self._stats.output_tokens += written.num_tokens
+        self.scheduler.reveal(r, running, token_ids)
+        self._mark_stores(running)
+        if written.finish_reason is not None:
+            self._end(r.request_id, written.finish_reason, token_ids, verdict, written)
+        elif token_ids:
+            self._outcomes.append(
+                Outcome(r.request_id, token_ids, written.text, _logprobs(verdict, len(token_ids)))
+            )
+
+    def _mark_stores(self, running: Running) -> None:
+        """Record in the page table how far the drafters' own stores hold a row's tokens."""
+        for store, start, end in self.drafting.newly_valid(running.row, running.valid_len):
+            self.scheduler.pool.mark_valid(store, running.pages, end, start)
+
+    def _valid_lens(self, pages: Sequence[int]) -> dict[str, int]:
+        pool = self.scheduler.pool
+        return {store: pool.valid_len(store, pages) for store in pool.stores if store != TARGET}
+
+    def _end(
+        self,
+        request_id: str,
+        reason: FinishReason,
+        token_ids: tuple[int, ...] = (),
+        verdict: RowVerdict | None = None,
+        written: Written | None = None,
+        error: str | None = None,
+    ) -> None:
+        """Close a request's account and tell its client everything that is left to tell."""
+        account, running = self._accounts.pop(request_id), self.scheduler.end(request_id)
+        self._outcomes.append(
+            Outcome(
+                request_id,
+                token_ids,
+                text=written.text if written else account.writer.flush(),
+                logprobs=_logprobs(verdict, len(token_ids)) if verdict else None,
+                finish_reason=reason,
+                stop_reason=written.stop_reason if written else None,
+                figures=account.figures(running),
+                error=error,
+            )
+        )
+
+    # Looking in ----------------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """Return a snapshot of the counters."""
+        snapshot = self._stats.snapshot()
+        snapshot.preemptions = self.scheduler.num_preemptions
+        snapshot.drafter_failures = self.drafting.num_failures
+        return snapshot
+
+    def gauges(self) -> Gauges:
+        """Return what the engine is doing now."""
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        return Gauges(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_queued_tokens=scheduler.num_queued_tokens,
+            num_pages=pool.num_pages,
+            num_held_pages=pool.num_held,
+            kv_bytes=pool.num_pages * PAGE_TOKENS * self.kv_bytes_per_token,
+        )
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of KV per token, the drafters' included."""
+        own = sum(d.needs.kv_bytes_per_token for d in self.drafting.drafters.values())
+        return self.target.kv_bytes_per_token + own
+
+    def forget(self) -> None:
+        """Start cold: empty the prefix cache and whatever drafters learnt across requests."""
+        self.scheduler.pool.forget()
+        self.drafting.forget()
+
+    def check(self) -> None:
+        """Assert every invariant. Tests call this after each step."""
+        self.scheduler.check()
+        self.target.rows.check()
+        assert set(self._accounts) == {i for i, r in self.scheduler.by_id.items() if not r.ended}
+
+
+def _logprobs(verdict: RowVerdict, count: int) -> tuple[TokenLogprobs, ...] | None:
+    return None if verdict.logprobs is None else tuple(verdict.logprobs[:count])

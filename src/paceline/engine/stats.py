@@ -1,0 +1,113 @@
+"""What an engine has done so far: counters that only grow, and a few gauges."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.core.nouns import Batch, Draft, RowDraft, Verdict
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """What became of one drafter's tokens. Only positions that were really tested count as verified."""
+
+    drafted: int = 0  # tokens proposed
+    verified_at: list[int] = field(default_factory=list)  # [position] tokens scored by the target
+    accepted_at: list[int] = field(default_factory=list)  # [position] tokens kept
+
+    @property
+    def verified(self) -> int:
+        """Tokens scored by the target, after trimming."""
+        return sum(self.verified_at)
+
+    @property
+    def accepted(self) -> int:
+        """Tokens kept."""
+        return sum(self.accepted_at)
+
+    def count(self, num_drafted: int, num_verified: int, num_accepted: int) -> None:
+        """Add one row's draft."""
+        self.drafted += num_drafted
+        _bump(self.verified_at, num_verified)
+        _bump(self.accepted_at, num_accepted)
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counters since the engine was made; take the difference of two snapshots with `since`."""
+
+    steps: int = 0
+    step_s: float = 0.0
+    draft_s: float = 0.0
+    target_s: float = 0.0
+    decode_passes: int = 0  # rows x steps in which they decoded
+    decoded_tokens: int = 0  # tokens these committed, stops applied
+    prompt_tokens: int = 0  # of requests that got a row
+    cached_tokens: int = 0  # of these, found in the prefix cache
+    output_tokens: int = 0
+    preemptions: int = 0
+    drafter_failures: int = 0
+    k_histogram: list[int] = field(default_factory=list)  # [k] decode passes that verified k drafts
+    drafters: dict[str, DraftCounts] = field(default_factory=dict)
+
+    @property
+    def host_s(self) -> float:
+        """Time of the steps spent neither drafting nor in the target."""
+        return self.step_s - self.draft_s - self.target_s
+
+    def snapshot(self) -> Stats:
+        """Return a copy that later steps do not change."""
+        return deepcopy(self)
+
+    def since(self, earlier: Stats) -> Stats:
+        """Return what was added after an earlier snapshot."""
+        difference: Stats = _subtract(self, earlier)
+        return difference
+
+    def count_pass(self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict) -> None:
+        """Add one step's drafts: as proposed, and as trimmed for verification."""
+        for r, whole, kept, v in zip(batch.rows, proposed.rows, draft.rows, verdict.rows, strict=True):
+            if r.decodes:
+                self._count_row(whole, len(kept), v.num_accepted)
+
+    def _count_row(self, proposed: RowDraft, num_verified: int, num_accepted: int) -> None:
+        self.decode_passes += 1
+        while len(self.k_histogram) <= num_verified:
+            self.k_histogram.append(0)
+        self.k_histogram[num_verified] += 1
+        if proposed.drafter is not None:
+            counts = self.drafters.setdefault(proposed.drafter, DraftCounts())
+            counts.count(len(proposed), num_verified, num_accepted)
+
+
+@dataclass(frozen=True, slots=True)
+class Gauges:
+    """What an engine is doing now."""
+
+    num_running: int
+    num_waiting: int
+    num_queued_tokens: int
+    num_pages: int
+    num_held_pages: int
+    kv_bytes: int  # all stores
+
+
+def _bump(counts: list[int], length: int) -> None:
+    """Add one to each of the first `length` counts."""
+    counts.extend([0] * (length - len(counts)))
+    for index in range(length):
+        counts[index] += 1
+
+
+def _subtract(new: Any, old: Any) -> Any:
+    if isinstance(new, dict):
+        return {key: _subtract(value, old[key]) if key in old else deepcopy(value) for key, value in new.items()}
+    if isinstance(new, list):
+        return [value - (old[i] if i < len(old) else 0) for i, value in enumerate(new)]
+    if hasattr(new, "__dataclass_fields__"):
+        pairs = {f.name: _subtract(getattr(new, f.name), getattr(old, f.name)) for f in fields(new)}
+        return type(new)(**pairs)
+    return new - old
