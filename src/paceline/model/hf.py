@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import tokenizers
 
 from paceline.core.errors import BadModelFile, ModelNotFound, UnsupportedModel, suggest
 from paceline.model.config import QKV, ModelConfig, Rope, RopeScaling, family
 from paceline.model.safetensors_file import StoredTensor, open_safetensors
+from paceline.model.template import MAX_TEMPLATE_CHARS, TemplateSource
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -201,3 +205,46 @@ def _inside(folder: Path, name: str) -> Path:
     if not (folder / name).is_file():
         raise BadModelFile(f"{folder}: the index names {name!r}, which is missing")
     return folder / name
+
+
+@dataclass(frozen=True, slots=True)
+class FolderText:
+    """A folder's tokenizer.json and chat template."""
+
+    folder: Path
+
+    def tokenizer(self) -> tokenizers.Tokenizer:
+        """Read tokenizer.json. Raises `ModelNotFound`, `BadModelFile`."""
+        path = self.folder / "tokenizer.json"
+        text = json.dumps(read_json(path), ensure_ascii=False)
+        try:
+            return tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises bare Exception
+            raise BadModelFile(f"{path} is no proper tokenizer: {str(error)[:200]}") from None
+
+    def template(self) -> TemplateSource | None:
+        """Return chat_template.jinja, else the template in tokenizer_config.json, else None."""
+        path = self.folder / "tokenizer_config.json"
+        values = read_json(path) if path.is_file() else {}
+        special = {key: _content(values.get(key)) for key in ("bos_token", "eos_token", "unk_token", "pad_token")}
+        own = self.folder / "chat_template.jinja"
+        if own.is_file():
+            if own.stat().st_size > MAX_TEMPLATE_CHARS:
+                raise BadModelFile(f"{own} is longer than any real chat template")
+            return TemplateSource(own.read_text(encoding="utf-8"), special)
+        text = _default_template(values.get("chat_template"))
+        return None if text is None else TemplateSource(text, special)
+
+
+def _content(token: object) -> str:
+    """A special token is a string, or an object that has it as `content`."""
+    value = token.get("content") if isinstance(token, dict) else token
+    return value if isinstance(value, str) else ""
+
+
+def _default_template(value: object) -> str | None:
+    """A template is a string, or the one named "default" in a list."""
+    if isinstance(value, list):
+        named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
+        value = named.get("default")
+    return value if isinstance(value, str) else None

@@ -7,12 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from paceline.core.errors import BadModelFile
-from paceline.model import hf
+from paceline.core.errors import BadModelFile, ModelNotFound
+from paceline.model import gguf_model, hf
 from paceline.model.config import ModelConfig, tensor_shapes
+from paceline.model.gguf_file import open_gguf
+from paceline.model.pull import resolve
+from paceline.model.template import ChatTemplate
+from paceline.model.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    import tokenizers
     import torch
+
+    from paceline.model.template import TemplateSource
 
 
 class Stored(Protocol):
@@ -45,6 +52,16 @@ class LazyWeights(Mapping[str, "torch.Tensor"]):
         return len(self._stored)
 
 
+class TextSource(Protocol):
+    """Where a model keeps its tokenizer and chat template."""
+
+    def tokenizer(self) -> tokenizers.Tokenizer:
+        """Build the tokenizer. Raises `ModelNotFound`, `BadModelFile`, `UnsupportedModel`."""
+
+    def template(self) -> TemplateSource | None:
+        """Return the chat template, None if there is none."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
     """A model whose files were found to be whole and to fit its config. No weight is in memory yet."""
@@ -52,6 +69,21 @@ class LoadedModel:
     path: Path
     config: ModelConfig
     weights: Mapping[str, torch.Tensor]  # canonical name -> tensor, shapes as `tensor_shapes(config)`
+    text: TextSource
+
+
+def load_tokenizer(model: LoadedModel) -> Tokenizer:
+    """Build the model's tokenizer and check that its embedding has a row for every token."""
+    config = model.config
+    tokenizer = Tokenizer(model.text.tokenizer(), eos_ids=config.eos_ids, bos_id=config.bos_id)
+    tokenizer.check_fits(config.vocab_size)
+    return tokenizer
+
+
+def load_template(model: LoadedModel) -> ChatTemplate | None:
+    """Compile the model's chat template; None if it has none, as base models do."""
+    source = model.text.template()
+    return None if source is None else ChatTemplate(source)
 
 
 def canonical_names(
@@ -83,13 +115,33 @@ def choose_tensors(
     return chosen
 
 
-def load_model(path: str | Path) -> LoadedModel:
-    """Open a folder of safetensors. Raises `ModelNotFound`, `BadModelFile`, `UnsupportedModel`."""
-    folder = Path(path)
+def load_model(name_or_path: str | Path) -> LoadedModel:
+    """Open a model by name or path, see `pull.resolve`: a folder of safetensors or a `.gguf` file.
+
+    Raises `ModelNotFound`, `BadModelFile`, `UnsupportedModel`; nothing large is allocated before all is checked.
+    """
+    path = resolve(name_or_path)
+    if path.is_dir() and not (path / "config.json").is_file():
+        files = sorted(path.glob("*.gguf"))
+        if len(files) != 1:
+            raise ModelNotFound(f"{path} holds neither a config.json nor exactly one .gguf file")
+        path = files[0]
+    return _load_folder(path) if path.is_dir() else _load_gguf(path)
+
+
+def _load_folder(folder: Path) -> LoadedModel:
     generation = folder / "generation_config.json"
     config = hf.config_from_json(
         hf.read_json(folder / "config.json"), hf.read_json(generation) if generation.is_file() else None
     )
     names = canonical_names(config, hf.MODEL_NAMES, hf.LAYER_NAMES, hf.LAYER_PREFIX)
     stored = choose_tensors(config, names, hf.stored_tensors(folder), folder)
-    return LoadedModel(folder, config, LazyWeights(stored))
+    return LoadedModel(folder, config, LazyWeights(stored), hf.FolderText(folder))
+
+
+def _load_gguf(path: Path) -> LoadedModel:
+    file = open_gguf(path)
+    config = gguf_model.config_from_gguf(file)
+    names = canonical_names(config, gguf_model.MODEL_NAMES, gguf_model.LAYER_NAMES, gguf_model.LAYER_PREFIX)
+    stored = choose_tensors(config, names, gguf_model.tensors_for(file, config), path)
+    return LoadedModel(path, config, LazyWeights(stored), gguf_model.GgufText(file))

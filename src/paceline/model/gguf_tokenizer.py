@@ -1,0 +1,185 @@
+"""Tokenizers rebuilt from GGUF metadata with the `tokenizers` library."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from paceline.core.errors import BadModelFile, UnsupportedModel, suggest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MAX_TOKEN_CHARS = 1 << 10
+_CONTROL, _USER_DEFINED = 3, 4  # token types
+
+
+@dataclass(frozen=True, slots=True)
+class Pre:
+    """How byte-level BPE cuts a text into words, by `tokenizer.ggml.pre`."""
+
+    patterns: tuple[str, ...]  # each cuts what the ones before left
+    ignore_merges: bool = False  # a word that is a token stays whole
+    add_bos: bool = False  # if the file does not say
+    nfc: bool = False
+
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = Pre((_CONTRACTIONS + r"\p{N}{1,3}" + _SPACES,), ignore_merges=True, add_bos=True)
+_QWEN2 = Pre((_CONTRACTIONS + r"\p{N}" + _SPACES,), nfc=True)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = Pre(
+    (
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+    ignore_merges=True,
+    add_bos=True,
+)
+
+PRES: dict[str, Pre] = {
+    "default": Pre((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    "gpt-2": Pre((_GPT2,)),
+    "smollm": Pre((r"\p{N}", _GPT2)),
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "tekken": _TEKKEN,
+}
+
+
+def tokenizer_from_gguf(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
+    """Build the file's tokenizer. Raises `UnsupportedModel` for a kind we lack, `BadModelFile` for nonsense."""
+    kind = str(metadata.get("tokenizer.ggml.model"))[:80]
+    if kind not in _KINDS:
+        raise UnsupportedModel(f"the GGUF tokenizer kind {kind!r} is not supported{suggest(kind, _KINDS)}")
+    tokens = _tokens(metadata)
+    raw, default_bos = _KINDS[kind](tokens, metadata)
+    _add_special(raw, tokens, metadata)
+    _add_bos(raw, tokens, metadata, default_bos)
+    return raw
+
+
+def _tokens(metadata: dict[str, Any]) -> list[str]:
+    """Return the vocabulary in order of ids."""
+    tokens = _list(metadata, "tokenizer.ggml.tokens", str)
+    if not tokens or len(set(tokens)) != len(tokens):
+        raise BadModelFile("the GGUF file's list of tokens is empty or names one twice")
+    if max(map(len, tokens)) > MAX_TOKEN_CHARS:
+        raise BadModelFile(f"the GGUF file has a token of more than {MAX_TOKEN_CHARS} characters")
+    return tokens
+
+
+def _list(metadata: dict[str, Any], key: str, kind: type) -> list[Any]:
+    values = metadata.get(key, [])
+    if not isinstance(values, list) or (values and type(values[0]) is not kind):  # lists hold one type
+        raise BadModelFile(f"the GGUF file's {key} is no list of {kind.__name__}")
+    return values
+
+
+def _byte_level(tokens: list[str], metadata: dict[str, Any]) -> tuple[tokenizers.Tokenizer, bool]:
+    """Byte-level BPE as in GPT-2, with explicit merges."""
+    name = str(metadata.get("tokenizer.ggml.pre", "default"))[:80]
+    if name not in PRES:
+        raise UnsupportedModel(f"the GGUF pre-tokenizer {name!r} is not supported{suggest(name, PRES)}")
+    pre = PRES[name]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    raw = tokenizers.Tokenizer(
+        models.BPE(vocab=vocab, merges=_merges(vocab, metadata), ignore_merges=pre.ignore_merges)
+    )
+    if pre.nfc:
+        raw.normalizer = normalizers.NFC()
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.pre_tokenizer = pre_tokenizers.Sequence([*cuts, to_bytes])
+    raw.decoder = decoders.ByteLevel()
+    return raw, pre.add_bos
+
+
+def _merges(vocab: dict[str, int], metadata: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return pairs in order of rank. The library trusts them, so they are checked here."""
+    merges = []
+    for line in _list(metadata, "tokenizer.ggml.merges", str):
+        left, _, right = line.partition(" ")
+        if left not in vocab or right not in vocab or left + right not in vocab:
+            raise BadModelFile(f"the GGUF file's merge {line[:80]!r} is not of tokens it has")
+        merges.append((left, right))
+    return merges
+
+
+def _sentence_piece(tokens: list[str], metadata: dict[str, Any]) -> tuple[tokenizers.Tokenizer, bool]:
+    """SentencePiece BPE: the pair whose joint token scores highest merges first; unknown characters as bytes."""
+    scores = _list(metadata, "tokenizer.ggml.scores", float)
+    if len(scores) != len(tokens):
+        raise BadModelFile(f"the GGUF file has {len(scores)} scores for {len(tokens)} tokens")
+    vocab = {token: i for i, token in enumerate(tokens)}
+    unknown = _token(tokens, metadata, "unknown") or "<unk>"
+    if unknown not in vocab:
+        raise BadModelFile("the GGUF file's SentencePiece tokenizer lacks a token for the unknown")
+    raw = tokenizers.Tokenizer(
+        models.BPE(
+            vocab=vocab, merges=_scored_merges(vocab, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True
+        )
+    )
+    spaces = normalizers.Replace(" ", "▁")
+    prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefixed else spaces
+    back = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    raw.decoder = decoders.Sequence([*back, decoders.Strip(" ", 1, 0)] if prefixed else back)
+    return raw, True
+
+
+def _scored_merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """Return every pair of tokens that joins to a token, best joint score first, then in order of ids."""
+    ranked = [
+        (-scores[i], vocab[token[:cut]], vocab[token[cut:]], token[:cut], token[cut:])
+        for token, i in vocab.items()
+        for cut in range(1, len(token))
+        if token[:cut] in vocab and token[cut:] in vocab
+    ]
+    return [(left, right) for *_, left, right in sorted(ranked, key=itemgetter(0, 1, 2))]
+
+
+# `tokenizer.ggml.model` -> builder, which also says whether a text begins with BOS unless the file speaks of it.
+_KINDS: dict[str, Callable[[list[str], dict[str, Any]], tuple[tokenizers.Tokenizer, bool]]] = {
+    "gpt2": _byte_level,
+    "llama": _sentence_piece,
+}
+
+
+def _add_special(raw: tokenizers.Tokenizer, tokens: list[str], metadata: dict[str, Any]) -> None:
+    """Mark control tokens, and those the user defined, as whole words of their own."""
+    kinds = _list(metadata, "tokenizer.ggml.token_type", int)
+    if kinds and len(kinds) != len(tokens):
+        raise BadModelFile(f"the GGUF file has {len(kinds)} token types for {len(tokens)} tokens")
+    typed = [(token, kind) for token, kind in zip(tokens, kinds, strict=False) if token]
+    raw.add_special_tokens([AddedToken(t, normalized=False, special=True) for t, k in typed if k == _CONTROL])
+    raw.add_tokens([AddedToken(t, normalized=False) for t, k in typed if k == _USER_DEFINED])
+
+
+def _token(tokens: list[str], metadata: dict[str, Any], role: str) -> str | None:
+    token_id = metadata.get(f"tokenizer.ggml.{role}_token_id")
+    return tokens[token_id] if type(token_id) is int and 0 <= token_id < len(tokens) else None
+
+
+def _add_bos(raw: tokenizers.Tokenizer, tokens: list[str], metadata: dict[str, Any], default: bool) -> None:
+    bos = _token(tokens, metadata, "bos")
+    if bos and metadata.get("tokenizer.ggml.add_bos_token", default):
+        special = [(bos, metadata["tokenizer.ggml.bos_token_id"])]
+        raw.post_processor = processors.TemplateProcessing(
+            single=[bos, "$A"], pair=[bos, "$A", "$B"], special_tokens=special
+        )
+
+
+def special_texts(metadata: dict[str, Any]) -> dict[str, str]:
+    """Return `bos_token` and `eos_token` as chat templates name them."""
+    tokens = _tokens(metadata)
+    return {f"{role}_token": _token(tokens, metadata, role) or "" for role in ("bos", "eos")}
