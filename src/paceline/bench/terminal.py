@@ -1,0 +1,51 @@
+"""What the commands show: progress bars on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    Update = Callable[[int, int], None]  # (done, total)
+
+_TENTHS = 10
+
+
+def say(text: str = "") -> None:
+    """Write a line to stdout."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+@contextmanager
+def progress(what: str, unit: str = "") -> Iterator[Update]:
+    """Show progress on stderr: a bar on a terminal, otherwise a line for each tenth. unit "B" shows bytes."""
+    if not sys.stderr.isatty():
+        yield _Lines(what)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    count = DownloadColumn() if unit == "B" else MofNCompleteColumn()
+    columns = ("{task.description}", BarColumn(), count, TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total or None)
+
+
+class _Lines:
+    """Writes a line whenever another tenth is done."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._told = -1
+
+    def __call__(self, done: int, total: int) -> None:
+        tenths = _TENTHS * done // total if total else 0
+        if tenths > self._told:
+            self._told = tenths
+            sys.stderr.write(f"{self._what}: {100 * tenths // _TENTHS} %\n")
+            sys.stderr.flush()

@@ -1,0 +1,170 @@
+"""The command `paceline`: one entry point; a command's module is imported only when it is chosen.
+
+A command module has `add_arguments(parser)` and `run(args) -> int`. Every flag can also be given by an environment
+variable, `--max-rows` by PACELINE_MAX_ROWS; the command line wins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import shlex
+import sys
+import traceback
+from typing import TYPE_CHECKING, NoReturn
+
+from paceline import __version__
+from paceline.core.errors import ConfigError, PacelineError, suggest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+# A new command is one module and one line here: name -> module, what it does.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "serve": ("paceline.serve.commands.serve", "serve a model over HTTP, as OpenAI does"),
+    "chat": ("paceline.serve.commands.chat", "talk to a model in the terminal"),
+    "generate": ("paceline.serve.commands.generate", "write one answer, or one for each prompt of a file"),
+    "bench": ("paceline.bench.commands.bench", "measure decoding with and without speculation"),
+    "pull": ("paceline.bench.commands.pull", "fetch a model before it is needed"),
+    "doctor": ("paceline.bench.commands.doctor", "check a target and its drafter, and say what speed to expect"),
+}
+_SWITCHES = {
+    "1": True,
+    "true": True,
+    "yes": True,
+    "on": True,
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+}
+_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+_PIPE_CLOSED = 141  # 128 + SIGPIPE
+
+
+class _Parser(argparse.ArgumentParser):
+    """An `ArgumentParser` that raises `ConfigError` rather than printing its whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; `{self.prog} --help` lists the options")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status: 2 for an error the user can mend, 130 when interrupted."""
+    try:
+        return _main(list(sys.argv[1:] if argv is None else argv))
+    except PacelineError as error:
+        if os.environ.get("PACELINE_DEBUG") == "1":
+            traceback.print_exc()
+        _print_error(str(error))
+        return 2
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:  # the reader, such as `head`, has gone; keep the interpreter's last flush quiet
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _PIPE_CLOSED
+
+
+def _main(argv: list[str]) -> int:
+    name = argv[0] if argv else "--help"
+    if name in ("-h", "--help", "help"):
+        sys.stdout.write(_overview())
+        return 0
+    if name in ("-V", "--version"):
+        sys.stdout.write(f"paceline {__version__}\n")
+        return 0
+    if name not in COMMANDS:
+        raise ConfigError(f"unknown command {name!r}{suggest(name, COMMANDS)}")
+    module_name, about = COMMANDS[name]
+    module = importlib.import_module(module_name)
+    parser = _Parser(prog=f"paceline {name}", description=f"{about[0].upper()}{about[1:]}.", allow_abbrev=False)
+    module.add_arguments(parser)
+    status: int = module.run(parse(parser, argv[1:], os.environ))
+    return status
+
+
+def _overview() -> str:
+    commands = "\n".join(f"  {name:<10}{about}" for name, (_, about) in COMMANDS.items())
+    return (
+        "usage: paceline COMMAND [OPTIONS]\n\n"
+        "An inference engine in which speculative decoding is how the engine decodes.\n\n"
+        f"commands:\n{commands}\n\n"
+        "`paceline COMMAND --help` lists a command's options; `paceline --version` tells the version.\n"
+        "Each option can also be set by an environment variable: --max-rows by PACELINE_MAX_ROWS.\n"
+        "PACELINE_DEBUG=1 shows where an error came from.\n"
+    )
+
+
+def parse(parser: argparse.ArgumentParser, argv: list[str], environ: Mapping[str, str]) -> argparse.Namespace:
+    """Parse arguments, those of the environment first so that the command line wins. Raises `ConfigError`."""
+    _complete_help(parser)
+    args, unknown = parser.parse_known_args([*_from_environment(parser, argv, environ), *argv])
+    if unknown:
+        flag = next((u for u in unknown if u.startswith("-")), unknown[0])
+        known = [option for action in _flags(parser) for option in action.option_strings]
+        raise ConfigError(f"{parser.prog} does not know {flag!r}{suggest(flag.partition('=')[0], known)}")
+    return args
+
+
+def _flags(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Yield the options with a long name, --help excepted. argparse has no public list of them."""
+    for action in parser._actions:
+        if action.option_strings and action.option_strings[-1].startswith("--") and action.dest != "help":
+            yield action
+
+
+def _variable(action: argparse.Action) -> str:
+    flag = next(option for option in action.option_strings if option.startswith("--"))
+    return "PACELINE_" + flag.removeprefix("--").replace("-", "_").upper()
+
+
+def _complete_help(parser: argparse.ArgumentParser) -> None:
+    """Add each flag's default and environment variable to its help."""
+    for action in _flags(parser):
+        if action.help is not argparse.SUPPRESS:
+            shown = action.default not in (None, False, argparse.SUPPRESS) and "default" not in (action.help or "")
+            default = "default %(default)s, " if shown else ""
+            action.help = f"{action.help or ''} [{default}{_variable(action)}]".strip()
+
+
+def _from_environment(parser: argparse.ArgumentParser, argv: list[str], environ: Mapping[str, str]) -> list[str]:
+    found: list[str] = []
+    for action in _flags(parser):
+        value = environ.get(_variable(action), "").strip()
+        if value:
+            found += _as_arguments(action, value, argv)
+    return found
+
+
+def _as_arguments(action: argparse.Action, value: str, argv: list[str]) -> list[str]:
+    """Return the arguments an environment variable stands for."""
+    flag = next(option for option in action.option_strings if option.startswith("--"))
+    if action.nargs == 0:
+        return _switch(action, value)
+    if isinstance(action, argparse._AppendAction):  # a list on the command line replaces the whole list
+        given = any(a == option or a.startswith(f"{option}=") for a in argv for option in action.option_strings)
+        return [] if given else [f"{flag}={part}" for part in shlex.split(value)]
+    return [f"{flag}={value}"]
+
+
+def _switch(action: argparse.Action, value: str) -> list[str]:
+    on = _SWITCHES.get(value.lower())
+    if on is None:
+        raise ConfigError(f"{_variable(action)} must be 1 or 0, not {value!r}")
+    if on:
+        return [action.option_strings[0]]
+    return (
+        [option for option in action.option_strings if option.startswith("--no-")][:1] if _has_no(action) else []
+    )
+
+
+def _has_no(action: argparse.Action) -> bool:
+    return isinstance(action, argparse.BooleanOptionalAction)
+
+
+def _print_error(message: str) -> None:
+    """Write one line to stderr, red on a terminal."""
+    line = f"error: {' '.join(message.split())}"
+    red = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    sys.stderr.write(f"\033[31m{line}\033[0m\n" if red else f"{line}\n")

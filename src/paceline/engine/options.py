@@ -1,0 +1,81 @@
+"""The flags that make an engine, shared by every command that starts one."""
+
+from __future__ import annotations
+
+from argparse import BooleanOptionalAction
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import ConfigError
+from paceline.engine.config import DEFAULT_DRAFT, DTYPES, EngineConfig
+from paceline.engine.scheduler import Limits
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
+DEFAULTS = EngineConfig()
+
+
+def add_engine_arguments(parser: ArgumentParser) -> None:
+    """Add the flags of an engine with one drafter."""
+    parser.add_argument(
+        "--draft",
+        metavar="SPEC",
+        default=DEFAULT_DRAFT,
+        help="drafter: off, or NAME[:key=value,...] such as ngram:k=4 or draft-model:layers=10",
+    )
+    add_target_arguments(parser)
+
+
+def add_target_arguments(parser: ArgumentParser) -> None:
+    """Add the flags of an engine without its drafter."""
+    group = parser.add_argument_group("engine")
+    group.add_argument(
+        "--model",
+        metavar="default|PATH|ID",
+        default=DEFAULTS.model,
+        help="the default model, a folder, a .gguf file or a Hugging Face id",
+    )
+    group.add_argument("--law", default=DEFAULTS.law, help="coupled (same seed, same text), rejection or block")
+    group.add_argument("--backend", default=DEFAULTS.backend, help="what executes the target")
+    group.add_argument("--weights", metavar="TYPE", default=DEFAULTS.dtype, help=f"one of {', '.join(DTYPES)}")
+    group.add_argument(
+        "--kv", metavar="TYPE", help="type of the KV cache; the reference backend's is that of --weights"
+    )
+    group.add_argument("--threads", type=int, metavar="N", help="threads of the target (default: all cores)")
+    limits = parser.add_argument_group("limits")
+    limits.add_argument("--kv-tokens", type=int, metavar="N", help="KV slots in all (default: what the rows need)")
+    limits.add_argument(
+        "--prefix-cache",
+        action=BooleanOptionalAction,
+        default=DEFAULTS.prefix_cache,
+        help="reuse KV of equal prompts",
+    )
+    for flag, default, about in (
+        ("--max-rows", DEFAULTS.limits.num_rows, "requests that run at once"),
+        ("--max-len", DEFAULTS.limits.max_len, "tokens of prompt and answer of one request"),
+        ("--prefill-tokens", DEFAULTS.limits.prefill_tokens, "prompt tokens computed in one step, over all rows"),
+        ("--max-queued-tokens", DEFAULTS.limits.max_queued_tokens, "prompt tokens that may wait for a row"),
+    ):
+        limits.add_argument(flag, type=int, metavar="N", default=default, help=about)
+
+
+def engine_config(args: Namespace) -> EngineConfig:
+    """Return the config that parsed flags ask for. Raises `ConfigError`."""
+    if args.kv not in (None, args.weights):
+        raise ConfigError(f"the {args.backend} backend keeps KV in the type of the weights; drop --kv {args.kv}")
+    return EngineConfig(
+        model=args.model,
+        draft=getattr(args, "draft", DEFAULT_DRAFT),
+        law=args.law,
+        backend=args.backend,
+        dtype=args.weights,
+        threads=args.threads,
+        kv_tokens=args.kv_tokens,
+        prefix_cache=args.prefix_cache,
+        limits=Limits(
+            num_rows=args.max_rows,
+            max_len=args.max_len,
+            prefill_tokens=args.prefill_tokens,
+            max_queued_tokens=args.max_queued_tokens,
+        ),
+    )
