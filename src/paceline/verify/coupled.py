@@ -1,0 +1,38 @@
+"""Coupled sampling, the default: a draft is kept while it equals the target's own choice.
+
+Every emitted token is the target's choice under noise that depends on the seed and the position only, so it is an
+exact sample of the target whatever was drafted, and the same text with every drafter and with none.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.verify.rows import RowScores, judge_rows
+
+if TYPE_CHECKING:
+    from paceline.core.nouns import Draft, RowDraft, Scores, Verdict
+
+
+class Coupled:
+    """Lossless by construction and drafter-invariant."""
+
+    name = "coupled"
+    needs_probs = False
+
+    def judge(self, draft: Draft, scores: Scores) -> Verdict:
+        """Keep each row's drafts up to the first that the target would not have chosen."""
+        return judge_rows(coupled_row, draft, scores)
+
+
+def coupled_row(drafted: RowDraft, row: RowScores) -> list[int]:
+    """Return the target's own tokens, up to and with the first that differs from its draft.
+
+    Nothing is chosen behind that one.
+    """
+    token_ids: list[int] = []
+    for index, guess in enumerate(drafted.token_ids):
+        token_ids.append(row.choice(index))
+        if token_ids[-1] != guess:
+            return token_ids
+    return [*token_ids, row.choice(len(drafted))]

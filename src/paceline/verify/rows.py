@@ -1,0 +1,70 @@
+"""One row's scores, and the loop over rows that every law shares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from paceline.core.nouns import RowVerdict, Verdict
+from paceline.core.sampling import choose_token, logprobs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy import floating
+    from numpy.typing import NDArray
+
+    from paceline.core.nouns import Choose, Draft, RowDraft, Scores, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class RowScores:
+    """The scored positions of one row: index 0 follows its newest token, index i its i-th draft."""
+
+    scores: Scores
+    start: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    def choose(self, index: int) -> Choose:
+        """Return how the target chooses at a position."""
+        return self.scores.chooses[self.start + index]
+
+    def logits(self, index: int) -> NDArray[floating]:
+        """Return the raw logits [vocab] of a position whose kind is "logits"."""
+        logits, logit_idx = self.scores.logits, self.scores.logit_idx
+        assert logits is not None
+        assert logit_idx is not None
+        return logits[logit_idx[self.start + index]]  # type: ignore[no-any-return]
+
+    def choice(self, index: int) -> int:
+        """Return the target's own token at a position."""
+        chosen = int(self.scores.chosen[self.start + index])
+        return chosen if chosen >= 0 else choose_token(self.logits(index), self.choose(index))
+
+
+def judge_rows(rule: Callable[[RowDraft, RowScores], Sequence[int]], draft: Draft, scores: Scores) -> Verdict:
+    """Apply a rule, which returns the kept drafts and one token more, to every row that was scored."""
+    bounds = pairwise(int(offset) for offset in scores.cu_len)
+    rows = (RowScores(scores, start, end) for start, end in bounds)
+    return Verdict(tuple(_judge_row(rule, d, r) for d, r in zip(draft.rows, rows, strict=True)))
+
+
+def _judge_row(
+    rule: Callable[[RowDraft, RowScores], Sequence[int]], drafted: RowDraft, row: RowScores
+) -> RowVerdict:
+    if len(row) == 0:
+        return RowVerdict()
+    assert len(row) == len(drafted) + 1, "a scored row has a position for each draft and one more"
+    token_ids = rule(drafted, row)
+    return RowVerdict(token_ids, len(token_ids) - 1, _row_logprobs(row, token_ids))
+
+
+def _row_logprobs(row: RowScores, token_ids: Sequence[int]) -> list[TokenLogprobs] | None:
+    num_top = row.choose(0).params.logprobs
+    if num_top is None:
+        return None
+    return [logprobs(row.logits(i), token_id, num_top) for i, token_id in enumerate(token_ids)]
