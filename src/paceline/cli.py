@@ -102,7 +102,7 @@ def parse(parser: argparse.ArgumentParser, argv: list[str], environ: Mapping[str
     args, unknown = parser.parse_known_args([*_from_environment(parser, argv, environ), *argv])
     if unknown:
         flag = next((u for u in unknown if u.startswith("-")), unknown[0])
-        known = [option for action in _flags(parser) for option in action.option_strings]
+        known = ["--help", *(option for action in _flags(parser) for option in action.option_strings)]
         raise ConfigError(f"{parser.prog} does not know {flag!r}{suggest(flag.partition('=')[0], known)}")
     return args
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.bench.terminal import progress, say
@@ -17,15 +18,19 @@ def add_arguments(parser: ArgumentParser) -> None:
         nargs="?",
         default="default",
         metavar="default|ID|PATH",
-        help="the default model, a Hugging Face id, or a folder or .gguf file to look at",
+        help="the default model, a Hugging Face id, or a folder or .gguf file to check",
     )
 
 
 def run(args: Namespace) -> int:
-    """Fetch the model if it is not there, and print where it lies."""
+    """Fetch the model unless it is there, look whether it can be used, and print where it lies."""
     from paceline.model.pull import pull
+    from paceline.model.weights import load_model
 
-    with progress(f"pulling {args.name}", unit="B") as update:
-        path = pull(args.name, progress=update)
+    path = Path(args.name)
+    if not path.exists():
+        with progress(f"pulling {args.name}", unit="B") as update:
+            path = pull(args.name, progress=update)
+    load_model(path)
     say(str(path))
     return 0

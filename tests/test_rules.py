@@ -1,0 +1,222 @@
+"""The project's own rules, checked by a machine: a rule that CI does not run is a wish."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import paceline
+from paceline.draft.options import DRAFTERS
+from paceline.model.config import FAMILIES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SOURCE = Path(paceline.__file__).parent
+FILES = sorted(SOURCE.rglob("*.py"))
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_ATTRIBUTES = 400, 60, 15
+
+PLAIN_TEMPLATES = "chat templates need the ImmutableSandboxedEnvironment"
+BANNED_IMPORTS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal"}
+BANNED_CALLS = {
+    "eval": "code from outside must never run",
+    "exec": "code from outside must never run",
+    "os.system": "it runs a shell",
+    "torch.load": "it unpickles",
+    "yaml.load": "it constructs objects",
+    "jinja2.Environment": PLAIN_TEMPLATES,
+    "jinja2.sandbox.SandboxedEnvironment": PLAIN_TEMPLATES,
+    "jinja2.nativetypes.NativeEnvironment": PLAIN_TEMPLATES,
+}
+PICKLING_METHODS = {"recv_pyobj", "send_pyobj"}
+HEAVY = {"torch", "numpy"}
+# Names of drafters, families and backends, those to come included: only a registry may know them.
+NAMES = {*DRAFTERS, *FAMILIES, "suffix", "eagle", "eagle3", "reference", "native", "cuda"}
+
+
+def _problems(rule, files=FILES) -> list[str]:
+    """Apply a rule (tree -> iterator of (line, what)) to every file and return what it finds."""
+    found = []
+    for path in files:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        where = path.relative_to(SOURCE) if path.is_relative_to(SOURCE) else path
+        found += [f"{where}:{line} {what}" for line, what in rule(tree)]
+    return found
+
+
+def _dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "?"
+
+
+# Rules -------------------------------------------------------------------------------------------
+
+
+def long_functions(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = node.end_lineno - node.lineno + 1
+            if length > MAX_FUNCTION_LINES:
+                yield node.lineno, f"{node.name} has {length} lines"
+
+
+def big_classes(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Classes that assign more than so many distinct `self.x`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            targets = [t for n in ast.walk(node) for t in _targets(n)]
+            own = {t.attr for t in targets if isinstance(t, ast.Attribute) and _dotted(t.value) == "self"}
+            if len(own) > MAX_ATTRIBUTES:
+                yield node.lineno, f"{node.name} has {len(own)} attributes"
+
+
+def _targets(node: ast.AST) -> Iterator[ast.expr]:
+    roots = getattr(node, "targets", None) or [getattr(node, "target", None)]
+    for root in roots:
+        yield from root.elts if isinstance(root, ast.Tuple | ast.List) else [root]
+
+
+def banned_words(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from _banned_imports(node)
+        elif isinstance(node, ast.Call):
+            yield from _banned_calls(node)
+        elif isinstance(node, ast.Constant) and node.value in ("0.0.0.0", "::"):
+            yield node.lineno, f"{node.value!r}: the server binds 127.0.0.1 unless the user says otherwise"
+
+
+def _banned_imports(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[int, str]]:
+    home = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+    for alias in node.names:
+        name = home + alias.name
+        if name.split(".")[0] in BANNED_IMPORTS or name in BANNED_CALLS:
+            yield node.lineno, f"imports {name}"
+
+
+def _banned_calls(node: ast.Call) -> Iterator[tuple[int, str]]:
+    name = _dotted(node.func)
+    if name in BANNED_CALLS or name.rpartition(".")[2] in PICKLING_METHODS:
+        yield node.lineno, f"{name}: {BANNED_CALLS.get(name, 'it pickles')}"
+    for keyword in node.keywords:
+        if keyword.arg == "shell" and getattr(keyword.value, "value", True) is not False:
+            yield node.lineno, "shell=True"
+
+
+def heavy_at_module_level(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in _module_level(tree):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        for name in names:
+            if name.split(".")[0] in HEAVY:
+                yield node.lineno, f"imports {name} at module level"
+
+
+def _module_level(node: ast.AST) -> Iterator[ast.stmt]:
+    """Yield the statements that run on import: not those in functions or under TYPE_CHECKING."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(child, ast.If) and _dotted(child.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(child, ast.stmt):
+            yield child
+        yield from _module_level(child)
+
+
+def branches_on_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Comparisons (==, !=, in) and match cases with the name of a drafter, a backend or a family of models."""
+    for node in ast.walk(tree):
+        sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+        sides += [node.value] if isinstance(node, ast.MatchValue) else []
+        for side in sides:
+            for value in side.elts if isinstance(side, ast.Tuple | ast.List | ast.Set) else [side]:
+                if isinstance(value, ast.Constant) and value.value in NAMES:
+                    yield value.lineno, f"branches on the name {value.value!r}; declare it in the registry"
+
+
+# The rules hold ----------------------------------------------------------------------------------
+
+
+def test_no_file_is_long():
+    lengths = {p.relative_to(SOURCE): len(p.read_text(encoding="utf-8").splitlines()) for p in FILES}
+    assert {p: n for p, n in lengths.items() if n > MAX_FILE_LINES} == {}
+
+
+@pytest.mark.parametrize("rule", [long_functions, big_classes, banned_words, branches_on_names])
+def test_rule_holds(rule):
+    assert _problems(rule) == []
+
+
+def test_core_imports_neither_torch_nor_numpy_at_module_level():
+    assert _problems(heavy_at_module_level, sorted((SOURCE / "core").glob("*.py"))) == []
+
+
+PLAIN = sorted(p for folder in ("control", "core") for p in (SOURCE / folder).rglob("*.py"))
+PLAIN += [SOURCE / "cli.py", *(SOURCE / "engine" / f"{name}.py" for name in ("scheduler", "pages", "options"))]
+
+
+def test_plain_logic_never_imports_torch():
+    """In a process of its own, whatever it imports in turn."""
+    modules = [".".join(["paceline", *p.relative_to(SOURCE).with_suffix("").parts]) for p in PLAIN]
+    modules = [m.removesuffix(".__init__") for m in modules]
+    code = (
+        f"import importlib, sys\nfor m in {modules}: importlib.import_module(m)\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_public_names_are_what_can_be_imported():
+    for name in paceline.__all__:
+        assert getattr(paceline, name) is not None
+    assert sorted(paceline.__all__) == sorted([*paceline._HOMES, "__version__"])
+    for name, home in paceline._HOMES.items():
+        assert getattr(importlib.import_module(home), name) is getattr(paceline, name)
+
+
+# The rules can fail ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "code"),
+    [
+        (long_functions, "def f():\n" + "    x = 1\n" * 60),
+        (big_classes, "class A:\n def f(self):\n  " + "; ".join(f"self.x{i} = 0" for i in range(16))),
+        (big_classes, "class A:\n def f(self):\n  " + ", ".join(f"self.x{i}" for i in range(16)) + " = g()"),
+        (banned_words, "import pickle"),
+        (banned_words, "from torch import load"),
+        (banned_words, "def f(): torch.load('x')"),
+        (banned_words, "eval('1')"),
+        (banned_words, "socket.recv_pyobj()"),
+        (banned_words, "from jinja2 import Environment"),
+        (banned_words, "subprocess.run('ls', shell=True)"),
+        (banned_words, "host = '0.0.0.0'"),
+        (heavy_at_module_level, "import numpy as np"),
+        (heavy_at_module_level, "try:\n  from torch.nn import functional\nexcept ImportError: pass"),
+        (branches_on_names, "x = 1 if drafter == 'ngram' else 2"),
+        (branches_on_names, "if backend in ('reference', 'x'): pass"),
+        (branches_on_names, "match name:\n case 'eagle3': pass"),
+    ],
+)
+def test_rule_finds(rule, code):
+    assert list(rule(ast.parse(code)))
+
+
+@pytest.mark.parametrize(
+    ("rule", "code"),
+    [
+        (banned_words, "model.eval()\nsubprocess.run(['ls'], shell=False)\nloads(json.load(f))"),
+        (heavy_at_module_level, "if TYPE_CHECKING:\n import numpy\ndef f():\n import torch"),
+        (branches_on_names, "DRAFTERS = {'ngram': 'a:b'}\nx = y == 'off'"),
+        (banned_words, "from jinja2.sandbox import ImmutableSandboxedEnvironment"),
+    ],
+)
+def test_rule_spares(rule, code):
+    assert not list(rule(ast.parse(code)))
