@@ -9,8 +9,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from paceline.core.nouns import Batch, Draft, Plan, Request, Verdict
-    from paceline.model.decoder import Decoder, KVStore
+    from paceline.model.attention import KVStore
+    from paceline.model.decoder import Decoder
     from paceline.model.rows import Rows
+    from paceline.model.tokenizer import Tokenizer
 
 MAX_K = 16  # drafts per row and step
 
@@ -27,6 +29,15 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Vocabulary:
+    """A model's token ids, for telling whether two models mean the same by them."""
+
+    model: str  # name, for messages
+    tokenizer: Tokenizer
+    size: int  # rows of the embedding, padding included
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Target:
     """What a drafter may share with its target."""
 
@@ -34,7 +45,16 @@ class Target:
     kv: KVStore
     rows: Rows
     num_pages: int
+    vocabulary: Vocabulary
     law_needs_probs: bool  # drafts must then carry the distribution each token was drawn from
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftWeights:
+    """A drafter's own model."""
+
+    decoder: Decoder
+    vocabulary: Vocabulary
 
 
 class Drafter(Protocol):

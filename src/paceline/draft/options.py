@@ -11,10 +11,9 @@ from paceline.core.errors import ConfigError, suggest
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from paceline.draft.drafter import Drafter, Target
-    from paceline.model.weights import LoadedModel
+    from paceline.draft.drafter import Drafter, DraftWeights, Target
 
-    Loader = Callable[[str], LoadedModel]  # from a model's name or path
+    Loader = Callable[[str], DraftWeights]  # from a model's name or path
 
 # A new drafter is one file and one line here.
 DRAFTERS = {

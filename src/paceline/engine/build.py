@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+import torch
 
+from paceline.control.fixed import FixedK
+from paceline.core.errors import ConfigError, suggest
+from paceline.core.nouns import PAGE_TOKENS
+from paceline.draft.drafter import DraftWeights, Target, Vocabulary
+from paceline.draft.options import parse_spec
+from paceline.engine.engine import Engine
+from paceline.engine.memory import choose_num_pages
+from paceline.engine.pages import TARGET, PagePool
+from paceline.model.cost import num_weights
+from paceline.model.decoder import Decoder
+from paceline.model.pull import resolve
+from paceline.model.reference import ReferenceBackend
+from paceline.model.rows import Rows
+from paceline.model.weights import load_model, load_template, load_tokenizer
+from paceline.verify.law import load_law
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from paceline.draft.drafter import Drafter
+    from paceline.draft.options import DrafterConfig
     from paceline.engine.config import EngineConfig
-    from paceline.engine.engine import Engine
     from paceline.model.template import ChatTemplate
     from paceline.model.tokenizer import Tokenizer
     from paceline.model.weights import LoadedModel
+    from paceline.verify.law import Law
 
     Progress = Callable[[str, int, int], None]  # (what, done, total), both in bytes
+
+BACKENDS = ("reference",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +51,141 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Loaded:
+    """A target's weights, tokenizer and template: what several engines may share."""
+
+    name: str
+    decoder: Decoder
+    tokenizer: Tokenizer
+    template: ChatTemplate | None  # None: the model has none, so chat is refused
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Return what drafters compare their own vocabulary with."""
+        return Vocabulary(self.name, self.tokenizer, self.decoder.config.vocab_size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Built:
     """An engine with what its outside world needs."""
 
     engine: Engine
     model_name: str
-    template: ChatTemplate | None  # None: the model has none, so chat is refused
+    template: ChatTemplate | None
     max_len: int  # tokens of prompt and answer of one request
     choices: tuple[Choice, ...]
 
 
 def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     """Load the model and make the engine. Raises `ConfigError` or `ModelError`."""
-    raise NotImplementedError
+    return assemble(config, load(config, progress))
+
+
+def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
+    """Load the target's weights, tokenizer and template. Raises `ConfigError` or `ModelError`."""
+    if config.backend not in BACKENDS:
+        raise ConfigError(f"unknown backend {config.backend!r}{suggest(config.backend, BACKENDS)}")
+    parse_spec(config.draft)  # a bad spec should not wait for the weights
+    load_law(config.law)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    model = load_model(resolve(config.model, partial(progress, "fetching") if progress else None))
+    decoder = _decoder(model, config.dtype, progress)
+    return Loaded(config.model, decoder, load_tokenizer(model), load_template(model))
+
+
+def assemble(config: EngineConfig, loaded: Loaded) -> Built:
+    """Make an engine over loaded weights. Raises `ConfigError`."""
+    law, drafter_config = load_law(config.law), parse_spec(config.draft)
+    limits = replace(config.limits, max_len=min(config.limits.max_len, loaded.decoder.config.max_context))
+    bytes_per_token = loaded.decoder.new_kv(1).bytes_per_token
+    num_pages, why_pages = choose_num_pages(config, limits, bytes_per_token)
+    rows = Rows(
+        limits.num_rows, limits.max_len, frozenset(loaded.tokenizer.eos_ids), law_needs_probs=law.needs_probs
+    )
+    backend = ReferenceBackend(loaded.decoder, rows, num_pages)
+    drafters = _drafters(drafter_config, config.dtype, loaded, backend, law)
+    stores = [TARGET, *(d.needs.store for d in drafters if d.needs.store is not None)]
+    pool = PagePool(num_pages, stores, caching=config.prefix_cache)
+    controller = FixedK(drafter_config.name, drafter_config.k) if drafter_config else FixedK()
+    engine = Engine(backend, loaded.tokenizer, drafters, controller, law, limits, pool)
+    choices = (*_describe(config, loaded), _describe_kv(engine, why_pages), *_describe_drafters(drafters))
+    return Built(engine, loaded.name, loaded.template, min(limits.max_len, engine.scheduler.capacity), choices)
+
+
+def _decoder(model: LoadedModel, dtype: str, progress: Progress | None = None) -> Decoder:
+    weights = _Watched(model.weights, num_weights(model.config), progress) if progress else model.weights
+    return Decoder(model.config, weights, getattr(torch, dtype))
+
+
+class _Watched(Mapping[str, torch.Tensor]):
+    """Weights that report how much of them has been read."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], total: int, progress: Progress) -> None:
+        self._weights, self._total, self._progress = weights, total, progress
+        self._done = 0
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = self._weights[name]
+        self._done = min(self._total, self._done + tensor.numel())
+        self._progress("loading", self._done, self._total)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+def _drafters(
+    drafter_config: DrafterConfig | None, dtype: str, loaded: Loaded, backend: ReferenceBackend, law: Law
+) -> Sequence[Drafter]:
+    if drafter_config is None:
+        return ()
+
+    def load_drafter(name: str) -> DraftWeights:
+        model = load_model(name)
+        return DraftWeights(
+            _decoder(model, dtype), Vocabulary(name, load_tokenizer(model), model.config.vocab_size)
+        )
+
+    target = Target(
+        decoder=loaded.decoder,
+        kv=backend.kv,
+        rows=backend.rows,
+        num_pages=backend.kv.num_slots // PAGE_TOKENS,
+        vocabulary=loaded.vocabulary,
+        law_needs_probs=law.needs_probs,
+    )
+    return (drafter_config.build(target, load_drafter),)
+
+
+# What the banner says ----------------------------------------------------------------------------
+
+
+def _describe(config: EngineConfig, loaded: Loaded) -> Iterator[Choice]:
+    c = loaded.decoder.config
+    millions = num_weights(c) / 1e6
+    text = (
+        f"{loaded.name}, {c.family}, {millions:.0f} million weights, {c.num_layers} layers, {c.vocab_size} tokens"
+    )
+    yield Choice("model", text, "the default" if config.model == "default" else "as asked")
+    yield Choice("backend", f"{config.backend}, {config.dtype}", "the only one so far; readable PyTorch")
+    why = "all cores" if config.threads is None else "as asked"
+    yield Choice("threads", str(torch.get_num_threads()), why)
+    why = "same seed, same text, with drafts or without" if config.law == "coupled" else "same distribution only"
+    yield Choice("law", config.law, why)
+
+
+def _describe_kv(engine: Engine, why: str) -> Choice:
+    tokens = engine.scheduler.capacity
+    return Choice("kv", f"{tokens} tokens, {tokens * engine.kv_bytes_per_token / 2**20:.0f} MiB", why)
+
+
+def _describe_drafters(drafters: Sequence[Drafter]) -> Iterator[Choice]:
+    for drafter in drafters:
+        report = ", ".join(f"{key} {value}" for key, value in drafter.report().items() if key != "drafter")
+        yield Choice("draft", f"{drafter.name} ({report})", "K is fixed; --draft sets it")
+    if not drafters:
+        yield Choice("draft", "off", "plain decoding, as asked")

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from paceline.core.nouns import Scores
-from paceline.core.sampling import choose_token
+from paceline.model.choosing import choose_from
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy import floating, int64
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from paceline.core.nouns import Batch, Choose, Draft, Verdict
+    from paceline.core.nouns import Batch, Draft, Verdict
     from paceline.model.decoder import Decoder
     from paceline.model.rows import Rows
 
@@ -48,28 +40,3 @@ class ReferenceBackend:
     def commit(self, batch: Batch, verdict: Verdict) -> None:
         """Advance the rows by what was kept."""
         self.rows.commit(batch, verdict)
-
-
-def choose_from(
-    logits: Tensor, chooses: Sequence[Choose]
-) -> tuple[NDArray[int64], NDArray[floating] | None, NDArray[int64] | None]:
-    """Choose a token per row of `logits` [n, vocab] where its kind allows.
-
-    Returns chosen [n] (-1 where the kind is "logits"), the rows of logits that are left to the law
-    [num_logit_rows, vocab], and for each position its row among them or -1 [n].
-    """
-    kinds = np.array([c.kind for c in chooses], dtype="U6")
-    chosen = np.full(len(chooses), -1, np.int64)
-    if (plain := np.flatnonzero(kinds == "argmax")).size:
-        rows = logits if plain.size == len(chooses) else logits[plain]
-        chosen[plain] = rows.argmax(dim=-1).cpu().numpy()
-    host = logits.cpu().numpy() if (kinds != "argmax").any() else None
-    for index in np.flatnonzero(kinds == "noisy"):
-        assert host is not None
-        chosen[index] = choose_token(host[index], chooses[index])
-    left = np.flatnonzero(kinds == "logits")
-    if host is None or not left.size:
-        return chosen, None, None
-    logit_idx = np.full(len(chooses), -1, np.int64)
-    logit_idx[left] = np.arange(left.size)
-    return chosen, host if left.size == len(chooses) else host[left], logit_idx

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from numpy import int64
     from numpy.typing import NDArray
 
+    Span = tuple[int, int, int, Sequence[int]]  # (row, start, num_known, guesses)
+
     from paceline.core.nouns import Admission, Batch, BatchRow, Draft, Request, Verdict
 
 SLACK_TOKENS = 64  # a row may overshoot its limit by the drafts of its last passes
@@ -85,9 +87,7 @@ class Rows:
         wanted = [1 + len(d) if r.samples else 0 for r, d in zip(batch.rows, draft.rows, strict=True)]
         return self.pack_spans(spans, wanted)
 
-    def pack_spans(
-        self, spans: Sequence[tuple[int, int, int, Sequence[int]]], wanted: Sequence[int]
-    ) -> Packed:
+    def pack_spans(self, spans: Sequence[Span], wanted: Sequence[int]) -> Packed:
         """Pack `(row, start, num_known, guesses)` spans: committed tokens from `start` on, then guesses.
 
         `wanted[i]` counts the tokens at the end of span i whose hidden state is to be returned.

@@ -1,8 +1,8 @@
 """Prompt lookup: what followed the last time the text ended like this?
 
 Finds the longest suffix of a row's tokens, of bounded length, that occurred before, and proposes what followed
-its latest occurrence. Stateless: a draft is a function of the row's tokens alone. After Saxena's prompt lookup decoding
-(2023) and LLMA (arXiv 2304.04487).
+its latest occurrence. Stateless: a draft is a function of the row's tokens alone. After Saxena's prompt lookup
+decoding (2023) and LLMA (arXiv 2304.04487).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class NgramConfig:
         bounded(self, "max", 1, MAX_MATCH)
         bounded(self, "min", 1, self.max)
 
-    def build(self, target: Target, load: Loader) -> NgramDrafter:  # noqa: ARG002 (the registry's signature)
+    def build(self, target: Target, load: Loader) -> NgramDrafter:
         """Make the drafter."""
         return NgramDrafter(self, target.rows)
 
@@ -74,7 +74,7 @@ class NgramDrafter:
     def commit(self, batch: Batch, draft: Draft, verdict: Verdict) -> None:
         """Nothing to trim."""
 
-    def valid_len(self, row: int) -> int:  # noqa: ARG002
+    def valid_len(self, row: int) -> int:
         """No store."""
         return 0
 
