@@ -94,6 +94,7 @@ class ChatTemplate:
             self._template = _environment().from_string(source.text)
         except (TemplateError, RecursionError, SyntaxError) as error:
             raise BadModelFile(f"the model's chat template is not valid: {str(error)[:200]}") from None
+        self.source = source
         self._special = dict(source.special)
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:

@@ -1,1 +1,1 @@
-"""The outside world: server, processes, Python API."""
+"""The outside world: OpenAI-compatible server, tokenizing, streaming, processes, the Python API."""

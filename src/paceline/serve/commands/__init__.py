@@ -1,0 +1,1 @@
+"""The commands `serve`, `chat` and `generate`, each with `add_arguments(parser)` and `run(args) -> int`."""

@@ -1,0 +1,72 @@
+"""From what a user sends, text, token ids or a conversation, to requests the engine takes."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.errors import PromptTooLong, RequestError
+from paceline.core.nouns import Request
+from paceline.core.params import MAX_SEED
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from paceline.core.params import SamplingParams
+    from paceline.model.template import ChatTemplate
+    from paceline.model.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompts:
+    """What turns prompts into token ids for one model."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    max_len: int  # tokens of prompt and answer of one request
+
+    def of_text(self, text: str) -> tuple[int, ...]:
+        """Return a text's token ids. Raises `RequestError`, `PromptTooLong`."""
+        return self._checked(self.tokenizer.encode(text), "prompt")
+
+    def of_ids(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Return token ids that are a prompt already. Raises `RequestError`, `PromptTooLong`."""
+        return self._checked(ids, "prompt")
+
+    def of_messages(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        """Return the token ids of a conversation. Raises `RequestError`, `PromptTooLong`."""
+        if self.template is None:
+            raise RequestError("this model has no chat template; send a prompt to /v1/completions", "messages")
+        if not messages:
+            raise RequestError("messages must hold at least one message", "messages")
+        text = self.template.render(messages)
+        return self._checked(self.tokenizer.encode(text, add_special=False), "messages")
+
+    def room(self, prompt_ids: Sequence[int]) -> int:
+        """Return how many tokens an answer to this prompt may have."""
+        return self.max_len - len(prompt_ids)
+
+    def _checked(self, ids: Sequence[int], param: str) -> tuple[int, ...]:
+        if not ids:
+            raise RequestError("the prompt is empty, so there is nothing to continue", param)
+        if len(ids) >= self.max_len:
+            raise PromptTooLong(
+                f"the prompt has {len(ids)} tokens; prompt and answer together may have {self.max_len}", param
+            )
+        return tuple(ids)
+
+
+def seed_of(params: SamplingParams) -> int:
+    """Return the seed a request asks for, or draw one."""
+    return secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
+
+
+def requests_of(
+    name: str, prompt_ids: tuple[int, ...], params: SamplingParams, seed: int, arrival_s: float, salt: str = ""
+) -> list[Request]:
+    """Return one request for each of the n choices, alike but for the choice; ids are NAME-CHOICE."""
+    return [
+        Request(f"{name}-{choice}", prompt_ids, params, seed, choice, salt, arrival_s)
+        for choice in range(params.n)
+    ]
