@@ -1,0 +1,51 @@
+"""What stands before every route: the API key and the refusal of new work while the server drains."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import ConfigError
+from paceline.serve.problems import Problem
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+OPEN_ROUTES = frozenset({"/health"})  # what a load balancer may ask without a key
+LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+
+
+def check_exposure(host: str, api_key: str | None, insecure: bool) -> None:
+    """Raise `ConfigError` for a server that anybody on the network could use."""
+    if host not in LOOPBACK and not api_key and not insecure:
+        raise ConfigError(
+            f"--host {host} lets other machines in: set --api-key (or PACELINE_API_KEY), "
+            "or say --insecure if the network is trusted"
+        )
+
+
+class Guard:
+    """ASGI wrapper that asks for `Authorization: Bearer KEY` on every route but /health."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+        self._app = app
+        self._digest = None if api_key is None else _digest(b"Bearer " + api_key.encode())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer 401 or pass the request on."""
+        if scope["type"] != "http" or self._allowed(scope):
+            await self._app(scope, receive, send)
+            return
+        problem = Problem(401, "missing or wrong API key; send Authorization: Bearer KEY", code="invalid_api_key")
+        await problem.response({"www-authenticate": "Bearer"})(scope, receive, send)
+
+    def _allowed(self, scope: Scope) -> bool:
+        if self._digest is None or scope["path"] in OPEN_ROUTES:
+            return True
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        return hmac.compare_digest(_digest(given), self._digest)
+
+
+def _digest(value: bytes) -> bytes:
+    return hashlib.sha256(value).digest()
