@@ -151,20 +151,24 @@ class EngineClient:
                 await _send(self._life.socket, Cancel(request_id))
 
     async def stop(self) -> None:
-        """End the engine and everything that is open."""
+        """End the engine and everything that is open. May be called twice."""
         self._stopping = True
-        life = self._life
-        if life is not None:
-            await _send(life.socket, Stop())
-            try:
-                await asyncio.wait_for(life.process.wait(), STOP_S)
-            except TimeoutError:
-                _kill(life.process)
-        else:
+        if self._life is None:
             self._supervisor.cancel()
+        elif self._life.ready is None:
+            _kill(self._life.process)
+        else:
+            await self._ask_to_stop(self._life)
         await asyncio.gather(self._supervisor, return_exceptions=True)
         self._context.destroy(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _ask_to_stop(self, life: Life) -> None:
+        await _send(life.socket, Stop())
+        try:
+            await asyncio.wait_for(life.process.wait(), STOP_S)
+        except TimeoutError:
+            _kill(life.process)
 
     # Supervision -------------------------------------------------------------------------------------
 
@@ -173,7 +177,7 @@ class EngineClient:
         while True:
             born_s = time.monotonic()
             failed = await self._live()
-            self._fail_open(EngineDied(GONE))
+            self._fail_open(EngineDied("the server is shutting down" if self._stopping else GONE))
             if self._stopping:
                 break
             if not self.first_ready.done():

@@ -112,6 +112,9 @@ class Metrics:
         self.answers = Counter(
             "paceline_requests", "Answers ended, by finish reason", ["finish_reason"], registry=self.registry
         )
+        self.problems = Counter(
+            "paceline_refused", "Requests answered with an error", ["status"], registry=self.registry
+        )
         self._ttft = self._histogram("paceline_time_to_first_token_seconds", "Arrival to first token", _SECONDS)
         self._tpot = self._histogram(
             "paceline_time_per_output_token_seconds", "Mean time per token after the first", _TOKEN_SECONDS

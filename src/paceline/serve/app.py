@@ -1,0 +1,176 @@
+"""The HTTP routes, as OpenAI's clients expect them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.routing import Route
+
+from paceline import __version__
+from paceline.core.errors import EngineDied, PacelineError, QueueFull
+from paceline.serve.answering import Answering
+from paceline.serve.formats import to_json
+from paceline.serve.guard import Guard
+from paceline.serve.intake import ClientGone, chat_job, completion_job, read_body
+from paceline.serve.metrics import Metrics
+from paceline.serve.problems import Problem, internal_problem, problem_of
+from paceline.serve.texts import TextSource
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from starlette.requests import Request as HttpRequest
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from paceline.serve.engine_client import EngineClient
+    from paceline.serve.intake import Job
+    from paceline.serve.prompts import Prompts
+
+    JobMaker = Callable[[bytes, Prompts, str], Job]
+
+log = logging.getLogger(__name__)
+
+MAX_OPEN = 1024  # answers that may be open at once
+LONG_BODY_BYTES = 16 << 10  # bodies from here on are tokenised in a thread
+
+
+@dataclass(slots=True, eq=False)
+class State:
+    """What the routes share."""
+
+    client: EngineClient
+    metrics: Metrics
+    texts: TextSource
+    max_open: int = MAX_OPEN
+    draining: bool = False  # take no new work
+    num_active: int = 0  # requests to the model that are being answered
+    created: int = field(default_factory=lambda: int(time.time()))
+    long_bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Count a request while it is answered. Raises `Problem` while the server drains."""
+        if self.draining:
+            raise Problem(503, "the server is shutting down", kind="service_unavailable", code="shutting_down")
+        self.num_active += 1
+        try:
+            yield
+        finally:
+            self.num_active -= 1
+
+
+class ModelRoute:
+    """A route that asks the model: plain ASGI, so that nothing stands between a client's going and its request."""
+
+    def __init__(self, state: State, make_job: JobMaker) -> None:
+        self._state = state
+        self._make_job = make_job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        try:
+            with self._state.active():
+                await self._answer(scope, receive, send)
+        except ClientGone:
+            pass
+        except (Problem, PacelineError) as error:
+            problem = error if isinstance(error, Problem) else problem_of(error)
+            self._state.metrics.problems.labels(str(problem.status)).inc()
+            await problem.response()(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state = self._state
+        data = await read_body(scope, receive)
+        job = await self._job(data)
+        if state.client.num_open + len(job.requests) > state.max_open:
+            raise QueueFull(f"{state.client.num_open} answers are open already; try again later")
+        await Answering(job, state.metrics).run(state.client, scope, receive, send)
+
+    async def _job(self, data: bytes) -> Job:
+        ready = self._state.client.ready
+        if ready is None:
+            raise EngineDied("the engine is not ready; try again later")
+        prompts = await self._state.texts.of(ready)
+        if len(data) < LONG_BODY_BYTES:
+            return self._make_job(data, prompts, ready.model_name)
+        async with self._state.long_bodies:
+            return await asyncio.to_thread(self._make_job, data, prompts, ready.model_name)
+
+
+def _json(body: object, status: int = 200) -> Response:
+    return Response(to_json(body), status, media_type="application/json")
+
+
+def _routes(state: State) -> list[Route]:
+    async def health(_: HttpRequest) -> Response:
+        status = "draining" if state.draining else "ok" if state.client.ready else "engine not ready"
+        return _json({"status": status}, 200 if status == "ok" else 503)
+
+    async def version(_: HttpRequest) -> Response:
+        return _json({"version": __version__})
+
+    async def metrics(_: HttpRequest) -> Response:
+        return Response(state.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def models(_: HttpRequest) -> Response:
+        return _json({"object": "list", "data": [_model(state)]})
+
+    async def model(request: HttpRequest) -> Response:
+        found, wanted = _model(state), request.path_params["model"]
+        if wanted not in (found["id"], "default"):
+            raise Problem(404, f"no model {wanted[:256]!r} here", param="model", code="model_not_found")
+        return _json(found)
+
+    return [
+        Route("/health", health, methods=["GET"]),
+        Route("/version", version, methods=["GET"]),
+        Route("/metrics", metrics, methods=["GET"]),
+        Route("/v1/models", models, methods=["GET"]),
+        Route("/v1/models/{model:path}", model, methods=["GET"]),
+        Route("/v1/chat/completions", ModelRoute(state, chat_job), methods=["POST"]),
+        Route("/v1/completions", ModelRoute(state, completion_job), methods=["POST"]),
+    ]
+
+
+def _model(state: State) -> dict[str, object]:
+    ready = state.client.ready
+    if ready is None:
+        raise problem_of(EngineDied("the engine is not ready; try again later"))
+    return {
+        "id": ready.model_name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "paceline",
+        "max_model_len": ready.max_len,
+    }
+
+
+async def _problem(_: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, Problem)
+    return error.response()
+
+
+async def _http_error(request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path[:256]}: {error.detail}"
+    return Problem(error.status_code, message).response(error.headers)
+
+
+async def _bug(_: HttpRequest, __: Exception) -> Response:
+    return internal_problem().response()
+
+
+def make_app(client: EngineClient, api_key: str | None = None, max_open: int = MAX_OPEN) -> tuple[ASGIApp, State]:
+    """Return the ASGI application over an engine, and the state that draining it needs."""
+    state = State(client, Metrics(client), TextSource(), max_open)
+    handlers = {Problem: _problem, HTTPException: _http_error, Exception: _bug}
+    app = Starlette(routes=_routes(state), exception_handlers=handlers)
+    return Guard(app, api_key), state

@@ -1,0 +1,385 @@
+"""The Python API: an engine in this process.
+
+from paceline import LLM, SamplingParams
+
+with LLM() as llm:
+    print(llm.chat([{"role": "user", "content": "Hello!"}], SamplingParams(seed=1)).text)
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.errors import ConfigError, EngineDied, QueueFull, RequestError, suggest
+from paceline.core.params import SamplingParams
+from paceline.engine.build import build
+from paceline.engine.config import EngineConfig
+from paceline.engine.scheduler import Limits
+from paceline.serve.prompts import Prompts, requests_of, seed_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from paceline.core.nouns import Figures, FinishReason, Outcome, Request, TokenLogprobs
+    from paceline.engine.build import Built
+    from paceline.engine.engine import Engine
+
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One finished answer."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    logprobs: tuple[TokenLogprobs, ...] | None  # one for each token, if asked for
+    figures: Figures
+    error: str | None = None  # with finish_reason "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What became of one prompt: n answers, whose first is at hand directly."""
+
+    prompt_ids: tuple[int, ...]
+    choices: tuple[Answer, ...]  # [n]
+
+    @property
+    def text(self) -> str:
+        """The first answer's text."""
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The first answer's token ids."""
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why the first answer ended."""
+        return self.choices[0].finish_reason
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string or stop token id that ended the first answer."""
+        return self.choices[0].stop_reason
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        """The first answer's log-probabilities."""
+        return self.choices[0].logprobs
+
+    @property
+    def figures(self) -> Figures:
+        """What the first answer cost, and what speculation did for it."""
+        return self.choices[0].figures
+
+    @property
+    def seed(self) -> int:
+        """The seed of all answers."""
+        return self.figures.seed
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one step added to one answer of a stream."""
+
+    choice: int
+    outcome: Outcome
+
+    @property
+    def text(self) -> str:
+        """The text added."""
+        return self.outcome.text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens added."""
+        return self.outcome.token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the answer ended; None while it goes on."""
+        return self.outcome.finish_reason
+
+    @property
+    def figures(self) -> Figures | None:
+        """What the answer cost, with its last delta."""
+        return self.outcome.figures
+
+
+@dataclass(slots=True, eq=False)
+class _Written:
+    """One answer as it is written."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        return bool(self.outcomes) and self.outcomes[-1].finish_reason is not None
+
+    def answer(self) -> Answer:
+        last = self.outcomes[-1]
+        assert last.finish_reason is not None
+        assert last.figures is not None
+        scored = [o.logprobs for o in self.outcomes if o.logprobs is not None]
+        return Answer(
+            text="".join(o.text for o in self.outcomes),
+            token_ids=tuple(itertools.chain.from_iterable(o.token_ids for o in self.outcomes)),
+            finish_reason=last.finish_reason,
+            stop_reason=last.stop_reason,
+            logprobs=tuple(itertools.chain.from_iterable(scored)) if scored else None,
+            figures=last.figures,
+            error=last.error,
+        )
+
+
+class LLM:
+    """A model in this process. Not thread-safe; several streams may be open at once on one thread."""
+
+    def __init__(
+        self, model: str = "default", *, progress: Callable[[str, int, int], None] | None = None, **options: Any
+    ) -> None:
+        """Load a model. `options` are those of `EngineConfig` and `Limits`.
+
+        Raises `ConfigError` for bad options, `ModelError` for a bad model.
+        """
+        self._open(config_of(model, options), progress)
+
+    @classmethod
+    def of(cls, config: EngineConfig, progress: Callable[[str, int, int], None] | None = None) -> LLM:
+        """Load a model from a config that is made already. Raises as the class does."""
+        llm = cls.__new__(cls)
+        llm._open(config, progress)
+        return llm
+
+    def _open(self, config: EngineConfig, progress: Callable[[str, int, int], None] | None) -> None:
+        self._built: Built | None = build(config, progress)
+        self._numbers = itertools.count()
+        self._sinks: dict[str, Callable[[Outcome], None]] = {}  # request id -> who takes its outcomes
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drop the model. Later calls raise `EngineDied`."""
+        self._built = None
+
+    @property
+    def built(self) -> Built:
+        """The engine and what its outside world needs."""
+        if self._built is None:
+            raise EngineDied("this LLM is closed")
+        return self._built
+
+    @property
+    def prompts(self) -> Prompts:
+        """What turns prompts into token ids."""
+        return Prompts(self._engine.tokenizer, self.built.template, self.built.max_len)
+
+    @property
+    def _engine(self) -> Engine:
+        return self.built.engine
+
+    # Whole answers -----------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        on_done: Callable[[int, Completion], None] | None = None,
+    ) -> list[Completion]:
+        """Continue each prompt, a text or token ids. `on_done` is called with each as it is finished.
+
+        `params` are one for all prompts or one for each. Raises `RequestError`; then nothing is left open.
+        """
+        many = [self._prompt_ids(prompt) for prompt in _several(prompts)]
+        return self._complete(many, _for_each(params, len(many)), on_done)
+
+    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
+        """Answer a conversation. Raises `RequestError`."""
+        return self._complete([self.prompts.of_messages(messages)], [_or_default(params)], None)[0]
+
+    def _complete(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        params: Sequence[SamplingParams],
+        on_done: Callable[[int, Completion], None] | None,
+    ) -> list[Completion]:
+        written = [[_Written() for _ in range(p.n)] for p in params]
+        waiting: deque[tuple[Request, _Written]] = deque()
+        for prompt_ids, asked, answers in zip(prompts, params, written, strict=True):
+            waiting.extend(zip(self._requests(prompt_ids, asked), answers, strict=True))
+        open_ids = [request.request_id for request, _ in waiting]
+        left = set(range(len(prompts)))
+        finished: dict[int, Completion] = {}
+        try:
+            while left:
+                self._queue(waiting)
+                self._step()
+                for index in [i for i in left if all(w.done for w in written[i])]:
+                    left.discard(index)
+                    finished[index] = Completion(prompts[index], tuple(w.answer() for w in written[index]))
+                    if on_done is not None:
+                        on_done(index, finished[index])
+        finally:
+            self._drop(open_ids)
+        return [finished[index] for index in range(len(prompts))]
+
+    def _queue(self, waiting: deque[tuple[Request, _Written]]) -> None:
+        """Hand over as many requests as the engine's queue holds."""
+        while waiting:
+            request, written = waiting[0]
+            try:
+                self._add(request, written.outcomes.append)
+            except QueueFull:
+                if not self._engine.has_work:
+                    raise
+                return
+            waiting.popleft()
+
+    # Streams -----------------------------------------------------------------------------------------
+
+    def stream(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Yield what each step adds to the answer of a prompt or conversation; n answers come mixed.
+
+        Raises `RequestError` at once. An iterator that is closed early cancels what is open.
+        """
+        messages = _as_messages(prompt)
+        prompt_ids = self._prompt_ids(prompt) if messages is None else self.prompts.of_messages(messages)
+        requests = self._requests(prompt_ids, _or_default(params))
+        deltas: deque[Delta] = deque()
+        try:
+            for request in requests:
+                self._add(request, partial(_append_delta, deltas, request.choice))
+        except RequestError:
+            self._drop([r.request_id for r in requests])
+            raise
+        return self._deltas([r.request_id for r in requests], deltas)
+
+    def _deltas(self, request_ids: Sequence[str], deltas: deque[Delta]) -> Iterator[Delta]:
+        num_open = len(request_ids)
+        try:
+            while num_open:
+                while not deltas:
+                    self._step()
+                delta = deltas.popleft()
+                num_open -= delta.finish_reason is not None
+                yield delta
+        finally:
+            self._drop(request_ids)
+
+    # The engine --------------------------------------------------------------------------------------
+
+    def _prompt_ids(self, prompt: Any) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return self.prompts.of_text(prompt)
+        if isinstance(prompt, Sequence) and all(isinstance(i, int) and i >= 0 for i in prompt):
+            return self.prompts.of_ids(prompt)
+        raise RequestError(f"a prompt must be a text or token ids, not {type(prompt).__name__}", "prompt")
+
+    def _requests(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> list[Request]:
+        """Return the requests for one prompt's answers, cut to what fits behind it."""
+        room = self.prompts.room(prompt_ids)
+        if params is _DEFAULT and params.max_tokens > room:
+            params = replace(params, max_tokens=room)
+        name = f"llm-{next(self._numbers)}"
+        return requests_of(name, prompt_ids, params, seed_of(params), time.monotonic())
+
+    def _add(self, request: Request, sink: Callable[[Outcome], None]) -> None:
+        self._engine.add(request)
+        self._sinks[request.request_id] = sink
+
+    def _step(self) -> None:
+        with _uninterrupted():
+            outcomes = self._engine.step()
+        for outcome in outcomes:
+            sink = self._sinks.get(outcome.request_id)
+            if sink is not None:
+                sink(outcome)
+
+    def _drop(self, request_ids: Sequence[str]) -> None:
+        """Cancel what is still open, and take no more outcomes."""
+        for request_id in request_ids:
+            self._sinks.pop(request_id, None)
+            if self._built is not None:
+                self._built.engine.cancel(request_id)
+
+
+_DEFAULT = SamplingParams()
+
+
+def _append_delta(deltas: deque[Delta], choice: int, outcome: Outcome) -> None:
+    deltas.append(Delta(choice, outcome))
+
+
+def _or_default(params: SamplingParams | None) -> SamplingParams:
+    return _DEFAULT if params is None else params
+
+
+def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """Return a list of prompts, from one or several."""
+    if isinstance(prompts, str) or (prompts and all(isinstance(p, int) for p in prompts)):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]
+
+
+def _for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [_or_default(params)] * count
+    if len(params) != count:
+        raise RequestError(f"{count} prompts need one SamplingParams or {count}, not {len(params)}")
+    return params
+
+
+def _as_messages(prompt: Any) -> Sequence[Message] | None:
+    """Return a conversation if that is what was given."""
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+    return prompt if is_list and prompt and all(isinstance(m, Mapping) for m in prompt) else None
+
+
+def config_of(model: str, options: Mapping[str, Any]) -> EngineConfig:
+    """Return an engine's config from options by name, those of its limits among them. Raises `ConfigError`."""
+    own = {f.name for f in fields(EngineConfig)} - {"model", "limits"}
+    limits = {f.name for f in fields(Limits)}
+    for name in options:
+        if name not in own | limits:
+            raise ConfigError(f"unknown option {name!r}{suggest(name, own | limits)}")
+    return EngineConfig(
+        model=model,
+        limits=Limits(**{k: v for k, v in options.items() if k in limits}),
+        **{k: v for k, v in options.items() if k in own},
+    )
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Hold Ctrl-C back while a step runs: half a step would leave the engine in disorder."""
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    pressed: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if pressed:
+        raise KeyboardInterrupt
