@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from paceline.serve.intake import Job
     from paceline.serve.prompts import Prompts
 
-    JobMaker = Callable[[bytes, Prompts, str], Job]
+    JobMaker = Callable[[bytes, Prompts, str, float], Job]
 
 log = logging.getLogger(__name__)
 
@@ -89,20 +89,20 @@ class ModelRoute:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = self._state
         data = await read_body(scope, receive)
-        job = await self._job(data)
+        job = await self._job(data, time.monotonic())
         if state.client.num_open + len(job.requests) > state.max_open:
             raise QueueFull(f"{state.client.num_open} answers are open already; try again later")
         await Answering(job, state.metrics).run(state.client, scope, receive, send)
 
-    async def _job(self, data: bytes) -> Job:
+    async def _job(self, data: bytes, arrival_s: float) -> Job:
         ready = self._state.client.ready
         if ready is None:
             raise EngineDied("the engine is not ready; try again later")
         prompts = await self._state.texts.of(ready)
         if len(data) < LONG_BODY_BYTES:
-            return self._make_job(data, prompts, ready.model_name)
+            return self._make_job(data, prompts, ready.model_name, arrival_s)
         async with self._state.long_bodies:
-            return await asyncio.to_thread(self._make_job, data, prompts, ready.model_name)
+            return await asyncio.to_thread(self._make_job, data, prompts, ready.model_name, arrival_s)
 
 
 def _json(body: object, status: int = 200) -> Response:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from paceline.engine.build import Choice
+    from paceline.serve.messages import Chosen
 
 
 class LoadingBar:
@@ -65,7 +66,7 @@ def _bar(stream: TextIO) -> Progress:
     return Progress(*columns, console=console, transient=True)
 
 
-def show_choices(choices: Iterable[Choice], stream: TextIO) -> None:
+def show_choices(choices: Iterable[Choice | Chosen], stream: TextIO) -> None:
     """Tell what was chosen, and why."""
     if not stream.isatty():
         for choice in choices:

@@ -22,6 +22,7 @@ from paceline.serve.messages import (
     BAD_MESSAGE,
     MAX_TO_ENGINE_BYTES,
     Cancel,
+    Chosen,
     Failed,
     Load,
     Outcomes,
@@ -168,7 +169,7 @@ def _ready(built: Built) -> Ready:
         eos_ids=tuple(tokenizer.eos_ids),
         bos_id=tokenizer.bos_id,
         template=None if source is None else Template(source.text, dict(source.special)),
-        choices=tuple(built.choices),
+        choices=tuple(Chosen(c.what, c.value, c.why) for c in built.choices),
     )
 
 

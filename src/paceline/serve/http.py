@@ -135,7 +135,8 @@ class HttpServer:
 
     async def _drain(self) -> None:
         self.state.draining = True
-        log.warning("stopping: %d requests are still open", self.state.num_active)
+        if self.state.num_active:
+            log.warning("stopping once %d open requests are answered", self.state.num_active)
         deadline_s = asyncio.get_running_loop().time() + self.config.drain_s
         while self.state.num_active and asyncio.get_running_loop().time() < deadline_s:
             await asyncio.sleep(DRAIN_POLL_S)

@@ -89,39 +89,48 @@ def _header(scope: Scope, wanted: bytes) -> bytes:
 # Jobs ------------------------------------------------------------------------------------------------
 
 
-def chat_job(data: bytes, prompts: Prompts, model: str) -> Job:
+def chat_job(data: bytes, prompts: Prompts, model: str, arrival_s: float) -> Job:
     """Return the job of a body of POST /v1/chat/completions. Raises `RequestError`."""
     body = decode(data, ChatBody)
     _check_model(body, model)
     ids = prompts.of_messages([message.for_template() for message in body.messages])
-    return _job(body, [ids], prompts, model, ChatFormat(prompts.tokenizer))
+    requests = _requests(body, [ids], prompts, arrival_s)
+    return _job(body, requests, model, ChatFormat(prompts.tokenizer), arrival_s)
 
 
-def completion_job(data: bytes, prompts: Prompts, model: str) -> Job:
+def completion_job(data: bytes, prompts: Prompts, model: str, arrival_s: float) -> Job:
     """Return the job of a body of POST /v1/completions. Raises `RequestError`."""
     body = decode(data, CompletionBody)
     _check_model(body, model)
     given = body.prompts()
     all_ids = [prompts.of_text(p) if isinstance(p, str) else prompts.of_ids(p) for p in given]
     echoes = [p if isinstance(p, str) else prompts.tokenizer.decode(p) for p in given] if body.echo else ()
-    return _job(body, all_ids, prompts, model, CompletionFormat(prompts.tokenizer, echoes, body.n or 1))
+    requests = _requests(body, all_ids, prompts, arrival_s)
+    return _job(body, requests, model, CompletionFormat(prompts.tokenizer, echoes, body.n or 1), arrival_s)
 
 
-def _job(
-    body: ChatBody | CompletionBody, all_ids: list[tuple[int, ...]], prompts: Prompts, model: str, form: Format
-) -> Job:
-    arrival_s = time.monotonic()
+def _requests(
+    body: ChatBody | CompletionBody, all_ids: list[tuple[int, ...]], prompts: Prompts, arrival_s: float
+) -> list[Request]:
+    """Return the requests for all answers to all prompts, under one seed."""
     params = [body.params(prompts.room(ids)) for ids in all_ids]
     if len(all_ids) * params[0].n > MAX_ANSWERS:
         raise RequestError(f"one request may ask for at most {MAX_ANSWERS} answers (prompts times n)", "n")
-    seed = seed_of(params[0])
-    response_id = form.prefix + secrets.token_hex(12)
-    requests: list[Request] = []
-    for index, (ids, sampling) in enumerate(zip(all_ids, params, strict=True)):
-        name = f"{response_id}-{index}"
-        requests += requests_of(name, ids, sampling, seed, arrival_s, body.cache_salt or "")
-    head = Head(response_id, int(time.time()), model, seed)
-    return Job(head, form, requests, params[0].n, bool(body.stream), body.wants_usage, arrival_s)
+    seed, name, salt = seed_of(params[0]), secrets.token_hex(12), body.cache_salt or ""
+    return [
+        request
+        for index, (ids, asked) in enumerate(zip(all_ids, params, strict=True))
+        for request in requests_of(f"{name}-{index}", ids, asked, seed, arrival_s, salt)
+    ]
+
+
+def _job(
+    body: ChatBody | CompletionBody, requests: list[Request], model: str, form: Format, arrival_s: float
+) -> Job:
+    first = requests[0]
+    response_id = form.prefix + first.request_id.partition("-")[0]
+    head = Head(response_id, int(time.time()), model, first.seed)
+    return Job(head, form, requests, first.params.n, bool(body.stream), body.wants_usage, arrival_s)
 
 
 def _check_model(body: ChatBody | CompletionBody, model: str) -> None:

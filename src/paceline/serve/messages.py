@@ -11,7 +11,6 @@ from msgspec import Meta, Struct
 from paceline.core.errors import PacelineError, RequestError
 from paceline.core.nouns import Outcome, Request
 from paceline.core.params import MAX_CHOICES, MAX_SEED, MAX_TOKEN_ID, SamplingParams
-from paceline.engine.build import Choice
 from paceline.engine.config import EngineConfig
 from paceline.engine.stats import Gauges, Stats
 
@@ -93,6 +92,14 @@ class Template(_Message, frozen=True):
     tokens: dict[str, str]
 
 
+class Chosen(Struct, frozen=True, forbid_unknown_fields=True):
+    """One line of the banner: `engine.build.Choice`, without that module's import of torch."""
+
+    what: str
+    value: str
+    why: str
+
+
 class Ready(_Message, frozen=True):
     """The engine serves; with all that the server needs to turn text into token ids."""
 
@@ -103,7 +110,7 @@ class Ready(_Message, frozen=True):
     eos_ids: tuple[int, ...]
     bos_id: int | None
     template: Template | None  # None: the model has none, so chat is refused
-    choices: tuple[Choice, ...]
+    choices: tuple[Chosen, ...]
 
 
 class Failed(_Message, frozen=True):

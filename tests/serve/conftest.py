@@ -1,0 +1,130 @@
+"""A tiny real model in a folder, and the real server over it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from paceline.model import hf
+from paceline.model.weights import canonical_names
+from tests.tiny import END, tiny_config, tiny_raw_tokenizer, tiny_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MAX_LEN = 16384  # long enough for answers that last several seconds
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+COMMAND = [sys.executable, "-c", "from paceline.cli import main; raise SystemExit(main())"]
+
+
+def write_model(folder: Path) -> Path:
+    config = tiny_config(max_context=MAX_LEN)
+    names = canonical_names(config, hf.MODEL_NAMES, hf.LAYER_NAMES, hf.LAYER_PREFIX)
+    weights = tiny_weights(config, embed_scale=3.0, dtype=torch.float32)
+    save_file({names[name]: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
+    values = {
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": MAX_LEN,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "eos_token_id": config.vocab_size - 1,
+    }
+    (folder / "config.json").write_text(json.dumps(values))
+    (folder / "tokenizer.json").write_text(tiny_raw_tokenizer(config.vocab_size).to_str())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": END}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[str]
+    url: str
+    banner: str
+
+    def client(self, **options: object) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=30.0, **options)  # type: ignore[arg-type]
+
+    def terminate(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+    def engine_pid(self) -> int:
+        out = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+        pattern = rf"^\s*(\d+)\s+{self.process.pid}\s.*engine_process"
+        return int(re.findall(pattern, out, re.MULTILINE)[0])
+
+    def health(self) -> int:
+        return httpx.get(f"{self.url}/health", timeout=5.0).status_code
+
+    def metric(self, name: str) -> float:
+        text = httpx.get(f"{self.url}/metrics", timeout=5.0).text
+        return float(re.findall(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)[0])
+
+
+@contextmanager
+def running(model: Path, *flags: str, env: dict[str, str] | None = None) -> Iterator[Server]:
+    """A server in a process of its own, on a free port, with the model loaded."""
+    arguments = ["serve", "--port", "0", "--model", str(model), "--threads", "1", "--max-len", str(MAX_LEN)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
+    process = subprocess.Popen(
+        [*COMMAND, *arguments, *flags], stdout=subprocess.PIPE, text=True, env=environment, cwd=Path.cwd()
+    )
+    watchdog = threading.Timer(120, process.kill)
+    watchdog.start()
+    try:
+        assert process.stdout is not None
+        banner = ""
+        while "curl" not in banner:
+            line = process.stdout.readline()
+            assert line, "the server ended before it was ready"
+            banner += line
+        url = re.findall(r"serves at (\S+)", banner)[0]
+        yield Server(process, url, banner)
+    finally:
+        watchdog.cancel()
+        process.terminate()
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def server(model: Path) -> Iterator[Server]:
+    with running(model) as found:
+        yield found
+
+
+@pytest.fixture
+def http(server: Server) -> Iterator[httpx.Client]:
+    with server.client() as client:
+        yield client

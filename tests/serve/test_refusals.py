@@ -1,0 +1,227 @@
+"""Bad input gets a 4xx that says what is wrong; nothing else is disturbed."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from paceline.serve.schema import ChatBody, CompletionBody
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.serve.conftest import Server
+
+CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
+JSON = {"content-type": "application/json"}
+USER = {"role": "user", "content": "a"}
+DEEP = "[" * 100_000 + "]" * 100_000
+
+# body, field that is blamed, a word of the explanation
+BAD_FIELDS: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"prompt": "a", "temperature": -1}, "temperature", "between"),
+    ({"prompt": "a", "temperature": 1e300}, "temperature", "between"),
+    ({"prompt": "a", "temperature": "hot"}, "temperature", "float"),
+    ({"prompt": "a", "temperature": [1]}, "temperature", "float"),
+    ({"prompt": "a", "top_p": 0}, "top_p", "above 0"),
+    ({"prompt": "a", "top_p": 1.1}, "top_p", "between"),
+    ({"prompt": "a", "top_k": -2}, "top_k", "between"),
+    ({"prompt": "a", "top_k": 10**30}, "top_k", "between"),
+    ({"prompt": "a", "min_p": -0.1}, "min_p", "between"),
+    ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty", "between"),
+    ({"prompt": "a", "presence_penalty": 101}, "presence_penalty", "between"),
+    ({"prompt": "a", "frequency_penalty": "x"}, "frequency_penalty", "float"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens", "between"),
+    ({"prompt": "a", "max_tokens": -5}, "max_tokens", "between"),
+    ({"prompt": "a", "max_tokens": 10**9}, "max_tokens", "between"),
+    ({"prompt": "a", "max_tokens": 20000}, "max_tokens", "shorten"),
+    ({"prompt": "a", "max_tokens": 1.5}, "max_tokens", "int"),
+    ({"prompt": "a", "max_tokens": True}, "max_tokens", "int"),
+    ({"prompt": "a", "min_tokens": 9, "max_tokens": 3}, "min_tokens", "exceeds"),
+    ({"prompt": "a", "n": 0}, "n", "between"),
+    ({"prompt": "a", "n": 16384}, "n", "between"),
+    ({"prompt": ["a"] * 100, "n": 64}, "n", "at most"),
+    ({"prompt": "a", "seed": -1}, "seed", "between"),
+    ({"prompt": "a", "seed": 2**63}, "seed", "between"),
+    ({"prompt": "a", "stop": [""]}, "stop", "characters"),
+    ({"prompt": "a", "stop": "x" * 2000}, "stop", "characters"),
+    ({"prompt": "a", "stop": ["x"] * 17}, "stop", "at most"),
+    ({"prompt": "a", "stop": 5}, "stop", "str"),
+    ({"prompt": "a", "stop_token_ids": [-1]}, "stop_token_ids", "token id"),
+    ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "token id"),
+    ({"prompt": "a", "logit_bias": {"-1": 1}}, "logit_bias", "token id"),
+    ({"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias", "between"),
+    ({"prompt": "a", "logit_bias": {"99999": 1}}, "logit_bias", "vocabulary"),
+    ({"prompt": "a", "logprobs": 21}, "logprobs", "between"),
+    ({"prompt": "a", "logprobs": -1}, "logprobs", "between"),
+    ({"prompt": "a", "logprobs": True}, "logprobs", "int"),
+    ({"prompt": "a", "echo": True, "logprobs": 1}, "echo", "not supported"),
+    ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
+    ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options", "unknown field"),
+    ({"prompt": "a", "best_of": 2}, "best_of", "not supported"),
+    ({"prompt": "a", "suffix": "z"}, "suffix", "not supported"),
+    ({"prompt": "a", "max_token": 5}, "max_token", "did you mean 'max_tokens'"),
+    ({"prompt": "a", "cache_salt": "x" * 300}, "cache_salt", "length"),
+    ({"prompt": ""}, "prompt", "empty"),
+    ({"prompt": []}, "prompt", "1 to 128"),
+    ({"prompt": [[]]}, "prompt", "empty"),
+    ({"prompt": [1, "a"]}, "prompt", "must be"),
+    ({"prompt": [-1]}, "prompt", "token id"),
+    ({"prompt": [10**12]}, "prompt", "token id"),
+    ({"prompt": [5000]}, "prompt", "vocabulary"),
+    ({"prompt": [True]}, "prompt", "Expected"),
+    ({"prompt": ["a"] * 200}, "prompt", "1 to 128"),
+    ({"prompt": None}, "prompt", "Expected"),
+    ({"prompt": {"a": 1}}, "prompt", "Expected"),
+    ({"prompt": "word " * 20000}, "prompt", "tokens"),
+    ({}, None, "prompt"),
+    ({"messages": []}, "messages", "length"),
+    ({"messages": "hi"}, "messages", "array"),
+    ({"messages": [{"role": "user"}]}, "messages", "needs content"),
+    ({"messages": [{"role": "robot", "content": "a"}]}, "messages", "robot"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages", "Expected"),
+    ({"messages": [{"content": "a"}]}, "messages", "role"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages", "image"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages", "text"),
+    ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "messages", "not supported"),
+    ({"messages": [USER | {"colour": "red"}]}, "messages", "unknown field"),
+    ({"messages": [USER], "top_logprobs": 2}, "top_logprobs", "logprobs"),
+    ({"messages": [USER], "logprobs": True, "top_logprobs": 21}, "top_logprobs", "between"),
+    ({"messages": [USER], "logprobs": 5}, "logprobs", "bool"),
+    ({"messages": [USER], "tools": [{"type": "function"}]}, "tools", "not supported"),
+    ({"messages": [USER], "response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    ({"messages": [USER], "max_completion_tokens": 0}, "max_tokens", "between"),
+    ({"messages": [USER], "prompt": "a"}, "prompt", "unknown field"),
+]
+
+
+@pytest.fixture(scope="module")
+def healthy(server: Server) -> Iterator[httpx.Client]:
+    with server.client() as client:
+        yield client
+        assert client.post(PLAIN, json={"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def explained(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("body", "param", "word"), BAD_FIELDS)
+def test_bad_fields_are_named(
+    healthy: httpx.Client, body: dict[str, Any], param: str | None, word: str, stream: bool
+) -> None:
+    asked = body | {"stream": True} if stream and param != "stream_options" else body
+    error = explained(healthy.post(CHAT if "messages" in body else PLAIN, json=asked))
+    assert error["param"] == param
+    assert word in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("data", "word"),
+    [
+        (b"", "JSON"),
+        (b"{", "JSON"),
+        (b"null", "object"),
+        (b"[]", "object"),
+        (b'"a"', "object"),
+        (b"\xff\xfe", "JSON"),
+        (b'{"prompt": "\xff"}', "UTF-8"),
+        (b'{"\xff": 1}', "UTF-8"),
+        (b'{"prompt": "\\ud800"}', "JSON"),
+        (b'{"prompt": "\\ud83d x"}', "JSON"),
+        (b'{"prompt": "a", "temperature": NaN}', "JSON"),
+        (b'{"prompt": "a", "temperature": Infinity}', "JSON"),
+        (b'{"prompt": "a", "temperature": 1e999}', "range"),
+        (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", "range"),
+        (b'{"prompt": "a", "response_format": ' + DEEP.encode() + b"}", "deep"),
+        (DEEP.encode(), "object"),
+        (b'{"a":' * 50_000, "unknown field"),
+        (b"prompt=a", "JSON"),
+    ],
+)
+def test_broken_bodies(healthy: httpx.Client, data: bytes, word: str) -> None:
+    assert word in explained(healthy.post(PLAIN, content=data, headers=JSON))["message"]
+
+
+def test_a_body_that_is_too_large(healthy: httpx.Client) -> None:
+    body = json.dumps({"prompt": "a" * (10 << 20)}).encode()
+    error = explained(healthy.post(PLAIN, content=body, headers=JSON), 413)
+    assert "larger than" in error["message"]
+
+    def endless() -> Iterator[bytes]:
+        for _ in range(160):
+            yield b"a" * 65536
+
+    explained(healthy.post(PLAIN, content=endless(), headers=JSON), 413)
+
+
+def test_an_announced_giant_is_not_read(server: Server) -> None:
+    with httpx.Client(timeout=10.0) as client:
+        headers = JSON | {"content-length": str(1 << 40)}
+        request = client.build_request("POST", server.url + PLAIN, content=b"{}", headers=headers)
+        explained(client.send(request), 413)
+
+
+def test_huge_headers(server: Server) -> None:
+    response = httpx.get(f"{server.url}/version", headers={"x-much": "a" * (1 << 20)}, timeout=10.0)
+    assert 400 <= response.status_code < 500
+
+
+def test_other_types_wrong_routes_and_models(healthy: httpx.Client) -> None:
+    explained(healthy.post(PLAIN, content=b"{}", headers={"content-type": "text/plain"}), 415)
+    explained(healthy.get(PLAIN), 405)
+    explained(healthy.get("/v2/nothing"), 404)
+    explained(healthy.get("/v1/models/gpt-9"), 404)
+    error = explained(healthy.post(PLAIN, json={"prompt": "a", "model": "gpt-9"}), 404)
+    assert error["code"] == "model_not_found"
+
+
+# Fuzz ------------------------------------------------------------------------------------------------
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.integers(-3, 40)
+    | st.floats(allow_nan=True)
+    | st.floats(0, 2)
+    | st.text(max_size=20)
+    | st.sampled_from(["user", "a", "the", "auto"]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+COMMON = sorted(set(ChatBody.__struct_fields__) | set(CompletionBody.__struct_fields__))
+
+
+def bodies(base: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
+    extras = st.dictionaries(st.sampled_from(COMMON), VALUES, max_size=3)
+    return st.builds(lambda extra: base | {"max_tokens": 2} | extra, extras)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(body=bodies({"prompt": "the"}) | bodies({"messages": [USER]}))
+def test_no_body_is_answered_with_a_5xx(healthy: httpx.Client, body: dict[str, Any]) -> None:
+    route = CHAT if "messages" in body else PLAIN
+    data = json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    response = healthy.post(route, content=data, headers=JSON)
+    assert response.status_code < 500, (body, response.text)
+    assert 200 <= response.status_code
+    if response.status_code >= 400:
+        explained(response, response.status_code)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.binary(max_size=200))
+def test_no_bytes_are_answered_with_a_5xx(healthy: httpx.Client, data: bytes) -> None:
+    assert 400 <= healthy.post(PLAIN, content=data, headers=JSON).status_code < 500
