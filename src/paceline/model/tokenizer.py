@@ -94,7 +94,7 @@ class Tokenizer:
         """
         try:
             return list(self.raw.encode(text, add_special_tokens=add_special).ids)
-        except UnicodeEncodeError:
+        except (UnicodeEncodeError, TypeError):  # the library says TypeError for a str it cannot encode
             raise RequestError("the text holds half a surrogate pair; send valid Unicode") from None
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:

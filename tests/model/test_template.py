@@ -1,0 +1,99 @@
+"""Chat templates: rendered as transformers does, in a sandbox that holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.core.errors import BadModelFile, RequestError
+from paceline.model import template as module
+from paceline.model.hf import FolderText
+from paceline.model.template import ChatTemplate, TemplateSource
+
+HELLO = [{"role": "user", "content": "Hi <b> é"}]
+
+
+def render(text: str, messages: list[dict[str, str]] | None = None, prompt: bool = True) -> str:
+    return ChatTemplate(TemplateSource(text, {"bos_token": "<s>"})).render(messages or HELLO, prompt)
+
+
+def test_what_templates_use() -> None:
+    assert render("{{ bos_token }}{{ messages[0].content }}") == "<s>Hi <b> é"
+    assert render("{{ messages | tojson }}") == json.dumps(HELLO, ensure_ascii=False)
+    assert render("{% if add_generation_prompt %}yes{% endif %}", prompt=False) == ""
+    assert render("  {% if true %}\nx\n  {% endif %}\ny") == "x\ny"
+    assert render("{% for m in [1, 2, 3] %}{% if m == 2 %}{% break %}{% endif %}{{ m }}{% endfor %}") == "1"
+    assert render("{% generation %}{{ 'body' }}{% endgeneration %}!") == "body!"
+    assert render("{{ tools is none }}{{ '%d%%' % 5 }}{{ 'ab' * 3 }}{{ 7 % 4 }}{{ missing }}") == "True5%ababab3"
+    assert len(render("{{ strftime_now('%Y') }}")) == 4
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[7].content }}",
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ 'x' * 1000000000 }}",
+        "{{ 1000000000 * 'x' }}",
+        "{{ [1] * 1000000000 }}",
+        "{{ 9 ** 9 ** 9 }}",
+        "{{ '%1000000000d' % 1 }}",
+        "{{ '%*d' % (1000000000, 1) }}",
+        "{% for i in range(1000000000) %}x{% endfor %}",
+        "{{ 1 / 0 }}",
+        "{% include '/etc/passwd' %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    ],
+)
+def test_a_template_that_fails_fails_one_request(text: str) -> None:
+    with pytest.raises(RequestError, match="chat template") as caught:
+        render(text)
+    assert caught.value.param == "messages"
+
+
+def test_the_message_of_a_template_is_told() -> None:
+    with pytest.raises(RequestError, match="roles must alternate"):
+        render("{{ raise_exception('roles must alternate') }}")
+
+
+def test_output_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    endless = (
+        "{% for i in range(90000) %}{% for j in range(90000) %}{{ 'xxxxxxxxxxxxxxxx' }}{% endfor %}{% endfor %}"
+    )
+    monkeypatch.setattr(module, "MAX_OUTPUT_CHARS", 1 << 16)
+    with pytest.raises(RequestError, match="end"):
+        render(endless)
+    monkeypatch.setattr(module, "MAX_OUTPUT_CHARS", 1 << 40)
+    monkeypatch.setattr(module, "MAX_RENDER_S", 0.0)
+    with pytest.raises(RequestError, match="end"):
+        render(endless)
+
+
+@pytest.mark.parametrize("text", ["{% if %}", "{{ x", "{% nonsense %}", "x" * ((1 << 20) + 1)])
+def test_a_template_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(BadModelFile, match="chat template"):
+        render(text)
+
+
+def test_where_a_folder_keeps_its_template(tmp_path: Path) -> None:
+    text = FolderText(tmp_path)
+    assert text.template() is None
+    config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": "one"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    found = text.template()
+    assert found is not None
+    assert (found.text, found.special["bos_token"], found.special["eos_token"]) == ("one", "<s>", "</s>")
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": named}))
+    found = text.template()
+    assert found is not None
+    assert found.text == "plain"
+    (tmp_path / "chat_template.jinja").write_text("own file")
+    found = text.template()
+    assert found is not None
+    assert found.text == "own file"
