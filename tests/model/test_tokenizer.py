@@ -238,7 +238,8 @@ def default_pair() -> tuple[Tokenizer, Any]:
 
     transformers' GGUF conversion gives every "gpt2" tokenizer GPT-2's pre-tokenizer, whatever
     `tokenizer.ggml.pre` says. SmolLM2's own tokenizer.json cuts digits off first, so only with that put
-    back is the comparison one with the model; the ids of the bare conversion (transformers 5.23) differ for 2 of the 480 prompts.
+    back is the comparison one with the model; the bare conversion's ids (transformers 5.23) differ for
+    2 of the 480 prompts.
     """
     transformers = pytest.importorskip("transformers")
     loaded = load_model("default")
