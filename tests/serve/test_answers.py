@@ -118,9 +118,10 @@ def test_streamed_and_whole_answers_are_the_same(http: httpx.Client, extra: dict
         assert mine[-1]["finish_reason"] == choice["finish_reason"]
         assert mine[-1]["stop_reason"] == choice["stop_reason"]
         if choice["logprobs"]:
-            for name in ("tokens", "text_offset", "token_logprobs"):
-                joined = [x for c in mine for x in c["logprobs"][name]]
-                assert joined == pytest.approx(choice["logprobs"][name], rel=1e-4)
+            joined = {k: [x for c in mine for x in c["logprobs"][k]] for k in choice["logprobs"]}
+            assert joined["tokens"] == choice["logprobs"]["tokens"]
+            assert joined["text_offset"] == choice["logprobs"]["text_offset"]
+            assert joined["token_logprobs"] == pytest.approx(choice["logprobs"]["token_logprobs"], rel=1e-4)
     final = parts[-1]["usage"]
     assert final["completion_tokens"] == whole["usage"]["completion_tokens"]
     assert final["speculation"].keys() == whole["usage"]["speculation"].keys()

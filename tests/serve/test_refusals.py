@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -166,16 +167,22 @@ def test_a_body_that_is_too_large(healthy: httpx.Client) -> None:
     explained(healthy.post(PLAIN, content=endless(), headers=JSON), 413)
 
 
+def raw(server: Server, data: bytes) -> bytes:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10.0) as connection:
+        connection.sendall(data)
+        return connection.recv(65536)
+
+
 def test_an_announced_giant_is_not_read(server: Server) -> None:
-    with httpx.Client(timeout=10.0) as client:
-        headers = JSON | {"content-length": str(1 << 40)}
-        request = client.build_request("POST", server.url + PLAIN, content=b"{}", headers=headers)
-        explained(client.send(request), 413)
+    head = f"POST {PLAIN} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+    assert b" 413 " in raw(server, f"{head}content-length: {1 << 40}\r\n\r\n".encode())
+    assert b" 400 " in raw(server, f"{head}content-length: -1\r\n\r\n".encode())
 
 
-def test_huge_headers(server: Server) -> None:
-    response = httpx.get(f"{server.url}/version", headers={"x-much": "a" * (1 << 20)}, timeout=10.0)
-    assert 400 <= response.status_code < 500
+def test_huge_headers(server: Server, healthy: httpx.Client) -> None:
+    assert b" 400 " in raw(server, b"GET /version HTTP/1.1\r\nhost: a\r\nx: " + b"a" * 100_000)
+    assert healthy.get("/version").status_code == 200
 
 
 def test_other_types_wrong_routes_and_models(healthy: httpx.Client) -> None:

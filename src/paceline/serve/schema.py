@@ -277,7 +277,8 @@ def _bias(given: dict[str, float]) -> dict[int, float]:
 
 # Decoding --------------------------------------------------------------------------------------------
 
-_AT = re.compile(r" - at `\$\.?(\w*)[^`]*`$|unknown field `(\w*)`")
+_AT = re.compile(r" - at `\$\.(\w+)[^`]*`$")
+_UNKNOWN = re.compile(r"unknown field `(\w*)`$")
 
 
 def decode(data: bytes, kind: type[Body]) -> Body:
@@ -297,11 +298,9 @@ def decode(data: bytes, kind: type[Body]) -> Body:
 
 
 def _explained(message: str, kind: type[Struct]) -> RequestError:
-    found = _AT.search(message)
-    param = next(filter(None, found.groups()), None) if found else None
-    hint = ""
-    if "unknown field" in message and " - at " not in message and param:
-        hint = suggest(param, kind.__struct_fields__) if len(param) < 64 else ""
+    at, unknown = _AT.search(message), _UNKNOWN.search(message)
+    hint = suggest(unknown[1], kind.__struct_fields__) if unknown and len(unknown[1]) < 64 else ""
+    param = at[1] if at else unknown[1] if unknown else None
     text = message if len(message) <= MAX_SHOWN_CHARS else message[:MAX_SHOWN_CHARS] + "..."
     return RequestError(text + hint, param[:64] if param else None)
 

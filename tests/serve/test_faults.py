@@ -1,0 +1,263 @@
+"""Clients that go away, an engine that is killed, a server that is told to stop, keys, broken messages."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+import zmq
+
+from paceline.core.errors import ConfigError, EngineDied
+from paceline.core.nouns import Outcome, Request
+from paceline.core.params import SamplingParams
+from paceline.engine.config import EngineConfig
+from paceline.serve.engine_client import EngineClient
+from paceline.serve.http import HttpConfig
+from paceline.serve.messages import (
+    Failed,
+    Load,
+    Outcomes,
+    Ready,
+    Rejected,
+    Snapshot,
+    Stop,
+    Submit,
+    decode_to_server,
+    encode,
+)
+from tests.serve.conftest import running
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.serve.conftest import Server
+
+PROMISED_S = 2.0  # from the engine's death to the error, as the issue promises it
+LONG = {"prompt": "the cat", "max_tokens": 12_000, "ignore_eos": True, "temperature": 1.5}
+
+
+def eventually(holds: Callable[[], bool], seconds: float = 20.0) -> bool:
+    deadline_s = time.monotonic() + seconds
+    while time.monotonic() < deadline_s:
+        if holds():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def start_streams(server: Server, count: int) -> tuple[ThreadPoolExecutor, list[Any], threading.Barrier]:
+    """Start streams and wait until each has had its first chunk. A future holds (last data, when it came)."""
+    barrier = threading.Barrier(count + 1)
+
+    def read() -> tuple[list[str], float]:
+        waiting, data = True, []
+        body = LONG | {"stream": True}
+        with (
+            httpx.Client(timeout=60.0) as client,
+            client.stream("POST", f"{server.url}/v1/completions", json=body) as response,
+        ):
+            for line in response.iter_lines():
+                if waiting:
+                    waiting = barrier.wait() < 0
+                if line:
+                    data = [*data[-1:], line.removeprefix("data: ")]
+        return data, time.monotonic()
+
+    pool = ThreadPoolExecutor(count)
+    futures = [pool.submit(read) for _ in range(count)]
+    return pool, futures, barrier
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_cancels_its_request(server: Server, stream: bool) -> None:
+    cancelled = 'paceline_requests_total{finish_reason="cancelled"}'
+    text = httpx.get(f"{server.url}/metrics").text
+    before = server.metric(cancelled) if cancelled in text else 0.0
+    with httpx.Client(timeout=httpx.Timeout(10.0, read=1.0)) as client:
+        if stream:
+            with client.stream(
+                "POST", f"{server.url}/v1/completions", json=LONG | {"stream": True, "n": 2}
+            ) as response:
+                next(response.iter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post(f"{server.url}/v1/completions", json=LONG | {"n": 2})
+    assert eventually(lambda: server.metric("paceline_requests_open") == 0)
+    assert eventually(lambda: server.metric("paceline_requests_running") == 0)
+    assert server.metric(cancelled) == before + 2
+
+
+def test_an_engine_that_is_killed_fails_its_requests_and_comes_back(model: Path) -> None:
+    with running(model) as server:
+        pool, futures, barrier = start_streams(server, 8)
+        with pool:
+            barrier.wait(30)
+            whole_pool = ThreadPoolExecutor(1)
+            url = f"{server.url}/v1/completions"
+            whole = whole_pool.submit(lambda: (httpx.post(url, json=LONG, timeout=60.0), time.monotonic()))
+            assert eventually(lambda: server.metric("paceline_requests_open") == 9)
+            killed_s = time.monotonic()
+            os.kill(server.engine_pid(), signal.SIGKILL)
+            assert eventually(lambda: server.health() == 503, PROMISED_S)
+            for future in futures:
+                data, when_s = future.result()
+                assert json.loads(data[0])["error"]["code"] == "engine_unavailable"
+                assert data[1] == "[DONE]"
+                assert when_s - killed_s < PROMISED_S
+            response, when_s = whole.result()
+            assert response.status_code == 503
+            assert response.headers["retry-after"]
+            assert when_s - killed_s < PROMISED_S
+            whole_pool.shutdown()
+        assert eventually(lambda: server.health() == 200, 60.0)
+        assert server.metric("paceline_engine_restarts_total") == 1
+        again = httpx.post(url, json={"prompt": "a", "max_tokens": 2, "seed": 1}, timeout=30.0)
+        assert again.status_code == 200
+
+
+def test_sigterm_finishes_what_is_open_and_refuses_what_is_new(model: Path) -> None:
+    with running(model) as server:
+        body = LONG | {"max_tokens": 3000}
+        url = f"{server.url}/v1/completions"
+        with ThreadPoolExecutor(1) as pool:
+            open_one = pool.submit(lambda: httpx.post(url, json=body, timeout=60.0))
+            assert eventually(lambda: server.metric("paceline_requests_running") == 1)
+            server.terminate()
+            assert eventually(lambda: server.health() == 503, 10.0)
+            refused = httpx.post(url, json={"prompt": "a"}, timeout=10.0)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+            done = open_one.result()
+            assert done.json()["usage"]["completion_tokens"] == 3000
+        assert server.process.wait(15) == 0
+
+
+def test_the_drain_has_an_end(model: Path) -> None:
+    with running(model, "--drain-seconds", "0.2") as server:
+        url = f"{server.url}/v1/completions"
+        with ThreadPoolExecutor(1) as pool:
+            open_one = pool.submit(lambda: httpx.post(url, json=LONG, timeout=60.0))
+            assert eventually(lambda: server.metric("paceline_requests_running") == 1)
+            server.terminate()
+            assert open_one.result().status_code == 503
+        assert server.process.wait(15) == 0
+
+
+def test_the_key_guards_every_route_but_health(model: Path) -> None:
+    with running(model, "--max-open", "2", env={"PACELINE_API_KEY": "sesame"}) as server:
+        assert server.health() == 200
+        for path in ("/metrics", "/version", "/v1/models", "/nothing"):
+            assert httpx.get(server.url + path).status_code == 401
+        for given in ("Bearer sesam", "Bearer sesame2", "sesame", "Basic sesame", "Bearer \xe9"):
+            headers = {"authorization": given.encode("latin-1")}
+            response = httpx.post(f"{server.url}/v1/completions", content=b"x", headers=headers)  # type: ignore[arg-type]
+            assert response.status_code == 401
+            assert response.json()["error"]["code"] == "invalid_api_key"
+        with server.client(headers={"authorization": "Bearer sesame"}) as client:
+            assert client.get("/v1/models").status_code == 200
+            full = client.post("/v1/completions", json={"prompt": "a", "n": 3})
+            assert (full.status_code, full.headers["retry-after"]) == (429, "1")
+        # the engine lives no longer than its server
+        engine = server.engine_pid()
+        os.kill(server.process.pid, signal.SIGKILL)
+        server.process.wait()
+        assert eventually(lambda: not _alive(engine), 10.0)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_other_machines_need_a_key() -> None:
+    with pytest.raises(ConfigError, match="--api-key"):
+        HttpConfig(host="0.0.0.0")
+    assert HttpConfig(host="0.0.0.0", api_key="k").api_key
+    assert HttpConfig(host="0.0.0.0", insecure=True).insecure
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server(tmp_path: Path) -> None:
+    arguments = ["serve", "--port", "0", "--model", str(tmp_path)]
+    command = [sys.executable, "-c", "from paceline.cli import main; raise SystemExit(main())", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: ")
+
+
+def test_a_server_does_not_import_torch() -> None:
+    code = "import sys, paceline.serve.commands.serve; raise SystemExit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_broken_messages_do_not_end_the_engine(model: Path, tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/s"
+    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+        socket.bind(address)
+        command = [sys.executable, "-m", "paceline.serve.engine_process", address]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        assert process.stdin is not None
+        try:
+            socket.send(encode(Load(EngineConfig(model=str(model), threads=1))))
+            assert _next(socket, Ready).vocab_size == 320
+            for data in (b"", b"\xff" * 100, b"\x91" * 5000, b"\x80", encode({"type": "Submit"}), b"\xc1"):
+                socket.send(data)
+            socket.send(encode(Load(EngineConfig())))  # out of place
+            request = Request("r", (65, 66), SamplingParams(max_tokens=3), seed=1)
+            bad = Submit("bad", (65,), {"temperature": -1}, 1)
+            socket.send(encode(bad))
+            assert _next(socket, Rejected).request_id == "bad"
+            socket.send(encode(Submit("worse", (65,), {"colour": "red"}, 1)))
+            assert _next(socket, Rejected).request_id == "worse"
+            socket.send(encode(Submit.of(request)))
+            assert _next(socket, Outcomes).outcomes[0].request_id == "r"
+            assert _next(socket, Snapshot)
+            socket.send(encode(Stop()))
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+            process.wait()
+            process.stdin.close()
+
+
+def test_broken_messages_do_not_end_the_server(model: Path) -> None:
+    async def scenario() -> None:
+        client = EngineClient(EngineConfig(model=str(model), threads=1))
+        try:
+            await client.first_ready
+            life = client._life
+            assert life is not None
+            strangers = Outcomes((Outcome("nobody", (1,), "a"),)), Rejected("nobody", "QueueFull", "full")
+            for data in (b"", b"\xff" * 100, b"\x91" * 5000, b"\xc1", *map(encode, strangers)):
+                client._handle(life, data)
+            answers = await client.submit([Request("r", (65, 66), SamplingParams(max_tokens=3), seed=1)])
+            index, outcome = await answers.next()  # type: ignore[misc]
+            assert (index, outcome.request_id) == (0, "r")
+            await answers.close()
+        finally:
+            await client.stop()
+        with pytest.raises(EngineDied):
+            await client.submit([])
+
+    asyncio.run(scenario())
+
+
+def _next(socket: zmq.Socket[bytes], kind: type[Any]) -> Any:
+    """Return the next message of a kind."""
+    while socket.poll(30_000):
+        message = decode_to_server(socket.recv())
+        assert not isinstance(message, Failed), message
+        if isinstance(message, kind):
+            return message
+    raise AssertionError(f"no {kind.__name__} came")

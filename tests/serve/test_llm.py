@@ -1,0 +1,195 @@
+"""The Python API and the commands over it, in this process."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from paceline import LLM, SamplingParams
+from paceline.cli import main
+from paceline.core.errors import ConfigError, EngineDied, PromptTooLong, RequestError
+from paceline.serve.chat import Chat
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+SHORT = SamplingParams(max_tokens=12, seed=4, temperature=0.9)
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path) -> Iterator[LLM]:
+    with LLM(str(model), threads=1, num_rows=4, max_len=2048, max_queued_tokens=64) as found:
+        yield found
+        found.built.engine.check()
+        assert not found.built.engine.scheduler.running
+
+
+def test_generate_from_texts_and_ids(llm: LLM) -> None:
+    one = llm.generate("the cat", SHORT)
+    ids = llm.generate([list(one[0].prompt_ids)], SHORT)
+    many = llm.generate(["in", "the cat", "on"], SHORT)
+    assert [c.text for c in one] == [c.text for c in ids] == [many[1].text]
+    assert one[0].seed == 4
+    assert one[0].figures.completion_tokens == len(one[0].token_ids)
+    assert llm.generate(one[0].prompt_ids, SHORT)[0].token_ids == one[0].token_ids
+
+
+def test_more_prompts_than_the_queue_holds(llm: LLM) -> None:
+    done: list[int] = []
+    prompts = [f"the cat number {i} in the hat" for i in range(24)]
+    found = llm.generate(prompts, SHORT, lambda index, _: done.append(index))
+    assert sorted(done) == list(range(24))
+    alone = llm.generate(prompts[17], SHORT)[0]
+    assert found[17].token_ids == alone.token_ids
+
+
+def test_choices_and_logprobs(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=8, n=3, logprobs=2, seed=1, temperature=1.5)
+    completion = llm.generate("the", params)[0]
+    assert len({a.text for a in completion.choices}) == 3
+    for answer in completion.choices:
+        assert answer.logprobs is not None
+        assert tuple(entry.token_id for entry in answer.logprobs) == answer.token_ids
+
+
+def test_streams_may_be_mixed_and_left(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    whole = llm.chat(messages, SHORT)
+    first, second = llm.stream(messages, SHORT), llm.stream("the", SHORT)
+    text = next(first).text
+    next(second)
+    second.close()  # type: ignore[attr-defined]
+    deltas = list(first)
+    assert text + "".join(d.text for d in deltas) == whole.text
+    assert deltas[-1].finish_reason == whole.finish_reason
+    assert deltas[-1].figures is not None
+
+
+@pytest.mark.parametrize("prompt", [5.5, [1, "a"], [-1], None, [1.5]])
+def test_bad_prompts(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(RequestError):
+        llm.generate([prompt], SHORT)
+
+
+def test_one_bad_request_leaves_nothing_behind(llm: LLM) -> None:
+    with pytest.raises(PromptTooLong):
+        llm.generate(["the", "in " * 3000], SHORT)
+    with pytest.raises(PromptTooLong):
+        llm.generate(["the", "in"], [SHORT, SamplingParams(max_tokens=4000)])
+    with pytest.raises(RequestError, match="need one"):
+        llm.generate(["the", "in"], [SHORT])
+    assert llm.generate("the", SHORT)[0].token_ids
+
+
+def test_ctrl_c_waits_for_the_step(llm: LLM) -> None:
+    stream = llm.stream("the", SamplingParams(max_tokens=500, ignore_eos=True))
+    next(stream)
+    step = llm.built.engine.step
+
+    def pressed() -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        outcomes = step()
+        llm.built.engine.step = step  # type: ignore[method-assign]
+        return outcomes
+
+    llm.built.engine.step = pressed  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        list(stream)
+    llm.built.engine.check()
+    assert llm.generate("the", SHORT)[0].token_ids
+
+
+def test_unknown_options_are_refused_with_a_suggestion() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'threads'"):
+        LLM("default", thread=3)
+    with pytest.raises(ConfigError, match="between"):
+        LLM("default", threads=0)
+
+
+def test_a_closed_llm_says_so(model: Path) -> None:
+    llm = LLM(str(model), threads=1)
+    llm.close()
+    with pytest.raises(EngineDied, match="closed"):
+        llm.generate("a")
+
+
+# Commands --------------------------------------------------------------------------------------------
+
+
+def test_chat_keeps_the_conversation_and_obeys_commands(llm: LLM) -> None:
+    source = io.StringIO("hello\n\n/nonsense\n/help\nmore\n/reset\nagain\n/quit\nnever read\n")
+    sink = io.StringIO()
+    chat = Chat(llm, SHORT, "be kind", source, sink)
+    chat.run()
+    assert [m["role"] for m in chat.messages] == ["system", "user", "assistant"]
+    assert chat.messages[1]["content"] == "again"
+    written = sink.getvalue()
+    assert written.count("tokens/s") == 3
+    assert written.count("tokens per pass") == 3
+    assert "unknown command /nonsense" in written
+    assert source.readline() == "never read\n"
+
+
+def test_chat_survives_ctrl_c_and_a_conversation_that_is_too_long(llm: LLM) -> None:
+    class Pressed(io.StringIO):
+        def write(self, text: str) -> int:
+            if self.tell() == 0:
+                super().write("x")
+                raise KeyboardInterrupt
+            return super().write(text)
+
+    sink = Pressed()
+    chat = Chat(llm, SHORT, None, io.StringIO("hello\n" + "in " * 3000 + "\nhello\n"), sink)
+    chat.run()
+    assert "[stopped]" in sink.getvalue()
+    assert "error: the prompt has" in sink.getvalue()
+    assert [m["role"] for m in chat.messages] == ["user", "assistant"] * 2
+
+
+def command(model: Path, *arguments: str) -> int:
+    return main([*arguments, "--model", str(model), "--threads", "1", "--max-len", "2048"])
+
+
+def test_generate_writes_text(model: Path, capsys: pytest.CaptureFixture[str], llm: LLM) -> None:
+    assert command(model, "generate", "the cat", "--max-tokens", "12", "--seed", "4", "--temperature", "0.9") == 0
+    assert capsys.readouterr().out == llm.generate("the cat", SHORT)[0].text + "\n"
+
+
+def test_generate_writes_json_lines(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], llm: LLM
+) -> None:
+    rows = [
+        {"prompt": "the cat"},
+        {"question_id": 81, "category": "x", "turns": ["hi", "ho"]},
+        {"id": "m", "messages": [{"role": "user", "content": "hi"}]},
+    ]
+    path = tmp_path / "p.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    flags = ["--json", "--n", "2", "--max-tokens", "12", "--seed", "4", "--temperature", "0.9"]
+    assert command(model, "generate", "--prompts", str(path), *flags) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["id"], row["choice"]) for row in found] == [(i, c) for i in (1, 81, "m") for c in (0, 1)]
+    assert found[2]["text"] == found[4]["text"] == llm.chat([{"role": "user", "content": "hi"}], SHORT).text
+    assert found[0]["figures"]["seed"] == 4
+
+
+@pytest.mark.parametrize("line", ["{", "[]", "{}", '{"turns": []}', '{"prompt": 5}', "\xff"])
+def test_generate_refuses_bad_files(model: Path, tmp_path: Path, line: str) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(line, encoding="latin-1")
+    assert command(model, "generate", "--prompts", str(path)) == 2
+
+
+def test_chat_and_generate_read_standard_input(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("chat", "generate"):
+        monkeypatch.setattr("sys.stdin", io.StringIO("the cat\n"))
+        assert command(model, name, "--max-tokens", "5") == 0
+        assert capsys.readouterr().out.strip()
