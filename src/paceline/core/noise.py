@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from numpy import float64, floating, integer, uint32, uint64
     from numpy.typing import NDArray
 
-    Key = tuple[int, int]
+Key = tuple[int, int]  # two 32-bit words
 
 _MASK = 0xFFFFFFFF
 _MURMUR = (16, 0x85EBCA6B, 13, 0xC2B2AE35, 16)
@@ -110,6 +110,8 @@ def noisy_argmax(z: NDArray[floating], key: Key, ids: NDArray[integer] | None = 
         # NaN must survive, too, to be found as the slow twin finds it.
         rivals.append((~(bound < bound.dtype.type(floor))).nonzero()[0] + start)
     few = np.concatenate(rivals)
+    if len(few) == 1:
+        return int(few[0] if ids is None else ids[few[0]])
     return noisy_argmax_slow(z[few], key, few if ids is None else ids[few])
 
 

@@ -22,9 +22,11 @@ if TYPE_CHECKING:
 
 LEAST_TEMPERATURE = 1e-5  # smaller ones act as this one, so that a scaled logit cannot overflow
 
-_STRIDES = 16  # interleaved parts whose maxima or sums are taken side by side
-_CUT_STEP = 3.0  # nats by which top-p widens its search
-_NONE: tuple[int, ...] = ()
+_STRIDES = 16  # interleaved sums taken side by side
+_PARTS = 64  # rows of the layout in which column maxima are taken
+_FEW = 1000  # so many are sorted sooner than searched
+_CUTS = (8.0, 10.0, 12.0, 16.0, 32.0, math.inf)  # nats below the largest within which top-p finds its tokens,
+_NARROW_CUTS = (1.0, 2.0, 4.0, 6.0, 9.0)  # and then among those, to have few to sort
 
 
 def choose_token(logits: NDArray[floating], choose: Choose) -> int:
@@ -34,10 +36,9 @@ def choose_token(logits: NDArray[floating], choose: Choose) -> int:
     among the tokens that the filters keep, which is an exact sample of `distribution`.
     """
     params = choose.params
-    logits = apply_edits(logits, choose.edits)
     if params.greedy:
-        return int(logits.argmax())
-    z = scaled(logits, params.temperature)
+        return int(apply_edits(logits, choose.edits).argmax())
+    z = scaled(logits, params, choose.edits)
     key = noise.key(choose.seed, choose.choice, noise.Lane.CHOICE, choose.position)
     if not params.filtered:
         return noise.noisy_argmax(z, key)
@@ -53,33 +54,48 @@ def distribution(logits: NDArray[floating], choose: Choose) -> tuple[NDArray[int
     import numpy as np
 
     params = choose.params
-    logits = apply_edits(logits, choose.edits)
     if params.greedy:
-        return np.array([logits.argmax()]), np.ones(1)
-    z = scaled(logits, params.temperature)
+        return np.array([apply_edits(logits, choose.edits).argmax()]), np.ones(1)
+    z = scaled(logits, params, choose.edits)
     ids, kept = keep(z, params) if params.filtered else (np.arange(len(z)), z)
     weights = np.exp(kept.astype(np.float64) - float(kept.max()))
     return ids, weights / weights.sum()
 
 
-def apply_edits(logits: NDArray[floating], edits: Edits | None) -> NDArray[floating]:
-    """Return the logits [vocab] with the edits made on a copy; the logits themselves if there are none."""
+def draw(weights: NDArray[floating], key: noise.Key) -> int:
+    """Return an index with probability proportional to its weight. weights: [n], none negative, not all 0."""
     import numpy as np
 
+    (ids,) = weights.nonzero()
+    return noise.noisy_argmax(np.log(weights[ids]), key, ids)
+
+
+def apply_edits(logits: NDArray[floating], edits: Edits | None) -> NDArray[floating]:
+    """Return the logits [vocab] with the edits made on a copy; the logits themselves if there are none."""
     if edits is None or len(edits.ids) == 0:
         return logits
-    old = logits[edits.ids]
-    new = np.where(old > 0, old / edits.scale, old * edits.scale) + edits.add
     edited = logits.copy()
-    edited[edits.ids] = new
+    edited[edits.ids] = _edited(logits, edits)
     return edited
 
 
-def scaled(logits: NDArray[floating], temperature: float) -> NDArray[floating]:
-    """Return logits / temperature, same shape and type, for a temperature above 0."""
-    if temperature == 1.0:
-        return logits
-    return logits / logits.dtype.type(max(temperature, LEAST_TEMPERATURE))
+def scaled(logits: NDArray[floating], params: SamplingParams, edits: Edits | None) -> NDArray[floating]:
+    """Return the edited logits / temperature, same shape and type, for a temperature above 0."""
+    if params.temperature == 1.0:
+        return apply_edits(logits, edits)
+    temperature = logits.dtype.type(max(params.temperature, LEAST_TEMPERATURE))
+    z = logits / temperature
+    if edits is not None and len(edits.ids):
+        z[edits.ids] = _edited(logits, edits) / temperature
+    return z
+
+
+def _edited(logits: NDArray[floating], edits: Edits) -> NDArray[floating]:
+    import numpy as np
+
+    old = logits[edits.ids]
+    new: NDArray[floating] = np.where(old > 0, old / edits.scale, old * edits.scale) + edits.add
+    return new.astype(logits.dtype, copy=False)
 
 
 def keep(z: NDArray[floating], params: SamplingParams) -> tuple[NDArray[int64], NDArray[floating]]:
@@ -92,13 +108,16 @@ def keep(z: NDArray[floating], params: SamplingParams) -> tuple[NDArray[int64], 
     import numpy as np
 
     top = float(z.max())
+    if math.isnan(top):  # nothing compares with NaN; `noise.noisy_argmax` takes the first
+        return np.arange(len(z)), z
     if 0 < params.top_k < len(z):
         ids = _largest(z, params.top_k)
         if params.top_p < 1.0:
-            ids = _nucleus(z, ids, params.top_p * float(np.exp(z[ids].astype(np.float64) - top).sum()))
+            wanted = params.top_p * float(np.exp(z[ids].astype(np.float64) - top).sum())
+            ids = _nucleus(z, ids, _falling(z[ids]), wanted)
     elif params.top_p < 1.0:
         wanted = params.top_p * _mass(z, top)
-        ids = _nucleus(z, _likely(z, top, wanted, params.top_p), wanted)
+        ids = _nucleus(z, *_likely(z, top, wanted, params.top_p), wanted)
     else:
         ids = np.arange(len(z))
     kept = z[ids]
@@ -110,51 +129,74 @@ def keep(z: NDArray[floating], params: SamplingParams) -> tuple[NDArray[int64], 
 
 def logprobs(logits: NDArray[floating], token_id: int, num_top: int) -> TokenLogprobs:
     """Return the log-probability of a token and of the `num_top` most likely ones. logits: [vocab] raw."""
+    import numpy as np
+
     top = float(logits.max())
     log_total = top + math.log(_mass(logits, top))
-    ids = _largest(logits, min(num_top, len(logits))) if num_top else _NONE
-    best = sorted((-float(logits[i]), int(i)) for i in ids)
+    num_top = min(num_top, len(logits))
+    ids = _top_columns(logits, num_top) if num_top else np.arange(0)
+    best = sorted(zip((-logits[ids]).tolist(), ids.tolist(), strict=True))[:num_top]
     return TokenLogprobs(
         token_id=int(token_id),
         logprob=float(logits[token_id]) - log_total,
-        top_ids=tuple(i for _, i in best),
-        top_logprobs=tuple(-negative - log_total for negative, _ in best),
+        top_ids=tuple(token_id for _, token_id in best),
+        top_logprobs=tuple(-negated - log_total for negated, _ in best),
     )
 
 
 def _mass(z: NDArray[floating], top: float) -> float:
-    """Return the sum of exp(z - top): sixteen at a time in z's own type, then in float64."""
+    """Return the sum of exp(z - top): sixteen interleaved sums in z's own type, then in float64."""
     import numpy as np
 
-    weights = np.subtract(z, z.dtype.type(top))
+    weights = z - z.dtype.type(top)
     np.exp(weights, out=weights)
     even = len(z) - len(z) % _STRIDES
     sums = weights[:even].reshape(_STRIDES, -1).sum(axis=0)
-    return float(sums.sum(dtype=np.float64) + weights[even:].sum(dtype=np.float64))
+    return float(sums.sum(dtype=np.float64) + sum(weights[even:].tolist()))
 
 
-def _likely(z: NDArray[floating], top: float, wanted: float, top_p: float) -> NDArray[int64]:
-    """Return the ascending ids of all tokens above some threshold, which together have at least `wanted` mass.
+def _likely(
+    z: NDArray[floating], top: float, wanted: float, top_p: float
+) -> tuple[NDArray[int64], NDArray[floating]]:
+    """Return all tokens above some threshold, which together have at least `wanted` mass.
 
     Tokens below (1 - top_p) / vocab have less than 1 - top_p together and are never needed. Most often far fewer
-    are, so the threshold starts high.
+    are, so the threshold starts high. Returns ascending ids [n] and falling values [n].
     """
     import numpy as np
 
     lowest = math.log(wanted / top_p * (1.0 - top_p) / len(z)) - 1e-3
-    cut = -_CUT_STEP
-    while True:
-        ids = np.flatnonzero(z >= top + cut)
-        if cut <= lowest or np.exp(z[ids].astype(np.float64) - top).sum() > wanted * (1 + 1e-9):
-            return ids
-        cut -= _CUT_STEP
+    ids, values = np.arange(0), z[:0]
+    for cut in _CUTS:
+        ids = np.flatnonzero(z >= top - cut)
+        values = z[ids]
+        if -cut <= lowest or _enough(values, top, wanted):
+            break
+    for cut in _NARROW_CUTS if len(ids) > _FEW else ():
+        stays = values >= top - cut
+        if _enough(values[stays], top, wanted):
+            return ids[stays], _falling(values[stays])
+    return ids, _falling(values)
 
 
-def _nucleus(z: NDArray[floating], ids: NDArray[int64], wanted: float) -> NDArray[int64]:
+def _enough(values: NDArray[floating], top: float, wanted: float) -> bool:
+    import numpy as np
+
+    return bool(np.exp(values.astype(np.float64) - top).sum() > wanted * (1 + 1e-9))
+
+
+def _falling(values: NDArray[floating]) -> NDArray[floating]:
+    import numpy as np
+
+    return np.sort(values)[::-1]
+
+
+def _nucleus(
+    z: NDArray[floating], ids: NDArray[int64], falling: NDArray[floating], wanted: float
+) -> NDArray[int64]:
     """Return the fewest of the ascending ids, the most likely ones, whose mass exp(z - max) reaches `wanted`."""
     import numpy as np
 
-    falling = -np.sort(-z[ids])
     mass = np.exp(falling.astype(np.float64) - float(falling[0])).cumsum()
     count = min(int(mass.searchsorted(wanted)) + 1, len(ids))
     return _down_to(z, ids, count, falling[count - 1])
@@ -162,12 +204,29 @@ def _nucleus(z: NDArray[floating], ids: NDArray[int64], wanted: float) -> NDArra
 
 def _largest(z: NDArray[floating], k: int) -> NDArray[int64]:
     """Return the ascending ids of the k largest, the lower ids on ties."""
+    ids = _top_columns(z, k)
+    return _down_to(z, ids, k, _kth(z[ids], k))
+
+
+def _top_columns(z: NDArray[floating], k: int) -> NDArray[int64]:
+    """Return ascending ids among which the k largest are, all ties included.
+
+    The vocabulary is laid out in columns. At least k values reach the k-th largest column maximum, and those that
+    do are in columns whose maximum does.
+    """
     import numpy as np
 
-    width = len(z) // _STRIDES
-    maxima = z[: width * _STRIDES].reshape(_STRIDES, width).max(axis=0) if k <= width else z
-    ids = np.flatnonzero(z >= _kth(maxima, k))
-    return _down_to(z, ids, k, _kth(z[ids], k))
+    width = len(z) // _PARTS
+    even = width * _PARTS
+    if k > width:
+        return np.arange(len(z))
+    maxima = z[:even].reshape(_PARTS, width).max(axis=0)
+    least = _kth(maxima, k)
+    (columns,) = (maxima >= least).nonzero()
+    grid = np.arange(0, even, width)[:, None] + columns
+    ids = np.concatenate((grid.ravel(), np.arange(even, len(z))))
+    likely: NDArray[int64] = ids[z[ids] >= least]
+    return likely
 
 
 def _kth(z: NDArray[floating], k: int) -> Any:

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from paceline.core import noise
 from paceline.core.nouns import RowVerdict, Verdict
-from paceline.core.sampling import choose_token, logprobs
+from paceline.core.sampling import choose_token, distribution, draw, logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from numpy import floating
+    from numpy import float64, floating
     from numpy.typing import NDArray
 
     from paceline.core.nouns import Choose, Draft, RowDraft, Scores, TokenLogprobs
@@ -44,6 +45,49 @@ class RowScores:
         """Return the target's own token at a position."""
         chosen = int(self.scores.chosen[self.start + index])
         return chosen if chosen >= 0 else choose_token(self.logits(index), self.choose(index))
+
+    def probs(self, index: int) -> NDArray[float64]:
+        """Return the target's distribution [vocab] at a position, after the request's transforms."""
+        import numpy as np
+
+        logits = self.logits(index)
+        ids, probs = distribution(logits, self.choose(index))
+        dense = np.zeros(len(logits))
+        dense[ids] = probs
+        return dense
+
+    def coin(self, index: int, depth: int = 0) -> float:
+        """Return the number in [0, 1) that decides on the draft judged at a position."""
+        return noise.uniform(self._key(index, noise.Lane.ACCEPT, depth))
+
+    def draw(self, index: int, weights: NDArray[float64]) -> int:
+        """Draw the token that stands in for the rejected draft at a position. weights: [vocab], of any sum.
+
+        A sum of 0 comes from rounding alone: p and q are the same, and p does as well.
+        """
+        return draw(weights if weights.any() else self.probs(index), self._key(index, noise.Lane.RESIDUAL))
+
+    def _key(self, index: int, lane: noise.Lane, depth: int = 0) -> noise.Key:
+        choose = self.choose(index)
+        return noise.key(choose.seed, choose.choice, lane, choose.position, depth)
+
+
+def draft_probs(drafted: RowDraft, index: int, vocab_size: int) -> NDArray[floating]:
+    """Return the distribution q [vocab] that a draft was drawn from, one-hot if its drafter did not draw."""
+    import numpy as np
+
+    if drafted.probs is not None:
+        return drafted.probs[index]  # type: ignore[no-any-return]
+    one_hot = np.zeros(vocab_size)
+    one_hot[drafted.token_ids[index]] = 1.0
+    return one_hot
+
+
+def excess(p: NDArray[float64], q: NDArray[floating]) -> NDArray[float64]:
+    """Return max(p - q, 0): what the target wants of each token beyond what the draft gave it. [vocab]"""
+    import numpy as np
+
+    return np.maximum(p - q, 0.0)
 
 
 def judge_rows(rule: Callable[[RowDraft, RowScores], Sequence[int]], draft: Draft, scores: Scores) -> Verdict:

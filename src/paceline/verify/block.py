@@ -1,0 +1,74 @@
+"""Block verification: Sun et al., arXiv 2403.10444, algorithm 2. Keeps no fewer drafts than `rejection` on average.
+
+With p_i the target's and q_i the draft's distribution after the first i of k drafts, x_1 to x_k:
+
+    c_0 = 1,  c_i = min(c_{i-1} * p_{i-1}(x_i) / q_{i-1}(x_i), 1)    how far the target still wants the prefix
+    r_i = max(c_i * p_i - q_i, 0),  z_i = sum of r_i                   what it wants beyond it
+    h_i = z_i / (z_i + 1 - c_i) for i < k,  h_k = c_k                  chance that coin i keeps the prefix
+
+The longest prefix that its coin keeps stays; the next token is drawn from r_i, normalised, from p_k if all stay.
+
+Drafts and coins behind the kept prefix have been looked at. The next step comes to the same positions again, so
+its coins and drafts need fresh noise: `noise.key` with the draft's depth in its step.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.verify.coupled import coupled_row
+from paceline.verify.rows import RowScores, draft_probs, excess, judge_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy import float64, floating
+    from numpy.typing import NDArray
+
+    from paceline.core.nouns import Draft, RowDraft, Scores, Verdict
+
+
+class Block:
+    """Promises the target's distribution, not the same text. Equal to `Coupled` at temperature 0."""
+
+    name = "block"
+    needs_probs = True
+
+    def judge(self, draft: Draft, scores: Scores) -> Verdict:
+        """Keep each row's longest prefix of drafts that a coin keeps."""
+        return judge_rows(_block_row, draft, scores)
+
+
+def prefixes(drafted: RowDraft, row: RowScores) -> Iterator[tuple[float, NDArray[float64]]]:
+    """Yield, for each prefix from the empty one on, h_i and the weights r_i [vocab] of the token that follows it.
+
+    h_0 is 1. For the whole draft the weights are p_k.
+    """
+    wanted, count = 1.0, len(drafted)
+    for index in range(count + 1):
+        p = row.probs(index)
+        if index == count:
+            yield wanted, p
+            return
+        q = draft_probs(drafted, index, len(p))
+        rest = excess(wanted * p, q)
+        mass = float(rest.sum())
+        yield (1.0 if wanted == 1.0 else mass / (mass + 1.0 - wanted)), rest
+        wanted = _still_wanted(wanted, p, q, drafted.token_ids[index])
+
+
+def _still_wanted(wanted: float, p: NDArray[float64], q: NDArray[floating], token_id: int) -> float:
+    target, given = wanted * float(p[token_id]), float(q[token_id])
+    return 0.0 if target == 0.0 else 1.0 if target >= given else target / given
+
+
+def _block_row(drafted: RowDraft, row: RowScores) -> list[int]:
+    if row.choose(0).params.greedy:
+        return coupled_row(drafted, row)
+    kept, weights = 0, None
+    for length, (chance, rest) in enumerate(prefixes(drafted, row)):
+        if length == 0 or row.coin(length - 1, depth=length - 1) < chance:
+            kept, weights = length, rest
+    assert weights is not None
+    last = row.choice(kept) if kept == len(drafted) else row.draw(kept, weights)
+    return [*drafted.token_ids[:kept], last]
