@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     Update = Callable[[int, int], None]  # (done, total)
 
@@ -49,3 +49,32 @@ class _Lines:
             self._told = tenths
             sys.stderr.write(f"{self._what}: {100 * tenths // _TENTHS} %\n")
             sys.stderr.flush()
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table, the first column aligned left: with rules on a terminal, as plain text elsewhere."""
+    if not sys.stdout.isatty():
+        say(plain_table(title, columns, rows))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    drawn = Table(*columns, title=title or None)
+    for column in drawn.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        drawn.add_row(*row)
+    Console().print(drawn)
+
+
+def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table as lines of text."""
+    lines = [list(columns), *map(list, rows)]
+    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
+    texts = ["  ".join(_aligned(line, widths)).rstrip() for line in lines]
+    return "\n".join([*([title] if title else []), *texts, ""])
+
+
+def _aligned(line: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
+    for index, (cell, width) in enumerate(zip(line, widths, strict=True)):
+        yield cell.rjust(width) if index else cell.ljust(width)

@@ -1,0 +1,92 @@
+"""Where a figure was measured: machine, versions, commit, memory."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import paceline
+
+_PROC = Path("/proc")
+_RESET_PEAK = "5"  # see proc_pid_clear_refs(5)
+
+
+def machine() -> dict[str, Any]:
+    """Return what figures depend on: processor, cores, memory, system, versions below ours."""
+    import numpy
+    import torch
+
+    return {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gb": round(memory_bytes() / 1e9, 1),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+    }
+
+
+def commit() -> str | None:
+    """Return the commit of the code that runs, with -dirty if it was changed; None outside a checkout."""
+    folder = Path(paceline.__file__).parent
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],  # noqa: S607 (wherever git is)
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def memory_bytes() -> int:
+    """Return the machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def free_memory_bytes() -> int:
+    """Return the memory that is free or can be freed at once."""
+    for line in _lines(_PROC / "meminfo"):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return memory_bytes() // 2
+
+
+def reset_peak_rss() -> None:
+    """Start a new peak of this process's memory, where the system can."""
+    try:
+        (_PROC / "self" / "clear_refs").write_text(_RESET_PEAK)
+    except OSError:
+        return  # then the peak is that of the whole process
+
+
+def peak_rss_mb() -> float:
+    """Return the peak of this process's memory since the reset, engines of other drafters included."""
+    for line in _lines(_PROC / "self" / "status"):
+        if line.startswith("VmHWM:"):
+            return round(int(line.split()[1]) / 1e3, 1)
+    unit = 1e6 if sys.platform == "darwin" else 1e3
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit, 1)
+
+
+def _cpu_name() -> str:
+    names = (line.partition(":")[2].strip() for line in _lines(_PROC / "cpuinfo") if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,182 @@
+"""From what happened in a run to the figures of its record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from paceline.bench.statistics import repeat_share, spread_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.bench.prompts import Prompt
+    from paceline.engine.stats import DraftCounts, Stats
+
+    Json = dict[str, Any]
+
+MS_PER_S = 1000.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """One request, as the one who asked saw it. Times are seconds of one monotonic clock."""
+
+    prompt: Prompt
+    prompt_tokens: int
+    output_tokens: int
+    start_s: float  # when it was sent
+    arrivals: tuple[tuple[float, float], ...]  # (time_s, tokens that came then), the first and the last included
+    decode_passes: int
+    decoded_tokens: int
+    drafted_tokens: int
+    verified_tokens: int
+    accepted_tokens: int
+    token_ids: tuple[int, ...] | None = None  # None: a server does not tell them
+
+    @property
+    def first_s(self) -> float:
+        """When its first token came."""
+        return self.arrivals[0][0]
+
+    @property
+    def end_s(self) -> float:
+        """When its last token came."""
+        return self.arrivals[-1][0]
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token after the first; None if there was no second."""
+        gaps = self.output_tokens - 1
+        return (self.end_s - self.first_s) / gaps if gaps > 0 else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """One pass over the prompts."""
+
+    draft: str
+    concurrency: int | None  # None: requests arrived on their own
+    repeat: int
+    answers: tuple[Answer, ...]
+    stats: Stats | None  # what the engine counted; None: a server, which was not alone
+    peak_rss_mb: float | None
+    warm: bool = False
+    overlap: str = "off"
+
+
+def busy_until(answers: Sequence[Answer], concurrency: int | None) -> float:
+    """Return when fewer than `concurrency` requests were left; with free arrivals, when the last one came."""
+    if concurrency is None:
+        return max(a.start_s for a in answers)
+    ends = sorted(a.end_s for a in answers)
+    return ends[max(0, len(ends) - concurrency)]
+
+
+def tokens_until(answers: Sequence[Answer], time_s: float) -> float:
+    """Return how many tokens had come by then."""
+    return sum(tokens for a in answers for arrived_s, tokens in a.arrivals if arrived_s <= time_s)
+
+
+def acceptance_length(answers: Sequence[Answer]) -> float | None:
+    """Return tokens committed per request and decode pass, the target's own included, the prefill's not."""
+    passes = sum(a.decode_passes for a in answers)
+    return sum(a.decoded_tokens for a in answers) / passes if passes else None
+
+
+def record(run: Run) -> Json:
+    """Return a run's record, as the bench contract names its keys."""
+    answers = run.answers
+    start_s, end_s = min(a.start_s for a in answers), max(a.end_s for a in answers)
+    busy_s = busy_until(answers, run.concurrency)
+    return {
+        "draft": run.draft,
+        "concurrency": run.concurrency,
+        "repeat": run.repeat,
+        "overlap": run.overlap,
+        "warm": run.warm,
+        "requests": len(answers),
+        "prompt_tokens": sum(a.prompt_tokens for a in answers),
+        "output_tokens": sum(a.output_tokens for a in answers),
+        "wall_s": end_s - start_s,
+        "tail_s": end_s - busy_s,
+        "output_tokens_per_s": _rate(tokens_until(answers, busy_s), busy_s - start_s),
+        **_latencies(answers),
+        **_speculation(answers),
+        **_steps(run.stats),
+        "repeat_share": _repeat_share(answers),
+        "peak_rss_mb": run.peak_rss_mb,
+        "by_category": _by_category(answers),
+    }
+
+
+def _latencies(answers: Sequence[Answer]) -> Json:
+    return {
+        "ttft_ms": spread_of([(a.first_s - a.start_s) * MS_PER_S for a in answers]),
+        "tpot_ms": spread_of([a.tpot_s * MS_PER_S for a in answers if a.tpot_s is not None]),
+        "e2e_ms": spread_of([(a.end_s - a.start_s) * MS_PER_S for a in answers]),
+    }
+
+
+def _speculation(answers: Sequence[Answer]) -> Json:
+    return {
+        "drafted_tokens": sum(a.drafted_tokens for a in answers),
+        "verified_tokens": sum(a.verified_tokens for a in answers),
+        "accepted_tokens": sum(a.accepted_tokens for a in answers),
+        "acceptance_length": acceptance_length(answers),
+    }
+
+
+def _steps(stats: Stats | None) -> Json:
+    """What only the engine itself can tell; null for a server."""
+    if stats is None:
+        keys = ("steps", "accepted_per_position", "k_histogram", "draft_ms", "target_ms", "host_ms")
+        return dict.fromkeys(keys)
+    per_step = MS_PER_S / max(stats.steps, 1)
+    return {
+        "steps": stats.steps,
+        "accepted_per_position": accepted_per_position(list(stats.drafters.values())),
+        "k_histogram": list(stats.k_histogram),
+        "draft_ms": stats.draft_s * per_step,
+        "target_ms": stats.target_s * per_step,
+        "host_ms": stats.host_s * per_step,
+    }
+
+
+def accepted_per_position(counts: Sequence[DraftCounts]) -> list[float]:
+    """Return, for each position of a draft, the share of tokens verified there that were kept."""
+    depth = max((len(c.verified_at) for c in counts), default=0)
+    shares = []
+    for position in range(depth):
+        verified = sum(c.verified_at[position] for c in counts if position < len(c.verified_at))
+        accepted = sum(c.accepted_at[position] for c in counts if position < len(c.accepted_at))
+        shares.append(accepted / verified if verified else 0.0)
+    return shares
+
+
+def _by_category(answers: Sequence[Answer]) -> Json:
+    """Return the figures of each category. Its rate is that of its requests while they ran, one by one."""
+    categories = dict.fromkeys(a.prompt.category for a in answers)
+    groups = {c: [a for a in answers if a.prompt.category == c] for c in categories}
+    return {category: _category(group) for category, group in groups.items()}
+
+
+def _category(answers: Sequence[Answer]) -> Json:
+    tokens = sum(a.output_tokens for a in answers)
+    return {
+        "requests": len(answers),
+        "prompt_tokens": sum(a.prompt_tokens for a in answers),
+        "output_tokens": tokens,
+        "output_tokens_per_s": _rate(tokens, sum(a.end_s - a.start_s for a in answers)),
+        **_latencies(answers),
+        **_speculation(answers),
+        "repeat_share": _repeat_share(answers),
+    }
+
+
+def _repeat_share(answers: Sequence[Answer]) -> float | None:
+    return repeat_share([a.token_ids for a in answers if a.token_ids is not None])
+
+
+def _rate(tokens: float, time_s: float) -> float | None:
+    return tokens / time_s if time_s > 0.0 else None

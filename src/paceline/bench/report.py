@@ -1,0 +1,156 @@
+"""What a benchmark prints and writes: the summary, its tables, the JSON file."""
+
+from __future__ import annotations
+
+import json
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from paceline.bench.statistics import median_interval
+from paceline.bench.terminal import table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
+
+    from paceline.bench.measure import Run
+
+    Json = dict[str, Any]
+    Figure = Callable[[Json], float | None]  # from a run's or a category's record
+
+SCHEMA = 1
+PLAIN = "off"
+# Columns in the order of the six verbs: admit, plan, propose, score, judge, commit.
+COLUMNS: tuple[tuple[str, str, Figure], ...] = (
+    ("TTFT ms", "{:.0f}", lambda r: r["ttft_ms"]["p50"]),
+    ("K", "{:.2f}", lambda r: _mean_k(r["k_histogram"])),
+    ("draft ms", "{:.2f}", lambda r: r["draft_ms"]),
+    ("target ms", "{:.2f}", lambda r: r["target_ms"]),
+    ("accept len", "{:.2f}", lambda r: r["acceptance_length"]),
+    ("repeats", "{:.0%}", lambda r: r["repeat_share"]),
+    ("host ms", "{:.2f}", lambda r: r["host_ms"]),
+    ("TPOT ms", "{:.2f}", lambda r: r["tpot_ms"]["p50"]),
+    ("tokens/s", "{:.1f}", lambda r: r["output_tokens_per_s"]),
+)
+
+
+def summary(records: Sequence[Json]) -> list[Json]:
+    """Return, for each draft and concurrency, its median rate and its speed-ups over plain decoding.
+
+    A speed-up is the median over repeats of the ratio to `off` in the same repeat; null without `off`.
+    """
+    return [
+        {
+            "draft": draft,
+            "concurrency": concurrency,
+            "output_tokens_per_s": _median(r["output_tokens_per_s"] for r in own),
+            "speedup": median_interval(_ratios(own, plain, lambda r: r["output_tokens_per_s"])),
+            "speedup_tpot": median_interval(_ratios(plain, own, lambda r: r["tpot_ms"]["mean"])),
+        }
+        for draft, concurrency, own, plain in _groups(records)
+    ]
+
+
+def document(head: Json, records: Sequence[Json]) -> Json:
+    """Return what `--json` writes. head: command, git, version, machine, model, backend."""
+    return {"schema": SCHEMA, **head, "runs": list(records), "summary": summary(records)}
+
+
+def write_json(path: Path, value: Json) -> None:
+    """Write a document."""
+    path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def write_tokens(path: Path, runs: Iterable[Run]) -> None:
+    """Write one line per request: what it was, and the token ids of its answer."""
+    with path.open("w", encoding="utf-8") as file:
+        for run in runs:
+            for a in run.answers:
+                line = {
+                    "question_id": a.prompt.question_id,
+                    "draft": run.draft,
+                    "concurrency": run.concurrency,
+                    "repeat": run.repeat,
+                    "token_ids": a.token_ids,
+                }
+                file.write(json.dumps(line) + "\n")
+
+
+def print_tables(records: Sequence[Json]) -> None:
+    """Print the table of drafts, the plain-decoding row first, and one of categories if there are several."""
+    names = ["draft", "in flight", *(name for name, _, _ in COLUMNS), "speed-up", "95 %", "by TPOT"]
+    rows = []
+    for (draft, concurrency, own, _), total in zip(_groups(records), summary(records), strict=True):
+        figures = [_show(form, _median(figure(r) for r in own)) for _, form, figure in COLUMNS]
+        rows.append([draft, str(concurrency or "free"), *figures, *_speedups(total)])
+    table("", names, rows)
+    if any(len(r["by_category"]) > 1 for r in records):
+        table("by category", *_categories(records))
+
+
+def _categories(records: Sequence[Json]) -> tuple[list[str], list[list[str]]]:
+    names = [
+        "draft",
+        "in flight",
+        "category",
+        "requests",
+        "accept len",
+        "repeats",
+        "TPOT ms",
+        "tokens/s",
+        "speed-up",
+    ]
+    rows = []
+    for draft, concurrency, own, plain in _groups(records):
+        for category in own[0]["by_category"]:
+            mine, its = ([r["by_category"][category] for r in runs] for runs in (own, plain))
+            ratios = _ratios(mine, its, lambda r: r["output_tokens_per_s"])
+            cells = (
+                ("{:.2f}", _median(r["acceptance_length"] for r in mine)),
+                ("{:.0%}", _median(r["repeat_share"] for r in mine)),
+                ("{:.2f}", _median(r["tpot_ms"]["p50"] for r in mine)),
+                ("{:.1f}", _median(r["output_tokens_per_s"] for r in mine)),
+                ("{:.2f}x", _median(ratios)),
+            )
+            shown = [_show(form, value) for form, value in cells]
+            rows.append([draft, str(concurrency or "free"), category, str(mine[0]["requests"]), *shown])
+    return names, rows
+
+
+def _groups(records: Sequence[Json]) -> list[tuple[str, int | None, list[Json], list[Json]]]:
+    """Return (draft, concurrency, its runs, the plain runs of the same repeats), plain decoding first."""
+    keys = list(dict.fromkeys((r["concurrency"], r["draft"]) for r in records))
+    concurrencies = list(dict.fromkeys(c for c, _ in keys))
+    keys.sort(key=lambda key: (concurrencies.index(key[0]), key[1] != PLAIN))
+    return [(draft, c, _runs(records, draft, c), _runs(records, PLAIN, c)) for c, draft in keys]
+
+
+def _runs(records: Sequence[Json], draft: str, concurrency: int | None) -> list[Json]:
+    found = [r for r in records if r["draft"] == draft and r["concurrency"] == concurrency]
+    return sorted(found, key=lambda r: int(r["repeat"]))
+
+
+def _ratios(above: Sequence[Json], below: Sequence[Json], figure: Figure) -> list[float]:
+    """Return the ratios of a figure in the same repeat; none where it is missing or there is no such run."""
+    pairs = ((figure(a), figure(b)) for a, b in zip(above, below, strict=False))
+    return [a / b for a, b in pairs if a is not None and b]
+
+
+def _speedups(total: Json) -> list[str]:
+    whole, tpot = total["speedup"], total["speedup_tpot"]
+    interval = "-" if whole["low"] is None else f"{whole['low']:.2f}-{whole['high']:.2f}"
+    return [_show("{:.2f}x", whole["median"]), interval, _show("{:.2f}x", tpot["median"])]
+
+
+def _mean_k(histogram: Sequence[int] | None) -> float | None:
+    passes = sum(histogram or ())
+    return sum(k * n for k, n in enumerate(histogram or ())) / passes if passes else None
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return median(known) if known else None
+
+
+def _show(form: str, value: float | None) -> str:
+    return "-" if value is None else form.format(value)
