@@ -29,12 +29,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from paceline.draft.drafter import Drafter
-    from paceline.draft.options import DrafterConfig
+    from paceline.draft.options import Loader
     from paceline.engine.config import EngineConfig
     from paceline.model.template import ChatTemplate
     from paceline.model.tokenizer import Tokenizer
     from paceline.model.weights import LoadedModel
-    from paceline.verify.law import Law
 
     Progress = Callable[[str, int, int], None]  # (what, done, total), both in bytes
 
@@ -94,7 +93,7 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     return Loaded(config.model, decoder, load_tokenizer(model), load_template(model))
 
 
-def assemble(config: EngineConfig, loaded: Loaded) -> Built:
+def assemble(config: EngineConfig, loaded: Loaded, load_drafter: Loader | None = None) -> Built:
     """Make an engine over loaded weights. Raises `ConfigError`."""
     law, drafter_config = load_law(config.law), parse_spec(config.draft)
     limits = replace(config.limits, max_len=min(config.limits.max_len, loaded.decoder.config.max_context))
@@ -104,7 +103,16 @@ def assemble(config: EngineConfig, loaded: Loaded) -> Built:
         limits.num_rows, limits.max_len, frozenset(loaded.tokenizer.eos_ids), law_needs_probs=law.needs_probs
     )
     backend = ReferenceBackend(loaded.decoder, rows, num_pages)
-    drafters = _drafters(drafter_config, config.dtype, loaded, backend, law)
+    target = Target(
+        decoder=loaded.decoder,
+        kv=backend.kv,
+        rows=rows,
+        num_pages=num_pages,
+        vocabulary=loaded.vocabulary,
+        law_needs_probs=law.needs_probs,
+    )
+    load_drafter = load_drafter or partial(_load_drafter, config.dtype)
+    drafters = [drafter_config.build(target, load_drafter)] if drafter_config else []
     stores = [TARGET, *(d.needs.store for d in drafters if d.needs.store is not None)]
     pool = PagePool(num_pages, stores, caching=config.prefix_cache)
     controller = FixedK(drafter_config.name, drafter_config.k) if drafter_config else FixedK()
@@ -138,27 +146,10 @@ class _Watched(Mapping[str, torch.Tensor]):
         return len(self._weights)
 
 
-def _drafters(
-    drafter_config: DrafterConfig | None, dtype: str, loaded: Loaded, backend: ReferenceBackend, law: Law
-) -> Sequence[Drafter]:
-    if drafter_config is None:
-        return ()
-
-    def load_drafter(name: str) -> DraftWeights:
-        model = load_model(name)
-        return DraftWeights(
-            _decoder(model, dtype), Vocabulary(name, load_tokenizer(model), model.config.vocab_size)
-        )
-
-    target = Target(
-        decoder=loaded.decoder,
-        kv=backend.kv,
-        rows=backend.rows,
-        num_pages=backend.kv.num_slots // PAGE_TOKENS,
-        vocabulary=loaded.vocabulary,
-        law_needs_probs=law.needs_probs,
-    )
-    return (drafter_config.build(target, load_drafter),)
+def _load_drafter(dtype: str, name: str) -> DraftWeights:
+    model = load_model(name)
+    vocabulary = Vocabulary(name, load_tokenizer(model), model.config.vocab_size)
+    return DraftWeights(_decoder(model, dtype), vocabulary)
 
 
 # What the banner says ----------------------------------------------------------------------------

@@ -1,0 +1,54 @@
+"""Drafter specs, and drafters that do not fit."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.core.errors import ConfigError, DrafterMismatch
+from paceline.draft.drafter import Vocabulary
+from paceline.draft.lookup.ngram import NgramConfig
+from paceline.draft.options import parse_spec
+from paceline.draft.standalone import DraftModelConfig
+from paceline.draft.vocabulary import check_vocabulary
+from tests.engine.same_text import PLAIN, make_engine
+from tests.tiny import tiny_tokenizer
+
+
+def test_specs() -> None:
+    assert parse_spec("off") is None
+    assert parse_spec("ngram") == NgramConfig()
+    assert parse_spec("ngram:k=2,min=3,max=5") == NgramConfig(k=2, min=3, max=5)
+    assert parse_spec("draft-model:layers=7,k=3") == DraftModelConfig(k=3, layers=7)
+    assert parse_spec("draft-model:model=some/where") == DraftModelConfig(model="some/where")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("ngarm:k=4", "did you mean 'ngram'"),
+        ("ngram:kk=4", "did you mean 'k'"),
+        ("ngram:k=four", "must be int"),
+        ("ngram:k=0", "between 1 and 16"),
+        ("ngram:k=99999999999999999999", "between 1 and 16"),
+        ("ngram:k", "write k=VALUE"),
+        ("ngram:min=9,max=3", "between 1 and 3"),
+        ("off:k=1", "no options"),
+        ("draft-model", "either layers=N"),
+        ("draft-model:layers=2,model=x", "either layers=N"),
+    ],
+)
+def test_bad_specs_say_what_to_do(spec: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_spec(spec)
+
+
+def test_layers_beyond_the_target_are_refused() -> None:
+    with pytest.raises(ConfigError, match="between 1 and 2"):
+        make_engine("draft-model:layers=3", PLAIN)
+
+
+def test_padding_may_differ_but_not_the_vocabulary() -> None:
+    target = Vocabulary("target", tiny_tokenizer(320), 320)
+    check_vocabulary(target, Vocabulary("padded", tiny_tokenizer(320), 384))
+    with pytest.raises(DrafterMismatch, match=r"other \(400 tokens\) cannot draft for target \(320 tokens\)"):
+        check_vocabulary(target, Vocabulary("other", tiny_tokenizer(400), 400))

@@ -1,0 +1,111 @@
+"""A drafter that fails costs speculation, never a request; one request's end disturbs no other."""
+
+from __future__ import annotations
+
+import logging
+from math import nan
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from paceline.core.errors import PromptTooLong, RequestError
+from paceline.core.nouns import Batch, Draft, Plan, Request, RowDraft
+from paceline.core.params import SamplingParams
+from tests.engine.same_text import PLAIN, Settings, assert_same, make_engine, run
+
+if TYPE_CHECKING:
+    from paceline.engine.engine import Engine
+
+REQUESTS = [
+    Request(str(i), tuple(range(40, 50 + i)) * 2, SamplingParams(temperature=t, max_tokens=30), seed=i)
+    for i, t in enumerate([0.0, 0.7, 1.0, 1.5])
+]
+
+
+def broken(engine: Engine, row: RowDraft | Exception) -> None:
+    """Make the engine's drafter answer every row with nonsense, or raise."""
+    (drafter,) = engine.drafting.drafters.values()
+
+    def propose(batch: Batch, plan: Plan) -> Draft:
+        if isinstance(row, Exception):
+            raise row
+        return Draft(tuple(row for _ in batch.rows))
+
+    drafter.propose = propose  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        RuntimeError("the drafter is out of order"),
+        RowDraft([1, 2], "ngram", confidence=[0.5, nan]),
+        RowDraft([10_000], "ngram"),
+        RowDraft([-1], "ngram"),
+        RowDraft([1] * 9, "ngram"),
+        RowDraft([1], "ngram", probs=np.full((1, 320), nan)),
+    ],
+)
+def test_a_broken_drafter_costs_speculation_only(
+    nonsense: RowDraft | Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine("ngram:k=4", PLAIN)
+    broken(engine, nonsense)
+    with caplog.at_level(logging.WARNING):
+        assert_same(run(make_engine("off", PLAIN), REQUESTS), run(engine, REQUESTS))
+    assert engine.stats().drafter_failures > 1
+    assert len([r for r in caplog.records if "ngram failed" in r.message]) == 1, "logged once"
+
+
+@pytest.mark.parametrize("when", [0, 1, 3, 8])
+def test_cancelling_at_any_moment_disturbs_no_other(when: int) -> None:
+    expected = run(make_engine("off", PLAIN), REQUESTS)
+    engine = make_engine("draft-model:model=noisy,k=4", Settings(num_rows=3, prefill_tokens=5))
+    texts = {r.request_id: "" for r in REQUESTS}
+    endings: dict[str, str | None] = {}
+    for request in REQUESTS:
+        engine.add(request)
+    steps = 0
+    while engine.has_work:
+        if steps == when:
+            engine.cancel("1")
+            engine.cancel("1")
+            engine.cancel("unknown")
+        for outcome in engine.step():
+            texts[outcome.request_id] += outcome.text
+            endings[outcome.request_id] = outcome.finish_reason
+        engine.check()
+        steps += 1
+    assert endings["1"] == "cancelled"
+    assert expected["1"].text.startswith(texts["1"].rstrip("\ufffd"))
+    assert all(texts[name] == expected[name].text for name in "023")
+    assert engine.scheduler.pool.num_held == 0
+
+
+def test_bad_requests_are_refused_and_change_nothing() -> None:
+    engine = make_engine("off", PLAIN)
+    params = SamplingParams(max_tokens=4)
+    for bad, error in [
+        (Request("a", (5, 320), params, seed=0), RequestError),
+        (Request("a", (-1,), params, seed=0), RequestError),
+        (Request("a", (1,) * 300, params, seed=0), PromptTooLong),
+        (Request("a", (1,), SamplingParams(logit_bias={320: 1.0}), seed=0), RequestError),
+    ]:
+        with pytest.raises(error):
+            engine.add(bad)
+        assert not engine.has_work
+    engine.add(Request("a", (1,), params, seed=0))
+    with pytest.raises(RequestError, match="in use"):
+        engine.add(Request("a", (1,), params, seed=0))
+
+
+@pytest.mark.parametrize("law", ["rejection", "block"])
+@pytest.mark.parametrize("draft", ["ngram:k=4,min=1", "draft-model:model=noisy,k=4", "draft-model:model=same,k=4"])
+def test_the_other_laws_run_every_drafter_and_agree_when_greedy(law: str, draft: str) -> None:
+    engine = make_engine(draft, PLAIN, law)
+    expected, got = run(make_engine("off", PLAIN), REQUESTS), run(engine, REQUESTS)
+    assert got["0"].token_ids == expected["0"].token_ids
+    assert engine.stats().drafter_failures == 0
+    if "same" in draft:
+        counts = engine.stats().drafters["draft-model"]
+        assert counts.accepted >= 0.99 * counts.verified

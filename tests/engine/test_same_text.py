@@ -1,0 +1,93 @@
+"""Promise 1: with a given seed the answer is the same with speculation on or off, whatever else happens."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.engine.same_text import (
+    PLAIN,
+    Request,
+    RestlessK,
+    Settings,
+    Tally,
+    assert_same,
+    make_engine,
+    run,
+    settings_,
+    with_stops,
+    workloads,
+)
+
+NGRAM = "ngram:min=1,max=4"
+OWN_MODEL = "draft-model:model=noisy"
+OWN_LAYERS = "draft-model:layers=2"
+ITSELF = "draft-model:model=same"
+EXAMPLES = 60
+MANY_EXAMPLES = 230
+
+
+def suite(draft: str, examples: int) -> Tally:
+    """Run workloads plainly, then with drafts under other settings, and compare all of every answer."""
+    tally = Tally()
+
+    @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(
+        requests=workloads(),
+        picks=st.lists(st.integers(0, 10_000), min_size=16, max_size=16),
+        changed=settings_(),
+        k=st.sampled_from([1, 2, 4, 8]),
+        restless=st.none() | st.integers(0, 1000),
+        stagger=st.sampled_from([0, 0, 1, 3]),
+    )
+    def check(
+        requests: list[Request], picks: list[int], changed: Settings, k: int, restless: int | None, stagger: int
+    ) -> None:
+        requests = with_stops(requests, run(make_engine("off", PLAIN), requests), picks)
+        expected = run(make_engine("off", PLAIN), requests)
+        engine = make_engine(draft if draft == "off" else f"{draft},k={k}", changed)
+        if restless is not None and draft != "off":
+            engine.controller = RestlessK(draft.partition(":")[0], 8, restless)
+        got = run(engine, requests, stagger)
+        assert_same(expected, got)
+        tally.add(engine, got)
+
+    check()
+    return tally
+
+
+def assert_covered(tally: Tally) -> None:
+    """The suite has seen what it is there to see."""
+    assert tally.endings == {"stop", "length"}
+    assert tally.preemptions > 3
+    assert tally.cached_tokens > 200
+
+
+@pytest.mark.parametrize("draft", [NGRAM, OWN_MODEL])
+def test_same_text_with_drafts_that_are_sometimes_right(draft: str) -> None:
+    tally = suite(draft, MANY_EXAMPLES)
+    assert_covered(tally)
+    assert 0.2 <= tally.acceptance <= 0.8
+    assert min(tally.times_accepted) >= 100, tally.times_accepted
+    assert tally.cases > 1000
+
+
+@pytest.mark.parametrize("draft", ["off", OWN_LAYERS])
+def test_same_text_with_own_layers_and_without_drafts(draft: str) -> None:
+    assert_covered(suite(draft, EXAMPLES))
+
+
+def test_drafting_for_itself_accepts_every_draft() -> None:
+    tally = suite(ITSELF, EXAMPLES // 2)
+    assert tally.accepted_at == tally.verified_at
+    assert tally.verified_at[7] > 100
+
+
+def test_choices_of_one_request_differ() -> None:
+    from paceline.core.params import SamplingParams
+
+    params = SamplingParams(n=4, max_tokens=20)
+    requests = [Request(str(i), (40, 41, 42), params, seed=7, choice=i) for i in range(4)]
+    answers = run(make_engine(f"{NGRAM},k=4", PLAIN), requests)
+    assert len({tuple(a.token_ids) for a in answers.values()}) == 4
