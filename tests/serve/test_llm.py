@@ -13,6 +13,7 @@ import pytest
 from paceline import LLM, SamplingParams
 from paceline.cli import main
 from paceline.core.errors import ConfigError, EngineDied, PromptTooLong, RequestError
+from paceline.serve.banner import printable
 from paceline.serve.chat import Chat
 
 if TYPE_CHECKING:
@@ -150,6 +151,15 @@ def test_chat_survives_ctrl_c_and_a_conversation_that_is_too_long(llm: LLM) -> N
     assert "[stopped]" in sink.getvalue()
     assert "error: the prompt has" in sink.getvalue()
     assert [m["role"] for m in chat.messages] == ["user", "assistant"] * 2
+
+
+def test_a_model_cannot_steer_the_terminal() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    assert printable("a\x1b[2J\tb\nc\x9b\r", Terminal()) == "a\ufffd[2J\tb\nc\ufffd\ufffd"
+    assert printable("\x1b", io.StringIO()) == "\x1b"
 
 
 def command(model: Path, *arguments: str) -> int:

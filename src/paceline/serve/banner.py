@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import TYPE_CHECKING, TextIO
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
     from paceline.engine.build import Choice
     from paceline.serve.messages import Chosen
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class LoadingBar:
@@ -64,6 +68,11 @@ def _bar(stream: TextIO) -> Progress:
     console = Console(file=stream)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, transient=True)
+
+
+def printable(text: str, stream: TextIO) -> str:
+    """Return what may be written of a model's words: on a terminal no control characters, which could steer it."""
+    return text if not stream.isatty() else _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def show_choices(choices: Iterable[Choice | Chosen], stream: TextIO) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TextIO
 
 from paceline.core.errors import RequestError
+from paceline.serve.banner import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,7 +77,7 @@ class Chat:
                 first_s = first_s if text else time.monotonic()
                 text += delta.text
                 figures = delta.figures or figures
-                self._write(delta.text)
+                self._write(printable(delta.text, self.sink))
         except KeyboardInterrupt:
             self._write(" [stopped]")
         except RequestError as error:

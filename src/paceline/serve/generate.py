@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from paceline.core.errors import ConfigError, PacelineError
+from paceline.serve.banner import printable
 from paceline.serve.formats import to_json
 
 if TYPE_CHECKING:
@@ -84,14 +85,14 @@ def generate(
         completions = llm.generate(prompts, params, lambda *_: bar.advance())
     for item, completion in zip(items, completions, strict=True):
         for piece in _json_lines(item, completion) if as_json else _texts(completion):
-            sink.write(piece)
+            sink.write(printable(piece, sink))
     return int(any(answer.error is not None for c in completions for answer in c.choices))
 
 
 def _stream_one(llm: LLM, item: Item, params: SamplingParams, chat: bool, sink: TextIO) -> int:
     error = None
     for delta in llm.stream(item.ids(llm, chat), params):
-        sink.write(delta.text)
+        sink.write(printable(delta.text, sink))
         sink.flush()
         error = delta.outcome.error
     sink.write("\n")

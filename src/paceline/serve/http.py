@@ -106,6 +106,7 @@ class HttpServer:
         self.client = EngineClient(engine, on_progress)
         app, self.state = make_app(self.client, config.api_key, config.max_open)
         self._server = _Server(_uvicorn_config(app, config), self._signalled)
+        self._loop = asyncio.get_running_loop()
         self._drainer: asyncio.Task[None] | None = None
 
     async def run(self, on_ready: Callable[[str, Ready], None]) -> None:
@@ -127,9 +128,12 @@ class HttpServer:
             self.socket.close()
 
     def _signalled(self) -> None:
-        """Drain at the first signal, stop at the second."""
+        """Drain at the first signal, stop at the second. Called between any two instructions."""
+        self._loop.call_soon_threadsafe(self._drain_or_stop)
+
+    def _drain_or_stop(self) -> None:
         if self._drainer is None:
-            self._drainer = asyncio.get_running_loop().create_task(self._drain())
+            self._drainer = self._loop.create_task(self._drain())
         else:
             self._server.should_exit = self._server.force_exit = True
 
@@ -137,8 +141,8 @@ class HttpServer:
         self.state.draining = True
         if self.state.num_active:
             log.warning("stopping once %d open requests are answered", self.state.num_active)
-        deadline_s = asyncio.get_running_loop().time() + self.config.drain_s
-        while self.state.num_active and asyncio.get_running_loop().time() < deadline_s:
+        deadline_s = self._loop.time() + self.config.drain_s
+        while self.state.num_active and self._loop.time() < deadline_s:
             await asyncio.sleep(DRAIN_POLL_S)
         await self.client.stop()  # what is still open gets an error
         self._server.should_exit = True
