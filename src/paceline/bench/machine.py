@@ -55,14 +55,6 @@ def memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def free_memory_bytes() -> int:
-    """Return the memory that is free or can be freed at once."""
-    for line in _lines(_PROC / "meminfo"):
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return memory_bytes() // 2
-
-
 def reset_peak_rss() -> None:
     """Start a new peak of this process's memory, where the system can."""
     try:

@@ -51,30 +51,30 @@ class _Lines:
             sys.stderr.flush()
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table, the first column aligned left: with rules on a terminal, as plain text elsewhere."""
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], num_left: int = 1) -> None:
+    """Print a table, its first columns aligned left: with rules on a terminal, as plain text elsewhere."""
     if not sys.stdout.isatty():
-        say(plain_table(title, columns, rows))
+        say(plain_table(title, columns, rows, num_left))
         return
     from rich.console import Console
     from rich.table import Table
 
     drawn = Table(*columns, title=title or None)
-    for column in drawn.columns[1:]:
+    for column in drawn.columns[num_left:]:
         column.justify = "right"
     for row in rows:
         drawn.add_row(*row)
     Console().print(drawn)
 
 
-def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], num_left: int = 1) -> str:
     """Return a table as lines of text."""
     lines = [list(columns), *map(list, rows)]
     widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
-    texts = ["  ".join(_aligned(line, widths)).rstrip() for line in lines]
+    texts = ["  ".join(_aligned(line, widths, num_left)).rstrip() for line in lines]
     return "\n".join([*([title] if title else []), *texts, ""])
 
 
-def _aligned(line: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
+def _aligned(line: Sequence[str], widths: Sequence[int], num_left: int) -> Iterator[str]:
     for index, (cell, width) in enumerate(zip(line, widths, strict=True)):
-        yield cell.rjust(width) if index else cell.ljust(width)
+        yield cell.rjust(width) if index >= num_left else cell.ljust(width)

@@ -1,0 +1,205 @@
+"""Does a drafter fit its target, and is it worth it? Checks first, then a few real passes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from paceline.control.fixed import FixedK
+from paceline.core.errors import ConfigError, ModelError
+from paceline.core.nouns import NO_DRAFT, Draft, Request, RowDraft
+from paceline.core.params import SamplingParams
+from paceline.draft.drafter import Needs
+from paceline.draft.options import parse_spec
+from paceline.engine.drafting import Drafting
+from paceline.engine.memory import available_bytes
+from paceline.model.cost import num_weights
+from paceline.model.pull import resolve
+from paceline.model.weights import load_model, load_template, load_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from paceline.core.errors import PacelineError
+    from paceline.core.nouns import Batch, Plan, Verdict
+    from paceline.engine.build import Built
+    from paceline.engine.config import EngineConfig
+    from paceline.engine.engine import Engine
+    from paceline.model.weights import LoadedModel
+
+NUM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of one weight, by EngineConfig.dtype
+STEPS = 16  # steps timed
+SAMPLE = "Explain in a few sentences how a bicycle stays upright, then say it again in other words."
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the diagnosis."""
+
+    what: str
+    ok: bool
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What steps of one row cost, in seconds: medians of real ones."""
+
+    plain_s: float  # one token
+    verify_s: float  # the newest token and k drafts, without drafting
+    draft_s: float  # proposing
+    k: int
+    sample_length: float  # tokens kept per pass on the sample prompt
+
+    @property
+    def break_even(self) -> float:
+        """Tokens per pass at which speculation is as fast as plain decoding; at most k + 1 can be had."""
+        return (self.verify_s + self.draft_s) / self.plain_s
+
+    def tokens_per_s(self, length: float) -> float:
+        """Return the rate with speculation if `length` tokens are kept per pass."""
+        return length / (self.verify_s + self.draft_s)
+
+
+# Before anything is loaded -----------------------------------------------------------------------
+
+
+def check_files(config: EngineConfig) -> Iterator[Check]:
+    """Look at what the files say: architecture, vocabulary, template, context, memory.
+
+    Yields a line for each; raises `ModelError`, `ConfigError` where there is no use in going on.
+    """
+    model = load_model(resolve(config.model))
+    c = model.config
+    shape = f"{c.num_layers} layers of {c.hidden_size}, {c.num_heads} heads, {c.num_kv_heads} for KV"
+    yield Check("files", True, f"{model.path}: every tensor lies within its file")
+    yield Check("architecture", True, f"{c.family}, {num_weights(c) / 1e6:.0f} million weights, {shape}")
+    tokenizer = load_tokenizer(model)
+    yield Check("vocabulary", True, f"{tokenizer.vocab_size} tokens for {c.vocab_size} rows of the embedding")
+    yield Check("end of text", bool(tokenizer.eos_ids), f"token ids {list(tokenizer.eos_ids)}")
+    template = load_template(model)
+    chat = "there is one" if template else "none, as in base models: `chat` is refused, `generate` works"
+    yield Check("chat template", True, chat)
+    asked = config.limits.max_len
+    yield Check("context", True, f"{c.max_context} tokens; requests may have {min(asked, c.max_context)}")
+    yield _check_memory(config, model)
+
+
+def _check_memory(config: EngineConfig, model: LoadedModel) -> Check:
+    """Weights of target and drafter against free memory; the KV cache takes a share of what is left."""
+    per_weight, free = NUM_BYTES[config.dtype], available_bytes()
+    weights = num_weights(model.config) * per_weight
+    own = getattr(parse_spec(config.draft), "model", None)  # a drafter with a model of its own names it so
+    drafter = num_weights(load_model(resolve(own)).config) * per_weight if own else 0
+    text = f"weights {_mib(weights)}, drafter {_mib(drafter)}, free {_mib(free)}; the KV cache comes on top"
+    return Check("memory", weights + drafter < free, text)
+
+
+def _mib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:.0f} MiB"
+
+
+def check_built(built: Built) -> Iterator[Check]:
+    """Say what was chosen for the engine and why."""
+    for choice in built.choices:
+        yield Check(choice.what, True, f"{choice.value}: {choice.why}")
+
+
+def diagnose(config: EngineConfig) -> tuple[list[Check], PacelineError | None]:
+    """Return the checks of the files, up to the error that ended them."""
+    checks: list[Check] = []
+    try:
+        checks.extend(check_files(config))  # keeps what was found before an error
+    except (ModelError, ConfigError) as error:
+        return checks, error
+    return checks, None
+
+
+# Real passes -------------------------------------------------------------------------------------
+
+
+class _Always:
+    """A drafter that always proposes k tokens, of no use: it makes a pass of k + 1 tokens happen."""
+
+    name = "always"
+    needs = Needs()
+
+    def admit(self, row: int, request: Request, valid_len: int) -> None:
+        """Nothing to remember."""
+
+    def propose(self, batch: Batch, plan: Plan) -> Draft:
+        """Propose token 0, as often as planned."""
+        del plan
+        return Draft(
+            tuple(RowDraft((0,) * r.max_drafts, self.name) if r.max_drafts else NO_DRAFT for r in batch.rows)
+        )
+
+    def commit(self, batch: Batch, draft: Draft, verdict: Verdict) -> None:
+        """Nothing to trim."""
+
+    def valid_len(self, row: int) -> int:
+        """It keeps no store."""
+        del row
+        return 0
+
+    def release(self, row: int) -> None:
+        """Nothing to forget."""
+
+    def forget(self) -> None:
+        """Nothing to forget."""
+
+    def report(self) -> Mapping[str, Any]:
+        """Say what it is."""
+        return {"drafter": self.name}
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    step_s: float
+    draft_s: float
+    decoded_tokens: int
+
+
+def measure(built: Built, draft: str) -> Speed:
+    """Time plain steps, steps that verify k drafts, and the drafter's own. The engine must be idle."""
+    engine = built.engine
+    spec = parse_spec(draft)
+    k = spec.k if spec else 0
+    own = _steps(engine, k)
+    kept = engine.drafting, engine.controller
+    try:
+        engine.drafting, engine.controller = Drafting([], engine.target.config.vocab_size), FixedK()
+        plain = _steps(engine, 0)
+        engine.drafting = Drafting([_Always()], engine.target.config.vocab_size)
+        engine.controller = FixedK(_Always.name, k)
+        full = _steps(engine, k) if k else plain
+    finally:
+        engine.drafting, engine.controller = kept
+    return Speed(
+        plain_s=median(s.step_s for s in plain),
+        verify_s=median(s.step_s - s.draft_s for s in full),
+        draft_s=median(s.draft_s for s in own) if k else 0.0,
+        k=k,
+        sample_length=sum(s.decoded_tokens for s in own) / len(own),
+    )
+
+
+def _steps(engine: Engine, k: int) -> list[_Step]:
+    """Ask the sample prompt and return its decode steps."""
+    ids = tuple(engine.tokenizer.encode(SAMPLE))
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=(STEPS + 2) * (k + 1))
+    engine.add(Request("doctor", ids, params, seed=0))
+    steps: list[_Step] = []
+    before = engine.stats()
+    while engine.has_work and len(steps) < STEPS:
+        engine.step()
+        after = engine.stats()
+        gained = after.since(before)
+        if gained.decode_passes:
+            steps.append(_Step(gained.step_s, gained.draft_s, gained.decoded_tokens))
+        before = after
+    engine.cancel("doctor")
+    while engine.has_work:
+        engine.step()
+    return steps

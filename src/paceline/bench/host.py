@@ -1,0 +1,87 @@
+"""What a step costs beside drafting and the target: `python -m paceline.bench.host --prompts FILE.jsonl`.
+
+Fills 1 and 32 rows, waits until all of them decode, then takes the median over steps of the host's time: admit, plan,
+judge, commit, detokenise. Greedy, and with temperature, top_p, penalties and log-probabilities.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser
+from statistics import median
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from paceline.bench.prompts import load_questions
+from paceline.core.nouns import Request
+from paceline.core.params import SamplingParams
+from paceline.engine.build import Built, build
+from paceline.engine.options import add_engine_arguments, engine_config
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ROWS = (1, 32)
+
+
+def sampling(steps: int) -> dict[str, SamplingParams]:
+    """Return what is measured: plain greedy, and everything at once."""
+    busy = SamplingParams(
+        temperature=0.8,
+        top_p=0.95,
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        frequency_penalty=0.2,
+        logprobs=5,
+        max_tokens=2 * steps + 64,
+        ignore_eos=True,
+    )
+    greedy = SamplingParams(temperature=0.0, max_tokens=2 * steps + 64, ignore_eos=True)
+    return {"greedy": greedy, "sampling": busy}
+
+
+def host_ms(built: Built, prompts: Sequence[Sequence[int]], params: SamplingParams, steps: int) -> list[float]:
+    """Return the host's time of each of `steps` steps in which every prompt's row decodes. [steps] ms"""
+    engine = built.engine
+    for index, prompt in enumerate(prompts):
+        engine.add(Request(f"host-{index}", tuple(prompt), params, seed=index))
+    while sum(r.decoding for r in engine.scheduler.running) < len(prompts):
+        engine.step()
+    measured = []
+    for _ in range(steps):
+        before = engine.stats()
+        engine.step()
+        measured.append(engine.stats().since(before).host_s * 1e3)
+    for index in range(len(prompts)):
+        engine.cancel(f"host-{index}")
+    engine.step()
+    return measured
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print a table."""
+    parser = ArgumentParser(prog="python -m paceline.bench.host", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--prompts", required=True, metavar="FILE.jsonl")
+    parser.add_argument(
+        "--steps", type=int, default=20, metavar="N", help="steps measured for each row of the table"
+    )
+    add_engine_arguments(parser)
+    args = parser.parse_args(argv)
+    built = build(engine_config(args))
+    tokenizer = built.engine.tokenizer
+    questions = load_questions(args.prompts, max(ROWS))
+    prompts = [tokenizer.encode(q.turns[0])[:128] for q in questions]
+    table = Table("rows", "sampling", "host ms (median)", "worst", title="host time of a decode step")
+    cases = [(rows, name, params) for rows in ROWS for name, params in sampling(args.steps).items()]
+    for rows, name, params in track(cases, "measuring", console=Console(stderr=True)):
+        times = host_ms(built, prompts[:rows], params, args.steps)
+        table.add_row(str(rows), name, f"{median(times):.2f}", f"{max(times):.2f}")
+    Console().print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
