@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from paceline.bench.prompts import load_questions
+from paceline.bench.prompts import read_prompts, spread
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.engine.build import Built, build
@@ -72,8 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     built = build(engine_config(args))
     tokenizer = built.engine.tokenizer
-    questions = load_questions(args.prompts, max(ROWS))
-    prompts = [tokenizer.encode(q.turns[0])[:128] for q in questions]
+    questions = spread(read_prompts(args.prompts), max(ROWS))
+    prompts = [tokenizer.encode(q.text)[:128] for q in questions]
     table = Table("rows", "sampling", "host ms (median)", "worst", title="host time of a decode step")
     cases = [(rows, name, params) for rows in ROWS for name, params in sampling(args.steps).items()]
     for rows, name, params in track(cases, "measuring", console=Console(stderr=True)):
