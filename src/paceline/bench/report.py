@@ -33,6 +33,11 @@ COLUMNS: tuple[tuple[str, str, Figure], ...] = (
     ("tokens/s", "{:.1f}", lambda r: r["output_tokens_per_s"]),
 )
 
+CATEGORY_COLUMNS = (
+    *("draft", "in flight", "category", "requests"),
+    *("accept len", "repeats", "TPOT ms", "tokens/s", "speed-up"),
+)
+
 
 def summary(records: Sequence[Json]) -> list[Json]:
     """Return, for each draft and concurrency, its median rate and its speed-ups over plain decoding.
@@ -85,21 +90,11 @@ def print_tables(records: Sequence[Json]) -> None:
         rows.append([draft, str(concurrency or "free"), *figures, *_speedups(total)])
     table("", names, rows)
     if any(len(r["by_category"]) > 1 for r in records):
-        table("by category", *_categories(records))
+        table("by category", CATEGORY_COLUMNS, category_rows(records))
 
 
-def _categories(records: Sequence[Json]) -> tuple[list[str], list[list[str]]]:
-    names = [
-        "draft",
-        "in flight",
-        "category",
-        "requests",
-        "accept len",
-        "repeats",
-        "TPOT ms",
-        "tokens/s",
-        "speed-up",
-    ]
+def category_rows(records: Sequence[Json]) -> list[list[str]]:
+    """Return the lines of the table by category, plain decoding first."""
     rows = []
     for draft, concurrency, own, plain in _groups(records):
         for category in own[0]["by_category"]:
@@ -114,7 +109,7 @@ def _categories(records: Sequence[Json]) -> tuple[list[str], list[list[str]]]:
             )
             shown = [_show(form, value) for form, value in cells]
             rows.append([draft, str(concurrency or "free"), category, str(mine[0]["requests"]), *shown])
-    return names, rows
+    return rows
 
 
 def _groups(records: Sequence[Json]) -> list[tuple[str, int | None, list[Json], list[Json]]]:

@@ -28,8 +28,10 @@ def run(args: Namespace) -> int:
     """Print the diagnosis and a verdict; 1 if something will not work."""
     from paceline.bench.doctor import Check, check_built, diagnose, measure
     from paceline.core.errors import ConfigError, ModelError
+    from paceline.draft.options import parse_spec
 
     config = engine_config(args)
+    parse_spec(config.draft)  # a misspelt option is no finding
     checks, error = diagnose(config)
     if error is None and all(c.ok for c in checks):
         try:

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from itertools import pairwise
+from statistics import fmean
+
+import pytest
+
+from paceline.bench.load import Server, answer_of, arrival_times, drive, server
+from paceline.bench.measure import Run, record
+from paceline.bench.prompts import Prompt, read_prompts
+from paceline.core.errors import ConfigError, PacelineError
+from tests.serve.conftest import running
+
+PROMPT = Prompt(1, "qa", "x")
+
+
+def chunk(text):
+    return {"choices": [{"delta": {"content": text}}]}
+
+
+def test_arrivals_are_poisson():
+    times = arrival_times(4000, rate_per_s=50.0, seed=3)
+    gaps = [b - a for a, b in pairwise(times)]
+    assert fmean(gaps) == pytest.approx(1 / 50, rel=0.05)
+    assert fmean(g * g for g in gaps) == pytest.approx(2 / 50**2, rel=0.15)  # exponential: E[x^2] = 2 / rate^2
+    assert times == arrival_times(4000, rate_per_s=50.0, seed=3)
+
+
+def test_chunks_add_up_to_the_tokens_of_usage():
+    told = {"drafted_tokens": 8, "verified_tokens": 7, "accepted_tokens": 4, "acceptance_length": 2.0}
+    usage = {"prompt_tokens": 3, "completion_tokens": 9, "speculation": told}
+    events = [(1.0, {"choices": [{"delta": {"role": "assistant"}}]}), (2.0, chunk("a")), (3.0, chunk("b"))]
+    answer = answer_of(PROMPT, 0.5, iter([*events, (4.0, chunk("c")), (4.1, {"choices": [], "usage": usage})]))
+    assert answer.arrivals == ((2.0, 1), (3.0, 4.0), (4.0, 4.0))
+    assert (answer.first_s, answer.end_s, answer.tpot_s) == (2.0, 4.0, 0.25)
+    assert (answer.decoded_tokens, answer.decode_passes, answer.accepted_tokens) == (8, 4, 4)
+
+
+def test_an_error_in_a_stream_is_told():
+    with pytest.raises(PacelineError, match="went wrong"):
+        answer_of(PROMPT, 0.0, iter([(1.0, chunk("a")), (2.0, {"error": {"message": "went wrong"}})]))
+    with pytest.raises(PacelineError, match="usage"):
+        answer_of(PROMPT, 0.0, iter([(1.0, chunk("a"))]))
+
+
+@pytest.mark.parametrize("url", ["", "127.0.0.1:80", "ftp://x", "http://"])
+def test_a_bad_url_is_refused(url):
+    with pytest.raises(ConfigError, match="--url"):
+        Server(url, {})
+
+
+def test_nobody_answers():
+    with pytest.raises(PacelineError, match="is the server running"):
+        server("http://127.0.0.1:9", {})
+
+
+def test_a_real_server(model, prompts):
+    """C clients, then Poisson arrivals; what the server reports is what arrives here."""
+    with running(model, "--draft", "ngram:k=3") as found:
+        target = server(found.url, {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True})
+        asked = read_prompts(prompts)
+        for concurrency, rate in ((3, None), (None, 200.0)):
+            answers = drive(target, asked, concurrency, rate, seed=0)
+            assert [a.prompt for a in answers] == asked
+            assert all(a.output_tokens == 12 for a in answers)
+            assert all(a.start_s <= a.first_s <= a.end_s for a in answers)
+            figures = record(Run("server", concurrency, 0, tuple(answers), None, None))
+            assert 1.0 <= figures["acceptance_length"] <= 4.0
+            assert figures["steps"] is None
+            assert figures["repeat_share"] is None
+        with pytest.raises(PacelineError, match="400"):
+            drive(server(found.url, {"temperature": -1.0}), asked[:1], 1, None, seed=0)

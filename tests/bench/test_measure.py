@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import pytest
+
+from paceline.bench.measure import Answer, Run, acceptance_length, accepted_per_position, busy_until, record
+from paceline.bench.prompts import Prompt
+from paceline.bench.report import category_rows, summary
+from paceline.engine.stats import DraftCounts, Stats
+
+
+def answer(start_s=0.0, times=(1.0, 2.0, 3.0), category="qa", tokens=None, **counts):
+    figures = {"decode_passes": 2, "decoded_tokens": 2, "drafted_tokens": 0, "verified_tokens": 0}
+    figures |= {"accepted_tokens": 0} | counts
+    return Answer(
+        prompt=Prompt(1, category, "x"),
+        prompt_tokens=5,
+        output_tokens=len(times),
+        start_s=start_s,
+        arrivals=tuple((t, 1) for t in times),
+        token_ids=tokens,
+        **figures,
+    )
+
+
+def run(answers, draft="off", concurrency=1, repeat=0, stats=None):
+    return Run(draft, concurrency, repeat, tuple(answers), stats, 100.0)
+
+
+def test_tpot_is_end_minus_first_over_the_gaps():
+    assert answer(times=(1.0, 2.0, 5.0)).tpot_s == 2.0
+    assert answer(times=(1.0,)).tpot_s is None
+
+
+def test_the_tail_is_apart():
+    """Two in flight: 0-4 and 0-2, then 2-6. From 4 s on only one is left."""
+    answers = [answer(0, (1, 2, 3, 4)), answer(0, (1, 2)), answer(2, (3, 4, 5, 6))]
+    assert busy_until(answers, 2) == 4
+    figures = record(run(answers, concurrency=2))
+    assert figures["output_tokens_per_s"] == 8 / 4
+    assert figures["tail_s"] == 2.0
+    assert figures["wall_s"] == 6.0
+
+
+@pytest.mark.parametrize(("concurrency", "until"), [(1, 9), (3, 3), (8, 3), (None, 1)])
+def test_busy_until(concurrency, until):
+    answers = [answer(0, (1, 3)), answer(0, (1, 5)), answer(1, (2, 9))]
+    assert busy_until(answers, concurrency) == until
+
+
+def test_acceptance_length_is_per_request_and_pass():
+    two = [answer(decode_passes=10, decoded_tokens=30), answer(decode_passes=30, decoded_tokens=30)]
+    assert acceptance_length(two) == 1.5
+    assert acceptance_length([answer(decode_passes=0, decoded_tokens=0)]) is None
+
+
+def test_accepted_per_position_is_of_what_was_verified():
+    counts = [DraftCounts(9, [4, 2], [3, 0]), DraftCounts(9, [4, 0, 1], [1, 0, 1])]
+    assert accepted_per_position(counts) == [0.5, 0.0, 1.0]
+
+
+def test_record_has_the_keys_of_the_contract():
+    stats = Stats(steps=4, step_s=1.0, draft_s=0.2, target_s=0.6, k_histogram=[1, 0, 3])
+    figures = record(run([answer(tokens=(1, 2, 3))], stats=stats))
+    keys = """draft concurrency repeat overlap requests prompt_tokens output_tokens wall_s output_tokens_per_s
+        ttft_ms tpot_ms e2e_ms steps drafted_tokens verified_tokens accepted_tokens acceptance_length
+        accepted_per_position k_histogram draft_ms target_ms host_ms repeat_share peak_rss_mb by_category tail_s"""
+    assert set(keys.split()) <= set(figures)
+    assert set(figures["ttft_ms"]) == set(figures["tpot_ms"]) == set(figures["e2e_ms"]) == {"mean", "p50", "p99"}
+    assert figures["draft_ms"] == pytest.approx(50.0)
+    assert figures["host_ms"] == pytest.approx(50.0)
+    assert list(figures["by_category"]) == ["qa"]
+
+
+def test_speedups_are_ratios_within_a_repeat():
+    """A machine that is twice as slow in the second repeat changes rates, not speed-ups."""
+    slow = (1.0, 2.0)
+    records = []
+    for repeat, pace in enumerate(slow):
+        plain = answer(times=[pace * t for t in (1, 2, 3, 4)])
+        fast = answer(times=[pace * t for t in (0.5, 1, 1.5, 2)])
+        records += [record(run([fast], "ngram", 1, repeat)), record(run([plain], "off", 1, repeat))]
+    first, second = summary(records)
+    assert (first["draft"], second["draft"]) == ("off", "ngram")
+    assert second["speedup"] == {"median": 2.0, "low": 2.0, "high": 2.0}
+    assert second["speedup_tpot"]["median"] == 2.0
+    assert first["output_tokens_per_s"] == 0.75
+
+
+def test_without_plain_decoding_there_is_no_speedup():
+    (only,) = summary([record(run([answer()], "ngram"))])
+    assert only["speedup"]["median"] is None
+
+
+def test_categories_stand_beside_plain_decoding():
+    plain = [answer(times=(1, 2), category="qa"), answer(times=(2, 4), category="rag")]
+    fast = [answer(times=(0.5, 1), category="qa"), answer(times=(2, 4), category="rag")]
+    rows = category_rows([record(run(plain)), record(run(fast, "ngram"))])
+    assert [(r[0], r[2], r[-1]) for r in rows] == [
+        ("off", "qa", "1.00x"),
+        ("off", "rag", "1.00x"),
+        ("ngram", "qa", "2.00x"),
+        ("ngram", "rag", "1.00x"),
+    ]
