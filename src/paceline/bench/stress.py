@@ -2,7 +2,7 @@
 
 Good clients stream answers all the time. Beside them as many others take turns, phase by phase, at being calm and
 being a storm: calm ones read their few tokens to the end, stormy ones ask for many, go away after as few, and then
-send a body of 10 MB. What the engine computes for the others is the same in both; the p99 of the good clients' TPOT
+send a body of 10 MB. What the engine computes for the others is the same in both; the p99 of good clients' TPOT
 shows the rest.
 """
 
