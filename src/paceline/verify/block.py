@@ -1,4 +1,4 @@
-"""Block verification: Sun et al., arXiv 2403.10444, algorithm 2. Keeps no fewer drafts than rejection, on average.
+"""Block verification: Sun et al., arXiv 2403.10444, algorithm 2. On average it keeps as many drafts or more.
 
 With p_i the target's and q_i the draft's distribution after the first i of k drafts, x_1 to x_k:
 
