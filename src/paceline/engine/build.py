@@ -11,7 +11,6 @@ import torch
 
 from paceline.control.fixed import FixedK
 from paceline.core.errors import ConfigError, suggest
-from paceline.core.nouns import PAGE_TOKENS
 from paceline.draft.drafter import DraftWeights, Target, Vocabulary
 from paceline.draft.options import parse_spec
 from paceline.engine.engine import Engine
