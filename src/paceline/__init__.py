@@ -18,6 +18,6 @@ def __getattr__(name: str) -> Any:
     """Import public names on first use, so that `import paceline` costs nothing."""
     if name not in _HOMES:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
-    import importlib  # noqa: PLC0415
+    import importlib
 
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,7 +1,7 @@
 """What a step costs beside drafting and the target: `python -m paceline.bench.host --prompts FILE.jsonl`.
 
-Fills 1 and 32 rows, waits until all of them decode, then takes the median over steps of the host's time: admit, plan,
-judge, commit, detokenise. Greedy, and with temperature, top_p, penalties and log-probabilities.
+Fills 1 and 32 rows, waits until all of them decode, then takes the median over steps of the host's time: admit,
+plan, judge, commit, detokenise. Greedy, and with temperature, top_p, penalties and log-probabilities.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -89,7 +90,7 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
         torch.set_num_threads(config.threads)
     model = load_model(resolve(config.model, partial(progress, "fetching") if progress else None))
     decoder = _decoder(model, config.dtype, progress)
-    return Loaded(config.model, decoder, load_tokenizer(model), load_template(model))
+    return Loaded(_short_name(config.model), decoder, load_tokenizer(model), load_template(model))
 
 
 def assemble(config: EngineConfig, loaded: Loaded, load_drafter: Loader | None = None) -> Built:
@@ -120,13 +121,18 @@ def assemble(config: EngineConfig, loaded: Loaded, load_drafter: Loader | None =
     return Built(engine, loaded.name, loaded.template, min(limits.max_len, engine.scheduler.capacity), choices)
 
 
+def _short_name(model: str) -> str:
+    """Return what a model is called in answers and tables: its id, or the last part of its path."""
+    return Path(model).resolve().stem if Path(model).exists() else model
+
+
 def _decoder(model: LoadedModel, dtype: str, progress: Progress | None = None) -> Decoder:
-    weights = _Watched(model.weights, num_weights(model.config), progress) if progress else model.weights
+    weights = _Watched(model.weights, 4 * num_weights(model.config), progress) if progress else model.weights
     return Decoder(model.config, weights, getattr(torch, dtype))
 
 
 class _Watched(Mapping[str, torch.Tensor]):
-    """Weights that report how much of them has been read."""
+    """Weights that report how many bytes of them have been read, counted as float32."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor], total: int, progress: Progress) -> None:
         self._weights, self._total, self._progress = weights, total, progress
@@ -134,7 +140,7 @@ class _Watched(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         tensor = self._weights[name]
-        self._done = min(self._total, self._done + tensor.numel())
+        self._done = min(self._total, self._done + 4 * tensor.numel())
         self._progress("loading", self._done, self._total)
         return tensor
 
