@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from statistics import fmean
 
 import pytest
 
+from paceline import cli
 from paceline.bench.load import Server, answer_of, arrival_times, drive, server
 from paceline.bench.measure import Run, record
 from paceline.bench.prompts import Prompt, read_prompts
@@ -54,7 +56,7 @@ def test_nobody_answers():
         server("http://127.0.0.1:9", {})
 
 
-def test_a_real_server(model, prompts):
+def test_a_real_server(model, prompts, tmp_path):
     """C clients, then Poisson arrivals; what the server reports is what arrives here."""
     with running(model, "--draft", "ngram:k=3") as found:
         target = server(found.url, {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True})
@@ -70,3 +72,13 @@ def test_a_real_server(model, prompts):
             assert figures["repeat_share"] is None
         with pytest.raises(PacelineError, match="400"):
             drive(server(found.url, {"temperature": -1.0}), asked[:1], 1, None, seed=0)
+        out = tmp_path / "b.json"
+        flags = ["--url", found.url, "--prompts", str(prompts), "--max-tokens", "8", "--ignore-eos"]
+        assert cli.main(["bench", *flags, "--concurrency", "1,3", "--json", str(out)]) == 0
+        runs = json.loads(out.read_text())["runs"]
+        assert [(r["draft"], r["concurrency"], r["warm"]) for r in runs] == [
+            ("server", 1, True),
+            ("server", 3, True),
+        ]
+        assert all(r["output_tokens"] == 8 * len(asked) for r in runs)
+        assert cli.main(["bench", *flags, "--request-rate", "100", "--draft", "ngram:k=3"]) == 0
