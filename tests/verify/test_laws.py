@@ -76,8 +76,8 @@ def test_a_step_emits_exactly_the_target(
     np.testing.assert_allclose(joint, world.joint(k + 1), atol=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("k", [1, 2, 3])
 def test_block_keeps_no_fewer_than_rejection(seed: int, k: int) -> None:
     world = World.random(seed, 4)
     (_, by_block), (_, by_token) = (
@@ -118,10 +118,13 @@ def test_the_real_law_has_its_exact_distribution_after_one_step(law: str) -> Non
 
 
 @pytest.mark.parametrize("law", sorted(LAWS))
-def test_a_text_is_the_targets_own_under_any_budget_that_does_not_look(law: str) -> None:
-    """The number of drafts changes with the length, as a budget from history would."""
-    for k in (1, 3):
-        assert w.law_fit(load_law(law), DRAFTERS["its own draws"], k=k, trials=1500) > RIGHT
+def test_texts_follow_the_target_under_a_budget_that_does_not_look(law: str) -> None:
+    """How much is drafted depends on the text so far, as it does with a budget from history."""
+
+    def drafter(world: World, tokens: list[int], seed: int, choice: int, k: int) -> RowDraft:
+        return DRAFTERS["its own draws"](world, tokens, seed, choice, (len(tokens) + tokens[-1]) % 4)
+
+    assert w.law_fit(load_law(law), drafter) > RIGHT
 
 
 def looks_at_drafts(drafted: RowDraft) -> int:
@@ -243,9 +246,9 @@ def test_texts_of_other_seeds_and_choices_are_independent(law: str) -> None:
         written = [w.write(world, load_law(law), drafter, s, length, choice=choice)[0][:length] for s in seeds]
         return np.array(written) @ np.array([world.vocab, 1])
 
-    here = texts(range(0, 6000, 2), 0)
-    assert w.independent(here, texts(range(1, 6001, 2), 0)) > RIGHT
-    assert w.independent(here, texts(range(0, 6000, 2), 1)) > RIGHT
+    here = texts(range(0, 3000, 2), 0)
+    assert w.independent(here, texts(range(1, 3001, 2), 0)) > RIGHT
+    assert w.independent(here, texts(range(0, 3000, 2), 1)) > RIGHT
 
 
 # Mutations, each of which the suite must catch ---------------------------------------------------
@@ -314,7 +317,7 @@ def test_mutant_block_with_noise_that_comes_back(monkeypatch: pytest.MonkeyPatch
 
     def p_value(drafter: w.Drafter) -> float:
         world, law = SENSITIVE[what], load_law("block")
-        return w.fit(world, [w.write(world, law, drafter, s, 3, k=4)[0] for s in range(3000)], 3)
+        return w.fit(world, [w.write(world, law, drafter, s, 3, k=4)[0] for s in range(2000)], 3)
 
     assert p_value(DRAFTERS["its own draws"]) > RIGHT
     if what == "coins":

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 KV_SHARE = 0.5  # of the free memory; the rest is for activations, drafters and other programs
 LEAST_PAGES = 4
-ENOUGH_TOKENS = 1 << 17  # more than this is not taken unasked
+ENOUGH_TOKENS = 1 << 16  # more than this is not taken unasked
 
 
 def available_bytes() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -36,6 +37,14 @@ class KVStore:
         """Bytes one token takes over all layers."""
         layers, two, _, heads, head_dim = self.data.shape
         return layers * two * heads * head_dim * self.data.element_size()
+
+
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros that take host memory only once they are written: `torch.zeros` touches all of it at once."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    flat = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
+    return flat.view(dtype).view(shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from paceline.core.nouns import PAGE_TOKENS
-from paceline.model.attention import KVStore, Tiles, attend, plan_tiles
+from paceline.model.attention import KVStore, Tiles, attend, lazy_zeros, plan_tiles
 from paceline.model.config import ModelConfig, layer_shapes
 from paceline.model.rope import cos_sin, inverse_frequencies, rotate
 
@@ -78,7 +78,7 @@ class Decoder:
         """Return an empty store of `num_pages` pages for the first `num_layers` layers (all by default)."""
         c = self.config
         shape = (num_layers or c.num_layers, 2, num_pages * PAGE_TOKENS, c.num_kv_heads, c.head_dim)
-        return KVStore(torch.zeros(shape, dtype=self.dtype, device=self.device))
+        return KVStore(lazy_zeros(shape, self.dtype, self.device))
 
     @torch.inference_mode()
     def forward(
