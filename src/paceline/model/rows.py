@@ -43,6 +43,7 @@ class Rows:
         self.pages = np.zeros((num_rows, -(-width // PAGE_TOKENS)), np.int64)
         self.requests: list[Request | None] = [None] * num_rows
         self._histories: list[History | None] = [None] * num_rows
+        self._stop_ids = [eos_ids] * num_rows  # what ends each row's answer, if not banned yet
         self._eos_ids = eos_ids
         self._law_needs_probs = law_needs_probs
 
@@ -72,6 +73,8 @@ class Rows:
         self.computed[row] = admission.cached_len
         self.pages[row, : len(admission.pages)] = admission.pages
         self.requests[row] = request
+        own_stops = frozenset(request.params.stop_token_ids)
+        self._stop_ids[row] = own_stops if request.params.ignore_eos else own_stops | self._eos_ids
         history = History(request.params, request.prompt_ids)
         history.append(known[prompt_len:])
         self._histories[row] = history
@@ -141,12 +144,8 @@ class Rows:
             seed=request.seed,
             choice=request.choice,
             position=length + len(guesses),
-            edits=history.edits(guesses, num_written, self._stop_ids(request)),
+            edits=history.edits(guesses, num_written, self._stop_ids[row]),
         )
-
-    def _stop_ids(self, request: Request) -> frozenset[int]:
-        stops = frozenset(request.params.stop_token_ids)
-        return stops if request.params.ignore_eos else stops | self._eos_ids
 
     # Commit --------------------------------------------------------------------------------------
 
