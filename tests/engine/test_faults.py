@@ -12,9 +12,12 @@ import pytest
 from paceline.core.errors import PromptTooLong, RequestError
 from paceline.core.nouns import Batch, Draft, Plan, Request, RowDraft
 from paceline.core.params import SamplingParams
+from paceline.model.tokenizer import Detokenizer
 from tests.engine.same_text import PLAIN, Settings, assert_same, make_engine, run
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from paceline.engine.engine import Engine
 
 REQUESTS = [
@@ -109,3 +112,29 @@ def test_the_other_laws_run_every_drafter_and_agree_when_greedy(law: str, draft:
     if "same" in draft:
         counts = engine.stats().drafters["draft-model"]
         assert counts.accepted >= 0.99 * counts.verified
+
+
+def test_one_request_that_cannot_be_written_disturbs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run(make_engine("off", PLAIN), REQUESTS)
+    engine = make_engine("ngram:k=4", PLAIN)
+    push = Detokenizer.push
+
+    def broken_push(self: Detokenizer, ids: Iterable[int]) -> str:
+        if self is doomed.writer._detokenizer and doomed.decode_passes > 5:
+            raise RuntimeError("no text today")
+        return push(self, ids)
+
+    answers = dict.fromkeys(expected, "")
+    for request in REQUESTS:
+        engine.add(request)
+    doomed = engine._accounts["2"]
+    monkeypatch.setattr(Detokenizer, "push", broken_push)
+    errors = {}
+    while engine.has_work:
+        for outcome in engine.step():
+            answers[outcome.request_id] += outcome.text
+            errors[outcome.request_id] = outcome.error
+        engine.check()
+    assert errors["2"] is not None
+    assert engine.scheduler.pool.num_held == 0
+    assert all(answers[name] == expected[name].text for name in "013")

@@ -13,7 +13,7 @@ from paceline.engine.drafting import Drafting
 from paceline.engine.pages import TARGET
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.stats import Gauges, Stats
-from paceline.engine.writer import Writer
+from paceline.engine.writer import Writer, Written
 from paceline.model.tokenizer import Detokenizer
 
 if TYPE_CHECKING:
@@ -33,12 +33,13 @@ if TYPE_CHECKING:
     from paceline.draft.drafter import Drafter
     from paceline.engine.pages import PagePool
     from paceline.engine.scheduler import Limits, Running
-    from paceline.engine.writer import Written
     from paceline.model.backend import Backend
     from paceline.model.tokenizer import Tokenizer
     from paceline.verify.law import Law
 
 log = logging.getLogger(__name__)
+
+INTERNAL = "internal error while writing the answer; the log has the details"
 
 
 class Controller(Protocol):
@@ -190,11 +191,7 @@ class Engine:
         self.drafting.commit(batch, draft, verdict)
         self._stats.count_pass(batch, proposed, draft, verdict)
         for r, p, d, v in zip(batch.rows, proposed.rows, draft.rows, verdict.rows, strict=True):
-            try:
-                self._commit_row(r, v, len(p), len(d))
-            except Exception:  # one request's error never ends another's
-                log.exception("request %s failed", r.request_id)
-                self._end(r.request_id, "error", error="internal error while writing the answer")
+            self._commit_row(r, v, len(p), len(d))
 
     # Commit, row by row --------------------------------------------------------------------------
 
@@ -203,7 +200,7 @@ class Engine:
         if account is None:  # it ended while this pass ran
             self.scheduler.reveal(r, running, ())
             return
-        written = account.writer.write(verdict.token_ids)
+        written = _write(account.writer, r.request_id, verdict)
         token_ids = tuple(verdict.token_ids[: written.num_tokens])
         if r.decodes:
             num_accepted = min(verdict.num_accepted, written.num_tokens)
@@ -235,7 +232,6 @@ class Engine:
         token_ids: tuple[int, ...] = (),
         verdict: RowVerdict | None = None,
         written: Written | None = None,
-        error: str | None = None,
     ) -> None:
         """Close a request's account and tell its client everything that is left to tell."""
         account, running = self._accounts.pop(request_id), self.scheduler.end(request_id)
@@ -248,7 +244,7 @@ class Engine:
                 finish_reason=reason,
                 stop_reason=written.stop_reason if written else None,
                 figures=account.figures(running),
-                error=error,
+                error=INTERNAL if reason == "error" else None,
             )
         )
 
@@ -289,6 +285,15 @@ class Engine:
         self.scheduler.check()
         self.target.rows.check()
         assert set(self._accounts) == {i for i, r in self.scheduler.by_id.items() if not r.ended}
+
+
+def _write(writer: Writer, request_id: str, verdict: RowVerdict) -> Written:
+    """Add a row's tokens to its answer; one request's error never ends another's."""
+    try:
+        return writer.write(verdict.token_ids)
+    except Exception:
+        log.exception("request %s failed", request_id)
+        return Written(0, "", "error")
 
 
 def _logprobs(verdict: RowVerdict, count: int) -> tuple[TokenLogprobs, ...] | None:
