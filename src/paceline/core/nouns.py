@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from numpy import float32, floating, int64
+    from numpy import float32, float64, floating, int64
     from numpy.typing import NDArray
 
     from paceline.core.params import SamplingParams
@@ -197,6 +197,7 @@ class Scores:
     chosen: NDArray[int64]  # [num_scored] target token ids; -1 where kind is "logits"
     logits: NDArray[floating] | None = None  # [num_logit_rows, vocab] raw
     logit_idx: NDArray[int64] | None = None  # [num_scored] row of `logits`, -1 where there is none
+    log_totals: NDArray[float64] | None = None  # [num_logit_rows] log of the sum of exp of each, if at hand
 
     def check(self) -> None:
         """Assert that offsets and lengths agree."""

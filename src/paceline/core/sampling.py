@@ -43,7 +43,7 @@ def choose_token(logits: NDArray[floating], choose: Choose) -> int:
     if not params.filtered:
         return noise.noisy_argmax(z, key)
     ids, kept = keep(z, params)
-    return noise.noisy_argmax(kept, key, ids)
+    return int(ids[0]) if len(ids) == 1 else noise.noisy_argmax(kept, key, ids)
 
 
 def distribution(logits: NDArray[floating], choose: Choose) -> tuple[NDArray[int64], NDArray[float64]]:
@@ -127,12 +127,18 @@ def keep(z: NDArray[floating], params: SamplingParams) -> tuple[NDArray[int64], 
     return ids, kept
 
 
-def logprobs(logits: NDArray[floating], token_id: int, num_top: int) -> TokenLogprobs:
-    """Return the log-probability of a token and of the `num_top` most likely ones. logits: [vocab] raw."""
+def logprobs(
+    logits: NDArray[floating], token_id: int, num_top: int, log_total: float | None = None
+) -> TokenLogprobs:
+    """Return the log-probability of a token and of the `num_top` most likely ones. logits: [vocab] raw.
+
+    log_total: log of the sum of exp of the logits, where it is known already.
+    """
     import numpy as np
 
-    top = float(logits.max())
-    log_total = top + math.log(_mass(logits, top))
+    if log_total is None:
+        top = float(logits.max())
+        log_total = top + math.log(_mass(logits, top))
     num_top = min(num_top, len(logits))
     ids = _top_columns(logits, num_top) if num_top else np.arange(0)
     best = sorted(zip((-logits[ids]).tolist(), ids.tolist(), strict=True))[:num_top]

@@ -13,7 +13,7 @@ from paceline.core.sampling import choose_token, distribution
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy import floating, int64
+    from numpy import float64, floating, int64
     from numpy.typing import NDArray
 
     from paceline.core.nouns import Choose
@@ -42,6 +42,18 @@ def choose_from(
     logit_idx = np.full(len(chooses), -1, np.int64)
     logit_idx[left] = np.arange(left.size)
     return chosen, host if left.size == len(chooses) else host[left], logit_idx
+
+
+def log_totals(
+    logits: torch.Tensor, chooses: Sequence[Choose], logit_idx: NDArray[int64] | None
+) -> NDArray[float64] | None:
+    """Return the log of the sum of exp of each row that `choose_from` left to the law, if any is asked for it.
+
+    It turns logits into log-probabilities; the target computes it in one pass over all rows. [num_logit_rows]
+    """
+    if logit_idx is None or not any(c.params.logprobs is not None for c in chooses):
+        return None
+    return logits[np.flatnonzero(logit_idx >= 0)].logsumexp(dim=-1).double().cpu().numpy()
 
 
 def draw(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.core.nouns import Scores
-from paceline.model.choosing import choose_from
+from paceline.model.choosing import choose_from, log_totals
 
 if TYPE_CHECKING:
     from paceline.core.nouns import Batch, Draft, Verdict
@@ -34,8 +34,16 @@ class ReferenceBackend:
         packed = self.rows.pack(batch, draft)
         cu_len, chooses = self.rows.chooses(batch, draft)
         hidden, _ = self.decoder.forward(packed, self.kv)
-        chosen, logits, logit_idx = choose_from(self.decoder.logits(hidden), chooses)
-        return Scores(cu_len=cu_len, chooses=chooses, chosen=chosen, logits=logits, logit_idx=logit_idx)
+        raw = self.decoder.logits(hidden)
+        chosen, logits, logit_idx = choose_from(raw, chooses)
+        return Scores(
+            cu_len=cu_len,
+            chooses=chooses,
+            chosen=chosen,
+            logits=logits,
+            logit_idx=logit_idx,
+            log_totals=log_totals(raw, chooses, logit_idx),
+        )
 
     def commit(self, batch: Batch, verdict: Verdict) -> None:
         """Advance the rows by what was kept."""

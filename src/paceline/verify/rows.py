@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -20,12 +17,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.core.nouns import Choose, Draft, RowDraft, Scores, TokenLogprobs
-
-    # From a row's draft and scores to its kept drafts and one token more.
-    Rule = Callable[[RowDraft, "RowScores"], Sequence[int]]
-
-MANY_ROWS = 8  # with logits: fewer are judged sooner than handed out
-_NUM_THREADS = min(4, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +40,11 @@ class RowScores:
         assert logits is not None
         assert logit_idx is not None
         return logits[logit_idx[self.start + index]]  # type: ignore[no-any-return]
+
+    def log_total(self, index: int) -> float | None:
+        """Return the log of the sum of exp of a position's raw logits, if the backend has computed it."""
+        totals, logit_idx = self.scores.log_totals, self.scores.logit_idx
+        return None if totals is None or logit_idx is None else float(totals[logit_idx[self.start + index]])
 
     def choice(self, index: int) -> int:
         """Return the target's own token at a position."""
@@ -99,32 +95,16 @@ def excess(p: NDArray[float64], q: NDArray[floating]) -> NDArray[float64]:
     return np.maximum(p - q, 0.0)
 
 
-def judge_rows(rule: Rule, draft: Draft, scores: Scores) -> Verdict:
-    """Apply a rule to every row that was scored. Rows do not depend on each other, so many share the cores."""
+def judge_rows(rule: Callable[[RowDraft, RowScores], Sequence[int]], draft: Draft, scores: Scores) -> Verdict:
+    """Apply a rule, which returns the kept drafts and one token more, to every row that was scored."""
     bounds = pairwise(int(offset) for offset in scores.cu_len)
-    rows = [RowScores(scores, start, end) for start, end in bounds]
-    pairs = list(zip(draft.rows, rows, strict=True))
-    shares = 1 if scores.logits is None or len(pairs) < MANY_ROWS else _NUM_THREADS
-    if shares == 1:
-        return Verdict(tuple(_judge_share(rule, pairs)))
-    size = -(-len(pairs) // shares)
-    others = [_threads().submit(_judge_share, rule, pairs[k : k + size]) for k in range(size, len(pairs), size)]
-    verdicts = _judge_share(rule, pairs[:size])
-    for other in others:
-        verdicts += other.result()
-    return Verdict(tuple(verdicts))
+    rows = (RowScores(scores, start, end) for start, end in bounds)
+    return Verdict(tuple(_judge_row(rule, d, r) for d, r in zip(draft.rows, rows, strict=True)))
 
 
-def _judge_share(rule: Rule, pairs: Sequence[tuple[RowDraft, RowScores]]) -> list[RowVerdict]:
-    return [_judge_row(rule, drafted, row) for drafted, row in pairs]
-
-
-@cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_NUM_THREADS, "paceline-judge")
-
-
-def _judge_row(rule: Rule, drafted: RowDraft, row: RowScores) -> RowVerdict:
+def _judge_row(
+    rule: Callable[[RowDraft, RowScores], Sequence[int]], drafted: RowDraft, row: RowScores
+) -> RowVerdict:
     if len(row) == 0:
         return RowVerdict()
     assert len(row) == len(drafted) + 1, "a scored row has a position for each draft and one more"
@@ -136,4 +116,4 @@ def _row_logprobs(row: RowScores, token_ids: Sequence[int]) -> list[TokenLogprob
     num_top = row.choose(0).params.logprobs
     if num_top is None:
         return None
-    return [logprobs(row.logits(i), token_id, num_top) for i, token_id in enumerate(token_ids)]
+    return [logprobs(row.logits(i), token_id, num_top, row.log_total(i)) for i, token_id in enumerate(token_ids)]
