@@ -24,6 +24,7 @@ murmur is the finaliser of MurmurHash3 (A. Appleby), lowbias that of C. Wellons'
 from __future__ import annotations
 
 from enum import IntEnum
+from functools import lru_cache
 from math import inf, log, log1p
 from typing import TYPE_CHECKING, Any
 
@@ -61,11 +62,22 @@ def key(seed: int, choice: int, lane: int, position: int, depth: int = 0) -> Key
     kept token are looked at and thrown away (lanes DRAFT and ACCEPT under block verification): the next
     step then comes to the same position with another depth, and thus with fresh noise.
     """
-    words = (seed & _MASK, seed >> 32, choice, lane + (depth << 8), position)
-    k0, k1 = 0x243F6A88, 0x85A308D3
-    for word in words:
-        k0 = _mix_int(((k0 ^ word) + 0x9E3779B9) & _MASK, _MURMUR)
-        k1 = _mix_int(((k1 ^ word) + 0x7F4A7C15) & _MASK, _LOWBIAS)
+    return _absorb(_stem(seed, choice, lane + (depth << 8)), position)
+
+
+@lru_cache(maxsize=4096)
+def _stem(seed: int, choice: int, lane: int) -> Key:
+    """Return a key's state before its position: a row asks for the same one at every step."""
+    state = 0x243F6A88, 0x85A308D3
+    for word in (seed & _MASK, seed >> 32, choice, lane):
+        state = _absorb(state, word)
+    return state
+
+
+def _absorb(state: Key, word: int) -> Key:
+    k0, k1 = state
+    k0 = _mix_int(((k0 ^ word) + 0x9E3779B9) & _MASK, _MURMUR)
+    k1 = _mix_int(((k1 ^ word) + 0x7F4A7C15) & _MASK, _LOWBIAS)
     return k0, k1
 
 
