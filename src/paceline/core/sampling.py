@@ -24,7 +24,7 @@ LEAST_TEMPERATURE = 1e-5  # smaller ones act as this one, so that a scaled logit
 
 _STRIDES = 16  # interleaved sums taken side by side
 _PARTS = 64  # rows of the layout in which column maxima are taken
-_NEAR = 4.0  # nats below the largest in which the few most likely tokens are looked for first
+_NEAR_CUTS = (4.0, 8.0)  # nats below the largest in which the few most likely tokens are looked for first
 _FEW = 1000  # so many are sorted sooner than searched
 _CUTS = (8.0, 10.0, 12.0, 16.0, 32.0, math.inf)  # nats below the largest within which top-p finds its tokens,
 _NARROW_CUTS = (1.0, 2.0, 4.0, 6.0, 9.0)  # and then among those, to have few to sort
@@ -219,8 +219,12 @@ def _leaders(z: NDArray[floating], k: int) -> NDArray[int64]:
     """Return ascending ids among which the k largest are, all ties included: most often the few near the top."""
     import numpy as np
 
-    near = np.flatnonzero(z >= z.max() - _NEAR)
-    return near if k <= len(near) <= _FEW else _top_columns(z, k)
+    top = z.max()
+    for cut in _NEAR_CUTS:
+        near = np.flatnonzero(z >= top - cut)
+        if len(near) >= k:
+            return near if len(near) <= _FEW else _top_columns(z, k)
+    return _top_columns(z, k)
 
 
 def _top_columns(z: NDArray[floating], k: int) -> NDArray[int64]:
@@ -253,7 +257,13 @@ def _kth(z: NDArray[floating], k: int) -> Any:
 
 def _down_to(z: NDArray[floating], ids: NDArray[int64], count: int, least: Any) -> NDArray[int64]:
     """Return the `count` largest of the ascending ids, given the smallest value among these."""
+    import numpy as np
+
     values = z[ids]
+    stays = values >= least
+    if np.count_nonzero(stays) == count:  # no ties at the border
+        kept: NDArray[int64] = ids[stays]
+        return kept
     stays = values > least
     (tied,) = (values == least).nonzero()
     stays[tied[: count - int(stays.sum())]] = True
