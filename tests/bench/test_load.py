@@ -82,3 +82,7 @@ def test_a_real_server(model, prompts, tmp_path):
         ]
         assert all(r["output_tokens"] == 8 * len(asked) for r in runs)
         assert cli.main(["bench", *flags, "--request-rate", "100", "--draft", "ngram:k=3"]) == 0
+
+
+def test_nothing_to_ask_is_no_error():
+    assert drive(Server("http://127.0.0.1:1", {}), [], 1, None, seed=0) == []

@@ -96,6 +96,8 @@ def drive(
     tell: Tell | None = None,
 ) -> list[Answer]:
     """Ask every prompt and return the answers in their order. Raises `PacelineError` if a request fails."""
+    if not prompts:
+        return []
     times = [0.0] * len(prompts) if rate_per_s is None else arrival_times(len(prompts), rate_per_s, seed)
     threads = min(len(prompts), MAX_THREADS if rate_per_s is not None else concurrency or 1)
     start_s, done = perf_counter(), 0
