@@ -138,3 +138,8 @@ def test_one_request_that_cannot_be_written_disturbs_no_other(monkeypatch: pytes
     assert errors["2"] is not None
     assert engine.scheduler.pool.num_held == 0
     assert all(answers[name] == expected[name].text for name in "013")
+
+
+def test_page_hashes_begin_with_what_the_kv_depends_on() -> None:
+    fingerprint = make_engine("off", PLAIN).scheduler.fingerprint
+    assert fingerprint.split("\0") == ["tiny", "reference", "float64"]

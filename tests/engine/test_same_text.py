@@ -79,9 +79,9 @@ def test_same_text_with_own_layers_and_without_drafts(draft: str) -> None:
 
 
 def test_drafting_for_itself_accepts_every_draft() -> None:
-    tally = suite(ITSELF, EXAMPLES)
+    tally = suite(ITSELF, 2 * EXAMPLES)
     assert tally.accepted_at == tally.verified_at
-    assert tally.verified_at[7] > 60
+    assert tally.verified_at[7] > 100
 
 
 def test_choices_of_one_request_differ() -> None:

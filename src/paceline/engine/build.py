@@ -116,7 +116,8 @@ def assemble(config: EngineConfig, loaded: Loaded, load_drafter: Loader | None =
     stores = [TARGET, *(d.needs.store for d in drafters if d.needs.store is not None)]
     pool = PagePool(num_pages, stores, caching=config.prefix_cache)
     controller = FixedK(drafter_config.name, drafter_config.k) if drafter_config else FixedK()
-    engine = Engine(backend, loaded.tokenizer, drafters, controller, law, limits, pool)
+    fingerprint = "\0".join((loaded.name, config.backend, config.dtype))
+    engine = Engine(backend, loaded.tokenizer, drafters, controller, law, limits, pool, fingerprint)
     choices = (*_describe(config, loaded), _describe_kv(engine, why_pages), *_describe_drafters(drafters))
     return Built(engine, loaded.name, loaded.template, min(limits.max_len, engine.scheduler.capacity), choices)
 

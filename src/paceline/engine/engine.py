@@ -90,7 +90,10 @@ class _Account:
 
 
 class Engine:
-    """Runs requests on a target, a set of drafters, a controller and a law. Not thread-safe."""
+    """Runs requests on a target, a set of drafters, a controller and a law. Not thread-safe.
+
+    `fingerprint` names what the KV depends on beside its tokens; it begins every page's hash.
+    """
 
     def __init__(
         self,
@@ -101,13 +104,14 @@ class Engine:
         law: Law,
         limits: Limits,
         pool: PagePool,
+        fingerprint: str = "",
     ) -> None:
         self.target = target
         self.tokenizer = tokenizer
         self.drafting = Drafting(drafters, target.config.vocab_size)
         self.controller = controller
         self.law = law
-        self.scheduler = Scheduler(limits, pool)
+        self.scheduler = Scheduler(limits, pool, fingerprint)
         self._stats = Stats()
         self._accounts: dict[str, _Account] = {}
         self._outcomes: list[Outcome] = []  # of requests that ended between steps

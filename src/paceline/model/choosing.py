@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from paceline.core.noise import Lane, key, noisy_argmax
+from paceline.core import sampling
+from paceline.core.noise import Lane, key
 from paceline.core.sampling import choose_token, distribution
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ def log_totals(
     """
     if logit_idx is None or not any(c.params.logprobs is not None for c in chooses):
         return None
-    return logits[np.flatnonzero(logit_idx >= 0)].logsumexp(dim=-1).double().cpu().numpy()
+    left = logits if (logit_idx >= 0).all() else logits[np.flatnonzero(logit_idx >= 0)]
+    return left.logsumexp(dim=-1).double().cpu().numpy()
 
 
 def draw(
@@ -82,6 +84,4 @@ def _draw_dense(logits: NDArray[floating], choose: Choose, depth: int) -> tuple[
     ids, probs = distribution(logits, choose)
     full = np.zeros(len(logits), probs.dtype)
     full[ids] = probs
-    noise = key(choose.seed, choose.choice, Lane.DRAFT, choose.position, depth)
-    with np.errstate(divide="ignore"):
-        return noisy_argmax(np.log(probs), noise, ids), full
+    return sampling.draw(full, key(choose.seed, choose.choice, Lane.DRAFT, choose.position, depth)), full
