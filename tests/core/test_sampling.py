@@ -12,23 +12,8 @@ from hypothesis import strategies as st
 from scipy import special, stats
 
 from paceline.core import noise, sampling
-from paceline.core.nouns import Choose, Edits
+from paceline.core.nouns import BROKEN, Choose, Edits
 from paceline.core.params import SamplingParams
-
-
-def kept_plainly(z: np.ndarray, params: SamplingParams) -> list[int]:
-    """Sort everything, then apply each filter to the renormalised rest."""
-    ids = np.lexsort((np.arange(len(z)), -z))
-    if params.top_k:
-        ids = ids[: params.top_k]
-    if params.top_p < 1.0:
-        probs = special.softmax(z[ids].astype(np.float64))
-        before = np.concatenate(([0.0], probs.cumsum()[:-1]))
-        ids = ids[before < params.top_p]
-    if params.min_p > 0.0:
-        probs = special.softmax(z[ids].astype(np.float64))
-        ids = ids[probs >= params.min_p * probs.max()]
-    return sorted(ids.tolist())
 
 
 def logits_of(seed: int, size: int, shape: str, dtype: type) -> np.ndarray:
@@ -66,14 +51,18 @@ FILTERS = st.builds(
 @given(ROW, FILTERS)
 def test_filters_keep_what_a_full_sort_keeps(row: np.ndarray, params: SamplingParams) -> None:
     z = sampling.scaled(row, params, None)
-    ids, kept = sampling.keep(z, params)
-    np.testing.assert_array_equal(kept, z[ids])
-    wanted = kept_plainly(z, params)
-    if ids.tolist() == wanted:
+    check_kept(z, sampling.keep(z, params), params)
+
+
+def check_kept(z: np.ndarray, ids: np.ndarray, params: SamplingParams) -> None:
+    extra = np.setxor1d(ids, sampling.keep_slow(z, params))
+    if not len(extra):
         return
-    # A sum of probabilities in another order may fall on the other side of top_p, or e ** log(min_p) of min_p.
-    extra = set(ids.tolist()) ^ set(wanted)
-    assert len({float(z[i]) for i in extra}) == 1, "only tokens at one border may differ"
+    # A sum of probabilities in another order and precision may fall on the other side of top_p: then the tokens
+    # that differ are neighbours at that border, and all their mass together is within rounding.
+    probs = special.softmax(z.astype(np.float64))
+    assert np.ptp(z[extra].astype(np.float64)) < 1e-3
+    assert probs[extra].sum() < 2e-6 or len(set(z[extra].tolist())) == 1
 
 
 @pytest.mark.parametrize("shape", ["normal", "ties", "peaked"])
@@ -82,22 +71,22 @@ def test_top_p_needs_no_luck_with_its_cuts(shape: str) -> None:
     z = logits_of(3, 30_011, shape, np.float64)
     for top_p, scale in product([0.05, 0.3, 0.6, 0.9, 0.99, 0.99999], [0.5, 1.0, 4.0, 12.0]):
         params = SamplingParams(top_p=top_p)
-        assert sampling.keep(z * scale, params)[0].tolist() == kept_plainly(z * scale, params)
+        assert sampling.keep(z * scale, params).tolist() == sampling.keep_slow(z * scale, params).tolist()
 
 
 def test_each_filter_sees_the_rest_renormalised() -> None:
     z = np.log(np.array([0.4, 0.3, 0.2, 0.1]))
     # of the two that top_k leaves, the first has 4/7 > 0.55: top_p keeps it alone, which 0.4 of all would not do
-    assert sampling.keep(z, SamplingParams(top_k=2, top_p=0.55))[0].tolist() == [0]
-    assert sampling.keep(z, SamplingParams(top_p=0.55))[0].tolist() == [0, 1]
-    assert sampling.keep(z, SamplingParams(min_p=0.6))[0].tolist() == [0, 1]
+    assert sampling.keep(z, SamplingParams(top_k=2, top_p=0.55)).tolist() == [0]
+    assert sampling.keep(z, SamplingParams(top_p=0.55)).tolist() == [0, 1]
+    assert sampling.keep(z, SamplingParams(min_p=0.6)).tolist() == [0, 1]
 
 
 def test_ties_at_the_border_keep_the_lower_ids() -> None:
     z = np.zeros(500, np.float32)
     z[77] = 1.0
-    assert sampling.keep(z, SamplingParams(top_k=3))[0].tolist() == [0, 1, 77]
-    assert sampling.keep(np.zeros(8), SamplingParams(top_p=0.5))[0].tolist() == [0, 1, 2, 3]
+    assert sampling.keep(z, SamplingParams(top_k=3)).tolist() == [0, 1, 77]
+    assert sampling.keep(np.zeros(8), SamplingParams(top_p=0.5)).tolist() == [0, 1, 2, 3]
 
 
 EDITS = Edits(
@@ -112,10 +101,14 @@ def test_a_choice_is_the_noisy_argmax_of_what_is_kept(
 ) -> None:
     edits = EDITS if edited and len(row) > 5 else None
     choose = Choose("logits", params, seed, 1, 33, edits)
-    ids, kept = sampling.keep(sampling.scaled(row, params, edits), params)
+    z = sampling.scaled(row, params, edits)
+    ids = sampling.keep(z, params)
+    kept = z[ids]
     key = noise.key(seed, 1, noise.Lane.CHOICE, 33)
     scores = kept.astype(np.float64) + noise.gumbel(key, ids)
     assert sampling.choose_token(row, choose) == ids[scores.argmax()]
+    if ids.tolist() == sampling.keep_slow(z, params).tolist():
+        assert sampling.choose_token_slow(row, choose) == ids[scores.argmax()]
     support, probs = sampling.distribution(row, choose)
     if params.filtered:
         assert support.tolist() == ids.tolist()
@@ -179,9 +172,31 @@ def test_a_tiny_temperature_neither_overflows_nor_surprises(temperature: float) 
 
 
 @pytest.mark.parametrize(
-    "params", [SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(top_k=3, min_p=0.1)]
+    "params",
+    [
+        SamplingParams(temperature=0),
+        SamplingParams(),
+        SamplingParams(top_p=0.9),
+        SamplingParams(top_k=3, min_p=0.1),
+    ],
 )
-def test_a_broken_row_does_not_raise(params: SamplingParams) -> None:
-    row = np.array([0.0, 1.0, np.nan, 2.0] * 100, np.float32)
-    assert 0 <= sampling.choose_token(row, Choose("logits", params)) < len(row)
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_a_row_without_a_finite_number_is_told_apart(params: SamplingParams, value: float) -> None:
+    row = np.full(400, value, np.float32)
+    choose = Choose("logits", params)
+    assert sampling.choose_token(row, choose) == sampling.choose_token_slow(row, choose) == BROKEN
+    with pytest.raises(sampling.BrokenRow):
+        sampling.distribution(row, choose)
     assert np.isnan(sampling.logprobs(row, 1, 5).logprob)
+
+
+def test_the_border_refuses_what_could_crash() -> None:
+    row, edits = np.zeros(5, np.float32), EDITS
+    with pytest.raises(IndexError, match="outside the vocabulary"):
+        sampling.choose_token(row, Choose("noisy", SamplingParams(), edits=edits))
+    with pytest.raises(IndexError, match="outside the vocabulary"):
+        sampling.logprobs(row, 5, 1)
+    with pytest.raises(ValueError, match="1 to 2"):
+        sampling.choose_token(row[:0], Choose("noisy", SamplingParams()))
+    with pytest.raises(TypeError):
+        sampling.choose_token(np.zeros(5, np.int32), Choose("noisy", SamplingParams()))

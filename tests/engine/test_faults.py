@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paceline.core.errors import PromptTooLong, RequestError
-from paceline.core.nouns import Batch, Draft, Plan, Request, RowDraft
+from paceline.core.nouns import BROKEN, UNCHOSEN, Batch, Draft, Plan, Request, RowDraft, Scores
 from paceline.core.params import SamplingParams
 from paceline.model.tokenizer import Detokenizer
 from tests.engine.same_text import PLAIN, Settings, assert_same, make_engine, run
@@ -58,6 +58,33 @@ def test_a_broken_drafter_costs_speculation_only(
         assert_same(run(make_engine("off", PLAIN), REQUESTS), run(engine, REQUESTS))
     assert engine.stats().drafter_failures > 1
     assert len([r for r in caplog.records if "ngram failed" in r.message]) == 1, "logged once"
+
+
+@pytest.mark.parametrize("law", ["coupled", "rejection", "block"])
+def test_a_target_without_numbers_ends_that_row_only(law: str) -> None:
+    engine = make_engine("ngram:k=4", PLAIN, law=law)
+    score = engine.target.score
+
+    def spoilt(batch: Batch, draft: Draft) -> Scores:
+        """Spoil what the target says of request 2, the backend's own choices and its logits alike."""
+        scores = score(batch, draft)
+        (index,) = [i for i, r in enumerate(batch.rows) if r.request_id == "2"] or [None]
+        if index is None:
+            return scores
+        for at in range(scores.cu_len[index], scores.cu_len[index + 1]):
+            if scores.chosen[at] != UNCHOSEN:
+                scores.chosen[at] = BROKEN
+            else:
+                scores.logits[scores.logit_idx[at]] = nan
+        return scores
+
+    engine.target.score = spoilt  # type: ignore[method-assign]
+    answers = run(engine, REQUESTS)
+    assert answers["2"].ending[0] == "error"
+    assert answers["2"].token_ids == []
+    expected = run(make_engine("ngram:k=4", PLAIN, law=law), REQUESTS)
+    assert_same({k: v for k, v in expected.items() if k != "2"}, {k: v for k, v in answers.items() if k != "2"})
+    assert engine.scheduler.pool.num_held == 0
 
 
 @pytest.mark.parametrize("when", [0, 1, 3, 8])

@@ -1,8 +1,8 @@
 """Counter-based noise: a function of (seed, choice, lane, position, depth, token id) and of nothing else.
 
 Never of batch, step or drafter, so that the same seed gives the same text however the engine runs. The native
-kernel has its own copy; tests hold golden values of this one. All arithmetic is on unsigned 32-bit integers,
-modulo 2**32, with `>>` a logical shift:
+kernels have their own copy (`csrc/noise.h`); tests hold golden values of this one. All arithmetic is on unsigned
+32-bit integers, modulo 2**32, with `>>` a logical shift:
 
     murmur(x):   x ^= x >> 16; x *= 0x85EBCA6B; x ^= x >> 13; x *= 0xC2B2AE35; x ^= x >> 16
     lowbias(x):  x ^= x >> 16; x *= 0x7FEB352D; x ^= x >> 15; x *= 0x846CA68B; x ^= x >> 16
@@ -25,8 +25,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 from functools import lru_cache
-from math import inf, log, log1p
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from numpy import float64, floating, integer, uint32, uint64
@@ -37,11 +36,6 @@ Key = tuple[int, int]  # two 32-bit words
 _MASK = 0xFFFFFFFF
 _MURMUR = (16, 0x85EBCA6B, 13, 0xC2B2AE35, 16)
 _LOWBIAS = (16, 0x7FEB352D, 15, 0x846CA68B, 16)
-_LN2 = 0.6931471805599453
-# 32 bits of h1 and a float32 exponent's bias of 127; the rest outweighs every rounding in `_ceiling`
-_CEILING_AT_ZERO = _LN2 * (32 + 127 + 1e-4)
-_LEAST_GUMBEL = -3.9  # -log(-log(2**-65)) is -3.81
-_CHUNK = 24576  # ids hashed at a time: 96 KiB, below malloc's mmap threshold, so that no page is faulted in anew
 _FEW = 8  # up to this many ids, plain integers beat numpy's overhead
 
 
@@ -104,57 +98,14 @@ def uniform(key: Key, token_id: int = 0) -> float:
 def noisy_argmax(z: NDArray[floating], key: Key, ids: NDArray[integer] | None = None) -> int:
     """Return the token id with the largest z + gumbel, the lowest id on ties: a sample of softmax(z).
 
-    z: [n] logits divided by the temperature, float32 or float64. ids: [n] token ids, None for 0..n-1.
-    Every candidate is hashed, but only those whose noise bound could still win get a logarithm.
+    z: [n] logits divided by the temperature. ids: [n] token ids, None for 0..n-1. Every candidate gets its exact
+    noise; `csrc/sampling.cpp` gives it only to those that can still win.
     """
-    import numpy as np
-
-    if len(z) <= _FEW:
-        return noisy_argmax_slow(z, key, ids)
-    floor, rivals = -inf, []
-    for start in range(0, len(z), _CHUNK):
-        part = slice(start, min(start + _CHUNK, len(z)))
-        h1 = leading(key, np.arange(part.start, part.stop, dtype=np.uint32) if ids is None else ids[part])
-        bound = _ceiling(h1) + z[part]
-        first = int(bound.argmax())
-        floor = max(floor, float(z[start + first]) + _floor(int(h1[first])))
-        # Rounding is monotone: a score of at least `floor` has a bound of at least `floor` rounded to z's type.
-        # NaN must survive, too, to be found as the slow twin finds it.
-        rivals.append((~(bound < bound.dtype.type(floor))).nonzero()[0] + start)
-    few = np.concatenate(rivals)
-    if len(few) == 1:
-        return int(few[0] if ids is None else ids[few[0]])
-    return noisy_argmax_slow(z[few], key, few if ids is None else ids[few])
-
-
-def noisy_argmax_slow(z: NDArray[floating], key: Key, ids: NDArray[integer] | None = None) -> int:
-    """Return what `noisy_argmax` returns, plainly: every candidate's exact noise."""
     import numpy as np
 
     ids = np.arange(len(z), dtype=np.uint32) if ids is None else ids
     scores = z.astype(np.float64) + gumbel(key, ids)
-    best = int(scores.argmax())
-    tied = ids[scores == scores[best]]
-    return int(tied.min()) if len(tied) else int(ids[best])  # none equals NaN
-
-
-def _ceiling(h1: NDArray[uint32]) -> Any:
-    """Return a number above each gumbel, by little where it is large; float32 [n].
-
-    gumbel = -log(-log(1 - v)) <= -log(v) <= 32 log 2 - log(h1). The bits of a float32, read as an integer, are a
-    straight line below log2 between powers of two, so no logarithm is taken.
-    """
-    import numpy as np
-
-    bound = h1.astype(np.float32).view(np.int32).astype(np.float32)
-    bound *= np.float32(-_LN2 * 2.0**-23)
-    bound += np.float32(_CEILING_AT_ZERO)
-    return bound
-
-
-def _floor(h1: int) -> float:
-    """Return a number just below the gumbel of any token id whose first word is h1."""
-    return -log(-log1p(-(h1 + 1) * 2.0**-32)) - 1e-9 if h1 < _MASK else _LEAST_GUMBEL
+    return int(ids[scores == scores.max()].min())
 
 
 def _bits(key: Key, ids: NDArray[integer]) -> NDArray[uint64]:

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from numpy import float32, float64, floating, int64
+    from numpy import float32, floating, int64
     from numpy.typing import NDArray
 
     from paceline.core.params import SamplingParams
 
 PAGE_TOKENS = 16  # KV slots of one page
+UNCHOSEN = -1  # in place of a token id that is left to the law
+BROKEN = -2  # in place of a token id where no logit is a finite number
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 ChooseKind = Literal["argmax", "noisy", "logits"]
@@ -194,10 +196,9 @@ class Scores:
 
     cu_len: Sequence[int]  # [num_rows + 1] row i owns positions cu_len[i]:cu_len[i + 1]; none if it samples not
     chooses: Sequence[Choose]  # [num_scored]
-    chosen: NDArray[int64]  # [num_scored] target token ids; -1 where kind is "logits"
+    chosen: NDArray[int64]  # [num_scored] target token ids; UNCHOSEN where kind is "logits", or BROKEN
     logits: NDArray[floating] | None = None  # [num_logit_rows, vocab] raw
     logit_idx: NDArray[int64] | None = None  # [num_scored] row of `logits`, -1 where there is none
-    log_totals: NDArray[float64] | None = None  # [num_logit_rows] log of the sum of exp of each, if at hand
 
     def check(self) -> None:
         """Assert that offsets and lengths agree."""
@@ -220,7 +221,7 @@ class TokenLogprobs:
 class RowVerdict:
     """What one row gains: its kept drafts, then the target's own next token."""
 
-    token_ids: Sequence[int] = ()  # [num_accepted + 1], empty if the row did not sample
+    token_ids: Sequence[int] = ()  # [num_accepted + 1], empty if the row did not sample; (BROKEN,) ends it
     num_accepted: int = 0
     logprobs: Sequence[TokenLogprobs] | None = None  # [num_accepted + 1] if the request asked
 

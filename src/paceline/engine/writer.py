@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from paceline.core.nouns import BROKEN
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -43,6 +45,8 @@ class Writer:
         """Add tokens until one of them ends the answer; tokens after it are dropped."""
         text = ""
         for count, token_id in enumerate(token_ids, 1):
+            if token_id == BROKEN:
+                return Written(count - 1, text + self.flush(), "error")
             self._num_tokens += 1
             piece, finish_reason, stop_reason = self._add(token_id)
             text += piece

@@ -9,12 +9,13 @@ import torch
 
 from paceline.core import sampling
 from paceline.core.noise import Lane, key
+from paceline.core.nouns import BROKEN, UNCHOSEN
 from paceline.core.sampling import choose_token, distribution
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy import float64, floating, int64
+    from numpy import floating, int64
     from numpy.typing import NDArray
 
     from paceline.core.nouns import Choose
@@ -25,14 +26,15 @@ def choose_from(
 ) -> tuple[NDArray[int64], NDArray[floating] | None, NDArray[int64] | None]:
     """Choose a token per row of `logits` [n, vocab] where its kind allows.
 
-    Returns chosen [n] (-1 where the kind is "logits"), the rows of logits that are left to the law
+    Returns chosen [n] (UNCHOSEN where the kind is "logits"), the rows of logits that are left to the law
     [num_logit_rows, vocab], and for each position its row among them or -1 [n].
     """
     kinds = np.array([c.kind for c in chooses], dtype="U6")
-    chosen = np.full(len(chooses), -1, np.int64)
+    chosen = np.full(len(chooses), UNCHOSEN, np.int64)
     if (plain := np.flatnonzero(kinds == "argmax")).size:
         rows = logits if plain.size == len(chooses) else logits[plain]
-        chosen[plain] = rows.argmax(dim=-1).cpu().numpy()
+        best, ids = rows.max(dim=-1)  # the lowest id on ties
+        chosen[plain] = torch.where(best.isfinite(), ids, BROKEN).cpu().numpy()
     host = logits.cpu().numpy() if (kinds != "argmax").any() else None
     for index in np.flatnonzero(kinds == "noisy").tolist():
         assert host is not None
@@ -43,19 +45,6 @@ def choose_from(
     logit_idx = np.full(len(chooses), -1, np.int64)
     logit_idx[left] = np.arange(left.size)
     return chosen, host if left.size == len(chooses) else host[left], logit_idx
-
-
-def log_totals(
-    logits: torch.Tensor, chooses: Sequence[Choose], logit_idx: NDArray[int64] | None
-) -> NDArray[float64] | None:
-    """Return the log of the sum of exp of each row that `choose_from` left to the law, if any is asked for it.
-
-    It turns logits into log-probabilities; the target computes it in one pass over all rows. [num_logit_rows]
-    """
-    if logit_idx is None or not any(c.params.logprobs is not None for c in chooses):
-        return None
-    left = logits if (logit_idx >= 0).all() else logits[np.flatnonzero(logit_idx >= 0)]
-    return left.logsumexp(dim=-1).double().cpu().numpy()
 
 
 def draw(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.core.nouns import Scores
-from paceline.model.choosing import choose_from, log_totals
+from paceline.model.choosing import choose_from
 
 if TYPE_CHECKING:
     from paceline.core.nouns import Batch, Draft, Verdict
@@ -42,7 +42,6 @@ class ReferenceBackend:
             chosen=chosen,
             logits=logits,
             logit_idx=logit_idx,
-            log_totals=log_totals(raw, chooses, logit_idx),
         )
 
     def commit(self, batch: Batch, verdict: Verdict) -> None:

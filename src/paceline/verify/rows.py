@@ -7,8 +7,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from paceline.core import noise
-from paceline.core.nouns import RowVerdict, Verdict
-from paceline.core.sampling import choose_token, distribution, draw, logprobs
+from paceline.core.nouns import BROKEN, UNCHOSEN, RowVerdict, Verdict
+from paceline.core.sampling import BrokenRow, choose_token, distribution, draw, logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,15 +41,14 @@ class RowScores:
         assert logit_idx is not None
         return logits[logit_idx[self.start + index]]  # type: ignore[no-any-return]
 
-    def log_total(self, index: int) -> float | None:
-        """Return the log of the sum of exp of a position's raw logits, if the backend has computed it."""
-        totals, logit_idx = self.scores.log_totals, self.scores.logit_idx
-        return None if totals is None or logit_idx is None else float(totals[logit_idx[self.start + index]])
-
     def choice(self, index: int) -> int:
-        """Return the target's own token at a position."""
+        """Return the target's own token at a position. Raises `BrokenRow`."""
         chosen = int(self.scores.chosen[self.start + index])
-        return chosen if chosen >= 0 else choose_token(self.logits(index), self.choose(index))
+        if chosen == UNCHOSEN:
+            chosen = choose_token(self.logits(index), self.choose(index))
+        if chosen == BROKEN:
+            raise BrokenRow
+        return chosen
 
     def probs(self, index: int) -> NDArray[float64]:
         """Return the target's distribution [vocab] at a position, after the request's transforms."""
@@ -108,7 +107,10 @@ def _judge_row(
     if len(row) == 0:
         return RowVerdict()
     assert len(row) == len(drafted) + 1, "a scored row has a position for each draft and one more"
-    token_ids = rule(drafted, row)
+    try:
+        token_ids = rule(drafted, row)
+    except BrokenRow:
+        return RowVerdict((BROKEN,))
     return RowVerdict(token_ids, len(token_ids) - 1, _row_logprobs(row, token_ids))
 
 
@@ -116,4 +118,4 @@ def _row_logprobs(row: RowScores, token_ids: Sequence[int]) -> list[TokenLogprob
     num_top = row.choose(0).params.logprobs
     if num_top is None:
         return None
-    return [logprobs(row.logits(i), token_id, num_top, row.log_total(i)) for i, token_id in enumerate(token_ids)]
+    return [logprobs(row.logits(i), token_id, num_top) for i, token_id in enumerate(token_ids)]

@@ -1,0 +1,238 @@
+#include "sampling.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "isa/kernels.h"
+
+namespace paceline {
+namespace {
+
+constexpr double kLeastTemperature = 1e-5;  // as core/sampling.py
+// How far below the largest the few most likely tokens are looked for, in nats: the first cut that has enough is used.
+constexpr double kCuts[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14, 16, 20, 24, 32, 64};
+constexpr size_t kFewCandidates = 128;  // up to so many are given exact noise one by one
+
+// The passes over a vocabulary: vectorised in float32, plain in float64, which only the reference backend uses.
+
+void scale(const float* x, size_t blocks, float inverse, float* z) {
+    kernels().vocabulary.scale(x, blocks, inverse, z);
+}
+
+void scale(const double* x, size_t blocks, double inverse, double* z) {
+    for (size_t i = 0; i < blocks * kBlock; ++i) z[i] = x[i] * inverse;
+}
+
+float maxima(const float* z, size_t blocks, float* out) { return kernels().vocabulary.maxima(z, blocks, out); }
+
+double maxima(const double* z, size_t blocks, double* out) {
+    double top = -std::numeric_limits<double>::infinity();
+    for (size_t b = 0; b < blocks; ++b, z += kBlock) {
+        out[b] = -std::numeric_limits<double>::infinity();
+        for (size_t i = 0; i < kBlock; ++i) out[b] = z[i] > out[b] ? z[i] : out[b];
+        top = std::max(top, out[b]);
+    }
+    return top;
+}
+
+double weigh(const float* z, size_t blocks, float top, float* weights) {
+    return kernels().vocabulary.weigh(z, blocks, top, weights);
+}
+
+double weigh(const double* z, size_t blocks, double top, double* weights) {
+    double total = 0.0;
+    for (size_t i = 0; i < blocks * kBlock; ++i) total += weights[i] = std::exp(z[i] - top);
+    return total;
+}
+
+void bound(const float* z, size_t blocks, Key key, float* bounds, float* out) {
+    kernels().vocabulary.bound(z, blocks, key.k0, key.k1, bounds, out);
+}
+
+void bound(const double* z, size_t blocks, Key key, double* bounds, double* out) {
+    for (size_t b = 0; b < blocks; ++b) {
+        out[b] = -std::numeric_limits<double>::infinity();
+        for (size_t i = b * kBlock; i < (b + 1) * kBlock; ++i) {
+            // 2**32 / h1 is an upper bound of 1 / v; log2 of it from above is all that is needed.
+            const double ceiling = 1e-9 - std::log(leading_bits(key, static_cast<uint32_t>(i)) * 0x1p-32);
+            bounds[i] = z[i] + std::min(ceiling, 45.0);
+            out[b] = std::max(out[b], bounds[i]);
+        }
+    }
+}
+
+}  // namespace
+
+template <class T>
+T Sampler<T>::limit() {
+    return std::numeric_limits<T>::infinity();
+}
+
+template <class T>
+size_t Sampler<T>::blocks() const {
+    return (vocab_ + kBlock - 1) / kBlock;
+}
+
+template <class T>
+void Sampler<T>::load(const T* logits, size_t vocab, double temperature, const Edits& edits) {
+    vocab_ = vocab;
+    const size_t whole = vocab / kBlock;
+    z_.resize(blocks() * kBlock);
+    maxima_.resize(blocks());
+    const T inverse =
+        temperature > 0.0 ? static_cast<T>(1.0 / std::max(temperature, kLeastTemperature)) : static_cast<T>(1);
+    scale(logits, whole, inverse, z_.data());
+    for (size_t i = whole * kBlock; i < z_.size(); ++i) z_[i] = i < vocab ? logits[i] * inverse : -limit();
+    for (size_t i = 0; i < edits.count; ++i) {
+        const T old = logits[edits.ids[i]];
+        const T scaled = old > 0 ? old / edits.scale[i] : old * edits.scale[i];
+        z_[edits.ids[i]] = (scaled + edits.add[i]) * inverse;
+    }
+    top_ = maxima(z_.data(), blocks(), maxima_.data());
+}
+
+template <class T>
+int64_t Sampler<T>::argmax() const {
+    if (broken()) return kBroken;
+    const size_t block = std::find(maxima_.begin(), maxima_.end(), top_) - maxima_.begin();
+    return std::find(z_.begin() + block * kBlock, z_.end(), top_) - z_.begin();
+}
+
+template <class T>
+int64_t Sampler<T>::choose(const Filters& filters, Key key) {
+    if (broken()) return kBroken;
+    if (!filters.active()) return noisy_argmax(key);
+    keep(filters);
+    if (kept_.size() > kFewCandidates) {  // a pass over all is sooner done than so many logarithms
+        std::fill(z_.begin(), z_.end(), -limit());
+        for (const auto& c : kept_) z_[c.id] = c.value;
+        return noisy_argmax(key);
+    }
+    double best = -std::numeric_limits<double>::infinity();
+    uint32_t choice = 0;
+    for (const auto& c : kept_) {
+        const double score = c.value + gumbel(key, c.id);
+        if (score > best || (score == best && c.id < choice)) best = score, choice = c.id;
+    }
+    return choice;
+}
+
+// Every candidate is hashed, but only those whose noise bound can still win get a logarithm.
+template <class T>
+int64_t Sampler<T>::noisy_argmax(Key key) {
+    bounds_.resize(z_.size());
+    bound_maxima_.resize(blocks());
+    bound(z_.data(), blocks(), key, bounds_.data(), bound_maxima_.data());
+    const size_t first_block = std::max_element(bound_maxima_.begin(), bound_maxima_.end()) - bound_maxima_.begin();
+    const auto* start = bounds_.data() + first_block * kBlock;
+    const size_t first = std::max_element(start, start + kBlock) - bounds_.data();
+    const double floor = z_[first] + gumbel_floor(leading_bits(key, static_cast<uint32_t>(first)));
+    double best = -std::numeric_limits<double>::infinity();
+    int64_t choice = static_cast<int64_t>(first);
+    // Rounding is monotone: a score of at least `floor` has a bound of at least `floor` rounded to T.
+    const T least = static_cast<T>(floor);
+    for (size_t b = 0; b < blocks(); ++b) {
+        if (bound_maxima_[b] < least) continue;
+        for (size_t i = b * kBlock; i < (b + 1) * kBlock; ++i) {
+            if (bounds_[i] < least || !(z_[i] > -limit())) continue;
+            const double score = z_[i] + gumbel(key, static_cast<uint32_t>(i));
+            if (score > best) best = score, choice = static_cast<int64_t>(i);
+        }
+    }
+    return choice;
+}
+
+// Collect all candidates of at least some value, in ascending order of ids.
+template <class T>
+void Sampler<T>::gather(T least) {
+    kept_.clear();
+    for (size_t b = 0; b < blocks(); ++b) {
+        if (!(maxima_[b] >= least)) continue;
+        const size_t end = std::min((b + 1) * kBlock, vocab_);
+        for (size_t i = b * kBlock; i < end; ++i)
+            if (z_[i] >= least) kept_.push_back({z_[i], static_cast<uint32_t>(i)});
+    }
+}
+
+template <class T>
+double Sampler<T>::weight(const Candidate<T>& c) const {
+    return std::exp(static_cast<double>(c.value) - static_cast<double>(top_));
+}
+
+template <class T>
+void Sampler<T>::keep_largest(size_t count) {
+    for (double cut : kCuts) {
+        gather(static_cast<T>(top_ - cut));
+        if (kept_.size() >= count) break;
+    }
+    if (kept_.size() < count) gather(-limit());
+    count = std::min(count, kept_.size());
+    std::partial_sort(kept_.begin(), kept_.begin() + count, kept_.end());
+    kept_.resize(count);
+}
+
+template <class T>
+void Sampler<T>::keep_nucleus(double top_p) {
+    weights_.resize(z_.size());
+    const double wanted = top_p * weigh(z_.data(), blocks(), top_, weights_.data());
+    const auto mass = [this] {
+        double sum = 0.0;
+        for (const auto& c : kept_) sum += weights_[c.id];
+        return sum;
+    };
+    bool enough = false;
+    for (double cut : kCuts) {
+        gather(static_cast<T>(top_ - cut));
+        enough = mass() > wanted * (1 + 1e-9);
+        if (enough) break;
+    }
+    if (!enough) gather(-limit());
+    std::sort(kept_.begin(), kept_.end());
+    double sum = 0.0;
+    size_t count = 0;
+    while (count < kept_.size() && sum < wanted) sum += weights_[kept_[count++].id];
+    kept_.resize(std::max<size_t>(count, 1));
+}
+
+template <class T>
+const std::vector<Candidate<T>>& Sampler<T>::keep(const Filters& filters) {
+    kept_.clear();
+    if (broken()) return kept_;
+    const double least = filters.min_p > 0.0 ? std::min(0.0, std::log(filters.min_p)) : -std::numeric_limits<double>::infinity();
+    if (filters.top_k > 0 && static_cast<size_t>(filters.top_k) < vocab_) {
+        keep_largest(static_cast<size_t>(filters.top_k));
+        if (filters.top_p < 1.0) {
+            double total = 0.0, sum = 0.0;
+            for (const auto& c : kept_) total += weight(c);
+            size_t count = 0;
+            while (count < kept_.size() && sum < filters.top_p * total) sum += weight(kept_[count++]);
+            kept_.resize(std::max<size_t>(count, 1));
+        }
+    } else if (filters.top_p < 1.0) {
+        keep_nucleus(filters.top_p);
+    } else {
+        gather(static_cast<T>(top_ + least));
+        std::sort(kept_.begin(), kept_.end());
+    }
+    while (kept_.size() > 1 && !(kept_.back().value >= static_cast<T>(top_ + least))) kept_.pop_back();
+    return kept_;
+}
+
+template <class T>
+const std::vector<Candidate<T>>& Sampler<T>::leaders(size_t count) {
+    kept_.clear();
+    if (!broken()) keep_largest(std::min(count, vocab_));
+    return kept_;
+}
+
+template <class T>
+double Sampler<T>::log_total() {
+    weights_.resize(z_.size());
+    return static_cast<double>(top_) + std::log(weigh(z_.data(), blocks(), top_, weights_.data()));
+}
+
+template class Sampler<float>;
+template class Sampler<double>;
+
+}  // namespace paceline

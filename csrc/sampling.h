@@ -1,0 +1,80 @@
+// From a row of raw logits to the target's own choice: the fast twin of core/sampling.py.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "noise.h"
+
+namespace paceline {
+
+struct Edits {
+    const int64_t* ids = nullptr;
+    const float* scale = nullptr;
+    const float* add = nullptr;
+    size_t count = 0;
+};
+
+struct Filters {
+    int64_t top_k = 0;   // 0 keeps all
+    double top_p = 1.0;  // 1 keeps all
+    double min_p = 0.0;  // 0 keeps all
+
+    bool active() const { return top_k > 0 || top_p < 1.0 || min_p > 0.0; }
+};
+
+template <class T>
+struct Candidate {
+    T value;
+    uint32_t id;
+
+    // The order of likelihood: larger values first, the lower id on ties.
+    bool operator<(const Candidate& other) const {
+        return value > other.value || (value == other.value && id < other.id);
+    }
+};
+
+constexpr int64_t kBroken = -2;  // as core/nouns.py: no logit is finite: there is nothing to choose
+
+// A row of logits with its scratch memory. `vocab` is the number of token ids; ids must be below it.
+template <class T>
+class Sampler {
+  public:
+    // Take in logits / temperature, with the edits made before the division. temperature 0 keeps them as they are.
+    void load(const T* logits, size_t vocab, double temperature, const Edits& edits);
+
+    // The largest, the lowest id on ties.
+    int64_t argmax() const;
+
+    // A sample of softmax(z) among what the filters keep.
+    int64_t choose(const Filters& filters, Key key);
+
+    // What top_k, then top_p, then min_p leave over, most likely first. Empty for a broken row.
+    const std::vector<Candidate<T>>& keep(const Filters& filters);
+
+    // The `count` most likely, most likely first.
+    const std::vector<Candidate<T>>& leaders(size_t count);
+
+    // The log of the sum of exp of all.
+    double log_total();
+
+    bool broken() const { return !(top_ > -limit()) || !(top_ < limit()); }
+
+  private:
+    static T limit();
+    size_t blocks() const;
+    void gather(T least);
+    double weight(const Candidate<T>& c) const;
+    void keep_largest(size_t count);
+    void keep_nucleus(double top_p);
+    int64_t noisy_argmax(Key key);
+
+    size_t vocab_ = 0;
+    T top_ = 0;
+    std::vector<T> z_, weights_, bounds_;         // [blocks * 64], z padded with -inf
+    std::vector<T> maxima_, bound_maxima_;        // [blocks]
+    std::vector<Candidate<T>> kept_;
+};
+
+}  // namespace paceline
