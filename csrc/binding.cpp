@@ -1,15 +1,21 @@
 // The border to Python. Everything that comes in is checked here; nothing behind it checks again.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cmath>
+#include <string>
 #include <stdexcept>
 
+#include "decoder.h"
 #include "isa/kernels.h"
+#include "matrix.h"
 #include "sampling.h"
+#include "team.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -90,13 +96,259 @@ void bind_sampling(nb::module_& m) {
     m.def("logprobs", &logprobs<T>, "logits"_a.noconvert(), "token_id"_a, "num_top"_a);
 }
 
+// Weights ----------------------------------------------------------------------------------------
+
+template <class T>
+using Table = nb::ndarray<const T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+constexpr size_t kMostSide = size_t{1} << 24;  // rows or columns of a matrix
+
+void require(bool holds, const std::string& message) {
+    if (!holds) throw std::invalid_argument(message);
+}
+
+WeightType weight_type(const std::string& name) {
+    if (name == "int8") return WeightType::int8;
+    if (name == "int4") return WeightType::int4;
+    if (name == "bf16") return WeightType::bf16;
+    require(name == "f32", "weights are int8, int4, bf16 or f32, not " + name);
+    return WeightType::f32;
+}
+
+void check_sides(size_t out, size_t in) {
+    require(0 < out && out <= kMostSide && 0 < in && in <= kMostSide, "a matrix has 1 to 2**24 rows and columns");
+}
+
+std::shared_ptr<Matrix> pack(const Table<float>& weights, const std::string& type) {
+    check_sides(weights.shape(0), weights.shape(1));
+    const WeightType chosen = weight_type(type);
+    nb::gil_scoped_release unlocked;
+    return std::make_shared<Matrix>(Matrix::pack(weights.data(), weights.shape(0), weights.shape(1), chosen));
+}
+
+std::shared_ptr<Matrix> pack_int4(const Table<uint8_t>& values, const Table<uint16_t>& scales,
+                                  const Table<uint16_t>& minima) {
+    const size_t out = values.shape(0), in = values.shape(1);
+    check_sides(out, in);
+    require(in % kInt4Group == 0, "rows of 4-bit blocks are multiples of 32 long");
+    for (const auto* halves : {&scales, &minima})
+        require(halves->shape(0) == out && halves->shape(1) == in / kInt4Group,
+                "4-bit blocks need a scale and a minimum for every 32 values");
+    nb::gil_scoped_release unlocked;
+    return std::make_shared<Matrix>(Matrix::pack_int4(values.data(), scales.data(), minima.data(), out, in));
+}
+
+std::vector<float> vector_of(nb::handle array, size_t size, const char* what) {
+    const auto values = nb::cast<Array<float>>(array);
+    require(values.size() == size, std::string(what) + " has the wrong length");
+    return {values.data(), values.data() + size};
+}
+
+std::shared_ptr<const Matrix> matrix_of(const nb::dict& found, const char* name, size_t out, size_t in) {
+    require(found.contains(name), std::string("a layer lacks the matrix ") + name);
+    auto matrix = nb::cast<std::shared_ptr<Matrix>>(found[name]);
+    require(matrix->out() == out && matrix->in() == in, std::string("the wrong shape of ") + name);
+    return matrix;
+}
+
+Layer layer_of(const Shape& shape, const nb::dict& matrices, const nb::dict& vectors) {
+    const size_t q = shape.num_heads * shape.head_dim, kv = shape.num_kv_heads * shape.head_dim;
+    const auto maybe = [&](const char* name, size_t size) {
+        return vectors.contains(name) ? vector_of(vectors[name], size, name) : std::vector<float>();
+    };
+    Layer layer;
+    require(vectors.contains("attn_norm") && vectors.contains("mlp_norm"), "a layer lacks a norm");
+    layer.attn_norm = maybe("attn_norm", shape.hidden);
+    layer.mlp_norm = maybe("mlp_norm", shape.hidden);
+    layer.q_norm = maybe("attn_q_norm", shape.head_dim);
+    layer.k_norm = maybe("attn_k_norm", shape.head_dim);
+    layer.q_bias = maybe("attn_q_bias", q);
+    layer.k_bias = maybe("attn_k_bias", kv);
+    layer.v_bias = maybe("attn_v_bias", kv);
+    layer.o_bias = maybe("attn_o_bias", shape.hidden);
+    layer.gate_bias = maybe("mlp_gate_bias", shape.intermediate);
+    layer.up_bias = maybe("mlp_up_bias", shape.intermediate);
+    layer.down_bias = maybe("mlp_down_bias", shape.hidden);
+    layer.q = matrix_of(matrices, "attn_q", q, shape.hidden);
+    layer.k = matrix_of(matrices, "attn_k", kv, shape.hidden);
+    layer.v = matrix_of(matrices, "attn_v", kv, shape.hidden);
+    layer.o = matrix_of(matrices, "attn_o", shape.hidden, q);
+    layer.gate = matrix_of(matrices, "mlp_gate", shape.intermediate, shape.hidden);
+    layer.up = matrix_of(matrices, "mlp_up", shape.intermediate, shape.hidden);
+    layer.down = matrix_of(matrices, "mlp_down", shape.hidden, shape.intermediate);
+    require(layer.q->type() == layer.k->type() && layer.q->type() == layer.v->type() &&
+                layer.gate->type() == layer.up->type(),
+            "matrices that read the same activations must have one type");
+    return layer;
+}
+
+void check_shape(const Shape& s) {
+    for (size_t n : {s.vocab, s.hidden, s.intermediate, s.num_layers, s.num_heads, s.num_kv_heads, s.head_dim})
+        require(0 < n && n <= kMostSide, "every size of a model is between 1 and 2**24");
+    require(s.num_heads % s.num_kv_heads == 0 && s.head_dim % 2 == 0, "the heads do not fit each other");
+    require(s.num_heads * s.head_dim <= kMostSide, "the heads are too large");
+}
+
+Decoder make_decoder(const Shape& shape, const std::shared_ptr<Team>& team,
+                                      const std::shared_ptr<Matrix>& embed, const std::shared_ptr<Matrix>& head,
+                                      const Array<float>& final_norm, const Array<float>& inverse_frequencies,
+                                      const nb::list& layers) {
+    check_shape(shape);
+    require(embed->out() == shape.vocab && embed->in() == shape.hidden, "the wrong shape of the embedding");
+    require(head->out() == shape.vocab && head->in() == shape.hidden, "the wrong shape of the head");
+    require(layers.size() == shape.num_layers, "the wrong number of layers");
+    Weights weights{embed, head, vector_of(nb::cast(final_norm), shape.hidden, "final_norm"),
+                    vector_of(nb::cast(inverse_frequencies), shape.head_dim / 2, "inverse_frequencies"), {}};
+    for (nb::handle layer : layers) {
+        const auto parts = nb::cast<nb::tuple>(layer);
+        require(parts.size() == 2, "a layer is a pair of matrices and vectors");
+        weights.layers.push_back(layer_of(shape, nb::cast<nb::dict>(parts[0]), nb::cast<nb::dict>(parts[1])));
+    }
+    return Decoder(shape, std::move(weights), team);
+}
+
+// The pass ---------------------------------------------------------------------------------------
+
+template <class T>
+using Out = nb::ndarray<T, nb::c_contig, nb::device::cpu>;
+
+void check_kv(const Shape& shape, const KVStore& kv, size_t num_layers) {
+    require(kv.num_kv_heads() == shape.num_kv_heads && kv.head_dim() == shape.head_dim,
+            "the KV store belongs to another model");
+    require(num_layers <= shape.num_layers && num_layers <= kv.num_layers(), "the store has too few layers");
+}
+
+void check_tokens(const Shape& shape, const KVStore& kv, const Pass& pass) {
+    const auto below = [](int64_t value, size_t end) { return value >= 0 && static_cast<size_t>(value) < end; };
+    for (size_t t = 0; t < pass.num_tokens; ++t) {
+        require(below(pass.token_ids[t], shape.vocab), "a token id lies outside the vocabulary");
+        require(below(pass.slots[t], kv.num_pages() * kPageTokens), "a slot lies outside the KV store");
+        require(below(pass.positions[t], pass.max_pages * kPageTokens), "a position lies beyond its row's pages");
+    }
+    require(pass.cu_len[0] == 0 && pass.cu_len[pass.num_rows] == static_cast<int64_t>(pass.num_tokens),
+            "cu_len must lead from 0 to the number of tokens");
+    for (size_t row = 0; row < pass.num_rows; ++row) {
+        require(pass.cu_len[row] <= pass.cu_len[row + 1] && below(pass.cu_len[row], pass.num_tokens + 1),
+                "cu_len must not fall");
+        for (int64_t t = pass.cu_len[row] + 1; t < pass.cu_len[row + 1]; ++t)
+            require(pass.positions[t] == pass.positions[t - 1] + 1, "a row's tokens must have consecutive positions");
+    }
+    for (size_t i = 0; i < pass.num_rows * pass.max_pages; ++i)
+        require(below(pass.pages[i], kv.num_pages()), "a page lies outside the KV store");
+    for (int64_t token : pass.wanted) require(below(token, pass.num_tokens), "a wanted token is not in the pass");
+}
+
+// How tokens are chosen, as arrays: one entry for each wanted token, edits one after another.
+struct ChooseArrays {
+    Array<uint8_t> kinds;
+    Array<double> temperatures;
+    Table<uint32_t> keys;
+    Array<int64_t> edit_offsets, edit_ids;
+    Array<float> edit_scale, edit_add;
+};
+
+std::vector<Choose> chooses_of(const ChooseArrays& arrays, size_t num_wanted, size_t vocab) {
+    require(arrays.kinds.size() == num_wanted && arrays.temperatures.size() == num_wanted &&
+                arrays.keys.shape(0) == num_wanted && arrays.keys.shape(1) == 2 &&
+                arrays.edit_offsets.size() == num_wanted + 1,
+            "every wanted token needs a kind, a temperature, a key and edits");
+    checked_edits(arrays.edit_ids, arrays.edit_scale, arrays.edit_add, vocab);
+    const int64_t* offsets = arrays.edit_offsets.data();
+    const auto num_edits = static_cast<int64_t>(arrays.edit_ids.size());
+    std::vector<Choose> chooses;
+    for (size_t i = 0; i < num_wanted; ++i) {
+        require(arrays.kinds.data()[i] <= 2, "a kind is 0, 1 or 2");
+        require(0 <= offsets[i] && offsets[i] <= offsets[i + 1] && offsets[i + 1] <= num_edits, "edit offsets must rise");
+        const Edits edits{arrays.edit_ids.data() + offsets[i], arrays.edit_scale.data() + offsets[i],
+                          arrays.edit_add.data() + offsets[i], static_cast<size_t>(offsets[i + 1] - offsets[i])};
+        require(std::is_sorted(edits.ids, edits.ids + edits.count), "edits must be in the order of their ids");
+        chooses.push_back({static_cast<Kind>(arrays.kinds.data()[i]), arrays.temperatures.data()[i],
+                           {arrays.keys.data()[2 * i], arrays.keys.data()[2 * i + 1]}, edits});
+    }
+    return chooses;
+}
+
+void forward(Decoder& decoder, const KVStore& kv, const Array<int64_t>& token_ids, const Array<int64_t>& positions,
+             const Array<int64_t>& slots, const Array<int64_t>& cu_len, const Table<int64_t>& pages,
+             const Array<int64_t>& wanted, const ChooseArrays& choose_arrays, size_t vocab, size_t num_layers,
+             const std::vector<size_t>& tap_layers, const Out<float>& taps, const Out<int64_t>& chosen,
+             const Out<float>& logits) {
+    const Shape& shape = decoder.shape();
+    check_kv(shape, kv, num_layers);
+    const size_t num_tokens = token_ids.size();
+    require(0 < vocab && vocab <= shape.vocab, "the model has fewer token ids");
+    require(positions.size() == num_tokens && slots.size() == num_tokens, "every token needs a position and a slot");
+    require(cu_len.size() >= 1 && pages.shape(0) == cu_len.size() - 1, "every row needs its pages");
+    Pass pass{num_tokens, cu_len.size() - 1, pages.shape(1), token_ids.data(), positions.data(), slots.data(),
+              cu_len.data(), pages.data(), {wanted.data(), wanted.data() + wanted.size()}, {}, vocab, num_layers, {},
+              chosen.data(), logits.data()};
+    check_tokens(shape, kv, pass);
+    pass.chooses = chooses_of(choose_arrays, wanted.size(), vocab);
+    const auto num_logit_rows = static_cast<size_t>(std::count_if(
+        pass.chooses.begin(), pass.chooses.end(), [](const Choose& c) { return c.kind == Kind::logits; }));
+    require(chosen.size() == wanted.size() && logits.size() == num_logit_rows * vocab,
+            "the outputs have the wrong size");
+    require(taps.size() == tap_layers.size() * num_tokens * shape.hidden, "the taps have the wrong size");
+    for (size_t i = 0; i < tap_layers.size(); ++i) {
+        require(tap_layers[i] <= num_layers, "a tap beyond the layers that run");
+        pass.taps.emplace_back(tap_layers[i], taps.data() + i * num_tokens * shape.hidden);
+    }
+    nb::gil_scoped_release unlocked;
+    if (num_tokens > 0) decoder.forward(pass, kv);
+}
+
+void bind_decoder(nb::module_& m) {
+    nb::class_<Team>(m, "Team").def("__init__", [](Team* self, size_t num_threads) {
+        require(1 <= num_threads && num_threads <= 1024, "a team has 1 to 1024 threads");
+        new (self) Team(num_threads);
+    }, "num_threads"_a);
+    nb::class_<Matrix>(m, "Matrix")
+        .def_prop_ro("num_bytes", &Matrix::bytes)
+        .def("row", [](const Matrix& self, size_t index, const Out<float>& to) {
+            require(index < self.out() && to.size() == self.in(), "no such row");
+            self.row(index, to.data());
+        });
+    m.def("pack", &pack, "weights"_a.noconvert(), "dtype"_a);
+    m.def("pack_int4", &pack_int4, "values"_a.noconvert(), "scales"_a.noconvert(), "minima"_a.noconvert());
+    nb::class_<KVStore>(m, "KVStore")
+        .def("__init__", [](KVStore* self, const std::string& type, size_t num_layers, size_t num_pages,
+                            size_t num_kv_heads, size_t head_dim) {
+            require(type == "f16" || type == "f32", "KV is f16 or f32, not " + type);
+            for (size_t n : {num_layers, num_kv_heads, head_dim}) require(0 < n && n <= kMostSide, "a size out of bounds");
+            require(0 < num_pages && num_pages < size_t{1} << 40, "a KV store has at least one page");
+            new (self) KVStore(type == "f16" ? KVType::f16 : KVType::f32, num_layers, num_pages, num_kv_heads, head_dim);
+        }, "dtype"_a, "num_layers"_a, "num_pages"_a, "num_kv_heads"_a, "head_dim"_a)
+        .def_prop_ro("num_pages", &KVStore::num_pages)
+        .def_prop_ro("bytes_per_token", &KVStore::bytes_per_token);
+    nb::class_<ChooseArrays>(m, "Chooses")
+        .def(nb::init<Array<uint8_t>, Array<double>, Table<uint32_t>, Array<int64_t>, Array<int64_t>, Array<float>,
+                      Array<float>>(),
+             "kinds"_a, "temperatures"_a, "keys"_a, "edit_offsets"_a, "edit_ids"_a, "edit_scale"_a, "edit_add"_a);
+    nb::class_<Decoder>(m, "Decoder")
+        .def("__init__", [](Decoder* self, size_t vocab, size_t hidden, size_t intermediate, size_t num_heads,
+                            size_t num_kv_heads, size_t head_dim, float norm_eps, const std::shared_ptr<Team>& team,
+                            const std::shared_ptr<Matrix>& embed, const std::shared_ptr<Matrix>& head,
+                            const Array<float>& final_norm, const Array<float>& inverse_frequencies,
+                            const nb::list& layers) {
+            const Shape shape{vocab, hidden, intermediate, layers.size(), num_heads, num_kv_heads, head_dim, norm_eps};
+            new (self) Decoder(make_decoder(shape, team, embed, head, final_norm, inverse_frequencies, layers));
+        }, "vocab"_a, "hidden"_a, "intermediate"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "norm_eps"_a,
+           "team"_a, "embed"_a, "head"_a, "final_norm"_a, "inverse_frequencies"_a, "layers"_a)
+        .def_prop_ro("weight_bytes", &Decoder::weight_bytes)
+        .def("forward", &forward, "kv"_a, "token_ids"_a.noconvert(), "positions"_a.noconvert(), "slots"_a.noconvert(),
+             "cu_len"_a.noconvert(), "pages"_a.noconvert(), "wanted"_a.noconvert(), "chooses"_a, "vocab"_a, "num_layers"_a,
+             "tap_layers"_a, "taps"_a.noconvert(), "chosen"_a.noconvert(), "logits"_a.noconvert());
+}
+
 }  // namespace
 }  // namespace paceline
 
 NB_MODULE(_ext, m) {
     m.doc() = "Native kernels of Paceline.";
+    nb::set_leak_warnings(false);  // caches of a process keep models until it ends
     paceline::bind_sampling<float>(m);
     paceline::bind_sampling<double>(m);
+    paceline::bind_decoder(m);
     m.def("gumbel", [](uint32_t k0, uint32_t k1, uint32_t id) { return paceline::gumbel({k0, k1}, id); }, "k0"_a,
           "k1"_a, "id"_a);
     m.def("isa", [] { return paceline::kernels().name; }, "The instruction set in use.");

@@ -47,7 +47,7 @@ double weigh(const double* z, size_t blocks, double top, double* weights) {
 }
 
 void bound(const float* z, size_t blocks, Key key, float* bounds, float* out) {
-    kernels().vocabulary.bound(z, blocks, key.k0, key.k1, bounds, out);
+    kernels().vocabulary.bound(z, blocks, key.k0, key.k1, 0, bounds, out);
 }
 
 void bound(const double* z, size_t blocks, Key key, double* bounds, double* out) {
@@ -84,11 +84,8 @@ void Sampler<T>::load(const T* logits, size_t vocab, double temperature, const E
         temperature > 0.0 ? static_cast<T>(1.0 / std::max(temperature, kLeastTemperature)) : static_cast<T>(1);
     scale(logits, whole, inverse, z_.data());
     for (size_t i = whole * kBlock; i < z_.size(); ++i) z_[i] = i < vocab ? logits[i] * inverse : -limit();
-    for (size_t i = 0; i < edits.count; ++i) {
-        const T old = logits[edits.ids[i]];
-        const T scaled = old > 0 ? old / edits.scale[i] : old * edits.scale[i];
-        z_[edits.ids[i]] = (scaled + edits.add[i]) * inverse;
-    }
+    for (size_t i = 0; i < edits.count; ++i)
+        z_[edits.ids[i]] = edited(logits[edits.ids[i]], edits, i) * inverse;
     top_ = maxima(z_.data(), blocks(), maxima_.data());
 }
 

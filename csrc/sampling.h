@@ -16,6 +16,17 @@ struct Edits {
     size_t count = 0;
 };
 
+// The edited logit, before the temperature.
+template <class T>
+T edited(T logit, const Edits& edits, size_t index) {
+    return (logit > 0 ? logit / edits.scale[index] : logit * edits.scale[index]) + edits.add[index];
+}
+
+// 1 / temperature for one above 0; tiny ones act as 1e-5, as core/sampling.py says.
+inline float inverse_temperature(double temperature) {
+    return static_cast<float>(1.0 / (temperature > 1e-5 ? temperature : 1e-5));
+}
+
 struct Filters {
     int64_t top_k = 0;   // 0 keeps all
     double top_p = 1.0;  // 1 keeps all

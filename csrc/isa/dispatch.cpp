@@ -6,12 +6,15 @@
 
 namespace paceline {
 
-#define PACELINE_DECLARE(isa)                               \
-    namespace isa {                                         \
-    extern const VocabularyKernels vocabulary_kernels;      \
+#define PACELINE_DECLARE(isa)                          \
+    namespace isa {                                    \
+    extern const VocabularyKernels vocabulary_kernels; \
+    extern const GemmKernels gemm_kernels;             \
+    extern const LayerKernels layer_kernels;           \
+    extern const AttentionKernels attention_kernels;   \
     }
 #define PACELINE_TABLE(isa) \
-    Kernels { #isa, isa::vocabulary_kernels }
+    Kernels { #isa, isa::vocabulary_kernels, isa::gemm_kernels, isa::layer_kernels, isa::attention_kernels }
 
 PACELINE_DECLARE(portable)
 #ifdef PACELINE_X86

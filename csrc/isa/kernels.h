@@ -10,7 +10,12 @@
 
 namespace paceline {
 
-constexpr size_t kBlock = 64;  // numbers per block of a padded vocabulary row
+constexpr size_t kBlock = 64;       // numbers per block of a padded vocabulary row
+constexpr size_t kPanel = 32;       // outputs of a matrix that are packed and computed together
+constexpr size_t kInt8Group = 64;   // inputs that share an activation scale, beside int8 weights ...
+constexpr size_t kInt4Group = 32;   // ... and beside int4 weights, whose own blocks have this length
+constexpr size_t kPageTokens = 16;  // KV slots of one page, as core/nouns.py
+constexpr size_t kSpan = 256;       // keys whose softmax is taken at once; spans start at multiples of it
 
 // Passes over a row of float32 scores. `blocks` counts blocks of 64; the row is padded to whole blocks with -inf.
 struct VocabularyKernels {
@@ -21,12 +26,76 @@ struct VocabularyKernels {
     // weights = exp(z - top). Returns their sum.
     double (*weigh)(const float* z, size_t blocks, float top, float* weights);
     // bounds[i] = a number no less than z[i] + gumbel(key, first_id + i), maxima[b] the largest of block b.
-    void (*bound)(const float* z, size_t blocks, uint32_t k0, uint32_t k1, float* bounds, float* maxima);
+    void (*bound)(const float* z, size_t blocks, uint32_t k0, uint32_t k1, uint32_t first_id, float* bounds,
+                  float* maxima);
+};
+
+// Activations of some token rows as a matrix product reads them, `width` numbers a row.
+struct FloatRows {
+    const float* values;
+    size_t width;
+};
+
+struct QuantisedRows {
+    const int8_t* values;
+    size_t width, num_groups;
+    const float* scales;  // [num_rows, num_groups]
+    const int32_t* sums;  // [num_rows, num_groups] sum of the values
+};
+
+struct Int8Panel {
+    const uint8_t* weights;
+    const float* scales;  // [32]
+};
+
+// out[(row - first) * stride + o] for rows first..end and the 32 outputs of one panel.
+struct GemmKernels {
+    void (*int8)(const Int8Panel& panel, const QuantisedRows& rows, size_t first, size_t end, float* out,
+                 size_t stride);
+    void (*int4)(const uint8_t* panel, const QuantisedRows& rows, size_t first, size_t end, float* out, size_t stride);
+    void (*f32)(const float* panel, const FloatRows& rows, size_t first, size_t end, float* out, size_t stride);
+    void (*bf16)(const uint16_t* panel, const FloatRows& rows, size_t first, size_t end, float* out, size_t stride);
+};
+
+struct LayerKernels {
+    void (*rms_norm)(const float* x, const float* weight, size_t n, float eps, float* out);
+    void (*add)(float* x, const float* y, size_t n);
+    void (*quantise)(const float* x, size_t width, size_t group, int8_t* q, float* scales, int32_t* sums);
+    void (*rotate)(float* x, const float* cosines, const float* sines, size_t n);
+    void (*silu_mul)(float* gate, const float* up, size_t n);
+};
+
+// Some queries of one row and KV head, and the keys start..end of that row, all in one span.
+struct AttentionSpan {
+    const void *keys, *values;  // of one layer
+    const int64_t* pages;       // of the row
+    size_t num_kv_heads, kv_head, head_dim;
+    size_t num_queries, start, end;
+    const float* queries;   // [num_queries, head_dim], scaled
+    const int64_t* limits;  // [num_queries] how many of the row's keys each one sees
+    float* scores;          // [num_queries, kSpan] scratch
+    float *tops, *totals;   // [num_queries] largest score, and sum of exp(score - largest)
+    float* mixed;           // [num_queries, head_dim] sum of exp(score - largest) * value
+};
+
+struct KVKernels {
+    void (*attend)(const AttentionSpan& span);
+    void (*write)(void* keys, void* values, size_t slot, size_t num_kv_heads, size_t head_dim, size_t size,
+                  const float* key, const float* value);
+};
+
+struct AttentionKernels {
+    KVKernels f32, f16;
+    void (*merge)(float top, float total, const float* mixed, size_t head_dim, float* top_so_far, float* total_so_far,
+                  float* mixed_so_far);
 };
 
 struct Kernels {
     const char* name;
     VocabularyKernels vocabulary;
+    GemmKernels gemm;
+    LayerKernels layer;
+    AttentionKernels attention;
 };
 
 // The table for this machine, chosen once; the environment variable PACELINE_ISA names a lesser one.

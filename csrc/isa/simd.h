@@ -1,56 +1,164 @@
-// Vectors of 64 bytes by the compiler's own vector types: one source for every instruction set, and the same bits on
-// all of them as long as no product and sum are contracted.
+// Vectors of the instruction set's own width, by the compiler's vector types where they do and intrinsics where not.
+//
+// Built with contraction off: a product and a sum are fused only by `fma`, so a kernel's bits depend on its instruction
+// set and on nothing else.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
-#include <cstring>
 
-namespace paceline::PACELINE_ISA {
-
-typedef float f32x16 __attribute__((vector_size(64)));
-typedef int32_t i32x16 __attribute__((vector_size(64)));
-typedef uint32_t u32x16 __attribute__((vector_size(64)));
+#if defined(__x86_64__) && (defined(__AVX512F__) || defined(__AVX2__))
+#include <immintrin.h>
+#endif
 
 #define PACELINE_INLINE static inline __attribute__((always_inline))
 
-PACELINE_INLINE f32x16 load(const float* p) {
-    f32x16 v;
+#if defined(__AVX512F__)
+#define PACELINE_VECTOR_BYTES 64
+#elif defined(__AVX2__)
+#define PACELINE_VECTOR_BYTES 32
+#else
+#define PACELINE_VECTOR_BYTES 16
+#endif
+
+namespace paceline::PACELINE_ISA {
+
+constexpr int kLanes = PACELINE_VECTOR_BYTES / 4;
+
+typedef float f32v __attribute__((vector_size(PACELINE_VECTOR_BYTES)));
+typedef int32_t i32v __attribute__((vector_size(PACELINE_VECTOR_BYTES)));
+typedef uint32_t u32v __attribute__((vector_size(PACELINE_VECTOR_BYTES)));
+
+PACELINE_INLINE f32v load(const float* p) {
+    f32v v;
     __builtin_memcpy(&v, p, sizeof v);
     return v;
 }
 
-PACELINE_INLINE void store(float* p, f32x16 v) { __builtin_memcpy(p, &v, sizeof v); }
+PACELINE_INLINE void store(float* p, f32v v) { __builtin_memcpy(p, &v, sizeof v); }
 
-PACELINE_INLINE f32x16 splat(float x) { return f32x16{} + x; }
+PACELINE_INLINE f32v splat(float x) { return f32v{} + x; }
+PACELINE_INLINE i32v splat(int32_t x) { return i32v{} + x; }
+
+// kLanes half-precision numbers, widened.
+PACELINE_INLINE f32v load_half(const uint16_t* p) {
+#if defined(__AVX512F__)
+    return (f32v)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__)
+    return (f32v)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+    f32v v;
+    for (int i = 0; i < kLanes; ++i) {
+        _Float16 h;
+        __builtin_memcpy(&h, p + i, sizeof h);
+        v[i] = (float)h;
+    }
+    return v;
+#endif
+}
+
+PACELINE_INLINE uint16_t to_half(float x) {
+    uint16_t bits;
+#if defined(__F16C__)
+    bits = (uint16_t)_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    const _Float16 h = (_Float16)x;
+    __builtin_memcpy(&bits, &h, sizeof bits);
+#endif
+    return bits;
+}
+
+// kLanes bfloat16 numbers, widened: their bits are the upper half of a float's.
+PACELINE_INLINE f32v load_bfloat(const uint16_t* p) {
+#if defined(__AVX512F__)
+    return (f32v)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#elif defined(__AVX2__)
+    return (f32v)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+#else
+    u32v bits;
+    for (int i = 0; i < kLanes; ++i) bits[i] = (uint32_t)p[i] << 16;
+    f32v v;
+    __builtin_memcpy(&v, &bits, sizeof v);
+    return v;
+#endif
+}
+
+// a * b + c, rounded once where the machine can.
+PACELINE_INLINE f32v fma(f32v a, f32v b, f32v c) {
+#if defined(__AVX512F__)
+    return (f32v)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+    return (f32v)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
 
 // The larger of each pair; b where a is NaN.
-PACELINE_INLINE f32x16 larger(f32x16 a, f32x16 b) { return a > b ? a : b; }
+PACELINE_INLINE f32v larger(f32v a, f32v b) {
+#if defined(__AVX512F__)
+    return (f32v)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (f32v)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return a > b ? a : b;
+#endif
+}
 
-PACELINE_INLINE float largest(f32x16 v) {
+PACELINE_INLINE float largest(f32v v) {
     float best = v[0];
-    for (int i = 1; i < 16; ++i) best = v[i] > best ? v[i] : best;
+    for (int i = 1; i < kLanes; ++i) best = v[i] > best ? v[i] : best;
     return best;
+}
+
+// The sum of all lanes by halving: log2(kLanes) additions deep, always in the same order.
+PACELINE_INLINE float sum(f32v v) {
+    for (int width = kLanes / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; ++i) v[i] += v[i + width];
+    return v[0];
+}
+
+PACELINE_INLINE f32v to_float(u32v v) {
+#if defined(__AVX512F__)
+    return (f32v)_mm512_cvtepu32_ps((__m512i)v);
+#else
+    return __builtin_convertvector(v, f32v);
+#endif
+}
+
+PACELINE_INLINE f32v to_float(i32v v) { return __builtin_convertvector(v, f32v); }
+
+// Rounded to the nearest integer, ties to even; |x| < 2**22.
+PACELINE_INLINE f32v nearest(f32v x) {
+    const f32v shift = splat(12582912.0f);  // 1.5 * 2**23
+    return (x + shift) - shift;
 }
 
 // exp of numbers at most 88, within 2 units in the last place (Cody and Waite's reduction, the minimax polynomial of
 // the Cephes library); 0 below -87.
-PACELINE_INLINE f32x16 exp(f32x16 x) {
-    const f32x16 shift = splat(12582912.0f);  // 1.5 * 2**23: adding it rounds to an integer
-    const f32x16 n = (x * 1.44269504f + shift) - shift;
-    f32x16 r = x - n * 0.693359375f;
-    r = r - n * -2.12194440e-4f;
-    f32x16 p = splat(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
-    const f32x16 tiny = splat(-87.0f);
-    const i32x16 power = (__builtin_convertvector(x < tiny ? splat(0.0f) : n, i32x16) + 127) << 23;
-    f32x16 scale;
+PACELINE_INLINE f32v exp(f32v x) {
+    const f32v floor = splat(-87.5f);
+    const f32v safe = larger(x, floor);  // also in place of NaN, which `weigh` and attention never hand on
+    const f32v n = nearest(safe * 1.44269504f);
+    f32v r = fma(n, splat(-0.693359375f), safe);
+    r = fma(n, splat(2.12194440e-4f), r);
+    f32v p = splat(1.9875691500e-4f);
+    p = fma(p, r, splat(1.3981999507e-3f));
+    p = fma(p, r, splat(8.3334519073e-3f));
+    p = fma(p, r, splat(4.1665795894e-2f));
+    p = fma(p, r, splat(1.6666665459e-1f));
+    p = fma(p, r, splat(5.0000001201e-1f));
+    p = fma(p, r * r, r) + 1.0f;
+    const i32v power = (__builtin_convertvector(n, i32v) + 127) << 23;
+    f32v scale;
     __builtin_memcpy(&scale, &power, sizeof scale);
-    return x < tiny ? splat(0.0f) : p * scale;
+    const i32v alive = x > floor;  // all ones where true
+    i32v bits;
+    p = p * scale;
+    __builtin_memcpy(&bits, &p, sizeof bits);
+    bits &= alive;
+    __builtin_memcpy(&p, &bits, sizeof p);
+    return p;
 }
 
 }  // namespace paceline::PACELINE_ISA

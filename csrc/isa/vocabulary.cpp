@@ -1,4 +1,4 @@
-// Passes over one row of scores, a number per token id. Built with contraction off: the same bits everywhere.
+// Passes over one row of scores, a number per token id.
 #include "kernels.h"
 #include "simd.h"
 
@@ -6,14 +6,14 @@ namespace paceline::PACELINE_ISA {
 namespace {
 
 void scale(const float* x, size_t blocks, float inverse, float* z) {
-    for (size_t i = 0; i < blocks * kBlock; i += 16) store(z + i, load(x + i) * inverse);
+    for (size_t i = 0; i < blocks * kBlock; i += kLanes) store(z + i, load(x + i) * inverse);
 }
 
 float maxima(const float* z, size_t blocks, float* maxima) {
-    f32x16 top = splat(-__builtin_inff());
+    f32v top = splat(-__builtin_inff());
     for (size_t b = 0; b < blocks; ++b, z += kBlock) {
-        f32x16 best = splat(-__builtin_inff());
-        for (size_t i = 0; i < kBlock; i += 16) best = larger(load(z + i), best);
+        f32v best = splat(-__builtin_inff());
+        for (size_t i = 0; i < kBlock; i += kLanes) best = larger(load(z + i), best);
         maxima[b] = largest(best);
         top = larger(best, top);
     }
@@ -25,18 +25,18 @@ double weigh(const float* z, size_t blocks, float top, float* weights) {
     double total = 0.0;
     for (size_t first = 0; first < blocks; first += few) {
         const size_t end = (first + few < blocks ? first + few : blocks) * kBlock;
-        f32x16 sums = splat(0.0f);
-        for (size_t i = first * kBlock; i < end; i += 16) {
-            const f32x16 w = exp(load(z + i) - top);
+        f32v sums = splat(0.0f);
+        for (size_t i = first * kBlock; i < end; i += kLanes) {
+            const f32v w = exp(load(z + i) - top);
             store(weights + i, w);
             sums += w;
         }
-        for (int lane = 0; lane < 16; ++lane) total += sums[lane];
+        for (int lane = 0; lane < kLanes; ++lane) total += sums[lane];
     }
     return total;
 }
 
-PACELINE_INLINE u32x16 lowbias(u32x16 x) {
+PACELINE_INLINE u32v lowbias(u32v x) {
     x = (x ^ (x >> 16)) * 0x7FEB352Du;
     x = (x ^ (x >> 15)) * 0x846CA68Bu;
     return x ^ (x >> 16);
@@ -44,22 +44,22 @@ PACELINE_INLINE u32x16 lowbias(u32x16 x) {
 
 // gumbel = -log(-log(1 - v)) <= -log(v) <= 32 log 2 - log(h1). The bits of a float32, read as an integer, are a
 // straight line below log2 between powers of two, so no logarithm is taken; 1e-4 outweighs every rounding.
-PACELINE_INLINE f32x16 ceiling(u32x16 h1) {
+PACELINE_INLINE f32v ceiling(u32v h1) {
     constexpr float ln2 = 0.6931471805599453f;
-    const f32x16 wide = __builtin_convertvector(h1, f32x16);
-    i32x16 bits;
+    const f32v wide = to_float(h1);
+    i32v bits;
     __builtin_memcpy(&bits, &wide, sizeof bits);
-    return __builtin_convertvector(bits, f32x16) * (-ln2 * 0x1p-23f) + ln2 * (32 + 127 + 1e-4f);
+    return to_float(bits) * (-ln2 * 0x1p-23f) + ln2 * (32 + 127 + 1e-4f);
 }
 
-void bound(const float* z, size_t blocks, uint32_t k0, uint32_t k1, float* bounds, float* maxima) {
-    u32x16 ids;
-    for (uint32_t lane = 0; lane < 16; ++lane) ids[lane] = lane;
+void bound(const float* z, size_t blocks, uint32_t k0, uint32_t k1, uint32_t first_id, float* bounds, float* maxima) {
+    u32v ids;
+    for (int lane = 0; lane < kLanes; ++lane) ids[lane] = first_id + (uint32_t)lane;
     for (size_t b = 0; b < blocks; ++b) {
-        f32x16 best = splat(-__builtin_inff());
-        for (size_t i = b * kBlock; i < (b + 1) * kBlock; i += 16, ids += 16) {
-            const u32x16 h1 = lowbias(lowbias(ids ^ k0) + k1);
-            const f32x16 most = ceiling(h1) + load(z + i);
+        f32v best = splat(-__builtin_inff());
+        for (size_t i = b * kBlock; i < (b + 1) * kBlock; i += kLanes, ids += kLanes) {
+            const u32v h1 = lowbias(lowbias(ids ^ k0) + k1);
+            const f32v most = ceiling(h1) + load(z + i);
             store(bounds + i, most);
             best = larger(most, best);
         }

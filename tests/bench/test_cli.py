@@ -126,7 +126,7 @@ def test_bench_end_to_end(model, prompts, tmp_path):
     out, tokens = tmp_path / "b.json", tmp_path / "t.jsonl"
     drafts = ["--draft", "ngram:k=3", "--draft", "off", "--draft", "draft-model:layers=1,k=2"]
     arguments = ["--prompts", prompts, "--model", model, "--max-tokens", 40, "--concurrency", "1,4", "--repeat", 2]
-    weights = ["--weights", "float64", "--json", out, "--save-tokens", tokens, "--temperature", "0.7"]
+    weights = ["--weights", "f32", "--json", out, "--save-tokens", tokens, "--temperature", "0.7"]
     done = paceline("bench", *arguments, *drafts, *weights)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

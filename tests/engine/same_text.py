@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from random import Random
 from typing import TYPE_CHECKING
@@ -19,35 +19,47 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.scheduler import Limits
 from paceline.engine.stats import Stats
-from paceline.model.decoder import Decoder
+from paceline.model import native
+from paceline.model.decoder import ReferenceDecoder
 from tests.tiny import tiny_config, tiny_tokenizer, tiny_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+
+    from paceline.model.backend import Decoder
+    from paceline.model.config import ModelConfig
 
 VOCAB = 320
+KV_TYPES = {"f64": "f64", "f32": "f32", "bf16": "f16", "int8": "f16", "int4": "f16"}  # beside each type of weights
 SHARP = 2.3  # so that neither drafter is always right or always wrong
 DRAFTER_NOISE = 0.06  # of the draft model's weights against the target's
 MAX_LEN = 256
 
 
+def make_decoder(config: ModelConfig, weights: Mapping[str, torch.Tensor], types: str) -> Decoder:
+    """`f64` is the reference backend; any other type of weights is native, on two threads."""
+    if types == "f64":
+        return ReferenceDecoder(config, weights, torch.float64)
+    return native.load_decoder(config, weights, types, KV_TYPES[types], threads=2)
+
+
 @cache
-def target() -> build.Loaded:
+def target(types: str = "f64") -> build.Loaded:
     config = tiny_config(vocab_size=VOCAB, num_layers=3, eos_ids=(VOCAB - 1,))
     weights = tiny_weights(config, seed=4, embed_scale=SHARP)
-    return build.Loaded("tiny", Decoder(config, weights, torch.float64), tiny_tokenizer(VOCAB), None)
+    return build.Loaded("tiny", make_decoder(config, weights, types), tiny_tokenizer(VOCAB), None)
 
 
 @cache
-def draft_weights(name: str) -> DraftWeights:
+def draft_weights(name: str, types: str = "f64") -> DraftWeights:
     """`noisy`: the target's weights disturbed. `same`: the target itself."""
-    loaded = target()
+    loaded = target(types)
     config = loaded.decoder.config
     weights = tiny_weights(config, seed=4, embed_scale=SHARP)
     if name == "noisy":
         other = tiny_weights(config, seed=5, embed_scale=SHARP)
         weights = {n: w + DRAFTER_NOISE * other[n] for n, w in weights.items()}
-    return DraftWeights(Decoder(config, weights, torch.float64), Vocabulary(name, loaded.tokenizer, VOCAB))
+    return DraftWeights(make_decoder(config, weights, types), Vocabulary(name, loaded.tokenizer, VOCAB))
 
 
 @dataclass(frozen=True)
@@ -81,17 +93,19 @@ class RestlessK:
         return RowDraft(row.token_ids[:kept], row.drafter, probs=probs)
 
 
-def make_engine(draft: str, settings: Settings, law: str = "coupled") -> Engine:
+def make_engine(draft: str, settings: Settings, law: str = "coupled", types: str = "f64") -> Engine:
     limits = Limits(settings.num_rows, MAX_LEN, settings.prefill_tokens)
     config = EngineConfig(
         draft=draft,
         law=law,
-        dtype="float64",
+        backend="reference" if types == "f64" else "native",
+        weights=types,
+        kv=KV_TYPES[types],
         kv_tokens=settings.num_pages * 16,
         prefix_cache=settings.prefix_cache,
         limits=limits,
     )
-    return build.assemble(config, target(), draft_weights).engine
+    return build.assemble(config, target(types), partial(draft_weights, types=types)).engine
 
 
 @dataclass

@@ -15,10 +15,10 @@ from paceline.model.packed import Packed
 from tests.engine.same_text import PLAIN, draft_weights, make_engine, run, target
 
 if TYPE_CHECKING:
-    from paceline.model.decoder import Decoder
+    from paceline.model.decoder import ReferenceDecoder
 
 
-def _model(decoder: Decoder):
+def _model(decoder: ReferenceDecoder):
     def logits(token_ids: list[int]) -> np.ndarray:
         places = np.arange(len(token_ids))
         num_pages = -(-len(token_ids) // 16)

@@ -28,7 +28,7 @@ EXAMPLES = 60
 MANY_EXAMPLES = 230
 
 
-def suite(draft: str, examples: int) -> Tally:
+def suite(draft: str, examples: int, types: str = "f64") -> Tally:
     """Run workloads plainly, then with drafts under other settings, and compare all of every answer."""
     tally = Tally()
 
@@ -44,9 +44,9 @@ def suite(draft: str, examples: int) -> Tally:
     def check(
         requests: list[Request], picks: list[int], changed: Settings, k: int, restless: int | None, stagger: int
     ) -> None:
-        requests = with_stops(requests, run(make_engine("off", PLAIN), requests), picks)
-        expected = run(make_engine("off", PLAIN), requests)
-        engine = make_engine(draft if draft == "off" else f"{draft},k={k}", changed)
+        requests = with_stops(requests, run(make_engine("off", PLAIN, types=types), requests), picks)
+        expected = run(make_engine("off", PLAIN, types=types), requests)
+        engine = make_engine(draft if draft == "off" else f"{draft},k={k}", changed, types=types)
         if restless is not None and draft != "off":
             engine.controller = RestlessK(draft.partition(":")[0], 8, restless)
         got = run(engine, requests, stagger)
@@ -76,6 +76,17 @@ def test_same_text_with_drafts_that_are_sometimes_right(draft: str) -> None:
 @pytest.mark.parametrize("draft", ["off", OWN_LAYERS])
 def test_same_text_with_own_layers_and_without_drafts(draft: str) -> None:
     assert_covered(suite(draft, EXAMPLES))
+
+
+@pytest.mark.parametrize(
+    ("draft", "types"), [(NGRAM, "int8"), (OWN_MODEL, "int8"), (NGRAM, "int4"), (OWN_MODEL, "f32"), (NGRAM, "bf16")]
+)
+def test_the_native_backend_keeps_every_bit(draft: str, types: str) -> None:
+    """Token ids, texts and log-probabilities, with weights of every type and threads in any order."""
+    tally = suite(draft, EXAMPLES, types)
+    assert tally.endings == {"stop", "length"}
+    assert tally.cached_tokens > 200
+    assert min(tally.times_accepted) > 10, tally.times_accepted
 
 
 def test_drafting_for_itself_accepts_every_draft() -> None:

@@ -13,7 +13,7 @@ import torch
 from paceline.model import gguf_model
 from paceline.model.attention import KVStore
 from paceline.model.config import ModelConfig
-from paceline.model.decoder import Decoder
+from paceline.model.decoder import ReferenceDecoder
 from paceline.model.packed import Packed
 from paceline.model.weights import canonical_names
 from tests.tiny import END, tiny_raw_tokenizer
@@ -42,7 +42,7 @@ def pack(pieces: Sequence[Piece]) -> Packed:
 
 
 def logits_of(
-    decoder: Decoder,
+    decoder: ReferenceDecoder,
     ids: Sequence[int],
     chunk: int = 1 << 20,
     pages: Sequence[int] | None = None,

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from paceline.core.errors import BadModelFile
 from paceline.model.config import FAMILIES, ModelConfig, Rope, tensor_shapes
 from paceline.model.cost import num_weights, pass_cost
-from paceline.model.decoder import Decoder
+from paceline.model.decoder import ReferenceDecoder
 from tests.model.helpers import logits_of, pack
 from tests.tiny import tiny_config, tiny_weights
 
 IDS = [(7 * i * i + 3 * i) % 320 for i in range(300)]
 
 
-def build(family: str = "llama", **changes: object) -> Decoder:
+def build(family: str = "llama", **changes: object) -> ReferenceDecoder:
     config = tiny_config(family, **changes)
-    return Decoder(config, tiny_weights(config), torch.float64)
+    return ReferenceDecoder(config, tiny_weights(config), torch.float64)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -68,7 +68,7 @@ def test_what_others_left_in_the_store_does_not_get_through() -> None:
 def test_taps_and_the_first_layers() -> None:
     decoder = build(num_layers=3)
     shallow = replace(decoder.config, num_layers=2)
-    twin = Decoder(shallow, tiny_weights(decoder.config), torch.float64)
+    twin = ReferenceDecoder(shallow, tiny_weights(decoder.config), torch.float64)
     piece = pack([(IDS[:20], 0, [0, 1])])
     hidden, taps = decoder.forward(piece, decoder.new_kv(2), taps=(0, 2, 3))
     assert sorted(taps) == [0, 2, 3]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.model.decoder import Decoder
+from paceline.model.decoder import ReferenceDecoder
 from paceline.model.weights import LoadedModel, load_model
 from tests.model.helpers import logits_of, pack, write_gguf
 
@@ -64,8 +64,8 @@ def reference_logits(model: Any, ids: list[int]) -> torch.Tensor:
         return model(torch.tensor([ids])).logits[0]
 
 
-def decoder_of(loaded: LoadedModel, dtype: torch.dtype) -> Decoder:
-    return Decoder(loaded.config, loaded.weights, dtype)
+def decoder_of(loaded: LoadedModel, dtype: torch.dtype) -> ReferenceDecoder:
+    return ReferenceDecoder(loaded.config, loaded.weights, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
+from functools import partial
+
 import pytest
 import torch
 
-from paceline.core.nouns import Admission, Batch, BatchRow, Draft, Request, RowDraft, RowVerdict, Verdict
+from paceline.core.nouns import UNCHOSEN, Admission, Batch, BatchRow, Draft, Request, RowDraft, RowVerdict, Verdict
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import choose_token, distribution
 from paceline.model.choosing import choose_from, draw
@@ -88,21 +89,20 @@ def test_a_drafter_that_is_the_target_draws_what_the_target_chooses(kind: str) -
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
     chooses = _rows_with(KINDS[kind]).row_chooses(0, [5, 6])
     assert {c.kind for c in chooses} == {kind}
-    chosen, left, logit_idx = choose_from(logits, chooses)
+    chosen = choose_from(logits, chooses)
     own = [choose_token(row.numpy(), c) for row, c in zip(logits, chooses, strict=True)]
-    assert (left is None) == (logit_idx is None) == (kind != "logits")
-    assert chosen.tolist() == ([-1] * 3 if kind == "logits" else own)
-    assert draw(logits, chooses, [0, 1, 2], 40, dense=False)[0] == own
+    assert (chosen.logits is None) == (chosen.logit_idx is None) == (kind != "logits")
+    assert chosen.token_ids.tolist() == ([UNCHOSEN] * 3 if kind == "logits" else own)
+    assert draw(partial(choose_from, logits), chooses, [0, 1, 2], dense=False)[0] == own
 
 
 def test_a_dense_draw_returns_the_distribution_it_drew_from() -> None:
-    logits = torch.randn(1, 38, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(0))
     chooses = _rows_with(KINDS["logits"]).row_chooses(0, [])
-    token_ids, probs = draw(logits, chooses, [0], 40, dense=True)
+    token_ids, probs = draw(partial(choose_from, logits), chooses, [0], dense=True)
     assert probs is not None
     assert probs[0].shape == (40,)
     assert probs[0].sum() == pytest.approx(1.0)
     assert probs[0][token_ids[0]] > 0
-    padded = np.pad(logits[0].numpy(), (0, 2), constant_values=-np.inf)
-    ids, expected = distribution(padded, chooses[0])
+    ids, expected = distribution(logits[0].numpy(), chooses[0])
     assert probs[0][ids] == pytest.approx(expected)

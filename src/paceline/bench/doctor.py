@@ -12,6 +12,7 @@ from paceline.core.nouns import NO_DRAFT, Draft, Request, RowDraft
 from paceline.core.params import SamplingParams
 from paceline.draft.drafter import Needs
 from paceline.draft.options import parse_spec
+from paceline.engine.backends import NUM_BYTES
 from paceline.engine.drafting import Drafting
 from paceline.engine.memory import available_bytes
 from paceline.model.cost import num_weights
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from paceline.engine.engine import Engine
     from paceline.model.weights import LoadedModel
 
-NUM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of one weight, by EngineConfig.dtype
 STEPS = 16  # steps timed
 SAMPLE = "Explain in a few sentences how a bicycle stays upright, then say it again in other words."
 
@@ -88,7 +88,7 @@ def check_files(config: EngineConfig) -> Iterator[Check]:
 
 def _check_memory(config: EngineConfig, model: LoadedModel) -> Check:
     """Weights of target and drafter against free memory; the KV cache takes a share of what is left."""
-    per_weight, free = NUM_BYTES[config.dtype], available_bytes()
+    per_weight, free = NUM_BYTES[config.weight_type], available_bytes()
     weights = num_weights(model.config) * per_weight
     own = getattr(parse_spec(config.draft), "model", None)  # a drafter with a model of its own names it so
     drafter = num_weights(load_model(resolve(own)).config) * per_weight if own else 0

@@ -142,8 +142,8 @@ def about(config: EngineConfig, loaded: Loaded) -> dict[str, Any]:
         },
         "backend": {
             "name": config.backend,
-            "weights": config.dtype,
-            "kv": config.dtype,
+            "weights": config.weight_type,
+            "kv": config.kv_type,
             "threads": torch.get_num_threads(),
             "law": config.law,
         },

@@ -9,8 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from paceline.core.nouns import Batch, Draft, Plan, Request, Verdict
-    from paceline.model.attention import KVStore
-    from paceline.model.decoder import Decoder
+    from paceline.model.backend import KV, Decoder
     from paceline.model.rows import Rows
     from paceline.model.tokenizer import Tokenizer
 
@@ -42,7 +41,7 @@ class Target:
     """What a drafter may share with its target."""
 
     decoder: Decoder
-    kv: KVStore
+    kv: KV
     rows: Rows
     num_pages: int
     vocabulary: Vocabulary

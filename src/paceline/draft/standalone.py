@@ -24,16 +24,15 @@ from paceline.draft.vocabulary import check_vocabulary
 from paceline.model.choosing import draw
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from numpy import floating
     from numpy.typing import NDArray
 
-    from paceline.core.nouns import Batch, Plan, Request, Verdict
+    from paceline.core.nouns import Batch, Choose, Plan, Request, Verdict
     from paceline.draft.drafter import Target
     from paceline.draft.options import Loader
-    from paceline.model.attention import KVStore
-    from paceline.model.decoder import Decoder
+    from paceline.model.backend import KV, Chosen, Decoder
     from paceline.model.packed import Packed
     from paceline.model.rows import Rows, Span
 
@@ -83,7 +82,7 @@ class DraftModel:
         self,
         target: Target,
         decoder: Decoder,
-        kv: KVStore,
+        kv: KV,
         needs: Needs,
         report: Mapping[str, Any],
         num_layers: int | None = None,
@@ -156,15 +155,18 @@ class DraftModel:
                 self._valid[row] += allowance
             allowance -= min(behind[row], allowance)
         if spans:
-            self._decoder.forward(self._rows.pack_spans(spans, [0] * len(spans)), self._kv)
+            self._decoder.run(self._rows.pack_spans(spans, [0] * len(spans)), self._kv, ())
         return ready
 
     def _extend(self, packed: Packed, chains: list[_Chain], rows: list[int]) -> None:
-        hidden, _ = self._decoder.forward(packed, self._kv, num_layers=self._num_layers)
+        def run(chooses: Sequence[Choose]) -> Chosen:
+            return self._decoder.run(
+                packed, self._kv, chooses, num_layers=self._num_layers, vocab_size=self._vocab_size
+            )
+
         chooses = [self._rows.choose_after(row, c.token_ids) for row, c in zip(rows, chains, strict=True)]
         depths = [len(c.token_ids) for c in chains]
-        logits = self._decoder.logits(hidden)[:, : self._vocab_size]
-        token_ids, probs = draw(logits, chooses, depths, self._vocab_size, dense=self._dense)
+        token_ids, probs = draw(run, chooses, depths, dense=self._dense)
         for index, chain in enumerate(chains):
             chain.token_ids.append(token_ids[index])
             if probs is not None:

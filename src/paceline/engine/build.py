@@ -8,19 +8,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from paceline.control.fixed import FixedK
-from paceline.core.errors import ConfigError, suggest
 from paceline.draft.drafter import DraftWeights, Target, Vocabulary
 from paceline.draft.options import parse_spec
 from paceline.engine.engine import Engine
 from paceline.engine.memory import choose_num_pages
 from paceline.engine.pages import TARGET, PagePool
+from paceline.model.backend import Backend, num_cores
 from paceline.model.cost import num_weights
-from paceline.model.decoder import Decoder
 from paceline.model.pull import resolve
-from paceline.model.reference import ReferenceBackend
 from paceline.model.rows import Rows
 from paceline.model.weights import load_model, load_template, load_tokenizer
 from paceline.verify.law import load_law
@@ -28,16 +24,17 @@ from paceline.verify.law import load_law
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import torch
+
     from paceline.draft.drafter import Drafter
     from paceline.draft.options import Loader
     from paceline.engine.config import EngineConfig
+    from paceline.model.backend import Decoder
     from paceline.model.template import ChatTemplate
     from paceline.model.tokenizer import Tokenizer
     from paceline.model.weights import LoadedModel
 
     Progress = Callable[[str, int, int], None]  # (what, done, total), both in bytes
-
-BACKENDS = ("reference",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +79,10 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
 
 def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     """Load the target's weights, tokenizer and template. Raises `ConfigError` or `ModelError`."""
-    if config.backend not in BACKENDS:
-        raise ConfigError(f"unknown backend {config.backend!r}{suggest(config.backend, BACKENDS)}")
     parse_spec(config.draft)  # a bad spec should not wait for the weights
     load_law(config.law)
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
     model = load_model(resolve(config.model, partial(progress, "fetching") if progress else None))
-    decoder = _decoder(model, config.dtype, progress)
+    decoder = _decoder(model, config, progress)
     return Loaded(_short_name(config.model), decoder, load_tokenizer(model), load_template(model))
 
 
@@ -102,7 +95,7 @@ def assemble(config: EngineConfig, loaded: Loaded, load_drafter: Loader | None =
     rows = Rows(
         limits.num_rows, limits.max_len, frozenset(loaded.tokenizer.eos_ids), law_needs_probs=law.needs_probs
     )
-    backend = ReferenceBackend(loaded.decoder, rows, num_pages)
+    backend = Backend(loaded.decoder, rows, num_pages)
     target = Target(
         decoder=loaded.decoder,
         kv=backend.kv,
@@ -111,12 +104,12 @@ def assemble(config: EngineConfig, loaded: Loaded, load_drafter: Loader | None =
         vocabulary=loaded.vocabulary,
         law_needs_probs=law.needs_probs,
     )
-    load_drafter = load_drafter or partial(_load_drafter, config.dtype)
+    load_drafter = load_drafter or partial(_load_drafter, config)
     drafters = [drafter_config.build(target, load_drafter)] if drafter_config else []
     stores = [TARGET, *(d.needs.store for d in drafters if d.needs.store is not None)]
     pool = PagePool(num_pages, stores, caching=config.prefix_cache)
     controller = FixedK(drafter_config.name, drafter_config.k) if drafter_config else FixedK()
-    fingerprint = "\0".join((loaded.name, config.backend, config.dtype))
+    fingerprint = "\0".join((loaded.name, config.backend, config.weight_type, config.kv_type))
     engine = Engine(backend, loaded.tokenizer, drafters, controller, law, limits, pool, fingerprint)
     choices = (*_describe(config, loaded), _describe_kv(engine, why_pages), *_describe_drafters(drafters))
     return Built(engine, loaded.name, loaded.template, min(limits.max_len, engine.scheduler.capacity), choices)
@@ -127,12 +120,13 @@ def _short_name(model: str) -> str:
     return Path(model).resolve().stem if Path(model).exists() else model
 
 
-def _decoder(model: LoadedModel, dtype: str, progress: Progress | None = None) -> Decoder:
+def _decoder(model: LoadedModel, config: EngineConfig, progress: Progress | None = None) -> Decoder:
     weights = _Watched(model.weights, 4 * num_weights(model.config), progress) if progress else model.weights
-    return Decoder(model.config, weights, getattr(torch, dtype))
+    load_decoder = config.backend_spec.load()
+    return load_decoder(model.config, weights, config.weight_type, config.kv_type, config.threads)
 
 
-class _Watched(Mapping[str, torch.Tensor]):
+class _Watched(Mapping[str, "torch.Tensor"]):
     """Weights that report how many bytes of them have been read, counted as float32."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor], total: int, progress: Progress) -> None:
@@ -152,10 +146,10 @@ class _Watched(Mapping[str, torch.Tensor]):
         return len(self._weights)
 
 
-def _load_drafter(dtype: str, name: str) -> DraftWeights:
+def _load_drafter(config: EngineConfig, name: str) -> DraftWeights:
     model = load_model(name)
     vocabulary = Vocabulary(name, load_tokenizer(model), model.config.vocab_size)
-    return DraftWeights(_decoder(model, dtype), vocabulary)
+    return DraftWeights(_decoder(model, config), vocabulary)
 
 
 # What the banner says ----------------------------------------------------------------------------
@@ -168,9 +162,9 @@ def _describe(config: EngineConfig, loaded: Loaded) -> Iterator[Choice]:
         f"{loaded.name}, {c.family}, {millions:.0f} million weights, {c.num_layers} layers, {c.vocab_size} tokens"
     )
     yield Choice("model", text, "the default" if config.model == "default" else "as asked")
-    yield Choice("backend", f"{config.backend}, {config.dtype}", "the only one so far; readable PyTorch")
+    yield Choice("backend", loaded.decoder.describe(), config.backend_spec.about)
     why = "all cores" if config.threads is None else "as asked"
-    yield Choice("threads", str(torch.get_num_threads()), why)
+    yield Choice("threads", str(config.threads or num_cores()), why)
     why = "same seed, same text, with drafts or without" if config.law == "coupled" else "same distribution only"
     yield Choice("law", config.law, why)
 

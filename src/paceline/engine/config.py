@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from paceline.core.errors import ConfigError, suggest
+from paceline.core.errors import ConfigError
+from paceline.engine.backends import DEFAULT_BACKEND, BackendSpec, backend_spec
 from paceline.engine.scheduler import Limits
 
-DTYPES = ("float32", "float64", "bfloat16", "float16")
 DEFAULT_DRAFT = "ngram:k=4"
 MAX_ROWS = 1024
 MAX_THREADS = 1024
@@ -20,22 +20,37 @@ class EngineConfig:
     model: str = "default"  # "default", a folder, a .gguf file or a Hugging Face id
     draft: str = DEFAULT_DRAFT  # "off" or NAME[:key=value,...]
     law: str = "coupled"
-    backend: str = "reference"
-    dtype: str = "float32"
+    backend: str = DEFAULT_BACKEND
+    weights: str | None = None  # type of the weights; None: the backend's default
+    kv: str | None = None  # type of the KV cache; None: the backend's default
     threads: int | None = None  # None: all cores
     kv_tokens: int | None = None  # KV slots in all; None: what the rows need, within free memory
     prefix_cache: bool = True
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"unknown dtype {self.dtype!r}{suggest(self.dtype, DTYPES)}")
+        _ = self.kv_type
         _bounded("--max-rows", self.limits.num_rows, 1, MAX_ROWS)
         _bounded("--max-len", self.limits.max_len, 16, 1 << 24)
         _bounded("--prefill-tokens", self.limits.prefill_tokens, 1, 1 << 20)
         _bounded("--max-queued-tokens", self.limits.max_queued_tokens, 1, 1 << 32)
         _bounded("--threads", self.threads, 1, MAX_THREADS)
         _bounded("--kv-tokens", self.kv_tokens, 16, 1 << 32)
+
+    @property
+    def backend_spec(self) -> BackendSpec:
+        """What the backend offers."""
+        return backend_spec(self.backend)
+
+    @property
+    def weight_type(self) -> str:
+        """Type of the weights that will be used."""
+        return self.backend_spec.weight_type(self.weights)
+
+    @property
+    def kv_type(self) -> str:
+        """Type of the KV cache that will be used."""
+        return self.backend_spec.kv_type(self.kv, self.weight_type)
 
 
 def _bounded(name: str, value: int | None, low: int, high: int) -> None:

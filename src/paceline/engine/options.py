@@ -5,8 +5,8 @@ from __future__ import annotations
 from argparse import BooleanOptionalAction
 from typing import TYPE_CHECKING
 
-from paceline.core.errors import ConfigError
-from paceline.engine.config import DEFAULT_DRAFT, DTYPES, EngineConfig
+from paceline.engine.backends import BACKENDS
+from paceline.engine.config import DEFAULT_DRAFT, EngineConfig
 from paceline.engine.scheduler import Limits
 
 if TYPE_CHECKING:
@@ -36,11 +36,11 @@ def add_target_arguments(parser: ArgumentParser) -> None:
         help="the default model, a folder, a .gguf file or a Hugging Face id",
     )
     group.add_argument("--law", default=DEFAULTS.law, help="coupled (same seed, same text), rejection or block")
-    group.add_argument("--backend", default=DEFAULTS.backend, help="what executes the target")
-    group.add_argument("--weights", metavar="TYPE", default=DEFAULTS.dtype, help=f"one of {', '.join(DTYPES)}")
-    group.add_argument(
-        "--kv", metavar="TYPE", help="type of the KV cache; the reference backend's is that of --weights"
-    )
+    group.add_argument("--backend", default=DEFAULTS.backend, help=f"one of {', '.join(BACKENDS)}")
+    types = "; ".join(f"{spec.name}: {', '.join(spec.weight_types)}" for spec in BACKENDS.values())
+    group.add_argument("--weights", metavar="TYPE", help=f"{types} (the first is the default)")
+    types = "; ".join(f"{n}: {', '.join(s.kv_types) or 'as --weights'}" for n, s in BACKENDS.items())
+    group.add_argument("--kv", metavar="TYPE", help=f"type of the KV cache, {types}")
     group.add_argument("--threads", type=int, metavar="N", help="threads of the target (default: all cores)")
     limits = parser.add_argument_group("limits")
     limits.add_argument("--kv-tokens", type=int, metavar="N", help="KV slots in all (default: what the rows need)")
@@ -61,14 +61,13 @@ def add_target_arguments(parser: ArgumentParser) -> None:
 
 def engine_config(args: Namespace) -> EngineConfig:
     """Return the config that parsed flags ask for. Raises `ConfigError`."""
-    if args.kv not in (None, args.weights):
-        raise ConfigError(f"the {args.backend} backend keeps KV in the type of the weights; drop --kv {args.kv}")
     return EngineConfig(
         model=args.model,
         draft=getattr(args, "draft", DEFAULT_DRAFT),
         law=args.law,
         backend=args.backend,
-        dtype=args.weights,
+        weights=args.weights,
+        kv=args.kv,
         threads=args.threads,
         kv_tokens=args.kv_tokens,
         prefix_cache=args.prefix_cache,

@@ -1,5 +1,31 @@
 """The compiled kernels (csrc/), with everything that comes in checked at the border. Below all other packages."""
 
-from paceline.kernels._ext import choose, gumbel, isa, keep, logprobs
+from paceline.kernels._ext import (
+    Chooses,
+    Decoder,
+    KVStore,
+    Matrix,
+    Team,
+    choose,
+    gumbel,
+    isa,
+    keep,
+    logprobs,
+    pack,
+    pack_int4,
+)
 
-__all__ = ["choose", "gumbel", "isa", "keep", "logprobs"]
+__all__ = [
+    "Chooses",
+    "Decoder",
+    "KVStore",
+    "Matrix",
+    "Team",
+    "choose",
+    "gumbel",
+    "isa",
+    "keep",
+    "logprobs",
+    "pack",
+    "pack_int4",
+]

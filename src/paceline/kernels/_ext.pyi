@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from numpy import float32, floating, int64
+from numpy import float32, float64, floating, int64, uint8, uint16, uint32
 from numpy.typing import NDArray
 
 def isa() -> str: ...
@@ -23,3 +23,77 @@ def keep(z: NDArray[floating[Any]], top_k: int, top_p: float, min_p: float) -> l
 def logprobs(
     logits: NDArray[floating[Any]], token_id: int, num_top: int
 ) -> tuple[float, list[int], list[float]]: ...
+
+class Team:
+    def __init__(self, num_threads: int) -> None: ...
+
+class Matrix:
+    @property
+    def num_bytes(self) -> int: ...
+    def row(self, index: int, to: NDArray[float32]) -> None: ...
+
+def pack(weights: NDArray[float32], dtype: str) -> Matrix: ...
+def pack_int4(values: NDArray[uint8], scales: NDArray[uint16], minima: NDArray[uint16]) -> Matrix: ...
+
+class KVStore:
+    def __init__(
+        self,
+        dtype: str,
+        num_layers: int,
+        num_pages: int,
+        num_kv_heads: int,
+        head_dim: int,
+    ) -> None: ...
+    @property
+    def num_pages(self) -> int: ...
+    @property
+    def bytes_per_token(self) -> int: ...
+
+class Chooses:
+    def __init__(
+        self,
+        kinds: NDArray[uint8],
+        temperatures: NDArray[float64],
+        keys: NDArray[uint32],
+        edit_offsets: NDArray[int64],
+        edit_ids: NDArray[int64],
+        edit_scale: NDArray[float32],
+        edit_add: NDArray[float32],
+    ) -> None: ...
+
+class Decoder:
+    def __init__(
+        self,
+        vocab: int,
+        hidden: int,
+        intermediate: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        norm_eps: float,
+        team: Team,
+        embed: Matrix,
+        head: Matrix,
+        final_norm: NDArray[float32],
+        inverse_frequencies: NDArray[float32],
+        layers: list[tuple[dict[str, Matrix], dict[str, NDArray[float32]]]],
+    ) -> None: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    def forward(
+        self,
+        kv: KVStore,
+        token_ids: NDArray[int64],
+        positions: NDArray[int64],
+        slots: NDArray[int64],
+        cu_len: NDArray[int64],
+        pages: NDArray[int64],
+        wanted: NDArray[int64],
+        chooses: Chooses,
+        vocab: int,
+        num_layers: int,
+        tap_layers: list[int],
+        taps: NDArray[float32],
+        chosen: NDArray[int64],
+        logits: NDArray[float32],
+    ) -> None: ...

@@ -1,31 +1,108 @@
-"""The seam between the engine and whatever executes the target: `Backend`."""
+"""The seam between the engine and whatever executes a model: `Decoder`; and the target's `Backend` over it."""
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from paceline.core.nouns import Scores
+
 if TYPE_CHECKING:
-    from paceline.core.nouns import Batch, Draft, Scores, Verdict
+    from collections.abc import Sequence
+
+    from numpy import floating, int64
+    from numpy.typing import NDArray
+
+    from paceline.core.nouns import Batch, Choose, Draft, Verdict
     from paceline.model.config import ModelConfig
+    from paceline.model.packed import Packed
     from paceline.model.rows import Rows
 
 
-class Backend(Protocol):
+def num_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class KV(Protocol):
+    """Keys and values of some of a decoder's layers, by page. Only the decoder that made it looks inside."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token takes over all its layers."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chosen:
+    """What a pass says about the tokens that were wanted."""
+
+    token_ids: NDArray[int64]  # [num_wanted]; UNCHOSEN where the kind is "logits", or BROKEN
+    logits: NDArray[floating] | None  # [num_logit_rows, vocab_size] raw, of the kind "logits" only
+    logit_idx: NDArray[int64] | None  # [num_wanted] row of `logits`, -1 where there is none
+
+
+class Decoder(Protocol):
+    """Executes a model. Holds its weights; all other state is in the stores it makes."""
+
+    name: str  # of the backend it belongs to
+    config: ModelConfig
+
+    def describe(self) -> str:
+        """Return what it is, in a few words for the user: backend, types, instruction set."""
+        ...
+
+    def new_kv(self, num_pages: int, num_layers: int | None = None) -> KV:
+        """Return an empty store of `num_pages` pages for the first `num_layers` layers (all by default)."""
+        ...
+
+    def run(
+        self,
+        packed: Packed,
+        kv: KV,
+        chooses: Sequence[Choose],
+        *,
+        num_layers: int | None = None,
+        vocab_size: int | None = None,
+    ) -> Chosen:
+        """Run a pass, write its keys and values, and choose a token for each of `packed.wanted`.
+
+        `num_layers` runs only the first layers, for self-drafting. `vocab_size` is the number of token ids to
+        choose among, the model's own by default; a drafter passes its target's.
+        """
+        ...
+
+
+class Backend:
     """Executes the target. Owns every row's outcome-dependent state (`rows`) and the target's KV."""
 
-    name: str
-    config: ModelConfig
-    rows: Rows
+    def __init__(self, decoder: Decoder, rows: Rows, num_pages: int) -> None:
+        self.decoder = decoder
+        self.config = decoder.config
+        self.rows = rows
+        self.kv = decoder.new_kv(num_pages)
+
+    @property
+    def name(self) -> str:
+        """What the backend is called."""
+        return self.decoder.name
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of target KV per token."""
-        ...
+        return self.kv.bytes_per_token
 
     def score(self, batch: Batch, draft: Draft) -> Scores:
-        """Run one target pass over the known tokens and the drafts of a batch."""
-        ...
+        """Run one target pass over the known tokens and the drafts of a batch.
+
+        Only rows that choose by `logits` get theirs back.
+        """
+        packed = self.rows.pack(batch, draft)
+        cu_len, chooses = self.rows.chooses(batch, draft)
+        chosen = self.decoder.run(packed, self.kv, chooses)
+        return Scores(cu_len, chooses, chosen.token_ids, chosen.logits, chosen.logit_idx)
 
     def commit(self, batch: Batch, verdict: Verdict) -> None:
         """Advance the rows by what was kept."""
-        ...
+        self.rows.commit(batch, verdict)

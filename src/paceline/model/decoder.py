@@ -1,4 +1,7 @@
-"""The target's forward pass in readable PyTorch, any device and dtype: the twin of every fast path."""
+"""The `reference` backend: readable PyTorch, any device and dtype, the twin of every fast path.
+
+In float64 it keeps promise 1; in float32, but for near-ties.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,32 @@ from torch.nn import functional
 
 from paceline.core.nouns import PAGE_TOKENS
 from paceline.model.attention import KVStore, Tiles, attend, lazy_zeros, plan_tiles
+from paceline.model.backend import Chosen
+from paceline.model.choosing import choose_from
 from paceline.model.config import ModelConfig, layer_shapes
 from paceline.model.rope import cos_sin, inverse_frequencies, rotate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
+    from paceline.core.nouns import Choose
+    from paceline.model.backend import KV
     from paceline.model.packed import Packed
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": functional.silu}
+
+
+TYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16, "f16": torch.float16}
+
+
+def load_decoder(
+    config: ModelConfig, weights: Mapping[str, torch.Tensor], weight_type: str, kv_type: str, threads: int | None
+) -> ReferenceDecoder:
+    """Make a decoder, see `engine/backends.py`."""
+    assert kv_type == weight_type, "KV has the type of the weights"
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return ReferenceDecoder(config, weights, TYPES[weight_type])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,8 +65,10 @@ def linear(weights: Mapping[str, torch.Tensor], name: str, x: torch.Tensor) -> t
     return functional.linear(x, weights[name], weights.get(f"{name}_bias"))
 
 
-class Decoder:
+class ReferenceDecoder:
     """A Llama-family decoder over paged keys and values. Holds weights only; all state is in the `KVStore`."""
+
+    name = "reference"
 
     def __init__(
         self,
@@ -71,6 +93,10 @@ class Decoder:
         # [head_dim / 2] float32
         self.inverse = inverse_frequencies(config.rope, config.head_dim, factors).to(self.device)
 
+    def describe(self) -> str:
+        """Return what it is, for the user."""
+        return f"{self.name}, {str(self.dtype).removeprefix('torch.')}"
+
     def _take(self, weights: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
         return weights[name].to(device=self.device, dtype=self.dtype)
 
@@ -79,6 +105,25 @@ class Decoder:
         c = self.config
         shape = (num_layers or c.num_layers, 2, num_pages * PAGE_TOKENS, c.num_kv_heads, c.head_dim)
         return KVStore(lazy_zeros(shape, self.dtype, self.device))
+
+    @torch.inference_mode()
+    def run(
+        self,
+        packed: Packed,
+        kv: KV,
+        chooses: Sequence[Choose],
+        *,
+        num_layers: int | None = None,
+        vocab_size: int | None = None,
+    ) -> Chosen:
+        """Run a pass and choose its tokens, see `backend.Decoder`."""
+        assert isinstance(kv, KVStore)
+        hidden, _ = self.forward(packed, kv, num_layers=num_layers)
+        logits = self.logits(hidden) if len(packed.wanted) else hidden.new_empty(0, self.config.vocab_size)
+        missing = (vocab_size or self.config.vocab_size) - self.config.vocab_size
+        if missing > 0:  # the target's padding rows
+            logits = functional.pad(logits, (0, missing), value=-torch.inf)
+        return choose_from(logits[:, :vocab_size].contiguous(), chooses)
 
     @torch.inference_mode()
     def forward(

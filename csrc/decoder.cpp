@@ -1,0 +1,449 @@
+#include "decoder.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+#include <new>
+
+namespace paceline {
+namespace {
+
+constexpr size_t kChunkRows = 96;      // token rows of one tile of a matrix product
+constexpr size_t kQueryTokens = 8;     // tokens of a row whose attention is one tile
+constexpr size_t kHeadPanels = 8;      // panels of one tile of the head
+constexpr size_t kHeadTile = kHeadPanels * kPanel;
+constexpr size_t kHeadRows = 48;       // positions of one pass over such a tile
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+void* lazy_zeros(size_t bytes) {
+    void* p = std::calloc(std::max<size_t>(bytes, 1), 1);
+    if (!p) throw std::bad_alloc();
+    return p;
+}
+
+// The best token so far of one position, as one thread has seen it.
+struct Best {
+    double score = -std::numeric_limits<double>::infinity();
+    int64_t id = kBroken;
+
+    void offer(double other_score, int64_t other_id) {
+        if (other_score > score || (other_score == score && other_id < id)) score = other_score, id = other_id;
+    }
+};
+
+// Offer the best token of one tile of a row of logits [kHeadTile], padded with -inf: what `Sampler` does for a whole row.
+void choose_in_tile(const Choose& how, const float* logits, size_t start, float* z, float* bounds, Best& best) {
+    constexpr size_t blocks = kHeadTile / kBlock;
+    const auto& kernel = kernels().vocabulary;
+    const bool greedy = how.temperature <= 0.0;
+    const float inverse = greedy ? 1.0f : inverse_temperature(how.temperature);
+    kernel.scale(logits, blocks, inverse, z);
+    const int64_t* const ids = how.edits.ids;
+    for (const int64_t* id = std::lower_bound(ids, ids + how.edits.count, static_cast<int64_t>(start));
+         id != ids + how.edits.count && static_cast<size_t>(*id) < start + kHeadTile; ++id)
+        z[static_cast<size_t>(*id) - start] =
+            edited(logits[static_cast<size_t>(*id) - start], how.edits, static_cast<size_t>(id - ids)) * inverse;
+    float maxima[blocks];
+    if (greedy) {
+        const float top = kernel.maxima(z, blocks, maxima);
+        if (top >= best.score && top > -kInfinity)
+            best.offer(top, static_cast<int64_t>(start + static_cast<size_t>(std::find(z, z + kHeadTile, top) - z)));
+        return;
+    }
+    kernel.bound(z, blocks, how.key.k0, how.key.k1, static_cast<uint32_t>(start), bounds, maxima);
+    const auto offer = [&](size_t i) {
+        if (z[i] > -kInfinity) best.offer(z[i] + gumbel(how.key, static_cast<uint32_t>(start + i)), static_cast<int64_t>(start + i));
+    };
+    offer(static_cast<size_t>(std::max_element(bounds, bounds + kHeadTile) - bounds));  // others seldom reach it
+    for (size_t b = 0; b < blocks; ++b) {
+        if (maxima[b] < static_cast<float>(best.score)) continue;
+        for (size_t i = b * kBlock; i < (b + 1) * kBlock; ++i)
+            if (!(bounds[i] < static_cast<float>(best.score))) offer(i);
+    }
+}
+
+}  // namespace
+
+// KV ---------------------------------------------------------------------------------------------
+
+KVStore::KVStore(KVType type, size_t num_layers, size_t num_pages, size_t num_kv_heads, size_t head_dim)
+    : type_(type), num_pages_(num_pages), num_kv_heads_(num_kv_heads), head_dim_(head_dim) {
+    const size_t number = type == KVType::f16 ? sizeof(uint16_t) : sizeof(float);
+    const size_t bytes = num_pages * kPageTokens * num_kv_heads * padded_dim() * number;
+    for (size_t i = 0; i < num_layers; ++i) layers_.emplace_back(Lazy(lazy_zeros(bytes)), Lazy(lazy_zeros(bytes)));
+}
+
+void KVStore::Free::operator()(void* p) const { std::free(p); }
+
+size_t KVStore::bytes_per_token() const {
+    return 2 * num_layers() * num_kv_heads_ * padded_dim() * (type_ == KVType::f16 ? 2 : 4);
+}
+
+const KVKernels& KVStore::kernels() const {
+    return type_ == KVType::f16 ? paceline::kernels().attention.f16 : paceline::kernels().attention.f32;
+}
+
+// Scratch ----------------------------------------------------------------------------------------
+
+struct Decoder::Job {
+    const Matrix* matrix;
+    const Activations* x;
+    float* out;
+    size_t stride;
+    const std::vector<float>* bias;
+};
+
+// Some tokens of a row, whose attention with one KV head is computed together.
+struct Decoder::Tile {
+    size_t row, first, count, kv_head;
+    size_t num_spans;
+    size_t partial;  // where its partial results begin, in queries, when spans are computed apart
+};
+
+struct Decoder::Scratch {
+    std::vector<float> hidden;         // [num_tokens, hidden]
+    std::vector<float> delta;          // [num_tokens, hidden up to 32] what a block adds to it
+    std::vector<float> cosines, sines; // [num_tokens, head_dim / 2]
+    std::vector<float> q, k, v;        // [num_tokens, each up to 32]
+    std::vector<float> mixed;          // [num_tokens, num_heads * head_dim up to 64]
+    std::vector<float> gate, up;       // [num_tokens, intermediate up to 64]
+    Activations wide, narrow, long_;   // of the residual stream, of attention, of the feed-forward network
+    std::vector<Tile> tiles;
+    std::vector<std::pair<size_t, size_t>> spans;  // (tile, span), when spans are computed apart
+    std::vector<float> tops, totals, partials;     // of these
+    std::vector<size_t> row_of;                    // [num_tokens]
+    std::vector<size_t> logit_row;                 // [wanted]
+    std::vector<Best> best;                        // [threads, wanted]
+    struct Own {                                   // of one thread
+        std::vector<float> normed, queries, scores, tops, totals, mixed, top_so_far, total_so_far, mixed_so_far;
+        std::vector<float> tile, z, bounds;
+        std::vector<int64_t> limits;
+    };
+    std::vector<Own> own;
+};
+
+Decoder::Decoder(const Shape& shape, Weights weights, std::shared_ptr<Team> team)
+    : shape_(shape), weights_(std::move(weights)), team_(std::move(team)),
+      scratch_(new Scratch, [](Scratch* s) { delete s; }) {
+    scratch_->own.resize(team_->size());
+    const size_t widest = round_up(std::max(shape.hidden, shape.num_heads * shape.head_dim), kInt8Group);
+    for (auto& own : scratch_->own) own.normed.assign(widest, 0.0f);
+}
+
+size_t Decoder::weight_bytes() const {
+    size_t total = weights_.embed->bytes() + (weights_.head == weights_.embed ? 0 : weights_.head->bytes());
+    for (const Layer& layer : weights_.layers)
+        for (const auto* m : {&layer.q, &layer.k, &layer.v, &layer.o, &layer.gate, &layer.up, &layer.down})
+            total += (*m)->bytes();
+    return total;
+}
+
+void Decoder::plan(const Pass& pass, const KVStore& kv) {
+    Scratch& s = *scratch_;
+    const size_t n = pass.num_tokens, heads = shape_.num_heads, dim = kv.padded_dim();
+    const size_t group = heads / shape_.num_kv_heads;
+    const auto grow = [](std::vector<float>& v, size_t size) {
+        if (v.size() < size) v.resize(size);
+    };
+    grow(s.hidden, n * shape_.hidden);
+    grow(s.delta, n * round_up(shape_.hidden, kPanel));
+    grow(s.cosines, n * shape_.head_dim / 2);
+    grow(s.sines, n * shape_.head_dim / 2);
+    grow(s.q, n * round_up(heads * shape_.head_dim, kPanel));
+    grow(s.k, n * round_up(shape_.num_kv_heads * shape_.head_dim, kPanel));
+    grow(s.v, n * round_up(shape_.num_kv_heads * shape_.head_dim, kPanel));
+    grow(s.mixed, n * round_up(heads * shape_.head_dim, kInt8Group));
+    grow(s.gate, n * round_up(shape_.intermediate, kInt8Group));
+    grow(s.up, n * round_up(shape_.intermediate, kInt8Group));
+    s.wide.reserve(std::max(n, pass.wanted.size()), shape_.hidden);
+    s.narrow.reserve(n, heads * shape_.head_dim);
+    s.long_.reserve(n, shape_.intermediate);
+
+    s.tiles.clear();
+    s.row_of.resize(n);
+    size_t num_queries = 0, most_spans = 1;
+    for (size_t row = 0; row < pass.num_rows; ++row) {
+        const size_t begin = pass.cu_len[row], end = pass.cu_len[row + 1];
+        for (size_t first = begin; first < end; first += kQueryTokens) {
+            const size_t count = std::min(kQueryTokens, end - first);
+            const size_t num_spans = pass.positions[first + count - 1] / kSpan + 1;
+            most_spans = std::max(most_spans, num_spans);
+            for (size_t h = 0; h < shape_.num_kv_heads; ++h) {
+                s.tiles.push_back({row, first, count, h, num_spans, num_queries});
+                num_queries += count * group * num_spans;
+            }
+        }
+        std::fill(s.row_of.begin() + begin, s.row_of.begin() + end, row);
+    }
+    s.spans.clear();
+    if (most_spans > 1 && s.tiles.size() < 8 * team_->size()) {  // few long rows: more threads can help each
+        for (size_t t = 0; t < s.tiles.size(); ++t)
+            for (size_t span = 0; span < s.tiles[t].num_spans; ++span) s.spans.emplace_back(t, span);
+        grow(s.tops, num_queries);
+        grow(s.totals, num_queries);
+        grow(s.partials, num_queries * dim);
+    }
+
+    const size_t most = kQueryTokens * group;
+    for (auto& own : s.own) {
+        for (auto* v : {&own.queries, &own.mixed, &own.mixed_so_far}) grow(*v, most * dim);
+        for (auto* v : {&own.tops, &own.totals, &own.top_so_far, &own.total_so_far}) grow(*v, most);
+        grow(own.scores, most * kSpan);
+        own.limits.resize(most);
+        grow(own.tile, kHeadRows * kHeadTile);
+        grow(own.z, kHeadTile);
+        grow(own.bounds, kHeadTile);
+    }
+    s.best.assign(team_->size() * pass.wanted.size(), Best{});
+    s.logit_row.resize(pass.wanted.size());
+    size_t logit_rows = 0;
+    for (size_t i = 0; i < pass.wanted.size(); ++i)
+        s.logit_row[i] = pass.chooses[i].kind == Kind::logits ? logit_rows++ : 0;
+}
+
+// The pass ---------------------------------------------------------------------------------------
+
+void Decoder::forward(const Pass& pass, const KVStore& kv) {
+    plan(pass, kv);
+    team_->run([&](size_t thread) { run(pass, kv, thread); });
+    const size_t num_wanted = pass.wanted.size();
+    for (size_t i = 0; i < num_wanted; ++i) {
+        Best best;
+        for (size_t thread = 0; thread < team_->size(); ++thread) {
+            const Best& own = scratch_->best[thread * num_wanted + i];
+            if (own.id != kBroken) best.offer(own.score, own.id);
+        }
+        const bool finite = best.id != kBroken && std::isfinite(best.score);
+        pass.chosen[i] = pass.chooses[i].kind == Kind::logits ? kUnchosen : finite ? best.id : kBroken;
+    }
+}
+
+void Decoder::run(const Pass& pass, const KVStore& kv, size_t thread) {
+    Scratch& s = *scratch_;
+    const size_t n = pass.num_tokens;
+    const size_t q_size = shape_.num_heads * shape_.head_dim, kv_size = shape_.num_kv_heads * shape_.head_dim;
+    const size_t q_stride = round_up(q_size, kPanel), kv_stride = round_up(kv_size, kPanel);
+    const size_t wide_stride = round_up(shape_.hidden, kPanel), long_stride = round_up(shape_.intermediate, kInt8Group);
+    const size_t mixed_stride = round_up(q_size, kInt8Group);
+    team_->each(n, [&](size_t t) { start_token(pass, t); });
+    for (size_t i = 0; i < pass.num_layers; ++i) {
+        const Layer& layer = weights_.layers[i];
+        team_->each(n, [&](size_t t) {
+            next_layer(pass, i, t);
+            auto& normed = s.own[thread].normed;
+            const auto& k = kernels().layer;
+            std::fill(normed.begin(), normed.end(), 0.0f);
+            k.rms_norm(&s.hidden[t * shape_.hidden], layer.attn_norm.data(), shape_.hidden, shape_.norm_eps, normed.data());
+            s.wide.set(t, normed.data(), layer.q->type(), shape_.hidden);
+        });
+        multiply({{layer.q.get(), &s.wide, s.q.data(), q_stride, &layer.q_bias},
+                  {layer.k.get(), &s.wide, s.k.data(), kv_stride, &layer.k_bias},
+                  {layer.v.get(), &s.wide, s.v.data(), kv_stride, &layer.v_bias}},
+                 n);
+        team_->each(n, [&](size_t t) { turn_and_store(pass, kv, i, t); });
+        attend(pass, kv, i, thread);
+        team_->each(n, [&](size_t t) { s.narrow.set(t, &s.mixed[t * mixed_stride], layer.o->type(), q_size); });
+        multiply({{layer.o.get(), &s.narrow, s.delta.data(), wide_stride, &layer.o_bias}}, n);
+        team_->each(n, [&](size_t t) {
+            auto& normed = s.own[thread].normed;
+            const auto& k = kernels().layer;
+            k.add(&s.hidden[t * shape_.hidden], &s.delta[t * wide_stride], shape_.hidden);
+            std::fill(normed.begin(), normed.end(), 0.0f);
+            k.rms_norm(&s.hidden[t * shape_.hidden], layer.mlp_norm.data(), shape_.hidden, shape_.norm_eps, normed.data());
+            s.wide.set(t, normed.data(), layer.gate->type(), shape_.hidden);
+        });
+        multiply({{layer.gate.get(), &s.wide, s.gate.data(), long_stride, &layer.gate_bias},
+                  {layer.up.get(), &s.wide, s.up.data(), long_stride, &layer.up_bias}},
+                 n);
+        team_->each(n, [&](size_t t) {
+            float* gate = &s.gate[t * long_stride];
+            kernels().layer.silu_mul(gate, &s.up[t * long_stride], round_up(shape_.intermediate, kPageTokens));
+            std::fill(gate + shape_.intermediate, gate + long_stride, 0.0f);
+            s.long_.set(t, gate, layer.down->type(), shape_.intermediate);
+        });
+        multiply({{layer.down.get(), &s.long_, s.delta.data(), wide_stride, &layer.down_bias}}, n);
+    }
+    team_->each(n, [&](size_t t) { next_layer(pass, pass.num_layers, t); });
+    choose(pass, thread);
+}
+
+void Decoder::start_token(const Pass& pass, size_t token) {
+    Scratch& s = *scratch_;
+    weights_.embed->row(static_cast<size_t>(pass.token_ids[token]), &s.hidden[token * shape_.hidden]);
+    const size_t pairs = shape_.head_dim / 2;
+    for (size_t i = 0; i < pairs; ++i) {
+        const float angle = static_cast<float>(pass.positions[token]) * weights_.inverse_frequencies[i];
+        s.cosines[token * pairs + i] = std::cos(angle);
+        s.sines[token * pairs + i] = std::sin(angle);
+    }
+}
+
+// Add what the layer before left over, and hand the residual stream to whoever taps it.
+void Decoder::next_layer(const Pass& pass, size_t index, size_t token) {
+    Scratch& s = *scratch_;
+    float* hidden = &s.hidden[token * shape_.hidden];
+    if (index > 0) kernels().layer.add(hidden, &s.delta[token * round_up(shape_.hidden, kPanel)], shape_.hidden);
+    for (const auto& [after, to] : pass.taps)
+        if (after == index) std::copy_n(hidden, shape_.hidden, to + token * shape_.hidden);
+}
+
+void Decoder::multiply(const std::vector<Job>& jobs, size_t num_tokens) {
+    const size_t chunks = (num_tokens + kChunkRows - 1) / kChunkRows;
+    size_t num_panels = 0;
+    for (const Job& job : jobs) num_panels += job.matrix->num_panels();
+    team_->each(num_panels * chunks, [&](size_t tile) {
+        size_t panel = tile / chunks;
+        const Job* job = jobs.data();
+        for (; panel >= job->matrix->num_panels(); ++job) panel -= job->matrix->num_panels();
+        const size_t first = tile % chunks * kChunkRows, end = std::min(first + kChunkRows, num_tokens);
+        float* out = job->out + first * job->stride + panel * kPanel;
+        job->matrix->multiply(panel, *job->x, first, end, out, job->stride);
+        if (job->bias->empty()) return;
+        const size_t count = std::min(kPanel, job->bias->size() - panel * kPanel);
+        for (size_t row = first; row < end; ++row, out += job->stride)
+            kernels().layer.add(out, job->bias->data() + panel * kPanel, count);
+    });
+}
+
+void Decoder::turn_and_store(const Pass& pass, const KVStore& kv, size_t index, size_t token) {
+    Scratch& s = *scratch_;
+    const Layer& layer = weights_.layers[index];
+    const auto& kernel = kernels().layer;
+    const size_t dim = shape_.head_dim, pairs = dim / 2;
+    float* q = &s.q[token * round_up(shape_.num_heads * dim, kPanel)];
+    float* k = &s.k[token * round_up(shape_.num_kv_heads * dim, kPanel)];
+    const float* v = &s.v[token * round_up(shape_.num_kv_heads * dim, kPanel)];
+    const auto turn = [&](float* head, const std::vector<float>& norm) {
+        if (!norm.empty()) kernel.rms_norm(head, norm.data(), dim, shape_.norm_eps, head);
+        kernel.rotate(head, &s.cosines[token * pairs], &s.sines[token * pairs], dim);
+    };
+    for (size_t h = 0; h < shape_.num_heads; ++h) turn(q + h * dim, layer.q_norm);
+    for (size_t h = 0; h < shape_.num_kv_heads; ++h) turn(k + h * dim, layer.k_norm);
+    kv.kernels().write(kv.keys(index), kv.values(index), static_cast<size_t>(pass.slots[token]), shape_.num_kv_heads,
+                       kv.padded_dim(), dim, k, v);
+}
+
+// Attention --------------------------------------------------------------------------------------
+
+void Decoder::attend(const Pass& pass, const KVStore& kv, size_t index, size_t thread) {
+    Scratch& s = *scratch_;
+    const size_t group = shape_.num_heads / shape_.num_kv_heads, dim = kv.padded_dim();
+    const auto& merge = kernels().attention.merge;
+    Scratch::Own& own = s.own[thread];
+    const auto gather = [&](const Tile& tile, auto&& span_of) {
+        const size_t count = tile.count * group;
+        std::fill_n(own.top_so_far.begin(), count, -kInfinity);
+        std::fill_n(own.total_so_far.begin(), count, 0.0f);
+        std::fill_n(own.mixed_so_far.begin(), count * dim, 0.0f);
+        for (size_t span = 0; span < tile.num_spans; ++span) {
+            const auto [tops, totals, mixed] = span_of(span);
+            for (size_t i = 0; i < count; ++i) {
+                const size_t limit = static_cast<size_t>(pass.positions[tile.first + i / group]) + 1;
+                if (limit <= span * kSpan) continue;  // this query sees nothing of the span
+                merge(tops[i], totals[i], mixed + i * dim, dim, &own.top_so_far[i], &own.total_so_far[i],
+                      &own.mixed_so_far[i * dim]);
+            }
+        }
+        finish_tile(tile, own.total_so_far.data(), own.mixed_so_far.data());
+    };
+    struct Part {
+        const float *tops, *totals, *mixed;
+    };
+    if (s.spans.empty()) {
+        team_->each(s.tiles.size(), [&](size_t t) {
+            gather(s.tiles[t], [&](size_t span) {
+                attend_span(pass, kv, index, s.tiles[t], span, thread, own.tops.data(), own.totals.data(),
+                            own.mixed.data());
+                return Part{own.tops.data(), own.totals.data(), own.mixed.data()};
+            });
+        });
+        return;
+    }
+    const auto place = [&](const Tile& tile, size_t span) { return tile.partial + span * tile.count * group; };
+    team_->each(s.spans.size(), [&](size_t i) {
+        const auto [t, span] = s.spans[i];
+        const size_t at = place(s.tiles[t], span);
+        attend_span(pass, kv, index, s.tiles[t], span, thread, &s.tops[at], &s.totals[at], &s.partials[at * dim]);
+    });
+    team_->each(s.tiles.size(), [&](size_t t) {
+        gather(s.tiles[t], [&](size_t span) {
+            const size_t at = place(s.tiles[t], span);
+            return Part{&s.tops[at], &s.totals[at], &s.partials[at * dim]};
+        });
+    });
+}
+
+void Decoder::attend_span(const Pass& pass, const KVStore& kv, size_t index, const Tile& tile, size_t span,
+                          size_t thread, float* tops, float* totals, float* mixed) {
+    Scratch& s = *scratch_;
+    Scratch::Own& own = s.own[thread];
+    const size_t group = shape_.num_heads / shape_.num_kv_heads, dim = shape_.head_dim, padded = kv.padded_dim();
+    const size_t stride = round_up(shape_.num_heads * dim, kPanel);
+    const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
+    size_t skipped = 0;  // leading tokens that see nothing of this span
+    while (static_cast<size_t>(pass.positions[tile.first + skipped]) < span * kSpan) ++skipped;
+    for (size_t i = skipped * group; i < tile.count * group; ++i) {
+        const size_t token = tile.first + i / group, head = tile.kv_head * group + i % group;
+        const float* q = &s.q[token * stride + head * dim];
+        float* to = &own.queries[i * padded];
+        for (size_t d = 0; d < dim; ++d) to[d] = q[d] * scale;
+        std::fill(to + dim, to + padded, 0.0f);
+        own.limits[i] = pass.positions[token] + 1;
+    }
+    const size_t last = static_cast<size_t>(pass.positions[tile.first + tile.count - 1]) + 1;
+    const size_t first = skipped * group;
+    kv.kernels().attend({kv.keys(index), kv.values(index), pass.pages + tile.row * pass.max_pages,
+                         shape_.num_kv_heads, tile.kv_head, padded, tile.count * group - first, span * kSpan,
+                         std::min(last, (span + 1) * kSpan), &own.queries[first * padded], &own.limits[first],
+                         own.scores.data(), tops + first, totals + first, mixed + first * padded});
+}
+
+void Decoder::finish_tile(const Tile& tile, const float* totals, const float* mixed) {
+    const size_t group = shape_.num_heads / shape_.num_kv_heads, dim = shape_.head_dim;
+    const size_t padded = round_up(dim, kPageTokens), stride = round_up(shape_.num_heads * dim, kInt8Group);
+    for (size_t i = 0; i < tile.count * group; ++i) {
+        const float inverse = 1.0f / totals[i];
+        float* to = &scratch_->mixed[(tile.first + i / group) * stride + (tile.kv_head * group + i % group) * dim];
+        for (size_t d = 0; d < dim; ++d) to[d] = mixed[i * padded + d] * inverse;
+    }
+}
+
+// The head ---------------------------------------------------------------------------------------
+
+void Decoder::choose(const Pass& pass, size_t thread) {
+    Scratch& s = *scratch_;
+    if (pass.wanted.empty()) return;
+    team_->each(pass.wanted.size(), [&](size_t i) {
+        auto& normed = s.own[thread].normed;
+        std::fill(normed.begin(), normed.end(), 0.0f);
+        kernels().layer.rms_norm(&s.hidden[static_cast<size_t>(pass.wanted[i]) * shape_.hidden],
+                                 weights_.final_norm.data(), shape_.hidden, shape_.norm_eps, normed.data());
+        s.wide.set(i, normed.data(), weights_.head->type(), shape_.hidden);
+    });
+        team_->each((pass.vocab + kHeadTile - 1) / kHeadTile, [&](size_t tile) { choose_tile(pass, tile, thread); });
+}
+
+void Decoder::choose_tile(const Pass& pass, size_t tile, size_t thread) {
+    Scratch& s = *scratch_;
+    Scratch::Own& own = s.own[thread];
+    const Matrix& head = *weights_.head;
+    const size_t start = tile * kHeadTile, count = std::min(kHeadTile, pass.vocab - start);
+    const size_t first_panel = tile * kHeadPanels, end_panel = std::min(first_panel + kHeadPanels, head.num_panels());
+    for (size_t first = 0; first < pass.wanted.size(); first += kHeadRows) {
+        const size_t end = std::min(first + kHeadRows, pass.wanted.size());
+        for (size_t panel = first_panel; panel < end_panel; ++panel)
+            head.multiply(panel, s.wide, first, end, &own.tile[(panel - first_panel) * kPanel], kHeadTile);
+        for (size_t i = first; i < end; ++i) {
+            float* row = &own.tile[(i - first) * kHeadTile];
+            std::fill(row + count, row + kHeadTile, -kInfinity);
+            if (pass.chooses[i].kind == Kind::logits)
+                std::copy_n(row, count, pass.logits + s.logit_row[i] * pass.vocab + start);
+            else
+                choose_in_tile(pass.chooses[i], row, start, own.z.data(), own.bounds.data(),
+                               s.best[thread * pass.wanted.size() + i]);
+        }
+    }
+}
+
+}  // namespace paceline

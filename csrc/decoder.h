@@ -1,0 +1,126 @@
+// A Llama-family decoder over paged keys and values: one call per forward pass, the choice of tokens included.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "matrix.h"
+#include "sampling.h"
+#include "team.h"
+
+namespace paceline {
+
+enum class KVType { f16, f32 };
+
+struct Shape {
+    size_t vocab, hidden, intermediate, num_layers, num_heads, num_kv_heads, head_dim;
+    float norm_eps;
+};
+
+struct Layer {
+    std::vector<float> attn_norm, mlp_norm;
+    std::vector<float> q_norm, k_norm;          // [head_dim], or empty
+    std::vector<float> q_bias, k_bias, v_bias;  // or empty; so are the next
+    std::vector<float> o_bias, gate_bias, up_bias, down_bias;
+    std::shared_ptr<const Matrix> q, k, v, o, gate, up, down;
+};
+
+struct Weights {
+    std::shared_ptr<const Matrix> embed, head;  // one and the same where tied
+    std::vector<float> final_norm;              // [hidden]
+    std::vector<float> inverse_frequencies;     // [head_dim / 2]
+    std::vector<Layer> layers;
+};
+
+// Keys and values of some layers, by page. Memory is taken only as pages are written.
+class KVStore {
+  public:
+    KVStore(KVType type, size_t num_layers, size_t num_pages, size_t num_kv_heads, size_t head_dim);
+    KVStore(KVStore&&) = default;
+    KVStore(const KVStore&) = delete;
+
+    size_t num_layers() const { return layers_.size(); }
+    size_t num_pages() const { return num_pages_; }
+    size_t num_kv_heads() const { return num_kv_heads_; }
+    size_t head_dim() const { return head_dim_; }
+    size_t padded_dim() const { return round_up(head_dim_, kPageTokens); }
+    size_t bytes_per_token() const;
+    const KVKernels& kernels() const;
+    void* keys(size_t layer) const { return layers_[layer].first.get(); }
+    void* values(size_t layer) const { return layers_[layer].second.get(); }
+
+  private:
+    struct Free {
+        void operator()(void* p) const;
+    };
+    using Lazy = std::unique_ptr<void, Free>;  // zeros that the system provides at first touch
+
+    KVType type_;
+    size_t num_pages_, num_kv_heads_, head_dim_;
+    std::vector<std::pair<Lazy, Lazy>> layers_;
+};
+
+enum class Kind : uint8_t { argmax = 0, noisy = 1, logits = 2 };
+
+// How a token is chosen, see core/nouns.py.
+struct Choose {
+    Kind kind;
+    double temperature;
+    Key key;
+    Edits edits;  // ids ascending
+};
+
+// Token rows of one pass, see model/packed.py. All of it checked at the border.
+struct Pass {
+    size_t num_tokens, num_rows, max_pages;
+    const int64_t *token_ids, *positions, *slots;  // [num_tokens]
+    const int64_t* cu_len;                         // [num_rows + 1]
+    const int64_t* pages;                          // [num_rows, max_pages]
+    std::vector<int64_t> wanted;                   // indices of tokens whose successor is chosen
+    std::vector<Choose> chooses;                   // [wanted]
+    size_t vocab;                                  // token ids to choose among, the first of the model's
+    size_t num_layers;
+    std::vector<std::pair<size_t, float*>> taps;  // after so many layers, to [num_tokens, hidden]
+    int64_t* chosen;                              // [wanted] out: token ids, kBroken, or kUnchosen
+    float* logits;                                // [wanted of kind logits, vocab] out
+};
+
+constexpr int64_t kUnchosen = -1;  // as core/nouns.py: left to the law
+
+class Decoder {
+  public:
+    Decoder(const Shape& shape, Weights weights, std::shared_ptr<Team> team);
+    Decoder(Decoder&&) = default;
+    Decoder(const Decoder&) = delete;
+
+    const Shape& shape() const { return shape_; }
+    size_t weight_bytes() const;
+    void forward(const Pass& pass, const KVStore& kv);
+
+  private:
+    struct Scratch;
+    struct Job;
+    struct Tile;
+
+    void run(const Pass& pass, const KVStore& kv, size_t thread);
+    void start_token(const Pass& pass, size_t token);
+    void next_layer(const Pass& pass, size_t index, size_t token);
+    void multiply(const std::vector<Job>& jobs, size_t num_tokens);
+    void turn_and_store(const Pass& pass, const KVStore& kv, size_t index, size_t token);
+    void attend(const Pass& pass, const KVStore& kv, size_t index, size_t thread);
+    void attend_span(const Pass& pass, const KVStore& kv, size_t index, const Tile& tile, size_t span, size_t thread,
+                     float* tops, float* totals, float* mixed);
+    void finish_tile(const Tile& tile, const float* totals, const float* mixed);
+    void choose(const Pass& pass, size_t thread);
+    void choose_tile(const Pass& pass, size_t tile, size_t thread);
+    void plan(const Pass& pass, const KVStore& kv);
+
+    Shape shape_;
+    Weights weights_;
+    std::shared_ptr<Team> team_;
+    std::unique_ptr<Scratch, void (*)(Scratch*)> scratch_;
+};
+
+}  // namespace paceline

@@ -1,0 +1,179 @@
+// Attention of a few queries to one span of a row's keys. Spans are cut at absolute positions, and a query's numbers do
+// not depend on the queries beside it: so neither do they on the batch, the chunk or the thread.
+//
+// A page holds, for each KV head, keys as [head_dim][16] and values as [16][head_dim]: the scores of sixteen keys are
+// sums of whole vectors, and so is the mixture of sixteen values.
+#include "kernels.h"
+#include "simd.h"
+
+namespace paceline::PACELINE_ISA {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kMostQueries = 6;
+#else
+constexpr int kMostQueries = 2;
+#endif
+constexpr int kVectors = kPageTokens / kLanes;  // of one page's scores
+
+#define PACELINE_UNROLL _Pragma("GCC unroll 8")
+
+PACELINE_INLINE f32v load_kv(const float* p) { return load(p); }
+PACELINE_INLINE f32v load_kv(const uint16_t* p) { return load_half(p); }
+
+// Scores of R queries and sixteen keys, even and odd dimensions summed apart.
+template <int R, class T>
+void score_rows(const T* keys, size_t head_dim, const float* queries, float* scores) {
+    f32v sums[2][R][kVectors];
+    PACELINE_UNROLL for (int half = 0; half < 2; ++half)
+        PACELINE_UNROLL for (int r = 0; r < R; ++r)
+            PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) sums[half][r][v] = splat(0.0f);
+    for (size_t d = 0; d < head_dim; d += 2) {
+        PACELINE_UNROLL for (int half = 0; half < 2; ++half) {
+            f32v k[kVectors];
+            PACELINE_UNROLL for (int v = 0; v < kVectors; ++v)
+                k[v] = load_kv(keys + (d + half) * kPageTokens + v * kLanes);
+            PACELINE_UNROLL for (int r = 0; r < R; ++r) {
+                const f32v q = splat(queries[r * head_dim + d + half]);
+                PACELINE_UNROLL for (int v = 0; v < kVectors; ++v)
+                    sums[half][r][v] = fma(q, k[v], sums[half][r][v]);
+            }
+        }
+    }
+    PACELINE_UNROLL for (int r = 0; r < R; ++r)
+        PACELINE_UNROLL for (int v = 0; v < kVectors; ++v)
+            store(scores + r * kSpan + v * kLanes, sums[0][r][v] + sums[1][r][v]);
+}
+
+// mixed[r] += sum over j of weights[r][j] * values[j], for W vectors of the head.
+template <int R, int W, class T>
+void mix_rows(const T* values, size_t count, size_t head_dim, const float* weights, float* mixed) {
+    f32v sums[R][W];
+    PACELINE_UNROLL for (int r = 0; r < R; ++r)
+        PACELINE_UNROLL for (int v = 0; v < W; ++v) sums[r][v] = load(mixed + r * head_dim + v * kLanes);
+    for (size_t j = 0; j < count; ++j) {
+        f32v x[W];
+        PACELINE_UNROLL for (int v = 0; v < W; ++v) x[v] = load_kv(values + j * head_dim + v * kLanes);
+        PACELINE_UNROLL for (int r = 0; r < R; ++r) {
+            const f32v w = splat(weights[r * kSpan + j]);
+            PACELINE_UNROLL for (int v = 0; v < W; ++v) sums[r][v] = fma(w, x[v], sums[r][v]);
+        }
+    }
+    PACELINE_UNROLL for (int r = 0; r < R; ++r)
+        PACELINE_UNROLL for (int v = 0; v < W; ++v) store(mixed + r * head_dim + v * kLanes, sums[r][v]);
+}
+
+template <int R, class T>
+PACELINE_INLINE void mix(const T* values, size_t count, size_t head_dim, const float* weights, float* mixed) {
+    size_t d = 0;
+    for (; d + 4 * kLanes <= head_dim; d += 4 * kLanes)
+        mix_rows<R, 4>(values + d, count, head_dim, weights, mixed + d);
+    for (; d < head_dim; d += kLanes) mix_rows<R, 1>(values + d, count, head_dim, weights, mixed + d);
+}
+
+template <class Kernel>
+PACELINE_INLINE void by_queries(size_t num_queries, Kernel kernel) {
+    size_t first = 0;
+    for (; first + kMostQueries <= num_queries; first += kMostQueries) kernel.template operator()<kMostQueries>(first);
+    if constexpr (kMostQueries > 2) {
+        for (; first + 3 <= num_queries; first += 3) kernel.template operator()<3>(first);
+    }
+    for (; first + 2 <= num_queries; first += 2) kernel.template operator()<2>(first);
+    for (; first < num_queries; ++first) kernel.template operator()<1>(first);
+}
+
+// Turn the first `count` scores into exp(score - largest) and the others, up to `end`, into 0.
+PACELINE_INLINE void weigh_scores(float* scores, size_t count, size_t end, float* top, float* total) {
+    for (size_t i = count; i < end; ++i) scores[i] = -__builtin_inff();
+    f32v most = splat(-__builtin_inff());
+    for (size_t i = 0; i < end; i += kLanes) most = larger(load(scores + i), most);
+    *top = largest(most);
+    f32v sums[kVectors];  // by place in the page, whatever the width of a vector
+    for (int v = 0; v < kVectors; ++v) sums[v] = splat(0.0f);
+    for (size_t i = 0; i < end; i += kPageTokens)
+        for (int v = 0; v < kVectors; ++v) {
+            const f32v w = exp(load(scores + i + v * kLanes) - *top);
+            store(scores + i + v * kLanes, w);
+            sums[v] += w;
+        }
+    for (int v = 1; v < kVectors; ++v) sums[0] += sums[v];
+    *total = sum(sums[0]);
+}
+
+template <class T>
+void attend(const AttentionSpan& span) {
+    const T* keys = static_cast<const T*>(span.keys);
+    const T* values = static_cast<const T*>(span.values);
+    const size_t head_dim = span.head_dim, head_size = head_dim * kPageTokens;
+    const size_t num_pages = (span.end - span.start + kPageTokens - 1) / kPageTokens;
+    const auto at = [&](size_t page) {
+        const size_t id = static_cast<size_t>(span.pages[span.start / kPageTokens + page]);
+        return (id * span.num_kv_heads + span.kv_head) * head_size;
+    };
+    for (size_t page = 0; page < num_pages; ++page) {
+        by_queries(span.num_queries, [&]<int R>(size_t first) {
+            score_rows<R, T>(keys + at(page), head_dim, span.queries + first * head_dim,
+                             span.scores + first * kSpan + page * kPageTokens);
+        });
+    }
+    for (size_t r = 0; r < span.num_queries; ++r) {
+        const size_t limit = static_cast<size_t>(span.limits[r]);
+        const size_t count = limit <= span.start ? 0 : limit - span.start;
+        weigh_scores(span.scores + r * kSpan, count < num_pages * kPageTokens ? count : num_pages * kPageTokens,
+                     num_pages * kPageTokens, span.tops + r, span.totals + r);
+    }
+    for (size_t i = 0; i < span.num_queries * head_dim; ++i) span.mixed[i] = 0.0f;
+    for (size_t page = 0; page < num_pages; ++page) {
+        const size_t left = span.end - span.start - page * kPageTokens;  // slots behind the last key are never read
+        const size_t count = left < kPageTokens ? left : kPageTokens;
+        by_queries(span.num_queries, [&]<int R>(size_t first) {
+            mix<R, T>(values + at(page), count, head_dim, span.scores + first * kSpan + page * kPageTokens,
+                      span.mixed + first * head_dim);
+        });
+    }
+}
+
+// Add a span to what the spans before it gave. top = -inf stands for nothing yet.
+void merge(float top, float total, const float* mixed, size_t head_dim, float* top_so_far, float* total_so_far,
+           float* mixed_so_far) {
+    const float most = top > *top_so_far ? top : *top_so_far;
+    const f32v old = exp(splat(*top_so_far - most)), now = exp(splat(top - most));
+    *total_so_far = *total_so_far * old[0] + total * now[0];
+    *top_so_far = most;
+    for (size_t d = 0; d < head_dim; d += kLanes)
+        store(mixed_so_far + d, fma(load(mixed + d), now, load(mixed_so_far + d) * old));
+}
+
+template <class T>
+PACELINE_INLINE void put(T* to, float x);
+template <>
+void put(float* to, float x) {
+    *to = x;
+}
+template <>
+void put(uint16_t* to, float x) {
+    *to = to_half(x);
+}
+
+// Write one token's keys and values [num_kv_heads, stride], of which the first `size` numbers of each head count.
+template <class T>
+void write(void* keys, void* values, size_t slot, size_t num_kv_heads, size_t head_dim, size_t size, const float* key,
+           const float* value) {
+    const size_t head_size = head_dim * kPageTokens, offset = slot % kPageTokens;
+    for (size_t h = 0; h < num_kv_heads; ++h) {
+        T* k = static_cast<T*>(keys) + (slot / kPageTokens * num_kv_heads + h) * head_size;
+        T* v = static_cast<T*>(values) + (slot / kPageTokens * num_kv_heads + h) * head_size + offset * head_dim;
+        for (size_t d = 0; d < head_dim; ++d) {
+            put(k + d * kPageTokens + offset, d < size ? key[h * size + d] : 0.0f);
+            put(v + d, d < size ? value[h * size + d] : 0.0f);
+        }
+    }
+}
+
+}  // namespace
+
+extern const AttentionKernels attention_kernels;
+const AttentionKernels attention_kernels = {
+    {attend<float>, write<float>}, {attend<uint16_t>, write<uint16_t>}, merge};
+
+}  // namespace paceline::PACELINE_ISA

@@ -1,0 +1,57 @@
+// Four products of bytes summed into each 32-bit lane, exactly, on every instruction set.
+#pragma once
+
+#include "simd.h"
+
+namespace paceline::PACELINE_ISA {
+
+PACELINE_INLINE i32v load_bytes(const uint8_t* p) {
+    i32v v;
+    __builtin_memcpy(&v, p, sizeof v);
+    return v;
+}
+
+// The same four signed bytes in every lane.
+PACELINE_INLINE i32v splat_bytes(const int8_t* p) {
+    int32_t four;
+    __builtin_memcpy(&four, p, sizeof four);
+    return splat(four);
+}
+
+#if defined(__AVX512VNNI__) && defined(__AVX512F__)
+
+// Inline assembly, because GCC otherwise moves accumulators through the stack.
+PACELINE_INLINE void dot(i32v& sums, i32v weights, i32v activations) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(weights), "v"(activations));
+}
+
+#elif defined(__AVXVNNI__)
+
+PACELINE_INLINE void dot(i32v& sums, i32v weights, i32v activations) {
+    __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sums) : "x"(weights), "x"(activations));
+}
+
+#elif defined(__AVX2__)
+
+// The 16-bit pair sums of vpmaddubsw would saturate with weights above 128, so odd and even bytes are widened apart.
+PACELINE_INLINE void dot(i32v& sums, i32v weights, i32v activations) {
+    const __m256i w = (__m256i)weights, a = (__m256i)activations;
+    const __m256i even_w = _mm256_and_si256(w, _mm256_set1_epi16(0x00FF)), odd_w = _mm256_srli_epi16(w, 8);
+    const __m256i even_a = _mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8), odd_a = _mm256_srai_epi16(a, 8);
+    const __m256i pairs = _mm256_add_epi32(_mm256_madd_epi16(even_w, even_a), _mm256_madd_epi16(odd_w, odd_a));
+    sums = (i32v)_mm256_add_epi32((__m256i)sums, pairs);
+}
+
+#else
+
+PACELINE_INLINE void dot(i32v& sums, i32v weights, i32v activations) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+        const uint32_t w = (uint32_t)weights[lane], a = (uint32_t)activations[lane];
+        for (int byte = 0; byte < 4; ++byte)
+            sums[lane] += (int32_t)(uint8_t)(w >> 8 * byte) * (int32_t)(int8_t)(a >> 8 * byte);
+    }
+}
+
+#endif
+
+}  // namespace paceline::PACELINE_ISA

@@ -1,0 +1,76 @@
+// What happens to one token between matrix products: norm, quantisation, rotation, activation.
+#include "kernels.h"
+#include "simd.h"
+
+namespace paceline::PACELINE_ISA {
+namespace {
+
+// Root-mean-square norm (arXiv 1910.07467). Sums run over vectors in order, then over lanes by halving.
+void rms_norm(const float* x, const float* weight, size_t n, float eps, float* out) {
+    f32v squares = splat(0.0f);
+    size_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) squares = fma(load(x + i), load(x + i), squares);
+    float total = sum(squares);
+    for (size_t j = i; j < n; ++j) total += x[j] * x[j];
+    const float inverse = 1.0f / __builtin_sqrtf(total / (float)n + eps);
+    for (i = 0; i + kLanes <= n; i += kLanes) store(out + i, load(x + i) * inverse * load(weight + i));
+    for (; i < n; ++i) out[i] = x[i] * inverse * weight[i];
+}
+
+void add(float* x, const float* y, size_t n) {
+    size_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) store(x + i, load(x + i) + load(y + i));
+    for (; i < n; ++i) x[i] += y[i];
+}
+
+// x [width], zeros from its end on, in groups: q = round(x / scale), scale = max |x| / 127. width is a multiple of the
+// group, which is a multiple of the vector.
+void quantise(const float* x, size_t width, size_t group, int8_t* q, float* scales, int32_t* sums) {
+    for (size_t start = 0, g = 0; start < width; start += group, ++g) {
+        f32v most = splat(0.0f), poison = splat(0.0f);
+        for (size_t i = start; i < start + group; i += kLanes) {
+            const f32v v = load(x + i);
+            most = larger(larger(v, -v), most);
+            poison += v * 0.0f;
+        }
+        const float top = largest(most);
+        const float inverse = top > 0.0f ? 127.0f / top : 0.0f;
+        i32v total = splat(0);
+        for (size_t i = start; i < start + group; i += kLanes) {
+            const i32v v = __builtin_convertvector(nearest(load(x + i) * inverse), i32v);
+            total += v;
+            typedef int8_t bytes __attribute__((vector_size(kLanes)));
+            const bytes narrow = __builtin_convertvector(v, bytes);
+            __builtin_memcpy(q + i, &narrow, sizeof narrow);
+        }
+        int32_t all = 0;
+        for (int lane = 0; lane < kLanes; ++lane) all += total[lane];
+        scales[g] = top / 127.0f + sum(poison);  // NaN and infinity stay what they are
+        sums[g] = all;
+    }
+}
+
+// Turn a head of n numbers, number i paired with i + n / 2.
+void rotate(float* x, const float* cosines, const float* sines, size_t n) {
+    float* y = x + n / 2;
+    for (size_t i = 0; i < n / 2; ++i) {
+        const float a = x[i], b = y[i];
+        x[i] = a * cosines[i] - b * sines[i];
+        y[i] = b * cosines[i] + a * sines[i];
+    }
+}
+
+// gate = silu(gate) * up; n is a multiple of 16.
+void silu_mul(float* gate, const float* up, size_t n) {
+    for (size_t i = 0; i < n; i += kLanes) {
+        const f32v x = load(gate + i);
+        store(gate + i, x / (1.0f + exp(-larger(x, splat(-87.0f)))) * load(up + i));
+    }
+}
+
+}  // namespace
+
+extern const LayerKernels layer_kernels;
+const LayerKernels layer_kernels = {rms_norm, add, quantise, rotate, silu_mul};
+
+}  // namespace paceline::PACELINE_ISA

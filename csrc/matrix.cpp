@@ -1,0 +1,182 @@
+#include "matrix.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "half.h"
+
+namespace paceline {
+namespace {
+
+constexpr size_t kAlignment = 64;
+constexpr size_t kInt4BlockBytes = kPanel * 4 + kPanel * kInt4Group / 2;
+
+size_t group_of(WeightType type) { return type == WeightType::int4 ? kInt4Group : kInt8Group; }
+
+uint16_t to_bfloat(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    if (x != x) return static_cast<uint16_t>(bits >> 16 | 64);  // NaN stays NaN
+    return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+
+float from_bfloat(uint16_t x) {
+    const uint32_t bits = uint32_t{x} << 16;
+    float wide;
+    std::memcpy(&wide, &bits, sizeof wide);
+    return wide;
+}
+
+}  // namespace
+
+Buffer::Buffer(size_t bytes) : bytes_(bytes) {
+    void* p = std::aligned_alloc(kAlignment, round_up(std::max<size_t>(bytes, 1), kAlignment));
+    if (!p) throw std::bad_alloc();
+    data_.reset(static_cast<uint8_t*>(p));
+    std::memset(p, 0, bytes);
+}
+
+void Buffer::Free::operator()(uint8_t* p) const { std::free(p); }
+
+void Activations::reserve(size_t num_rows, size_t width) {
+    width = round_up(width, kInt8Group);
+    values_.resize(std::max(values_.size(), num_rows * width));
+    floats_.resize(std::max(floats_.size(), num_rows * width));
+    scales_.resize(std::max(scales_.size(), num_rows * width / kInt4Group));
+    sums_.resize(scales_.size());
+}
+
+void Activations::set(size_t row, const float* x, WeightType type, size_t width) {
+    if (type == WeightType::f32 || type == WeightType::bf16) {
+        std::memcpy(floats_.data() + row * width, x, width * sizeof(float));
+        return;
+    }
+    const size_t group = group_of(type), padded = round_up(width, group), num_groups = padded / group;
+    kernels().layer.quantise(x, padded, group, values_.data() + row * padded, scales_.data() + row * num_groups,
+                             sums_.data() + row * num_groups);
+}
+
+QuantisedRows Activations::quantised(WeightType type, size_t width) const {
+    const size_t group = group_of(type), padded = round_up(width, group);
+    return {values_.data(), padded, padded / group, scales_.data(), sums_.data()};
+}
+
+FloatRows Activations::floats(size_t width) const { return {floats_.data(), width}; }
+
+Matrix::Matrix(WeightType type, size_t out, size_t in) : type_(type), out_(out), in_(in) {
+    packed_ = Buffer(num_panels() * panel_bytes());
+    if (type == WeightType::int8) {
+        scales_.resize(num_panels() * kPanel);
+        std::memset(packed_.data(), 128, packed_.size());  // zeros, in the padding too
+    }
+}
+
+size_t Matrix::panel_bytes() const {
+    switch (type_) {
+        case WeightType::int8: return round_up(in_, kInt8Group) * kPanel;
+        case WeightType::int4: return round_up(in_, kInt4Group) / kInt4Group * kInt4BlockBytes;
+        case WeightType::bf16: return in_ * kPanel * sizeof(uint16_t);
+        case WeightType::f32: break;
+    }
+    return in_ * kPanel * sizeof(float);
+}
+
+Matrix Matrix::pack(const float* weights, size_t out, size_t in, WeightType type) {
+    Matrix m(type, out, in);
+    for (size_t o = 0; o < out; ++o, weights += in) {
+        uint8_t* panel = m.packed_.data() + o / kPanel * m.panel_bytes();
+        const size_t lane = o % kPanel;
+        if (type == WeightType::int8) m.pack_int8_row(weights, o);
+        if (type == WeightType::int4) m.pack_int4_row(weights, o);
+        for (size_t i = 0; i < in && type == WeightType::bf16; ++i)
+            reinterpret_cast<uint16_t*>(panel)[i * kPanel + lane] = to_bfloat(weights[i]);
+        for (size_t i = 0; i < in && type == WeightType::f32; ++i)
+            reinterpret_cast<float*>(panel)[i * kPanel + lane] = weights[i];
+    }
+    return m;
+}
+
+void Matrix::pack_int8_row(const float* weights, size_t index) {
+    float top = 0.0f;
+    for (size_t i = 0; i < in_; ++i) top = std::max(top, std::fabs(weights[i]));
+    scales_[index] = top / 127.0f;
+    const float inverse = top > 0.0f ? 127.0f / top : 0.0f;
+    uint8_t* panel = packed_.data() + index / kPanel * panel_bytes() + index % kPanel * 4;
+    for (size_t i = 0; i < in_; ++i)
+        panel[i / 4 * kPanel * 4 + i % 4] = static_cast<uint8_t>(128 + std::lrintf(weights[i] * inverse));
+}
+
+void Matrix::pack_int4_row(const float* weights, size_t index) {
+    for (size_t start = 0, block = 0; start < in_; start += kInt4Group, ++block) {
+        const size_t count = std::min(kInt4Group, in_ - start);
+        const auto [low, high] = std::minmax_element(weights + start, weights + start + count);
+        const uint16_t scale = to_half((*high - *low) / 15.0f), minimum = to_half(*low);
+        const float step = from_half(scale);
+        uint8_t values[kInt4Group] = {};
+        for (size_t i = 0; i < count && step > 0.0f; ++i)
+            values[i] = static_cast<uint8_t>(
+                std::clamp(std::lrintf((weights[start + i] - from_half(minimum)) / step), 0L, 15L));
+        put_int4_block(index, block, values, scale, minimum);
+    }
+}
+
+Matrix Matrix::pack_int4(const uint8_t* values, const uint16_t* scales, const uint16_t* minima, size_t out,
+                         size_t in) {
+    Matrix m(WeightType::int4, out, in);
+    const size_t blocks = in / kInt4Group;
+    for (size_t o = 0; o < out; ++o)
+        for (size_t b = 0; b < blocks; ++b)
+            m.put_int4_block(o, b, values + o * in + b * kInt4Group, scales[o * blocks + b], minima[o * blocks + b]);
+    return m;
+}
+
+void Matrix::put_int4_block(size_t index, size_t block, const uint8_t* values, uint16_t scale, uint16_t minimum) {
+    uint8_t* at = packed_.data() + index / kPanel * panel_bytes() + block * kInt4BlockBytes;
+    const size_t lane = index % kPanel;
+    reinterpret_cast<uint16_t*>(at)[lane] = scale;
+    reinterpret_cast<uint16_t*>(at)[kPanel + lane] = minimum;
+    uint8_t* to = at + kPanel * 4 + lane * 4;
+    for (size_t pair = 0; pair < kInt4Group / 8; ++pair, to += kPanel * 4)
+        for (size_t i = 0; i < 4; ++i)
+            to[i] = static_cast<uint8_t>((values[pair * 8 + i] & 15) | (values[pair * 8 + 4 + i] & 15) << 4);
+}
+
+void Matrix::multiply(size_t panel, const Activations& x, size_t first, size_t end, float* to, size_t stride) const {
+    const uint8_t* at = packed_.data() + panel * panel_bytes();
+    const GemmKernels& gemm = kernels().gemm;
+    switch (type_) {
+        case WeightType::int8:
+            return gemm.int8({at, scales_.data() + panel * kPanel}, x.quantised(type_, in_), first, end, to, stride);
+        case WeightType::int4: return gemm.int4(at, x.quantised(type_, in_), first, end, to, stride);
+        case WeightType::bf16:
+            return gemm.bf16(reinterpret_cast<const uint16_t*>(at), x.floats(in_), first, end, to, stride);
+        case WeightType::f32:
+            return gemm.f32(reinterpret_cast<const float*>(at), x.floats(in_), first, end, to, stride);
+    }
+}
+
+void Matrix::row(size_t index, float* to) const {
+    const uint8_t* panel = packed_.data() + index / kPanel * panel_bytes();
+    const size_t lane = index % kPanel;
+    for (size_t i = 0; i < in_; ++i) switch (type_) {
+            case WeightType::int8:
+                to[i] = (panel[(i / 4 * kPanel + lane) * 4 + i % 4] - 128) * scales_[index];
+                break;
+            case WeightType::int4: {
+                const uint8_t* block = panel + i / kInt4Group * kInt4BlockBytes;
+                const uint16_t* halves = reinterpret_cast<const uint16_t*>(block);
+                const size_t inner = i % kInt4Group;
+                const uint8_t both = block[kPanel * 4 + (inner / 8 * kPanel + lane) * 4 + inner % 4];
+                const int value = inner % 8 < 4 ? both & 15 : both >> 4;
+                to[i] = from_half(halves[lane]) * static_cast<float>(value) + from_half(halves[kPanel + lane]);
+                break;
+            }
+            case WeightType::bf16: to[i] = from_bfloat(reinterpret_cast<const uint16_t*>(panel)[i * kPanel + lane]); break;
+            case WeightType::f32: to[i] = reinterpret_cast<const float*>(panel)[i * kPanel + lane]; break;
+        }
+}
+
+}  // namespace paceline

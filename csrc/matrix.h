@@ -1,0 +1,84 @@
+// A weight matrix [out, in], packed in panels of 32 outputs in the order in which kernels read them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "isa/kernels.h"
+
+namespace paceline {
+
+enum class WeightType { int8, int4, bf16, f32 };
+
+// Memory for packed weights, aligned to cache lines.
+class Buffer {
+  public:
+    Buffer() = default;
+    explicit Buffer(size_t bytes);
+    uint8_t* data() const { return data_.get(); }
+    size_t size() const { return bytes_; }
+
+  private:
+    struct Free {
+        void operator()(uint8_t* p) const;
+    };
+    std::unique_ptr<uint8_t[], Free> data_;
+    size_t bytes_ = 0;
+};
+
+// Token rows in the form that one or more matrices of a type and width read them.
+class Activations {
+  public:
+    void reserve(size_t num_rows, size_t width);
+    void set(size_t row, const float* x, WeightType type, size_t width);  // x [padded to 64 with zeros]
+
+    QuantisedRows quantised(WeightType type, size_t width) const;
+    FloatRows floats(size_t width) const;
+
+  private:
+    std::vector<int8_t> values_;
+    std::vector<float> floats_, scales_;
+    std::vector<int32_t> sums_;
+};
+
+class Matrix {
+  public:
+    // From float32 [out, in]. int8: one scale per output; int4: a scale and a minimum for each 32 inputs.
+    static Matrix pack(const float* weights, size_t out, size_t in, WeightType type);
+    // From 4-bit blocks as GGUF keeps them: values 0..15 one a byte [out, in], scales and minima float16 [out, in / 32].
+    static Matrix pack_int4(const uint8_t* values, const uint16_t* scales, const uint16_t* minima, size_t out,
+                            size_t in);
+
+    Matrix(Matrix&&) = default;
+    Matrix(const Matrix&) = delete;
+
+    size_t out() const { return out_; }
+    size_t in() const { return in_; }
+    WeightType type() const { return type_; }
+    size_t num_panels() const { return (out_ + kPanel - 1) / kPanel; }
+    size_t bytes() const { return packed_.size() + scales_.size() * sizeof(float); }
+
+    // Rows first..end of the activations times one panel: to[(row - first) * stride + o], o < 32.
+    void multiply(size_t panel, const Activations& x, size_t first, size_t end, float* to, size_t stride) const;
+
+    // One row of the matrix as float32 [in]: the embedding of a token.
+    void row(size_t index, float* to) const;
+
+  private:
+    Matrix(WeightType type, size_t out, size_t in);
+    size_t panel_bytes() const;
+    void pack_int8_row(const float* weights, size_t index);
+    void pack_int4_row(const float* weights, size_t index);
+    void put_int4_block(size_t index, size_t block, const uint8_t* values, uint16_t scale, uint16_t minimum);
+
+    WeightType type_;
+    size_t out_, in_;
+    Buffer packed_;
+    std::vector<float> scales_;  // [num_panels * 32], int8 only
+};
+
+constexpr size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+}  // namespace paceline

@@ -1,0 +1,93 @@
+"""The registry of backends: what executes a model, the types of weights and KV it offers, and who makes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol
+
+from paceline.core.errors import ConfigError, suggest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from paceline.model.backend import Decoder
+    from paceline.model.config import ModelConfig
+
+# Bytes of one stored number, scales included.
+NUM_BYTES = {"f64": 8.0, "f32": 4.0, "f16": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.625}
+
+
+class LoadDecoder(Protocol):
+    """Makes a backend's decoder from float weights."""
+
+    def __call__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, torch.Tensor],
+        weight_type: str,
+        kv_type: str,
+        threads: int | None,
+    ) -> Decoder:
+        """threads: how many may compute, None for all cores."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackendSpec:
+    """What a backend offers. The engine reads this and never asks which backend it is."""
+
+    name: str
+    about: str
+    weight_types: tuple[str, ...]  # the first is the default
+    kv_types: tuple[str, ...]  # the first is the default; none: that of the weights
+    loader: str  # module:function, a `LoadDecoder`
+
+    def load(self) -> LoadDecoder:
+        """Import what makes its decoders."""
+        module, function = self.loader.split(":")
+        return getattr(import_module(module), function)  # type: ignore[no-any-return]
+
+    def weight_type(self, asked: str | None) -> str:
+        """Return the type of weights to use. Raises `ConfigError`."""
+        return self._one_of("--weights", self.weight_types, asked or self.weight_types[0])
+
+    def kv_type(self, asked: str | None, weight_type: str) -> str:
+        """Return the type of KV to use. Raises `ConfigError`."""
+        known = self.kv_types or (weight_type,)
+        return self._one_of("--kv", known, asked or known[0])
+
+    def _one_of(self, flag: str, known: tuple[str, ...], asked: str) -> str:
+        if asked not in known:
+            raise ConfigError(f"the {self.name} backend has no {flag} {asked}{suggest(asked, known)}")
+        return asked
+
+
+BACKENDS = {
+    spec.name: spec
+    for spec in (
+        BackendSpec(
+            "native",
+            "C++ kernels for CPUs; a token's numbers are the same in every batch",
+            ("int8", "int4", "bf16", "f32"),
+            ("f16", "f32"),
+            "paceline.model.native:load_decoder",
+        ),
+        BackendSpec(
+            "reference",
+            "readable PyTorch, the twin that the others are compared with",
+            ("f32", "f64", "bf16", "f16"),
+            (),
+            "paceline.model.decoder:load_decoder",
+        ),
+    )
+}
+DEFAULT_BACKEND = next(iter(BACKENDS))
+
+
+def backend_spec(name: str) -> BackendSpec:
+    """Return a backend by name. Raises `ConfigError`."""
+    if name not in BACKENDS:
+        raise ConfigError(f"unknown backend {name!r}{suggest(name, BACKENDS)}")
+    return BACKENDS[name]

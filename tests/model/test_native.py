@@ -1,0 +1,220 @@
+"""The native kernels against their twins: the reference decoder, and themselves in every other batch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from paceline import kernels
+from paceline.core.nouns import BROKEN, Choose, Edits
+from paceline.core.params import SamplingParams
+from paceline.core.sampling import choose_token
+from paceline.model.config import ModelConfig
+from paceline.model.decoder import ReferenceDecoder
+from paceline.model.native import NativeDecoder
+from paceline.model.packed import Packed
+from tests.model.helpers import pack
+from tests.tiny import tiny_config, tiny_weights
+
+WEIGHTS = ["f32", "bf16", "int8", "int4"]
+FAMILY_CASES = {
+    "llama": tiny_config("llama"),
+    "untied": tiny_config("llama", tie_embeddings=False),
+    "mistral": tiny_config("mistral", head_dim=16, num_kv_heads=1),
+    "qwen2": tiny_config("qwen2", hidden_size=40, intermediate_size=72),
+    "qwen3": tiny_config("qwen3", head_dim=24),
+    "wide": tiny_config("llama", hidden_size=128, intermediate_size=200, head_dim=64, num_heads=6, num_kv_heads=2),
+}
+LENGTH = 300  # longer than a span of attention
+IDS = np.random.default_rng(7).integers(0, 320, LENGTH).tolist()
+SHUFFLED = [(5 * i + 3) % 19 for i in range(19)]
+GREEDY = Choose("logits", SamplingParams(temperature=0.0))
+
+
+def native(config: ModelConfig, types: str, threads: int = 1, kv: str = "f32") -> NativeDecoder:
+    return NativeDecoder(config, tiny_weights(config, dtype=torch.float32), kernels.Team(threads), types, kv)
+
+
+def logits_of(
+    decoder: NativeDecoder | ReferenceDecoder, chunk: int = LENGTH, pages: list[int] = SHUFFLED
+) -> np.ndarray:
+    """Logits [LENGTH, vocab] of IDS, computed `chunk` tokens at a time in the given pages."""
+    kv, parts = decoder.new_kv(max(pages) + 1), []
+    for start in range(0, LENGTH, chunk):
+        packed = pack([(IDS[start : start + chunk], start, pages)])
+        parts.append(decoder.run(packed, kv, [GREEDY] * len(packed.wanted)).logits)
+    return np.concatenate(parts)
+
+
+@pytest.mark.parametrize("case", FAMILY_CASES)
+def test_float32_equals_the_reference(case: str) -> None:
+    config = FAMILY_CASES[case]
+    expected = logits_of(ReferenceDecoder(config, tiny_weights(config, dtype=torch.float32)))
+    decoder = native(config, "f32")
+    for chunk, pages in ((LENGTH, SHUFFLED), (33, list(range(19))), (1, SHUFFLED)):
+        assert np.abs(logits_of(decoder, chunk, pages) - expected).max() < 1e-4
+
+
+@pytest.mark.parametrize(("types", "most"), [("bf16", 0.05), ("int8", 0.08), ("int4", 0.9)])
+def test_rounded_weights_come_close(types: str, most: float) -> None:
+    config = FAMILY_CASES["wide"]
+    expected = logits_of(ReferenceDecoder(config, tiny_weights(config, dtype=torch.float32)))
+    got = logits_of(native(config, types, kv="f16"))
+    assert np.sqrt(((got - expected) ** 2).mean()) < most * expected.std()
+
+
+@pytest.mark.parametrize("kv", ["f32", "f16"])
+@pytest.mark.parametrize("types", WEIGHTS)
+@pytest.mark.parametrize("case", ["llama", "qwen2", "wide"])
+def test_a_token_does_not_see_its_batch(case: str, types: str, kv: str) -> None:
+    """Every chunk, page order, neighbour and number of threads gives the same bits."""
+    config = FAMILY_CASES[case]
+    decoder = native(config, types, kv=kv)
+    expected = logits_of(decoder)
+    for chunk, pages in (
+        (1, SHUFFLED),
+        (2, SHUFFLED),
+        (5, list(range(19))),
+        (17, SHUFFLED),
+        (100, list(range(19))),
+    ):
+        np.testing.assert_array_equal(logits_of(decoder, chunk, pages), expected)
+    np.testing.assert_array_equal(logits_of(native(config, types, 3, kv), 7), expected)
+    texts = [(IDS[:90], 0, range(6)), (IDS[:3], 0, [9]), (IDS[:LENGTH], 0, range(20, 39)), (IDS[:17], 0, [10, 11])]
+    packed = pack(texts)
+    together = decoder.run(packed, decoder.new_kv(40), [GREEDY] * len(packed.wanted)).logits
+    for (ids, *_), start in zip(texts, packed.cu_len, strict=False):
+        np.testing.assert_array_equal(together[start : start + len(ids)], expected[: len(ids)])
+
+
+EDITS = Edits(
+    np.array([0, 3, 255, 256, 319]),
+    np.array([1.5, 1.0, 1.5, 1.0, 2.0], np.float32),
+    np.array([0.0, -np.inf, 2.0, 4.0, 1.0], np.float32),
+)
+
+
+@pytest.mark.parametrize("types", ["f32", "int8"])
+def test_all_kinds_choose_the_same_token(types: str) -> None:
+    """What is chosen tile by tile is what the sampler chooses from the row of logits."""
+    config = tiny_config("llama", vocab_size=700)
+    decoder = native(config, types, 2)
+    rows = decoder.run(pack([(IDS, 0, SHUFFLED)]), decoder.new_kv(19), [GREEDY] * LENGTH).logits
+    chooses = [
+        Choose("noisy", SamplingParams(temperature=t), 11, 2, position, EDITS if position % 2 else None)
+        for position, t in zip(range(LENGTH), [0.0, 0.7, 1.0, 1e-7, 9.0] * LENGTH, strict=False)
+    ]
+    plain = [Choose("argmax", SamplingParams(temperature=0.0))] * LENGTH
+    for asked in (
+        chooses,
+        plain,
+        [p if i % 3 else c for i, (p, c) in enumerate(zip(plain, chooses, strict=True))],
+    ):
+        got = decoder.run(pack([(IDS, 0, SHUFFLED)]), decoder.new_kv(19), asked)
+        assert got.logits is None
+        assert got.token_ids.tolist() == [choose_token(row, c) for row, c in zip(rows, asked, strict=True)]
+
+
+@pytest.mark.parametrize("size", [300, 320, 340])
+def test_another_vocabulary_is_cut_or_padded(size: int) -> None:
+    """A drafter's rows of logits have its target's length, whichever is longer."""
+    config = FAMILY_CASES["llama"]
+    weights = tiny_weights(config, dtype=torch.float32)
+    packed = pack([(IDS[:9], 0, [0])])
+    noisy = Choose(
+        "noisy", SamplingParams(temperature=0.5), edits=Edits(np.array([339]), *np.ones((2, 1), np.float32))
+    )
+    for decoder in (native(config, "f32"), ReferenceDecoder(config, weights)):
+        chosen = decoder.run(packed, decoder.new_kv(1), [GREEDY] * 9, vocab_size=size)
+        assert chosen.logits.shape == (9, size)
+        assert np.isneginf(chosen.logits[:, 320:]).all()
+        assert np.isfinite(chosen.logits[:, :320]).all()
+        if size == 340:
+            assert (decoder.run(packed, decoder.new_kv(1), [noisy] * 9, vocab_size=size).token_ids < 320).all()
+
+
+def test_first_layers_alone_are_a_shallow_model() -> None:
+    config = tiny_config("llama", num_layers=3)
+    weights = tiny_weights(config, dtype=torch.float32)
+    packed = pack([(IDS[:40], 0, range(3))])
+    decoder, twin = native(config, "f32"), ReferenceDecoder(config, weights)
+    got = decoder.run(packed, decoder.new_kv(3), [GREEDY] * 40, num_layers=2).logits
+    expected = twin.run(packed, twin.new_kv(3), [GREEDY] * 40, num_layers=2).logits
+    assert np.abs(got - expected).max() < 1e-4
+
+
+def test_nothing_finite_is_told_apart() -> None:
+    config = FAMILY_CASES["llama"]
+    weights = tiny_weights(config, dtype=torch.float32)
+    weights["layers.1.mlp_down"][3, 3] = float("nan")
+    for types in WEIGHTS:
+        decoder = NativeDecoder(config, weights, kernels.Team(1), types, "f16")
+        for kind, temperature in (("argmax", 0.0), ("noisy", 1.0)):
+            choose = Choose(kind, SamplingParams(temperature=temperature))
+            if types in ("f32", "bf16"):
+                got = decoder.run(pack([(IDS[:2], 0, [0])]), decoder.new_kv(1), [choose] * 2)
+                assert got.token_ids.tolist() == [BROKEN, BROKEN]
+
+
+BAD = {
+    "token_ids": (np.array([0, 320]), "vocabulary"),
+    "slots": (np.array([0, 32]), "slot"),
+    "positions": (np.array([0, 16]), "position"),
+    "cu_len": (np.array([0, 3]), "cu_len"),
+    "pages": (np.array([[2]]), "page"),
+    "wanted": (np.array([2]), "wanted"),
+}
+
+
+@pytest.mark.parametrize("field", BAD)
+def test_the_border_refuses_what_could_crash(field: str) -> None:
+    decoder = native(FAMILY_CASES["llama"], "int8")
+    fields = {
+        "token_ids": np.array([1, 2]),
+        "positions": np.array([0, 1]),
+        "slots": np.array([0, 1]),
+        "cu_len": np.array([0, 2]),
+        "pages": np.array([[0]]),
+        "wanted": np.array([1]),
+    }
+    kv = decoder.new_kv(2)
+    decoder.run(Packed(**fields), kv, [GREEDY])
+    value, message = BAD[field]
+    for wrong in (value, -value - 1):
+        with pytest.raises(ValueError, match=message if wrong is value else None):
+            decoder.run(Packed(**(fields | {field: wrong})), kv, [GREEDY])
+    with pytest.raises(TypeError):
+        decoder.run(Packed(**(fields | {field: fields[field].astype(np.int32)})), kv, [GREEDY])
+    with pytest.raises(ValueError, match="another model"):
+        decoder.run(Packed(**fields), native(FAMILY_CASES["qwen3"], "f32").new_kv(2), [GREEDY])
+
+
+@pytest.mark.parametrize("types", WEIGHTS)
+def test_packed_rows_can_be_read_back(types: str) -> None:
+    weights = np.random.default_rng(1).standard_normal((70, 96)).astype(np.float32)
+    matrix, row = kernels.pack(weights, types), np.empty(96, np.float32)
+    for index in (0, 31, 32, 69):
+        matrix.row(index, row)
+        assert np.abs(row - weights[index]).max() < {"f32": 1e-9, "bf16": 0.02, "int8": 0.02, "int4": 0.25}[types]
+
+
+@pytest.mark.skipif("PACELINE_ISA" in os.environ, reason="one level is enough")
+@pytest.mark.parametrize("isa", ["portable", "avx2"])
+def test_lesser_instruction_sets_pass_the_same_tests(isa: str) -> None:
+    environment = {**os.environ, "PACELINE_ISA": isa}
+    code = "from paceline import kernels; print(kernels.isa())"
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    if found.stdout.strip() != isa:
+        pytest.skip(f"this machine cannot run {isa}")
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(Path(__file__))]
+    subprocess.run(
+        [*command, str(Path(__file__).parents[1] / "core" / "test_sampling.py")], env=environment, check=True
+    )
