@@ -14,6 +14,7 @@
 #include "decoder.h"
 #include "isa/kernels.h"
 #include "matrix.h"
+#include "measure.h"
 #include "sampling.h"
 #include "team.h"
 
@@ -297,6 +298,25 @@ void forward(Decoder& decoder, const KVStore& kv, const Array<int64_t>& token_id
     if (num_tokens > 0) decoder.forward(pass, kv);
 }
 
+void bind_measures(nb::module_& m) {
+    constexpr size_t kMostBytes = size_t{1} << 34;
+    m.def("read_bandwidth", [](Team& team, size_t bytes) {
+        require(bytes <= kMostBytes, "at most 16 GiB are read");
+        nb::gil_scoped_release unlocked;
+        return read_bandwidth(team, bytes);
+    }, "team"_a, "bytes"_a);
+    m.def("dot_peak", [](Team& team) {
+        nb::gil_scoped_release unlocked;
+        return dot_peak(team);
+    }, "team"_a);
+    m.def("time_products", [](Team& team, const std::vector<std::shared_ptr<Matrix>>& matrices, size_t num_tokens,
+                              size_t repeats) {
+        require(!matrices.empty() && 0 < num_tokens && num_tokens <= 1 << 16 && repeats <= 1 << 16, "nothing to time");
+        nb::gil_scoped_release unlocked;
+        return time_products(team, matrices, num_tokens, repeats);
+    }, "team"_a, "matrices"_a, "num_tokens"_a, "repeats"_a);
+}
+
 void bind_decoder(nb::module_& m) {
     nb::class_<Team>(m, "Team").def("__init__", [](Team* self, size_t num_threads) {
         require(1 <= num_threads && num_threads <= 1024, "a team has 1 to 1024 threads");
@@ -349,6 +369,7 @@ NB_MODULE(_ext, m) {
     paceline::bind_sampling<float>(m);
     paceline::bind_sampling<double>(m);
     paceline::bind_decoder(m);
+    paceline::bind_measures(m);
     m.def("gumbel", [](uint32_t k0, uint32_t k1, uint32_t id) { return paceline::gumbel({k0, k1}, id); }, "k0"_a,
           "k1"_a, "id"_a);
     m.def("isa", [] { return paceline::kernels().name; }, "The instruction set in use.");

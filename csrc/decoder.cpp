@@ -9,7 +9,6 @@
 namespace paceline {
 namespace {
 
-constexpr size_t kChunkRows = 96;      // token rows of one tile of a matrix product
 constexpr size_t kQueryTokens = 8;     // tokens of a row whose attention is one tile
 constexpr size_t kHeadPanels = 8;      // panels of one tile of the head
 constexpr size_t kHeadTile = kHeadPanels * kPanel;
@@ -85,14 +84,6 @@ const KVKernels& KVStore::kernels() const {
 }
 
 // Scratch ----------------------------------------------------------------------------------------
-
-struct Decoder::Job {
-    const Matrix* matrix;
-    const Activations* x;
-    float* out;
-    size_t stride;
-    const std::vector<float>* bias;
-};
 
 // Some tokens of a row, whose attention with one KV head is computed together.
 struct Decoder::Tile {
@@ -237,14 +228,14 @@ void Decoder::run(const Pass& pass, const KVStore& kv, size_t thread) {
             k.rms_norm(&s.hidden[t * shape_.hidden], layer.attn_norm.data(), shape_.hidden, shape_.norm_eps, normed.data());
             s.wide.set(t, normed.data(), layer.q->type(), shape_.hidden);
         });
-        multiply({{layer.q.get(), &s.wide, s.q.data(), q_stride, &layer.q_bias},
+        multiply_all(*team_, {{layer.q.get(), &s.wide, s.q.data(), q_stride, &layer.q_bias},
                   {layer.k.get(), &s.wide, s.k.data(), kv_stride, &layer.k_bias},
                   {layer.v.get(), &s.wide, s.v.data(), kv_stride, &layer.v_bias}},
                  n);
         team_->each(n, [&](size_t t) { turn_and_store(pass, kv, i, t); });
         attend(pass, kv, i, thread);
         team_->each(n, [&](size_t t) { s.narrow.set(t, &s.mixed[t * mixed_stride], layer.o->type(), q_size); });
-        multiply({{layer.o.get(), &s.narrow, s.delta.data(), wide_stride, &layer.o_bias}}, n);
+        multiply_all(*team_, {{layer.o.get(), &s.narrow, s.delta.data(), wide_stride, &layer.o_bias}}, n);
         team_->each(n, [&](size_t t) {
             auto& normed = s.own[thread].normed;
             const auto& k = kernels().layer;
@@ -253,7 +244,7 @@ void Decoder::run(const Pass& pass, const KVStore& kv, size_t thread) {
             k.rms_norm(&s.hidden[t * shape_.hidden], layer.mlp_norm.data(), shape_.hidden, shape_.norm_eps, normed.data());
             s.wide.set(t, normed.data(), layer.gate->type(), shape_.hidden);
         });
-        multiply({{layer.gate.get(), &s.wide, s.gate.data(), long_stride, &layer.gate_bias},
+        multiply_all(*team_, {{layer.gate.get(), &s.wide, s.gate.data(), long_stride, &layer.gate_bias},
                   {layer.up.get(), &s.wide, s.up.data(), long_stride, &layer.up_bias}},
                  n);
         team_->each(n, [&](size_t t) {
@@ -262,7 +253,7 @@ void Decoder::run(const Pass& pass, const KVStore& kv, size_t thread) {
             std::fill(gate + shape_.intermediate, gate + long_stride, 0.0f);
             s.long_.set(t, gate, layer.down->type(), shape_.intermediate);
         });
-        multiply({{layer.down.get(), &s.long_, s.delta.data(), wide_stride, &layer.down_bias}}, n);
+        multiply_all(*team_, {{layer.down.get(), &s.long_, s.delta.data(), wide_stride, &layer.down_bias}}, n);
     }
     team_->each(n, [&](size_t t) { next_layer(pass, pass.num_layers, t); });
     choose(pass, thread);
@@ -286,24 +277,6 @@ void Decoder::next_layer(const Pass& pass, size_t index, size_t token) {
     if (index > 0) kernels().layer.add(hidden, &s.delta[token * round_up(shape_.hidden, kPanel)], shape_.hidden);
     for (const auto& [after, to] : pass.taps)
         if (after == index) std::copy_n(hidden, shape_.hidden, to + token * shape_.hidden);
-}
-
-void Decoder::multiply(const std::vector<Job>& jobs, size_t num_tokens) {
-    const size_t chunks = (num_tokens + kChunkRows - 1) / kChunkRows;
-    size_t num_panels = 0;
-    for (const Job& job : jobs) num_panels += job.matrix->num_panels();
-    team_->each(num_panels * chunks, [&](size_t tile) {
-        size_t panel = tile / chunks;
-        const Job* job = jobs.data();
-        for (; panel >= job->matrix->num_panels(); ++job) panel -= job->matrix->num_panels();
-        const size_t first = tile % chunks * kChunkRows, end = std::min(first + kChunkRows, num_tokens);
-        float* out = job->out + first * job->stride + panel * kPanel;
-        job->matrix->multiply(panel, *job->x, first, end, out, job->stride);
-        if (job->bias->empty()) return;
-        const size_t count = std::min(kPanel, job->bias->size() - panel * kPanel);
-        for (size_t row = first; row < end; ++row, out += job->stride)
-            kernels().layer.add(out, job->bias->data() + panel * kPanel, count);
-    });
 }
 
 void Decoder::turn_and_store(const Pass& pass, const KVStore& kv, size_t index, size_t token) {

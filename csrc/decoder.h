@@ -101,13 +101,11 @@ class Decoder {
 
   private:
     struct Scratch;
-    struct Job;
     struct Tile;
 
     void run(const Pass& pass, const KVStore& kv, size_t thread);
     void start_token(const Pass& pass, size_t token);
     void next_layer(const Pass& pass, size_t index, size_t token);
-    void multiply(const std::vector<Job>& jobs, size_t num_tokens);
     void turn_and_store(const Pass& pass, const KVStore& kv, size_t index, size_t token);
     void attend(const Pass& pass, const KVStore& kv, size_t index, size_t thread);
     void attend_span(const Pass& pass, const KVStore& kv, size_t index, const Tile& tile, size_t span, size_t thread,

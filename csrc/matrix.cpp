@@ -12,7 +12,7 @@ namespace paceline {
 namespace {
 
 constexpr size_t kAlignment = 64;
-constexpr size_t kInt4BlockBytes = kPanel * 4 + kPanel * kInt4Group / 2;
+constexpr size_t kChunkRows = 48;  // token rows of one tile of a product: with a panel they should fit the first cache
 
 size_t group_of(WeightType type) { return type == WeightType::int4 ? kInt4Group : kInt8Group; }
 
@@ -56,7 +56,7 @@ void Activations::set(size_t row, const float* x, WeightType type, size_t width)
     }
     const size_t group = group_of(type), padded = round_up(width, group), num_groups = padded / group;
     kernels().layer.quantise(x, padded, group, values_.data() + row * padded, scales_.data() + row * num_groups,
-                             sums_.data() + row * num_groups);
+                             sums_.data() + row * num_groups, type == WeightType::int8 ? -128 : 1);
 }
 
 QuantisedRows Activations::quantised(WeightType type, size_t width) const {
@@ -156,6 +156,24 @@ void Matrix::multiply(size_t panel, const Activations& x, size_t first, size_t e
         case WeightType::f32:
             return gemm.f32(reinterpret_cast<const float*>(at), x.floats(in_), first, end, to, stride);
     }
+}
+
+void multiply_all(Team& team, std::initializer_list<Product> products, size_t num_tokens) {
+    const size_t chunks = (num_tokens + kChunkRows - 1) / kChunkRows;
+    size_t num_panels = 0;
+    for (const Product& p : products) num_panels += p.matrix->num_panels();
+    team.each(num_panels * chunks, [&](size_t tile) {
+        size_t panel = tile / chunks;
+        const Product* p = products.begin();
+        for (; panel >= p->matrix->num_panels(); ++p) panel -= p->matrix->num_panels();
+        const size_t first = tile % chunks * kChunkRows, end = std::min(first + kChunkRows, num_tokens);
+        float* out = p->out + first * p->stride + panel * kPanel;
+        p->matrix->multiply(panel, *p->x, first, end, out, p->stride);
+        if (!p->bias || p->bias->empty()) return;
+        const size_t count = std::min(kPanel, p->bias->size() - panel * kPanel);
+        for (size_t row = first; row < end; ++row, out += p->stride)
+            kernels().layer.add(out, p->bias->data() + panel * kPanel, count);
+    });
 }
 
 void Matrix::row(size_t index, float* to) const {

@@ -3,10 +3,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <vector>
 
 #include "isa/kernels.h"
+#include "team.h"
 
 namespace paceline {
 
@@ -78,6 +80,18 @@ class Matrix {
     Buffer packed_;
     std::vector<float> scales_;  // [num_panels * 32], int8 only
 };
+
+// One product of a phase: x times a matrix, plus a bias if there is one.
+struct Product {
+    const Matrix* matrix;
+    const Activations* x;
+    float* out;                      // [num_tokens, stride]
+    size_t stride;                   // at least the matrix' outputs, rounded up to a panel
+    const std::vector<float>* bias;  // may be null or empty
+};
+
+// Compute products side by side, inside `Team::run`.
+void multiply_all(Team& team, std::initializer_list<Product> products, size_t num_tokens);
 
 constexpr size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 

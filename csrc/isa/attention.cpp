@@ -10,39 +10,40 @@ namespace paceline::PACELINE_ISA {
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int kMostQueries = 6;
+constexpr int kMostQueries = 12;  // accumulators of as many queries, for one vector of scores or two of values
 #else
-constexpr int kMostQueries = 2;
+constexpr int kMostQueries = 4;
 #endif
 constexpr int kVectors = kPageTokens / kLanes;  // of one page's scores
 
-#define PACELINE_UNROLL _Pragma("GCC unroll 8")
+#define PACELINE_UNROLL _Pragma("GCC unroll 16")
 
 PACELINE_INLINE f32v load_kv(const float* p) { return load(p); }
 PACELINE_INLINE f32v load_kv(const uint16_t* p) { return load_half(p); }
 
-// Scores of R queries and sixteen keys, even and odd dimensions summed apart.
-template <int R, class T>
-void score_rows(const T* keys, size_t head_dim, const float* queries, float* scores) {
-    f32v sums[2][R][kVectors];
-    PACELINE_UNROLL for (int half = 0; half < 2; ++half)
+// Scores of R queries and the sixteen keys of each of P pages. A score is one sum over dimensions in order; more pages
+// at once only keep the machine busy while it waits for a sum.
+template <int R, int P, class T>
+void score_rows(const T* const* pages, size_t head_dim, const float* queries, float* scores) {
+    f32v sums[P][R][kVectors];
+    PACELINE_UNROLL for (int p = 0; p < P; ++p)
         PACELINE_UNROLL for (int r = 0; r < R; ++r)
-            PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) sums[half][r][v] = splat(0.0f);
-    for (size_t d = 0; d < head_dim; d += 2) {
-        PACELINE_UNROLL for (int half = 0; half < 2; ++half) {
-            f32v k[kVectors];
+            PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) sums[p][r][v] = splat(0.0f);
+    for (size_t d = 0; d < head_dim; ++d) {
+        f32v k[P][kVectors];
+        PACELINE_UNROLL for (int p = 0; p < P; ++p)
             PACELINE_UNROLL for (int v = 0; v < kVectors; ++v)
-                k[v] = load_kv(keys + (d + half) * kPageTokens + v * kLanes);
-            PACELINE_UNROLL for (int r = 0; r < R; ++r) {
-                const f32v q = splat(queries[r * head_dim + d + half]);
-                PACELINE_UNROLL for (int v = 0; v < kVectors; ++v)
-                    sums[half][r][v] = fma(q, k[v], sums[half][r][v]);
-            }
+                k[p][v] = load_kv(pages[p] + d * kPageTokens + v * kLanes);
+        PACELINE_UNROLL for (int r = 0; r < R; ++r) {
+            const f32v q = splat(queries[r * head_dim + d]);
+            PACELINE_UNROLL for (int p = 0; p < P; ++p)
+                PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) sums[p][r][v] = fma(q, k[p][v], sums[p][r][v]);
         }
     }
-    PACELINE_UNROLL for (int r = 0; r < R; ++r)
-        PACELINE_UNROLL for (int v = 0; v < kVectors; ++v)
-            store(scores + r * kSpan + v * kLanes, sums[0][r][v] + sums[1][r][v]);
+    PACELINE_UNROLL for (int p = 0; p < P; ++p)
+        PACELINE_UNROLL for (int r = 0; r < R; ++r)
+            PACELINE_UNROLL for (int v = 0; v < kVectors; ++v)
+                store(scores + r * kSpan + p * kPageTokens + v * kLanes, sums[p][r][v]);
 }
 
 // mixed[r] += sum over j of weights[r][j] * values[j], for W vectors of the head.
@@ -65,21 +66,49 @@ void mix_rows(const T* values, size_t count, size_t head_dim, const float* weigh
 
 template <int R, class T>
 PACELINE_INLINE void mix(const T* values, size_t count, size_t head_dim, const float* weights, float* mixed) {
+    constexpr int wide = 2 * R <= kMostQueries ? 4 : 2;
     size_t d = 0;
-    for (; d + 4 * kLanes <= head_dim; d += 4 * kLanes)
-        mix_rows<R, 4>(values + d, count, head_dim, weights, mixed + d);
+    for (; d + wide * kLanes <= head_dim; d += wide * kLanes)
+        mix_rows<R, wide>(values + d, count, head_dim, weights, mixed + d);
     for (; d < head_dim; d += kLanes) mix_rows<R, 1>(values + d, count, head_dim, weights, mixed + d);
+}
+
+template <int R, class Kernel>
+PACELINE_INLINE void run_of(size_t num_queries, size_t& first, Kernel kernel) {
+    if constexpr (R <= kMostQueries)
+        for (; first + R <= num_queries; first += R) kernel.template operator()<R>(first);
 }
 
 template <class Kernel>
 PACELINE_INLINE void by_queries(size_t num_queries, Kernel kernel) {
     size_t first = 0;
-    for (; first + kMostQueries <= num_queries; first += kMostQueries) kernel.template operator()<kMostQueries>(first);
-    if constexpr (kMostQueries > 2) {
-        for (; first + 3 <= num_queries; first += 3) kernel.template operator()<3>(first);
+    run_of<12>(num_queries, first, kernel);
+    run_of<6>(num_queries, first, kernel);
+    run_of<4>(num_queries, first, kernel);
+    run_of<3>(num_queries, first, kernel);
+    run_of<2>(num_queries, first, kernel);
+    run_of<1>(num_queries, first, kernel);
+}
+
+// Fetch what will be read next: pages lie anywhere, so the machine cannot guess it.
+template <class T>
+PACELINE_INLINE void fetch(const T* p, size_t count) {
+    for (size_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(p + i, 0, 3);
+}
+
+template <int R, class T>
+PACELINE_INLINE void score_pages(const T* const* pages, size_t num_pages, size_t head_dim, const float* queries,
+                                 float* scores) {
+    constexpr int many = R <= 3 ? 4 : R <= 6 ? 2 : 1;  // at least twelve sums under way, where there are registers
+    constexpr int at_once = many * R <= kMostQueries ? many : 1;
+    size_t page = 0;
+    for (; page + at_once <= num_pages; page += at_once) {
+        for (size_t p = page + at_once; p < page + 2 * at_once && p < num_pages; ++p)
+            fetch(pages[p], head_dim * kPageTokens);
+        score_rows<R, at_once, T>(pages + page, head_dim, queries, scores + page * kPageTokens);
     }
-    for (; first + 2 <= num_queries; first += 2) kernel.template operator()<2>(first);
-    for (; first < num_queries; ++first) kernel.template operator()<1>(first);
+    for (; page < num_pages; ++page)
+        score_rows<R, 1, T>(pages + page, head_dim, queries, scores + page * kPageTokens);
 }
 
 // Turn the first `count` scores into exp(score - largest) and the others, up to `end`, into 0.
@@ -110,12 +139,11 @@ void attend(const AttentionSpan& span) {
         const size_t id = static_cast<size_t>(span.pages[span.start / kPageTokens + page]);
         return (id * span.num_kv_heads + span.kv_head) * head_size;
     };
-    for (size_t page = 0; page < num_pages; ++page) {
-        by_queries(span.num_queries, [&]<int R>(size_t first) {
-            score_rows<R, T>(keys + at(page), head_dim, span.queries + first * head_dim,
-                             span.scores + first * kSpan + page * kPageTokens);
-        });
-    }
+    const T* pages[kSpan / kPageTokens];
+    for (size_t page = 0; page < num_pages; ++page) pages[page] = keys + at(page);
+    by_queries(span.num_queries, [&]<int R>(size_t first) {
+        score_pages<R, T>(pages, num_pages, head_dim, span.queries + first * head_dim, span.scores + first * kSpan);
+    });
     for (size_t r = 0; r < span.num_queries; ++r) {
         const size_t limit = static_cast<size_t>(span.limits[r]);
         const size_t count = limit <= span.start ? 0 : limit - span.start;
@@ -126,6 +154,7 @@ void attend(const AttentionSpan& span) {
     for (size_t page = 0; page < num_pages; ++page) {
         const size_t left = span.end - span.start - page * kPageTokens;  // slots behind the last key are never read
         const size_t count = left < kPageTokens ? left : kPageTokens;
+        if (page + 1 < num_pages) fetch(values + at(page + 1), head_size);
         by_queries(span.num_queries, [&]<int R>(size_t first) {
             mix<R, T>(values + at(page), count, head_dim, span.scores + first * kSpan + page * kPageTokens,
                       span.mixed + first * head_dim);

@@ -12,9 +12,13 @@ namespace paceline {
     extern const GemmKernels gemm_kernels;             \
     extern const LayerKernels layer_kernels;           \
     extern const AttentionKernels attention_kernels;   \
+    extern const LimitKernels limit_kernels;           \
     }
-#define PACELINE_TABLE(isa) \
-    Kernels { #isa, isa::vocabulary_kernels, isa::gemm_kernels, isa::layer_kernels, isa::attention_kernels }
+#define PACELINE_TABLE(isa)                                                                         \
+    Kernels {                                                                                       \
+        #isa, isa::vocabulary_kernels, isa::gemm_kernels, isa::layer_kernels, isa::attention_kernels, \
+            isa::limit_kernels                                                                      \
+    }
 
 PACELINE_DECLARE(portable)
 #ifdef PACELINE_X86

@@ -19,6 +19,9 @@ constexpr int kMostRows = 6;
 constexpr int kVectors = 1;
 constexpr int kMostRows = 4;
 #endif
+// How far ahead weights are fetched. Rows that come in several pieces read a panel once from memory and then from the
+// cache: their last piece fetches the next panel, so that memory is never idle.
+constexpr size_t kAhead = 1024;
 constexpr size_t kStep = kVectors * kLanes;  // outputs computed together
 
 #define PACELINE_UNROLL _Pragma("GCC unroll 8")
@@ -31,7 +34,8 @@ PACELINE_INLINE void finish(const f32v (&sums)[R][kVectors], const float* scales
 }
 
 template <int R>
-void int8_rows(const Int8Panel& panel, const QuantisedRows& rows, size_t first, float* out, size_t stride) {
+void int8_rows(const Int8Panel& panel, const QuantisedRows& rows, size_t first, size_t ahead, float* out,
+               size_t stride) {
     const int8_t* a[R];
     PACELINE_UNROLL for (int r = 0; r < R; ++r) a[r] = rows.values + (first + r) * rows.width;
     for (size_t start = 0; start < kPanel; start += kStep) {
@@ -43,12 +47,14 @@ void int8_rows(const Int8Panel& panel, const QuantisedRows& rows, size_t first, 
             i32v dots[R][kVectors], more[R][kVectors];  // two chains for a single row, which would wait for one
             PACELINE_UNROLL for (int r = 0; r < R; ++r)
                 PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) {
-                    dots[r][v] = splat(-128 * rows.sums[(first + r) * rows.num_groups + g]);
+                    dots[r][v] = splat(rows.sums[(first + r) * rows.num_groups + g]);
                     more[r][v] = splat(0);
                 }
             constexpr size_t kPairs = kInt8Group / 8;
 #pragma GCC unroll 8
             for (size_t pair = 0; pair < kPairs; ++pair, w += 2 * kPanel * 4) {
+                PACELINE_UNROLL for (size_t line = 0; line < 2 * kPanel * 4; line += 64)
+                    __builtin_prefetch(w + ahead + line, 0, 2);
                 PACELINE_UNROLL for (size_t half = 0; half < 2; ++half) {
                     i32v x[kVectors];
                     PACELINE_UNROLL for (int v = 0; v < kVectors; ++v)
@@ -71,8 +77,7 @@ void int8_rows(const Int8Panel& panel, const QuantisedRows& rows, size_t first, 
 }
 
 template <int R>
-void int4_rows(const uint8_t* panel, const QuantisedRows& rows, size_t first, float* out, size_t stride) {
-    constexpr size_t kBlockBytes = kPanel * 4 + kPanel * kInt4Group / 2;
+void int4_rows(const uint8_t* panel, const QuantisedRows& rows, size_t first, size_t ahead, float* out, size_t stride) {
     const i32v low = splat(0x0F0F0F0F);
     const int8_t* a[R];
     PACELINE_UNROLL for (int r = 0; r < R; ++r) a[r] = rows.values + (first + r) * rows.width;
@@ -81,13 +86,15 @@ void int4_rows(const uint8_t* panel, const QuantisedRows& rows, size_t first, fl
         f32v sums[R][kVectors];
         PACELINE_UNROLL for (int r = 0; r < R; ++r)
             PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) sums[r][v] = splat(0.0f);
-        for (size_t g = 0; g < rows.num_groups; ++g, block += kBlockBytes) {
+        for (size_t g = 0; g < rows.num_groups; ++g, block += kInt4BlockBytes) {
             const uint8_t* w = block + kPanel * 4 + start * 4;
             i32v dots[R][kVectors], more[R][kVectors];
             PACELINE_UNROLL for (int r = 0; r < R; ++r)
                 PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) dots[r][v] = more[r][v] = splat(0);
 #pragma GCC unroll 8
             for (size_t pair = 0; pair < kInt4Group / 8; ++pair, w += kPanel * 4) {
+                PACELINE_UNROLL for (size_t line = 0; line < kPanel * 4; line += 64)
+                    __builtin_prefetch(w + ahead + line, 0, 2);
                 i32v x[2][kVectors];
                 PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) {
                     const i32v both = load_bytes(w + v * kLanes * 4);
@@ -126,7 +133,7 @@ PACELINE_INLINE f32v load_weight(const float* p) { return load(p); }
 PACELINE_INLINE f32v load_weight(const uint16_t* p) { return load_bfloat(p); }
 
 template <int R, class W>
-void float_rows(const W* panel, const FloatRows& rows, size_t first, float* out, size_t stride) {
+void float_rows(const W* panel, const FloatRows& rows, size_t first, size_t ahead, float* out, size_t stride) {
     const float* a[R];
     PACELINE_UNROLL for (int r = 0; r < R; ++r) a[r] = rows.values + (first + r) * rows.width;
     for (size_t start = 0; start < kPanel; start += kStep) {
@@ -136,6 +143,8 @@ void float_rows(const W* panel, const FloatRows& rows, size_t first, float* out,
             PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) sums[r][v] = splat(0.0f);
         for (size_t k = 0; k < rows.width; ++k, w += kPanel) {
             f32v x[kVectors];
+            for (size_t line = 0; line < kPanel * sizeof(W); line += 64)
+                __builtin_prefetch(reinterpret_cast<const uint8_t*>(w) + ahead + line, 0, 2);
             PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) x[v] = load_weight(w + v * kLanes);
             PACELINE_UNROLL for (int r = 0; r < R; ++r) {
                 const f32v y = splat(a[r][k]);
@@ -148,11 +157,12 @@ void float_rows(const W* panel, const FloatRows& rows, size_t first, float* out,
 
 // Cut rows into pieces of almost equal size that the kernels can take: 8 rows are 4 and 4 rather than 6 and 2.
 template <class Kernel>
-PACELINE_INLINE void in_pieces(size_t first, size_t end, Kernel kernel) {
+PACELINE_INLINE void in_pieces(size_t first, size_t end, size_t panel_bytes, Kernel kernel) {
+    const bool single = end - first <= kMostRows;
     while (first < end) {
         const size_t left = end - first, pieces = (left + kMostRows - 1) / kMostRows;
         const size_t count = (left + pieces - 1) / pieces;
-        kernel(first, count);
+        kernel(first, count, pieces > 1 || single ? kAhead : panel_bytes);
         first += count;
     }
 }
@@ -179,18 +189,18 @@ PACELINE_INLINE void in_pieces(size_t first, size_t end, Kernel kernel) {
 
 void int8_panel(const Int8Panel& panel, const QuantisedRows& rows, size_t first, size_t end, float* out,
                 size_t stride) {
-    in_pieces(first, end, [&](size_t at, size_t count) {
+    in_pieces(first, end, rows.width * kPanel, [&](size_t at, size_t count, size_t ahead) {
         float* to = out + (at - first) * stride;
-#define PACELINE_CALL(R) int8_rows<R>(panel, rows, at, to, stride)
+#define PACELINE_CALL(R) int8_rows<R>(panel, rows, at, ahead, to, stride)
         PACELINE_FOR_ROWS(count, PACELINE_CALL)
 #undef PACELINE_CALL
     });
 }
 
 void int4_panel(const uint8_t* panel, const QuantisedRows& rows, size_t first, size_t end, float* out, size_t stride) {
-    in_pieces(first, end, [&](size_t at, size_t count) {
+    in_pieces(first, end, rows.num_groups * kInt4BlockBytes, [&](size_t at, size_t count, size_t ahead) {
         float* to = out + (at - first) * stride;
-#define PACELINE_CALL(R) int4_rows<R>(panel, rows, at, to, stride)
+#define PACELINE_CALL(R) int4_rows<R>(panel, rows, at, ahead, to, stride)
         PACELINE_FOR_ROWS(count, PACELINE_CALL)
 #undef PACELINE_CALL
     });
@@ -198,9 +208,9 @@ void int4_panel(const uint8_t* panel, const QuantisedRows& rows, size_t first, s
 
 template <class W>
 void float_panel(const W* panel, const FloatRows& rows, size_t first, size_t end, float* out, size_t stride) {
-    in_pieces(first, end, [&](size_t at, size_t count) {
+    in_pieces(first, end, rows.width * kPanel * sizeof(W), [&](size_t at, size_t count, size_t ahead) {
         float* to = out + (at - first) * stride;
-#define PACELINE_CALL(R) float_rows<R, W>(panel, rows, at, to, stride)
+#define PACELINE_CALL(R) float_rows<R, W>(panel, rows, at, ahead, to, stride)
         PACELINE_FOR_ROWS(count, PACELINE_CALL)
 #undef PACELINE_CALL
     });

@@ -14,6 +14,7 @@ constexpr size_t kBlock = 64;       // numbers per block of a padded vocabulary 
 constexpr size_t kPanel = 32;       // outputs of a matrix that are packed and computed together
 constexpr size_t kInt8Group = 64;   // inputs that share an activation scale, beside int8 weights ...
 constexpr size_t kInt4Group = 32;   // ... and beside int4 weights, whose own blocks have this length
+constexpr size_t kInt4BlockBytes = kPanel * 4 + kPanel * kInt4Group / 2;  // of a panel, scales and minima included
 constexpr size_t kPageTokens = 16;  // KV slots of one page, as core/nouns.py
 constexpr size_t kSpan = 256;       // keys whose softmax is taken at once; spans start at multiples of it
 
@@ -40,7 +41,7 @@ struct QuantisedRows {
     const int8_t* values;
     size_t width, num_groups;
     const float* scales;  // [num_rows, num_groups]
-    const int32_t* sums;  // [num_rows, num_groups] sum of the values
+    const int32_t* sums;  // [num_rows, num_groups] sum of the values; beside int8 weights times -128
 };
 
 struct Int8Panel {
@@ -60,7 +61,8 @@ struct GemmKernels {
 struct LayerKernels {
     void (*rms_norm)(const float* x, const float* weight, size_t n, float eps, float* out);
     void (*add)(float* x, const float* y, size_t n);
-    void (*quantise)(const float* x, size_t width, size_t group, int8_t* q, float* scales, int32_t* sums);
+    void (*quantise)(const float* x, size_t width, size_t group, int8_t* q, float* scales, int32_t* sums,
+                     int32_t factor);
     void (*rotate)(float* x, const float* cosines, const float* sines, size_t n);
     void (*silu_mul)(float* gate, const float* up, size_t n);
 };
@@ -90,12 +92,19 @@ struct AttentionKernels {
                   float* mixed_so_far);
 };
 
+// For measuring what the machine can do.
+struct LimitKernels {
+    uint64_t (*read)(const uint8_t* p, size_t bytes);
+    size_t (*dot)(size_t rounds);  // returns how many products of bytes it made
+};
+
 struct Kernels {
     const char* name;
     VocabularyKernels vocabulary;
     GemmKernels gemm;
     LayerKernels layer;
     AttentionKernels attention;
+    LimitKernels limits;
 };
 
 // The table for this machine, chosen once; the environment variable PACELINE_ISA names a lesser one.

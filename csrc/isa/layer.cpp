@@ -23,9 +23,10 @@ void add(float* x, const float* y, size_t n) {
     for (; i < n; ++i) x[i] += y[i];
 }
 
-// x [width], zeros from its end on, in groups: q = round(x / scale), scale = max |x| / 127. width is a multiple of the
-// group, which is a multiple of the vector.
-void quantise(const float* x, size_t width, size_t group, int8_t* q, float* scales, int32_t* sums) {
+// x [width], zeros from its end on, in groups: q = round(x / scale), scale = max |x| / 127, sums = factor * sum of q.
+// width is a multiple of the group, which is a multiple of the vector.
+void quantise(const float* x, size_t width, size_t group, int8_t* q, float* scales, int32_t* sums,
+              int32_t factor) {
     for (size_t start = 0, g = 0; start < width; start += group, ++g) {
         f32v most = splat(0.0f), poison = splat(0.0f);
         for (size_t i = start; i < start + group; i += kLanes) {
@@ -46,7 +47,7 @@ void quantise(const float* x, size_t width, size_t group, int8_t* q, float* scal
         int32_t all = 0;
         for (int lane = 0; lane < kLanes; ++lane) all += total[lane];
         scales[g] = top / 127.0f + sum(poison);  // NaN and infinity stay what they are
-        sums[g] = all;
+        sums[g] = factor * all;
     }
 }
 

@@ -37,7 +37,7 @@ PACELINE_INLINE f32v load(const float* p) {
 
 PACELINE_INLINE void store(float* p, f32v v) { __builtin_memcpy(p, &v, sizeof v); }
 
-PACELINE_INLINE f32v splat(float x) { return f32v{} + x; }
+PACELINE_INLINE f32v splat(float x) { return x - f32v{}; }  // which the compiler folds, as it may not fold 0 + x
 PACELINE_INLINE i32v splat(int32_t x) { return i32v{} + x; }
 
 // kLanes half-precision numbers, widened.

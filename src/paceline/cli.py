@@ -26,6 +26,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "chat": ("paceline.serve.commands.chat", "talk to a model in the terminal"),
     "generate": ("paceline.serve.commands.generate", "write one answer, or one for each prompt of a file"),
     "bench": ("paceline.bench.commands.bench", "measure decoding with and without speculation"),
+    "bench kernels": (
+        "paceline.bench.commands.kernels",
+        "measure the native kernels against the machine's limits",
+    ),
     "pull": ("paceline.bench.commands.pull", "fetch a model before it is needed"),
     "doctor": ("paceline.bench.commands.doctor", "check a target and its drafter, and say what speed to expect"),
 }
@@ -67,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    name = argv[0] if argv else "--help"
+    words = 2 if " ".join(argv[:2]) in COMMANDS else 1
+    name = " ".join(argv[:words]) if argv else "--help"
     if name in ("-h", "--help", "help"):
         sys.stdout.write(_overview())
         return 0
@@ -80,12 +85,12 @@ def _main(argv: list[str]) -> int:
     module = importlib.import_module(module_name)
     parser = _Parser(prog=f"paceline {name}", description=f"{about[0].upper()}{about[1:]}.", allow_abbrev=False)
     module.add_arguments(parser)
-    status: int = module.run(parse(parser, argv[1:], os.environ))
+    status: int = module.run(parse(parser, argv[words:], os.environ))
     return status
 
 
 def _overview() -> str:
-    commands = "\n".join(f"  {name:<10}{about}" for name, (_, about) in COMMANDS.items())
+    commands = "\n".join(f"  {name:<15}{about}" for name, (_, about) in COMMANDS.items())
     return (
         "usage: paceline COMMAND [OPTIONS]\n\n"
         "An inference engine in which speculative decoding is how the engine decodes.\n\n"

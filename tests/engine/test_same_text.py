@@ -79,7 +79,8 @@ def test_same_text_with_own_layers_and_without_drafts(draft: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("draft", "types"), [(NGRAM, "int8"), (OWN_MODEL, "int8"), (NGRAM, "int4"), (OWN_MODEL, "f32"), (NGRAM, "bf16")]
+    ("draft", "types"),
+    [(NGRAM, "int8"), (OWN_MODEL, "int8"), (NGRAM, "int4"), (OWN_MODEL, "f32"), (NGRAM, "bf16")],
 )
 def test_the_native_backend_keeps_every_bit(draft: str, types: str) -> None:
     """Token ids, texts and log-probabilities, with weights of every type and threads in any order."""

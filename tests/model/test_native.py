@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -17,6 +18,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.sampling import choose_token
 from paceline.model.config import ModelConfig
 from paceline.model.decoder import ReferenceDecoder
+from paceline.model.gguf_file import GgufTensor
 from paceline.model.native import NativeDecoder
 from paceline.model.packed import Packed
 from tests.model.helpers import pack
@@ -218,3 +220,18 @@ def test_lesser_instruction_sets_pass_the_same_tests(isa: str) -> None:
     subprocess.run(
         [*command, str(Path(__file__).parents[1] / "core" / "test_sampling.py")], env=environment, check=True
     )
+
+
+@pytest.mark.parametrize("quant", ["Q4_0", "Q4_1"])
+@pytest.mark.parametrize("heads", [0, 4])
+def test_four_bit_files_keep_their_own_values(quant: str, heads: int, tmp_path: Path) -> None:
+    weights = np.random.default_rng(2).standard_normal((64, 96)).astype(np.float32)
+    kind = gguf.GGMLQuantizationType[quant]
+    path = tmp_path / "blocks"
+    path.write_bytes(gguf.quantize(weights, kind).tobytes())
+    tensor = GgufTensor(path, int(kind), (64, 96), 0, heads)
+    blocks, expected, row = tensor.four_bit(), tensor.read().numpy(), np.empty(96, np.float32)
+    matrix = kernels.pack_int4(blocks.values, blocks.scales.view(np.uint16), blocks.minima.view(np.uint16))
+    for index in range(64):
+        matrix.row(index, row)
+        np.testing.assert_allclose(row, expected[index], atol=1e-6)

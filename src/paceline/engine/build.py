@@ -18,7 +18,7 @@ from paceline.model.backend import Backend, num_cores
 from paceline.model.cost import num_weights
 from paceline.model.pull import resolve
 from paceline.model.rows import Rows
-from paceline.model.weights import load_model, load_template, load_tokenizer
+from paceline.model.weights import LazyWeights, load_model, load_template, load_tokenizer
 from paceline.verify.law import load_law
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from paceline.draft.options import Loader
     from paceline.engine.config import EngineConfig
     from paceline.model.backend import Decoder
+    from paceline.model.gguf_file import FourBit
     from paceline.model.template import ChatTemplate
     from paceline.model.tokenizer import Tokenizer
     from paceline.model.weights import LoadedModel
@@ -138,6 +139,10 @@ class _Watched(Mapping[str, "torch.Tensor"]):
         self._done = min(self._total, self._done + 4 * tensor.numel())
         self._progress("loading", self._done, self._total)
         return tensor
+
+    def four_bit(self, name: str) -> FourBit | None:
+        """Return a matrix as its file's own 4-bit blocks, None if it is stored otherwise."""
+        return self._weights.four_bit(name) if isinstance(self._weights, LazyWeights) else None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)

@@ -7,12 +7,15 @@ from paceline.kernels._ext import (
     Matrix,
     Team,
     choose,
+    dot_peak,
     gumbel,
     isa,
     keep,
     logprobs,
     pack,
     pack_int4,
+    read_bandwidth,
+    time_products,
 )
 
 __all__ = [
@@ -22,10 +25,13 @@ __all__ = [
     "Matrix",
     "Team",
     "choose",
+    "dot_peak",
     "gumbel",
     "isa",
     "keep",
     "logprobs",
     "pack",
     "pack_int4",
+    "read_bandwidth",
+    "time_products",
 ]

@@ -20,6 +20,9 @@ from paceline.core.errors import BadModelFile, UnsupportedModel
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from numpy import float16, uint8
+    from numpy.typing import NDArray
+
 MAX_ENTRIES = 1 << 16  # metadata keys, and tensors
 MAX_KEY_BYTES = 1 << 16
 MAX_DIMS = 4
@@ -59,6 +62,15 @@ QUANTS: dict[int, Quant] = {
 }
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class FourBit:
+    """A matrix as a file's own 4-bit blocks of 32: weight = value * scale + minimum."""
+
+    values: NDArray[uint8]  # [out, in], 0..15
+    scales: NDArray[float16]  # [out, in / 32]
+    minima: NDArray[float16]  # [out, in / 32]
+
+
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
     """Where one tensor lies. Both ends were found to be inside the file."""
@@ -81,16 +93,37 @@ class GgufTensor:
 
     def read(self) -> torch.Tensor:
         """Return the tensor: as stored, or float32 if it is quantised. Raises `BadModelFile`."""
-        with self.path.open("rb") as file:
-            file.seek(self.start)
-            data = bytearray(file.read(self.num_bytes))
-        if len(data) != self.num_bytes:
-            raise BadModelFile(f"{self.path} became shorter while it was read")
+        data = self._data()
         if self.quant.dtype is not None:
             tensor = torch.frombuffer(data, dtype=self.quant.dtype).reshape(self.shape)
         else:
             tensor = self._dequantize(data)
         return _halves_apart(tensor, self.permuted_heads) if self.permuted_heads else tensor
+
+    def four_bit(self) -> FourBit | None:
+        """Return the file's own 4-bit values, None if it is stored otherwise. Raises `BadModelFile`.
+
+        Q4_0 keeps value - 8 times a scale, Q4_1 a scale and a minimum.
+        """
+        if self.quant.name not in ("Q4_0", "Q4_1") or self.shape[-1] % self.quant.block:
+            return None
+        blocks = np.frombuffer(self._data(), np.uint8).reshape(-1, self.quant.block_bytes)
+        values = np.concatenate([blocks[:, -16:] & 15, blocks[:, -16:] >> 4], axis=1).reshape(self.shape)
+        scales = blocks[:, :2].copy().view(np.float16)
+        minima = blocks[:, 2:4].copy().view(np.float16) if self.quant.name == "Q4_1" else scales * np.float16(-8)
+        per_block = (*self.shape[:-1], -1)
+        parts = (torch.from_numpy(a) for a in (values, scales.reshape(per_block), minima.reshape(per_block)))
+        if self.permuted_heads:
+            parts = (_halves_apart(part, self.permuted_heads) for part in parts)
+        return FourBit(*(part.contiguous().numpy() for part in parts))
+
+    def _data(self) -> bytearray:
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            data = bytearray(file.read(self.num_bytes))
+        if len(data) != self.num_bytes:
+            raise BadModelFile(f"{self.path} became shorter while it was read")
+        return data
 
     def _dequantize(self, data: bytearray) -> torch.Tensor:
         from gguf import GGMLQuantizationType, dequantize

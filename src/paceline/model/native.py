@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -24,9 +24,18 @@ if TYPE_CHECKING:
 
     from paceline.core.nouns import Choose
     from paceline.model.backend import KV
+    from paceline.model.gguf_file import FourBit
     from paceline.model.packed import Packed
 
 _KINDS = {"argmax": 0, "noisy": 1, "logits": 2}  # as csrc/decoder.h
+
+
+_TABLE_TYPES = {"int4": "int8"}  # of embedding and head, where four bits would cost too much of the choice
+
+
+@runtime_checkable
+class _KeepsBlocks(Protocol):
+    def four_bit(self, name: str) -> FourBit | None: ...
 
 
 def load_decoder(
@@ -59,7 +68,9 @@ class NativeDecoder:
         config.check()
         self.config = config
         self._weight_type, self._kv_type = weight_type, kv_type
-        embed = kernels.pack(_array(weights["embed"]), weight_type)
+        pack = partial(_pack, weights)
+        table_type = _TABLE_TYPES.get(weight_type, weight_type)
+        embed = pack("embed", table_type)
         factors = weights["rope_factors"] if config.rope.scaling == "factors" else None
         names = layer_shapes(config)
         matrices = [name for name, shape in names.items() if len(shape) == 2]
@@ -74,12 +85,12 @@ class NativeDecoder:
             norm_eps=config.norm_eps,
             team=team,
             embed=embed,
-            head=embed if config.tie_embeddings else kernels.pack(_array(weights["head"]), weight_type),
+            head=embed if config.tie_embeddings else pack("head", table_type),
             final_norm=_array(weights["final_norm"]),
             inverse_frequencies=inverse_frequencies(config.rope, config.head_dim, factors).numpy(),
             layers=[
                 (
-                    {n: kernels.pack(_array(weights[f"layers.{i}.{n}"]), weight_type) for n in matrices},
+                    {n: pack(f"layers.{i}.{n}", weight_type) for n in matrices},
                     {n: _array(weights[f"layers.{i}.{n}"]) for n in vectors},
                 )
                 for i in range(config.num_layers)
@@ -137,6 +148,14 @@ class NativeDecoder:
         missing = (vocab_size or vocab) - vocab  # the target's padding rows
         padded = np.pad(logits, ((0, 0), (0, missing)), constant_values=-np.inf) if missing else logits
         return Chosen(chosen, padded, logit_idx)
+
+
+def _pack(weights: Mapping[str, torch.Tensor], name: str, weight_type: str) -> kernels.Matrix:
+    """Pack one matrix; one that its file keeps in 4-bit blocks of 32 keeps them if 4 bits are wanted."""
+    blocks = weights.four_bit(name) if weight_type == "int4" and isinstance(weights, _KeepsBlocks) else None
+    if blocks is None:
+        return kernels.pack(_array(weights[name]), weight_type)
+    return kernels.pack_int4(blocks.values, blocks.scales.view(np.uint16), blocks.minima.view(np.uint16))
 
 
 def _array(tensor: torch.Tensor) -> NDArray[float32]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from paceline.core.errors import BadModelFile, ModelNotFound
 from paceline.model import gguf_model, hf
 from paceline.model.config import ModelConfig, tensor_shapes
-from paceline.model.gguf_file import open_gguf
+from paceline.model.gguf_file import FourBit, GgufTensor, open_gguf
 from paceline.model.pull import resolve
 from paceline.model.template import ChatTemplate
 from paceline.model.tokenizer import Tokenizer
@@ -44,6 +44,11 @@ class LazyWeights(Mapping[str, "torch.Tensor"]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._stored[name].read()
+
+    def four_bit(self, name: str) -> FourBit | None:
+        """Return a matrix as its file's own 4-bit blocks, None if it is stored otherwise."""
+        stored = self._stored[name]
+        return stored.four_bit() if isinstance(stored, GgufTensor) else None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)

@@ -1,0 +1,35 @@
+// What an instruction set can do at most: memory read, and byte products from registers.
+#include "dot.h"
+#include "kernels.h"
+
+namespace paceline::PACELINE_ISA {
+namespace {
+
+uint64_t read(const uint8_t* p, size_t bytes) {
+    i32v sums[4] = {};
+    constexpr size_t step = 4 * sizeof(i32v);
+    for (size_t i = 0; i + step <= bytes; i += step)
+        for (size_t v = 0; v < 4; ++v) sums[v] += load_bytes(p + i + v * sizeof(i32v));
+    const i32v all = sums[0] + sums[1] + sums[2] + sums[3];
+    return (uint64_t)(uint32_t)all[0];
+}
+
+// As many independent chains as the widest kernel has. Returns how many products were made.
+size_t dot_products(size_t rounds) {
+    const i32v w = splat(0x01020304), a = splat(0x04030201);
+    i32v s0 = w, s1 = w, s2 = w, s3 = w, s4 = w, s5 = w, s6 = w, s7 = w;
+    for (size_t i = 0; i < rounds; ++i) {
+        dot(s0, w, a), dot(s1, w, a), dot(s2, w, a), dot(s3, w, a);
+        dot(s4, w, a), dot(s5, w, a), dot(s6, w, a), dot(s7, w, a);
+    }
+    const i32v all = s0 + s1 + s2 + s3 + s4 + s5 + s6 + s7;
+    __asm__ volatile("" : : "m"(all));
+    return rounds * 8 * kLanes * 4;
+}
+
+}  // namespace
+
+extern const LimitKernels limit_kernels;
+const LimitKernels limit_kernels = {read, dot_products};
+
+}  // namespace paceline::PACELINE_ISA

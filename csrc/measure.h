@@ -1,0 +1,23 @@
+// What this machine can do at most: the floor that kernels are compared with.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "matrix.h"
+#include "team.h"
+
+namespace paceline {
+
+// Bytes per second of all threads together, reading `bytes` of memory again and again: best of several times.
+double read_bandwidth(Team& team, size_t bytes);
+
+// Products of bytes per second of all threads together, by the dot-product instruction from registers alone.
+double dot_peak(Team& team);
+
+// Seconds to multiply `num_tokens` rows by each matrix in turn, one pass over all of them: [repeats]
+std::vector<double> time_products(Team& team, const std::vector<std::shared_ptr<Matrix>>& matrices, size_t num_tokens,
+                                  size_t repeats);
+
+}  // namespace paceline
