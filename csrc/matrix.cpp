@@ -4,7 +4,12 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <new>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #include "half.h"
 
@@ -12,6 +17,9 @@ namespace paceline {
 namespace {
 
 constexpr size_t kAlignment = 64;
+constexpr size_t kHugePage = size_t{1} << 21;
+constexpr size_t kChunkBytes = size_t{1} << 24;
+constexpr size_t kBehind = size_t{1} << 12;  // kernels fetch a little beyond a matrix
 constexpr size_t kChunkRows = 48;  // token rows of one tile of a product: with a panel they should fit the first cache
 
 size_t group_of(WeightType type) { return type == WeightType::int4 ? kInt4Group : kInt8Group; }
@@ -33,13 +41,27 @@ float from_bfloat(uint16_t x) {
 }  // namespace
 
 Buffer::Buffer(size_t bytes) : bytes_(bytes) {
-    void* p = std::aligned_alloc(kAlignment, round_up(std::max<size_t>(bytes, 1), kAlignment));
-    if (!p) throw std::bad_alloc();
-    data_.reset(static_cast<uint8_t*>(p));
-    std::memset(p, 0, bytes);
+    struct Chunk {
+        std::shared_ptr<uint8_t> memory;
+        size_t size = 0, used = 0;
+    };
+    static Chunk open;
+    static std::mutex one_at_a_time;
+    const std::lock_guard<std::mutex> alone(one_at_a_time);
+    const size_t wanted = round_up(std::max<size_t>(bytes, 1), kAlignment);
+    if (open.size - open.used < wanted) {
+        const size_t size = round_up(std::max(wanted + kBehind, kChunkBytes), kHugePage);
+        void* p = std::aligned_alloc(kHugePage, size);
+        if (!p) throw std::bad_alloc();
+#if defined(__linux__)
+        madvise(p, size, MADV_HUGEPAGE);
+#endif
+        open = {std::shared_ptr<uint8_t>(static_cast<uint8_t*>(p), [](uint8_t* q) { std::free(q); }), size - kBehind, 0};
+    }
+    data_ = {open.memory, open.memory.get() + open.used};
+    open.used += wanted;
+    std::memset(data_.get(), 0, bytes);
 }
-
-void Buffer::Free::operator()(uint8_t* p) const { std::free(p); }
 
 void Activations::reserve(size_t num_rows, size_t width) {
     width = round_up(width, kInt8Group);

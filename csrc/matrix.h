@@ -14,7 +14,8 @@ namespace paceline {
 
 enum class WeightType { int8, int4, bf16, f32 };
 
-// Memory for packed weights, aligned to cache lines.
+// Memory for packed weights, aligned to cache lines. What is asked for one after another lies one after another, in
+// large chunks that the system may back with huge pages; a chunk is freed with the last buffer in it.
 class Buffer {
   public:
     Buffer() = default;
@@ -23,10 +24,7 @@ class Buffer {
     size_t size() const { return bytes_; }
 
   private:
-    struct Free {
-        void operator()(uint8_t* p) const;
-    };
-    std::unique_ptr<uint8_t[], Free> data_;
+    std::shared_ptr<uint8_t> data_;
     size_t bytes_ = 0;
 };
 

@@ -8,7 +8,8 @@ namespace paceline {
 namespace {
 
 // A phase takes microseconds, so a thread that waits looks again for a while before it lets the system put it to sleep.
-constexpr int kSpins = 4000;
+constexpr int kSpins = 2000;
+constexpr int32_t kClosed = -(1 << 30);
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -18,7 +19,8 @@ inline void pause() {
 #endif
 }
 
-void wait_while(std::atomic<uint32_t>& value, uint32_t old) {
+template <class T>
+void wait_while(const std::atomic<T>& value, T old) {
     for (int i = 0; i < kSpins; ++i) {
         if (value.load(std::memory_order_acquire) != old) return;
         pause();
@@ -28,7 +30,10 @@ void wait_while(std::atomic<uint32_t>& value, uint32_t old) {
 
 }  // namespace
 
-Team::Team(size_t num_threads) {
+thread_local size_t Team::self_ = 0;
+thread_local uint32_t Team::next_phase_ = 0;
+
+Team::Team(size_t num_threads) : num_threads_(num_threads), ranges_(new Range[num_threads]), inside_(kClosed) {
     for (size_t thread = 1; thread < num_threads; ++thread) workers_.emplace_back([this, thread] { serve(thread); });
 }
 
@@ -41,35 +46,61 @@ Team::~Team() {
 
 void Team::run(const std::function<void(size_t)>& work) {
     const std::lock_guard<std::mutex> alone(one_at_a_time_);
-    if (!workers_.empty()) {
-        work_ = &work;
-        launch_.fetch_add(1, std::memory_order_release);
-        launch_.notify_all();
-    }
+    work_ = &work;
+    first_phase_ = next_phase_ = phase_.load(std::memory_order_relaxed);
+    self_ = 0;
+    inside_.store(0, std::memory_order_release);
+    launch_.fetch_add(1, std::memory_order_release);
+    launch_.notify_all();
     work(0);
-    if (!workers_.empty()) barrier();  // nobody may still read `work`
+    for (int32_t left = inside_.fetch_add(kClosed) + kClosed; left != kClosed; left = inside_.load()) wait_while(inside_, left);
 }
 
 void Team::serve(size_t thread) {
+    self_ = thread;
     for (uint32_t seen = 0;;) {
         wait_while(launch_, seen);
         seen = launch_.load(std::memory_order_acquire);
         if (stopping_) return;
+        if (!enter()) continue;
+        next_phase_ = first_phase_;
         (*work_)(thread);
-        barrier();
+        leave();
     }
 }
 
-void Team::barrier() {
-    const uint32_t phase = phase_.load(std::memory_order_relaxed);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size()) {
-        next_.store(0, std::memory_order_relaxed);
-        arrived_.store(0, std::memory_order_relaxed);
-        phase_.store(phase + 1, std::memory_order_release);
-        phase_.notify_all();
-    } else {
-        wait_while(phase_, phase);
-    }
+bool Team::enter() {
+    int32_t inside = inside_.load(std::memory_order_acquire);
+    while (inside >= 0)
+        if (inside_.compare_exchange_weak(inside, inside + 1, std::memory_order_acq_rel)) return true;
+    return false;
 }
+
+void Team::leave() {
+    inside_.fetch_sub(1, std::memory_order_acq_rel);
+    inside_.notify_all();
+}
+
+bool Team::claim(size_t owner, uint32_t phase, size_t length, size_t& index) {
+    std::atomic<uint64_t>& ticket = ranges_[owner].ticket;
+    uint64_t seen = ticket.load(std::memory_order_relaxed);
+    while (seen >> 32 == phase && (seen & 0xFFFFFFFFu) < length) {
+        if (ticket.compare_exchange_weak(seen, seen + 1, std::memory_order_relaxed)) {
+            index = seen & 0xFFFFFFFFu;
+            return true;
+        }
+    }
+    return false;
+}
+
+void Team::finish(uint32_t phase) {
+    done_.store(0, std::memory_order_relaxed);
+    for (size_t i = 0; i < num_threads_; ++i)
+        ranges_[i].ticket.store(uint64_t{phase + 1} << 32, std::memory_order_relaxed);
+    phase_.store(phase + 1, std::memory_order_release);
+    phase_.notify_all();
+}
+
+void Team::wait_for_end(uint32_t phase) { wait_while(phase_, phase); }
 
 }  // namespace paceline

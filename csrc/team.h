@@ -1,11 +1,13 @@
-// A team of threads that run one function together, in phases. Work of a phase is claimed tile by tile, so a thread that
-// the system takes away delays one tile; who computes a tile never changes its bits.
+// A team of threads that run one function together, in phases. Work of a phase is claimed tile by tile, and a phase is over
+// when its tiles are done, whoever did them: a thread that the system takes away delays the tile it holds, not the step.
+// Who computes a tile never changes its bits.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -19,38 +21,57 @@ class Team {
     Team(const Team&) = delete;
     Team& operator=(const Team&) = delete;
 
-    size_t size() const { return workers_.size() + 1; }
+    size_t size() const { return num_threads_; }
 
-    // Run `work(thread)` on every thread and wait for all; the caller is thread 0. One call at a time.
+    // Run `work(thread)` on the caller, as thread 0, and on every other thread that comes in time; return when all that
+    // came have left. One call at a time.
     void run(const std::function<void(size_t)>& work);
 
-    // Inside `run`, on every thread alike: call `tile(index)` once for each index below `count`, on whichever thread
-    // comes first, and go on when all are done.
+    // Inside `run`, in the same order on every thread: call `tile(index)` once for each index below `count`, and go on
+    // when all are done. A thread begins with a range of its own, so that it reads memory in order, and then helps the
+    // others. A late thread finds phases that are over and passes them by.
     template <class Tile>
     void each(size_t count, const Tile& tile) {
         if (count == 0) return;
-        if (size() == 1) {
-            for (size_t i = 0; i < count; ++i) tile(i);
-            return;
+        const uint32_t phase = next_phase_++;
+        if (phase_.load(std::memory_order_acquire) != phase) return;
+        for (size_t i = 0; i < num_threads_; ++i) {
+            const size_t owner = self_ + i < num_threads_ ? self_ + i : self_ + i - num_threads_;
+            const size_t first = count * owner / num_threads_, length = count * (owner + 1) / num_threads_ - first;
+            for (size_t index; claim(owner, phase, length, index);) {
+                tile(first + index);
+                if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == count) return finish(phase);
+            }
         }
-        for (size_t i = next_.fetch_add(1, std::memory_order_relaxed); i < count;
-             i = next_.fetch_add(1, std::memory_order_relaxed))
-            tile(i);
-        barrier();
+        wait_for_end(phase);
     }
 
   private:
-    void barrier();
+    struct alignas(64) Range {
+        std::atomic<uint64_t> ticket{0};  // the phase, and below it how many tiles of this thread's range are taken
+    };
+
+    bool claim(size_t owner, uint32_t phase, size_t length, size_t& index);
+    void finish(uint32_t phase);
+    void wait_for_end(uint32_t phase);
+    bool enter();
+    void leave();
     void serve(size_t thread);
 
-    std::vector<std::thread> workers_;
+    static thread_local size_t self_;          // this thread's number in the team whose `run` it is in
+    static thread_local uint32_t next_phase_;  // the next one it comes to
+
+    const size_t num_threads_;
+    std::unique_ptr<Range[]> ranges_;
     std::mutex one_at_a_time_;
     const std::function<void(size_t)>* work_ = nullptr;
-    bool stopping_ = false;
-    alignas(64) std::atomic<size_t> next_{0};
-    alignas(64) std::atomic<uint32_t> arrived_{0};
-    alignas(64) std::atomic<uint32_t> phase_{0};   // barriers passed
+    uint32_t first_phase_ = 0;  // of this run
+    std::atomic<bool> stopping_{false};
+    alignas(64) std::atomic<size_t> done_{0};      // tiles of this phase
+    alignas(64) std::atomic<uint32_t> phase_{0};   // phases that are over
     alignas(64) std::atomic<uint32_t> launch_{0};  // runs begun
+    alignas(64) std::atomic<int32_t> inside_;      // other threads in `work`; far below 0 while none may enter
+    std::vector<std::thread> workers_;
 };
 
 }  // namespace paceline

@@ -14,6 +14,7 @@ constexpr int kMostQueries = 12;  // accumulators of as many queries, for one ve
 #else
 constexpr int kMostQueries = 4;
 #endif
+constexpr size_t kPagesAtOnce = 4;              // of keys or values, whose page is 2 KiB at a head of 64 numbers
 constexpr int kVectors = kPageTokens / kLanes;  // of one page's scores
 
 #define PACELINE_UNROLL _Pragma("GCC unroll 16")
@@ -46,18 +47,22 @@ void score_rows(const T* const* pages, size_t head_dim, const float* queries, fl
                 store(scores + r * kSpan + p * kPageTokens + v * kLanes, sums[p][r][v]);
 }
 
-// mixed[r] += sum over j of weights[r][j] * values[j], for W vectors of the head.
+// mixed[r] += sum over j of weights[r][j] * values[j], for W vectors of the head, over `count` keys of some pages.
 template <int R, int W, class T>
-void mix_rows(const T* values, size_t count, size_t head_dim, const float* weights, float* mixed) {
+void mix_rows(const T* const* pages, size_t offset, size_t count, size_t head_dim, const float* weights, float* mixed) {
     f32v sums[R][W];
     PACELINE_UNROLL for (int r = 0; r < R; ++r)
         PACELINE_UNROLL for (int v = 0; v < W; ++v) sums[r][v] = load(mixed + r * head_dim + v * kLanes);
-    for (size_t j = 0; j < count; ++j) {
-        f32v x[W];
-        PACELINE_UNROLL for (int v = 0; v < W; ++v) x[v] = load_kv(values + j * head_dim + v * kLanes);
-        PACELINE_UNROLL for (int r = 0; r < R; ++r) {
-            const f32v w = splat(weights[r * kSpan + j]);
-            PACELINE_UNROLL for (int v = 0; v < W; ++v) sums[r][v] = fma(w, x[v], sums[r][v]);
+    for (size_t page = 0; page * kPageTokens < count; ++page) {
+        const T* values = pages[page] + offset;
+        const size_t left = count - page * kPageTokens, keys = left < kPageTokens ? left : kPageTokens;
+        for (size_t j = 0; j < keys; ++j, values += head_dim, ++weights) {
+            f32v x[W];
+            PACELINE_UNROLL for (int v = 0; v < W; ++v) x[v] = load_kv(values + v * kLanes);
+            PACELINE_UNROLL for (int r = 0; r < R; ++r) {
+                const f32v w = splat(weights[r * kSpan]);
+                PACELINE_UNROLL for (int v = 0; v < W; ++v) sums[r][v] = fma(w, x[v], sums[r][v]);
+            }
         }
     }
     PACELINE_UNROLL for (int r = 0; r < R; ++r)
@@ -65,12 +70,12 @@ void mix_rows(const T* values, size_t count, size_t head_dim, const float* weigh
 }
 
 template <int R, class T>
-PACELINE_INLINE void mix(const T* values, size_t count, size_t head_dim, const float* weights, float* mixed) {
+PACELINE_INLINE void mix(const T* const* pages, size_t count, size_t head_dim, const float* weights, float* mixed) {
     constexpr int wide = 2 * R <= kMostQueries ? 4 : 2;
     size_t d = 0;
     for (; d + wide * kLanes <= head_dim; d += wide * kLanes)
-        mix_rows<R, wide>(values + d, count, head_dim, weights, mixed + d);
-    for (; d < head_dim; d += kLanes) mix_rows<R, 1>(values + d, count, head_dim, weights, mixed + d);
+        mix_rows<R, wide>(pages, d, count, head_dim, weights, mixed + d);
+    for (; d < head_dim; d += kLanes) mix_rows<R, 1>(pages, d, count, head_dim, weights, mixed + d);
 }
 
 template <int R, class Kernel>
@@ -102,11 +107,8 @@ PACELINE_INLINE void score_pages(const T* const* pages, size_t num_pages, size_t
     constexpr int many = R <= 3 ? 4 : R <= 6 ? 2 : 1;  // at least twelve sums under way, where there are registers
     constexpr int at_once = many * R <= kMostQueries ? many : 1;
     size_t page = 0;
-    for (; page + at_once <= num_pages; page += at_once) {
-        for (size_t p = page + at_once; p < page + 2 * at_once && p < num_pages; ++p)
-            fetch(pages[p], head_dim * kPageTokens);
+    for (; page + at_once <= num_pages; page += at_once)
         score_rows<R, at_once, T>(pages + page, head_dim, queries, scores + page * kPageTokens);
-    }
     for (; page < num_pages; ++page)
         score_rows<R, 1, T>(pages + page, head_dim, queries, scores + page * kPageTokens);
 }
@@ -139,11 +141,17 @@ void attend(const AttentionSpan& span) {
         const size_t id = static_cast<size_t>(span.pages[span.start / kPageTokens + page]);
         return (id * span.num_kv_heads + span.kv_head) * head_size;
     };
-    const T* pages[kSpan / kPageTokens];
-    for (size_t page = 0; page < num_pages; ++page) pages[page] = keys + at(page);
-    by_queries(span.num_queries, [&]<int R>(size_t first) {
-        score_pages<R, T>(pages, num_pages, head_dim, span.queries + first * head_dim, span.scores + first * kSpan);
-    });
+    const T *key_pages[kSpan / kPageTokens], *value_pages[kSpan / kPageTokens];
+    for (size_t page = 0; page < num_pages; ++page) key_pages[page] = keys + at(page), value_pages[page] = values + at(page);
+    for (size_t first_page = 0; first_page < num_pages; first_page += kPagesAtOnce) {  // they stay in the first cache
+        const size_t left = num_pages - first_page, count = left < kPagesAtOnce ? left : kPagesAtOnce;
+        for (size_t page = first_page + count; page < num_pages && page < first_page + 2 * count; ++page)
+            fetch(key_pages[page], head_size);
+        by_queries(span.num_queries, [&]<int R>(size_t first) {
+            score_pages<R, T>(key_pages + first_page, count, head_dim, span.queries + first * head_dim,
+                              span.scores + first * kSpan + first_page * kPageTokens);
+        });
+    }
     for (size_t r = 0; r < span.num_queries; ++r) {
         const size_t limit = static_cast<size_t>(span.limits[r]);
         const size_t count = limit <= span.start ? 0 : limit - span.start;
@@ -151,12 +159,14 @@ void attend(const AttentionSpan& span) {
                      num_pages * kPageTokens, span.tops + r, span.totals + r);
     }
     for (size_t i = 0; i < span.num_queries * head_dim; ++i) span.mixed[i] = 0.0f;
-    for (size_t page = 0; page < num_pages; ++page) {
-        const size_t left = span.end - span.start - page * kPageTokens;  // slots behind the last key are never read
-        const size_t count = left < kPageTokens ? left : kPageTokens;
-        if (page + 1 < num_pages) fetch(values + at(page + 1), head_size);
+    const size_t num_keys = span.end - span.start;  // slots behind the last key are never read
+    for (size_t start = 0; start < num_keys; start += kPagesAtOnce * kPageTokens) {
+        const size_t left = num_keys - start, count = left < kPagesAtOnce * kPageTokens ? left : kPagesAtOnce * kPageTokens;
+        const size_t first_page = start / kPageTokens;
+        for (size_t page = first_page + kPagesAtOnce; page < num_pages && page < first_page + 2 * kPagesAtOnce; ++page)
+            fetch(value_pages[page], head_size);
         by_queries(span.num_queries, [&]<int R>(size_t first) {
-            mix<R, T>(values + at(page), count, head_dim, span.scores + first * kSpan + page * kPageTokens,
+            mix<R, T>(value_pages + first_page, count, head_dim, span.scores + first * kSpan + start,
                       span.mixed + first * head_dim);
         });
     }

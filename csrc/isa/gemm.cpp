@@ -19,9 +19,24 @@ constexpr int kMostRows = 6;
 constexpr int kVectors = 1;
 constexpr int kMostRows = 4;
 #endif
-// How far ahead weights are fetched. Rows that come in several pieces read a panel once from memory and then from the
-// cache: their last piece fetches the next panel, so that memory is never idle.
-constexpr size_t kAhead = 1024;
+// What a kernel fetches while it computes: so many cache lines for each 256 bytes of weights, from a place on. A few rows
+// are done with a panel in one piece and fetch what they soon read; more come in pieces, of which the first reads the
+// panel from memory and the others from the cache: together they fetch the next panel, so that memory is never idle.
+struct Ahead {
+    const uint8_t* from;
+    size_t lines;
+};
+
+PACELINE_INLINE void fetch(Ahead& ahead) {
+    __builtin_prefetch(ahead.from, 0, 2);
+    if (ahead.lines > 1) __builtin_prefetch(ahead.from + 64, 0, 2);
+    if (ahead.lines > 2) {
+        __builtin_prefetch(ahead.from + 128, 0, 2);
+        __builtin_prefetch(ahead.from + 192, 0, 2);
+    }
+    ahead.from += ahead.lines * 64;
+}
+
 constexpr size_t kStep = kVectors * kLanes;  // outputs computed together
 
 #define PACELINE_UNROLL _Pragma("GCC unroll 8")
@@ -34,7 +49,7 @@ PACELINE_INLINE void finish(const f32v (&sums)[R][kVectors], const float* scales
 }
 
 template <int R>
-void int8_rows(const Int8Panel& panel, const QuantisedRows& rows, size_t first, size_t ahead, float* out,
+void int8_rows(const Int8Panel& panel, const QuantisedRows& rows, size_t first, Ahead ahead, float* out,
                size_t stride) {
     const int8_t* a[R];
     PACELINE_UNROLL for (int r = 0; r < R; ++r) a[r] = rows.values + (first + r) * rows.width;
@@ -53,8 +68,7 @@ void int8_rows(const Int8Panel& panel, const QuantisedRows& rows, size_t first, 
             constexpr size_t kPairs = kInt8Group / 8;
 #pragma GCC unroll 8
             for (size_t pair = 0; pair < kPairs; ++pair, w += 2 * kPanel * 4) {
-                PACELINE_UNROLL for (size_t line = 0; line < 2 * kPanel * 4; line += 64)
-                    __builtin_prefetch(w + ahead + line, 0, 2);
+                fetch(ahead);
                 PACELINE_UNROLL for (size_t half = 0; half < 2; ++half) {
                     i32v x[kVectors];
                     PACELINE_UNROLL for (int v = 0; v < kVectors; ++v)
@@ -77,7 +91,7 @@ void int8_rows(const Int8Panel& panel, const QuantisedRows& rows, size_t first, 
 }
 
 template <int R>
-void int4_rows(const uint8_t* panel, const QuantisedRows& rows, size_t first, size_t ahead, float* out, size_t stride) {
+void int4_rows(const uint8_t* panel, const QuantisedRows& rows, size_t first, Ahead ahead, float* out, size_t stride) {
     const i32v low = splat(0x0F0F0F0F);
     const int8_t* a[R];
     PACELINE_UNROLL for (int r = 0; r < R; ++r) a[r] = rows.values + (first + r) * rows.width;
@@ -93,8 +107,7 @@ void int4_rows(const uint8_t* panel, const QuantisedRows& rows, size_t first, si
                 PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) dots[r][v] = more[r][v] = splat(0);
 #pragma GCC unroll 8
             for (size_t pair = 0; pair < kInt4Group / 8; ++pair, w += kPanel * 4) {
-                PACELINE_UNROLL for (size_t line = 0; line < kPanel * 4; line += 64)
-                    __builtin_prefetch(w + ahead + line, 0, 2);
+                if (pair % 2 == 0) fetch(ahead);
                 i32v x[2][kVectors];
                 PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) {
                     const i32v both = load_bytes(w + v * kLanes * 4);
@@ -133,7 +146,7 @@ PACELINE_INLINE f32v load_weight(const float* p) { return load(p); }
 PACELINE_INLINE f32v load_weight(const uint16_t* p) { return load_bfloat(p); }
 
 template <int R, class W>
-void float_rows(const W* panel, const FloatRows& rows, size_t first, size_t ahead, float* out, size_t stride) {
+void float_rows(const W* panel, const FloatRows& rows, size_t first, Ahead ahead, float* out, size_t stride) {
     const float* a[R];
     PACELINE_UNROLL for (int r = 0; r < R; ++r) a[r] = rows.values + (first + r) * rows.width;
     for (size_t start = 0; start < kPanel; start += kStep) {
@@ -143,8 +156,7 @@ void float_rows(const W* panel, const FloatRows& rows, size_t first, size_t ahea
             PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) sums[r][v] = splat(0.0f);
         for (size_t k = 0; k < rows.width; ++k, w += kPanel) {
             f32v x[kVectors];
-            for (size_t line = 0; line < kPanel * sizeof(W); line += 64)
-                __builtin_prefetch(reinterpret_cast<const uint8_t*>(w) + ahead + line, 0, 2);
+            if (k % (256 / (kPanel * sizeof(W))) == 0) fetch(ahead);
             PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) x[v] = load_weight(w + v * kLanes);
             PACELINE_UNROLL for (int r = 0; r < R; ++r) {
                 const f32v y = splat(a[r][k]);
@@ -157,12 +169,15 @@ void float_rows(const W* panel, const FloatRows& rows, size_t first, size_t ahea
 
 // Cut rows into pieces of almost equal size that the kernels can take: 8 rows are 4 and 4 rather than 6 and 2.
 template <class Kernel>
-PACELINE_INLINE void in_pieces(size_t first, size_t end, size_t panel_bytes, Kernel kernel) {
-    const bool single = end - first <= kMostRows;
-    while (first < end) {
-        const size_t left = end - first, pieces = (left + kMostRows - 1) / kMostRows;
-        const size_t count = (left + pieces - 1) / pieces;
-        kernel(first, count, pieces > 1 || single ? kAhead : panel_bytes);
+PACELINE_INLINE void in_pieces(size_t first, size_t end, const void* panel, size_t panel_bytes, Kernel kernel) {
+    const uint8_t* const here = static_cast<const uint8_t*>(panel);
+    const size_t num_pieces = (end - first + kMostRows - 1) / kMostRows;
+    for (size_t piece = 0; piece < num_pieces; ++piece) {
+        const size_t pieces = num_pieces - piece, count = (end - first + pieces - 1) / pieces;
+        const size_t lines = num_pieces == 1 ? 4 : num_pieces == 2 ? 2 : 1, share = panel_bytes * lines / 4;
+        const bool helps = piece * lines < 4;
+        kernel(first, count, num_pieces == 1 ? Ahead{here + 2048, lines}
+                                             : Ahead{helps ? here + panel_bytes + piece * share : here, lines});
         first += count;
     }
 }
@@ -189,8 +204,8 @@ PACELINE_INLINE void in_pieces(size_t first, size_t end, size_t panel_bytes, Ker
 
 void int8_panel(const Int8Panel& panel, const QuantisedRows& rows, size_t first, size_t end, float* out,
                 size_t stride) {
-    in_pieces(first, end, rows.width * kPanel, [&](size_t at, size_t count, size_t ahead) {
-        float* to = out + (at - first) * stride;
+    in_pieces(first, end, panel.weights, rows.width * kPanel, [&, start = first](size_t at, size_t count, Ahead ahead) {
+        float* to = out + (at - start) * stride;
 #define PACELINE_CALL(R) int8_rows<R>(panel, rows, at, ahead, to, stride)
         PACELINE_FOR_ROWS(count, PACELINE_CALL)
 #undef PACELINE_CALL
@@ -198,8 +213,8 @@ void int8_panel(const Int8Panel& panel, const QuantisedRows& rows, size_t first,
 }
 
 void int4_panel(const uint8_t* panel, const QuantisedRows& rows, size_t first, size_t end, float* out, size_t stride) {
-    in_pieces(first, end, rows.num_groups * kInt4BlockBytes, [&](size_t at, size_t count, size_t ahead) {
-        float* to = out + (at - first) * stride;
+    in_pieces(first, end, panel, rows.num_groups * kInt4BlockBytes, [&, start = first](size_t at, size_t count, Ahead ahead) {
+        float* to = out + (at - start) * stride;
 #define PACELINE_CALL(R) int4_rows<R>(panel, rows, at, ahead, to, stride)
         PACELINE_FOR_ROWS(count, PACELINE_CALL)
 #undef PACELINE_CALL
@@ -208,8 +223,8 @@ void int4_panel(const uint8_t* panel, const QuantisedRows& rows, size_t first, s
 
 template <class W>
 void float_panel(const W* panel, const FloatRows& rows, size_t first, size_t end, float* out, size_t stride) {
-    in_pieces(first, end, rows.width * kPanel * sizeof(W), [&](size_t at, size_t count, size_t ahead) {
-        float* to = out + (at - first) * stride;
+    in_pieces(first, end, panel, rows.width * kPanel * sizeof(W), [&, start = first](size_t at, size_t count, Ahead ahead) {
+        float* to = out + (at - start) * stride;
 #define PACELINE_CALL(R) float_rows<R, W>(panel, rows, at, ahead, to, stride)
         PACELINE_FOR_ROWS(count, PACELINE_CALL)
 #undef PACELINE_CALL

@@ -37,10 +37,10 @@ MAX_LEN = 256
 
 
 def make_decoder(config: ModelConfig, weights: Mapping[str, torch.Tensor], types: str) -> Decoder:
-    """`f64` is the reference backend; any other type of weights is native, on two threads."""
+    """`f64` is the reference backend; any other type of weights is native, int4 on two threads."""
     if types == "f64":
         return ReferenceDecoder(config, weights, torch.float64)
-    return native.load_decoder(config, weights, types, KV_TYPES[types], threads=2)
+    return native.load_decoder(config, weights, types, KV_TYPES[types], threads=2 if types == "int4" else 1)
 
 
 @cache

@@ -169,4 +169,4 @@ def test_one_request_that_cannot_be_written_disturbs_no_other(monkeypatch: pytes
 
 def test_page_hashes_begin_with_what_the_kv_depends_on() -> None:
     fingerprint = make_engine("off", PLAIN).scheduler.fingerprint
-    assert fingerprint.split("\0") == ["tiny", "reference", "float64"]
+    assert fingerprint.split("\0") == ["tiny", "reference", "f64", "f64"]

@@ -84,7 +84,7 @@ def test_same_text_with_own_layers_and_without_drafts(draft: str) -> None:
 )
 def test_the_native_backend_keeps_every_bit(draft: str, types: str) -> None:
     """Token ids, texts and log-probabilities, with weights of every type and threads in any order."""
-    tally = suite(draft, EXAMPLES, types)
+    tally = suite(draft, 2 * EXAMPLES, types)
     assert tally.endings == {"stop", "length"}
     assert tally.cached_tokens > 200
     assert min(tally.times_accepted) > 10, tally.times_accepted

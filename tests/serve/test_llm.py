@@ -88,6 +88,15 @@ def test_one_bad_request_leaves_nothing_behind(llm: LLM) -> None:
     assert llm.generate("the", SHORT)[0].token_ids
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """A shell starts jobs in the background with SIGINT ignored; here it must work as in the foreground."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_waits_for_the_step(llm: LLM) -> None:
     stream = llm.stream("the", SamplingParams(max_tokens=500, ignore_eos=True))
     next(stream)

@@ -150,9 +150,9 @@ def _rope(read: _Reader) -> Rope:
     """`rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling`."""
     table = read.table("rope_parameters") or read.table("rope_scaling")
     inner = _Reader(table, "config.json's RoPE settings")
-    kind = table.get("rope_type", table.get("type", "default"))
+    kind = str(table.get("rope_type", table.get("type", "default")))[:80]
     if kind not in _SCALINGS:
-        raise UnsupportedModel(f"RoPE scaling {kind!r} is not supported{suggest(str(kind), _SCALINGS)}")
+        raise UnsupportedModel(f"RoPE scaling {kind!r} is not supported{suggest(kind, _SCALINGS)}")
     share = inner.number("partial_rotary_factor", read.number("partial_rotary_factor", 1.0))
     if share != 1.0:
         raise UnsupportedModel(f"RoPE over a part of each head ({share}) is not supported")
