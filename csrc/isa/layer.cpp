@@ -40,21 +40,23 @@ void quantise(const float* x, size_t width, size_t group, int8_t* q, float* scal
         for (size_t i = start; i < start + group; i += kLanes) {
             const i32v v = __builtin_convertvector(nearest(load(x + i) * inverse), i32v);
             total += v;
-            typedef int8_t bytes __attribute__((vector_size(kLanes)));
-            const bytes narrow = __builtin_convertvector(v, bytes);
-            __builtin_memcpy(q + i, &narrow, sizeof narrow);
+            store_bytes(q + i, v);
         }
-        int32_t all = 0;
-        for (int lane = 0; lane < kLanes; ++lane) all += total[lane];
         scales[g] = top / 127.0f + sum(poison);  // NaN and infinity stay what they are
-        sums[g] = factor * all;
+        sums[g] = factor * sum(total);
     }
 }
 
 // Turn a head of n numbers, number i paired with i + n / 2.
 void rotate(float* x, const float* cosines, const float* sines, size_t n) {
     float* y = x + n / 2;
-    for (size_t i = 0; i < n / 2; ++i) {
+    size_t i = 0;
+    for (; i + kLanes <= n / 2; i += kLanes) {
+        const f32v a = load(x + i), b = load(y + i), c = load(cosines + i), s = load(sines + i);
+        store(x + i, a * c - b * s);
+        store(y + i, b * c + a * s);
+    }
+    for (; i < n / 2; ++i) {
         const float a = x[i], b = y[i];
         x[i] = a * cosines[i] - b * sines[i];
         y[i] = b * cosines[i] + a * sines[i];

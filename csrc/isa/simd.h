@@ -106,16 +106,43 @@ PACELINE_INLINE f32v larger(f32v a, f32v b) {
 }
 
 PACELINE_INLINE float largest(f32v v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#else
     float best = v[0];
     for (int i = 1; i < kLanes; ++i) best = v[i] > best ? v[i] : best;
     return best;
+#endif
 }
 
 // The sum of all lanes by halving: log2(kLanes) additions deep, always in the same order.
 PACELINE_INLINE float sum(f32v v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)v);
+#else
     for (int width = kLanes / 2; width > 0; width /= 2)
         for (int i = 0; i < width; ++i) v[i] += v[i + width];
     return v[0];
+#endif
+}
+
+PACELINE_INLINE int32_t sum(i32v v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32((__m512i)v);
+#else
+    int32_t total = 0;
+    for (int i = 0; i < kLanes; ++i) total += v[i];
+    return total;
+#endif
+}
+
+// Store whole numbers from -128 to 127 as bytes.
+PACELINE_INLINE void store_bytes(int8_t* p, i32v v) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)v));
+#else
+    for (int i = 0; i < kLanes; ++i) p[i] = (int8_t)v[i];
+#endif
 }
 
 PACELINE_INLINE f32v to_float(u32v v) {

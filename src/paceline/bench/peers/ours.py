@@ -1,0 +1,68 @@
+"""Paceline itself: the whole engine, host side included, speculation off."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+import paceline
+from paceline.bench.peers.protocol import Answers, Recorder, Setting
+from paceline.bench.quality import Text, log_probs
+from paceline.core.nouns import Request
+from paceline.core.params import SamplingParams
+from paceline.engine.build import assemble
+from paceline.engine.build import load as load_target
+from paceline.engine.config import EngineConfig
+from paceline.engine.scheduler import Limits
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy import float32
+    from numpy.typing import NDArray
+
+    from paceline.engine.engine import Engine
+    from paceline.model.backend import Decoder
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ours:
+    """An engine without a drafter."""
+
+    engine: Engine
+    decoder: Decoder
+
+    def describe(self) -> str:
+        """Return the decoder's own words."""
+        return f"paceline {paceline.__version__}: {self.decoder.describe()}"
+
+    def decode(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> Answers:
+        """Continue all prompts at once, see `protocol.Peer`."""
+        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        recorder = Recorder(len(prompts))
+        for row, ids in enumerate(prompts):
+            self.engine.add(Request(str(row), tuple(ids), params, row))
+        while self.engine.has_work:
+            for outcome in self.engine.step():
+                recorder.add(int(outcome.request_id), outcome.token_ids)
+        return recorder.answers()
+
+    def logits(self, token_ids: Sequence[int], num_judged: int) -> NDArray[float32]:
+        """Return log-probabilities, which are logits too."""
+        return log_probs(self.decoder, Text(tuple(token_ids), num_judged)).astype(np.float32)
+
+
+def load(setting: Setting, weights: str) -> Ours:
+    """Load a model with one type of weights."""
+    config = EngineConfig(
+        model=setting.file,
+        draft="off",
+        weights=weights,
+        threads=setting.threads,
+        prefix_cache=False,
+        limits=Limits(num_rows=setting.max_rows, max_len=setting.max_len, prefill_tokens=setting.prefill_tokens),
+    )
+    target = load_target(config)
+    return Ours(assemble(config, target).engine, target.decoder)

@@ -1,0 +1,121 @@
+"""A worker as its driver sees it: it computes only while it is asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+import paceline
+from paceline.core.errors import PacelineError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    Json = dict[str, Any]
+
+LOAD_S = 1800.0  # compilers run, too
+ANSWER_S = 1800.0
+END_S = 10.0
+
+
+def variables(threads: int | None = None) -> dict[str, str]:
+    """Return what the environment of a process in another engine's environment needs: our sources, its threads."""
+    ours = {"PYTHONPATH": str(Path(paceline.__file__).parent.parent)}
+    return ours | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+
+
+class PeerFailed(PacelineError):  # noqa: N818
+    """A worker said that something went wrong, or said nothing."""
+
+
+class Remote:
+    """A worker process in a process group of its own, stopped (SIGSTOP) whenever it is not asked.
+
+    So an idle engine takes no processor time, however its threads wait. Raises `PeerFailed` if it cannot load.
+    """
+
+    def __init__(self, command: Sequence[str], log: Path, threads: int) -> None:
+        with log.open("wb") as errors:
+            self._process = subprocess.Popen(  # noqa: S603
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=os.environ | variables(threads),
+                text=True,
+                encoding="utf-8",
+                start_new_session=True,
+            )
+        self._log = log
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        Thread(target=self._read, daemon=True).start()
+        try:
+            self.description: str = self._answer(LOAD_S)["ready"]
+        except BaseException:
+            self.close()
+            raise
+        self._signal(signal.SIGSTOP)
+
+    def __enter__(self) -> Remote:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def ask(self, question: Json) -> Json:
+        """Wake the worker, ask, wait, and put it to sleep again. Raises `PeerFailed`."""
+        self._signal(signal.SIGCONT)
+        try:
+            assert self._process.stdin is not None
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+            return self._answer(ANSWER_S)
+        except OSError as error:
+            raise PeerFailed(f"the worker has ended (see {self._log})") from error
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def close(self) -> None:
+        """End the worker."""
+        self._signal(signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_S)
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
+
+    def _answer(self, timeout_s: float) -> Json:
+        try:
+            line = self._lines.get(timeout=timeout_s)
+        except queue.Empty:
+            raise PeerFailed(f"no answer within {timeout_s:.0f} s (see {self._log})") from None
+        if not line:
+            raise PeerFailed(f"the worker has ended (see {self._log})")
+        answer: Json = json.loads(line)
+        if "error" in answer:
+            raise PeerFailed(f"{answer['error']} (see {self._log})")
+        return answer
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with suppress(ValueError, OSError):  # closed
+            for line in self._process.stdout:
+                self._lines.put(line)
+        self._lines.put("")
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Signal the whole group, if there is one yet or still."""
+        if self._process.poll() is None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, number)
