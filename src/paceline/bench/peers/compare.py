@@ -27,6 +27,7 @@ from paceline.bench.peers.timing import rate
 from paceline.bench.report import write_json
 from paceline.bench.terminal import progress, say
 from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.nouns import PAGE_TOKENS
 from paceline.engine.config import MAX_ROWS, MAX_THREADS
 from paceline.model.backend import num_cores
 from paceline.model.weights import load_model
@@ -69,7 +70,7 @@ class Comparison:
             file=str(file),
             threads=self.threads,
             max_rows=max(x.num_rows for x in w),
-            max_len=max(x.prompt_tokens + x.new_tokens for x in w),
+            max_len=max(x.prompt_tokens + x.new_tokens for x in w) + PAGE_TOKENS,
             prefill_tokens=max(512, *(x.prompt_tokens for x in w)),
         )
 

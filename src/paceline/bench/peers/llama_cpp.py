@@ -87,7 +87,7 @@ class LlamaCpp:
         return chosen
 
     def _run(self, context: Any, batch: Any, tokens: Sequence[Token]) -> tuple[list[int], NDArray[float32]]:
-        """Run tokens; return the rows whose logits were wanted and, until the next run, these [len(rows), vocab]."""
+        """Run tokens; return the rows whose logits were wanted, and those [len(rows), vocab], valid for now."""
         batch.n_tokens = len(tokens)
         for i, (token_id, place, row, wanted) in enumerate(tokens):
             batch.token[i], batch.pos[i], batch.logits[i] = token_id, place, wanted

@@ -80,7 +80,7 @@ class Remote:
             self._process.stdin.write(json.dumps(question) + "\n")
             self._process.stdin.flush()
             return self._answer(ANSWER_S)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a broken pipe, a closed one, no JSON
             raise PeerFailed(f"the worker has ended (see {self._log})") from error
         finally:
             self._signal(signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""A worker process, `python -m paceline.bench.peers.worker MODULE OPTIONS`: questions on stdin, answers on stdout."""
+"""A worker process, `python -m paceline.bench.peers.worker MODULE OPTIONS`: asked on stdin, answers on stdout."""
 
 from __future__ import annotations
 
