@@ -122,13 +122,21 @@ Matrix Matrix::pack(const float* weights, size_t out, size_t in, WeightType type
 }
 
 void Matrix::pack_int8_row(const float* weights, size_t index) {
-    float top = 0.0f;
-    for (size_t i = 0; i < in_; ++i) top = std::max(top, std::fabs(weights[i]));
-    scales_[index] = top / 127.0f;
-    const float inverse = top > 0.0f ? 127.0f / top : 0.0f;
+    const size_t padded = round_up(in_, kInt8Group);
+    thread_local std::vector<float> row;
+    thread_local std::vector<int8_t> values;
+    row.assign(padded, 0.0f);
+    values.resize(padded);
+    std::copy_n(weights, in_, row.begin());
+    int32_t sum;
+    kernels().layer.quantise(row.data(), padded, padded, values.data(), &scales_[index], &sum, 1);
     uint8_t* panel = packed_.data() + index / kPanel * panel_bytes() + index % kPanel * 4;
-    for (size_t i = 0; i < in_; ++i)
-        panel[i / 4 * kPanel * 4 + i % 4] = static_cast<uint8_t>(128 + std::lrintf(weights[i] * inverse));
+    for (size_t i = 0; i < padded; i += 4, panel += kPanel * 4) {
+        uint32_t four;
+        std::memcpy(&four, &values[i], sizeof four);
+        four ^= 0x80808080u;  // each plus 128
+        std::memcpy(panel, &four, sizeof four);
+    }
 }
 
 void Matrix::pack_int4_row(const float* weights, size_t index) {
