@@ -100,6 +100,7 @@ struct Decoder::Scratch {
     std::vector<float> mixed;          // [num_tokens, num_heads * head_dim up to 64]
     std::vector<float> gate, up;       // [num_tokens, intermediate up to 64]
     Activations wide, narrow, long_;   // of the residual stream, of attention, of the feed-forward network
+    bool stores_itself;  // each row is one tile per head, which can store its own keys and values
     std::vector<Tile> tiles;
     std::vector<std::pair<size_t, size_t>> spans;  // (tile, span), when spans are computed apart
     std::vector<float> tops, totals, partials;     // of these
@@ -152,10 +153,12 @@ void Decoder::plan(const Pass& pass, const KVStore& kv) {
     s.long_.reserve(n, shape_.intermediate);
 
     s.tiles.clear();
+    s.stores_itself = true;
     s.row_of.resize(n);
     size_t num_queries = 0, most_spans = 1;
     for (size_t row = 0; row < pass.num_rows; ++row) {
         const size_t begin = pass.cu_len[row], end = pass.cu_len[row + 1];
+        s.stores_itself &= end - begin <= kQueryTokens;
         for (size_t first = begin; first < end; first += kQueryTokens) {
             const size_t count = std::min(kQueryTokens, end - first);
             const size_t num_spans = pass.positions[first + count - 1] / kSpan + 1;
@@ -232,7 +235,9 @@ void Decoder::run(const Pass& pass, const KVStore& kv, size_t thread) {
                   {layer.k.get(), &s.wide, s.k.data(), kv_stride, &layer.k_bias},
                   {layer.v.get(), &s.wide, s.v.data(), kv_stride, &layer.v_bias}},
                  n);
-        team_->each(n, [&](size_t t) { turn_and_store(pass, kv, i, t); });
+        if (!s.stores_itself)
+            team_->each(n * shape_.num_kv_heads,
+                        [&](size_t j) { store(pass, kv, i, j / shape_.num_kv_heads, j % shape_.num_kv_heads); });
         attend(pass, kv, i, thread);
         team_->each(n, [&](size_t t) { s.narrow.set(t, &s.mixed[t * mixed_stride], layer.o->type(), q_size); });
         multiply_all(*team_, {{layer.o.get(), &s.narrow, s.delta.data(), wide_stride, &layer.o_bias}}, n);
@@ -279,22 +284,21 @@ void Decoder::next_layer(const Pass& pass, size_t index, size_t token) {
         if (after == index) std::copy_n(hidden, shape_.hidden, to + token * shape_.hidden);
 }
 
-void Decoder::turn_and_store(const Pass& pass, const KVStore& kv, size_t index, size_t token) {
-    Scratch& s = *scratch_;
-    const Layer& layer = weights_.layers[index];
-    const auto& kernel = kernels().layer;
+// Norm one head where the family does so, and rotate it to its token's position.
+void Decoder::turn(float* head, const std::vector<float>& norm, size_t token) const {
     const size_t dim = shape_.head_dim, pairs = dim / 2;
-    float* q = &s.q[token * round_up(shape_.num_heads * dim, kPanel)];
-    float* k = &s.k[token * round_up(shape_.num_kv_heads * dim, kPanel)];
-    const float* v = &s.v[token * round_up(shape_.num_kv_heads * dim, kPanel)];
-    const auto turn = [&](float* head, const std::vector<float>& norm) {
-        if (!norm.empty()) kernel.rms_norm(head, norm.data(), dim, shape_.norm_eps, head);
-        kernel.rotate(head, &s.cosines[token * pairs], &s.sines[token * pairs], dim);
-    };
-    for (size_t h = 0; h < shape_.num_heads; ++h) turn(q + h * dim, layer.q_norm);
-    for (size_t h = 0; h < shape_.num_kv_heads; ++h) turn(k + h * dim, layer.k_norm);
-    kv.kernels().write(kv.keys(index), kv.values(index), static_cast<size_t>(pass.slots[token]), shape_.num_kv_heads,
-                       kv.padded_dim(), dim, k, v);
+    const auto& kernel = kernels().layer;
+    if (!norm.empty()) kernel.rms_norm(head, norm.data(), dim, shape_.norm_eps, head);
+    kernel.rotate(head, &scratch_->cosines[token * pairs], &scratch_->sines[token * pairs], dim);
+}
+
+void Decoder::store(const Pass& pass, const KVStore& kv, size_t index, size_t token, size_t kv_head) {
+    const size_t dim = shape_.head_dim, stride = round_up(shape_.num_kv_heads * dim, kPanel);
+    const size_t slot = static_cast<size_t>(pass.slots[token]), place = kv.place(slot / kPageTokens, kv_head);
+    float* key = &scratch_->k[token * stride + kv_head * dim];
+    turn(key, weights_.layers[index].k_norm, token);
+    kv.kernels().write(static_cast<uint8_t*>(kv.keys(index)) + place, static_cast<uint8_t*>(kv.values(index)) + place,
+                       slot % kPageTokens, kv.padded_dim(), dim, key, &scratch_->v[token * stride + kv_head * dim]);
 }
 
 // Attention --------------------------------------------------------------------------------------
@@ -356,11 +360,15 @@ void Decoder::attend_span(const Pass& pass, const KVStore& kv, size_t index, con
     const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
     size_t skipped = 0;  // leading tokens that see nothing of this span
     while (static_cast<size_t>(pass.positions[tile.first + skipped]) < span * kSpan) ++skipped;
+    for (size_t t = skipped; s.stores_itself && t < tile.count; ++t)
+        if (static_cast<size_t>(pass.positions[tile.first + t]) / kSpan == span)
+            store(pass, kv, index, tile.first + t, tile.kv_head);
     for (size_t i = skipped * group; i < tile.count * group; ++i) {
         const size_t token = tile.first + i / group, head = tile.kv_head * group + i % group;
-        const float* q = &s.q[token * stride + head * dim];
         float* to = &own.queries[i * padded];
-        for (size_t d = 0; d < dim; ++d) to[d] = q[d] * scale;
+        std::copy_n(&s.q[token * stride + head * dim], dim, to);
+        turn(to, weights_.layers[index].q_norm, token);
+        for (size_t d = 0; d < dim; ++d) to[d] *= scale;
         std::fill(to + dim, to + padded, 0.0f);
         own.limits[i] = pass.positions[token] + 1;
     }

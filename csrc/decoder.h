@@ -50,6 +50,10 @@ class KVStore {
     const KVKernels& kernels() const;
     void* keys(size_t layer) const { return layers_[layer].first.get(); }
     void* values(size_t layer) const { return layers_[layer].second.get(); }
+    // Bytes from the start of a layer's keys or values to a head's part of a page.
+    size_t place(size_t page, size_t kv_head) const {
+        return (page * num_kv_heads_ + kv_head) * padded_dim() * kPageTokens * kernels().number_bytes;
+    }
 
   private:
     struct Free {
@@ -106,7 +110,8 @@ class Decoder {
     void run(const Pass& pass, const KVStore& kv, size_t thread);
     void start_token(const Pass& pass, size_t token);
     void next_layer(const Pass& pass, size_t index, size_t token);
-    void turn_and_store(const Pass& pass, const KVStore& kv, size_t index, size_t token);
+    void store(const Pass& pass, const KVStore& kv, size_t index, size_t token, size_t kv_head);
+    void turn(float* head, const std::vector<float>& norm, size_t token) const;
     void attend(const Pass& pass, const KVStore& kv, size_t index, size_t thread);
     void attend_span(const Pass& pass, const KVStore& kv, size_t index, const Tile& tile, size_t span, size_t thread,
                      float* tops, float* totals, float* mixed);

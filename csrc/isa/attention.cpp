@@ -194,18 +194,13 @@ void put(uint16_t* to, float x) {
     *to = to_half(x);
 }
 
-// Write one token's keys and values [num_kv_heads, stride], of which the first `size` numbers of each head count.
 template <class T>
-void write(void* keys, void* values, size_t slot, size_t num_kv_heads, size_t head_dim, size_t size, const float* key,
-           const float* value) {
-    const size_t head_size = head_dim * kPageTokens, offset = slot % kPageTokens;
-    for (size_t h = 0; h < num_kv_heads; ++h) {
-        T* k = static_cast<T*>(keys) + (slot / kPageTokens * num_kv_heads + h) * head_size;
-        T* v = static_cast<T*>(values) + (slot / kPageTokens * num_kv_heads + h) * head_size + offset * head_dim;
-        for (size_t d = 0; d < head_dim; ++d) {
-            put(k + d * kPageTokens + offset, d < size ? key[h * size + d] : 0.0f);
-            put(v + d, d < size ? value[h * size + d] : 0.0f);
-        }
+void write(void* keys, void* values, size_t offset, size_t head_dim, size_t size, const float* key, const float* value) {
+    T* k = static_cast<T*>(keys);
+    T* v = static_cast<T*>(values) + offset * head_dim;
+    for (size_t d = 0; d < head_dim; ++d) {
+        put(k + d * kPageTokens + offset, d < size ? key[d] : 0.0f);
+        put(v + d, d < size ? value[d] : 0.0f);
     }
 }
 
@@ -213,6 +208,6 @@ void write(void* keys, void* values, size_t slot, size_t num_kv_heads, size_t he
 
 extern const AttentionKernels attention_kernels;
 const AttentionKernels attention_kernels = {
-    {attend<float>, write<float>}, {attend<uint16_t>, write<uint16_t>}, merge};
+    {attend<float>, write<float>, 4}, {attend<uint16_t>, write<uint16_t>, 2}, merge};
 
 }  // namespace paceline::PACELINE_ISA

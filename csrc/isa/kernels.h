@@ -16,7 +16,7 @@ constexpr size_t kInt8Group = 64;   // inputs that share an activation scale, be
 constexpr size_t kInt4Group = 32;   // ... and beside int4 weights, whose own blocks have this length
 constexpr size_t kInt4BlockBytes = kPanel * 4 + kPanel * kInt4Group / 2;  // of a panel, scales and minima included
 constexpr size_t kPageTokens = 16;  // KV slots of one page, as core/nouns.py
-constexpr size_t kSpan = 256;       // keys whose softmax is taken at once; spans start at multiples of it
+constexpr size_t kSpan = 128;       // keys whose softmax is taken at once; spans start at multiples of it
 
 // Passes over a row of float32 scores. `blocks` counts blocks of 64; the row is padded to whole blocks with -inf.
 struct VocabularyKernels {
@@ -82,8 +82,10 @@ struct AttentionSpan {
 
 struct KVKernels {
     void (*attend)(const AttentionSpan& span);
-    void (*write)(void* keys, void* values, size_t slot, size_t num_kv_heads, size_t head_dim, size_t size,
-                  const float* key, const float* value);
+    // One token's key and value [size] of one head, to where the head's page of keys and values begins.
+    void (*write)(void* keys, void* values, size_t offset, size_t head_dim, size_t size, const float* key,
+                  const float* value);
+    size_t number_bytes;
 };
 
 struct AttentionKernels {

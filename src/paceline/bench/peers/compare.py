@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.bench.machine import commit, machine
-from paceline.bench.peers.install import install, python_of
+from paceline.bench.peers.install import install, preloads, python_of
 from paceline.bench.peers.prepare import judged_texts, prompts_of, requantized, unquantized
 from paceline.bench.peers.protocol import Setting
 from paceline.bench.peers.remote import PeerFailed, Remote
@@ -211,7 +211,7 @@ def _worker(c: Comparison, row: Row) -> Remote:
     options = json.dumps({"setting": asdict(c.setting(_file(c, row))), **row.options})
     command = [python_of(row.engine, c.engines), "-m", "paceline.bench.peers.worker", row.module, options]
     name = "".join(ch if ch.isalnum() else "-" for ch in row.name)
-    return Remote(command, c.work / f"{name}.log", c.threads)
+    return Remote(command, c.work / f"{name}.log", c.threads, preloads(row.engine, c.engines))
 
 
 def _ask(m: Measured, workers: dict[str, Remote], question: dict[str, Any]) -> dict[str, Any] | None:

