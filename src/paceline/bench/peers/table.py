@@ -47,7 +47,9 @@ def print_tables(rows: Sequence[Measured], workloads: Sequence[Workload]) -> Non
     names = [w.name for w in workloads]
     table("tokens/s, medians", ["", *names, "KL, nats", "same top 1"], [_rates(m, workloads) for m in rows])
     lines = [_ratios(ours, bar, rows, workloads) for bar in BARS for ours in _sides(bar)]
-    table("times as fast, median over turns (95 %)", ["", *names], lines)
+    known = [line for line in lines if set(line[1:]) != {UNKNOWN}]
+    if known:
+        table("times as fast, median over turns (95 %)", ["", *names], known)
     for m in rows:
         if m.error:
             say(f"{m.row.name}: {m.error}")
