@@ -116,6 +116,14 @@ WeightType weight_type(const std::string& name) {
     return WeightType::f32;
 }
 
+KVType kv_type(const std::string& name) {
+    if (name == "i16") return KVType::i16;
+    if (name == "i8") return KVType::i8;
+    if (name == "f16") return KVType::f16;
+    require(name == "f32", "KV is i16, i8, f16 or f32, not " + name);
+    return KVType::f32;
+}
+
 void check_sides(size_t out, size_t in) {
     require(0 < out && out <= kMostSide && 0 < in && in <= kMostSide, "a matrix has 1 to 2**24 rows and columns");
 }
@@ -333,10 +341,12 @@ void bind_decoder(nb::module_& m) {
     nb::class_<KVStore>(m, "KVStore")
         .def("__init__", [](KVStore* self, const std::string& type, size_t num_layers, size_t num_pages,
                             size_t num_kv_heads, size_t head_dim) {
-            require(type == "f16" || type == "f32", "KV is f16 or f32, not " + type);
+            const KVType chosen = kv_type(type);
+            require(head_dim <= 256 || chosen == KVType::f16 || chosen == KVType::f32,
+                    "whole-number KV wants heads of at most 256 dimensions; f16 takes any");
             for (size_t n : {num_layers, num_kv_heads, head_dim}) require(0 < n && n <= kMostSide, "a size out of bounds");
             require(0 < num_pages && num_pages < size_t{1} << 40, "a KV store has at least one page");
-            new (self) KVStore(type == "f16" ? KVType::f16 : KVType::f32, num_layers, num_pages, num_kv_heads, head_dim);
+            new (self) KVStore(chosen, num_layers, num_pages, num_kv_heads, head_dim);
         }, "dtype"_a, "num_layers"_a, "num_pages"_a, "num_kv_heads"_a, "head_dim"_a)
         .def_prop_ro("num_pages", &KVStore::num_pages)
         .def_prop_ro("bytes_per_token", &KVStore::bytes_per_token);

@@ -68,19 +68,25 @@ void choose_in_tile(const Choose& how, const float* logits, size_t start, float*
 
 KVStore::KVStore(KVType type, size_t num_layers, size_t num_pages, size_t num_kv_heads, size_t head_dim)
     : type_(type), num_pages_(num_pages), num_kv_heads_(num_kv_heads), head_dim_(head_dim) {
-    const size_t number = type == KVType::f16 ? sizeof(uint16_t) : sizeof(float);
-    const size_t bytes = num_pages * kPageTokens * num_kv_heads * padded_dim() * number;
+    const size_t bytes = num_pages * num_kv_heads * kernels().page_bytes(padded_dim());
     for (size_t i = 0; i < num_layers; ++i) layers_.emplace_back(Lazy(lazy_zeros(bytes)), Lazy(lazy_zeros(bytes)));
 }
 
 void KVStore::Free::operator()(void* p) const { std::free(p); }
 
 size_t KVStore::bytes_per_token() const {
-    return 2 * num_layers() * num_kv_heads_ * padded_dim() * (type_ == KVType::f16 ? 2 : 4);
+    return 2 * num_layers() * num_kv_heads_ * kernels().page_bytes(padded_dim()) / kPageTokens;
 }
 
 const KVKernels& KVStore::kernels() const {
-    return type_ == KVType::f16 ? paceline::kernels().attention.f16 : paceline::kernels().attention.f32;
+    const AttentionKernels& all = paceline::kernels().attention;
+    switch (type_) {
+        case KVType::i16: return *all.i16;
+        case KVType::i8: return *all.i8;
+        case KVType::f16: return all.f16;
+        case KVType::f32: break;
+    }
+    return all.f32;
 }
 
 // Scratch ----------------------------------------------------------------------------------------
@@ -108,7 +114,7 @@ struct Decoder::Scratch {
     std::vector<size_t> logit_row;                 // [wanted]
     std::vector<Best> best;                        // [threads, wanted]
     struct Own {                                   // of one thread
-        std::vector<float> normed, queries, scores, tops, totals, mixed, top_so_far, total_so_far, mixed_so_far;
+        std::vector<float> normed, queries, scores, units, tops, totals, mixed, top_so_far, total_so_far, mixed_so_far;
         std::vector<float> tile, z, bounds;
         std::vector<int64_t> limits;
     };
@@ -182,7 +188,7 @@ void Decoder::plan(const Pass& pass, const KVStore& kv) {
     const size_t most = kQueryTokens * group;
     for (auto& own : s.own) {
         for (auto* v : {&own.queries, &own.mixed, &own.mixed_so_far}) grow(*v, most * dim);
-        for (auto* v : {&own.tops, &own.totals, &own.top_so_far, &own.total_so_far}) grow(*v, most);
+        for (auto* v : {&own.units, &own.tops, &own.totals, &own.top_so_far, &own.total_so_far}) grow(*v, most);
         grow(own.scores, most * kSpan);
         own.limits.resize(most);
         grow(own.tile, kHeadRows * kHeadTile);
@@ -377,7 +383,7 @@ void Decoder::attend_span(const Pass& pass, const KVStore& kv, size_t index, con
     kv.kernels().attend({kv.keys(index), kv.values(index), pass.pages + tile.row * pass.max_pages,
                          shape_.num_kv_heads, tile.kv_head, padded, tile.count * group - first, span * kSpan,
                          std::min(last, (span + 1) * kSpan), &own.queries[first * padded], &own.limits[first],
-                         own.scores.data(), tops + first, totals + first, mixed + first * padded});
+                         own.scores.data(), own.units.data(), tops + first, totals + first, mixed + first * padded});
 }
 
 void Decoder::finish_tile(const Tile& tile, const float* totals, const float* mixed) {

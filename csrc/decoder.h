@@ -12,7 +12,7 @@
 
 namespace paceline {
 
-enum class KVType { f16, f32 };
+enum class KVType { i16, i8, f16, f32 };
 
 struct Shape {
     size_t vocab, hidden, intermediate, num_layers, num_heads, num_kv_heads, head_dim;
@@ -52,7 +52,7 @@ class KVStore {
     void* values(size_t layer) const { return layers_[layer].second.get(); }
     // Bytes from the start of a layer's keys or values to a head's part of a page.
     size_t place(size_t page, size_t kv_head) const {
-        return (page * num_kv_heads_ + kv_head) * padded_dim() * kPageTokens * kernels().number_bytes;
+        return (page * num_kv_heads_ + kv_head) * kernels().page_bytes(padded_dim());
     }
 
   private:

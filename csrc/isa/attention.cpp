@@ -3,21 +3,10 @@
 //
 // A page holds, for each KV head, keys as [head_dim][16] and values as [16][head_dim]: the scores of sixteen keys are
 // sums of whole vectors, and so is the mixture of sixteen values.
-#include "kernels.h"
-#include "simd.h"
+#include "attention.h"
 
 namespace paceline::PACELINE_ISA {
 namespace {
-
-#if defined(__AVX512F__)
-constexpr int kMostQueries = 12;  // accumulators of as many queries, for one vector of scores or two of values
-#else
-constexpr int kMostQueries = 4;
-#endif
-constexpr size_t kPagesAtOnce = 4;              // of keys or values, whose page is 2 KiB at a head of 64 numbers
-constexpr int kVectors = kPageTokens / kLanes;  // of one page's scores
-
-#define PACELINE_UNROLL _Pragma("GCC unroll 16")
 
 PACELINE_INLINE f32v load_kv(const float* p) { return load(p); }
 PACELINE_INLINE f32v load_kv(const uint16_t* p) { return load_half(p); }
@@ -78,29 +67,6 @@ PACELINE_INLINE void mix(const T* const* pages, size_t count, size_t head_dim, c
     for (; d < head_dim; d += kLanes) mix_rows<R, 1>(pages, d, count, head_dim, weights, mixed + d);
 }
 
-template <int R, class Kernel>
-PACELINE_INLINE void run_of(size_t num_queries, size_t& first, Kernel kernel) {
-    if constexpr (R <= kMostQueries)
-        for (; first + R <= num_queries; first += R) kernel.template operator()<R>(first);
-}
-
-template <class Kernel>
-PACELINE_INLINE void by_queries(size_t num_queries, Kernel kernel) {
-    size_t first = 0;
-    run_of<12>(num_queries, first, kernel);
-    run_of<6>(num_queries, first, kernel);
-    run_of<4>(num_queries, first, kernel);
-    run_of<3>(num_queries, first, kernel);
-    run_of<2>(num_queries, first, kernel);
-    run_of<1>(num_queries, first, kernel);
-}
-
-// Fetch what will be read next: pages lie anywhere, so the machine cannot guess it.
-template <class T>
-PACELINE_INLINE void fetch(const T* p, size_t count) {
-    for (size_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(p + i, 0, 3);
-}
-
 template <int R, class T>
 PACELINE_INLINE void score_pages(const T* const* pages, size_t num_pages, size_t head_dim, const float* queries,
                                  float* scores) {
@@ -113,60 +79,36 @@ PACELINE_INLINE void score_pages(const T* const* pages, size_t num_pages, size_t
         score_rows<R, 1, T>(pages + page, head_dim, queries, scores + page * kPageTokens);
 }
 
-// Turn the first `count` scores into exp(score - largest) and the others, up to `end`, into 0.
-PACELINE_INLINE void weigh_scores(float* scores, size_t count, size_t end, float* top, float* total) {
-    for (size_t i = count; i < end; ++i) scores[i] = -__builtin_inff();
-    f32v most = splat(-__builtin_inff());
-    for (size_t i = 0; i < end; i += kLanes) most = larger(load(scores + i), most);
-    *top = largest(most);
-    f32v sums[kVectors];  // by place in the page, whatever the width of a vector
-    for (int v = 0; v < kVectors; ++v) sums[v] = splat(0.0f);
-    for (size_t i = 0; i < end; i += kPageTokens)
-        for (int v = 0; v < kVectors; ++v) {
-            const f32v w = exp(load(scores + i + v * kLanes) - *top);
-            store(scores + i + v * kLanes, w);
-            sums[v] += w;
-        }
-    for (int v = 1; v < kVectors; ++v) sums[0] += sums[v];
-    *total = sum(sums[0]);
+template <class T>
+size_t page_bytes(size_t head_dim) {
+    return head_dim * kPageTokens * sizeof(T);
 }
 
 template <class T>
 void attend(const AttentionSpan& span) {
-    const T* keys = static_cast<const T*>(span.keys);
-    const T* values = static_cast<const T*>(span.values);
     const size_t head_dim = span.head_dim, head_size = head_dim * kPageTokens;
-    const size_t num_pages = (span.end - span.start + kPageTokens - 1) / kPageTokens;
-    const auto at = [&](size_t page) {
-        const size_t id = static_cast<size_t>(span.pages[span.start / kPageTokens + page]);
-        return (id * span.num_kv_heads + span.kv_head) * head_size;
-    };
-    const T *key_pages[kSpan / kPageTokens], *value_pages[kSpan / kPageTokens];
-    for (size_t page = 0; page < num_pages; ++page) key_pages[page] = keys + at(page), value_pages[page] = values + at(page);
-    for (size_t first_page = 0; first_page < num_pages; first_page += kPagesAtOnce) {  // they stay in the first cache
-        const size_t left = num_pages - first_page, count = left < kPagesAtOnce ? left : kPagesAtOnce;
-        for (size_t page = first_page + count; page < num_pages && page < first_page + 2 * count; ++page)
-            fetch(key_pages[page], head_size);
+    const Pages<T> pages(span, page_bytes<T>(head_dim));
+    for (size_t first_page = 0; first_page < pages.count; first_page += kPagesAtOnce) {  // they stay in the first cache
+        const size_t left = pages.count - first_page, count = left < kPagesAtOnce ? left : kPagesAtOnce;
+        for (size_t page = first_page + count; page < pages.count && page < first_page + 2 * count; ++page)
+            fetch(pages.keys[page], head_size);
         by_queries(span.num_queries, [&]<int R>(size_t first) {
-            score_pages<R, T>(key_pages + first_page, count, head_dim, span.queries + first * head_dim,
+            score_pages<R, T>(pages.keys + first_page, count, head_dim, span.queries + first * head_dim,
                               span.scores + first * kSpan + first_page * kPageTokens);
         });
     }
-    for (size_t r = 0; r < span.num_queries; ++r) {
-        const size_t limit = static_cast<size_t>(span.limits[r]);
-        const size_t count = limit <= span.start ? 0 : limit - span.start;
-        weigh_scores(span.scores + r * kSpan, count < num_pages * kPageTokens ? count : num_pages * kPageTokens,
-                     num_pages * kPageTokens, span.tops + r, span.totals + r);
-    }
+    for (size_t r = 0; r < span.num_queries; ++r)
+        weigh_scores(span.scores + r * kSpan, num_seen(span, r, pages.count), pages.count * kPageTokens, span.tops + r,
+                     span.totals + r);
     for (size_t i = 0; i < span.num_queries * head_dim; ++i) span.mixed[i] = 0.0f;
     const size_t num_keys = span.end - span.start;  // slots behind the last key are never read
     for (size_t start = 0; start < num_keys; start += kPagesAtOnce * kPageTokens) {
         const size_t left = num_keys - start, count = left < kPagesAtOnce * kPageTokens ? left : kPagesAtOnce * kPageTokens;
         const size_t first_page = start / kPageTokens;
-        for (size_t page = first_page + kPagesAtOnce; page < num_pages && page < first_page + 2 * kPagesAtOnce; ++page)
-            fetch(value_pages[page], head_size);
+        for (size_t page = first_page + kPagesAtOnce; page < pages.count && page < first_page + 2 * kPagesAtOnce; ++page)
+            fetch(pages.values[page], head_size);
         by_queries(span.num_queries, [&]<int R>(size_t first) {
-            mix<R, T>(value_pages + first_page, count, head_dim, span.scores + first * kSpan + start,
+            mix<R, T>(pages.values + first_page, count, head_dim, span.scores + first * kSpan + start,
                       span.mixed + first * head_dim);
         });
     }
@@ -206,8 +148,12 @@ void write(void* keys, void* values, size_t offset, size_t head_dim, size_t size
 
 }  // namespace
 
+extern const KVKernels int16_kv_kernels, int8_kv_kernels;  // attention_int.cpp
 extern const AttentionKernels attention_kernels;
-const AttentionKernels attention_kernels = {
-    {attend<float>, write<float>, 4}, {attend<uint16_t>, write<uint16_t>, 2}, merge};
+const AttentionKernels attention_kernels = {{attend<float>, write<float>, page_bytes<float>},
+                                            {attend<uint16_t>, write<uint16_t>, page_bytes<uint16_t>},
+                                            &int16_kv_kernels,
+                                            &int8_kv_kernels,
+                                            merge};
 
 }  // namespace paceline::PACELINE_ISA

@@ -73,9 +73,10 @@ struct AttentionSpan {
     const int64_t* pages;       // of the row
     size_t num_kv_heads, kv_head, head_dim;
     size_t num_queries, start, end;
-    const float* queries;   // [num_queries, head_dim], scaled
+    float* queries;         // [num_queries, head_dim], scaled; scratch afterwards
     const int64_t* limits;  // [num_queries] how many of the row's keys each one sees
     float* scores;          // [num_queries, kSpan] scratch
+    float* units;           // [num_queries] scratch
     float *tops, *totals;   // [num_queries] largest score, and sum of exp(score - largest)
     float* mixed;           // [num_queries, head_dim] sum of exp(score - largest) * value
 };
@@ -85,11 +86,12 @@ struct KVKernels {
     // One token's key and value [size] of one head, to where the head's page of keys and values begins.
     void (*write)(void* keys, void* values, size_t offset, size_t head_dim, size_t size, const float* key,
                   const float* value);
-    size_t number_bytes;
+    size_t (*page_bytes)(size_t head_dim);  // of one head's keys or values in one page
 };
 
 struct AttentionKernels {
     KVKernels f32, f16;
+    const KVKernels *i16, *i8;
     void (*merge)(float top, float total, const float* mixed, size_t head_dim, float* top_so_far, float* total_so_far,
                   float* mixed_so_far);
 };

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from paceline.model.config import ModelConfig
 
 VOCAB = 320
-KV_TYPES = {"f64": "f64", "f32": "f32", "bf16": "f16", "int8": "f16", "int4": "f16"}  # beside each type of weights
+KV_TYPES = {"f64": "f64", "f32": "f32", "bf16": "f16", "int8": "i16", "int4": "i8"}  # beside each type of weights
 SHARP = 2.3  # so that neither drafter is always right or always wrong
 DRAFTER_NOISE = 0.06  # of the draft model's weights against the target's
 MAX_LEN = 256

@@ -63,6 +63,15 @@ def test_float32_equals_the_reference(case: str) -> None:
         assert np.abs(logits_of(decoder, chunk, pages) - expected).max() < 1e-4
 
 
+@pytest.mark.parametrize(("kv", "most"), [("f16", 2e-3), ("i16", 2e-3), ("i8", 0.03)])
+@pytest.mark.parametrize("case", FAMILY_CASES)
+def test_rounded_kv_comes_close(case: str, kv: str, most: float) -> None:
+    config = FAMILY_CASES[case]
+    expected = logits_of(native(config, "f32", kv="f32"))
+    got = logits_of(native(config, "f32", kv=kv), 7)
+    assert np.sqrt(((got - expected) ** 2).mean()) < most * expected.std()
+
+
 @pytest.mark.parametrize(("types", "most"), [("bf16", 0.05), ("int8", 0.08), ("int4", 0.9)])
 def test_rounded_weights_come_close(types: str, most: float) -> None:
     config = FAMILY_CASES["wide"]
@@ -71,7 +80,7 @@ def test_rounded_weights_come_close(types: str, most: float) -> None:
     assert np.sqrt(((got - expected) ** 2).mean()) < most * expected.std()
 
 
-@pytest.mark.parametrize("kv", ["f32", "f16"])
+@pytest.mark.parametrize("kv", ["f32", "f16", "i16", "i8"])
 @pytest.mark.parametrize("types", WEIGHTS)
 @pytest.mark.parametrize("case", ["llama", "qwen2", "wide"])
 def test_a_token_does_not_see_its_batch(case: str, types: str, kv: str) -> None:

@@ -36,7 +36,17 @@ if TYPE_CHECKING:
     from paceline.model.weights import LoadedModel
 
 NUM_TEXTS, TEXT_TOKENS = 8, 512  # whose perplexity is measured
-TYPES = (("f32", "f32"), ("bf16", "f16"), ("int8", "f16"), ("int4", "f16"))
+TYPES = (
+    ("f32", "f32"),
+    ("f32", "f16"),
+    ("f32", "i16"),
+    ("f32", "i8"),
+    ("bf16", "i16"),
+    ("int8", "f16"),
+    ("int8", "i16"),
+    ("int8", "i8"),
+    ("int4", "i16"),
+)
 _READ = SamplingParams(temperature=0.0)
 
 

@@ -71,7 +71,7 @@ BACKENDS = {
             "native",
             "C++ kernels for CPUs; a token's numbers are the same in every batch",
             ("int8", "int4", "bf16", "f32"),
-            ("f16", "f32"),
+            ("i16", "i8", "f16", "f32"),
             "paceline.model.native:load_decoder",
         ),
         BackendSpec(

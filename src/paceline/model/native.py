@@ -62,7 +62,7 @@ class NativeDecoder:
         weights: Mapping[str, torch.Tensor],
         team: kernels.Team,
         weight_type: str = "int8",
-        kv_type: str = "f16",
+        kv_type: str = "i16",
     ) -> None:
         """Pack the tensors named by `tensor_shapes(config)`; `team` is shared by all decoders of a process."""
         config.check()

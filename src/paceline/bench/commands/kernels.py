@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64)
 WEIGHTS = ("int8", "int4", "bf16", "f32")
+KV = ("i16", "i8", "f16", "f32")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("--model", default="default", metavar="default|PATH|ID", help="whose shapes are measured")
     parser.add_argument("--weights", default="int8", metavar="TYPE", help=f"one of {', '.join(WEIGHTS)}")
-    parser.add_argument("--kv", default="f16", metavar="TYPE", help="f16 or f32")
+    parser.add_argument("--kv", default="i16", metavar="TYPE", help=f"one of {', '.join(KV)}")
     parser.add_argument("--threads", type=int, metavar="N", help="threads (default: all cores)")
     parser.add_argument("--repeat", type=int, default=15, metavar="R", help="rounds of whole passes")
 
@@ -39,8 +40,8 @@ def run(args: Namespace) -> int:
     from paceline.model.backend import num_cores
     from paceline.model.weights import load_model
 
-    if args.weights not in WEIGHTS or args.kv not in ("f16", "f32"):
-        raise ConfigError(f"--weights is one of {', '.join(WEIGHTS)}, --kv f16 or f32")
+    if args.weights not in WEIGHTS or args.kv not in KV:
+        raise ConfigError(f"--weights is one of {', '.join(WEIGHTS)}, --kv one of {', '.join(KV)}")
     threads = num_cores() if args.threads is None else args.threads
     if not 1 <= threads <= MAX_THREADS or not 1 <= args.repeat <= 10_000:
         raise ConfigError(f"--threads must be between 1 and {MAX_THREADS}, --repeat between 1 and 10000")

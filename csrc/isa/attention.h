@@ -1,0 +1,83 @@
+// What attention to floating-point and to whole-number keys and values have in common.
+#pragma once
+
+#include "kernels.h"
+#include "simd.h"
+
+#define PACELINE_UNROLL _Pragma("GCC unroll 16")
+
+namespace paceline::PACELINE_ISA {
+
+#if defined(__AVX512F__)
+constexpr int kMostQueries = 12;  // accumulators of as many queries, for one vector of scores or two of values
+#else
+constexpr int kMostQueries = 4;
+#endif
+constexpr size_t kPagesAtOnce = 4;              // of keys or values, whose page is 2 KiB at a head of 64 numbers
+constexpr int kVectors = kPageTokens / kLanes;  // of one page's scores
+
+template <int R, class Kernel>
+PACELINE_INLINE void run_of(size_t num_queries, size_t& first, Kernel kernel) {
+    if constexpr (R <= kMostQueries)
+        for (; first + R <= num_queries; first += R) kernel.template operator()<R>(first);
+}
+
+template <class Kernel>
+PACELINE_INLINE void by_queries(size_t num_queries, Kernel kernel) {
+    size_t first = 0;
+    run_of<12>(num_queries, first, kernel);
+    run_of<6>(num_queries, first, kernel);
+    run_of<4>(num_queries, first, kernel);
+    run_of<3>(num_queries, first, kernel);
+    run_of<2>(num_queries, first, kernel);
+    run_of<1>(num_queries, first, kernel);
+}
+
+// Fetch what will be read next: pages lie anywhere, so the machine cannot guess it.
+template <class T>
+PACELINE_INLINE void fetch(const T* p, size_t count) {
+    for (size_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(p + i, 0, 3);
+}
+
+// Turn the first `count` scores into exp(score - largest) and the others, up to `end`, into 0.
+PACELINE_INLINE void weigh_scores(float* scores, size_t count, size_t end, float* top, float* total) {
+    for (size_t i = count; i < end; ++i) scores[i] = -__builtin_inff();
+    f32v most = splat(-__builtin_inff());
+    for (size_t i = 0; i < end; i += kLanes) most = larger(load(scores + i), most);
+    *top = largest(most);
+    f32v sums[kVectors];  // by place in the page, whatever the width of a vector
+    for (int v = 0; v < kVectors; ++v) sums[v] = splat(0.0f);
+    for (size_t i = 0; i < end; i += kPageTokens)
+        for (int v = 0; v < kVectors; ++v) {
+            const f32v w = exp(load(scores + i + v * kLanes) - *top);
+            store(scores + i + v * kLanes, w);
+            sums[v] += w;
+        }
+    for (int v = 1; v < kVectors; ++v) sums[0] += sums[v];
+    *total = sum(sums[0]);
+}
+
+// The pages of a span, as addresses.
+template <class T>
+struct Pages {
+    size_t count;
+    const T *keys[kSpan / kPageTokens], *values[kSpan / kPageTokens];
+
+    Pages(const AttentionSpan& span, size_t page_bytes) : count((span.end - span.start + kPageTokens - 1) / kPageTokens) {
+        for (size_t page = 0; page < count; ++page) {
+            const size_t id = static_cast<size_t>(span.pages[span.start / kPageTokens + page]);
+            const size_t place = (id * span.num_kv_heads + span.kv_head) * page_bytes;
+            keys[page] = reinterpret_cast<const T*>(static_cast<const uint8_t*>(span.keys) + place);
+            values[page] = reinterpret_cast<const T*>(static_cast<const uint8_t*>(span.values) + place);
+        }
+    }
+};
+
+// How many keys of a span a query sees.
+PACELINE_INLINE size_t num_seen(const AttentionSpan& span, size_t query, size_t num_pages) {
+    const size_t limit = static_cast<size_t>(span.limits[query]), slots = num_pages * kPageTokens;
+    const size_t count = limit <= span.start ? 0 : limit - span.start;
+    return count < slots ? count : slots;
+}
+
+}  // namespace paceline::PACELINE_ISA

@@ -1,0 +1,223 @@
+// Attention to keys and values kept as whole numbers, with a scale for each token and head.
+//
+// Two products of 16 bits go into each 32-bit lane, exactly: twice as many as in floating point, and nothing is widened.
+// The limits below keep every sum within 31 bits, over 256 dimensions or 64 keys. Probabilities keep 14 bits of the
+// largest of their span; what is lost is less than the rounding of the activations around them.
+#include "attention.h"
+#include "dot.h"
+
+namespace paceline::PACELINE_ISA {
+namespace {
+
+constexpr float kQueryLimit = 2047.0f, kWeightLimit = 16383.0f;
+template <class T>
+constexpr float kKeyLimit = sizeof(T) == 2 ? 4095.0f : 127.0f;
+template <class T>
+constexpr float kValueLimit = sizeof(T) == 2 ? 2047.0f : 127.0f;
+constexpr size_t kMostDims = 256;
+
+// A head's part of a page: keys as [head_dim / 2][16][2], values as [8][head_dim][2], then the scales of 16 tokens.
+template <class T>
+size_t page_bytes(size_t head_dim) {
+    return head_dim * kPageTokens * sizeof(T) + kPageTokens * sizeof(float);
+}
+
+template <class T>
+PACELINE_INLINE const float* scales_of(const T* page, size_t head_dim) {
+    return reinterpret_cast<const float*>(page + head_dim * kPageTokens);
+}
+
+PACELINE_INLINE i32v load_pairs(const int16_t* p) { return load_bytes(reinterpret_cast<const uint8_t*>(p)); }
+
+PACELINE_INLINE i32v load_pairs(const int8_t* p) {
+#if defined(__AVX512F__)
+    return (i32v)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__)
+    return (i32v)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
+#else
+    int16_t wide[2 * kLanes];
+    for (int i = 0; i < 2 * kLanes; ++i) wide[i] = p[i];
+    return load_pairs(wide);
+#endif
+}
+
+PACELINE_INLINE i32v splat_pair(const int16_t* p) { return splat_bytes(reinterpret_cast<const int8_t*>(p)); }
+
+PACELINE_INLINE void dot_pairs(i32v& sums, i32v a, i32v b) {
+#if defined(__AVX512VNNI__) && defined(__AVX512F__)
+    __asm__("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
+#elif defined(__AVX2__)
+    sums = (i32v)_mm256_add_epi32((__m256i)sums, _mm256_madd_epi16((__m256i)a, (__m256i)b));
+#else
+    for (int i = 0; i < kLanes; ++i)
+        sums[i] += (int32_t)(int16_t)a[i] * (int16_t)b[i] + (a[i] >> 16) * (b[i] >> 16);
+#endif
+}
+
+// Store whole numbers of at most 15 bits as halves.
+PACELINE_INLINE void store_halves(int16_t* p, i32v v) {
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)v));
+#else
+    for (int i = 0; i < kLanes; ++i) p[i] = (int16_t)v[i];
+#endif
+}
+
+// to = round(x * limit / max |x|), n a multiple of 16. Returns what one unit stands for. May work in place.
+PACELINE_INLINE float quantise(const float* x, size_t n, float limit, int16_t* to) {
+    f32v most = splat(0.0f);
+    for (size_t i = 0; i < n; i += kLanes) most = larger(larger(load(x + i), -load(x + i)), most);
+    const float top = largest(most), inverse = top > 0.0f ? limit / top : 0.0f;
+    for (size_t i = 0; i < n; i += kLanes)
+        store_halves(to + i, __builtin_convertvector(nearest(load(x + i) * inverse), i32v));
+    return top / limit;
+}
+
+template <int R, int P, class T>
+void score_rows(const T* const* pages, size_t head_dim, const int16_t* queries, const float* units, float* scores) {
+    i32v sums[P][R][kVectors];
+    PACELINE_UNROLL for (int p = 0; p < P; ++p)
+        PACELINE_UNROLL for (int r = 0; r < R; ++r)
+            PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) sums[p][r][v] = splat(0);
+    for (size_t d = 0; d < head_dim; d += 2) {
+        i32v k[P][kVectors];
+        PACELINE_UNROLL for (int p = 0; p < P; ++p)
+            PACELINE_UNROLL for (int v = 0; v < kVectors; ++v)
+                k[p][v] = load_pairs(pages[p] + d * kPageTokens + 2 * v * kLanes);
+        PACELINE_UNROLL for (int r = 0; r < R; ++r) {
+            const i32v q = splat_pair(queries + r * 2 * head_dim + d);
+            PACELINE_UNROLL for (int p = 0; p < P; ++p)
+                PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) dot_pairs(sums[p][r][v], q, k[p][v]);
+        }
+    }
+    PACELINE_UNROLL for (int p = 0; p < P; ++p)
+        PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) {
+            const f32v scale = load(scales_of(pages[p], head_dim) + v * kLanes);
+            PACELINE_UNROLL for (int r = 0; r < R; ++r)
+                store(scores + r * kSpan + p * kPageTokens + v * kLanes, to_float(sums[p][r][v]) * (scale * units[r]));
+        }
+}
+
+template <int R, class T>
+PACELINE_INLINE void score_pages(const T* const* pages, size_t num_pages, size_t head_dim, const int16_t* queries,
+                                 const float* units, float* scores) {
+    constexpr int many = R <= 3 ? 4 : R <= 6 ? 2 : 1;  // at least twelve sums under way, where there are registers
+    constexpr int at_once = many * R <= kMostQueries ? many : 1;
+    size_t page = 0;
+    for (; page + at_once <= num_pages; page += at_once)
+        score_rows<R, at_once, T>(pages + page, head_dim, queries, units, scores + page * kPageTokens);
+    for (; page < num_pages; ++page)
+        score_rows<R, 1, T>(pages + page, head_dim, queries, units, scores + page * kPageTokens);
+}
+
+// mixed[r] += sum over pairs of keys, at most 64 keys, for W vectors of the head from dimension `offset` on.
+template <int R, int W, class T>
+void mix_rows(const T* const* pages, size_t offset, size_t count, size_t head_dim, const int16_t* weights,
+              const float* units, float* mixed) {
+    i32v sums[R][W];
+    PACELINE_UNROLL for (int r = 0; r < R; ++r)
+        PACELINE_UNROLL for (int v = 0; v < W; ++v) sums[r][v] = splat(0);
+    for (size_t page = 0; page * kPageTokens < count; ++page) {
+        const T* values = pages[page] + 2 * offset;
+        const size_t left = count - page * kPageTokens, keys = left < kPageTokens ? left : kPageTokens;
+        const int16_t* w = weights + page * kPageTokens;
+        for (size_t j = 0; j < keys; j += 2, values += 2 * head_dim, w += 2) {
+            i32v x[W];
+            PACELINE_UNROLL for (int v = 0; v < W; ++v) x[v] = load_pairs(values + 2 * v * kLanes);
+            PACELINE_UNROLL for (int r = 0; r < R; ++r) {
+                const i32v pair = splat_pair(w + r * 2 * kSpan);
+                PACELINE_UNROLL for (int v = 0; v < W; ++v) dot_pairs(sums[r][v], pair, x[v]);
+            }
+        }
+    }
+    PACELINE_UNROLL for (int r = 0; r < R; ++r)
+        PACELINE_UNROLL for (int v = 0; v < W; ++v) {
+            float* to = mixed + r * head_dim + offset + v * kLanes;
+            store(to, fma(to_float(sums[r][v]), splat(units[r]), load(to)));
+        }
+}
+
+template <int R, class T>
+PACELINE_INLINE void mix(const T* const* pages, size_t count, size_t head_dim, const int16_t* weights,
+                         const float* units, float* mixed) {
+    constexpr int wide = 2 * R <= kMostQueries ? 4 : 2;
+    size_t d = 0;
+    for (; d + wide * kLanes <= head_dim; d += wide * kLanes)
+        mix_rows<R, wide>(pages, d, count, head_dim, weights, units, mixed);
+    for (; d < head_dim; d += kLanes) mix_rows<R, 1>(pages, d, count, head_dim, weights, units, mixed);
+}
+
+// Turn probabilities, in place, into whole numbers that carry the scales of the values. Slots without a key have
+// probability 0, whatever scale lies there.
+template <class T>
+PACELINE_INLINE float weigh_values(float* probs, const Pages<T>& pages, size_t head_dim) {
+    for (size_t page = 0; page < pages.count; ++page)
+        for (size_t i = 0; i < kPageTokens; i += kLanes) {
+            float* p = probs + page * kPageTokens + i;
+            const f32v seen = load(p), weighed = seen * load(scales_of(pages.values[page], head_dim) + i);
+            store(p, seen > 0.0f ? weighed : splat(0.0f));
+        }
+    return quantise(probs, pages.count * kPageTokens, kWeightLimit, reinterpret_cast<int16_t*>(probs));
+}
+
+template <class T>
+void attend(const AttentionSpan& span) {
+    const size_t head_dim = span.head_dim, head_size = head_dim * kPageTokens;
+    const Pages<T> pages(span, page_bytes<T>(head_dim));
+    int16_t* const queries = reinterpret_cast<int16_t*>(span.queries);  // in place: each in the first half of its floats
+    for (size_t r = 0; r < span.num_queries; ++r)
+        span.units[r] = quantise(span.queries + r * head_dim, head_dim, kQueryLimit, queries + r * 2 * head_dim);
+    for (size_t first_page = 0; first_page < pages.count; first_page += kPagesAtOnce) {  // they stay in the first cache
+        const size_t left = pages.count - first_page, count = left < kPagesAtOnce ? left : kPagesAtOnce;
+        for (size_t page = first_page + count; page < pages.count && page < first_page + 2 * count; ++page)
+            fetch(pages.keys[page], head_size);
+        by_queries(span.num_queries, [&]<int R>(size_t first) {
+            score_pages<R, T>(pages.keys + first_page, count, head_dim, queries + first * 2 * head_dim,
+                              span.units + first, span.scores + first * kSpan + first_page * kPageTokens);
+        });
+    }
+    for (size_t r = 0; r < span.num_queries; ++r) {
+        weigh_scores(span.scores + r * kSpan, num_seen(span, r, pages.count), pages.count * kPageTokens, span.tops + r,
+                     span.totals + r);
+        span.units[r] = weigh_values(span.scores + r * kSpan, pages, head_dim);
+    }
+    for (size_t i = 0; i < span.num_queries * head_dim; ++i) span.mixed[i] = 0.0f;
+    const int16_t* const weights = reinterpret_cast<const int16_t*>(span.scores);
+    const size_t num_keys = span.end - span.start;
+    for (size_t start = 0; start < num_keys; start += kPagesAtOnce * kPageTokens) {
+        const size_t left = num_keys - start, count = left < kPagesAtOnce * kPageTokens ? left : kPagesAtOnce * kPageTokens;
+        const size_t first_page = start / kPageTokens;
+        for (size_t page = first_page + kPagesAtOnce; page < pages.count && page < first_page + 2 * kPagesAtOnce; ++page)
+            fetch(pages.values[page], head_size);
+        by_queries(span.num_queries, [&]<int R>(size_t first) {
+            mix<R, T>(pages.values + first_page, count, head_dim, weights + first * 2 * kSpan + start,
+                      span.units + first, span.mixed + first * head_dim);
+        });
+    }
+}
+
+template <class T>
+void write(void* keys, void* values, size_t offset, size_t head_dim, size_t size, const float* key, const float* value) {
+    alignas(64) float padded[kMostDims] = {};
+    int16_t* const whole = reinterpret_cast<int16_t*>(padded);
+    T *k = static_cast<T*>(keys), *v = static_cast<T*>(values);
+    float *key_scales = reinterpret_cast<float*>(k + head_dim * kPageTokens),
+          *value_scales = reinterpret_cast<float*>(v + head_dim * kPageTokens);
+    __builtin_memcpy(padded, key, size * sizeof(float));
+    key_scales[offset] = quantise(padded, head_dim, kKeyLimit<T>, whole);
+    for (size_t d = 0; d < head_dim; ++d)
+        k[d / 2 * 2 * kPageTokens + offset * 2 + d % 2] = static_cast<T>(whole[d]);
+    __builtin_memset(padded, 0, sizeof padded);
+    __builtin_memcpy(padded, value, size * sizeof(float));
+    value_scales[offset] = quantise(padded, head_dim, kValueLimit<T>, whole);
+    for (size_t d = 0; d < head_dim; ++d)
+        v[offset / 2 * 2 * head_dim + d * 2 + offset % 2] = static_cast<T>(whole[d]);
+}
+
+}  // namespace
+
+extern const KVKernels int16_kv_kernels, int8_kv_kernels;
+const KVKernels int16_kv_kernels = {attend<int16_t>, write<int16_t>, page_bytes<int16_t>};
+const KVKernels int8_kv_kernels = {attend<int8_t>, write<int8_t>, page_bytes<int8_t>};
+
+}  // namespace paceline::PACELINE_ISA
