@@ -114,7 +114,7 @@ struct Decoder::Scratch {
     std::vector<size_t> logit_row;                 // [wanted]
     std::vector<Best> best;                        // [threads, wanted]
     struct Own {                                   // of one thread
-        std::vector<float> normed, queries, scores, units, tops, totals, mixed, top_so_far, total_so_far, mixed_so_far;
+        std::vector<float> normed, queries, query_units, scores, units, tops, totals, mixed, top_so_far, total_so_far, mixed_so_far;
         std::vector<float> tile, z, bounds;
         std::vector<int64_t> limits;
     };
@@ -188,7 +188,7 @@ void Decoder::plan(const Pass& pass, const KVStore& kv) {
     const size_t most = kQueryTokens * group;
     for (auto& own : s.own) {
         for (auto* v : {&own.queries, &own.mixed, &own.mixed_so_far}) grow(*v, most * dim);
-        for (auto* v : {&own.units, &own.tops, &own.totals, &own.top_so_far, &own.total_so_far}) grow(*v, most);
+        for (auto* v : {&own.query_units, &own.units, &own.tops, &own.totals, &own.top_so_far, &own.total_so_far}) grow(*v, most);
         grow(own.scores, most * kSpan);
         own.limits.resize(most);
         grow(own.tile, kHeadRows * kHeadTile);
@@ -309,6 +309,13 @@ void Decoder::store(const Pass& pass, const KVStore& kv, size_t index, size_t to
 
 // Attention --------------------------------------------------------------------------------------
 
+// How many of a tile's tokens, its first ones, see nothing of a span.
+size_t Decoder::num_before(const Pass& pass, const Tile& tile, size_t span) {
+    size_t count = 0;
+    while (static_cast<size_t>(pass.positions[tile.first + count]) < span * kSpan) ++count;
+    return count;
+}
+
 void Decoder::attend(const Pass& pass, const KVStore& kv, size_t index, size_t thread) {
     Scratch& s = *scratch_;
     const size_t group = shape_.num_heads / shape_.num_kv_heads, dim = kv.padded_dim();
@@ -335,9 +342,10 @@ void Decoder::attend(const Pass& pass, const KVStore& kv, size_t index, size_t t
     };
     if (s.spans.empty()) {
         team_->each(s.tiles.size(), [&](size_t t) {
+            gather_queries(pass, kv, index, s.tiles[t], 0, thread);
             gather(s.tiles[t], [&](size_t span) {
-                attend_span(pass, kv, index, s.tiles[t], span, thread, own.tops.data(), own.totals.data(),
-                            own.mixed.data());
+                attend_span(pass, kv, index, s.tiles[t], span, num_before(pass, s.tiles[t], span), thread,
+                            own.tops.data(), own.totals.data(), own.mixed.data());
                 return Part{own.tops.data(), own.totals.data(), own.mixed.data()};
             });
         });
@@ -347,7 +355,9 @@ void Decoder::attend(const Pass& pass, const KVStore& kv, size_t index, size_t t
     team_->each(s.spans.size(), [&](size_t i) {
         const auto [t, span] = s.spans[i];
         const size_t at = place(s.tiles[t], span);
-        attend_span(pass, kv, index, s.tiles[t], span, thread, &s.tops[at], &s.totals[at], &s.partials[at * dim]);
+        const size_t from = num_before(pass, s.tiles[t], span);
+        gather_queries(pass, kv, index, s.tiles[t], from, thread);
+        attend_span(pass, kv, index, s.tiles[t], span, from, thread, &s.tops[at], &s.totals[at], &s.partials[at * dim]);
     });
     team_->each(s.tiles.size(), [&](size_t t) {
         gather(s.tiles[t], [&](size_t span) {
@@ -357,33 +367,40 @@ void Decoder::attend(const Pass& pass, const KVStore& kv, size_t index, size_t t
     });
 }
 
-void Decoder::attend_span(const Pass& pass, const KVStore& kv, size_t index, const Tile& tile, size_t span,
-                          size_t thread, float* tops, float* totals, float* mixed) {
-    Scratch& s = *scratch_;
-    Scratch::Own& own = s.own[thread];
+// Bring the queries of a tile's tokens, from one on, into this thread's scratch: normed, rotated and scaled.
+void Decoder::gather_queries(const Pass& pass, const KVStore& kv, size_t index, const Tile& tile, size_t from,
+                             size_t thread) {
+    Scratch::Own& own = scratch_->own[thread];
     const size_t group = shape_.num_heads / shape_.num_kv_heads, dim = shape_.head_dim, padded = kv.padded_dim();
-    const size_t stride = round_up(shape_.num_heads * dim, kPanel);
+    const size_t stride = round_up(shape_.num_heads * dim, kPanel), first = from * group;
     const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
-    size_t skipped = 0;  // leading tokens that see nothing of this span
-    while (static_cast<size_t>(pass.positions[tile.first + skipped]) < span * kSpan) ++skipped;
-    for (size_t t = skipped; s.stores_itself && t < tile.count; ++t)
-        if (static_cast<size_t>(pass.positions[tile.first + t]) / kSpan == span)
-            store(pass, kv, index, tile.first + t, tile.kv_head);
-    for (size_t i = skipped * group; i < tile.count * group; ++i) {
+    for (size_t i = first; i < tile.count * group; ++i) {
         const size_t token = tile.first + i / group, head = tile.kv_head * group + i % group;
         float* to = &own.queries[i * padded];
-        std::copy_n(&s.q[token * stride + head * dim], dim, to);
+        std::copy_n(&scratch_->q[token * stride + head * dim], dim, to);
         turn(to, weights_.layers[index].q_norm, token);
         for (size_t d = 0; d < dim; ++d) to[d] *= scale;
         std::fill(to + dim, to + padded, 0.0f);
         own.limits[i] = pass.positions[token] + 1;
     }
+    kv.kernels().prepare(&own.queries[first * padded], tile.count * group - first, padded, &own.query_units[first]);
+}
+
+// One span of a tile, whose queries from token `from` on are in this thread's scratch.
+void Decoder::attend_span(const Pass& pass, const KVStore& kv, size_t index, const Tile& tile, size_t span, size_t from,
+                          size_t thread, float* tops, float* totals, float* mixed) {
+    Scratch& s = *scratch_;
+    Scratch::Own& own = s.own[thread];
+    const size_t group = shape_.num_heads / shape_.num_kv_heads, padded = kv.padded_dim(), first = from * group;
+    for (size_t t = from; s.stores_itself && t < tile.count; ++t)
+        if (static_cast<size_t>(pass.positions[tile.first + t]) / kSpan == span)
+            store(pass, kv, index, tile.first + t, tile.kv_head);
     const size_t last = static_cast<size_t>(pass.positions[tile.first + tile.count - 1]) + 1;
-    const size_t first = skipped * group;
     kv.kernels().attend({kv.keys(index), kv.values(index), pass.pages + tile.row * pass.max_pages,
                          shape_.num_kv_heads, tile.kv_head, padded, tile.count * group - first, span * kSpan,
-                         std::min(last, (span + 1) * kSpan), &own.queries[first * padded], &own.limits[first],
-                         own.scores.data(), own.units.data(), tops + first, totals + first, mixed + first * padded});
+                         std::min(last, (span + 1) * kSpan), &own.queries[first * padded], &own.query_units[first],
+                         &own.limits[first], own.scores.data(), own.units.data(), tops + first, totals + first,
+                         mixed + first * padded});
 }
 
 void Decoder::finish_tile(const Tile& tile, const float* totals, const float* mixed) {

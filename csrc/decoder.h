@@ -113,8 +113,11 @@ class Decoder {
     void store(const Pass& pass, const KVStore& kv, size_t index, size_t token, size_t kv_head);
     void turn(float* head, const std::vector<float>& norm, size_t token) const;
     void attend(const Pass& pass, const KVStore& kv, size_t index, size_t thread);
-    void attend_span(const Pass& pass, const KVStore& kv, size_t index, const Tile& tile, size_t span, size_t thread,
-                     float* tops, float* totals, float* mixed);
+    static size_t num_before(const Pass& pass, const Tile& tile, size_t span);
+    void gather_queries(const Pass& pass, const KVStore& kv, size_t index, const Tile& tile, size_t from,
+                        size_t thread);
+    void attend_span(const Pass& pass, const KVStore& kv, size_t index, const Tile& tile, size_t span, size_t from,
+                     size_t thread, float* tops, float* totals, float* mixed);
     void finish_tile(const Tile& tile, const float* totals, const float* mixed);
     void choose(const Pass& pass, size_t thread);
     void choose_tile(const Pass& pass, size_t tile, size_t thread);

@@ -114,15 +114,23 @@ void attend(const AttentionSpan& span) {
     }
 }
 
-// Add a span to what the spans before it gave. top = -inf stands for nothing yet.
+void prepare(float*, size_t, size_t, float*) {}  // queries are read as they are
+
+// Add a span to what the spans before it gave. top_so_far = -inf stands for nothing yet.
 void merge(float top, float total, const float* mixed, size_t head_dim, float* top_so_far, float* total_so_far,
            float* mixed_so_far) {
-    const float most = top > *top_so_far ? top : *top_so_far;
-    const f32v old = exp(splat(*top_so_far - most)), now = exp(splat(top - most));
-    *total_so_far = *total_so_far * old[0] + total * now[0];
-    *top_so_far = most;
+    if (top <= *top_so_far) {
+        const f32v now = exp(splat(top - *top_so_far));
+        *total_so_far += total * now[0];
+        for (size_t d = 0; d < head_dim; d += kLanes)
+            store(mixed_so_far + d, fma(load(mixed + d), now, load(mixed_so_far + d)));
+        return;
+    }
+    const f32v old = exp(splat(*top_so_far - top));
+    *total_so_far = *total_so_far * old[0] + total;
+    *top_so_far = top;
     for (size_t d = 0; d < head_dim; d += kLanes)
-        store(mixed_so_far + d, fma(load(mixed + d), now, load(mixed_so_far + d) * old));
+        store(mixed_so_far + d, fma(load(mixed_so_far + d), old, load(mixed + d)));
 }
 
 template <class T>
@@ -150,8 +158,8 @@ void write(void* keys, void* values, size_t offset, size_t head_dim, size_t size
 
 extern const KVKernels int16_kv_kernels, int8_kv_kernels;  // attention_int.cpp
 extern const AttentionKernels attention_kernels;
-const AttentionKernels attention_kernels = {{attend<float>, write<float>, page_bytes<float>},
-                                            {attend<uint16_t>, write<uint16_t>, page_bytes<uint16_t>},
+const AttentionKernels attention_kernels = {{prepare, attend<float>, write<float>, page_bytes<float>},
+                                            {prepare, attend<uint16_t>, write<uint16_t>, page_bytes<uint16_t>},
                                             &int16_kv_kernels,
                                             &int8_kv_kernels,
                                             merge};

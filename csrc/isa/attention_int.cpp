@@ -147,40 +147,62 @@ PACELINE_INLINE void mix(const T* const* pages, size_t count, size_t head_dim, c
     for (; d < head_dim; d += kLanes) mix_rows<R, 1>(pages, d, count, head_dim, weights, units, mixed);
 }
 
-// Turn probabilities, in place, into whole numbers that carry the scales of the values. Slots without a key have
-// probability 0, whatever scale lies there.
+// Turn the scores of one query into probabilities that carry the scales of the values, as whole numbers, in place.
+// Slots without a key get 0, whatever scale lies there. Returns what one unit stands for.
 template <class T>
-PACELINE_INLINE float weigh_values(float* probs, const Pages<T>& pages, size_t head_dim) {
-    for (size_t page = 0; page < pages.count; ++page)
-        for (size_t i = 0; i < kPageTokens; i += kLanes) {
-            float* p = probs + page * kPageTokens + i;
-            const f32v seen = load(p), weighed = seen * load(scales_of(pages.values[page], head_dim) + i);
-            store(p, seen > 0.0f ? weighed : splat(0.0f));
+PACELINE_INLINE float weigh(float* scores, size_t count, const Pages<T>& pages, size_t head_dim, float* top,
+                            float* total) {
+    const size_t end = pages.count * kPageTokens;
+    for (size_t i = count; i < end; ++i) scores[i] = -__builtin_inff();
+    f32v most = splat(-__builtin_inff());
+    for (size_t i = 0; i < end; i += kLanes) most = larger(load(scores + i), most);
+    *top = largest(most);
+    f32v sums[kVectors], heaviest = splat(0.0f);
+    for (int v = 0; v < kVectors; ++v) sums[v] = splat(0.0f);
+    for (size_t page = 0; page < pages.count; ++page) {
+        const float* scales = scales_of(pages.values[page], head_dim);
+        for (int v = 0; v < kVectors; ++v) {
+            float* at = scores + page * kPageTokens + v * kLanes;
+            const f32v prob = exp(load(at) - *top);
+            const f32v weight = prob > 0.0f ? prob * load(scales + v * kLanes) : splat(0.0f);
+            sums[v] += prob;
+            heaviest = larger(weight, heaviest);
+            store(at, weight);
         }
-    return quantise(probs, pages.count * kPageTokens, kWeightLimit, reinterpret_cast<int16_t*>(probs));
+    }
+    for (int v = 1; v < kVectors; ++v) sums[0] += sums[v];
+    *total = sum(sums[0]);
+    const float heavy = largest(heaviest), inverse = heavy > 0.0f ? kWeightLimit / heavy : 0.0f;
+    int16_t* const whole = reinterpret_cast<int16_t*>(scores);
+    for (size_t i = 0; i < end; i += kLanes)
+        store_halves(whole + i, __builtin_convertvector(nearest(load(scores + i) * inverse), i32v));
+    return heavy / kWeightLimit;
+}
+
+void prepare(float* queries, size_t num_queries, size_t head_dim, float* units) {
+    for (size_t r = 0; r < num_queries; ++r) {
+        float* query = queries + r * head_dim;  // in place: into the first half of its floats
+        units[r] = quantise(query, head_dim, kQueryLimit, reinterpret_cast<int16_t*>(query));
+    }
 }
 
 template <class T>
 void attend(const AttentionSpan& span) {
     const size_t head_dim = span.head_dim, head_size = head_dim * kPageTokens;
     const Pages<T> pages(span, page_bytes<T>(head_dim));
-    int16_t* const queries = reinterpret_cast<int16_t*>(span.queries);  // in place: each in the first half of its floats
-    for (size_t r = 0; r < span.num_queries; ++r)
-        span.units[r] = quantise(span.queries + r * head_dim, head_dim, kQueryLimit, queries + r * 2 * head_dim);
+    const int16_t* const queries = reinterpret_cast<const int16_t*>(span.queries);
     for (size_t first_page = 0; first_page < pages.count; first_page += kPagesAtOnce) {  // they stay in the first cache
         const size_t left = pages.count - first_page, count = left < kPagesAtOnce ? left : kPagesAtOnce;
         for (size_t page = first_page + count; page < pages.count && page < first_page + 2 * count; ++page)
             fetch(pages.keys[page], head_size);
         by_queries(span.num_queries, [&]<int R>(size_t first) {
             score_pages<R, T>(pages.keys + first_page, count, head_dim, queries + first * 2 * head_dim,
-                              span.units + first, span.scores + first * kSpan + first_page * kPageTokens);
+                              span.query_units + first, span.scores + first * kSpan + first_page * kPageTokens);
         });
     }
-    for (size_t r = 0; r < span.num_queries; ++r) {
-        weigh_scores(span.scores + r * kSpan, num_seen(span, r, pages.count), pages.count * kPageTokens, span.tops + r,
-                     span.totals + r);
-        span.units[r] = weigh_values(span.scores + r * kSpan, pages, head_dim);
-    }
+    for (size_t r = 0; r < span.num_queries; ++r)
+        span.units[r] = weigh(span.scores + r * kSpan, num_seen(span, r, pages.count), pages, head_dim, span.tops + r,
+                              span.totals + r);
     for (size_t i = 0; i < span.num_queries * head_dim; ++i) span.mixed[i] = 0.0f;
     const int16_t* const weights = reinterpret_cast<const int16_t*>(span.scores);
     const size_t num_keys = span.end - span.start;
@@ -217,7 +239,7 @@ void write(void* keys, void* values, size_t offset, size_t head_dim, size_t size
 }  // namespace
 
 extern const KVKernels int16_kv_kernels, int8_kv_kernels;
-const KVKernels int16_kv_kernels = {attend<int16_t>, write<int16_t>, page_bytes<int16_t>};
-const KVKernels int8_kv_kernels = {attend<int8_t>, write<int8_t>, page_bytes<int8_t>};
+const KVKernels int16_kv_kernels = {prepare, attend<int16_t>, write<int16_t>, page_bytes<int16_t>};
+const KVKernels int8_kv_kernels = {prepare, attend<int8_t>, write<int8_t>, page_bytes<int8_t>};
 
 }  // namespace paceline::PACELINE_ISA

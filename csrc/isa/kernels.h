@@ -73,7 +73,8 @@ struct AttentionSpan {
     const int64_t* pages;       // of the row
     size_t num_kv_heads, kv_head, head_dim;
     size_t num_queries, start, end;
-    float* queries;         // [num_queries, head_dim], scaled; scratch afterwards
+    const float* queries;   // [num_queries, head_dim], as `prepare` left them
+    const float* query_units;  // [num_queries] of `prepare`
     const int64_t* limits;  // [num_queries] how many of the row's keys each one sees
     float* scores;          // [num_queries, kSpan] scratch
     float* units;           // [num_queries] scratch
@@ -82,6 +83,8 @@ struct AttentionSpan {
 };
 
 struct KVKernels {
+    // Bring queries [num_queries, head_dim], scaled, into the form that `attend` reads.
+    void (*prepare)(float* queries, size_t num_queries, size_t head_dim, float* units);
     void (*attend)(const AttentionSpan& span);
     // One token's key and value [size] of one head, to where the head's page of keys and values begins.
     void (*write)(void* keys, void* values, size_t offset, size_t head_dim, size_t size, const float* key,
