@@ -37,15 +37,15 @@ void choose_in_tile(const Choose& how, const float* logits, size_t start, float*
     const auto& kernel = kernels().vocabulary;
     const bool greedy = how.temperature <= 0.0;
     const float inverse = greedy ? 1.0f : inverse_temperature(how.temperature);
-    kernel.scale(logits, blocks, inverse, z);
+    float maxima[blocks];
+    kernel.scale(logits, blocks, inverse, z, maxima);
     const int64_t* const ids = how.edits.ids;
     for (const int64_t* id = std::lower_bound(ids, ids + how.edits.count, static_cast<int64_t>(start));
          id != ids + how.edits.count && static_cast<size_t>(*id) < start + kHeadTile; ++id)
         z[static_cast<size_t>(*id) - start] =
             edited(logits[static_cast<size_t>(*id) - start], how.edits, static_cast<size_t>(id - ids)) * inverse;
-    float maxima[blocks];
     if (greedy) {
-        const float top = kernel.maxima(z, blocks, maxima);
+        const float top = kernel.maximum(z, kHeadTile);
         if (top >= best.score && top > -kInfinity)
             best.offer(top, static_cast<int64_t>(start + static_cast<size_t>(std::find(z, z + kHeadTile, top) - z)));
         return;

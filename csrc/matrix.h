@@ -91,6 +91,4 @@ struct Product {
 // Compute products side by side, inside `Team::run`.
 void multiply_all(Team& team, std::initializer_list<Product> products, size_t num_tokens);
 
-constexpr size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-
 }  // namespace paceline

@@ -16,33 +16,33 @@ constexpr size_t kFewCandidates = 128;  // up to so many are given exact noise o
 
 // The passes over a vocabulary: vectorised in float32, plain in float64, which only the reference backend uses.
 
-void scale(const float* x, size_t blocks, float inverse, float* z) {
-    kernels().vocabulary.scale(x, blocks, inverse, z);
+void scale(const float* x, size_t blocks, float inverse, float* z, float* maxima) {
+    kernels().vocabulary.scale(x, blocks, inverse, z, maxima);
 }
 
-void scale(const double* x, size_t blocks, double inverse, double* z) {
-    for (size_t i = 0; i < blocks * kBlock; ++i) z[i] = x[i] * inverse;
-}
-
-float maxima(const float* z, size_t blocks, float* out) { return kernels().vocabulary.maxima(z, blocks, out); }
-
-double maxima(const double* z, size_t blocks, double* out) {
-    double top = -std::numeric_limits<double>::infinity();
-    for (size_t b = 0; b < blocks; ++b, z += kBlock) {
-        out[b] = -std::numeric_limits<double>::infinity();
-        for (size_t i = 0; i < kBlock; ++i) out[b] = z[i] > out[b] ? z[i] : out[b];
-        top = std::max(top, out[b]);
+void scale(const double* x, size_t blocks, double inverse, double* z, double* maxima) {
+    for (size_t b = 0; b < blocks; ++b) {
+        maxima[b] = -std::numeric_limits<double>::infinity();
+        for (size_t i = b * kBlock; i < (b + 1) * kBlock; ++i) {
+            z[i] = x[i] * inverse;
+            maxima[b] = z[i] > maxima[b] ? z[i] : maxima[b];
+        }
     }
+}
+
+float maximum(const float* z, size_t n) { return kernels().vocabulary.maximum(z, n); }
+
+double maximum(const double* z, size_t n) {
+    double top = -std::numeric_limits<double>::infinity();
+    for (size_t i = 0; i < n; ++i) top = z[i] > top ? z[i] : top;
     return top;
 }
 
-double weigh(const float* z, size_t blocks, float top, float* weights) {
-    return kernels().vocabulary.weigh(z, blocks, top, weights);
-}
+double mass(const float* z, size_t blocks, float top) { return kernels().vocabulary.mass(z, blocks, top); }
 
-double weigh(const double* z, size_t blocks, double top, double* weights) {
+double mass(const double* z, size_t blocks, double top) {
     double total = 0.0;
-    for (size_t i = 0; i < blocks * kBlock; ++i) total += weights[i] = std::exp(z[i] - top);
+    for (size_t i = 0; i < blocks * kBlock; ++i) total += std::exp(z[i] - top);
     return total;
 }
 
@@ -79,14 +79,16 @@ void Sampler<T>::load(const T* logits, size_t vocab, double temperature, const E
     vocab_ = vocab;
     const size_t whole = vocab / kBlock;
     z_.resize(blocks() * kBlock);
-    maxima_.resize(blocks());
+    maxima_.assign(round_up(blocks(), kBlock), -limit());
     const T inverse =
         temperature > 0.0 ? static_cast<T>(1.0 / std::max(temperature, kLeastTemperature)) : static_cast<T>(1);
-    scale(logits, whole, inverse, z_.data());
+    scale(logits, whole, inverse, z_.data(), maxima_.data());
     for (size_t i = whole * kBlock; i < z_.size(); ++i) z_[i] = i < vocab ? logits[i] * inverse : -limit();
-    for (size_t i = 0; i < edits.count; ++i)
-        z_[edits.ids[i]] = edited(logits[edits.ids[i]], edits, i) * inverse;
-    top_ = maxima(z_.data(), blocks(), maxima_.data());
+    for (size_t i = 0; i < edits.count; ++i) z_[edits.ids[i]] = edited(logits[edits.ids[i]], edits, i) * inverse;
+    const auto renew = [this](size_t block) { maxima_[block] = maximum(&z_[block * kBlock], kBlock); };
+    for (size_t i = 0; i < edits.count; ++i) renew(static_cast<size_t>(edits.ids[i]) / kBlock);
+    if (whole < blocks()) renew(whole);
+    top_ = maximum(maxima_.data(), maxima_.size());
 }
 
 template <class T>
@@ -171,24 +173,26 @@ void Sampler<T>::keep_largest(size_t count) {
 
 template <class T>
 void Sampler<T>::keep_nucleus(double top_p) {
-    weights_.resize(z_.size());
-    const double wanted = top_p * weigh(z_.data(), blocks(), top_, weights_.data());
-    const auto mass = [this] {
-        double sum = 0.0;
-        for (const auto& c : kept_) sum += weights_[c.id];
-        return sum;
-    };
+    const double wanted = top_p * mass(z_.data(), blocks(), top_);
     bool enough = false;
     for (double cut : kCuts) {
         gather(static_cast<T>(top_ - cut));
-        enough = mass() > wanted * (1 + 1e-9);
+        double sum = 0.0;
+        for (const auto& c : kept_) sum += weight(c);
+        enough = sum > wanted * (1 + 1e-9);
         if (enough) break;
     }
     if (!enough) gather(-limit());
     std::sort(kept_.begin(), kept_.end());
+    keep_until(wanted);
+}
+
+// Keep the fewest of the sorted candidates whose mass reaches what is wanted.
+template <class T>
+void Sampler<T>::keep_until(double wanted) {
     double sum = 0.0;
     size_t count = 0;
-    while (count < kept_.size() && sum < wanted) sum += weights_[kept_[count++].id];
+    while (count < kept_.size() && sum < wanted) sum += weight(kept_[count++]);
     kept_.resize(std::max<size_t>(count, 1));
 }
 
@@ -200,11 +204,9 @@ const std::vector<Candidate<T>>& Sampler<T>::keep(const Filters& filters) {
     if (filters.top_k > 0 && static_cast<size_t>(filters.top_k) < vocab_) {
         keep_largest(static_cast<size_t>(filters.top_k));
         if (filters.top_p < 1.0) {
-            double total = 0.0, sum = 0.0;
+            double total = 0.0;
             for (const auto& c : kept_) total += weight(c);
-            size_t count = 0;
-            while (count < kept_.size() && sum < filters.top_p * total) sum += weight(kept_[count++]);
-            kept_.resize(std::max<size_t>(count, 1));
+            keep_until(filters.top_p * total);
         }
     } else if (filters.top_p < 1.0) {
         keep_nucleus(filters.top_p);
@@ -225,8 +227,7 @@ const std::vector<Candidate<T>>& Sampler<T>::leaders(size_t count) {
 
 template <class T>
 double Sampler<T>::log_total() {
-    weights_.resize(z_.size());
-    return static_cast<double>(top_) + std::log(weigh(z_.data(), blocks(), top_, weights_.data()));
+    return static_cast<double>(top_) + std::log(mass(z_.data(), blocks(), top_));
 }
 
 template class Sampler<float>;

@@ -79,12 +79,13 @@ class Sampler {
     double weight(const Candidate<T>& c) const;
     void keep_largest(size_t count);
     void keep_nucleus(double top_p);
+    void keep_until(double wanted);
     int64_t noisy_argmax(Key key);
 
     size_t vocab_ = 0;
     T top_ = 0;
-    std::vector<T> z_, weights_, bounds_;         // [blocks * 64], z padded with -inf
-    std::vector<T> maxima_, bound_maxima_;        // [blocks]
+    std::vector<T> z_, bounds_;             // [blocks * 64], z padded with -inf
+    std::vector<T> maxima_, bound_maxima_;  // [blocks], the first padded to whole blocks with -inf
     std::vector<Candidate<T>> kept_;
 };
 

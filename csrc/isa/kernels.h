@@ -10,6 +10,8 @@
 
 namespace paceline {
 
+constexpr size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
 constexpr size_t kBlock = 64;       // numbers per block of a padded vocabulary row
 constexpr size_t kPanel = 32;       // outputs of a matrix that are packed and computed together
 constexpr size_t kInt8Group = 64;   // inputs that share an activation scale, beside int8 weights ...
@@ -20,12 +22,12 @@ constexpr size_t kSpan = 128;       // keys whose softmax is taken at once; span
 
 // Passes over a row of float32 scores. `blocks` counts blocks of 64; the row is padded to whole blocks with -inf.
 struct VocabularyKernels {
-    // z = x * inverse.
-    void (*scale)(const float* x, size_t blocks, float inverse, float* z);
-    // maxima[b] = the largest of block b; NaN is skipped. Returns the largest of all.
-    float (*maxima)(const float* z, size_t blocks, float* maxima);
-    // weights = exp(z - top). Returns their sum.
-    double (*weigh)(const float* z, size_t blocks, float top, float* weights);
+    // z = x * inverse, maxima[b] = the largest of block b; NaN is skipped.
+    void (*scale)(const float* x, size_t blocks, float inverse, float* z, float* maxima);
+    // The largest of n numbers, n a multiple of 16; NaN is skipped.
+    float (*maximum)(const float* z, size_t n);
+    // The sum of exp(z - top).
+    double (*mass)(const float* z, size_t blocks, float top);
     // bounds[i] = a number no less than z[i] + gumbel(key, first_id + i), maxima[b] the largest of block b.
     void (*bound)(const float* z, size_t blocks, uint32_t k0, uint32_t k1, uint32_t first_id, float* bounds,
                   float* maxima);

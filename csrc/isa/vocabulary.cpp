@@ -5,33 +5,32 @@
 namespace paceline::PACELINE_ISA {
 namespace {
 
-void scale(const float* x, size_t blocks, float inverse, float* z) {
-    for (size_t i = 0; i < blocks * kBlock; i += kLanes) store(z + i, load(x + i) * inverse);
-}
-
-float maxima(const float* z, size_t blocks, float* maxima) {
-    f32v top = splat(-__builtin_inff());
-    for (size_t b = 0; b < blocks; ++b, z += kBlock) {
+void scale(const float* x, size_t blocks, float inverse, float* z, float* maxima) {
+    for (size_t b = 0; b < blocks; ++b) {
         f32v best = splat(-__builtin_inff());
-        for (size_t i = 0; i < kBlock; i += kLanes) best = larger(load(z + i), best);
+        for (size_t i = b * kBlock; i < (b + 1) * kBlock; i += kLanes) {
+            const f32v v = load(x + i) * inverse;
+            store(z + i, v);
+            best = larger(v, best);
+        }
         maxima[b] = largest(best);
-        top = larger(best, top);
     }
-    return largest(top);
 }
 
-double weigh(const float* z, size_t blocks, float top, float* weights) {
+float maximum(const float* z, size_t n) {
+    f32v best = splat(-__builtin_inff());
+    for (size_t i = 0; i < n; i += kLanes) best = larger(load(z + i), best);
+    return largest(best);
+}
+
+double mass(const float* z, size_t blocks, float top) {
     constexpr size_t few = 4;  // blocks that are summed in float before their sum goes into a double
     double total = 0.0;
     for (size_t first = 0; first < blocks; first += few) {
         const size_t end = (first + few < blocks ? first + few : blocks) * kBlock;
         f32v sums = splat(0.0f);
-        for (size_t i = first * kBlock; i < end; i += kLanes) {
-            const f32v w = exp(load(z + i) - top);
-            store(weights + i, w);
-            sums += w;
-        }
-        for (int lane = 0; lane < kLanes; ++lane) total += sums[lane];
+        for (size_t i = first * kBlock; i < end; i += kLanes) sums += exp(load(z + i) - top);
+        total += sum(sums);
     }
     return total;
 }
@@ -70,6 +69,6 @@ void bound(const float* z, size_t blocks, uint32_t k0, uint32_t k1, uint32_t fir
 }  // namespace
 
 extern const VocabularyKernels vocabulary_kernels;
-const VocabularyKernels vocabulary_kernels = {scale, maxima, weigh, bound};
+const VocabularyKernels vocabulary_kernels = {scale, maximum, mass, bound};
 
 }  // namespace paceline::PACELINE_ISA
