@@ -10,6 +10,7 @@ namespace paceline {
 namespace {
 
 constexpr size_t kQueryTokens = 8;     // tokens of a row whose attention is one tile
+constexpr size_t kPartsPerThread = 4;  // of the attention of few rows
 constexpr size_t kHeadPanels = 8;      // panels of one tile of the head
 constexpr size_t kHeadTile = kHeadPanels * kPanel;
 constexpr size_t kHeadRows = 48;       // positions of one pass over such a tile
@@ -98,6 +99,11 @@ struct Decoder::Tile {
     size_t partial;  // where its partial results begin, in queries, when spans are computed apart
 };
 
+// Some of a tile's spans.
+struct Decoder::Part {
+    size_t tile, first, end;
+};
+
 struct Decoder::Scratch {
     std::vector<float> hidden;         // [num_tokens, hidden]
     std::vector<float> delta;          // [num_tokens, hidden up to 32] what a block adds to it
@@ -108,8 +114,8 @@ struct Decoder::Scratch {
     Activations wide, narrow, long_;   // of the residual stream, of attention, of the feed-forward network
     bool stores_itself;  // each row is one tile per head, which can store its own keys and values
     std::vector<Tile> tiles;
-    std::vector<std::pair<size_t, size_t>> spans;  // (tile, span), when spans are computed apart
-    std::vector<float> tops, totals, partials;     // of these
+    std::vector<Part> parts;                    // of tiles, when their spans are computed apart
+    std::vector<float> tops, totals, partials;  // of these spans
     std::vector<size_t> row_of;                    // [num_tokens]
     std::vector<size_t> logit_row;                 // [wanted]
     std::vector<Best> best;                        // [threads, wanted]
@@ -176,10 +182,14 @@ void Decoder::plan(const Pass& pass, const KVStore& kv) {
         }
         std::fill(s.row_of.begin() + begin, s.row_of.begin() + end, row);
     }
-    s.spans.clear();
+    s.parts.clear();
     if (most_spans > 1 && s.tiles.size() < 8 * team_->size()) {  // few long rows: more threads can help each
+        size_t num_spans = 0;
+        for (const Tile& tile : s.tiles) num_spans += tile.num_spans;
+        const size_t at_once = std::max<size_t>(num_spans / (kPartsPerThread * team_->size()), 1);
         for (size_t t = 0; t < s.tiles.size(); ++t)
-            for (size_t span = 0; span < s.tiles[t].num_spans; ++span) s.spans.emplace_back(t, span);
+            for (size_t first = 0; first < s.tiles[t].num_spans; first += at_once)
+                s.parts.push_back({t, first, std::min(first + at_once, s.tiles[t].num_spans)});
         grow(s.tops, num_queries);
         grow(s.totals, num_queries);
         grow(s.partials, num_queries * dim);
@@ -337,32 +347,35 @@ void Decoder::attend(const Pass& pass, const KVStore& kv, size_t index, size_t t
         }
         finish_tile(tile, own.total_so_far.data(), own.mixed_so_far.data());
     };
-    struct Part {
+    struct Result {
         const float *tops, *totals, *mixed;
     };
-    if (s.spans.empty()) {
+    if (s.parts.empty()) {
         team_->each(s.tiles.size(), [&](size_t t) {
             gather_queries(pass, kv, index, s.tiles[t], 0, thread);
             gather(s.tiles[t], [&](size_t span) {
                 attend_span(pass, kv, index, s.tiles[t], span, num_before(pass, s.tiles[t], span), thread,
                             own.tops.data(), own.totals.data(), own.mixed.data());
-                return Part{own.tops.data(), own.totals.data(), own.mixed.data()};
+                return Result{own.tops.data(), own.totals.data(), own.mixed.data()};
             });
         });
         return;
     }
     const auto place = [&](const Tile& tile, size_t span) { return tile.partial + span * tile.count * group; };
-    team_->each(s.spans.size(), [&](size_t i) {
-        const auto [t, span] = s.spans[i];
-        const size_t at = place(s.tiles[t], span);
-        const size_t from = num_before(pass, s.tiles[t], span);
-        gather_queries(pass, kv, index, s.tiles[t], from, thread);
-        attend_span(pass, kv, index, s.tiles[t], span, from, thread, &s.tops[at], &s.totals[at], &s.partials[at * dim]);
+    team_->each(s.parts.size(), [&](size_t i) {
+        const Part& part = s.parts[i];
+        const Tile& tile = s.tiles[part.tile];
+        gather_queries(pass, kv, index, tile, num_before(pass, tile, part.first), thread);
+        for (size_t span = part.first; span < part.end; ++span) {
+            const size_t at = place(tile, span);
+            attend_span(pass, kv, index, tile, span, num_before(pass, tile, span), thread, &s.tops[at], &s.totals[at],
+                        &s.partials[at * dim]);
+        }
     });
     team_->each(s.tiles.size(), [&](size_t t) {
         gather(s.tiles[t], [&](size_t span) {
             const size_t at = place(s.tiles[t], span);
-            return Part{&s.tops[at], &s.totals[at], &s.partials[at * dim]};
+            return Result{&s.tops[at], &s.totals[at], &s.partials[at * dim]};
         });
     });
 }

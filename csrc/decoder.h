@@ -106,6 +106,7 @@ class Decoder {
   private:
     struct Scratch;
     struct Tile;
+    struct Part;
 
     void run(const Pass& pass, const KVStore& kv, size_t thread);
     void start_token(const Pass& pass, size_t token);
