@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from paceline.core.nouns import Request
     from paceline.engine.build import Loaded
 
+SPARE_PAGES = 4  # beside those of the longest request, where pages are to run out
 TEMPERATURES = (0.0, 0.7, 1.0, 1.5)
 Ending = tuple[tuple[int, ...], str, object, object]  # token ids, text, finish reason, stop reason
 
@@ -82,8 +83,8 @@ def answer(
 ) -> tuple[dict[str, Ending], int]:
     """Return how each request ended under a setting, and how many preemptions there were."""
     longest = max(len(r.prompt_ids) for r in requests) + max_tokens + 32
-    enough = setting.rows * (-(-longest // 16))
-    pages = max(-(-longest // 16) + setting.rows, enough // 4) if setting.preempt else enough
+    pages = -(-longest // 16)
+    pages = pages + SPARE_PAGES if setting.preempt else setting.rows * pages
     config = EngineConfig(
         draft=setting.draft,
         weights=setting.weights,
@@ -121,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     choices = CHOICES | {"weights": tuple(args.weights.split(","))}
     settings = sorted(covering(choices), key=lambda s: (s.weights, s.threads))
     table = Table(*(f.name for f in fields(Setting)), "preemptions", "answers", "different")
-    different, shown = 0, Console()
+    different, shown = 0, Console(width=120)
     loaded: dict[tuple[str, int], Loaded] = {}
     expected: dict[str, dict[str, Ending]] = {}
     for setting in track(
