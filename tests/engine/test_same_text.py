@@ -25,7 +25,7 @@ OWN_MODEL = "draft-model:model=noisy"
 OWN_LAYERS = "draft-model:layers=2"
 ITSELF = "draft-model:model=same"
 EXAMPLES = 60
-MANY_EXAMPLES = 230
+MANY_EXAMPLES = 300
 
 
 def suite(draft: str, examples: int, types: str = "f64") -> Tally:
