@@ -25,7 +25,7 @@ OWN_MODEL = "draft-model:model=noisy"
 OWN_LAYERS = "draft-model:layers=2"
 ITSELF = "draft-model:model=same"
 EXAMPLES = 60
-MANY_EXAMPLES = 300
+MANY_EXAMPLES = 400
 
 
 def suite(draft: str, examples: int, types: str = "f64") -> Tally:
@@ -75,7 +75,7 @@ def test_same_text_with_drafts_that_are_sometimes_right(draft: str) -> None:
 
 @pytest.mark.parametrize("draft", ["off", OWN_LAYERS])
 def test_same_text_with_own_layers_and_without_drafts(draft: str) -> None:
-    assert_covered(suite(draft, EXAMPLES))
+    assert_covered(suite(draft, 2 * EXAMPLES))
 
 
 @pytest.mark.parametrize(
