@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from tests.engine.same_text import (
@@ -20,19 +22,42 @@ from tests.engine.same_text import (
     workloads,
 )
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 NGRAM = "ngram:min=1,max=4"
 OWN_MODEL = "draft-model:model=noisy"
 OWN_LAYERS = "draft-model:layers=2"
 ITSELF = "draft-model:model=same"
 EXAMPLES = 60
-MANY_EXAMPLES = 400
+MANY_EXAMPLES = 120
+ROUNDS = 8
 
 
-def suite(draft: str, examples: int, types: str = "f64") -> Tally:
-    """Run workloads plainly, then with drafts under other settings, and compare all of every answer."""
+def suite(draft: str, examples: int, assert_covered: Callable[[Tally], None], types: str = "f64") -> Tally:
+    """Rounds of workloads until they have covered what they must; each compares every answer whole.
+
+    What hypothesis draws varies with the modules it has seen, so that no fixed number of workloads is sure to
+    meet the rarest case; after the last round what is not covered fails.
+    """
     tally = Tally()
+    for number in range(ROUNDS - 1):
+        compare(draft, examples, types, number, tally)
+        try:
+            assert_covered(tally)
+        except AssertionError:
+            continue
+        return tally
+    compare(draft, examples, types, ROUNDS, tally)
+    assert_covered(tally)
+    return tally
 
-    @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+def compare(draft: str, examples: int, types: str, number: int, tally: Tally) -> None:
+    """Run workloads plainly, then with drafts under other settings, and compare all of every answer."""
+
+    @seed(number)
+    @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(
         requests=workloads(),
         picks=st.lists(st.integers(0, 10_000), min_size=16, max_size=16),
@@ -54,28 +79,40 @@ def suite(draft: str, examples: int, types: str = "f64") -> Tally:
         tally.add(engine, got)
 
     check()
-    return tally
 
 
-def assert_covered(tally: Tally) -> None:
-    """The suite has seen what it is there to see."""
+def assert_all_met(tally: Tally) -> None:
+    """Both endings, preemptions and prefix hits."""
     assert tally.endings == {"stop", "length"}
     assert tally.preemptions > 3
     assert tally.cached_tokens > 200
 
 
-@pytest.mark.parametrize("draft", [NGRAM, OWN_MODEL])
-def test_same_text_with_drafts_that_are_sometimes_right(draft: str) -> None:
-    tally = suite(draft, MANY_EXAMPLES)
-    assert_covered(tally)
+def assert_every_length_met(tally: Tally) -> None:
+    """The above, and every accepted length many times, of a drafter that is sometimes right."""
+    assert_all_met(tally)
     assert 0.2 <= tally.acceptance <= 0.8
     assert min(tally.times_accepted) >= 100, tally.times_accepted
     assert tally.cases > 1000
 
 
+def assert_lengths_met(tally: Tally) -> None:
+    assert_all_met(tally)
+    assert min(tally.times_accepted) > 10, tally.times_accepted
+
+
+def assert_accepted_whole(tally: Tally) -> None:
+    assert tally.verified_at[7] > 100
+
+
+@pytest.mark.parametrize("draft", [NGRAM, OWN_MODEL])
+def test_same_text_with_drafts_that_are_sometimes_right(draft: str) -> None:
+    suite(draft, MANY_EXAMPLES, assert_every_length_met)
+
+
 @pytest.mark.parametrize("draft", ["off", OWN_LAYERS])
 def test_same_text_with_own_layers_and_without_drafts(draft: str) -> None:
-    assert_covered(suite(draft, 2 * EXAMPLES))
+    suite(draft, EXAMPLES, assert_all_met)
 
 
 @pytest.mark.parametrize(
@@ -84,16 +121,12 @@ def test_same_text_with_own_layers_and_without_drafts(draft: str) -> None:
 )
 def test_the_native_backend_keeps_every_bit(draft: str, types: str) -> None:
     """Token ids, texts and log-probabilities, with weights of every type and threads in any order."""
-    tally = suite(draft, 2 * EXAMPLES, types)
-    assert tally.endings == {"stop", "length"}
-    assert tally.cached_tokens > 200
-    assert min(tally.times_accepted) > 10, tally.times_accepted
+    suite(draft, 2 * EXAMPLES, assert_lengths_met, types)
 
 
 def test_drafting_for_itself_accepts_every_draft() -> None:
-    tally = suite(ITSELF, 2 * EXAMPLES)
+    tally = suite(ITSELF, EXAMPLES, assert_accepted_whole)
     assert tally.accepted_at == tally.verified_at
-    assert tally.verified_at[7] > 100
 
 
 def test_choices_of_one_request_differ() -> None:
