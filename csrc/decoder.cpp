@@ -197,7 +197,8 @@ void Decoder::plan(const Pass& pass, const KVStore& kv) {
 
     const size_t most = kQueryTokens * group;
     for (auto& own : s.own) {
-        for (auto* v : {&own.queries, &own.mixed, &own.mixed_so_far}) grow(*v, most * dim);
+        for (auto* v : {&own.mixed, &own.mixed_so_far}) grow(*v, most * dim);
+        grow(own.queries, most * query_stride(dim));
         for (auto* v : {&own.query_units, &own.units, &own.tops, &own.totals, &own.top_so_far, &own.total_so_far}) grow(*v, most);
         grow(own.scores, most * kSpan);
         own.limits.resize(most);
@@ -389,14 +390,14 @@ void Decoder::gather_queries(const Pass& pass, const KVStore& kv, size_t index, 
     const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
     for (size_t i = first; i < tile.count * group; ++i) {
         const size_t token = tile.first + i / group, head = tile.kv_head * group + i % group;
-        float* to = &own.queries[i * padded];
+        float* to = &own.queries[i * query_stride(padded)];
         std::copy_n(&scratch_->q[token * stride + head * dim], dim, to);
         turn(to, weights_.layers[index].q_norm, token);
         for (size_t d = 0; d < dim; ++d) to[d] *= scale;
         std::fill(to + dim, to + padded, 0.0f);
         own.limits[i] = pass.positions[token] + 1;
     }
-    kv.kernels().prepare(&own.queries[first * padded], tile.count * group - first, padded, &own.query_units[first]);
+    kv.kernels().prepare(&own.queries[first * query_stride(padded)], tile.count * group - first, padded, &own.query_units[first]);
 }
 
 // One span of a tile, whose queries from token `from` on are in this thread's scratch.
@@ -410,8 +411,8 @@ void Decoder::attend_span(const Pass& pass, const KVStore& kv, size_t index, con
             store(pass, kv, index, tile.first + t, tile.kv_head);
     const size_t last = static_cast<size_t>(pass.positions[tile.first + tile.count - 1]) + 1;
     kv.kernels().attend({kv.keys(index), kv.values(index), pass.pages + tile.row * pass.max_pages,
-                         shape_.num_kv_heads, tile.kv_head, padded, tile.count * group - first, span * kSpan,
-                         std::min(last, (span + 1) * kSpan), &own.queries[first * padded], &own.query_units[first],
+                         (last + kPageTokens - 1) / kPageTokens, shape_.num_kv_heads, tile.kv_head, padded, tile.count * group - first, span * kSpan,
+                         std::min(last, (span + 1) * kSpan), &own.queries[first * query_stride(padded)], &own.query_units[first],
                          &own.limits[first], own.scores.data(), own.units.data(), tops + first, totals + first,
                          mixed + first * padded});
 }

@@ -15,17 +15,20 @@ PACELINE_INLINE f32v load_kv(const uint16_t* p) { return load_half(p); }
 // at once only keep the machine busy while it waits for a sum.
 template <int R, int P, class T>
 void score_rows(const T* const* pages, size_t head_dim, const float* queries, float* scores) {
+    const size_t stride = query_stride(head_dim);
     f32v sums[P][R][kVectors];
     PACELINE_UNROLL for (int p = 0; p < P; ++p)
         PACELINE_UNROLL for (int r = 0; r < R; ++r)
             PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) sums[p][r][v] = splat(0.0f);
     for (size_t d = 0; d < head_dim; ++d) {
         f32v k[P][kVectors];
-        PACELINE_UNROLL for (int p = 0; p < P; ++p)
+        PACELINE_UNROLL for (int p = 0; p < P; ++p) {
+            fetch(pages[p + kPagesAtOnce] + d * kPageTokens);
             PACELINE_UNROLL for (int v = 0; v < kVectors; ++v)
                 k[p][v] = load_kv(pages[p] + d * kPageTokens + v * kLanes);
+        }
         PACELINE_UNROLL for (int r = 0; r < R; ++r) {
-            const f32v q = splat(queries[r * head_dim + d]);
+            const f32v q = splat(queries[r * stride + d]);
             PACELINE_UNROLL for (int p = 0; p < P; ++p)
                 PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) sums[p][r][v] = fma(q, k[p][v], sums[p][r][v]);
         }
@@ -43,11 +46,14 @@ void mix_rows(const T* const* pages, size_t offset, size_t count, size_t head_di
     PACELINE_UNROLL for (int r = 0; r < R; ++r)
         PACELINE_UNROLL for (int v = 0; v < W; ++v) sums[r][v] = load(mixed + r * head_dim + v * kLanes);
     for (size_t page = 0; page * kPageTokens < count; ++page) {
-        const T* values = pages[page] + offset;
+        const T *values = pages[page] + offset, *next = pages[page + kPagesAtOnce] + offset;
         const size_t left = count - page * kPageTokens, keys = left < kPageTokens ? left : kPageTokens;
-        for (size_t j = 0; j < keys; ++j, values += head_dim, ++weights) {
+        for (size_t j = 0; j < keys; ++j, values += head_dim, next += head_dim, ++weights) {
             f32v x[W];
-            PACELINE_UNROLL for (int v = 0; v < W; ++v) x[v] = load_kv(values + v * kLanes);
+            PACELINE_UNROLL for (int v = 0; v < W; ++v) {
+                x[v] = load_kv(values + v * kLanes);
+                fetch(next + v * kLanes);
+            }
             PACELINE_UNROLL for (int r = 0; r < R; ++r) {
                 const f32v w = splat(weights[r * kSpan]);
                 PACELINE_UNROLL for (int v = 0; v < W; ++v) sums[r][v] = fma(w, x[v], sums[r][v]);
@@ -86,27 +92,23 @@ size_t page_bytes(size_t head_dim) {
 
 template <class T>
 void attend(const AttentionSpan& span) {
-    const size_t head_dim = span.head_dim, head_size = head_dim * kPageTokens;
+    const size_t head_dim = span.head_dim;
     const Pages<T> pages(span, page_bytes<T>(head_dim));
     for (size_t first_page = 0; first_page < pages.count; first_page += kPagesAtOnce) {  // they stay in the first cache
         const size_t left = pages.count - first_page, count = left < kPagesAtOnce ? left : kPagesAtOnce;
-        for (size_t page = first_page + count; page < pages.count && page < first_page + 2 * count; ++page)
-            fetch(pages.keys[page], head_size);
         by_queries(span.num_queries, [&]<int R>(size_t first) {
-            score_pages<R, T>(pages.keys + first_page, count, head_dim, span.queries + first * head_dim,
+            score_pages<R, T>(pages.keys + first_page, count, head_dim, span.queries + first * query_stride(head_dim),
                               span.scores + first * kSpan + first_page * kPageTokens);
         });
     }
     for (size_t r = 0; r < span.num_queries; ++r)
         weigh_scores(span.scores + r * kSpan, num_seen(span, r, pages.count), pages.count * kPageTokens, span.tops + r,
                      span.totals + r);
-    for (size_t i = 0; i < span.num_queries * head_dim; ++i) span.mixed[i] = 0.0f;
+    __builtin_memset(span.mixed, 0, span.num_queries * head_dim * sizeof(float));
     const size_t num_keys = span.end - span.start;  // slots behind the last key are never read
     for (size_t start = 0; start < num_keys; start += kPagesAtOnce * kPageTokens) {
         const size_t left = num_keys - start, count = left < kPagesAtOnce * kPageTokens ? left : kPagesAtOnce * kPageTokens;
         const size_t first_page = start / kPageTokens;
-        for (size_t page = first_page + kPagesAtOnce; page < pages.count && page < first_page + 2 * kPagesAtOnce; ++page)
-            fetch(pages.values[page], head_size);
         by_queries(span.num_queries, [&]<int R>(size_t first) {
             mix<R, T>(pages.values + first_page, count, head_dim, span.scores + first * kSpan + start,
                       span.mixed + first * head_dim);

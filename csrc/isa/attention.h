@@ -4,6 +4,7 @@
 #include "kernels.h"
 #include "simd.h"
 
+#define PACELINE_APART __attribute__((noinline))  // keeps its registers to itself
 #define PACELINE_UNROLL _Pragma("GCC unroll 16")
 
 namespace paceline::PACELINE_ISA {
@@ -33,11 +34,7 @@ PACELINE_INLINE void by_queries(size_t num_queries, Kernel kernel) {
     run_of<1>(num_queries, first, kernel);
 }
 
-// Fetch what will be read next: pages lie anywhere, so the machine cannot guess it.
-template <class T>
-PACELINE_INLINE void fetch(const T* p, size_t count) {
-    for (size_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(p + i, 0, 3);
-}
+PACELINE_INLINE void fetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 // Turn the first `count` scores into exp(score - largest) and the others, up to `end`, into 0.
 PACELINE_INLINE void weigh_scores(float* scores, size_t count, size_t end, float* top, float* total) {
@@ -57,18 +54,24 @@ PACELINE_INLINE void weigh_scores(float* scores, size_t count, size_t end, float
     *total = sum(sums[0]);
 }
 
-// The pages of a span, as addresses.
+// The pages of a span, as addresses, and what is read after each kind: pages lie anywhere, so the machine cannot guess
+// it. While one page is read, the kernels fetch the one `kPagesAtOnce` places on.
 template <class T>
 struct Pages {
     size_t count;
-    const T *keys[kSpan / kPageTokens], *values[kSpan / kPageTokens];
+    const T *keys[kSpan / kPageTokens + kPagesAtOnce], *values[kSpan / kPageTokens + kPagesAtOnce];
 
     Pages(const AttentionSpan& span, size_t page_bytes) : count((span.end - span.start + kPageTokens - 1) / kPageTokens) {
-        for (size_t page = 0; page < count; ++page) {
-            const size_t id = static_cast<size_t>(span.pages[span.start / kPageTokens + page]);
-            const size_t place = (id * span.num_kv_heads + span.kv_head) * page_bytes;
-            keys[page] = reinterpret_cast<const T*>(static_cast<const uint8_t*>(span.keys) + place);
-            values[page] = reinterpret_cast<const T*>(static_cast<const uint8_t*>(span.values) + place);
+        const int64_t* const ids = span.pages + span.start / kPageTokens;
+        const size_t after = span.num_pages - span.start / kPageTokens;  // of the row, from this span on
+        const auto at = [&](const void* store, size_t page) {
+            const size_t place = (static_cast<size_t>(ids[page]) * span.num_kv_heads + span.kv_head) * page_bytes;
+            return reinterpret_cast<const T*>(static_cast<const uint8_t*>(store) + place);
+        };
+        for (size_t page = 0; page < count; ++page) keys[page] = at(span.keys, page), values[page] = at(span.values, page);
+        for (size_t i = 0; i < kPagesAtOnce; ++i) {
+            keys[count + i] = values[i < count ? i : 0];
+            values[count + i] = at(span.keys, count + i < after ? count + i : 0);
         }
     }
 };

@@ -69,23 +69,26 @@ PACELINE_INLINE float quantise(const float* x, size_t n, float limit, int16_t* t
     for (size_t i = 0; i < n; i += kLanes) most = larger(larger(load(x + i), -load(x + i)), most);
     const float top = largest(most), inverse = top > 0.0f ? limit / top : 0.0f;
     for (size_t i = 0; i < n; i += kLanes)
-        store_halves(to + i, __builtin_convertvector(nearest(load(x + i) * inverse), i32v));
+        store_halves(to + i, to_nearest(load(x + i) * inverse));
     return top / limit;
 }
 
 template <int R, int P, class T>
-void score_rows(const T* const* pages, size_t head_dim, const int16_t* queries, const float* units, float* scores) {
+PACELINE_APART void score_rows(const T* const* pages, size_t head_dim, const int16_t* queries, const float* units,
+                               float* scores) {
     i32v sums[P][R][kVectors];
     PACELINE_UNROLL for (int p = 0; p < P; ++p)
         PACELINE_UNROLL for (int r = 0; r < R; ++r)
             PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) sums[p][r][v] = splat(0);
     for (size_t d = 0; d < head_dim; d += 2) {
         i32v k[P][kVectors];
-        PACELINE_UNROLL for (int p = 0; p < P; ++p)
+        PACELINE_UNROLL for (int p = 0; p < P; ++p) {
+            fetch(pages[p + kPagesAtOnce] + d * kPageTokens);
             PACELINE_UNROLL for (int v = 0; v < kVectors; ++v)
                 k[p][v] = load_pairs(pages[p] + d * kPageTokens + 2 * v * kLanes);
+        }
         PACELINE_UNROLL for (int r = 0; r < R; ++r) {
-            const i32v q = splat_pair(queries + r * 2 * head_dim + d);
+            const i32v q = splat_pair(queries + r * 2 * kQueryStride + d);
             PACELINE_UNROLL for (int p = 0; p < P; ++p)
                 PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) dot_pairs(sums[p][r][v], q, k[p][v]);
         }
@@ -101,8 +104,7 @@ void score_rows(const T* const* pages, size_t head_dim, const int16_t* queries, 
 template <int R, class T>
 PACELINE_INLINE void score_pages(const T* const* pages, size_t num_pages, size_t head_dim, const int16_t* queries,
                                  const float* units, float* scores) {
-    constexpr int many = R <= 3 ? 4 : R <= 6 ? 2 : 1;  // at least twelve sums under way, where there are registers
-    constexpr int at_once = many * R <= kMostQueries ? many : 1;
+    constexpr int at_once = 4 * R <= 2 * kMostQueries ? 4 : 2 * R <= 2 * kMostQueries ? 2 : 1;  // what registers hold
     size_t page = 0;
     for (; page + at_once <= num_pages; page += at_once)
         score_rows<R, at_once, T>(pages + page, head_dim, queries, units, scores + page * kPageTokens);
@@ -112,18 +114,21 @@ PACELINE_INLINE void score_pages(const T* const* pages, size_t num_pages, size_t
 
 // mixed[r] += sum over pairs of keys, at most 64 keys, for W vectors of the head from dimension `offset` on.
 template <int R, int W, class T>
-void mix_rows(const T* const* pages, size_t offset, size_t count, size_t head_dim, const int16_t* weights,
+PACELINE_APART void mix_rows(const T* const* pages, size_t offset, size_t count, size_t head_dim, const int16_t* weights,
               const float* units, float* mixed) {
     i32v sums[R][W];
     PACELINE_UNROLL for (int r = 0; r < R; ++r)
         PACELINE_UNROLL for (int v = 0; v < W; ++v) sums[r][v] = splat(0);
     for (size_t page = 0; page * kPageTokens < count; ++page) {
-        const T* values = pages[page] + 2 * offset;
+        const T *values = pages[page] + 2 * offset, *next = pages[page + kPagesAtOnce] + 2 * offset;
         const size_t left = count - page * kPageTokens, keys = left < kPageTokens ? left : kPageTokens;
         const int16_t* w = weights + page * kPageTokens;
-        for (size_t j = 0; j < keys; j += 2, values += 2 * head_dim, w += 2) {
+        for (size_t j = 0; j < keys; j += 2, values += 2 * head_dim, next += 2 * head_dim, w += 2) {
             i32v x[W];
-            PACELINE_UNROLL for (int v = 0; v < W; ++v) x[v] = load_pairs(values + 2 * v * kLanes);
+            PACELINE_UNROLL for (int v = 0; v < W; ++v) {
+                x[v] = load_pairs(values + 2 * v * kLanes);
+                fetch(next + 2 * v * kLanes);
+            }
             PACELINE_UNROLL for (int r = 0; r < R; ++r) {
                 const i32v pair = splat_pair(w + r * 2 * kSpan);
                 PACELINE_UNROLL for (int v = 0; v < W; ++v) dot_pairs(sums[r][v], pair, x[v]);
@@ -147,70 +152,87 @@ PACELINE_INLINE void mix(const T* const* pages, size_t count, size_t head_dim, c
     for (; d < head_dim; d += kLanes) mix_rows<R, 1>(pages, d, count, head_dim, weights, units, mixed);
 }
 
-// Turn the scores of one query into probabilities that carry the scales of the values, as whole numbers, in place.
-// Slots without a key get 0, whatever scale lies there. Returns what one unit stands for.
-template <class T>
-PACELINE_INLINE float weigh(float* scores, size_t count, const Pages<T>& pages, size_t head_dim, float* top,
-                            float* total) {
-    const size_t end = pages.count * kPageTokens;
-    for (size_t i = count; i < end; ++i) scores[i] = -__builtin_inff();
+PACELINE_INLINE size_t round_up(size_t count) { return (count + kPageTokens - 1) / kPageTokens * kPageTokens; }
+
+// The largest of a query's scores, of which `count` are of keys it sees; the rest of their page gets -inf.
+PACELINE_INLINE float top_score(float* scores, size_t count) {
+    for (size_t i = count; i < round_up(count); ++i) scores[i] = -__builtin_inff();
     f32v most = splat(-__builtin_inff());
-    for (size_t i = 0; i < end; i += kLanes) most = larger(load(scores + i), most);
-    *top = largest(most);
+    for (size_t i = 0; i < round_up(count); i += kLanes) most = larger(load(scores + i), most);
+    return largest(most);
+}
+
+// Turn scores into probabilities that carry the scales of the values. Returns the largest of these.
+template <class T>
+PACELINE_INLINE float weigh(float* scores, size_t count, const Pages<T>& pages, size_t head_dim, float top, float* total) {
     f32v sums[kVectors], heaviest = splat(0.0f);
     for (int v = 0; v < kVectors; ++v) sums[v] = splat(0.0f);
-    for (size_t page = 0; page < pages.count; ++page) {
+    for (size_t page = 0; page < round_up(count) / kPageTokens; ++page) {
         const float* scales = scales_of(pages.values[page], head_dim);
         for (int v = 0; v < kVectors; ++v) {
             float* at = scores + page * kPageTokens + v * kLanes;
-            const f32v prob = exp(load(at) - *top);
-            const f32v weight = prob > 0.0f ? prob * load(scales + v * kLanes) : splat(0.0f);
+            const f32v prob = exp(load(at) - top), weight = prob * load(scales + v * kLanes);
             sums[v] += prob;
-            heaviest = larger(weight, heaviest);
+            heaviest = larger(weight, heaviest);  // passes over what is no number, in slots without a key
             store(at, weight);
         }
     }
     for (int v = 1; v < kVectors; ++v) sums[0] += sums[v];
     *total = sum(sums[0]);
-    const float heavy = largest(heaviest), inverse = heavy > 0.0f ? kWeightLimit / heavy : 0.0f;
+    return largest(heaviest);
+}
+
+// Turn weights into whole numbers, in place, 0 in slots without a key. Returns what one unit stands for.
+PACELINE_INLINE float round_weights(float* scores, size_t count, size_t num_slots, float heaviest) {
+    const float inverse = heaviest > 0.0f ? kWeightLimit / heaviest : 0.0f;
     int16_t* const whole = reinterpret_cast<int16_t*>(scores);
-    for (size_t i = 0; i < end; i += kLanes)
-        store_halves(whole + i, __builtin_convertvector(nearest(load(scores + i) * inverse), i32v));
-    return heavy / kWeightLimit;
+    for (size_t i = count; i < round_up(count); ++i) scores[i] = 0.0f;
+    for (size_t i = 0; i < round_up(count); i += kLanes) store_halves(whole + i, to_nearest(load(scores + i) * inverse));
+    for (size_t i = round_up(count); i < num_slots; ++i) whole[i] = 0;
+    return heaviest / kWeightLimit;
+}
+
+// All of it for all queries, step by step: a query waits for its sums, and others can be under way meanwhile.
+template <class T>
+PACELINE_APART void weigh_queries(const AttentionSpan& span, const Pages<T>& pages) {
+    const size_t num_slots = pages.count * kPageTokens;
+    for (size_t r = 0; r < span.num_queries; ++r)
+        span.tops[r] = top_score(span.scores + r * kSpan, num_seen(span, r, pages.count));
+    for (size_t r = 0; r < span.num_queries; ++r)
+        span.units[r] = weigh(span.scores + r * kSpan, num_seen(span, r, pages.count), pages, span.head_dim, span.tops[r],
+                              span.totals + r);
+    for (size_t r = 0; r < span.num_queries; ++r)
+        span.units[r] = round_weights(span.scores + r * kSpan, num_seen(span, r, pages.count), num_slots, span.units[r]);
 }
 
 void prepare(float* queries, size_t num_queries, size_t head_dim, float* units) {
     for (size_t r = 0; r < num_queries; ++r) {
-        float* query = queries + r * head_dim;  // in place: into the first half of its floats
+        float* query = queries + r * kQueryStride;  // in place: into the first half of its floats
         units[r] = quantise(query, head_dim, kQueryLimit, reinterpret_cast<int16_t*>(query));
     }
 }
 
 template <class T>
 void attend(const AttentionSpan& span) {
-    const size_t head_dim = span.head_dim, head_size = head_dim * kPageTokens;
+    const size_t head_dim = span.head_dim;
     const Pages<T> pages(span, page_bytes<T>(head_dim));
+    for (size_t page = 0; page < pages.count; ++page)
+        fetch(scales_of(pages.keys[page], head_dim)), fetch(scales_of(pages.values[page], head_dim));
     const int16_t* const queries = reinterpret_cast<const int16_t*>(span.queries);
     for (size_t first_page = 0; first_page < pages.count; first_page += kPagesAtOnce) {  // they stay in the first cache
         const size_t left = pages.count - first_page, count = left < kPagesAtOnce ? left : kPagesAtOnce;
-        for (size_t page = first_page + count; page < pages.count && page < first_page + 2 * count; ++page)
-            fetch(pages.keys[page], head_size);
         by_queries(span.num_queries, [&]<int R>(size_t first) {
-            score_pages<R, T>(pages.keys + first_page, count, head_dim, queries + first * 2 * head_dim,
+            score_pages<R, T>(pages.keys + first_page, count, head_dim, queries + first * 2 * kQueryStride,
                               span.query_units + first, span.scores + first * kSpan + first_page * kPageTokens);
         });
     }
-    for (size_t r = 0; r < span.num_queries; ++r)
-        span.units[r] = weigh(span.scores + r * kSpan, num_seen(span, r, pages.count), pages, head_dim, span.tops + r,
-                              span.totals + r);
-    for (size_t i = 0; i < span.num_queries * head_dim; ++i) span.mixed[i] = 0.0f;
+    weigh_queries(span, pages);
+    __builtin_memset(span.mixed, 0, span.num_queries * head_dim * sizeof(float));
     const int16_t* const weights = reinterpret_cast<const int16_t*>(span.scores);
     const size_t num_keys = span.end - span.start;
     for (size_t start = 0; start < num_keys; start += kPagesAtOnce * kPageTokens) {
         const size_t left = num_keys - start, count = left < kPagesAtOnce * kPageTokens ? left : kPagesAtOnce * kPageTokens;
         const size_t first_page = start / kPageTokens;
-        for (size_t page = first_page + kPagesAtOnce; page < pages.count && page < first_page + 2 * kPagesAtOnce; ++page)
-            fetch(pages.values[page], head_size);
         by_queries(span.num_queries, [&]<int R>(size_t first) {
             mix<R, T>(pages.values + first_page, count, head_dim, weights + first * 2 * kSpan + start,
                       span.units + first, span.mixed + first * head_dim);

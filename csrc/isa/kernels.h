@@ -18,7 +18,7 @@ constexpr size_t kInt8Group = 64;   // inputs that share an activation scale, be
 constexpr size_t kInt4Group = 32;   // ... and beside int4 weights, whose own blocks have this length
 constexpr size_t kInt4BlockBytes = kPanel * 4 + kPanel * kInt4Group / 2;  // of a panel, scales and minima included
 constexpr size_t kPageTokens = 16;  // KV slots of one page, as core/nouns.py
-constexpr size_t kSpan = 128;       // keys whose softmax is taken at once; spans start at multiples of it
+constexpr size_t kSpan = 256;       // keys whose softmax is taken at once; spans start at multiples of it
 
 // Passes over a row of float32 scores. `blocks` counts blocks of 64; the row is padded to whole blocks with -inf.
 struct VocabularyKernels {
@@ -69,13 +69,19 @@ struct LayerKernels {
     void (*silu_mul)(float* gate, const float* up, size_t n);
 };
 
+// Floats from one query to the next: known beforehand, as a kernel has no registers for the addresses of twelve, and no
+// multiple of the distance at which a cache confuses them.
+constexpr size_t kQueryStride = 272;
+constexpr size_t query_stride(size_t head_dim) { return head_dim <= 256 ? kQueryStride : head_dim; }
+
 // Some queries of one row and KV head, and the keys start..end of that row, all in one span.
 struct AttentionSpan {
     const void *keys, *values;  // of one layer
-    const int64_t* pages;       // of the row
+    const int64_t* pages;       // [num_pages] of the row
+    size_t num_pages;
     size_t num_kv_heads, kv_head, head_dim;
     size_t num_queries, start, end;
-    const float* queries;   // [num_queries, head_dim], as `prepare` left them
+    const float* queries;   // [num_queries, query_stride(head_dim)], as `prepare` left them
     const float* query_units;  // [num_queries] of `prepare`
     const int64_t* limits;  // [num_queries] how many of the row's keys each one sees
     float* scores;          // [num_queries, kSpan] scratch
@@ -85,7 +91,7 @@ struct AttentionSpan {
 };
 
 struct KVKernels {
-    // Bring queries [num_queries, head_dim], scaled, into the form that `attend` reads.
+    // Bring queries [num_queries, query_stride(head_dim)], scaled, into the form that `attend` reads.
     void (*prepare)(float* queries, size_t num_queries, size_t head_dim, float* units);
     void (*attend)(const AttentionSpan& span);
     // One token's key and value [size] of one head, to where the head's page of keys and values begins.

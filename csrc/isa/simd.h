@@ -157,8 +157,38 @@ PACELINE_INLINE f32v to_float(i32v v) { return __builtin_convertvector(v, f32v);
 
 // Rounded to the nearest integer, ties to even; |x| < 2**22.
 PACELINE_INLINE f32v nearest(f32v x) {
+#if defined(__AVX512F__)
+    return (f32v)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
     const f32v shift = splat(12582912.0f);  // 1.5 * 2**23
     return (x + shift) - shift;
+#endif
+}
+
+// The same, as whole numbers.
+PACELINE_INLINE i32v to_nearest(f32v x) {
+#if defined(__AVX512F__)
+    return (i32v)_mm512_cvtps_epi32((__m512)x);
+#else
+    return __builtin_convertvector(nearest(x), i32v);
+#endif
+}
+
+// p * 2**n for whole n; 0 where `alive` is not all ones.
+PACELINE_INLINE f32v scaled(f32v p, f32v n, i32v alive) {
+#if defined(__AVX512F__)
+    return (f32v)_mm512_maskz_scalef_ps(_mm512_movepi32_mask((__m512i)alive), (__m512)p, (__m512)n);
+#else
+    const i32v power = (__builtin_convertvector(n, i32v) + 127) << 23;
+    f32v scale;
+    __builtin_memcpy(&scale, &power, sizeof scale);
+    p = p * scale;
+    i32v bits;
+    __builtin_memcpy(&bits, &p, sizeof bits);
+    bits &= alive;
+    __builtin_memcpy(&p, &bits, sizeof p);
+    return p;
+#endif
 }
 
 // exp of numbers at most 88, within 2 units in the last place (Cody and Waite's reduction, the minimax polynomial of
@@ -176,16 +206,7 @@ PACELINE_INLINE f32v exp(f32v x) {
     p = fma(p, r, splat(1.6666665459e-1f));
     p = fma(p, r, splat(5.0000001201e-1f));
     p = fma(p, r * r, r) + 1.0f;
-    const i32v power = (__builtin_convertvector(n, i32v) + 127) << 23;
-    f32v scale;
-    __builtin_memcpy(&scale, &power, sizeof scale);
-    const i32v alive = x > floor;  // all ones where true
-    i32v bits;
-    p = p * scale;
-    __builtin_memcpy(&bits, &p, sizeof bits);
-    bits &= alive;
-    __builtin_memcpy(&p, &bits, sizeof p);
-    return p;
+    return scaled(p, n, x > floor);
 }
 
 }  // namespace paceline::PACELINE_ISA
