@@ -80,7 +80,7 @@ std::tuple<double, std::vector<int64_t>, std::vector<double>> logprobs(const Arr
     std::vector<int64_t> ids;
     std::vector<double> values;
     Sampler<T>& row = sampler<T>();
-    row.load(logits.data(), vocab, 1.0, {});
+    row.view(logits.data(), vocab);
     const double total = row.broken() ? NAN : row.log_total();
     for (const auto& c : row.leaders(num_top)) {
         ids.push_back(c.id);
@@ -251,6 +251,7 @@ void check_tokens(const Shape& shape, const KVStore& kv, const Pass& pass) {
 struct ChooseArrays {
     Array<uint8_t> kinds;
     Array<double> temperatures;
+    Table<double> filters;  // top_k, top_p, min_p
     Table<uint32_t> keys;
     Array<int64_t> edit_offsets, edit_ids;
     Array<float> edit_scale, edit_add;
@@ -258,20 +259,24 @@ struct ChooseArrays {
 
 std::vector<Choose> chooses_of(const ChooseArrays& arrays, size_t num_wanted, size_t vocab) {
     require(arrays.kinds.size() == num_wanted && arrays.temperatures.size() == num_wanted &&
+                arrays.filters.shape(0) == num_wanted && arrays.filters.shape(1) == 3 &&
                 arrays.keys.shape(0) == num_wanted && arrays.keys.shape(1) == 2 &&
                 arrays.edit_offsets.size() == num_wanted + 1,
-            "every wanted token needs a kind, a temperature, a key and edits");
+            "every wanted token needs a kind, a temperature, filters, a key and edits");
     checked_edits(arrays.edit_ids, arrays.edit_scale, arrays.edit_add, vocab);
     const int64_t* offsets = arrays.edit_offsets.data();
     const auto num_edits = static_cast<int64_t>(arrays.edit_ids.size());
     std::vector<Choose> chooses;
     for (size_t i = 0; i < num_wanted; ++i) {
-        require(arrays.kinds.data()[i] <= 2, "a kind is 0, 1 or 2");
+        require(arrays.kinds.data()[i] <= 3, "a kind is 0, 1, 2 or 3");
         require(0 <= offsets[i] && offsets[i] <= offsets[i + 1] && offsets[i + 1] <= num_edits, "edit offsets must rise");
         const Edits edits{arrays.edit_ids.data() + offsets[i], arrays.edit_scale.data() + offsets[i],
                           arrays.edit_add.data() + offsets[i], static_cast<size_t>(offsets[i + 1] - offsets[i])};
         require(std::is_sorted(edits.ids, edits.ids + edits.count), "edits must be in the order of their ids");
+        const double* filters = arrays.filters.data() + 3 * i;
+        require(0 <= filters[0] && filters[0] < kMostTokens, "top_k lies out of bounds");
         chooses.push_back({static_cast<Kind>(arrays.kinds.data()[i]), arrays.temperatures.data()[i],
+                           {static_cast<int64_t>(filters[0]), filters[1], filters[2]},
                            {arrays.keys.data()[2 * i], arrays.keys.data()[2 * i + 1]}, edits});
     }
     return chooses;
@@ -294,7 +299,7 @@ void forward(Decoder& decoder, const KVStore& kv, const Array<int64_t>& token_id
     check_tokens(shape, kv, pass);
     pass.chooses = chooses_of(choose_arrays, wanted.size(), vocab);
     const auto num_logit_rows = static_cast<size_t>(std::count_if(
-        pass.chooses.begin(), pass.chooses.end(), [](const Choose& c) { return c.kind == Kind::logits; }));
+        pass.chooses.begin(), pass.chooses.end(), [](const Choose& c) { return c.wants_logits(); }));
     require(chosen.size() == wanted.size() && logits.size() == num_logit_rows * vocab,
             "the outputs have the wrong size");
     require(taps.size() == tap_layers.size() * num_tokens * shape.hidden, "the taps have the wrong size");
@@ -351,9 +356,9 @@ void bind_decoder(nb::module_& m) {
         .def_prop_ro("num_pages", &KVStore::num_pages)
         .def_prop_ro("bytes_per_token", &KVStore::bytes_per_token);
     nb::class_<ChooseArrays>(m, "Chooses")
-        .def(nb::init<Array<uint8_t>, Array<double>, Table<uint32_t>, Array<int64_t>, Array<int64_t>, Array<float>,
+        .def(nb::init<Array<uint8_t>, Array<double>, Table<double>, Table<uint32_t>, Array<int64_t>, Array<int64_t>, Array<float>,
                       Array<float>>(),
-             "kinds"_a, "temperatures"_a, "keys"_a, "edit_offsets"_a, "edit_ids"_a, "edit_scale"_a, "edit_add"_a);
+             "kinds"_a, "temperatures"_a, "filters"_a, "keys"_a, "edit_offsets"_a, "edit_ids"_a, "edit_scale"_a, "edit_add"_a);
     nb::class_<Decoder>(m, "Decoder")
         .def("__init__", [](Decoder* self, size_t vocab, size_t hidden, size_t intermediate, size_t num_heads,
                             size_t num_kv_heads, size_t head_dim, float norm_eps, const std::shared_ptr<Team>& team,

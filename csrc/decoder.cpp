@@ -123,6 +123,7 @@ struct Decoder::Scratch {
         std::vector<float> normed, queries, query_units, scores, units, tops, totals, mixed, top_so_far, total_so_far, mixed_so_far;
         std::vector<float> tile, z, bounds;
         std::vector<int64_t> limits;
+        Sampler<float> sampler;
     };
     std::vector<Own> own;
 };
@@ -210,7 +211,7 @@ void Decoder::plan(const Pass& pass, const KVStore& kv) {
     s.logit_row.resize(pass.wanted.size());
     size_t logit_rows = 0;
     for (size_t i = 0; i < pass.wanted.size(); ++i)
-        s.logit_row[i] = pass.chooses[i].kind == Kind::logits ? logit_rows++ : 0;
+        s.logit_row[i] = pass.chooses[i].wants_logits() ? logit_rows++ : 0;
 }
 
 // The pass ---------------------------------------------------------------------------------------
@@ -220,6 +221,7 @@ void Decoder::forward(const Pass& pass, const KVStore& kv) {
     team_->run([&](size_t thread) { run(pass, kv, thread); });
     const size_t num_wanted = pass.wanted.size();
     for (size_t i = 0; i < num_wanted; ++i) {
+        if (pass.chooses[i].kind == Kind::sampled) continue;
         Best best;
         for (size_t thread = 0; thread < team_->size(); ++thread) {
             const Best& own = scratch_->best[thread * num_wanted + i];
@@ -439,7 +441,15 @@ void Decoder::choose(const Pass& pass, size_t thread) {
                                  weights_.final_norm.data(), shape_.hidden, shape_.norm_eps, normed.data());
         s.wide.set(i, normed.data(), weights_.head->type(), shape_.hidden);
     });
-        team_->each((pass.vocab + kHeadTile - 1) / kHeadTile, [&](size_t tile) { choose_tile(pass, tile, thread); });
+    team_->each((pass.vocab + kHeadTile - 1) / kHeadTile, [&](size_t tile) { choose_tile(pass, tile, thread); });
+    if (std::none_of(pass.chooses.begin(), pass.chooses.end(), [](const Choose& c) { return c.kind == Kind::sampled; })) return;
+    team_->each(pass.wanted.size(), [&](size_t i) {
+        const Choose& how = pass.chooses[i];
+        if (how.kind != Kind::sampled) return;
+        Sampler<float>& sampler = s.own[thread].sampler;
+        sampler.load(pass.logits + s.logit_row[i] * pass.vocab, pass.vocab, how.temperature, how.edits);
+        pass.chosen[i] = how.temperature > 0.0 ? sampler.choose(how.filters, how.key) : sampler.argmax();
+    });
 }
 
 void Decoder::choose_tile(const Pass& pass, size_t tile, size_t thread) {
@@ -455,7 +465,7 @@ void Decoder::choose_tile(const Pass& pass, size_t tile, size_t thread) {
         for (size_t i = first; i < end; ++i) {
             float* row = &own.tile[(i - first) * kHeadTile];
             std::fill(row + count, row + kHeadTile, -kInfinity);
-            if (pass.chooses[i].kind == Kind::logits)
+            if (pass.chooses[i].wants_logits())
                 std::copy_n(row, count, pass.logits + s.logit_row[i] * pass.vocab + start);
             else
                 choose_in_tile(pass.chooses[i], row, start, own.z.data(), own.bounds.data(),

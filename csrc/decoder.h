@@ -66,14 +66,17 @@ class KVStore {
     std::vector<std::pair<Lazy, Lazy>> layers_;
 };
 
-enum class Kind : uint8_t { argmax = 0, noisy = 1, logits = 2 };
+enum class Kind : uint8_t { argmax = 0, noisy = 1, logits = 2, sampled = 3 };  // the last two hand out their logits
 
 // How a token is chosen, see core/nouns.py.
 struct Choose {
     Kind kind;
     double temperature;
+    Filters filters;
     Key key;
     Edits edits;  // ids ascending
+
+    bool wants_logits() const { return kind == Kind::logits || kind == Kind::sampled; }
 };
 
 // Token rows of one pass, see model/packed.py. All of it checked at the border.
@@ -88,7 +91,7 @@ struct Pass {
     size_t num_layers;
     std::vector<std::pair<size_t, float*>> taps;  // after so many layers, to [num_tokens, hidden]
     int64_t* chosen;                              // [wanted] out: token ids, kBroken, or kUnchosen
-    float* logits;                                // [wanted of kind logits, vocab] out
+    float* logits;                                // [wanted with logits, vocab] out
 };
 
 constexpr int64_t kUnchosen = -1;  // as core/nouns.py: left to the law

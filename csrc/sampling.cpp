@@ -79,6 +79,7 @@ void Sampler<T>::load(const T* logits, size_t vocab, double temperature, const E
     vocab_ = vocab;
     const size_t whole = vocab / kBlock;
     z_.resize(blocks() * kBlock);
+    values_ = z_.data();
     maxima_.assign(round_up(blocks(), kBlock), -limit());
     const T inverse =
         temperature > 0.0 ? static_cast<T>(1.0 / std::max(temperature, kLeastTemperature)) : static_cast<T>(1);
@@ -92,10 +93,19 @@ void Sampler<T>::load(const T* logits, size_t vocab, double temperature, const E
 }
 
 template <class T>
+void Sampler<T>::view(const T* logits, size_t vocab) {
+    if (vocab % kBlock) return load(logits, vocab, 0.0, {});  // which pads it
+    vocab_ = vocab, values_ = logits;
+    maxima_.assign(round_up(blocks(), kBlock), -limit());
+    for (size_t b = 0; b < blocks(); ++b) maxima_[b] = maximum(logits + b * kBlock, kBlock);
+    top_ = maximum(maxima_.data(), maxima_.size());
+}
+
+template <class T>
 int64_t Sampler<T>::argmax() const {
     if (broken()) return kBroken;
     const size_t block = std::find(maxima_.begin(), maxima_.end(), top_) - maxima_.begin();
-    return std::find(z_.begin() + block * kBlock, z_.end(), top_) - z_.begin();
+    return std::find(values_ + block * kBlock, values_ + vocab_, top_) - values_;
 }
 
 template <class T>
@@ -150,7 +160,7 @@ void Sampler<T>::gather(T least) {
         if (!(maxima_[b] >= least)) continue;
         const size_t end = std::min((b + 1) * kBlock, vocab_);
         for (size_t i = b * kBlock; i < end; ++i)
-            if (z_[i] >= least) kept_.push_back({z_[i], static_cast<uint32_t>(i)});
+            if (values_[i] >= least) kept_.push_back({values_[i], static_cast<uint32_t>(i)});
     }
 }
 
@@ -173,7 +183,7 @@ void Sampler<T>::keep_largest(size_t count) {
 
 template <class T>
 void Sampler<T>::keep_nucleus(double top_p) {
-    const double wanted = top_p * mass(z_.data(), blocks(), top_);
+    const double wanted = top_p * mass(values_, blocks(), top_);
     bool enough = false;
     for (double cut : kCuts) {
         gather(static_cast<T>(top_ - cut));
@@ -227,7 +237,7 @@ const std::vector<Candidate<T>>& Sampler<T>::leaders(size_t count) {
 
 template <class T>
 double Sampler<T>::log_total() {
-    return static_cast<double>(top_) + std::log(mass(z_.data(), blocks(), top_));
+    return static_cast<double>(top_) + std::log(mass(values_, blocks(), top_));
 }
 
 template class Sampler<float>;

@@ -55,6 +55,9 @@ class Sampler {
     // Take in logits / temperature, with the edits made before the division. temperature 0 keeps them as they are.
     void load(const T* logits, size_t vocab, double temperature, const Edits& edits);
 
+    // Take in logits as they are, which must outlive what is asked then.
+    void view(const T* logits, size_t vocab);
+
     // The largest, the lowest id on ties.
     int64_t argmax() const;
 
@@ -84,6 +87,7 @@ class Sampler {
 
     size_t vocab_ = 0;
     T top_ = 0;
+    const T* values_ = nullptr;             // z_, or the logits in view
     std::vector<T> z_, bounds_;             // [blocks * 64], z padded with -inf
     std::vector<T> maxima_, bound_maxima_;  // [blocks], the first padded to whole blocks with -inf
     std::vector<Candidate<T>> kept_;

@@ -102,9 +102,10 @@ def test_stops_are_banned_only_until_min_tokens() -> None:
         (SamplingParams(), False, "noisy"),
         (SamplingParams(presence_penalty=1.0), False, "noisy"),
         (SamplingParams(), True, "logits"),
-        (SamplingParams(top_k=5), False, "logits"),
-        (SamplingParams(min_p=0.1), False, "logits"),
-        (SamplingParams(temperature=0, logprobs=0), False, "logits"),
+        (SamplingParams(top_k=5), False, "sampled"),
+        (SamplingParams(min_p=0.1), False, "sampled"),
+        (SamplingParams(temperature=0, logprobs=0), False, "sampled"),
+        (SamplingParams(top_p=0.9, logprobs=1), True, "logits"),
     ],
 )
 def test_kind_depends_on_the_parameters(params: SamplingParams, needs_probs: bool, kind: str) -> None:

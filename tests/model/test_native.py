@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import os
 import subprocess
 import sys
@@ -121,14 +123,23 @@ def test_all_kinds_choose_the_same_token(types: str) -> None:
         Choose("noisy", SamplingParams(temperature=t), 11, 2, position, EDITS if position % 2 else None)
         for position, t in zip(range(LENGTH), [0.0, 0.7, 1.0, 1e-7, 9.0] * LENGTH, strict=False)
     ]
+    filters = [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.1}, {"top_k": 300, "top_p": 0.9}, {}]
+    sampled = [
+        replace(c, kind="sampled", params=replace(c.params, logprobs=1, **f))
+        for c, f in zip(chooses, filters * LENGTH, strict=False)
+    ]
     plain = [Choose("argmax", SamplingParams(temperature=0.0))] * LENGTH
     for asked in (
         chooses,
         plain,
         [p if i % 3 else c for i, (p, c) in enumerate(zip(plain, chooses, strict=True))],
+        sampled,
+        [p if i % 3 else c for i, (p, c) in enumerate(zip(chooses, sampled, strict=True))],
     ):
         got = decoder.run(pack([(IDS, 0, SHUFFLED)]), decoder.new_kv(19), asked)
-        assert got.logits is None
+        wanted = [i for i, c in enumerate(asked) if c.kind == "sampled"]
+        assert (got.logits is None) == (not wanted)
+        assert got.logits is None or np.array_equal(got.logits, rows[wanted])
         assert got.token_ids.tolist() == [choose_token(row, c) for row, c in zip(rows, asked, strict=True)]
 
 
@@ -166,7 +177,7 @@ def test_nothing_finite_is_told_apart() -> None:
     weights["layers.1.mlp_down"][3, 3] = float("nan")
     for types in WEIGHTS:
         decoder = NativeDecoder(config, weights, kernels.Team(1), types, "f16")
-        for kind, temperature in (("argmax", 0.0), ("noisy", 1.0)):
+        for kind, temperature in (("argmax", 0.0), ("noisy", 1.0), ("sampled", 0.0), ("sampled", 1.0)):
             choose = Choose(kind, SamplingParams(temperature=temperature))
             if types in ("f32", "bf16"):
                 got = decoder.run(pack([(IDS[:2], 0, [0])]), decoder.new_kv(1), [choose] * 2)

@@ -73,7 +73,7 @@ def test_positions_of_choices_count_the_drafts_before_them() -> None:
 KINDS = {
     "argmax": SamplingParams(temperature=0.0),
     "noisy": SamplingParams(temperature=0.8, presence_penalty=0.4),
-    "logits": SamplingParams(temperature=0.8, top_p=0.7, logprobs=2),
+    "sampled": SamplingParams(temperature=0.8, top_p=0.7, logprobs=2),
 }
 
 
@@ -91,14 +91,14 @@ def test_a_drafter_that_is_the_target_draws_what_the_target_chooses(kind: str) -
     assert {c.kind for c in chooses} == {kind}
     chosen = choose_from(logits, chooses)
     own = [choose_token(row.numpy(), c) for row, c in zip(logits, chooses, strict=True)]
-    assert (chosen.logits is None) == (chosen.logit_idx is None) == (kind != "logits")
-    assert chosen.token_ids.tolist() == ([UNCHOSEN] * 3 if kind == "logits" else own)
+    assert (chosen.logits is None) == (chosen.logit_idx is None) == (kind != "sampled")
+    assert chosen.token_ids.tolist() == ([UNCHOSEN] * 3 if kind == "sampled" else own)
     assert draw(partial(choose_from, logits), chooses, [0, 1, 2], dense=False)[0] == own
 
 
 def test_a_dense_draw_returns_the_distribution_it_drew_from() -> None:
     logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(0))
-    chooses = _rows_with(KINDS["logits"]).row_chooses(0, [])
+    chooses = _rows_with(KINDS["sampled"]).row_chooses(0, [])
     token_ids, probs = draw(partial(choose_from, logits), chooses, [0], dense=True)
     assert probs is not None
     assert probs[0].shape == (40,)

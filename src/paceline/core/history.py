@@ -23,9 +23,10 @@ _LEAST_ROOM = 32
 
 def choose_kind(params: SamplingParams, law_needs_probs: bool) -> ChooseKind:
     """Return how a row's tokens are chosen: by its parameters (and the engine's law) alone, never by its batch."""
-    wants_probs = law_needs_probs and not params.greedy
-    if params.logprobs is not None or params.filtered or wants_probs:
+    if law_needs_probs and not params.greedy:
         return "logits"
+    if params.logprobs is not None or params.filtered:
+        return "sampled"
     edited = params.penalised or bool(params.logit_bias) or params.min_tokens > 0
     return "noisy" if edited or not params.greedy else "argmax"
 

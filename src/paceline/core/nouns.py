@@ -26,7 +26,7 @@ UNCHOSEN = -1  # in place of a token id that is left to the law
 BROKEN = -2  # in place of a token id where no logit is a finite number
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-ChooseKind = Literal["argmax", "noisy", "logits"]
+ChooseKind = Literal["argmax", "noisy", "sampled", "logits"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -196,7 +196,7 @@ class Scores:
 
     cu_len: Sequence[int]  # [num_rows + 1] row i owns positions cu_len[i]:cu_len[i + 1]; none if it samples not
     chooses: Sequence[Choose]  # [num_scored]
-    chosen: NDArray[int64]  # [num_scored] target token ids; UNCHOSEN where kind is "logits", or BROKEN
+    chosen: NDArray[int64]  # [num_scored] target token ids; UNCHOSEN where it is left to the law, or BROKEN
     logits: NDArray[floating] | None = None  # [num_logit_rows, vocab] raw
     logit_idx: NDArray[int64] | None = None  # [num_scored] row of `logits`, -1 where there is none
 

@@ -57,6 +57,7 @@ class Chooses:
         self,
         kinds: NDArray[uint8],
         temperatures: NDArray[float64],
+        filters: NDArray[float64],
         keys: NDArray[uint32],
         edit_offsets: NDArray[int64],
         edit_ids: NDArray[int64],

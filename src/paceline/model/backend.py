@@ -38,8 +38,8 @@ class KV(Protocol):
 class Chosen:
     """What a pass says about the tokens that were wanted."""
 
-    token_ids: NDArray[int64]  # [num_wanted]; UNCHOSEN where the kind is "logits", or BROKEN
-    logits: NDArray[floating] | None  # [num_logit_rows, vocab_size] raw, of the kind "logits" only
+    token_ids: NDArray[int64]  # [num_wanted]; UNCHOSEN for the kind "logits", may be for "sampled"; or BROKEN
+    logits: NDArray[floating] | None  # [num_logit_rows, vocab_size] raw, of these two kinds only
     logit_idx: NDArray[int64] | None  # [num_wanted] row of `logits`, -1 where there is none
 
 

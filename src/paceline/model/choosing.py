@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def choose_from(logits: torch.Tensor, chooses: Sequence[Choose]) -> Chosen:
     """Choose a token per row of `logits` [n, vocab] where its kind allows."""
-    kinds = np.array([c.kind for c in chooses], dtype="U6")
+    kinds = np.array([c.kind for c in chooses], dtype="U7")
     chosen = np.full(len(chooses), UNCHOSEN, np.int64)
     if (plain := np.flatnonzero(kinds == "argmax")).size:
         best, ids = (logits if plain.size == len(chooses) else logits[plain]).max(dim=-1)  # the lowest id on ties
@@ -34,15 +34,15 @@ def choose_from(logits: torch.Tensor, chooses: Sequence[Choose]) -> Chosen:
     for index in np.flatnonzero(kinds == "noisy").tolist():
         assert host is not None
         chosen[index] = choose_token(host[index], chooses[index])
-    left = np.flatnonzero(kinds == "logits")
+    left = np.flatnonzero((kinds == "logits") | (kinds == "sampled"))
     if host is None or not left.size:
         return Chosen(chosen, None, None)
     return Chosen(chosen, host if left.size == len(chooses) else host[left], logit_rows(chooses))
 
 
 def logit_rows(chooses: Sequence[Choose]) -> NDArray[int64]:
-    """Return for each position its row among the logits of the kind "logits", or -1. [n]"""
-    wanted = np.array([c.kind == "logits" for c in chooses], bool)
+    """Return for each position its row among the logits that its kind wants, or -1. [n]"""
+    wanted = np.array([c.kind in {"logits", "sampled"} for c in chooses], bool)
     return np.where(wanted, np.cumsum(wanted) - 1, -1)
 
 
@@ -63,7 +63,7 @@ def draw(
     chosen = run(chooses)
     token_ids: list[int] = chosen.token_ids.tolist()
     for index, row in enumerate([] if chosen.logit_idx is None else chosen.logit_idx.tolist()):
-        if row >= 0 and chosen.logits is not None:
+        if token_ids[index] == UNCHOSEN and chosen.logits is not None:
             token_ids[index] = choose_token(chosen.logits[row], chooses[index])
     return token_ids, None
 

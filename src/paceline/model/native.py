@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from paceline.model.gguf_file import FourBit
     from paceline.model.packed import Packed
 
-_KINDS = {"argmax": 0, "noisy": 1, "logits": 2}  # as csrc/decoder.h
+_KINDS = {"argmax": 0, "noisy": 1, "logits": 2, "sampled": 3}  # as csrc/decoder.h
 
 
 _TABLE_TYPES = {"int4": "int8"}  # of embedding and head, where four bits would cost too much of the choice
@@ -173,6 +173,7 @@ def _choose_arrays(chooses: Sequence[Choose], vocab: int) -> kernels.Chooses:
     return kernels.Chooses(
         np.array([_KINDS[c.kind] for c in chooses], np.uint8),
         np.array([c.params.temperature for c in chooses], np.float64),
+        np.array([(c.params.top_k, c.params.top_p, c.params.min_p) for c in chooses], np.float64).reshape(-1, 3),
         np.array(keys, np.uint32).reshape(-1, 2),
         offsets,
         np.concatenate([e.ids[:n] for e, n in changed]),

@@ -35,7 +35,7 @@ class RowScores:
         return self.scores.chooses[self.start + index]
 
     def logits(self, index: int) -> NDArray[floating]:
-        """Return the raw logits [vocab] of a position whose kind is "logits"."""
+        """Return the raw logits [vocab] of a position whose kind wants them."""
         logits, logit_idx = self.scores.logits, self.scores.logit_idx
         assert logits is not None
         assert logit_idx is not None
