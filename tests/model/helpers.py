@@ -95,7 +95,7 @@ def write_gguf(
     for name, tensor in weights.items():
         if name in skip:
             continue
-        data = tensor.to(torch.float32).numpy()
+        data = np.asarray(tensor, np.float32)
         heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(
             name.rsplit(".", 1)[-1].removesuffix("_bias"), 0
         )

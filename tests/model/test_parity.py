@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -134,7 +135,7 @@ def test_default_model_equals_transformers() -> None:
     from paceline.model.weights import canonical_names
 
     names = canonical_names(c, hf.MODEL_NAMES, hf.LAYER_NAMES, hf.LAYER_PREFIX)
-    state = {names[name]: tensor for name, tensor in loaded.weights.items()}
+    state = {names[name]: torch.as_tensor(tensor) for name, tensor in loaded.weights.items()}
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     model.load_state_dict(state, strict=False, assign=True)
@@ -158,4 +159,4 @@ def test_dequantised_weights_equal_those_of_transformers() -> None:
         rows = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
         dim = len(rows) // heads // 2
         order = [h * 2 * dim + 2 * i + half for h in range(heads) for half in (0, 1) for i in range(dim)]
-        assert torch.equal(loaded.weights[f"layers.3.{name}"], rows[order])
+        assert np.array_equal(loaded.weights[f"layers.3.{name}"], rows[order])

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -61,7 +62,7 @@ def entry(shape: list[Any], begin: Any, end: Any, dtype: str = "F32") -> dict[st
 def test_a_folder_is_read_as_it_was_written(tmp_path: Path, dtype: torch.dtype) -> None:
     loaded = load_model(write_folder(tmp_path, dtype, eos_token_id=[3, 4], bos_token_id=1))
     for name, tensor in tiny_weights(CONFIG, dtype=dtype).items():
-        assert torch.equal(loaded.weights[name], tensor)
+        assert torch.equal(torch.as_tensor(loaded.weights[name]).to(dtype), tensor)
     assert loaded.config.eos_ids == (3, 4)
     assert loaded.config.bos_id == 1
     assert sorted(loaded.weights) == sorted(tiny_weights(CONFIG))
@@ -227,7 +228,7 @@ def test_any_corruption_is_an_error_of_ours_or_harmless(whole: Path, tmp_path: P
     try:
         loaded = load_model(tmp_path)
         for name in loaded.weights:
-            assert loaded.weights[name].isnan().any() in (True, False)
+            assert np.isnan(loaded.weights[name]).any() in (True, False)
     except ModelError:
         return
     assert cut == len(original)

@@ -11,7 +11,8 @@ from paceline.core.errors import ConfigError, suggest
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import torch
+    from numpy import floating
+    from numpy.typing import NDArray
 
     from paceline.model.backend import Decoder
     from paceline.model.config import ModelConfig
@@ -26,7 +27,7 @@ class LoadDecoder(Protocol):
     def __call__(
         self,
         config: ModelConfig,
-        weights: Mapping[str, torch.Tensor],
+        weights: Mapping[str, NDArray[floating]],
         weight_type: str,
         kv_type: str,
         threads: int | None,

@@ -24,7 +24,8 @@ from paceline.verify.law import load_law
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch
+    from numpy import floating
+    from numpy.typing import NDArray
 
     from paceline.draft.drafter import Drafter
     from paceline.draft.options import Loader
@@ -127,16 +128,16 @@ def _decoder(model: LoadedModel, config: EngineConfig, progress: Progress | None
     return load_decoder(model.config, weights, config.weight_type, config.kv_type, config.threads)
 
 
-class _Watched(Mapping[str, "torch.Tensor"]):
+class _Watched(Mapping[str, "NDArray[floating]"]):
     """Weights that report how many bytes of them have been read, counted as float32."""
 
-    def __init__(self, weights: Mapping[str, torch.Tensor], total: int, progress: Progress) -> None:
+    def __init__(self, weights: Mapping[str, NDArray[floating]], total: int, progress: Progress) -> None:
         self._weights, self._total, self._progress = weights, total, progress
         self._done = 0
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> NDArray[floating]:
         tensor = self._weights[name]
-        self._done = min(self._total, self._done + 4 * tensor.numel())
+        self._done = min(self._total, self._done + 4 * tensor.size)
         self._progress("loading", self._done, self._total)
         return tensor
 

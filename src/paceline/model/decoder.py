@@ -21,6 +21,9 @@ from paceline.model.rope import cos_sin, inverse_frequencies, rotate
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from numpy import floating
+    from numpy.typing import NDArray
+
     from paceline.core.nouns import Choose
     from paceline.model.backend import KV
     from paceline.model.packed import Packed
@@ -32,7 +35,11 @@ TYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16, "f1
 
 
 def load_decoder(
-    config: ModelConfig, weights: Mapping[str, torch.Tensor], weight_type: str, kv_type: str, threads: int | None
+    config: ModelConfig,
+    weights: Mapping[str, NDArray[floating]],
+    weight_type: str,
+    kv_type: str,
+    threads: int | None,
 ) -> ReferenceDecoder:
     """Make a decoder, see `engine/backends.py`."""
     assert kv_type == weight_type, "KV has the type of the weights"
@@ -73,7 +80,7 @@ class ReferenceDecoder:
     def __init__(
         self,
         config: ModelConfig,
-        weights: Mapping[str, torch.Tensor],
+        weights: Mapping[str, NDArray[floating]],
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -91,14 +98,14 @@ class ReferenceDecoder:
         ]
         factors = weights["rope_factors"] if config.rope.scaling == "factors" else None
         # [head_dim / 2] float32
-        self.inverse = inverse_frequencies(config.rope, config.head_dim, factors).to(self.device)
+        self.inverse = torch.from_numpy(inverse_frequencies(config.rope, config.head_dim, factors)).to(self.device)
 
     def describe(self) -> str:
         """Return what it is, for the user."""
         return f"{self.name}, {str(self.dtype).removeprefix('torch.')}"
 
-    def _take(self, weights: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-        return weights[name].to(device=self.device, dtype=self.dtype)
+    def _take(self, weights: Mapping[str, NDArray[floating]], name: str) -> torch.Tensor:
+        return torch.as_tensor(weights[name]).to(device=self.device, dtype=self.dtype)
 
     def new_kv(self, num_pages: int, num_layers: int | None = None) -> KVStore:
         """Return an empty store of `num_pages` pages for the first `num_layers` layers (all by default)."""

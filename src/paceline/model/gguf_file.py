@@ -10,18 +10,20 @@ import math
 import struct
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import numpy as np
-import torch
 
 from paceline.core.errors import BadModelFile, UnsupportedModel
+from paceline.model.floats import FLOAT_BYTES, read_floats
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from numpy import float16, uint8
+    from numpy import float16, float32, floating, uint8
     from numpy.typing import NDArray
+
+Number = TypeVar("Number", bound=np.generic)
 
 MAX_ENTRIES = 1 << 16  # metadata keys, and tensors
 MAX_KEY_BYTES = 1 << 16
@@ -43,13 +45,12 @@ class Quant:
     name: str
     block: int  # numbers in a block
     block_bytes: int
-    dtype: torch.dtype | None = None  # None: blocks that `gguf` dequantises
 
 
 # The types we read, by their number in the file.
 QUANTS: dict[int, Quant] = {
-    0: Quant("F32", 1, 4, torch.float32),
-    1: Quant("F16", 1, 2, torch.float16),
+    0: Quant("F32", 1, 4),
+    1: Quant("F16", 1, 2),
     2: Quant("Q4_0", 32, 18),
     3: Quant("Q4_1", 32, 20),
     6: Quant("Q5_0", 32, 22),
@@ -58,7 +59,7 @@ QUANTS: dict[int, Quant] = {
     12: Quant("Q4_K", 256, 144),
     13: Quant("Q5_K", 256, 176),
     14: Quant("Q6_K", 256, 210),
-    30: Quant("BF16", 1, 2, torch.bfloat16),
+    30: Quant("BF16", 1, 2),
 }
 
 
@@ -91,11 +92,11 @@ class GgufTensor:
         """Bytes in the file."""
         return math.prod(self.shape) // self.quant.block * self.quant.block_bytes
 
-    def read(self) -> torch.Tensor:
-        """Return the tensor: as stored, or float32 if it is quantised. Raises `BadModelFile`."""
+    def read(self) -> NDArray[floating]:
+        """Return the tensor in float32. Raises `BadModelFile`."""
         data = self._data()
-        if self.quant.dtype is not None:
-            tensor = torch.frombuffer(data, dtype=self.quant.dtype).reshape(self.shape)
+        if self.quant.name in FLOAT_BYTES:
+            tensor = read_floats(data, self.quant.name).reshape(self.shape)
         else:
             tensor = self._dequantize(data)
         return _halves_apart(tensor, self.permuted_heads) if self.permuted_heads else tensor
@@ -112,10 +113,10 @@ class GgufTensor:
         scales = blocks[:, :2].copy().view(np.float16)
         minima = blocks[:, 2:4].copy().view(np.float16) if self.quant.name == "Q4_1" else scales * np.float16(-8)
         per_block = (*self.shape[:-1], -1)
-        parts = (torch.from_numpy(a) for a in (values, scales.reshape(per_block), minima.reshape(per_block)))
+        parts: list[NDArray[Any]] = [values, scales.reshape(per_block), minima.reshape(per_block)]
         if self.permuted_heads:
-            parts = (_halves_apart(part, self.permuted_heads) for part in parts)
-        return FourBit(*(part.contiguous().numpy() for part in parts))
+            parts = [_halves_apart(part, self.permuted_heads) for part in parts]
+        return FourBit(*(np.ascontiguousarray(part) for part in parts))
 
     def _data(self) -> bytearray:
         with self.path.open("rb") as file:
@@ -125,20 +126,20 @@ class GgufTensor:
             raise BadModelFile(f"{self.path} became shorter while it was read")
         return data
 
-    def _dequantize(self, data: bytearray) -> torch.Tensor:
+    def _dequantize(self, data: bytearray) -> NDArray[float32]:
         from gguf import GGMLQuantizationType, dequantize
 
         row_bytes = self.shape[-1] // self.quant.block * self.quant.block_bytes
         blocks = np.frombuffer(data, dtype=np.uint8).reshape(*self.shape[:-1], row_bytes)
         with np.errstate(all="ignore"):  # odd scales in a file give odd weights, not warnings
             numbers = dequantize(blocks, GGMLQuantizationType(self.quant_id))
-        return torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.float32))
+        return np.ascontiguousarray(numbers, dtype=np.float32)
 
 
-def _halves_apart(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+def _halves_apart(tensor: NDArray[Number], heads: int) -> NDArray[Number]:
     """Reorder each head's rows from interleaved pairs (0, 1), (2, 3) to pairs half a head apart."""
     per_head = tensor.reshape(heads, -1, 2, *tensor.shape[1:])
-    return per_head.transpose(1, 2).reshape(tensor.shape)
+    return per_head.swapaxes(1, 2).reshape(tensor.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

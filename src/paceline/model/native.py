@@ -18,8 +18,7 @@ from paceline.model.rope import inverse_frequencies
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import torch
-    from numpy import float32
+    from numpy import float32, floating
     from numpy.typing import NDArray
 
     from paceline.core.nouns import Choose
@@ -39,7 +38,11 @@ class _KeepsBlocks(Protocol):
 
 
 def load_decoder(
-    config: ModelConfig, weights: Mapping[str, torch.Tensor], weight_type: str, kv_type: str, threads: int | None
+    config: ModelConfig,
+    weights: Mapping[str, NDArray[floating]],
+    weight_type: str,
+    kv_type: str,
+    threads: int | None,
 ) -> NativeDecoder:
     """Make a decoder, see `engine/backends.py`."""
     return NativeDecoder(config, weights, _team(threads or num_cores()), weight_type, kv_type)
@@ -59,7 +62,7 @@ class NativeDecoder:
     def __init__(
         self,
         config: ModelConfig,
-        weights: Mapping[str, torch.Tensor],
+        weights: Mapping[str, NDArray[floating]],
         team: kernels.Team,
         weight_type: str = "int8",
         kv_type: str = "i16",
@@ -87,7 +90,7 @@ class NativeDecoder:
             embed=embed,
             head=embed if config.tie_embeddings else pack("head", table_type),
             final_norm=_array(weights["final_norm"]),
-            inverse_frequencies=inverse_frequencies(config.rope, config.head_dim, factors).numpy(),
+            inverse_frequencies=inverse_frequencies(config.rope, config.head_dim, factors),
             layers=[
                 (
                     {n: pack(f"layers.{i}.{n}", weight_type) for n in matrices},
@@ -150,7 +153,7 @@ class NativeDecoder:
         return Chosen(chosen, padded, logit_idx)
 
 
-def _pack(weights: Mapping[str, torch.Tensor], name: str, weight_type: str) -> kernels.Matrix:
+def _pack(weights: Mapping[str, NDArray[floating]], name: str, weight_type: str) -> kernels.Matrix:
     """Pack one matrix; one that its file keeps in 4-bit blocks of 32 keeps them if 4 bits are wanted."""
     blocks = weights.four_bit(name) if weight_type == "int4" and isinstance(weights, _KeepsBlocks) else None
     if blocks is None:
@@ -158,8 +161,8 @@ def _pack(weights: Mapping[str, torch.Tensor], name: str, weight_type: str) -> k
     return kernels.pack_int4(blocks.values, blocks.scales.view(np.uint16), blocks.minima.view(np.uint16))
 
 
-def _array(tensor: torch.Tensor) -> NDArray[float32]:
-    return np.ascontiguousarray(tensor.float().numpy())
+def _array(tensor: NDArray[floating]) -> NDArray[float32]:
+    return np.ascontiguousarray(tensor, np.float32)
 
 
 def _choose_arrays(chooses: Sequence[Choose], vocab: int) -> kernels.Chooses:

@@ -8,23 +8,19 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-import torch
-
 from paceline.core.errors import BadModelFile, UnsupportedModel
+from paceline.model.floats import FLOAT_BYTES, read_floats
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from numpy import floating
+    from numpy.typing import NDArray
 
 MAX_HEADER_BYTES = 100_000_000  # as the safetensors library allows
 MAX_DIMS = 8
 MAX_DIM = 1 << 40
 
-DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
 # Types we can skip over but not compute with.
 _OTHER_BYTES: dict[str, int] = {
     "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1,
@@ -42,16 +38,18 @@ class StoredTensor:
     start: int  # byte in the file
     num_bytes: int
 
-    def read(self) -> torch.Tensor:
-        """Return the tensor, in the type it is stored in. Raises `BadModelFile`, `UnsupportedModel`."""
-        if self.dtype not in DTYPES:
-            raise UnsupportedModel(f"{self.path.name} stores a weight as {self.dtype}; known: {', '.join(DTYPES)}")
+    def read(self) -> NDArray[floating]:
+        """Return the tensor, see `read_floats`. Raises `BadModelFile`, `UnsupportedModel`."""
+        if self.dtype not in FLOAT_BYTES:
+            raise UnsupportedModel(
+                f"{self.path.name} stores a weight as {self.dtype}; known: {', '.join(FLOAT_BYTES)}"
+            )
         with self.path.open("rb") as file:
             file.seek(self.start)
             data = bytearray(file.read(self.num_bytes))
         if len(data) != self.num_bytes:
             raise BadModelFile(f"{self.path} became shorter while it was read")
-        return torch.frombuffer(data, dtype=DTYPES[self.dtype]).reshape(self.shape)
+        return read_floats(data, self.dtype).reshape(self.shape)
 
 
 def open_safetensors(path: Path) -> dict[str, StoredTensor]:
@@ -90,7 +88,7 @@ def _entry(path: Path, name: str, entry: object, start: int) -> StoredTensor:
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     if not isinstance(dtype, str) or not _sizes(shape, MAX_DIMS) or not _sizes(offsets, 2) or len(offsets) != 2:
         raise BadModelFile(f"{path}: tensor {name!r} has no proper dtype, shape and data_offsets")
-    item_bytes = DTYPES[dtype].itemsize if dtype in DTYPES else _OTHER_BYTES.get(dtype)
+    item_bytes = FLOAT_BYTES.get(dtype, _OTHER_BYTES.get(dtype))
     if item_bytes is None:
         raise UnsupportedModel(f"{path}: tensor {name!r} has the unknown type {dtype!r}")
     begin, end = offsets

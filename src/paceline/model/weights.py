@@ -17,7 +17,8 @@ from paceline.model.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import tokenizers
-    import torch
+    from numpy import floating
+    from numpy.typing import NDArray
 
     from paceline.model.template import TemplateSource
 
@@ -29,20 +30,20 @@ class Stored(Protocol):
     def shape(self) -> tuple[int, ...]:
         """Its shape once read, outermost first."""
 
-    def read(self) -> torch.Tensor:
-        """Return it, in the stored type or, if quantised, as float32."""
+    def read(self) -> NDArray[floating]:
+        """Return it in float32, or float64 if it is stored so."""
 
 
 StoredT = TypeVar("StoredT", bound=Stored)
 
 
-class LazyWeights(Mapping[str, "torch.Tensor"]):
+class LazyWeights(Mapping[str, "NDArray[floating]"]):
     """Tensors by canonical name, each read from its file when asked for and not kept."""
 
     def __init__(self, stored: Mapping[str, Stored]) -> None:
         self._stored = stored
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> NDArray[floating]:
         return self._stored[name].read()
 
     def four_bit(self, name: str) -> FourBit | None:
@@ -73,7 +74,7 @@ class LoadedModel:
 
     path: Path
     config: ModelConfig
-    weights: Mapping[str, torch.Tensor]  # canonical name -> tensor, shapes as `tensor_shapes(config)`
+    weights: Mapping[str, NDArray[floating]]  # canonical name -> tensor, shapes as `tensor_shapes(config)`
     text: TextSource
 
 

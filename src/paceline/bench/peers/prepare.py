@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from safetensors.torch import save_file
+from safetensors.numpy import save_file
 
 from paceline.bench.peers.remote import variables
 from paceline.bench.prompts import read_prompts, spread
@@ -56,7 +56,7 @@ def unquantized(model: LoadedModel, folder: Path) -> Path:
         config = config_json(model.config)
         target.mkdir(parents=True, exist_ok=True)
         names = canonical_names(model.config, hf.MODEL_NAMES, hf.LAYER_NAMES, hf.LAYER_PREFIX)
-        tensors = {there: model.weights[here].float().contiguous() for here, there in names.items()}
+        tensors = {there: np.ascontiguousarray(model.weights[here], np.float32) for here, there in names.items()}
         save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
         (target / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     return target
