@@ -11,6 +11,7 @@
 #include <string>
 #include <stdexcept>
 
+#include "binding.h"
 #include "decoder.h"
 #include "isa/kernels.h"
 #include "matrix.h"
@@ -384,6 +385,7 @@ NB_MODULE(_ext, m) {
     paceline::bind_sampling<float>(m);
     paceline::bind_sampling<double>(m);
     paceline::bind_decoder(m);
+    paceline::bind_lookup(m);
     paceline::bind_measures(m);
     m.def("gumbel", [](uint32_t k0, uint32_t k1, uint32_t id) { return paceline::gumbel({k0, k1}, id); }, "k0"_a,
           "k1"_a, "id"_a);

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 NGRAM = "ngram:min=1,max=4"
+SUFFIX = "suffix:shared=2000"
 OWN_MODEL = "draft-model:model=noisy"
 OWN_LAYERS = "draft-model:layers=2"
 ITSELF = "draft-model:model=same"
@@ -117,7 +118,7 @@ def test_same_text_with_own_layers_and_without_drafts(draft: str) -> None:
 
 @pytest.mark.parametrize(
     ("draft", "types"),
-    [(NGRAM, "int8"), (OWN_MODEL, "int8"), (NGRAM, "int4"), (OWN_MODEL, "f32"), (NGRAM, "bf16")],
+    [(NGRAM, "int8"), (SUFFIX, "int8"), (OWN_MODEL, "int8"), (NGRAM, "int4"), (OWN_MODEL, "f32"), (NGRAM, "bf16")],
 )
 def test_the_native_backend_keeps_every_bit(draft: str, types: str) -> None:
     """Token ids, texts and log-probabilities, with weights of every type and threads in any order."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # A new drafter is one file and one line here.
 DRAFTERS = {
     "ngram": "paceline.draft.lookup.ngram:NgramConfig",
+    "suffix": "paceline.draft.lookup.suffix:SuffixConfig",
     "draft-model": "paceline.draft.standalone:DraftModelConfig",
 }
 
@@ -77,7 +78,7 @@ def _convert(label: str, text: str, kind: Any) -> Any:
         raise ConfigError(f"{label} must be {wanted.__name__}, not {text!r}") from None
 
 
-def bounded(config: object, field: str, low: int, high: int) -> None:
+def bounded(config: object, field: str, low: float, high: float) -> None:
     """Raise `ConfigError` unless a config's field lies within bounds."""
     value = getattr(config, field)
     if not low <= value <= high:

@@ -53,6 +53,11 @@ class Decoder(Protocol):
         """Return what it is, in a few words for the user: backend, types, instruction set."""
         ...
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of its weights in memory."""
+        ...
+
     def new_kv(self, num_pages: int, num_layers: int | None = None) -> KV:
         """Return an empty store of `num_pages` pages for the first `num_layers` layers (all by default)."""
         ...

@@ -104,6 +104,12 @@ class ReferenceDecoder:
         """Return what it is, for the user."""
         return f"{self.name}, {str(self.dtype).removeprefix('torch.')}"
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all tensors; embedding and head are one where they are tied."""
+        tables = {id(t): t for t in (self.embed, self.head, self.final_norm)}.values()
+        return sum(t.nbytes for t in (*tables, *(t for layer in self.layers for t in layer.values())))
+
     def _take(self, weights: Mapping[str, NDArray[floating]], name: str) -> torch.Tensor:
         return torch.as_tensor(weights[name]).to(device=self.device, dtype=self.dtype)
 

@@ -80,7 +80,7 @@ def generate(
     """Answer every item and write the answers in the items' order. Returns 1 if some could not be answered."""
     if len(items) == 1 and not as_json and params.n == 1:
         return _stream_one(llm, items[0], params, chat, sink)
-    with _Bar(len(items)) as bar:
+    with AnswersBar(len(items)) as bar:
         prompts = [item.ids(llm, chat) for item in items]
         completions = llm.generate(prompts, params, lambda *_: bar.advance())
     for item, completion in zip(items, completions, strict=True):
@@ -124,16 +124,16 @@ def _row(item: Item, index: int, answer: Answer) -> dict[str, Any]:
     } | ({} if answer.error is None else {"error": answer.error})
 
 
-class _Bar:
+class AnswersBar:
     """How many answers are finished; shown on a terminal only."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, done: int = 0) -> None:
         columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         console = Console(file=sys.stderr)
         self._bar = Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty())
-        self._task = self._bar.add_task("answers", total=total)
+        self._task = self._bar.add_task("answers", total=total, completed=done)
 
-    def __enter__(self) -> _Bar:
+    def __enter__(self) -> AnswersBar:
         self._bar.start()
         return self
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from paceline.core.errors import ConfigError
 from paceline.engine.options import add_engine_arguments, engine_config
 from paceline.serve.banner import LoadingBar
+from paceline.serve.capture import capture
 from paceline.serve.commands.sampling import add_sampling_arguments, sampling_params
 from paceline.serve.generate import Item, generate, read_items
 from paceline.serve.llm import LLM
@@ -28,6 +29,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--chat", action="store_true", help="send a prompt as a user's message")
     parser.add_argument("--json", action="store_true", help="write JSON lines with token ids and figures")
+    parser.add_argument(
+        "--capture",
+        metavar="DIR",
+        type=Path,
+        help="append answers to DIR/answers.jsonl as token ids, to train on; goes on where it stopped",
+    )
     parser.add_argument("--n", type=int, default=1, metavar="N", help="answers to each prompt")
     parser.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens")
     add_sampling_arguments(parser)
@@ -42,6 +49,8 @@ def run(args: Namespace) -> int:
     with LoadingBar() as bar:
         llm = LLM.of(config, progress=bar)
     with llm:
+        if args.capture is not None:
+            return capture(llm, items, params, args.capture, chat=args.chat)
         return generate(llm, items, params, chat=args.chat, as_json=args.json, sink=sys.stdout)
 
 

@@ -1,0 +1,10 @@
+// What the binding's files share.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace paceline {
+
+void bind_lookup(nanobind::module_& m);
+
+}  // namespace paceline

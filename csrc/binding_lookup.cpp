@@ -1,0 +1,56 @@
+// The text index, as Python sees it. Everything that comes in is checked here.
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "binding.h"
+#include "lookup.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace paceline {
+namespace {
+
+using Ids = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+constexpr size_t kMostCapacity = size_t{1} << 30;
+constexpr int64_t kMostId = int64_t{1} << 31;
+
+void require(bool holds, const char* message) {
+    if (!holds) throw std::invalid_argument(message);
+}
+
+void extend(TextIndex& index, const Ids& ids) {
+    require(std::all_of(ids.data(), ids.data() + ids.size(), [](int64_t id) { return 0 <= id && id < kMostId; }),
+            "a token id lies between 0 and 2**31");
+    index.extend(ids.data(), ids.size());
+}
+
+std::tuple<std::vector<int32_t>, std::vector<double>, size_t> propose(const TextIndex& index, const Ids& tail, size_t most,
+                                                                      size_t min_match, size_t max_match, double reach,
+                                                                      double least_share) {
+    require(2 <= min_match && min_match <= max_match && max_match <= 1024, "2 <= min_match <= max_match <= 1024");
+    require(most <= 1024 && 0.0 <= reach && reach <= 1024.0, "most and reach are at most 1024");
+    Proposal found = index.propose(tail.data(), tail.size(), {most, min_match, max_match, reach, least_share});
+    return {std::move(found.token_ids), std::move(found.shares), found.match};
+}
+
+}  // namespace
+
+void bind_lookup(nb::module_& m) {
+    nb::class_<TextIndex>(m, "TextIndex")
+        .def("__init__", [](TextIndex* self, size_t capacity) {
+            require(0 < capacity && capacity <= kMostCapacity, "an index keeps 1 to 2**30 tokens");
+            new (self) TextIndex(capacity);
+        }, "capacity"_a)
+        .def("extend", &extend, "token_ids"_a.noconvert())
+        .def("end_text", &TextIndex::end_text)
+        .def("clear", &TextIndex::clear)
+        .def("propose", &propose, "tail"_a.noconvert(), "most"_a, "min_match"_a, "max_match"_a, "reach"_a, "least_share"_a);
+}
+
+}  // namespace paceline

@@ -1,0 +1,62 @@
+// A text with an index of where its pairs of tokens stand, and what followed the places that look like its end.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace paceline {
+
+// The fast twin of draft/lookup/suffix.py, which says what is proposed and why.
+struct Wish {
+    size_t most;        // tokens
+    size_t min_match;   // shortest match that counts
+    size_t max_match;   // longest that is told apart
+    double reach;       // tokens proposed per token matched
+    double least_share; // a path stops when so few of the places it began at are still on it
+};
+
+struct Proposal {
+    std::vector<int32_t> token_ids;
+    std::vector<double> shares;  // of the places still on the path that went on with each token
+    size_t match = 0;
+};
+
+class TextIndex {
+  public:
+    // Keeps the last `capacity` tokens at least.
+    explicit TextIndex(size_t capacity);
+
+    // Append tokens, none negative.
+    void extend(const int64_t* token_ids, size_t count);
+
+    // Mark a border: no match goes across it.
+    void end_text();
+
+    void clear();
+    size_t size() const { return end_; }  // tokens and borders ever appended
+
+    // What followed the places where the text before looks like the end of `tail`, which may be this text's own.
+    Proposal propose(const int64_t* tail, size_t length, const Wish& wish) const;
+
+  private:
+    struct Place {
+        uint64_t next;  // position of what follows
+        size_t match;   // tokens before it that equal the tail's last ones
+    };
+
+    int32_t at(uint64_t position) const { return text_[position & mask_]; }
+    bool kept(uint64_t position) const { return position + text_.size() > end_; }
+    size_t slot(int64_t before, int64_t last) const;
+    void append(int32_t token);
+    std::vector<Place> places(const int64_t* tail, size_t length, const Wish& wish) const;
+    Proposal follow(const std::vector<Place>& places, size_t match, const Wish& wish) const;
+
+    uint64_t end_ = 0;
+    size_t mask_;
+    std::vector<int32_t> text_;     // ring
+    std::vector<uint32_t> before_;  // ring: distance to the position before with the same slot, 0: none
+    std::vector<uint64_t> latest_;  // by slot: 1 + the last position behind such a pair of tokens, 0: none
+};
+
+}  // namespace paceline

@@ -1,0 +1,210 @@
+"""Suffix decoding: what mostly followed where the text looked like this before?
+
+After SuffixDecoding (arXiv 2411.04975). Instead of one earlier place, all places whose text ends like the row's
+are asked, and the path that most of them took is proposed as far as enough of them stay on it. The longer the
+match, the further the proposal goes. Places are found in the row's own text and, if the server was told to share,
+in past answers of the same salt. The paper keeps suffix trees; an index of where each pair of tokens stands, as
+compressors of the LZ77 kind have it, answers the same question from a ring of bounded size that forgets the oldest
+by itself. The index is `csrc/lookup.cpp`; its readable twin is `propose_slow`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from paceline.core.nouns import NO_DRAFT, Draft, RowDraft
+from paceline.draft.drafter import MAX_K, Needs
+from paceline.draft.options import bounded
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy import int64
+    from numpy.typing import NDArray
+
+    from paceline.core.nouns import Batch, Plan, Request, Verdict
+    from paceline.draft.drafter import Target
+    from paceline.draft.options import Loader
+    from paceline.kernels import TextIndex
+    from paceline.model.rows import Rows
+
+MAX_MATCH = 64
+MOST_SHARED_TOKENS = 1 << 26
+MOST_SALTS = 64  # with past answers of their own; the longest unused is forgotten first
+BORDER = -1  # between texts, in `propose_slow`
+MOST_PLACES, MOST_MATCHES = 64, 6  # asked, and lengths of match that are followed: the latest and the longest
+
+
+@dataclass(frozen=True, slots=True)
+class SuffixConfig:
+    """`suffix:k=8,min=2,max=32,reach=2,share=0.1,shared=0`.
+
+    k: most drafts per step. min, max: shortest match that counts, longest told apart. reach: drafts per token of
+    the match. share: a path ends when fewer than this share of its places are still on it. shared: tokens of past
+    answers that requests of one salt may draft from, 0 keeps every request to itself.
+    """
+
+    name: ClassVar[str] = "suffix"
+    k: int = 8
+    min: int = 2
+    max: int = 32
+    reach: float = 2.0
+    share: float = 0.1
+    shared: int = 0
+
+    def __post_init__(self) -> None:
+        bounded(self, "k", 1, MAX_K)
+        bounded(self, "max", 2, MAX_MATCH)
+        bounded(self, "min", 2, self.max)
+        bounded(self, "reach", 0.1, 64.0)
+        bounded(self, "share", 0.0, 1.0)
+        bounded(self, "shared", 0, MOST_SHARED_TOKENS)
+
+    def build(self, target: Target, load: Loader) -> SuffixDrafter:
+        """Make the drafter."""
+        return SuffixDrafter(self, target.rows)
+
+
+@dataclass(slots=True)
+class _Row:
+    index: TextIndex
+    salt: str
+    prompt_len: int
+    known: int = 0  # tokens of the row that are in the index
+
+
+class SuffixDrafter:
+    """Proposes what most earlier places that end like the row went on with."""
+
+    name = SuffixConfig.name
+    needs = Needs()
+
+    def __init__(self, config: SuffixConfig, rows: Rows) -> None:
+        self.config = config
+        self._tokens = rows
+        self._rows: dict[int, _Row] = {}
+        self._shared: dict[str, TextIndex] = {}  # by salt, the longest unused first
+
+    def admit(self, row: int, request: Request, valid_len: int) -> None:
+        """Begin an index for the row's own text."""
+        from paceline.kernels import TextIndex
+
+        most = len(request.prompt_ids) + (request.params.max_tokens or 0)
+        capacity = min(most, self._tokens.token_ids.shape[1])
+        self._rows[row] = _Row(TextIndex(capacity), request.salt, len(request.prompt_ids))
+
+    def propose(self, batch: Batch, plan: Plan) -> Draft:
+        """Ask every row that may draft; a row without a match drafts nothing."""
+        return Draft(tuple(self._propose_row(r.row, min(plan.k(r.row), r.max_drafts)) for r in batch.rows))
+
+    def _propose_row(self, row: int, k: int) -> RowDraft:
+        if k == 0:
+            return NO_DRAFT
+        own, tokens = self._rows[row], self._tokens.tokens(row)
+        own.index.extend(tokens[own.known :])
+        own.known = len(tokens)
+        indices = [own.index, self._shared[own.salt]] if own.salt in self._shared else [own.index]
+        found = [self._ask(index, tokens, k) for index in indices]
+        token_ids, shares, match = max(found, key=lambda f: expected(f[1]))
+        trust = match / (match + 1)
+        return RowDraft(token_ids, self.name, [s * trust for s in shares]) if token_ids else NO_DRAFT
+
+    def _ask(self, index: TextIndex, tokens: NDArray[int64], k: int) -> tuple[list[int], list[float], int]:
+        c = self.config
+        return index.propose(tokens[-c.max :], k, c.min, c.max, c.reach, c.share)
+
+    def commit(self, batch: Batch, draft: Draft, verdict: Verdict) -> None:
+        """Nothing to trim: drafts never enter an index."""
+
+    def valid_len(self, row: int) -> int:
+        """No store."""
+        return 0
+
+    def release(self, row: int) -> None:
+        """Drop the row's index; where sharing was asked for, keep its answer."""
+        own = self._rows.pop(row)
+        answer = self._tokens.tokens(row)[own.prompt_len :]
+        if self.config.shared and len(answer):
+            shared = self._past_answers(own.salt)
+            shared.extend(answer)
+            shared.end_text()
+
+    def _past_answers(self, salt: str) -> TextIndex:
+        from paceline.kernels import TextIndex
+
+        if salt not in self._shared and len(self._shared) == MOST_SALTS:
+            del self._shared[next(iter(self._shared))]
+        found = self._shared.pop(salt) if salt in self._shared else TextIndex(self.config.shared)
+        self._shared[salt] = found  # now the last one used
+        return found
+
+    def forget(self) -> None:
+        """Drop past answers."""
+        self._shared.clear()
+
+    def report(self) -> Mapping[str, Any]:
+        """Tell what was chosen."""
+        c = self.config
+        shared = f"{c.shared} tokens of past answers, by salt" if c.shared else "every request by itself"
+        return {"drafter": self.name, "k": c.k, "match": f"{c.min} to {c.max} tokens", "from": shared}
+
+
+def expected(shares: Sequence[float]) -> float:
+    """Return how many tokens of a path are kept on average, if each is kept with its share."""
+    total, path = 0.0, 1.0
+    for share in shares:
+        path *= share
+        total += path
+    return total
+
+
+def propose_slow(
+    text: Sequence[int],
+    tail: Sequence[int],
+    most: int,
+    min_match: int,
+    max_match: int,
+    reach: float,
+    least_share: float,
+) -> tuple[list[int], list[float], int]:
+    """Return what `TextIndex.propose` returns, plainly: tokens, their shares, and the match they follow.
+
+    text: tokens and borders. tail: what is to be continued, the end of `text` or another text.
+    """
+    places = []
+    for place in range(len(text) - 1, 0, -1):  # the latest first
+        match = 0
+        while match < min(max_match, len(tail), place) and text[place - 1 - match] == tail[len(tail) - 1 - match]:
+            match += 1
+        if text[place] != BORDER and match >= min_match:
+            places.append((place, match))
+    places = places[:MOST_PLACES]
+    best: tuple[list[int], list[float], int] = ([], [], 0)
+    for match in sorted({m for _, m in places}, reverse=True)[:MOST_MATCHES]:
+        path = _follow(text, [p for p, m in places if m >= match], min(most, int(reach * match)), least_share)
+        if expected(path[1]) > expected(best[1]):
+            best = (*path, match)
+    return best
+
+
+def _follow(
+    text: Sequence[int], places: list[int], most: int, least_share: float
+) -> tuple[list[int], list[float]]:
+    """Go where most places went, on ties where the latest did, while enough of them come along."""
+    token_ids: list[int] = []
+    shares: list[float] = []
+    num_places = len(places)
+    for step in range(most):
+        going_on = [*text, *token_ids]  # behind its own end, the text goes on as proposed
+        votes = Counter(going_on[p + step] for p in places if going_on[p + step] != BORDER)
+        if not votes:
+            break
+        token_id, count = votes.most_common(1)[0]  # of equal counts the first met, so the latest
+        if count < least_share * num_places:
+            break
+        token_ids.append(token_id)
+        shares.append(count / len(places))
+        places = [p for p in places if going_on[p + step] == token_id]
+    return token_ids, shares

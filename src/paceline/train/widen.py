@@ -1,0 +1,104 @@
+"""More kinds of prompts from what there is: translate, summarise, answer from a passage.
+
+Training prompts are mostly code and arithmetic; a draft head that has seen nothing else guesses badly elsewhere.
+The texts asked about are the target's own answers and the prompts themselves, so nothing new is brought in. A text
+in another language is one that the target wrote when asked to translate.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+LANGUAGES = ("German", "French", "Spanish", "Italian", "Chinese")
+LEAST_SENTENCE, MOST_SENTENCE = 30, 300  # characters
+LEAST_PASSAGE, MOST_PASSAGE = 200, 2500
+_SENTENCE = re.compile(r"[A-Z\"'][^.!?\n`{}<>=]{20,}[.!?](?=\s|$)")
+
+TRANSLATE = (
+    "Translate the following sentence into {language}: {text}",
+    "Translate {language} to English: {text}",
+    "How does one say this in {language}?\n\n{text}",
+)
+SUMMARISE = (
+    "Summarize: {text}",
+    "Write a summary of the following text in two or three sentences.\n\n{text}",
+    "What are the main points of this text?\n\n{text}",
+)
+ANSWER = (
+    "{text}\n\nQuestion: {question}\nAnswer:",
+    "Answer the question with the help of the passage.\n\nPassage: {text}\n\nQuestion: {question}",
+    "{question}",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A prompt and one answer of the target."""
+
+    name: str
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt made from others."""
+
+    name: str  # says from which, and how
+    source: str  # "translate", "back", "summarise" or "answer"
+    text: str
+
+
+def widen(pairs: Sequence[Pair], seed: int = 0) -> Iterator[Prompt]:
+    """Yield prompts made from each pair, the same for the same seed.
+
+    A pair that is itself a translation is only asked to be translated back.
+    """
+    for pair in pairs:
+        random = Random(f"{seed} {pair.name}")  # noqa: S311 - not for secrets
+        if pair.name.startswith("translate "):
+            yield from _back(pair)
+        else:
+            yield from _translate(pair, random)
+            yield from _summarise(pair, random)
+            yield from _answer(pair, random)
+
+
+def sentences(text: str) -> list[str]:
+    """Return the sentences of a text that are of some length and hold no code."""
+    found = (match.group().strip() for match in _SENTENCE.finditer(text))
+    return [s for s in found if LEAST_SENTENCE <= len(s) <= MOST_SENTENCE]
+
+
+def _translate(pair: Pair, random: Random) -> Iterator[Prompt]:
+    known = sentences(pair.answer)
+    if known:
+        language, template = random.choice(LANGUAGES), random.choice([TRANSLATE[0], TRANSLATE[2]])
+        text = template.format(language=language, text=random.choice(known))
+        yield Prompt(f"translate {language} {pair.name}", "translate", text)
+
+
+def _back(pair: Pair) -> Iterator[Prompt]:
+    language, text = pair.name.split()[1], pair.answer.strip().split("\n")[0]
+    if LEAST_SENTENCE <= len(text) <= MOST_SENTENCE:
+        yield Prompt(f"back {pair.name}", "back", TRANSLATE[1].format(language=language, text=text))
+
+
+def _summarise(pair: Pair, random: Random) -> Iterator[Prompt]:
+    if LEAST_PASSAGE <= len(pair.answer) and len(sentences(pair.answer)) >= 3:
+        text = random.choice(SUMMARISE).format(text=pair.answer[:MOST_PASSAGE])
+        yield Prompt(f"summarise {pair.name}", "summarise", text)
+
+
+def _answer(pair: Pair, random: Random) -> Iterator[Prompt]:
+    """A passage of several answers' kind, and the question its prompt was."""
+    question = pair.prompt.strip().split("\n")[0]
+    if LEAST_PASSAGE <= len(pair.answer) and LEAST_SENTENCE <= len(question) <= MOST_SENTENCE:
+        text = random.choice(ANSWER[:2]).format(text=pair.answer[:MOST_PASSAGE], question=question)
+        yield Prompt(f"answer {pair.name}", "answer", text)

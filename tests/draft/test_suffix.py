@@ -1,0 +1,184 @@
+"""Suffix drafts against their plain definition, and what they keep apart."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.errors import ConfigError
+from paceline.core.nouns import Batch, BatchRow, Plan, Request, RowPlan
+from paceline.core.params import SamplingParams
+from paceline.draft.lookup.suffix import BORDER, SuffixConfig, SuffixDrafter, propose_slow
+from paceline.draft.options import parse_spec
+from paceline.kernels import TextIndex
+
+texts = st.lists(st.lists(st.integers(0, 3), max_size=40), max_size=4)
+
+
+def ids(values: Any) -> Any:
+    return np.array(values, np.int64)
+
+
+def filled(capacity: int, parts: list[list[int]]) -> tuple[TextIndex, list[int]]:
+    """An index of some texts, the last one still open, and the same as a list."""
+    index, text = TextIndex(capacity), []
+    for number, part in enumerate(parts):
+        if number:
+            index.end_text()
+            text += [BORDER] if text and text[-1] != BORDER else []
+        index.extend(ids(part))
+        text += part
+    return index, text
+
+
+@given(
+    parts=texts,
+    other=st.none() | st.lists(st.integers(0, 3), max_size=12),
+    most=st.integers(0, 8),
+    min_match=st.integers(2, 4),
+    more=st.integers(0, 6),
+    reach=st.sampled_from([0.5, 1.0, 2.0]),
+    share=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+)
+def test_the_index_is_its_plain_definition(
+    parts: list[list[int]],
+    other: list[int] | None,
+    most: int,
+    min_match: int,
+    more: int,
+    reach: float,
+    share: float,
+) -> None:
+    index, text = filled(1000, parts)
+    tail = (parts[-1] if parts else []) if other is None else other
+    wish = (most, min_match, min_match + more, reach, share)
+    assert index.propose(ids(tail), *wish) == propose_slow(text, tail, *wish)
+
+
+@given(parts=texts, length=st.integers(1, 200), seed=st.integers(0, 99))
+def test_a_full_ring_forgets_the_oldest(parts: list[list[int]], length: int, seed: int) -> None:
+    """What it proposes then stands in the texts it can still know."""
+    index, text = filled(16, parts)
+    more = np.random.default_rng(seed).integers(0, 3, length)
+    index.extend(more)
+    text = [*text, *more.tolist()]
+    token_ids, _, match = index.propose(more[-8:], 4, 2, 8, 1.0, 0.0)
+    assert match == 0 or match <= 8
+    known = text[-16:]
+    assert set(token_ids) <= set(known)
+
+
+def test_most_places_decide_and_the_latest_breaks_ties() -> None:
+    index = TextIndex(100)
+    index.extend(ids([1, 2, 7, 1, 2, 8, 1, 2, 8, 1, 2, 9, 1, 2]))
+    assert index.propose(ids([1, 2]), 1, 2, 2, 1.0, 0.0) == ([8], [0.5], 2)
+    index.clear()
+    index.extend(ids([1, 2, 7, 1, 2, 8, 1, 2]))
+    assert index.propose(ids([1, 2]), 1, 2, 2, 1.0, 0.0)[0] == [8]
+
+
+def test_bad_arguments_are_refused() -> None:
+    index = TextIndex(10)
+    with pytest.raises(ValueError, match="token id"):
+        index.extend(ids([-1]))
+    with pytest.raises(ValueError, match="match"):
+        index.propose(ids([1]), 4, 1, 2, 1.0, 0.1)
+    with pytest.raises(ValueError, match="tokens"):
+        TextIndex(0)
+    with pytest.raises(TypeError):
+        index.extend(np.array([1.0]))
+    with pytest.raises(ConfigError, match="shared"):
+        parse_spec("suffix:shared=-1")
+
+
+# The drafter -------------------------------------------------------------------------------------
+
+
+class Text:
+    """Rows of committed tokens."""
+
+    def __init__(self) -> None:
+        self.token_ids = np.zeros((2, 64), np.int64)
+        self.length = [0, 0]
+
+    def put(self, row: int, tokens: list[int]) -> None:
+        self.token_ids[row, : len(tokens)] = tokens
+        self.length[row] = len(tokens)
+
+    def tokens(self, row: int) -> Any:
+        return self.token_ids[row, : self.length[row]]
+
+
+def propose(drafter: SuffixDrafter, row: int, k: int = 4) -> list[int]:
+    batch = Batch(0, (BatchRow(row, "r", 1, k, samples=True, max_len=64),))
+    plan = Plan({row: RowPlan("suffix", k)})
+    return list(drafter.propose(batch, plan).rows[0].token_ids)
+
+
+def request(prompt: list[int], salt: str = "") -> Request:
+    return Request("r", tuple(prompt), SamplingParams(max_tokens=20), seed=1, salt=salt)
+
+
+def answered(config: SuffixConfig, salt: str = "") -> tuple[SuffixDrafter, Text]:
+    """A drafter that has seen one request end, whose answer was 5 6 7 8 9."""
+    text = Text()
+    drafter = SuffixDrafter(config, text)  # type: ignore[arg-type]
+    drafter.admit(0, request([1, 2, 3], salt), 0)
+    text.put(0, [1, 2, 3, 5, 6, 7, 8, 9])
+    assert propose(drafter, 0) == []
+    drafter.release(0)
+    return drafter, text
+
+
+def test_a_row_follows_its_own_text_as_it_grows() -> None:
+    text = Text()
+    drafter = SuffixConfig().build(SimpleNamespace(rows=text), lambda name: None)  # type: ignore[arg-type]
+    drafter.admit(1, request([4, 5, 6, 7, 4, 5]), 0)
+    text.put(1, [4, 5, 6, 7, 4, 5])
+    assert propose(drafter, 1) == [6, 7, 4, 5]
+    text.put(1, [4, 5, 6, 7, 4, 5, 9, 9, 4, 5])
+    assert propose(drafter, 1, k=1) == [9]
+
+
+@pytest.mark.parametrize(
+    ("config", "salt", "expected"),
+    [
+        (SuffixConfig(), "", []),
+        (SuffixConfig(shared=100), "", [7, 8, 9]),
+        (SuffixConfig(shared=100), "other", []),
+    ],
+)
+def test_past_answers_are_shared_only_when_asked_and_by_salt(
+    config: SuffixConfig, salt: str, expected: list[int]
+) -> None:
+    drafter, text = answered(config)
+    drafter.admit(1, request([30, 5, 6], salt), 0)
+    text.put(1, [30, 5, 6])
+    assert propose(drafter, 1) == expected
+    drafter.forget()
+    assert propose(drafter, 1) == []
+
+
+def test_prompts_are_not_shared() -> None:
+    drafter, text = answered(SuffixConfig(shared=100))
+    drafter.admit(1, request([1, 2]), 0)
+    text.put(1, [1, 2])
+    assert propose(drafter, 1) == []
+
+
+def test_only_so_many_salts_are_remembered() -> None:
+    text = Text()
+    drafter = SuffixDrafter(SuffixConfig(shared=100), text)  # type: ignore[arg-type]
+    for number in range(70):
+        drafter.admit(0, request([1], str(number)), 0)
+        text.put(0, [1, 5, 6, 7])
+        drafter.release(0)
+    assert len(drafter._shared) == 64
+    drafter.admit(0, request([1], "0"), 0)
+    text.put(0, [5, 6])
+    assert propose(drafter, 0) == []

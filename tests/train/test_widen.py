@@ -1,0 +1,45 @@
+"""Prompts made from prompts and answers."""
+
+from __future__ import annotations
+
+from paceline.train.widen import Pair, sentences, widen
+
+ANSWER = (
+    "The old lighthouse stands on a cliff above the sea. Every evening its keeper climbs the narrow stairs. "
+    "He lights the lamp and writes the weather into a book. Nobody has read that book for many years now."
+)
+PAIR = Pair("7", "Describe a lighthouse and the person who works there.", ANSWER)
+
+
+def test_each_kind_is_made_from_a_text_that_allows_it() -> None:
+    made = {p.source: p for p in widen([PAIR])}
+    assert made.keys() == {"translate", "summarise", "answer"}
+    assert any(s in made["translate"].text for s in sentences(ANSWER))
+    assert ANSWER in made["summarise"].text
+    assert ANSWER in made["answer"].text
+    assert PAIR.prompt in made["answer"].text
+    assert len({p.name for p in made.values()}) == 3
+
+
+def test_the_same_seed_makes_the_same_prompts() -> None:
+    assert list(widen([PAIR], 3)) == list(widen([PAIR], 3))
+    assert any(list(widen([PAIR], 3)) != list(widen([PAIR], seed)) for seed in range(9))
+
+
+def test_a_translation_is_only_translated_back() -> None:
+    german = "Der alte Leuchtturm steht auf einer Klippe hoch ueber dem Meer."
+    (back,) = widen([Pair("translate German 7", "Translate ...", german + "\nNote: ...")])
+    assert back.source == "back"
+    assert back.text == f"Translate German to English: {german}"
+
+
+def test_code_and_short_answers_make_no_prompts() -> None:
+    code = "def f(x):\n    return {x: 1}\n" * 20
+    assert [p.source for p in widen([Pair("1", "Write f.", code)])] == []
+    assert list(widen([Pair("2", PAIR.prompt, "Yes.")])) == []
+
+
+def test_sentences_leave_code_and_fragments_out() -> None:
+    assert sentences("Ok. `x = 1`. This one is long enough to be asked about. And a bit") == [
+        "This one is long enough to be asked about."
+    ]
