@@ -8,19 +8,22 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+import numpy as np
+
 from paceline.core.errors import BadModelFile, UnsupportedModel
 from paceline.model.floats import FLOAT_BYTES, read_floats
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from numpy import floating
+    from numpy import floating, int64
     from numpy.typing import NDArray
 
 MAX_HEADER_BYTES = 100_000_000  # as the safetensors library allows
 MAX_DIMS = 8
 MAX_DIM = 1 << 40
 
+_INTEGERS = {"I64": "<i8", "I32": "<i4"}
 # Types we can skip over but not compute with.
 _OTHER_BYTES: dict[str, int] = {
     "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1,
@@ -44,12 +47,21 @@ class StoredTensor:
             raise UnsupportedModel(
                 f"{self.path.name} stores a weight as {self.dtype}; known: {', '.join(FLOAT_BYTES)}"
             )
+        return read_floats(self._data(), self.dtype).reshape(self.shape)
+
+    def read_integers(self) -> NDArray[int64]:
+        """Return a tensor of whole numbers. Raises `BadModelFile`, `UnsupportedModel`."""
+        if self.dtype not in _INTEGERS:
+            raise UnsupportedModel(f"{self.path.name} stores whole numbers as {self.dtype}; known: I64, I32")
+        return np.frombuffer(self._data(), _INTEGERS[self.dtype]).astype(np.int64).reshape(self.shape)
+
+    def _data(self) -> bytearray:
         with self.path.open("rb") as file:
             file.seek(self.start)
             data = bytearray(file.read(self.num_bytes))
         if len(data) != self.num_bytes:
             raise BadModelFile(f"{self.path} became shorter while it was read")
-        return read_floats(data, self.dtype).reshape(self.shape)
+        return data
 
 
 def open_safetensors(path: Path) -> dict[str, StoredTensor]:

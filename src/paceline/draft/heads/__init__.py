@@ -1,0 +1,1 @@
+"""Draft heads: small layers over the target's own hidden states."""

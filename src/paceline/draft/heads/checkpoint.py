@@ -1,0 +1,116 @@
+"""A draft head's files: every tensor checked against the config and the target before one is used."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.core.errors import BadModelFile, DrafterMismatch
+from paceline.draft.heads.config import HeadConfig, head_shapes, read_config
+from paceline.model.hf import LAYER_NAMES, read_json, stored_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from numpy import floating, int64
+    from numpy.typing import NDArray
+
+    from paceline.model.config import ModelConfig
+    from paceline.model.safetensors_file import StoredTensor
+
+_NAMES = {
+    "fc.weight": "fc",
+    "input_norm.weight": "input_norm",
+    "norm.weight": "norm",
+    "lm_head.weight": "head",
+    "mask_hidden": "mask_hidden",
+    "embed_tokens.weight": "embed",
+}
+_LAYER_NAMES = {there: here for here, there in LAYER_NAMES.items()} | {"hidden_norm.weight": "hidden_norm"}
+_LAYER = re.compile(r"(?:layers\.(\d{1,3})|midlayer)\.(.+)")
+_FC_NORM = re.compile(r"fc_norm\.(\d{1,2})\.weight")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Head:
+    """A head whose files are whole and fit its target."""
+
+    config: HeadConfig
+    weights: Mapping[str, NDArray[floating]]  # by canonical name, shapes as `head_shapes`; maybe "embed" too
+    token_ids: NDArray[int64]  # [draft_vocab_size] the target's id of each draft token, ascending or not
+
+
+def load_head(folder: Path, target: ModelConfig) -> Head:
+    """Read a head from a folder. Raises `ModelNotFound`, `BadModelFile`, `UnsupportedModel`, `DrafterMismatch`."""
+    config = read_config(read_json(folder / "config.json"), target)
+    found = {
+        canonical: tensor for name, tensor in stored_tensors(folder).items() if (canonical := canonical_name(name))
+    }
+    shapes = head_shapes(config)
+    if "embed" in found:
+        shapes["embed"] = (target.vocab_size, config.layers.hidden_size)
+    elif config.layers.hidden_size != target.hidden_size:
+        raise DrafterMismatch(
+            f"the head is {config.layers.hidden_size} numbers wide and has no embedding of its own; the target's "
+            f"has {target.hidden_size}"
+        )
+    weights = {name: _read(found, name, shape, folder) for name, shape in shapes.items()}
+    return Head(config, weights, _token_ids(found, config, target, folder))
+
+
+def canonical_name(name: str) -> str | None:
+    """Return our name of a tensor in a head's file, None for one that is not used."""
+    name = name.removeprefix("model.")
+    if name in _NAMES or name == "d2t":
+        return _NAMES.get(name, name)
+    if match := _FC_NORM.fullmatch(name):
+        return f"fc_norm.{match[1]}"
+    match = _LAYER.fullmatch(name)
+    if match is None or match[2] not in _LAYER_NAMES:
+        return None
+    return f"layers.{match[1] or 0}.{_LAYER_NAMES[match[2]]}"
+
+
+def _read(found: Mapping[str, StoredTensor], name: str, shape: tuple[int, ...], folder: Path) -> NDArray[floating]:
+    stored = found.get(name)
+    if stored is None:
+        raise BadModelFile(f"the head in {folder} lacks the tensor {name!r}")
+    if stored.shape != shape and not (name == "mask_hidden" and stored.shape == (1, 1, *shape)):
+        raise DrafterMismatch(
+            f"the head in {folder} has {name!r} of shape {list(stored.shape)}; with this target it must be "
+            f"{list(shape)}"
+        )
+    values = stored.read().reshape(shape)
+    if not np.isfinite(values).all():
+        raise BadModelFile(
+            f"the head in {folder} holds NaN or infinity in {name!r}; it is broken, or was not trained"
+        )
+    return values
+
+
+def _token_ids(
+    found: Mapping[str, StoredTensor], config: HeadConfig, target: ModelConfig, folder: Path
+) -> NDArray[int64]:
+    """Return the target's ids of the draft tokens: `d2t` holds how far each is from its own index."""
+    index: NDArray[int64] = np.arange(config.draft_vocab_size, dtype=np.int64)
+    stored = found.get("d2t")
+    if stored is None:
+        if config.draft_vocab_size != target.vocab_size:
+            raise BadModelFile(
+                f"the head in {folder} has a vocabulary of its own but no map `d2t` to the target's"
+            )
+        return index
+    if stored.shape != index.shape:
+        raise BadModelFile(f"the head in {folder} maps {list(stored.shape)} tokens, its config says {len(index)}")
+    ids: NDArray[int64] = index + stored.read_integers()
+    if ids.min() < 0 or ids.max() >= target.vocab_size:
+        raise DrafterMismatch(
+            f"the head in {folder} maps to tokens {ids.min()} to {ids.max()}; the target has {target.vocab_size}"
+        )
+    if len(np.unique(ids)) != len(ids):
+        raise BadModelFile(f"the head in {folder} maps two of its tokens to one of the target's")
+    return ids

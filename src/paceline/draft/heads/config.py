@@ -1,0 +1,180 @@
+"""What a draft head's config.json says, in both formats in use.
+
+Those of the EAGLE authors (arXiv 2503.01840) are the config of a Llama of one layer with some fields more; those
+of the `speculators` project keep that in `transformer_layer_config`. P-EAGLE heads (arXiv 2602.01469) add a mask
+token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from paceline.core.errors import BadModelFile, DrafterMismatch, UnsupportedModel
+from paceline.model.config import layer_shapes
+from paceline.model.hf import config_from_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from paceline.model.config import ModelConfig
+
+MOST_TAPS = 16
+_ALGORITHMS: dict[str, Literal["eagle3", "peagle"]] = {
+    "eagle3": "eagle3",
+    "peagle": "peagle",
+    "p-eagle": "peagle",
+    "LlamaForCausalLMEagle3": "eagle3",
+    "PEagleDraftModel": "peagle",
+}
+_MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadConfig:
+    """The shape of one head. Hidden states are the target's residual stream after so many of its layers."""
+
+    algorithm: Literal["eagle3", "peagle"]
+    layers: ModelConfig  # of the head's own layers; the first one reads twice the width
+    draft_vocab_size: int
+    target_hidden_size: int
+    taps: tuple[int, ...]
+    norm_before_residual: bool = False  # the residual is the normed hidden state
+    norm_before_fc: bool = False  # one norm over all taps together
+    fc_norm: bool = False  # a norm of its own for each tap (EAGLE-3.1, arXiv 2605.09992)
+    norm_output: bool = False  # what is fed back is the normed output
+    mask_token_id: int | None = None  # P-EAGLE: stands for a token that is not known yet
+
+    @property
+    def tapped_size(self) -> int:
+        """Numbers of all taps of one token."""
+        return len(self.taps) * self.target_hidden_size
+
+
+def read_config(values: Mapping[str, Any], target: ModelConfig) -> HeadConfig:
+    """Read a head's config.json. Raises `BadModelFile`, `UnsupportedModel`, `DrafterMismatch`.
+
+    What it leaves out is the target's: RoPE, the norm's epsilon, the vocabulary.
+    """
+    algorithm = _algorithm(values)
+    inner = values.get("transformer_layer_config")
+    layer_values = dict(inner if isinstance(inner, dict) else values)
+    layer_values.setdefault("model_type", "llama")
+    layers = config_from_json(_without_tokens(layer_values, target))
+    if "rope_theta" not in layer_values and "rope_parameters" not in layer_values:
+        layers = replace(layers, rope=target.rope)
+    nested = values.get("eagle_config")
+    everywhere = {**(nested if isinstance(nested, dict) else {}), **values}
+    config = HeadConfig(
+        algorithm=algorithm,
+        layers=layers,
+        draft_vocab_size=_integer(everywhere, "draft_vocab_size", target.vocab_size),
+        target_hidden_size=_integer(everywhere, "target_hidden_size", target.hidden_size),
+        taps=_taps(everywhere, algorithm, target),
+        mask_token_id=_mask_token(everywhere) if algorithm == "peagle" else None,
+        **{name: _flag(everywhere, name) for name in _FLAGS},
+    )
+    _check(config, target)
+    return config
+
+
+_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
+
+def head_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
+    """Return every tensor a head asks for, by canonical name, matrices as [out, in]."""
+    c, width = config, config.layers.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {"fc": (width, c.tapped_size)}
+    if c.fc_norm:
+        shapes |= {f"fc_norm.{i}": (c.target_hidden_size,) for i in range(len(c.taps))}
+    if c.norm_before_fc:
+        shapes["input_norm"] = (c.tapped_size,)
+    for i in range(c.layers.num_layers):
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer_shapes(c.layers).items()}
+    for name in ("attn_q", "attn_k", "attn_v"):
+        shapes[f"layers.0.{name}"] = (shapes[f"layers.0.{name}"][0], 2 * width)
+    shapes |= {"layers.0.hidden_norm": (width,), "norm": (width,), "head": (c.draft_vocab_size, width)}
+    if c.algorithm == "peagle":
+        shapes["mask_hidden"] = (c.tapped_size,)
+    return shapes
+
+
+def default_taps(algorithm: str, num_layers: int) -> tuple[int, ...]:
+    """Return after how many of the target's layers the papers look: of a low, a middle and a high one."""
+    last = {"eagle3": num_layers - 3, "peagle": num_layers - 1}[algorithm]
+    return (2, num_layers // 2, last)
+
+
+def _algorithm(values: Mapping[str, Any]) -> Literal["eagle3", "peagle"]:
+    names = [values.get("speculators_model_type")]
+    architectures = values.get("architectures")
+    names += architectures if isinstance(architectures, list) else []
+    for name in names:
+        if name in _ALGORITHMS:
+            return _ALGORITHMS[name]
+    if names == ["LlamaForCausalLM"] and "draft_vocab_size" in values:  # as the first EAGLE-3 heads were published
+        return "eagle3"
+    raise UnsupportedModel(f"the head says it is {names}; EAGLE-3 and P-EAGLE heads are known")
+
+
+def _without_tokens(values: dict[str, Any], target: ModelConfig) -> dict[str, Any]:
+    """A head has no special tokens of its own, and often repeats those of another vocabulary."""
+    kept = {key: value for key, value in values.items() if not key.endswith("_token_id")}
+    kept.setdefault("vocab_size", target.vocab_size)
+    kept.setdefault("rms_norm_eps", target.norm_eps)
+    return kept
+
+
+def _taps(values: Mapping[str, Any], algorithm: str, target: ModelConfig) -> tuple[int, ...]:
+    given = values.get("eagle_aux_hidden_state_layer_ids")
+    if given is None:
+        return default_taps(algorithm, target.num_layers)
+    if not isinstance(given, list) or not 1 <= len(given) <= MOST_TAPS or not all(type(i) is int for i in given):
+        raise BadModelFile(f"eagle_aux_hidden_state_layer_ids = {str(given)[:80]} must be a list of layers")
+    return tuple(given)
+
+
+def _mask_token(values: Mapping[str, Any]) -> int:
+    for key in _MASK_KEYS:
+        if values.get(key) is not None:
+            return _integer(values, key, 0)
+    raise BadModelFile("a P-EAGLE head needs mask_token_id in its config.json")
+
+
+def _integer(values: Mapping[str, Any], key: str, default: int) -> int:
+    value = values.get(key)
+    value = default if value is None else value
+    if type(value) is not int or not 0 <= value < 1 << 31:
+        raise BadModelFile(f"the head's {key} = {str(value)[:80]} must be a whole number")
+    return value
+
+
+def _flag(values: Mapping[str, Any], key: str) -> bool:
+    value = values.get(key)
+    value = False if value is None else value
+    if type(value) is not bool:
+        raise BadModelFile(f"the head's {key} = {str(value)[:80]} must be true or false")
+    return value
+
+
+def _check(config: HeadConfig, target: ModelConfig) -> None:
+    """Raise `DrafterMismatch` unless the head can sit on this target."""
+    if config.target_hidden_size != target.hidden_size:
+        raise DrafterMismatch(
+            f"the head was made for a target {config.target_hidden_size} numbers wide, this one has "
+            f"{target.hidden_size}; it belongs to another model"
+        )
+    if not all(0 <= tap <= target.num_layers for tap in config.taps):
+        raise DrafterMismatch(
+            f"the head looks after layers {list(config.taps)}, the target has {target.num_layers}"
+        )
+    if not 1 <= config.draft_vocab_size <= target.vocab_size:
+        raise DrafterMismatch(
+            f"the head chooses among {config.draft_vocab_size} tokens, the target has {target.vocab_size}"
+        )
+    if config.mask_token_id is not None and config.mask_token_id >= target.vocab_size:
+        raise DrafterMismatch(
+            f"the head's mask token {config.mask_token_id} lies outside the target's {target.vocab_size} tokens"
+        )
+    if config.norm_before_fc and config.fc_norm:
+        raise BadModelFile("the head asks for norm_before_fc and fc_norm, which exclude each other")

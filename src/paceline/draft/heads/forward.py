@@ -1,0 +1,78 @@
+"""A draft head's forward pass in PyTorch: the readable twin of faster ones, and what training differentiates.
+
+EAGLE-3 (arXiv 2503.01840): hidden states of several depths are fused to one feature, `fc`. The first layer reads
+that feature beside the embedding of the token that came after it, and so guesses the token after that. Its output,
+before the last norm, stands for the feature of the next position. P-EAGLE (arXiv 2602.01469) instead puts a learned
+feature and a mask token at the positions that are not known yet, and guesses all of them in one pass.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from paceline.model.decoder import ACTIVATIONS, linear, rms_norm
+from paceline.model.rope import cos_sin, inverse_frequencies, rotate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from paceline.draft.heads.config import HeadConfig
+
+    # (layer, queries [n, heads, dim], keys and values [n, kv_heads, dim]) -> [n, heads * dim]
+    Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    Weights = Mapping[str, torch.Tensor]
+
+
+def fuse(config: HeadConfig, weights: Weights, tapped: torch.Tensor) -> torch.Tensor:
+    """Return the feature [n, width] of each token from its taps, one after another [n, tapped_size]."""
+    eps = config.layers.norm_eps
+    if config.norm_before_fc:
+        tapped = rms_norm(tapped, weights["input_norm"], eps)
+    if config.fc_norm:
+        parts = torch.split(tapped, config.target_hidden_size, dim=-1)
+        normed = [rms_norm(part, weights[f"fc_norm.{i}"], eps) for i, part in enumerate(parts)]
+        tapped = torch.cat(normed, dim=-1)
+    return functional.linear(tapped, weights["fc"])
+
+
+def run_layers(
+    config: HeadConfig,
+    weights: Weights,
+    embedded: torch.Tensor,
+    features: torch.Tensor,
+    positions: torch.Tensor,
+    attend: Attend,
+) -> torch.Tensor:
+    """Return the output [n, width] of the head's layers, before the last norm.
+
+    embedded: [n, width] of the tokens. features: [n, width] of the tokens before them. positions: [n] int64.
+    """
+    inverse = torch.from_numpy(inverse_frequencies(config.layers.rope, config.layers.head_dim)).to(embedded.device)
+    cos, sin = cos_sin(positions, inverse, embedded.dtype)
+    eps = config.layers.norm_eps
+    hidden = features
+    for index in range(config.layers.num_layers):
+        layer = {n.split(".", 2)[2]: w for n, w in weights.items() if n.startswith(f"layers.{index}.")}
+        if index == 0:
+            normed = rms_norm(hidden, layer["hidden_norm"], eps)
+            hidden = normed if config.norm_before_residual else hidden
+            read = torch.cat([rms_norm(embedded, layer["attn_norm"], eps), normed], dim=-1)
+        else:
+            read = rms_norm(hidden, layer["attn_norm"], eps)
+        heads = (len(read), -1, config.layers.head_dim)
+        query, key, value = (linear(layer, f"attn_{name}", read).view(heads) for name in "qkv")
+        mixed = attend(index, rotate(query, cos, sin), rotate(key, cos, sin), value)
+        hidden = hidden + linear(layer, "attn_o", mixed)
+        normed = rms_norm(hidden, layer["mlp_norm"], eps)
+        gate = ACTIVATIONS[config.layers.facts.activation](linear(layer, "mlp_gate", normed))
+        hidden = hidden + linear(layer, "mlp_down", gate * linear(layer, "mlp_up", normed))
+    return hidden
+
+
+def read_out(config: HeadConfig, weights: Weights, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits [n, draft_vocab_size] and what stands for the next positions' features [n, width]."""
+    normed = rms_norm(hidden, weights["norm"], config.layers.norm_eps)
+    return functional.linear(normed, weights["head"]), normed if config.norm_output else hidden

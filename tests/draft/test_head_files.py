@@ -1,0 +1,206 @@
+"""Draft heads in both formats: what is read, and what is refused with a reason."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from paceline.core.errors import BadModelFile, DrafterMismatch, UnsupportedModel
+from paceline.draft.heads.checkpoint import canonical_name, load_head
+from paceline.draft.heads.config import default_taps, head_shapes, read_config
+from paceline.model.hf import LAYER_NAMES
+from tests.tiny import tiny_config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+TARGET = tiny_config(num_layers=6, vocab_size=320)
+DRAFT_VOCAB = 100
+LAYER = {
+    "model_type": "llama",
+    "hidden_size": TARGET.hidden_size,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_hidden_layers": 1,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": TARGET.vocab_size,
+    "max_position_embeddings": 512,
+}
+FIRST = {
+    **LAYER,
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "draft_vocab_size": DRAFT_VOCAB,
+    "bos_token_id": 128000,
+}
+SPECULATORS = {
+    "speculators_model_type": "eagle3",
+    "architectures": ["Eagle3DraftModel"],
+    "transformer_layer_config": {**LAYER, "rope_theta": 5000.0},
+    "draft_vocab_size": DRAFT_VOCAB,
+    "eagle_aux_hidden_state_layer_ids": [1, 3, 5],
+    "norm_before_residual": True,
+    "fc_norm": True,
+    "norm_output": True,
+}
+PEAGLE = {
+    **SPECULATORS,
+    "speculators_model_type": "peagle",
+    "mask_token_id": 7,
+    "transformer_layer_config": {**LAYER, "num_hidden_layers": 2},
+}
+FORMATS = {"first": FIRST, "speculators": SPECULATORS, "peagle": PEAGLE}
+
+
+def file_name(canonical: str, first_format: bool) -> str:
+    """Return a tensor's name in a file."""
+    plain = {"fc": "fc.weight", "norm": "norm.weight", "head": "lm_head.weight", "mask_hidden": "mask_hidden"}
+    if canonical in plain:
+        return plain[canonical]
+    if canonical.startswith("layers."):
+        _, number, short = canonical.split(".")
+        inner = {**LAYER_NAMES, "hidden_norm": "hidden_norm.weight"}[short]
+        return f"midlayer.{inner}" if first_format else f"layers.{number}.{inner}"
+    return f"{canonical}.weight"
+
+
+def tensors_of(values: dict[str, Any]) -> dict[str, Any]:
+    """Return random tensors by their names in the file."""
+    random = np.random.default_rng(0)
+    config = read_config(values, TARGET)
+    named = {
+        file_name(name, values is FIRST): random.standard_normal(shape, dtype=np.float32)
+        for name, shape in head_shapes(config).items()
+    }
+    if "mask_hidden" in named:
+        named["mask_hidden"] = named["mask_hidden"].reshape(1, 1, -1)
+    ids = np.sort(random.permutation(TARGET.vocab_size)[:DRAFT_VOCAB])
+    in_draft = np.zeros(TARGET.vocab_size, bool)
+    in_draft[ids] = True
+    return named | {"d2t": ids - np.arange(DRAFT_VOCAB), "t2d": in_draft}
+
+
+def write(folder: Path, values: dict[str, Any], tensors: dict[str, Any] | None = None) -> Path:
+    (folder / "config.json").write_text(json.dumps(values))
+    save_file(tensors_of(values) if tensors is None else tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_tensor_arrives(name: str, tmp_path: Path) -> None:
+    values = FORMATS[name]
+    tensors = tensors_of(values)
+    head = load_head(write(tmp_path, values, tensors), TARGET)
+    for canonical, shape in head_shapes(head.config).items():
+        there = tensors[file_name(canonical, values is FIRST)]
+        assert head.weights[canonical].shape == shape
+        assert np.array_equal(head.weights[canonical], there.reshape(shape))
+    assert np.array_equal(head.token_ids, np.flatnonzero(tensors["t2d"]))
+
+
+def test_what_a_config_leaves_out_is_the_targets() -> None:
+    first, other = read_config(FIRST, TARGET), read_config(SPECULATORS, TARGET)
+    assert first.taps == default_taps("eagle3", 6) == (2, 3, 3)
+    assert first.layers.rope == TARGET.rope
+    assert not first.norm_before_residual
+    assert other.taps == (1, 3, 5)
+    assert other.layers.rope.theta == 5000.0
+    assert other.norm_before_residual
+    assert other.norm_output
+
+
+def test_switches_are_also_found_in_a_nested_table() -> None:
+    values = {**FIRST, "eagle_config": {"norm_before_fc": True, "eagle_aux_hidden_state_layer_ids": [1, 2]}}
+    config = read_config(values, TARGET)
+    assert config.norm_before_fc
+    assert head_shapes(config)["input_norm"] == (2 * TARGET.hidden_size,)
+
+
+def test_a_head_without_a_map_uses_the_targets_ids(tmp_path: Path) -> None:
+    values = {**FIRST, "draft_vocab_size": TARGET.vocab_size}
+    tensors = tensors_of(FIRST) | {"lm_head.weight": np.ones((320, TARGET.hidden_size), np.float32)}
+    del tensors["d2t"]
+    head = load_head(write(tmp_path, values, tensors), TARGET)
+    assert np.array_equal(head.token_ids, np.arange(320))
+
+
+CONFIGS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "another width": ({"target_hidden_size": 4096}, DrafterMismatch, "another model"),
+    "layers that are not there": ({"eagle_aux_hidden_state_layer_ids": [2, 9, 30]}, DrafterMismatch, "30"),
+    "layers that are no list": ({"eagle_aux_hidden_state_layer_ids": 3}, BadModelFile, "list"),
+    "too many tokens": ({"draft_vocab_size": 32000}, DrafterMismatch, "32000"),
+    "no number": ({"draft_vocab_size": "many"}, BadModelFile, "whole number"),
+    "no switch": ({"norm_output": 1}, BadModelFile, "true or false"),
+    "two norms": ({"fc_norm": True, "norm_before_fc": True}, BadModelFile, "exclude"),
+    "something else": ({"architectures": ["MedusaModel"]}, UnsupportedModel, "Medusa"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_that_does_not_fit_is_refused(name: str) -> None:
+    change, error, reason = CONFIGS[name]
+    with pytest.raises(error, match=reason):
+        read_config({**FIRST, **change}, TARGET)
+
+
+def test_a_parallel_head_needs_a_mask_token() -> None:
+    with pytest.raises(BadModelFile, match="mask_token_id"):
+        read_config({k: v for k, v in PEAGLE.items() if k != "mask_token_id"}, TARGET)
+    with pytest.raises(DrafterMismatch, match="mask token"):
+        read_config({**PEAGLE, "mask_token_id": 320}, TARGET)
+
+
+def _with(name: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda tensors: {**tensors, name: change(tensors[name])}
+
+
+def _nan(values: Any) -> Any:
+    values[3, 4] = np.nan
+    return values
+
+
+TENSORS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], type[Exception], str]] = {
+    "one is missing": (lambda t: {k: v for k, v in t.items() if k != "fc.weight"}, BadModelFile, "'fc'"),
+    "one has another shape": (_with("fc.weight", lambda v: v[:, :-1].copy()), DrafterMismatch, "'fc'"),
+    "one holds NaN": (_with("midlayer.mlp.up_proj.weight", _nan), BadModelFile, "NaN"),
+    "the map leads out": (_with("d2t", lambda v: v + 300), DrafterMismatch, "maps to tokens"),
+    "the map leads below": (_with("d2t", lambda v: v - 300), DrafterMismatch, "maps to tokens"),
+    "the map is short": (_with("d2t", lambda v: v[:50].copy()), BadModelFile, "maps"),
+    "two lead to one": (_with("d2t", lambda v: -np.arange(len(v))), BadModelFile, "two of its tokens"),
+    "there is no map": (lambda t: {k: v for k, v in t.items() if k != "d2t"}, BadModelFile, "d2t"),
+    "the map is of floats": (_with("d2t", lambda v: v.astype(np.float32)), UnsupportedModel, "F32"),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensors_that_do_not_fit_are_refused(name: str, tmp_path: Path) -> None:
+    change, error, reason = TENSORS[name]
+    with pytest.raises(error, match=reason):
+        load_head(write(tmp_path, FIRST, change(tensors_of(FIRST))), TARGET)
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, FIRST) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(BadModelFile, match="truncated"):
+        load_head(tmp_path, TARGET)
+
+
+def test_a_wider_head_needs_an_embedding(tmp_path: Path) -> None:
+    write(tmp_path, FIRST)
+    with pytest.raises(DrafterMismatch, match="embedding"):
+        load_head(tmp_path, replace(TARGET, hidden_size=TARGET.hidden_size * 2))
+
+
+def test_names_that_are_not_used() -> None:
+    assert canonical_name("t2d") is None
+    assert canonical_name("rotary_emb.inv_freq") is None
+    assert canonical_name("model.layers.0.hidden_norm.weight") == "layers.0.hidden_norm"
+    assert canonical_name("midlayer.self_attn.q_proj.weight") == "layers.0.attn_q"
