@@ -2,7 +2,7 @@
 
 EAGLE-3 (arXiv 2503.01840): hidden states of several depths are fused to one feature, `fc`. The first layer reads
 that feature beside the embedding of the token that came after it, and so guesses the token after that. Its output,
-before the last norm, stands for the feature of the next position. P-EAGLE (arXiv 2602.01469) instead puts a learned
+before the last norm, stands for the next feature. P-EAGLE (arXiv 2602.01469) instead puts a learned
 feature and a mask token at the positions that are not known yet, and guesses all of them in one pass.
 """
 
