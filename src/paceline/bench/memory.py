@@ -26,7 +26,7 @@ from paceline.engine.scheduler import Limits
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-NEW_TOKENS = 64
+NEW_TOKENS = 256  # long enough that the first request is still there when the last one is read
 MIB = 2**20
 
 
