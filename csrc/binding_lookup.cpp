@@ -49,7 +49,6 @@ void bind_lookup(nb::module_& m) {
         }, "capacity"_a)
         .def("extend", &extend, "token_ids"_a.noconvert())
         .def("end_text", &TextIndex::end_text)
-        .def("clear", &TextIndex::clear)
         .def("propose", &propose, "tail"_a.noconvert(), "most"_a, "min_match"_a, "max_match"_a, "reach"_a, "least_share"_a);
 }
 

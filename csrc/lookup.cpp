@@ -21,11 +21,6 @@ size_t power_of_two(size_t least) {
 TextIndex::TextIndex(size_t capacity)
     : mask_(power_of_two(capacity) - 1), text_(mask_ + 1), before_(mask_ + 1), latest_(mask_ + 1) {}
 
-void TextIndex::clear() {
-    end_ = 0;
-    std::fill(latest_.begin(), latest_.end(), 0);
-}
-
 size_t TextIndex::slot(int64_t before, int64_t last) const {
     const uint64_t pair = static_cast<uint64_t>(before) << 32 ^ static_cast<uint64_t>(last);
     return pair * 0x9E3779B97F4A7C15ull >> 20 & mask_;

@@ -33,9 +33,6 @@ class TextIndex {
     // Mark a border: no match goes across it.
     void end_text();
 
-    void clear();
-    size_t size() const { return end_; }  // tokens and borders ever appended
-
     // What followed the places where the text before looks like the end of `tail`, which may be this text's own.
     Proposal propose(const int64_t* tail, size_t length, const Wish& wish) const;
 

@@ -85,6 +85,24 @@ PACELINE_INLINE void score_pages(const T* const* pages, size_t num_pages, size_t
         score_rows<R, 1, T>(pages + page, head_dim, queries, scores + page * kPageTokens);
 }
 
+// Turn the first `count` scores into exp(score - largest) and the others, up to `end`, into 0.
+PACELINE_INLINE void weigh_scores(float* scores, size_t count, size_t end, float* top, float* total) {
+    for (size_t i = count; i < end; ++i) scores[i] = -__builtin_inff();
+    f32v most = splat(-__builtin_inff());
+    for (size_t i = 0; i < end; i += kLanes) most = larger(load(scores + i), most);
+    *top = largest(most);
+    f32v sums[kVectors];  // by place in the page, whatever the width of a vector
+    for (int v = 0; v < kVectors; ++v) sums[v] = splat(0.0f);
+    for (size_t i = 0; i < end; i += kPageTokens)
+        for (int v = 0; v < kVectors; ++v) {
+            const f32v w = exp(load(scores + i + v * kLanes) - *top);
+            store(scores + i + v * kLanes, w);
+            sums[v] += w;
+        }
+    for (int v = 1; v < kVectors; ++v) sums[0] += sums[v];
+    *total = sum(sums[0]);
+}
+
 template <class T>
 size_t page_bytes(size_t head_dim) {
     return head_dim * kPageTokens * sizeof(T);

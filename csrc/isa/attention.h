@@ -36,24 +36,6 @@ PACELINE_INLINE void by_queries(size_t num_queries, Kernel kernel) {
 
 PACELINE_INLINE void fetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
-// Turn the first `count` scores into exp(score - largest) and the others, up to `end`, into 0.
-PACELINE_INLINE void weigh_scores(float* scores, size_t count, size_t end, float* top, float* total) {
-    for (size_t i = count; i < end; ++i) scores[i] = -__builtin_inff();
-    f32v most = splat(-__builtin_inff());
-    for (size_t i = 0; i < end; i += kLanes) most = larger(load(scores + i), most);
-    *top = largest(most);
-    f32v sums[kVectors];  // by place in the page, whatever the width of a vector
-    for (int v = 0; v < kVectors; ++v) sums[v] = splat(0.0f);
-    for (size_t i = 0; i < end; i += kPageTokens)
-        for (int v = 0; v < kVectors; ++v) {
-            const f32v w = exp(load(scores + i + v * kLanes) - *top);
-            store(scores + i + v * kLanes, w);
-            sums[v] += w;
-        }
-    for (int v = 1; v < kVectors; ++v) sums[0] += sums[v];
-    *total = sum(sums[0]);
-}
-
 // The pages of a span, as addresses, and what is read after each kind: pages lie anywhere, so the machine cannot guess
 // it. While one page is read, the kernels fetch the one `kPagesAtOnce` places on.
 template <class T>

@@ -152,13 +152,11 @@ PACELINE_INLINE void mix(const T* const* pages, size_t count, size_t head_dim, c
     for (; d < head_dim; d += kLanes) mix_rows<R, 1>(pages, d, count, head_dim, weights, units, mixed);
 }
 
-PACELINE_INLINE size_t round_up(size_t count) { return (count + kPageTokens - 1) / kPageTokens * kPageTokens; }
-
 // The largest of a query's scores, of which `count` are of keys it sees; the rest of their page gets -inf.
 PACELINE_INLINE float top_score(float* scores, size_t count) {
-    for (size_t i = count; i < round_up(count); ++i) scores[i] = -__builtin_inff();
+    for (size_t i = count; i < round_up(count, kPageTokens); ++i) scores[i] = -__builtin_inff();
     f32v most = splat(-__builtin_inff());
-    for (size_t i = 0; i < round_up(count); i += kLanes) most = larger(load(scores + i), most);
+    for (size_t i = 0; i < round_up(count, kPageTokens); i += kLanes) most = larger(load(scores + i), most);
     return largest(most);
 }
 
@@ -167,7 +165,7 @@ template <class T>
 PACELINE_INLINE float weigh(float* scores, size_t count, const Pages<T>& pages, size_t head_dim, float top, float* total) {
     f32v sums[kVectors], heaviest = splat(0.0f);
     for (int v = 0; v < kVectors; ++v) sums[v] = splat(0.0f);
-    for (size_t page = 0; page < round_up(count) / kPageTokens; ++page) {
+    for (size_t page = 0; page < round_up(count, kPageTokens) / kPageTokens; ++page) {
         const float* scales = scales_of(pages.values[page], head_dim);
         for (int v = 0; v < kVectors; ++v) {
             float* at = scores + page * kPageTokens + v * kLanes;
@@ -186,9 +184,9 @@ PACELINE_INLINE float weigh(float* scores, size_t count, const Pages<T>& pages, 
 PACELINE_INLINE float round_weights(float* scores, size_t count, size_t num_slots, float heaviest) {
     const float inverse = heaviest > 0.0f ? kWeightLimit / heaviest : 0.0f;
     int16_t* const whole = reinterpret_cast<int16_t*>(scores);
-    for (size_t i = count; i < round_up(count); ++i) scores[i] = 0.0f;
-    for (size_t i = 0; i < round_up(count); i += kLanes) store_halves(whole + i, to_nearest(load(scores + i) * inverse));
-    for (size_t i = round_up(count); i < num_slots; ++i) whole[i] = 0;
+    for (size_t i = count; i < round_up(count, kPageTokens); ++i) scores[i] = 0.0f;
+    for (size_t i = 0; i < round_up(count, kPageTokens); i += kLanes) store_halves(whole + i, to_nearest(load(scores + i) * inverse));
+    for (size_t i = round_up(count, kPageTokens); i < num_slots; ++i) whole[i] = 0;
     return heaviest / kWeightLimit;
 }
 

@@ -150,6 +150,13 @@ def test_a_config_that_does_not_fit_is_refused(name: str) -> None:
         read_config({**FIRST, **change}, TARGET)
 
 
+def test_a_rope_that_lies_in_the_targets_file_must_be_written_out() -> None:
+    stretched = replace(TARGET, rope=replace(TARGET.rope, scaling="factors"))
+    with pytest.raises(UnsupportedModel, match="rope_theta"):
+        read_config(FIRST, stretched)
+    assert read_config(SPECULATORS, stretched).layers.rope.scaling == "none"
+
+
 def test_a_parallel_head_needs_a_mask_token() -> None:
     with pytest.raises(BadModelFile, match="mask_token_id"):
         read_config({k: v for k, v in PEAGLE.items() if k != "mask_token_id"}, TARGET)

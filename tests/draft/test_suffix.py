@@ -77,7 +77,7 @@ def test_most_places_decide_and_the_latest_breaks_ties() -> None:
     index = TextIndex(100)
     index.extend(ids([1, 2, 7, 1, 2, 8, 1, 2, 8, 1, 2, 9, 1, 2]))
     assert index.propose(ids([1, 2]), 1, 2, 2, 1.0, 0.0) == ([8], [0.5], 2)
-    index.clear()
+    index = TextIndex(100)
     index.extend(ids([1, 2, 7, 1, 2, 8, 1, 2]))
     assert index.propose(ids([1, 2]), 1, 2, 2, 1.0, 0.0)[0] == [8]
 

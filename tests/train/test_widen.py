@@ -43,3 +43,8 @@ def test_sentences_leave_code_and_fragments_out() -> None:
     assert sentences("Ok. `x = 1`. This one is long enough to be asked about. And a bit") == [
         "This one is long enough to be asked about."
     ]
+
+
+def test_ids_of_users_that_look_like_ours_are_only_names() -> None:
+    for name in ("translate ", "translate", "translate me now", "", " "):
+        assert "back" not in {p.source for p in widen([Pair(name, PAIR.prompt, ANSWER)])}

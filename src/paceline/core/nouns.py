@@ -189,6 +189,11 @@ class Choose:
     position: int = 0  # index, in the row's tokens, of the token being chosen
     edits: Edits | None = None
 
+    @property
+    def wants_logits(self) -> bool:
+        """Whether the position's logits come back: to the law, or for log-probabilities beside a chosen token."""
+        return self.kind in ("logits", "sampled")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:

@@ -34,7 +34,7 @@ def choose_from(logits: torch.Tensor, chooses: Sequence[Choose]) -> Chosen:
     for index in np.flatnonzero(kinds == "noisy").tolist():
         assert host is not None
         chosen[index] = choose_token(host[index], chooses[index])
-    left = np.flatnonzero((kinds == "logits") | (kinds == "sampled"))
+    left = np.flatnonzero([c.wants_logits for c in chooses])
     if host is None or not left.size:
         return Chosen(chosen, None, None)
     return Chosen(chosen, host if left.size == len(chooses) else host[left], logit_rows(chooses))
@@ -42,7 +42,7 @@ def choose_from(logits: torch.Tensor, chooses: Sequence[Choose]) -> Chosen:
 
 def logit_rows(chooses: Sequence[Choose]) -> NDArray[int64]:
     """Return for each position its row among the logits that its kind wants, or -1. [n]"""
-    wanted = np.array([c.kind in {"logits", "sampled"} for c in chooses], bool)
+    wanted = np.array([c.wants_logits for c in chooses], bool)
     return np.where(wanted, np.cumsum(wanted) - 1, -1)
 
 

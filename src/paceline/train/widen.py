@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+SOURCES = ("translate", "back", "summarise", "answer")  # the first word of a made prompt's name
 LANGUAGES = ("German", "French", "Spanish", "Italian", "Chinese")
 LEAST_SENTENCE, MOST_SENTENCE = 30, 300  # characters
 LEAST_PASSAGE, MOST_PASSAGE = 200, 2500
@@ -51,7 +52,7 @@ class Prompt:
     """A prompt made from others."""
 
     name: str  # says from which, and how
-    source: str  # "translate", "back", "summarise" or "answer"
+    source: str  # one of SOURCES
     text: str
 
 
@@ -62,12 +63,18 @@ def widen(pairs: Sequence[Pair], seed: int = 0) -> Iterator[Prompt]:
     """
     for pair in pairs:
         random = Random(f"{seed} {pair.name}")  # noqa: S311 - not for secrets
-        if pair.name.startswith("translate "):
+        if is_translation(pair.name):
             yield from _back(pair)
         else:
             yield from _translate(pair, random)
             yield from _summarise(pair, random)
             yield from _answer(pair, random)
+
+
+def is_translation(name: str) -> bool:
+    """Whether a prompt of this name was made here and asks for a translation."""
+    words = name.split(" ", 2)
+    return len(words) == 3 and words[0] == "translate" and words[1] in LANGUAGES
 
 
 def sentences(text: str) -> list[str]:

@@ -27,6 +27,7 @@ _ALGORITHMS: dict[str, Literal["eagle3", "peagle"]] = {
     "LlamaForCausalLMEagle3": "eagle3",
     "PEagleDraftModel": "peagle",
 }
+_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 
 
@@ -76,9 +77,6 @@ def read_config(values: Mapping[str, Any], target: ModelConfig) -> HeadConfig:
     )
     _check(config, target)
     return config
-
-
-_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 def head_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
@@ -175,6 +173,11 @@ def _check(config: HeadConfig, target: ModelConfig) -> None:
     if config.mask_token_id is not None and config.mask_token_id >= target.vocab_size:
         raise DrafterMismatch(
             f"the head's mask token {config.mask_token_id} lies outside the target's {target.vocab_size} tokens"
+        )
+    if config.layers.rope.scaling == "factors":
+        raise UnsupportedModel(
+            "the head's config.json has no RoPE settings, and the target keeps its own as a tensor; write the "
+            "rope_theta and rope_scaling that the head was trained with into its config.json"
         )
     if config.norm_before_fc and config.fc_norm:
         raise BadModelFile("the head asks for norm_before_fc and fc_norm, which exclude each other")

@@ -6,18 +6,18 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.train.answers import Captured, read_answers
-from paceline.train.widen import Pair, widen
+from paceline.train.widen import SOURCES, Pair, is_translation, widen
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 _GENERATE = [sys.executable, "-c", "from paceline.cli import main; raise SystemExit(main())", "generate"]
 
@@ -48,7 +48,7 @@ def run(args: Namespace) -> int:
         texts = _prompt_texts(args.prompts)
         _capture(args, _write(args.out / "prompts-2.jsonl", _pairs(args, texts), args.seed))
         texts |= _prompt_texts(args.out / "prompts-2.jsonl")
-        translations = [p for p in _pairs(args, texts) if p.name.startswith("translate ")]
+        translations = [p for p in _pairs(args, texts) if is_translation(p.name)]
         _capture(args, _write(args.out / "prompts-3.jsonl", translations, args.seed))
     _report(args.out)
     return 0
@@ -111,8 +111,7 @@ def _report(out: Path) -> None:
     Console().print(table)
 
 
-def _by_kind(answers: Iterable[Captured]) -> Iterable[tuple[str, Any]]:
-    made = ("translate", "back", "summarise", "answer")
+def _by_kind(answers: Iterable[Captured]) -> Iterator[tuple[str, Captured]]:
     for captured in answers:
-        word = captured.name.split()[0]
-        yield (word if word in made else "as given"), captured
+        word = captured.name.partition(" ")[0]
+        yield (word if word in SOURCES else "as given"), captured
