@@ -41,3 +41,10 @@ def test_a_file_without_prompts_is_refused(tmp_path, content):
         read_prompts(tmp_path / "p.jsonl")
     with pytest.raises(ConfigError, match="no file"):
         read_prompts(tmp_path / "other.jsonl")
+
+
+def test_a_line_ends_at_a_newline_only(tmp_path):
+    """JSON may hold other separators of lines as they are."""
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"question_id": 1, "turns": ["one\u2028two\x85three"]}\r\n', encoding="utf-8", newline="")
+    assert [p.text for p in read_prompts(path)] == ["one\u2028two\x85three"]

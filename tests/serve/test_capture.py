@@ -11,7 +11,7 @@ import pytest
 from paceline import LLM, SamplingParams
 from paceline.core.errors import ConfigError
 from paceline.serve.capture import capture
-from paceline.serve.generate import Item
+from paceline.serve.generate import Item, read_items
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,3 +81,10 @@ def test_a_file_of_something_else_is_left_alone(llm: LLM, tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="line 1"):
         capture(llm, ITEMS, PARAMS, tmp_path, chat=False)
     assert path.read_text() == "my notes\n"
+
+
+def test_a_line_of_prompts_ends_at_a_newline_only(tmp_path: Path) -> None:
+    """JSON may hold other separators of lines as they are."""
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"id": 1, "prompt": "one\u2028two\x85three"}\r\n', encoding="utf-8", newline="")
+    assert read_items(path) == [Item(1, "one\u2028two\x85three")]

@@ -28,7 +28,7 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     if file.stat().st_size > MAX_FILE_BYTES:
         raise ConfigError(f"--prompts: {str(file)!r} is larger than {MAX_FILE_BYTES >> 20} MB")
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError:
         raise ConfigError(f"--prompts: {str(file)!r} is not UTF-8") from None
     prompts = [_parse(line, f"{file.name}:{n}") for n, line in enumerate(lines, 1) if line.strip()]

@@ -44,7 +44,7 @@ def read_items(path: Path) -> list[Item]:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MB")
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
     items = [_item(line, number, path) for number, line in enumerate(lines, 1) if line.strip()]

@@ -77,7 +77,7 @@ def _capture(args: Namespace, prompts: Path) -> None:
 def _prompt_texts(path: Path) -> dict[str, str]:
     """Return prompt texts by id."""
     try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
         return {str(row["id"]): row["prompt"] for row in rows}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path} must hold JSON lines with id and prompt: {error!r}") from None
