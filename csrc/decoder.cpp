@@ -460,8 +460,7 @@ void Decoder::choose_tile(const Pass& pass, size_t tile, size_t thread) {
     const size_t first_panel = tile * kHeadPanels, end_panel = std::min(first_panel + kHeadPanels, head.num_panels());
     for (size_t first = 0; first < pass.wanted.size(); first += kHeadRows) {
         const size_t end = std::min(first + kHeadRows, pass.wanted.size());
-        for (size_t panel = first_panel; panel < end_panel; ++panel)
-            head.multiply(panel, s.wide, first, end, &own.tile[(panel - first_panel) * kPanel], kHeadTile);
+        head.multiply(first_panel, end_panel - first_panel, s.wide, first, end, own.tile.data(), kHeadTile);
         for (size_t i = first; i < end; ++i) {
             float* row = &own.tile[(i - first) * kHeadTile];
             std::fill(row + count, row + kHeadTile, -kInfinity);

@@ -20,6 +20,7 @@ constexpr size_t kAlignment = 64;
 constexpr size_t kHugePage = size_t{1} << 21;
 constexpr size_t kChunkBytes = size_t{1} << 24;
 constexpr size_t kBehind = size_t{1} << 12;  // kernels fetch a little beyond a matrix
+constexpr size_t kLeastTiles = 4;  // for each thread, so that a late one delays the others little
 constexpr size_t kChunkRows = 48;  // token rows of one tile of a product: with a panel they should fit the first cache
 
 size_t group_of(WeightType type) { return type == WeightType::int4 ? kInt4Group : kInt8Group; }
@@ -174,35 +175,61 @@ void Matrix::put_int4_block(size_t index, size_t block, const uint8_t* values, u
             to[i] = static_cast<uint8_t>((values[pair * 8 + i] & 15) | (values[pair * 8 + 4 + i] & 15) << 4);
 }
 
-void Matrix::multiply(size_t panel, const Activations& x, size_t first, size_t end, float* to, size_t stride) const {
-    const uint8_t* at = packed_.data() + panel * panel_bytes();
+void Matrix::multiply(size_t panel, size_t num_panels, const Activations& x, size_t first, size_t end, float* to,
+                      size_t stride) const {
     const GemmKernels& gemm = kernels().gemm;
-    switch (type_) {
-        case WeightType::int8:
-            return gemm.int8({at, scales_.data() + panel * kPanel}, x.quantised(type_, in_), first, end, to, stride);
-        case WeightType::int4: return gemm.int4(at, x.quantised(type_, in_), first, end, to, stride);
-        case WeightType::bf16:
-            return gemm.bf16(reinterpret_cast<const uint16_t*>(at), x.floats(in_), first, end, to, stride);
-        case WeightType::f32:
-            return gemm.f32(reinterpret_cast<const float*>(at), x.floats(in_), first, end, to, stride);
+    const size_t step = type_ == WeightType::int8 ? kMostPanels : 1;
+    for (const size_t last = panel + num_panels; panel < last; panel += step, to += step * kPanel) {
+        const uint8_t* at = packed_.data() + panel * panel_bytes();
+        switch (type_) {
+            case WeightType::int8:
+                gemm.int8({at, scales_.data() + panel * kPanel}, std::min(step, last - panel), x.quantised(type_, in_),
+                          first, end, to, stride);
+                break;
+            case WeightType::int4: gemm.int4(at, x.quantised(type_, in_), first, end, to, stride); break;
+            case WeightType::bf16:
+                gemm.bf16(reinterpret_cast<const uint16_t*>(at), x.floats(in_), first, end, to, stride);
+                break;
+            case WeightType::f32: gemm.f32(reinterpret_cast<const float*>(at), x.floats(in_), first, end, to, stride);
+        }
     }
 }
 
+namespace {
+
+// How many tiles `num_panels` are cut into: of two panels each where that pays and every thread keeps enough to share,
+// with as many panels to each thread.
+size_t num_tiles_of(size_t num_panels, size_t num_rows, size_t num_threads) {
+    const size_t pairs = round_up((num_panels + 1) / 2, num_threads);
+    return num_rows >= kLeastRowsOfPair && pairs >= kLeastTiles * num_threads ? std::min(pairs, num_panels) : num_panels;
+}
+
+void multiply_panels(const Product& p, size_t panel, size_t num_panels, size_t first, size_t end) {
+    float* out = p.out + first * p.stride + panel * kPanel;
+    p.matrix->multiply(panel, num_panels, *p.x, first, end, out, p.stride);
+    if (!p.bias || p.bias->empty()) return;
+    const size_t count = std::min(num_panels * kPanel, p.bias->size() - panel * kPanel);
+    for (size_t row = first; row < end; ++row, out += p.stride)
+        kernels().layer.add(out, p.bias->data() + panel * kPanel, count);
+}
+
+}  // namespace
+
 void multiply_all(Team& team, std::initializer_list<Product> products, size_t num_tokens) {
-    const size_t chunks = (num_tokens + kChunkRows - 1) / kChunkRows;
+    const size_t chunks = std::max<size_t>((num_tokens + kChunkRows - 1) / kChunkRows, 1);
     size_t num_panels = 0;
     for (const Product& p : products) num_panels += p.matrix->num_panels();
-    team.each(num_panels * chunks, [&](size_t tile) {
-        size_t panel = tile / chunks;
-        const Product* p = products.begin();
-        for (; panel >= p->matrix->num_panels(); ++p) panel -= p->matrix->num_panels();
-        const size_t first = tile % chunks * kChunkRows, end = std::min(first + kChunkRows, num_tokens);
-        float* out = p->out + first * p->stride + panel * kPanel;
-        p->matrix->multiply(panel, *p->x, first, end, out, p->stride);
-        if (!p->bias || p->bias->empty()) return;
-        const size_t count = std::min(kPanel, p->bias->size() - panel * kPanel);
-        for (size_t row = first; row < end; ++row, out += p->stride)
-            kernels().layer.add(out, p->bias->data() + panel * kPanel, count);
+    const size_t num_tiles = num_tiles_of(num_panels, num_tokens / chunks, team.size());
+    team.each(num_tiles * chunks, [&](size_t index) {
+        const size_t tile = index / chunks, chunk = index % chunks;
+        const size_t first = num_tokens * chunk / chunks, end = num_tokens * (chunk + 1) / chunks;
+        size_t panel = tile * num_panels / num_tiles, left = (tile + 1) * num_panels / num_tiles - panel;
+        for (const Product* p = products.begin(); left > 0; panel -= std::min(panel, p->matrix->num_panels()), ++p) {
+            if (panel >= p->matrix->num_panels()) continue;
+            const size_t count = std::min(left, p->matrix->num_panels() - panel);
+            multiply_panels(*p, panel, count, first, end);
+            panel += count, left -= count;
+        }
     });
 }
 

@@ -60,8 +60,9 @@ class Matrix {
     size_t num_panels() const { return (out_ + kPanel - 1) / kPanel; }
     size_t bytes() const { return packed_.size() + scales_.size() * sizeof(float); }
 
-    // Rows first..end of the activations times one panel: to[(row - first) * stride + o], o < 32.
-    void multiply(size_t panel, const Activations& x, size_t first, size_t end, float* to, size_t stride) const;
+    // Rows first..end of the activations times panels side by side: to[(row - first) * stride + o], o < 32 * num_panels.
+    void multiply(size_t panel, size_t num_panels, const Activations& x, size_t first, size_t end, float* to,
+                  size_t stride) const;
 
     // One row of the matrix as float32 [in]: the embedding of a token.
     void row(size_t index, float* to) const;

@@ -4,7 +4,6 @@
 #include "kernels.h"
 #include "simd.h"
 
-#define PACELINE_APART __attribute__((noinline))  // keeps its registers to itself
 #define PACELINE_UNROLL _Pragma("GCC unroll 16")
 
 namespace paceline::PACELINE_ISA {

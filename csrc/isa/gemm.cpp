@@ -90,6 +90,62 @@ void int8_rows(const Int8Panel& panel, const QuantisedRows& rows, size_t first, 
     }
 }
 
+#if defined(__AVX512F__)
+
+// One group of inputs for two panels: sums[r * 64 + o] += what it adds. With four vectors of outputs each spread
+// activation serves four products: the kernel is bound by how many instructions a core takes in, above all where another
+// tenant shares it. Float sums are in memory, as the registers hold 24 integer ones. Apart, so that nothing else
+// competes for registers.
+template <int R, bool Fetch>
+PACELINE_APART void int8_group_of_two(const uint8_t* w, const QuantisedRows& rows, size_t first, size_t g, Ahead ahead,
+                                      float* sums) {
+    const uint8_t* const other = w + rows.width * kPanel;
+    const int8_t* const a = rows.values + first * rows.width + g * kInt8Group;
+    const size_t width = rows.width, stride = rows.num_groups, at = first * stride + g;
+    i32v dots[R][2 * kVectors];
+    PACELINE_UNROLL for (int r = 0; r < R; ++r)
+        PACELINE_UNROLL for (int v = 0; v < 2 * kVectors; ++v) dots[r][v] = splat(rows.sums[at + r * stride]);
+#pragma GCC unroll 16
+    for (size_t quad = 0; quad < kInt8Group / 4; ++quad) {
+        if (Fetch) fetch(ahead);
+        i32v x[2 * kVectors];
+        PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) {
+            x[v] = load_bytes(w + quad * kPanel * 4 + v * kLanes * 4);
+            x[kVectors + v] = load_bytes(other + quad * kPanel * 4 + v * kLanes * 4);
+        }
+        PACELINE_UNROLL for (int r = 0; r < R; ++r) {
+            const i32v y = splat_bytes(a + r * width + quad * 4);
+            PACELINE_UNROLL for (int v = 0; v < 2 * kVectors; ++v) dot(dots[r][v], x[v], y);
+        }
+    }
+    PACELINE_UNROLL for (int r = 0; r < R; ++r) {
+        const f32v scale = splat(rows.scales[at + r * stride]);
+        PACELINE_UNROLL for (int v = 0; v < 2 * kVectors; ++v) {
+            float* to = sums + r * 2 * kPanel + v * kLanes;
+            store(to, fma(to_float(dots[r][v]), scale, load(to)));
+        }
+    }
+}
+
+template <int R>
+void int8_rows_of_two(const Int8Panel& panel, const QuantisedRows& rows, size_t first, Ahead ahead, bool helps,
+                      float* out, size_t stride) {
+    alignas(64) float sums[R * 2 * kPanel] = {};
+    for (size_t g = 0; g < rows.num_groups; ++g) {
+        const uint8_t* w = panel.weights + g * kInt8Group * kPanel;
+        if (helps)
+            int8_group_of_two<R, true>(w, rows, first, g, ahead, sums);
+        else
+            int8_group_of_two<R, false>(w, rows, first, g, ahead, sums);
+        ahead.from += ahead.lines * 64 * (kInt8Group / 4);
+    }
+    for (int r = 0; r < R; ++r)
+        for (size_t o = 0; o < 2 * kPanel; o += kLanes)
+            store(out + r * stride + o, load(sums + r * 2 * kPanel + o) * load(panel.scales + o));
+}
+
+#endif
+
 template <int R>
 void int4_rows(const uint8_t* panel, const QuantisedRows& rows, size_t first, Ahead ahead, float* out, size_t stride) {
     const i32v low = splat(0x0F0F0F0F);
@@ -177,7 +233,7 @@ PACELINE_INLINE void in_pieces(size_t first, size_t end, const void* panel, size
         const size_t lines = num_pieces == 1 ? 4 : num_pieces == 2 ? 2 : 1, share = panel_bytes * lines / 4;
         const bool helps = piece * lines < 4;
         kernel(first, count, num_pieces == 1 ? Ahead{here + 2048, lines}
-                                             : Ahead{helps ? here + panel_bytes + piece * share : here, lines});
+                                             : Ahead{helps ? here + panel_bytes + piece * share : here, lines}, helps);
         first += count;
     }
 }
@@ -202,9 +258,9 @@ PACELINE_INLINE void in_pieces(size_t first, size_t end, const void* panel, size
     }
 #endif
 
-void int8_panel(const Int8Panel& panel, const QuantisedRows& rows, size_t first, size_t end, float* out,
-                size_t stride) {
-    in_pieces(first, end, panel.weights, rows.width * kPanel, [&, start = first](size_t at, size_t count, Ahead ahead) {
+void int8_one_panel(const Int8Panel& panel, const QuantisedRows& rows, size_t first, size_t end, float* out,
+                    size_t stride) {
+    in_pieces(first, end, panel.weights, rows.width * kPanel, [&, start = first](size_t at, size_t count, Ahead ahead, bool) {
         float* to = out + (at - start) * stride;
 #define PACELINE_CALL(R) int8_rows<R>(panel, rows, at, ahead, to, stride)
         PACELINE_FOR_ROWS(count, PACELINE_CALL)
@@ -212,8 +268,27 @@ void int8_panel(const Int8Panel& panel, const QuantisedRows& rows, size_t first,
     });
 }
 
+void int8_panels(const Int8Panel& panel, size_t num_panels, const QuantisedRows& rows, size_t first, size_t end,
+                 float* out, size_t stride) {
+#if defined(__AVX512F__)
+    if (num_panels == 2 && end - first >= kLeastRowsOfPair) {
+        in_pieces(first, end, panel.weights, 2 * rows.width * kPanel,
+                  [&, start = first](size_t at, size_t count, Ahead ahead, bool helps) {
+                      float* to = out + (at - start) * stride;
+#define PACELINE_CALL(R) int8_rows_of_two<R>(panel, rows, at, ahead, helps, to, stride)
+                      PACELINE_FOR_ROWS(count, PACELINE_CALL)
+#undef PACELINE_CALL
+                  });
+        return;
+    }
+#endif
+    for (size_t i = 0; i < num_panels; ++i)
+        int8_one_panel({panel.weights + i * rows.width * kPanel, panel.scales + i * kPanel}, rows, first, end,
+                       out + i * kPanel, stride);
+}
+
 void int4_panel(const uint8_t* panel, const QuantisedRows& rows, size_t first, size_t end, float* out, size_t stride) {
-    in_pieces(first, end, panel, rows.num_groups * kInt4BlockBytes, [&, start = first](size_t at, size_t count, Ahead ahead) {
+    in_pieces(first, end, panel, rows.num_groups * kInt4BlockBytes, [&, start = first](size_t at, size_t count, Ahead ahead, bool) {
         float* to = out + (at - start) * stride;
 #define PACELINE_CALL(R) int4_rows<R>(panel, rows, at, ahead, to, stride)
         PACELINE_FOR_ROWS(count, PACELINE_CALL)
@@ -223,7 +298,7 @@ void int4_panel(const uint8_t* panel, const QuantisedRows& rows, size_t first, s
 
 template <class W>
 void float_panel(const W* panel, const FloatRows& rows, size_t first, size_t end, float* out, size_t stride) {
-    in_pieces(first, end, panel, rows.width * kPanel * sizeof(W), [&, start = first](size_t at, size_t count, Ahead ahead) {
+    in_pieces(first, end, panel, rows.width * kPanel * sizeof(W), [&, start = first](size_t at, size_t count, Ahead ahead, bool) {
         float* to = out + (at - start) * stride;
 #define PACELINE_CALL(R) float_rows<R, W>(panel, rows, at, ahead, to, stride)
         PACELINE_FOR_ROWS(count, PACELINE_CALL)
@@ -234,6 +309,6 @@ void float_panel(const W* panel, const FloatRows& rows, size_t first, size_t end
 }  // namespace
 
 extern const GemmKernels gemm_kernels;
-const GemmKernels gemm_kernels = {int8_panel, int4_panel, float_panel<float>, float_panel<uint16_t>};
+const GemmKernels gemm_kernels = {int8_panels, int4_panel, float_panel<float>, float_panel<uint16_t>};
 
 }  // namespace paceline::PACELINE_ISA

@@ -51,10 +51,13 @@ struct Int8Panel {
     const float* scales;  // [32]
 };
 
-// out[(row - first) * stride + o] for rows first..end and the 32 outputs of one panel.
+constexpr size_t kMostPanels = 2;         // that one call may take, int8 only
+constexpr size_t kLeastRowsOfPair = 12;  // for two panels at once to pay: fewer rows wait for memory
+
+// out[(row - first) * stride + o] for rows first..end and the 32 outputs of one panel, or of panels side by side.
 struct GemmKernels {
-    void (*int8)(const Int8Panel& panel, const QuantisedRows& rows, size_t first, size_t end, float* out,
-                 size_t stride);
+    void (*int8)(const Int8Panel& panel, size_t num_panels, const QuantisedRows& rows, size_t first, size_t end,
+                 float* out, size_t stride);
     void (*int4)(const uint8_t* panel, const QuantisedRows& rows, size_t first, size_t end, float* out, size_t stride);
     void (*f32)(const float* panel, const FloatRows& rows, size_t first, size_t end, float* out, size_t stride);
     void (*bf16)(const uint16_t* panel, const FloatRows& rows, size_t first, size_t end, float* out, size_t stride);

@@ -12,6 +12,7 @@
 #endif
 
 #define PACELINE_INLINE static inline __attribute__((always_inline))
+#define PACELINE_APART __attribute__((noinline))  // keeps its registers to itself
 
 #if defined(__AVX512F__)
 #define PACELINE_VECTOR_BYTES 64
