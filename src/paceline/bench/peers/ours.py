@@ -54,12 +54,13 @@ class Ours:
         return log_probs(self.decoder, Text(tuple(token_ids), num_judged)).astype(np.float32)
 
 
-def load(setting: Setting, weights: str) -> Ours:
-    """Load a model with one type of weights."""
+def load(setting: Setting, weights: str, kv: str) -> Ours:
+    """Load a model with one type of weights and of KV."""
     config = EngineConfig(
         model=setting.file,
         draft="off",
         weights=weights,
+        kv=kv,
         threads=setting.threads,
         prefix_cache=False,
         limits=Limits(num_rows=setting.max_rows, max_len=setting.max_len, prefill_tokens=setting.prefill_tokens),

@@ -52,7 +52,10 @@ AS_IS, UNQUANTIZED = "as it is", "float32"
 REQUANTIZED = ("Q4_0", "Q8_0")
 FORMS = (AS_IS, UNQUANTIZED, *REQUANTIZED)
 
-OURS = tuple(Row(f"Paceline {w}", PACELINE, "ours", AS_IS, {"weights": w}) for w in ("int8", "int4"))
+OURS = tuple(
+    Row(f"Paceline {name}", PACELINE, "ours", AS_IS, {"weights": weights, "kv": kv})
+    for name, weights, kv in (("int8", "int8", "i16"), ("int4", "int4", "i16"), ("int8, 8-bit KV", "int8", "i8"))
+)
 LLAMA_CPP_ROWS = tuple(
     Row(f"llama.cpp {name}, flash {'on' if flash else 'off'}", LLAMA_CPP, "llama_cpp", form, {"flash": flash})
     for name, form in (("Q4_1", AS_IS), ("Q4_0", "Q4_0"), ("Q8_0", "Q8_0"))
