@@ -222,12 +222,12 @@ def test_worker_that_dies_is_noticed(tmp_path):
 
 def test_comparison_of_our_own_rows(model, prompts, tmp_path, capsys):
     json_file = tmp_path / "out.json"
-    flags = ["--rows", "paceline int8", "--batches", "1,2", "--repeat", "1", "--prompt-tokens", "5"]
+    flags = ["--rows", "paceline int4", "--batches", "1,2", "--repeat", "1", "--prompt-tokens", "5"]
     flags += ["--new-tokens", "4", "--prefill-tokens", "6", "--quality-prompts", "2", "--quality-tokens", "4"]
     flags += ["--threads", "1", "--engines", str(tmp_path / "e"), "--json", str(json_file)]
     assert compare.main(["--prompts", str(prompts), "--model", str(model), *flags]) == 0
     shown = capsys.readouterr().out
-    assert "Paceline int8" in shown
+    assert "Paceline int4" in shown
     assert "failed" not in shown
     document = json.loads(json_file.read_text())
     (row,) = document["rows"]

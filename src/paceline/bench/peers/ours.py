@@ -54,7 +54,7 @@ class Ours:
         return log_probs(self.decoder, Text(tuple(token_ids), num_judged)).astype(np.float32)
 
 
-def load(setting: Setting, weights: str, kv: str) -> Ours:
+def load(setting: Setting, weights: str, kv: str = "i16") -> Ours:
     """Load a model with one type of weights and of KV."""
     config = EngineConfig(
         model=setting.file,

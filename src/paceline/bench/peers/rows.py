@@ -54,7 +54,11 @@ FORMS = (AS_IS, UNQUANTIZED, *REQUANTIZED)
 
 OURS = tuple(
     Row(f"Paceline {name}", PACELINE, "ours", AS_IS, {"weights": weights, "kv": kv})
-    for name, weights, kv in (("int8", "int8", "i16"), ("int4", "int4", "i16"), ("int8, 8-bit KV", "int8", "i8"))
+    for name, weights, kv in (
+        ("int8", "int8", "i16"),
+        ("int4", "int4", "i16"),
+        ("int8 with KV in 8 bits", "int8", "i8"),
+    )
 )
 LLAMA_CPP_ROWS = tuple(
     Row(f"llama.cpp {name}, flash {'on' if flash else 'off'}", LLAMA_CPP, "llama_cpp", form, {"flash": flash})
