@@ -170,6 +170,18 @@ def test_first_layers_alone_are_a_shallow_model() -> None:
     assert np.abs(got - expected).max() < 1e-4
 
 
+def test_taps_are_those_of_the_reference() -> None:
+    config = tiny_config("llama", num_layers=3)
+    decoder, twin = native(config, "f32"), ReferenceDecoder(config, tiny_weights(config, dtype=torch.float32))
+    packed = pack([(IDS[:40], 0, range(3)), (IDS[:9], 0, [3])])
+    got = decoder.run(packed, decoder.new_kv(4), [GREEDY] * 49, taps=(0, 2, 3)).taps
+    expected = twin.run(packed, twin.new_kv(4), [GREEDY] * 49, taps=(0, 2, 3)).taps
+    assert list(got) == list(expected) == [0, 2, 3]
+    for tap, states in expected.items():
+        assert got[tap].shape == states.shape == (49, config.hidden_size)
+        assert np.abs(got[tap] - states).max() < 1e-4
+
+
 def test_nothing_finite_is_told_apart() -> None:
     config = FAMILY_CASES["llama"]
     weights = tiny_weights(config, dtype=torch.float32)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from paceline.core.errors import PacelineError
-    from paceline.core.nouns import Batch, Plan, Verdict
+    from paceline.core.nouns import Batch, Plan, Scores, Verdict
     from paceline.engine.build import Built
     from paceline.engine.config import EngineConfig
     from paceline.engine.engine import Engine
@@ -125,7 +125,7 @@ class _Always:
     name = "always"
     needs = Needs()
 
-    def admit(self, row: int, request: Request, valid_len: int) -> None:
+    def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
         """Nothing to remember."""
 
     def propose(self, batch: Batch, plan: Plan) -> Draft:
@@ -135,13 +135,13 @@ class _Always:
             tuple(RowDraft((0,) * r.max_drafts, self.name) if r.max_drafts else NO_DRAFT for r in batch.rows)
         )
 
-    def commit(self, batch: Batch, draft: Draft, verdict: Verdict) -> None:
+    def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
         """Nothing to trim."""
 
-    def valid_len(self, row: int) -> int:
+    def valid_lens(self, row: int) -> Mapping[str, int]:
         """It keeps no store."""
         del row
-        return 0
+        return {}
 
     def release(self, row: int) -> None:
         """Nothing to forget."""

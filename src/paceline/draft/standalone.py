@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from numpy import floating
     from numpy.typing import NDArray
 
-    from paceline.core.nouns import Batch, Choose, Plan, Request, Verdict
+    from paceline.core.nouns import Batch, Choose, Plan, Request, Scores, Verdict
     from paceline.draft.drafter import Target
     from paceline.draft.options import Loader
     from paceline.model.backend import KV, Chosen, Decoder
@@ -68,7 +68,7 @@ class DraftModelConfig:
         drafter = load(name)
         check_vocabulary(target.vocabulary, drafter.vocabulary)
         kv = drafter.decoder.new_kv(target.num_pages)
-        needs = Needs(pages="shared", store=self.name, kv_bytes_per_token=kv.bytes_per_token)
+        needs = Needs(pages="shared", stores=(self.name,), kv_bytes_per_token=kv.bytes_per_token)
         report = {"drafter": self.name, "k": self.k, "model": name}
         return DraftModel(target, drafter.decoder, kv, needs, report)
 
@@ -98,9 +98,9 @@ class DraftModel:
         self._valid = np.zeros(self._rows.num_rows, np.int64)  # tokens of each row in the own store
         self._seen: dict[int, int] = {}  # row -> tokens in the store if every guess of this step is kept
 
-    def admit(self, row: int, request: Request, valid_len: int) -> None:
+    def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
         """Start with what the store already holds of the row's cached pages."""
-        self._valid[row] = valid_len
+        self._valid[row] = valid_lens.get(self.name, 0)
 
     def propose(self, batch: Batch, plan: Plan) -> Draft:
         """Catch up on unseen tokens and draft the first token in one pass, then one pass per further token."""
@@ -116,15 +116,15 @@ class DraftModel:
         self._seen = {row: int(self._rows.length[row]) + len(c.token_ids) - 1 for row, c in chains.items()}
         return Draft(tuple(chains[r.row].draft() if r.row in chains else NO_DRAFT for r in batch.rows))
 
-    def commit(self, batch: Batch, draft: Draft, verdict: Verdict) -> None:
+    def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
         """Keep the entries of kept tokens: all but the newest token, as far as they were seen."""
         for row, seen in self._seen.items():
             self._valid[row] = min(seen, int(self._rows.length[row]) - 1)
         self._seen = {}
 
-    def valid_len(self, row: int) -> int:
-        """Leading tokens of a row that the own store holds."""
-        return int(self._valid[row])
+    def valid_lens(self, row: int) -> Mapping[str, int]:
+        """Leading tokens of a row that the own store holds, if there is one."""
+        return dict.fromkeys(self.needs.stores, int(self._valid[row]))
 
     def release(self, row: int) -> None:
         """Forget the row."""
@@ -140,7 +140,7 @@ class DraftModel:
 
     def _start(self, row: int) -> int:
         """Return the first token of a row without KV."""
-        valid = self._valid if self.needs.store else self._rows.computed
+        valid = self._valid if self.needs.stores else self._rows.computed
         return int(valid[row])
 
     def _catch_up(self, rows: list[int]) -> list[int]:

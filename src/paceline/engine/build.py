@@ -108,7 +108,7 @@ def assemble(config: EngineConfig, loaded: Loaded, load_drafter: Loader | None =
     )
     load_drafter = load_drafter or partial(_load_drafter, config)
     drafters = [drafter_config.build(target, load_drafter)] if drafter_config else []
-    stores = [TARGET, *(d.needs.store for d in drafters if d.needs.store is not None)]
+    stores = [TARGET, *(store for d in drafters for store in d.needs.stores)]
     pool = PagePool(num_pages, stores, caching=config.prefix_cache)
     controller = FixedK(drafter_config.name, drafter_config.k) if drafter_config else FixedK()
     fingerprint = "\0".join((loaded.name, config.backend, config.weight_type, config.kv_type))

@@ -122,6 +122,7 @@ class NativeDecoder:
         *,
         num_layers: int | None = None,
         vocab_size: int | None = None,
+        taps: Sequence[int] = (),
     ) -> Chosen:
         """Run a pass and choose its tokens, see `backend.Decoder`."""
         assert isinstance(kv, kernels.KVStore)
@@ -130,6 +131,7 @@ class NativeDecoder:
         num_logit_rows = int(logit_idx.max(initial=-1)) + 1
         logits = np.empty((num_logit_rows, vocab), np.float32)
         chosen = np.empty(len(packed.wanted), np.int64)
+        tapped = np.empty((len(taps), len(packed.token_ids), self.config.hidden_size), np.float32)
         self._decoder.forward(
             kv,
             packed.token_ids,
@@ -141,16 +143,17 @@ class NativeDecoder:
             _choose_arrays(chooses, vocab),
             vocab=vocab,
             num_layers=num_layers or self.config.num_layers,
-            tap_layers=[],
-            taps=np.empty(0, np.float32),
+            tap_layers=list(taps),
+            taps=tapped,
             chosen=chosen,
             logits=logits,
         )
+        states = dict(zip(taps, tapped, strict=True))
         if not num_logit_rows:
-            return Chosen(chosen, None, None)
+            return Chosen(chosen, None, None, states)
         missing = (vocab_size or vocab) - vocab  # the target's padding rows
         padded = np.pad(logits, ((0, 0), (0, missing)), constant_values=-np.inf) if missing else logits
-        return Chosen(chosen, padded, logit_idx)
+        return Chosen(chosen, padded, logit_idx, states)
 
 
 def _pack(weights: Mapping[str, NDArray[floating]], name: str, weight_type: str) -> kernels.Matrix:

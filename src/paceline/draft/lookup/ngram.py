@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy import int64
     from numpy.typing import NDArray
 
-    from paceline.core.nouns import Batch, Plan, Request, Verdict
+    from paceline.core.nouns import Batch, Plan, Request, Scores, Verdict
     from paceline.draft.drafter import Target
     from paceline.draft.options import Loader
     from paceline.model.rows import Rows
@@ -68,15 +68,15 @@ class NgramDrafter:
             drafts.append(RowDraft(found, self.name) if len(found) else NO_DRAFT)
         return Draft(tuple(drafts))
 
-    def admit(self, row: int, request: Request, valid_len: int) -> None:
+    def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
         """Nothing to prepare."""
 
-    def commit(self, batch: Batch, draft: Draft, verdict: Verdict) -> None:
+    def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
         """Nothing to trim."""
 
-    def valid_len(self, row: int) -> int:
+    def valid_lens(self, row: int) -> Mapping[str, int]:
         """No store."""
-        return 0
+        return {}
 
     def release(self, row: int) -> None:
         """Nothing to release."""
