@@ -6,12 +6,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from paceline.core.nouns import Batch, Draft, Plan, Request, Scores, Verdict
+    from paceline.draft.heads.checkpoint import Head
+    from paceline.draft.heads.runner import HeadRunner
     from paceline.model.backend import KV, Decoder
     from paceline.model.rows import Rows
     from paceline.model.tokenizer import Tokenizer
+
+    RunHead = Callable[[Head], HeadRunner]
 
 MAX_K = 16  # drafts per row and step
 
@@ -22,6 +26,7 @@ class Needs:
 
     pages: Literal["none", "shared", "own"] = "none"  # page table its KV lives in
     stores: tuple[str, ...] = ()  # names of its own stores over the shared page table
+    tap_store: str | None = None  # of these, the one that taps fill: what is missing there cannot be made up for
     kv_bytes_per_token: int = 0  # of all its stores
     taps: tuple[int, ...] = ()  # after how many of the target's layers it reads hidden states
     max_k: int = MAX_K
@@ -46,6 +51,7 @@ class Target:
     num_pages: int
     vocabulary: Vocabulary
     law_needs_probs: bool  # drafts must then carry the distribution each token was drawn from
+    run_head: RunHead  # on the target's backend
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -26,15 +26,18 @@ class Drafting:
     def __init__(self, drafters: Sequence[Drafter], vocab_size: int) -> None:
         self.drafters = {drafter.name: drafter for drafter in drafters}
         self.num_failures = 0
+        self.num_untapped = 0  # cached tokens whose taps nobody took
         self._vocab_size = vocab_size
         self._told: set[str] = set()  # drafters whose failure has been logged
         self._marked: dict[tuple[str, int], int] = {}  # (store, row) -> tokens it is known to hold
 
-    def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
-        """Tell every drafter of a birth, and how many tokens its own stores hold already."""
+    def admit(self, row: int, request: Request, valid_lens: Mapping[str, int], cached_len: int = 0) -> None:
+        """Tell every drafter of a birth, and how many of the `cached_len` tokens its own stores hold already."""
         for drafter in self.drafters.values():
             known = {store: valid_lens[store] for store in drafter.needs.stores}
             self._marked |= {(store, row): length for store, length in known.items()}
+            if drafter.needs.tap_store is not None:
+                self.num_untapped += cached_len - known[drafter.needs.tap_store]
             self._guard(drafter, drafter.admit, row, request, known)
 
     def release(self, row: int) -> None:

@@ -179,7 +179,8 @@ class Engine:
             if not admission.rebirth:
                 self._stats.prompt_tokens += len(admission.request.prompt_ids)
                 self._stats.cached_tokens += admission.cached_len
-            self.drafting.admit(admission.row, admission.request, self._valid_lens(admission.pages))
+            valid_lens = self._valid_lens(admission.pages)
+            self.drafting.admit(admission.row, admission.request, valid_lens, admission.cached_len)
         return batch
 
     def _propose(self, batch: Batch, plan: Plan) -> Draft:
@@ -266,6 +267,7 @@ class Engine:
         snapshot = self._stats.snapshot()
         snapshot.preemptions = self.scheduler.num_preemptions
         snapshot.drafter_failures = self.drafting.num_failures
+        snapshot.untapped_tokens = self.drafting.num_untapped
         return snapshot
 
     def gauges(self) -> Gauges:
