@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,8 +28,6 @@ from tests.engine.same_text import PLAIN, RestlessK, Settings, assert_same, make
 from tests.model.helpers import pack
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from paceline.engine.engine import Engine
     from paceline.model.decoder import ReferenceDecoder
 
@@ -109,8 +108,7 @@ def watch(engine: Engine, every: int = 1, first: int | None = None) -> list[int]
     """Compare every draft of an engine's head with one from scratch. Returns the lengths of those compared."""
     (drafter,) = engine.drafting.drafters.values()
     decoder: ReferenceDecoder = target().decoder  # type: ignore[assignment]
-    folder = parse_spec_folder(drafter)
-    scratch = Scratch(load_head(folder, decoder.config), decoder)
+    scratch = Scratch(load_head(Path(drafter.report()["model"]), decoder.config), decoder)
     rows, propose, compared = engine.target.rows, drafter.propose, list[int]()
 
     def watched(batch: Batch, plan: Plan) -> Draft:
@@ -129,12 +127,6 @@ def watch(engine: Engine, every: int = 1, first: int | None = None) -> list[int]
 
 def chosen_after(rows: Any, row: int, logits: np.ndarray, guesses: list[int]) -> int:
     return choose_token(logits, rows.choose_after(row, guesses))
-
-
-def parse_spec_folder(drafter: Any) -> Path:
-    from pathlib import Path
-
-    return Path(drafter.report()["model"])
 
 
 @pytest.mark.parametrize(
@@ -258,6 +250,17 @@ def test_a_head_must_be_named() -> None:
     for kind in KINDS:
         with pytest.raises(ConfigError, match="model=FOLDER"):
             parse_spec(f"{kind}:k=4")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_it_costs_is_known_from_its_files(kind: str) -> None:
+    config = parse_spec(spec(kind))
+    assert config is not None
+    weights = load_head(Path(getattr(config, "model", "")), target().decoder.config).weights
+    assert config.num_weights(target().decoder.config) == sum(w.size for w in weights.values())
+    engine = make_engine(spec(kind), PLAIN)
+    per_token = engine.kv_bytes_per_token - engine.target.kv_bytes_per_token
+    assert per_token == 32 * 2 + (2 if kind == "peagle" else 1) * 2 * 2 * 8 * 8
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -90,8 +90,8 @@ def _check_memory(config: EngineConfig, model: LoadedModel) -> Check:
     """Weights of target and drafter against free memory; the KV cache takes a share of what is left."""
     per_weight, free = NUM_BYTES[config.weight_type], available_bytes()
     weights = num_weights(model.config) * per_weight
-    own = getattr(parse_spec(config.draft), "model", None)  # a drafter with a model of its own names it so
-    drafter = num_weights(load_model(resolve(own)).config) * per_weight if own else 0
+    spec = parse_spec(config.draft)
+    drafter = spec.num_weights(model.config) * per_weight if spec else 0
     text = f"weights {_mib(weights)}, drafter {_mib(drafter)}, free {_mib(free)}; the KV cache comes on top"
     return Check("memory", weights + drafter < free, text)
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from paceline.draft.drafter import Drafter, DraftWeights, Target
+    from paceline.model.config import ModelConfig
 
     Loader = Callable[[str], DraftWeights]  # from a model's name or path
 
@@ -36,6 +37,10 @@ class DrafterConfig(Protocol):
     @property
     def k(self) -> int:
         """Drafts per row and step."""
+        ...
+
+    def num_weights(self, target: ModelConfig) -> int:
+        """Return how many weights of its own it brings, by what its files say. Raises `ModelError`."""
         ...
 
     def build(self, target: Target, load: Loader) -> Drafter:

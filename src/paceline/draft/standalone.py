@@ -19,6 +19,9 @@ from paceline.draft.chains import draft_in_turn, share_out
 from paceline.draft.drafter import MAX_K, Needs
 from paceline.draft.options import bounded
 from paceline.draft.vocabulary import check_vocabulary
+from paceline.model.cost import num_weights
+from paceline.model.pull import resolve
+from paceline.model.weights import load_model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from paceline.draft.drafter import Target
     from paceline.draft.options import Loader
     from paceline.model.backend import KV, Chosen, Decoder
+    from paceline.model.config import ModelConfig
     from paceline.model.rows import Rows, Span
 
 
@@ -43,6 +47,10 @@ class DraftModelConfig:
         bounded(self, "k", 1, MAX_K)
         if (self.layers is None) == (self.model is None):
             raise ConfigError("draft-model wants either layers=N (the target's own first layers) or model=PATH")
+
+    def num_weights(self, target: ModelConfig) -> int:
+        """Return the size of a model of its own; the target's layers cost nothing."""
+        return num_weights(load_model(resolve(self.model)).config) if self.model else 0
 
     def build(self, target: Target, load: Loader) -> DraftModel:
         """Make the drafter. Raises `DrafterMismatch` if the vocabularies do not fit."""

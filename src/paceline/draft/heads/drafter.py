@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -20,10 +21,11 @@ from paceline.core.nouns import NO_DRAFT, Draft
 from paceline.draft.chains import Chain, draft_in_turn, extend, share_out
 from paceline.draft.drafter import MAX_K, Needs
 from paceline.draft.heads.checkpoint import load_head
-from paceline.draft.heads.config import EAGLE3, PEAGLE
+from paceline.draft.heads.config import EAGLE3, PEAGLE, head_shapes, read_config
 from paceline.draft.heads.features import FeatureStore
 from paceline.draft.options import bounded
 from paceline.model.choosing import pick
+from paceline.model.hf import read_json
 from paceline.model.pull import resolve
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from paceline.draft.heads.checkpoint import Head
     from paceline.draft.options import Loader
     from paceline.model.backend import Chosen
+    from paceline.model.config import ModelConfig
     from paceline.model.packed import Packed
     from paceline.model.rows import Span
 
@@ -51,6 +54,10 @@ class Eagle3Config:
 
     def __post_init__(self) -> None:
         _check_options(self)
+
+    def num_weights(self, target: ModelConfig) -> int:
+        """Return the size of the head; an embedding of its own is not counted."""
+        return _num_weights(self.model, target)
 
     def build(self, target: Target, load: Loader) -> Eagle3Drafter:
         """Make the drafter. Raises `ModelError`, or `DrafterMismatch` if the head is not the target's."""
@@ -68,6 +75,10 @@ class PEagleConfig:
     def __post_init__(self) -> None:
         _check_options(self)
 
+    def num_weights(self, target: ModelConfig) -> int:
+        """Return the size of the head; an embedding of its own is not counted."""
+        return _num_weights(self.model, target)
+
     def build(self, target: Target, load: Loader) -> PEagleDrafter:
         """Make the drafter. Raises `ModelError`, or `DrafterMismatch` if the head is not the target's."""
         return PEagleDrafter(self, target, _load(self, target))
@@ -80,6 +91,11 @@ def _check_options(config: HeadOptions) -> None:
     bounded(config, "k", 1, MAX_K)
     if not config.model:
         raise ConfigError(f"{config.name} wants model=FOLDER, the head that was trained for the target")
+
+
+def _num_weights(model: str, target: ModelConfig) -> int:
+    config = read_config(read_json(resolve(model) / "config.json"), target)
+    return sum(prod(shape) for shape in head_shapes(config).values())
 
 
 def _load(config: HeadOptions, target: Target) -> Head:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from paceline.core.nouns import Batch, Plan, Request, Scores, Verdict
     from paceline.draft.drafter import Target
     from paceline.draft.options import Loader
+    from paceline.model.config import ModelConfig
     from paceline.model.rows import Rows
 
 MAX_MATCH = 64
@@ -43,6 +44,10 @@ class NgramConfig:
         bounded(self, "k", 1, MAX_K)
         bounded(self, "max", 1, MAX_MATCH)
         bounded(self, "min", 1, self.max)
+
+    def num_weights(self, target: ModelConfig) -> int:
+        """None."""
+        return 0
 
     def build(self, target: Target, load: Loader) -> NgramDrafter:
         """Make the drafter."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from paceline.draft.drafter import Target
     from paceline.draft.options import Loader
     from paceline.kernels import TextIndex
+    from paceline.model.config import ModelConfig
     from paceline.model.rows import Rows
 
 MAX_MATCH = 64
@@ -61,6 +62,10 @@ class SuffixConfig:
         bounded(self, "reach", 0.1, 64.0)
         bounded(self, "share", 0.0, 1.0)
         bounded(self, "shared", 0, MOST_SHARED_TOKENS)
+
+    def num_weights(self, target: ModelConfig) -> int:
+        """None."""
+        return 0
 
     def build(self, target: Target, load: Loader) -> SuffixDrafter:
         """Make the drafter."""
