@@ -40,7 +40,7 @@ class NativeHead:
         self.config = head.config
         weight_type = _TYPES.get(target.weight_type, target.weight_type)
         self._target = target
-        self._norms = {name: as_float32(w) for name, w in head.weights.items() if w.ndim == 1 and "norm" in name}
+        self._norms = {name: as_float32(w) for name, w in head.weights.items() if name in _norm_names(head.config)}
         self._fc = pack(head.weights, "fc", weight_type)
         self._embed = pack(head.weights, "embed", weight_type) if "embed" in head.weights else target.embed
         order = np.argsort(head.token_ids)  # so that of equal logits the lowest of the target's ids comes first
@@ -127,6 +127,11 @@ class NativeHead:
         logits = np.full((len(chosen.logits), self._target.config.vocab_size), -np.inf, np.float32)
         logits[:, token_ids] = chosen.logits
         return replace(chosen, token_ids=ids, logits=logits)
+
+
+def _norm_names(config: HeadConfig) -> set[str]:
+    """Return the norms outside the layers."""
+    return {n for n in head_shapes(config) if "norm" in n and not n.startswith("layers.")}
 
 
 def _layer_shapes(config: HeadConfig, index: int) -> dict[str, tuple[int, ...]]:
