@@ -161,7 +161,7 @@ std::shared_ptr<const Matrix> matrix_of(const nb::dict& found, const char* name,
     return matrix;
 }
 
-Layer layer_of(const Shape& shape, const nb::dict& matrices, const nb::dict& vectors) {
+Layer layer_of(const Shape& shape, const nb::dict& matrices, const nb::dict& vectors, bool first) {
     const size_t q = shape.num_heads * shape.head_dim, kv = shape.num_kv_heads * shape.head_dim;
     const auto maybe = [&](const char* name, size_t size) {
         return vectors.contains(name) ? vector_of(vectors[name], size, name) : std::vector<float>();
@@ -170,6 +170,8 @@ Layer layer_of(const Shape& shape, const nb::dict& matrices, const nb::dict& vec
     require(vectors.contains("attn_norm") && vectors.contains("mlp_norm"), "a layer lacks a norm");
     layer.attn_norm = maybe("attn_norm", shape.hidden);
     layer.mlp_norm = maybe("mlp_norm", shape.hidden);
+    if (first) layer.feature_norm = maybe("hidden_norm", shape.hidden);
+    const size_t read = layer.feature_norm.empty() ? shape.hidden : 2 * shape.hidden;
     layer.q_norm = maybe("attn_q_norm", shape.head_dim);
     layer.k_norm = maybe("attn_k_norm", shape.head_dim);
     layer.q_bias = maybe("attn_q_bias", q);
@@ -179,9 +181,9 @@ Layer layer_of(const Shape& shape, const nb::dict& matrices, const nb::dict& vec
     layer.gate_bias = maybe("mlp_gate_bias", shape.intermediate);
     layer.up_bias = maybe("mlp_up_bias", shape.intermediate);
     layer.down_bias = maybe("mlp_down_bias", shape.hidden);
-    layer.q = matrix_of(matrices, "attn_q", q, shape.hidden);
-    layer.k = matrix_of(matrices, "attn_k", kv, shape.hidden);
-    layer.v = matrix_of(matrices, "attn_v", kv, shape.hidden);
+    layer.q = matrix_of(matrices, "attn_q", q, read);
+    layer.k = matrix_of(matrices, "attn_k", kv, read);
+    layer.v = matrix_of(matrices, "attn_v", kv, read);
     layer.o = matrix_of(matrices, "attn_o", shape.hidden, q);
     layer.gate = matrix_of(matrices, "mlp_gate", shape.intermediate, shape.hidden);
     layer.up = matrix_of(matrices, "mlp_up", shape.intermediate, shape.hidden);
@@ -199,21 +201,23 @@ void check_shape(const Shape& s) {
     require(s.num_heads * s.head_dim <= kMostSide, "the heads are too large");
 }
 
-Decoder make_decoder(const Shape& shape, const std::shared_ptr<Team>& team,
-                                      const std::shared_ptr<Matrix>& embed, const std::shared_ptr<Matrix>& head,
-                                      const Array<float>& final_norm, const Array<float>& inverse_frequencies,
-                                      const nb::list& layers) {
+Decoder make_decoder(Shape shape, const std::shared_ptr<Team>& team, const std::shared_ptr<Matrix>& embed,
+                     const std::shared_ptr<Matrix>& head, const Array<float>& final_norm,
+                     const Array<float>& inverse_frequencies, const nb::list& layers) {
     check_shape(shape);
     require(embed->out() == shape.vocab && embed->in() == shape.hidden, "the wrong shape of the embedding");
-    require(head->out() == shape.vocab && head->in() == shape.hidden, "the wrong shape of the head");
+    require(head->in() == shape.hidden, "the wrong shape of the head");
+    shape.head_size = head->out();
     require(layers.size() == shape.num_layers, "the wrong number of layers");
     Weights weights{embed, head, vector_of(nb::cast(final_norm), shape.hidden, "final_norm"),
                     vector_of(nb::cast(inverse_frequencies), shape.head_dim / 2, "inverse_frequencies"), {}};
     for (nb::handle layer : layers) {
         const auto parts = nb::cast<nb::tuple>(layer);
         require(parts.size() == 2, "a layer is a pair of matrices and vectors");
-        weights.layers.push_back(layer_of(shape, nb::cast<nb::dict>(parts[0]), nb::cast<nb::dict>(parts[1])));
+        weights.layers.push_back(layer_of(shape, nb::cast<nb::dict>(parts[0]), nb::cast<nb::dict>(parts[1]),
+                                          weights.layers.empty()));
     }
+    shape.reads_features = !weights.layers[0].feature_norm.empty();
     return Decoder(shape, std::move(weights), team);
 }
 
@@ -240,6 +244,9 @@ void check_tokens(const Shape& shape, const KVStore& kv, const Pass& pass) {
     for (size_t row = 0; row < pass.num_rows; ++row) {
         require(pass.cu_len[row] <= pass.cu_len[row + 1] && below(pass.cu_len[row], pass.num_tokens + 1),
                 "cu_len must not fall");
+        require(pass.first_keys[row] >= 0 && (pass.cu_len[row] == pass.cu_len[row + 1] ||
+                                              pass.first_keys[row] <= pass.positions[pass.cu_len[row]]),
+                "a row's first key must not lie behind its tokens");
         for (int64_t t = pass.cu_len[row] + 1; t < pass.cu_len[row + 1]; ++t)
             require(pass.positions[t] == pass.positions[t - 1] + 1, "a row's tokens must have consecutive positions");
     }
@@ -285,17 +292,22 @@ std::vector<Choose> chooses_of(const ChooseArrays& arrays, size_t num_wanted, si
 
 void forward(Decoder& decoder, const KVStore& kv, const Array<int64_t>& token_ids, const Array<int64_t>& positions,
              const Array<int64_t>& slots, const Array<int64_t>& cu_len, const Table<int64_t>& pages,
-             const Array<int64_t>& wanted, const ChooseArrays& choose_arrays, size_t vocab, size_t num_layers,
+             const Array<int64_t>& first_keys, const Table<float>& features, const Array<int64_t>& wanted,
+             const ChooseArrays& choose_arrays, size_t vocab, size_t num_layers,
              const std::vector<size_t>& tap_layers, const Out<float>& taps, const Out<int64_t>& chosen,
              const Out<float>& logits) {
     const Shape& shape = decoder.shape();
     check_kv(shape, kv, num_layers);
     const size_t num_tokens = token_ids.size();
-    require(0 < vocab && vocab <= shape.vocab, "the model has fewer token ids");
+    require(0 < vocab && vocab <= shape.head_size, "the model has fewer token ids");
     require(positions.size() == num_tokens && slots.size() == num_tokens, "every token needs a position and a slot");
     require(cu_len.size() >= 1 && pages.shape(0) == cu_len.size() - 1, "every row needs its pages");
+    require(first_keys.size() == pages.shape(0), "every row needs its first key");
+    require(features.shape(0) == (shape.reads_features ? num_tokens : 0) && features.shape(1) == shape.hidden,
+            "features have the wrong shape: one for every token of a model that reads them, none of another");
     Pass pass{num_tokens, cu_len.size() - 1, pages.shape(1), token_ids.data(), positions.data(), slots.data(),
-              cu_len.data(), pages.data(), {wanted.data(), wanted.data() + wanted.size()}, {}, vocab, num_layers, {},
+              cu_len.data(), pages.data(), first_keys.data(), features.data(),
+              {wanted.data(), wanted.data() + wanted.size()}, {}, vocab, num_layers, {},
               chosen.data(), logits.data()};
     check_tokens(shape, kv, pass);
     pass.chooses = chooses_of(choose_arrays, wanted.size(), vocab);
@@ -310,6 +322,22 @@ void forward(Decoder& decoder, const KVStore& kv, const Array<int64_t>& token_id
     }
     nb::gil_scoped_release unlocked;
     if (num_tokens > 0) decoder.forward(pass, kv);
+}
+
+void multiply(Team& team, const Matrix& matrix, const Table<float>& x, const Out<float>& out) {
+    const size_t num_rows = x.shape(0), width = matrix.in(), stride = round_up(matrix.out(), kPanel);
+    require(x.shape(1) == width && out.size() == num_rows * matrix.out(), "the rows do not fit the matrix");
+    nb::gil_scoped_release unlocked;
+    Activations rows;
+    rows.reserve(num_rows, width);
+    std::vector<float> padded(round_up(width, kInt8Group)), found(num_rows * stride);
+    for (size_t row = 0; row < num_rows; ++row) {
+        std::copy_n(x.data() + row * width, width, padded.data());
+        rows.set(row, padded.data(), matrix.type(), width);
+    }
+    team.run([&](size_t) { multiply_all(team, {{&matrix, &rows, found.data(), stride, nullptr}}, num_rows); });
+    for (size_t row = 0; row < num_rows; ++row)
+        std::copy_n(&found[row * stride], matrix.out(), out.data() + row * matrix.out());
 }
 
 void bind_measures(nb::module_& m) {
@@ -344,6 +372,7 @@ void bind_decoder(nb::module_& m) {
         });
     m.def("pack", &pack, "weights"_a.noconvert(), "dtype"_a);
     m.def("pack_int4", &pack_int4, "values"_a.noconvert(), "scales"_a.noconvert(), "minima"_a.noconvert());
+    m.def("multiply", &multiply, "team"_a, "matrix"_a, "x"_a.noconvert(), "out"_a.noconvert());
     nb::class_<KVStore>(m, "KVStore")
         .def("__init__", [](KVStore* self, const std::string& type, size_t num_layers, size_t num_pages,
                             size_t num_kv_heads, size_t head_dim) {
@@ -365,14 +394,17 @@ void bind_decoder(nb::module_& m) {
                             size_t num_kv_heads, size_t head_dim, float norm_eps, const std::shared_ptr<Team>& team,
                             const std::shared_ptr<Matrix>& embed, const std::shared_ptr<Matrix>& head,
                             const Array<float>& final_norm, const Array<float>& inverse_frequencies,
-                            const nb::list& layers) {
-            const Shape shape{vocab, hidden, intermediate, layers.size(), num_heads, num_kv_heads, head_dim, norm_eps};
+                            const nb::list& layers, bool norms_residual) {
+            Shape shape{vocab, hidden, intermediate, layers.size(), num_heads, num_kv_heads, head_dim, norm_eps};
+            shape.norms_residual = norms_residual;
             new (self) Decoder(make_decoder(shape, team, embed, head, final_norm, inverse_frequencies, layers));
         }, "vocab"_a, "hidden"_a, "intermediate"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "norm_eps"_a,
-           "team"_a, "embed"_a, "head"_a, "final_norm"_a, "inverse_frequencies"_a, "layers"_a)
+           "team"_a, "embed"_a, "head"_a, "final_norm"_a, "inverse_frequencies"_a, "layers"_a, "norms_residual"_a = false)
+        .def_prop_ro("hidden", [](const Decoder& self) { return self.shape().hidden; })
         .def_prop_ro("weight_bytes", &Decoder::weight_bytes)
         .def("forward", &forward, "kv"_a, "token_ids"_a.noconvert(), "positions"_a.noconvert(), "slots"_a.noconvert(),
-             "cu_len"_a.noconvert(), "pages"_a.noconvert(), "wanted"_a.noconvert(), "chooses"_a, "vocab"_a, "num_layers"_a,
+             "cu_len"_a.noconvert(), "pages"_a.noconvert(), "first_keys"_a.noconvert(), "features"_a.noconvert(),
+             "wanted"_a.noconvert(), "chooses"_a, "vocab"_a, "num_layers"_a,
              "tap_layers"_a, "taps"_a.noconvert(), "chosen"_a.noconvert(), "logits"_a.noconvert());
 }
 

@@ -32,6 +32,9 @@ struct Best {
     }
 };
 
+// The first span that a row's tokens see anything of.
+size_t first_span(const Pass& pass, size_t row) { return static_cast<size_t>(pass.first_keys[row]) / kSpan; }
+
 // Offer the best token of one tile of a row of logits [kHeadTile], padded with -inf: what `Sampler` does for a whole row.
 void choose_in_tile(const Choose& how, const float* logits, size_t start, float* z, float* bounds, Best& best) {
     constexpr size_t blocks = kHeadTile / kBlock;
@@ -132,7 +135,7 @@ Decoder::Decoder(const Shape& shape, Weights weights, std::shared_ptr<Team> team
     : shape_(shape), weights_(std::move(weights)), team_(std::move(team)),
       scratch_(new Scratch, [](Scratch* s) { delete s; }) {
     scratch_->own.resize(team_->size());
-    const size_t widest = round_up(std::max(shape.hidden, shape.num_heads * shape.head_dim), kInt8Group);
+    const size_t widest = round_up(std::max(2 * shape.hidden, shape.num_heads * shape.head_dim), kInt8Group);
     for (auto& own : scratch_->own) own.normed.assign(widest, 0.0f);
 }
 
@@ -161,7 +164,7 @@ void Decoder::plan(const Pass& pass, const KVStore& kv) {
     grow(s.mixed, n * round_up(heads * shape_.head_dim, kInt8Group));
     grow(s.gate, n * round_up(shape_.intermediate, kInt8Group));
     grow(s.up, n * round_up(shape_.intermediate, kInt8Group));
-    s.wide.reserve(std::max(n, pass.wanted.size()), shape_.hidden);
+    s.wide.reserve(std::max(n, pass.wanted.size()), (shape_.reads_features ? 2 : 1) * shape_.hidden);
     s.narrow.reserve(n, heads * shape_.head_dim);
     s.long_.reserve(n, shape_.intermediate);
 
@@ -189,7 +192,7 @@ void Decoder::plan(const Pass& pass, const KVStore& kv) {
         for (const Tile& tile : s.tiles) num_spans += tile.num_spans;
         const size_t at_once = std::max<size_t>(num_spans / (kPartsPerThread * team_->size()), 1);
         for (size_t t = 0; t < s.tiles.size(); ++t)
-            for (size_t first = 0; first < s.tiles[t].num_spans; first += at_once)
+            for (size_t first = first_span(pass, s.tiles[t].row); first < s.tiles[t].num_spans; first += at_once)
                 s.parts.push_back({t, first, std::min(first + at_once, s.tiles[t].num_spans)});
         grow(s.tops, num_queries);
         grow(s.totals, num_queries);
@@ -248,7 +251,8 @@ void Decoder::run(const Pass& pass, const KVStore& kv, size_t thread) {
             const auto& k = kernels().layer;
             std::fill(normed.begin(), normed.end(), 0.0f);
             k.rms_norm(&s.hidden[t * shape_.hidden], layer.attn_norm.data(), shape_.hidden, shape_.norm_eps, normed.data());
-            s.wide.set(t, normed.data(), layer.q->type(), shape_.hidden);
+            if (i == 0 && shape_.reads_features) read_feature(pass, t, normed.data() + shape_.hidden);
+            s.wide.set(t, normed.data(), layer.q->type(), layer.q->in());
         });
         multiply_all(*team_, {{layer.q.get(), &s.wide, s.q.data(), q_stride, &layer.q_bias},
                   {layer.k.get(), &s.wide, s.k.data(), kv_stride, &layer.k_bias},
@@ -303,6 +307,13 @@ void Decoder::next_layer(const Pass& pass, size_t index, size_t token) {
         if (after == index) std::copy_n(hidden, shape_.hidden, to + token * shape_.hidden);
 }
 
+// Bring a token's feature, normed, to where the first layer reads it; the residual stream goes on from the feature.
+void Decoder::read_feature(const Pass& pass, size_t token, float* normed) {
+    const float* feature = pass.features + token * shape_.hidden;
+    kernels().layer.rms_norm(feature, weights_.layers[0].feature_norm.data(), shape_.hidden, shape_.norm_eps, normed);
+    std::copy_n(shape_.norms_residual ? normed : feature, shape_.hidden, &scratch_->hidden[token * shape_.hidden]);
+}
+
 // Norm one head where the family does so, and rotate it to its token's position.
 void Decoder::turn(float* head, const std::vector<float>& norm, size_t token) const {
     const size_t dim = shape_.head_dim, pairs = dim / 2;
@@ -339,7 +350,7 @@ void Decoder::attend(const Pass& pass, const KVStore& kv, size_t index, size_t t
         std::fill_n(own.top_so_far.begin(), count, -kInfinity);
         std::fill_n(own.total_so_far.begin(), count, 0.0f);
         std::fill_n(own.mixed_so_far.begin(), count * dim, 0.0f);
-        for (size_t span = 0; span < tile.num_spans; ++span) {
+        for (size_t span = first_span(pass, tile.row); span < tile.num_spans; ++span) {
             const auto [tops, totals, mixed] = span_of(span);
             for (size_t i = 0; i < count; ++i) {
                 const size_t limit = static_cast<size_t>(pass.positions[tile.first + i / group]) + 1;
@@ -413,7 +424,8 @@ void Decoder::attend_span(const Pass& pass, const KVStore& kv, size_t index, con
             store(pass, kv, index, tile.first + t, tile.kv_head);
     const size_t last = static_cast<size_t>(pass.positions[tile.first + tile.count - 1]) + 1;
     kv.kernels().attend({kv.keys(index), kv.values(index), pass.pages + tile.row * pass.max_pages,
-                         (last + kPageTokens - 1) / kPageTokens, shape_.num_kv_heads, tile.kv_head, padded, tile.count * group - first, span * kSpan,
+                         (last + kPageTokens - 1) / kPageTokens, shape_.num_kv_heads, tile.kv_head, padded, tile.count * group - first,
+                         std::max(span * kSpan, static_cast<size_t>(pass.first_keys[tile.row])),
                          std::min(last, (span + 1) * kSpan), &own.queries[first * query_stride(padded)], &own.query_units[first],
                          &own.limits[first], own.scores.data(), own.units.data(), tops + first, totals + first,
                          mixed + first * padded});

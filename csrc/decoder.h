@@ -17,10 +17,14 @@ enum class KVType { i16, i8, f16, f32 };
 struct Shape {
     size_t vocab, hidden, intermediate, num_layers, num_heads, num_kv_heads, head_dim;
     float norm_eps;
+    size_t head_size = 0;         // tokens the head chooses among: `vocab`, or a vocabulary of its own
+    bool reads_features = false;  // the first layer reads a feature beside each token, twice the width in all
+    bool norms_residual = false;  // and then goes on from the normed feature
 };
 
 struct Layer {
     std::vector<float> attn_norm, mlp_norm;
+    std::vector<float> feature_norm;            // of the first layer, if it reads features
     std::vector<float> q_norm, k_norm;          // [head_dim], or empty
     std::vector<float> q_bias, k_bias, v_bias;  // or empty; so are the next
     std::vector<float> o_bias, gate_bias, up_bias, down_bias;
@@ -85,9 +89,11 @@ struct Pass {
     const int64_t *token_ids, *positions, *slots;  // [num_tokens]
     const int64_t* cu_len;                         // [num_rows + 1]
     const int64_t* pages;                          // [num_rows, max_pages]
+    const int64_t* first_keys;                     // [num_rows] the first position that a row's tokens see
+    const float* features;                         // [num_tokens, hidden], if the first layer reads them
     std::vector<int64_t> wanted;                   // indices of tokens whose successor is chosen
     std::vector<Choose> chooses;                   // [wanted]
-    size_t vocab;                                  // token ids to choose among, the first of the model's
+    size_t vocab;                                  // token ids to choose among, the first of the head's
     size_t num_layers;
     std::vector<std::pair<size_t, float*>> taps;  // after so many layers, to [num_tokens, hidden]
     int64_t* chosen;                              // [wanted] out: token ids, kBroken, or kUnchosen
@@ -114,6 +120,7 @@ class Decoder {
     void run(const Pass& pass, const KVStore& kv, size_t thread);
     void start_token(const Pass& pass, size_t token);
     void next_layer(const Pass& pass, size_t index, size_t token);
+    void read_feature(const Pass& pass, size_t token, float* normed);
     void store(const Pass& pass, const KVStore& kv, size_t index, size_t token, size_t kv_head);
     void turn(float* head, const std::vector<float>& norm, size_t token) const;
     void attend(const Pass& pass, const KVStore& kv, size_t index, size_t thread);

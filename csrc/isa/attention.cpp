@@ -39,16 +39,19 @@ void score_rows(const T* const* pages, size_t head_dim, const float* queries, fl
                 store(scores + r * kSpan + p * kPageTokens + v * kLanes, sums[p][r][v]);
 }
 
-// mixed[r] += sum over j of weights[r][j] * values[j], for W vectors of the head, over `count` keys of some pages.
+// mixed[r] += sum over j of weights[r][j] * values[j], for W vectors of the head, over keys `hidden` to `count` of some
+// pages; hidden < 16.
 template <int R, int W, class T>
-void mix_rows(const T* const* pages, size_t offset, size_t count, size_t head_dim, const float* weights, float* mixed) {
+void mix_rows(const T* const* pages, size_t offset, size_t hidden, size_t count, size_t head_dim, const float* weights,
+              float* mixed) {
     f32v sums[R][W];
     PACELINE_UNROLL for (int r = 0; r < R; ++r)
         PACELINE_UNROLL for (int v = 0; v < W; ++v) sums[r][v] = load(mixed + r * head_dim + v * kLanes);
-    for (size_t page = 0; page * kPageTokens < count; ++page) {
-        const T *values = pages[page] + offset, *next = pages[page + kPagesAtOnce] + offset;
+    for (size_t page = 0, first = hidden; page * kPageTokens < count; ++page, first = 0) {
+        const T *values = pages[page] + first * head_dim + offset, *next = pages[page + kPagesAtOnce] + offset;
         const size_t left = count - page * kPageTokens, keys = left < kPageTokens ? left : kPageTokens;
-        for (size_t j = 0; j < keys; ++j, values += head_dim, next += head_dim, ++weights) {
+        weights += first;
+        for (size_t j = first; j < keys; ++j, values += head_dim, next += head_dim, ++weights) {
             f32v x[W];
             PACELINE_UNROLL for (int v = 0; v < W; ++v) {
                 x[v] = load_kv(values + v * kLanes);
@@ -65,12 +68,12 @@ void mix_rows(const T* const* pages, size_t offset, size_t count, size_t head_di
 }
 
 template <int R, class T>
-PACELINE_INLINE void mix(const T* const* pages, size_t count, size_t head_dim, const float* weights, float* mixed) {
+PACELINE_INLINE void mix(const T* const* pages, size_t hidden, size_t count, size_t head_dim, const float* weights, float* mixed) {
     constexpr int wide = 2 * R <= kMostQueries ? 4 : 2;
     size_t d = 0;
     for (; d + wide * kLanes <= head_dim; d += wide * kLanes)
-        mix_rows<R, wide>(pages, d, count, head_dim, weights, mixed + d);
-    for (; d < head_dim; d += kLanes) mix_rows<R, 1>(pages, d, count, head_dim, weights, mixed + d);
+        mix_rows<R, wide>(pages, d, hidden, count, head_dim, weights, mixed + d);
+    for (; d < head_dim; d += kLanes) mix_rows<R, 1>(pages, d, hidden, count, head_dim, weights, mixed + d);
 }
 
 template <int R, class T>
@@ -85,8 +88,9 @@ PACELINE_INLINE void score_pages(const T* const* pages, size_t num_pages, size_t
         score_rows<R, 1, T>(pages + page, head_dim, queries, scores + page * kPageTokens);
 }
 
-// Turn the first `count` scores into exp(score - largest) and the others, up to `end`, into 0.
-PACELINE_INLINE void weigh_scores(float* scores, size_t count, size_t end, float* top, float* total) {
+// Turn scores `hidden` to `count` into exp(score - largest) and the others, up to `end`, into 0.
+PACELINE_INLINE void weigh_scores(float* scores, size_t hidden, size_t count, size_t end, float* top, float* total) {
+    for (size_t i = 0; i < hidden; ++i) scores[i] = -__builtin_inff();
     for (size_t i = count; i < end; ++i) scores[i] = -__builtin_inff();
     f32v most = splat(-__builtin_inff());
     for (size_t i = 0; i < end; i += kLanes) most = larger(load(scores + i), most);
@@ -119,16 +123,17 @@ void attend(const AttentionSpan& span) {
                               span.scores + first * kSpan + first_page * kPageTokens);
         });
     }
+    const size_t hidden = span.start - first_slot(span);
     for (size_t r = 0; r < span.num_queries; ++r)
-        weigh_scores(span.scores + r * kSpan, num_seen(span, r, pages.count), pages.count * kPageTokens, span.tops + r,
+        weigh_scores(span.scores + r * kSpan, hidden, num_seen(span, r, pages.count), pages.count * kPageTokens, span.tops + r,
                      span.totals + r);
     __builtin_memset(span.mixed, 0, span.num_queries * head_dim * sizeof(float));
-    const size_t num_keys = span.end - span.start;  // slots behind the last key are never read
+    const size_t num_keys = span.end - first_slot(span);  // slots behind the last key are never read
     for (size_t start = 0; start < num_keys; start += kPagesAtOnce * kPageTokens) {
         const size_t left = num_keys - start, count = left < kPagesAtOnce * kPageTokens ? left : kPagesAtOnce * kPageTokens;
         const size_t first_page = start / kPageTokens;
         by_queries(span.num_queries, [&]<int R>(size_t first) {
-            mix<R, T>(pages.values + first_page, count, head_dim, span.scores + first * kSpan + start,
+            mix<R, T>(pages.values + first_page, start ? 0 : hidden, count, head_dim, span.scores + first * kSpan + start,
                       span.mixed + first * head_dim);
         });
     }

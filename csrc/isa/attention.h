@@ -42,7 +42,8 @@ struct Pages {
     size_t count;
     const T *keys[kSpan / kPageTokens + kPagesAtOnce], *values[kSpan / kPageTokens + kPagesAtOnce];
 
-    Pages(const AttentionSpan& span, size_t page_bytes) : count((span.end - span.start + kPageTokens - 1) / kPageTokens) {
+    Pages(const AttentionSpan& span, size_t page_bytes)
+        : count((span.end + kPageTokens - 1) / kPageTokens - span.start / kPageTokens) {
         const int64_t* const ids = span.pages + span.start / kPageTokens;
         const size_t after = span.num_pages - span.start / kPageTokens;  // of the row, from this span on
         const auto at = [&](const void* store, size_t page) {
@@ -57,10 +58,13 @@ struct Pages {
     }
 };
 
-// How many keys of a span a query sees.
+// Where the page of a span's first key begins; the slots from there to that key are hidden from every query.
+PACELINE_INLINE size_t first_slot(const AttentionSpan& span) { return span.start / kPageTokens * kPageTokens; }
+
+// How many slots of a span's pages a query may look at, the hidden ones included.
 PACELINE_INLINE size_t num_seen(const AttentionSpan& span, size_t query, size_t num_pages) {
     const size_t limit = static_cast<size_t>(span.limits[query]), slots = num_pages * kPageTokens;
-    const size_t count = limit <= span.start ? 0 : limit - span.start;
+    const size_t count = limit <= span.start ? 0 : limit - first_slot(span);
     return count < slots ? count : slots;
 }
 

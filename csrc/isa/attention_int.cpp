@@ -152,8 +152,9 @@ PACELINE_INLINE void mix(const T* const* pages, size_t count, size_t head_dim, c
     for (; d < head_dim; d += kLanes) mix_rows<R, 1>(pages, d, count, head_dim, weights, units, mixed);
 }
 
-// The largest of a query's scores, of which `count` are of keys it sees; the rest of their page gets -inf.
-PACELINE_INLINE float top_score(float* scores, size_t count) {
+// The largest of a query's scores `hidden` to `count`, which are of keys it sees; the rest of their pages gets -inf.
+PACELINE_INLINE float top_score(float* scores, size_t hidden, size_t count) {
+    for (size_t i = 0; i < hidden; ++i) scores[i] = -__builtin_inff();
     for (size_t i = count; i < round_up(count, kPageTokens); ++i) scores[i] = -__builtin_inff();
     f32v most = splat(-__builtin_inff());
     for (size_t i = 0; i < round_up(count, kPageTokens); i += kLanes) most = larger(load(scores + i), most);
@@ -181,9 +182,10 @@ PACELINE_INLINE float weigh(float* scores, size_t count, const Pages<T>& pages, 
 }
 
 // Turn weights into whole numbers, in place, 0 in slots without a key. Returns what one unit stands for.
-PACELINE_INLINE float round_weights(float* scores, size_t count, size_t num_slots, float heaviest) {
+PACELINE_INLINE float round_weights(float* scores, size_t hidden, size_t count, size_t num_slots, float heaviest) {
     const float inverse = heaviest > 0.0f ? kWeightLimit / heaviest : 0.0f;
     int16_t* const whole = reinterpret_cast<int16_t*>(scores);
+    for (size_t i = 0; i < hidden; ++i) scores[i] = 0.0f;
     for (size_t i = count; i < round_up(count, kPageTokens); ++i) scores[i] = 0.0f;
     for (size_t i = 0; i < round_up(count, kPageTokens); i += kLanes) store_halves(whole + i, to_nearest(load(scores + i) * inverse));
     for (size_t i = round_up(count, kPageTokens); i < num_slots; ++i) whole[i] = 0;
@@ -193,14 +195,14 @@ PACELINE_INLINE float round_weights(float* scores, size_t count, size_t num_slot
 // All of it for all queries, step by step: a query waits for its sums, and others can be under way meanwhile.
 template <class T>
 PACELINE_APART void weigh_queries(const AttentionSpan& span, const Pages<T>& pages) {
-    const size_t num_slots = pages.count * kPageTokens;
+    const size_t num_slots = pages.count * kPageTokens, hidden = span.start - first_slot(span);
     for (size_t r = 0; r < span.num_queries; ++r)
-        span.tops[r] = top_score(span.scores + r * kSpan, num_seen(span, r, pages.count));
+        span.tops[r] = top_score(span.scores + r * kSpan, hidden, num_seen(span, r, pages.count));
     for (size_t r = 0; r < span.num_queries; ++r)
         span.units[r] = weigh(span.scores + r * kSpan, num_seen(span, r, pages.count), pages, span.head_dim, span.tops[r],
                               span.totals + r);
     for (size_t r = 0; r < span.num_queries; ++r)
-        span.units[r] = round_weights(span.scores + r * kSpan, num_seen(span, r, pages.count), num_slots, span.units[r]);
+        span.units[r] = round_weights(span.scores + r * kSpan, hidden, num_seen(span, r, pages.count), num_slots, span.units[r]);
 }
 
 void prepare(float* queries, size_t num_queries, size_t head_dim, float* units) {
@@ -227,7 +229,7 @@ void attend(const AttentionSpan& span) {
     weigh_queries(span, pages);
     __builtin_memset(span.mixed, 0, span.num_queries * head_dim * sizeof(float));
     const int16_t* const weights = reinterpret_cast<const int16_t*>(span.scores);
-    const size_t num_keys = span.end - span.start;
+    const size_t num_keys = span.end - first_slot(span);
     for (size_t start = 0; start < num_keys; start += kPagesAtOnce * kPageTokens) {
         const size_t left = num_keys - start, count = left < kPagesAtOnce * kPageTokens ? left : kPagesAtOnce * kPageTokens;
         const size_t first_page = start / kPageTokens;

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from paceline.core.errors import BadModelFile, DrafterMismatch, UnsupportedModel
 from paceline.draft.heads.checkpoint import canonical_name, load_head
-from paceline.draft.heads.config import default_taps, head_shapes, read_config
+from paceline.draft.heads.config import EAGLE3, head_shapes, read_config
 from paceline.model.hf import LAYER_NAMES
 from tests.tiny import tiny_config
 
@@ -107,7 +107,7 @@ def test_every_tensor_arrives(name: str, tmp_path: Path) -> None:
 
 def test_what_a_config_leaves_out_is_the_targets() -> None:
     first, other = read_config(FIRST, TARGET), read_config(SPECULATORS, TARGET)
-    assert first.taps == default_taps("eagle3", 6) == (2, 3, 3)
+    assert first.taps == EAGLE3.default_taps(6) == (2, 3, 3)
     assert first.layers.rope == TARGET.rope
     assert not first.norm_before_residual
     assert other.taps == (1, 3, 5)

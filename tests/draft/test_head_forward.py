@@ -21,6 +21,7 @@ CASES = {
     **FORMATS,
     "norm before fc": {**FIRST, "norm_before_fc": True},
     "normed residual": {**FIRST, "norm_before_residual": True},
+    "normed heads": {**FIRST, "model_type": "qwen3"},
 }
 
 
@@ -76,6 +77,8 @@ def papers(config: HeadConfig, w: Mapping[str, Any], embedded: Any, tapped: Any)
                 np.split(p[f"attn_{name}"] @ read, len(p[f"attn_{name}"]) // c.head_dim)
                 for name in ("q", "k", "v")
             )
+            if c.facts.qk_norm:
+                q, k = [norm(x, p["attn_q_norm"], eps) for x in q], [norm(x, p["attn_k_norm"], eps) for x in k]
             keys.append([turned(x, position, c.rope.theta) for x in k])
             values.append(v)
             mixed = []

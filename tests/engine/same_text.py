@@ -250,6 +250,8 @@ class Tally:
         self.cases += len(answers)
         self.preemptions += stats.preemptions
         self.cached_tokens += stats.cached_tokens
+        self.stats.drafter_failures += stats.drafter_failures
+        self.stats.untapped_tokens += stats.untapped_tokens
         self.endings |= {a.ending[0] for a in answers.values()}
         for counts in stats.drafters.values():
             for i, count in enumerate(counts.verified_at):

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
+from tests.draft.heads import trained_head
 from tests.engine.same_text import (
     PLAIN,
     Request,
@@ -18,12 +19,15 @@ from tests.engine.same_text import (
     make_engine,
     run,
     settings_,
+    target,
     with_stops,
     workloads,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from paceline.model.decoder import ReferenceDecoder
 
 NGRAM = "ngram:min=1,max=4"
 SUFFIX = "suffix:shared=2000"
@@ -128,6 +132,20 @@ def test_the_native_backend_keeps_every_bit(draft: str, types: str) -> None:
 def test_drafting_for_itself_accepts_every_draft() -> None:
     tally = suite(ITSELF, EXAMPLES, assert_accepted_whole)
     assert tally.accepted_at == tally.verified_at
+
+
+def assert_some_met(tally: Tally) -> None:
+    assert_all_met(tally)
+    assert min(tally.times_accepted[:4]) > 5, tally.times_accepted
+
+
+@pytest.mark.parametrize("types", ["f64", "int8"])
+@pytest.mark.parametrize("kind", ["eagle3", "peagle"])
+def test_same_text_with_draft_heads(kind: str, types: str) -> None:
+    """Heads that were trained for a moment: right now and then."""
+    decoder: ReferenceDecoder = target().decoder  # type: ignore[assignment]
+    tally = suite(f"{kind}:model={trained_head(kind, decoder)}", EXAMPLES // 2, assert_some_met, types)
+    assert tally.stats.drafter_failures == tally.stats.untapped_tokens == 0
 
 
 def test_choices_of_one_request_differ() -> None:

@@ -170,6 +170,53 @@ def test_first_layers_alone_are_a_shallow_model() -> None:
     assert np.abs(got - expected).max() < 1e-4
 
 
+def test_taps_are_those_of_the_reference() -> None:
+    config = tiny_config("llama", num_layers=3)
+    decoder, twin = native(config, "f32"), ReferenceDecoder(config, tiny_weights(config, dtype=torch.float32))
+    packed = pack([(IDS[:40], 0, range(3)), (IDS[:9], 0, [3])])
+    got = decoder.run(packed, decoder.new_kv(4), [GREEDY] * 49, taps=(0, 2, 3)).taps
+    expected = twin.run(packed, twin.new_kv(4), [GREEDY] * 49, taps=(0, 2, 3)).taps
+    assert list(got) == list(expected) == [0, 2, 3]
+    for tap, states in expected.items():
+        assert got[tap].shape == states.shape == (49, config.hidden_size)
+        assert np.abs(got[tap] - states).max() < 1e-4
+
+
+@pytest.mark.parametrize("kv", ["f32", "f16", "i16", "i8"])
+@pytest.mark.parametrize("first", [1, 16, 37, 255, 256, 270])
+def test_a_row_may_see_keys_from_a_later_one_on(first: int, kv: str) -> None:
+    """What lies before the first key does not matter, not even NaN; the batch, chunk and threads do not either."""
+    config = FAMILY_CASES["wide"]
+    weights = tiny_weights(config, dtype=torch.float32)
+    broken = {name: w * float("nan") for name, w in weights.items()}
+    twin = ReferenceDecoder(config, weights)
+    results = []
+    for decoder, chunk in ((twin, 300), (native(config, "f32", 1, kv), 300), (native(config, "f32", 3, kv), 7)):
+        store = decoder.new_kv(20)
+        spoiler = NativeDecoder(config, broken, kernels.Team(1), "f32", kv) if decoder is not twin else twin
+        spoiler.run(pack([(IDS[:first], 0, SHUFFLED)]), store, [GREEDY] * first)
+        rows = []
+        for start in range(first, LENGTH, chunk):
+            packed = pack([(IDS[start : start + chunk], start, SHUFFLED), ([5], 0, [19])])
+            packed = replace(packed, first_keys=np.array([first, 0]))
+            rows.append(decoder.run(packed, store, [GREEDY] * len(packed.wanted)).logits[:-1])
+        results.append(np.concatenate(rows))
+    assert np.abs(results[1] - results[0]).max() < (1e-4 if kv == "f32" else 0.02 if kv != "i8" else 0.4)
+    np.testing.assert_array_equal(results[2], results[1])
+    if first > 1:
+        assert np.abs(results[0] - logits_of(twin)[first:]).max() > 0.01, "it matters"
+
+
+def test_products_of_one_matrix() -> None:
+    x, w = np.random.default_rng(3).standard_normal((2, 70, 96)).astype(np.float32)
+    for types, most in (("f32", 1e-4), ("bf16", 0.3), ("int8", 0.5)):
+        out = np.empty((70, 70), np.float32)
+        kernels.multiply(kernels.Team(2), kernels.pack(w, types), x, out)
+        assert np.abs(out - x @ w.T).max() < most
+    with pytest.raises(ValueError, match="do not fit"):
+        kernels.multiply(kernels.Team(1), kernels.pack(w, "f32"), x[:, :90].copy(), out)
+
+
 def test_nothing_finite_is_told_apart() -> None:
     config = FAMILY_CASES["llama"]
     weights = tiny_weights(config, dtype=torch.float32)
@@ -190,6 +237,7 @@ BAD = {
     "cu_len": (np.array([0, 3]), "cu_len"),
     "pages": (np.array([[2]]), "page"),
     "wanted": (np.array([2]), "wanted"),
+    "first_keys": (np.array([1]), "first key"),
 }
 
 
@@ -203,6 +251,7 @@ def test_the_border_refuses_what_could_crash(field: str) -> None:
         "cu_len": np.array([0, 2]),
         "pages": np.array([[0]]),
         "wanted": np.array([1]),
+        "first_keys": np.array([0]),
     }
     kv = decoder.new_kv(2)
     decoder.run(Packed(**fields), kv, [GREEDY])

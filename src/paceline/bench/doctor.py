@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from paceline.core.errors import PacelineError
-    from paceline.core.nouns import Batch, Plan, Verdict
+    from paceline.core.nouns import Batch, Plan, Scores, Verdict
     from paceline.engine.build import Built
     from paceline.engine.config import EngineConfig
     from paceline.engine.engine import Engine
@@ -90,8 +90,8 @@ def _check_memory(config: EngineConfig, model: LoadedModel) -> Check:
     """Weights of target and drafter against free memory; the KV cache takes a share of what is left."""
     per_weight, free = NUM_BYTES[config.weight_type], available_bytes()
     weights = num_weights(model.config) * per_weight
-    own = getattr(parse_spec(config.draft), "model", None)  # a drafter with a model of its own names it so
-    drafter = num_weights(load_model(resolve(own)).config) * per_weight if own else 0
+    spec = parse_spec(config.draft)
+    drafter = spec.num_weights(model.config) * per_weight if spec else 0
     text = f"weights {_mib(weights)}, drafter {_mib(drafter)}, free {_mib(free)}; the KV cache comes on top"
     return Check("memory", weights + drafter < free, text)
 
@@ -125,7 +125,7 @@ class _Always:
     name = "always"
     needs = Needs()
 
-    def admit(self, row: int, request: Request, valid_len: int) -> None:
+    def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
         """Nothing to remember."""
 
     def propose(self, batch: Batch, plan: Plan) -> Draft:
@@ -135,13 +135,13 @@ class _Always:
             tuple(RowDraft((0,) * r.max_drafts, self.name) if r.max_drafts else NO_DRAFT for r in batch.rows)
         )
 
-    def commit(self, batch: Batch, draft: Draft, verdict: Verdict) -> None:
+    def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
         """Nothing to trim."""
 
-    def valid_len(self, row: int) -> int:
+    def valid_lens(self, row: int) -> Mapping[str, int]:
         """It keeps no store."""
         del row
-        return 0
+        return {}
 
     def release(self, row: int) -> None:
         """Nothing to forget."""

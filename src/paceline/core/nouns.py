@@ -196,6 +196,15 @@ class Choose:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Taps:
+    """Hidden states that a target pass left behind, of every token in it, for the drafters that read them."""
+
+    states: Mapping[int, NDArray[floating]]  # [num_tokens, hidden] residual stream after so many layers
+    cu_len: NDArray[int64]  # [num_rows + 1] row i of the batch owns tokens cu_len[i]:cu_len[i + 1]
+    slots: NDArray[int64]  # [num_tokens] the place of each token in every store
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Scores:
     """What the target says at every scored position: a row's newest token's, then each of its drafts'."""
 
@@ -204,6 +213,7 @@ class Scores:
     chosen: NDArray[int64]  # [num_scored] target token ids; UNCHOSEN where it is left to the law, or BROKEN
     logits: NDArray[floating] | None = None  # [num_logit_rows, vocab] raw
     logit_idx: NDArray[int64] | None = None  # [num_scored] row of `logits`, -1 where there is none
+    taps: Taps | None = None  # None if no drafter asked
 
     def check(self) -> None:
         """Assert that offsets and lengths agree."""

@@ -6,12 +6,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
-    from paceline.core.nouns import Batch, Draft, Plan, Request, Verdict
+    from paceline.core.nouns import Batch, Draft, Plan, Request, Scores, Verdict
+    from paceline.draft.heads.checkpoint import Head
+    from paceline.draft.heads.runner import HeadRunner
     from paceline.model.backend import KV, Decoder
     from paceline.model.rows import Rows
     from paceline.model.tokenizer import Tokenizer
+
+    RunHead = Callable[[Head], HeadRunner]
 
 MAX_K = 16  # drafts per row and step
 
@@ -21,9 +25,10 @@ class Needs:
     """What a drafter needs of the engine. The engine reads this and never asks for the drafter's type."""
 
     pages: Literal["none", "shared", "own"] = "none"  # page table its KV lives in
-    store: str | None = None  # its store in the shared page table, if it keeps KV of its own there
-    kv_bytes_per_token: int = 0
-    taps: tuple[int, ...] = ()  # target layers whose hidden states it reads
+    stores: tuple[str, ...] = ()  # names of its own stores over the shared page table
+    tap_store: str | None = None  # of these, the one that taps fill: what is missing there cannot be made up for
+    kv_bytes_per_token: int = 0  # of all its stores
+    taps: tuple[int, ...] = ()  # after how many of the target's layers it reads hidden states
     max_k: int = MAX_K
 
 
@@ -46,6 +51,7 @@ class Target:
     num_pages: int
     vocabulary: Vocabulary
     law_needs_probs: bool  # drafts must then carry the distribution each token was drawn from
+    run_head: RunHead  # on the target's backend
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,20 +71,20 @@ class Drafter(Protocol):
     name: str
     needs: Needs
 
-    def admit(self, row: int, request: Request, valid_len: int) -> None:
-        """A request was born in a row; the drafter's store holds its first `valid_len` tokens already."""
+    def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
+        """A request was born in a row; each of the drafter's stores holds so many first tokens already."""
         ...
 
     def propose(self, batch: Batch, plan: Plan) -> Draft:
         """Propose up to `max_drafts` tokens for each row of the batch. May propose fewer, or none."""
         ...
 
-    def commit(self, batch: Batch, draft: Draft, verdict: Verdict) -> None:
-        """Trim own state to what was kept. Called after the backend has advanced its rows."""
+    def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
+        """Trim own state to what was kept, take in taps. Called after the backend has advanced its rows."""
         ...
 
-    def valid_len(self, row: int) -> int:
-        """Leading committed tokens of a row that the drafter's store holds; 0 if it has none."""
+    def valid_lens(self, row: int) -> Mapping[str, int]:
+        """Leading committed tokens of a row that each of the drafter's stores holds."""
         ...
 
     def release(self, row: int) -> None:

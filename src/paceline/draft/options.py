@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from paceline.draft.drafter import Drafter, DraftWeights, Target
+    from paceline.model.config import ModelConfig
 
     Loader = Callable[[str], DraftWeights]  # from a model's name or path
 
@@ -20,6 +21,8 @@ DRAFTERS = {
     "ngram": "paceline.draft.lookup.ngram:NgramConfig",
     "suffix": "paceline.draft.lookup.suffix:SuffixConfig",
     "draft-model": "paceline.draft.standalone:DraftModelConfig",
+    "eagle3": "paceline.draft.heads.drafter:Eagle3Config",
+    "peagle": "paceline.draft.heads.drafter:PEagleConfig",
 }
 
 
@@ -34,6 +37,10 @@ class DrafterConfig(Protocol):
     @property
     def k(self) -> int:
         """Drafts per row and step."""
+        ...
+
+    def num_weights(self, target: ModelConfig) -> int:
+        """Return how many weights of its own it brings, by what its files say. Raises `ModelError`."""
         ...
 
     def build(self, target: Target, load: Loader) -> Drafter:

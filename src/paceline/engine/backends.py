@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.core.errors import ConfigError, suggest
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from numpy import floating
     from numpy.typing import NDArray
 
+    from paceline.draft.heads.runner import LoadHeadRunner
     from paceline.model.backend import Decoder
     from paceline.model.config import ModelConfig
 
@@ -44,11 +45,15 @@ class BackendSpec:
     weight_types: tuple[str, ...]  # the first is the default
     kv_types: tuple[str, ...]  # the first is the default; none: that of the weights
     loader: str  # module:function, a `LoadDecoder`
+    head_loader: str  # module:function, a `LoadHeadRunner`
 
     def load(self) -> LoadDecoder:
         """Import what makes its decoders."""
-        module, function = self.loader.split(":")
-        return getattr(import_module(module), function)  # type: ignore[no-any-return]
+        return _imported(self.loader)  # type: ignore[no-any-return]
+
+    def load_head(self) -> LoadHeadRunner:
+        """Import what makes its runners of draft heads."""
+        return _imported(self.head_loader)  # type: ignore[no-any-return]
 
     def weight_type(self, asked: str | None) -> str:
         """Return the type of weights to use. Raises `ConfigError`."""
@@ -65,6 +70,11 @@ class BackendSpec:
         return asked
 
 
+def _imported(path: str) -> Any:
+    module, function = path.split(":")
+    return getattr(import_module(module), function)
+
+
 BACKENDS = {
     spec.name: spec
     for spec in (
@@ -74,6 +84,7 @@ BACKENDS = {
             ("int8", "int4", "bf16", "f32"),
             ("i16", "i8", "f16", "f32"),
             "paceline.model.native:load_decoder",
+            "paceline.draft.heads.native:load_runner",
         ),
         BackendSpec(
             "reference",
@@ -81,6 +92,7 @@ BACKENDS = {
             ("f32", "f64", "bf16", "f16"),
             (),
             "paceline.model.decoder:load_decoder",
+            "paceline.draft.heads.reference:load_runner",
         ),
     )
 }

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.draft.drafter import Drafter
+    from paceline.draft.heads.checkpoint import Head
+    from paceline.draft.heads.runner import HeadRunner
     from paceline.draft.options import Loader
     from paceline.engine.config import EngineConfig
     from paceline.model.backend import Decoder
@@ -105,10 +107,11 @@ def assemble(config: EngineConfig, loaded: Loaded, load_drafter: Loader | None =
         num_pages=num_pages,
         vocabulary=loaded.vocabulary,
         law_needs_probs=law.needs_probs,
+        run_head=partial(_run_head, config, loaded.decoder),
     )
     load_drafter = load_drafter or partial(_load_drafter, config)
     drafters = [drafter_config.build(target, load_drafter)] if drafter_config else []
-    stores = [TARGET, *(d.needs.store for d in drafters if d.needs.store is not None)]
+    stores = [TARGET, *(store for d in drafters for store in d.needs.stores)]
     pool = PagePool(num_pages, stores, caching=config.prefix_cache)
     controller = FixedK(drafter_config.name, drafter_config.k) if drafter_config else FixedK()
     fingerprint = "\0".join((loaded.name, config.backend, config.weight_type, config.kv_type))
@@ -156,6 +159,10 @@ def _load_drafter(config: EngineConfig, name: str) -> DraftWeights:
     model = load_model(name)
     vocabulary = Vocabulary(name, load_tokenizer(model), model.config.vocab_size)
     return DraftWeights(_decoder(model, config), vocabulary)
+
+
+def _run_head(config: EngineConfig, target: Decoder, head: Head) -> HeadRunner:
+    return config.backend_spec.load_head()(head, target)
 
 
 # What the banner says ----------------------------------------------------------------------------

@@ -11,9 +11,9 @@ import numpy as np
 from paceline.core.nouns import NO_DRAFT, Draft, RowDraft
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from paceline.core.nouns import Batch, Plan, Request, Verdict
+    from paceline.core.nouns import Batch, Plan, Request, Scores, Verdict
     from paceline.draft.drafter import Drafter
 
 log = logging.getLogger(__name__)
@@ -26,15 +26,18 @@ class Drafting:
     def __init__(self, drafters: Sequence[Drafter], vocab_size: int) -> None:
         self.drafters = {drafter.name: drafter for drafter in drafters}
         self.num_failures = 0
+        self.num_untapped = 0  # cached tokens whose taps nobody took
         self._vocab_size = vocab_size
         self._told: set[str] = set()  # drafters whose failure has been logged
-        self._marked: dict[tuple[str, int], int] = {}  # (drafter, row) -> tokens its store is known to hold
+        self._marked: dict[tuple[str, int], int] = {}  # (store, row) -> tokens it is known to hold
 
-    def admit(self, row: int, request: Request, valid_lens: dict[str, int]) -> None:
-        """Tell every drafter of a birth, and how many tokens its own store holds already."""
+    def admit(self, row: int, request: Request, valid_lens: Mapping[str, int], cached_len: int = 0) -> None:
+        """Tell every drafter of a birth, and how many of the `cached_len` tokens its own stores hold already."""
         for drafter in self.drafters.values():
-            known = valid_lens.get(drafter.needs.store or "", 0)
-            self._marked[drafter.name, row] = known
+            known = {store: valid_lens[store] for store in drafter.needs.stores}
+            self._marked |= {(store, row): length for store, length in known.items()}
+            if drafter.needs.tap_store is not None:
+                self.num_untapped += cached_len - known[drafter.needs.tap_store]
             self._guard(drafter, drafter.admit, row, request, known)
 
     def release(self, row: int) -> None:
@@ -59,19 +62,19 @@ class Drafting:
                     rows[index] = row_draft
         return Draft(tuple(rows))
 
-    def commit(self, batch: Batch, draft: Draft, verdict: Verdict) -> None:
+    def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
         """Tell every drafter what was kept."""
         for drafter in self.drafters.values():
-            self._guard(drafter, drafter.commit, batch, draft, verdict)
+            self._guard(drafter, drafter.commit, batch, scores, verdict)
 
     def newly_valid(self, row: int, most: int) -> Iterator[tuple[str, int, int]]:
         """Yield (store, known before, known now) of a row's tokens, for each store that has grown."""
         for drafter in self.drafters.values():
-            if drafter.needs.store is not None:
-                start, end = self._marked[drafter.name, row], min(most, drafter.valid_len(row))
+            for store, length in drafter.valid_lens(row).items():
+                start, end = self._marked[store, row], min(most, length)
                 if end > start:
-                    self._marked[drafter.name, row] = end
-                    yield drafter.needs.store, start, end
+                    self._marked[store, row] = end
+                    yield store, start, end
 
     def _guard(self, drafter: Drafter, call: Callable[..., T], *arguments: object) -> T | None:
         try:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         Plan,
         Request,
         RowVerdict,
+        Scores,
         TokenLogprobs,
         Verdict,
     )
@@ -107,6 +108,7 @@ class Engine:
         fingerprint: str = "",
     ) -> None:
         self.target = target
+        self.target.taps = tuple(sorted({tap for drafter in drafters for tap in drafter.needs.taps}))
         self.tokenizer = tokenizer
         self.drafting = Drafting(drafters, target.config.vocab_size)
         self.controller = controller
@@ -159,7 +161,9 @@ class Engine:
         if batch.rows:
             proposed = self._propose(batch, plan)
             draft = self.controller.trim(batch, proposed)
-            verdict = self._score_and_judge(batch, draft)
+            scores, verdict = self._score_and_judge(batch, draft)
+            self.target.commit(batch, verdict)
+            self._commit_drafters(batch, scores, verdict)
             self._commit(batch, proposed, draft, verdict)
             self._stats.steps += 1
             self._stats.step_s += perf_counter() - start
@@ -175,7 +179,8 @@ class Engine:
             if not admission.rebirth:
                 self._stats.prompt_tokens += len(admission.request.prompt_ids)
                 self._stats.cached_tokens += admission.cached_len
-            self.drafting.admit(admission.row, admission.request, self._valid_lens(admission.pages))
+            valid_lens = self._valid_lens(admission.pages)
+            self.drafting.admit(admission.row, admission.request, valid_lens, admission.cached_len)
         return batch
 
     def _propose(self, batch: Batch, plan: Plan) -> Draft:
@@ -184,15 +189,18 @@ class Engine:
         self._stats.draft_s += perf_counter() - start
         return draft
 
-    def _score_and_judge(self, batch: Batch, draft: Draft) -> Verdict:
+    def _score_and_judge(self, batch: Batch, draft: Draft) -> tuple[Scores, Verdict]:
         start = perf_counter()
         scores = self.target.score(batch, draft)
         self._stats.target_s += perf_counter() - start
-        return self.law.judge(draft, scores)
+        return scores, self.law.judge(draft, scores)
+
+    def _commit_drafters(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
+        start = perf_counter()
+        self.drafting.commit(batch, scores, verdict)
+        self._stats.draft_s += perf_counter() - start
 
     def _commit(self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict) -> None:
-        self.target.commit(batch, verdict)
-        self.drafting.commit(batch, draft, verdict)
         self._stats.count_pass(batch, proposed, draft, verdict)
         for r, p, d, v in zip(batch.rows, proposed.rows, draft.rows, verdict.rows, strict=True):
             self._commit_row(r, v, len(p), len(d))
@@ -259,6 +267,7 @@ class Engine:
         snapshot = self._stats.snapshot()
         snapshot.preemptions = self.scheduler.num_preemptions
         snapshot.drafter_failures = self.drafting.num_failures
+        snapshot.untapped_tokens = self.drafting.num_untapped
         return snapshot
 
     def gauges(self) -> Gauges:

@@ -21,7 +21,7 @@ def add_engine_arguments(parser: ArgumentParser) -> None:
         "--draft",
         metavar="SPEC",
         default=DEFAULT_DRAFT,
-        help="drafter: off, or NAME[:key=value,...] such as ngram:k=4 or draft-model:layers=10",
+        help="drafter: off, or NAME[:key=value,...] such as ngram:k=4 or eagle3:model=FOLDER,k=4",
     )
     add_target_arguments(parser)
 

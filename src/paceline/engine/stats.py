@@ -50,6 +50,7 @@ class Stats:
     output_tokens: int = 0
     preemptions: int = 0
     drafter_failures: int = 0
+    untapped_tokens: int = 0  # cached tokens whose hidden states no head will see: it drafts from behind them
     k_histogram: list[int] = field(default_factory=list)  # [k] decode passes that verified k drafts
     drafters: dict[str, DraftCounts] = field(default_factory=dict)
 

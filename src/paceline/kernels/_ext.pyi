@@ -34,6 +34,7 @@ class Matrix:
 
 def pack(weights: NDArray[float32], dtype: str) -> Matrix: ...
 def pack_int4(values: NDArray[uint8], scales: NDArray[uint16], minima: NDArray[uint16]) -> Matrix: ...
+def multiply(team: Team, matrix: Matrix, x: NDArray[float32], out: NDArray[float32]) -> None: ...
 def read_bandwidth(team: Team, bytes: int) -> float: ...  # noqa: A002
 def dot_peak(team: Team) -> float: ...
 def time_products(team: Team, matrices: list[Matrix], num_tokens: int, repeats: int) -> list[float]: ...
@@ -81,7 +82,10 @@ class Decoder:
         final_norm: NDArray[float32],
         inverse_frequencies: NDArray[float32],
         layers: list[tuple[dict[str, Matrix], dict[str, NDArray[float32]]]],
+        norms_residual: bool = False,
     ) -> None: ...
+    @property
+    def hidden(self) -> int: ...
     @property
     def weight_bytes(self) -> int: ...
     def forward(
@@ -92,6 +96,8 @@ class Decoder:
         slots: NDArray[int64],
         cu_len: NDArray[int64],
         pages: NDArray[int64],
+        first_keys: NDArray[int64],
+        features: NDArray[float32],
         wanted: NDArray[int64],
         chooses: Chooses,
         vocab: int,

@@ -54,7 +54,7 @@ class Tiles:
     tokens: torch.Tensor  # [num_tiles, num_queries] int64 indices into the packed tokens
     pages: torch.Tensor  # [num_tiles * num_pages] int64 page ids
     num_keys: int  # longest context among the tiles
-    unused: torch.Tensor  # [num_unused] int64 places in [num_tiles * num_pages * 16] beyond a tile's own context
+    unused: torch.Tensor  # [num_unused] int64 places in [num_tiles * num_pages * 16] that a tile does not see
     mask: torch.Tensor | None  # [num_tiles, 1, num_queries * group, num_keys] bool; None: every key is seen
 
 
@@ -82,8 +82,10 @@ def _tiles(
     num_keys = int(contexts.max())
     pages = packed.pages[rows, : -(-num_keys // PAGE_TOKENS)]
     places = np.arange(pages.shape[1] * PAGE_TOKENS)
-    unused = np.flatnonzero(places[None, :] >= contexts[:, None])
-    seen = np.arange(num_keys) <= positions[:, :, None]  # [num_tiles, num_queries, num_keys]
+    first = np.zeros(len(rows), np.int64) if packed.first_keys is None else packed.first_keys[rows]
+    unused = np.flatnonzero((places >= contexts[:, None]) | (places < first[:, None]))
+    keys = np.arange(num_keys)
+    seen = (keys <= positions[:, :, None]) & (keys >= first[:, None, None])  # [num_tiles, num_queries, num_keys]
     mask = None if seen.all() else torch.from_numpy(seen.repeat(group, axis=1)[:, None]).to(device)
     return Tiles(
         tokens=torch.from_numpy(tokens).to(device),

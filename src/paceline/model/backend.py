@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from paceline.core.nouns import Scores
+from paceline.core.nouns import Scores, Taps
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy import floating, int64
     from numpy.typing import NDArray
@@ -41,6 +41,7 @@ class Chosen:
     token_ids: NDArray[int64]  # [num_wanted]; UNCHOSEN for the kind "logits", may be for "sampled"; or BROKEN
     logits: NDArray[floating] | None  # [num_logit_rows, vocab_size] raw, of these two kinds only
     logit_idx: NDArray[int64] | None  # [num_wanted] row of `logits`, -1 where there is none
+    taps: Mapping[int, NDArray[floating]] = field(default_factory=dict)  # as `Taps.states`
 
 
 class Decoder(Protocol):
@@ -70,11 +71,13 @@ class Decoder(Protocol):
         *,
         num_layers: int | None = None,
         vocab_size: int | None = None,
+        taps: Sequence[int] = (),
     ) -> Chosen:
         """Run a pass, write its keys and values, and choose a token for each of `packed.wanted`.
 
         `num_layers` runs only the first layers, for self-drafting. `vocab_size` is the number of token ids to
-        choose among, the model's own by default; a drafter passes its target's.
+        choose among, the model's own by default; a drafter passes its target's. `taps` names the layers after
+        which the residual stream of every token is handed out, 0 being the embeddings; none twice.
         """
         ...
 
@@ -87,6 +90,7 @@ class Backend:
         self.config = decoder.config
         self.rows = rows
         self.kv = decoder.new_kv(num_pages)
+        self.taps: tuple[int, ...] = ()  # layers whose hidden states drafters read, in every pass
 
     @property
     def name(self) -> str:
@@ -99,14 +103,15 @@ class Backend:
         return self.kv.bytes_per_token
 
     def score(self, batch: Batch, draft: Draft) -> Scores:
-        """Run one target pass over the known tokens and the drafts of a batch.
+        """Run one target pass over the known tokens and the drafts of a batch, with the taps that are asked for.
 
         Only rows that choose by `logits` get theirs back.
         """
         packed = self.rows.pack(batch, draft)
         cu_len, chooses = self.rows.chooses(batch, draft)
-        chosen = self.decoder.run(packed, self.kv, chooses)
-        return Scores(cu_len, chooses, chosen.token_ids, chosen.logits, chosen.logit_idx)
+        chosen = self.decoder.run(packed, self.kv, chooses, taps=self.taps)
+        taps = Taps(chosen.taps, packed.cu_len, packed.slots) if self.taps else None
+        return Scores(cu_len, chooses, chosen.token_ids, chosen.logits, chosen.logit_idx, taps)
 
     def commit(self, batch: Batch, verdict: Verdict) -> None:
         """Advance the rows by what was kept."""

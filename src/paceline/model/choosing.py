@@ -10,7 +10,7 @@ import numpy as np
 from paceline.core import sampling
 from paceline.core.noise import Lane, key
 from paceline.core.nouns import BROKEN, UNCHOSEN
-from paceline.core.sampling import choose_token, distribution
+from paceline.core.sampling import BrokenRow, choose_token, distribution
 from paceline.model.backend import Chosen
 
 if TYPE_CHECKING:
@@ -46,6 +46,15 @@ def logit_rows(chooses: Sequence[Choose]) -> NDArray[int64]:
     return np.where(wanted, np.cumsum(wanted) - 1, -1)
 
 
+def pick(chosen: Chosen, places: Sequence[int]) -> Chosen:
+    """Return what a pass says of some of its wanted tokens."""
+    token_ids = chosen.token_ids[places]
+    if chosen.logits is None or chosen.logit_idx is None:
+        return Chosen(token_ids, None, None)
+    rows = chosen.logit_idx[places]
+    return Chosen(token_ids, chosen.logits[rows[rows >= 0]], np.where(rows >= 0, np.cumsum(rows >= 0) - 1, -1))
+
+
 def draw(
     run: Callable[[Sequence[Choose]], Chosen], chooses: Sequence[Choose], depths: Sequence[int], *, dense: bool
 ) -> tuple[list[int], list[NDArray[floating]] | None]:
@@ -69,7 +78,10 @@ def draw(
 
 
 def _draw_dense(logits: NDArray[floating], choose: Choose, depth: int) -> tuple[int, NDArray[floating]]:
-    ids, probs = distribution(logits, choose)
+    try:
+        ids, probs = distribution(logits, choose)
+    except BrokenRow:
+        return BROKEN, np.zeros(len(logits))
     full = np.zeros(len(logits), probs.dtype)
     full[ids] = probs
     return sampling.draw(full, key(choose.seed, choose.choice, Lane.DRAFT, choose.position, depth)), full

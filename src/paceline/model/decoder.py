@@ -5,7 +5,7 @@ In float64 it keeps promise 1; in float32, but for near-ties.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -72,6 +72,13 @@ def linear(weights: Mapping[str, torch.Tensor], name: str, x: torch.Tensor) -> t
     return functional.linear(x, weights[name], weights.get(f"{name}_bias"))
 
 
+def to_numpy(states: torch.Tensor) -> NDArray[floating]:
+    """Return a tensor as an array on the host, 16-bit floats as float32."""
+    wide = states.to(torch.promote_types(states.dtype, torch.float32))
+    array: NDArray[floating] = wide.cpu().numpy()
+    return array
+
+
 class ReferenceDecoder:
     """A Llama-family decoder over paged keys and values. Holds weights only; all state is in the `KVStore`."""
 
@@ -128,19 +135,21 @@ class ReferenceDecoder:
         *,
         num_layers: int | None = None,
         vocab_size: int | None = None,
+        taps: Sequence[int] = (),
     ) -> Chosen:
         """Run a pass and choose its tokens, see `backend.Decoder`."""
         assert isinstance(kv, KVStore)
-        hidden, _ = self.forward(packed, kv, num_layers=num_layers)
+        hidden, tapped = self.forward(packed, kv, num_layers=num_layers, taps=taps)
         logits = self.logits(hidden) if len(packed.wanted) else hidden.new_empty(0, self.config.vocab_size)
         missing = (vocab_size or self.config.vocab_size) - self.config.vocab_size
         if missing > 0:  # the target's padding rows
             logits = functional.pad(logits, (0, missing), value=-torch.inf)
-        return choose_from(logits[:, :vocab_size].contiguous(), chooses)
+        chosen = choose_from(logits[:, :vocab_size].contiguous(), chooses)
+        return replace(chosen, taps={tap: to_numpy(states) for tap, states in tapped.items()})
 
     @torch.inference_mode()
     def forward(
-        self, packed: Packed, kv: KVStore, *, num_layers: int | None = None, taps: tuple[int, ...] = ()
+        self, packed: Packed, kv: KVStore, *, num_layers: int | None = None, taps: Sequence[int] = ()
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Run a pass, writing its keys and values into `kv`.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
@@ -70,14 +71,11 @@ class NativeDecoder:
         """Pack the tensors named by `tensor_shapes(config)`; `team` is shared by all decoders of a process."""
         config.check()
         self.config = config
-        self._weight_type, self._kv_type = weight_type, kv_type
-        pack = partial(_pack, weights)
+        self.team = team
+        self.weight_type, self.kv_type = weight_type, kv_type
         table_type = _TABLE_TYPES.get(weight_type, weight_type)
-        embed = pack("embed", table_type)
+        self.embed = pack(weights, "embed", table_type)
         factors = weights["rope_factors"] if config.rope.scaling == "factors" else None
-        names = layer_shapes(config)
-        matrices = [name for name, shape in names.items() if len(shape) == 2]
-        vectors = [name for name, shape in names.items() if len(shape) == 1]
         self._decoder = kernels.Decoder(
             vocab=config.vocab_size,
             hidden=config.hidden_size,
@@ -87,22 +85,16 @@ class NativeDecoder:
             head_dim=config.head_dim,
             norm_eps=config.norm_eps,
             team=team,
-            embed=embed,
-            head=embed if config.tie_embeddings else pack("head", table_type),
-            final_norm=_array(weights["final_norm"]),
+            embed=self.embed,
+            head=self.embed if config.tie_embeddings else pack(weights, "head", table_type),
+            final_norm=as_float32(weights["final_norm"]),
             inverse_frequencies=inverse_frequencies(config.rope, config.head_dim, factors),
-            layers=[
-                (
-                    {n: pack(f"layers.{i}.{n}", weight_type) for n in matrices},
-                    {n: _array(weights[f"layers.{i}.{n}"]) for n in vectors},
-                )
-                for i in range(config.num_layers)
-            ],
+            layers=[pack_layer(i, layer_shapes(config), weights, weight_type) for i in range(config.num_layers)],
         )
 
     def describe(self) -> str:
         """Return what it is, for the user."""
-        return f"{self.name}, {self._weight_type} weights, {self._kv_type} KV, {kernels.isa()}"
+        return f"{self.name}, {self.weight_type} weights, {self.kv_type} KV, {kernels.isa()}"
 
     @property
     def weight_bytes(self) -> int:
@@ -112,7 +104,7 @@ class NativeDecoder:
     def new_kv(self, num_pages: int, num_layers: int | None = None) -> kernels.KVStore:
         """Return an empty store of `num_pages` pages for the first `num_layers` layers (all by default)."""
         c = self.config
-        return kernels.KVStore(self._kv_type, num_layers or c.num_layers, num_pages, c.num_kv_heads, c.head_dim)
+        return kernels.KVStore(self.kv_type, num_layers or c.num_layers, num_pages, c.num_kv_heads, c.head_dim)
 
     def run(
         self,
@@ -122,46 +114,83 @@ class NativeDecoder:
         *,
         num_layers: int | None = None,
         vocab_size: int | None = None,
+        taps: Sequence[int] = (),
     ) -> Chosen:
         """Run a pass and choose its tokens, see `backend.Decoder`."""
         assert isinstance(kv, kernels.KVStore)
         vocab = min(vocab_size or self.config.vocab_size, self.config.vocab_size)
-        logit_idx = logit_rows(chooses)
-        num_logit_rows = int(logit_idx.max(initial=-1)) + 1
-        logits = np.empty((num_logit_rows, vocab), np.float32)
-        chosen = np.empty(len(packed.wanted), np.int64)
-        self._decoder.forward(
-            kv,
-            packed.token_ids,
-            packed.positions,
-            packed.slots,
-            packed.cu_len,
-            np.ascontiguousarray(packed.pages),
-            packed.wanted,
-            _choose_arrays(chooses, vocab),
-            vocab=vocab,
-            num_layers=num_layers or self.config.num_layers,
-            tap_layers=[],
-            taps=np.empty(0, np.float32),
-            chosen=chosen,
-            logits=logits,
-        )
-        if not num_logit_rows:
-            return Chosen(chosen, None, None)
+        layers = num_layers or self.config.num_layers
+        chosen = forward(self._decoder, packed, kv, chooses, vocab=vocab, num_layers=layers, taps=taps)
         missing = (vocab_size or vocab) - vocab  # the target's padding rows
-        padded = np.pad(logits, ((0, 0), (0, missing)), constant_values=-np.inf) if missing else logits
-        return Chosen(chosen, padded, logit_idx)
+        if not missing or chosen.logits is None:
+            return chosen
+        padded = np.pad(chosen.logits, ((0, 0), (0, missing)), constant_values=-np.inf)
+        return replace(chosen, logits=padded)
 
 
-def _pack(weights: Mapping[str, NDArray[floating]], name: str, weight_type: str) -> kernels.Matrix:
+def forward(
+    decoder: kernels.Decoder,
+    packed: Packed,
+    kv: kernels.KVStore,
+    chooses: Sequence[Choose],
+    *,
+    vocab: int,
+    num_layers: int,
+    taps: Sequence[int] = (),
+    features: NDArray[float32] | None = None,
+) -> Chosen:
+    """Run a pass of compiled layers and choose among the first `vocab` tokens of their head.
+
+    features: [num_tokens, hidden] float32 where the first layer reads them, None elsewhere.
+    """
+    logit_idx = logit_rows(chooses)
+    num_logit_rows = int(logit_idx.max(initial=-1)) + 1
+    logits = np.empty((num_logit_rows, vocab), np.float32)
+    chosen = np.empty(len(packed.wanted), np.int64)
+    tapped = np.empty((len(taps), len(packed.token_ids), decoder.hidden), np.float32)
+    num_rows = len(packed.pages)
+    decoder.forward(
+        kv,
+        packed.token_ids,
+        packed.positions,
+        packed.slots,
+        packed.cu_len,
+        np.ascontiguousarray(packed.pages),
+        np.zeros(num_rows, np.int64) if packed.first_keys is None else packed.first_keys,
+        np.empty((0, decoder.hidden), np.float32) if features is None else features,
+        packed.wanted,
+        _choose_arrays(chooses, vocab),
+        vocab=vocab,
+        num_layers=num_layers,
+        tap_layers=list(taps),
+        taps=tapped,
+        chosen=chosen,
+        logits=logits,
+    )
+    states = dict(zip(taps, tapped, strict=True))
+    return Chosen(chosen, logits, logit_idx, states) if num_logit_rows else Chosen(chosen, None, None, states)
+
+
+def pack_layer(
+    index: int, shapes: Mapping[str, tuple[int, ...]], weights: Mapping[str, NDArray[floating]], weight_type: str
+) -> tuple[dict[str, kernels.Matrix], dict[str, NDArray[float32]]]:
+    """Return the matrices, packed, and the vectors of one layer. shapes: of its tensors, by short name."""
+    return (
+        {n: pack(weights, f"layers.{index}.{n}", weight_type) for n, shape in shapes.items() if len(shape) == 2},
+        {n: as_float32(weights[f"layers.{index}.{n}"]) for n, shape in shapes.items() if len(shape) == 1},
+    )
+
+
+def pack(weights: Mapping[str, NDArray[floating]], name: str, weight_type: str) -> kernels.Matrix:
     """Pack one matrix; one that its file keeps in 4-bit blocks of 32 keeps them if 4 bits are wanted."""
     blocks = weights.four_bit(name) if weight_type == "int4" and isinstance(weights, _KeepsBlocks) else None
     if blocks is None:
-        return kernels.pack(_array(weights[name]), weight_type)
+        return kernels.pack(as_float32(weights[name]), weight_type)
     return kernels.pack_int4(blocks.values, blocks.scales.view(np.uint16), blocks.minima.view(np.uint16))
 
 
-def _array(tensor: NDArray[floating]) -> NDArray[float32]:
+def as_float32(tensor: NDArray[floating]) -> NDArray[float32]:
+    """Return an array as the kernels read it."""
     return np.ascontiguousarray(tensor, np.float32)
 
 

@@ -15,7 +15,7 @@ class Packed:
     """Token rows of one pass with, for each token, its place in the text and in the KV store.
 
     Row i of the pass owns tokens cu_len[i]:cu_len[i + 1], at consecutive positions. Token t attends to its row's
-    slots at positions 0..positions[t], its own included, so its K and V are written before they are read.
+    slots at positions first_keys[i]..positions[t], its own included: K and V are written before they are read.
     The slot of a position p of row i is `pages[i, p // 16] * 16 + p % 16`.
     """
 
@@ -25,6 +25,7 @@ class Packed:
     cu_len: NDArray[int64]  # [num_rows + 1]
     pages: NDArray[int64]  # [num_rows, max_pages] page ids, padded with 0
     wanted: NDArray[int64]  # [num_wanted] indices of the tokens whose hidden state is returned
+    first_keys: NDArray[int64] | None = None  # [num_rows] position of the first key that a row sees; None: all 0
 
     def check(self, num_slots: int, vocab_size: int) -> None:
         """Assert shapes and ranges."""

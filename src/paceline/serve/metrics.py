@@ -35,6 +35,7 @@ _COUNTERS = (
     ("paceline_output_tokens", "output_tokens", "Tokens written"),
     ("paceline_preemptions", "preemptions", "Requests sent back to the queue for want of pages"),
     ("paceline_drafter_failures", "drafter_failures", "Drafts dropped because a drafter failed"),
+    ("paceline_untapped_tokens", "untapped_tokens", "Cached tokens whose hidden states no draft head will see"),
 )
 _GAUGES = (
     ("paceline_requests_running", "num_running", "Requests that hold a row"),

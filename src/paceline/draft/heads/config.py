@@ -8,7 +8,7 @@ token.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import BadModelFile, DrafterMismatch, UnsupportedModel
 from paceline.model.config import layer_shapes
@@ -20,12 +20,29 @@ if TYPE_CHECKING:
     from paceline.model.config import ModelConfig
 
 MOST_TAPS = 16
-_ALGORITHMS: dict[str, Literal["eagle3", "peagle"]] = {
-    "eagle3": "eagle3",
-    "peagle": "peagle",
-    "p-eagle": "peagle",
-    "LlamaForCausalLMEagle3": "eagle3",
-    "PEagleDraftModel": "peagle",
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """What all heads of one kind share."""
+
+    name: str  # of the drafter that runs them
+    parallel: bool  # guesses all tokens in one pass, mask tokens in place of those that are not known yet
+    last_tap: int  # the highest layer the paper looks after, counted from the target's last
+
+    def default_taps(self, num_layers: int) -> tuple[int, ...]:
+        """Return after how many of the target's layers the paper looks: of a low, a middle and a high one."""
+        return (2, num_layers // 2, num_layers - self.last_tap)
+
+
+EAGLE3 = Algorithm("eagle3", parallel=False, last_tap=3)
+PEAGLE = Algorithm("peagle", parallel=True, last_tap=1)
+_ALGORITHMS = {
+    "eagle3": EAGLE3,
+    "peagle": PEAGLE,
+    "p-eagle": PEAGLE,
+    "LlamaForCausalLMEagle3": EAGLE3,
+    "PEagleDraftModel": PEAGLE,
 }
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
@@ -35,7 +52,7 @@ _MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 class HeadConfig:
     """The shape of one head. Hidden states are the target's residual stream after so many of its layers."""
 
-    algorithm: Literal["eagle3", "peagle"]
+    algorithm: Algorithm
     layers: ModelConfig  # of the head's own layers; the first one reads twice the width
     draft_vocab_size: int
     target_hidden_size: int
@@ -72,7 +89,7 @@ def read_config(values: Mapping[str, Any], target: ModelConfig) -> HeadConfig:
         draft_vocab_size=_integer(everywhere, "draft_vocab_size", target.vocab_size),
         target_hidden_size=_integer(everywhere, "target_hidden_size", target.hidden_size),
         taps=_taps(everywhere, algorithm, target),
-        mask_token_id=_mask_token(everywhere) if algorithm == "peagle" else None,
+        mask_token_id=_mask_token(everywhere) if algorithm.parallel else None,
         **{name: _flag(everywhere, name) for name in _FLAGS},
     )
     _check(config, target)
@@ -92,18 +109,12 @@ def head_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     for name in ("attn_q", "attn_k", "attn_v"):
         shapes[f"layers.0.{name}"] = (shapes[f"layers.0.{name}"][0], 2 * width)
     shapes |= {"layers.0.hidden_norm": (width,), "norm": (width,), "head": (c.draft_vocab_size, width)}
-    if c.algorithm == "peagle":
+    if c.algorithm.parallel:
         shapes["mask_hidden"] = (c.tapped_size,)
     return shapes
 
 
-def default_taps(algorithm: str, num_layers: int) -> tuple[int, ...]:
-    """Return after how many of the target's layers the papers look: of a low, a middle and a high one."""
-    last = {"eagle3": num_layers - 3, "peagle": num_layers - 1}[algorithm]
-    return (2, num_layers // 2, last)
-
-
-def _algorithm(values: Mapping[str, Any]) -> Literal["eagle3", "peagle"]:
+def _algorithm(values: Mapping[str, Any]) -> Algorithm:
     names = [values.get("speculators_model_type")]
     architectures = values.get("architectures")
     names += architectures if isinstance(architectures, list) else []
@@ -111,7 +122,7 @@ def _algorithm(values: Mapping[str, Any]) -> Literal["eagle3", "peagle"]:
         if name in _ALGORITHMS:
             return _ALGORITHMS[name]
     if names == ["LlamaForCausalLM"] and "draft_vocab_size" in values:  # as the first EAGLE-3 heads were published
-        return "eagle3"
+        return EAGLE3
     raise UnsupportedModel(f"the head says it is {names}; EAGLE-3 and P-EAGLE heads are known")
 
 
@@ -123,10 +134,10 @@ def _without_tokens(values: dict[str, Any], target: ModelConfig) -> dict[str, An
     return kept
 
 
-def _taps(values: Mapping[str, Any], algorithm: str, target: ModelConfig) -> tuple[int, ...]:
+def _taps(values: Mapping[str, Any], algorithm: Algorithm, target: ModelConfig) -> tuple[int, ...]:
     given = values.get("eagle_aux_hidden_state_layer_ids")
     if given is None:
-        return default_taps(algorithm, target.num_layers)
+        return algorithm.default_taps(target.num_layers)
     if not isinstance(given, list) or not 1 <= len(given) <= MOST_TAPS or not all(type(i) is int for i in given):
         raise BadModelFile(f"eagle_aux_hidden_state_layer_ids = {str(given)[:80]} must be a list of layers")
     return tuple(given)

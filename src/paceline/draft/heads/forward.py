@@ -64,6 +64,8 @@ def run_layers(
             read = rms_norm(hidden, layer["attn_norm"], eps)
         heads = (len(read), -1, config.layers.head_dim)
         query, key, value = (linear(layer, f"attn_{name}", read).view(heads) for name in "qkv")
+        if config.layers.facts.qk_norm:
+            query, key = rms_norm(query, layer["attn_q_norm"], eps), rms_norm(key, layer["attn_k_norm"], eps)
         mixed = attend(index, rotate(query, cos, sin), rotate(key, cos, sin), value)
         hidden = hidden + linear(layer, "attn_o", mixed)
         normed = rms_norm(hidden, layer["mlp_norm"], eps)

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from numpy import int64
     from numpy.typing import NDArray
 
-    from paceline.core.nouns import Batch, Plan, Request, Verdict
+    from paceline.core.nouns import Batch, Plan, Request, Scores, Verdict
     from paceline.draft.drafter import Target
     from paceline.draft.options import Loader
+    from paceline.model.config import ModelConfig
     from paceline.model.rows import Rows
 
 MAX_MATCH = 64
@@ -43,6 +44,10 @@ class NgramConfig:
         bounded(self, "k", 1, MAX_K)
         bounded(self, "max", 1, MAX_MATCH)
         bounded(self, "min", 1, self.max)
+
+    def num_weights(self, target: ModelConfig) -> int:
+        """None."""
+        return 0
 
     def build(self, target: Target, load: Loader) -> NgramDrafter:
         """Make the drafter."""
@@ -68,15 +73,15 @@ class NgramDrafter:
             drafts.append(RowDraft(found, self.name) if len(found) else NO_DRAFT)
         return Draft(tuple(drafts))
 
-    def admit(self, row: int, request: Request, valid_len: int) -> None:
+    def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
         """Nothing to prepare."""
 
-    def commit(self, batch: Batch, draft: Draft, verdict: Verdict) -> None:
+    def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
         """Nothing to trim."""
 
-    def valid_len(self, row: int) -> int:
+    def valid_lens(self, row: int) -> Mapping[str, int]:
         """No store."""
-        return 0
+        return {}
 
     def release(self, row: int) -> None:
         """Nothing to release."""

@@ -24,10 +24,11 @@ if TYPE_CHECKING:
     from numpy import int64
     from numpy.typing import NDArray
 
-    from paceline.core.nouns import Batch, Plan, Request, Verdict
+    from paceline.core.nouns import Batch, Plan, Request, Scores, Verdict
     from paceline.draft.drafter import Target
     from paceline.draft.options import Loader
     from paceline.kernels import TextIndex
+    from paceline.model.config import ModelConfig
     from paceline.model.rows import Rows
 
 MAX_MATCH = 64
@@ -62,6 +63,10 @@ class SuffixConfig:
         bounded(self, "share", 0.0, 1.0)
         bounded(self, "shared", 0, MOST_SHARED_TOKENS)
 
+    def num_weights(self, target: ModelConfig) -> int:
+        """None."""
+        return 0
+
     def build(self, target: Target, load: Loader) -> SuffixDrafter:
         """Make the drafter."""
         return SuffixDrafter(self, target.rows)
@@ -87,7 +92,7 @@ class SuffixDrafter:
         self._rows: dict[int, _Row] = {}
         self._shared: dict[str, TextIndex] = {}  # by salt, the longest unused first
 
-    def admit(self, row: int, request: Request, valid_len: int) -> None:
+    def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
         """Begin an index for the row's own text."""
         from paceline.kernels import TextIndex
 
@@ -115,12 +120,12 @@ class SuffixDrafter:
         c = self.config
         return index.propose(tokens[-c.max :], k, c.min, c.max, c.reach, c.share)
 
-    def commit(self, batch: Batch, draft: Draft, verdict: Verdict) -> None:
+    def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
         """Nothing to trim: drafts never enter an index."""
 
-    def valid_len(self, row: int) -> int:
+    def valid_lens(self, row: int) -> Mapping[str, int]:
         """No store."""
-        return 0
+        return {}
 
     def release(self, row: int) -> None:
         """Drop the row's index; where sharing was asked for, keep its answer."""

@@ -1,0 +1,97 @@
+"""What drafters with a forward pass share: catching up on known tokens, and drawing tokens into chains.
+
+Tokens are drawn with the noise of the target's own choice (DESIGN section 5): draft and target then agree with
+probability at least (1 - TV) / (1 + TV) (Daliri et al., arXiv 2408.07978).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.core.nouns import RowDraft
+from paceline.model.choosing import draw
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy import floating
+    from numpy.typing import NDArray
+
+    from paceline.core.nouns import Choose
+    from paceline.model.backend import Chosen
+    from paceline.model.rows import Rows, Span
+
+    # Runs a pass over spans and chooses the token after each of them.
+    RunSpans = Callable[[Sequence[Span], Sequence[Choose]], Chosen]
+
+CATCH_UP_TOKENS = 512  # known tokens computed per step for rows that fell behind
+
+
+class Chain:
+    """A row's guesses so far."""
+
+    def __init__(self, row: int) -> None:
+        self.row = row
+        self.token_ids: list[int] = []
+        self.probs: list[NDArray[floating]] = []  # [vocab] each, if the law needs them
+
+    @property
+    def broken(self) -> bool:
+        """Whether its newest guess is none, because no logit was a finite number."""
+        return bool(self.token_ids) and self.token_ids[-1] < 0
+
+    def draft(self, drafter: str) -> RowDraft:
+        """Return the guesses as a draft."""
+        probs = np.stack(self.probs) if self.probs else None
+        return RowDraft(self.token_ids, drafter, probs=probs)
+
+
+def share_out(behind: Mapping[int, int], allowance: int = CATCH_UP_TOKENS) -> tuple[list[int], dict[int, int]]:
+    """Return the rows whose unseen tokens fit into a step, and how many tokens bring others nearer.
+
+    behind: row -> tokens it has not seen. The rows that are nearest come first.
+    """
+    ready: list[int] = []
+    nearer: dict[int, int] = {}
+    for row in sorted(behind, key=behind.__getitem__):
+        if behind[row] <= allowance:
+            ready.append(row)
+        elif allowance > 0:
+            nearer[row] = allowance
+        allowance -= min(behind[row], allowance)
+    return ready, nearer
+
+
+def extend(rows: Rows, chains: Sequence[Chain], run: Callable[[Sequence[Choose]], Chosen], *, dense: bool) -> None:
+    """Draw one more token for each chain. `dense` also keeps the distributions they were drawn from."""
+    chooses = [rows.choose_after(chain.row, chain.token_ids) for chain in chains]
+    token_ids, probs = draw(run, chooses, [len(chain.token_ids) for chain in chains], dense=dense)
+    for index, chain in enumerate(chains):
+        chain.token_ids.append(token_ids[index])
+        if probs is not None:
+            chain.probs.append(probs[index])
+
+
+def draft_in_turn(
+    rows: Rows, starts: Mapping[int, int], depth: Mapping[int, int], run: RunSpans, *, dense: bool
+) -> dict[int, Chain]:
+    """Draft token by token, up to `depth[row]` tokens.
+
+    The first pass reads each row's known tokens from `starts[row]` on, those after it one guess.
+    """
+    chains = {row: Chain(row) for row in starts}
+    spans: list[Span] = [(row, start, int(rows.length[row]) - start, ()) for row, start in starts.items()]
+    while spans:
+        wanting = [chains[row] for row, *_ in spans]
+        extend(rows, wanting, partial(run, spans), dense=dense)
+        spans = [_guess(rows, c) for c in wanting if len(c.token_ids) < depth[c.row] and not c.broken]
+    return chains
+
+
+def _guess(rows: Rows, chain: Chain) -> Span:
+    """Return the span of a row's newest guess, which comes after the guesses before it."""
+    start = int(rows.length[chain.row]) + len(chain.token_ids) - 1
+    return chain.row, start, 0, chain.token_ids[-1:]

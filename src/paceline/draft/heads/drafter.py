@@ -1,0 +1,283 @@
+"""Draft heads as drafters: EAGLE-3 drafts token by token, P-EAGLE all tokens in one pass.
+
+Both read the target's hidden states (`needs.taps`) of every committed token and keep two stores over its page
+table: the fused features, and the keys and values of the head's own layers. The entry of a token is (the feature
+of the token before it, the token itself) and lies in the token's slot, so that a page's entries depend only on
+the tokens its hash covers. Entries of guesses are never valid: once the target has kept them, they are written
+again from its own features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from paceline.core.errors import ConfigError, DrafterMismatch
+from paceline.core.nouns import NO_DRAFT, Draft
+from paceline.draft.chains import Chain, draft_in_turn, extend, share_out
+from paceline.draft.drafter import MAX_K, Needs
+from paceline.draft.heads.checkpoint import load_head
+from paceline.draft.heads.config import EAGLE3, PEAGLE, head_shapes, read_config
+from paceline.draft.heads.features import FeatureStore
+from paceline.draft.options import bounded
+from paceline.model.choosing import pick
+from paceline.model.hf import read_json
+from paceline.model.pull import resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy import float32, floating
+    from numpy.typing import NDArray
+
+    from paceline.core.nouns import Batch, Choose, Plan, Request, Scores, Taps, Verdict
+    from paceline.draft.drafter import Target
+    from paceline.draft.heads.checkpoint import Head
+    from paceline.draft.options import Loader
+    from paceline.model.backend import Chosen
+    from paceline.model.config import ModelConfig
+    from paceline.model.packed import Packed
+    from paceline.model.rows import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Config:
+    """`eagle3:model=FOLDER`, with `k` drafts per step."""
+
+    name: ClassVar[str] = EAGLE3.name
+    k: int = 4
+    model: str = ""  # folder or Hugging Face id of the head
+
+    def __post_init__(self) -> None:
+        _check_options(self)
+
+    def num_weights(self, target: ModelConfig) -> int:
+        """Return the size of the head; an embedding of its own is not counted."""
+        return _num_weights(self.model, target)
+
+    def build(self, target: Target, load: Loader) -> Eagle3Drafter:
+        """Make the drafter. Raises `ModelError`, or `DrafterMismatch` if the head is not the target's."""
+        return Eagle3Drafter(self, target, _load(self, target))
+
+
+@dataclass(frozen=True, slots=True)
+class PEagleConfig:
+    """`peagle:model=FOLDER`, with `k` drafts per step."""
+
+    name: ClassVar[str] = PEAGLE.name
+    k: int = 6
+    model: str = ""  # folder or Hugging Face id of the head
+
+    def __post_init__(self) -> None:
+        _check_options(self)
+
+    def num_weights(self, target: ModelConfig) -> int:
+        """Return the size of the head; an embedding of its own is not counted."""
+        return _num_weights(self.model, target)
+
+    def build(self, target: Target, load: Loader) -> PEagleDrafter:
+        """Make the drafter. Raises `ModelError`, or `DrafterMismatch` if the head is not the target's."""
+        return PEagleDrafter(self, target, _load(self, target))
+
+
+HeadOptions = Eagle3Config | PEagleConfig
+
+
+def _check_options(config: HeadOptions) -> None:
+    bounded(config, "k", 1, MAX_K)
+    if not config.model:
+        raise ConfigError(f"{config.name} wants model=FOLDER, the head that was trained for the target")
+
+
+def _num_weights(model: str, target: ModelConfig) -> int:
+    config = read_config(read_json(resolve(model) / "config.json"), target)
+    return sum(prod(shape) for shape in head_shapes(config).values())
+
+
+def _load(config: HeadOptions, target: Target) -> Head:
+    head = load_head(resolve(config.model), target.decoder.config)
+    kind = head.config.algorithm.name
+    if kind != config.name:
+        raise DrafterMismatch(f"{config.model} is a head of another kind; use --draft {kind}:model={config.model}")
+    return head
+
+
+class _HeadDrafter:
+    """What both kinds share: taps in, features kept, entries caught up."""
+
+    name: str
+
+    def __init__(self, options: HeadOptions, target: Target, head: Head) -> None:
+        self._options = options
+        self._config = head.config
+        self._head = target.run_head(head)
+        self._rows = target.rows
+        self._dense = target.law_needs_probs
+        self._kv = self._head.new_kv(target.num_pages)
+        self._features = FeatureStore(target.rows, target.num_pages, head.config.layers.hidden_size)
+        self._valid = np.zeros(self._rows.num_rows, np.int64)  # [num_rows] tokens behind the last valid entry
+        self._feature_store = f"{options.name} features"
+        self.needs = Needs(
+            pages="shared",
+            stores=(options.name, self._feature_store),
+            tap_store=self._feature_store,
+            kv_bytes_per_token=self._kv.bytes_per_token + self._features.bytes_per_token,
+            taps=head.config.taps,
+        )
+
+    def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
+        """Start with what the stores already hold of the row's cached pages."""
+        self._features.admit(row, valid_lens[self._feature_store])
+        self._valid[row] = valid_lens[self.name]
+
+    def propose(self, batch: Batch, plan: Plan) -> Draft:
+        """Catch up on known tokens, then draft."""
+        depth = {r.row: min(plan.k(r.row), r.max_drafts) for r in batch.rows}
+        ready = self._catch_up([row for row, k in depth.items() if k > 0])
+        starts = {row: self._start(row) for row in ready}
+        chains = self._draft(starts, depth) if starts else {}
+        for row in chains:
+            self._valid[row] = self._rows.length[row]
+        return Draft(tuple(chains[r.row].draft(self.name) if r.row in chains else NO_DRAFT for r in batch.rows))
+
+    def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
+        """Keep the features of all tokens that are now committed."""
+        taps = scores.taps
+        assert taps is not None, "the engine tells every pass to hand out what drafters need"
+        counts = [
+            r.num_known + max(0, len(v.token_ids) - 1) for r, v in zip(batch.rows, verdict.rows, strict=True)
+        ]
+        starts = taps.cu_len[:-1].tolist()
+        places = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
+        features = self._head.fuse(self._tapped(taps, places))
+        done = 0
+        for r, first, count in zip(batch.rows, starts, counts, strict=True):
+            start = int(self._rows.computed[r.row]) - count
+            slots = taps.slots[first : first + count]
+            self._features.put(r.row, start, slots, features[done : done + count])
+            done += count
+
+    def valid_lens(self, row: int) -> Mapping[str, int]:
+        """Leading tokens of a row that the stores hold. Entries behind a hole are nobody else's."""
+        features = self._features.valid_len(row)
+        return {self.name: int(self._valid[row]) if features else 0, self._feature_store: features}
+
+    def release(self, row: int) -> None:
+        """Forget the row."""
+        self._valid[row] = 0
+
+    def forget(self) -> None:
+        """Nothing is learnt across requests."""
+
+    def report(self) -> Mapping[str, Any]:
+        """Tell what was chosen."""
+        c = self._config
+        return {
+            "drafter": self.name,
+            "k": self._options.k,
+            "model": self._options.model,
+            "taps after layers": " ".join(map(str, c.taps)),
+            "tokens": c.draft_vocab_size,
+            "weights": f"{self._head.weight_bytes / 2**20:.1f} MiB",
+        }
+
+    def _draft(self, starts: Mapping[int, int], depth: Mapping[int, int]) -> dict[int, Chain]:
+        raise NotImplementedError
+
+    def _start(self, row: int) -> int:
+        """Return the first token of a row whose entry is still to be made."""
+        return max(int(self._valid[row]), self._features.first_entry(row))
+
+    def _catch_up(self, rows: list[int]) -> list[int]:
+        """Return the rows whose missing entries fit this step's allowance; bring the others nearer."""
+        behind = {row: int(self._rows.length[row]) - self._start(row) for row in rows}
+        ready, nearer = share_out({row: count for row, count in behind.items() if count > 0})
+        if nearer:
+            spans: list[Span] = [(row, self._start(row), count, ()) for row, count in nearer.items()]
+            packed = self._pack(spans, [0] * len(spans))
+            self._head.run(packed, self._read(spans, None), self._kv, ())
+        for row, count in nearer.items():
+            self._valid[row] = self._start(row) + count
+        return ready
+
+    def _pack(self, spans: Sequence[Span], wanted: Sequence[int]) -> Packed:
+        first = np.array([self._features.first_entry(row) for row, *_ in spans], np.int64)
+        return replace(self._rows.pack_spans(spans, wanted), first_keys=first)
+
+    def _read(self, spans: Sequence[Span], guessed: Mapping[int, NDArray[floating]] | None) -> NDArray[float32]:
+        """Return the features of spans: kept ones for known tokens, `guessed[row]` [width] for each guess."""
+        parts = []
+        for row, start, num_known, guesses in spans:
+            parts.append(self._features.read(row, start - 1, num_known))
+            parts += [guessed[row][None] for _ in guesses] if guessed is not None else []
+        return np.concatenate(parts, dtype=np.float32)
+
+    def _tapped(self, taps: Taps, places: NDArray[Any]) -> NDArray[floating]:
+        return np.concatenate([taps.states[layer][places] for layer in self._config.taps], axis=1)
+
+
+class Eagle3Drafter(_HeadDrafter):
+    """Drafts token by token: what the head makes of one entry stands for the feature of the next."""
+
+    name = EAGLE3.name
+
+    def __init__(self, options: HeadOptions, target: Target, head: Head) -> None:
+        super().__init__(options, target, head)
+        self._fed_back: dict[int, NDArray[floating]] = {}  # row -> [width] of its newest guess
+
+    def _draft(self, starts: Mapping[int, int], depth: Mapping[int, int]) -> dict[int, Chain]:
+        return draft_in_turn(self._rows, starts, depth, self._run, dense=self._dense)
+
+    def _run(self, spans: Sequence[Span], chooses: Sequence[Choose]) -> Chosen:
+        packed, features = self._pack(spans, [1] * len(spans)), self._read(spans, self._fed_back)
+        chosen, fed_back = self._head.run(packed, features, self._kv, chooses)
+        self._fed_back = {row: feature for (row, *_), feature in zip(spans, fed_back, strict=True)}
+        return chosen
+
+
+class PEagleDrafter(_HeadDrafter):
+    """Drafts all tokens in one pass, mask tokens with a learnt feature standing for those not known yet."""
+
+    name = PEAGLE.name
+
+    def __init__(self, options: HeadOptions, target: Target, head: Head) -> None:
+        super().__init__(options, target, head)
+        assert head.config.mask_token_id is not None, "the config of a parallel head names it"
+        self._mask = head.config.mask_token_id
+        self._mask_feature = self._head.fuse(head.weights["mask_hidden"][None])[0]  # [width]
+
+    def _draft(self, starts: Mapping[int, int], depth: Mapping[int, int]) -> dict[int, Chain]:
+        chosen, first = self._run(starts, depth)
+        chains = {row: Chain(row) for row in starts}
+        for index in range(max(depth[row] for row in starts)):
+            wanting = [c for c in chains.values() if depth[c.row] > index and not c.broken]
+            found = pick(chosen, [first[c.row] + index for c in wanting])
+            extend(self._rows, wanting, partial(_already, found), dense=self._dense)
+        return chains
+
+    def _run(self, starts: Mapping[int, int], depth: Mapping[int, int]) -> tuple[Chosen, dict[int, int]]:
+        """Run the pass. Returns what it says of all guesses, and where each row's begin.
+
+        Guesses other than the largest logit wait for those before them, as penalties count these.
+        """
+        spans: list[Span] = []
+        chooses: list[Choose] = []
+        first: dict[int, int] = {}
+        for row, start in starts.items():
+            spans.append((row, start, int(self._rows.length[row]) - start, [self._mask] * (depth[row] - 1)))
+            choose = self._rows.choose_after(row, ())
+            kind = choose.kind if choose.kind == "argmax" and not self._dense else "logits"
+            first[row] = len(chooses)
+            chooses += [replace(choose, kind=kind)] * depth[row]
+        packed = self._pack(spans, [depth[row] for row in starts])
+        features = self._read(spans, dict.fromkeys(starts, self._mask_feature))
+        return self._head.run(packed, features, self._kv, chooses)[0], first
+
+
+def _already(found: Chosen, _: Sequence[Choose]) -> Chosen:
+    """Stand for a pass that has been run."""
+    return found

@@ -1,0 +1,68 @@
+"""What heads read of the target: the fused feature of every committed token, a store over the page table."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.core.nouns import PAGE_TOKENS
+
+if TYPE_CHECKING:
+    from numpy import float16, float32, floating, int64
+    from numpy.typing import NDArray
+
+    from paceline.model.rows import Rows
+
+_MOST = float(np.finfo(np.float16).max)
+
+
+class FeatureStore:
+    """Features by slot, 16 bit, and how far each row's reach back without a hole.
+
+    A feature can only be had when the target computes its token. Where it was not taken then (a cached page from a
+    time without the head, a pass whose taps were lost) there is a hole, and what is read begins behind it.
+    """
+
+    def __init__(self, rows: Rows, num_pages: int, width: int) -> None:
+        self._rows = rows
+        self._data: NDArray[float16] = np.zeros((num_pages * PAGE_TOKENS, width), np.float16)
+        self._begin = np.zeros(rows.num_rows, np.int64)  # [num_rows] first token of the unbroken run ...
+        self._end = np.zeros(rows.num_rows, np.int64)  # ... and the token behind its last
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one feature."""
+        return int(self._data[0].nbytes)
+
+    def admit(self, row: int, valid_len: int) -> None:
+        """Start with the features of a row's cached pages; those of its last tokens must be there to be of use."""
+        computed = int(self._rows.computed[row])
+        self._begin[row] = 0 if valid_len >= computed else computed
+        self._end[row] = computed
+
+    def put(self, row: int, start: int, slots: NDArray[int64], features: NDArray[floating]) -> None:
+        """Write the features [n, width] of a row's tokens from `start` on, to slots [n]."""
+        self._data[slots] = np.clip(features, -_MOST, _MOST)
+        if start != self._end[row]:  # those between were lost
+            self._begin[row] = start
+        self._end[row] = start + len(slots)
+
+    def first_entry(self, row: int) -> int:
+        """Return the first token of a row whose predecessor's feature is there, and so all up to the newest one.
+
+        The row's length if there is none.
+        """
+        length = int(self._rows.length[row])
+        return int(self._begin[row]) + 1 if self._end[row] >= length - 1 else length
+
+    def valid_len(self, row: int) -> int:
+        """Return the leading tokens of a row whose features are all there; 0 behind a hole."""
+        return int(self._end[row]) if self._begin[row] == 0 else 0
+
+    def read(self, row: int, start: int, count: int) -> NDArray[float32]:
+        """Return the features of a row's tokens from `start` on, [count, width] float32."""
+        positions = np.arange(start, start + count)
+        slots = self._rows.pages[row, positions // PAGE_TOKENS] * PAGE_TOKENS + positions % PAGE_TOKENS
+        features: NDArray[float32] = self._data[slots].astype(np.float32)
+        return features

@@ -1,0 +1,145 @@
+"""Draft heads on the `native` backend: in the same kernels and on the same threads as their target."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline import kernels
+from paceline.draft.heads.config import head_shapes
+from paceline.model.native import NativeDecoder, as_float32, forward, pack, pack_layer
+from paceline.model.rope import inverse_frequencies
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy import float32, floating, int64
+    from numpy.typing import NDArray
+
+    from paceline.core.nouns import Choose
+    from paceline.draft.heads.checkpoint import Head
+    from paceline.draft.heads.config import HeadConfig
+    from paceline.model.backend import KV, Chosen, Decoder
+    from paceline.model.packed import Packed
+
+_TYPES = {"int4": "int8"}  # a head is small: four bits would cost more drafts than they save time
+
+
+def load_runner(head: Head, target: Decoder) -> NativeHead:
+    """Make a head's runner, see `engine/backends.py`."""
+    assert isinstance(target, NativeDecoder)
+    return NativeHead(head, target)
+
+
+class NativeHead:
+    """A head over packed weights and KV of the target's types."""
+
+    def __init__(self, head: Head, target: NativeDecoder) -> None:
+        self.config = head.config
+        weight_type = _TYPES.get(target.weight_type, target.weight_type)
+        self._target = target
+        self._norms = {name: as_float32(w) for name, w in head.weights.items() if name in _norm_names(head.config)}
+        self._fc = pack(head.weights, "fc", weight_type)
+        self._embed = pack(head.weights, "embed", weight_type) if "embed" in head.weights else target.embed
+        order = np.argsort(head.token_ids)  # so that of equal logits the lowest of the target's ids comes first
+        self._token_ids: NDArray[int64] | None = head.token_ids[order]  # None: they are the target's
+        if len(order) == target.config.vocab_size:  # a map of all tokens is a rearrangement, undone by the order
+            self._token_ids = None
+        self._decoder = self._pack(head, order, weight_type)
+
+    def _pack(self, head: Head, order: NDArray[int64], weight_type: str) -> kernels.Decoder:
+        c = head.config.layers
+        return kernels.Decoder(
+            vocab=self._target.config.vocab_size,
+            hidden=c.hidden_size,
+            intermediate=c.intermediate_size,
+            num_heads=c.num_heads,
+            num_kv_heads=c.num_kv_heads,
+            head_dim=c.head_dim,
+            norm_eps=c.norm_eps,
+            team=self._target.team,
+            embed=self._embed,
+            head=kernels.pack(as_float32(head.weights["head"][order]), weight_type),
+            final_norm=self._norms["norm"],
+            inverse_frequencies=inverse_frequencies(c.rope, c.head_dim),
+            layers=[
+                pack_layer(i, _layer_shapes(head.config, i), head.weights, weight_type)
+                for i in range(c.num_layers)
+            ],
+            norms_residual=head.config.norm_before_residual,
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the packed matrices, without an embedding that is the target's."""
+        shared = self._embed.num_bytes if self._embed is self._target.embed else 0
+        return self._decoder.weight_bytes + self._fc.num_bytes - shared
+
+    def new_kv(self, num_pages: int) -> kernels.KVStore:
+        """Return an empty store of `num_pages` pages for the head's layers."""
+        c = self.config.layers
+        return kernels.KVStore(self._target.kv_type, c.num_layers, num_pages, c.num_kv_heads, c.head_dim)
+
+    def fuse(self, tapped: NDArray[floating]) -> NDArray[floating]:
+        """Return the feature of each token, see `HeadRunner`."""
+        c, rows = self.config, as_float32(tapped)
+        if c.norm_before_fc:
+            rows = self._norm("input_norm", rows)
+        if c.fc_norm:
+            parts = np.split(rows, len(c.taps), axis=1)
+            rows = np.concatenate([self._norm(f"fc_norm.{i}", part) for i, part in enumerate(parts)], axis=1)
+        features = np.empty((len(rows), c.layers.hidden_size), np.float32)
+        kernels.multiply(self._target.team, self._fc, rows, features)
+        return features
+
+    def run(
+        self, packed: Packed, features: NDArray[floating], kv: KV, chooses: Sequence[Choose]
+    ) -> tuple[Chosen, NDArray[floating]]:
+        """Run a pass, see `HeadRunner`."""
+        assert isinstance(kv, kernels.KVStore)
+        c = self.config
+        last = c.layers.num_layers
+        chosen = forward(
+            self._decoder,
+            packed,
+            kv,
+            chooses if self._token_ids is None else [_as_logits(choose) for choose in chooses],
+            vocab=c.draft_vocab_size,
+            num_layers=last,
+            taps=(last,),
+            features=as_float32(features),
+        )
+        hidden = chosen.taps[last][packed.wanted]
+        fed_back = self._norm("norm", hidden) if c.norm_output else hidden
+        return (chosen if self._token_ids is None else self._spread(chosen, self._token_ids)), fed_back
+
+    def _norm(self, name: str, rows: NDArray[float32]) -> NDArray[float32]:
+        squares = np.square(rows).mean(axis=1, keepdims=True)
+        return as_float32(rows / np.sqrt(squares + self.config.layers.norm_eps) * self._norms[name])
+
+    def _spread(self, chosen: Chosen, token_ids: NDArray[int64]) -> Chosen:
+        """Turn a choice among the head's own tokens into one among the target's."""
+        ids = np.where(chosen.token_ids >= 0, token_ids[chosen.token_ids], chosen.token_ids)
+        if chosen.logits is None:
+            return replace(chosen, token_ids=ids)
+        logits = np.full((len(chosen.logits), self._target.config.vocab_size), -np.inf, np.float32)
+        logits[:, token_ids] = chosen.logits
+        return replace(chosen, token_ids=ids, logits=logits)
+
+
+def _norm_names(config: HeadConfig) -> set[str]:
+    """Return the norms outside the layers."""
+    return {n for n in head_shapes(config) if "norm" in n and not n.startswith("layers.")}
+
+
+def _layer_shapes(config: HeadConfig, index: int) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of one layer by short name."""
+    prefix = f"layers.{index}."
+    return {n.removeprefix(prefix): s for n, s in head_shapes(config).items() if n.startswith(prefix)}
+
+
+def _as_logits(choose: Choose) -> Choose:
+    """Leave all but the largest logit to whoever knows the target's ids: noise and edits go by these."""
+    return choose if choose.kind == "argmax" else replace(choose, kind="logits", edits=None)

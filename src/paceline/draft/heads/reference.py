@@ -1,0 +1,86 @@
+"""Draft heads on the `reference` backend: the readable forward pass over paged keys and values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from paceline.core.nouns import PAGE_TOKENS
+from paceline.draft.heads import forward
+from paceline.model.attention import KVStore, attend, lazy_zeros, plan_tiles
+from paceline.model.choosing import choose_from
+from paceline.model.decoder import ReferenceDecoder, to_numpy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy import floating
+    from numpy.typing import NDArray
+
+    from paceline.core.nouns import Choose
+    from paceline.draft.heads.checkpoint import Head
+    from paceline.model.backend import KV, Chosen, Decoder
+    from paceline.model.packed import Packed
+
+
+def load_runner(head: Head, target: Decoder) -> ReferenceHead:
+    """Make a head's runner, see `engine/backends.py`."""
+    assert isinstance(target, ReferenceDecoder)
+    return ReferenceHead(head, target)
+
+
+class ReferenceHead:
+    """A head in the target's type and on its device."""
+
+    def __init__(self, head: Head, target: ReferenceDecoder) -> None:
+        self.config = head.config
+        self._dtype, self._device = target.dtype, target.device
+        self._weights = {name: self._take(tensor) for name, tensor in head.weights.items()}
+        self._embed = self._weights.pop("embed", target.embed)  # [vocab, width]
+        self._token_ids = torch.from_numpy(head.token_ids).to(self._device)  # [draft_vocab_size]
+        self._vocab_size = target.config.vocab_size
+
+    def _take(self, array: NDArray[floating]) -> torch.Tensor:
+        return torch.as_tensor(array).to(device=self._device, dtype=self._dtype)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self._weights.values())
+
+    def new_kv(self, num_pages: int) -> KVStore:
+        """Return an empty store of `num_pages` pages for the head's layers."""
+        c = self.config.layers
+        shape = (c.num_layers, 2, num_pages * PAGE_TOKENS, c.num_kv_heads, c.head_dim)
+        return KVStore(lazy_zeros(shape, self._dtype, self._device))
+
+    @torch.inference_mode()
+    def fuse(self, tapped: NDArray[floating]) -> NDArray[floating]:
+        """Return the feature of each token, see `HeadRunner`."""
+        return to_numpy(forward.fuse(self.config, self._weights, self._take(tapped)))
+
+    @torch.inference_mode()
+    def run(
+        self, packed: Packed, features: NDArray[floating], kv: KV, chooses: Sequence[Choose]
+    ) -> tuple[Chosen, NDArray[floating]]:
+        """Run a pass, see `HeadRunner`."""
+        assert isinstance(kv, KVStore)
+        c, data = self.config.layers, kv.data
+        slots = torch.from_numpy(packed.slots).to(self._device)
+        tiles = plan_tiles(packed, c.num_heads // c.num_kv_heads, self._device)
+
+        def paged(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            data[layer, 0].index_copy_(0, slots, key)
+            data[layer, 1].index_copy_(0, slots, value)
+            return attend(query, data[layer], tiles)
+
+        embedded = functional.embedding(torch.from_numpy(packed.token_ids).to(self._device), self._embed)
+        positions = torch.from_numpy(packed.positions).to(self._device)
+        hidden = forward.run_layers(self.config, self._weights, embedded, self._take(features), positions, paged)
+        wanted = hidden[torch.from_numpy(packed.wanted).to(self._device)]
+        logits, fed_back = forward.read_out(self.config, self._weights, wanted)
+        spread = logits.new_full((len(logits), self._vocab_size), -torch.inf)
+        spread[:, self._token_ids] = logits
+        return choose_from(spread, chooses), to_numpy(fed_back)

@@ -1,0 +1,54 @@
+"""The seam between a head's drafter and what executes the head: `HeadRunner`, one for each backend."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy import floating
+    from numpy.typing import NDArray
+
+    from paceline.core.nouns import Choose
+    from paceline.draft.heads.checkpoint import Head
+    from paceline.draft.heads.config import HeadConfig
+    from paceline.model.backend import KV, Chosen, Decoder
+    from paceline.model.packed import Packed
+
+
+class HeadRunner(Protocol):
+    """Executes a head beside its target. Holds the head's weights; all other state is in the stores it makes."""
+
+    config: HeadConfig
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of its weights in memory, those of the target not counted."""
+        ...
+
+    def new_kv(self, num_pages: int) -> KV:
+        """Return an empty store of `num_pages` pages for the head's layers."""
+        ...
+
+    def fuse(self, tapped: NDArray[floating]) -> NDArray[floating]:
+        """Return the feature [n, width] of each token from its taps, one after another [n, tapped_size]."""
+        ...
+
+    def run(
+        self, packed: Packed, features: NDArray[floating], kv: KV, chooses: Sequence[Choose]
+    ) -> tuple[Chosen, NDArray[floating]]:
+        """Run a pass over entries: tokens, and the features [num_tokens, width] of the tokens before them.
+
+        Writes their keys and values. Chosen tokens and rows of logits are the target's, whatever vocabulary the
+        head has. The second result stands for the features of the wanted tokens, [num_wanted, width].
+        """
+        ...
+
+
+class LoadHeadRunner(Protocol):
+    """Makes what executes a head on its target's backend."""
+
+    def __call__(self, head: Head, target: Decoder) -> HeadRunner:
+        """Embeds tokens as the target does, unless the head brings an embedding of its own."""
+        ...

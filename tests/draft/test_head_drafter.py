@@ -1,0 +1,286 @@
+"""Heads as drafters: what they draft from pages is what they would draft from scratch, whatever went before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.control.fixed import FixedK
+from paceline.core.errors import ConfigError, DrafterMismatch
+from paceline.core.nouns import Batch, Draft, Plan, Request
+from paceline.core.params import SamplingParams
+from paceline.core.sampling import choose_token
+from paceline.draft.chains import share_out
+from paceline.draft.heads import drafter as heads
+from paceline.draft.heads.checkpoint import Head, load_head
+from paceline.draft.heads.forward import fuse, read_out, run_layers
+from paceline.draft.options import parse_spec
+from paceline.engine.drafting import Drafting
+from tests.draft.heads import head_values, random_weights, trained_head, write_head
+from tests.draft.test_head_forward import causal
+from tests.engine.same_text import PLAIN, RestlessK, Settings, assert_same, make_engine, run, target
+from tests.model.helpers import pack
+
+if TYPE_CHECKING:
+    from paceline.engine.engine import Engine
+    from paceline.model.decoder import ReferenceDecoder
+
+KINDS = ("eagle3", "peagle")
+
+
+def spec(kind: str, k: int = 4) -> str:
+    decoder: ReferenceDecoder = target().decoder  # type: ignore[assignment]
+    return f"{kind}:model={trained_head(kind, decoder)},k={k}"
+
+
+def requests(count: int = 12, max_tokens: int = 40) -> list[Request]:
+    """Prompts that share a stem and part at a page border and beside it, greedy and not."""
+    stem = tuple(range(40, 75))
+    return [
+        Request(
+            str(i),
+            stem[: (15, 16, 17, 32, 33)[i % 5]] + (50 + i % 3,) * (1 + i % 4),
+            SamplingParams(
+                temperature=(0.0, 0.7, 1.0)[i % 3],
+                repetition_penalty=1.1 if i % 4 == 1 else 1.0,
+                max_tokens=max_tokens,
+                ignore_eos=True,
+            ),
+            seed=i,
+        )
+        for i in range(count)
+    ]
+
+
+# From scratch ------------------------------------------------------------------------------------
+
+
+class Scratch:
+    """Drafts for a text with nothing kept: the readable forward pass over all of it, for every token."""
+
+    def __init__(self, head: Head, decoder: ReferenceDecoder) -> None:
+        self.head, self.decoder, self.config = head, decoder, head.config
+        self.weights = {name: torch.from_numpy(np.asarray(w, np.float64)) for name, w in head.weights.items()}
+
+    def features(self, ids: list[int]) -> torch.Tensor:
+        """What the target has to say of every token, as it is kept: 16 bit."""
+        pages = range(-(-len(ids) // 16))
+        _, states = self.decoder.forward(
+            pack([(ids, 0, pages)]), self.decoder.new_kv(len(pages)), taps=tuple(set(self.config.taps))
+        )
+        tapped = torch.cat([states[tap] for tap in self.config.taps], dim=-1)
+        return fuse(self.config, self.weights, tapped).half().double()
+
+    def last(self, ids: list[int], features: torch.Tensor, first: int, count: int) -> tuple[Any, Any]:
+        """Logits [count, vocab] and fed-back features after the last entries of a text."""
+        embedded = self.decoder.embed[torch.tensor(ids[first:])]
+        positions = torch.arange(first, len(ids))
+        hidden = run_layers(self.config, self.weights, embedded, features, positions, causal(self.config))
+        logits, fed_back = read_out(self.config, self.weights, hidden[-count:])
+        spread = np.full((count, self.decoder.config.vocab_size), -np.inf)
+        spread[:, self.head.token_ids] = logits.numpy()
+        return spread, fed_back
+
+    def draft(self, ids: list[int], k: int, choose: Any, first: int = 1) -> list[int]:
+        """Draft k tokens; `choose(logits, guesses)` picks one. Entries before `first` are not there."""
+        features, guesses = self.features(ids)[first - 1 : -1], list[int]()
+        if self.config.algorithm.parallel:
+            mask = fuse(self.config, self.weights, self.weights["mask_hidden"][None]).float().double()
+            inputs = torch.cat([features, mask.expand(k - 1, -1)])
+            logits, _ = self.last(ids + [self.config.mask_token_id] * (k - 1), inputs, first, k)
+            for row in logits:
+                guesses.append(choose(row, guesses))
+            return guesses
+        for _ in range(k):
+            logits, fed_back = self.last(ids + guesses, features, first, 1)
+            guesses.append(choose(logits[0], guesses))
+            features = torch.cat([features, fed_back.float().double()])
+        return guesses
+
+
+def watch(engine: Engine, every: int = 1, first: int | None = None) -> list[int]:
+    """Compare every draft of an engine's head with one from scratch. Returns the lengths of those compared."""
+    (drafter,) = engine.drafting.drafters.values()
+    decoder: ReferenceDecoder = target().decoder  # type: ignore[assignment]
+    scratch = Scratch(load_head(Path(drafter.report()["model"]), decoder.config), decoder)
+    rows, propose, compared = engine.target.rows, drafter.propose, list[int]()
+
+    def watched(batch: Batch, plan: Plan) -> Draft:
+        draft = propose(batch, plan)
+        for r, d in zip(batch.rows, draft.rows, strict=True):
+            if len(d) and (batch.step + r.row) % every == 0:
+                ids = rows.tokens(r.row).tolist()
+                choose = partial(chosen_after, rows, r.row)
+                assert list(d.token_ids) == scratch.draft(ids, len(d), choose, first or 1)
+                compared.append(len(d))
+        return draft
+
+    drafter.propose = watched  # type: ignore[method-assign]
+    return compared
+
+
+def chosen_after(rows: Any, row: int, logits: np.ndarray, guesses: list[int]) -> int:
+    return choose_token(logits, rows.choose_after(row, guesses))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        PLAIN,
+        Settings(num_rows=3, prefill_tokens=5, prefix_cache=True),
+        Settings(num_rows=5, num_pages=12, prefill_tokens=16, prefix_cache=True),
+    ],
+    ids=["plain", "chunks and prefix hits", "few pages"],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_from_pages_are_drafts_from_scratch(
+    kind: str, changed: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With K changing from step to step, rows that fell behind, cached pages and preempted requests."""
+    monkeypatch.setattr(heads, "share_out", partial(share_out, allowance=30))
+    engine = make_engine(spec(kind), changed)
+    if changed is not PLAIN:
+        engine.controller = RestlessK(kind, 4, seed=2)
+    compared = watch(engine, every=3)
+    assert_same(run(make_engine("off", PLAIN), requests()), run(engine, requests(), stagger=2))
+    stats = engine.stats()
+    assert len(compared) > 50
+    assert stats.drafters[kind].accepted > 10
+    assert stats.drafter_failures == stats.untapped_tokens == 0
+    assert (stats.cached_tokens > 0) == changed.prefix_cache
+    assert (stats.preemptions > 0) == (changed.num_pages == 12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cached_pages_are_not_computed_again(kind: str) -> None:
+    engine = make_engine(spec(kind), Settings(prefix_cache=True))
+    head, computed = engine.drafting.drafters[kind]._head, []  # type: ignore[attr-defined]
+    inner = head.run
+    head.run = lambda packed, *more: (computed.append(int(packed.positions.min())), inner(packed, *more))[1]
+    prompt, params = tuple(range(40, 80)) * 2, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    run(engine, [Request("a", prompt, params, seed=0)])
+    assert min(computed) == 1
+    computed.clear()
+    run(engine, [Request("b", (*prompt[:70], 50, 51, 52), params, seed=0)])
+    assert min(computed) == 64, "four pages of entries were there"
+
+
+# Holes and failures ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("types", ["f64", "int8"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_drafts_from_behind_a_hole(kind: str, types: str) -> None:
+    """Pages that were cached while nobody took taps."""
+    engine = make_engine(spec(kind), Settings(prefix_cache=True), types=types)
+    kept = engine.drafting, engine.controller
+    prompt, params = tuple(range(40, 80)), SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    engine.drafting, engine.controller = Drafting([], 320), FixedK()
+    run(engine, [Request("a", prompt, params, seed=0)])
+    engine.drafting, engine.controller = kept
+    compared = watch(engine, first=33) if types == "f64" else []
+    again = [Request(str(i), (*prompt[:36], 50 + i), params, seed=0) for i in range(2)]
+    plain = run(make_engine("off", PLAIN, types=types), again)
+    assert_same(plain, run(engine, again))
+    assert engine.stats().untapped_tokens == 64
+    assert engine.stats().drafters[kind].drafted > 20
+    assert bool(compared) == (types == "f64")
+    fresh = [Request("new", (99, *prompt), params, seed=0)]
+    run(engine, fresh)
+    assert engine.stats().untapped_tokens == 64
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lost_taps_cost_drafts_and_nothing_else(kind: str) -> None:
+    engine = make_engine(spec(kind), Settings(num_rows=2, prefix_cache=True))
+    head = engine.drafting.drafters[kind]._head  # type: ignore[attr-defined]
+    fuse_, calls = head.fuse, [0]
+
+    def sometimes(tapped: np.ndarray) -> np.ndarray:
+        calls[0] += 1
+        if calls[0] % 9 == 0:
+            raise RuntimeError("lost")
+        return fuse_(tapped)
+
+    head.fuse = sometimes
+    wanted = requests(6)
+    answers = run(engine, wanted)
+    assert_same(run(make_engine("off", PLAIN), wanted), answers)
+    assert engine.stats().drafter_failures == calls[0] // 9 > 3
+    assert engine.stats().drafters[kind].drafted > 50
+    longer = [r.prompt_ids + tuple(answers[r.request_id].token_ids) for r in wanted]
+    run(engine, [replace(r, prompt_ids=ids) for r, ids in zip(wanted, longer, strict=True)])
+    assert engine.stats().untapped_tokens > 0, "what was cached without features is a hole for later requests"
+
+
+@pytest.mark.parametrize("types", ["f64", "f32"])
+@pytest.mark.parametrize("law", ["coupled", "block"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_features_that_are_no_numbers_cost_drafts_only(kind: str, law: str, types: str) -> None:
+    engine = make_engine(spec(kind), PLAIN, law, types)
+    head = engine.drafting.drafters[kind]._head  # type: ignore[attr-defined]
+    fuse_ = head.fuse
+    head.fuse = lambda tapped: fuse_(tapped) * np.nan
+    wanted = [r for r in requests(6) if r.params.temperature == 0 or law == "coupled"]
+    assert_same(run(make_engine("off", PLAIN, types=types), wanted), run(engine, wanted))
+    assert engine.stats().drafter_failures > 10
+    assert not engine.stats().drafters
+
+
+@pytest.mark.parametrize("law", ["rejection", "block"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_laws_get_the_distributions_they_need(kind: str, law: str) -> None:
+    engine = make_engine(spec(kind), PLAIN, law)
+    got, expected = run(engine, requests()), run(make_engine("off", PLAIN), requests())
+    assert all(got[r.request_id] == expected[r.request_id] for r in requests() if r.params.temperature == 0)
+    assert engine.stats().drafter_failures == 0
+    assert engine.stats().drafters[kind].accepted > 20
+
+
+# Specs -------------------------------------------------------------------------------------------
+
+
+def test_a_head_must_be_named() -> None:
+    for kind in KINDS:
+        with pytest.raises(ConfigError, match="model=FOLDER"):
+            parse_spec(f"{kind}:k=4")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_it_costs_is_known_from_its_files(kind: str) -> None:
+    config = parse_spec(spec(kind))
+    assert config is not None
+    weights = load_head(Path(getattr(config, "model", "")), target().decoder.config).weights
+    assert config.num_weights(target().decoder.config) == sum(w.size for w in weights.values())
+    engine = make_engine(spec(kind), PLAIN)
+    per_token = engine.kv_bytes_per_token - engine.target.kv_bytes_per_token
+    assert per_token == 32 * 2 + (2 if kind == "peagle" else 1) * 2 * 2 * 8 * 8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_of_the_other_kind_is_refused_with_its_spec(kind: str, tmp_path: Path) -> None:
+    config = target().decoder.config
+    (other,) = set(KINDS) - {kind}
+    values = head_values(other, config)
+    write_head(tmp_path, values, config, random_weights(heads_config(values)))
+    with pytest.raises(DrafterMismatch, match=f"--draft {other}:model="):
+        make_engine(f"{kind}:model={tmp_path}", PLAIN)
+
+
+def heads_config(values: dict[str, Any]) -> Any:
+    from paceline.draft.heads.config import read_config
+
+    return read_config(values, target().decoder.config)
+
+
+def test_what_fits_is_shared_out_nearest_first() -> None:
+    assert share_out({1: 5, 2: 100, 3: 7}, 20) == ([1, 3], {2: 8})
+    assert share_out({1: 5, 2: 100, 3: 7}, 12) == ([1, 3], {})
+    assert share_out({4: 50}, 20) == ([], {4: 20})
+    assert share_out({}, 20) == ([], {})

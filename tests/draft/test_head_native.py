@@ -1,0 +1,150 @@
+"""Heads on the native kernels against their readable twins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline import kernels
+from paceline.core.nouns import BROKEN, UNCHOSEN, Choose, Edits
+from paceline.core.params import SamplingParams
+from paceline.core.sampling import choose_token
+from paceline.draft.heads.checkpoint import Head
+from paceline.draft.heads.config import read_config
+from paceline.draft.heads.native import NativeHead
+from paceline.draft.heads.reference import ReferenceHead
+from paceline.model.decoder import ReferenceDecoder
+from paceline.model.native import NativeDecoder
+from paceline.model.packed import Packed
+from tests.draft.heads import draft_ids, random_weights
+from tests.draft.test_head_files import TARGET
+from tests.draft.test_head_forward import CASES
+from tests.model.helpers import pack
+from tests.tiny import tiny_weights
+
+LOGITS = Choose("logits", SamplingParams())
+LENGTHS = (21, 6, 290)  # of the rows; the last is longer than a span of attention
+IDS = np.random.default_rng(4).integers(0, TARGET.vocab_size, sum(LENGTHS))
+WHOLE_VOCAB = {**CASES["first"], "draft_vocab_size": TARGET.vocab_size}
+
+
+def make_head(values: dict[str, Any], own_embedding: bool = False) -> Head:
+    config = read_config(values, TARGET)
+    weights = {name: np.asarray(w, np.float32) for name, w in random_weights(config, seed=6).items()}
+    if own_embedding:
+        weights["embed"] = np.random.default_rng(8).standard_normal((320, TARGET.hidden_size), np.float32)
+    return Head(config, weights, draft_ids(config, TARGET.vocab_size))
+
+
+def runners(head: Head, types: str = "f32", kv: str = "f32") -> tuple[ReferenceHead, NativeHead]:
+    weights = tiny_weights(TARGET, dtype=torch.float32)
+    target = NativeDecoder(TARGET, weights, kernels.Team(2), types, kv)
+    return ReferenceHead(head, ReferenceDecoder(TARGET, weights)), NativeHead(head, target)
+
+
+def entries(chunk: int) -> list[tuple[Packed, np.ndarray]]:
+    """Passes over rows of entries, which begin in slot 1, `chunk` entries of each at a time; and whose each is."""
+    offsets, pages = np.cumsum([0, *LENGTHS]), [[3, 1], [0], list(range(4, 23))]
+    passes = []
+    for start in range(1, max(LENGTHS), chunk):
+        rows = [i for i, length in enumerate(LENGTHS) if start < length]
+        ends = [min(start + chunk, LENGTHS[i]) for i in rows]
+        pieces = [
+            (IDS[offsets[i] + start : offsets[i] + end], start, pages[i])
+            for i, end in zip(rows, ends, strict=True)
+        ]
+        packed = replace(pack(pieces), first_keys=np.ones(len(pieces), np.int64))
+        passes.append((packed, np.repeat(rows, np.diff(packed.cu_len))))
+    return passes
+
+
+def run(runner: ReferenceHead | NativeHead, chunk: int) -> tuple[np.ndarray, np.ndarray]:
+    """Logits and fed-back features of every entry, by row and position."""
+    kv, results = runner.new_kv(23), {}
+    random = np.random.default_rng(9)
+    tapped = random.standard_normal((max(LENGTHS), 3, runner.config.tapped_size)).astype(np.float32)
+    features = runner.fuse(tapped.reshape(-1, tapped.shape[-1])).reshape(len(tapped), 3, -1)
+    for packed, row_of in entries(chunk):
+        chosen, fed = runner.run(packed, features[packed.positions, row_of], kv, [LOGITS] * len(packed.token_ids))
+        assert (chosen.token_ids == UNCHOSEN).all()
+        for row, position, logits, feature in zip(row_of, packed.positions, chosen.logits, fed, strict=True):
+            results[row, position] = logits, feature
+    ordered = [results[key] for key in sorted(results)]
+    return np.stack([logits for logits, _ in ordered]), np.stack([feature for _, feature in ordered])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_float32_equals_the_twin(case: str) -> None:
+    reference, native = runners(make_head(CASES[case]))
+    (logits, fed), (expected, expected_fed) = run(native, 300), run(reference, 300)
+    outside = np.isneginf(expected)
+    assert (np.isneginf(logits) == outside).all()
+    assert outside.any()
+    assert np.abs(np.where(outside, 0, logits - np.where(outside, 0, expected))).max() < 1e-3
+    assert np.abs(fed - expected_fed).max() < 1e-3 * np.abs(expected_fed).max()
+
+
+def test_an_embedding_in_the_file_counts() -> None:
+    reference, native = runners(make_head(WHOLE_VOCAB, own_embedding=True))
+    expected, other = run(reference, 300)[0], run(runners(make_head(WHOLE_VOCAB))[0], 300)[0]
+    assert np.abs(run(native, 300)[0] - expected).max() < 1e-3
+    assert np.abs(other - expected).max() > 0.1
+
+
+@pytest.mark.parametrize(("types", "kv"), [("int8", "i16"), ("int4", "i8"), ("bf16", "f16")])
+@pytest.mark.parametrize("case", CASES)
+def test_rounded_weights_come_close_and_chunks_do_not_matter(case: str, types: str, kv: str) -> None:
+    head = make_head(CASES[case])
+    reference, native = runners(head, types, kv)
+    (logits, fed), (expected, _) = run(native, 300), run(reference, 300)
+    known = np.isfinite(expected)
+    error = np.sqrt(np.square(logits[known] - expected[known]).mean())
+    assert error < (0.3 if types == "int4" else 0.1) * expected[known].std()  # int4: the target's own embedding
+    for chunk in (1, 5, 64):
+        again, fed_again = run(native, chunk)
+        np.testing.assert_array_equal(again, logits)
+        np.testing.assert_array_equal(fed_again, fed)
+
+
+@pytest.mark.parametrize("values", [CASES["first"], WHOLE_VOCAB], ids=["reduced", "whole"])
+def test_choices_are_made_among_the_targets_ids(values: dict[str, Any]) -> None:
+    """Noise and edits go by the target's ids, whatever the order of the head's own."""
+    packed, _ = entries(21)[0]
+    features = np.random.default_rng(5).standard_normal((len(packed.token_ids), TARGET.hidden_size))
+    edits = Edits(np.array([33, 40, 70, 301]), np.array([1, 1.5, 1, 2], np.float32), np.array([4, 0, -np.inf, 3]))
+    edits = replace(edits, add=edits.add.astype(np.float32))
+    asked = [
+        Choose("argmax", SamplingParams(temperature=0.0)),
+        Choose("noisy", SamplingParams(temperature=0.8), 5, 1, 17, edits),
+        Choose("sampled", SamplingParams(temperature=1.2, top_k=9), 5, 0, 18),
+    ] * len(packed.token_ids)
+    asked = asked[: len(packed.token_ids)]
+    for runner in runners(make_head(values)):
+        logits = runner.run(packed, features, runner.new_kv(23), [LOGITS] * len(asked))[0].logits
+        chosen = runner.run(packed, features, runner.new_kv(23), asked)[0]
+        for index, (row, choose) in enumerate(zip(logits, asked, strict=True)):
+            got = int(chosen.token_ids[index])
+            if got == UNCHOSEN:
+                assert np.array_equal(chosen.logits[chosen.logit_idx[index]], row)
+            else:
+                assert got == choose_token(row, choose)
+
+
+def test_features_that_are_no_numbers_are_told() -> None:
+    packed, _ = entries(21)[0]
+    features = np.full((len(packed.token_ids), TARGET.hidden_size), np.nan)
+    for runner in runners(make_head(CASES["first"])):
+        asked = [Choose("argmax", SamplingParams(temperature=0.0))] * len(features)
+        assert (runner.run(packed, features, runner.new_kv(23), asked)[0].token_ids == BROKEN).all()
+
+
+def test_the_border_refuses_missing_features() -> None:
+    _, native = runners(make_head(CASES["first"]))
+    packed, _ = entries(21)[0]
+    for features in (np.zeros((3, TARGET.hidden_size)), np.zeros((len(packed.token_ids), 5))):
+        with pytest.raises(ValueError, match="features"):
+            native.run(packed, features, native.new_kv(23), [LOGITS] * len(packed.token_ids))
