@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from paceline.train.target import Target
 
 DEVIATION = 0.02  # of a new matrix
+FIRST_NORM = 0.25  # of the target's: guesses begin near uniform, and not sure of what is wrong
 _FILE_NAMES = {"fc": "fc.weight", "norm": "norm.weight", "head": "lm_head.weight", "mask_hidden": "mask_hidden"}
 
 
@@ -161,6 +162,6 @@ def first_weights(
             weights[name] = torch.ones(shape)
         else:
             weights[name] = torch.randn(shape, generator=random) * DEVIATION
-    weights["norm"] = target.final_norm.clone()
+    weights["norm"] = target.final_norm * FIRST_NORM
     weights["head"] = target.head[torch.from_numpy(vocabulary).to(target.head.device)]
     return {name: w.to(target.embed.device) for name, w in weights.items()}

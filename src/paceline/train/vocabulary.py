@@ -29,3 +29,11 @@ def choose_vocabulary(texts: Iterable[Text], vocab_size: int, size: int) -> tupl
         counts += np.bincount(text.token_ids[text.prompt_len :], minlength=vocab_size)
     chosen = np.sort(np.argsort(-counts, kind="stable")[:size])
     return chosen, float(counts[chosen].sum() / counts.sum())
+
+
+def rarest_token(texts: Iterable[Text], vocab_size: int) -> int:
+    """Return the lowest of the ids that the texts have least, which is none at all where a token is unused."""
+    counts = np.zeros(vocab_size, np.int64)
+    for text in texts:
+        counts += np.bincount(text.token_ids, minlength=vocab_size)
+    return int(np.argmin(counts))
