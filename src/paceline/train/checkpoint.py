@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 
 CHECKPOINT = "checkpoint.safetensors"
 METRICS = "metrics.jsonl"
+ABOUT = "paceline.train"
 
 
 def save_checkpoint(folder: Path, trainer: Trainer, settings: Mapping[str, Any]) -> None:
     """Write weights, moments and the number of the next step; whoever reads sees the old file or the new one."""
-    about = {"step": str(trainer.step), "settings": json.dumps(settings, sort_keys=True)}
-    save_whole(folder / CHECKPOINT, trainer.state(), about)
+    about = json.dumps({"step": trainer.step, "settings": settings}, sort_keys=True)
+    save_whole(folder / CHECKPOINT, trainer.state(), {ABOUT: about})  # one entry: several are written in any order
 
 
 def resume(folder: Path, trainer: Trainer, settings: Mapping[str, Any]) -> bool:
@@ -35,10 +36,10 @@ def resume(folder: Path, trainer: Trainer, settings: Mapping[str, Any]) -> bool:
         return False
     try:
         with safe_open(path, framework="pt") as file:
-            about = file.metadata() or {}
-        step, theirs = int(about["step"]), json.loads(about["settings"])
+            about = json.loads((file.metadata() or {})[ABOUT])
+        step, theirs = int(about["step"]), dict(about["settings"])
         tensors = load_file(path)
-    except (SafetensorError, KeyError, ValueError) as error:
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise BadModelFile(f"{path} is no checkpoint of ours: {error!r}; remove it to start again") from None
     ours = json.loads(json.dumps(settings, sort_keys=True))
     changed = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
@@ -50,11 +51,11 @@ def resume(folder: Path, trainer: Trainer, settings: Mapping[str, Any]) -> bool:
     return True
 
 
-def save_whole(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, str] | None = None) -> None:
+def save_whole(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, str]) -> None:
     """Write a safetensors file beside its place, then put it there."""
     partial = path.with_suffix(".partial")
     whole = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
-    save_file(whole, partial, {"format": "pt", **(about or {})})
+    save_file(whole, partial, dict(about))
     partial.replace(path)
 
 

@@ -73,7 +73,7 @@ def run(
 def write_drafter(folder: Path, recipe: Recipe) -> None:
     """Write what the engine loads: config.json and model.safetensors."""
     values, tensors = recipe.export()
-    save_whole(folder / "model.safetensors", tensors)
+    save_whole(folder / "model.safetensors", tensors, {"format": "pt"})
     write_json(folder / "config.json", values)
 
 
