@@ -72,10 +72,14 @@ class HeadRecipe:
         tensors = {file_name(n): w.detach().to("cpu", torch.float16) for n, w in self.weights.items()}
         if "mask_hidden" in tensors:
             tensors["mask_hidden"] = tensors["mask_hidden"].view(1, 1, -1)
-        in_draft = np.zeros(self._target.config.vocab_size, bool)
-        in_draft[self._vocabulary] = True
-        offsets = self._vocabulary - np.arange(len(self._vocabulary))
-        return self._values, tensors | {"d2t": torch.from_numpy(offsets), "t2d": torch.from_numpy(in_draft)}
+        return self._values, tensors | vocabulary_tensors(self._vocabulary, self._target.config.vocab_size)
+
+
+def vocabulary_tensors(vocabulary: NDArray[int64], vocab_size: int) -> dict[str, torch.Tensor]:
+    """Return how far each draft token's id is from the target's, and which of the target's are draft tokens."""
+    in_draft = np.zeros(vocab_size, bool)
+    in_draft[vocabulary] = True
+    return {"d2t": torch.from_numpy(vocabulary - np.arange(len(vocabulary))), "t2d": torch.from_numpy(in_draft)}
 
 
 def file_name(name: str) -> str:

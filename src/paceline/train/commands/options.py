@@ -130,7 +130,6 @@ def _check(args: Namespace) -> None:
         "save_every",
         "threads",
         "k",
-        "layers",
     ):
         value = getattr(args, flag, None)
         if value is not None and value < 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from paceline.core.errors import ConfigError
 from paceline.train.commands.heads import train_head
 from paceline.train.commands.options import add_depths, add_training, chosen_taps, gather, open_target
 from paceline.train.head import HeadShape
@@ -22,6 +23,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Train a head of some layers."""
+    if args.layers < 1:
+        raise ConfigError(f"--layers must be at least 1, not {args.layers}")
     target = open_target(args)
     taps = chosen_taps(args, target)
     material = gather(args, target, taps)
