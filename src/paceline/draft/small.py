@@ -13,6 +13,7 @@ import numpy as np
 
 from paceline.core.errors import BadModelFile, DrafterMismatch
 from paceline.model import hf
+from paceline.model.safetensors_file import join_scales
 from paceline.model.weights import canonical_names, choose_tensors
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def load_small(folder: Path, target: ModelConfig, target_weights: Mapping[str, N
     found = hf.stored_tensors(folder)
     own = replace(config, tie_embeddings=True)
     names = canonical_names(own, hf.MODEL_NAMES, hf.LAYER_NAMES, hf.LAYER_PREFIX)
-    stored = choose_tensors(own, names, found, folder, given=SHARED)
+    stored = choose_tensors(own, names, join_scales(found), folder, given=SHARED)
     tables = {name: target_weights[name] for name in SHARED if name in target_weights}
     weights = {name: tensor.read() for name, tensor in stored.items()} | tables
     if "d2t" not in found:

@@ -69,7 +69,7 @@ class HeadRecipe:
 
     def export(self) -> tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]:
         """Return a folder of the `speculators` format, see `Recipe`."""
-        tensors = {file_name(n): w.detach().to("cpu", torch.float16) for n, w in self.weights.items()}
+        tensors = {file_name(n): w for n, w in self.weights.items()}
         if "mask_hidden" in tensors:
             tensors["mask_hidden"] = tensors["mask_hidden"].view(1, 1, -1)
         return self._values, tensors | vocabulary_tensors(self._vocabulary, self._target.config.vocab_size)
@@ -114,7 +114,6 @@ def config_json(shape: HeadShape, target: Target, draft_vocab_size: int) -> dict
         "norm_output": True,
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
-        "dtype": "float16",
     }
 
 

@@ -29,5 +29,5 @@ class Recipe(Protocol):
         ...
 
     def export(self) -> tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]:
-        """Return config.json and the tensors of the drafter's folder, by the names they have there."""
+        """Return config.json and the tensors of the drafter's folder, float32, by the names there."""
         ...

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 from paceline import __version__
 from paceline.core.machine import commit, machine
 from paceline.train.batch import Batcher
-from paceline.train.checkpoint import append_metrics, read_metrics, resume, save_checkpoint, save_whole, write_json
+from paceline.train.checkpoint import (
+    append_metrics,
+    keep_metrics,
+    read_metrics,
+    resume,
+    save_checkpoint,
+    write_json,
+)
+from paceline.train.export import write_drafter
 from paceline.train.plot import plot
 from paceline.train.progress import progress
 from paceline.train.trainer import Evaluation, Trainer, evaluate
@@ -46,15 +54,19 @@ class Material:
 
 
 def run(
-    recipe: Recipe, config: TrainConfig, material: Material, choices: dict[str, Any], folder: Path
+    recipe: Recipe, config: TrainConfig, material: Material, choices: dict[str, Any], folder: Path, kind: str
 ) -> Evaluation:
-    """Train in a folder and return the last evaluation; choices: what the user chose of the drafter."""
+    """Train in a folder and return the last evaluation.
+
+    choices: what the user chose of the drafter. kind: of the numbers in its files, a key of `export.KINDS`.
+    """
     batcher = Batcher(material.target, material.corpus.texts, material.store, material.vocabulary)
     trainer = Trainer(recipe, config, batcher, material.training)
     settings = _settings(config, material, choices)
     folder.mkdir(parents=True, exist_ok=True)
     watch = _Watch(trainer, config, batcher, material.held_out, folder)
     if not resume(folder, trainer, settings):
+        keep_metrics(folder, -1)  # of a run that was stopped before its first checkpoint
         watch.evaluate(0.0)
     with progress("training") as update:
         update(trainer.step, config.steps, watch.note)
@@ -64,17 +76,10 @@ def run(
             if trainer.step % config.save_every == 0 or trainer.step == config.steps:
                 save_checkpoint(folder, trainer, settings)
             update(trainer.step, config.steps, f"loss {loss:.3f} {watch.note}")
-    write_drafter(folder, recipe)
+    write_drafter(folder, recipe, kind)
     write_json(folder / "provenance.json", _provenance(settings, material, folder))
     plot(folder, folder / "acceptance.png")
     return watch.last
-
-
-def write_drafter(folder: Path, recipe: Recipe) -> None:
-    """Write what the engine loads: config.json and model.safetensors."""
-    values, tensors = recipe.export()
-    save_whole(folder / "model.safetensors", tensors, {"format": "pt"})
-    write_json(folder / "config.json", values)
 
 
 class _Watch:

@@ -86,9 +86,8 @@ class SmallRecipe:
             "target": self._target.name,
             "target_layers": list(self._layers),
             "draft_vocab_size": len(self._vocabulary),
-            "dtype": "float16",
         }
-        tensors = {f"model.{file_name(n)}": w.detach().to("cpu", torch.float16) for n, w in self.weights.items()}
+        tensors = {f"model.{file_name(n)}": w for n, w in self.weights.items()}
         return values, tensors | vocabulary_tensors(self._vocabulary, c.vocab_size)
 
     def _attend(

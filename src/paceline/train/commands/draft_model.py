@@ -29,5 +29,5 @@ def run(args: Namespace) -> int:
     material = gather(args, target, default_taps("eagle3", target.config.num_layers))
     config = train_config(args, material, eval_steps=args.k)
     recipe = SmallRecipe(layers, target, material.vocabulary)
-    report(args.out, material, train(recipe, config, material, {"layers": layers}, args.out))
+    report(args.out, material, train(recipe, config, material, {"layers": layers}, args.out, args.type))
     return 0

@@ -10,6 +10,7 @@ import torch
 from paceline.core.errors import ConfigError
 from paceline.draft.heads.config import default_taps
 from paceline.train.corpus import packs, read_corpus, split
+from paceline.train.export import KINDS
 from paceline.train.features import FeatureStore
 from paceline.train.progress import progress
 from paceline.train.run import Material
@@ -49,6 +50,7 @@ def add_training(parser: ArgumentParser) -> None:
     parser.add_argument("--eval-every", type=int, default=200, metavar="N", help="steps")
     parser.add_argument("--save-every", type=int, default=100, metavar="N", help="steps")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of first weights, order and dropping")
+    parser.add_argument("--type", default="fp16", choices=KINDS, help="of the numbers in the drafter's files")
     parser.add_argument("--threads", type=int, metavar="N", help="of the processor (default: all cores)")
     parser.add_argument("--device", default="cpu", metavar="cpu|cuda", help="where to train")
 
