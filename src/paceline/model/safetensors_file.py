@@ -93,8 +93,8 @@ def join_scales(found: Mapping[str, StoredTensor]) -> dict[str, StoredTensor | S
             joined[name] = stored
         elif len(stored.shape) != 2 or scales.shape != (stored.shape[0], 1):
             raise BadModelFile(
-                f"{stored.path}: {name!r} of shape {stored.shape} has scales of shape {scales.shape}; one for each "
-                "row is known"
+                f"{stored.path}: {name!r} of shape {stored.shape} has scales of shape {scales.shape}; one "
+                "for each row is known"
             )
         else:
             joined[name] = ScaledTensor(stored, scales)
