@@ -7,9 +7,9 @@ import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from paceline import __version__
 from paceline.core.machine import commit, machine
 from paceline.train.batch import Batcher
 from paceline.train.checkpoint import (
@@ -128,7 +128,7 @@ def _provenance(settings: dict[str, Any], material: Material, folder: Path) -> d
     return {
         "command": shlex.join(["paceline", *sys.argv[1:]]),
         "git": commit(),
-        "version": __version__,
+        "version": version("paceline"),
         "machine": machine(),
         "target": material.target.name,
         "settings": settings,
