@@ -31,6 +31,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "measure the native kernels against the machine's limits",
     ),
     "train data": ("paceline.train.commands.data", "let a target write the answers that draft heads learn from"),
+    "train eagle3": ("paceline.train.commands.eagle3", "train an EAGLE-3 head for a target"),
+    "train peagle": ("paceline.train.commands.peagle", "train a P-EAGLE head for a target"),
+    "train draft-model": ("paceline.train.commands.draft_model", "train a small model cut from a target's layers"),
     "pull": ("paceline.bench.commands.pull", "fetch a model before it is needed"),
     "doctor": ("paceline.bench.commands.doctor", "check a target and its drafter, and say what speed to expect"),
 }

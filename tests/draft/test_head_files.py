@@ -193,6 +193,19 @@ def test_tensors_that_do_not_fit_are_refused(name: str, tmp_path: Path) -> None:
         load_head(write(tmp_path, FIRST, change(tensors_of(FIRST))), TARGET)
 
 
+def test_matrices_of_eight_bits_have_a_scale_for_each_row(tmp_path: Path) -> None:
+    tensors = tensors_of(FIRST)
+    matrix = tensors["fc.weight"]
+    scales = np.abs(matrix).max(1, keepdims=True) / 127
+    tensors |= {"fc.weight": np.rint(matrix / scales).astype(np.int8), "fc.weight_scale": scales}
+    read = load_head(write(tmp_path, FIRST, tensors), TARGET).weights["fc"]
+    assert read.dtype == np.float32
+    assert np.abs(read - matrix).max() <= 0.51 * scales.max()
+    tensors["fc.weight_scale"] = scales.T.copy()
+    with pytest.raises(BadModelFile, match="scales"):
+        load_head(write(tmp_path, FIRST, tensors), TARGET)
+
+
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, FIRST) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])

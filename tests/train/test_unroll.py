@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from paceline.draft.heads.config import HeadConfig, read_config
 from paceline.draft.heads.forward import fuse, read_out, run_layers
+from paceline.train.drafts import Bounds, plan_drafts
 from paceline.train.unroll import unroll
 from tests.draft.test_head_files import SPECULATORS, TARGET
 from tests.draft.test_head_forward import CASES, causal, weights_of
@@ -16,8 +18,9 @@ from tests.draft.test_head_forward import CASES, causal, weights_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-LENGTHS = (7, 5, 8)  # of the texts in a pack
-NUM_STEPS = 4
+BOUNDS = (Bounds(0, 1, 7), Bounds(7, 9, 12), Bounds(12, 13, 21), Bounds(21, 22, 24))
+TOTAL, NUM_STEPS = 24, 4
+CPU = torch.device("cpu")
 
 
 def one_draft(
@@ -34,37 +37,52 @@ def one_draft(
     return logits[-1]
 
 
+@pytest.mark.parametrize("keep", [1.0, 0.6])
 @pytest.mark.parametrize("name", [n for n in CASES if n != "peagle"])
-def test_every_step_is_a_draft_token_by_token(name: str) -> None:
+def test_every_guess_is_a_draft_token_by_token(name: str, keep: float) -> None:
     config = read_config(CASES[name], TARGET)
     weights = {n: torch.from_numpy(w) for n, w in weights_of(config).items()}
     torch.manual_seed(0)
-    total = sum(LENGTHS)
-    embedded = torch.randn(total, config.layers.hidden_size, dtype=torch.float64)
-    tapped = torch.randn(total, config.tapped_size, dtype=torch.float64)
-    begins = [sum(LENGTHS[:i]) for i in range(len(LENGTHS))]
-    starts = torch.tensor([b for b, length in zip(begins, LENGTHS, strict=True) for _ in range(length)])
-    steps = unroll(config, weights, embedded, tapped, starts, NUM_STEPS)
+    embedded = torch.randn(TOTAL, config.layers.hidden_size, dtype=torch.float64)
+    tapped = torch.randn(TOTAL, config.tapped_size, dtype=torch.float64)
+    depths = plan_drafts(BOUNDS, NUM_STEPS, keep, 0, CPU)
+    guesses = unroll(config, weights, embedded, tapped, BOUNDS, depths)
     features = fuse(config, weights, tapped)
-    checked = 0
-    for begin, length in zip(begins, LENGTHS, strict=True):
-        text = slice(begin, begin + length)
-        for step in range(NUM_STEPS):
-            for place in range(length):
-                valid = bool(steps[step].valid[begin + place])
-                assert valid == (place - step >= 1)
-                if valid:
-                    expected = one_draft(config, weights, embedded[text], features[text], place - step, step)
-                    assert torch.allclose(steps[step].logits[begin + place], expected, rtol=1e-6, atol=1e-6)
-                    checked += 1
-    assert checked == sum(max(0, length - 1 - s) for length in LENGTHS for s in range(NUM_STEPS))
+    for step, depth in enumerate(depths):
+        for anchor, guess in zip(depth.anchors.tolist(), guesses[step], strict=True):
+            b = next(b for b in BOUNDS if b.start <= anchor < b.end)
+            text = slice(b.start, b.end)
+            expected = one_draft(config, weights, embedded[text], features[text], anchor - b.start, step)
+            assert torch.allclose(weights["head"] @ guess, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_drafts_begin_in_answers_and_end_with_texts() -> None:
+    depths = plan_drafts(BOUNDS, NUM_STEPS, 1.0, 0, CPU)
+    for step, depth in enumerate(depths):
+        expected = [a for b in BOUNDS for a in range(b.answer, b.end - 1) if a + step <= b.end - 2]
+        assert depth.anchors.tolist() == expected
+    assert [len(d.anchors) for d in depths] == [5 + 2 + 7 + 1, 4 + 1 + 6, 3 + 5, 2 + 4]
+
+
+def test_a_draft_that_goes_on_was_at_every_depth_before() -> None:
+    depths = plan_drafts((Bounds(0, 1, 400),), NUM_STEPS, 0.5, 3, CPU)
+    entries: list[tuple[int, int]] = []
+    for step, (before, depth) in enumerate(pairwise(depths), 1):
+        assert torch.equal(before.anchors[depth.kept], depth.anchors)
+        assert 0.4 < len(depth.anchors) / len(before.anchors) < 0.6
+        entries += [(anchor, step) for anchor in depth.anchors.tolist()]
+        for anchor, own in zip(depth.anchors.tolist(), depth.own.tolist(), strict=True):
+            assert [entries[i] for i in own] == [(anchor, s) for s in range(1, step + 1)]
+    assert torch.equal(depths[-1].anchors, plan_drafts((Bounds(0, 1, 400),), NUM_STEPS, 0.5, 3, CPU)[-1].anchors)
 
 
 def test_everything_is_finite_and_has_a_gradient() -> None:
     config = read_config(SPECULATORS, TARGET)
     weights = {n: torch.from_numpy(w).float().requires_grad_() for n, w in weights_of(config).items()}
-    embedded, tapped = torch.randn(6, TARGET.hidden_size), torch.randn(6, config.tapped_size)
-    steps = unroll(config, weights, embedded, tapped, torch.tensor([0, 0, 2, 2, 2, 2]), 3)
-    assert all(s.logits.isfinite().all() for s in steps)
-    torch.stack([s.logits[s.valid].square().sum() for s in steps]).sum().backward()
+    bounds = (Bounds(0, 1, 3), Bounds(3, 5, 10))
+    embedded, tapped = torch.randn(10, TARGET.hidden_size), torch.randn(10, config.tapped_size)
+    guesses = unroll(config, weights, embedded, tapped, bounds, plan_drafts(bounds, 3, 1.0, 0, CPU))
+    logits = [g @ weights["head"].T for g in guesses]
+    assert all(x.isfinite().all() for x in logits)
+    torch.stack([x.square().sum() for x in logits]).sum().backward()
     assert all(w.grad is not None and w.grad.isfinite().all() for w in weights.values())

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from paceline.bench.load import drive
-from paceline.bench.machine import peak_rss_mb, reset_peak_rss
 from paceline.bench.measure import Run
 from paceline.bench.run import ask, questions
 from paceline.core.errors import ConfigError
+from paceline.core.machine import peak_rss_mb, reset_peak_rss
 from paceline.core.params import MAX_SEED, MAX_TOKENS
 from paceline.engine.config import MAX_ROWS
 

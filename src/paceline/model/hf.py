@@ -49,7 +49,7 @@ LAYER_PREFIX = "model.layers.{layer}."
 
 _SCALINGS: dict[str, RopeScaling] = {"default": "none", "linear": "linear", "llama3": "llama3"}
 # Switches of config.json that add biases, and to which projections.
-_BIAS_SWITCHES = {
+BIAS_SWITCHES = {
     "attention_bias": QKV | {"attn_o"},
     "mlp_bias": frozenset({"mlp_gate", "mlp_up", "mlp_down"}),
 }
@@ -135,7 +135,7 @@ def config_from_json(values: dict[str, Any], generation: dict[str, Any] | None =
         norm_eps=read.number("rms_norm_eps", 1e-6),
         rope=_rope(read),
         tie_embeddings=read.flag("tie_word_embeddings"),
-        biases=facts.biases.union(*(names for key, names in _BIAS_SWITCHES.items() if read.flag(key))),
+        biases=facts.biases.union(*(names for key, names in BIAS_SWITCHES.items() if read.flag(key))),
         max_context=_max_context(read, facts.default_window),
         bos_id=next(iter(token_ids(values.get("bos_token_id"))), None),
         eos_ids=token_ids(

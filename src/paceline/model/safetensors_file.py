@@ -14,6 +14,7 @@ from paceline.core.errors import BadModelFile, UnsupportedModel
 from paceline.model.floats import FLOAT_BYTES, read_floats
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from numpy import floating, int64
@@ -23,7 +24,7 @@ MAX_HEADER_BYTES = 100_000_000  # as the safetensors library allows
 MAX_DIMS = 8
 MAX_DIM = 1 << 40
 
-_INTEGERS = {"I64": "<i8", "I32": "<i4"}
+_INTEGERS = {"I64": "<i8", "I32": "<i4", "I8": "<i1"}
 # Types we can skip over but not compute with.
 _OTHER_BYTES: dict[str, int] = {
     "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1,
@@ -52,7 +53,9 @@ class StoredTensor:
     def read_integers(self) -> NDArray[int64]:
         """Return a tensor of whole numbers. Raises `BadModelFile`, `UnsupportedModel`."""
         if self.dtype not in _INTEGERS:
-            raise UnsupportedModel(f"{self.path.name} stores whole numbers as {self.dtype}; known: I64, I32")
+            raise UnsupportedModel(
+                f"{self.path.name} stores whole numbers as {self.dtype}; known: {', '.join(_INTEGERS)}"
+            )
         return np.frombuffer(self._data(), _INTEGERS[self.dtype]).astype(np.int64).reshape(self.shape)
 
     def _data(self) -> bytearray:
@@ -62,6 +65,40 @@ class StoredTensor:
         if len(data) != self.num_bytes:
             raise BadModelFile(f"{self.path} became shorter while it was read")
         return data
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledTensor:
+    """A matrix kept as whole numbers of 8 bits and a scale for each of its rows."""
+
+    values: StoredTensor
+    scales: StoredTensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape once read."""
+        return self.values.shape
+
+    def read(self) -> NDArray[floating]:
+        """Return the matrix in float32. Raises `BadModelFile`, `UnsupportedModel`."""
+        return (self.values.read_integers() * self.scales.read()).astype(np.float32)
+
+
+def join_scales(found: Mapping[str, StoredTensor]) -> dict[str, StoredTensor | ScaledTensor]:
+    """Put matrices together with their scales, `NAME_scale` [rows, 1]. Raises `BadModelFile` for other shapes."""
+    joined: dict[str, StoredTensor | ScaledTensor] = {}
+    for name, stored in found.items():
+        scales = found.get(f"{name}_scale")
+        if scales is None:
+            joined[name] = stored
+        elif len(stored.shape) != 2 or scales.shape != (stored.shape[0], 1):
+            raise BadModelFile(
+                f"{stored.path}: {name!r} of shape {stored.shape} has scales of shape {scales.shape}; one "
+                "for each row is known"
+            )
+        else:
+            joined[name] = ScaledTensor(stored, scales)
+    return joined
 
 
 def open_safetensors(path: Path) -> dict[str, StoredTensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -107,11 +107,20 @@ def canonical_names(
 
 
 def choose_tensors(
-    config: ModelConfig, names: Mapping[str, str], found: Mapping[str, StoredT], where: Path
+    config: ModelConfig,
+    names: Mapping[str, str],
+    found: Mapping[str, StoredT],
+    where: Path,
+    given: Collection[str] = (),
 ) -> dict[str, StoredT]:
-    """Pick the tensors the config asks for. Raises `BadModelFile` if one is missing or has another shape."""
+    """Pick the tensors the config asks for, but for those `given` otherwise.
+
+    Raises `BadModelFile` if one is missing or has another shape.
+    """
     chosen: dict[str, StoredT] = {}
     for name, shape in tensor_shapes(config).items():
+        if name in given:
+            continue
         stored = found.get(names[name])
         if stored is None:
             raise BadModelFile(f"{where} lacks the tensor {names[name]!r}; the download may be incomplete")

@@ -1,9 +1,7 @@
 """Training-time test (EAGLE-3, arXiv 2503.01840): a head is trained on its own guesses, as it will be used.
 
-Entry i of a text is (the feature of token i - 1, token i) and guesses token i + 1. In the first step all features
-are the target's. In step s the feature of entry i is what the head made of entry i - 1 in step s - 1. So this
-is the guess it makes s tokens into a draft, at every place of a text at once. Such an entry sees true entries
-up to i - s, and of each later step only the one that belongs to its own draft.
+Entry i of a text is (the feature of token i - 1, token i) and guesses token i + 1. At depth 0 all features are the
+target's. At depth d the feature of an entry is what the head made, one depth before, of the entry before it.
 """
 
 from __future__ import annotations
@@ -13,19 +11,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.draft.heads.forward import fuse, read_out, run_layers
+from paceline.draft.heads.forward import fuse, run_layers
+from paceline.model.decoder import rms_norm
+from paceline.train.drafts import Bounds, Depth, Seen, attend, every_entry
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from paceline.draft.heads.config import HeadConfig
     from paceline.draft.heads.forward import Weights
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What the head guesses s tokens into a draft."""
-
-    logits: torch.Tensor  # [n, draft_vocab_size] of the token after each entry
-    valid: torch.Tensor  # [n] bool: the draft that an entry belongs to begins within its own text
 
 
 def unroll(
@@ -33,63 +27,47 @@ def unroll(
     weights: Weights,
     embedded: torch.Tensor,
     tapped: torch.Tensor,
-    starts: torch.Tensor,
-    num_steps: int,
-) -> list[Step]:
-    """Run a head over packed texts, each step on what the one before it made.
+    bounds: Sequence[Bounds],
+    depths: Sequence[Depth],
+) -> list[torch.Tensor]:
+    """Run a head over packed texts, each depth on what the one before it made.
 
-    embedded: [n, width] of the tokens. tapped: [n, tapped_size] the target's hidden states. starts: [n] int64,
-    where the text of each token begins.
+    embedded: [n, width] of the tokens. tapped: [n, tapped_size] the target's hidden states. Returns what the
+    vocabulary is multiplied with, [m, width] for the drafts of each depth.
     """
-    index = torch.arange(len(starts), device=starts.device)
-    place = index - starts  # in its own text
-    features = fuse(config, weights, tapped)
-    seen = _Seen(config, index, starts)
-    steps = []
-    for step in range(num_steps):
-        features = torch.roll(features, 1, 0)
-        hidden = run_layers(config, weights, embedded, features, place, seen.attend)
-        logits, features = read_out(config, weights, hidden)
-        steps.append(Step(logits, place > step))
-        seen.step += 1
-    return steps
+    places = torch.cat([torch.arange(b.end - b.start) for b in bounds]).to(embedded.device)
+    chains = _Chains(bounds, every_entry(bounds, embedded.device))
+    features = torch.roll(fuse(config, weights, tapped), 1, 0)
+    hidden = run_layers(config, weights, embedded, features, places, chains.attend)
+    guesses = []
+    for number, depth in enumerate(depths):
+        if number:
+            entries = depth.anchors + number
+            chains.depth = depth
+            hidden = run_layers(config, weights, embedded[entries], features, places[entries], chains.attend)
+        else:
+            hidden = hidden[depth.anchors]
+        normed = rms_norm(hidden, weights["norm"], config.layers.norm_eps)
+        guesses.append(normed)
+        if number + 1 < len(depths):
+            features = (normed if config.norm_output else hidden)[depths[number + 1].kept]
+    return guesses
 
 
 @dataclass
-class _Seen:
-    """Keys and values of every step so far, and who may look at which."""
+class _Chains:
+    """Keys and values of every depth so far, by layer."""
 
-    config: HeadConfig
-    index: torch.Tensor  # [n]
-    starts: torch.Tensor  # [n]
-    step: int = 0
-    kept: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)  # layer -> by step
+    bounds: Sequence[Bounds]
+    depth: Depth
+    true: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    drafted: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        group = self.config.layers.num_heads // self.config.layers.num_kv_heads
-        steps = self.kept.setdefault(layer, [])
-        steps.append((key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)))
-        scale = self.config.layers.head_dim**-0.5
-        first_keys, first_values = steps[0]
-        scores = [torch.einsum("qhd,khd->qhk", query, first_keys).masked_fill(~self._mask()[:, None], -torch.inf)]
-        own = [(self._shifted(k, t), self._shifted(v, t)) for t, (k, v) in enumerate(steps[1:], 1)]
-        scores += [(query * k).sum(-1, keepdim=True) for k, _ in own]
-        probs = torch.cat([s * scale for s in scores], -1).softmax(-1)
-        mixed = torch.einsum("qhk,khd->qhd", probs[..., : len(self.index)], first_values)
-        for t, (_, v) in enumerate(own):
-            mixed = mixed + probs[..., len(self.index) + t, None] * v
-        return mixed.flatten(1)
-
-    def _shifted(self, states: torch.Tensor, step: int) -> torch.Tensor:
-        """Entry i of this step belongs with entry i - (this step - that step) of that step."""
-        return torch.roll(states, self.step - step, 0)
-
-    def _mask(self) -> torch.Tensor:
-        """[n, n] which true entries each entry sees: of its text, with a feature, up to where its draft begins.
-
-        An entry whose draft would begin before its text sees itself, so that its numbers stay finite; they are
-        not valid.
-        """
-        query, key = self.index[:, None], self.index[None, :]
-        sees = (key <= query - self.step) & (key > self.starts[:, None])
-        return sees | ((key == query) & ~sees.any(-1, keepdim=True))
+        if layer not in self.true:
+            self.true[layer] = key, value
+            self.drafted[layer] = key[:0], value[:0]
+        else:
+            keys, values = self.drafted[layer]
+            self.drafted[layer] = torch.cat([keys, key]), torch.cat([values, value])
+        return attend(query, Seen(*self.true[layer], *self.drafted[layer]), self.depth, self.bounds)

@@ -77,6 +77,14 @@ def is_translation(name: str) -> bool:
     return len(words) == 3 and words[0] == "translate" and words[1] in LANGUAGES
 
 
+def origin(name: str) -> str:
+    """Return the name of the given prompt that a prompt was made from, by whatever steps."""
+    word, _, rest = name.partition(" ")
+    if is_translation(name):
+        return origin(name.split(" ", 2)[2])
+    return origin(rest) if word in SOURCES and word != SOURCES[0] and rest else name
+
+
 def sentences(text: str) -> list[str]:
     """Return the sentences of a text that are of some length and hold no code."""
     found = (match.group().strip() for match in _SENTENCE.finditer(text))

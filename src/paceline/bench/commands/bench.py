@@ -177,7 +177,7 @@ def _there(args: Namespace, session: Session, prompts: list[Prompt]) -> tuple[di
 
 
 def _head(about: dict[str, Any]) -> dict[str, Any]:
-    from paceline.bench.machine import commit, machine
+    from paceline.core.machine import commit, machine
 
     return {
         "command": shlex.join(["paceline", *sys.argv[1:]]),

@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.bench.machine import commit, machine
 from paceline.bench.peers.install import install, preloads, python_of
 from paceline.bench.peers.prepare import judged_texts, prompts_of, requantized, unquantized
 from paceline.bench.peers.protocol import Setting
@@ -27,6 +26,7 @@ from paceline.bench.peers.timing import rate
 from paceline.bench.report import write_json
 from paceline.bench.terminal import progress, say
 from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.machine import commit, machine
 from paceline.core.nouns import PAGE_TOKENS
 from paceline.engine.config import MAX_ROWS, MAX_THREADS
 from paceline.model.backend import num_cores

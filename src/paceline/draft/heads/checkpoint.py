@@ -11,6 +11,7 @@ import numpy as np
 from paceline.core.errors import BadModelFile, DrafterMismatch
 from paceline.draft.heads.config import HeadConfig, head_shapes, read_config
 from paceline.model.hf import LAYER_NAMES, read_json, stored_tensors
+from paceline.model.safetensors_file import join_scales
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from paceline.model.config import ModelConfig
     from paceline.model.safetensors_file import StoredTensor
+    from paceline.model.weights import Stored
 
 _NAMES = {
     "fc.weight": "fc",
@@ -50,6 +52,7 @@ def load_head(folder: Path, target: ModelConfig) -> Head:
     found = {
         canonical: tensor for name, tensor in stored_tensors(folder).items() if (canonical := canonical_name(name))
     }
+    whole = join_scales(found)
     shapes = head_shapes(config)
     if "embed" in found:
         shapes["embed"] = (target.vocab_size, config.layers.hidden_size)
@@ -58,12 +61,18 @@ def load_head(folder: Path, target: ModelConfig) -> Head:
             f"the head is {config.layers.hidden_size} numbers wide and has no embedding of its own; the target's "
             f"has {target.hidden_size}"
         )
-    weights = {name: _read(found, name, shape, folder) for name, shape in shapes.items()}
+    weights = {name: _read(whole, name, shape, folder) for name, shape in shapes.items()}
     return Head(config, weights, _token_ids(found, config, target, folder))
 
 
 def canonical_name(name: str) -> str | None:
-    """Return our name of a tensor in a head's file, None for one that is not used."""
+    """Return our name of a tensor in a head's file, None for one that is not used.
+
+    The scales of a matrix of 8 bits have its name and `_scale` behind it.
+    """
+    if name.endswith("_scale"):
+        of = canonical_name(name.removesuffix("_scale"))
+        return of and f"{of}_scale"
     name = name.removeprefix("model.")
     if name in _NAMES or name == "d2t":
         return _NAMES.get(name, name)
@@ -75,7 +84,7 @@ def canonical_name(name: str) -> str | None:
     return f"layers.{match[1] or 0}.{_LAYER_NAMES[match[2]]}"
 
 
-def _read(found: Mapping[str, StoredTensor], name: str, shape: tuple[int, ...], folder: Path) -> NDArray[floating]:
+def _read(found: Mapping[str, Stored], name: str, shape: tuple[int, ...], folder: Path) -> NDArray[floating]:
     stored = found.get(name)
     if stored is None:
         raise BadModelFile(f"the head in {folder} lacks the tensor {name!r}")

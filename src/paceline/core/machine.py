@@ -10,8 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import paceline
-
 _PROC = Path("/proc")
 _RESET_PEAK = "5"  # see proc_pid_clear_refs(5)
 
@@ -35,7 +33,7 @@ def machine() -> dict[str, Any]:
 
 def commit() -> str | None:
     """Return the commit of the code that runs, with -dirty if it was changed; None outside a checkout."""
-    folder = Path(paceline.__file__).parent
+    folder = Path(__file__).parent
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],  # noqa: S607 (wherever git is)

@@ -1,0 +1,144 @@
+"""The options that all commands which train have in common, and what is made of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline.core.errors import ConfigError
+from paceline.draft.heads.config import EAGLE3
+from paceline.train.corpus import packs, read_corpus, split
+from paceline.train.export import KINDS
+from paceline.train.features import FeatureStore
+from paceline.train.progress import progress
+from paceline.train.run import Material
+from paceline.train.target import load_target, reference_reader
+from paceline.train.trainer import TrainConfig
+from paceline.train.vocabulary import choose_vocabulary
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
+    from paceline.train.target import Target
+
+
+def add_training(parser: ArgumentParser) -> None:
+    """Add the options of a run."""
+    parser.add_argument(
+        "--data", required=True, metavar="DIR", type=Path, help="answers, as `paceline train data` wrote them"
+    )
+    parser.add_argument(
+        "--out", required=True, metavar="DIR", type=Path, help="the drafter's folder; a run resumes there"
+    )
+    parser.add_argument("--model", default="default", metavar="default|PATH|ID", help="the target")
+    parser.add_argument(
+        "--features",
+        metavar="DIR",
+        type=Path,
+        help="where hidden states are kept (default: DIR of --data/features)",
+    )
+    parser.add_argument("--epochs", type=float, default=3.0, metavar="E", help="passes over the data")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps, in place of --epochs")
+    parser.add_argument("--batch-tokens", type=int, default=2048, metavar="N", help="tokens of a step")
+    parser.add_argument("--max-len", type=int, default=1024, metavar="N", help="tokens of a text; the rest is cut")
+    parser.add_argument("--lr", type=float, default=1e-3, metavar="LR", help="the highest learning rate")
+    parser.add_argument("--vocab", type=int, default=8192, metavar="N", help="tokens the drafter can write")
+    parser.add_argument("--held-out", type=float, default=0.03, metavar="SHARE", help="of the prompts")
+    parser.add_argument("--eval-tokens", type=int, default=16384, metavar="N", help="held-out tokens looked at")
+    parser.add_argument("--eval-every", type=int, default=200, metavar="N", help="steps")
+    parser.add_argument("--save-every", type=int, default=100, metavar="N", help="steps")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of first weights, order and dropping")
+    parser.add_argument("--type", default="fp16", choices=KINDS, help="of the numbers in the drafter's files")
+    parser.add_argument("--threads", type=int, metavar="N", help="of the processor (default: all cores)")
+    parser.add_argument("--device", default="cpu", metavar="cpu|cuda", help="where to train")
+
+
+def add_depths(parser: ArgumentParser, num_steps: int) -> None:
+    """Add the options of drafters that learn several depths."""
+    parser.add_argument("--k", type=int, default=num_steps, metavar="K", help="drafts to train for")
+    parser.add_argument(
+        "--keep", type=float, default=0.8, metavar="SHARE", help="of the drafts that go on to the next depth"
+    )
+    parser.add_argument(
+        "--decay", type=float, default=0.8, metavar="X", help="weight of a depth against the one before"
+    )
+    parser.add_argument(
+        "--taps",
+        metavar="I,J,...",
+        help="after which of the target's layers to look (default: 2, half, last but 3)",
+    )
+
+
+def open_target(args: Namespace) -> Target:
+    """Check the options, set the threads, open the target. Raises `ConfigError`, `ModelError`."""
+    _check(args)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    return load_target(args.model, torch.device(args.device))
+
+
+def chosen_taps(args: Namespace, target: Target) -> tuple[int, ...]:
+    """Return the taps asked for; by default all heads have the same, and so share the hidden states on disk."""
+    if args.taps is None:
+        return EAGLE3.default_taps(target.config.num_layers)
+    try:
+        taps = tuple(int(word) for word in args.taps.split(","))
+    except ValueError:
+        raise ConfigError(f"--taps must be layers such as 2,15,27, not {args.taps!r}") from None
+    if not all(0 <= tap <= target.config.num_layers for tap in taps):
+        raise ConfigError(f"--taps {args.taps}: the target has layers 0 to {target.config.num_layers}")
+    return taps
+
+
+def gather(args: Namespace, target: Target, taps: tuple[int, ...]) -> Material:
+    """Read the data and compute what is missing of the target's hidden states."""
+    corpus = read_corpus(args.data, target.config.vocab_size, args.max_len)
+    training, held_out = split(corpus.texts, args.held_out)
+    vocabulary, coverage = choose_vocabulary(
+        (corpus.texts[n] for n in training), target.config.vocab_size, args.vocab
+    )
+    store = FeatureStore(target, taps, corpus.texts, args.features or args.data / "features")
+    with progress("hidden states, tokens") as update:
+        store.compute(lambda: reference_reader(target, store.taps), lambda done, total: update(done, total, ""))
+    return Material(target, corpus, training, held_out, store, vocabulary, coverage)
+
+
+def train_config(args: Namespace, material: Material, **changes: float) -> TrainConfig:
+    """Return the run's settings; without --steps as many as the epochs have."""
+    lengths = [len(text) for text in material.corpus.texts]
+    per_epoch = sum(1 for _ in packs(material.training, lengths, args.batch_tokens))
+    return TrainConfig(
+        steps=args.steps or max(1, round(args.epochs * per_epoch)),
+        lr=args.lr,
+        batch_tokens=args.batch_tokens,
+        seed=args.seed,
+        eval_tokens=args.eval_tokens,
+        eval_every=args.eval_every,
+        save_every=args.save_every,
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+def _check(args: Namespace) -> None:
+    for flag in (
+        "steps",
+        "batch_tokens",
+        "max_len",
+        "vocab",
+        "eval_tokens",
+        "eval_every",
+        "save_every",
+        "threads",
+        "k",
+    ):
+        value = getattr(args, flag, None)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{flag.replace('_', '-')} must be at least 1, not {value}")
+    for flag, most in (("epochs", 1e6), ("lr", 1.0), ("held_out", 0.9), ("keep", 1.0), ("decay", 1.0)):
+        value = getattr(args, flag, None)
+        if value is not None and not 0.0 < value <= most:
+            raise ConfigError(f"--{flag.replace('_', '-')} must be above 0 and at most {most:g}, not {value}")
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: PyTorch finds no GPU here; train with --device cpu")

@@ -1,0 +1,39 @@
+"""`paceline train peagle`: a P-EAGLE head, which guesses all positions in one pass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import ConfigError
+from paceline.train.commands.heads import train_head
+from paceline.train.commands.options import add_depths, add_training, chosen_taps, gather, open_target
+from paceline.train.head import HeadShape
+from paceline.train.vocabulary import rarest_token
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the command's options."""
+    add_training(parser)
+    add_depths(parser, num_steps=8)
+    parser.add_argument("--layers", type=int, default=2, metavar="N", help="of the head")
+
+
+def run(args: Namespace) -> int:
+    """Train a head of some layers."""
+    if args.layers < 1:
+        raise ConfigError(f"--layers must be at least 1, not {args.layers}")
+    target = open_target(args)
+    taps = chosen_taps(args, target)
+    material = gather(args, target, taps)
+    shape = HeadShape(
+        algorithm="peagle",
+        architecture="PEagleDraftModel",
+        num_layers=args.layers,
+        num_steps=args.k,
+        taps=taps,
+        mask_token_id=rarest_token(material.corpus.texts, target.config.vocab_size),
+    )
+    return train_head(args, material, shape)

@@ -1,0 +1,27 @@
+"""What a run tells when it is done."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from paceline.train.checkpoint import read_metrics
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from paceline.train.run import Material
+    from paceline.train.trainer import Evaluation
+
+
+def report(folder: Path, material: Material, last: Evaluation) -> None:
+    """Print the acceptance by position, untrained and trained."""
+    first = read_metrics(folder)[0]["accepted"]
+    title = f"{folder}, {len(material.vocabulary)} tokens ({material.coverage:.1%} of the answers)"
+    table = Table("draft", "untrained", "trained", title=title)
+    for position, (before, after) in enumerate(zip(first, last.accepted, strict=True), 1):
+        table.add_row(str(position), f"{before:.3f}", f"{after:.3f}")
+    table.add_row("length", f"{1 + sum(first):.2f}", f"{last.acceptance_length:.2f}")
+    Console().print(table)

@@ -1,0 +1,170 @@
+"""EAGLE-3 and P-EAGLE heads in training: their first weights, their guesses, their files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from paceline.core.errors import UnsupportedModel
+from paceline.draft.heads.config import HeadConfig, head_shapes, read_config
+from paceline.model.hf import LAYER_NAMES
+from paceline.train.parallel import guess_at_once
+from paceline.train.unroll import unroll
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy import int64
+    from numpy.typing import NDArray
+
+    from paceline.model.config import ModelConfig, Rope
+    from paceline.train.batch import Batch
+    from paceline.train.drafts import Depth
+    from paceline.train.target import Target
+
+DEVIATION = 0.02  # of a new matrix
+FIRST_NORM = 0.25  # of the target's: guesses begin near uniform, and not sure of what is wrong
+_FILE_NAMES = {"fc": "fc.weight", "norm": "norm.weight", "head": "lm_head.weight", "mask_hidden": "mask_hidden"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadShape:
+    """What the user chooses of a head."""
+
+    algorithm: str  # as the `speculators` format calls it
+    architecture: str  # likewise
+    num_layers: int
+    num_steps: int
+    taps: tuple[int, ...]
+    mask_token_id: int | None = None
+
+
+class HeadRecipe:
+    """A head over the target's hidden states."""
+
+    def __init__(self, shape: HeadShape, target: Target, vocabulary: NDArray[int64], seed: int) -> None:
+        """vocabulary: [draft_vocab] target ids, ascending."""
+        self.num_steps = shape.num_steps
+        self._values = config_json(shape, target, len(vocabulary))
+        self._config = read_config(self._values, target.config)
+        self._vocabulary = vocabulary
+        self._target = target
+        self.weights = first_weights(self._config, target, vocabulary, seed)
+
+    @property
+    def head(self) -> torch.Tensor:
+        """The head's own rows of the vocabulary."""
+        return self.weights["head"]
+
+    def guess(self, batch: Batch, depths: Sequence[Depth]) -> list[torch.Tensor]:
+        """Draft as the algorithm does, see `Recipe`."""
+        embedded = self._target.embed[batch.token_ids]
+        if self._config.mask_token_id is None:
+            return unroll(self._config, self.weights, embedded, batch.tapped, batch.bounds, depths)
+        mask = self._target.embed[self._config.mask_token_id]
+        return guess_at_once(self._config, self.weights, embedded, mask, batch.tapped, batch.bounds, depths)
+
+    def export(self) -> tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]:
+        """Return a folder of the `speculators` format, see `Recipe`."""
+        tensors = {file_name(n): w for n, w in self.weights.items()}
+        if "mask_hidden" in tensors:
+            tensors["mask_hidden"] = tensors["mask_hidden"].view(1, 1, -1)
+        return self._values, tensors | vocabulary_tensors(self._vocabulary, self._target.config.vocab_size)
+
+
+def vocabulary_tensors(vocabulary: NDArray[int64], vocab_size: int) -> dict[str, torch.Tensor]:
+    """Return how far each draft token's id is from the target's, and which of the target's are draft tokens."""
+    in_draft = np.zeros(vocab_size, bool)
+    in_draft[vocabulary] = True
+    return {"d2t": torch.from_numpy(vocabulary - np.arange(len(vocabulary))), "t2d": torch.from_numpy(in_draft)}
+
+
+def file_name(name: str) -> str:
+    """Return what the `speculators` format calls a tensor."""
+    kind, _, rest = name.partition(".")
+    if kind == "layers":
+        number, short = rest.split(".")
+        return f"layers.{number}.{ {**LAYER_NAMES, 'hidden_norm': 'hidden_norm.weight'}[short] }"
+    return _FILE_NAMES.get(name, f"{name}.weight")
+
+
+def config_json(shape: HeadShape, target: Target, draft_vocab_size: int) -> dict[str, Any]:
+    """Return a head's config.json in the `speculators` format."""
+    proposal = {"proposal_type": "greedy", "speculative_tokens": shape.num_steps}
+    mask = {} if shape.mask_token_id is None else {"mask_token_id": shape.mask_token_id}
+    return mask | {
+        "architectures": [shape.architecture],
+        "speculators_model_type": shape.algorithm,
+        "speculators_config": {
+            "algorithm": shape.algorithm,
+            "proposal_methods": [proposal],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": target.name, "architectures": ["LlamaForCausalLM"]},
+        },
+        "transformer_layer_config": _layer_json(target.config, shape.num_layers),
+        "draft_vocab_size": draft_vocab_size,
+        "target_hidden_size": target.config.hidden_size,
+        "eagle_aux_hidden_state_layer_ids": list(shape.taps),
+        "norm_before_residual": True,
+        "norm_before_fc": False,
+        "fc_norm": True,
+        "norm_output": True,
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+    }
+
+
+def _layer_json(target: ModelConfig, num_layers: int) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "hidden_size": target.hidden_size,
+        "intermediate_size": target.intermediate_size,
+        "num_attention_heads": target.num_heads,
+        "num_key_value_heads": target.num_kv_heads,
+        "head_dim": target.head_dim,
+        "num_hidden_layers": num_layers,
+        "rms_norm_eps": target.norm_eps,
+        "vocab_size": target.vocab_size,
+        "max_position_embeddings": target.max_context,
+        "hidden_act": "silu",
+        **rope_json(target.rope),
+    }
+
+
+def rope_json(rope: Rope) -> dict[str, Any]:
+    """Return RoPE settings as config.json has them. Raises `UnsupportedModel` for those that are a tensor."""
+    if rope.scaling == "factors":
+        raise UnsupportedModel(
+            "the target keeps its RoPE settings as a tensor; heads for it cannot be written yet"
+        )
+    scaling = {
+        "none": None,
+        "linear": {"rope_type": "linear", "factor": rope.factor},
+        "llama3": {
+            "rope_type": "llama3",
+            "factor": rope.factor,
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+            "original_max_position_embeddings": rope.original_context,
+        },
+    }[rope.scaling]
+    return {"rope_theta": rope.theta, "rope_scaling": scaling}
+
+
+def first_weights(
+    config: HeadConfig, target: Target, vocabulary: NDArray[int64], seed: int
+) -> dict[str, torch.Tensor]:
+    """Return an untrained head's weights; what turns hidden states into tokens is the target's."""
+    random = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in head_shapes(config).items():
+        if "norm" in name:
+            weights[name] = torch.ones(shape)
+        else:
+            weights[name] = torch.randn(shape, generator=random) * DEVIATION
+    weights["norm"] = target.final_norm * FIRST_NORM
+    weights["head"] = target.head[torch.from_numpy(vocabulary).to(target.head.device)]
+    return {name: w.to(target.embed.device) for name, w in weights.items()}

@@ -1,0 +1,40 @@
+"""A picture of a training run: the acceptance of each drafted position over the steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import ConfigError
+from paceline.train.checkpoint import read_metrics
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def plot(folder: Path, target: Path) -> None:
+    """Draw a run's log; the untrained drafter is its first point and a dotted line.
+
+    Raises `ConfigError` if there is no log or matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("the picture needs matplotlib: pip install 'paceline[plot]'") from None
+    rows = read_metrics(folder)
+    steps = [row["step"] for row in rows]
+    figure = Figure(figsize=(9.0, 4.0), layout="constrained")
+    by_position, lengths = figure.subplots(1, 2)
+    for position in range(len(rows[0]["accepted"])):
+        accepted = [row["accepted"][position] for row in rows]
+        (line,) = by_position.plot(steps, accepted, label=f"draft {position + 1}")
+        by_position.axhline(accepted[0], color=line.get_color(), linestyle=":", linewidth=0.8)
+    by_position.set_ylim(0.0, 1.0)
+    by_position.set_ylabel("share of drafts accepted up to here")
+    by_position.legend()
+    lengths.plot(steps, [row["acceptance_length"] for row in rows], color="black")
+    lengths.axhline(rows[0]["acceptance_length"], color="black", linestyle=":", linewidth=0.8)
+    lengths.set_ylabel("acceptance length, tokens per pass")
+    for axes in (by_position, lengths):
+        axes.set_xlabel("training steps")
+    figure.suptitle("held-out prompts, greedy; dotted: untrained", fontsize=9)
+    figure.savefig(target, dpi=150)

@@ -1,0 +1,61 @@
+"""All depths in one pass against a draft at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from paceline.draft.heads.config import HeadConfig, read_config
+from paceline.draft.heads.forward import fuse, read_out, run_layers
+from paceline.train.drafts import plan_drafts
+from paceline.train.parallel import guess_at_once
+from tests.draft.test_head_files import PEAGLE, TARGET
+from tests.draft.test_head_forward import causal, weights_of
+from tests.train.test_unroll import BOUNDS, CPU, NUM_STEPS, TOTAL
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def one_draft(
+    config: HeadConfig, weights: Mapping[str, Any], embedded: Any, mask: Any, features: Any, first: int
+) -> Any:
+    """Return the logits of all guesses of one draft, as at inference: true entries up to `first`, then masks."""
+    unknown = fuse(config, weights, weights["mask_hidden"][None])
+    tokens = torch.cat([embedded[1 : first + 1], mask.expand(NUM_STEPS - 1, -1)])
+    rows = torch.cat([features[:first], unknown.expand(NUM_STEPS - 1, -1)])
+    positions = torch.arange(1, first + NUM_STEPS)
+    logits, _ = read_out(config, weights, run_layers(config, weights, tokens, rows, positions, causal(config)))
+    return logits[first - 1 :]
+
+
+@pytest.mark.parametrize("keep", [1.0, 0.6])
+def test_every_guess_is_one_of_a_draft_by_itself(keep: float) -> None:
+    config = read_config(PEAGLE, TARGET)
+    weights = {n: torch.from_numpy(w) for n, w in weights_of(config).items()}
+    torch.manual_seed(0)
+    embedded = torch.randn(TOTAL, config.layers.hidden_size, dtype=torch.float64)
+    mask = torch.randn(config.layers.hidden_size, dtype=torch.float64)
+    tapped = torch.randn(TOTAL, config.tapped_size, dtype=torch.float64)
+    depths = plan_drafts(BOUNDS, NUM_STEPS, keep, 0, CPU)
+    guesses = guess_at_once(config, weights, embedded, mask, tapped, BOUNDS, depths)
+    features = fuse(config, weights, tapped)
+    for step, depth in enumerate(depths):
+        for anchor, guess in zip(depth.anchors.tolist(), guesses[step], strict=True):
+            b = next(b for b in BOUNDS if b.start <= anchor < b.end)
+            text = slice(b.start, b.end)
+            expected = one_draft(config, weights, embedded[text], mask, features[text], anchor - b.start)[step]
+            assert torch.allclose(weights["head"] @ guess, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_the_learned_feature_has_a_gradient() -> None:
+    config = read_config(PEAGLE, TARGET)
+    weights = {n: torch.from_numpy(w).requires_grad_() for n, w in weights_of(config).items()}
+    embedded = torch.randn(TOTAL, config.layers.hidden_size).double()
+    tapped = torch.randn(TOTAL, config.tapped_size).double()
+    depths = plan_drafts(BOUNDS, NUM_STEPS, 1.0, 0, CPU)
+    guesses = guess_at_once(config, weights, embedded, embedded[0], tapped, BOUNDS, depths)
+    (guesses[2] @ weights["head"].T).square().sum().backward()
+    assert all(w.grad is not None and w.grad.abs().max() > 0 for w in weights.values())

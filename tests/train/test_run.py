@@ -1,0 +1,157 @@
+"""Training from end to end on a toy target: what it reaches, what it writes, how it resumes, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.cli import main
+from paceline.draft.heads.checkpoint import load_head
+from paceline.train import features
+from paceline.train.checkpoint import read_metrics
+from paceline.train.corpus import read_corpus
+from paceline.train.features import FeatureStore
+from paceline.train.target import load_target, reference_reader
+from tests.train.toy import TEXT_LEN, VOCAB, toy_config, write_answers, write_target
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Acceptance of the first and the last draft that a toy head must reach; untrained ones reach a hundredth.
+REACHED = {"eagle3": (0.55, 0.4), "peagle": (0.5, 0.25)}
+REACHED_AS = {"eagle3": "fp16", "peagle": "int8"}
+K = 3
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("toy")
+    write_target(folder / "target")
+    write_answers(folder / "data", 300)
+    return folder
+
+
+def command(kind: str, toy: Path, out: Path, *options: str) -> list[str]:
+    words = ["train", kind, "--data", toy / "data", "--model", toy / "target", "--out", out, "--threads", "1"]
+    words += ["--vocab", "256", "--held-out", "0.1", "--batch-tokens", "512", "--lr", "0.005", "--seed", "1"]
+    return [str(word) for word in words] + ["--k", str(K), *options]
+
+
+@pytest.mark.parametrize("kind", REACHED)
+def test_a_toy_head_reaches_its_acceptance(kind: str, toy: Path, tmp_path: Path, capsys: Any) -> None:
+    assert (
+        main(command(kind, toy, tmp_path, "--steps", "100", "--eval-every", "50", "--type", REACHED_AS[kind])) == 0
+    )
+    rows = read_metrics(tmp_path)
+    assert [row["step"] for row in rows] == [0, 50, 100]
+    assert max(rows[0]["accepted"]) < 0.05
+    first, last = REACHED[kind]
+    assert rows[-1]["accepted"][0] > first
+    assert rows[-1]["accepted"][-1] > last
+    assert rows[-1]["divergence"] < rows[0]["divergence"] / 3
+    head = load_head(tmp_path, toy_config())
+    assert head.config.algorithm.name == kind
+    assert len(head.token_ids) == 256
+    assert head.config.norm_output
+    provenance = json.loads((tmp_path / "provenance.json").read_text())
+    assert {"command", "git", "version", "machine", "data", "settings"} <= provenance.keys()
+    assert (tmp_path / "acceptance.png").read_bytes().startswith(b"\x89PNG")
+    assert "trained" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", REACHED)
+def test_a_run_that_was_interrupted_ends_with_the_same_bits(
+    kind: str, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--steps", "8", "--save-every", "3", "--eval-every", "4"]
+    assert main(command(kind, toy, tmp_path / "straight", *options)) == 0
+    from paceline.train.trainer import Trainer
+
+    take = Trainer._take_step
+
+    def stumble(self: Trainer, batch: Any) -> float:
+        if self.step == 5:
+            raise KeyboardInterrupt
+        return take(self, batch)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "_take_step", stumble)
+        assert main(command(kind, toy, tmp_path / "halves", *options)) == 130
+    assert main(command(kind, toy, tmp_path / "halves", *options)) == 0
+    for name in ("checkpoint.safetensors", "model.safetensors", "config.json"):
+        assert (tmp_path / "straight" / name).read_bytes() == (tmp_path / "halves" / name).read_bytes()
+    logs = [[{**row, "wall_s": 0} for row in read_metrics(tmp_path / name)] for name in ("straight", "halves")]
+    assert logs[0] == logs[1]
+
+
+def test_a_run_with_other_settings_is_not_resumed(toy: Path, tmp_path: Path, capsys: Any) -> None:
+    assert main(command("eagle3", toy, tmp_path, "--steps", "1")) == 0
+    assert main(command("eagle3", toy, tmp_path, "--steps", "2")) == 2
+    assert "steps (was 1, is 2)" in capsys.readouterr().err
+    (tmp_path / "checkpoint.safetensors").write_bytes(b"no")
+    assert main(command("eagle3", toy, tmp_path, "--steps", "1")) == 2
+    assert "remove it" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_no_number_stops_the_run(toy: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    from paceline.train import trainer
+
+    monkeypatch.setattr(trainer, "divergence", lambda g, h, w, r: (torch.tensor(torch.nan), torch.zeros_like(r)))
+    assert main(command("eagle3", toy, tmp_path, "--steps", "1")) == 2
+    assert "--lr" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--k", "0"], "--k must be at least 1"),
+        (["--keep", "1.5"], "--keep must be above 0"),
+        (["--taps", "a"], "--taps must be layers"),
+        (["--taps", "1,99"], "layers 0 to 6"),
+        (["--vocab", "999"], "target's 320"),
+        (["--held-out", "0.0001"], "gather more data"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(
+    options: list[str], reason: str, toy: Path, tmp_path: Path, capsys: Any
+) -> None:
+    assert main(command("eagle3", toy, tmp_path, *options)) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_hidden_states_are_kept_and_only_new_texts_are_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(features, "SHARD_TOKENS", 4 * TEXT_LEN)
+    target = load_target(str(write_target(tmp_path / "target")), torch.device("cpu"))
+    write_answers(tmp_path / "data", 8)
+    read: list[int] = []
+
+    def compute() -> FeatureStore:
+        texts = read_corpus(tmp_path / "data", VOCAB, 99).texts
+        store = FeatureStore(target, (1, 3), texts, tmp_path / "features")
+        reader = reference_reader(target, store.taps)
+        read.clear()
+
+        def counting(ids: Any) -> torch.Tensor:
+            read.extend(map(len, ids))
+            return reader(ids)
+
+        store.compute(lambda: counting, lambda *_: None)
+        return store
+
+    store = compute()
+    assert sum(read) == 8 * TEXT_LEN
+    texts = read_corpus(tmp_path / "data", VOCAB, 99).texts
+    states = reference_reader(target, (1, 3, 6))([texts[5].token_ids])
+    assert store[5].states.shape == (TEXT_LEN, 3, 32)
+    assert np.allclose(store[5].states.astype(np.float32) * 16, states.numpy(), rtol=1e-3, atol=1e-3)
+    compute()
+    assert read == []
+    write_answers(tmp_path / "data", 4, first=8)
+    assert np.array_equal(compute()[5].states, store[5].states)
+    assert sum(read) == 4 * TEXT_LEN
