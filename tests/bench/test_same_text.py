@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 from itertools import combinations, product
 from pathlib import Path
@@ -24,7 +25,14 @@ def test_every_pair_of_values_is_covered() -> None:
 
 @pytest.mark.default_model
 @pytest.mark.slow
-def test_a_real_model_writes_the_same_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_real_model_writes_the_same_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--prompts", str(PROMPTS), "--limit", "6", "--max-tokens", "24", "--weights", "int8,int4"]
+    arguments += ["--keep", str(tmp_path)]
     assert main(arguments) == 0
     assert "0 answers differed" in capsys.readouterr().out
+    kept = next(f for f in tmp_path.iterdir() if f.name.startswith("int4_ngram"))
+    endings, preemptions = json.loads(kept.read_text())
+    next(iter(endings.values()))[0][3] += 1  # a run that is interrupted goes on; what was kept is compared too
+    kept.write_text(json.dumps((endings, preemptions)))
+    assert main(arguments) == 1
+    assert "1 answers differed" in capsys.readouterr().out

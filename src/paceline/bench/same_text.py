@@ -7,10 +7,12 @@ token ids, texts and endings must never differ. Each prompt has a temperature: 0
 
 from __future__ import annotations
 
+import json
 import sys
-from argparse import ArgumentParser
-from dataclasses import dataclass, fields, replace
+from argparse import ArgumentParser, Namespace
+from dataclasses import astuple, dataclass, fields, replace
 from itertools import combinations, product
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -110,6 +112,35 @@ def answer(
     return endings, engine.stats().preemptions
 
 
+class Runs:
+    """Answers by setting, kept in a folder from one run of the command to the next if one is given."""
+
+    def __init__(self, args: Namespace) -> None:
+        self._args = args
+        self._loaded: dict[tuple[str, int], Loaded] = {}
+
+    def __call__(self, setting: Setting) -> tuple[dict[str, Ending], int]:
+        """Answer all prompts under a setting, or read how they were answered."""
+        if self._args.keep is None:
+            return self._run(setting)
+        words = "_".join(str(value) for value in (*astuple(setting), self._args.limit, self._args.max_tokens))
+        file = Path(self._args.keep) / f"{words}.json"
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            part = file.with_suffix(".part")
+            part.write_text(json.dumps(self._run(setting)))
+            part.replace(file)
+        endings, preemptions = json.loads(file.read_text())
+        return {name: (tuple(ids), *others) for name, (ids, *others) in endings.items()}, preemptions
+
+    def _run(self, setting: Setting) -> tuple[dict[str, Ending], int]:
+        key = setting.weights, setting.threads
+        if key not in self._loaded:
+            config = EngineConfig(model=self._args.model, weights=setting.weights, threads=setting.threads)
+            self._loaded[key] = load(config)
+        return answer(setting, self._loaded[key], _requests(self._args, self._loaded[key]), self._args.max_tokens)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare and print a table; the exit status is 1 if any answer differed."""
     parser = ArgumentParser(prog="python -m paceline.bench.same_text", description=(__doc__ or "").split("\n")[0])
@@ -118,21 +149,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, default=120, metavar="N")
     parser.add_argument("--max-tokens", type=int, default=128, metavar="M")
     parser.add_argument("--weights", default=",".join(CHOICES["weights"]), metavar="TYPE[,TYPE...]")
+    parser.add_argument("--keep", metavar="FOLDER", help="keep answers there, to go on after an interruption")
     args = parser.parse_args(argv)
     choices = CHOICES | {"weights": tuple(args.weights.split(","))}
     settings = sorted(covering(choices), key=lambda s: (s.weights, s.threads))
     different, shown = 0, Console(width=140)
     shown.print(_line([*(f.name for f in fields(Setting)), "preemptions", "answers", "different"]))
-    loaded: dict[tuple[str, int], Loaded] = {}
+    runs = Runs(args)
     expected: dict[str, dict[str, Ending]] = {}
     for setting in track(
         [*(plain(w) for w in choices["weights"]), *settings], "answering", console=Console(stderr=True)
     ):
-        key = setting.weights, setting.threads
-        if key not in loaded:
-            loaded[key] = load(EngineConfig(model=args.model, weights=setting.weights, threads=setting.threads))
-        requests = _requests(args, loaded[key])
-        endings, preemptions = answer(setting, loaded[key], requests, args.max_tokens)
+        endings, preemptions = runs(setting)
         wanted = expected.setdefault(setting.weights, endings)
         wrong = sum(endings[name] != wanted[name] for name in wanted)
         different += wrong
@@ -147,7 +175,7 @@ def _line(values: Sequence[Any]) -> str:
     return "  ".join(f"{value!s:{width}}" for value, width in zip(values, _WIDTHS, strict=True)).rstrip()
 
 
-def _requests(args: Any, loaded: Loaded) -> list[Request]:
+def _requests(args: Namespace, loaded: Loaded) -> list[Request]:
     rules = Prompts(loaded.tokenizer, loaded.template, loaded.decoder.config.max_context)
     prompts = spread(read_prompts(args.prompts), args.limit)
     asked = questions(prompts, rules, SamplingParams(temperature=0.0, max_tokens=args.max_tokens), 0)
