@@ -1,0 +1,154 @@
+"""Paceline's own policy: every step has the drafts that raise its expected tokens per second the most.
+
+After TurboSpec (arXiv 2406.14066), which made goodput the aim, and DSpark (arXiv 2607.05147), which shares it out among
+rows. Ours looks at each row, chooses among drafters, leaves the time of prefill chunks out of the account (it is due
+in any case), and never stops finding out: one hundredth of the time may go into drafts that do not seem to pay.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.control.choice import best, in_order
+from paceline.control.cost import Drafts, Work
+from paceline.control.policy import NONE, Decision, Outcomes, View, plain
+from paceline.control.survival import Survival
+
+if TYPE_CHECKING:
+    from numpy import float64, int64
+    from numpy.typing import NDArray
+
+    from paceline.control.choice import Chosen
+    from paceline.control.cost import StepCost
+
+MARGIN = 0.01  # by which speculation must promise to win before it begins
+PROBE_SHARE = 0.01  # of the time, for drafts that do not seem to pay
+PROBE_DEPTH = 2  # further than what pays
+ASSIGN_EVERY = 8  # steps between two looks at which drafter suits a row
+
+
+class Goodput:
+    """Chooses for every row and step which drafter drafts how far."""
+
+    def __init__(self, cost: StepCost, num_rows: int, max_ks: tuple[int, ...]) -> None:
+        self.cost = cost
+        self.survival = [Survival(num_rows, max_k) for max_k in max_ks]  # by drafter
+        self._max_k = max(max_ks, default=0)
+        self._assigned = np.zeros(num_rows, np.int64)
+        self._fresh = np.ones(num_rows, bool)  # rows that nobody has chosen a drafter for
+        self._speculates = False
+        self._goodput = 0.0  # tokens per second expected of the last step
+        self._probe_s = 0.0  # time that may still go into probes
+        self._steps = 0
+
+    def admit(self, row: int) -> None:
+        """A request begins in a row."""
+        self._fresh[row] = True
+        for survival in self.survival:
+            survival.admit(row)
+
+    # Before a step -------------------------------------------------------------------------------
+
+    def decide(self, view: View) -> Decision:
+        """Decide for every row of a step."""
+        if not view.num_rows or not self.survival:
+            return plain(view)
+        self._steps += 1
+        base, unpaid_s = self._base(view)
+        chances = self._chances(view.rows)
+        drafters = self._assign(view, chances)
+        alive = np.cumprod(chances[drafters, np.arange(view.num_rows)], axis=1)
+        drafts = in_order(alive, view.most, view.lengths, drafters)
+        chosen = best(base, view.num_rows, drafts, self.cost, unpaid_s=unpaid_s)
+        ks, seconds = self._hold(chosen), chosen.seconds
+        self._goodput = chosen.tokens / chosen.seconds
+        self._probe_s += PROBE_SHARE * seconds
+        ks = self._probe(view, base, ks, drafters, seconds + unpaid_s)
+        tokens = view.num_rows + float((alive * (np.arange(self._max_k) < ks[:, None])).sum())
+        return Decision(ks, np.where(ks > 0, drafters, NONE), seconds + unpaid_s, tokens, chosen.speedup)
+
+    def _base(self, view: View) -> tuple[Work, float]:
+        """Return the pass without drafts, and its seconds that are the prefill's."""
+        keys = int(view.lengths.sum())
+        own = Work(view.num_rows, 0, keys, keys)
+        if not view.prefill.tokens:
+            return own, 0.0
+        nothing = in_order(np.empty((0, 0)), np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
+        with_prefill, without = (float(self.cost.times(w, view.num_rows, nothing)[0]) for w in (own + view.prefill, own))
+        return own + view.prefill, with_prefill - without
+
+    def _chances(self, rows: NDArray[int64]) -> NDArray[float64]:
+        """Return every drafter's chances at every depth, 0 beyond its deepest. [num_drafters, num_rows, max_k]"""
+        found = np.zeros((len(self.survival), len(rows), self._max_k))
+        for index, survival in enumerate(self.survival):
+            own = survival.chances(rows)
+            found[index, :, : own.shape[1]] = own
+        return found
+
+    def _assign(self, view: View, chances: NDArray[float64]) -> NDArray[int64]:
+        """Return each row's drafter."""
+        fresh = self._fresh[view.rows]
+        if len(self.survival) > 1 and (self._steps % ASSIGN_EVERY == 0 or fresh.any()):
+            self._assigned[view.rows] = self._suited(view, chances)
+            self._fresh[view.rows] = False
+        return self._assigned[view.rows]
+
+    def _suited(self, view: View, chances: NDArray[float64]) -> NDArray[int64]:
+        """Return the drafter that suits each row best: all rows with one of them, or each with its own favourite."""
+        n, base = view.num_rows, self._base(view)
+        alone = [np.full(n, d) for d in range(len(self.survival))]
+        values = np.stack([self._values(view, chances[d], d) for d in range(len(self.survival))])
+        candidates = [*alone, values.argmax(0)]
+
+        def goodput(drafters: NDArray[int64]) -> float:
+            alive = np.cumprod(chances[drafters, np.arange(n)], axis=1)
+            found = best(
+                base[0], n, in_order(alive, view.most, view.lengths, drafters), self.cost, unpaid_s=base[1]
+            )
+            return found.tokens / found.seconds
+
+        return max(candidates, key=goodput)
+
+    def _values(self, view: View, chances: NDArray[float64], drafter: int) -> NDArray[float64]:
+        """Return how many tokens a drafter is worth to each row, its time priced at what time brings now. [num_rows]"""
+        n, depths = view.num_rows, chances.shape[1]
+        base = self._base(view)[0]
+        all_rows = np.full(n, drafter)
+        prices = [self.cost.price(base, view.lengths, np.full(n, k), all_rows) / n for k in range(depths + 1)]
+        gains = np.cumsum(np.cumprod(chances, axis=1), axis=1) - self._goodput * (np.array(prices[1:]) - prices[0])
+        best_gain: NDArray[float64] = np.maximum(gains.max(axis=1), 0.0)
+        return best_gain
+
+    def _hold(self, chosen: Chosen) -> NDArray[int64]:
+        """Begin to speculate only if it promises to win clearly; go on as long as it promises to win."""
+        self._speculates = chosen.speedup > (1.0 if self._speculates else 1.0 + MARGIN)
+        return chosen.ks if self._speculates else np.zeros_like(chosen.ks)
+
+    def _probe(
+        self, view: View, base: Work, ks: NDArray[int64], drafters: NDArray[int64], seconds: float
+    ) -> NDArray[int64]:
+        """Let one row go further than seems to pay, if there is time for it."""
+        index = self._steps % view.num_rows
+        further = min(int(view.most[index]), int(ks[index]) + PROBE_DEPTH, self._max_k)
+        if further <= ks[index]:
+            return ks
+        probing = ks.copy()
+        probing[index] = further
+        extra_s = self.cost.price(base, view.lengths, probing, drafters) - seconds
+        if extra_s > self._probe_s:
+            return ks
+        self._probe_s -= max(extra_s, 0.0)
+        return probing
+
+    # After a step --------------------------------------------------------------------------------
+
+    def learn(self, view: View, outcomes: Outcomes) -> None:
+        """Take in what a step brought."""
+        for index, survival in enumerate(self.survival):
+            own = outcomes.drafters == index
+            confidence = outcomes.confidence[own] if outcomes.confidence is not None else None
+            survival.observe(
+                outcomes.rows[own], outcomes.num_verified[own], outcomes.num_accepted[own], confidence
+            )
