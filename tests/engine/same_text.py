@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from hypothesis import strategies as st
 
-from paceline.core.nouns import Batch, Draft, Outcome, Plan, Request, RowDraft, RowPlan, TokenLogprobs
+from paceline.core.nouns import Batch, Draft, Outcome, Plan, Request, RowDraft, RowPlan, TokenLogprobs, Verdict
 from paceline.core.params import SamplingParams
 from paceline.draft.drafter import DraftWeights, Vocabulary
 from paceline.engine import build
@@ -24,8 +24,10 @@ from paceline.model.decoder import ReferenceDecoder
 from tests.tiny import tiny_config, tiny_tokenizer, tiny_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
+    from paceline.control.controller import StepTimes
+    from paceline.control.policy import View
     from paceline.model.backend import Decoder
     from paceline.model.config import ModelConfig
 
@@ -81,8 +83,15 @@ class RestlessK:
     def __init__(self, drafter: str, k: int, seed: int) -> None:
         self._drafter, self._k, self._random = drafter, k, Random(seed)
 
-    def plan(self, rows: Sequence[int]) -> Plan:
+    def admit(self, row: int) -> None:
+        pass
+
+    def plan(self, view: View) -> Plan:
+        rows = view.rows.tolist()
         return Plan({row: RowPlan(self._drafter, self._random.randint(0, self._k)) for row in rows})
+
+    def observe(self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes) -> None:
+        pass
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         return Draft(tuple(self._trim_row(row) for row in draft.rows))

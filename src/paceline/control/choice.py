@@ -43,8 +43,8 @@ def in_order(
 ) -> Drafts:
     """List the drafts of a step, the likeliest first; of equally likely ones the shallower.
 
-    survival: [num_rows, max_depth], not rising along a row. most: [num_rows] drafts a row may have. lengths: [num_rows]
-    tokens of each row. drafters: [num_rows] each row's.
+    survival: [num_rows, max_depth], not rising along a row. most: [num_rows] drafts a row may have.
+    lengths: [num_rows] tokens of each row. drafters: [num_rows] each row's.
     """
     depths = np.arange(1, survival.shape[1] + 1)
     rows, places = np.nonzero(depths <= most[:, None])
@@ -59,7 +59,7 @@ def best(
 ) -> Chosen:
     """Return the number of drafts with the highest goodput, the smallest of equals.
 
-    unpaid_s: seconds of the step that are not decoding's, such as those of prefill chunks, which are due in any case.
+    unpaid_s: seconds of the step that are not decoding's: those of prefill chunks, which are due in any case.
     drafted: the drafts are there; it is only chosen how many of them are verified.
     """
     seconds = np.maximum(cost.times(base, num_rows, drafts, drafted=drafted) - unpaid_s, 1e-9)

@@ -43,7 +43,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Curve:
-    """Seconds against a count: never falling, straight between the measured counts or constant up to each of them."""
+    """Seconds against a count: never falling, straight between measured counts or constant up to each."""
 
     counts: NDArray[float64]  # [n] ascending
     seconds: NDArray[float64]  # [n]
@@ -63,10 +63,7 @@ class Curve:
     def __call__(self, count: Count) -> NDArray[float64]:
         """Return the seconds; beyond the last count they go on as between the last two."""
         x, y = self.counts, self.seconds
-        if self.stepped:
-            inside = y[np.minimum(np.searchsorted(x, count), x.size - 1)]
-        else:
-            inside = np.interp(count, x, y)
+        inside = y[np.minimum(np.searchsorted(x, count), x.size - 1)] if self.stepped else np.interp(count, x, y)
         slope = (y[-1] - y[-2]) / (x[-1] - x[-2]) if x.size > 1 else y[0] / x[0]
         beyond: NDArray[float64] = inside + slope * np.maximum(np.asarray(count) - x[-1], 0)
         return beyond
@@ -99,12 +96,21 @@ class DraftCost:
         return len(self.by_rows)
 
     def seconds(self, num_rows: int) -> NDArray[float64]:
-        """Return seconds for 0 to `num_rows` rows at depths 0 to the deepest, never falling. [rows + 1, depths + 1]"""
+        """Return seconds for 0, 1, ... rows at depths 0, 1, ..., never falling. [num_rows + 1, max_depth + 1]"""
         rows = np.arange(1, num_rows + 1)
         found = np.zeros((num_rows + 1, self.max_depth + 1))
         for depth, curve in enumerate(self.by_rows, start=1):
             found[1:, depth] = np.maximum(curve(rows), found[1:, depth - 1])
         return found
+
+    def of_rows(self, ks: NDArray[int64]) -> float:
+        """Return the seconds of drafting for rows that go so deep each."""
+        ks = np.minimum(ks[ks > 0], self.max_depth)
+        if not ks.size:
+            return 0.0
+        deep = [int((ks >= depth).sum()) for depth in range(1, int(ks.max()) + 1)]  # rows that go so deep
+        by_depth = self.seconds(len(ks))
+        return sum(float(by_depth[n, depth] - by_depth[n, depth - 1]) for depth, n in enumerate(deep, start=1))
 
     def added(self, num_rows: int) -> NDArray[float64]:
         """Return what one row more at a depth adds, if the last of them is the n-th. [rows + 1, depths + 1]"""
@@ -132,12 +138,12 @@ class StepCost(Protocol):
     def times(self, base: Work, num_rows: int, drafts: Drafts, *, drafted: bool = False) -> NDArray[float64]:
         """Return the seconds of a step with the first 0, 1, ... all of the drafts. [num_drafts + 1]
 
-        base: the pass without drafts. num_rows: that decode. drafted: they have been made, only the pass is to come.
+        base: the pass without drafts. num_rows: that decode. drafted: they are made, only the pass is to come.
         """
         ...
 
     def price(self, base: Work, lengths: NDArray[int64], ks: NDArray[int64], drafters: NDArray[int64]) -> float:
-        """Return the seconds of a step whose rows of so many tokens draft so much, with these drafters. [num_rows] each"""
+        """Return the seconds of a step whose rows, so long, draft so much with these drafters. [num_rows] each"""
         ...
 
 
@@ -156,24 +162,20 @@ class MeasuredCost:
     def price(self, base: Work, lengths: NDArray[int64], ks: NDArray[int64], drafters: NDArray[int64]) -> float:
         """As `StepCost.price`."""
         pairs = int((ks * lengths + ks * (ks + 1) // 2).sum())
-        seconds = float(self.target(base + Work(int(ks.sum()), 0, 0, pairs)))
-        for index, cost in enumerate(self.drafters):
-            own = np.minimum(ks[(drafters == index) & (ks > 0)], cost.max_depth)
-            if own.size:
-                by_depth = cost.seconds(own.size)
-                deep = [int((own >= depth).sum()) for depth in range(1, int(own.max()) + 1)]  # rows that go so deep
-                seconds += sum(float(by_depth[n, j] - by_depth[n, j - 1]) for j, n in enumerate(deep, start=1))
-        return seconds
+        verify_s = float(self.target(base + Work(int(ks.sum()), 0, 0, pairs)))
+        return verify_s + float(self.drafting_of(ks, drafters).sum())
+
+    def drafting_of(self, ks: NDArray[int64], drafters: NDArray[int64]) -> NDArray[float64]:
+        """Return the seconds that each drafter takes for rows that draft so much. [num_drafters]"""
+        return np.array([cost.of_rows(ks[drafters == index]) for index, cost in enumerate(self.drafters)])
 
     def passes(self, base: Work, drafts: Drafts) -> Work:
         """Return the pass with the first 0, 1, ... all of the drafts."""
         pairs = np.concatenate(([0], np.cumsum(drafts.contexts)))
         return base + Work(np.arange(len(drafts) + 1), 0, 0, pairs)
 
-    def drafting(
-        self, num_rows: int, drafts: Drafts, factors: NDArray[float64] | None = None
-    ) -> NDArray[float64]:
-        """Return the seconds of drafting so far; every draft adds its row to those that go so deep. [num_drafts + 1]
+    def drafting(self, num_rows: int, drafts: Drafts, factors: NDArray[float64] | None = None) -> NDArray[float64]:
+        """Return the seconds of drafting; a draft adds its row to those that go so deep. [num_drafts + 1]
 
         factors: [num_drafters] by which each drafter is slower than it was measured.
         """
@@ -208,7 +210,10 @@ class TableCost:
     def _seconds(self, num_rows: int, mean_ks: NDArray[float64]) -> NDArray[float64]:
         measured = [float(curve(num_rows)) for curve in self.by_rows]
         slope = (measured[-1] - measured[-2]) / (self.ks[-1] - self.ks[-2]) if len(measured) > 1 else 0.0
-        return np.interp(mean_ks, self.ks, measured) + slope * np.maximum(mean_ks - self.ks[-1], 0)
+        seconds: NDArray[float64] = np.interp(mean_ks, self.ks, measured) + slope * np.maximum(
+            mean_ks - self.ks[-1], 0
+        )
+        return seconds
 
 
 def nth_of_its_kind(kinds: NDArray[int64]) -> NDArray[int64]:

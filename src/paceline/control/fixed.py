@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from paceline.core.nouns import Plan, RowPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from paceline.core.nouns import Batch, Draft
+    from paceline.control.controller import StepTimes
+    from paceline.control.policy import View
+    from paceline.core.nouns import Batch, Draft, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +20,17 @@ class FixedK:
     drafter: str | None = None
     k: int = 0
 
-    def plan(self, rows: Sequence[int]) -> Plan:
+    def admit(self, row: int) -> None:
+        """Rows are not told apart."""
+
+    def plan(self, view: View) -> Plan:
         """Plan a step for the rows that decode."""
         row_plan = RowPlan(self.drafter, self.k)
-        return Plan(dict.fromkeys(rows, row_plan)) if self.drafter else Plan()
+        return Plan(dict.fromkeys(view.rows.tolist(), row_plan)) if self.drafter else Plan()
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         """Verify everything."""
         return draft
+
+    def observe(self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes) -> None:
+        """Nothing to learn."""

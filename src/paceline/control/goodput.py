@@ -1,20 +1,22 @@
 """Paceline's own policy: every step has the drafts that raise its expected tokens per second the most.
 
-After TurboSpec (arXiv 2406.14066), which made goodput the aim, and DSpark (arXiv 2607.05147), which shares it out among
-rows. Ours looks at each row, chooses among drafters, leaves the time of prefill chunks out of the account (it is due
-in any case), and never stops finding out: one hundredth of the time may go into drafts that do not seem to pay.
+After TurboSpec (arXiv 2406.14066), which made goodput the aim, and DSpark (arXiv 2607.05147), which shares it out
+among rows. Ours looks at each row, chooses among drafters, leaves the time of prefill chunks out of the account
+(it is due in any case), and never stops finding out: one hundredth of the time may go into drafts that do not seem
+to pay.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from paceline.control.choice import best, in_order
-from paceline.control.cost import Drafts, Work
+from paceline.control.cost import Work
 from paceline.control.policy import NONE, Decision, Outcomes, View, plain
-from paceline.control.survival import Survival
+from paceline.control.survival import Survival, survival_of
 
 if TYPE_CHECKING:
     from numpy import float64, int64
@@ -59,7 +61,7 @@ class Goodput:
         base, unpaid_s = self._base(view)
         chances = self._chances(view.rows)
         drafters = self._assign(view, chances)
-        alive = np.cumprod(chances[drafters, np.arange(view.num_rows)], axis=1)
+        alive = survival_of(chances[drafters, np.arange(view.num_rows)])
         drafts = in_order(alive, view.most, view.lengths, drafters)
         chosen = best(base, view.num_rows, drafts, self.cost, unpaid_s=unpaid_s)
         ks, seconds = self._hold(chosen), chosen.seconds
@@ -75,9 +77,10 @@ class Goodput:
         own = Work(view.num_rows, 0, keys, keys)
         if not view.prefill.tokens:
             return own, 0.0
-        nothing = in_order(np.empty((0, 0)), np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
-        with_prefill, without = (float(self.cost.times(w, view.num_rows, nothing)[0]) for w in (own + view.prefill, own))
-        return own + view.prefill, with_prefill - without
+        whole = own + view.prefill
+        no_ks, no_drafters = np.zeros(view.num_rows, np.int64), np.full(view.num_rows, NONE)
+        price = partial(self.cost.price, lengths=view.lengths, ks=no_ks, drafters=no_drafters)
+        return whole, price(whole) - price(own)
 
     def _chances(self, rows: NDArray[int64]) -> NDArray[float64]:
         """Return every drafter's chances at every depth, 0 beyond its deepest. [num_drafters, num_rows, max_k]"""
@@ -96,14 +99,14 @@ class Goodput:
         return self._assigned[view.rows]
 
     def _suited(self, view: View, chances: NDArray[float64]) -> NDArray[int64]:
-        """Return the drafter that suits each row best: all rows with one of them, or each with its own favourite."""
+        """Return the drafter that suits each row best: one for all rows, or each row's own favourite."""
         n, base = view.num_rows, self._base(view)
         alone = [np.full(n, d) for d in range(len(self.survival))]
         values = np.stack([self._values(view, chances[d], d) for d in range(len(self.survival))])
         candidates = [*alone, values.argmax(0)]
 
         def goodput(drafters: NDArray[int64]) -> float:
-            alive = np.cumprod(chances[drafters, np.arange(n)], axis=1)
+            alive = survival_of(chances[drafters, np.arange(n)])
             found = best(
                 base[0], n, in_order(alive, view.most, view.lengths, drafters), self.cost, unpaid_s=base[1]
             )
@@ -112,12 +115,12 @@ class Goodput:
         return max(candidates, key=goodput)
 
     def _values(self, view: View, chances: NDArray[float64], drafter: int) -> NDArray[float64]:
-        """Return how many tokens a drafter is worth to each row, its time priced at what time brings now. [num_rows]"""
+        """Return how many tokens a drafter is worth to each row, its time priced at the goodput. [num_rows]"""
         n, depths = view.num_rows, chances.shape[1]
         base = self._base(view)[0]
         all_rows = np.full(n, drafter)
         prices = [self.cost.price(base, view.lengths, np.full(n, k), all_rows) / n for k in range(depths + 1)]
-        gains = np.cumsum(np.cumprod(chances, axis=1), axis=1) - self._goodput * (np.array(prices[1:]) - prices[0])
+        gains = np.cumsum(survival_of(chances), axis=1) - self._goodput * (np.array(prices[1:]) - prices[0])
         best_gain: NDArray[float64] = np.maximum(gains.max(axis=1), 0.0)
         return best_gain
 

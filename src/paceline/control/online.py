@@ -1,9 +1,9 @@
 """A cost model that follows the machine: measured prices, corrected by every real step.
 
-A machine that others share stalls now and then and is slow for whole minutes. So the ratio of measured to predicted
-time is taken apart: what all steps share (the hour), and what is left at one size of pass or for one drafter (the
-model's own error). The first is followed quickly, the second slowly, and no single step counts for more than a
-little: a stall of seconds is one step.
+A machine that others share stalls now and then and is slow for whole minutes. So the ratio of measured to
+predicted time is taken apart: what all steps share (the hour), and what is left at one size of pass or for one
+drafter (the model's own error). The first is followed quickly, the second slowly, and no single step counts for
+more than a little: a stall of seconds is one step.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import numpy as np
 from paceline.control.cost import MeasuredCost
 
 if TYPE_CHECKING:
-    from numpy import float64
+    from numpy import float64, int64
     from numpy.typing import NDArray
 
-    from paceline.control.cost import Drafts, Work
+    from paceline.control.cost import Count, Drafts, Work
 
 HOUR_RATE, SIZE_RATE = 0.2, 0.05  # of the way to what a step says
 MOST_SURPRISE = 0.25  # in log seconds, of one step
@@ -40,10 +40,21 @@ class OnlineCost:
         """As `StepCost.times`."""
         work = self.measured.passes(base, drafts)
         seconds = self.measured.target(work) * np.exp(self._by_size[_size(work.tokens)])
-        np.maximum.accumulate(seconds, out=seconds)  # corrections of neighbours may disagree; a longer list never costs less
+        np.maximum.accumulate(seconds, out=seconds)  # where corrections of neighbours disagree
         if not drafted:
             seconds += self.measured.drafting(num_rows, drafts, np.exp(self._by_drafter))
         found: NDArray[float64] = seconds * np.exp(self.hour) + self.host_s
+        return found
+
+    def price(self, base: Work, lengths: NDArray[int64], ks: NDArray[int64], drafters: NDArray[int64]) -> float:
+        """As `StepCost.price`."""
+        pairs = int((ks * lengths + ks * (ks + 1) // 2).sum())
+        work = base + Work(int(ks.sum()), 0, 0, pairs)
+        return self.pass_s(work) + float(self.drafting_of(ks, drafters).sum()) + self.host_s
+
+    def drafting_of(self, ks: NDArray[int64], drafters: NDArray[int64]) -> NDArray[float64]:
+        """Return the seconds that each drafter takes for rows that draft so much. [num_drafters]"""
+        found: NDArray[float64] = self.measured.drafting_of(ks, drafters) * np.exp(self._by_drafter + self.hour)
         return found
 
     def pass_s(self, work: Work) -> float:
@@ -73,6 +84,6 @@ def _bounded(surprise: float) -> float:
     return max(-MOST_SURPRISE, min(MOST_SURPRISE, surprise))
 
 
-def _size(tokens: NDArray[float64] | int) -> NDArray[np.int64]:
-    found: NDArray[np.int64] = np.minimum(np.log2(np.maximum(tokens, 1)) * 2, SIZES - 1).astype(np.int64)
+def _size(tokens: Count) -> NDArray[int64]:
+    found: NDArray[int64] = np.minimum(np.log2(np.maximum(tokens, 1)) * 2, SIZES - 1).astype(np.int64)
     return found

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.control.cost import Work
 from paceline.control.choice import in_order
+from paceline.control.cost import Work
 from paceline.control.policy import Decision, Outcomes, View, alike, plain
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class TurboSpec:
         ids = np.full(n, self.drafter)
         drafts = in_order(np.tile(kept, (n, 1)), np.full(n, self.max_k), view.lengths, ids)
         keys = int(view.lengths.sum())
-        seconds = self.cost.times(Work(n, 0, keys, keys) + view.prefill, n, drafts)[:: n]
+        seconds = self.cost.times(Work(n, 0, keys, keys) + view.prefill, n, drafts)[::n]
         goodputs = n * (1 + np.concatenate(([0.0], np.cumsum(kept)))) / seconds
         goodputs[0] *= 1.1
         best = 0

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paceline.core.errors import ConfigError
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TableCost, TargetCost
+from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -79,14 +79,19 @@ def _read_ours(values: Mapping[str, Any]) -> Profile:
         raise ValueError(f"format {values['format']!r}, known: {FORMAT!r}")
     t = values["target"]
     target = TargetCost(_read_curve(t), float(t["unscored_s"]), float(t["kv_token_s"]), float(t["pair_s"]))
-    drafters = {name: DraftCost(tuple(_read_curve(c) for c in curves)) for name, curves in values["drafters"].items()}
+    drafters = {
+        name: DraftCost(tuple(_read_curve(c) for c in curves)) for name, curves in values["drafters"].items()
+    }
     cost = MeasuredCost(target, tuple(drafters.values()))
     return Profile(cost, tuple(drafters), tuple(map(float, values["accepted_at"])), values["about"])
 
 
 def _read_table(values: Mapping[str, Any]) -> Profile:
     """Read `batch_stats[rows][k]`, milliseconds of a step, and `acceptance_rate_per_pos`."""
-    stats = {int(rows): {int(k): float(ms) / 1e3 for k, ms in by_k.items()} for rows, by_k in values["batch_stats"].items()}
+    stats = {
+        int(rows): {int(k): float(ms) / 1e3 for k, ms in by_k.items()}
+        for rows, by_k in values["batch_stats"].items()
+    }
     ks = sorted(set.intersection(*(set(by_k) for by_k in stats.values())))
     if not ks or ks[0] != 0:
         raise ValueError("batch_stats must have times for K = 0 at every batch size")

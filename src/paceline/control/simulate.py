@@ -73,7 +73,9 @@ class Simulated:
 class Simulator:
     """One engine's life. Rows are arrays: a step costs the same few numpy calls for one row as for 64."""
 
-    def __init__(self, workload: Workload, replica: Replica, cost: StepCost, policy: Policy, seed: int = 0) -> None:
+    def __init__(
+        self, workload: Workload, replica: Replica, cost: StepCost, policy: Policy, seed: int = 0
+    ) -> None:
         self.workload, self.replica, self.cost, self.policy = workload, replica, cost, policy
         self._seed = seed
         self._request = np.full(replica.num_rows, -1)  # in each row, -1: none
@@ -178,7 +180,7 @@ def _fate(seed: int, requests: NDArray[int64], positions: NDArray[int64]) -> NDA
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
             x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
         x ^= x >> np.uint64(31)
-    found: NDArray[float64] = (x >> np.uint64(11)) * 2.0**-53
+    found: NDArray[float64] = (x >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return found
 
 

@@ -46,13 +46,15 @@ class Survival:
         self.ease[row], self._ease_var[row] = 0.0, self.spread_var
 
     def chances(self, rows: NDArray[int64]) -> NDArray[float64]:
-        """Return the chance of each depth, given the one before, as far as it can be told before drafting. [n, max_depth]"""
+        """Return the chance of each depth given the one before, as known before drafting. [n, max_depth]"""
         return sigmoid(self.habit + self.ease[rows][:, None])
 
     def chances_with(self, rows: NDArray[int64], confidence: NDArray[float64]) -> NDArray[float64]:
-        """Return the chances once the drafter has said how sure it is. confidence: [n, depth], NaN where it did not."""
+        """Return the chances once the drafter has said how sure it is. confidence: [n, depth], NaN: not said."""
         depth = confidence.shape[1]
-        return sigmoid((self.habit + self.ease[rows][:, None])[:, :depth] + self.sureness * self._surprise(confidence))
+        return sigmoid(
+            (self.habit + self.ease[rows][:, None])[:, :depth] + self.sureness * self._surprise(confidence)
+        )
 
     def _surprise(self, confidence: NDArray[float64]) -> NDArray[float64]:
         """Return how much surer than usual the drafter is, in logits; 0 where it says nothing."""
@@ -114,6 +116,12 @@ class Survival:
         rate = count / np.maximum(self._num_usual[:depth], 1)
         mean = np.where(said, logit(np.where(said, confidence, 0.5)), 0.0).sum(0) / np.maximum(count, 1)
         self._usual[:depth] += rate * (mean - self._usual[:depth])
+
+
+def survival_of(chances: NDArray[float64]) -> NDArray[float64]:
+    """Return how likely each depth is reached alive, from the chance of each given the one before. [n, depth]"""
+    alive: NDArray[float64] = np.multiply.accumulate(chances, axis=-1)
+    return alive
 
 
 def sigmoid(x: NDArray[float64]) -> NDArray[float64]:
