@@ -19,6 +19,8 @@ from paceline.control.policy import NONE, Decision, Outcomes, View, plain
 from paceline.control.survival import Survival, survival_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy import float64, int64
     from numpy.typing import NDArray
 
@@ -27,16 +29,25 @@ if TYPE_CHECKING:
 
 MARGIN = 0.01  # by which speculation must promise to win before it begins
 PROBE_SHARE = 0.01  # of the time, for drafts that do not seem to pay
-PROBE_DEPTH = 2  # further than what pays
+PROBE_EVERY = 4  # steps between two looks at whether to probe
+OPTIMISM = 2.0  # standard deviations: what could pay
 ASSIGN_EVERY = 8  # steps between two looks at which drafter suits a row
 
 
 class Goodput:
     """Chooses for every row and step which drafter drafts how far."""
 
-    def __init__(self, cost: StepCost, num_rows: int, max_ks: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        cost: StepCost,
+        num_rows: int,
+        max_ks: Sequence[int],
+        priors: Sequence[NDArray[float64] | None] | None = None,
+    ) -> None:
+        """`max_ks` and `priors` (chances by depth, if they are known) are by drafter."""
         self.cost = cost
-        self.survival = [Survival(num_rows, max_k) for max_k in max_ks]  # by drafter
+        known = priors or [None] * len(max_ks)
+        self.survival = [Survival(num_rows, k, p) for k, p in zip(max_ks, known, strict=True)]
         self._max_k = max(max_ks, default=0)
         self._assigned = np.zeros(num_rows, np.int64)
         self._fresh = np.ones(num_rows, bool)  # rows that nobody has chosen a drafter for
@@ -82,11 +93,11 @@ class Goodput:
         price = partial(self.cost.price, lengths=view.lengths, ks=no_ks, drafters=no_drafters)
         return whole, price(whole) - price(own)
 
-    def _chances(self, rows: NDArray[int64]) -> NDArray[float64]:
+    def _chances(self, rows: NDArray[int64], optimism: float = 0.0) -> NDArray[float64]:
         """Return every drafter's chances at every depth, 0 beyond its deepest. [num_drafters, num_rows, max_k]"""
         found = np.zeros((len(self.survival), len(rows), self._max_k))
         for index, survival in enumerate(self.survival):
-            own = survival.chances(rows)
+            own = survival.chances(rows, optimism)
             found[index, :, : own.shape[1]] = own
         return found
 
@@ -132,13 +143,16 @@ class Goodput:
     def _probe(
         self, view: View, base: Work, ks: NDArray[int64], drafters: NDArray[int64], seconds: float
     ) -> NDArray[int64]:
-        """Let one row go further than seems to pay, if there is time for it."""
-        index = self._steps % view.num_rows
-        further = min(int(view.most[index]), int(ks[index]) + PROBE_DEPTH, self._max_k)
-        if further <= ks[index]:
+        """Now and then let one row go as far as would pay if it were easier than it seems, if there is time."""
+        if self._steps % PROBE_EVERY:
             return ks
-        probing = ks.copy()
-        probing[index] = further
+        alive = survival_of(self._chances(view.rows, OPTIMISM)[drafters, np.arange(view.num_rows)])
+        hoped = best(base, view.num_rows, in_order(alive, view.most, view.lengths, drafters), self.cost)
+        (further,) = np.nonzero(hoped.ks > ks)
+        if not further.size:
+            return ks
+        index, probing = further[self._steps // PROBE_EVERY % further.size], ks.copy()
+        probing[index] = hoped.ks[index]
         extra_s = self.cost.price(base, view.lengths, probing, drafters) - seconds
         if extra_s > self._probe_s:
             return ks

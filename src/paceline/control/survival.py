@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 FIRST_GUESS = 0.6  # chance of a position before anything was seen
 HABIT_SPREAD = 1.5  # standard deviation, in logits, of a depth's habit before anything was seen
+PRIOR_SPREAD = 0.2  # the same where it was measured elsewhere
 ROW_SPREAD = 0.5  # the same of rows among themselves; learnt then
 HABIT_DRIFT = 2e-4  # variance that comes back each step
 ROW_DRIFT = 0.01  # the same for a row, as a share of what rows differ by
@@ -30,9 +31,10 @@ LARGEST_LOGIT = 6.0
 class Survival:
     """Estimates for one drafter."""
 
-    def __init__(self, num_rows: int, max_depth: int) -> None:
-        self.habit = np.full(max_depth, logit(FIRST_GUESS))  # [max_depth]
-        self._habit_var = np.full(max_depth, HABIT_SPREAD**2)
+    def __init__(self, num_rows: int, max_depth: int, prior: NDArray[float64] | None = None) -> None:
+        """`prior`: the chances that were measured elsewhere, [max_depth]."""
+        self.habit = np.full(max_depth, logit(FIRST_GUESS)) if prior is None else logit(prior)  # [max_depth]
+        self._habit_var = np.full(max_depth, (HABIT_SPREAD if prior is None else PRIOR_SPREAD) ** 2)
         self.ease = np.zeros(num_rows)  # [num_rows] how much easier than usual a row is
         self._ease_var = np.full(num_rows, ROW_SPREAD**2)
         self.spread_var = ROW_SPREAD**2  # of the rows among themselves
@@ -45,9 +47,15 @@ class Survival:
         """A new text begins in a row: it is as easy as others, as far as one knows."""
         self.ease[row], self._ease_var[row] = 0.0, self.spread_var
 
-    def chances(self, rows: NDArray[int64]) -> NDArray[float64]:
-        """Return the chance of each depth given the one before, as known before drafting. [n, max_depth]"""
-        return sigmoid(self.habit + self.ease[rows][:, None])
+    def chances(self, rows: NDArray[int64], optimism: float = 0.0) -> NDArray[float64]:
+        """Return the chance of each depth given the one before, as known before drafting. [n, max_depth]
+
+        optimism: by how many standard deviations better than it seems.
+        """
+        z = self.habit + self.ease[rows][:, None]
+        if optimism:
+            z = z + optimism * np.sqrt(self._habit_var + self._ease_var[rows][:, None])
+        return sigmoid(z)
 
     def chances_with(self, rows: NDArray[int64], confidence: NDArray[float64]) -> NDArray[float64]:
         """Return the chances once the drafter has said how sure it is. confidence: [n, depth], NaN: not said."""
