@@ -80,6 +80,8 @@ PLAIN = Settings()
 class RestlessK:
     """A controller that changes its mind: any K for any row in any step, trimmed anyhow before verification."""
 
+    looks = False
+
     def __init__(self, drafter: str, k: int, seed: int) -> None:
         self._drafter, self._k, self._random = drafter, k, Random(seed)
 

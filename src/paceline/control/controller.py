@@ -14,6 +14,9 @@ from paceline.core.nouns import Draft, Plan, RowPlan
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy import float64
+    from numpy.typing import NDArray
+
     from paceline.control.online import OnlineCost
     from paceline.control.policy import Policy
     from paceline.core.nouns import Batch, Verdict
@@ -30,6 +33,11 @@ class StepTimes:
 
 class Controller(Protocol):
     """Decides how much to speculate: asked before drafting and after, told what came of it."""
+
+    @property
+    def looks(self) -> bool:
+        """Whether it wants to see what drafters that cost nothing would propose, before it plans."""
+        ...
 
     def admit(self, row: int) -> None:
         """A request begins in a row."""
@@ -50,6 +58,8 @@ class Controller(Protocol):
 
 class ClosedLoop:
     """A policy in the engine's terms: rows of arrays become plans, verdicts become arrays."""
+
+    looks = True
 
     def __init__(self, policy: Policy, cost: OnlineCost, names: Sequence[str]) -> None:
         self.policy, self.cost, self.names = policy, cost, tuple(names)
@@ -87,7 +97,10 @@ class ClosedLoop:
             if r.decodes
         ]
         rows, drafters, verified, accepted = np.array(found, np.int64).reshape(-1, 4).T
-        return Outcomes(rows, drafters, verified, accepted, times.draft_s, times.target_s, times.host_s)
+        said = [d.confidence or () for r, d in zip(batch.rows, draft.rows, strict=True) if r.decodes]
+        confidence = padded(said) if any(said) else None
+        seconds = times.draft_s, times.target_s, times.host_s
+        return Outcomes(rows, drafters, verified, accepted, *seconds, confidence)
 
     def _learn_cost(self, batch: Batch, outcomes: Outcomes) -> None:
         """Compare the step with what it was to cost, its prefill being known now."""
@@ -110,6 +123,14 @@ class ClosedLoop:
         if ((used == drafter) | (used == NONE)).all():
             predicted_s = float(self.cost.drafting_of(self.decision.ks, used)[drafter])
             self.cost.observe_drafting(drafter, predicted_s, outcomes.draft_s)
+
+
+def padded(rows: Sequence[Sequence[float]]) -> NDArray[float64]:
+    """Return rows of different lengths as one array, NaN behind the end of each. [n, longest]"""
+    found = np.full((len(rows), max(map(len, rows), default=0)), np.nan)
+    for index, row in enumerate(rows):
+        found[index, : len(row)] = row
+    return found
 
 
 def prefill_work(batch: Batch) -> Work:

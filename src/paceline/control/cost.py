@@ -8,6 +8,7 @@ what tokens save whose successor nobody asks for.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Count = int | NDArray[int64]  # of one pass, or of each of several
+
+
+MOST_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,27 +99,34 @@ class DraftCost:
         """The deepest that was measured."""
         return len(self.by_rows)
 
-    def seconds(self, num_rows: int) -> NDArray[float64]:
-        """Return seconds for 0, 1, ... rows at depths 0, 1, ..., never falling. [num_rows + 1, max_depth + 1]"""
-        rows = np.arange(1, num_rows + 1)
-        found = np.zeros((num_rows + 1, self.max_depth + 1))
-        for depth, curve in enumerate(self.by_rows, start=1):
-            found[1:, depth] = np.maximum(curve(rows), found[1:, depth - 1])
-        return found
+    @property
+    def seconds(self) -> NDArray[float64]:
+        """Seconds for 0, 1, ... rows at depths 0, 1, ..., never falling. [MOST_ROWS + 1, max_depth + 1]"""
+        return _tables(self)[0]
+
+    @property
+    def added(self) -> NDArray[float64]:
+        """What one row more at a depth adds, if the last of them is the n-th. [MOST_ROWS + 1, max_depth + 1]"""
+        return _tables(self)[1]
 
     def of_rows(self, ks: NDArray[int64]) -> float:
         """Return the seconds of drafting for rows that go so deep each."""
         ks = np.minimum(ks[ks > 0], self.max_depth)
         if not ks.size:
             return 0.0
-        deep = [int((ks >= depth).sum()) for depth in range(1, int(ks.max()) + 1)]  # rows that go so deep
-        by_depth = self.seconds(len(ks))
-        return sum(float(by_depth[n, depth] - by_depth[n, depth - 1]) for depth, n in enumerate(deep, start=1))
+        deep = len(ks) - np.cumsum(np.bincount(ks))[:-1]  # rows that go so deep
+        deeper = np.diff(self.seconds, axis=1)[deep, np.arange(len(deep))]
+        return float(deeper.sum())
 
-    def added(self, num_rows: int) -> NDArray[float64]:
-        """Return what one row more at a depth adds, if the last of them is the n-th. [rows + 1, depths + 1]"""
-        deepening = np.diff(self.seconds(num_rows), axis=1, prepend=0.0)
-        return np.diff(deepening, axis=0, prepend=0.0)
+
+@lru_cache(maxsize=64)
+def _tables(cost: DraftCost) -> tuple[NDArray[float64], NDArray[float64]]:
+    rows = np.arange(1, MOST_ROWS + 1)
+    seconds = np.zeros((MOST_ROWS + 1, cost.max_depth + 1))
+    for depth, curve in enumerate(cost.by_rows, start=1):
+        seconds[1:, depth] = np.maximum(curve(rows), seconds[1:, depth - 1])
+    deepening = np.diff(seconds, axis=1, prepend=0.0)
+    return seconds, np.diff(deepening, axis=0, prepend=0.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,6 +157,10 @@ class StepCost(Protocol):
         """Return the seconds of a step whose rows, so long, draft so much with these drafters. [num_rows] each"""
         ...
 
+    def prices(self, base: Work, lengths: NDArray[int64], drafter: int, max_k: int) -> NDArray[float64]:
+        """Return the seconds of steps in which all rows draft 0, 1, ... tokens with one drafter. [max_k + 1]"""
+        ...
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MeasuredCost:
@@ -157,13 +172,17 @@ class MeasuredCost:
     def times(self, base: Work, num_rows: int, drafts: Drafts, *, drafted: bool = False) -> NDArray[float64]:
         """As `StepCost.times`."""
         seconds = self.target(self.passes(base, drafts))
-        return seconds if drafted else seconds + self.drafting(num_rows, drafts)
+        return seconds if drafted else seconds + self.drafting(drafts)
 
     def price(self, base: Work, lengths: NDArray[int64], ks: NDArray[int64], drafters: NDArray[int64]) -> float:
         """As `StepCost.price`."""
         pairs = int((ks * lengths + ks * (ks + 1) // 2).sum())
         verify_s = float(self.target(base + Work(int(ks.sum()), 0, 0, pairs)))
         return verify_s + float(self.drafting_of(ks, drafters).sum())
+
+    def prices(self, base: Work, lengths: NDArray[int64], drafter: int, max_k: int) -> NDArray[float64]:
+        """As `StepCost.prices`."""
+        return prices_one_by_one(self, base, lengths, drafter, max_k)
 
     def drafting_of(self, ks: NDArray[int64], drafters: NDArray[int64]) -> NDArray[float64]:
         """Return the seconds that each drafter takes for rows that draft so much. [num_drafters]"""
@@ -174,7 +193,7 @@ class MeasuredCost:
         pairs = np.concatenate(([0], np.cumsum(drafts.contexts)))
         return base + Work(np.arange(len(drafts) + 1), 0, 0, pairs)
 
-    def drafting(self, num_rows: int, drafts: Drafts, factors: NDArray[float64] | None = None) -> NDArray[float64]:
+    def drafting(self, drafts: Drafts, factors: NDArray[float64] | None = None) -> NDArray[float64]:
         """Return the seconds of drafting; a draft adds its row to those that go so deep. [num_drafts + 1]
 
         factors: [num_drafters] by which each drafter is slower than it was measured.
@@ -184,7 +203,7 @@ class MeasuredCost:
             (own,) = np.nonzero(drafts.drafters == index)
             if own.size and cost.max_depth:
                 depths = np.minimum(drafts.depths[own], cost.max_depth)
-                seconds = cost.added(num_rows)[nth_of_its_kind(depths), depths]
+                seconds = cost.added[nth_of_its_kind(depths), depths]
                 added[own + 1] = seconds if factors is None else factors[index] * seconds
         return np.cumsum(added)
 
@@ -207,6 +226,10 @@ class TableCost:
         """As `StepCost.price`."""
         return float(self._seconds(max(len(ks), 1), ks.sum() / max(len(ks), 1)))
 
+    def prices(self, base: Work, lengths: NDArray[int64], drafter: int, max_k: int) -> NDArray[float64]:
+        """As `StepCost.prices`."""
+        return prices_one_by_one(self, base, lengths, drafter, max_k)
+
     def _seconds(self, num_rows: int, mean_ks: NDArray[float64]) -> NDArray[float64]:
         measured = [float(curve(num_rows)) for curve in self.by_rows]
         slope = (measured[-1] - measured[-2]) / (self.ks[-1] - self.ks[-2]) if len(measured) > 1 else 0.0
@@ -214,6 +237,14 @@ class TableCost:
             mean_ks - self.ks[-1], 0
         )
         return seconds
+
+
+def prices_one_by_one(
+    cost: StepCost, base: Work, lengths: NDArray[int64], drafter: int, max_k: int
+) -> NDArray[float64]:
+    """Return what `StepCost.prices` returns, plainly."""
+    n = len(lengths)
+    return np.array([cost.price(base, lengths, np.full(n, k), np.full(n, drafter)) for k in range(max_k + 1)])
 
 
 def nth_of_its_kind(kinds: NDArray[int64]) -> NDArray[int64]:

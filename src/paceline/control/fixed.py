@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from paceline.core.nouns import Plan, RowPlan
 
 if TYPE_CHECKING:
@@ -20,13 +22,20 @@ class FixedK:
     drafter: str | None = None
     k: int = 0
 
+    @property
+    def looks(self) -> bool:
+        """It plans the same whatever is proposed."""
+        return False
+
     def admit(self, row: int) -> None:
         """Rows are not told apart."""
 
     def plan(self, view: View) -> Plan:
         """Plan a step for the rows that decode."""
-        row_plan = RowPlan(self.drafter, self.k)
-        return Plan(dict.fromkeys(view.rows.tolist(), row_plan)) if self.drafter else Plan()
+        if not self.drafter:
+            return Plan()
+        ks = np.minimum(view.most, self.k).tolist()
+        return Plan({row: RowPlan(self.drafter, k) for row, k in zip(view.rows.tolist(), ks, strict=True)})
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         """Verify everything."""

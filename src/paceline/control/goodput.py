@@ -49,7 +49,7 @@ class Goodput:
         known = priors or [None] * len(max_ks)
         self.survival = [Survival(num_rows, k, p) for k, p in zip(max_ks, known, strict=True)]
         self._max_k = max(max_ks, default=0)
-        self._assigned = np.zeros(num_rows, np.int64)
+        self._own = np.zeros(num_rows, np.int64)  # drafter of each row, of those that offer nothing
         self._fresh = np.ones(num_rows, bool)  # rows that nobody has chosen a drafter for
         self._speculates = False
         self._goodput = 0.0  # tokens per second expected of the last step
@@ -70,8 +70,8 @@ class Goodput:
             return plain(view)
         self._steps += 1
         base, unpaid_s = self._base(view)
-        chances = self._chances(view.rows)
-        drafters = self._assign(view, chances)
+        chances = self._chances(view)
+        drafters = self._assign(view, base, chances)
         alive = survival_of(chances[drafters, np.arange(view.num_rows)])
         drafts = in_order(alive, view.most, view.lengths, drafters)
         chosen = best(base, view.num_rows, drafts, self.cost, unpaid_s=unpaid_s)
@@ -93,47 +93,41 @@ class Goodput:
         price = partial(self.cost.price, lengths=view.lengths, ks=no_ks, drafters=no_drafters)
         return whole, price(whole) - price(own)
 
-    def _chances(self, rows: NDArray[int64], optimism: float = 0.0) -> NDArray[float64]:
+    def _chances(self, view: View, optimism: float = 0.0) -> NDArray[float64]:
         """Return every drafter's chances at every depth, 0 beyond its deepest. [num_drafters, num_rows, max_k]"""
-        found = np.zeros((len(self.survival), len(rows), self._max_k))
+        found = np.zeros((len(self.survival), view.num_rows, self._max_k))
         for index, survival in enumerate(self.survival):
-            own = survival.chances(rows, optimism)
+            if index in view.offers:  # what it would propose is known, and nothing more is to be hoped for
+                own = np.nan_to_num(survival.chances_with(view.rows, view.offers[index]), nan=0.0)
+                own[np.isnan(view.offers[index])] = 0.0
+            else:
+                own = survival.chances(view.rows, optimism)
             found[index, :, : own.shape[1]] = own
         return found
 
-    def _assign(self, view: View, chances: NDArray[float64]) -> NDArray[int64]:
-        """Return each row's drafter."""
-        fresh = self._fresh[view.rows]
-        if len(self.survival) > 1 and (self._steps % ASSIGN_EVERY == 0 or fresh.any()):
-            self._assigned[view.rows] = self._suited(view, chances)
+    def _assign(self, view: View, base: Work, chances: NDArray[float64]) -> NDArray[int64]:
+        """Return each row's drafter: what was offered if it is worth more than the row's own drafter, or that."""
+        everyone = np.arange(view.num_rows)
+        if len(self.survival) == 1:
+            return np.zeros_like(everyone)
+        worth = np.stack([self._worth(view, base, chances[d], d) for d in range(len(self.survival))])
+        asked = [d for d in range(len(self.survival)) if d not in view.offers]
+        if asked and (self._steps % ASSIGN_EVERY == 0 or self._fresh[view.rows].any()):
+            self._own[view.rows] = np.array(asked)[worth[asked].argmax(axis=0)]
             self._fresh[view.rows] = False
-        return self._assigned[view.rows]
+        drafters = self._own[view.rows]
+        for offered in view.offers:
+            drafters = np.where(worth[offered] > worth[drafters, everyone], offered, drafters)
+        return drafters
 
-    def _suited(self, view: View, chances: NDArray[float64]) -> NDArray[int64]:
-        """Return the drafter that suits each row best: one for all rows, or each row's own favourite."""
-        n, base = view.num_rows, self._base(view)
-        alone = [np.full(n, d) for d in range(len(self.survival))]
-        values = np.stack([self._values(view, chances[d], d) for d in range(len(self.survival))])
-        candidates = [*alone, values.argmax(0)]
-
-        def goodput(drafters: NDArray[int64]) -> float:
-            alive = survival_of(chances[drafters, np.arange(n)])
-            found = best(
-                base[0], n, in_order(alive, view.most, view.lengths, drafters), self.cost, unpaid_s=base[1]
-            )
-            return found.tokens / found.seconds
-
-        return max(candidates, key=goodput)
-
-    def _values(self, view: View, chances: NDArray[float64], drafter: int) -> NDArray[float64]:
+    def _worth(self, view: View, base: Work, chances: NDArray[float64], drafter: int) -> NDArray[float64]:
         """Return how many tokens a drafter is worth to each row, its time priced at the goodput. [num_rows]"""
-        n, depths = view.num_rows, chances.shape[1]
-        base = self._base(view)[0]
-        all_rows = np.full(n, drafter)
-        prices = [self.cost.price(base, view.lengths, np.full(n, k), all_rows) / n for k in range(depths + 1)]
-        gains = np.cumsum(survival_of(chances), axis=1) - self._goodput * (np.array(prices[1:]) - prices[0])
-        best_gain: NDArray[float64] = np.maximum(gains.max(axis=1), 0.0)
-        return best_gain
+        prices = self.cost.prices(base, view.lengths, drafter, chances.shape[1])
+        tokens = np.add.accumulate(survival_of(chances), axis=1)
+        best_gain: NDArray[float64] = (tokens - self._goodput / view.num_rows * (prices[1:] - prices[0])).max(
+            axis=1
+        )
+        return np.maximum(best_gain, 0.0)
 
     def _hold(self, chosen: Chosen) -> NDArray[int64]:
         """Begin to speculate only if it promises to win clearly; go on as long as it promises to win."""
@@ -146,7 +140,7 @@ class Goodput:
         """Now and then let one row go as far as would pay if it were easier than it seems, if there is time."""
         if self._steps % PROBE_EVERY:
             return ks
-        alive = survival_of(self._chances(view.rows, OPTIMISM)[drafters, np.arange(view.num_rows)])
+        alive = survival_of(self._chances(view, OPTIMISM)[drafters, np.arange(view.num_rows)])
         hoped = best(base, view.num_rows, in_order(alive, view.most, view.lengths, drafters), self.cost)
         (further,) = np.nonzero(hoped.ks > ks)
         if not further.size:

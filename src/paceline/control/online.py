@@ -8,22 +8,23 @@ more than a little: a stall of seconds is one step.
 
 from __future__ import annotations
 
-from math import log
+from math import exp, log
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.control.cost import MeasuredCost
+from paceline.control.cost import Work
 
 if TYPE_CHECKING:
     from numpy import float64, int64
     from numpy.typing import NDArray
 
-    from paceline.control.cost import Count, Drafts, Work
+    from paceline.control.cost import Drafts, MeasuredCost
 
 HOUR_RATE, SIZE_RATE = 0.2, 0.05  # of the way to what a step says
 MOST_SURPRISE = 0.25  # in log seconds, of one step
 SIZES = 24  # two to every doubling of the tokens
+MOST_TOKENS = 1 << 12  # of a pass, in the table; above, the last size's prices go on
 
 
 class OnlineCost:
@@ -33,17 +34,22 @@ class OnlineCost:
         self.measured = measured
         self.host_s = host_s  # of a step, outside drafting and the pass
         self.hour = 0.0  # log of how much slower everything is than when it was measured
-        self._by_size = np.zeros(SIZES)  # log of what is left, by tokens of the pass
+        self._size = np.minimum(np.log2(np.maximum(np.arange(MOST_TOKENS), 1)) * 2, SIZES - 1).astype(np.int64)
+        self._own = np.zeros(SIZES)  # log of what is left, by size of the pass
         self._by_drafter = np.zeros(len(measured.drafters))
+        self._measured_s = measured.target.by_tokens(np.arange(MOST_TOKENS))
+        self._pass_s = self._measured_s.copy()  # [tokens] corrected, but for the hour
 
     def times(self, base: Work, num_rows: int, drafts: Drafts, *, drafted: bool = False) -> NDArray[float64]:
         """As `StepCost.times`."""
-        work = self.measured.passes(base, drafts)
-        seconds = self.measured.target(work) * np.exp(self._by_size[_size(work.tokens)])
+        t, first = self.measured.target, min(int(base.tokens), MOST_TOKENS - 1)
+        seconds = self._pass_s[np.minimum(np.arange(first, first + len(drafts) + 1), MOST_TOKENS - 1)]
+        seconds[1:] += t.pair_s * np.cumsum(drafts.contexts)
+        seconds += t.kv_token_s * base.kv_tokens + t.pair_s * base.pairs - t.unscored_s * base.unscored
         np.maximum.accumulate(seconds, out=seconds)  # where corrections of neighbours disagree
         if not drafted:
-            seconds += self.measured.drafting(num_rows, drafts, np.exp(self._by_drafter))
-        found: NDArray[float64] = seconds * np.exp(self.hour) + self.host_s
+            seconds += self.measured.drafting(drafts, np.exp(self._by_drafter))
+        found: NDArray[float64] = seconds * exp(self.hour) + self.host_s
         return found
 
     def price(self, base: Work, lengths: NDArray[int64], ks: NDArray[int64], drafters: NDArray[int64]) -> float:
@@ -52,6 +58,18 @@ class OnlineCost:
         work = base + Work(int(ks.sum()), 0, 0, pairs)
         return self.pass_s(work) + float(self.drafting_of(ks, drafters).sum()) + self.host_s
 
+    def prices(self, base: Work, lengths: NDArray[int64], drafter: int, max_k: int) -> NDArray[float64]:
+        """Return the seconds of steps in which all rows draft 0, 1, ... tokens with one drafter. [max_k + 1]"""
+        n, ks = len(lengths), np.arange(max_k + 1)
+        t, cost = self.measured.target, self.measured.drafters[drafter]
+        tokens = np.minimum(int(base.tokens) + n * ks, MOST_TOKENS - 1)
+        pairs = ks * int(lengths.sum()) + n * (ks * (ks + 1) // 2)
+        seconds = self._pass_s[tokens] + t.pair_s * pairs
+        if cost.max_depth:
+            seconds += exp(self._by_drafter[drafter]) * cost.seconds[n, np.minimum(ks, cost.max_depth)]
+        found: NDArray[float64] = seconds * exp(self.hour)
+        return found
+
     def drafting_of(self, ks: NDArray[int64], drafters: NDArray[int64]) -> NDArray[float64]:
         """Return the seconds that each drafter takes for rows that draft so much. [num_drafters]"""
         found: NDArray[float64] = self.measured.drafting_of(ks, drafters) * np.exp(self._by_drafter + self.hour)
@@ -59,16 +77,18 @@ class OnlineCost:
 
     def pass_s(self, work: Work) -> float:
         """Return the seconds of one pass."""
-        return float(self.measured.target(work) * np.exp(self._by_size[_size(work.tokens)] + self.hour))
+        t = self.measured.target
+        seconds = self._pass_s[min(int(work.tokens), MOST_TOKENS - 1)] + t.kv_token_s * work.kv_tokens
+        return float((seconds + t.pair_s * work.pairs - t.unscored_s * work.unscored) * exp(self.hour))
 
     def observe_pass(self, work: Work, seconds: float) -> None:
         """Learn from a target pass."""
-        index = _size(work.tokens)
+        size = self._size[min(int(work.tokens), MOST_TOKENS - 1)]
         surprise = _bounded(log(max(seconds, 1e-6) / max(self.pass_s(work), 1e-6)))
         self.hour += HOUR_RATE * surprise
-        self._by_size[index] += SIZE_RATE * surprise
-        common = float(self._by_size.mean())  # what all sizes share is the hour's
-        self._by_size -= 0.01 * common
+        self._own[size] += SIZE_RATE * surprise
+        low, high = np.searchsorted(self._size, [size, size + 1])
+        self._pass_s[low:high] = self._measured_s[low:high] * exp(self._own[size])
 
     def observe_drafting(self, drafter: int, predicted_s: float, seconds: float) -> None:
         """Learn from a drafter's part of a step, predicted by this model."""
@@ -82,8 +102,3 @@ class OnlineCost:
 
 def _bounded(surprise: float) -> float:
     return max(-MOST_SURPRISE, min(MOST_SURPRISE, surprise))
-
-
-def _size(tokens: Count) -> NDArray[int64]:
-    found: NDArray[int64] = np.minimum(np.log2(np.maximum(tokens, 1)) * 2, SIZES - 1).astype(np.int64)
-    return found

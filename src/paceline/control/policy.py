@@ -5,12 +5,14 @@ The same policies run in the engine and in the simulator.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from numpy import float64, int64
     from numpy.typing import NDArray
 
@@ -21,12 +23,17 @@ NONE = -1  # in place of a drafter: the row decodes plainly
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
-    """What is known of a step before drafting."""
+    """What is known of a step before drafting.
+
+    An offer is what a drafter that costs nothing would propose: how sure it is of each token, [n, depth], NaN
+    behind the end of a row's proposal.
+    """
 
     rows: NDArray[int64]  # [n] that decode
     lengths: NDArray[int64]  # [n] tokens of each
     most: NDArray[int64]  # [n] drafts that each may have
     prefill: Work  # of the chunks that ride along
+    offers: Mapping[int, NDArray[float64]] = field(default_factory=dict)  # by drafter, see `Controller.looks`
     waiting: int = 0  # requests that have no row yet
 
     @property

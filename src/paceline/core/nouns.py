@@ -68,6 +68,10 @@ class Plan:
         row_plan = self.rows.get(row)
         return 0 if row_plan is None or row_plan.drafter is None else row_plan.k
 
+    def only(self, drafter: str) -> Plan:
+        """Return the plan of one drafter's rows."""
+        return Plan({row: p for row, p in self.rows.items() if p.drafter == drafter})
+
     def check(self) -> None:
         """Assert the bounds of every row's plan."""
         for row_plan in self.rows.values():

@@ -148,7 +148,7 @@ class Engine:
         """Run one step: admit, plan, propose, score, judge, commit."""
         start = perf_counter()
         before = self._stats.draft_s, self._stats.target_s
-        plan = self.controller.plan(outlook(self.scheduler))
+        plan = self._plan()
         batch = self._admit(plan)
         if batch.rows:
             proposed = self._propose(batch, plan)
@@ -161,6 +161,13 @@ class Engine:
             self.controller.observe(batch, proposed, draft, verdict, times)
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
+
+    def _plan(self) -> Plan:
+        start = perf_counter()
+        view = outlook(self.scheduler, self.drafting if self.controller.looks else None)
+        plan = self.controller.plan(view)
+        self._stats.plan_s += perf_counter() - start
+        return plan
 
     def _count_step(self, step_s: float, draft_before_s: float, target_before_s: float) -> StepTimes:
         self._stats.steps += 1

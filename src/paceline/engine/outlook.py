@@ -12,15 +12,20 @@ from paceline.control.policy import View
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from paceline.engine.drafting import Drafting
     from paceline.engine.scheduler import Running, Scheduler
 
 
-def outlook(scheduler: Scheduler) -> View:
-    """Return the rows that would decode, and the prefill that is likely to ride along."""
+def outlook(scheduler: Scheduler, drafting: Drafting | None = None) -> View:
+    """Return the rows that would decode, and the prefill that is likely to ride along.
+
+    drafting: is asked what its instant drafters would propose.
+    """
     decoding = scheduler.decoding()
     found = [(r.row, r.upper_len, r.remaining - 1) for r in decoding]
     rows, lengths, most = np.array(found, np.int64).reshape(-1, 3).T
-    return View(rows, lengths, most, _prefill(scheduler), len(scheduler.waiting))
+    offers = drafting.look(rows.tolist(), most.tolist()) if drafting else {}
+    return View(rows, lengths, most, _prefill(scheduler), offers, len(scheduler.waiting))
 
 
 def _prefill(scheduler: Scheduler) -> Work:
