@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -84,8 +84,11 @@ class TargetCost:
 
     def __call__(self, work: Work) -> NDArray[float64]:
         """Return the seconds of each pass."""
-        extra = self.kv_token_s * work.kv_tokens + self.pair_s * work.pairs
-        return np.maximum(self.by_tokens(work.tokens) + extra - self.unscored_s * work.unscored, 0.0)
+        return np.maximum(self.by_tokens(work.tokens) + self.besides(work), 0.0)
+
+    def besides(self, work: Work) -> Any:
+        """Return the seconds that are not the token rows'; may be negative."""
+        return self.kv_token_s * work.kv_tokens + self.pair_s * work.pairs - self.unscored_s * work.unscored
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 HOUR_RATE, SIZE_RATE = 0.2, 0.05  # of the way to what a step says
 MOST_SURPRISE = 0.25  # in log seconds, of one step
 SIZES = 24  # two to every doubling of the tokens
-MOST_TOKENS = 1 << 12  # of a pass, in the table; above, the last size's prices go on
+MOST_TOKENS = 1 << 11  # of a pass, in the table; above, the last size's prices go on
 
 
 class OnlineCost:
@@ -36,16 +36,17 @@ class OnlineCost:
         self.hour = 0.0  # log of how much slower everything is than when it was measured
         self._size = np.minimum(np.log2(np.maximum(np.arange(MOST_TOKENS), 1)) * 2, SIZES - 1).astype(np.int64)
         self._own = np.zeros(SIZES)  # log of what is left, by size of the pass
+        self._seen = np.zeros(SIZES, bool)
         self._by_drafter = np.zeros(len(measured.drafters))
         self._measured_s = measured.target.by_tokens(np.arange(MOST_TOKENS))
-        self._pass_s = self._measured_s.copy()  # [tokens] corrected, but for the hour
+        self._pass_s = self._measured_s  # [tokens] corrected, but for the hour
 
     def times(self, base: Work, num_rows: int, drafts: Drafts, *, drafted: bool = False) -> NDArray[float64]:
         """As `StepCost.times`."""
         t, first = self.measured.target, min(int(base.tokens), MOST_TOKENS - 1)
         seconds = self._pass_s[np.minimum(np.arange(first, first + len(drafts) + 1), MOST_TOKENS - 1)]
         seconds[1:] += t.pair_s * np.cumsum(drafts.contexts)
-        seconds += t.kv_token_s * base.kv_tokens + t.pair_s * base.pairs - t.unscored_s * base.unscored
+        seconds += t.besides(base)
         np.maximum.accumulate(seconds, out=seconds)  # where corrections of neighbours disagree
         if not drafted:
             seconds += self.measured.drafting(drafts, np.exp(self._by_drafter))
@@ -64,10 +65,10 @@ class OnlineCost:
         t, cost = self.measured.target, self.measured.drafters[drafter]
         tokens = np.minimum(int(base.tokens) + n * ks, MOST_TOKENS - 1)
         pairs = ks * int(lengths.sum()) + n * (ks * (ks + 1) // 2)
-        seconds = self._pass_s[tokens] + t.pair_s * pairs
+        seconds = self._pass_s[tokens] + t.pair_s * pairs + t.besides(base)
         if cost.max_depth:
             seconds += exp(self._by_drafter[drafter]) * cost.seconds[n, np.minimum(ks, cost.max_depth)]
-        found: NDArray[float64] = seconds * exp(self.hour)
+        found: NDArray[float64] = seconds * exp(self.hour) + self.host_s
         return found
 
     def drafting_of(self, ks: NDArray[int64], drafters: NDArray[int64]) -> NDArray[float64]:
@@ -77,18 +78,19 @@ class OnlineCost:
 
     def pass_s(self, work: Work) -> float:
         """Return the seconds of one pass."""
-        t = self.measured.target
-        seconds = self._pass_s[min(int(work.tokens), MOST_TOKENS - 1)] + t.kv_token_s * work.kv_tokens
-        return float((seconds + t.pair_s * work.pairs - t.unscored_s * work.unscored) * exp(self.hour))
+        seconds = self._pass_s[min(int(work.tokens), MOST_TOKENS - 1)] + self.measured.target.besides(work)
+        return float(seconds * exp(self.hour))
 
     def observe_pass(self, work: Work, seconds: float) -> None:
         """Learn from a target pass."""
         size = self._size[min(int(work.tokens), MOST_TOKENS - 1)]
         surprise = _bounded(log(max(seconds, 1e-6) / max(self.pass_s(work), 1e-6)))
-        self.hour += HOUR_RATE * surprise
+        self._seen[size] = True
         self._own[size] += SIZE_RATE * surprise
-        low, high = np.searchsorted(self._size, [size, size + 1])
-        self._pass_s[low:high] = self._measured_s[low:high] * exp(self._own[size])
+        common = float(self._own[self._seen].mean())  # what all sizes share is the hour's
+        self._own[self._seen] -= common
+        self.hour += HOUR_RATE * surprise + common
+        self._pass_s = self._measured_s * np.exp(self._own)[self._size]
 
     def observe_drafting(self, drafter: int, predicted_s: float, seconds: float) -> None:
         """Learn from a drafter's part of a step, predicted by this model."""
