@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import pairwise
+from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from paceline.model.config import ModelConfig
 
 VOCAB = 320
+STAIRCASE = str(Path(__file__).with_name("staircase.json"))  # costs of suffix and draft-model, up in steps
 KV_TYPES = {"f64": "f64", "f32": "f32", "bf16": "f16", "int8": "i16", "int4": "i8"}  # beside each type of weights
 SHARP = 2.3  # so that neither drafter is always right or always wrong
 DRAFTER_NOISE = 0.06  # of the draft model's weights against the target's
@@ -112,6 +114,7 @@ def make_engine(draft: str, settings: Settings, law: str = "coupled", types: str
         backend="reference" if types == "f64" else "native",
         weights=types,
         kv=KV_TYPES[types],
+        profile=STAIRCASE if draft.startswith("auto") else None,
         kv_tokens=settings.num_pages * 16,
         prefix_cache=settings.prefix_cache,
         limits=limits,
@@ -255,6 +258,7 @@ class Tally:
     accepted_at: list[int] = field(default_factory=lambda: [0] * 8)
     preemptions: int = 0
     cached_tokens: int = 0
+    ks: set[int] = field(default_factory=set)  # that were verified
 
     def add(self, engine: Engine, answers: dict[str, Answer]) -> None:
         stats = engine.stats()
@@ -263,6 +267,8 @@ class Tally:
         self.cached_tokens += stats.cached_tokens
         self.stats.drafter_failures += stats.drafter_failures
         self.stats.untapped_tokens += stats.untapped_tokens
+        self.stats.drafters |= stats.drafters
+        self.ks |= {k for k, count in enumerate(stats.k_histogram) if count}
         self.endings |= {a.ending[0] for a in answers.values()}
         for counts in stats.drafters.values():
             for i, count in enumerate(counts.verified_at):

@@ -61,7 +61,7 @@ class ClosedLoop:
 
     looks = True
 
-    def __init__(self, policy: Policy, cost: OnlineCost, names: Sequence[str]) -> None:
+    def __init__(self, policy: Policy, cost: OnlineCost | None, names: Sequence[str]) -> None:
         self.policy, self.cost, self.names = policy, cost, tuple(names)
         self.view: View | None = None  # of the last plan
         self.decision: Decision | None = None
@@ -88,7 +88,8 @@ class ClosedLoop:
             return
         outcomes = self._outcomes(batch, draft, verdict, times)
         self.policy.learn(self.view, outcomes)
-        self._learn_cost(batch, outcomes)
+        if self.cost is not None:
+            self._learn_cost(self.cost, batch, outcomes)
 
     def _outcomes(self, batch: Batch, draft: Draft, verdict: Verdict, times: StepTimes) -> Outcomes:
         found = [
@@ -102,7 +103,7 @@ class ClosedLoop:
         seconds = times.draft_s, times.target_s, times.host_s
         return Outcomes(rows, drafters, verified, accepted, *seconds, confidence)
 
-    def _learn_cost(self, batch: Batch, outcomes: Outcomes) -> None:
+    def _learn_cost(self, cost: OnlineCost, batch: Batch, outcomes: Outcomes) -> None:
         """Compare the step with what it was to cost, its prefill being known now."""
         assert self.view is not None
         assert self.decision is not None
@@ -112,17 +113,17 @@ class ClosedLoop:
         ks = outcomes.num_verified
         work = base + Work(int(ks.sum()), 0, 0, int((ks * lengths + ks * (ks + 1) // 2).sum()))
         for drafter in np.unique(self.decision.drafters[self.decision.drafters != NONE]):
-            self._learn_drafter(int(drafter), outcomes)
-        self.cost.observe_pass(work, outcomes.target_s)
-        self.cost.observe_host(outcomes.host_s)
+            self._learn_drafter(cost, int(drafter), outcomes)
+        cost.observe_pass(work, outcomes.target_s)
+        cost.observe_host(outcomes.host_s)
 
-    def _learn_drafter(self, drafter: int, outcomes: Outcomes) -> None:
+    def _learn_drafter(self, cost: OnlineCost, drafter: int, outcomes: Outcomes) -> None:
         """Learn what a drafter took, if no other drafted in the step."""
         assert self.decision is not None
         used = self.decision.drafters
         if ((used == drafter) | (used == NONE)).all():
-            predicted_s = float(self.cost.drafting_of(self.decision.ks, used)[drafter])
-            self.cost.observe_drafting(drafter, predicted_s, outcomes.draft_s)
+            predicted_s = float(cost.drafting_of(self.decision.ks, used)[drafter])
+            cost.observe_drafting(drafter, predicted_s, outcomes.draft_s)
 
 
 def padded(rows: Sequence[Sequence[float]]) -> NDArray[float64]:

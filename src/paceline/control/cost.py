@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -86,9 +86,10 @@ class TargetCost:
         """Return the seconds of each pass."""
         return np.maximum(self.by_tokens(work.tokens) + self.besides(work), 0.0)
 
-    def besides(self, work: Work) -> Any:
+    def besides(self, work: Work) -> NDArray[float64]:
         """Return the seconds that are not the token rows'; may be negative."""
-        return self.kv_token_s * work.kv_tokens + self.pair_s * work.pairs - self.unscored_s * work.unscored
+        seconds = self.kv_token_s * work.kv_tokens + self.pair_s * work.pairs - self.unscored_s * work.unscored
+        return np.asarray(seconds, np.float64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

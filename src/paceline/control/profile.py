@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+ANY_DRAFTER = "any"  # what a table's drafter is called, which does not say
 FORMAT = "paceline profile 1"
 MOST_BYTES = 1 << 24
 
@@ -100,4 +101,4 @@ def _read_table(values: Mapping[str, Any]) -> Profile:
     rates = tuple(float(r) for r in values["acceptance_rate_per_pos"])
     if not all(0 <= r <= 1 for r in rates):
         raise ValueError("acceptance_rate_per_pos must be shares")
-    return Profile(TableCost(np.array(ks, np.float64), curves), ("draft",), rates)
+    return Profile(TableCost(np.array(ks, np.float64), curves), (ANY_DRAFTER,), rates)
