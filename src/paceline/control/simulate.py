@@ -53,11 +53,17 @@ class Simulated:
     num_steps: int
     drafted: int
     accepted: int
+    passes: int  # rows x steps in which they decoded
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all answers."""
+        return int(self.workload.output_lens.sum())
 
     @property
     def throughput(self) -> float:
         """Tokens per second, from the first arrival to the last end."""
-        return float(self.workload.output_lens.sum() / (self.end_s.max() - self.workload.arrival_s[0]))
+        return float(self.num_tokens / (self.end_s.max() - self.workload.arrival_s[0]))
 
     @property
     def tpot_s(self) -> NDArray[float64]:
@@ -86,7 +92,7 @@ class Simulator:
         self._now = 0.0
         self._first = np.zeros(len(workload))
         self._end = np.zeros(len(workload))
-        self._counts = [0, 0, 0]  # steps, drafted, accepted
+        self._counts = [0, 0, 0, 0]  # steps, drafted, accepted, passes
 
     def run(self) -> Simulated:
         """Run until every request has ended."""
@@ -124,7 +130,7 @@ class Simulator:
         self.policy.learn(view, outcomes)
         self._write(rows, kept + 1)
         self._end_prefill(chunks)
-        for index, count in enumerate((1, int(decision.ks.sum()), int(kept.sum()))):
+        for index, count in enumerate((1, int(decision.ks.sum()), int(kept.sum()), len(rows))):
             self._counts[index] += count
 
     def _prefill(self) -> tuple[Work, NDArray[int64]]:
