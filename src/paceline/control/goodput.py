@@ -118,6 +118,8 @@ class Goodput:
         drafters = self._own[view.rows]
         for offered in view.offers:
             drafters = np.where(worth[offered] > worth[drafters, everyone], offered, drafters)
+        for row, wish in view.wishes.items():
+            drafters[view.rows == row] = wish
         return drafters
 
     def _worth(self, view: View, base: Work, chances: NDArray[float64], drafter: int) -> NDArray[float64]:

@@ -34,6 +34,7 @@ class View:
     most: NDArray[int64]  # [n] drafts that each may have
     prefill: Work  # of the chunks that ride along
     offers: Mapping[int, NDArray[float64]] = field(default_factory=dict)  # by drafter, see `Controller.looks`
+    wishes: Mapping[int, int] = field(default_factory=dict)  # row -> the drafter that its request named
     waiting: int = 0  # requests that have no row yet
 
     @property

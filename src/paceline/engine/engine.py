@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from paceline.control.controller import StepTimes
 from paceline.core.errors import RequestError
 from paceline.core.nouns import PAGE_TOKENS, Figures, Outcome
+from paceline.core.params import AUTO, OFF
 from paceline.engine.drafting import Drafting
 from paceline.engine.outlook import outlook
 from paceline.engine.pages import TARGET
@@ -117,6 +118,7 @@ class Engine:
         if request.request_id in self._accounts:
             raise RequestError(f"request id {request.request_id!r} is in use")
         self._check_ids(request)
+        self._check_asked(request)
         self.scheduler.add(request)
         detokenizer = Detokenizer(self.tokenizer)
         self._accounts[request.request_id] = _Account(Writer(request, self._eos_ids, detokenizer))
@@ -134,6 +136,14 @@ class Engine:
     @property
     def _eos_ids(self) -> frozenset[int]:
         return frozenset(self.tokenizer.eos_ids)
+
+    def _check_asked(self, request: Request) -> None:
+        known = (AUTO, OFF, *self.drafting.drafters)
+        if request.speculation and request.speculation.draft not in known:
+            raise RequestError(
+                f"no drafter {request.speculation.draft!r} here; speculation.draft may be {', '.join(known)}",
+                "speculation",
+            )
 
     def _check_ids(self, request: Request) -> None:
         vocab_size = self.target.config.vocab_size
@@ -164,7 +174,7 @@ class Engine:
 
     def _plan(self) -> Plan:
         start = perf_counter()
-        view = outlook(self.scheduler, self.drafting if self.controller.looks else None)
+        view = outlook(self.scheduler, self.drafting, looks=self.controller.looks)
         plan = self.controller.plan(view)
         self._stats.plan_s += perf_counter() - start
         return plan
