@@ -34,6 +34,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train eagle3": ("paceline.train.commands.eagle3", "train an EAGLE-3 head for a target"),
     "train peagle": ("paceline.train.commands.peagle", "train a P-EAGLE head for a target"),
     "train draft-model": ("paceline.train.commands.draft_model", "train a small model cut from a target's layers"),
+    "profile": ("paceline.bench.commands.profile", "measure what a step costs on this machine"),
+    "simulate": ("paceline.bench.commands.simulate", "serve without a model: compare policies on measured costs"),
     "pull": ("paceline.bench.commands.pull", "fetch a model before it is needed"),
     "doctor": ("paceline.bench.commands.doctor", "check a target and its drafter, and say what speed to expect"),
 }

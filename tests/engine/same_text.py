@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import pairwise
+from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
 import torch
 from hypothesis import strategies as st
 
-from paceline.core.nouns import Batch, Draft, Outcome, Plan, Request, RowDraft, RowPlan, TokenLogprobs
+from paceline.core.nouns import Batch, Draft, Outcome, Plan, Request, RowDraft, RowPlan, TokenLogprobs, Verdict
 from paceline.core.params import SamplingParams
 from paceline.draft.drafter import DraftWeights, Vocabulary
 from paceline.engine import build
@@ -24,12 +25,15 @@ from paceline.model.decoder import ReferenceDecoder
 from tests.tiny import tiny_config, tiny_tokenizer, tiny_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
+    from paceline.control.controller import StepTimes
+    from paceline.control.policy import View
     from paceline.model.backend import Decoder
     from paceline.model.config import ModelConfig
 
 VOCAB = 320
+STAIRCASE = str(Path(__file__).with_name("staircase.json"))  # costs of suffix and draft-model, up in steps
 KV_TYPES = {"f64": "f64", "f32": "f32", "bf16": "f16", "int8": "i16", "int4": "i8"}  # beside each type of weights
 SHARP = 2.3  # so that neither drafter is always right or always wrong
 DRAFTER_NOISE = 0.06  # of the draft model's weights against the target's
@@ -78,11 +82,20 @@ PLAIN = Settings()
 class RestlessK:
     """A controller that changes its mind: any K for any row in any step, trimmed anyhow before verification."""
 
+    looks = False
+
     def __init__(self, drafter: str, k: int, seed: int) -> None:
         self._drafter, self._k, self._random = drafter, k, Random(seed)
 
-    def plan(self, rows: Sequence[int]) -> Plan:
+    def admit(self, row: int) -> None:
+        pass
+
+    def plan(self, view: View) -> Plan:
+        rows = view.rows.tolist()
         return Plan({row: RowPlan(self._drafter, self._random.randint(0, self._k)) for row in rows})
+
+    def observe(self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes) -> None:
+        pass
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         return Draft(tuple(self._trim_row(row) for row in draft.rows))
@@ -101,6 +114,7 @@ def make_engine(draft: str, settings: Settings, law: str = "coupled", types: str
         backend="reference" if types == "f64" else "native",
         weights=types,
         kv=KV_TYPES[types],
+        profile=STAIRCASE if draft.startswith("auto") else None,
         kv_tokens=settings.num_pages * 16,
         prefix_cache=settings.prefix_cache,
         limits=limits,
@@ -244,6 +258,7 @@ class Tally:
     accepted_at: list[int] = field(default_factory=lambda: [0] * 8)
     preemptions: int = 0
     cached_tokens: int = 0
+    ks: set[int] = field(default_factory=set)  # that were verified
 
     def add(self, engine: Engine, answers: dict[str, Answer]) -> None:
         stats = engine.stats()
@@ -252,6 +267,8 @@ class Tally:
         self.cached_tokens += stats.cached_tokens
         self.stats.drafter_failures += stats.drafter_failures
         self.stats.untapped_tokens += stats.untapped_tokens
+        self.stats.drafters |= stats.drafters
+        self.ks |= {k for k, count in enumerate(stats.k_histogram) if count}
         self.endings |= {a.ending[0] for a in answers.values()}
         for counts in stats.drafters.values():
             for i, count in enumerate(counts.verified_at):

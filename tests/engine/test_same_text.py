@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 NGRAM = "ngram:min=1,max=4"
 SUFFIX = "suffix:shared=2000"
 OWN_MODEL = "draft-model:model=noisy"
+AUTO = f"auto:{SUFFIX}+{OWN_MODEL}"
 OWN_LAYERS = "draft-model:layers=2"
 ITSELF = "draft-model:model=same"
 EXAMPLES = 60
@@ -132,6 +133,15 @@ def test_the_native_backend_keeps_every_bit(draft: str, types: str) -> None:
 def test_drafting_for_itself_accepts_every_draft() -> None:
     tally = suite(ITSELF, EXAMPLES, assert_accepted_whole)
     assert tally.accepted_at == tally.verified_at
+
+
+@pytest.mark.parametrize("types", ["f64", "int8"])
+def test_same_text_with_the_controller(types: str) -> None:
+    """Any K for any row, two drafters in one batch, as the times of this machine happen to say."""
+    tally = suite(AUTO, EXAMPLES, assert_all_met, types)
+    assert tally.stats.drafter_failures == 0
+    assert set(tally.stats.drafters) == {"suffix", "draft-model"}
+    assert {0, 1, 2, 3} <= tally.ks, tally.ks
 
 
 def assert_some_met(tally: Tally) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.control.fixed import FixedK
 from paceline.core.errors import ConfigError, ModelError
-from paceline.core.nouns import NO_DRAFT, Draft, Request, RowDraft
+from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
-from paceline.draft.drafter import Needs
 from paceline.draft.options import parse_spec
 from paceline.engine.backends import NUM_BYTES
+from paceline.engine.calibrate import Always
 from paceline.engine.drafting import Drafting
 from paceline.engine.memory import available_bytes
 from paceline.model.cost import num_weights
@@ -20,10 +20,9 @@ from paceline.model.pull import resolve
 from paceline.model.weights import load_model, load_template, load_tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from paceline.core.errors import PacelineError
-    from paceline.core.nouns import Batch, Plan, Scores, Verdict
     from paceline.engine.build import Built
     from paceline.engine.config import EngineConfig
     from paceline.engine.engine import Engine
@@ -119,41 +118,6 @@ def diagnose(config: EngineConfig) -> tuple[list[Check], PacelineError | None]:
 # Real passes -------------------------------------------------------------------------------------
 
 
-class _Always:
-    """A drafter that always proposes k tokens, of no use: it makes a pass of k + 1 tokens happen."""
-
-    name = "always"
-    needs = Needs()
-
-    def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
-        """Nothing to remember."""
-
-    def propose(self, batch: Batch, plan: Plan) -> Draft:
-        """Propose token 0, as often as planned."""
-        del plan
-        return Draft(
-            tuple(RowDraft((0,) * r.max_drafts, self.name) if r.max_drafts else NO_DRAFT for r in batch.rows)
-        )
-
-    def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
-        """Nothing to trim."""
-
-    def valid_lens(self, row: int) -> Mapping[str, int]:
-        """It keeps no store."""
-        del row
-        return {}
-
-    def release(self, row: int) -> None:
-        """Nothing to forget."""
-
-    def forget(self) -> None:
-        """Nothing to forget."""
-
-    def report(self) -> Mapping[str, Any]:
-        """Say what it is."""
-        return {"drafter": self.name}
-
-
 @dataclass(frozen=True, slots=True)
 class _Step:
     step_s: float
@@ -171,8 +135,8 @@ def measure(built: Built, draft: str) -> Speed:
     try:
         engine.drafting, engine.controller = Drafting([], engine.target.config.vocab_size), FixedK()
         plain = _steps(engine, 0)
-        engine.drafting = Drafting([_Always()], engine.target.config.vocab_size)
-        engine.controller = FixedK(_Always.name, k)
+        engine.drafting = Drafting([Always()], engine.target.config.vocab_size)
+        engine.controller = FixedK(Always.name, k)
         full = _steps(engine, k) if k else plain
     finally:
         engine.drafting, engine.controller = kept

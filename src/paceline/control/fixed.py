@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from paceline.core.nouns import Plan, RowPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from paceline.core.nouns import Batch, Draft
+    from paceline.control.controller import StepTimes
+    from paceline.control.policy import View
+    from paceline.core.nouns import Batch, Draft, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +22,24 @@ class FixedK:
     drafter: str | None = None
     k: int = 0
 
-    def plan(self, rows: Sequence[int]) -> Plan:
+    @property
+    def looks(self) -> bool:
+        """It plans the same whatever is proposed."""
+        return False
+
+    def admit(self, row: int) -> None:
+        """Rows are not told apart."""
+
+    def plan(self, view: View) -> Plan:
         """Plan a step for the rows that decode."""
-        row_plan = RowPlan(self.drafter, self.k)
-        return Plan(dict.fromkeys(rows, row_plan)) if self.drafter else Plan()
+        if not self.drafter:
+            return Plan()
+        ks = np.minimum(view.most, self.k).tolist()
+        return Plan({row: RowPlan(self.drafter, k) for row, k in zip(view.rows.tolist(), ks, strict=True)})
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         """Verify everything."""
         return draft
+
+    def observe(self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes) -> None:
+        """Nothing to learn."""

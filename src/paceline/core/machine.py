@@ -14,15 +14,22 @@ _PROC = Path("/proc")
 _RESET_PEAK = "5"  # see proc_pid_clear_refs(5)
 
 
+def processor() -> dict[str, Any]:
+    """Return what the speed of a model depends on: processor and cores."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+    }
+
+
 def machine() -> dict[str, Any]:
     """Return what figures depend on: processor, cores, memory, system, versions below ours."""
     import numpy
     import torch
 
     return {
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
-        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        **processor(),
         "memory_gb": round(memory_bytes() / 1e9, 1),
         "system": platform.platform(),
         "python": platform.python_version(),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy import float32, floating, int64
     from numpy.typing import NDArray
 
-    from paceline.core.params import SamplingParams
+    from paceline.core.params import SamplingParams, Speculation
 
 PAGE_TOKENS = 16  # KV slots of one page
 UNCHOSEN = -1  # in place of a token id that is left to the law
@@ -40,6 +40,7 @@ class Request:
     choice: int = 0
     salt: str = ""  # requests share cached pages only with requests of the same salt
     arrival_s: float = 0.0  # time.monotonic()
+    speculation: Speculation | None = None  # None: as the engine is set up
 
     def check(self) -> None:
         """Assert what every package may rely on."""
@@ -67,6 +68,10 @@ class Plan:
         """Return the largest number of drafts for a row."""
         row_plan = self.rows.get(row)
         return 0 if row_plan is None or row_plan.drafter is None else row_plan.k
+
+    def only(self, drafter: str) -> Plan:
+        """Return the plan of one drafter's rows."""
+        return Plan({row: p for row, p in self.rows.items() if p.drafter == drafter})
 
     def check(self) -> None:
         """Assert the bounds of every row's plan."""

@@ -20,6 +20,7 @@ MAX_STOP_CHARS = 1024
 MAX_BIASED = 1024
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_SEED = (1 << 63) - 1
+MAX_ASKED_K = 64  # drafts of a step; no drafter goes so far
 
 _BOUNDS: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 10.0),
@@ -123,3 +124,26 @@ def _check_number(name: str, value: object, low: float, high: float) -> None:
 def _check_token_id(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_TOKEN_ID:
         raise RequestError(f"{name}: {value!r} is not a token id", name)
+
+
+AUTO, OFF = "auto", "off"
+MAX_NAME_CHARS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """What one request asks of speculation, within what the engine has. It changes how fast, never what."""
+
+    draft: str = AUTO  # as the engine is set up; `off`; or the name of one of its drafters
+    k: int | None = None  # at most so many drafts in a step
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.draft) <= MAX_NAME_CHARS:
+            raise RequestError("speculation.draft must be auto, off or the name of a drafter", "speculation")
+        if self.k is not None and not 0 <= self.k <= MAX_ASKED_K:
+            raise RequestError(f"speculation.k must be between 0 and {MAX_ASKED_K}, not {self.k}", "speculation")
+
+    @property
+    def most(self) -> int:
+        """Drafts it allows in a step."""
+        return 0 if self.draft == OFF else MAX_ASKED_K if self.k is None else self.k

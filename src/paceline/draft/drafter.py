@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from paceline.core.nouns import Batch, Draft, Plan, Request, Scores, Verdict
+    from paceline.core.nouns import Batch, Draft, Plan, Request, RowDraft, Scores, Verdict
     from paceline.draft.heads.checkpoint import Head
     from paceline.draft.heads.runner import HeadRunner
     from paceline.model.backend import KV, Decoder
@@ -30,6 +30,7 @@ class Needs:
     kv_bytes_per_token: int = 0  # of all its stores
     taps: tuple[int, ...] = ()  # after how many of the target's layers it reads hidden states
     max_k: int = MAX_K
+    instant: bool = False  # its proposals cost next to nothing: it is a `Lookup`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,6 +61,14 @@ class DraftWeights:
 
     decoder: Decoder
     vocabulary: Vocabulary
+
+
+class Lookup(Protocol):
+    """What a drafter has whose proposals cost next to nothing: they can be looked at before a step is planned."""
+
+    def look(self, row: int, k: int) -> RowDraft:
+        """Propose up to k tokens for a row, with a confidence for each."""
+        ...
 
 
 class Drafter(Protocol):

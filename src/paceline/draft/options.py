@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
 
 from paceline.core.errors import ConfigError, suggest
@@ -48,6 +48,31 @@ class DrafterConfig(Protocol):
         ...
 
 
+AUTO = "auto"
+ALWAYS_USEFUL = ("suffix",)  # drafters that `auto` has for every target: they cost nothing where they do not help
+
+
+@dataclass(frozen=True, slots=True)
+class Drafters:
+    """The drafters of an engine, and who says how far they draft."""
+
+    configs: tuple[DrafterConfig, ...]
+    auto: bool  # the controller; otherwise each drafter's own k
+
+
+def parse_drafters(spec: str) -> Drafters:
+    """Return what `off`, a drafter's spec, `auto` or `auto:SPEC+SPEC` asks for. Raises `ConfigError`."""
+    name, _, listed = spec.partition(":")
+    if name != AUTO:
+        config = parse_spec(spec)
+        return Drafters((config,) if config else (), auto=False)
+    configs = [parse_spec(one) for one in (listed.split("+") if listed else ALWAYS_USEFUL)]
+    names = [config.name for config in configs if config]
+    if len(set(names)) < len(configs):
+        raise ConfigError(f"--draft {spec}: auto takes different drafters, each once, none of them off")
+    return Drafters(tuple(config for config in configs if config), auto=True)
+
+
 def parse_spec(spec: str) -> DrafterConfig | None:
     """Return the config a spec such as `ngram:k=4` names; None for `off`. Raises `ConfigError`."""
     name, _, options = spec.partition(":")
@@ -56,7 +81,7 @@ def parse_spec(spec: str) -> DrafterConfig | None:
             raise ConfigError(f"--draft off takes no options, but got {options!r}")
         return None
     if name not in DRAFTERS:
-        raise ConfigError(f"unknown drafter {name!r}{suggest(name, ['off', *DRAFTERS])}")
+        raise ConfigError(f"unknown drafter {name!r}{suggest(name, ['off', AUTO, *DRAFTERS])}")
     module, _, class_name = DRAFTERS[name].partition(":")
     config_class = getattr(importlib.import_module(module), class_name)
     config: DrafterConfig = config_class(**_parse_options(name, config_class, options))

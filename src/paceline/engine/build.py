@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from paceline.control.fixed import FixedK
 from paceline.draft.drafter import DraftWeights, Target, Vocabulary
-from paceline.draft.options import parse_spec
+from paceline.draft.options import parse_drafters
+from paceline.engine.auto import close_loop
 from paceline.engine.engine import Engine
 from paceline.engine.memory import choose_num_pages
 from paceline.engine.pages import TARGET, PagePool
@@ -83,7 +84,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
 
 def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     """Load the target's weights, tokenizer and template. Raises `ConfigError` or `ModelError`."""
-    parse_spec(config.draft)  # a bad spec should not wait for the weights
+    parse_drafters(config.draft)  # a bad spec should not wait for the weights
     load_law(config.law)
     model = load_model(resolve(config.model, partial(progress, "fetching") if progress else None))
     decoder = _decoder(model, config, progress)
@@ -92,7 +93,7 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
 
 def assemble(config: EngineConfig, loaded: Loaded, load_drafter: Loader | None = None) -> Built:
     """Make an engine over loaded weights. Raises `ConfigError`."""
-    law, drafter_config = load_law(config.law), parse_spec(config.draft)
+    law, asked = load_law(config.law), parse_drafters(config.draft)
     limits = replace(config.limits, max_len=min(config.limits.max_len, loaded.decoder.config.max_context))
     bytes_per_token = loaded.decoder.new_kv(1).bytes_per_token
     num_pages, why_pages = choose_num_pages(config, limits, bytes_per_token)
@@ -110,13 +111,14 @@ def assemble(config: EngineConfig, loaded: Loaded, load_drafter: Loader | None =
         run_head=partial(_run_head, config, loaded.decoder),
     )
     load_drafter = load_drafter or partial(_load_drafter, config)
-    drafters = [drafter_config.build(target, load_drafter)] if drafter_config else []
+    drafters = [drafter.build(target, load_drafter) for drafter in asked.configs]
     stores = [TARGET, *(store for d in drafters for store in d.needs.stores)]
     pool = PagePool(num_pages, stores, caching=config.prefix_cache)
-    controller = FixedK(drafter_config.name, drafter_config.k) if drafter_config else FixedK()
+    controller = FixedK(asked.configs[0].name, asked.configs[0].k) if asked.configs else FixedK()
     fingerprint = "\0".join((loaded.name, config.backend, config.weight_type, config.kv_type))
     engine = Engine(backend, loaded.tokenizer, drafters, controller, law, limits, pool, fingerprint)
-    choices = (*_describe(config, loaded), _describe_kv(engine, why_pages), *_describe_drafters(drafters))
+    why_k = close_loop(engine, config, loaded.name) if asked.auto else "K is fixed; --draft sets it"
+    choices = (*_describe(config, loaded), _describe_kv(engine, why_pages), *_describe_drafters(drafters, why_k))
     return Built(engine, loaded.name, loaded.template, min(limits.max_len, engine.scheduler.capacity), choices)
 
 
@@ -187,9 +189,9 @@ def _describe_kv(engine: Engine, why: str) -> Choice:
     return Choice("kv", f"{tokens} tokens, {tokens * engine.kv_bytes_per_token / 2**20:.0f} MiB", why)
 
 
-def _describe_drafters(drafters: Sequence[Drafter]) -> Iterator[Choice]:
+def _describe_drafters(drafters: Sequence[Drafter], why: str) -> Iterator[Choice]:
     for drafter in drafters:
         report = ", ".join(f"{key} {value}" for key, value in drafter.report().items() if key != "drafter")
-        yield Choice("draft", f"{drafter.name} ({report})", "K is fixed; --draft sets it")
+        yield Choice("draft", f"{drafter.name} ({report})", why)
     if not drafters:
         yield Choice("draft", "off", "plain decoding, as asked")

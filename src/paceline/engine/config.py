@@ -26,6 +26,7 @@ class EngineConfig:
     threads: int | None = None  # None: all cores
     kv_tokens: int | None = None  # KV slots in all; None: what the rows need, within free memory
     prefix_cache: bool = True
+    profile: str | None = None  # file of measured costs for `--draft auto`; None: those of this machine
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:

@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from paceline.control.controller import padded
 from paceline.core.nouns import NO_DRAFT, Draft, RowDraft
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from numpy import float64
+    from numpy.typing import NDArray
+
     from paceline.core.nouns import Batch, Plan, Request, Scores, Verdict
-    from paceline.draft.drafter import Drafter
+    from paceline.draft.drafter import Drafter, Lookup
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -29,6 +33,7 @@ class Drafting:
         self.num_untapped = 0  # cached tokens whose taps nobody took
         self._vocab_size = vocab_size
         self._told: set[str] = set()  # drafters whose failure has been logged
+        self._offers: dict[str, dict[int, RowDraft]] = {}  # of this step, by drafter and row
         self._marked: dict[tuple[str, int], int] = {}  # (store, row) -> tokens it is known to hold
 
     def admit(self, row: int, request: Request, valid_lens: Mapping[str, int], cached_len: int = 0) -> None:
@@ -50,17 +55,42 @@ class Drafting:
         for drafter in self.drafters.values():
             self._guard(drafter, drafter.forget)
 
+    def look(self, rows: Sequence[int], most: Sequence[int]) -> dict[int, NDArray[float64]]:
+        """Ask the drafters that cost nothing what they would propose; return their confidence, see `View.offers`.
+
+        most: drafts that each row may have. What was offered is what `propose` gives in the same step.
+        """
+        self._offers = {}
+        found: dict[int, NDArray[float64]] = {}
+        for index, (name, drafter) in enumerate(self.drafters.items()):
+            if drafter.needs.instant:
+                k = drafter.needs.max_k
+                offers = self._guard(
+                    drafter, _look, drafter, [(r, min(k, m)) for r, m in zip(rows, most, strict=True)]
+                )
+                self._offers[name] = offers or {}
+                found[index] = padded([self._offers[name].get(row, NO_DRAFT).confidence or () for row in rows])
+        return found
+
     def propose(self, batch: Batch, plan: Plan) -> Draft:
         """Ask each planned drafter once, and merge. Rows whose draft is unfit draft nothing."""
         rows = [NO_DRAFT] * len(batch.rows)
         planned = {p.drafter for p in plan.rows.values() if p.drafter is not None and p.k > 0}
         for name in sorted(planned & self.drafters.keys()):
             drafter = self.drafters[name]
-            draft = self._guard(drafter, drafter.propose, batch, plan)
+            own = plan.only(name)
+            draft = self._offered(batch, own, name) or self._guard(drafter, drafter.propose, batch, own)
             for index, row_draft in enumerate(draft.rows if draft is not None else ()):
                 if len(row_draft) and self._fits(drafter, row_draft, batch.rows[index].max_drafts):
                     rows[index] = row_draft
         return Draft(tuple(rows))
+
+    def _offered(self, batch: Batch, plan: Plan, name: str) -> Draft | None:
+        """Return what a drafter offered for this step, as far as it was planned; None if it was not asked."""
+        offers = self._offers.pop(name, None)
+        if offers is None:
+            return None
+        return Draft(tuple(_cut(offers.get(r.row), min(plan.k(r.row), r.max_drafts)) for r in batch.rows))
 
     def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
         """Tell every drafter what was kept."""
@@ -97,3 +127,13 @@ class Drafting:
         if drafter.name not in self._told:
             self._told.add(drafter.name)
             log.warning("drafter %s failed, so its rows decode plainly: %s", drafter.name, reason)
+
+
+def _look(drafter: Lookup, asked: Sequence[tuple[int, int]]) -> dict[int, RowDraft]:
+    return {row: drafter.look(row, k) for row, k in asked if k > 0}
+
+
+def _cut(offer: RowDraft | None, k: int) -> RowDraft:
+    if offer is None or k == 0:
+        return NO_DRAFT
+    return RowDraft(offer.token_ids[:k], offer.drafter, (offer.confidence or ())[:k])

@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from paceline.control.controller import StepTimes
 from paceline.core.errors import RequestError
 from paceline.core.nouns import PAGE_TOKENS, Figures, Outcome
+from paceline.core.params import AUTO, OFF
 from paceline.engine.drafting import Drafting
+from paceline.engine.outlook import outlook
 from paceline.engine.pages import TARGET
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.stats import Gauges, Stats
@@ -19,6 +22,7 @@ from paceline.model.tokenizer import Detokenizer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from paceline.control.controller import Controller
     from paceline.core.nouns import (
         Batch,
         BatchRow,
@@ -41,18 +45,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 INTERNAL = "internal error while writing the answer; the log has the details"
-
-
-class Controller(Protocol):
-    """Decides how much to speculate; asked before drafting and after."""
-
-    def plan(self, rows: Sequence[int]) -> Plan:
-        """Plan a step for the rows that decode."""
-        ...
-
-    def trim(self, batch: Batch, draft: Draft) -> Draft:
-        """Return how much of a draft is worth verifying."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -126,6 +118,7 @@ class Engine:
         if request.request_id in self._accounts:
             raise RequestError(f"request id {request.request_id!r} is in use")
         self._check_ids(request)
+        self._check_asked(request)
         self.scheduler.add(request)
         detokenizer = Detokenizer(self.tokenizer)
         self._accounts[request.request_id] = _Account(Writer(request, self._eos_ids, detokenizer))
@@ -144,6 +137,14 @@ class Engine:
     def _eos_ids(self) -> frozenset[int]:
         return frozenset(self.tokenizer.eos_ids)
 
+    def _check_asked(self, request: Request) -> None:
+        known = (AUTO, OFF, *self.drafting.drafters)
+        if request.speculation and request.speculation.draft not in known:
+            raise RequestError(
+                f"no drafter {request.speculation.draft!r} here; speculation.draft may be {', '.join(known)}",
+                "speculation",
+            )
+
     def _check_ids(self, request: Request) -> None:
         vocab_size = self.target.config.vocab_size
         if not all(0 <= token_id < vocab_size for token_id in request.prompt_ids):
@@ -156,7 +157,8 @@ class Engine:
     def step(self) -> list[Outcome]:
         """Run one step: admit, plan, propose, score, judge, commit."""
         start = perf_counter()
-        plan = self.controller.plan([r.row for r in self.scheduler.decoding()])
+        before = self._stats.draft_s, self._stats.target_s
+        plan = self._plan()
         batch = self._admit(plan)
         if batch.rows:
             proposed = self._propose(batch, plan)
@@ -165,10 +167,23 @@ class Engine:
             self.target.commit(batch, verdict)
             self._commit_drafters(batch, scores, verdict)
             self._commit(batch, proposed, draft, verdict)
-            self._stats.steps += 1
-            self._stats.step_s += perf_counter() - start
+            times = self._count_step(perf_counter() - start, *before)
+            self.controller.observe(batch, proposed, draft, verdict, times)
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
+
+    def _plan(self) -> Plan:
+        start = perf_counter()
+        view = outlook(self.scheduler, self.drafting, looks=self.controller.looks)
+        plan = self.controller.plan(view)
+        self._stats.plan_s += perf_counter() - start
+        return plan
+
+    def _count_step(self, step_s: float, draft_before_s: float, target_before_s: float) -> StepTimes:
+        self._stats.steps += 1
+        self._stats.step_s += step_s
+        draft_s, target_s = self._stats.draft_s - draft_before_s, self._stats.target_s - target_before_s
+        return StepTimes(draft_s, target_s, step_s - draft_s - target_s)
 
     def _admit(self, plan: Plan) -> Batch:
         batch = self.scheduler.schedule(plan)
@@ -181,6 +196,7 @@ class Engine:
                 self._stats.cached_tokens += admission.cached_len
             valid_lens = self._valid_lens(admission.pages)
             self.drafting.admit(admission.row, admission.request, valid_lens, admission.cached_len)
+            self.controller.admit(admission.row)
         return batch
 
     def _propose(self, batch: Batch, plan: Plan) -> Draft:
@@ -292,6 +308,10 @@ class Engine:
         """Start cold: empty the prefix cache and whatever drafters learnt across requests."""
         self.scheduler.pool.forget()
         self.drafting.forget()
+
+    def reset_stats(self) -> None:
+        """Begin to count anew."""
+        self._stats = Stats()
 
     def check(self) -> None:
         """Assert every invariant. Tests call this after each step."""

@@ -21,8 +21,10 @@ def add_engine_arguments(parser: ArgumentParser) -> None:
         "--draft",
         metavar="SPEC",
         default=DEFAULT_DRAFT,
-        help="drafter: off, or NAME[:key=value,...] such as ngram:k=4 or eagle3:model=FOLDER,k=4",
+        help="off, NAME[:key=value,...] such as ngram:k=4 or eagle3:model=FOLDER,k=4; or auto[:SPEC+SPEC]: "
+        "the controller chooses for every row and step",
     )
+    parser.add_argument("--profile", metavar="FILE", help="with auto, what steps cost (default: measured here)")
     add_target_arguments(parser)
 
 
@@ -71,6 +73,7 @@ def engine_config(args: Namespace) -> EngineConfig:
         threads=args.threads,
         kv_tokens=args.kv_tokens,
         prefix_cache=args.prefix_cache,
+        profile=getattr(args, "profile", None),
         limits=Limits(
             num_rows=args.max_rows,
             max_len=args.max_len,

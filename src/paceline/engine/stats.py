@@ -43,6 +43,7 @@ class Stats:
     step_s: float = 0.0
     draft_s: float = 0.0
     target_s: float = 0.0
+    plan_s: float = 0.0  # of the host's time, what the controller took before drafting
     decode_passes: int = 0  # rows x steps in which they decoded
     decoded_tokens: int = 0  # tokens these committed, stops applied
     prompt_tokens: int = 0  # of requests that got a row

@@ -117,10 +117,11 @@ def _requests(
     if len(all_ids) * params[0].n > MAX_ANSWERS:
         raise RequestError(f"one request may ask for at most {MAX_ANSWERS} answers (prompts times n)", "n")
     seed, name, salt = seed_of(params[0]), secrets.token_hex(12), body.cache_salt or ""
+    speculation = body.speculation.asked() if body.speculation else None
     return [
         request
         for index, (ids, asked) in enumerate(zip(all_ids, params, strict=True))
-        for request in requests_of(f"{name}-{index}", ids, asked, seed, arrival_s, salt)
+        for request in requests_of(f"{name}-{index}", ids, asked, seed, arrival_s, salt, speculation)
     ]
 
 

@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 
 from paceline.core.errors import PacelineError, RequestError
 from paceline.core.nouns import Outcome, Request
-from paceline.core.params import MAX_CHOICES, MAX_SEED, MAX_TOKEN_ID, SamplingParams
+from paceline.core.params import MAX_CHOICES, MAX_NAME_CHARS, MAX_SEED, MAX_TOKEN_ID, SamplingParams, Speculation
 from paceline.engine.config import EngineConfig
 from paceline.engine.stats import Gauges, Stats
 
@@ -51,17 +51,28 @@ class Submit(_Message, frozen=True):
     choice: Annotated[int, Meta(ge=0, lt=MAX_CHOICES)] = 0
     salt: Salt = ""
     arrival_s: float = 0.0
+    draft: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None  # of `Speculation`, None: there is none
+    k: int | None = None
 
     @classmethod
     def of(cls, request: Request) -> Submit:
         """Return the message that carries a request."""
         r = request
-        return cls(r.request_id, r.prompt_ids, _unusual(r.params), r.seed, r.choice, r.salt, r.arrival_s)
+        asked = (r.speculation.draft, r.speculation.k) if r.speculation else ()
+        return cls(r.request_id, r.prompt_ids, _unusual(r.params), r.seed, r.choice, r.salt, r.arrival_s, *asked)
 
     def request(self) -> Request:
         """Return the request. Raises `RequestError` for bad parameters."""
-        params = _params(self.params)
-        return Request(self.request_id, self.prompt_ids, params, self.seed, self.choice, self.salt, self.arrival_s)
+        return Request(
+            self.request_id,
+            self.prompt_ids,
+            _params(self.params),
+            self.seed,
+            self.choice,
+            self.salt,
+            self.arrival_s,
+            None if self.draft is None else Speculation(self.draft, self.k),
+        )
 
 
 class Cancel(_Message, frozen=True):

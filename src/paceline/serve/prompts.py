@@ -13,7 +13,7 @@ from paceline.core.params import MAX_SEED
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from paceline.core.params import SamplingParams
+    from paceline.core.params import SamplingParams, Speculation
     from paceline.model.template import ChatTemplate
     from paceline.model.tokenizer import Tokenizer
 
@@ -63,10 +63,16 @@ def seed_of(params: SamplingParams) -> int:
 
 
 def requests_of(
-    name: str, prompt_ids: tuple[int, ...], params: SamplingParams, seed: int, arrival_s: float, salt: str = ""
+    name: str,
+    prompt_ids: tuple[int, ...],
+    params: SamplingParams,
+    seed: int,
+    arrival_s: float,
+    salt: str = "",
+    speculation: Speculation | None = None,
 ) -> list[Request]:
     """Return one request for each of the n choices, alike but for the choice; ids are NAME-CHOICE."""
     return [
-        Request(f"{name}-{choice}", prompt_ids, params, seed, choice, salt, arrival_s)
+        Request(f"{name}-{choice}", prompt_ids, params, seed, choice, salt, arrival_s, speculation)
         for choice in range(params.n)
     ]

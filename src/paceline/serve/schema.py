@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from paceline.core.errors import RequestError, suggest
-from paceline.core.params import MAX_BIASED, MAX_TOKEN_ID, SamplingParams
+from paceline.core.params import AUTO, MAX_BIASED, MAX_NAME_CHARS, MAX_TOKEN_ID, SamplingParams, Speculation
 from paceline.serve.messages import Salt, TokenId
 
 MAX_MESSAGES = 4096
@@ -103,6 +103,17 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
+class SpeculationBody(Struct, frozen=True, forbid_unknown_fields=True):
+    """What one request asks of speculation."""
+
+    draft: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
+    k: int | None = None
+
+    def asked(self) -> Speculation:
+        """Return it checked. Raises `RequestError`."""
+        return Speculation(AUTO if self.draft is None else self.draft, self.k)
+
+
 class _Common(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Fields that both routes share."""
 
@@ -126,6 +137,7 @@ class _Common(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Salt | None = None
+    speculation: SpeculationBody | None = None
     # accepted, without effect
     user: Annotated[str, Meta(max_length=1024)] | None = None
     safety_identifier: Annotated[str, Meta(max_length=1024)] | None = None

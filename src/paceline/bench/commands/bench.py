@@ -143,13 +143,13 @@ def _prompts(args: Namespace) -> list[Prompt]:
 
 def _here(args: Namespace, session: Session, prompts: list[Prompt]) -> tuple[dict[str, Any], list[Run]]:
     from paceline.bench.session import about, run_here
-    from paceline.draft.options import parse_spec
+    from paceline.draft.options import parse_drafters
     from paceline.engine.build import load
 
     args.draft = session.drafts[0]
     config = engine_config(args)
     for draft in session.drafts:
-        parse_spec(draft)  # a bad spec should not wait for the weights
+        parse_drafters(draft)  # a bad spec should not wait for the weights
     with progress(f"loading {args.model}") as update:
         loaded = load(config, lambda _, done, total: update(done, total))
     total = session.num_runs * len(prompts)

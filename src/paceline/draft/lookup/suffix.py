@@ -84,10 +84,10 @@ class SuffixDrafter:
     """Proposes what most earlier places that end like the row went on with."""
 
     name = SuffixConfig.name
-    needs = Needs()
 
     def __init__(self, config: SuffixConfig, rows: Rows) -> None:
         self.config = config
+        self.needs = Needs(max_k=config.k, instant=True)
         self._tokens = rows
         self._rows: dict[int, _Row] = {}
         self._shared: dict[str, TextIndex] = {}  # by salt, the longest unused first
@@ -102,9 +102,10 @@ class SuffixDrafter:
 
     def propose(self, batch: Batch, plan: Plan) -> Draft:
         """Ask every row that may draft; a row without a match drafts nothing."""
-        return Draft(tuple(self._propose_row(r.row, min(plan.k(r.row), r.max_drafts)) for r in batch.rows))
+        return Draft(tuple(self.look(r.row, min(plan.k(r.row), r.max_drafts)) for r in batch.rows))
 
-    def _propose_row(self, row: int, k: int) -> RowDraft:
+    def look(self, row: int, k: int) -> RowDraft:
+        """Propose up to k tokens for a row, with a confidence for each."""
         if k == 0:
             return NO_DRAFT
         own, tokens = self._rows[row], self._tokens.tokens(row)

@@ -1,0 +1,96 @@
+"""`paceline profile`: what does a step cost here, with these drafters?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
+    from paceline.control.profile import Profile
+
+ROWS, KS = (1, 2, 4, 8, 16, 32, 64), (0, 1, 2, 3, 4, 6, 8)
+CONTEXT = 256  # tokens of each row, in the table
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the command's options."""
+    from paceline.engine.options import add_engine_arguments
+
+    add_engine_arguments(parser)
+    parser.set_defaults(draft="auto")
+    parser.add_argument("--out", default="profile.json", metavar="FILE", help="where it is written (profile.json)")
+    parser.add_argument("--quick", action="store_true", help="as at a start with --draft auto: 3 seconds")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw it")
+
+
+def run(args: Namespace) -> int:
+    """Measure, print a table, write the file."""
+    from paceline.bench.terminal import progress, say, table
+    from paceline.control.profile import write_profile
+    from paceline.engine.auto import measure
+    from paceline.engine.build import build
+    from paceline.engine.calibrate import QUICK, THOROUGH
+    from paceline.engine.options import engine_config
+
+    config = engine_config(args)
+    built = build(config)
+    with progress("measuring what steps cost") as update:
+        grid = QUICK if args.quick else THOROUGH
+        profile = measure(built.engine, config, built.model_name, grid, lambda _, done, total: update(done, total))
+    try:
+        write_profile(Path(args.out), profile)
+    except OSError as error:
+        raise ConfigError(f"--out {args.out}: {error.strerror}") from None
+    rows = [(str(n), *_cells(profile, n)) for n in ROWS]
+    table(f"ms of a pass, {CONTEXT} tokens of context a row", ("rows", *(f"K={k}" for k in KS)), rows)
+    for index, name in enumerate(profile.drafters):
+        rows = [(str(n), *_draft_cells(profile, index, n)) for n in ROWS]
+        table(f"ms of drafting, {name}", ("rows", *(f"K={k}" for k in KS[1:])), rows)
+    say(f"written to {args.out}; use it with --profile {args.out}")
+    if args.plot:
+        _plot(profile, Path(args.plot))
+    return 0
+
+
+def _cells(profile: Profile, rows: int) -> list[str]:
+    from paceline.control.cost import MeasuredCost, Work
+
+    assert isinstance(profile.cost, MeasuredCost)
+    keys = rows * CONTEXT
+    works = [Work(rows * (1 + k), 0, keys, keys * (1 + k)) for k in KS]
+    return [f"{1e3 * float(profile.cost.target(work)):.1f}" for work in works]
+
+
+def _draft_cells(profile: Profile, drafter: int, rows: int) -> list[str]:
+    from paceline.control.cost import MeasuredCost
+
+    assert isinstance(profile.cost, MeasuredCost)
+    cost = profile.cost.drafters[drafter]
+    return [f"{1e3 * float(cost.seconds[rows, min(k, cost.max_depth)]):.2f}" for k in KS[1:]]
+
+
+def _plot(profile: Profile, target: Path) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib: pip install 'paceline[plot]'") from None
+    from paceline.control.cost import MeasuredCost
+
+    assert isinstance(profile.cost, MeasuredCost)
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    curve = profile.cost.target.by_tokens
+    axes.plot(curve.counts, 1e3 * curve.seconds, marker="o", label="target pass")
+    for name, drafter in zip(profile.drafters, profile.cost.drafters, strict=True):
+        for depth in {1, drafter.max_depth} - {0}:
+            c = drafter.by_rows[depth - 1]
+            axes.plot(c.counts, 1e3 * c.seconds, linestyle="--", label=f"{name}, {depth} deep")
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("token rows of the pass, or rows that draft")
+    axes.set_ylabel("ms")
+    axes.legend()
+    figure.savefig(target, dpi=150)

@@ -1,0 +1,187 @@
+"""`paceline simulate`: serving without a model. Which policy would do how well, on whose costs?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+    from collections.abc import Callable
+
+    from paceline.control.policy import Policy
+    from paceline.control.profile import Profile
+    from paceline.control.simulate import Simulated, Workload
+
+ALL = ("off", *(f"static:{k}" for k in (1, 3, 5)), "table", "average", "turbospec", "ours")
+POLICIES = "off, static:K, table, average, turbospec, ours"
+MOST_REPLICAS = 4096
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the command's options."""
+    add = parser.add_argument
+    add(
+        "--profile",
+        required=True,
+        metavar="FILE",
+        help="what steps cost: of `paceline profile`, or of vLLM's format",
+    )
+    add("--policy", action="append", metavar="NAME", help=f"one of {POLICIES}; may be repeated (default: all)")
+    add("--rows", default="1,4,16,64,256", metavar="N[,N...]", help="requests that run at once, on each replica")
+    add("--replicas", type=int, default=1, metavar="N", help="engines that share the requests")
+    add("--requests", type=int, metavar="N", help="requests in all (default: 16 for every row)")
+    add("--arrivals", default="closed", metavar="SPEC", help="closed, poisson:RATE or bursts:RATE,SIZE")
+    add("--trace", metavar="FILE.jsonl", help="lines with arrival_s, prompt_tokens, output_tokens instead")
+    add("--prompt-tokens", type=int, default=1, metavar="N")
+    add("--output-tokens", type=int, default=256, metavar="N")
+    add("--tail", type=float, default=0.0, metavar="S", help="spread of the logs of the answers' lengths")
+    add(
+        "--acceptance",
+        default="",
+        metavar="P[,P...]",
+        help="share of drafts kept by depth (default: the profile's)",
+    )
+    add(
+        "--scale",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="drafts are kept X times as often as the policies think",
+    )
+    add("--spread", type=float, default=0.0, metavar="S", help="how much requests differ in ease, in logits")
+    add("--seed", type=int, default=0, metavar="N")
+    add("--json", metavar="FILE", help="write the table there too")
+
+
+def run(args: Namespace) -> int:
+    """Simulate and print a table."""
+    from paceline.bench.terminal import progress, table
+    from paceline.control.profile import read_profile
+
+    profile = read_profile(Path(args.profile))
+    policies, sizes = args.policy or ALL, _sizes(args.rows)
+    _check(args)
+    found: list[dict[str, Any]] = []
+    with progress("simulating") as update:
+        for number, (rows, name) in enumerate((r, p) for r in sizes for p in policies):
+            update(number, len(sizes) * len(policies))
+            found.append({"rows": rows, "policy": name} | _simulate(args, profile, rows, name))
+    best = {rows: max(f["tokens_per_s"] for f in found if f["rows"] == rows) for rows in sizes}
+    cells = [
+        (
+            str(f["rows"]),
+            f["policy"],
+            f"{f['tokens_per_s']:.1f}",
+            f"{f['tokens_per_s'] / best[f['rows']]:.3f}",
+            f"{1e3 * f['tpot_s']:.2f}",
+            f"{1e3 * f['tpot_p99_s']:.2f}",
+            f"{f['tokens_per_pass']:.2f}",
+            str(f["steps"]),
+        )
+        for f in found
+    ]
+    columns = ("rows", "policy", "tokens/s", "of the best", "TPOT ms", "p99", "tokens a pass", "steps")
+    table(f"simulated on {args.profile}", columns, cells, num_left=2)
+    if args.json:
+        Path(args.json).write_text(
+            json.dumps({"arguments": vars(args) | {"run": None}, "found": found}, default=str)
+        )
+    return 0
+
+
+def _check(args: Namespace) -> None:
+    from paceline.control.workloads import MOST_REQUESTS, MOST_TOKENS
+
+    for name, value, low, high in (
+        ("--replicas", args.replicas, 1, MOST_REPLICAS),
+        ("--requests", args.requests or 1, 1, MOST_REQUESTS),
+        ("--prompt-tokens", args.prompt_tokens, 1, MOST_TOKENS),
+        ("--output-tokens", args.output_tokens, 1, MOST_TOKENS),
+        ("--tail", args.tail, 0, 5),
+        ("--scale", args.scale, 0, 100),
+        ("--spread", args.spread, 0, 10),
+    ):
+        if not low <= value <= high:
+            raise ConfigError(f"{name} must be between {low} and {high}, not {value}")
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        sizes = [int(word) for word in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--rows must be numbers such as 1,16,64, not {text!r}") from None
+    if not all(1 <= size <= 1024 for size in sizes):
+        raise ConfigError("--rows must be between 1 and 1024")
+    return sizes
+
+
+def _simulate(args: Namespace, profile: Profile, rows: int, name: str) -> dict[str, Any]:
+    from paceline.control.simulate import Replica, Simulator
+    from paceline.control.workloads import split
+
+    done = [
+        Simulator(part, Replica(rows), profile.cost, policy_of(name, profile, rows), args.seed).run()
+        for part in split(_workload(args, profile, rows), args.replicas)
+    ]
+    return _figures(done)
+
+
+def _figures(done: list[Simulated]) -> dict[str, Any]:
+    import numpy as np
+
+    tpot = np.concatenate([d.tpot_s for d in done])
+    start, end = (min(d.workload.arrival_s[0] for d in done), max(d.end_s.max() for d in done))
+    tokens, passes = (sum(int(getattr(d, n)) for d in done) for n in ("num_tokens", "passes"))
+    return {
+        "tokens_per_s": tokens / float(end - start),
+        "tpot_s": float(tpot.mean()),
+        "tpot_p99_s": float(np.percentile(tpot, 99)),
+        "tokens_per_pass": 1 + sum(d.accepted for d in done) / max(passes, 1),
+        "steps": sum(d.num_steps for d in done),
+    }
+
+
+def _workload(args: Namespace, profile: Profile, rows: int) -> Workload:
+    import numpy as np
+
+    from paceline.control import workloads
+    from paceline.control.simulate import conditional
+
+    rates = [float(p) for p in args.acceptance.split(",")] if args.acceptance else profile.accepted_at
+    if not rates:
+        raise ConfigError("this profile does not know how often drafts are kept; give --acceptance")
+    chances = np.clip(conditional(tuple(rates)) * args.scale, 0.001, 0.999)
+    if args.trace:
+        return workloads.read_trace(Path(args.trace), chances, args.spread, args.seed)
+    sizes = workloads.Sizes(args.prompt_tokens, args.output_tokens, args.tail)
+    number = args.requests or 16 * rows * args.replicas
+    return workloads.make(args.arrivals, number, sizes, chances, args.spread, args.seed)
+
+
+def policy_of(name: str, profile: Profile, rows: int) -> Policy:
+    """Return a policy by name. Raises `ConfigError`."""
+    import numpy as np
+
+    from paceline.control.goodput import Goodput
+    from paceline.control.others import BatchTable, MovingAverage, Static, TurboSpec
+    from paceline.control.simulate import conditional
+
+    depth = max(len(profile.accepted_at), 1)
+    prior = np.clip(conditional(profile.accepted_at), 0.001, 0.999) if profile.accepted_at else None
+    makers: dict[str, Callable[[], Policy]] = {
+        "off": lambda: Static(0),
+        "table": BatchTable,
+        "average": lambda: MovingAverage(ks=(1, 3, 5)),
+        "turbospec": lambda: TurboSpec(profile.cost, depth),
+        "ours": lambda: Goodput(profile.cost, rows, (depth,), (prior,)),
+    }
+    kind, _, k = name.partition(":")
+    if kind == "static" and k.isdigit() and int(k) <= 16:
+        return Static(int(k))
+    if name not in makers:
+        raise ConfigError(f"--policy {name}: known are {POLICIES}")
+    return makers[name]()

@@ -1,0 +1,90 @@
+"""Which drafts a step should have: those that raise the tokens it is expected to commit per second the most.
+
+Survival falls with depth, so the drafts most likely to survive are a piece of each row's beginning (DSpark, arXiv
+2607.05147, Algorithm 1). Time is a staircase as often as a line, so every length of that list is priced, and the
+best taken; going on only while it rises would stop at the first step of the stairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.control.cost import Drafts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy import float64, int64
+    from numpy.typing import NDArray
+
+    from paceline.control.cost import StepCost, Work
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chosen:
+    """How far each row goes, and what is expected of it."""
+
+    ks: NDArray[int64]  # [num_rows]
+    tokens: float  # committed, the target's own included
+    seconds: float
+    plain_seconds: float  # of the step without drafts
+
+    @property
+    def speedup(self) -> float:
+        """Tokens per second against those of the step without drafts."""
+        return self.tokens * self.plain_seconds / (max(len(self.ks), 1) * self.seconds) if self.seconds else 1.0
+
+
+def in_order(
+    survival: NDArray[float64], most: NDArray[int64], lengths: NDArray[int64], drafters: NDArray[int64]
+) -> Drafts:
+    """List the drafts of a step, the likeliest first; of equally likely ones the shallower.
+
+    survival: [num_rows, max_depth], not rising along a row. most: [num_rows] drafts a row may have.
+    lengths: [num_rows] tokens of each row. drafters: [num_rows] each row's.
+    """
+    depths = np.arange(1, survival.shape[1] + 1)
+    rows, places = np.nonzero(depths <= most[:, None])
+    chances = survival[rows, places]
+    order = np.lexsort((places, -chances))
+    rows, places = rows[order], places[order]
+    return Drafts(rows, places + 1, lengths[rows] + places + 1, drafters[rows], chances[order])
+
+
+def best(
+    base: Work, num_rows: int, drafts: Drafts, cost: StepCost, *, unpaid_s: float = 0.0, drafted: bool = False
+) -> Chosen:
+    """Return the number of drafts with the highest goodput, the smallest of equals.
+
+    unpaid_s: seconds of the step that are not decoding's: those of prefill chunks, which are due in any case.
+    drafted: the drafts are there; it is only chosen how many of them are verified.
+    """
+    seconds = np.maximum(cost.times(base, num_rows, drafts, drafted=drafted) - unpaid_s, 1e-9)
+    tokens = num_rows + np.concatenate(([0.0], np.cumsum(drafts.survival)))
+    count = int(np.argmax(tokens / seconds))
+    return _chosen(num_rows, drafts, count, tokens, seconds)
+
+
+def best_uniform(base: Work, num_rows: int, drafts: Drafts, cost: StepCost, ks: Sequence[int]) -> Chosen:
+    """Return the best of some numbers of drafts that are the same for all rows, as far as each may go.
+
+    For backends that have only some shapes, and to compare with tables.
+    """
+    found = []
+    for k in ks:
+        kept = drafts.depths <= k
+        some = Drafts(*(getattr(drafts, f)[kept] for f in ("rows", "depths", "contexts", "drafters", "survival")))
+        seconds = cost.times(base, num_rows, some)
+        tokens = num_rows + np.concatenate(([0.0], np.cumsum(some.survival)))
+        found.append(_chosen(num_rows, some, len(some), tokens, seconds))
+    return max(found, key=lambda c: c.tokens / c.seconds)
+
+
+def _chosen(
+    num_rows: int, drafts: Drafts, count: int, tokens: NDArray[float64], seconds: NDArray[float64]
+) -> Chosen:
+    ks = np.bincount(drafts.rows[:count], minlength=num_rows)
+    return Chosen(ks, float(tokens[count]), float(seconds[count]), float(seconds[0]))

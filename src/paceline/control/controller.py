@@ -1,0 +1,146 @@
+"""The controller of an engine: the seam, and the policy in it that learns from every step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from paceline.control.cost import Work
+from paceline.control.policy import NONE, Decision, Outcomes, View
+from paceline.core.nouns import Draft, Plan, RowPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy import float64
+    from numpy.typing import NDArray
+
+    from paceline.control.online import OnlineCost
+    from paceline.control.policy import Policy
+    from paceline.core.nouns import Batch, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Where the seconds of a step went."""
+
+    draft_s: float
+    target_s: float
+    host_s: float
+
+
+class Controller(Protocol):
+    """Decides how much to speculate: asked before drafting and after, told what came of it."""
+
+    @property
+    def looks(self) -> bool:
+        """Whether it wants to see what drafters that cost nothing would propose, before it plans."""
+        ...
+
+    def admit(self, row: int) -> None:
+        """A request begins in a row."""
+        ...
+
+    def plan(self, view: View) -> Plan:
+        """Plan a step."""
+        ...
+
+    def trim(self, batch: Batch, draft: Draft) -> Draft:
+        """Return how much of a draft is worth verifying."""
+        ...
+
+    def observe(self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes) -> None:
+        """Learn from a step: drafts as proposed and as verified."""
+        ...
+
+
+class ClosedLoop:
+    """A policy in the engine's terms: rows of arrays become plans, verdicts become arrays."""
+
+    looks = True
+
+    def __init__(self, policy: Policy, cost: OnlineCost | None, names: Sequence[str]) -> None:
+        self.policy, self.cost, self.names = policy, cost, tuple(names)
+        self.view: View | None = None  # of the last plan
+        self.decision: Decision | None = None
+        self._index = {name: index for index, name in enumerate(names)}
+
+    def admit(self, row: int) -> None:
+        """A request begins in a row."""
+        self.policy.admit(row)
+
+    def plan(self, view: View) -> Plan:
+        """Plan a step."""
+        self.view, self.decision = view, self.policy.decide(view)
+        d = self.decision
+        planned = zip(view.rows.tolist(), d.drafters.tolist(), d.ks.tolist(), strict=True)
+        return Plan({row: RowPlan(self.names[drafter], k) for row, drafter, k in planned if k and drafter != NONE})
+
+    def trim(self, batch: Batch, draft: Draft) -> Draft:
+        """Verify what was drafted: how far each row goes was chosen with all that is known."""
+        return draft
+
+    def observe(self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes) -> None:
+        """Learn from a step."""
+        if self.view is None or self.decision is None:
+            return
+        outcomes = self._outcomes(batch, draft, verdict, times)
+        self.policy.learn(self.view, outcomes)
+        if self.cost is not None:
+            self._learn_cost(self.cost, batch, outcomes)
+
+    def _outcomes(self, batch: Batch, draft: Draft, verdict: Verdict, times: StepTimes) -> Outcomes:
+        found = [
+            (r.row, self._index.get(d.drafter or "", NONE), len(d), v.num_accepted)
+            for r, d, v in zip(batch.rows, draft.rows, verdict.rows, strict=True)
+            if r.decodes
+        ]
+        rows, drafters, verified, accepted = np.array(found, np.int64).reshape(-1, 4).T
+        said = [d.confidence or () for r, d in zip(batch.rows, draft.rows, strict=True) if r.decodes]
+        confidence = padded(said) if any(said) else None
+        seconds = times.draft_s, times.target_s, times.host_s
+        return Outcomes(rows, drafters, verified, accepted, *seconds, confidence)
+
+    def _learn_cost(self, cost: OnlineCost, batch: Batch, outcomes: Outcomes) -> None:
+        """Compare the step with what it was to cost, its prefill being known now."""
+        assert self.view is not None
+        assert self.decision is not None
+        known = {int(row): int(length) for row, length in zip(self.view.rows, self.view.lengths, strict=True)}
+        lengths = np.array([known.get(int(row), 0) for row in outcomes.rows], np.int64)
+        base = Work(len(lengths), 0, int(lengths.sum()), int(lengths.sum())) + prefill_work(batch)
+        ks = outcomes.num_verified
+        work = base + Work(int(ks.sum()), 0, 0, int((ks * lengths + ks * (ks + 1) // 2).sum()))
+        for drafter in np.unique(self.decision.drafters[self.decision.drafters != NONE]):
+            self._learn_drafter(cost, int(drafter), outcomes)
+        cost.observe_pass(work, outcomes.target_s)
+        cost.observe_host(outcomes.host_s)
+
+    def _learn_drafter(self, cost: OnlineCost, drafter: int, outcomes: Outcomes) -> None:
+        """Learn what a drafter took, if no other drafted in the step."""
+        assert self.decision is not None
+        used = self.decision.drafters
+        if ((used == drafter) | (used == NONE)).all():
+            predicted_s = float(cost.drafting_of(self.decision.ks, used)[drafter])
+            cost.observe_drafting(drafter, predicted_s, outcomes.draft_s)
+
+
+def padded(rows: Sequence[Sequence[float]]) -> NDArray[float64]:
+    """Return rows of different lengths as one array, NaN behind the end of each. [n, longest]"""
+    found = np.full((len(rows), max(map(len, rows), default=0)), np.nan)
+    for index, row in enumerate(rows):
+        found[index, : len(row)] = row
+    return found
+
+
+def prefill_work(batch: Batch) -> Work:
+    """Return the work of a batch's prefill chunks."""
+    total = Work(0)
+    for r in batch.rows:
+        if not r.decodes:
+            end = r.max_len - (1 if r.samples else 0)
+            keys = max(end, r.num_known)
+            pairs = r.num_known * (keys - r.num_known) + r.num_known * (r.num_known + 1) // 2
+            total += Work(r.num_known, r.num_known - int(r.samples), keys, pairs)
+    return total

@@ -1,0 +1,261 @@
+"""What a step costs: seconds of a target pass by the work in it, seconds of drafting by rows and depth.
+
+A pass costs what its token rows cost (a monotone curve, measured at some counts: straight between them, or a
+staircase where the backend pads to them), plus a price for every key it reads, every pair of query and key, less
+what tokens save whose successor nobody asks for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from paceline.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy import float64, int64
+    from numpy.typing import NDArray
+
+    Count = int | NDArray[int64]  # of one pass, or of each of several
+
+
+MOST_ROWS = 1024
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """What one target pass does, or each of several."""
+
+    tokens: Count  # token rows: newest tokens, drafts and prefill
+    unscored: Count = 0  # of these, whose successor nobody asks for: prefill
+    kv_tokens: Count = 0  # keys that are there, each row's counted once
+    pairs: Count = 0  # of a token row and a key it looks at
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.tokens + other.tokens,
+            self.unscored + other.unscored,
+            self.kv_tokens + other.kv_tokens,
+            self.pairs + other.pairs,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Curve:
+    """Seconds against a count: never falling, straight between measured counts or constant up to each."""
+
+    counts: NDArray[float64]  # [n] ascending
+    seconds: NDArray[float64]  # [n]
+    stepped: bool = False
+
+    @classmethod
+    def of(cls, counts: Sequence[float], seconds: Sequence[float], *, stepped: bool = False) -> Curve:
+        """Make a curve of measured points, lifted where noise made it fall. Raises `ConfigError`."""
+        x, y = np.array(counts, np.float64), np.array(seconds, np.float64)
+        if not (0 < x.size == y.size and np.isfinite(x).all() and np.isfinite(y).all() and (y >= 0).all()):
+            raise ConfigError("a profile needs a time, finite and not negative, for every count")
+        order = np.argsort(x, kind="stable")
+        if (np.diff(x[order]) <= 0).any():
+            raise ConfigError("a profile has the same count twice")
+        return cls(x[order], np.maximum.accumulate(y[order]), stepped)
+
+    def __call__(self, count: Count) -> NDArray[float64]:
+        """Return the seconds; beyond the last count they go on as between the last two."""
+        x, y = self.counts, self.seconds
+        inside = y[np.minimum(np.searchsorted(x, count), x.size - 1)] if self.stepped else np.interp(count, x, y)
+        slope = (y[-1] - y[-2]) / (x[-1] - x[-2]) if x.size > 1 else y[0] / x[0]
+        beyond: NDArray[float64] = inside + slope * np.maximum(np.asarray(count) - x[-1], 0)
+        return beyond
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TargetCost:
+    """Seconds of a target pass."""
+
+    by_tokens: Curve
+    unscored_s: float = 0.0  # what a token row saves if its successor is not asked for
+    kv_token_s: float = 0.0
+    pair_s: float = 0.0
+
+    def __call__(self, work: Work) -> NDArray[float64]:
+        """Return the seconds of each pass."""
+        return np.maximum(self.by_tokens(work.tokens) + self.besides(work), 0.0)
+
+    def besides(self, work: Work) -> NDArray[float64]:
+        """Return the seconds that are not the token rows'; may be negative."""
+        seconds = self.kv_token_s * work.kv_tokens + self.pair_s * work.pairs - self.unscored_s * work.unscored
+        return np.asarray(seconds, np.float64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftCost:
+    """Seconds of drafting for some rows up to some depth."""
+
+    by_rows: tuple[Curve, ...]  # [max_depth] one for each depth: drafting so deep for so many rows
+
+    @property
+    def max_depth(self) -> int:
+        """The deepest that was measured."""
+        return len(self.by_rows)
+
+    @property
+    def seconds(self) -> NDArray[float64]:
+        """Seconds for 0, 1, ... rows at depths 0, 1, ..., never falling. [MOST_ROWS + 1, max_depth + 1]"""
+        return _tables(self)[0]
+
+    @property
+    def added(self) -> NDArray[float64]:
+        """What one row more at a depth adds, if the last of them is the n-th. [MOST_ROWS + 1, max_depth + 1]"""
+        return _tables(self)[1]
+
+    def of_rows(self, ks: NDArray[int64]) -> float:
+        """Return the seconds of drafting for rows that go so deep each."""
+        ks = np.minimum(ks[ks > 0], self.max_depth)
+        if not ks.size:
+            return 0.0
+        deep = len(ks) - np.cumsum(np.bincount(ks))[:-1]  # rows that go so deep
+        deeper = np.diff(self.seconds, axis=1)[deep, np.arange(len(deep))]
+        return float(deeper.sum())
+
+
+@lru_cache(maxsize=64)
+def _tables(cost: DraftCost) -> tuple[NDArray[float64], NDArray[float64]]:
+    rows = np.arange(1, MOST_ROWS + 1)
+    seconds = np.zeros((MOST_ROWS + 1, cost.max_depth + 1))
+    for depth, curve in enumerate(cost.by_rows, start=1):
+        seconds[1:, depth] = np.maximum(curve(rows), seconds[1:, depth - 1])
+    deepening = np.diff(seconds, axis=1, prepend=0.0)
+    return seconds, np.diff(deepening, axis=0, prepend=0.0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drafts:
+    """Drafts that a step may have, the most likely to survive first: a step has the first so many of them."""
+
+    rows: NDArray[int64]  # [n] index of the row among those of the step
+    depths: NDArray[int64]  # [n] place in the row's draft, from 1
+    contexts: NDArray[int64]  # [n] keys that it looks at
+    drafters: NDArray[int64]  # [n] index of the drafter
+    survival: NDArray[float64]  # [n] chance of being kept, falling
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+class StepCost(Protocol):
+    """Prices every length of a list of drafts."""
+
+    def times(self, base: Work, num_rows: int, drafts: Drafts, *, drafted: bool = False) -> NDArray[float64]:
+        """Return the seconds of a step with the first 0, 1, ... all of the drafts. [num_drafts + 1]
+
+        base: the pass without drafts. num_rows: that decode. drafted: they are made, only the pass is to come.
+        """
+        ...
+
+    def price(self, base: Work, lengths: NDArray[int64], ks: NDArray[int64], drafters: NDArray[int64]) -> float:
+        """Return the seconds of a step whose rows, so long, draft so much with these drafters. [num_rows] each"""
+        ...
+
+    def prices(self, base: Work, lengths: NDArray[int64], drafter: int, max_k: int) -> NDArray[float64]:
+        """Return the seconds of steps in which all rows draft 0, 1, ... tokens with one drafter. [max_k + 1]"""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MeasuredCost:
+    """Target pass and drafting measured apart."""
+
+    target: TargetCost
+    drafters: tuple[DraftCost, ...]
+
+    def times(self, base: Work, num_rows: int, drafts: Drafts, *, drafted: bool = False) -> NDArray[float64]:
+        """As `StepCost.times`."""
+        seconds = self.target(self.passes(base, drafts))
+        return seconds if drafted else seconds + self.drafting(drafts)
+
+    def price(self, base: Work, lengths: NDArray[int64], ks: NDArray[int64], drafters: NDArray[int64]) -> float:
+        """As `StepCost.price`."""
+        pairs = int((ks * lengths + ks * (ks + 1) // 2).sum())
+        verify_s = float(self.target(base + Work(int(ks.sum()), 0, 0, pairs)))
+        return verify_s + float(self.drafting_of(ks, drafters).sum())
+
+    def prices(self, base: Work, lengths: NDArray[int64], drafter: int, max_k: int) -> NDArray[float64]:
+        """As `StepCost.prices`."""
+        return prices_one_by_one(self, base, lengths, drafter, max_k)
+
+    def drafting_of(self, ks: NDArray[int64], drafters: NDArray[int64]) -> NDArray[float64]:
+        """Return the seconds that each drafter takes for rows that draft so much. [num_drafters]"""
+        return np.array([cost.of_rows(ks[drafters == index]) for index, cost in enumerate(self.drafters)])
+
+    def passes(self, base: Work, drafts: Drafts) -> Work:
+        """Return the pass with the first 0, 1, ... all of the drafts."""
+        pairs = np.concatenate(([0], np.cumsum(drafts.contexts)))
+        return base + Work(np.arange(len(drafts) + 1), 0, 0, pairs)
+
+    def drafting(self, drafts: Drafts, factors: NDArray[float64] | None = None) -> NDArray[float64]:
+        """Return the seconds of drafting; a draft adds its row to those that go so deep. [num_drafts + 1]
+
+        factors: [num_drafters] by which each drafter is slower than it was measured.
+        """
+        added = np.zeros(len(drafts) + 1)
+        for index, cost in enumerate(self.drafters):
+            (own,) = np.nonzero(drafts.drafters == index)
+            if own.size and cost.max_depth:
+                depths = np.minimum(drafts.depths[own], cost.max_depth)
+                seconds = cost.added[nth_of_its_kind(depths), depths]
+                added[own + 1] = seconds if factors is None else factors[index] * seconds
+        return np.cumsum(added)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TableCost:
+    """Whole steps measured at some batch sizes and numbers of drafts: straight between them.
+
+    The format of vLLM's Dynamic SD proposal, see `profile.read_table`. It knows no contexts and no single drafts.
+    """
+
+    ks: NDArray[float64]  # [num_ks] drafts of each row, ascending, from 0
+    by_rows: tuple[Curve, ...]  # [num_ks] a step by the rows in it
+
+    def times(self, base: Work, num_rows: int, drafts: Drafts, *, drafted: bool = False) -> NDArray[float64]:
+        """As `StepCost.times`; what part of a step is drafting is not known, so all of it is still to come."""
+        return self._seconds(num_rows, np.arange(len(drafts) + 1) / max(num_rows, 1))
+
+    def price(self, base: Work, lengths: NDArray[int64], ks: NDArray[int64], drafters: NDArray[int64]) -> float:
+        """As `StepCost.price`."""
+        return float(self._seconds(max(len(ks), 1), ks.sum() / max(len(ks), 1)))
+
+    def prices(self, base: Work, lengths: NDArray[int64], drafter: int, max_k: int) -> NDArray[float64]:
+        """As `StepCost.prices`."""
+        return prices_one_by_one(self, base, lengths, drafter, max_k)
+
+    def _seconds(self, num_rows: int, mean_ks: NDArray[float64]) -> NDArray[float64]:
+        measured = [float(curve(num_rows)) for curve in self.by_rows]
+        slope = (measured[-1] - measured[-2]) / (self.ks[-1] - self.ks[-2]) if len(measured) > 1 else 0.0
+        seconds: NDArray[float64] = np.interp(mean_ks, self.ks, measured) + slope * np.maximum(
+            mean_ks - self.ks[-1], 0
+        )
+        return seconds
+
+
+def prices_one_by_one(
+    cost: StepCost, base: Work, lengths: NDArray[int64], drafter: int, max_k: int
+) -> NDArray[float64]:
+    """Return what `StepCost.prices` returns, plainly."""
+    n = len(lengths)
+    return np.array([cost.price(base, lengths, np.full(n, k), np.full(n, drafter)) for k in range(max_k + 1)])
+
+
+def nth_of_its_kind(kinds: NDArray[int64]) -> NDArray[int64]:
+    """Return how many of a kind there have been at each place, itself included: [3, 5, 3] -> [1, 1, 2]."""
+    order = np.argsort(kinds, kind="stable")
+    ordered = kinds[order]
+    starts = np.searchsorted(ordered, ordered)  # where each kind begins
+    counts = np.empty(len(kinds), np.int64)
+    counts[order] = np.arange(1, len(kinds) + 1) - starts
+    return counts

@@ -1,0 +1,167 @@
+"""Paceline's own policy: every step has the drafts that raise its expected tokens per second the most.
+
+After TurboSpec (arXiv 2406.14066), which made goodput the aim, and DSpark (arXiv 2607.05147), which shares it out
+among rows. Ours looks at each row, chooses among drafters, leaves the time of prefill chunks out of the account
+(it is due in any case), and never stops finding out: one hundredth of the time may go into drafts that do not seem
+to pay.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.control.choice import best, in_order
+from paceline.control.cost import Work
+from paceline.control.policy import NONE, Decision, Outcomes, View, plain
+from paceline.control.survival import Survival, survival_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy import float64, int64
+    from numpy.typing import NDArray
+
+    from paceline.control.choice import Chosen
+    from paceline.control.cost import StepCost
+
+MARGIN = 0.01  # by which speculation must promise to win before it begins
+PROBE_SHARE = 0.01  # of the time, for drafts that do not seem to pay
+PROBE_EVERY = 4  # steps between two looks at whether to probe
+OPTIMISM = 2.0  # standard deviations: what could pay
+ASSIGN_EVERY = 8  # steps between two looks at which drafter suits a row
+
+
+class Goodput:
+    """Chooses for every row and step which drafter drafts how far."""
+
+    def __init__(
+        self,
+        cost: StepCost,
+        num_rows: int,
+        max_ks: Sequence[int],
+        priors: Sequence[NDArray[float64] | None] | None = None,
+    ) -> None:
+        """`max_ks` and `priors` (chances by depth, if they are known) are by drafter."""
+        self.cost = cost
+        known = priors or [None] * len(max_ks)
+        self.survival = [Survival(num_rows, k, p) for k, p in zip(max_ks, known, strict=True)]
+        self._max_k = max(max_ks, default=0)
+        self._own = np.zeros(num_rows, np.int64)  # drafter of each row, of those that offer nothing
+        self._fresh = np.ones(num_rows, bool)  # rows that nobody has chosen a drafter for
+        self._speculates = False
+        self._goodput = 0.0  # tokens per second expected of the last step
+        self._probe_s = 0.0  # time that may still go into probes
+        self._steps = 0
+
+    def admit(self, row: int) -> None:
+        """A request begins in a row."""
+        self._fresh[row] = True
+        for survival in self.survival:
+            survival.admit(row)
+
+    # Before a step -------------------------------------------------------------------------------
+
+    def decide(self, view: View) -> Decision:
+        """Decide for every row of a step."""
+        if not view.num_rows or not self.survival:
+            return plain(view)
+        self._steps += 1
+        base, unpaid_s = self._base(view)
+        chances = self._chances(view)
+        drafters = self._assign(view, base, chances)
+        alive = survival_of(chances[drafters, np.arange(view.num_rows)])
+        drafts = in_order(alive, view.most, view.lengths, drafters)
+        chosen = best(base, view.num_rows, drafts, self.cost, unpaid_s=unpaid_s)
+        ks, seconds = self._hold(chosen), chosen.seconds
+        self._goodput = chosen.tokens / chosen.seconds
+        self._probe_s += PROBE_SHARE * seconds
+        ks = self._probe(view, base, ks, drafters, seconds + unpaid_s)
+        tokens = view.num_rows + float((alive * (np.arange(self._max_k) < ks[:, None])).sum())
+        return Decision(ks, np.where(ks > 0, drafters, NONE), seconds + unpaid_s, tokens, chosen.speedup)
+
+    def _base(self, view: View) -> tuple[Work, float]:
+        """Return the pass without drafts, and its seconds that are the prefill's."""
+        keys = int(view.lengths.sum())
+        own = Work(view.num_rows, 0, keys, keys)
+        if not view.prefill.tokens:
+            return own, 0.0
+        whole = own + view.prefill
+        no_ks, no_drafters = np.zeros(view.num_rows, np.int64), np.full(view.num_rows, NONE)
+        price = partial(self.cost.price, lengths=view.lengths, ks=no_ks, drafters=no_drafters)
+        return whole, price(whole) - price(own)
+
+    def _chances(self, view: View, optimism: float = 0.0) -> NDArray[float64]:
+        """Return every drafter's chances at every depth, 0 beyond its deepest. [num_drafters, num_rows, max_k]"""
+        found = np.zeros((len(self.survival), view.num_rows, self._max_k))
+        for index, survival in enumerate(self.survival):
+            if index in view.offers:  # what it would propose is known, and nothing more is to be hoped for
+                own = np.nan_to_num(survival.chances_with(view.rows, view.offers[index]), nan=0.0)
+                own[np.isnan(view.offers[index])] = 0.0
+            else:
+                own = survival.chances(view.rows, optimism)
+            found[index, :, : own.shape[1]] = own
+        return found
+
+    def _assign(self, view: View, base: Work, chances: NDArray[float64]) -> NDArray[int64]:
+        """Return each row's drafter: what was offered if it is worth more than the row's own drafter, or that."""
+        everyone = np.arange(view.num_rows)
+        if len(self.survival) == 1:
+            return np.zeros_like(everyone)
+        worth = np.stack([self._worth(view, base, chances[d], d) for d in range(len(self.survival))])
+        asked = [d for d in range(len(self.survival)) if d not in view.offers]
+        if asked and (self._steps % ASSIGN_EVERY == 0 or self._fresh[view.rows].any()):
+            self._own[view.rows] = np.array(asked)[worth[asked].argmax(axis=0)]
+            self._fresh[view.rows] = False
+        drafters = self._own[view.rows]
+        for offered in view.offers:
+            drafters = np.where(worth[offered] > worth[drafters, everyone], offered, drafters)
+        for row, wish in view.wishes.items():
+            drafters[view.rows == row] = wish
+        return drafters
+
+    def _worth(self, view: View, base: Work, chances: NDArray[float64], drafter: int) -> NDArray[float64]:
+        """Return how many tokens a drafter is worth to each row, its time priced at the goodput. [num_rows]"""
+        prices = self.cost.prices(base, view.lengths, drafter, chances.shape[1])
+        tokens = np.add.accumulate(survival_of(chances), axis=1)
+        best_gain: NDArray[float64] = (tokens - self._goodput / view.num_rows * (prices[1:] - prices[0])).max(
+            axis=1
+        )
+        return np.maximum(best_gain, 0.0)
+
+    def _hold(self, chosen: Chosen) -> NDArray[int64]:
+        """Begin to speculate only if it promises to win clearly; go on as long as it promises to win."""
+        self._speculates = chosen.speedup > (1.0 if self._speculates else 1.0 + MARGIN)
+        return chosen.ks if self._speculates else np.zeros_like(chosen.ks)
+
+    def _probe(
+        self, view: View, base: Work, ks: NDArray[int64], drafters: NDArray[int64], seconds: float
+    ) -> NDArray[int64]:
+        """Now and then let one row go as far as would pay if it were easier than it seems, if there is time."""
+        if self._steps % PROBE_EVERY:
+            return ks
+        alive = survival_of(self._chances(view, OPTIMISM)[drafters, np.arange(view.num_rows)])
+        hoped = best(base, view.num_rows, in_order(alive, view.most, view.lengths, drafters), self.cost)
+        (further,) = np.nonzero(hoped.ks > ks)
+        if not further.size:
+            return ks
+        index, probing = further[self._steps // PROBE_EVERY % further.size], ks.copy()
+        probing[index] = hoped.ks[index]
+        extra_s = self.cost.price(base, view.lengths, probing, drafters) - seconds
+        if extra_s > self._probe_s:
+            return ks
+        self._probe_s -= max(extra_s, 0.0)
+        return probing
+
+    # After a step --------------------------------------------------------------------------------
+
+    def learn(self, view: View, outcomes: Outcomes) -> None:
+        """Take in what a step brought."""
+        for index, survival in enumerate(self.survival):
+            own = outcomes.drafters == index
+            confidence = outcomes.confidence[own] if outcomes.confidence is not None else None
+            survival.observe(
+                outcomes.rows[own], outcomes.num_verified[own], outcomes.num_accepted[own], confidence
+            )

@@ -1,0 +1,106 @@
+"""A cost model that follows the machine: measured prices, corrected by every real step.
+
+A machine that others share stalls now and then and is slow for whole minutes. So the ratio of measured to
+predicted time is taken apart: what all steps share (the hour), and what is left at one size of pass or for one
+drafter (the model's own error). The first is followed quickly, the second slowly, and no single step counts for
+more than a little: a stall of seconds is one step.
+"""
+
+from __future__ import annotations
+
+from math import exp, log
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.control.cost import Work
+
+if TYPE_CHECKING:
+    from numpy import float64, int64
+    from numpy.typing import NDArray
+
+    from paceline.control.cost import Drafts, MeasuredCost
+
+HOUR_RATE, SIZE_RATE = 0.2, 0.05  # of the way to what a step says
+MOST_SURPRISE = 0.25  # in log seconds, of one step
+SIZES = 24  # two to every doubling of the tokens
+MOST_TOKENS = 1 << 11  # of a pass, in the table; above, the last size's prices go on
+
+
+class OnlineCost:
+    """Prices steps; see `StepCost`."""
+
+    def __init__(self, measured: MeasuredCost, host_s: float = 0.0) -> None:
+        self.measured = measured
+        self.host_s = host_s  # of a step, outside drafting and the pass
+        self.hour = 0.0  # log of how much slower everything is than when it was measured
+        self._size = np.minimum(np.log2(np.maximum(np.arange(MOST_TOKENS), 1)) * 2, SIZES - 1).astype(np.int64)
+        self._own = np.zeros(SIZES)  # log of what is left, by size of the pass
+        self._seen = np.zeros(SIZES, bool)
+        self._by_drafter = np.zeros(len(measured.drafters))
+        self._measured_s = measured.target.by_tokens(np.arange(MOST_TOKENS))
+        self._pass_s = self._measured_s  # [tokens] corrected, but for the hour
+
+    def times(self, base: Work, num_rows: int, drafts: Drafts, *, drafted: bool = False) -> NDArray[float64]:
+        """As `StepCost.times`."""
+        t, first = self.measured.target, min(int(base.tokens), MOST_TOKENS - 1)
+        seconds = self._pass_s[np.minimum(np.arange(first, first + len(drafts) + 1), MOST_TOKENS - 1)]
+        seconds[1:] += t.pair_s * np.cumsum(drafts.contexts)
+        seconds += t.besides(base)
+        np.maximum.accumulate(seconds, out=seconds)  # where corrections of neighbours disagree
+        if not drafted:
+            seconds += self.measured.drafting(drafts, np.exp(self._by_drafter))
+        found: NDArray[float64] = seconds * exp(self.hour) + self.host_s
+        return found
+
+    def price(self, base: Work, lengths: NDArray[int64], ks: NDArray[int64], drafters: NDArray[int64]) -> float:
+        """As `StepCost.price`."""
+        pairs = int((ks * lengths + ks * (ks + 1) // 2).sum())
+        work = base + Work(int(ks.sum()), 0, 0, pairs)
+        return self.pass_s(work) + float(self.drafting_of(ks, drafters).sum()) + self.host_s
+
+    def prices(self, base: Work, lengths: NDArray[int64], drafter: int, max_k: int) -> NDArray[float64]:
+        """Return the seconds of steps in which all rows draft 0, 1, ... tokens with one drafter. [max_k + 1]"""
+        n, ks = len(lengths), np.arange(max_k + 1)
+        t, cost = self.measured.target, self.measured.drafters[drafter]
+        tokens = np.minimum(int(base.tokens) + n * ks, MOST_TOKENS - 1)
+        pairs = ks * int(lengths.sum()) + n * (ks * (ks + 1) // 2)
+        seconds = self._pass_s[tokens] + t.pair_s * pairs + t.besides(base)
+        if cost.max_depth:
+            seconds += exp(self._by_drafter[drafter]) * cost.seconds[n, np.minimum(ks, cost.max_depth)]
+        found: NDArray[float64] = seconds * exp(self.hour) + self.host_s
+        return found
+
+    def drafting_of(self, ks: NDArray[int64], drafters: NDArray[int64]) -> NDArray[float64]:
+        """Return the seconds that each drafter takes for rows that draft so much. [num_drafters]"""
+        found: NDArray[float64] = self.measured.drafting_of(ks, drafters) * np.exp(self._by_drafter + self.hour)
+        return found
+
+    def pass_s(self, work: Work) -> float:
+        """Return the seconds of one pass."""
+        seconds = self._pass_s[min(int(work.tokens), MOST_TOKENS - 1)] + self.measured.target.besides(work)
+        return float(seconds * exp(self.hour))
+
+    def observe_pass(self, work: Work, seconds: float) -> None:
+        """Learn from a target pass."""
+        size = self._size[min(int(work.tokens), MOST_TOKENS - 1)]
+        surprise = _bounded(log(max(seconds, 1e-6) / max(self.pass_s(work), 1e-6)))
+        self._seen[size] = True
+        self._own[size] += SIZE_RATE * surprise
+        common = float(self._own[self._seen].mean())  # what all sizes share is the hour's
+        self._own[self._seen] -= common
+        self.hour += HOUR_RATE * surprise + common
+        self._pass_s = self._measured_s * np.exp(self._own)[self._size]
+
+    def observe_drafting(self, drafter: int, predicted_s: float, seconds: float) -> None:
+        """Learn from a drafter's part of a step, predicted by this model."""
+        if predicted_s > 0:
+            self._by_drafter[drafter] += SIZE_RATE * _bounded(log(max(seconds, 1e-6) / predicted_s))
+
+    def observe_host(self, seconds: float) -> None:
+        """Learn what is left of a step."""
+        self.host_s += SIZE_RATE * (min(seconds, 2 * self.host_s + 1e-3) - self.host_s)
+
+
+def _bounded(surprise: float) -> float:
+    return max(-MOST_SURPRISE, min(MOST_SURPRISE, surprise))

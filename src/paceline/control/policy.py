@@ -1,0 +1,95 @@
+"""The seam of control: what a policy sees before a step, what it answers, what it learns afterwards. Arrays only.
+
+The same policies run in the engine and in the simulator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy import float64, int64
+    from numpy.typing import NDArray
+
+    from paceline.control.cost import Work
+
+NONE = -1  # in place of a drafter: the row decodes plainly
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class View:
+    """What is known of a step before drafting.
+
+    An offer is what a drafter that costs nothing would propose: how sure it is of each token, [n, depth], NaN
+    behind the end of a row's proposal.
+    """
+
+    rows: NDArray[int64]  # [n] that decode
+    lengths: NDArray[int64]  # [n] tokens of each
+    most: NDArray[int64]  # [n] drafts that each may have
+    prefill: Work  # of the chunks that ride along
+    offers: Mapping[int, NDArray[float64]] = field(default_factory=dict)  # by drafter, see `Controller.looks`
+    wishes: Mapping[int, int] = field(default_factory=dict)  # row -> the drafter that its request named
+    waiting: int = 0  # requests that have no row yet
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that decode."""
+        return len(self.rows)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decision:
+    """How far each row drafts, and with what."""
+
+    ks: NDArray[int64]  # [n]
+    drafters: NDArray[int64]  # [n] index of a drafter, or NONE
+    seconds: float = 0.0  # the step is expected to take, 0 if nothing was predicted
+    tokens: float = 0.0  # it is expected to commit
+    speedup: float = 1.0  # expected against a step without drafts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcomes:
+    """What became of a step's drafts."""
+
+    rows: NDArray[int64]  # [n]
+    drafters: NDArray[int64]  # [n]
+    num_verified: NDArray[int64]  # [n]
+    num_accepted: NDArray[int64]  # [n]
+    draft_s: float
+    target_s: float
+    host_s: float = 0.0
+    confidence: NDArray[float64] | None = None  # [n, depth], NaN where the drafter said nothing
+
+
+class Policy(Protocol):
+    """Decides how far to draft."""
+
+    def admit(self, row: int) -> None:
+        """A request begins in a row."""
+        ...
+
+    def decide(self, view: View) -> Decision:
+        """Decide for every row of a step."""
+        ...
+
+    def learn(self, view: View, outcomes: Outcomes) -> None:
+        """Take in what a step brought."""
+        ...
+
+
+def plain(view: View) -> Decision:
+    """Return the decision to draft nothing."""
+    return Decision(np.zeros(view.num_rows, np.int64), np.full(view.num_rows, NONE))
+
+
+def alike(view: View, drafter: int, k: int) -> Decision:
+    """Return the same for every row, as far as each may go."""
+    ks = np.minimum(view.most, k)
+    return Decision(ks, np.where(ks > 0, drafter, NONE))

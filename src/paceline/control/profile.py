@@ -1,0 +1,104 @@
+"""Measured costs on disk: plain JSON, ours and that of vLLM's Dynamic SD proposal."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from paceline.control.cost import Curve, DraftCost, MeasuredCost, TableCost, TargetCost
+from paceline.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+ANY_DRAFTER = "any"  # what a table's drafter is called, which does not say
+FORMAT = "paceline profile 1"
+MOST_BYTES = 1 << 24
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Profile:
+    """What a step costs on one machine, and how often drafts are kept, as far as that was measured."""
+
+    cost: MeasuredCost | TableCost
+    drafters: tuple[str, ...] = ()  # names, in the order of `cost.drafters`
+    accepted_at: tuple[float, ...] = ()  # [depth] share of all drafts that were kept there; empty: not measured
+    about: Mapping[str, Any] = field(default_factory=dict)  # model, backend, threads, machine, date
+
+
+def read_profile(path: Path) -> Profile:
+    """Read a profile of either format. Raises `ConfigError`."""
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise ConfigError(f"{path} is larger than {MOST_BYTES >> 20} MiB; is it a profile?")
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as a profile: {error}") from None
+    read: Callable[[Any], Profile]
+    read = _read_table if isinstance(values, dict) and "batch_stats" in values else _read_ours
+    try:
+        return read(values)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path} is not a profile this version reads: {type(error).__name__} {error}") from None
+
+
+def write_profile(path: Path, profile: Profile) -> None:
+    """Write a measured profile; another process sees the old file or the new one, whole."""
+    cost = profile.cost
+    assert isinstance(cost, MeasuredCost)
+    target = cost.target
+    document = {
+        "format": FORMAT,
+        "about": dict(profile.about),
+        "target": _curve(target.by_tokens)
+        | {"unscored_s": target.unscored_s, "kv_token_s": target.kv_token_s, "pair_s": target.pair_s},
+        "drafters": {
+            name: [_curve(c) for c in drafter.by_rows]
+            for name, drafter in zip(profile.drafters, cost.drafters, strict=True)
+        },
+        "accepted_at": list(profile.accepted_at),
+    }
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(document, indent=1))
+    part.replace(path)
+
+
+def _curve(curve: Curve) -> dict[str, Any]:
+    return {"counts": curve.counts.tolist(), "seconds": curve.seconds.tolist(), "stepped": curve.stepped}
+
+
+def _read_curve(values: Mapping[str, Any]) -> Curve:
+    return Curve.of(values["counts"], values["seconds"], stepped=bool(values["stepped"]))
+
+
+def _read_ours(values: Mapping[str, Any]) -> Profile:
+    if values["format"] != FORMAT:
+        raise ValueError(f"format {values['format']!r}, known: {FORMAT!r}")
+    t = values["target"]
+    target = TargetCost(_read_curve(t), float(t["unscored_s"]), float(t["kv_token_s"]), float(t["pair_s"]))
+    drafters = {
+        name: DraftCost(tuple(_read_curve(c) for c in curves)) for name, curves in values["drafters"].items()
+    }
+    cost = MeasuredCost(target, tuple(drafters.values()))
+    return Profile(cost, tuple(drafters), tuple(map(float, values["accepted_at"])), values["about"])
+
+
+def _read_table(values: Mapping[str, Any]) -> Profile:
+    """Read `batch_stats[rows][k]`, milliseconds of a step, and `acceptance_rate_per_pos`."""
+    stats = {
+        int(rows): {int(k): float(ms) / 1e3 for k, ms in by_k.items()}
+        for rows, by_k in values["batch_stats"].items()
+    }
+    ks = sorted(set.intersection(*(set(by_k) for by_k in stats.values())))
+    if not ks or ks[0] != 0:
+        raise ValueError("batch_stats must have times for K = 0 at every batch size")
+    sizes = sorted(stats)
+    curves = tuple(Curve.of(sizes, [stats[rows][k] for rows in sizes]) for k in ks)
+    rates = tuple(float(r) for r in values["acceptance_rate_per_pos"])
+    if not all(0 <= r <= 1 for r in rates):
+        raise ValueError("acceptance_rate_per_pos must be shares")
+    return Profile(TableCost(np.array(ks, np.float64), curves), (ANY_DRAFTER,), rates)

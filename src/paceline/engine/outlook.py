@@ -1,0 +1,62 @@
+"""What the controller is shown of a step before it is planned."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.control.cost import Work
+from paceline.control.policy import View
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from paceline.engine.drafting import Drafting
+    from paceline.engine.scheduler import Running, Scheduler
+
+
+def outlook(scheduler: Scheduler, drafting: Drafting, *, looks: bool) -> View:
+    """Return the rows that would decode, and the prefill that is likely to ride along.
+
+    looks: asks the drafters that cost nothing what they would propose.
+    """
+    decoding = scheduler.decoding()
+    found = [(r.row, r.upper_len, _most(r)) for r in decoding]
+    rows, lengths, most = np.array(found, np.int64).reshape(-1, 3).T
+    offers = drafting.look(rows.tolist(), most.tolist()) if looks else {}
+    wishes = dict(_wishes(decoding, tuple(drafting.drafters)))
+    return View(rows, lengths, most, _prefill(scheduler), offers, wishes, len(scheduler.waiting))
+
+
+def _most(running: Running) -> int:
+    """Return how many drafts a row may have: its answer's end and its request bound them."""
+    asked = running.request.speculation
+    return running.remaining - 1 if asked is None else min(running.remaining - 1, asked.most)
+
+
+def _wishes(decoding: Sequence[Running], names: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """Yield (row, drafter) where a request named one."""
+    for r in decoding:
+        if r.request.speculation and r.request.speculation.draft in names:
+            yield r.row, names.index(r.request.speculation.draft)
+
+
+def _prefill(scheduler: Scheduler) -> Work:
+    """Return the work of the next chunks, as if the prefix cache held nothing and pages were plenty."""
+    budget, total = scheduler.limits.prefill_tokens, Work(0)
+    for running in _to_prefill(scheduler):
+        if budget <= 0:
+            break
+        left = len(running.token_ids) - running.computed
+        chunk = min(budget, left)
+        end = running.computed + chunk
+        pairs = chunk * running.computed + chunk * (chunk + 1) // 2
+        total += Work(chunk, chunk - int(chunk == left), end, pairs)
+        budget -= chunk
+    return total
+
+
+def _to_prefill(scheduler: Scheduler) -> Iterator[Running]:
+    yield from (r for r in scheduler.running if not r.decoding and not r.ended)
+    yield from scheduler.waiting[: scheduler.limits.num_rows - len(scheduler.running)]

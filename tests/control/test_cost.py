@@ -1,0 +1,183 @@
+"""Curves, tables, fits and corrections."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.control.costs import H100, drafts_of, measured_costs
+
+from paceline.control.cost import (
+    Curve,
+    DraftCost,
+    MeasuredCost,
+    TargetCost,
+    Work,
+    nth_of_its_kind,
+    prices_one_by_one,
+)
+from paceline.control.fit import TimedPass, fit_drafting, fit_target, non_negative
+from paceline.control.online import OnlineCost
+from paceline.control.profile import Profile, read_profile, write_profile
+from paceline.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_curves_are_lifted_never_fall_and_go_on() -> None:
+    curve = Curve.of([8, 1, 4], [3.0, 1.0, 0.5])
+    assert curve(np.array([1, 2, 4, 6, 8, 12])).tolist() == [1.0, 1.0, 1.0, 2.0, 3.0, 5.0]
+    stairs = Curve.of([1, 4, 8], [1.0, 2.0, 3.0], stepped=True)
+    assert stairs(np.array([1, 2, 4, 5, 8])).tolist() == [1.0, 2.0, 2.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("counts", "seconds"), [([], []), ([1, 1], [1, 2]), ([1, 2], [1]), ([1], [float("nan")]), ([1], [-1])]
+)
+def test_nonsense_is_no_curve(counts: list[float], seconds: list[float]) -> None:
+    with pytest.raises(ConfigError):
+        Curve.of(counts, seconds)
+
+
+@given(st.lists(st.integers(0, 5)))
+def test_nth_of_its_kind_counts(kinds: list[int]) -> None:
+    assert nth_of_its_kind(np.array(kinds, np.int64)).tolist() == [
+        kinds[: i + 1].count(k) for i, k in enumerate(kinds)
+    ]
+
+
+@given(measured_costs(), st.integers(1, 6), st.integers(0, 1))
+def test_the_online_model_prices_as_the_measured_one_until_it_has_seen_more(
+    cost: MeasuredCost, num_rows: int, drafter: int
+) -> None:
+    online = OnlineCost(cost)
+    lengths = np.arange(10, 10 + num_rows)
+    base = Work(num_rows, 0, int(lengths.sum()), int(lengths.sum()))
+    survival = np.multiply.accumulate(np.full((num_rows, 3), 0.5), axis=1)
+    drafts = drafts_of(survival, lengths, np.full(num_rows, drafter))
+    assert online.times(base, num_rows, drafts) == pytest.approx(cost.times(base, num_rows, drafts))
+    assert online.prices(base, lengths, drafter, 3) == pytest.approx(
+        prices_one_by_one(cost, base, lengths, drafter, 3)
+    )
+
+
+def test_a_fit_finds_planted_prices() -> None:
+    truth = TargetCost(Curve.of([1, 2, 4, 8, 16], [8e-3, 8.1e-3, 8.6e-3, 10e-3, 14e-3]), 5e-5, 3e-7, 2e-8)
+    works = [Work(n, 0, n * c, n * c) for n in (1, 2, 4, 8, 16) for c in (20, 900)]
+    works += [Work(8, 7, 8, 36), Work(16, 15, 400, 16 * 390), Work(8, 0, 900, 8 * 900)]
+    found = fit_target([TimedPass(w, float(truth(w))) for w in works])
+    for work in works:
+        assert float(found(work)) == pytest.approx(float(truth(work)), rel=0.01)
+    assert found.pair_s == pytest.approx(truth.pair_s, rel=0.1)
+    assert found.unscored_s == pytest.approx(truth.unscored_s, rel=0.1)
+
+
+def test_noise_never_makes_a_price_negative() -> None:
+    rng = np.random.default_rng(0)
+    passes = [TimedPass(Work(n, 0, 30, 30), 0.01 * rng.lognormal(0, 0.3)) for n in (1, 2, 3, 4, 5, 6, 8)]
+    found = fit_target(passes)
+    assert (np.diff(found.by_tokens.seconds) >= 0).all()
+    assert min(found.kv_token_s, found.pair_s, found.unscored_s) >= 0
+
+
+def test_non_negative_least_squares_is_that() -> None:
+    rng = np.random.default_rng(0)
+    matrix, planted = rng.random((30, 5)), np.array([1.0, 0.0, 2.0, 0.0, 0.5])
+    assert non_negative(matrix, matrix @ planted) == pytest.approx(planted, abs=1e-4)
+    assert (non_negative(matrix, -np.ones(30)) == 0).all()
+
+
+def test_depths_that_were_not_timed_lie_between() -> None:
+    cost = fit_drafting({(1, 1): 1.0, (1, 4): 4.0, (8, 1): 2.0, (8, 4): 5.0})
+    assert cost.max_depth == 4
+    assert cost.seconds[1, :5].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert cost.seconds[8, 3] == 4.0
+    assert cost.of_rows(np.array([2, 0, 1])) == pytest.approx(float(cost.seconds[2, 1] + 2.0 - 1.0))
+
+
+@given(measured_costs())
+def test_profiles_come_back_from_disk(tmp_path_factory: pytest.TempPathFactory, cost: MeasuredCost) -> None:
+    file = tmp_path_factory.mktemp("profile") / "p.json"
+    write_profile(file, Profile(cost, ("a", "b"), (0.5, 0.25), {"host_s": 1e-3}))
+    back = read_profile(file)
+    assert back.drafters == ("a", "b")
+    assert back.accepted_at == (0.5, 0.25)
+    assert isinstance(back.cost, MeasuredCost)
+    work = Work(np.arange(1, 200), 0, 100, 100)
+    assert back.cost.target(work) == pytest.approx(cost.target(work))
+    assert back.cost.drafters[1].seconds == pytest.approx(cost.drafters[1].seconds)
+
+
+def test_files_that_are_no_profiles_are_refused(tmp_path: Path) -> None:
+    good = json.loads(H100.read_text())
+    bad: list[object] = [[], {}, {"format": "other"}, good | {"batch_stats": {"1": {"3": 1.0}}}]
+    bad += [good | {"batch_stats": {"1": {"0": "x"}}}, good | {"acceptance_rate_per_pos": [2.0]}]
+    for index, document in enumerate(bad):
+        file = tmp_path / f"{index}.json"
+        file.write_text(json.dumps(document))
+        with pytest.raises(ConfigError, match=r"profile"):
+            read_profile(file)
+    with pytest.raises(ConfigError):
+        read_profile(tmp_path / "missing.json")
+
+
+# Online ------------------------------------------------------------------------------------------
+
+DRAFTING = DraftCost(tuple(Curve.of([1, 64], [1e-3 * d, 3e-3 * d]) for d in (1, 2, 3, 4)))
+COST = MeasuredCost(TargetCost(Curve.of([1, 8, 64], [8e-3, 10e-3, 45e-3])), (DRAFTING,))
+
+
+def choice(cost: OnlineCost, rows: int = 8) -> int:
+    from paceline.control.choice import best
+
+    survival = np.multiply.accumulate(np.full((rows, 4), 0.7), axis=1)
+    lengths = np.full(rows, 100)
+    return int(best(Work(rows, 0, 100 * rows, 100 * rows), rows, drafts_of(survival, lengths), cost).ks.sum())
+
+
+def run(cost: OnlineCost, steps: int, factor: float, sizes: tuple[int, ...] = (8, 16, 24)) -> None:
+    for step in range(steps):
+        work = Work(sizes[step % len(sizes)], 0, 0, 0)
+        cost.observe_pass(work, factor * float(COST.target(work)))
+
+
+def test_a_slow_hour_changes_the_times_and_not_the_choice() -> None:
+    cost = OnlineCost(COST)
+    before = choice(cost)
+    run(cost, 100, 2.0)
+    assert cost.pass_s(Work(8)) == pytest.approx(2 * 10e-3, rel=0.05)
+    assert choice(cost) == before
+
+
+def test_a_stall_of_three_seconds_is_forgotten_within_20_steps() -> None:
+    cost = OnlineCost(COST)
+    run(cost, 50, 1.0)
+    before = choice(cost)
+    cost.observe_pass(Work(16), 3.0)
+    run(cost, 20, 1.0)
+    assert choice(cost) == before
+    assert cost.pass_s(Work(16)) == pytest.approx(float(COST.target(Work(16))), rel=0.03)
+
+
+def test_a_size_that_is_dearer_than_was_measured_is_learnt() -> None:
+    cost = OnlineCost(COST)
+    rng = np.random.default_rng(0)
+    for step in range(600):
+        work = Work((8, 16, 40)[step % 3])
+        factor = (1.5 if work.tokens == 40 else 1.0) * rng.lognormal(0, 0.05)
+        cost.observe_pass(work, factor * float(COST.target(work)))
+    for tokens, factor in ((8, 1.0), (16, 1.0), (40, 1.5)):
+        assert cost.pass_s(Work(tokens)) == pytest.approx(factor * float(COST.target(Work(tokens))), rel=0.1)
+
+
+def test_a_drafter_that_is_dearer_than_was_measured_is_learnt() -> None:
+    cost, ks, drafters = OnlineCost(COST), np.full(4, 2), np.zeros(4, np.int64)
+    for _ in range(200):
+        predicted = float(cost.drafting_of(ks, drafters)[0])
+        cost.observe_drafting(0, predicted, 2 * float(COST.drafting_of(ks, drafters)[0]))
+    assert cost.drafting_of(ks, drafters)[0] == pytest.approx(2 * COST.drafting_of(ks, drafters)[0], rel=0.05)

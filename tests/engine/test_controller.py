@@ -1,0 +1,131 @@
+"""The controller in the engine: what requests ask for, costs that are measured, steps that are learnt from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from paceline.control.controller import ClosedLoop
+from paceline.control.cost import MeasuredCost
+from paceline.control.profile import read_profile
+from paceline.core.errors import ConfigError, RequestError
+from paceline.core.nouns import Request
+from paceline.core.params import SamplingParams, Speculation
+from paceline.engine import auto
+from paceline.engine.calibrate import Grid, calibrate
+from paceline.engine.config import EngineConfig
+from tests.engine.same_text import PLAIN, make_engine, run
+from tests.engine.test_same_text import AUTO
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from paceline.engine.engine import Engine
+
+LOOPING = tuple([5, 9, 13, 7] * 6)  # a text that lookup goes on with
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+SMALL = Grid(num_rows=(1, 4), ks=(0, 1, 4), drafter_ks=(1, 4), repeats=1, seconds=60.0)
+
+
+def ask(engine: Engine, *wishes: Speculation | None) -> dict[str, object]:
+    requests = [Request(str(i), LOOPING, GREEDY, seed=i, speculation=w) for i, w in enumerate(wishes)]
+    figures: dict[str, object] = {}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        figures |= {o.request_id: o.figures for o in engine.step() if o.figures}
+        engine.check()
+    return figures
+
+
+def test_a_request_may_ask_for_no_speculation_or_less_of_it() -> None:
+    engine = make_engine(f"{AUTO},k=4", PLAIN)
+    found = ask(engine, Speculation("off"), Speculation(k=1), Speculation(k=0), None)
+    passes = {name: f.decode_passes for name, f in found.items()}  # type: ignore[attr-defined]
+    drafted = {name: f.drafted_tokens for name, f in found.items()}  # type: ignore[attr-defined]
+    assert drafted["0"] == drafted["2"] == 0
+    assert 0 < drafted["1"] <= passes["1"]
+    assert drafted["3"] > 0
+
+
+@pytest.mark.parametrize("name", ["suffix", "draft-model"])
+def test_a_request_may_name_its_drafter(name: str) -> None:
+    engine = make_engine(f"{AUTO},k=4", PLAIN)
+    ask(engine, *[Speculation(name)] * 4)
+    assert set(engine.stats().drafters) == {name}
+
+
+def test_a_fixed_k_bends_to_requests_too() -> None:
+    engine = make_engine("ngram:min=1,max=4,k=4", PLAIN)
+    found = ask(engine, Speculation("off"), Speculation(k=1), None)
+    drafted = [found[name].drafted_tokens for name in "012"]  # type: ignore[attr-defined]
+    assert drafted[0] == 0 < drafted[1] < drafted[2]
+
+
+def test_a_drafter_that_is_not_there_is_refused_and_nothing_else_happens() -> None:
+    engine = make_engine(f"{AUTO},k=4", PLAIN)
+    with pytest.raises(RequestError, match="suffix"):
+        engine.add(Request("a", LOOPING, GREEDY, seed=0, speculation=Speculation("eagle3")))
+    assert not engine.has_work
+    for bad in ({"draft": ""}, {"draft": "x" * 65}, {"k": -1}, {"k": 65}):
+        with pytest.raises(RequestError, match="speculation"):
+            Speculation(**bad)  # type: ignore[arg-type]
+
+
+# Costs -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("types", ["f64", "int8"])
+def test_calibration_leaves_no_trace(types: str) -> None:
+    engine, other = (make_engine("draft-model:model=noisy,k=4", PLAIN, types=types) for _ in range(2))
+    found = calibrate(engine, SMALL)
+    assert engine.stats() == other.stats()
+    assert engine.scheduler.pool.num_held == 0
+    assert engine.controller == other.controller
+    assert set(engine.drafting.drafters) == {"draft-model"} == set(found.names)
+    requests = [Request("a", LOOPING, GREEDY, seed=0)]
+    assert run(engine, requests)["a"].token_ids == run(other, requests)["a"].token_ids
+    assert found.cost.drafters[0].max_depth == 4
+    assert found.host_s > 0
+    assert (found.cost.target.by_tokens.seconds > 0).all()
+    assert found.cost.drafters[0].seconds[1, 1] > 0
+
+
+def test_costs_are_kept_for_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    config = EngineConfig(draft="draft-model:layers=1", backend="reference", weights="f32")
+    for known in ("measured now", "measured on this machine before"):
+        engine = make_engine("draft-model:model=noisy,k=4", PLAIN)
+        assert known in auto.close_loop(engine, config, "tiny")
+        assert isinstance(engine.controller, ClosedLoop)
+    (file,) = (tmp_path / "profiles").iterdir()
+    assert isinstance(read_profile(file).cost, MeasuredCost)
+    file.write_text("{")
+    assert "measured now" in auto.close_loop(make_engine("off", PLAIN), replace(config, draft="off"), "tiny")
+
+
+def test_costs_of_other_drafters_are_refused() -> None:
+    with pytest.raises(ConfigError, match="paceline profile"):
+        make_engine("auto:suffix", PLAIN)  # the staircase has a draft model too
+
+
+def test_predictions_follow_real_steps() -> None:
+    """The staircase's times are not this machine's; after some steps they are."""
+    engine = make_engine(f"{AUTO},k=4", PLAIN)
+    loop = engine.controller
+    assert isinstance(loop, ClosedLoop)
+    assert loop.cost is not None
+    errors = []
+    params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    for i in range(4):
+        engine.add(Request(str(i), (*LOOPING, i), params, seed=i))
+    while engine.has_work:
+        before = engine.stats()
+        engine.step()
+        measured = engine.stats().since(before).step_s
+        if loop.decision is not None and loop.decision.seconds:
+            errors.append(abs(np.log(loop.decision.seconds / measured)))
+    assert np.median(errors[len(errors) // 2 :]) < 0.5 * np.median(errors[:5])
