@@ -35,6 +35,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train peagle": ("paceline.train.commands.peagle", "train a P-EAGLE head for a target"),
     "train draft-model": ("paceline.train.commands.draft_model", "train a small model cut from a target's layers"),
     "profile": ("paceline.bench.commands.profile", "measure what a step costs on this machine"),
+    "explain": (
+        "paceline.bench.commands.explain",
+        "replay a trace of the controller: what it knew, chose and got",
+    ),
     "simulate": ("paceline.bench.commands.simulate", "serve without a model: compare policies on measured costs"),
     "pull": ("paceline.bench.commands.pull", "fetch a model before it is needed"),
     "doctor": ("paceline.bench.commands.doctor", "check a target and its drafter, and say what speed to expect"),

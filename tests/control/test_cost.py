@@ -181,3 +181,8 @@ def test_a_drafter_that_is_dearer_than_was_measured_is_learnt() -> None:
         predicted = float(cost.drafting_of(ks, drafters)[0])
         cost.observe_drafting(0, predicted, 2 * float(COST.drafting_of(ks, drafters)[0]))
     assert cost.drafting_of(ks, drafters)[0] == pytest.approx(2 * COST.drafting_of(ks, drafters)[0], rel=0.05)
+
+
+def test_numbers_of_rows_that_were_not_timed_whole_are_left_out() -> None:
+    cost = fit_drafting({(1, 1): 1.0, (1, 2): 2.0, (4, 1): 9.0, (8, 1): 3.0, (8, 2): 4.0})
+    assert cost.by_rows[0].counts.tolist() == [1.0, 8.0]

@@ -56,13 +56,31 @@ class Controller(Protocol):
         ...
 
 
+class Watcher(Protocol):
+    """Is told everything that a closed loop sees, chooses and gets."""
+
+    def admitted(self, row: int) -> None:
+        """A request begins in a row."""
+        ...
+
+    def planned(self, view: View, decision: Decision) -> None:
+        """A step was planned."""
+        ...
+
+    def learnt(self, outcomes: Outcomes, prefill: Work) -> None:
+        """A step is over; it did so much prefill."""
+        ...
+
+
 class ClosedLoop:
     """A policy in the engine's terms: rows of arrays become plans, verdicts become arrays."""
 
     looks = True
 
-    def __init__(self, policy: Policy, cost: OnlineCost | None, names: Sequence[str]) -> None:
-        self.policy, self.cost, self.names = policy, cost, tuple(names)
+    def __init__(
+        self, policy: Policy, cost: OnlineCost | None, names: Sequence[str], watcher: Watcher | None = None
+    ) -> None:
+        self.policy, self.cost, self.names, self._watcher = policy, cost, tuple(names), watcher
         self.view: View | None = None  # of the last plan
         self.decision: Decision | None = None
         self._index = {name: index for index, name in enumerate(names)}
@@ -70,11 +88,15 @@ class ClosedLoop:
     def admit(self, row: int) -> None:
         """A request begins in a row."""
         self.policy.admit(row)
+        if self._watcher:
+            self._watcher.admitted(row)
 
     def plan(self, view: View) -> Plan:
         """Plan a step."""
         self.view, self.decision = view, self.policy.decide(view)
         d = self.decision
+        if self._watcher:
+            self._watcher.planned(view, d)
         planned = zip(view.rows.tolist(), d.drafters.tolist(), d.ks.tolist(), strict=True)
         return Plan({row: RowPlan(self.names[drafter], k) for row, drafter, k in planned if k and drafter != NONE})
 
@@ -84,12 +106,18 @@ class ClosedLoop:
 
     def observe(self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes) -> None:
         """Learn from a step."""
+        outcomes, prefill = self._outcomes(batch, draft, verdict, times), prefill_work(batch)
+        self.learn(outcomes, prefill)
+        if self._watcher:
+            self._watcher.learnt(outcomes, prefill)
+
+    def learn(self, outcomes: Outcomes, prefill: Work) -> None:
+        """Learn from what came of the last plan."""
         if self.view is None or self.decision is None:
             return
-        outcomes = self._outcomes(batch, draft, verdict, times)
         self.policy.learn(self.view, outcomes)
         if self.cost is not None:
-            self._learn_cost(self.cost, batch, outcomes)
+            _learn_cost(self.cost, self.view, self.decision, outcomes, prefill)
 
     def _outcomes(self, batch: Batch, draft: Draft, verdict: Verdict, times: StepTimes) -> Outcomes:
         found = [
@@ -103,27 +131,19 @@ class ClosedLoop:
         seconds = times.draft_s, times.target_s, times.host_s
         return Outcomes(rows, drafters, verified, accepted, *seconds, confidence)
 
-    def _learn_cost(self, cost: OnlineCost, batch: Batch, outcomes: Outcomes) -> None:
-        """Compare the step with what it was to cost, its prefill being known now."""
-        assert self.view is not None
-        assert self.decision is not None
-        known = {int(row): int(length) for row, length in zip(self.view.rows, self.view.lengths, strict=True)}
-        lengths = np.array([known.get(int(row), 0) for row in outcomes.rows], np.int64)
-        base = Work(len(lengths), 0, int(lengths.sum()), int(lengths.sum())) + prefill_work(batch)
-        ks = outcomes.num_verified
-        work = base + Work(int(ks.sum()), 0, 0, int((ks * lengths + ks * (ks + 1) // 2).sum()))
-        for drafter in np.unique(self.decision.drafters[self.decision.drafters != NONE]):
-            self._learn_drafter(cost, int(drafter), outcomes)
-        cost.observe_pass(work, outcomes.target_s)
-        cost.observe_host(outcomes.host_s)
 
-    def _learn_drafter(self, cost: OnlineCost, drafter: int, outcomes: Outcomes) -> None:
-        """Learn what a drafter took, if no other drafted in the step."""
-        assert self.decision is not None
-        used = self.decision.drafters
-        if ((used == drafter) | (used == NONE)).all():
-            predicted_s = float(cost.drafting_of(self.decision.ks, used)[drafter])
-            cost.observe_drafting(drafter, predicted_s, outcomes.draft_s)
+def _learn_cost(cost: OnlineCost, view: View, decision: Decision, outcomes: Outcomes, prefill: Work) -> None:
+    """Compare a step with what it was to cost, its prefill being known now."""
+    known = dict(zip(view.rows.tolist(), view.lengths.tolist(), strict=True))
+    lengths = np.array([known.get(row, 0) for row in outcomes.rows.tolist()], np.int64)
+    ks, keys = outcomes.num_verified, int(lengths.sum())
+    pairs = keys + int((ks * lengths + ks * (ks + 1) // 2).sum())
+    used = np.unique(decision.drafters[decision.drafters != NONE])
+    if used.size == 1:  # what one drafter took can be told apart
+        predicted_s = float(cost.drafting_of(decision.ks, decision.drafters)[used[0]])
+        cost.observe_drafting(int(used[0]), predicted_s, outcomes.draft_s)
+    cost.observe_pass(Work(len(lengths) + int(ks.sum()), 0, keys, pairs) + prefill, outcomes.target_s)
+    cost.observe_host(outcomes.host_s)
 
 
 def padded(rows: Sequence[Sequence[float]]) -> NDArray[float64]:

@@ -44,9 +44,12 @@ def fit_target(passes: Sequence[TimedPass]) -> TargetCost:
 
 
 def fit_drafting(timed: Mapping[tuple[int, int], float]) -> DraftCost:
-    """Return a drafter's prices from seconds by (rows, depth); depths not timed are put between the others."""
-    rows = sorted({r for r, _ in timed})
+    """Return a drafter's prices from seconds by (rows, depth); what was not timed is put between the others.
+
+    The fewest rows must have been timed at every depth that any were.
+    """
     depths = sorted({d for _, d in timed})
+    rows = [r for r in sorted({r for r, _ in timed}) if all((r, d) in timed for d in depths)]
     table = np.array([[timed[r, d] for d in depths] for r in rows])
     between = np.array([np.interp(range(depths[-1] + 1), [0, *depths], [0.0, *line]) for line in table])
     return DraftCost(tuple(Curve.of(rows, between[:, d].tolist()) for d in range(1, depths[-1] + 1)))

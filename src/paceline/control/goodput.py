@@ -70,7 +70,7 @@ class Goodput:
             return plain(view)
         self._steps += 1
         base, unpaid_s = self._base(view)
-        chances = self._chances(view)
+        chances = self.chances(view)
         drafters = self._assign(view, base, chances)
         alive = survival_of(chances[drafters, np.arange(view.num_rows)])
         drafts = in_order(alive, view.most, view.lengths, drafters)
@@ -93,7 +93,7 @@ class Goodput:
         price = partial(self.cost.price, lengths=view.lengths, ks=no_ks, drafters=no_drafters)
         return whole, price(whole) - price(own)
 
-    def _chances(self, view: View, optimism: float = 0.0) -> NDArray[float64]:
+    def chances(self, view: View, optimism: float = 0.0) -> NDArray[float64]:
         """Return every drafter's chances at every depth, 0 beyond its deepest. [num_drafters, num_rows, max_k]"""
         found = np.zeros((len(self.survival), view.num_rows, self._max_k))
         for index, survival in enumerate(self.survival):
@@ -142,7 +142,7 @@ class Goodput:
         """Now and then let one row go as far as would pay if it were easier than it seems, if there is time."""
         if self._steps % PROBE_EVERY:
             return ks
-        alive = survival_of(self._chances(view, OPTIMISM)[drafters, np.arange(view.num_rows)])
+        alive = survival_of(self.chances(view, OPTIMISM)[drafters, np.arange(view.num_rows)])
         hoped = best(base, view.num_rows, in_order(alive, view.most, view.lengths, drafters), self.cost)
         (further,) = np.nonzero(hoped.ks > ks)
         if not further.size:

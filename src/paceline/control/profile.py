@@ -12,7 +12,7 @@ from paceline.control.cost import Curve, DraftCost, MeasuredCost, TableCost, Tar
 from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
 ANY_DRAFTER = "any"  # what a table's drafter is called, which does not say
@@ -38,20 +38,35 @@ def read_profile(path: Path) -> Profile:
         values = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as a profile: {error}") from None
-    read: Callable[[Any], Profile]
+    try:
+        return from_json(values)
+    except ConfigError as error:
+        raise ConfigError(f"{path} {error}") from None
+
+
+def from_json(values: Any) -> Profile:
+    """Return a profile of either format. Raises `ConfigError`."""
     read = _read_table if isinstance(values, dict) and "batch_stats" in values else _read_ours
     try:
         return read(values)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{path} is not a profile this version reads: {type(error).__name__} {error}") from None
+        raise ConfigError(f"is not a profile this version reads: {type(error).__name__} {error}") from None
 
 
 def write_profile(path: Path, profile: Profile) -> None:
-    """Write a measured profile; another process sees the old file or the new one, whole."""
+    """Write a profile; another process sees the old file or the new one, whole."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(to_json(profile), indent=1))
+    part.replace(path)
+
+
+def to_json(profile: Profile) -> dict[str, Any]:
+    """Return what `from_json` reads."""
     cost = profile.cost
-    assert isinstance(cost, MeasuredCost)
+    if isinstance(cost, TableCost):
+        return _table_json(cost, profile.accepted_at)
     target = cost.target
-    document = {
+    return {
         "format": FORMAT,
         "about": dict(profile.about),
         "target": _curve(target.by_tokens)
@@ -62,9 +77,15 @@ def write_profile(path: Path, profile: Profile) -> None:
         },
         "accepted_at": list(profile.accepted_at),
     }
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(document, indent=1))
-    part.replace(path)
+
+
+def _table_json(cost: TableCost, accepted_at: tuple[float, ...]) -> dict[str, Any]:
+    by_k = list(zip(cost.ks.tolist(), cost.by_rows, strict=True))
+    stats = {
+        str(int(rows)): {str(int(k)): 1e3 * float(curve.seconds[i]) for k, curve in by_k}
+        for i, rows in enumerate(cost.by_rows[0].counts)
+    }
+    return {"batch_stats": stats, "acceptance_rate_per_pos": list(accepted_at)}
 
 
 def _curve(curve: Curve) -> dict[str, Any]:

@@ -8,14 +8,9 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from paceline.control.controller import ClosedLoop
-from paceline.control.cost import TableCost
-from paceline.control.goodput import Goodput
-from paceline.control.online import OnlineCost
 from paceline.control.profile import ANY_DRAFTER, Profile, read_profile, write_profile
-from paceline.control.simulate import conditional
+from paceline.control.setup import make_loop
+from paceline.control.trace import Tracer
 from paceline.core.errors import ConfigError
 from paceline.core.machine import processor
 from paceline.engine.calibrate import QUICK, calibrate
@@ -23,9 +18,6 @@ from paceline.model.pull import cache_folder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from numpy import float64
-    from numpy.typing import NDArray
 
     from paceline.engine.calibrate import Grid, Progress
     from paceline.engine.config import EngineConfig
@@ -48,25 +40,19 @@ def close_loop(engine: Engine, config: EngineConfig, model: str, progress: Progr
             f"--profile {config.profile} has costs of {list(profile.drafters)}, but the drafters are "
             f"{list(names)}; run `paceline profile` with the same --draft"
         )
-    cost = _cost_of(profile)
     max_ks = [min(drafter.needs.max_k, DEEPEST) for drafter in engine.drafting.drafters.values()]
-    policy = Goodput(cost, engine.scheduler.limits.num_rows, max_ks, _priors(profile, max_ks))
-    engine.controller = ClosedLoop(policy, cost if isinstance(cost, OnlineCost) else None, names)
+    num_rows = engine.scheduler.limits.num_rows
+    tracer = _tracer(config.trace, profile, names, num_rows, max_ks) if config.trace else None
+    engine.controller = make_loop(profile, names, num_rows, max_ks, tracer)
     return f"K by the controller, which knows what steps cost: {known}"
 
 
-def _cost_of(profile: Profile) -> OnlineCost | TableCost:
-    if isinstance(profile.cost, TableCost):
-        return profile.cost  # of whole steps: what differs from it could not be told apart
-    return OnlineCost(profile.cost, float(profile.about.get("host_s", 0.0)))
-
-
-def _priors(profile: Profile, max_ks: Sequence[int]) -> list[NDArray[float64] | None]:
-    """Return the chances by depth that a profile knows; deeper than it knows, those of its last."""
-    if not profile.accepted_at or len(max_ks) != 1:
-        return [None] * len(max_ks)
-    known = np.clip(conditional(profile.accepted_at), 0.01, 0.99)
-    return [known[np.minimum(np.arange(max_ks[0]), len(known) - 1)]]
+def _tracer(path: str, profile: Profile, names: Sequence[str], num_rows: int, max_ks: Sequence[int]) -> Tracer:
+    try:
+        file = Path(path).open("w", buffering=1)  # noqa: SIM115 (as long as the engine lives)
+    except OSError as error:
+        raise ConfigError(f"--trace {path}: {error.strerror}") from None
+    return Tracer(file, profile, names, num_rows, max_ks)
 
 
 def _measured(engine: Engine, config: EngineConfig, model: str, progress: Progress | None) -> tuple[Profile, str]:

@@ -40,7 +40,7 @@ class Grid:
     drafter_ks: tuple[int, ...] = (1, 4, 8)
     most_tokens: int = 256  # of a pass
     repeats: int = 3
-    seconds: float = 3.0  # no further case is begun after these
+    seconds: float = 3.0  # after these, only what cannot be left out, and once
 
 
 QUICK = Grid()
@@ -126,8 +126,6 @@ class _Calibrator:
         for done, num_rows in enumerate(sizes):
             if self.progress:
                 self.progress("measuring what steps cost", done, len(sizes))
-            if num_rows > 1 and perf_counter() > self.end:
-                break
             self._fill(num_rows, PROMPT_LEN)
             self._measure(num_rows)
         self.clear()
@@ -136,23 +134,31 @@ class _Calibrator:
             self._time_passes(k)
 
     def _measure(self, num_rows: int) -> None:
-        for k in self.grid.ks:
-            if num_rows * (1 + k) <= self.grid.most_tokens and (num_rows == 1 or perf_counter() < self.end):
+        ks = [k for k in self.grid.ks if num_rows * (1 + k) <= self.grid.most_tokens]
+        for k in ks:
+            if self._in_time(num_rows) or k in (ks[0], ks[-1]):
                 self._time_passes(k)
         for name, drafter in self.drafters.items():
             for k in self.grid.drafter_ks:
-                if k <= drafter.needs.max_k and (num_rows == 1 or perf_counter() < self.end):
+                if k <= drafter.needs.max_k:
                     self.drafting[name][num_rows, k] = self._time_drafter(name, k)
+
+    def _in_time(self, num_rows: int) -> bool:
+        """Whether there is time for what can be left out."""
+        return num_rows == 1 or perf_counter() < self.end
+
+    def _repeats(self) -> int:
+        return self.grid.repeats if perf_counter() < self.end else 1
 
     def _time_passes(self, k: int) -> None:
         self.engine.controller = FixedK(Always.name, k) if k else FixedK()
-        steps = [self._step() for _ in range(self.grid.repeats + WARM_UP)][WARM_UP:]
+        steps = [self._step() for _ in range(self._repeats() + WARM_UP)][WARM_UP:]
         self.passes.append(TimedPass(self._work(k), median(target_s for target_s, _, _ in steps)))
         self.hosts.append(median(host_s for _, _, host_s in steps))
 
     def _time_drafter(self, name: str, k: int) -> float:
         self.engine.controller = FixedK(name, k)
-        return median([self._step()[1] for _ in range(self.grid.repeats + WARM_UP)][WARM_UP:])
+        return median([self._step()[1] for _ in range(self._repeats() + WARM_UP)][WARM_UP:])
 
     def _step(self) -> tuple[float, float, float]:
         """Run a step and return the seconds of the pass, of drafting and of the host."""

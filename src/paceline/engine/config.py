@@ -27,6 +27,7 @@ class EngineConfig:
     kv_tokens: int | None = None  # KV slots in all; None: what the rows need, within free memory
     prefix_cache: bool = True
     profile: str | None = None  # file of measured costs for `--draft auto`; None: those of this machine
+    trace: str | None = None  # file to which `--draft auto` writes what it knew, chose and got
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:

@@ -25,6 +25,9 @@ def add_engine_arguments(parser: ArgumentParser) -> None:
         "the controller chooses for every row and step",
     )
     parser.add_argument("--profile", metavar="FILE", help="with auto, what steps cost (default: measured here)")
+    parser.add_argument(
+        "--trace", metavar="FILE", help="with auto, write every choice there: `paceline explain FILE`"
+    )
     add_target_arguments(parser)
 
 
@@ -74,6 +77,7 @@ def engine_config(args: Namespace) -> EngineConfig:
         kv_tokens=args.kv_tokens,
         prefix_cache=args.prefix_cache,
         profile=getattr(args, "profile", None),
+        trace=getattr(args, "trace", None),
         limits=Limits(
             num_rows=args.max_rows,
             max_len=args.max_len,

@@ -1,0 +1,112 @@
+"""`paceline explain`: what did the controller know, what did it choose, what did it get?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+    from collections.abc import Sequence
+
+    from paceline.control.controller import ClosedLoop
+    from paceline.control.trace import Step
+
+MOST_ROWS_SHOWN = 20
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("trace", metavar="FILE", help="written by --draft auto --trace FILE")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="show one step, counted from 1, with all that was known"
+    )
+
+
+def run(args: Namespace) -> int:
+    """Replay a trace; print a summary, or one step."""
+    if args.step is None:
+        _summary(args.trace)
+    else:
+        _one_step(args.trace, args.step)
+    return 0
+
+
+def _summary(path: str) -> None:
+    from paceline.bench.terminal import progress, say, table
+    from paceline.control.trace import replay
+
+    steps: list[Step] = []
+    with progress("replaying") as update:
+        for step in replay(Path(path)):
+            steps.append(step)
+            update(len(steps), 0)
+    if not steps:
+        raise ConfigError(f"{path} has no steps")
+    ks: Counter[int] = Counter()
+    kept: Counter[int] = Counter()
+    for step in steps:
+        ks.update(step.outcomes.num_verified.tolist())
+        kept.update(step.outcomes.num_accepted.tolist())
+    rows = [(str(k), str(ks[k]), str(kept[k])) for k in range(max(ks, default=0) + 1)]
+    table(f"{len(steps)} steps", ("k", "rows that verified k", "rows that kept k"), rows)
+    predicted = [(s.now.seconds, _seconds(s)) for s in steps if s.now.seconds and len(s.view.rows)]
+    if predicted:
+        errors = [abs(p / m - 1) for p, m in predicted]
+        p90 = sorted(errors)[len(errors) * 9 // 10]
+        say(f"predicted step time is off by {median(errors):.1%} (median), {p90:.1%} (p90)")
+    tokens = sum(float(s.outcomes.num_accepted.sum()) + len(s.outcomes.rows) for s in steps)
+    hoped = sum(s.now.tokens for s in steps)
+    say(f"tokens: {tokens:.0f} committed by decoding, {hoped:.0f} expected")
+    plain = sum(s.now.speedup * _seconds(s) for s in steps) / sum(_seconds(s) for s in steps)
+    say(f"estimated speed-up against no drafts: {plain:.2f}x")
+    same = sum((s.now.ks == s.then.ks).all() and (s.now.drafters == s.then.drafters).all() for s in steps)
+    say(f"the replay chose the same in {same} of {len(steps)} steps")
+
+
+def _seconds(step: Step) -> float:
+    return step.outcomes.draft_s + step.outcomes.target_s + step.outcomes.host_s
+
+
+def _one_step(path: str, number: int) -> None:
+    from paceline.bench.terminal import say, table
+    from paceline.control.trace import replay
+
+    known: list[list[list[str]]] = []
+
+    def look(loop: ClosedLoop) -> None:
+        known.append(_survival(loop))
+
+    step = next((s for i, s in enumerate(replay(Path(path), look), start=1) if i == number), None)
+    if step is None:
+        raise ConfigError(f"{path} has no step {number}")
+    v, d, o = step.view, step.now, step.outcomes
+    say(f"step {number}: {len(v.rows)} rows decode, {v.prefill.tokens} tokens of prefill ride along")
+    cells = [
+        [str(row), str(length), str(drafter), str(k), " ".join(chances)]
+        for row, length, drafter, k, chances in zip(
+            v.rows, v.lengths, d.drafters, d.ks, known[-1] if known else [], strict=False
+        )
+    ]
+    table("chosen", ("row", "tokens", "drafter", "k", "chance of each depth, by drafter"), cells[:MOST_ROWS_SHOWN])
+    got = [[str(r), str(n), str(a)] for r, n, a in zip(o.rows, o.num_verified, o.num_accepted, strict=True)]
+    table("got", ("row", "verified", "kept"), got[:MOST_ROWS_SHOWN])
+    say(f"expected {1e3 * d.seconds:.1f} ms and {d.tokens:.1f} tokens, took {1e3 * _seconds(step):.1f} ms")
+
+
+def _survival(loop: ClosedLoop) -> list[list[str]]:
+    """Return for each row of the plan what was believed of every drafter."""
+    from paceline.control.goodput import Goodput
+
+    policy, view = loop.policy, loop.view
+    if not isinstance(policy, Goodput) or view is None:
+        return []
+    chances: Sequence[list[list[float]]] = policy.chances(view).tolist()
+    return [
+        [f"{loop.names[d]}: " + " ".join(f"{c:.2f}" for c in rows[i] if c) for d, rows in enumerate(chances)]
+        for i in range(view.num_rows)
+    ]

@@ -1,0 +1,44 @@
+"""From a profile to the closed loop that an engine runs, or a replay."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.control.controller import ClosedLoop
+from paceline.control.cost import TableCost
+from paceline.control.goodput import Goodput
+from paceline.control.online import OnlineCost
+from paceline.control.simulate import conditional
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy import float64
+    from numpy.typing import NDArray
+
+    from paceline.control.controller import Watcher
+    from paceline.control.profile import Profile
+
+
+def make_loop(
+    profile: Profile, names: Sequence[str], num_rows: int, max_ks: Sequence[int], watcher: Watcher | None = None
+) -> ClosedLoop:
+    """Return a loop that begins with what a profile says.
+
+    names, max_ks: of the drafters, in the order of the profile's, which may call its only one by another name.
+    """
+    if isinstance(profile.cost, TableCost):  # of whole steps: what differs from it could not be told apart
+        policy = Goodput(profile.cost, num_rows, max_ks, _priors(profile, max_ks))
+        return ClosedLoop(policy, None, names, watcher)
+    cost = OnlineCost(profile.cost, float(profile.about.get("host_s", 0.0)))
+    return ClosedLoop(Goodput(cost, num_rows, max_ks, _priors(profile, max_ks)), cost, names, watcher)
+
+
+def _priors(profile: Profile, max_ks: Sequence[int]) -> list[NDArray[float64] | None]:
+    """Return the chances by depth that a profile knows; deeper than it knows, those of its last."""
+    if not profile.accepted_at or len(max_ks) != 1:
+        return [None] * len(max_ks)
+    known = np.clip(conditional(profile.accepted_at), 0.01, 0.99)
+    return [known[np.minimum(np.arange(max_ks[0]), len(known) - 1)]]

@@ -1,0 +1,167 @@
+"""A run of the controller on disk, and the same run again: what it knew, what it chose, what it got.
+
+JSON lines: first the profile it began with, then in turn what each step showed it and what came of it. Everything
+that a policy does follows from these, so a replay makes the same choices.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+
+from paceline.control.cost import Work
+from paceline.control.policy import Decision, Outcomes, View
+from paceline.control.profile import Profile, from_json, to_json
+from paceline.control.setup import make_loop
+from paceline.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from numpy import float64
+    from numpy.typing import NDArray
+
+    from paceline.control.controller import ClosedLoop
+
+FORMAT = "paceline trace 1"
+
+
+class Tracer:
+    """Writes down what a loop sees, chooses and gets; see `Watcher`."""
+
+    def __init__(
+        self, file: IO[str], profile: Profile, names: Sequence[str], num_rows: int, max_ks: Sequence[int]
+    ) -> None:
+        self._file = file
+        self._write(
+            format=FORMAT, profile=to_json(profile), names=list(names), num_rows=num_rows, max_ks=list(max_ks)
+        )
+
+    def admitted(self, row: int) -> None:
+        """A request begins in a row."""
+        self._write(admitted=row)
+
+    def planned(self, view: View, decision: Decision) -> None:
+        """A step was planned."""
+        offers = {str(drafter): _sure(offered) for drafter, offered in view.offers.items()}
+        seen = {
+            "rows": view.rows.tolist(),
+            "lengths": view.lengths.tolist(),
+            "most": view.most.tolist(),
+            "prefill": _numbers(view.prefill),
+            "offers": offers,
+            "wishes": {str(row): drafter for row, drafter in view.wishes.items()},
+            "waiting": view.waiting,
+        }
+        self._write(view=seen, ks=decision.ks.tolist(), drafters=decision.drafters.tolist())
+
+    def learnt(self, outcomes: Outcomes, prefill: Work) -> None:
+        """A step is over."""
+        o = outcomes
+        confidence = None if o.confidence is None else _sure(o.confidence)
+        arrays = {name: getattr(o, name).tolist() for name in ("rows", "drafters", "num_verified", "num_accepted")}
+        seconds = {"draft_s": o.draft_s, "target_s": o.target_s, "host_s": o.host_s}
+        self._write(outcomes=arrays | seconds | {"confidence": confidence}, prefill=_numbers(prefill))
+
+    def _write(self, **values: Any) -> None:
+        self._file.write(json.dumps(values) + "\n")
+
+
+def _sure(confidence: NDArray[float64]) -> list[list[float | None]]:
+    """Return confidences as JSON has them: null in place of NaN."""
+    return [[None if np.isnan(c) else c for c in row] for row in confidence.tolist()]
+
+
+def _numbers(work: Work) -> list[int]:
+    return [int(n) for n in (work.tokens, work.unscored, work.kv_tokens, work.pairs)]
+
+
+# Again -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One step of a replay."""
+
+    view: View
+    then: Decision  # what was chosen when it ran: `ks` and `drafters`
+    now: Decision  # what the replay chooses
+    outcomes: Outcomes
+
+
+def replay(path: Path, on_step: Callable[[ClosedLoop], None] | None = None) -> Iterator[Step]:
+    """Yield the steps of a trace, chosen again. Raises `ConfigError`.
+
+    on_step: called between choice and outcome, to look into the loop.
+    """
+    lines = _read(path)
+    try:
+        header = next(lines)
+        if header.get("format") != FORMAT:
+            raise ValueError(f"format {header.get('format')!r}, known: {FORMAT!r}")
+        profile, max_ks = from_json(header["profile"]), [int(k) for k in header["max_ks"]]
+        loop = make_loop(profile, header["names"], int(header["num_rows"]), max_ks)
+        yield from _steps(loop, lines, on_step)
+    except (KeyError, TypeError, ValueError, StopIteration) as error:
+        raise ConfigError(f"{path} is no trace this version reads: {type(error).__name__} {error}") from None
+
+
+def _read(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        with path.open() as file:
+            for line in file:
+                yield json.loads(line)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as a trace: {error}") from None
+
+
+def _steps(
+    loop: ClosedLoop, lines: Iterator[dict[str, Any]], on_step: Callable[[ClosedLoop], None] | None
+) -> Iterator[Step]:
+    view, then = None, None
+    for line in lines:
+        if "admitted" in line:
+            loop.admit(int(line["admitted"]))
+        elif "view" in line:
+            view = _view(line["view"])
+            then = Decision(np.array(line["ks"], np.int64), np.array(line["drafters"], np.int64))
+            loop.plan(view)
+            if on_step:
+                on_step(loop)
+        elif view is not None and then is not None and loop.decision is not None:
+            now, outcomes = loop.decision, _outcomes(line["outcomes"])
+            loop.learn(outcomes, Work(*line["prefill"]))
+            yield Step(view, then, now, outcomes)
+
+
+def _view(seen: dict[str, Any]) -> View:
+    offers = {
+        int(d): np.array(o, np.float64).reshape(len(o), len(o[0]) if o else 0) for d, o in seen["offers"].items()
+    }
+    wishes = {int(row): int(drafter) for row, drafter in seen["wishes"].items()}
+    return View(
+        rows=np.array(seen["rows"], np.int64),
+        lengths=np.array(seen["lengths"], np.int64),
+        most=np.array(seen["most"], np.int64),
+        prefill=Work(*seen["prefill"]),
+        offers=offers,
+        wishes=wishes,
+        waiting=int(seen["waiting"]),
+    )
+
+
+def _outcomes(got: dict[str, Any]) -> Outcomes:
+    return Outcomes(
+        rows=np.array(got["rows"], np.int64),
+        drafters=np.array(got["drafters"], np.int64),
+        num_verified=np.array(got["num_verified"], np.int64),
+        num_accepted=np.array(got["num_accepted"], np.int64),
+        draft_s=float(got["draft_s"]),
+        target_s=float(got["target_s"]),
+        host_s=float(got["host_s"]),
+        confidence=None if got["confidence"] is None else np.array(got["confidence"], np.float64),
+    )

@@ -1,0 +1,70 @@
+"""What the controller wrote down is what it did, and can be done again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from paceline import cli
+from paceline.control.trace import replay
+from paceline.core.errors import ConfigError
+from paceline.core.nouns import Request
+from paceline.core.params import SamplingParams, Speculation
+from paceline.engine import auto
+from paceline.engine.config import EngineConfig
+from tests.engine.same_text import PLAIN, STAIRCASE, make_engine, run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    file = tmp_path / "trace.jsonl"
+    engine = make_engine("auto:suffix+draft-model:model=noisy,k=4", PLAIN)
+    config = EngineConfig(draft="auto", profile=STAIRCASE, trace=str(file))
+    auto.close_loop(engine, config, "tiny")
+    params = SamplingParams(temperature=0.7, max_tokens=60, ignore_eos=True)
+    wishes = (None, None, Speculation("suffix"), Speculation("off"))
+    run(engine, [Request(str(i), (5, 9, 13, 7) * 5, params, seed=i, speculation=w) for i, w in enumerate(wishes)])
+    return file
+
+
+def test_a_replay_makes_the_same_choices(trace: Path) -> None:
+    steps = list(replay(trace))
+    assert len(steps) > 20
+    for step in steps:
+        assert (step.now.ks == step.then.ks).all()
+        assert (step.now.drafters == step.then.drafters).all()
+    assert sum(step.outcomes.num_verified.sum() for step in steps) > 0
+
+
+def test_explain_tells_it(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", str(trace)]) == 0
+    shown = capsys.readouterr().out
+    steps = len(list(replay(trace)))
+    assert f"the replay chose the same in {steps} of {steps} steps" in shown
+    assert "speed-up" in shown
+    assert cli.main(["explain", str(trace), "--step", "5"]) == 0
+    assert "suffix: " in capsys.readouterr().out
+
+
+def test_what_is_no_trace_is_refused(trace: Path, tmp_path: Path) -> None:
+    lines = trace.read_text().splitlines()
+    bad = {
+        "empty": "",
+        "text": "x",
+        "other": '{"format": "y"}',
+        "cut": "\n".join(lines[:3]) + '\n{"view": {"rows"',
+    }
+    for name, text in bad.items():
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ConfigError, match="trace"):
+            list(replay(tmp_path / name))
+    with pytest.raises(ConfigError, match="--trace"):
+        auto.close_loop(
+            make_engine("auto:suffix+draft-model:model=noisy,k=4", PLAIN),
+            EngineConfig(draft="auto", profile=STAIRCASE, trace="/nonexistent/folder/t"),
+            "tiny",
+        )
