@@ -14,14 +14,14 @@ from paceline.train.export import KINDS
 from paceline.train.features import FeatureStore
 from paceline.train.progress import progress
 from paceline.train.run import Material
-from paceline.train.target import load_target, reference_reader
+from paceline.train.target import load_target, native_reader, reference_reader
 from paceline.train.trainer import TrainConfig
 from paceline.train.vocabulary import choose_vocabulary
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-    from paceline.train.target import Target
+    from paceline.train.target import Reader, Target
 
 
 def add_training(parser: ArgumentParser) -> None:
@@ -38,6 +38,12 @@ def add_training(parser: ArgumentParser) -> None:
         metavar="DIR",
         type=Path,
         help="where hidden states are kept (default: DIR of --data/features)",
+    )
+    parser.add_argument(
+        "--weights",
+        default="int8",
+        choices=("int8", "int4", "bf16", "f32"),
+        help="of the target while it reads the texts, best as it will be served; f32 with --device cuda",
     )
     parser.add_argument("--epochs", type=float, default=3.0, metavar="E", help="passes over the data")
     parser.add_argument("--steps", type=int, metavar="N", help="steps, in place of --epochs")
@@ -99,10 +105,21 @@ def gather(args: Namespace, target: Target, taps: tuple[int, ...]) -> Material:
     vocabulary, coverage = choose_vocabulary(
         (corpus.texts[n] for n in training), target.config.vocab_size, args.vocab
     )
-    store = FeatureStore(target, taps, corpus.texts, args.features or args.data / "features")
+    store = FeatureStore(target, taps, corpus.texts, args.features or args.data / "features", _read_as(args))
     with progress("hidden states, tokens") as update:
-        store.compute(lambda: reference_reader(target, store.taps), lambda done, total: update(done, total, ""))
+        store.compute(lambda: _reader(args, target, taps), lambda done, total: update(done, total, ""))
     return Material(target, corpus, training, held_out, store, vocabulary, coverage)
+
+
+def _read_as(args: Namespace) -> str:
+    """Return the type of the target's weights while it reads: compiled kernels are there for processors only."""
+    return str(args.weights) if args.device == "cpu" else "f32"
+
+
+def _reader(args: Namespace, target: Target, taps: tuple[int, ...]) -> Reader:
+    if args.device == "cpu":
+        return native_reader(target, taps, _read_as(args), args.threads)
+    return reference_reader(target, taps)
 
 
 def train_config(args: Namespace, material: Material, **changes: float) -> TrainConfig:
