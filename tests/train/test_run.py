@@ -81,6 +81,7 @@ def test_a_run_that_was_interrupted_ends_with_the_same_bits(
     with monkeypatch.context() as patched:
         patched.setattr(Trainer, "_take_step", stumble)
         assert main(command(kind, toy, tmp_path / "halves", *options)) == 130
+    assert load_head(tmp_path / "halves", toy_config()).config.algorithm.name == kind
     assert main(command(kind, toy, tmp_path / "halves", *options)) == 0
     for name in ("checkpoint.safetensors", "model.safetensors", "config.json"):
         assert (tmp_path / "straight" / name).read_bytes() == (tmp_path / "halves" / name).read_bytes()
@@ -158,6 +159,14 @@ def test_hidden_states_are_kept_and_only_new_texts_are_computed(
     write_answers(tmp_path / "data", 4, first=8)
     assert np.array_equal(compute()[5].states, store[5].states)
     assert sum(read) == 4 * TEXT_LEN
+
+
+def test_features_can_be_computed_ahead_of_training(toy: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    kept = ["--data", str(toy / "data"), "--model", str(toy / "target"), "--features", str(tmp_path / "features")]
+    assert main(["train", "features", *kept, "--threads", "1"]) == 0
+    (shard,) = (tmp_path / "features").iterdir()
+    monkeypatch.setattr(FeatureStore, "compute", lambda self, *_: self[0])
+    assert main(command("eagle3", toy, tmp_path / "out", "--steps", "1", "--features", str(shard.parent))) == 0
 
 
 def test_the_compiled_target_reads_as_the_readable_one(toy: Path) -> None:
