@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "measure the native kernels against the machine's limits",
     ),
     "train data": ("paceline.train.commands.data", "let a target write the answers that draft heads learn from"),
+    "train features": ("paceline.train.commands.features", "let a target read its answers, ahead of training"),
     "train eagle3": ("paceline.train.commands.eagle3", "train an EAGLE-3 head for a target"),
     "train peagle": ("paceline.train.commands.peagle", "train a P-EAGLE head for a target"),
     "train draft-model": ("paceline.train.commands.draft_model", "train a small model cut from a target's layers"),

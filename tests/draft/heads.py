@@ -16,6 +16,7 @@ from torch.nn import functional
 from paceline.draft.heads.config import HeadConfig, head_shapes, read_config
 from paceline.draft.heads.forward import fuse, read_out, run_layers
 from paceline.model.decoder import ReferenceDecoder
+from paceline.train.drafts import Bounds, plan_drafts
 from paceline.train.unroll import unroll
 from tests.draft.test_head_files import LAYER, file_name
 from tests.model.helpers import pack
@@ -131,10 +132,12 @@ def _eagle3_loss(config: Any, weights: Any, embedded: Any, tapped: Any, soft: An
     embedded, tapped, soft = (
         x.view(NUM_TEXTS, TEXT_LEN, -1)[texts].flatten(0, 1) for x in (embedded, tapped, soft)
     )
-    place = torch.arange(len(embedded))
+    bounds = [Bounds(first, first + 1, first + TEXT_LEN) for first in range(0, len(embedded), TEXT_LEN)]
+    depths = plan_drafts(bounds, UNROLLED, 1.0, 0, embedded.device)
     loss = torch.zeros(())
-    for step in unroll(config, weights, embedded, tapped, place - place % TEXT_LEN, UNROLLED):
-        loss = loss + functional.cross_entropy(step.logits[step.valid], soft[step.valid])
+    for number, guesses in enumerate(unroll(config, weights, embedded, tapped, bounds, depths)):
+        logits = guesses @ weights["head"].T
+        loss = loss + functional.cross_entropy(logits, soft[depths[number].anchors + number])
     return loss
 
 

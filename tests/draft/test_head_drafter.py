@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from paceline.core.errors import ConfigError, DrafterMismatch
 from paceline.core.nouns import Batch, Draft, Plan, Request
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import choose_token
+from paceline.draft import shipped
 from paceline.draft.chains import share_out
 from paceline.draft.heads import drafter as heads
 from paceline.draft.heads.checkpoint import Head, load_head
@@ -246,10 +248,19 @@ def test_other_laws_get_the_distributions_they_need(kind: str, law: str) -> None
 # Specs -------------------------------------------------------------------------------------------
 
 
-def test_a_head_must_be_named() -> None:
-    for kind in KINDS:
-        with pytest.raises(ConfigError, match="model=FOLDER"):
-            parse_spec(f"{kind}:k=4")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_without_a_name_is_the_one_that_ships(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
+    with pytest.raises(ConfigError, match=f"paceline train {kind}"):
+        make_engine(kind, PLAIN)
+    decoder: ReferenceDecoder = target().decoder  # type: ignore[assignment]
+    (tmp_path / target().fingerprint).mkdir()
+    (tmp_path / target().fingerprint / kind).symlink_to(trained_head(kind, decoder))
+    engine = make_engine(f"{kind}:k=3", PLAIN)
+    assert_same(run(make_engine("off", PLAIN), requests(4)), run(engine, requests(4)))
+    assert engine.stats().drafters[kind].accepted > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -257,7 +268,8 @@ def test_what_it_costs_is_known_from_its_files(kind: str) -> None:
     config = parse_spec(spec(kind))
     assert config is not None
     weights = load_head(Path(getattr(config, "model", "")), target().decoder.config).weights
-    assert config.num_weights(target().decoder.config) == sum(w.size for w in weights.values())
+    model = SimpleNamespace(config=target().decoder.config)
+    assert config.num_weights(model) == sum(w.size for w in weights.values())  # type: ignore[arg-type]
     engine = make_engine(spec(kind), PLAIN)
     per_token = engine.kv_bytes_per_token - engine.target.kv_bytes_per_token
     assert per_token == 32 * 2 + (2 if kind == "peagle" else 1) * 2 * 2 * 8 * 8

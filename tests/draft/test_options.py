@@ -20,6 +20,7 @@ def test_specs() -> None:
     assert parse_spec("ngram:k=2,min=3,max=5") == NgramConfig(k=2, min=3, max=5)
     assert parse_spec("draft-model:layers=7,k=3") == DraftModelConfig(k=3, layers=7)
     assert parse_spec("draft-model:model=some/where") == DraftModelConfig(model="some/where")
+    assert parse_spec("draft-model") == DraftModelConfig(k=4)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,6 @@ def test_specs() -> None:
         ("ngram:k", "write k=VALUE"),
         ("ngram:min=9,max=3", "between 1 and 3"),
         ("off:k=1", "no options"),
-        ("draft-model", "either layers=N"),
         ("draft-model:layers=2,model=x", "either layers=N"),
     ],
 )

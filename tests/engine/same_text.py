@@ -51,7 +51,7 @@ def make_decoder(config: ModelConfig, weights: Mapping[str, torch.Tensor], types
 def target(types: str = "f64") -> build.Loaded:
     config = tiny_config(vocab_size=VOCAB, num_layers=3, eos_ids=(VOCAB - 1,))
     weights = tiny_weights(config, seed=4, embed_scale=SHARP)
-    return build.Loaded("tiny", make_decoder(config, weights, types), tiny_tokenizer(VOCAB), None)
+    return build.Loaded("tiny", make_decoder(config, weights, types), tiny_tokenizer(VOCAB), None, "tiny")
 
 
 @cache

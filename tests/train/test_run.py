@@ -15,7 +15,7 @@ from paceline.train import features
 from paceline.train.checkpoint import read_metrics
 from paceline.train.corpus import read_corpus
 from paceline.train.features import FeatureStore
-from paceline.train.target import load_target, reference_reader
+from paceline.train.target import load_target, native_reader, reference_reader
 from tests.train.toy import TEXT_LEN, VOCAB, toy_config, write_answers, write_target
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ def test_a_run_that_was_interrupted_ends_with_the_same_bits(
     with monkeypatch.context() as patched:
         patched.setattr(Trainer, "_take_step", stumble)
         assert main(command(kind, toy, tmp_path / "halves", *options)) == 130
+    assert load_head(tmp_path / "halves", toy_config()).config.algorithm.name == kind
     assert main(command(kind, toy, tmp_path / "halves", *options)) == 0
     for name in ("checkpoint.safetensors", "model.safetensors", "config.json"):
         assert (tmp_path / "straight" / name).read_bytes() == (tmp_path / "halves" / name).read_bytes()
@@ -137,9 +138,9 @@ def test_hidden_states_are_kept_and_only_new_texts_are_computed(
         reader = reference_reader(target, store.taps)
         read.clear()
 
-        def counting(ids: Any) -> torch.Tensor:
-            read.extend(map(len, ids))
-            return reader(ids)
+        def counting(given: Any) -> Any:
+            read.extend(map(len, given))
+            return reader(given)
 
         store.compute(lambda: counting, lambda *_: None)
         return store
@@ -147,11 +148,33 @@ def test_hidden_states_are_kept_and_only_new_texts_are_computed(
     store = compute()
     assert sum(read) == 8 * TEXT_LEN
     texts = read_corpus(tmp_path / "data", VOCAB, 99).texts
-    states = reference_reader(target, (1, 3, 6))([texts[5].token_ids])
-    assert store[5].states.shape == (TEXT_LEN, 3, 32)
-    assert np.allclose(store[5].states.astype(np.float32) * 16, states.numpy(), rtol=1e-3, atol=1e-3)
+    reading = reference_reader(target, store.taps)([texts[5]])
+    assert store[5].states.shape == (TEXT_LEN, 2, 32)
+    assert np.allclose(store[5].states.astype(np.float32) * 16, reading.states.numpy(), rtol=1e-3, atol=1e-3)
+    most, ids = reading.logits.softmax(-1).topk(features.TOP)
+    assert np.array_equal(store[5].top_ids, ids.numpy())
+    assert np.allclose(store[5].top_probs, most.numpy(), rtol=1e-3, atol=1e-5)
     compute()
     assert read == []
     write_answers(tmp_path / "data", 4, first=8)
     assert np.array_equal(compute()[5].states, store[5].states)
     assert sum(read) == 4 * TEXT_LEN
+
+
+def test_features_can_be_computed_ahead_of_training(toy: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    kept = ["--data", str(toy / "data"), "--model", str(toy / "target"), "--features", str(tmp_path / "features")]
+    assert main(["train", "features", *kept, "--threads", "1"]) == 0
+    (shard,) = (tmp_path / "features").iterdir()
+    monkeypatch.setattr(FeatureStore, "compute", lambda self, *_: self[0])
+    assert main(command("eagle3", toy, tmp_path / "out", "--steps", "1", "--features", str(shard.parent))) == 0
+
+
+def test_the_compiled_target_reads_as_the_readable_one(toy: Path) -> None:
+    target = load_target(str(toy / "target"), torch.device("cpu"))
+    texts = read_corpus(toy / "data", VOCAB, 99).texts[:5]
+    taps = (6, 1, 3)
+    plain, native = reference_reader(target, taps)(texts), native_reader(target, taps, "f32", 1)(texts)
+    assert native.states.shape == plain.states.shape == (5 * TEXT_LEN, 3, 32)
+    assert native.logits.shape == plain.logits.shape == (5 * (TEXT_LEN - 6), VOCAB)
+    for ours, theirs in ((native.states, plain.states), (native.logits, plain.logits)):
+        assert float((ours - theirs).abs().max()) < 0.01 * float(theirs.std())

@@ -11,7 +11,7 @@ import torch
 
 from paceline.cli import main
 from paceline.core.errors import BadModelFile, ConfigError, DrafterMismatch
-from paceline.draft.small import load_small
+from paceline.draft.small.checkpoint import load_small
 from paceline.model.decoder import ReferenceDecoder
 from paceline.train.checkpoint import read_metrics, save_whole, write_json
 from paceline.train.drafts import Bounds, plan_drafts
@@ -47,9 +47,9 @@ def test_what_is_trained_is_what_is_loaded(layers: list[int], kind: str, tmp_pat
     assert torch.equal(depths[1].anchors, torch.tensor([1, 2, 3]))
     assert torch.allclose(second, first[1:4])
     write_drafter(tmp_path, recipe, kind)
-    small = load_small(tmp_path, target.config, target.model.weights)
+    small = load_small(tmp_path, target.config)
     assert np.array_equal(small.token_ids, VOCABULARY)
-    decoder = ReferenceDecoder(small.config, small.weights)
+    decoder = ReferenceDecoder(small.config, {**small.weights, "embed": target.embed})
     few = {"fp16": 0.002, "int8": 0.05}[kind]  # of the logits' deviation
     logits = torch.cat([logits_of(decoder, IDS[0])[1:5], logits_of(decoder, IDS[1])[1:2]])[:, VOCABULARY]
     assert float((first - logits).std()) < few * float(first.std())
@@ -66,7 +66,7 @@ def test_a_toy_model_reaches_its_acceptance(tmp_path: Path) -> None:
     assert rows[-1]["accepted"][0] > 0.5
     assert rows[-1]["acceptance_length"] > rows[0]["acceptance_length"] + 0.5
     target = load_target(str(tmp_path / "target"), torch.device("cpu"))
-    assert load_small(tmp_path / "out", target.config, target.model.weights).config.num_layers == 3
+    assert load_small(tmp_path / "out", target.config).config.num_layers == 3
 
 
 def test_layers_are_named_or_spread() -> None:
@@ -87,16 +87,15 @@ def changed(folder: Path, tensors: Any, values: Any, **changes: Any) -> Path:
 def test_folders_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     target = load_target(str(write_target(tmp_path / "target")), torch.device("cpu"))
     values, tensors = SmallRecipe([0, 5], target, VOCABULARY).export()
-    theirs = target.config, target.model.weights
     with pytest.raises(DrafterMismatch, match="another model"):
-        load_small(changed(tmp_path, tensors, values), tiny_config(vocab_size=VOCAB + 8), theirs[1])
+        load_small(changed(tmp_path, tensors, values), tiny_config(vocab_size=VOCAB + 8))
     with pytest.raises(BadModelFile, match="shares"):
-        load_small(changed(tmp_path, tensors, values, shares=["all"]), *theirs)
+        load_small(changed(tmp_path, tensors, values, shares=["all"]), target.config)
     with pytest.raises(BadModelFile, match="leads to tokens"):
-        load_small(changed(tmp_path, {**tensors, "d2t": tensors["d2t"] + 200}, values), *theirs)
+        load_small(changed(tmp_path, {**tensors, "d2t": tensors["d2t"] + 200}, values), target.config)
     for name, reason in (("d2t", "d2t"), ("model.norm.weight", "model.norm")):
         less = {n: t for n, t in tensors.items() if n != name}
         with pytest.raises(BadModelFile, match=reason):
-            load_small(changed(tmp_path, less, values), *theirs)
+            load_small(changed(tmp_path, less, values), target.config)
     assert "model.embed_tokens.weight" not in tensors
     assert json.loads((tmp_path / "config.json").read_text())["target_layers"] == [0, 5]

@@ -90,7 +90,7 @@ def _check_memory(config: EngineConfig, model: LoadedModel) -> Check:
     per_weight, free = NUM_BYTES[config.weight_type], available_bytes()
     weights = num_weights(model.config) * per_weight
     spec = parse_spec(config.draft)
-    drafter = spec.num_weights(model.config) * per_weight if spec else 0
+    drafter = spec.num_weights(model) * per_weight if spec else 0
     text = f"weights {_mib(weights)}, drafter {_mib(drafter)}, free {_mib(free)}; the KV cache comes on top"
     return Check("memory", weights + drafter < free, text)
 

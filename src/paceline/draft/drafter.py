@@ -11,11 +11,13 @@ if TYPE_CHECKING:
     from paceline.core.nouns import Batch, Draft, Plan, Request, RowDraft, Scores, Verdict
     from paceline.draft.heads.checkpoint import Head
     from paceline.draft.heads.runner import HeadRunner
+    from paceline.draft.small.checkpoint import SmallModel
     from paceline.model.backend import KV, Decoder
     from paceline.model.rows import Rows
     from paceline.model.tokenizer import Tokenizer
 
     RunHead = Callable[[Head], HeadRunner]
+    RunSmall = Callable[[SmallModel], Decoder]
 
 MAX_K = 16  # drafts per row and step
 
@@ -52,7 +54,9 @@ class Target:
     num_pages: int
     vocabulary: Vocabulary
     law_needs_probs: bool  # drafts must then carry the distribution each token was drawn from
+    fingerprint: str  # what it is, see `model/fingerprint.py`
     run_head: RunHead  # on the target's backend
+    run_small: RunSmall  # likewise
 
 
 @dataclass(frozen=True, slots=True, eq=False)

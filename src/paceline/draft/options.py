@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from paceline.draft.drafter import Drafter, DraftWeights, Target
-    from paceline.model.config import ModelConfig
+    from paceline.model.weights import LoadedModel
 
     Loader = Callable[[str], DraftWeights]  # from a model's name or path
 
@@ -39,8 +39,8 @@ class DrafterConfig(Protocol):
         """Drafts per row and step."""
         ...
 
-    def num_weights(self, target: ModelConfig) -> int:
-        """Return how many weights of its own it brings, by what its files say. Raises `ModelError`."""
+    def num_weights(self, target: LoadedModel) -> int:
+        """Return how many weights of its own it brings, by what its files say. Raises `PacelineError`."""
         ...
 
     def build(self, target: Target, load: Loader) -> Drafter:

@@ -9,6 +9,7 @@ at drafted positions the target overwrites with the same values when it scores t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -18,6 +19,8 @@ from paceline.core.nouns import NO_DRAFT, Draft
 from paceline.draft.chains import draft_in_turn, share_out
 from paceline.draft.drafter import MAX_K, Needs
 from paceline.draft.options import bounded
+from paceline.draft.shipped import shipped_folder
+from paceline.draft.small.checkpoint import load_small, num_small_weights, shares_tables
 from paceline.draft.vocabulary import check_vocabulary
 from paceline.model.cost import num_weights
 from paceline.model.pull import resolve
@@ -30,31 +33,34 @@ if TYPE_CHECKING:
     from paceline.draft.drafter import Target
     from paceline.draft.options import Loader
     from paceline.model.backend import KV, Chosen, Decoder
-    from paceline.model.config import ModelConfig
     from paceline.model.rows import Rows, Span
+    from paceline.model.weights import LoadedModel
 
 
 @dataclass(frozen=True, slots=True)
 class DraftModelConfig:
-    """`draft-model:model=PATH` or `draft-model:layers=N`, with `k` drafts per step."""
+    """`draft-model`, `draft-model:model=PATH` or `draft-model:layers=N`, with `k` drafts per step."""
 
     name: ClassVar[str] = "draft-model"
     k: int = 4
     layers: int | None = None  # the target's own first layers
-    model: str | None = None  # a model of its own: folder, .gguf or Hugging Face id
+    model: str | None = None  # of its own: folder, .gguf or Hugging Face id; None: what ships for the target
 
     def __post_init__(self) -> None:
         bounded(self, "k", 1, MAX_K)
-        if (self.layers is None) == (self.model is None):
+        if self.layers is not None and self.model is not None:
             raise ConfigError("draft-model wants either layers=N (the target's own first layers) or model=PATH")
 
-    def num_weights(self, target: ModelConfig) -> int:
-        """Return the size of a model of its own; the target's layers cost nothing."""
-        return num_weights(load_model(resolve(self.model)).config) if self.model else 0
+    def num_weights(self, target: LoadedModel) -> int:
+        """Return the size of a model of its own; the target's layers and tables cost nothing."""
+        if self.layers is not None:
+            return 0
+        folder = resolve(self.model) if self.model else shipped_folder(self.name, target.fingerprint)
+        return num_small_weights(folder) if shares_tables(folder) else num_weights(load_model(folder).config)
 
     def build(self, target: Target, load: Loader) -> DraftModel:
         """Make the drafter. Raises `DrafterMismatch` if the vocabularies do not fit."""
-        return self._own_model(self.model, target, load) if self.model else self._own_layers(target)
+        return self._own_model(target, load) if self.layers is None else self._own_layers(target)
 
     def _own_layers(self, target: Target) -> DraftModel:
         most = target.decoder.config.num_layers - 1
@@ -63,13 +69,21 @@ class DraftModelConfig:
         report = {"drafter": self.name, "k": self.k, "model": f"the target's first {self.layers} layers"}
         return DraftModel(target, target.decoder, target.kv, Needs(pages="shared"), report, self.layers)
 
-    def _own_model(self, name: str, target: Target, load: Loader) -> DraftModel:
-        drafter = load(name)
-        check_vocabulary(target.vocabulary, drafter.vocabulary)
-        kv = drafter.decoder.new_kv(target.num_pages)
+    def _own_model(self, target: Target, load: Loader) -> DraftModel:
+        decoder = self._decoder(target, load)
+        kv = decoder.new_kv(target.num_pages)
         needs = Needs(pages="shared", stores=(self.name,), kv_bytes_per_token=kv.bytes_per_token)
-        report = {"drafter": self.name, "k": self.k, "model": name}
-        return DraftModel(target, drafter.decoder, kv, needs, report)
+        report = {"drafter": self.name, "k": self.k, "model": self.model or "ships for this target"}
+        return DraftModel(target, decoder, kv, needs, report)
+
+    def _decoder(self, target: Target, load: Loader) -> Decoder:
+        """Return what executes it: over the target's tables if it was cut from one, else over its own."""
+        folder = Path(self.model) if self.model else shipped_folder(self.name, target.fingerprint)
+        if self.model is None or shares_tables(folder):
+            return target.run_small(load_small(folder, target.decoder.config))
+        drafter = load(self.model)
+        check_vocabulary(target.vocabulary, drafter.vocabulary)
+        return drafter.decoder
 
 
 class DraftModel:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.draft.heads.runner import LoadHeadRunner
+    from paceline.draft.small.checkpoint import LoadSmallDecoder
     from paceline.model.backend import Decoder
     from paceline.model.config import ModelConfig
 
@@ -46,6 +47,7 @@ class BackendSpec:
     kv_types: tuple[str, ...]  # the first is the default; none: that of the weights
     loader: str  # module:function, a `LoadDecoder`
     head_loader: str  # module:function, a `LoadHeadRunner`
+    small_loader: str  # module:function, a `LoadSmallDecoder`
 
     def load(self) -> LoadDecoder:
         """Import what makes its decoders."""
@@ -54,6 +56,10 @@ class BackendSpec:
     def load_head(self) -> LoadHeadRunner:
         """Import what makes its runners of draft heads."""
         return _imported(self.head_loader)  # type: ignore[no-any-return]
+
+    def load_small(self) -> LoadSmallDecoder:
+        """Import what makes its decoders of draft models that share the target's tables."""
+        return _imported(self.small_loader)  # type: ignore[no-any-return]
 
     def weight_type(self, asked: str | None) -> str:
         """Return the type of weights to use. Raises `ConfigError`."""
@@ -85,6 +91,7 @@ BACKENDS = {
             ("i16", "i8", "f16", "f32"),
             "paceline.model.native:load_decoder",
             "paceline.draft.heads.native:load_runner",
+            "paceline.draft.small.native:load_decoder",
         ),
         BackendSpec(
             "reference",
@@ -93,6 +100,7 @@ BACKENDS = {
             (),
             "paceline.model.decoder:load_decoder",
             "paceline.draft.heads.reference:load_runner",
+            "paceline.draft.small.reference:load_decoder",
         ),
     )
 }

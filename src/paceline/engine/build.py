@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from paceline.draft.heads.checkpoint import Head
     from paceline.draft.heads.runner import HeadRunner
     from paceline.draft.options import Loader
+    from paceline.draft.small.checkpoint import SmallModel
     from paceline.engine.config import EngineConfig
     from paceline.model.backend import Decoder
     from paceline.model.gguf_file import FourBit
@@ -59,6 +60,7 @@ class Loaded:
     decoder: Decoder
     tokenizer: Tokenizer
     template: ChatTemplate | None  # None: the model has none, so chat is refused
+    fingerprint: str  # what the model is, see `model/fingerprint.py`
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -88,7 +90,13 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     load_law(config.law)
     model = load_model(resolve(config.model, partial(progress, "fetching") if progress else None))
     decoder = _decoder(model, config, progress)
-    return Loaded(_short_name(config.model), decoder, load_tokenizer(model), load_template(model))
+    return Loaded(
+        name=_short_name(config.model),
+        decoder=decoder,
+        tokenizer=load_tokenizer(model),
+        template=load_template(model),
+        fingerprint=model.fingerprint,
+    )
 
 
 def assemble(config: EngineConfig, loaded: Loaded, load_drafter: Loader | None = None) -> Built:
@@ -108,7 +116,9 @@ def assemble(config: EngineConfig, loaded: Loaded, load_drafter: Loader | None =
         num_pages=num_pages,
         vocabulary=loaded.vocabulary,
         law_needs_probs=law.needs_probs,
+        fingerprint=loaded.fingerprint,
         run_head=partial(_run_head, config, loaded.decoder),
+        run_small=partial(_run_small, config, loaded.decoder),
     )
     load_drafter = load_drafter or partial(_load_drafter, config)
     drafters = [drafter.build(target, load_drafter) for drafter in asked.configs]
@@ -165,6 +175,10 @@ def _load_drafter(config: EngineConfig, name: str) -> DraftWeights:
 
 def _run_head(config: EngineConfig, target: Decoder, head: Head) -> HeadRunner:
     return config.backend_spec.load_head()(head, target)
+
+
+def _run_small(config: EngineConfig, target: Decoder, small: SmallModel) -> Decoder:
+    return config.backend_spec.load_small()(small, target)
 
 
 # What the banner says ----------------------------------------------------------------------------

@@ -75,6 +75,7 @@ class NativeDecoder:
         self.weight_type, self.kv_type = weight_type, kv_type
         table_type = _TABLE_TYPES.get(weight_type, weight_type)
         self.embed = pack(weights, "embed", table_type)
+        self.head = self.embed if config.tie_embeddings else pack(weights, "head", table_type)
         factors = weights["rope_factors"] if config.rope.scaling == "factors" else None
         self._decoder = kernels.Decoder(
             vocab=config.vocab_size,
@@ -86,7 +87,7 @@ class NativeDecoder:
             norm_eps=config.norm_eps,
             team=team,
             embed=self.embed,
-            head=self.embed if config.tie_embeddings else pack(weights, "head", table_type),
+            head=self.head,
             final_norm=as_float32(weights["final_norm"]),
             inverse_frequencies=inverse_frequencies(config.rope, config.head_dim, factors),
             layers=[pack_layer(i, layer_shapes(config), weights, weight_type) for i in range(config.num_layers)],

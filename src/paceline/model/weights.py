@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from paceline.core.errors import BadModelFile, ModelNotFound
 from paceline.model import gguf_model, hf
 from paceline.model.config import ModelConfig, tensor_shapes
+from paceline.model.fingerprint import fingerprint
 from paceline.model.gguf_file import FourBit, GgufTensor, open_gguf
 from paceline.model.pull import resolve
 from paceline.model.template import ChatTemplate
@@ -76,6 +77,11 @@ class LoadedModel:
     config: ModelConfig
     weights: Mapping[str, NDArray[floating]]  # canonical name -> tensor, shapes as `tensor_shapes(config)`
     text: TextSource
+
+    @property
+    def fingerprint(self) -> str:
+        """What the model is, whatever file it came from; reads one small tensor."""
+        return fingerprint(self.config, self.weights["final_norm"])
 
 
 def load_tokenizer(model: LoadedModel) -> Tokenizer:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from paceline.model.decoder import rms_norm
 from paceline.train.drafts import Bounds
 from paceline.train.features import SCALE
 from paceline.train.loss import Wanted
@@ -33,7 +32,6 @@ class Batch:
     tapped: torch.Tensor  # [n, tapped_size] float32 the target's hidden states
     wanted: Wanted  # the target's distribution behind every token of an answer
     rows: torch.Tensor  # [n] int64 the row of `wanted` of each token of an answer
-    best: torch.Tensor  # [n] int64 draft id of the target's most likely next token, -1 if it has none
 
 
 class Batcher:
@@ -46,11 +44,9 @@ class Batcher:
         self._texts = texts
         self._store = store
         self._device = target.embed.device
-        self._final_norm, self._eps = target.final_norm, target.config.norm_eps
-        self._head = target.head[torch.from_numpy(vocabulary).to(self._device)]
-        draft_ids = np.full(target.config.vocab_size, -1, np.int64)
-        draft_ids[vocabulary] = np.arange(len(vocabulary))
-        self._draft_ids = draft_ids
+        draft_ids = torch.full((target.config.vocab_size,), -1)
+        draft_ids[torch.from_numpy(vocabulary)] = torch.arange(len(vocabulary))
+        self._draft_ids = draft_ids.to(self._device)
 
     def lengths(self) -> list[int]:
         """Return the tokens of every text."""
@@ -65,19 +61,16 @@ class Batcher:
         starts = [end - len(t) for end, t in zip(ends, texts, strict=True)]
         bounds = [Bounds(s, s + t.prompt_len, e) for s, t, e in zip(starts, texts, ends, strict=True)]
         answered = np.concatenate([np.arange(b.answer, b.end) for b in bounds])
-        states = self._tensor(np.concatenate([f.states for f in features])).float() / SCALE  # exact
-        final = rms_norm(states[self._tensor(answered), -1], self._final_norm, self._eps)
-        log_sum = self._tensor(np.concatenate([f.log_sum for f in features])[answered])
         rows = np.zeros(ends[-1], np.int64)
         rows[answered] = np.arange(len(answered))
-        best = self._draft_ids[np.concatenate([f.best for f in features])]
+        states = self._tensor(np.concatenate([f.states for f in features]))
+        ids = self._draft_ids[self._tensor(np.concatenate([f.top_ids for f in features]))]
         return Batch(
             token_ids=self._tensor(np.concatenate([t.token_ids for t in texts])),
             bounds=tuple(bounds),
-            tapped=states[:, :-1].flatten(1),
-            wanted=Wanted.of((final @ self._head.T).sub_(log_sum[:, None]).exp_()),
+            tapped=(states.float() / SCALE).flatten(1),  # exact
+            wanted=Wanted.of(ids, self._tensor(np.concatenate([f.top_probs for f in features])).float()),
             rows=self._tensor(rows),
-            best=self._tensor(best),
         )
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:

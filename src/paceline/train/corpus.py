@@ -35,6 +35,11 @@ class Text:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def answer_len(self) -> int:
+        """Tokens of the answer."""
+        return len(self.token_ids) - self.prompt_len
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Corpus:

@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import save_file
 
 from paceline.core.errors import PacelineError
-from paceline.model.decoder import rms_norm
 from paceline.model.safetensors_file import open_safetensors
 from paceline.train.corpus import packs
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from numpy import float16, float32, int32
+    from numpy import float16, int32
     from numpy.typing import NDArray
 
     from paceline.train.corpus import Text
@@ -33,8 +32,8 @@ if TYPE_CHECKING:
     Progress = Callable[[int, int], None]  # tokens done, tokens in all
 
 SHARD_TOKENS = 1 << 15
-PASS_TOKENS = 1024
-LOGIT_ROWS = 256
+PASS_TOKENS = 512  # of one pass of the target; it has a row of logits for each token of an answer
+TOP = 64  # most likely tokens that are kept of each distribution
 # Hidden states reach tens of thousands; 16 bits end at 65504. A power of two costs no precision.
 SCALE = 1 / 16
 
@@ -43,25 +42,32 @@ SCALE = 1 / 16
 class Features:
     """What is known of one text; views of files."""
 
-    states: NDArray[float16]  # [num_tokens, num_taps, hidden], times SCALE; the last tap is the final hidden state
-    best: NDArray[int32]  # [num_tokens] the target's most likely next token, of answer tokens only
-    log_sum: NDArray[float32]  # [num_tokens] log of the sum of all exponentiated logits, of answer tokens only
+    states: NDArray[float16]  # [num_tokens, num_taps, hidden], times SCALE
+    top_ids: NDArray[int32]  # [num_answer_tokens, TOP] what the target would write next, the most likely first
+    top_probs: NDArray[float16]  # [num_answer_tokens, TOP]
 
 
 class FeatureStore:
     """The features of some texts by number."""
 
-    def __init__(self, target: Target, taps: Sequence[int], texts: Sequence[Text], folder: Path) -> None:
-        """taps: of the head; the final hidden state comes behind them."""
-        self.taps = (*taps, target.config.num_layers)
-        self._target = target
+    def __init__(
+        self, target: Target, taps: Sequence[int], texts: Sequence[Text], folder: Path, read_as: str = "int8"
+    ) -> None:
+        """read_as: which numbers the target reads the texts with; those of others differ a little."""
+        self.taps = tuple(taps)
+        self._common = f"{target.fingerprint()} {self.taps} {read_as} {SCALE} {TOP}"
         self._texts = texts
         self._folder = folder
         self._shards = list(packs(range(len(texts)), [len(t) for t in texts], SHARD_TOKENS))
         self._place = {
-            number: (shard, offset)
+            number: (shard, *offsets)
             for shard, numbers in enumerate(self._shards)
-            for number, offset in zip(numbers, _offsets([len(texts[n]) for n in numbers]), strict=True)
+            for number, *offsets in zip(
+                numbers,
+                _offsets([len(texts[n]) for n in numbers]),
+                _offsets([texts[n].answer_len for n in numbers]),
+                strict=True,
+            )
         }
         self._paths = self._shard_paths()
         self._open: dict[int, Features] = {}
@@ -79,7 +85,7 @@ class FeatureStore:
             tensors = []
             for numbers in packs(self._shards[shard], [len(t) for t in self._texts], PASS_TOKENS):
                 texts = [self._texts[n] for n in numbers]
-                tensors.append(self._features(read, texts))
+                tensors.append(_features(read, texts))
                 done += sum(map(len, texts))
                 progress(done, sum(sizes))
             joined = {name: torch.cat([t[name] for t in tensors]) for name in tensors[0]}
@@ -88,41 +94,36 @@ class FeatureStore:
             partial.replace(self._paths[shard])
 
     def __getitem__(self, number: int) -> Features:
-        shard, offset = self._place[number]
+        shard, offset, answer = self._place[number]
         if shard not in self._open:
             self._open[shard] = _mapped(self._paths[shard])
-        whole, rows = self._open[shard], slice(offset, offset + len(self._texts[number]))
-        return Features(whole.states[rows], whole.best[rows], whole.log_sum[rows])
+        whole, text = self._open[shard], self._texts[number]
+        rows = slice(answer, answer + text.answer_len)
+        return Features(whole.states[offset : offset + len(text)], whole.top_ids[rows], whole.top_probs[rows])
 
     def _shard_paths(self) -> list[Path]:
-        common = f"{self._target.fingerprint()} {self.taps} {SCALE}"
         paths = []
         for shard, numbers in enumerate(self._shards):
-            digest = hashlib.sha256(common.encode())
+            digest = hashlib.sha256(self._common.encode())
             for number in numbers:
                 digest.update(f"{self._texts[number].prompt_len} ".encode())
                 digest.update(self._texts[number].token_ids.tobytes())
             paths.append(self._folder / f"{shard:05}-{digest.hexdigest()[:20]}.safetensors")
         return paths
 
-    @torch.inference_mode()
-    def _features(self, read: Reader, texts: Sequence[Text]) -> dict[str, torch.Tensor]:
-        states = read([t.token_ids for t in texts])
-        stored = (states * SCALE).to(torch.float16)
-        if not stored.isfinite().all():
-            raise PacelineError(
-                f"the target's hidden states reach {float(states.abs().max()):.3g}, too much for 16 bits, or are "
-                "not finite; such a target cannot be trained for yet"
-            )
-        answered = np.concatenate([np.arange(len(t)) >= t.prompt_len for t in texts])
-        best = torch.zeros(len(states), dtype=torch.int32)
-        log_sum = torch.zeros(len(states))
-        for rows in torch.split(torch.from_numpy(np.flatnonzero(answered)), LOGIT_ROWS):
-            final = rms_norm(states[rows, -1], self._target.final_norm, self._target.config.norm_eps)
-            logits = final @ self._target.head.T
-            best[rows] = logits.argmax(-1).to("cpu", torch.int32)
-            log_sum[rows] = logits.logsumexp(-1).cpu()
-        return {"states": stored.cpu(), "best": best, "log_sum": log_sum}
+
+@torch.inference_mode()
+def _features(read: Reader, texts: Sequence[Text]) -> dict[str, torch.Tensor]:
+    seen = read(texts)
+    stored = (seen.states * SCALE).to(torch.float16)
+    if not stored.isfinite().all():
+        raise PacelineError(
+            f"the target's hidden states reach {float(seen.states.abs().max()):.3g}, too much for 16 bits, or are "
+            "not finite; such a target cannot be trained for yet"
+        )
+    top, ids = seen.logits.topk(min(TOP, seen.logits.shape[1]), dim=-1)
+    probs = (top - seen.logits.logsumexp(-1, keepdim=True)).exp_().to(torch.float16)
+    return {"states": stored.cpu(), "top_ids": ids.to("cpu", torch.int32), "top_probs": probs.cpu()}
 
 
 def _offsets(sizes: Sequence[int]) -> list[int]:
@@ -132,7 +133,7 @@ def _offsets(sizes: Sequence[int]) -> list[int]:
 def _mapped(path: Path) -> Features:
     """Map a shard into memory."""
     stored = open_safetensors(path)
-    types = {"states": "<f2", "best": "<i4", "log_sum": "<f4"}
+    types = {"states": "<f2", "top_ids": "<i4", "top_probs": "<f2"}
     arrays = {
         name: np.memmap(path, kind, "r", stored[name].start, stored[name].shape) for name, kind in types.items()
     }

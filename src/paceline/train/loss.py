@@ -11,23 +11,28 @@ if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
 
 ROWS = 256  # at a time: their logits stay in the processor's cache
+TINY = 1e-30  # of a sum that may be nothing
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wanted:
-    """The target's probabilities of the draft tokens, at some places.
+    """The target's probabilities of the draft tokens, at some places, of those that it would write at all.
 
     What it gives to other tokens is missing from their sum, so that a place counts as much as the draft vocabulary
     covers of it.
     """
 
-    probs: torch.Tensor  # [num, draft_vocab]
+    ids: torch.Tensor  # [num, top] int64 draft tokens, no two alike but for those without probability
+    probs: torch.Tensor  # [num, top]
     entropies: torch.Tensor  # [num] the sums of -p log p
+    best: torch.Tensor  # [num] int64 the target's most likely token, -1 if it is no draft token
 
     @classmethod
-    def of(cls, probs: torch.Tensor) -> Wanted:
-        """Compute the entropies."""
-        return cls(probs, torch.special.entr(probs).sum(-1))
+    def of(cls, ids: torch.Tensor, probs: torch.Tensor) -> Wanted:
+        """ids: the most likely first; -1 where a token is no draft token."""
+        known = ids >= 0
+        probs = probs * known
+        return cls(ids * known, probs, torch.special.entr(probs).sum(-1), ids[:, 0])
 
 
 def divergence(
@@ -38,33 +43,43 @@ def divergence(
     q is the softmax of `guesses` [m, width] times `head` [draft_vocab, width], p a row of `wanted`: which, `rows`
     [m] says.
     """
-    crossed, best = _CrossEntropy.apply(guesses, head, wanted.probs, rows)  # type: ignore[no-untyped-call]
+    crossed, best = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        guesses, head, wanted.ids[rows], wanted.probs[rows]
+    )
     return crossed - wanted.entropies[rows].sum(), best
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Sum of -p log q; computes gradients along the way."""
+    """Sum of -p log q; computes gradients along the way.
+
+    The gradient of a row's logits is mass * q - p, with q = e / sum(e). It is computed as a multiple of
+    e - p * sum(e) / mass, so that the only things done to whole rows are the maximum, the exponential and the sum.
+    """
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, guesses: torch.Tensor, head: torch.Tensor, probs: torch.Tensor, rows: torch.Tensor
+        ctx: FunctionCtx, guesses: torch.Tensor, head: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wants_guesses, wants_head = (t.requires_grad for t in (guesses, head))
         total = guesses.new_zeros(())
         of_guesses, of_head = torch.zeros_like(guesses), torch.zeros_like(head) if wants_head else None
-        best = torch.empty_like(rows)
-        for first in range(0, len(rows), ROWS):
+        best = ids.new_empty(len(ids))
+        scratch = guesses.new_empty(min(ROWS, len(guesses)), len(head))
+        for first in range(0, len(guesses), ROWS):
             chunk = slice(first, first + ROWS)
-            given, wanted = guesses[chunk], probs[rows[chunk]]
-            logits = given @ head.T
-            best[chunk] = logits.argmax(-1)
-            mass, log_sum = wanted.sum(-1), logits.logsumexp(-1)
-            total += mass @ log_sum - torch.dot(wanted.view(-1), logits.view(-1))
+            given, wanted, mass = guesses[chunk], probs[chunk], probs[chunk].sum(-1)
+            logits = torch.mm(given, head.T, out=scratch[: len(given)])
+            most, best[chunk] = logits.max(-1)
+            picked = torch.linalg.vecdot(wanted, logits.gather(1, ids[chunk]))
+            powers = logits.sub_(most[:, None]).exp_()
+            sums = powers.sum(-1)
+            total += (mass * (most + sums.log()) - picked).sum()
             if wants_guesses or wants_head:
-                slope = logits.sub_(log_sum[:, None]).exp_().mul_(mass[:, None]).sub_(wanted)
-                torch.mm(slope, head, out=of_guesses[chunk])
+                powers.scatter_add_(1, ids[chunk], wanted * (-sums / mass.clamp(min=TINY))[:, None])
+                share = (mass / sums)[:, None]
+                of_guesses[chunk] = (powers @ head).mul_(share)
                 if of_head is not None:
-                    of_head.addmm_(slope.T, given)
+                    of_head.addmm_(powers.T, given * share)
         ctx.save_for_backward(of_guesses, *([] if of_head is None else [of_head]))
         ctx.mark_non_differentiable(best)
         return total, best

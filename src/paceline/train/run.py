@@ -75,6 +75,7 @@ def run(
                 watch.evaluate(loss)
             if trainer.step % config.save_every == 0 or trainer.step == config.steps:
                 save_checkpoint(folder, trainer, settings)
+                write_drafter(folder, recipe, kind)  # so that a run that is stopped here leaves one behind
             update(trainer.step, config.steps, f"loss {loss:.3f} {watch.note}")
     write_drafter(folder, recipe, kind)
     write_json(folder / "provenance.json", _provenance(settings, material, folder))

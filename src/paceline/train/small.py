@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from paceline.core.errors import ConfigError
-from paceline.draft.small import SHARED
+from paceline.draft.small.checkpoint import SHARED
 from paceline.model import hf
 from paceline.model.config import layer_shapes
 from paceline.model.decoder import ACTIVATIONS, linear, rms_norm
@@ -66,7 +66,7 @@ class SmallRecipe:
         return [normed[depth.anchors + number] for number, depth in enumerate(depths)]
 
     def export(self) -> tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]:
-        """Return a folder that `draft/small.py` reads, see `Recipe`."""
+        """Return a folder that `draft/small` reads, see `Recipe`."""
         c = self._target.config
         values = {
             "architectures": ["LlamaForCausalLM"],

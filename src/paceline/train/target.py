@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from paceline.core.nouns import PAGE_TOKENS
+from paceline.core.nouns import PAGE_TOKENS, Choose
+from paceline.core.params import SamplingParams
+from paceline.model import native
+from paceline.model.backend import num_cores
 from paceline.model.decoder import ReferenceDecoder
 from paceline.model.packed import Packed
 from paceline.model.weights import load_model
@@ -17,11 +20,9 @@ from paceline.model.weights import load_model
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy import int64
-    from numpy.typing import NDArray
-
     from paceline.model.config import ModelConfig
     from paceline.model.weights import LoadedModel
+    from paceline.train.corpus import Text
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,41 +60,69 @@ def _tensor(model: LoadedModel, name: str, device: torch.device) -> torch.Tensor
     return torch.as_tensor(model.weights[name]).to(device=device, dtype=torch.float32)
 
 
-class Reader(Protocol):
-    """Computes hidden states; the one place where training meets whatever executes the target."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """What the target makes of some texts, their tokens one after another."""
 
-    def __call__(self, texts: Sequence[NDArray[int64]]) -> torch.Tensor:
-        """Return the states of all tokens of all texts, one after another: [num_tokens, num_taps, hidden]."""
+    states: torch.Tensor  # [num_tokens, num_taps, hidden] float32
+    logits: torch.Tensor  # [num_answer_tokens, vocab] float32 of what follows each token of the answers
+
+
+class Reader(Protocol):
+    """Runs the target; the one place where training meets whatever executes it."""
+
+    def __call__(self, texts: Sequence[Text]) -> Reading:
+        """Return what the target makes of texts. Tap i is the residual stream after i layers."""
         ...
 
 
-def reference_reader(target: Target, taps: Sequence[int]) -> Reader:
-    """Return a reader that runs the target in float32; tap i is the residual stream after i layers."""
-    decoder = ReferenceDecoder(target.config, target.model.weights, torch.float32, target.embed.device)
+def native_reader(
+    target: Target, taps: Sequence[int], weight_type: str = "int8", threads: int | None = None
+) -> Reader:
+    """Return a reader that runs the target as it will be served: compiled kernels, weights of a type of theirs."""
+    decoder = native.load_decoder(target.config, target.model.weights, weight_type, "i16", threads or num_cores())
     wanted = tuple(dict.fromkeys(taps))
+    choose = Choose("logits", SamplingParams())
 
-    def read(texts: Sequence[NDArray[int64]]) -> torch.Tensor:
+    def read(texts: Sequence[Text]) -> Reading:
         packed = _packed(texts)
-        _, tapped = decoder.forward(packed, decoder.new_kv(int(packed.pages.max()) + 1), taps=wanted)
-        return torch.stack([tapped[tap] for tap in taps], 1)
+        kv = decoder.new_kv(int(packed.pages.max()) + 1)
+        chosen = decoder.run(packed, kv, [choose] * len(packed.wanted), taps=wanted)
+        logits = np.empty((0, target.config.vocab_size), np.float32) if chosen.logits is None else chosen.logits
+        states = np.stack([chosen.taps[tap] for tap in taps], 1)
+        return Reading(torch.from_numpy(states), torch.from_numpy(logits))
 
     return read
 
 
-def _packed(texts: Sequence[NDArray[int64]]) -> Packed:
-    """Lay texts out as the rows of one pass, each with pages of its own."""
-    lengths = np.array([len(ids) for ids in texts])
+def reference_reader(target: Target, taps: Sequence[int]) -> Reader:
+    """Return a reader that runs the target in float32, on any device."""
+    decoder = ReferenceDecoder(target.config, target.model.weights, torch.float32, target.embed.device)
+    wanted = tuple(dict.fromkeys(taps))
+
+    def read(texts: Sequence[Text]) -> Reading:
+        packed = _packed(texts)
+        hidden, tapped = decoder.forward(packed, decoder.new_kv(int(packed.pages.max()) + 1), taps=wanted)
+        return Reading(torch.stack([tapped[tap] for tap in taps], 1), decoder.logits(hidden))
+
+    return read
+
+
+def _packed(texts: Sequence[Text]) -> Packed:
+    """Lay texts out as the rows of one pass, each with pages of its own; wanted are the tokens of answers."""
+    lengths = np.array([len(text) for text in texts])
     num_pages = -(-lengths // PAGE_TOKENS)
     firsts = np.cumsum(num_pages) - num_pages
     pages = np.zeros((len(texts), int(num_pages.max())), np.int64)
     for row, (first, count) in enumerate(zip(firsts, num_pages, strict=True)):
         pages[row, :count] = first + np.arange(count)
     positions = np.concatenate([np.arange(length) for length in lengths])
+    prompt_lens = np.repeat([text.prompt_len for text in texts], lengths)
     return Packed(
-        token_ids=np.concatenate(texts),
+        token_ids=np.concatenate([text.token_ids for text in texts]),
         positions=positions,
         slots=np.repeat(firsts * PAGE_TOKENS, lengths) + positions,
         cu_len=np.concatenate([[0], np.cumsum(lengths)]),
         pages=pages,
-        wanted=np.empty(0, np.int64),
+        wanted=np.flatnonzero(positions >= prompt_lens),
     )

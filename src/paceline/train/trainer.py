@@ -162,9 +162,9 @@ def evaluate(recipe: Recipe, config: TrainConfig, batcher: Batcher, numbers: Seq
         depths = plan_drafts(batch.bounds, config.eval_steps, 1.0, 0, batch.token_ids.device)
         alive = torch.ones(len(depths[0].anchors), dtype=torch.bool, device=batch.token_ids.device)
         for number, (depth, guesses) in enumerate(zip(depths, recipe.guess(batch, depths), strict=True)):
-            entries = depth.anchors + number
-            total, best = divergence(guesses, recipe.head, batch.wanted, batch.rows[entries])
-            agrees = best == batch.best[entries]
+            rows = batch.rows[depth.anchors + number]
+            total, best = divergence(guesses, recipe.head, batch.wanted, rows)
+            agrees = best == batch.wanted.best[rows]
             alive = alive[depth.kept] & agrees
             diverged += float(total) if number == 0 else 0.0
             for sums, value in ((agreed, agrees), (accepted, alive)):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from paceline.core.errors import ConfigError, DrafterMismatch
+from paceline.core.errors import DrafterMismatch
 from paceline.core.nouns import NO_DRAFT, Draft
 from paceline.draft.chains import Chain, draft_in_turn, extend, share_out
 from paceline.draft.drafter import MAX_K, Needs
@@ -24,12 +24,14 @@ from paceline.draft.heads.checkpoint import load_head
 from paceline.draft.heads.config import EAGLE3, PEAGLE, head_shapes, read_config
 from paceline.draft.heads.features import FeatureStore
 from paceline.draft.options import bounded
+from paceline.draft.shipped import shipped_folder
 from paceline.model.choosing import pick
 from paceline.model.hf import read_json
 from paceline.model.pull import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from numpy import float32, floating
     from numpy.typing import NDArray
@@ -39,25 +41,25 @@ if TYPE_CHECKING:
     from paceline.draft.heads.checkpoint import Head
     from paceline.draft.options import Loader
     from paceline.model.backend import Chosen
-    from paceline.model.config import ModelConfig
     from paceline.model.packed import Packed
     from paceline.model.rows import Span
+    from paceline.model.weights import LoadedModel
 
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Config:
-    """`eagle3:model=FOLDER`, with `k` drafts per step."""
+    """`eagle3` or `eagle3:model=FOLDER`, with `k` drafts per step."""
 
     name: ClassVar[str] = EAGLE3.name
     k: int = 4
-    model: str = ""  # folder or Hugging Face id of the head
+    model: str | None = None  # folder or Hugging Face id of the head; None: the one that ships for the target
 
     def __post_init__(self) -> None:
-        _check_options(self)
+        bounded(self, "k", 1, MAX_K)
 
-    def num_weights(self, target: ModelConfig) -> int:
+    def num_weights(self, target: LoadedModel) -> int:
         """Return the size of the head; an embedding of its own is not counted."""
-        return _num_weights(self.model, target)
+        return _num_weights(self, target)
 
     def build(self, target: Target, load: Loader) -> Eagle3Drafter:
         """Make the drafter. Raises `ModelError`, or `DrafterMismatch` if the head is not the target's."""
@@ -66,18 +68,18 @@ class Eagle3Config:
 
 @dataclass(frozen=True, slots=True)
 class PEagleConfig:
-    """`peagle:model=FOLDER`, with `k` drafts per step."""
+    """`peagle` or `peagle:model=FOLDER`, with `k` drafts per step."""
 
     name: ClassVar[str] = PEAGLE.name
     k: int = 6
-    model: str = ""  # folder or Hugging Face id of the head
+    model: str | None = None  # folder or Hugging Face id of the head; None: the one that ships for the target
 
     def __post_init__(self) -> None:
-        _check_options(self)
+        bounded(self, "k", 1, MAX_K)
 
-    def num_weights(self, target: ModelConfig) -> int:
+    def num_weights(self, target: LoadedModel) -> int:
         """Return the size of the head; an embedding of its own is not counted."""
-        return _num_weights(self.model, target)
+        return _num_weights(self, target)
 
     def build(self, target: Target, load: Loader) -> PEagleDrafter:
         """Make the drafter. Raises `ModelError`, or `DrafterMismatch` if the head is not the target's."""
@@ -87,22 +89,22 @@ class PEagleConfig:
 HeadOptions = Eagle3Config | PEagleConfig
 
 
-def _check_options(config: HeadOptions) -> None:
-    bounded(config, "k", 1, MAX_K)
-    if not config.model:
-        raise ConfigError(f"{config.name} wants model=FOLDER, the head that was trained for the target")
-
-
-def _num_weights(model: str, target: ModelConfig) -> int:
-    config = read_config(read_json(resolve(model) / "config.json"), target)
+def _num_weights(options: HeadOptions, target: LoadedModel) -> int:
+    folder = _folder(options, target)
+    config = read_config(read_json(folder / "config.json"), target.config)
     return sum(prod(shape) for shape in head_shapes(config).values())
 
 
-def _load(config: HeadOptions, target: Target) -> Head:
-    head = load_head(resolve(config.model), target.decoder.config)
+def _folder(options: HeadOptions, target: Target | LoadedModel) -> Path:
+    return resolve(options.model) if options.model else shipped_folder(options.name, target.fingerprint)
+
+
+def _load(options: HeadOptions, target: Target) -> Head:
+    folder = _folder(options, target)
+    head = load_head(folder, target.decoder.config)
     kind = head.config.algorithm.name
-    if kind != config.name:
-        raise DrafterMismatch(f"{config.model} is a head of another kind; use --draft {kind}:model={config.model}")
+    if kind != options.name:
+        raise DrafterMismatch(f"{folder} is a head of another kind; use --draft {kind}:model={folder}")
     return head
 
 
@@ -179,7 +181,7 @@ class _HeadDrafter:
         return {
             "drafter": self.name,
             "k": self._options.k,
-            "model": self._options.model,
+            "model": self._options.model or "ships for this target",
             "taps after layers": " ".join(map(str, c.taps)),
             "tokens": c.draft_vocab_size,
             "weights": f"{self._head.weight_bytes / 2**20:.1f} MiB",

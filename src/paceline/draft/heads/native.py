@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from paceline import kernels
 from paceline.draft.heads.config import head_shapes
+from paceline.draft.reduced import ReducedVocabulary
 from paceline.model.native import NativeDecoder, as_float32, forward, pack, pack_layer
 from paceline.model.rope import inverse_frequencies
 
@@ -43,11 +43,8 @@ class NativeHead:
         self._norms = {name: as_float32(w) for name, w in head.weights.items() if name in _norm_names(head.config)}
         self._fc = pack(head.weights, "fc", weight_type)
         self._embed = pack(head.weights, "embed", weight_type) if "embed" in head.weights else target.embed
-        order = np.argsort(head.token_ids)  # so that of equal logits the lowest of the target's ids comes first
-        self._token_ids: NDArray[int64] | None = head.token_ids[order]  # None: they are the target's
-        if len(order) == target.config.vocab_size:  # a map of all tokens is a rearrangement, undone by the order
-            self._token_ids = None
-        self._decoder = self._pack(head, order, weight_type)
+        self._vocabulary = ReducedVocabulary(head.token_ids, target.config.vocab_size)
+        self._decoder = self._pack(head, self._vocabulary.order, weight_type)
 
     def _pack(self, head: Head, order: NDArray[int64], weight_type: str) -> kernels.Decoder:
         c = head.config.layers
@@ -105,7 +102,7 @@ class NativeHead:
             self._decoder,
             packed,
             kv,
-            chooses if self._token_ids is None else [_as_logits(choose) for choose in chooses],
+            self._vocabulary.ask(chooses),
             vocab=c.draft_vocab_size,
             num_layers=last,
             taps=(last,),
@@ -113,20 +110,11 @@ class NativeHead:
         )
         hidden = chosen.taps[last][packed.wanted]
         fed_back = self._norm("norm", hidden) if c.norm_output else hidden
-        return (chosen if self._token_ids is None else self._spread(chosen, self._token_ids)), fed_back
+        return self._vocabulary.spread(chosen), fed_back
 
     def _norm(self, name: str, rows: NDArray[float32]) -> NDArray[float32]:
         squares = np.square(rows).mean(axis=1, keepdims=True)
         return as_float32(rows / np.sqrt(squares + self.config.layers.norm_eps) * self._norms[name])
-
-    def _spread(self, chosen: Chosen, token_ids: NDArray[int64]) -> Chosen:
-        """Turn a choice among the head's own tokens into one among the target's."""
-        ids = np.where(chosen.token_ids >= 0, token_ids[chosen.token_ids], chosen.token_ids)
-        if chosen.logits is None:
-            return replace(chosen, token_ids=ids)
-        logits = np.full((len(chosen.logits), self._target.config.vocab_size), -np.inf, np.float32)
-        logits[:, token_ids] = chosen.logits
-        return replace(chosen, token_ids=ids, logits=logits)
 
 
 def _norm_names(config: HeadConfig) -> set[str]:
@@ -138,8 +126,3 @@ def _layer_shapes(config: HeadConfig, index: int) -> dict[str, tuple[int, ...]]:
     """Return the tensors of one layer by short name."""
     prefix = f"layers.{index}."
     return {n.removeprefix(prefix): s for n, s in head_shapes(config).items() if n.startswith(prefix)}
-
-
-def _as_logits(choose: Choose) -> Choose:
-    """Leave all but the largest logit to whoever knows the target's ids: noise and edits go by these."""
-    return choose if choose.kind == "argmax" else replace(choose, kind="logits", edits=None)

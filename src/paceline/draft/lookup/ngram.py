@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from paceline.core.nouns import Batch, Plan, Request, Scores, Verdict
     from paceline.draft.drafter import Target
     from paceline.draft.options import Loader
-    from paceline.model.config import ModelConfig
     from paceline.model.rows import Rows
+    from paceline.model.weights import LoadedModel
 
 MAX_MATCH = 64
 
@@ -45,7 +45,7 @@ class NgramConfig:
         bounded(self, "max", 1, MAX_MATCH)
         bounded(self, "min", 1, self.max)
 
-    def num_weights(self, target: ModelConfig) -> int:
+    def num_weights(self, target: LoadedModel) -> int:
         """None."""
         return 0
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from paceline.draft.drafter import Target
     from paceline.draft.options import Loader
     from paceline.kernels import TextIndex
-    from paceline.model.config import ModelConfig
     from paceline.model.rows import Rows
+    from paceline.model.weights import LoadedModel
 
 MAX_MATCH = 64
 MOST_SHARED_TOKENS = 1 << 26
@@ -63,7 +63,7 @@ class SuffixConfig:
         bounded(self, "share", 0.0, 1.0)
         bounded(self, "shared", 0, MOST_SHARED_TOKENS)
 
-    def num_weights(self, target: ModelConfig) -> int:
+    def num_weights(self, target: LoadedModel) -> int:
         """None."""
         return 0
 

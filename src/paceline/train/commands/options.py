@@ -14,23 +14,22 @@ from paceline.train.export import KINDS
 from paceline.train.features import FeatureStore
 from paceline.train.progress import progress
 from paceline.train.run import Material
-from paceline.train.target import load_target, reference_reader
+from paceline.train.target import load_target, native_reader, reference_reader
 from paceline.train.trainer import TrainConfig
 from paceline.train.vocabulary import choose_vocabulary
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
+    from collections.abc import Sequence
 
-    from paceline.train.target import Target
+    from paceline.train.corpus import Text
+    from paceline.train.target import Reader, Target
 
 
-def add_training(parser: ArgumentParser) -> None:
-    """Add the options of a run."""
+def add_data(parser: ArgumentParser) -> None:
+    """Add the options of everything that reads the data."""
     parser.add_argument(
         "--data", required=True, metavar="DIR", type=Path, help="answers, as `paceline train data` wrote them"
-    )
-    parser.add_argument(
-        "--out", required=True, metavar="DIR", type=Path, help="the drafter's folder; a run resumes there"
     )
     parser.add_argument("--model", default="default", metavar="default|PATH|ID", help="the target")
     parser.add_argument(
@@ -39,10 +38,26 @@ def add_training(parser: ArgumentParser) -> None:
         type=Path,
         help="where hidden states are kept (default: DIR of --data/features)",
     )
+    parser.add_argument(
+        "--weights",
+        default="int8",
+        choices=("int8", "int4", "bf16", "f32"),
+        help="of the target while it reads the texts, best as it will be served; f32 with --device cuda",
+    )
+    parser.add_argument("--max-len", type=int, default=1024, metavar="N", help="tokens of a text; the rest is cut")
+    parser.add_argument("--threads", type=int, metavar="N", help="of the processor (default: all cores)")
+    parser.add_argument("--device", default="cpu", metavar="cpu|cuda", help="where to compute")
+
+
+def add_training(parser: ArgumentParser) -> None:
+    """Add the options of a run."""
+    add_data(parser)
+    parser.add_argument(
+        "--out", required=True, metavar="DIR", type=Path, help="the drafter's folder; a run resumes there"
+    )
     parser.add_argument("--epochs", type=float, default=3.0, metavar="E", help="passes over the data")
     parser.add_argument("--steps", type=int, metavar="N", help="steps, in place of --epochs")
     parser.add_argument("--batch-tokens", type=int, default=2048, metavar="N", help="tokens of a step")
-    parser.add_argument("--max-len", type=int, default=1024, metavar="N", help="tokens of a text; the rest is cut")
     parser.add_argument("--lr", type=float, default=1e-3, metavar="LR", help="the highest learning rate")
     parser.add_argument("--vocab", type=int, default=8192, metavar="N", help="tokens the drafter can write")
     parser.add_argument("--held-out", type=float, default=0.03, metavar="SHARE", help="of the prompts")
@@ -51,8 +66,15 @@ def add_training(parser: ArgumentParser) -> None:
     parser.add_argument("--save-every", type=int, default=100, metavar="N", help="steps")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of first weights, order and dropping")
     parser.add_argument("--type", default="fp16", choices=KINDS, help="of the numbers in the drafter's files")
-    parser.add_argument("--threads", type=int, metavar="N", help="of the processor (default: all cores)")
-    parser.add_argument("--device", default="cpu", metavar="cpu|cuda", help="where to train")
+
+
+def add_reading(parser: ArgumentParser) -> None:
+    """Add the options of drafters that read hidden states."""
+    parser.add_argument(
+        "--taps",
+        metavar="I,J,...",
+        help="after which of the target's layers to look (default: 2, half, last but 3)",
+    )
 
 
 def add_depths(parser: ArgumentParser, num_steps: int) -> None:
@@ -64,11 +86,7 @@ def add_depths(parser: ArgumentParser, num_steps: int) -> None:
     parser.add_argument(
         "--decay", type=float, default=0.8, metavar="X", help="weight of a depth against the one before"
     )
-    parser.add_argument(
-        "--taps",
-        metavar="I,J,...",
-        help="after which of the target's layers to look (default: 2, half, last but 3)",
-    )
+    add_reading(parser)
 
 
 def open_target(args: Namespace) -> Target:
@@ -99,10 +117,27 @@ def gather(args: Namespace, target: Target, taps: tuple[int, ...]) -> Material:
     vocabulary, coverage = choose_vocabulary(
         (corpus.texts[n] for n in training), target.config.vocab_size, args.vocab
     )
-    store = FeatureStore(target, taps, corpus.texts, args.features or args.data / "features")
-    with progress("hidden states, tokens") as update:
-        store.compute(lambda: reference_reader(target, store.taps), lambda done, total: update(done, total, ""))
+    store = features_of(args, target, taps, corpus.texts)
     return Material(target, corpus, training, held_out, store, vocabulary, coverage)
+
+
+def features_of(args: Namespace, target: Target, taps: tuple[int, ...], texts: Sequence[Text]) -> FeatureStore:
+    """Return what the target makes of texts, after computing what is missing of it."""
+    store = FeatureStore(target, taps, texts, args.features or args.data / "features", _read_as(args))
+    with progress("hidden states, tokens") as update:
+        store.compute(lambda: _reader(args, target, taps), lambda done, total: update(done, total, ""))
+    return store
+
+
+def _read_as(args: Namespace) -> str:
+    """Return the type of the target's weights while it reads: compiled kernels are there for processors only."""
+    return str(args.weights) if args.device == "cpu" else "f32"
+
+
+def _reader(args: Namespace, target: Target, taps: tuple[int, ...]) -> Reader:
+    if args.device == "cpu":
+        return native_reader(target, taps, _read_as(args), args.threads)
+    return reference_reader(target, taps)
 
 
 def train_config(args: Namespace, material: Material, **changes: float) -> TrainConfig:

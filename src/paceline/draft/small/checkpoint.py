@@ -7,6 +7,7 @@ which tokens it was trained to write, as in a draft head.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,30 +18,46 @@ from paceline.model.safetensors_file import join_scales
 from paceline.model.weights import canonical_names, choose_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from numpy import floating, int64
     from numpy.typing import NDArray
 
+    from paceline.model.backend import Decoder
     from paceline.model.config import ModelConfig
+    from paceline.model.safetensors_file import StoredTensor
+
+    LoadSmallDecoder = Callable[["SmallModel", Decoder], Decoder]  # from the target's: both share its tables
 
 SHARED = ("embed", "head")
+VOCABULARY_TENSORS = ("d2t", "t2d")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SmallModel:
-    """What a decoder is made of."""
+    """What a decoder beside the target's is made of."""
 
     config: ModelConfig
-    weights: Mapping[str, NDArray[floating]]  # as `tensor_shapes(config)`, the target's tables among them
+    weights: Mapping[str, NDArray[floating]]  # as `tensor_shapes(config)`, but for the target's tables
     token_ids: NDArray[int64]  # [draft_vocab] the tokens it can write, ascending
 
 
-def load_small(folder: Path, target: ModelConfig, target_weights: Mapping[str, NDArray[floating]]) -> SmallModel:
+def shares_tables(folder: Path) -> bool:
+    """Tell whether a local folder is such a draft model. Raises `BadModelFile`."""
+    path = folder / "config.json"
+    return path.is_file() and "shares" in hf.read_json(path)
+
+
+def num_small_weights(folder: Path) -> int:
+    """Return how many weights a folder brings. Raises `BadModelFile`, `ModelNotFound`."""
+    return sum(prod(t.shape) for name, t in hf.stored_tensors(folder).items() if name not in VOCABULARY_TENSORS)
+
+
+def load_small(folder: Path, target: ModelConfig) -> SmallModel:
     """Read a folder. Raises `BadModelFile`, `DrafterMismatch`, `ModelNotFound`, `UnsupportedModel`."""
     values = hf.read_json(folder / "config.json")
-    config = hf.config_from_json(values)
+    config = replace(hf.config_from_json(values), tie_embeddings=target.tie_embeddings)
     if values.get("shares") != list(SHARED):
         raise BadModelFile(f"{folder}: shares = {str(values.get('shares'))[:80]}; known: {list(SHARED)}")
     ours, theirs = (config.vocab_size, config.hidden_size), (target.vocab_size, target.hidden_size)
@@ -53,12 +70,17 @@ def load_small(folder: Path, target: ModelConfig, target_weights: Mapping[str, N
     own = replace(config, tie_embeddings=True)
     names = canonical_names(own, hf.MODEL_NAMES, hf.LAYER_NAMES, hf.LAYER_PREFIX)
     stored = choose_tensors(own, names, join_scales(found), folder, given=SHARED)
-    tables = {name: target_weights[name] for name in SHARED if name in target_weights}
-    weights = {name: tensor.read() for name, tensor in stored.items()} | tables
+    weights = {name: tensor.read() for name, tensor in stored.items()}
+    return SmallModel(config, weights, _token_ids(found, target, folder))
+
+
+def _token_ids(found: Mapping[str, StoredTensor], target: ModelConfig, folder: Path) -> NDArray[int64]:
     if "d2t" not in found:
         raise BadModelFile(f"{folder} lacks the tensor 'd2t'; the download may be incomplete")
     offsets = found["d2t"].read_integers()
-    token_ids = offsets + np.arange(offsets.size)
+    token_ids: NDArray[int64] = offsets + np.arange(offsets.size)
     if offsets.ndim != 1 or not offsets.size or token_ids.min() < 0 or token_ids.max() >= target.vocab_size:
         raise BadModelFile(f"{folder}: 'd2t' leads to tokens that the target does not have")
-    return SmallModel(replace(config, tie_embeddings=target.tie_embeddings), weights, token_ids)
+    if (np.diff(token_ids) <= 0).any():
+        raise BadModelFile(f"{folder}: the tokens of 'd2t' are not in order")
+    return token_ids

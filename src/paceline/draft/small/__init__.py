@@ -1,0 +1,1 @@
+"""Draft models cut from their target, which share its tables."""

@@ -1,0 +1,105 @@
+"""Draft models on the `native` backend: in the same kernels and on the same threads as their target."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline import kernels
+from paceline.draft.reduced import ReducedVocabulary
+from paceline.model.config import layer_shapes
+from paceline.model.native import NativeDecoder, as_float32, forward, pack_layer
+from paceline.model.rope import inverse_frequencies
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy import float32, int64
+    from numpy.typing import NDArray
+
+    from paceline.core.nouns import Choose
+    from paceline.draft.small.checkpoint import SmallModel
+    from paceline.model.backend import KV, Chosen, Decoder
+    from paceline.model.packed import Packed
+
+_TYPES = {"int4": "int8"}  # a draft model is small: four bits would cost more drafts than they save time
+
+
+def load_decoder(small: SmallModel, target: Decoder) -> NativeSmall:
+    """Make a draft model's decoder, see `engine/backends.py`."""
+    assert isinstance(target, NativeDecoder)
+    return NativeSmall(small, target)
+
+
+class NativeSmall:
+    """A `Decoder` over packed layers of its own, the target's embedding, and some rows of the target's head."""
+
+    name = NativeDecoder.name
+
+    def __init__(self, small: SmallModel, target: NativeDecoder) -> None:
+        c = self.config = small.config
+        self._target = target
+        self._vocabulary = ReducedVocabulary(small.token_ids, target.config.vocab_size)
+        self._num_tokens = len(small.token_ids)
+        weight_type = _TYPES.get(target.weight_type, target.weight_type)
+        self._decoder = kernels.Decoder(
+            vocab=c.vocab_size,
+            hidden=c.hidden_size,
+            intermediate=c.intermediate_size,
+            num_heads=c.num_heads,
+            num_kv_heads=c.num_kv_heads,
+            head_dim=c.head_dim,
+            norm_eps=c.norm_eps,
+            team=target.team,
+            embed=target.embed,
+            head=kernels.pack(_rows(target.head, small.token_ids, c.hidden_size), weight_type),
+            final_norm=as_float32(small.weights["final_norm"]),
+            inverse_frequencies=inverse_frequencies(c.rope, c.head_dim),
+            layers=[pack_layer(i, layer_shapes(c), small.weights, weight_type) for i in range(c.num_layers)],
+        )
+
+    def describe(self) -> str:
+        """Return what it is, for the user."""
+        return f"{self.name}, {self._num_tokens} tokens"
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the packed matrices, without the embedding, which is the target's."""
+        return self._decoder.weight_bytes - self._target.embed.num_bytes
+
+    def new_kv(self, num_pages: int, num_layers: int | None = None) -> kernels.KVStore:
+        """Return an empty store of `num_pages` pages for the first `num_layers` layers (all by default)."""
+        c = self.config
+        layers = num_layers or c.num_layers
+        return kernels.KVStore(self._target.kv_type, layers, num_pages, c.num_kv_heads, c.head_dim)
+
+    def run(
+        self,
+        packed: Packed,
+        kv: KV,
+        chooses: Sequence[Choose],
+        *,
+        num_layers: int | None = None,
+        vocab_size: int | None = None,
+        taps: Sequence[int] = (),
+    ) -> Chosen:
+        """Run a pass and choose among its tokens, ids being the target's, see `backend.Decoder`."""
+        assert isinstance(kv, kernels.KVStore)
+        chosen = forward(
+            self._decoder,
+            packed,
+            kv,
+            self._vocabulary.ask(chooses),
+            vocab=self._num_tokens,
+            num_layers=num_layers or self.config.num_layers,
+            taps=taps,
+        )
+        return self._vocabulary.spread(chosen)
+
+
+def _rows(matrix: kernels.Matrix, token_ids: NDArray[int64], width: int) -> NDArray[float32]:
+    rows = np.empty((len(token_ids), width), np.float32)
+    for row, token_id in zip(rows, token_ids.tolist(), strict=True):
+        matrix.row(token_id, row)
+    return rows

@@ -1,0 +1,72 @@
+"""Draft models on the `reference` backend: the readable forward pass over the target's own tables."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline.model.attention import KVStore
+from paceline.model.choosing import choose_from
+from paceline.model.decoder import ReferenceDecoder, to_numpy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.core.nouns import Choose
+    from paceline.draft.small.checkpoint import SmallModel
+    from paceline.model.backend import KV, Chosen, Decoder
+    from paceline.model.packed import Packed
+
+
+def load_decoder(small: SmallModel, target: Decoder) -> ReferenceSmall:
+    """Make a draft model's decoder, see `engine/backends.py`."""
+    assert isinstance(target, ReferenceDecoder)
+    return ReferenceSmall(small, target)
+
+
+class ReferenceSmall:
+    """A `Decoder` in the target's type and on its device, that chooses among some of the target's tokens."""
+
+    name = ReferenceDecoder.name
+
+    def __init__(self, small: SmallModel, target: ReferenceDecoder) -> None:
+        self.config = small.config
+        self._token_ids = torch.from_numpy(small.token_ids).to(target.device)  # [draft_vocab]
+        tables = {"embed": target.embed, "head": target.head[self._token_ids]}
+        untied = replace(small.config, tie_embeddings=False)
+        weights = {**small.weights, **tables}
+        self._decoder = ReferenceDecoder(untied, weights, target.dtype, target.device)  # type: ignore[arg-type]
+
+    def describe(self) -> str:
+        """Return what it is, for the user."""
+        return f"{self._decoder.describe()}, {len(self._token_ids)} tokens"
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all tensors, without the embedding, which is the target's."""
+        return self._decoder.weight_bytes - self._decoder.embed.nbytes
+
+    def new_kv(self, num_pages: int, num_layers: int | None = None) -> KVStore:
+        """Return an empty store of `num_pages` pages for the first `num_layers` layers (all by default)."""
+        return self._decoder.new_kv(num_pages, num_layers)
+
+    @torch.inference_mode()
+    def run(
+        self,
+        packed: Packed,
+        kv: KV,
+        chooses: Sequence[Choose],
+        *,
+        num_layers: int | None = None,
+        vocab_size: int | None = None,
+        taps: Sequence[int] = (),
+    ) -> Chosen:
+        """Run a pass and choose among its tokens, ids being the target's, see `backend.Decoder`."""
+        assert isinstance(kv, KVStore)
+        hidden, tapped = self._decoder.forward(packed, kv, num_layers=num_layers, taps=taps)
+        spread = hidden.new_full((len(hidden), self.config.vocab_size), -torch.inf)
+        spread[:, self._token_ids] = self._decoder.logits(hidden)
+        chosen = choose_from(spread, chooses)
+        return replace(chosen, taps={tap: to_numpy(states) for tap, states in tapped.items()})
