@@ -51,10 +51,10 @@ def load_small(folder: Path, target: ModelConfig, target_weights: Mapping[str, N
         )
     found = hf.stored_tensors(folder)
     own = replace(config, tie_embeddings=True)
-    names = canonical_names(own, hf.MODEL_NAMES, hf.LAYER_NAMES, hf.LAYER_PREFIX)
+    names = canonical_names(own, hf.MODEL_NAMES, hf.layer_names(own), hf.LAYER_PREFIX)
     stored = choose_tensors(own, names, join_scales(found), folder, given=SHARED)
     tables = {name: target_weights[name] for name in SHARED if name in target_weights}
-    weights = {name: tensor.read() for name, tensor in stored.items()} | tables
+    weights = {name: tensor.read() for name, tensor in hf.as_used(own, stored).items()} | tables
     if "d2t" not in found:
         raise BadModelFile(f"{folder} lacks the tensor 'd2t'; the download may be incomplete")
     offsets = found["d2t"].read_integers()

@@ -108,7 +108,7 @@ def _tiles(
 
 
 def first_keys(packed: Packed, window: int) -> NDArray[int64]:
-    """Return the position of the first key that each token sees, at most `window` (0: any) of them. [num_tokens]"""
+    """Return the position of the first key that each token sees, of at most `window` (0: any). [num_tokens]"""
     first = np.zeros(len(packed.pages), np.int64) if packed.first_keys is None else packed.first_keys
     per_token = np.repeat(first, np.diff(packed.cu_len))
     return np.maximum(per_token, packed.positions - window + 1) if window else per_token
