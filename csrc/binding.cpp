@@ -117,6 +117,12 @@ WeightType weight_type(const std::string& name) {
     return WeightType::f32;
 }
 
+Activation activation(const std::string& name) {
+    if (name == "silu") return Activation::silu;
+    require(name == "gelu_tanh", "the activation is silu or gelu_tanh, not " + name);
+    return Activation::gelu;
+}
+
 KVType kv_type(const std::string& name) {
     if (name == "i16") return KVType::i16;
     if (name == "i8") return KVType::i8;
@@ -170,6 +176,8 @@ Layer layer_of(const Shape& shape, const nb::dict& matrices, const nb::dict& vec
     require(vectors.contains("attn_norm") && vectors.contains("mlp_norm"), "a layer lacks a norm");
     layer.attn_norm = maybe("attn_norm", shape.hidden);
     layer.mlp_norm = maybe("mlp_norm", shape.hidden);
+    layer.attn_post_norm = maybe("attn_post_norm", shape.hidden);
+    layer.mlp_post_norm = maybe("mlp_post_norm", shape.hidden);
     if (first) layer.feature_norm = maybe("hidden_norm", shape.hidden);
     const size_t read = layer.feature_norm.empty() ? shape.hidden : 2 * shape.hidden;
     layer.q_norm = maybe("attn_q_norm", shape.head_dim);
@@ -201,22 +209,37 @@ void check_shape(const Shape& s) {
     require(s.num_heads * s.head_dim <= kMostSide, "the heads are too large");
 }
 
+// Give each layer its window and its row of the RoPE frequencies; none of either: the first row, and no window.
+void set_places(std::vector<Layer>& layers, const std::vector<size_t>& windows, const std::vector<size_t>& ropes,
+                size_t num_ropes) {
+    require(windows.size() == ropes.size() && (windows.empty() || windows.size() == layers.size()),
+            "every layer needs a window and a RoPE");
+    for (size_t i = 0; i < windows.size(); ++i) {
+        require(windows[i] <= kMostSide && ropes[i] < num_ropes, "a window or a RoPE out of bounds");
+        layers[i].window = windows[i], layers[i].rope = ropes[i];
+    }
+}
+
 Decoder make_decoder(Shape shape, const std::shared_ptr<Team>& team, const std::shared_ptr<Matrix>& embed,
                      const std::shared_ptr<Matrix>& head, const Array<float>& final_norm,
-                     const Array<float>& inverse_frequencies, const nb::list& layers) {
+                     const Table<float>& inverse_frequencies, const nb::list& layers,
+                     const std::vector<size_t>& windows, const std::vector<size_t>& ropes) {
     check_shape(shape);
     require(embed->out() == shape.vocab && embed->in() == shape.hidden, "the wrong shape of the embedding");
     require(head->in() == shape.hidden, "the wrong shape of the head");
     shape.head_size = head->out();
     require(layers.size() == shape.num_layers, "the wrong number of layers");
+    require(inverse_frequencies.shape(0) > 0 && inverse_frequencies.shape(1) == shape.head_dim / 2,
+            "the wrong shape of inverse_frequencies");
     Weights weights{embed, head, vector_of(nb::cast(final_norm), shape.hidden, "final_norm"),
-                    vector_of(nb::cast(inverse_frequencies), shape.head_dim / 2, "inverse_frequencies"), {}};
+                    {inverse_frequencies.data(), inverse_frequencies.data() + inverse_frequencies.size()}, {}};
     for (nb::handle layer : layers) {
         const auto parts = nb::cast<nb::tuple>(layer);
         require(parts.size() == 2, "a layer is a pair of matrices and vectors");
         weights.layers.push_back(layer_of(shape, nb::cast<nb::dict>(parts[0]), nb::cast<nb::dict>(parts[1]),
                                           weights.layers.empty()));
     }
+    set_places(weights.layers, windows, ropes, inverse_frequencies.shape(0));
     shape.reads_features = !weights.layers[0].feature_norm.empty();
     return Decoder(shape, std::move(weights), team);
 }
@@ -393,13 +416,18 @@ void bind_decoder(nb::module_& m) {
         .def("__init__", [](Decoder* self, size_t vocab, size_t hidden, size_t intermediate, size_t num_heads,
                             size_t num_kv_heads, size_t head_dim, float norm_eps, const std::shared_ptr<Team>& team,
                             const std::shared_ptr<Matrix>& embed, const std::shared_ptr<Matrix>& head,
-                            const Array<float>& final_norm, const Array<float>& inverse_frequencies,
-                            const nb::list& layers, bool norms_residual) {
-            Shape shape{vocab, hidden, intermediate, layers.size(), num_heads, num_kv_heads, head_dim, norm_eps};
+                            const Array<float>& final_norm, const Table<float>& inverse_frequencies,
+                            const nb::list& layers, const std::vector<size_t>& windows,
+                            const std::vector<size_t>& ropes, float query_scale, float embed_scale,
+                            const std::string& gate, bool norms_residual) {
+            Shape shape{vocab, hidden, intermediate, layers.size(), num_heads, num_kv_heads, head_dim, norm_eps,
+                        query_scale, embed_scale, activation(gate)};
             shape.norms_residual = norms_residual;
-            new (self) Decoder(make_decoder(shape, team, embed, head, final_norm, inverse_frequencies, layers));
+            require(std::isfinite(query_scale) && std::isfinite(embed_scale), "a scale is not a finite number");
+            new (self) Decoder(make_decoder(shape, team, embed, head, final_norm, inverse_frequencies, layers, windows, ropes));
         }, "vocab"_a, "hidden"_a, "intermediate"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "norm_eps"_a,
-           "team"_a, "embed"_a, "head"_a, "final_norm"_a, "inverse_frequencies"_a, "layers"_a, "norms_residual"_a = false)
+           "team"_a, "embed"_a, "head"_a, "final_norm"_a, "inverse_frequencies"_a, "layers"_a,
+           "windows"_a, "ropes"_a, "query_scale"_a, "embed_scale"_a, "activation"_a, "norms_residual"_a = false)
         .def_prop_ro("hidden", [](const Decoder& self) { return self.shape().hidden; })
         .def_prop_ro("weight_bytes", &Decoder::weight_bytes)
         .def("forward", &forward, "kv"_a, "token_ids"_a.noconvert(), "positions"_a.noconvert(), "slots"_a.noconvert(),

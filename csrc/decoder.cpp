@@ -32,9 +32,6 @@ struct Best {
     }
 };
 
-// The first span that a row's tokens see anything of.
-size_t first_span(const Pass& pass, size_t row) { return static_cast<size_t>(pass.first_keys[row]) / kSpan; }
-
 // Offer the best token of one tile of a row of logits [kHeadTile], padded with -inf: what `Sampler` does for a whole row.
 void choose_in_tile(const Choose& how, const float* logits, size_t start, float* z, float* bounds, Best& best) {
     constexpr size_t blocks = kHeadTile / kBlock;
@@ -110,7 +107,7 @@ struct Decoder::Part {
 struct Decoder::Scratch {
     std::vector<float> hidden;         // [num_tokens, hidden]
     std::vector<float> delta;          // [num_tokens, hidden up to 32] what a block adds to it
-    std::vector<float> cosines, sines; // [num_tokens, head_dim / 2]
+    std::vector<float> cosines, sines; // [num_tokens, num_ropes, head_dim / 2]
     std::vector<float> q, k, v;        // [num_tokens, each up to 32]
     std::vector<float> mixed;          // [num_tokens, num_heads * head_dim up to 64]
     std::vector<float> gate, up;       // [num_tokens, intermediate up to 64]
@@ -125,7 +122,7 @@ struct Decoder::Scratch {
     struct Own {                                   // of one thread
         std::vector<float> normed, queries, query_units, scores, units, tops, totals, mixed, top_so_far, total_so_far, mixed_so_far;
         std::vector<float> tile, z, bounds;
-        std::vector<int64_t> limits;
+        std::vector<int64_t> starts, limits;
         Sampler<float> sampler;
     };
     std::vector<Own> own;
@@ -156,8 +153,8 @@ void Decoder::plan(const Pass& pass, const KVStore& kv) {
     };
     grow(s.hidden, n * shape_.hidden);
     grow(s.delta, n * round_up(shape_.hidden, kPanel));
-    grow(s.cosines, n * shape_.head_dim / 2);
-    grow(s.sines, n * shape_.head_dim / 2);
+    grow(s.cosines, n * num_angles());
+    grow(s.sines, n * num_angles());
     grow(s.q, n * round_up(heads * shape_.head_dim, kPanel));
     grow(s.k, n * round_up(shape_.num_kv_heads * shape_.head_dim, kPanel));
     grow(s.v, n * round_up(shape_.num_kv_heads * shape_.head_dim, kPanel));
@@ -192,7 +189,7 @@ void Decoder::plan(const Pass& pass, const KVStore& kv) {
         for (const Tile& tile : s.tiles) num_spans += tile.num_spans;
         const size_t at_once = std::max<size_t>(num_spans / (kPartsPerThread * team_->size()), 1);
         for (size_t t = 0; t < s.tiles.size(); ++t)
-            for (size_t first = first_span(pass, s.tiles[t].row); first < s.tiles[t].num_spans; first += at_once)
+            for (size_t first = first_of_tile(pass, s.tiles[t], 0) / kSpan; first < s.tiles[t].num_spans; first += at_once)
                 s.parts.push_back({t, first, std::min(first + at_once, s.tiles[t].num_spans)});
         grow(s.tops, num_queries);
         grow(s.totals, num_queries);
@@ -205,6 +202,7 @@ void Decoder::plan(const Pass& pass, const KVStore& kv) {
         grow(own.queries, most * query_stride(dim));
         for (auto* v : {&own.query_units, &own.units, &own.tops, &own.totals, &own.top_so_far, &own.total_so_far}) grow(*v, most);
         grow(own.scores, most * kSpan);
+        own.starts.resize(most);
         own.limits.resize(most);
         grow(own.tile, kHeadRows * kHeadTile);
         grow(own.z, kHeadTile);
@@ -242,6 +240,7 @@ void Decoder::run(const Pass& pass, const KVStore& kv, size_t thread) {
     const size_t q_stride = round_up(q_size, kPanel), kv_stride = round_up(kv_size, kPanel);
     const size_t wide_stride = round_up(shape_.hidden, kPanel), long_stride = round_up(shape_.intermediate, kInt8Group);
     const size_t mixed_stride = round_up(q_size, kInt8Group);
+    const auto activate = shape_.activation == Activation::gelu ? kernels().layer.gelu_mul : kernels().layer.silu_mul;
     team_->each(n, [&](size_t t) { start_token(pass, t); });
     for (size_t i = 0; i < pass.num_layers; ++i) {
         const Layer& layer = weights_.layers[i];
@@ -267,7 +266,7 @@ void Decoder::run(const Pass& pass, const KVStore& kv, size_t thread) {
         team_->each(n, [&](size_t t) {
             auto& normed = s.own[thread].normed;
             const auto& k = kernels().layer;
-            k.add(&s.hidden[t * shape_.hidden], &s.delta[t * wide_stride], shape_.hidden);
+            add_delta(t, layer.attn_post_norm);
             std::fill(normed.begin(), normed.end(), 0.0f);
             k.rms_norm(&s.hidden[t * shape_.hidden], layer.mlp_norm.data(), shape_.hidden, shape_.norm_eps, normed.data());
             s.wide.set(t, normed.data(), layer.gate->type(), shape_.hidden);
@@ -277,7 +276,7 @@ void Decoder::run(const Pass& pass, const KVStore& kv, size_t thread) {
                  n);
         team_->each(n, [&](size_t t) {
             float* gate = &s.gate[t * long_stride];
-            kernels().layer.silu_mul(gate, &s.up[t * long_stride], round_up(shape_.intermediate, kPageTokens));
+            activate(gate, &s.up[t * long_stride], round_up(shape_.intermediate, kPageTokens));
             std::fill(gate + shape_.intermediate, gate + long_stride, 0.0f);
             s.long_.set(t, gate, layer.down->type(), shape_.intermediate);
         });
@@ -289,12 +288,13 @@ void Decoder::run(const Pass& pass, const KVStore& kv, size_t thread) {
 
 void Decoder::start_token(const Pass& pass, size_t token) {
     Scratch& s = *scratch_;
-    weights_.embed->row(static_cast<size_t>(pass.token_ids[token]), &s.hidden[token * shape_.hidden]);
-    const size_t pairs = shape_.head_dim / 2;
-    for (size_t i = 0; i < pairs; ++i) {
+    float* hidden = &s.hidden[token * shape_.hidden];
+    weights_.embed->row(static_cast<size_t>(pass.token_ids[token]), hidden);
+    for (size_t i = 0; i < shape_.hidden; ++i) hidden[i] *= shape_.embed_scale;
+    for (size_t i = 0; i < num_angles(); ++i) {
         const float angle = static_cast<float>(pass.positions[token]) * weights_.inverse_frequencies[i];
-        s.cosines[token * pairs + i] = std::cos(angle);
-        s.sines[token * pairs + i] = std::sin(angle);
+        s.cosines[token * num_angles() + i] = std::cos(angle);
+        s.sines[token * num_angles() + i] = std::sin(angle);
     }
 }
 
@@ -302,9 +302,17 @@ void Decoder::start_token(const Pass& pass, size_t token) {
 void Decoder::next_layer(const Pass& pass, size_t index, size_t token) {
     Scratch& s = *scratch_;
     float* hidden = &s.hidden[token * shape_.hidden];
-    if (index > 0) kernels().layer.add(hidden, &s.delta[token * round_up(shape_.hidden, kPanel)], shape_.hidden);
+    if (index > 0) add_delta(token, weights_.layers[index - 1].mlp_post_norm);
     for (const auto& [after, to] : pass.taps)
         if (after == index) std::copy_n(hidden, shape_.hidden, to + token * shape_.hidden);
+}
+
+// Add what a block made of a token to the residual stream, normed where the family does so.
+void Decoder::add_delta(size_t token, const std::vector<float>& norm) {
+    float* delta = &scratch_->delta[token * round_up(shape_.hidden, kPanel)];
+    const auto& kernel = kernels().layer;
+    if (!norm.empty()) kernel.rms_norm(delta, norm.data(), shape_.hidden, shape_.norm_eps, delta);
+    kernel.add(&scratch_->hidden[token * shape_.hidden], delta, shape_.hidden);
 }
 
 // Bring a token's feature, normed, to where the first layer reads it; the residual stream goes on from the feature.
@@ -315,23 +323,38 @@ void Decoder::read_feature(const Pass& pass, size_t token, float* normed) {
 }
 
 // Norm one head where the family does so, and rotate it to its token's position.
-void Decoder::turn(float* head, const std::vector<float>& norm, size_t token) const {
-    const size_t dim = shape_.head_dim, pairs = dim / 2;
+void Decoder::turn(float* head, const std::vector<float>& norm, size_t rope, size_t token) const {
+    const size_t dim = shape_.head_dim, at = token * num_angles() + rope * dim / 2;
     const auto& kernel = kernels().layer;
     if (!norm.empty()) kernel.rms_norm(head, norm.data(), dim, shape_.norm_eps, head);
-    kernel.rotate(head, &scratch_->cosines[token * pairs], &scratch_->sines[token * pairs], dim);
+    kernel.rotate(head, &scratch_->cosines[at], &scratch_->sines[at], dim);
 }
 
 void Decoder::store(const Pass& pass, const KVStore& kv, size_t index, size_t token, size_t kv_head) {
     const size_t dim = shape_.head_dim, stride = round_up(shape_.num_kv_heads * dim, kPanel);
     const size_t slot = static_cast<size_t>(pass.slots[token]), place = kv.place(slot / kPageTokens, kv_head);
     float* key = &scratch_->k[token * stride + kv_head * dim];
-    turn(key, weights_.layers[index].k_norm, token);
+    turn(key, weights_.layers[index].k_norm, weights_.layers[index].rope, token);
     kv.kernels().write(static_cast<uint8_t*>(kv.keys(index)) + place, static_cast<uint8_t*>(kv.values(index)) + place,
                        slot % kPageTokens, kv.padded_dim(), dim, key, &scratch_->v[token * stride + kv_head * dim]);
 }
 
 // Attention --------------------------------------------------------------------------------------
+
+// The first key that a token of a row sees.
+size_t Decoder::first_key(const Pass& pass, size_t row, size_t token, size_t window) {
+    const auto first = static_cast<size_t>(pass.first_keys[row]), end = static_cast<size_t>(pass.positions[token]) + 1;
+    return window && end > window ? std::max(first, end - window) : first;
+}
+
+// Where the attention of a tile begins. Behind the row's own first key it steps by as many keys as a kernel sums up at
+// once: these groups then lie alike for every tile, and so for every chunk.
+size_t Decoder::first_of_tile(const Pass& pass, const Tile& tile, size_t window) {
+    const auto first = static_cast<size_t>(pass.first_keys[tile.row]);
+    const size_t key = first_key(pass, tile.row, tile.first, window), page = first / kPageTokens * kPageTokens;
+    const size_t start = page + (key - page) / kKeysAtOnce * kKeysAtOnce;
+    return std::max(first, start);
+}
 
 // How many of a tile's tokens, its first ones, see nothing of a span.
 size_t Decoder::num_before(const Pass& pass, const Tile& tile, size_t span) {
@@ -345,16 +368,19 @@ void Decoder::attend(const Pass& pass, const KVStore& kv, size_t index, size_t t
     const size_t group = shape_.num_heads / shape_.num_kv_heads, dim = kv.padded_dim();
     const auto& merge = kernels().attention.merge;
     Scratch::Own& own = s.own[thread];
+    const size_t window = weights_.layers[index].window;
+    const auto first_span = [&](const Tile& tile) { return first_of_tile(pass, tile, window) / kSpan; };
     const auto gather = [&](const Tile& tile, auto&& span_of) {
         const size_t count = tile.count * group;
         std::fill_n(own.top_so_far.begin(), count, -kInfinity);
         std::fill_n(own.total_so_far.begin(), count, 0.0f);
         std::fill_n(own.mixed_so_far.begin(), count * dim, 0.0f);
-        for (size_t span = first_span(pass, tile.row); span < tile.num_spans; ++span) {
+        for (size_t span = first_span(tile); span < tile.num_spans; ++span) {
             const auto [tops, totals, mixed] = span_of(span);
             for (size_t i = 0; i < count; ++i) {
-                const size_t limit = static_cast<size_t>(pass.positions[tile.first + i / group]) + 1;
-                if (limit <= span * kSpan) continue;  // this query sees nothing of the span
+                const size_t token = tile.first + i / group, limit = static_cast<size_t>(pass.positions[token]) + 1;
+                if (limit <= span * kSpan || first_key(pass, tile.row, token, window) >= (span + 1) * kSpan)
+                    continue;  // this query sees nothing of the span
                 merge(tops[i], totals[i], mixed + i * dim, dim, &own.top_so_far[i], &own.total_so_far[i],
                       &own.mixed_so_far[i * dim]);
             }
@@ -379,8 +405,10 @@ void Decoder::attend(const Pass& pass, const KVStore& kv, size_t index, size_t t
     team_->each(s.parts.size(), [&](size_t i) {
         const Part& part = s.parts[i];
         const Tile& tile = s.tiles[part.tile];
-        gather_queries(pass, kv, index, tile, num_before(pass, tile, part.first), thread);
-        for (size_t span = part.first; span < part.end; ++span) {
+        const size_t begin = std::max(part.first, first_span(tile));
+        if (begin >= part.end) return;
+        gather_queries(pass, kv, index, tile, num_before(pass, tile, begin), thread);
+        for (size_t span = begin; span < part.end; ++span) {
             const size_t at = place(tile, span);
             attend_span(pass, kv, index, tile, span, num_before(pass, tile, span), thread, &s.tops[at], &s.totals[at],
                         &s.partials[at * dim]);
@@ -400,14 +428,15 @@ void Decoder::gather_queries(const Pass& pass, const KVStore& kv, size_t index, 
     Scratch::Own& own = scratch_->own[thread];
     const size_t group = shape_.num_heads / shape_.num_kv_heads, dim = shape_.head_dim, padded = kv.padded_dim();
     const size_t stride = round_up(shape_.num_heads * dim, kPanel), first = from * group;
-    const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
+    const Layer& layer = weights_.layers[index];
     for (size_t i = first; i < tile.count * group; ++i) {
         const size_t token = tile.first + i / group, head = tile.kv_head * group + i % group;
         float* to = &own.queries[i * query_stride(padded)];
         std::copy_n(&scratch_->q[token * stride + head * dim], dim, to);
-        turn(to, weights_.layers[index].q_norm, token);
-        for (size_t d = 0; d < dim; ++d) to[d] *= scale;
+        turn(to, layer.q_norm, layer.rope, token);
+        for (size_t d = 0; d < dim; ++d) to[d] *= shape_.query_scale;
         std::fill(to + dim, to + padded, 0.0f);
+        own.starts[i] = static_cast<int64_t>(first_key(pass, tile.row, token, layer.window));
         own.limits[i] = pass.positions[token] + 1;
     }
     kv.kernels().prepare(&own.queries[first * query_stride(padded)], tile.count * group - first, padded, &own.query_units[first]);
@@ -425,9 +454,9 @@ void Decoder::attend_span(const Pass& pass, const KVStore& kv, size_t index, con
     const size_t last = static_cast<size_t>(pass.positions[tile.first + tile.count - 1]) + 1;
     kv.kernels().attend({kv.keys(index), kv.values(index), pass.pages + tile.row * pass.max_pages,
                          (last + kPageTokens - 1) / kPageTokens, shape_.num_kv_heads, tile.kv_head, padded, tile.count * group - first,
-                         std::max(span * kSpan, static_cast<size_t>(pass.first_keys[tile.row])),
+                         std::max(span * kSpan, first_of_tile(pass, tile, weights_.layers[index].window)),
                          std::min(last, (span + 1) * kSpan), &own.queries[first * query_stride(padded)], &own.query_units[first],
-                         &own.limits[first], own.scores.data(), own.units.data(), tops + first, totals + first,
+                         &own.starts[first], &own.limits[first], own.scores.data(), own.units.data(), tops + first, totals + first,
                          mixed + first * padded});
 }
 

@@ -13,17 +13,24 @@
 namespace paceline {
 
 enum class KVType { i16, i8, f16, f32 };
+enum class Activation { silu, gelu };  // gelu by its tanh
 
 struct Shape {
     size_t vocab, hidden, intermediate, num_layers, num_heads, num_kv_heads, head_dim;
     float norm_eps;
+    float query_scale;        // what scores of attention are multiplied by
+    float embed_scale = 1.0f;  // and embeddings
+    Activation activation = Activation::silu;
     size_t head_size = 0;         // tokens the head chooses among: `vocab`, or a vocabulary of its own
     bool reads_features = false;  // the first layer reads a feature beside each token, twice the width in all
     bool norms_residual = false;  // and then goes on from the normed feature
 };
 
 struct Layer {
+    size_t window = 0;  // how many tokens each token sees, its own included; 0: all
+    size_t rope = 0;    // which row of `Weights::inverse_frequencies`
     std::vector<float> attn_norm, mlp_norm;
+    std::vector<float> attn_post_norm, mlp_post_norm;  // of what a block adds to the residual stream, or empty
     std::vector<float> feature_norm;            // of the first layer, if it reads features
     std::vector<float> q_norm, k_norm;          // [head_dim], or empty
     std::vector<float> q_bias, k_bias, v_bias;  // or empty; so are the next
@@ -34,7 +41,7 @@ struct Layer {
 struct Weights {
     std::shared_ptr<const Matrix> embed, head;  // one and the same where tied
     std::vector<float> final_norm;              // [hidden]
-    std::vector<float> inverse_frequencies;     // [head_dim / 2]
+    std::vector<float> inverse_frequencies;     // [num_ropes, head_dim / 2]
     std::vector<Layer> layers;
 };
 
@@ -120,10 +127,13 @@ class Decoder {
     void run(const Pass& pass, const KVStore& kv, size_t thread);
     void start_token(const Pass& pass, size_t token);
     void next_layer(const Pass& pass, size_t index, size_t token);
+    void add_delta(size_t token, const std::vector<float>& norm);
     void read_feature(const Pass& pass, size_t token, float* normed);
     void store(const Pass& pass, const KVStore& kv, size_t index, size_t token, size_t kv_head);
-    void turn(float* head, const std::vector<float>& norm, size_t token) const;
+    void turn(float* head, const std::vector<float>& norm, size_t rope, size_t token) const;
     void attend(const Pass& pass, const KVStore& kv, size_t index, size_t thread);
+    static size_t first_key(const Pass& pass, size_t row, size_t token, size_t window);
+    static size_t first_of_tile(const Pass& pass, const Tile& tile, size_t window);
     static size_t num_before(const Pass& pass, const Tile& tile, size_t span);
     void gather_queries(const Pass& pass, const KVStore& kv, size_t index, const Tile& tile, size_t from,
                         size_t thread);
@@ -133,6 +143,8 @@ class Decoder {
     void choose(const Pass& pass, size_t thread);
     void choose_tile(const Pass& pass, size_t tile, size_t thread);
     void plan(const Pass& pass, const KVStore& kv);
+
+    size_t num_angles() const { return weights_.inverse_frequencies.size(); }  // of a token
 
     Shape shape_;
     Weights weights_;

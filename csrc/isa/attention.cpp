@@ -125,8 +125,8 @@ void attend(const AttentionSpan& span) {
     }
     const size_t hidden = span.start - first_slot(span);
     for (size_t r = 0; r < span.num_queries; ++r)
-        weigh_scores(span.scores + r * kSpan, hidden, num_seen(span, r, pages.count), pages.count * kPageTokens, span.tops + r,
-                     span.totals + r);
+        weigh_scores(span.scores + r * kSpan, num_hidden(span, r, pages.count), num_seen(span, r, pages.count),
+                     pages.count * kPageTokens, span.tops + r, span.totals + r);
     __builtin_memset(span.mixed, 0, span.num_queries * head_dim * sizeof(float));
     const size_t num_keys = span.end - first_slot(span);  // slots behind the last key are never read
     for (size_t start = 0; start < num_keys; start += kPagesAtOnce * kPageTokens) {

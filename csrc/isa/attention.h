@@ -13,7 +13,7 @@ constexpr int kMostQueries = 12;  // accumulators of as many queries, for one ve
 #else
 constexpr int kMostQueries = 4;
 #endif
-constexpr size_t kPagesAtOnce = 4;              // of keys or values, whose page is 2 KiB at a head of 64 numbers
+constexpr size_t kPagesAtOnce = kKeysAtOnce / kPageTokens;  // of keys or values, whose page is 2 KiB at a head of 64 numbers
 constexpr int kVectors = kPageTokens / kLanes;  // of one page's scores
 
 template <int R, class Kernel>
@@ -58,8 +58,15 @@ struct Pages {
     }
 };
 
-// Where the page of a span's first key begins; the slots from there to that key are hidden from every query.
+// Where the page of a span's first key begins.
 PACELINE_INLINE size_t first_slot(const AttentionSpan& span) { return span.start / kPageTokens * kPageTokens; }
+
+// How many slots of a span's pages are hidden from a query: those before the first key it sees.
+PACELINE_INLINE size_t num_hidden(const AttentionSpan& span, size_t query, size_t num_pages) {
+    const size_t first = static_cast<size_t>(span.starts[query]), slots = num_pages * kPageTokens;
+    const size_t count = (first < span.start ? span.start : first) - first_slot(span);
+    return count < slots ? count : slots;
+}
 
 // How many slots of a span's pages a query may look at, the hidden ones included.
 PACELINE_INLINE size_t num_seen(const AttentionSpan& span, size_t query, size_t num_pages) {

@@ -195,14 +195,15 @@ PACELINE_INLINE float round_weights(float* scores, size_t hidden, size_t count, 
 // All of it for all queries, step by step: a query waits for its sums, and others can be under way meanwhile.
 template <class T>
 PACELINE_APART void weigh_queries(const AttentionSpan& span, const Pages<T>& pages) {
-    const size_t num_slots = pages.count * kPageTokens, hidden = span.start - first_slot(span);
+    const size_t num_slots = pages.count * kPageTokens;
     for (size_t r = 0; r < span.num_queries; ++r)
-        span.tops[r] = top_score(span.scores + r * kSpan, hidden, num_seen(span, r, pages.count));
+        span.tops[r] = top_score(span.scores + r * kSpan, num_hidden(span, r, pages.count), num_seen(span, r, pages.count));
     for (size_t r = 0; r < span.num_queries; ++r)
         span.units[r] = weigh(span.scores + r * kSpan, num_seen(span, r, pages.count), pages, span.head_dim, span.tops[r],
                               span.totals + r);
     for (size_t r = 0; r < span.num_queries; ++r)
-        span.units[r] = round_weights(span.scores + r * kSpan, hidden, num_seen(span, r, pages.count), num_slots, span.units[r]);
+        span.units[r] = round_weights(span.scores + r * kSpan, num_hidden(span, r, pages.count),
+                                      num_seen(span, r, pages.count), num_slots, span.units[r]);
 }
 
 void prepare(float* queries, size_t num_queries, size_t head_dim, float* units) {

@@ -18,6 +18,7 @@ constexpr size_t kInt8Group = 64;   // inputs that share an activation scale, be
 constexpr size_t kInt4Group = 32;   // ... and beside int4 weights, whose own blocks have this length
 constexpr size_t kInt4BlockBytes = kPanel * 4 + kPanel * kInt4Group / 2;  // of a panel, scales and minima included
 constexpr size_t kPageTokens = 16;  // KV slots of one page, as core/nouns.py
+constexpr size_t kKeysAtOnce = 64;  // keys of a span whose values a kernel sums up at once
 constexpr size_t kSpan = 256;       // keys whose softmax is taken at once; spans start at multiples of it
 
 // Passes over a row of float32 scores. `blocks` counts blocks of 64; the row is padded to whole blocks with -inf.
@@ -70,6 +71,7 @@ struct LayerKernels {
                      int32_t factor);
     void (*rotate)(float* x, const float* cosines, const float* sines, size_t n);
     void (*silu_mul)(float* gate, const float* up, size_t n);
+    void (*gelu_mul)(float* gate, const float* up, size_t n);
 };
 
 // Floats from one query to the next: known beforehand, as a kernel has no registers for the addresses of twelve, and no
@@ -86,7 +88,8 @@ struct AttentionSpan {
     size_t num_queries, start, end;
     const float* queries;   // [num_queries, query_stride(head_dim)], as `prepare` left them
     const float* query_units;  // [num_queries] of `prepare`
-    const int64_t* limits;  // [num_queries] how many of the row's keys each one sees
+    const int64_t* starts;  // [num_queries] the first of the row's keys that each one sees
+    const int64_t* limits;  // [num_queries] and the one behind the last
     float* scores;          // [num_queries, kSpan] scratch
     float* units;           // [num_queries] scratch
     float *tops, *totals;   // [num_queries] largest score, and sum of exp(score - largest)

@@ -63,17 +63,28 @@ void rotate(float* x, const float* cosines, const float* sines, size_t n) {
     }
 }
 
+// x * logistic(z)
+PACELINE_INLINE f32v gated(f32v x, f32v z) { return x / (1.0f + exp(-larger(z, splat(-87.0f)))); }
+
 // gate = silu(gate) * up; n is a multiple of 16.
 void silu_mul(float* gate, const float* up, size_t n) {
     for (size_t i = 0; i < n; i += kLanes) {
         const f32v x = load(gate + i);
-        store(gate + i, x / (1.0f + exp(-larger(x, splat(-87.0f)))) * load(up + i));
+        store(gate + i, gated(x, x) * load(up + i));
+    }
+}
+
+// gate = gelu(gate) * up, gelu by its tanh: 0.5 (1 + tanh u) = logistic(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3).
+void gelu_mul(float* gate, const float* up, size_t n) {
+    for (size_t i = 0; i < n; i += kLanes) {
+        const f32v x = load(gate + i);
+        store(gate + i, gated(x, x * fma(x * x, splat(0.0713548163f), splat(1.59576912f))) * load(up + i));
     }
 }
 
 }  // namespace
 
 extern const LayerKernels layer_kernels;
-const LayerKernels layer_kernels = {rms_norm, add, quantise, rotate, silu_mul};
+const LayerKernels layer_kernels = {rms_norm, add, quantise, rotate, silu_mul, gelu_mul};
 
 }  // namespace paceline::PACELINE_ISA

@@ -21,6 +21,8 @@ def test_specs() -> None:
     assert parse_spec("draft-model:layers=7,k=3") == DraftModelConfig(k=3, layers=7)
     assert parse_spec("draft-model:model=some/where") == DraftModelConfig(model="some/where")
     assert parse_spec("draft-model") == DraftModelConfig(k=4)
+    both = "draft-model:model=x,layers=2,vocabulary=strings"
+    assert parse_spec(both) == DraftModelConfig(model="x", layers=2, vocabulary="strings")
 
 
 @pytest.mark.parametrize(
@@ -34,7 +36,8 @@ def test_specs() -> None:
         ("ngram:k", "write k=VALUE"),
         ("ngram:min=9,max=3", "between 1 and 3"),
         ("off:k=1", "no options"),
-        ("draft-model:layers=2,model=x", "either layers=N"),
+        ("draft-model:model=x,vocabulary=letters", "tokens, strings"),
+        ("draft-model:layers=2,vocabulary=tokens", "goes with model=PATH"),
     ],
 )
 def test_bad_specs_say_what_to_do(spec: str, message: str) -> None:

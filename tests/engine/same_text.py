@@ -22,6 +22,7 @@ from paceline.engine.scheduler import Limits
 from paceline.engine.stats import Stats
 from paceline.model import native
 from paceline.model.decoder import ReferenceDecoder
+from tests.draft.foreign import TOKENIZERS, foreign_weights
 from tests.tiny import tiny_config, tiny_tokenizer, tiny_weights
 
 if TYPE_CHECKING:
@@ -56,10 +57,14 @@ def target(types: str = "f64") -> build.Loaded:
 
 @cache
 def draft_weights(name: str, types: str = "f64") -> DraftWeights:
-    """`noisy`: the target's weights disturbed. `same`: the target itself."""
+    """`noisy`: the target's weights disturbed. `same`: the target itself. Else: with another vocabulary."""
     loaded = target(types)
     config = loaded.decoder.config
     weights = tiny_weights(config, seed=4, embed_scale=SHARP)
+    if name in TOKENIZERS:
+        weights, vocabulary = foreign_weights(name, weights)
+        own = replace(config, vocab_size=vocabulary.size, eos_ids=())
+        return DraftWeights(make_decoder(own, weights, types), vocabulary)
     if name == "noisy":
         other = tiny_weights(config, seed=5, embed_scale=SHARP)
         weights = {n: w + DRAFTER_NOISE * other[n] for n, w in weights.items()}

@@ -158,6 +158,29 @@ def test_same_text_with_draft_heads(kind: str, types: str) -> None:
     assert tally.stats.drafter_failures == tally.stats.untapped_tokens == 0
 
 
+FOREIGN = [  # model and vocabulary, type of weights
+    ("renumbered", "f64"),
+    ("renumbered,vocabulary=tokens", "int8"),
+    ("other,vocabulary=tokens", "f64"),
+    ("other,vocabulary=strings", "f64"),
+    ("other", "int8"),
+    ("renumbered,vocabulary=strings", "int8"),
+]
+
+
+@pytest.mark.parametrize(("model", "types"), FOREIGN)
+def test_same_text_with_drafts_of_another_vocabulary(model: str, types: str) -> None:
+    tally = suite(f"draft-model:model={model}", EXAMPLES // 2, assert_all_met, types)
+    assert tally.stats.drafter_failures == 0
+    assert sum(tally.accepted_at) > 100
+
+
+def test_a_renumbered_target_accepts_every_draft() -> None:
+    """Shared pages, drafts drawn by the target's ids: at any temperature both choose the same."""
+    tally = suite("draft-model:model=renumbered,vocabulary=tokens", EXAMPLES // 2, assert_accepted_whole)
+    assert tally.accepted_at == tally.verified_at
+
+
 def test_choices_of_one_request_differ() -> None:
     from paceline.core.params import SamplingParams
 

@@ -86,6 +86,8 @@ def write_gguf(
     writer.add_value_length(config.head_dim)
     writer.add_rope_freq_base(config.rope.theta)
     writer.add_layer_norm_rms_eps(config.norm_eps)
+    if config.sliding is not None:
+        writer.add_sliding_window(config.sliding.window)
     for key, value in (extra or {}).items():
         add = {str: writer.add_string, int: writer.add_uint32, bool: writer.add_bool, list: writer.add_array}[
             type(value)

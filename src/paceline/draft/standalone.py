@@ -1,5 +1,7 @@
 """A small language model as drafter: one of its own, or the target's first layers.
 
+One whose tokenizer is another's than the target's is in `foreign.py`.
+
 Both run the same autoregressive loop over a `Decoder`. They differ in whose KV they fill: a model of its own keeps
 a store over the target's page table and catches up on tokens it has not seen; the target's first layers read and
 write the target's own KV, which is always up to date, so they need no memory and no catching up. What they write
@@ -8,7 +10,8 @@ at drafted positions the target overwrites with the same values when it scores t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,10 +21,13 @@ from paceline.core.errors import ConfigError
 from paceline.core.nouns import NO_DRAFT, Draft
 from paceline.draft.chains import draft_in_turn, share_out
 from paceline.draft.drafter import MAX_K, Needs
+from paceline.draft.foreign import ForeignDraftModel
 from paceline.draft.options import bounded
+from paceline.draft.places import TranslatedDecoder
 from paceline.draft.shipped import shipped_folder
 from paceline.draft.small.checkpoint import load_small, num_small_weights, shares_tables
-from paceline.draft.vocabulary import check_vocabulary
+from paceline.draft.spelling import SPELLINGS, Pair
+from paceline.draft.vocabulary import difference, map_tokens
 from paceline.model.cost import num_weights
 from paceline.model.pull import resolve
 from paceline.model.weights import load_model
@@ -30,60 +36,92 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from paceline.core.nouns import Batch, Choose, Plan, Request, Scores, Verdict
-    from paceline.draft.drafter import Target
+    from paceline.draft.drafter import Drafter, Target
     from paceline.draft.options import Loader
     from paceline.model.backend import KV, Chosen, Decoder
     from paceline.model.rows import Rows, Span
     from paceline.model.weights import LoadedModel
 
+ENOUGH_SHARED = 0.999  # of the target's tokens, for token by token to lose nothing
+by_token, by_string = SPELLINGS
+
 
 @dataclass(frozen=True, slots=True)
 class DraftModelConfig:
-    """`draft-model`, `draft-model:model=PATH` or `draft-model:layers=N`, with `k` drafts per step."""
+    """`draft-model`, `draft-model:model=PATH` or `draft-model:layers=N`, with `k` drafts per step.
+
+    With both, the first N layers of that model; with neither, what ships for the target. `vocabulary` says how a
+    model drafts for another tokenizer.
+    """
 
     name: ClassVar[str] = "draft-model"
     k: int = 4
-    layers: int | None = None  # the target's own first layers
-    model: str | None = None  # of its own: folder, .gguf or Hugging Face id; None: what ships for the target
+    layers: int | None = None  # how many of the first layers; without a model, of the target's own
+    model: str | None = None  # a model of its own: folder, .gguf or Hugging Face id
+    vocabulary: str | None = None  # a key of SPELLINGS; None: as the two tokenizers suggest
 
     def __post_init__(self) -> None:
         bounded(self, "k", 1, MAX_K)
-        if self.layers is not None and self.model is not None:
-            raise ConfigError("draft-model wants either layers=N (the target's own first layers) or model=PATH")
+        if self.vocabulary is not None and (self.model is None or self.vocabulary not in SPELLINGS):
+            raise ConfigError(f"draft-model:vocabulary goes with model=PATH and is one of {', '.join(SPELLINGS)}")
 
     def num_weights(self, target: LoadedModel) -> int:
         """Return the size of a model of its own; the target's layers and tables cost nothing."""
-        if self.layers is not None:
+        if self.layers is not None and self.model is None:
             return 0
         folder = resolve(self.model) if self.model else shipped_folder(self.name, target.fingerprint)
-        return num_small_weights(folder) if shares_tables(folder) else num_weights(load_model(folder).config)
+        if shares_tables(folder):
+            return num_small_weights(folder)
+        config = load_model(folder).config
+        return num_weights(replace(config, num_layers=self.layers or config.num_layers))
 
-    def build(self, target: Target, load: Loader) -> DraftModel:
-        """Make the drafter. Raises `DrafterMismatch` if the vocabularies do not fit."""
-        return self._own_model(target, load) if self.layers is None else self._own_layers(target)
+    def build(self, target: Target, load: Loader) -> Drafter:
+        """Make the drafter. Raises `ConfigError`."""
+        if self.layers is not None and self.model is None:
+            return self._own_layers(target)
+        folder = Path(self.model) if self.model else shipped_folder(self.name, target.fingerprint)
+        if self.model is None or shares_tables(folder):
+            return self._small_model(folder, target)
+        return self._own_model(self.model, target, load)
+
+    def _check_layers(self, most: int) -> None:
+        if self.layers is not None and not 1 <= self.layers <= most:
+            raise ConfigError(f"draft-model:layers must be between 1 and {most}, not {self.layers}")
 
     def _own_layers(self, target: Target) -> DraftModel:
-        most = target.decoder.config.num_layers - 1
-        if not 1 <= (self.layers or 0) <= most:
-            raise ConfigError(f"draft-model:layers must be between 1 and {most}, not {self.layers}")
+        self._check_layers(target.decoder.config.num_layers - 1)
         report = {"drafter": self.name, "k": self.k, "model": f"the target's first {self.layers} layers"}
         return DraftModel(target, target.decoder, target.kv, Needs(pages="shared"), report, self.layers)
 
-    def _own_model(self, target: Target, load: Loader) -> DraftModel:
-        decoder = self._decoder(target, load)
-        kv = decoder.new_kv(target.num_pages)
-        needs = Needs(pages="shared", stores=(self.name,), kv_bytes_per_token=kv.bytes_per_token)
+    def _small_model(self, folder: Path, target: Target) -> Drafter:
+        """Return a model that was cut from the target and shares its tables."""
+        small = load_small(folder, target.decoder.config)
+        self._check_layers(small.config.num_layers)
         report = {"drafter": self.name, "k": self.k, "model": self.model or "ships for this target"}
-        return DraftModel(target, decoder, kv, needs, report)
+        return self._over_shared_pages(target, target.run_small(small), report)
 
-    def _decoder(self, target: Target, load: Loader) -> Decoder:
-        """Return what executes it: over the target's tables if it was cut from one, else over its own."""
-        folder = Path(self.model) if self.model else shipped_folder(self.name, target.fingerprint)
-        if self.model is None or shares_tables(folder):
-            return target.run_small(load_small(folder, target.decoder.config))
-        drafter = load(self.model)
-        check_vocabulary(target.vocabulary, drafter.vocabulary)
-        return drafter.decoder
+    def _own_model(self, name: str, target: Target, load: Loader) -> Drafter:
+        drafter = load(name)
+        self._check_layers(drafter.decoder.config.num_layers)
+        report: dict[str, Any] = {"drafter": self.name, "k": self.k, "model": name}
+        if self.layers is not None:
+            report["layers"] = self.layers
+        decoder = drafter.decoder
+        if self.vocabulary is not None or difference(target.vocabulary, drafter.vocabulary) is not None:
+            tokens = map_tokens(target.vocabulary, drafter.vocabulary)
+            spelling = self.vocabulary or (by_token if tokens.share >= ENOUGH_SHARED else by_string)
+            report["vocabulary"] = f"{spelling}: the drafter has {tokens.share:.1%} of the target's tokens"
+            if spelling != by_token or not tokens.is_total:
+                pair = Pair(target.vocabulary, drafter.vocabulary, tokens)
+                new_spelling = partial(SPELLINGS[spelling], pair)
+                return ForeignDraftModel(self.name, target, decoder, new_spelling, report, self.layers)
+            decoder = TranslatedDecoder(decoder, tokens)  # each token of the target's is one: pages can be shared
+        return self._over_shared_pages(target, decoder, report)
+
+    def _over_shared_pages(self, target: Target, decoder: Decoder, report: Mapping[str, Any]) -> Drafter:
+        kv = decoder.new_kv(target.num_pages, self.layers)
+        needs = Needs(pages="shared", stores=(self.name,), kv_bytes_per_token=kv.bytes_per_token)
+        return DraftModel(target, decoder, kv, needs, report, self.layers)
 
 
 class DraftModel:
@@ -157,7 +195,8 @@ class DraftModel:
         ready, nearer = share_out(behind)
         if nearer:
             spans: list[Span] = [(row, self._start(row), count, ()) for row, count in nearer.items()]
-            self._decoder.run(self._rows.pack_spans(spans, [0] * len(spans)), self._kv, ())
+            packed = self._rows.pack_spans(spans, [0] * len(spans))
+            self._decoder.run(packed, self._kv, (), num_layers=self._num_layers)
         for row, count in nearer.items():
             self._valid[row] += count
         return ready

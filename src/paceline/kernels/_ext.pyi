@@ -82,6 +82,11 @@ class Decoder:
         final_norm: NDArray[float32],
         inverse_frequencies: NDArray[float32],
         layers: list[tuple[dict[str, Matrix], dict[str, NDArray[float32]]]],
+        windows: list[int],
+        ropes: list[int],
+        query_scale: float,
+        embed_scale: float,
+        activation: str,
         norms_residual: bool = False,
     ) -> None: ...
     @property

@@ -16,6 +16,9 @@ from paceline.core.nouns import PAGE_TOKENS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy import int64
+    from numpy.typing import NDArray
+
     from paceline.model.packed import Packed
 
 TILE_QUERIES = 128  # a longer run of queries is cut, each piece reading only the keys before its own end
@@ -58,8 +61,11 @@ class Tiles:
     mask: torch.Tensor | None  # [num_tiles, 1, num_queries * group, num_keys] bool; None: every key is seen
 
 
-def plan_tiles(packed: Packed, group: int, device: torch.device | str) -> list[Tiles]:
-    """Cut a pass into tiles; `group` query heads share one KV head."""
+def plan_tiles(packed: Packed, group: int, device: torch.device | str, window: int = 0) -> list[Tiles]:
+    """Cut a pass into tiles; `group` query heads share one KV head.
+
+    With a `window` a token sees so many tokens, its own included.
+    """
     by_len: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for row, (start, end) in enumerate(zip(packed.cu_len[:-1].tolist(), packed.cu_len[1:].tolist(), strict=True)):
         for first in range(start, end, TILE_QUERIES):
@@ -68,12 +74,17 @@ def plan_tiles(packed: Packed, group: int, device: torch.device | str) -> list[T
     for num_queries, tiles in by_len.items():
         # Full tiles of long prefills see very different contexts: one by one they are not padded to the longest.
         batches = [tiles] if num_queries < TILE_QUERIES else [[tile] for tile in tiles]
-        planned += [_tiles(packed, batch, num_queries, group, device) for batch in batches]
+        planned += [_tiles(packed, batch, num_queries, group, device, window) for batch in batches]
     return planned
 
 
 def _tiles(
-    packed: Packed, tiles: Sequence[tuple[int, int]], num_queries: int, group: int, device: torch.device | str
+    packed: Packed,
+    tiles: Sequence[tuple[int, int]],
+    num_queries: int,
+    group: int,
+    device: torch.device | str,
+    window: int,
 ) -> Tiles:
     rows = np.array([row for row, _ in tiles], dtype=np.int64)
     tokens = np.array([first for _, first in tiles], dtype=np.int64)[:, None] + np.arange(num_queries)
@@ -82,10 +93,10 @@ def _tiles(
     num_keys = int(contexts.max())
     pages = packed.pages[rows, : -(-num_keys // PAGE_TOKENS)]
     places = np.arange(pages.shape[1] * PAGE_TOKENS)
-    first = np.zeros(len(rows), np.int64) if packed.first_keys is None else packed.first_keys[rows]
-    unused = np.flatnonzero((places >= contexts[:, None]) | (places < first[:, None]))
+    first = first_keys(packed, window)[tokens]  # [num_tiles, num_queries]
+    unused = np.flatnonzero((places >= contexts[:, None]) | (places < first[:, :1]))
     keys = np.arange(num_keys)
-    seen = (keys <= positions[:, :, None]) & (keys >= first[:, None, None])  # [num_tiles, num_queries, num_keys]
+    seen = (keys <= positions[:, :, None]) & (keys >= first[:, :, None])  # [num_tiles, num_queries, num_keys]
     mask = None if seen.all() else torch.from_numpy(seen.repeat(group, axis=1)[:, None]).to(device)
     return Tiles(
         tokens=torch.from_numpy(tokens).to(device),
@@ -94,6 +105,13 @@ def _tiles(
         unused=torch.from_numpy(unused).to(device),
         mask=mask,
     )
+
+
+def first_keys(packed: Packed, window: int) -> NDArray[int64]:
+    """Return the position of the first key that each token sees, of at most `window` (0: any). [num_tokens]"""
+    first = np.zeros(len(packed.pages), np.int64) if packed.first_keys is None else packed.first_keys
+    per_token = np.repeat(first, np.diff(packed.cu_len))
+    return np.maximum(per_token, packed.positions - window + 1) if window else per_token
 
 
 def _gather(store: torch.Tensor, tiles: Tiles) -> torch.Tensor:
@@ -106,8 +124,12 @@ def _gather(store: torch.Tensor, tiles: Tiles) -> torch.Tensor:
     return flat.view(len(tiles.tokens), -1, heads, head_dim)[:, : tiles.num_keys].transpose(1, 2)
 
 
-def attend(query: torch.Tensor, layer_kv: torch.Tensor, planned: Sequence[Tiles]) -> torch.Tensor:
+def attend(
+    query: torch.Tensor, layer_kv: torch.Tensor, planned: Sequence[Tiles], scale: float | None = None
+) -> torch.Tensor:
     """Attend from every packed token to its own row's keys up to its position.
+
+    scale: what scores are multiplied by, 1 / sqrt(head_dim) by default.
 
     query: [num_tokens, num_heads, head_dim]; layer_kv: [2, num_slots, num_kv_heads, head_dim], this pass's own
     keys and values already written. Returns [num_tokens, num_heads * head_dim].
@@ -121,7 +143,7 @@ def attend(query: torch.Tensor, layer_kv: torch.Tensor, planned: Sequence[Tiles]
         folded = query[tiles.tokens].view(num_tiles, num_queries, num_kv_heads, -1, head_dim)
         folded = folded.transpose(1, 2).reshape(num_tiles, num_kv_heads, -1, head_dim)
         key, value = _gather(layer_kv[0], tiles), _gather(layer_kv[1], tiles)
-        mixed = scaled_dot_product_attention(folded, key, value, attn_mask=tiles.mask)
+        mixed = scaled_dot_product_attention(folded, key, value, attn_mask=tiles.mask, scale=scale)
         mixed = mixed.view(num_tiles, num_kv_heads, num_queries, -1, head_dim).transpose(1, 2)
         result[tiles.tokens] = mixed.reshape(num_tiles, num_queries, num_heads, head_dim)
     return result.view(num_tokens, -1)

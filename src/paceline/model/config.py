@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from paceline.core.errors import BadModelFile, UnsupportedModel, suggest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 RopeScaling = Literal["none", "linear", "llama3", "factors"]
 
@@ -23,6 +26,16 @@ _BOUNDS: dict[str, tuple[int, int]] = {
 
 
 @dataclass(frozen=True, slots=True)
+class MixedLayers:
+    """What files of such a family may leave out about their layers with a sliding window."""
+
+    period: int  # the last of so many layers sees all tokens
+    theta: float  # of its RoPE
+    local_theta: float  # of the others' RoPE
+    query_scalars: Mapping[int, float]  # number of layers -> `ModelConfig.query_scalar`, which GGUF does not keep
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """What all models of one family share and their files do not say."""
 
@@ -33,6 +46,11 @@ class Family:
     qk_norm: bool = False  # RMS norm over each head of q and k
     gguf_permutes_qk: bool = False  # GGUF keeps rows of q and k in the order of interleaved RoPE
     default_window: int | None = None  # sliding window if config.json does not speak of one
+    mixed_layers: MixedLayers | None = None  # layers with a sliding window stand between those without
+    sandwich_norms: bool = False  # a second norm over what a block adds to the residual stream
+    norms_from_one: bool = False  # safetensors files keep norm weights as their distance from 1
+    scales_embedding: bool = False  # embeddings times the root of their size
+    ties_embeddings: bool = False  # if config.json does not speak of it
 
 
 QKV = frozenset({"attn_q", "attn_k", "attn_v"})
@@ -44,6 +62,17 @@ FAMILIES: dict[str, Family] = {
         Family("mistral", "llama", gguf_permutes_qk=True, default_window=4096),
         Family("qwen2", "qwen2", biases=QKV),
         Family("qwen3", "qwen3", qk_norm=True),
+        Family(
+            "gemma3_text",
+            "gemma3",
+            activation="gelu_tanh",
+            qk_norm=True,
+            mixed_layers=MixedLayers(period=6, theta=1e6, local_theta=1e4, query_scalars={62: 168.0}),
+            sandwich_norms=True,
+            norms_from_one=True,
+            scales_embedding=True,
+            ties_embeddings=True,
+        ),
     )
 }
 
@@ -68,6 +97,23 @@ class Rope:
             raise BadModelFile("the model's RoPE scaling has high_freq_factor <= low_freq_factor")
 
 
+@dataclass(frozen=True, slots=True)
+class Sliding:
+    """Layers whose tokens see only the newest ones, turned by a RoPE of their own."""
+
+    window: int  # tokens that a token sees, its own included
+    layers: frozenset[int]
+    rope: Rope
+
+    def check(self, num_layers: int) -> None:
+        """Raise `BadModelFile` for a window or layers that cannot be."""
+        if not 1 <= self.window < 1 << 24 or not self.layers <= set(range(num_layers)):
+            raise BadModelFile(f"the model says that layers {sorted(self.layers)} see {self.window} tokens")
+        if self.rope.scaling == "factors":
+            raise BadModelFile("RoPE factors are for layers that see all tokens")
+        self.rope.check()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The shape of one decoder. `check()` raises before anything is allocated from it."""
@@ -84,7 +130,9 @@ class ModelConfig:
     rope: Rope = field(default_factory=Rope)
     tie_embeddings: bool = False
     biases: frozenset[str] = frozenset()  # projections with a bias, by canonical name without the layer
-    max_context: int = 2048  # tokens; never beyond a sliding window, so attention is full everywhere
+    sliding: Sliding | None = None  # None: every layer sees all tokens
+    query_scalar: float | None = None  # scores are divided by its root; None: by that of head_dim
+    max_context: int = 2048  # tokens; where all layers slide never beyond the window, so that attention is full
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
 
@@ -92,6 +140,27 @@ class ModelConfig:
     def facts(self) -> Family:
         """What its family fixes."""
         return family(self.family)
+
+    @property
+    def query_scale(self) -> float:
+        """What scores of attention are multiplied by."""
+        return float((self.query_scalar or self.head_dim) ** -0.5)
+
+    @property
+    def embed_scale(self) -> float:
+        """What embeddings are multiplied by before the first layer."""
+        return float(self.hidden_size**0.5) if self.facts.scales_embedding else 1.0
+
+    @property
+    def rope_of_window(self) -> dict[int, Rope]:
+        """The RoPE of layers that see all tokens (window 0), and of those with a window."""
+        return {0: self.rope} | ({} if self.sliding is None else {self.sliding.window: self.sliding.rope})
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """How many tokens each layer sees, 0 for all. [num_layers]"""
+        s = self.sliding
+        return tuple(s.window if s is not None and i in s.layers else 0 for i in range(self.num_layers))
 
     def check(self) -> None:
         """Raise `BadModelFile` or `UnsupportedModel` unless the numbers fit each other."""
@@ -106,7 +175,13 @@ class ModelConfig:
             )
         if not 0.0 < self.norm_eps < 1.0:
             raise BadModelFile(f"the model says norm_eps = {self.norm_eps!r}; it must lie between 0 and 1")
+        if self.query_scalar is not None and not 0.0 < self.query_scalar < 1e6:
+            raise BadModelFile(
+                f"the model says query_scalar = {self.query_scalar!r}; it must be a positive number"
+            )
         self.rope.check()
+        if self.sliding is not None:
+            self.sliding.check(self.num_layers)
         special = self.eos_ids if self.bos_id is None else (self.bos_id, *self.eos_ids)
         if not all(0 <= i < self.vocab_size for i in special):
             raise BadModelFile(f"special token ids {special} lie outside a vocabulary of {self.vocab_size}")
@@ -137,6 +212,8 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes |= {f"{name}_bias": shapes[name][:1] for name in sorted(c.biases)}
     if c.facts.qk_norm:
         shapes |= {"attn_q_norm": (c.head_dim,), "attn_k_norm": (c.head_dim,)}
+    if c.facts.sandwich_norms:
+        shapes |= {"attn_post_norm": (c.hidden_size,), "mlp_post_norm": (c.hidden_size,)}
     return shapes
 
 

@@ -6,6 +6,7 @@ In float64 it keeps promise 1; in float32, but for near-ties.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
     from paceline.model.backend import KV
     from paceline.model.packed import Packed
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": functional.silu}
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+}
 
 
 TYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -49,12 +53,10 @@ def load_decoder(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Pass:
-    """What all layers of one pass share."""
+class _Places:
+    """Where the tokens of a pass stand, to layers of one kind."""
 
-    token_ids: torch.Tensor  # [num_tokens] int64
     slots: torch.Tensor  # [num_tokens] int64
-    wanted: torch.Tensor  # [num_wanted] int64
     cos: torch.Tensor  # [num_tokens, 1, head_dim / 2] model dtype
     sin: torch.Tensor  # [num_tokens, 1, head_dim / 2] model dtype
     tiles: list[Tiles]
@@ -104,8 +106,11 @@ class ReferenceDecoder:
             {name: self._take(weights, f"layers.{i}.{name}") for name in names} for i in range(config.num_layers)
         ]
         factors = weights["rope_factors"] if config.rope.scaling == "factors" else None
-        # [head_dim / 2] float32
-        self.inverse = torch.from_numpy(inverse_frequencies(config.rope, config.head_dim, factors)).to(self.device)
+        # window (0: none) -> [head_dim / 2] float32 of the layers that have it
+        self.inverse = {
+            window: torch.from_numpy(inverse_frequencies(rope, config.head_dim, factors)).to(self.device)
+            for window, rope in config.rope_of_window.items()
+        }
 
     def describe(self) -> str:
         """Return what it is, for the user."""
@@ -157,60 +162,60 @@ class ReferenceDecoder:
         0 the embeddings, `num_layers` what the final norm would see. Returns the hidden states of
         `packed.wanted` before the final norm, [num_wanted, hidden], and each tap, [num_tokens, hidden].
         """
-        shared = self._prepare(packed)
+        places = {window: self._places(packed, window) for window in self.inverse}
+        windows = self.config.windows
         layers = self.layers[:num_layers]
         assert len(layers) <= len(kv.data), "the store has too few layers"
         assert all(0 <= tap <= len(layers) for tap in taps), "a tap beyond the layers that run"
-        hidden = functional.embedding(shared.token_ids, self.embed)
+        hidden = self._embed(torch.from_numpy(packed.token_ids).to(self.device))
         tapped = {0: hidden} if 0 in taps else {}
         for i, layer in enumerate(layers):
-            hidden = self._layer(layer, hidden, kv.data[i], shared)
+            hidden = self._layer(layer, hidden, kv.data[i], places[windows[i]])
             if i + 1 in taps:
                 tapped[i + 1] = hidden
-        return hidden[shared.wanted], tapped
+        return hidden[torch.from_numpy(packed.wanted).to(self.device)], tapped
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return raw logits [n, vocab] of hidden states [n, hidden] as `forward` returns them."""
         return functional.linear(rms_norm(hidden, self.final_norm, self.config.norm_eps), self.head)
 
-    def _prepare(self, packed: Packed) -> _Pass:
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings [num_tokens, hidden], scaled by a number of the model's own type."""
+        scale = torch.tensor(self.config.embed_scale, dtype=torch.float32).to(self.embed)
+        return functional.embedding(token_ids, self.embed) * scale
+
+    def _places(self, packed: Packed, window: int) -> _Places:
         positions = torch.from_numpy(packed.positions).to(self.device)
-        cos, sin = cos_sin(positions, self.inverse, self.dtype)
-        return _Pass(
-            token_ids=torch.from_numpy(packed.token_ids).to(self.device),
-            slots=torch.from_numpy(packed.slots).to(self.device),
-            wanted=torch.from_numpy(packed.wanted).to(self.device),
-            cos=cos,
-            sin=sin,
-            tiles=plan_tiles(packed, self.config.num_heads // self.config.num_kv_heads, self.device),
-        )
+        cos, sin = cos_sin(positions, self.inverse[window], self.dtype)
+        group = self.config.num_heads // self.config.num_kv_heads
+        slots = torch.from_numpy(packed.slots).to(self.device)
+        return _Places(slots, cos, sin, plan_tiles(packed, group, self.device, window))
 
     def _layer(
-        self, layer: Mapping[str, torch.Tensor], hidden: torch.Tensor, layer_kv: torch.Tensor, shared: _Pass
+        self, layer: Mapping[str, torch.Tensor], hidden: torch.Tensor, layer_kv: torch.Tensor, places: _Places
     ) -> torch.Tensor:
         """One residual block: attention, then the gated feed-forward network. [num_tokens, hidden] in and out."""
-        eps = self.config.norm_eps
-        normed = rms_norm(hidden, layer["attn_norm"], eps)
-        hidden = hidden + self._attention(layer, normed, layer_kv, shared)
-        normed = rms_norm(hidden, layer["mlp_norm"], eps)
+        normed = self._norm(layer, "attn_norm", hidden)
+        added = self._attention(layer, normed, layer_kv, places)
+        hidden = hidden + self._norm(layer, "attn_post_norm", added)
+        normed = self._norm(layer, "mlp_norm", hidden)
         gate = ACTIVATIONS[self.config.facts.activation](linear(layer, "mlp_gate", normed))
-        return hidden + linear(layer, "mlp_down", gate * linear(layer, "mlp_up", normed))
+        added = linear(layer, "mlp_down", gate * linear(layer, "mlp_up", normed))
+        return hidden + self._norm(layer, "mlp_post_norm", added)
+
+    def _norm(self, layer: Mapping[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
+        """Norm over the last axis where the layer has that norm."""
+        weight = layer.get(name)
+        return x if weight is None else rms_norm(x, weight, self.config.norm_eps)
 
     def _attention(
-        self, layer: Mapping[str, torch.Tensor], normed: torch.Tensor, layer_kv: torch.Tensor, shared: _Pass
+        self, layer: Mapping[str, torch.Tensor], normed: torch.Tensor, layer_kv: torch.Tensor, places: _Places
     ) -> torch.Tensor:
         heads = (len(normed), -1, self.config.head_dim)
-        query = rotate(self._head_norm(layer, "attn_q", normed, heads), shared.cos, shared.sin)
-        key = rotate(self._head_norm(layer, "attn_k", normed, heads), shared.cos, shared.sin)
-        layer_kv[0].index_copy_(0, shared.slots, key)
-        layer_kv[1].index_copy_(0, shared.slots, linear(layer, "attn_v", normed).view(heads))
-        return linear(layer, "attn_o", attend(query, layer_kv, shared.tiles))
-
-    def _head_norm(
-        self, layer: Mapping[str, torch.Tensor], name: str, normed: torch.Tensor, heads: tuple[int, int, int]
-    ) -> torch.Tensor:
-        """Project to heads [num_tokens, heads, head_dim], each normed where the family does so."""
-        projected = linear(layer, name, normed).view(heads)
-        weight = layer.get(f"{name}_norm")
-        return projected if weight is None else rms_norm(projected, weight, self.config.norm_eps)
+        query = self._norm(layer, "attn_q_norm", linear(layer, "attn_q", normed).view(heads))
+        key = self._norm(layer, "attn_k_norm", linear(layer, "attn_k", normed).view(heads))
+        query, key = rotate(query, places.cos, places.sin), rotate(key, places.cos, places.sin)
+        layer_kv[0].index_copy_(0, places.slots, key)
+        layer_kv[1].index_copy_(0, places.slots, linear(layer, "attn_v", normed).view(heads))
+        return linear(layer, "attn_o", attend(query, layer_kv, places.tiles, self.config.query_scale))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import BadModelFile, UnsupportedModel, suggest
-from paceline.model.config import FAMILIES, Family, ModelConfig, Rope, RopeScaling
+from paceline.model.config import FAMILIES, Family, ModelConfig, Rope, RopeScaling, Sliding
 from paceline.model.gguf_tokenizer import special_texts, tokenizer_from_gguf
 from paceline.model.template import TemplateSource
 
@@ -34,7 +34,9 @@ LAYER_NAMES: dict[str, str] = {
     "attn_o_bias": "attn_output.bias",
     "attn_q_norm": "attn_q_norm.weight",
     "attn_k_norm": "attn_k_norm.weight",
+    "attn_post_norm": "post_attention_norm.weight",
     "mlp_norm": "ffn_norm.weight",
+    "mlp_post_norm": "post_ffw_norm.weight",
     "mlp_gate": "ffn_gate.weight",
     "mlp_up": "ffn_up.weight",
     "mlp_down": "ffn_down.weight",
@@ -48,6 +50,7 @@ LAYER_PREFIX = "blk.{layer}."
 ARCHITECTURES: dict[str, Family] = {f.gguf_arch: f for f in reversed(FAMILIES.values())}
 _SCALINGS: dict[str, RopeScaling] = {"none": "none", "linear": "linear"}
 END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+MAX_LAYERS = 1 << 10
 _BIAS_SUFFIX = "_bias"
 
 
@@ -97,8 +100,9 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
     ):
         raise UnsupportedModel(f"{file.path}: heads whose keys, values and RoPE differ in size are not supported")
     bos = _ids(file, "tokenizer.ggml.bos_token_id")
+    facts = ARCHITECTURES[arch]
     config = ModelConfig(
-        family=ARCHITECTURES[arch].name,
+        family=facts.name,
         vocab_size=embed.shape[0],
         hidden_size=hidden,
         intermediate_size=read.integer("feed_forward_length"),
@@ -107,10 +111,12 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
         num_kv_heads=read.integer("attention.head_count_kv", heads),
         head_dim=head_dim,
         norm_eps=read.number("attention.layer_norm_rms_epsilon"),
-        rope=_rope(read),
+        rope=_rope(read, facts),
         tie_embeddings=MODEL_NAMES["head"] not in file.tensors,
-        biases=ARCHITECTURES[arch].biases | _biases(file),
-        max_context=_max_context(read),
+        biases=facts.biases | _biases(file),
+        sliding=_sliding(read, facts),
+        query_scalar=_query_scalar(read, facts),
+        max_context=_max_context(read, facts),
         bos_id=bos[0] if bos else None,
         eos_ids=_ids(file, *END_KEYS),
     )
@@ -138,22 +144,39 @@ def _biases(file: GgufFile) -> frozenset[str]:
     return frozenset(n.removesuffix(_BIAS_SUFFIX) for n in biased if first + LAYER_NAMES[n] in file.tensors)
 
 
-def _rope(read: _Reader) -> Rope:
+def _rope(read: _Reader, facts: Family) -> Rope:
     kind = read.word("rope.scaling.type", "none")
     if kind not in _SCALINGS:
         raise UnsupportedModel(f"RoPE scaling {kind!r} is not supported{suggest(kind, _SCALINGS)}")
     stretched = MODEL_NAMES["rope_factors"] in read.file.tensors  # how llama3 scaling is stored
+    default = 10000.0 if facts.mixed_layers is None else facts.mixed_layers.theta
     return Rope(
-        theta=read.number("rope.freq_base", 10000.0),
+        theta=read.number("rope.freq_base", default),
         scaling="factors" if stretched else _SCALINGS[kind],
         factor=read.number("rope.scaling.factor", 1.0),
     )
 
 
-def _max_context(read: _Reader) -> int:
-    """Positions the model knows, but never beyond a sliding window: within it, attention is full."""
+def _sliding(read: _Reader, facts: Family) -> Sliding | None:
+    """Layers with a window, where those stand between others: all but the last of every so many."""
+    mixed, window = facts.mixed_layers, read.integer("attention.sliding_window", 0)
+    if mixed is None or not window:
+        return None
+    period = read.integer("attention.sliding_window_pattern", mixed.period)
+    layers = frozenset(i for i in range(min(read.integer("block_count"), MAX_LAYERS)) if (i + 1) % max(period, 1))
+    return Sliding(window, layers, Rope(theta=read.number("rope.freq_base_swa", mixed.local_theta)))
+
+
+def _query_scalar(read: _Reader, facts: Family) -> float | None:
+    if facts.mixed_layers is None:
+        return None
+    return facts.mixed_layers.query_scalars.get(read.integer("block_count"))
+
+
+def _max_context(read: _Reader, facts: Family) -> int:
+    """Positions the model knows, but never beyond the window of all layers: within it, attention is full."""
     positions, window = read.integer("context_length"), read.integer("attention.sliding_window", 0)
-    return min(positions, window) if window else positions
+    return min(positions, window) if window and facts.mixed_layers is None else positions
 
 
 def _ids(file: GgufFile, *keys: str) -> tuple[int, ...]:

@@ -6,18 +6,26 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import tokenizers
 
 from paceline.core.errors import BadModelFile, ModelNotFound, UnsupportedModel, suggest
-from paceline.model.config import QKV, ModelConfig, Rope, RopeScaling, family
+from paceline.model.config import QKV, Family, ModelConfig, Rope, RopeScaling, Sliding, family
 from paceline.model.safetensors_file import StoredTensor, open_safetensors
 from paceline.model.template import MAX_TEMPLATE_CHARS, TemplateSource
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
+
+    from numpy import floating
+    from numpy.typing import NDArray
+
+    from paceline.model.weights import Stored
 
 MAX_JSON_BYTES = 256 << 20  # a tokenizer.json of the largest vocabularies has tens of MB
 MAX_SHARDS = 1024
+MAX_LAYERS = 1 << 10
 
 # Names in a folder of safetensors, by canonical name; those of a layer without its prefix.
 MODEL_NAMES: dict[str, str] = {
@@ -45,7 +53,17 @@ LAYER_NAMES: dict[str, str] = {
     "mlp_up_bias": "mlp.up_proj.bias",
     "mlp_down_bias": "mlp.down_proj.bias",
 }
+SANDWICH_NAMES: dict[str, str] = {
+    "attn_post_norm": "post_attention_layernorm.weight",
+    "mlp_norm": "pre_feedforward_layernorm.weight",
+    "mlp_post_norm": "post_feedforward_layernorm.weight",
+}
 LAYER_PREFIX = "model.layers.{layer}."
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+# What some models have and none of ours: read only to be refused.
+_LACKING = ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention")
 
 _SCALINGS: dict[str, RopeScaling] = {"default": "none", "linear": "linear", "llama3": "llama3"}
 # Switches of config.json that add biases, and to which projections.
@@ -119,9 +137,7 @@ def config_from_json(values: dict[str, Any], generation: dict[str, Any] | None =
     """
     read = _Reader(values, "config.json")
     facts = family(str(values.get("model_type")))
-    activation = values.get("hidden_act", facts.activation)
-    if activation != facts.activation:
-        raise UnsupportedModel(f"a {facts.name} model with the activation {activation!r} is not supported")
+    _refuse_lacking(values, facts)
     hidden, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
     config = ModelConfig(
         family=facts.name,
@@ -133,10 +149,12 @@ def config_from_json(values: dict[str, Any], generation: dict[str, Any] | None =
         num_kv_heads=read.integer("num_key_value_heads", heads),
         head_dim=read.integer("head_dim", hidden // max(heads, 1)),
         norm_eps=read.number("rms_norm_eps", 1e-6),
-        rope=_rope(read),
-        tie_embeddings=read.flag("tie_word_embeddings"),
+        rope=_rope(read, facts),
+        tie_embeddings=read.flag("tie_word_embeddings", default=facts.ties_embeddings),
         biases=facts.biases.union(*(names for key, names in BIAS_SWITCHES.items() if read.flag(key))),
-        max_context=_max_context(read, facts.default_window),
+        sliding=_sliding(read, facts),
+        query_scalar=_query_scalar(read),
+        max_context=_max_context(read, facts),
         bos_id=next(iter(token_ids(values.get("bos_token_id"))), None),
         eos_ids=token_ids(
             [*token_ids(values.get("eos_token_id")), *token_ids((generation or {}).get("eos_token_id"))]
@@ -146,9 +164,24 @@ def config_from_json(values: dict[str, Any], generation: dict[str, Any] | None =
     return config
 
 
-def _rope(read: _Reader) -> Rope:
-    """`rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling`."""
+def _refuse_lacking(values: dict[str, Any], facts: Family) -> None:
+    """Raise `UnsupportedModel` for what we would silently compute otherwise than the model was trained."""
+    activation = values.get("hidden_activation") or values.get("hidden_act") or facts.activation
+    if _ACTIVATIONS.get(activation, activation) != facts.activation:
+        raise UnsupportedModel(f"a {facts.name} model with the activation {activation!r} is not supported")
+    for key in _LACKING:
+        if values.get(key):
+            raise UnsupportedModel(f"config.json has {key} = {str(values[key])[:80]}, which is not supported")
+
+
+def _rope(read: _Reader, facts: Family) -> Rope:
+    """`rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling`: of layers that see all tokens."""
     table = read.table("rope_parameters") or read.table("rope_scaling")
+    default = 10000.0 if facts.mixed_layers is None else facts.mixed_layers.theta
+    return _rope_of(read, _Reader(table, "").table(_FULL) or table, read.number("rope_theta", default))
+
+
+def _rope_of(read: _Reader, table: dict[str, Any], theta: float) -> Rope:
     inner = _Reader(table, "config.json's RoPE settings")
     kind = str(table.get("rope_type", table.get("type", "default")))[:80]
     if kind not in _SCALINGS:
@@ -157,7 +190,7 @@ def _rope(read: _Reader) -> Rope:
     if share != 1.0:
         raise UnsupportedModel(f"RoPE over a part of each head ({share}) is not supported")
     return Rope(
-        theta=inner.number("rope_theta", read.number("rope_theta", 10000.0)),
+        theta=inner.number("rope_theta", theta),
         scaling=_SCALINGS[kind],
         factor=inner.number("factor", 1.0),
         low_freq_factor=inner.number("low_freq_factor", 1.0),
@@ -168,15 +201,70 @@ def _rope(read: _Reader) -> Rope:
     )
 
 
-def _max_context(read: _Reader, default_window: int | None) -> int:
-    """Positions the model knows, but never beyond a sliding window: within it, attention is full."""
+def _sliding(read: _Reader, facts: Family) -> Sliding | None:
+    """Which layers have a window: `layer_types`, or all but the last of every `sliding_window_pattern`."""
+    mixed = facts.mixed_layers
+    if mixed is None or read.values.get("sliding_window") is None:
+        return None
+    num_layers = read.integer("num_hidden_layers")
+    period = read.integer("sliding_window_pattern", read.integer("_sliding_window_pattern", mixed.period))
+    kinds = read.values.get("layer_types") or [
+        _SLIDING if (i + 1) % max(period, 1) else _FULL for i in range(min(num_layers, MAX_LAYERS))
+    ]
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(k in (_SLIDING, _FULL) for k in kinds):
+        raise UnsupportedModel(f"layer_types in config.json must name {_SLIDING} or {_FULL} for every layer")
+    table = _Reader(read.table("rope_parameters"), "").table(_SLIDING)
+    rope = _rope_of(read, table, read.number("rope_local_base_freq", mixed.local_theta))
+    return Sliding(
+        read.integer("sliding_window"), frozenset(i for i, kind in enumerate(kinds) if kind == _SLIDING), rope
+    )
+
+
+def _query_scalar(read: _Reader) -> float | None:
+    key = "query_pre_attn_scalar"
+    return None if read.values.get(key) is None else read.number(key)
+
+
+def _max_context(read: _Reader, facts: Family) -> int:
+    """Positions the model knows, but never beyond the window of all layers: within it, attention is full."""
     positions = read.integer("max_position_embeddings", 2048)
+    if facts.mixed_layers is not None:
+        return positions
     if "sliding_window" not in read.values:
-        window = default_window
+        window = facts.default_window
     else:
         used = read.flag("use_sliding_window", default=True) and read.values["sliding_window"] is not None
         window = read.integer("sliding_window") if used else None
     return positions if window is None else min(positions, window)
+
+
+def layer_names(config: ModelConfig) -> dict[str, str]:
+    """Return what a layer's tensors are called in the model's files, by canonical name."""
+    return LAYER_NAMES | (SANDWICH_NAMES if config.facts.sandwich_norms else {})
+
+
+@dataclass(frozen=True, slots=True)
+class FromOne:
+    """A tensor that its file keeps as the distance from 1."""
+
+    stored: Stored
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self.stored.shape
+
+    def read(self) -> NDArray[floating]:
+        """Return it as it is used."""
+        return self.stored.read() + np.float32(1)
+
+
+def as_used(config: ModelConfig, stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Return tensors by canonical name, norm weights such that they multiply."""
+    shifted = config.facts.norms_from_one
+    return {
+        name: FromOne(tensor) if shifted and name.endswith("norm") else tensor for name, tensor in stored.items()
+    }
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from paceline.model.gguf_file import FourBit
     from paceline.model.packed import Packed
 
+    PackedLayer = tuple[dict[str, kernels.Matrix], dict[str, NDArray[float32]]]  # matrices, vectors
+
 _KINDS = {"argmax": 0, "noisy": 1, "logits": 2, "sampled": 3}  # as csrc/decoder.h
 
 
@@ -77,20 +79,14 @@ class NativeDecoder:
         self.embed = pack(weights, "embed", table_type)
         self.head = self.embed if config.tie_embeddings else pack(weights, "head", table_type)
         factors = weights["rope_factors"] if config.rope.scaling == "factors" else None
-        self._decoder = kernels.Decoder(
-            vocab=config.vocab_size,
-            hidden=config.hidden_size,
-            intermediate=config.intermediate_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            norm_eps=config.norm_eps,
-            team=team,
+        self._decoder = compile_decoder(
+            config,
+            team,
             embed=self.embed,
             head=self.head,
             final_norm=as_float32(weights["final_norm"]),
-            inverse_frequencies=inverse_frequencies(config.rope, config.head_dim, factors),
             layers=[pack_layer(i, layer_shapes(config), weights, weight_type) for i in range(config.num_layers)],
+            factors=factors,
         )
 
     def describe(self) -> str:
@@ -127,6 +123,44 @@ class NativeDecoder:
             return chosen
         padded = np.pad(chosen.logits, ((0, 0), (0, missing)), constant_values=-np.inf)
         return replace(chosen, logits=padded)
+
+
+def compile_decoder(
+    config: ModelConfig,
+    team: kernels.Team,
+    *,
+    embed: kernels.Matrix,
+    head: kernels.Matrix,
+    final_norm: NDArray[float32],
+    layers: list[PackedLayer],
+    factors: NDArray[floating] | None = None,
+    norms_residual: bool = False,
+) -> kernels.Decoder:
+    """Put packed weights together. `factors` is the tensor `rope_factors`, for the one RoPE that reads it."""
+    ropes = config.rope_of_window
+    return kernels.Decoder(
+        vocab=config.vocab_size,
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        norm_eps=config.norm_eps,
+        team=team,
+        embed=embed,
+        head=head,
+        final_norm=final_norm,
+        inverse_frequencies=np.stack(
+            [inverse_frequencies(rope, config.head_dim, factors) for rope in ropes.values()]
+        ),
+        layers=layers,
+        windows=list(config.windows),
+        ropes=[list(ropes).index(window) for window in config.windows],
+        query_scale=config.query_scale,
+        embed_scale=config.embed_scale,
+        activation=config.facts.activation,
+        norms_residual=norms_residual,
+    )
 
 
 def forward(
@@ -174,7 +208,7 @@ def forward(
 
 def pack_layer(
     index: int, shapes: Mapping[str, tuple[int, ...]], weights: Mapping[str, NDArray[floating]], weight_type: str
-) -> tuple[dict[str, kernels.Matrix], dict[str, NDArray[float32]]]:
+) -> PackedLayer:
     """Return the matrices, packed, and the vectors of one layer. shapes: of its tensors, by short name."""
     return (
         {n: pack(weights, f"layers.{index}.{n}", weight_type) for n, shape in shapes.items() if len(shape) == 2},

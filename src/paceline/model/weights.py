@@ -155,9 +155,9 @@ def _load_folder(folder: Path) -> LoadedModel:
     config = hf.config_from_json(
         hf.read_json(folder / "config.json"), hf.read_json(generation) if generation.is_file() else None
     )
-    names = canonical_names(config, hf.MODEL_NAMES, hf.LAYER_NAMES, hf.LAYER_PREFIX)
+    names = canonical_names(config, hf.MODEL_NAMES, hf.layer_names(config), hf.LAYER_PREFIX)
     stored = choose_tensors(config, names, hf.stored_tensors(folder), folder)
-    return LoadedModel(folder, config, LazyWeights(stored), hf.FolderText(folder))
+    return LoadedModel(folder, config, LazyWeights(hf.as_used(config, stored)), hf.FolderText(folder))
 
 
 def _load_gguf(path: Path) -> LoadedModel:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, UnsupportedModel
 from paceline.draft.small.checkpoint import SHARED
 from paceline.model import hf
 from paceline.model.config import layer_shapes
@@ -35,6 +35,8 @@ class SmallRecipe:
 
     def __init__(self, layers: Sequence[int], target: Target, vocabulary: NDArray[int64]) -> None:
         """layers: of the target, in this order. vocabulary: [draft_vocab] target ids, ascending."""
+        if target.config.sliding is not None or target.config.facts.sandwich_norms:
+            raise UnsupportedModel("draft models are cut from targets whose layers see all tokens; train a head")
         self._target = target
         self._layers = layers
         self._vocabulary = vocabulary

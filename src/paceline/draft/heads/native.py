@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,8 +10,7 @@ import numpy as np
 from paceline import kernels
 from paceline.draft.heads.config import head_shapes
 from paceline.draft.reduced import ReducedVocabulary
-from paceline.model.native import NativeDecoder, as_float32, forward, pack, pack_layer
-from paceline.model.rope import inverse_frequencies
+from paceline.model.native import NativeDecoder, as_float32, compile_decoder, forward, pack, pack_layer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,19 +48,12 @@ class NativeHead:
 
     def _pack(self, head: Head, order: NDArray[int64], weight_type: str) -> kernels.Decoder:
         c = head.config.layers
-        return kernels.Decoder(
-            vocab=self._target.config.vocab_size,
-            hidden=c.hidden_size,
-            intermediate=c.intermediate_size,
-            num_heads=c.num_heads,
-            num_kv_heads=c.num_kv_heads,
-            head_dim=c.head_dim,
-            norm_eps=c.norm_eps,
-            team=self._target.team,
+        return compile_decoder(
+            replace(c, vocab_size=self._target.config.vocab_size),
+            self._target.team,
             embed=self._embed,
             head=kernels.pack(as_float32(head.weights["head"][order]), weight_type),
             final_norm=self._norms["norm"],
-            inverse_frequencies=inverse_frequencies(c.rope, c.head_dim),
             layers=[
                 pack_layer(i, _layer_shapes(head.config, i), head.weights, weight_type)
                 for i in range(c.num_layers)

@@ -68,9 +68,9 @@ def load_small(folder: Path, target: ModelConfig) -> SmallModel:
         )
     found = hf.stored_tensors(folder)
     own = replace(config, tie_embeddings=True)
-    names = canonical_names(own, hf.MODEL_NAMES, hf.LAYER_NAMES, hf.LAYER_PREFIX)
+    names = canonical_names(own, hf.MODEL_NAMES, hf.layer_names(own), hf.LAYER_PREFIX)
     stored = choose_tensors(own, names, join_scales(found), folder, given=SHARED)
-    weights = {name: tensor.read() for name, tensor in stored.items()}
+    weights = {name: tensor.read() for name, tensor in hf.as_used(own, stored).items()}
     return SmallModel(config, weights, _token_ids(found, target, folder))
 
 

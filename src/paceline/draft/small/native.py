@@ -9,8 +9,7 @@ import numpy as np
 from paceline import kernels
 from paceline.draft.reduced import ReducedVocabulary
 from paceline.model.config import layer_shapes
-from paceline.model.native import NativeDecoder, as_float32, forward, pack_layer
-from paceline.model.rope import inverse_frequencies
+from paceline.model.native import NativeDecoder, as_float32, compile_decoder, forward, pack_layer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,19 +42,12 @@ class NativeSmall:
         self._vocabulary = ReducedVocabulary(small.token_ids, target.config.vocab_size)
         self._num_tokens = len(small.token_ids)
         weight_type = _TYPES.get(target.weight_type, target.weight_type)
-        self._decoder = kernels.Decoder(
-            vocab=c.vocab_size,
-            hidden=c.hidden_size,
-            intermediate=c.intermediate_size,
-            num_heads=c.num_heads,
-            num_kv_heads=c.num_kv_heads,
-            head_dim=c.head_dim,
-            norm_eps=c.norm_eps,
-            team=target.team,
+        self._decoder = compile_decoder(
+            c,
+            target.team,
             embed=target.embed,
             head=kernels.pack(_rows(target.head, small.token_ids, c.hidden_size), weight_type),
             final_norm=as_float32(small.weights["final_norm"]),
-            inverse_frequencies=inverse_frequencies(c.rope, c.head_dim),
             layers=[pack_layer(i, layer_shapes(c), small.weights, weight_type) for i in range(c.num_layers)],
         )
 

@@ -1,0 +1,174 @@
+"""Drafters with another vocabulary: the maps, the texts in both, and the same answers as without drafts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.core.nouns import BROKEN, Choose
+from paceline.core.params import SamplingParams
+from paceline.draft.drafter import Vocabulary
+from paceline.draft.places import all_places, shared_places
+from paceline.draft.spelling import Pair, StringSpelling, TokenSpelling, readable, whole_text
+from paceline.draft.streams import Streams
+from paceline.draft.vocabulary import map_tokens
+from paceline.model.choosing import draw
+from tests.draft.foreign import other, renumbered
+from tests.tiny import tiny_tokenizer
+
+TARGET = Vocabulary("target", tiny_tokenizer(), 330)
+OTHER = Vocabulary("other", other(), 270)
+TOKENS = map_tokens(TARGET, OTHER)
+PAIR = Pair(TARGET, OTHER, TOKENS)
+TEXTS = st.lists(st.sampled_from(["the", " the", " ", "  ", "an", " an", "thin", "é", "漢", "\n", "x", "er"])).map(
+    "".join
+)
+
+
+def text_of(tokenizer, ids: list[int]) -> bytes:
+    return b"".join(tokenizer.token_bytes(i) for i in ids)
+
+
+def test_maps_go_by_text() -> None:
+    ours, theirs = TARGET.tokenizer, OTHER.tokenizer
+    for token_id, draft_id in enumerate(TOKENS.to_drafter.tolist()):
+        if draft_id >= 0 and token_id not in ours.eos_ids:
+            assert ours.token_bytes(token_id) == theirs.token_bytes(draft_id)
+            assert TOKENS.to_target[draft_id] == token_id
+    assert TOKENS.to_drafter[319] == theirs.eos_ids[0], "both end a text"
+    assert TOKENS.to_target[theirs.eos_ids[0]] == 319
+    missing = [i for i in range(320) if TOKENS.to_drafter[i] < 0]
+    assert {ours.token_bytes(i) for i in missing[:5]} == {b"the", b"er", b" the", b"on", b"re"}
+    assert not TOKENS.is_total
+    assert TOKENS.share == (319 - len(missing)) / 319
+    assert (TOKENS.to_drafter[320:] < 0).all()
+
+
+def test_renumbered_tokens_are_all_found() -> None:
+    tokens = map_tokens(TARGET, Vocabulary("renumbered", renumbered(), 320))
+    assert tokens.is_total
+    assert tokens.to_drafter[:319].tolist() == list(range(318, -1, -1))
+    assert tokens.share == 1.0
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_guess_is_drawn_by_the_targets_ids(data: st.DataObject) -> None:
+    """As if the target's own logits were the drafter's, with nothing for tokens that it lacks."""
+    logits = (
+        np.random.default_rng(data.draw(st.integers(0, 99))).standard_normal((1, OTHER.size)).astype(np.float32)
+    )
+    kind, t = data.draw(st.sampled_from([("argmax", 0.0), ("noisy", 1.0), ("sampled", 0.7)]))
+    choose = Choose(kind, SamplingParams(temperature=t, top_k=9 if kind == "sampled" else 0), seed=5, position=8)
+    places = shared_places(TOKENS)
+    got, _ = draw(lambda chooses: places.choose(logits, chooses), [choose], [0], dense=False)
+    spread = np.full((1, TARGET.size), -np.inf, np.float32)
+    for draft_id, token_id in enumerate(TOKENS.to_target.tolist()):
+        if token_id >= 0:
+            spread[0, token_id] = logits[0, draft_id]
+    from paceline.core.sampling import choose_token
+
+    assert got == [choose_token(spread[0], choose)]
+    assert TOKENS.to_target[places.own_id(got[0])] == got[0]
+    broken, _ = draw(lambda c: places.choose(logits * np.nan, c), [choose], [0], dense=False)
+    assert broken == [BROKEN]
+
+
+def test_behind_a_space_tokens_are_known_by_what_follows_it() -> None:
+    places = all_places(TOKENS, OTHER, b" ")
+    theirs = OTHER.tokenizer
+    texts = {theirs.token_bytes(int(i)) for i in places.kept}
+    assert texts == {b" ", b" an"}
+    an = next(int(i) for i in places.kept if theirs.token_bytes(int(i)) == b" an")
+    ours = next(i for i in range(319) if TARGET.tokenizer.token_bytes(i) == b"an")
+    assert places.own_id(ours) == an
+    assert places.places.tolist() == sorted(places.places.tolist())
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=TEXTS, cuts=st.lists(st.integers(1, 9)), kind=st.sampled_from([TokenSpelling, StringSpelling]))
+def test_a_growing_text_is_the_same_in_both(text: str, cuts: list[int], kind: type) -> None:
+    """However the target's tokens come in, the drafter holds their text, up to a last space it still owes."""
+    ids = TARGET.tokenizer.encode(text)
+    spelling, held, at = kind(PAIR), [], 0
+    for cut in [*cuts, len(ids)]:
+        at = min(len(ids), at + cut)
+        told = spelling.renew(np.array(ids[:at], np.int64))
+        if told is not None:
+            first, new = told
+            assert first <= len(held)
+            held[first:] = new
+            now = text_of(TARGET.tokenizer, ids[:at])
+            assert text_of(OTHER.tokenizer, held) in ((now,) if kind is TokenSpelling else (now, now[:-1]))
+            assert text_of(OTHER.tokenizer, held) + getattr(spelling, "_owed", b"") == now
+    if kind is StringSpelling and held and not text.endswith(" ") and len(text.encode()) <= 512:
+        assert held == OTHER.tokenizer.encode(text)
+
+
+def test_a_long_text_is_written_anew_only_at_its_end() -> None:
+    text = "the thin an x\n" * 400
+    ids, spelling, held = TARGET.tokenizer.encode(text), StringSpelling(PAIR), []
+    longest = 0
+    for end in range(1, len(ids) + 1):
+        told = spelling.renew(np.array(ids[:end], np.int64))
+        if told is not None:
+            held[told[0] :] = told[1]
+            longest = max(longest, len(told[1]))
+    assert held == OTHER.tokenizer.encode(text)
+    assert longest < 600
+
+
+def test_a_text_that_ends_inside_a_character_waits() -> None:
+    ids = TARGET.tokenizer.encode("x漢")
+    spelling = StringSpelling(PAIR)
+    answers = [spelling.renew(np.array(ids[:n], np.int64)) for n in range(1, len(ids) + 1)]
+    assert [a is None for a in answers] == [False, True, True, False]
+    assert answers[-1] == (0, OTHER.tokenizer.encode("x漢"))
+    assert readable(b"\xffa\xe6\xbc") == ("a", b"\xe6\xbc")
+    assert whole_text(b"a\xe6\xbcb") == whole_text(b"a\xe6\xbc") == "a"
+
+
+def test_guesses_are_read_as_the_target_writes_them() -> None:
+    spelling = StringSpelling(PAIR)
+    spelling.renew(np.array(TARGET.tokenizer.encode("x "), np.int64))
+    guesses = OTHER.tokenizer.encode(" the er")
+    assert text_of(TARGET.tokenizer, spelling.read(guesses)) == b"the er"
+    assert spelling.read(guesses) == TARGET.tokenizer.encode("the er")
+    assert spelling.read([*guesses, *OTHER.tokenizer.eos_ids])[-1] == 319
+    assert spelling.ended([*guesses, *OTHER.tokenizer.eos_ids])
+    assert spelling.read(OTHER.tokenizer.encode("漢")[:2]) == []
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.lists(st.integers(0, 3), max_size=40), st.integers(0, 8)), max_size=30
+    )
+)
+def test_streams_keep_what_stays_the_same(steps: list[tuple[int, list[int], int]]) -> None:
+    """Against lists: what is counted as stored is a prefix that the text and the store share."""
+    streams, stored = Streams(3, 12, 60), {row: [] for row in range(3)}
+    for row, ids, guessed in steps:
+        if not ids or not streams.renew(row, 0, ids, guessed + 1):
+            streams.release(row)
+            stored[row] = []
+            continue
+        start = streams.start(row)
+        assert stored[row][:start] == ids[:start]
+        assert start <= len(ids) - 1
+        same = next(
+            (i for i, (a, b) in enumerate(zip(stored[row], ids, strict=False)) if a != b), len(stored[row])
+        )
+        assert start == min(same, len(ids) - 1, len(stored[row]))
+        guesses = [9 - g % 3 for g in range(guessed + 1)]
+        streams.guess(row, guesses)
+        stored[row] = (ids + guesses)[:-1]
+        streams.check(12)
+    assert all(len(s) <= 100 for s in stored.values())
+
+
+@pytest.mark.parametrize("length", [200, 61])
+def test_a_text_without_room_is_refused(length: int) -> None:
+    assert not Streams(2, 3, 1000).renew(0, 0, [1] * length, 1)
