@@ -104,7 +104,7 @@ def _arguments(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--install-only", action="store_true", help="install the other engines and stop")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(argv)
-    args.command = " ".join(sys.argv if argv is None else argv)
+    args.command = " ".join(["python -m paceline.bench.peers.compare", *(sys.argv[1:] if argv is None else argv)])
     return args
 
 
@@ -137,7 +137,7 @@ def _compare(args: Namespace) -> int:
             "command": args.command,
             "git": commit(),
             "machine": machine(),
-            "setting": asdict(c.setting(model.path)),
+            "setting": asdict(c.setting(model.path)) | {"file": model.path.name},
         }
         times = {"started": time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(start)), "took_s": time.time() - start}
         write_json(Path(args.json), document(head | times, rows, c.workloads))
