@@ -38,7 +38,8 @@ void quantise(const float* x, size_t width, size_t group, int8_t* q, float* scal
         const float inverse = top > 0.0f ? 127.0f / top : 0.0f;
         i32v total = splat(0);
         for (size_t i = start; i < start + group; i += kLanes) {
-            const i32v v = __builtin_convertvector(nearest(load(x + i) * inverse), i32v);
+            const f32v whole = nearest(load(x + i) * inverse);
+            const i32v v = __builtin_convertvector(whole == whole ? whole : splat(0.0f), i32v);  // no NaN becomes a number
             total += v;
             store_bytes(q + i, v);
         }
