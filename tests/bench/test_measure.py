@@ -1,8 +1,18 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from paceline.bench.measure import Answer, Run, acceptance_length, accepted_per_position, busy_until, record
+from paceline.bench.measure import (
+    Answer,
+    Run,
+    acceptance_length,
+    accepted_per_position,
+    busy_until,
+    kept_per_position,
+    record,
+)
 from paceline.bench.prompts import Prompt
 from paceline.bench.report import category_rows, summary
 from paceline.engine.stats import DraftCounts, Stats
@@ -53,6 +63,29 @@ def test_acceptance_length_is_per_request_and_pass():
     assert acceptance_length([answer(decode_passes=0, decoded_tokens=0)]) is None
 
 
+def arriving(*counts, tokens=(1, 2, 3)):
+    """An answer of passes that brought so many tokens, after the prefill's one."""
+    given = [(0.0, 1), *((1.0 + i, n) for i, n in enumerate(counts))]
+    sums = {"decode_passes": len(counts), "decoded_tokens": sum(counts)}
+    return replace(answer(tokens=tokens, **sums), arrivals=tuple(given))
+
+
+def test_kept_per_position_adds_up_to_the_acceptance_length():
+    answers = [arriving(1, 3, 5), arriving(2)]
+    assert kept_per_position(answers) == [0.75, 0.5, 0.25, 0.25]
+    assert 1 + sum(kept_per_position(answers)) == acceptance_length(answers)
+    assert kept_per_position([arriving(1, tokens=None)]) is None  # a server, which may join passes
+    assert kept_per_position([arriving()]) == []
+
+
+def test_answers_that_loop_are_left_out():
+    loops, calm = arriving(4, 4, tokens=(7,) * 40), arriving(2, 1, tokens=tuple(range(40)))
+    figures = record(run([loops, calm]))
+    assert figures["acceptance_length"] == 11 / 4
+    assert figures["without_loops"] == {"requests": 1, "acceptance_length": 1.5}
+    assert figures["by_category"]["qa"]["without_loops"] == figures["without_loops"]
+
+
 def test_accepted_per_position_is_of_what_was_verified():
     counts = [DraftCounts(9, [4, 2], [3, 0]), DraftCounts(9, [4, 0, 1], [1, 0, 1])]
     assert accepted_per_position(counts) == [0.5, 0.0, 1.0]
@@ -63,6 +96,7 @@ def test_record_has_the_keys_of_the_contract():
     figures = record(run([answer(tokens=(1, 2, 3))], stats=stats))
     keys = """draft concurrency repeat overlap requests prompt_tokens output_tokens wall_s output_tokens_per_s
         ttft_ms tpot_ms e2e_ms steps drafted_tokens verified_tokens accepted_tokens acceptance_length
+        kept_per_position without_loops
         accepted_per_position k_histogram draft_ms target_ms host_ms repeat_share peak_rss_mb by_category tail_s"""
     assert set(keys.split()) <= set(figures)
     assert set(figures["ttft_ms"]) == set(figures["tpot_ms"]) == set(figures["e2e_ms"]) == {"mean", "p50", "p99"}
@@ -95,7 +129,7 @@ def test_categories_stand_beside_plain_decoding():
     plain = [answer(times=(1, 2), category="qa"), answer(times=(2, 4), category="rag")]
     fast = [answer(times=(0.5, 1), category="qa"), answer(times=(2, 4), category="rag")]
     rows = category_rows([record(run(plain)), record(run(fast, "ngram"))])
-    assert [(r[0], r[2], r[-1]) for r in rows] == [
+    assert [(r[0], r[2], r[-2]) for r in rows] == [
         ("off", "qa", "1.00x"),
         ("off", "rag", "1.00x"),
         ("ngram", "qa", "2.00x"),

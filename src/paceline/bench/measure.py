@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from paceline.bench.statistics import repeat_share, spread_of
+from paceline.bench.statistics import num_repeated, repeat_share, spread_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     Json = dict[str, Any]
 
 MS_PER_S = 1000.0
+LOOPING_SHARE = 0.3  # of an answer's tokens inside repeated 16-grams
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,7 +105,7 @@ def record(run: Run) -> Json:
         **_latencies(answers),
         **_speculation(answers),
         **_steps(run.stats),
-        "repeat_share": _repeat_share(answers),
+        **_repetition(answers),
         "peak_rss_mb": run.peak_rss_mb,
         "by_category": _by_category(answers),
     }
@@ -124,6 +125,7 @@ def _speculation(answers: Sequence[Answer]) -> Json:
         "verified_tokens": sum(a.verified_tokens for a in answers),
         "accepted_tokens": sum(a.accepted_tokens for a in answers),
         "acceptance_length": acceptance_length(answers),
+        "kept_per_position": kept_per_position(answers),
     }
 
 
@@ -170,12 +172,29 @@ def _category(answers: Sequence[Answer]) -> Json:
         "output_tokens_per_s": _rate(tokens, sum(a.end_s - a.start_s for a in answers)),
         **_latencies(answers),
         **_speculation(answers),
-        "repeat_share": _repeat_share(answers),
+        **_repetition(answers),
     }
 
 
-def _repeat_share(answers: Sequence[Answer]) -> float | None:
-    return repeat_share([a.token_ids for a in answers if a.token_ids is not None])
+def kept_per_position(answers: Sequence[Answer]) -> list[float] | None:
+    """Return, for each position, the share of decode passes that kept a draft there: 1 + their sum is the length.
+
+    Null for a server, of which it is not known what came from one pass.
+    """
+    if not answers or any(a.token_ids is None for a in answers):
+        return None
+    kept = [tokens - 1 for a in answers for _, tokens in a.arrivals[1:]]  # the first is the prefill's
+    return [sum(k > position for k in kept) / len(kept) for position in range(int(max(kept, default=0)))]
+
+
+def _repetition(answers: Sequence[Answer]) -> Json:
+    """How much of the answers repeats itself; loops are easily guessed, so how drafts do in the other answers."""
+    told = [(a, a.token_ids) for a in answers if a.token_ids is not None]
+    calm = [a for a, ids in told if num_repeated(ids) <= LOOPING_SHARE * len(ids)]
+    return {
+        "repeat_share": repeat_share([ids for _, ids in told]),
+        "without_loops": {"requests": len(calm), "acceptance_length": acceptance_length(calm)},
+    }
 
 
 def _rate(tokens: float, time_s: float) -> float | None:

@@ -27,6 +27,7 @@ COLUMNS: tuple[tuple[str, str, Figure], ...] = (
     ("draft ms", "{:.2f}", lambda r: r["draft_ms"]),
     ("target ms", "{:.2f}", lambda r: r["target_ms"]),
     ("accept len", "{:.2f}", lambda r: r["acceptance_length"]),
+    ("no loops", "{:.2f}", lambda r: r["without_loops"]["acceptance_length"]),
     ("repeats", "{:.0%}", lambda r: r["repeat_share"]),
     ("host ms", "{:.2f}", lambda r: r["host_ms"]),
     ("TPOT ms", "{:.2f}", lambda r: r["tpot_ms"]["p50"]),
@@ -35,7 +36,7 @@ COLUMNS: tuple[tuple[str, str, Figure], ...] = (
 
 CATEGORY_COLUMNS = (
     *("draft", "in flight", "category", "requests"),
-    *("accept len", "repeats", "TPOT ms", "tokens/s", "speed-up"),
+    *("accept len", "no loops", "kept at 1, 2, ...", "repeats", "TPOT ms", "tokens/s", "speed-up", "by TPOT"),
 )
 
 
@@ -100,12 +101,16 @@ def category_rows(records: Sequence[Json]) -> list[list[str]]:
         for category in own[0]["by_category"]:
             mine, its = ([r["by_category"][category] for r in runs] for runs in (own, plain))
             ratios = _ratios(mine, its, lambda r: r["output_tokens_per_s"])
+            by_tpot = _ratios(its, mine, lambda r: r["tpot_ms"]["mean"])
             cells = (
                 ("{:.2f}", _median(r["acceptance_length"] for r in mine)),
+                ("{:.2f}", _median(r["without_loops"]["acceptance_length"] for r in mine)),
+                ("{}", _percents(mine[0]["kept_per_position"])),
                 ("{:.0%}", _median(r["repeat_share"] for r in mine)),
                 ("{:.2f}", _median(r["tpot_ms"]["p50"] for r in mine)),
                 ("{:.1f}", _median(r["output_tokens_per_s"] for r in mine)),
                 ("{:.2f}x", _median(ratios)),
+                ("{:.2f}x", _median(by_tpot)),
             )
             shown = [_show(form, value) for form, value in cells]
             rows.append([draft, str(concurrency or "free"), category, str(mine[0]["requests"]), *shown])
@@ -147,5 +152,9 @@ def _median(values: Iterable[float | None]) -> float | None:
     return median(known) if known else None
 
 
-def _show(form: str, value: float | None) -> str:
+def _percents(shares: Sequence[float] | None) -> str | None:
+    return " ".join(f"{100 * share:.0f}" for share in shares) if shares else None
+
+
+def _show(form: str, value: float | str | None) -> str:
     return "-" if value is None else form.format(value)
