@@ -187,6 +187,7 @@ def test_doctor(model, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "Verdict: it works" in done.stdout
     assert "tokens/s" in done.stdout
+    assert "twenty prompts" in done.stdout
     checked = paceline("doctor", "--model", model, "--no-measure", "--max-len", "512", "--draft", "off")
     assert checked.returncode == 0
     assert "tokens/s" not in checked.stdout

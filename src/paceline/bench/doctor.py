@@ -1,4 +1,4 @@
-"""Does a drafter fit its target, and is it worth it? Checks first, then a few real passes."""
+"""Does a drafter fit its target, and what does a pass cost? Checks first, then a few real passes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.control.fixed import FixedK
 from paceline.core.errors import ConfigError, ModelError
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
-from paceline.draft.options import parse_spec
+from paceline.draft.options import parse_drafters
 from paceline.engine.backends import NUM_BYTES
 from paceline.engine.calibrate import Always
 from paceline.engine.drafting import Drafting
@@ -49,16 +49,11 @@ class Speed:
     verify_s: float  # the newest token and k drafts, without drafting
     draft_s: float  # proposing
     k: int
-    sample_length: float  # tokens kept per pass on the sample prompt
 
     @property
     def break_even(self) -> float:
         """Tokens per pass at which speculation is as fast as plain decoding; at most k + 1 can be had."""
         return (self.verify_s + self.draft_s) / self.plain_s
-
-    def tokens_per_s(self, length: float) -> float:
-        """Return the rate with speculation if `length` tokens are kept per pass."""
-        return length / (self.verify_s + self.draft_s)
 
 
 # Before anything is loaded -----------------------------------------------------------------------
@@ -89,8 +84,7 @@ def _check_memory(config: EngineConfig, model: LoadedModel) -> Check:
     """Weights of target and drafter against free memory; the KV cache takes a share of what is left."""
     per_weight, free = NUM_BYTES[config.weight_type], available_bytes()
     weights = num_weights(model.config) * per_weight
-    spec = parse_spec(config.draft)
-    drafter = spec.num_weights(model) * per_weight if spec else 0
+    drafter = sum(spec.num_weights(model) for spec in parse_drafters(config.draft).configs) * per_weight
     text = f"weights {_mib(weights)}, drafter {_mib(drafter)}, free {_mib(free)}; the KV cache comes on top"
     return Check("memory", weights + drafter < free, text)
 
@@ -122,14 +116,12 @@ def diagnose(config: EngineConfig) -> tuple[list[Check], PacelineError | None]:
 class _Step:
     step_s: float
     draft_s: float
-    decoded_tokens: int
 
 
 def measure(built: Built, draft: str) -> Speed:
     """Time plain steps, steps that verify k drafts, and the drafter's own. The engine must be idle."""
     engine = built.engine
-    spec = parse_spec(draft)
-    k = spec.k if spec else 0
+    k = max((spec.k for spec in parse_drafters(draft).configs), default=0)
     own = _steps(engine, k)
     kept = engine.drafting, engine.controller
     try:
@@ -145,7 +137,6 @@ def measure(built: Built, draft: str) -> Speed:
         verify_s=median(s.step_s - s.draft_s for s in full),
         draft_s=median(s.draft_s for s in own) if k else 0.0,
         k=k,
-        sample_length=sum(s.decoded_tokens for s in own) / len(own),
     )
 
 
@@ -161,7 +152,7 @@ def _steps(engine: Engine, k: int) -> list[_Step]:
         after = engine.stats()
         gained = after.since(before)
         if gained.decode_passes:
-            steps.append(_Step(gained.step_s, gained.draft_s, gained.decoded_tokens))
+            steps.append(_Step(gained.step_s, gained.draft_s))
         before = after
     engine.cancel("doctor")
     while engine.has_work:

@@ -12,10 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from paceline.bench.doctor import Check, Speed
-    from paceline.engine.build import Built
+    from paceline.bench.trial import Expected, Trial
+    from paceline.engine.build import Loaded
     from paceline.engine.config import EngineConfig
-
-ONE_ROW_LEN = 1024  # context of the row that is timed
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -28,14 +27,16 @@ def run(args: Namespace) -> int:
     """Print the diagnosis and a verdict; 1 if something will not work."""
     from paceline.bench.doctor import Check, check_built, diagnose, measure
     from paceline.core.errors import ConfigError, ModelError
-    from paceline.draft.options import parse_spec
+    from paceline.draft.options import parse_drafters
+    from paceline.engine.build import assemble
 
     config = engine_config(args)
-    parse_spec(config.draft)  # a misspelt option is no finding
+    drafters = parse_drafters(config.draft)  # a misspelt option is no finding
     checks, error = diagnose(config)
     if error is None and all(c.ok for c in checks):
         try:
-            built = _build(config)
+            loaded = _load(config)
+            built = assemble(config, loaded)
             checks += check_built(built)
         except (ConfigError, ModelError) as unfit:
             error = unfit
@@ -49,14 +50,26 @@ def run(args: Namespace) -> int:
         say("Verdict: target and drafter fit.")
         return 0
     _print_speed(measure(built, config.draft))
+    if not drafters.configs:
+        say("Verdict: it works; plain decoding, so there is no speculation to judge.")
+        return 0
+    del built  # and its KV: the trial has engines of its own
+    _print_trial(_try_out(config, loaded))
     return 0
 
 
-def _build(config: EngineConfig) -> Built:
-    from paceline.engine.build import build
+def _load(config: EngineConfig) -> Loaded:
+    from paceline.engine.build import load
 
     with progress(f"loading {config.model}") as update:
-        return build(config, lambda _, done, total: update(done, total))
+        return load(config, lambda _, done, total: update(done, total))
+
+
+def _try_out(config: EngineConfig, loaded: Loaded) -> Trial:
+    from paceline.bench.trial import num_requests, try_out
+
+    with progress("trying twenty prompts, with speculation and without") as update:
+        return try_out(config, loaded, lambda done: update(done, num_requests()))
 
 
 def _lines(checks: Iterable[Check]) -> Iterable[list[str]]:
@@ -67,26 +80,27 @@ def _lines(checks: Iterable[Check]) -> Iterable[list[str]]:
 def _print_speed(speed: Speed) -> None:
     plain = 1.0 / speed.plain_s
     say(f"One request, greedy, medians of real steps: {1e3 * speed.plain_s:.1f} ms a token, {plain:.1f} tokens/s.")
-    if not speed.k:
-        say("Verdict: it works; plain decoding, so there is no speculation to judge.")
-        return
-    say(
-        f"A pass that verifies {speed.k} drafts takes {1e3 * speed.verify_s:.1f} ms, "
-        f"drafting {1e3 * speed.draft_s:.1f} ms.\n"
-    )
-    lengths = sorted({1.0, 1.5, 2.0, 3.0, float(speed.k + 1)} | {round(speed.sample_length, 2)})
-    rows = [
-        [f"{n:.2f}", f"{speed.tokens_per_s(n):.1f}", f"{speed.tokens_per_s(n) / plain:.2f}x"]
-        for n in lengths
-        if n <= speed.k + 1
+    if speed.k:
+        say(
+            f"A pass that verifies {speed.k} drafts takes {1e3 * speed.verify_s:.1f} ms, drafting "
+            f"{1e3 * speed.draft_s:.1f} ms: it pays from {speed.break_even:.2f} tokens kept per pass on, "
+            f"of at most {speed.k + 1}.\n"
+        )
+
+
+def _print_trial(trial: Trial) -> None:
+    columns = ["prompts", "kept per pass", "% kept at 1, 2, ...", "ms a token, plain", "with drafts", "speed-up"]
+    table("twenty prompts, greedy", columns, [_line(part) for part in (*trial.kinds, trial.all)])
+    say(trial.verdict())
+
+
+def _line(part: Expected) -> list[str]:
+    kept = " ".join(f"{100 * share:.0f}" for share in part.kept_per_position)
+    return [
+        part.kind,
+        f"{part.kept_per_pass:.2f}",
+        kept or "-",
+        f"{part.plain_ms:.1f}",
+        f"{part.ms:.1f}",
+        f"{part.speedup:.2f}x",
     ]
-    table("with speculation", ["kept per pass", "tokens/s", "speed-up"], rows)
-    say(_verdict(speed))
-
-
-def _verdict(speed: Speed) -> str:
-    least = f"{speed.break_even:.2f} tokens kept per pass of at most {speed.k + 1}"
-    if speed.break_even >= speed.k + 1:
-        return f"Verdict: it works, but cannot pay on this machine: break-even is at {least}. Try --draft off."
-    here = "more" if speed.sample_length > speed.break_even else "less"
-    return f"Verdict: it works and pays from {least} on; a sample prompt kept {speed.sample_length:.2f}, {here}."
