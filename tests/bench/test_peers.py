@@ -16,6 +16,7 @@ from paceline.bench.peers.install import install, python_of, requirements
 from paceline.bench.peers.prepare import config_json, prompts_of, unquantized
 from paceline.bench.peers.protocol import Answers, Recorder, Setting, divergence, reply
 from paceline.bench.peers.remote import PeerFailed, Remote
+from paceline.bench.peers.speculation import SPECULATION
 from paceline.core.errors import ConfigError, UnsupportedModel
 from paceline.model.hf import config_from_json
 from paceline.model.weights import load_model
@@ -70,14 +71,16 @@ def test_ratio_is_the_median_over_turns():
     assert timing.ratio(FIGURES, ("a",), ("d",)) is None
 
 
-def test_bars_name_rows_and_workloads_that_exist():
-    names = {row.name for row in rows.ROWS}
-    workloads = {w.name for w in rows.workloads((1, 16, 64), 128, 128, 512)}
-    assert len(names) == len(rows.ROWS)
-    for bar in rows.BARS:
+@pytest.mark.parametrize("study", [rows.DECODING, SPECULATION])
+def test_bars_name_rows_and_workloads_that_exist(study):
+    names = {row.name for row in study.rows}
+    workloads = {w.name for w in rows.workloads((1, 16, 64), 128, 128, 512)} | {"one request"}
+    assert len(names) == len(study.rows)
+    assert {row.name for row in study.ours} <= names
+    for bar in study.bars:
         assert {*bar.ours, *bar.theirs} <= names
         assert set(bar.least) <= workloads
-    assert all(row.form in rows.FORMS for row in rows.ROWS)
+    assert all(row.form in rows.FORMS for row in study.rows)
 
 
 def test_bar_is_held_or_not():
@@ -242,12 +245,24 @@ def test_comparison_of_our_own_rows(model, prompts, tmp_path, capsys):
     assert document["ratios"][0]["best"] is None  # there was nobody to compare with
 
 
+def test_comparison_with_speculation(model, prompts, tmp_path, capsys):
+    json_file = tmp_path / "out.json"
+    flags = ["--speculate", "3", "--rows", "ngram,paceline int8", "--repeat", "2", "--new-tokens", "6"]
+    flags += ["--threads", "1", "--engines", str(tmp_path / "e"), "--json", str(json_file)]
+    assert compare.main(["--prompts", str(prompts), "--model", str(model), *flags]) == 0
+    document = json.loads(json_file.read_text())
+    known = {row["name"]: row for row in document["rows"] if row["error"] is None}
+    assert {"Paceline int8", "Paceline int8, ngram:k=4"} <= set(known)
+    assert all(len(row["tokens_per_s"]["one request"]) == 6 for row in known.values())
+    assert "plain decoding" in capsys.readouterr().out
+
+
 def test_rows_that_fail_are_reported_and_the_others_go_on(model, prompts, tmp_path, capsys, monkeypatch):
     good = rows.OURS[0]
     broken = replace(good, name="broken", options={"weights": "int3"})
     absent = rows.Engine("absent", ("./no-such-folder",), options=("--no-index",))
     missing = replace(good, name="missing", engine=absent)
-    monkeypatch.setattr(compare, "ROWS", (good, broken, missing))
+    monkeypatch.setattr(compare, "DECODING", replace(rows.DECODING, rows=(good, broken, missing)))
     flags = ["--batches", "1", "--repeat", "1", "--prompt-tokens", "5", "--new-tokens", "2", "--threads", "1"]
     flags += ["--prefill-tokens", "6", "--quality-prompts", "0", "--engines", str(tmp_path)]
     assert compare.main(["--prompts", str(prompts), "--model", str(model), *flags]) == 0
@@ -273,7 +288,7 @@ def test_table_shows_ratios_with_their_bars(capsys):
         return table.Measured(row, rates={"batch 1": [rate, rate]}, kl=0.001, top1=0.99)
 
     shown = [measured(rows.OURS[0], 120.0), measured(rows.LLAMA_CPP_ROWS[0], 100.0)]
-    table.print_tables(shown, [rows.Workload("batch 1", 1, 128, 128)])
+    table.print_tables(rows.DECODING, shown, [rows.Workload("batch 1", 1, 128, 128)])
     out = capsys.readouterr().out
     assert "1.20 (1.20-1.20) >= 1.15" in out
     assert "0.0010" in out

@@ -1,4 +1,6 @@
-"""Paceline beside other engines, measured in turns in one run: greedy, speculation off, end of text ignored.
+"""Paceline beside other engines, measured in turns in one run: greedy, end of text ignored.
+
+Speculation is off everywhere; with --speculate each engine also decodes with what speculation it has.
 
 `python -m paceline.bench.peers.compare --prompts FILE.jsonl`, or `scripts/compare-peers` with the same flags.
 Installs the other engines on first use, each in an environment of its own; one that does not install or fails is
@@ -12,15 +14,16 @@ import sys
 import time
 from argparse import ArgumentParser
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.bench.peers.install import install, preloads, python_of
-from paceline.bench.peers.prepare import judged_texts, prompts_of, requantized, unquantized
+from paceline.bench.peers.prepare import chat_prompts, judged_texts, prompts_of, requantized, unquantized
 from paceline.bench.peers.protocol import Setting
 from paceline.bench.peers.remote import PeerFailed, Remote
-from paceline.bench.peers.rows import AS_IS, LLAMA_CPP, REQUANTIZED, ROWS, UNQUANTIZED, workloads
+from paceline.bench.peers.rows import AS_IS, DECODING, LLAMA_CPP, REQUANTIZED, UNQUANTIZED, Workload, workloads
+from paceline.bench.peers.speculation import DRAFT_MODEL, SPECULATION, draft_gguf
 from paceline.bench.peers.table import Measured, document, print_tables
 from paceline.bench.peers.timing import rate
 from paceline.bench.report import write_json
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Callable, Mapping, Sequence
 
-    from paceline.bench.peers.rows import Row, Workload
+    from paceline.bench.peers.rows import Row, Study
     from paceline.model.weights import LoadedModel
 
     Turns = Mapping[str, Sequence[list[list[int]]]]  # by workload, the prompts of each turn
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
 WARM_TOKENS = 32  # of each prompt, where there are several
 _BOUNDS = {
     "repeat": (1, 1000),
+    "speculate": (1, 480),
     "prompt_tokens": (2, 4096),
     "new_tokens": (2, 4096),
     "prefill_tokens": (2, 8192),
@@ -57,6 +61,7 @@ _BOUNDS = {
 class Comparison:
     """What is to be measured, and where things lie."""
 
+    study: Study
     model: LoadedModel
     work: Path
     engines: Path
@@ -90,6 +95,12 @@ def _arguments(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--prompts", required=True, metavar="FILE.jsonl")
     parser.add_argument("--model", default="default", help="the default model or a .gguf file")
     parser.add_argument("--rows", default="", metavar="WORDS", help="only rows whose names hold one of these, a,b")
+    parser.add_argument(
+        "--speculate",
+        type=int,
+        metavar="N",
+        help="with speculation, on N whole prompts of the file, one at a time",
+    )
     parser.add_argument("--batches", default="1,16,64", metavar="N,N")
     parser.add_argument("--repeat", type=int, default=3, metavar="R", help="turns; of short workloads 3 R")
     parser.add_argument("--prompt-tokens", type=int, default=128, metavar="N")
@@ -111,9 +122,11 @@ def _arguments(argv: Sequence[str] | None) -> Namespace:
 def _compare(args: Namespace) -> int:
     _check(args)
     words = [w for w in args.rows.lower().split(",") if w]
-    rows = [Measured(r) for r in ROWS if not words or any(w in r.name.lower() for w in words)]
+    study = DECODING if args.speculate is None else SPECULATION
+    rows = [Measured(r) for r in study.rows if not words or any(w in r.name.lower() for w in words)]
     if not rows:
-        raise ConfigError(f"--rows: no row's name holds one of {args.rows!r}; rows: {[r.name for r in ROWS]}")
+        names = [r.name for r in study.rows]
+        raise ConfigError(f"--rows: no row's name holds one of {args.rows!r}; rows: {names}")
     engines = Path(args.engines).resolve()
     engines.mkdir(parents=True, exist_ok=True)
     _install(rows, engines)
@@ -121,17 +134,17 @@ def _compare(args: Namespace) -> int:
         _print_failures(rows)
         return 0
     model = load_model(args.model)
-    c = Comparison(model, engines / "work" / model.path.stem, engines, args.threads, _workloads(args))
+    work, turns = _work(args, model)
+    c = Comparison(study, model, engines / "work" / model.path.stem, engines, args.threads, work)
     c.work.mkdir(parents=True, exist_ok=True)
-    turns = prompts_of(model, args.prompts, c.workloads, args.repeat)
     start = time.time()
     with ExitStack() as stack:
         workers = _start(c, rows, stack)
         _warm_up(c, rows, workers, turns)
-        if args.quality_prompts:
+        if args.quality_prompts and args.speculate is None:
             _judge(c, rows, workers, args)
         _measure(c, rows, workers, turns, args.repeat)
-    print_tables(rows, c.workloads)
+    print_tables(study, rows, c.workloads)
     if args.json:
         head = {
             "command": args.command,
@@ -140,14 +153,24 @@ def _compare(args: Namespace) -> int:
             "setting": asdict(c.setting(model.path)) | {"file": model.path.name},
         }
         times = {"started": time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(start)), "took_s": time.time() - start}
-        write_json(Path(args.json), document(head | times, rows, c.workloads))
+        write_json(Path(args.json), document(study, head | times, rows, c.workloads))
     return 0
 
 
 def _check(args: Namespace) -> None:
     for name, (low, high) in _BOUNDS.items():
-        if not low <= getattr(args, name) <= high:
+        if not low <= (low if getattr(args, name) is None else getattr(args, name)) <= high:
             raise ConfigError(f"--{name.replace('_', '-')} must be between {low} and {high}")
+
+
+def _work(args: Namespace, model: LoadedModel) -> tuple[list[Workload], Turns]:
+    """Return what is measured, and the prompts of each turn."""
+    if args.speculate is None:
+        found = _workloads(args)
+        return found, prompts_of(model, args.prompts, found, args.repeat)
+    asked = chat_prompts(model, args.prompts, args.speculate)
+    workload = Workload("one request", 1, max(map(len, asked)), args.new_tokens, len(asked))
+    return [workload], {workload.name: [[ids] for ids in asked * args.repeat]}
 
 
 def _workloads(args: Namespace) -> list[Workload]:
@@ -208,8 +231,16 @@ def _start(c: Comparison, rows: Sequence[Measured], stack: ExitStack) -> dict[st
 
 
 def _worker(c: Comparison, row: Row) -> Remote:
-    options = json.dumps({"setting": asdict(c.setting(_file(c, row))), **row.options})
-    command = [python_of(row.engine, c.engines), "-m", "paceline.bench.peers.worker", row.module, options]
+    options = {"setting": asdict(c.setting(_file(c, row))), **row.options}
+    if DRAFT_MODEL in options:
+        options[DRAFT_MODEL] = str(draft_gguf(c.model, c.work))
+    command = [
+        python_of(row.engine, c.engines),
+        "-m",
+        "paceline.bench.peers.worker",
+        row.module,
+        json.dumps(options),
+    ]
     name = "".join(ch if ch.isalnum() else "-" for ch in row.name)
     return Remote(command, c.work / f"{name}.log", c.threads, preloads(row.engine, c.engines))
 
@@ -276,7 +307,7 @@ def _measure_one(m: Measured, workers: dict[str, Remote], w: Workload, prompts: 
     found = None
     if answer is not None:
         try:
-            found = rate(w, answer["arrivals"])
+            found = rate(replace(w, prompt_tokens=len(prompts[0])), answer["arrivals"])
         except ValueError as error:
             m.error = f"{w.name}: {error}"
     m.rates.setdefault(w.name, []).append(found)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from paceline.bench.peers.llama_cpp_drafts import Lookup, SecondModel
 from paceline.bench.peers.protocol import Answers, Recorder, Setting
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
     from numpy import float32
     from numpy.typing import NDArray
+
+    from paceline.bench.peers.llama_cpp_drafts import Drafts
 
     Token = tuple[int, int, int, bool]  # id, position, row, whether its logits are wanted
 
@@ -33,6 +36,7 @@ class LlamaCpp:
     vocab_size: int
     flash: bool
     threads: int
+    drafts: Drafts | None = None
 
     def describe(self) -> str:
         """Return the bindings' version and the instructions that llama.cpp was built for."""
@@ -41,8 +45,11 @@ class LlamaCpp:
 
     def decode(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> Answers:
         """Continue all prompts at once, see `protocol.Peer`."""
+        if self.drafts is not None:
+            (prompt,) = prompts
+            return self._speculate(self.drafts, prompt, num_tokens)
         longest = max(map(len, prompts)) + num_tokens
-        with self._context(len(prompts), longest) as (context, batch):
+        with self.context(len(prompts), longest) as (context, batch):
             recorder = Recorder(len(prompts))
             newest: dict[int, int] = {}
             for part in _parts([t for row, ids in enumerate(prompts) for t in _tokens(ids, row)]):
@@ -56,11 +63,45 @@ class LlamaCpp:
         """Return the logits that predict a text's last tokens."""
         first = len(token_ids) - 1 - num_judged
         tokens = [(t, place, 0, place >= first) for place, t in enumerate(token_ids[:-1])]
-        with self._context(1, len(token_ids)) as (context, batch):
+        with self.context(1, len(token_ids)) as (context, batch):
             return np.concatenate([self._run(context, batch, part)[1].copy() for part in _parts(tokens)])
 
+    def _speculate(self, drafts: Drafts, prompt: Sequence[int], num_tokens: int) -> Answers:
+        """Continue one prompt: a pass over the newest token and its drafts, of which those it agrees with stay."""
+        length, text = len(prompt) + num_tokens + drafts.most, list(prompt)
+        with self.context(1, length) as (context, batch), drafts.open(length) as draft:
+            recorder = Recorder(1)
+            logits = self.extend(context, batch, prompt, 0, 1)
+            proposed: list[int] = []
+            while True:
+                best = logits.argmax(axis=1).tolist()
+                kept = next(
+                    (i for i, (a, b) in enumerate(zip(proposed, best, strict=False)) if a != b), len(proposed)
+                )
+                room = num_tokens - len(recorder.token_ids[0])
+                recorder.add(0, best[: kept + 1][:room])
+                text += best[: kept + 1]
+                if room <= kept + 1:
+                    return recorder.answers()
+                self.forget(context, len(text) - 1)
+                proposed = draft(text)
+                logits = self.extend(context, batch, [text[-1], *proposed], len(text) - 1, 1 + len(proposed))
+
+    def forget(self, context: Any, length: int) -> None:
+        """Drop what a context of one row knows beyond its first tokens."""
+        self.lib.llama_memory_seq_rm(self.lib.llama_get_memory(context), 0, length, -1)
+
+    def extend(
+        self, context: Any, batch: Any, ids: Sequence[int], start: int, num_wanted: int
+    ) -> NDArray[float32]:
+        """Run tokens of one row from a place on; return the logits [num_wanted, vocab] behind the last ones."""
+        first = len(ids) - num_wanted
+        tokens = [(t, start + i, 0, i >= first) for i, t in enumerate(ids)]
+        return [self._run(context, batch, part)[1] for part in _parts(tokens)][-1]
+
     @contextmanager
-    def _context(self, num_rows: int, length: int) -> Iterator[tuple[Any, Any]]:
+    def context(self, num_rows: int, length: int) -> Iterator[tuple[Any, Any]]:
+        """Make a context and a batch for so many rows."""
         lib = self.lib
         params = lib.llama_context_default_params()
         params.n_ctx, params.n_seq_max = num_rows * (-(-length // 256) * 256), num_rows
@@ -109,12 +150,21 @@ def _parts(tokens: Sequence[Token]) -> Iterator[Sequence[Token]]:
         yield tokens[start : start + BATCH_TOKENS]
 
 
-def load(setting: Setting, flash: bool) -> LlamaCpp:
-    """Load a GGUF file."""
+def load(setting: Setting, flash: bool, lookup: int = 0, draft_model: str = "", most: int = 16) -> LlamaCpp:
+    """Load a GGUF file. lookup: drafts of its prompt lookup. draft_model: the file of a second model."""
+    target = _load(setting.file, setting.threads, flash)
+    if lookup:
+        return replace(target, drafts=Lookup(lookup))
+    if draft_model:
+        return replace(target, drafts=SecondModel(_load(draft_model, setting.threads, flash), most))
+    return target
+
+
+def _load(file: str, threads: int, flash: bool) -> LlamaCpp:
     lib = import_module("llama_cpp.llama_cpp")
     lib.llama_backend_init()
-    model = lib.llama_model_load_from_file(setting.file.encode(), lib.llama_model_default_params())
+    model = lib.llama_model_load_from_file(file.encode(), lib.llama_model_default_params())
     if not model:
-        raise ValueError(f"llama.cpp cannot load {setting.file}")
+        raise ValueError(f"llama.cpp cannot load {file}")
     vocab_size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
-    return LlamaCpp(lib, model, vocab_size, flash, setting.threads)
+    return LlamaCpp(lib, model, vocab_size, flash, threads)

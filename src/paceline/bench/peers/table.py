@@ -6,14 +6,13 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from paceline.bench.peers.rows import BARS, OURS
 from paceline.bench.peers.timing import held, ratio
 from paceline.bench.terminal import say, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.bench.peers.rows import Bar, Row, Workload
+    from paceline.bench.peers.rows import Bar, Row, Study, Workload
     from paceline.bench.peers.timing import Rate, Ratio
 
     Json = dict[str, Any]
@@ -42,11 +41,11 @@ def figures_at(rows: Sequence[Measured], workload: Workload) -> dict[str, list[f
     return {m.row.name: m.figures(workload) for m in rows}
 
 
-def print_tables(rows: Sequence[Measured], workloads: Sequence[Workload]) -> None:
+def print_tables(study: Study, rows: Sequence[Measured], workloads: Sequence[Workload]) -> None:
     """Print tokens/s with quality, the ratios, and what failed."""
     names = [w.name for w in workloads]
     table("tokens/s, medians", ["", *names, "KL, nats", "same top 1"], [_rates(m, workloads) for m in rows])
-    lines = [_ratios(ours, bar, rows, workloads) for bar in BARS for ours in _sides(bar)]
+    lines = [_ratios(ours, bar, rows, workloads) for bar in study.bars for ours in _sides(study, bar)]
     known = [line for line in lines if set(line[1:]) != {UNKNOWN}]
     if known:
         table("times as fast, median over turns (95 %)", ["", *names], known)
@@ -64,9 +63,9 @@ def _rates(m: Measured, workloads: Sequence[Workload]) -> list[str]:
     return [m.row.name, *cells, kl, UNKNOWN if m.top1 is None else f"{m.top1:.1%}"]
 
 
-def _sides(bar: Bar) -> list[tuple[str, ...]]:
+def _sides(study: Study, bar: Bar) -> list[tuple[str, ...]]:
     """Return each of our rows alone, then their best if there are several."""
-    alone: list[tuple[str, ...]] = [(row.name,) for row in OURS if row.name in bar.ours]
+    alone: list[tuple[str, ...]] = [(row.name,) for row in study.ours if row.name in bar.ours]
     return [*alone, bar.ours] if len(alone) > 1 else alone
 
 
@@ -85,14 +84,14 @@ def _cell(found: Ratio | None, least: float | None) -> str:
     return f"{found.median:.2f}{interval}{sign}"
 
 
-def document(head: Json, rows: Sequence[Measured], workloads: Sequence[Workload]) -> Json:
+def document(study: Study, head: Json, rows: Sequence[Measured], workloads: Sequence[Workload]) -> Json:
     """Return what `--json` writes. head: command, git, machine and what was asked for."""
     return {
         "schema": 1,
         **head,
         "workloads": [asdict(w) for w in workloads],
         "rows": [_record(m) for m in rows],
-        "ratios": [_compared(bar, w, rows) for bar in BARS for w in workloads],
+        "ratios": [_compared(bar, w, rows) for bar in study.bars for w in workloads],
     }
 
 
