@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 from paceline.core.errors import ConfigError, DrafterMismatch
+from paceline.draft import shipped
 from paceline.draft.drafter import Vocabulary
 from paceline.draft.lookup.ngram import NgramConfig
-from paceline.draft.options import parse_spec
+from paceline.draft.options import parse_drafters, parse_spec
 from paceline.draft.standalone import DraftModelConfig
 from paceline.draft.vocabulary import check_vocabulary
 from tests.engine.same_text import PLAIN, make_engine
 from tests.tiny import tiny_tokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_specs() -> None:
@@ -55,3 +61,15 @@ def test_padding_may_differ_but_not_the_vocabulary() -> None:
     check_vocabulary(target, Vocabulary("padded", tiny_tokenizer(320), 384))
     with pytest.raises(DrafterMismatch, match=r"other \(400 tokens\) cannot draft for target \(320 tokens\)"):
         check_vocabulary(target, Vocabulary("other", tiny_tokenizer(400), 400))
+
+
+def test_auto_has_the_head_that_ships_for_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
+    (tmp_path / "this-target" / "eagle3").mkdir(parents=True)
+
+    def names(spec: str, fingerprint: str) -> list[str]:
+        return [config.name for config in parse_drafters(spec, fingerprint).configs]
+
+    assert names("auto", "this-target") == ["suffix", "eagle3"]
+    assert names("auto", "another") == names("auto", "") == ["suffix"]
+    assert names("auto:ngram", "this-target") == ["ngram"]

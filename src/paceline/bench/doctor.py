@@ -84,7 +84,8 @@ def _check_memory(config: EngineConfig, model: LoadedModel) -> Check:
     """Weights of target and drafter against free memory; the KV cache takes a share of what is left."""
     per_weight, free = NUM_BYTES[config.weight_type], available_bytes()
     weights = num_weights(model.config) * per_weight
-    drafter = sum(spec.num_weights(model) for spec in parse_drafters(config.draft).configs) * per_weight
+    asked = parse_drafters(config.draft, model.fingerprint)
+    drafter = sum(spec.num_weights(model) for spec in asked.configs) * per_weight
     text = f"weights {_mib(weights)}, drafter {_mib(drafter)}, free {_mib(free)}; the KV cache comes on top"
     return Check("memory", weights + drafter < free, text)
 

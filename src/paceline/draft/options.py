@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
 
 from paceline.core.errors import ConfigError, suggest
+from paceline.draft.shipped import ships
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,6 +51,7 @@ class DrafterConfig(Protocol):
 
 AUTO = "auto"
 ALWAYS_USEFUL = ("suffix",)  # drafters that `auto` has for every target: they cost nothing where they do not help
+IF_SHIPPED = ("eagle3",)  # and those that it has where they come with the project
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +62,17 @@ class Drafters:
     auto: bool  # the controller; otherwise each drafter's own k
 
 
-def parse_drafters(spec: str) -> Drafters:
-    """Return what `off`, a drafter's spec, `auto` or `auto:SPEC+SPEC` asks for. Raises `ConfigError`."""
+def parse_drafters(spec: str, fingerprint: str = "") -> Drafters:
+    """Return what `off`, a drafter's spec, `auto` or `auto:SPEC+SPEC` asks for. Raises `ConfigError`.
+
+    fingerprint: of the target, for which drafters may ship.
+    """
     name, _, listed = spec.partition(":")
     if name != AUTO:
         config = parse_spec(spec)
         return Drafters((config,) if config else (), auto=False)
-    configs = [parse_spec(one) for one in (listed.split("+") if listed else ALWAYS_USEFUL)]
+    usual = [*ALWAYS_USEFUL, *(one for one in IF_SHIPPED if ships(one, fingerprint))]
+    configs = [parse_spec(one) for one in (listed.split("+") if listed else usual)]
     names = [config.name for config in configs if config]
     if len(set(names)) < len(configs):
         raise ConfigError(f"--draft {spec}: auto takes different drafters, each once, none of them off")

@@ -101,7 +101,7 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
 
 def assemble(config: EngineConfig, loaded: Loaded, load_drafter: Loader | None = None) -> Built:
     """Make an engine over loaded weights. Raises `ConfigError`."""
-    law, asked = load_law(config.law), parse_drafters(config.draft)
+    law, asked = load_law(config.law), parse_drafters(config.draft, loaded.fingerprint)
     limits = replace(config.limits, max_len=min(config.limits.max_len, loaded.decoder.config.max_context))
     bytes_per_token = loaded.decoder.new_kv(1).bytes_per_token
     num_pages, why_pages = choose_num_pages(config, limits, bytes_per_token)
