@@ -1,6 +1,7 @@
 // The border to Python. Everything that comes in is checked here; nothing behind it checks again.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -220,10 +221,21 @@ void set_places(std::vector<Layer>& layers, const std::vector<size_t>& windows, 
     }
 }
 
+// The target's id of each of the head's rows.
+std::vector<uint32_t> checked_ids(const Array<int64_t>& ids, const Shape& shape) {
+    require(ids.size() == shape.head_size, "every row of the head needs its token id");
+    int64_t least = 0;
+    for (size_t i = 0; i < ids.size(); least = ids.data()[i++] + 1)
+        require(least <= ids.data()[i] && static_cast<size_t>(ids.data()[i]) < shape.vocab,
+                "token ids must rise and lie in the vocabulary");
+    return {ids.data(), ids.data() + ids.size()};
+}
+
 Decoder make_decoder(Shape shape, const std::shared_ptr<Team>& team, const std::shared_ptr<Matrix>& embed,
                      const std::shared_ptr<Matrix>& head, const Array<float>& final_norm,
                      const Table<float>& inverse_frequencies, const nb::list& layers,
-                     const std::vector<size_t>& windows, const std::vector<size_t>& ropes) {
+                     const std::vector<size_t>& windows, const std::vector<size_t>& ropes,
+                     const std::optional<Array<int64_t>>& token_ids) {
     check_shape(shape);
     require(embed->out() == shape.vocab && embed->in() == shape.hidden, "the wrong shape of the embedding");
     require(head->in() == shape.hidden, "the wrong shape of the head");
@@ -232,7 +244,8 @@ Decoder make_decoder(Shape shape, const std::shared_ptr<Team>& team, const std::
     require(inverse_frequencies.shape(0) > 0 && inverse_frequencies.shape(1) == shape.head_dim / 2,
             "the wrong shape of inverse_frequencies");
     Weights weights{embed, head, vector_of(nb::cast(final_norm), shape.hidden, "final_norm"),
-                    {inverse_frequencies.data(), inverse_frequencies.data() + inverse_frequencies.size()}, {}};
+                    {inverse_frequencies.data(), inverse_frequencies.data() + inverse_frequencies.size()}, {}, {}};
+    if (token_ids) weights.token_ids = checked_ids(*token_ids, shape);
     for (nb::handle layer : layers) {
         const auto parts = nb::cast<nb::tuple>(layer);
         require(parts.size() == 2, "a layer is a pair of matrices and vectors");
@@ -333,7 +346,7 @@ void forward(Decoder& decoder, const KVStore& kv, const Array<int64_t>& token_id
               {wanted.data(), wanted.data() + wanted.size()}, {}, vocab, num_layers, {},
               chosen.data(), logits.data()};
     check_tokens(shape, kv, pass);
-    pass.chooses = chooses_of(choose_arrays, wanted.size(), vocab);
+    pass.chooses = chooses_of(choose_arrays, wanted.size(), decoder.maps_ids() ? shape.vocab : vocab);
     const auto num_logit_rows = static_cast<size_t>(std::count_if(
         pass.chooses.begin(), pass.chooses.end(), [](const Choose& c) { return c.wants_logits(); }));
     require(chosen.size() == wanted.size() && logits.size() == num_logit_rows * vocab,
@@ -419,15 +432,20 @@ void bind_decoder(nb::module_& m) {
                             const Array<float>& final_norm, const Table<float>& inverse_frequencies,
                             const nb::list& layers, const std::vector<size_t>& windows,
                             const std::vector<size_t>& ropes, float query_scale, float embed_scale,
-                            const std::string& gate, bool norms_residual) {
+                            const std::string& gate, bool norms_residual,
+                            const std::optional<Array<int64_t>>& token_ids) {
             Shape shape{vocab, hidden, intermediate, layers.size(), num_heads, num_kv_heads, head_dim, norm_eps,
                         query_scale, embed_scale, activation(gate)};
             shape.norms_residual = norms_residual;
             require(std::isfinite(query_scale) && std::isfinite(embed_scale), "a scale is not a finite number");
-            new (self) Decoder(make_decoder(shape, team, embed, head, final_norm, inverse_frequencies, layers, windows, ropes));
+            new (self) Decoder(make_decoder(shape, team, embed, head, final_norm, inverse_frequencies, layers, windows,
+                                            ropes, token_ids));
         }, "vocab"_a, "hidden"_a, "intermediate"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "norm_eps"_a,
            "team"_a, "embed"_a, "head"_a, "final_norm"_a, "inverse_frequencies"_a, "layers"_a,
-           "windows"_a, "ropes"_a, "query_scale"_a, "embed_scale"_a, "activation"_a, "norms_residual"_a = false)
+           "windows"_a, "ropes"_a, "query_scale"_a, "embed_scale"_a, "activation"_a, "norms_residual"_a = false,
+           "token_ids"_a = nb::none())
+        .def_prop_ro("vocab", [](const Decoder& self) { return self.shape().vocab; })
+        .def_prop_ro("maps_ids", &Decoder::maps_ids)
         .def_prop_ro("hidden", [](const Decoder& self) { return self.shape().hidden; })
         .def_prop_ro("weight_bytes", &Decoder::weight_bytes)
         .def("forward", &forward, "kv"_a, "token_ids"_a.noconvert(), "positions"_a.noconvert(), "slots"_a.noconvert(),

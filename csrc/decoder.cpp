@@ -32,28 +32,46 @@ struct Best {
     }
 };
 
+// The token ids of one tile of a head: consecutive, or as a map says.
+struct TileIds {
+    size_t start, count;
+    const uint32_t* map;  // [count], ascending, or null
+
+    uint32_t operator[](size_t i) const { return map ? map[i] : static_cast<uint32_t>(start + i); }
+    // The place of an id that is not below the first, or none: `count`.
+    size_t find(int64_t id) const {
+        if (!map) return std::min(static_cast<size_t>(id) - start, count);
+        const size_t i = static_cast<size_t>(std::lower_bound(map, map + count, static_cast<uint32_t>(id)) - map);
+        return i < count && map[i] == static_cast<uint32_t>(id) ? i : count;
+    }
+};
+
 // Offer the best token of one tile of a row of logits [kHeadTile], padded with -inf: what `Sampler` does for a whole row.
-void choose_in_tile(const Choose& how, const float* logits, size_t start, float* z, float* bounds, Best& best) {
+void choose_in_tile(const Choose& how, const float* logits, const TileIds& ids, float* z, float* bounds, Best& best) {
     constexpr size_t blocks = kHeadTile / kBlock;
     const auto& kernel = kernels().vocabulary;
     const bool greedy = how.temperature <= 0.0;
     const float inverse = greedy ? 1.0f : inverse_temperature(how.temperature);
     float maxima[blocks];
     kernel.scale(logits, blocks, inverse, z, maxima);
-    const int64_t* const ids = how.edits.ids;
-    for (const int64_t* id = std::lower_bound(ids, ids + how.edits.count, static_cast<int64_t>(start));
-         id != ids + how.edits.count && static_cast<size_t>(*id) < start + kHeadTile; ++id)
-        z[static_cast<size_t>(*id) - start] =
-            edited(logits[static_cast<size_t>(*id) - start], how.edits, static_cast<size_t>(id - ids)) * inverse;
+    const int64_t* const edits = how.edits.ids;
+    for (const int64_t* id = std::lower_bound(edits, edits + how.edits.count, static_cast<int64_t>(ids[0]));
+         id != edits + how.edits.count && *id <= static_cast<int64_t>(ids[ids.count - 1]); ++id) {
+        const size_t i = ids.find(*id);
+        if (i < ids.count) z[i] = edited(logits[i], how.edits, static_cast<size_t>(id - edits)) * inverse;
+    }
     if (greedy) {
         const float top = kernel.maximum(z, kHeadTile);
         if (top >= best.score && top > -kInfinity)
-            best.offer(top, static_cast<int64_t>(start + static_cast<size_t>(std::find(z, z + kHeadTile, top) - z)));
+            best.offer(top, ids[static_cast<size_t>(std::find(z, z + kHeadTile, top) - z)]);
         return;
     }
-    kernel.bound(z, blocks, how.key.k0, how.key.k1, static_cast<uint32_t>(start), bounds, maxima);
+    if (ids.map)
+        kernel.bound_ids(z, blocks, how.key.k0, how.key.k1, ids.map, bounds, maxima);
+    else
+        kernel.bound(z, blocks, how.key.k0, how.key.k1, ids[0], bounds, maxima);
     const auto offer = [&](size_t i) {
-        if (z[i] > -kInfinity) best.offer(z[i] + gumbel(how.key, static_cast<uint32_t>(start + i)), static_cast<int64_t>(start + i));
+        if (z[i] > -kInfinity) best.offer(z[i] + gumbel(how.key, ids[i]), ids[i]);
     };
     offer(static_cast<size_t>(std::max_element(bounds, bounds + kHeadTile) - bounds));  // others seldom reach it
     for (size_t b = 0; b < blocks; ++b) {
@@ -121,7 +139,7 @@ struct Decoder::Scratch {
     std::vector<Best> best;                        // [threads, wanted]
     struct Own {                                   // of one thread
         std::vector<float> normed, queries, query_units, scores, units, tops, totals, mixed, top_so_far, total_so_far, mixed_so_far;
-        std::vector<float> tile, z, bounds;
+        std::vector<float> tile, z, bounds, spread;
         std::vector<int64_t> starts, limits;
         Sampler<float> sampler;
     };
@@ -134,6 +152,8 @@ Decoder::Decoder(const Shape& shape, Weights weights, std::shared_ptr<Team> team
     scratch_->own.resize(team_->size());
     const size_t widest = round_up(std::max(2 * shape.hidden, shape.num_heads * shape.head_dim), kInt8Group);
     for (auto& own : scratch_->own) own.normed.assign(widest, 0.0f);
+    auto& ids = weights_.token_ids;
+    if (!ids.empty()) ids.resize(round_up(ids.size(), kHeadTile), ids.back());  // as tiles of logits are padded
 }
 
 size_t Decoder::weight_bytes() const {
@@ -484,13 +504,23 @@ void Decoder::choose(const Pass& pass, size_t thread) {
     });
     team_->each((pass.vocab + kHeadTile - 1) / kHeadTile, [&](size_t tile) { choose_tile(pass, tile, thread); });
     if (std::none_of(pass.chooses.begin(), pass.chooses.end(), [](const Choose& c) { return c.kind == Kind::sampled; })) return;
-    team_->each(pass.wanted.size(), [&](size_t i) {
-        const Choose& how = pass.chooses[i];
-        if (how.kind != Kind::sampled) return;
-        Sampler<float>& sampler = s.own[thread].sampler;
-        sampler.load(pass.logits + s.logit_row[i] * pass.vocab, pass.vocab, how.temperature, how.edits);
-        pass.chosen[i] = how.temperature > 0.0 ? sampler.choose(how.filters, how.key) : sampler.argmax();
-    });
+    team_->each(pass.wanted.size(), [&](size_t i) { choose_sampled(pass, i, thread); });
+}
+
+// Choose from a whole row of logits; those of a head with ids of its own are spread to the row they stand for.
+void Decoder::choose_sampled(const Pass& pass, size_t index, size_t thread) {
+    const Choose& how = pass.chooses[index];
+    if (how.kind != Kind::sampled) return;
+    Scratch::Own& own = scratch_->own[thread];
+    const float* row = pass.logits + scratch_->logit_row[index] * pass.vocab;
+    size_t vocab = pass.vocab;
+    if (!weights_.token_ids.empty()) {
+        own.spread.assign(shape_.vocab, -kInfinity);
+        for (size_t i = 0; i < pass.vocab; ++i) own.spread[weights_.token_ids[i]] = row[i];
+        row = own.spread.data(), vocab = shape_.vocab;
+    }
+    own.sampler.load(row, vocab, how.temperature, how.edits);
+    pass.chosen[index] = how.temperature > 0.0 ? own.sampler.choose(how.filters, how.key) : own.sampler.argmax();
 }
 
 void Decoder::choose_tile(const Pass& pass, size_t tile, size_t thread) {
@@ -498,6 +528,7 @@ void Decoder::choose_tile(const Pass& pass, size_t tile, size_t thread) {
     Scratch::Own& own = s.own[thread];
     const Matrix& head = *weights_.head;
     const size_t start = tile * kHeadTile, count = std::min(kHeadTile, pass.vocab - start);
+    const TileIds ids{start, count, weights_.token_ids.empty() ? nullptr : &weights_.token_ids[start]};
     const size_t first_panel = tile * kHeadPanels, end_panel = std::min(first_panel + kHeadPanels, head.num_panels());
     for (size_t first = 0; first < pass.wanted.size(); first += kHeadRows) {
         const size_t end = std::min(first + kHeadRows, pass.wanted.size());
@@ -508,7 +539,7 @@ void Decoder::choose_tile(const Pass& pass, size_t tile, size_t thread) {
             if (pass.chooses[i].wants_logits())
                 std::copy_n(row, count, pass.logits + s.logit_row[i] * pass.vocab + start);
             else
-                choose_in_tile(pass.chooses[i], row, start, own.z.data(), own.bounds.data(),
+                choose_in_tile(pass.chooses[i], row, ids, own.z.data(), own.bounds.data(),
                                s.best[thread * pass.wanted.size() + i]);
         }
     }

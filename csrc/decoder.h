@@ -43,6 +43,7 @@ struct Weights {
     std::vector<float> final_norm;              // [hidden]
     std::vector<float> inverse_frequencies;     // [num_ropes, head_dim / 2]
     std::vector<Layer> layers;
+    std::vector<uint32_t> token_ids;            // of the head's rows, ascending; empty: they are the rows' numbers
 };
 
 // Keys and values of some layers, by page. Memory is taken only as pages are written.
@@ -117,6 +118,7 @@ class Decoder {
 
     const Shape& shape() const { return shape_; }
     size_t weight_bytes() const;
+    bool maps_ids() const { return !weights_.token_ids.empty(); }
     void forward(const Pass& pass, const KVStore& kv);
 
   private:
@@ -141,6 +143,7 @@ class Decoder {
                      size_t thread, float* tops, float* totals, float* mixed);
     void finish_tile(const Tile& tile, const float* totals, const float* mixed);
     void choose(const Pass& pass, size_t thread);
+    void choose_sampled(const Pass& pass, size_t index, size_t thread);
     void choose_tile(const Pass& pass, size_t tile, size_t thread);
     void plan(const Pass& pass, const KVStore& kv);
 

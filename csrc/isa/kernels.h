@@ -32,6 +32,9 @@ struct VocabularyKernels {
     // bounds[i] = a number no less than z[i] + gumbel(key, first_id + i), maxima[b] the largest of block b.
     void (*bound)(const float* z, size_t blocks, uint32_t k0, uint32_t k1, uint32_t first_id, float* bounds,
                   float* maxima);
+    // The same where the token ids are `ids`, one for each number.
+    void (*bound_ids)(const float* z, size_t blocks, uint32_t k0, uint32_t k1, const uint32_t* ids, float* bounds,
+                      float* maxima);
 };
 
 // Activations of some token rows as a matrix product reads them, `width` numbers a row.

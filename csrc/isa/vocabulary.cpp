@@ -51,13 +51,14 @@ PACELINE_INLINE f32v ceiling(u32v h1) {
     return to_float(bits) * (-ln2 * 0x1p-23f) + ln2 * (32 + 127 + 1e-4f);
 }
 
-void bound(const float* z, size_t blocks, uint32_t k0, uint32_t k1, uint32_t first_id, float* bounds, float* maxima) {
-    u32v ids;
-    for (int lane = 0; lane < kLanes; ++lane) ids[lane] = first_id + (uint32_t)lane;
+// `ids_of(i)` is the vector of token ids from place i on.
+template <class IdsOf>
+PACELINE_INLINE void bound_all(const float* z, size_t blocks, uint32_t k0, uint32_t k1, IdsOf ids_of, float* bounds,
+                               float* maxima) {
     for (size_t b = 0; b < blocks; ++b) {
         f32v best = splat(-__builtin_inff());
-        for (size_t i = b * kBlock; i < (b + 1) * kBlock; i += kLanes, ids += kLanes) {
-            const u32v h1 = lowbias(lowbias(ids ^ k0) + k1);
+        for (size_t i = b * kBlock; i < (b + 1) * kBlock; i += kLanes) {
+            const u32v h1 = lowbias(lowbias(ids_of(i) ^ k0) + k1);
             const f32v most = ceiling(h1) + load(z + i);
             store(bounds + i, most);
             best = larger(most, best);
@@ -66,9 +67,25 @@ void bound(const float* z, size_t blocks, uint32_t k0, uint32_t k1, uint32_t fir
     }
 }
 
+void bound(const float* z, size_t blocks, uint32_t k0, uint32_t k1, uint32_t first_id, float* bounds, float* maxima) {
+    u32v ids;
+    for (int lane = 0; lane < kLanes; ++lane) ids[lane] = first_id + (uint32_t)lane;
+    bound_all(z, blocks, k0, k1, [ids](size_t i) { return ids + (uint32_t)i; }, bounds, maxima);
+}
+
+void bound_ids(const float* z, size_t blocks, uint32_t k0, uint32_t k1, const uint32_t* ids, float* bounds,
+               float* maxima) {
+    const auto load_ids = [ids](size_t i) {
+        u32v loaded;
+        __builtin_memcpy(&loaded, ids + i, sizeof loaded);
+        return loaded;
+    };
+    bound_all(z, blocks, k0, k1, load_ids, bounds, maxima);
+}
+
 }  // namespace
 
 extern const VocabularyKernels vocabulary_kernels;
-const VocabularyKernels vocabulary_kernels = {scale, maximum, mass, bound};
+const VocabularyKernels vocabulary_kernels = {scale, maximum, mass, bound, bound_ids};
 
 }  // namespace paceline::PACELINE_ISA

@@ -77,6 +77,25 @@ def run(runner: ReferenceHead | NativeHead, chunk: int) -> tuple[np.ndarray, np.
     return np.stack([logits for logits, _ in ordered]), np.stack([feature for _, feature in ordered])
 
 
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"token_ids": np.arange(5)}, "token id"),
+    ({"token_ids": np.full(320, 3)}, "rise"),
+    ({"token_ids": np.arange(320) - 1}, "rise"),
+    ({"token_ids": np.arange(320) + 1}, "lie in"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), REFUSED)
+def test_the_border_refuses_what_does_not_fit(
+    change: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, weights = kernels.Decoder, tiny_weights(TARGET, dtype=torch.float32)
+    target = NativeDecoder(TARGET, weights, kernels.Team(1), "f32", "f32")
+    monkeypatch.setattr(kernels, "Decoder", lambda **given: make(**(given | change)))
+    with pytest.raises(ValueError, match=reason):
+        NativeHead(make_head(WHOLE_VOCAB), target)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_float32_equals_the_twin(case: str) -> None:
     reference, native = runners(make_head(CASES[case]))
@@ -110,11 +129,12 @@ def test_rounded_weights_come_close_and_chunks_do_not_matter(case: str, types: s
         np.testing.assert_array_equal(fed_again, fed)
 
 
-@pytest.mark.parametrize("values", [CASES["first"], WHOLE_VOCAB], ids=["reduced", "whole"])
-def test_choices_are_made_among_the_targets_ids(values: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", ["first", "whole"])
+def test_choices_are_made_among_the_targets_ids(name: str) -> None:
     """Noise and edits go by the target's ids, whatever the order of the head's own."""
     packed, _ = entries(21)[0]
     features = np.random.default_rng(5).standard_normal((len(packed.token_ids), TARGET.hidden_size))
+    head = make_head({**CASES, "whole": WHOLE_VOCAB}[name])
     edits = Edits(np.array([33, 40, 70, 301]), np.array([1, 1.5, 1, 2], np.float32), np.array([4, 0, -np.inf, 3]))
     edits = replace(edits, add=edits.add.astype(np.float32))
     asked = [
@@ -123,23 +143,65 @@ def test_choices_are_made_among_the_targets_ids(values: dict[str, Any]) -> None:
         Choose("sampled", SamplingParams(temperature=1.2, top_k=9), 5, 0, 18),
     ] * len(packed.token_ids)
     asked = asked[: len(packed.token_ids)]
-    for runner in runners(make_head(values)):
+    for runner in runners(head):
         logits = runner.run(packed, features, runner.new_kv(23), [LOGITS] * len(asked))[0].logits
         chosen = runner.run(packed, features, runner.new_kv(23), asked)[0]
         for index, (row, choose) in enumerate(zip(logits, asked, strict=True)):
             got = int(chosen.token_ids[index])
+            if isinstance(runner, NativeHead):
+                assert got != UNCHOSEN
             if got == UNCHOSEN:
                 assert np.array_equal(chosen.logits[chosen.logit_idx[index]], row)
             else:
                 assert got == choose_token(row, choose)
 
 
+@pytest.mark.parametrize("case", ["first", "speculators"])
+@pytest.mark.parametrize("types", ["int8", "f32"])
+def test_the_kernel_draws_what_the_spread_row_draws(case: str, types: str) -> None:
+    """To the bit, with every kind of parameters: the slow way is to spread logits over the target's vocabulary."""
+    packed, _ = entries(290)[0]
+    random = np.random.default_rng(12)
+    features = random.standard_normal((len(packed.token_ids), TARGET.hidden_size))
+    _, native = runners(make_head(CASES[case]), types)
+    logits = native.run(packed, features, native.new_kv(23), [LOGITS] * len(features))[0].logits
+    assert logits is not None
+    asked = [any_choose(random, TARGET.vocab_size, position) for position in range(len(features))]
+    chosen = native.run(packed, features, native.new_kv(23), asked)[0]
+    assert [int(i) for i in chosen.token_ids] == [choose_token(x, c) for x, c in zip(logits, asked, strict=True)]
+    assert chosen.logits is None or np.array_equal(chosen.logits, logits[[c.wants_logits for c in asked]])
+    assert len(set(chosen.token_ids.tolist())) > 30
+
+
+def any_choose(random: np.random.Generator, vocab_size: int, position: int) -> Choose:
+    """Any parameters, with edits of tokens that the drafter has and of others."""
+    ids = np.sort(random.choice(vocab_size, random.integers(0, 60), replace=False))
+    scale, add = random.uniform(0.5, 2, len(ids)), random.normal(0, 2, len(ids))
+    add[random.random(len(ids)) < 0.1] = -np.inf
+    edits = Edits(ids, scale.astype(np.float32), add.astype(np.float32))
+    params = SamplingParams(
+        temperature=float(random.choice([0.0, 0.3, 1.0, 2.0])),
+        top_k=int(random.choice([0, 0, 5, 60])),
+        top_p=float(random.choice([1.0, 0.9])),
+        min_p=float(random.choice([0.0, 0.02])),
+    )
+    kind = "sampled" if params.filtered else "noisy"
+    return Choose(kind, params, seed=3, choice=position % 2, position=position, edits=edits if len(ids) else None)
+
+
 def test_features_that_are_no_numbers_are_told() -> None:
     packed, _ = entries(21)[0]
     features = np.full((len(packed.token_ids), TARGET.hidden_size), np.nan)
+    kinds = [
+        Choose("argmax", SamplingParams(temperature=0.0)),
+        Choose("noisy", SamplingParams(), 5),
+        Choose("sampled", SamplingParams(top_p=0.9), 5),
+    ]
     for runner in runners(make_head(CASES["first"])):
-        asked = [Choose("argmax", SamplingParams(temperature=0.0))] * len(features)
-        assert (runner.run(packed, features, runner.new_kv(23), asked)[0].token_ids == BROKEN).all()
+        asked = (kinds * len(features))[: len(features)]
+        chosen = runner.run(packed, features, runner.new_kv(23), asked)[0].token_ids
+        assert set(chosen.tolist()) <= {BROKEN, UNCHOSEN}
+        assert (chosen[::3] == BROKEN).all()
 
 
 def test_the_border_refuses_missing_features() -> None:

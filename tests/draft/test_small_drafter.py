@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from paceline import kernels
 from paceline.core.errors import BadModelFile, ConfigError
 from paceline.core.nouns import Choose
 from paceline.core.params import SamplingParams
+from paceline.core.sampling import choose_token
 from paceline.draft import shipped
 from paceline.draft.options import parse_spec
 from paceline.draft.small.checkpoint import SHARED, load_small, shares_tables
@@ -24,6 +26,7 @@ from paceline.model.decoder import ReferenceDecoder
 from paceline.model.native import NativeDecoder
 from paceline.model.weights import canonical_names
 from tests.draft.test_head_drafter import requests
+from tests.draft.test_head_native import any_choose
 from tests.engine.same_text import PLAIN, SHARP, VOCAB, Settings, assert_same, make_engine, run, target
 from tests.model.helpers import pack
 from tests.tiny import tiny_config, tiny_weights
@@ -112,6 +115,29 @@ def test_the_compiled_one_computes_what_the_readable_one_does(tied: bool, tmp_pa
     assert np.allclose(ours.taps[2], theirs.taps[2], atol=2e-3)
     assert 0 < compiled.weight_bytes < whole.weight_bytes
     assert 0 < readable.weight_bytes
+
+
+@pytest.mark.parametrize("tokens", [TOKENS, np.arange(200)], ids=["some", "lowest"])
+def test_the_kernel_draws_what_the_spread_row_draws(tokens: np.ndarray, tmp_path: Path) -> None:
+    """To the bit, with every kind of parameters; the target's lowest ids need no rows of their own in memory."""
+    config = tiny_config(vocab_size=VOCAB, num_layers=3, tie_embeddings=True)
+    weights = tiny_weights(config, seed=4, embed_scale=SHARP, dtype=torch.float32)
+    whole = NativeDecoder(config, weights, kernels.Team(2))
+    some = load_small(write_small(tmp_path), config)
+    small, every = (NativeSmall(replace(some, token_ids=ids), whole) for ids in (tokens, np.arange(VOCAB)))
+    assert (small.weight_bytes == every.weight_bytes) == (len(tokens) == 200)
+    random = np.random.default_rng(2)
+    packed = pack([(random.integers(0, VOCAB, 90).tolist(), 0, list(range(6)))])
+    wanted = [Choose("logits", SamplingParams())] * 90
+    logits, full = (d.run(packed, d.new_kv(6), wanted).logits for d in (small, every))
+    assert logits is not None
+    assert full is not None
+    assert np.isneginf(np.delete(logits, tokens, axis=1)).all()
+    assert np.allclose(logits[:, tokens], full[:, tokens], atol=0.05)  # rows packed anew are rounded anew
+    asked = [any_choose(random, VOCAB, position) for position in range(90)]
+    chosen = small.run(packed, small.new_kv(6), asked)
+    assert chosen.token_ids.tolist() == [choose_token(x, c) for x, c in zip(logits, asked, strict=True)]
+    assert len(set(chosen.token_ids.tolist())) > 30
 
 
 def test_without_a_name_it_is_the_one_that_ships(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,8 @@ class Chosen:
     """What a pass says about the tokens that were wanted."""
 
     token_ids: NDArray[int64]  # [num_wanted]; UNCHOSEN for the kind "logits", may be for "sampled"; or BROKEN
-    logits: NDArray[floating] | None  # [num_logit_rows, vocab_size] raw, of these two kinds only
+    # [num_logit_rows, vocab_size] raw, of these two kinds only; a drafter may leave out those of "sampled"
+    logits: NDArray[floating] | None
     logit_idx: NDArray[int64] | None  # [num_wanted] row of `logits`, -1 where there is none
     taps: Mapping[int, NDArray[floating]] = field(default_factory=dict)  # as `Taps.states`
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -19,7 +19,7 @@ from paceline.model.rope import inverse_frequencies
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from numpy import float32, floating
+    from numpy import float32, floating, int64
     from numpy.typing import NDArray
 
     from paceline.core.nouns import Choose
@@ -83,8 +83,7 @@ class NativeDecoder:
             config,
             team,
             embed=self.embed,
-            head=self.head,
-            final_norm=as_float32(weights["final_norm"]),
+            output=Output(self.head, as_float32(weights["final_norm"])),
             layers=[pack_layer(i, layer_shapes(config), weights, weight_type) for i in range(config.num_layers)],
             factors=factors,
         )
@@ -125,13 +124,21 @@ class NativeDecoder:
         return replace(chosen, logits=padded)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Output:
+    """What turns hidden states into tokens."""
+
+    head: kernels.Matrix  # [num_tokens, hidden]
+    norm: NDArray[float32]  # [hidden]
+    token_ids: NDArray[int64] | None = None  # [num_tokens] of the rows of `head`, ascending; None: their numbers
+
+
 def compile_decoder(
     config: ModelConfig,
     team: kernels.Team,
     *,
     embed: kernels.Matrix,
-    head: kernels.Matrix,
-    final_norm: NDArray[float32],
+    output: Output,
     layers: list[PackedLayer],
     factors: NDArray[floating] | None = None,
     norms_residual: bool = False,
@@ -148,8 +155,8 @@ def compile_decoder(
         norm_eps=config.norm_eps,
         team=team,
         embed=embed,
-        head=head,
-        final_norm=final_norm,
+        head=output.head,
+        final_norm=output.norm,
         inverse_frequencies=np.stack(
             [inverse_frequencies(rope, config.head_dim, factors) for rope in ropes.values()]
         ),
@@ -160,6 +167,7 @@ def compile_decoder(
         embed_scale=config.embed_scale,
         activation=config.facts.activation,
         norms_residual=norms_residual,
+        token_ids=output.token_ids,
     )
 
 
@@ -194,7 +202,7 @@ def forward(
         np.zeros(num_rows, np.int64) if packed.first_keys is None else packed.first_keys,
         np.empty((0, decoder.hidden), np.float32) if features is None else features,
         packed.wanted,
-        _choose_arrays(chooses, vocab),
+        _choose_arrays(chooses, decoder.vocab if decoder.maps_ids else vocab),
         vocab=vocab,
         num_layers=num_layers,
         tap_layers=list(taps),

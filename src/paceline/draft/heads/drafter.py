@@ -264,17 +264,18 @@ class PEagleDrafter(_HeadDrafter):
     def _run(self, starts: Mapping[int, int], depth: Mapping[int, int]) -> tuple[Chosen, dict[int, int]]:
         """Run the pass. Returns what it says of all guesses, and where each row's begin.
 
-        Guesses other than the largest logit wait for those before them, as penalties count these.
+        Under penalties a choice waits for the guesses before it, as they are counted.
         """
         spans: list[Span] = []
         chooses: list[Choose] = []
         first: dict[int, int] = {}
         for row, start in starts.items():
-            spans.append((row, start, int(self._rows.length[row]) - start, [self._mask] * (depth[row] - 1)))
-            choose = self._rows.choose_after(row, ())
-            kind = choose.kind if choose.kind == "argmax" and not self._dense else "logits"
+            guesses = [self._mask] * (depth[row] - 1)
+            spans.append((row, start, int(self._rows.length[row]) - start, guesses))
             first[row] = len(chooses)
-            chooses += [replace(choose, kind=kind)] * depth[row]
+            for choose in self._rows.row_chooses(row, guesses):
+                waits = self._dense or choose.params.penalised
+                chooses.append(replace(choose, kind="logits") if waits else choose)
         packed = self._pack(spans, [depth[row] for row in starts])
         features = self._read(spans, dict.fromkeys(starts, self._mask_feature))
         return self._head.run(packed, features, self._kv, chooses)[0], first

@@ -9,13 +9,13 @@ import numpy as np
 
 from paceline import kernels
 from paceline.draft.heads.config import head_shapes
-from paceline.draft.reduced import ReducedVocabulary
-from paceline.model.native import NativeDecoder, as_float32, compile_decoder, forward, pack, pack_layer
+from paceline.draft.reduced import ReducedVocabulary, own_bytes
+from paceline.model.native import NativeDecoder, Output, as_float32, compile_decoder, forward, pack, pack_layer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy import float32, floating, int64
+    from numpy import float32, floating
     from numpy.typing import NDArray
 
     from paceline.core.nouns import Choose
@@ -44,16 +44,16 @@ class NativeHead:
         self._fc = pack(head.weights, "fc", weight_type)
         self._embed = pack(head.weights, "embed", weight_type) if "embed" in head.weights else target.embed
         self._vocabulary = ReducedVocabulary(head.token_ids, target.config.vocab_size)
-        self._decoder = self._pack(head, self._vocabulary.order, weight_type)
+        self._decoder = self._pack(head, weight_type)
 
-    def _pack(self, head: Head, order: NDArray[int64], weight_type: str) -> kernels.Decoder:
+    def _pack(self, head: Head, weight_type: str) -> kernels.Decoder:
         c = head.config.layers
+        written = self._vocabulary.pack_rows(as_float32(head.weights["head"]), weight_type)
         return compile_decoder(
             replace(c, vocab_size=self._target.config.vocab_size),
             self._target.team,
             embed=self._embed,
-            head=kernels.pack(as_float32(head.weights["head"][order]), weight_type),
-            final_norm=self._norms["norm"],
+            output=Output(written, self._norms["norm"], self._vocabulary.mapped_ids),
             layers=[
                 pack_layer(i, _layer_shapes(head.config, i), head.weights, weight_type)
                 for i in range(c.num_layers)
@@ -63,9 +63,8 @@ class NativeHead:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the packed matrices, without an embedding that is the target's."""
-        shared = self._embed.num_bytes if self._embed is self._target.embed else 0
-        return self._decoder.weight_bytes + self._fc.num_bytes - shared
+        """Bytes of the packed matrices, without those that are the target's."""
+        return own_bytes(self._decoder, (self._embed,), self._target) + self._fc.num_bytes
 
     def new_kv(self, num_pages: int) -> kernels.KVStore:
         """Return an empty store of `num_pages` pages for the head's layers."""
@@ -95,7 +94,7 @@ class NativeHead:
             self._decoder,
             packed,
             kv,
-            self._vocabulary.ask(chooses),
+            chooses,
             vocab=c.draft_vocab_size,
             num_layers=last,
             taps=(last,),
@@ -103,7 +102,7 @@ class NativeHead:
         )
         hidden = chosen.taps[last][packed.wanted]
         fed_back = self._norm("norm", hidden) if c.norm_output else hidden
-        return self._vocabulary.spread(chosen), fed_back
+        return self._vocabulary.spread(chosen, chooses), fed_back
 
     def _norm(self, name: str, rows: NDArray[float32]) -> NDArray[float32]:
         squares = np.square(rows).mean(axis=1, keepdims=True)

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from paceline import kernels
-from paceline.draft.reduced import ReducedVocabulary
+from paceline.draft.reduced import ReducedVocabulary, own_bytes
 from paceline.model.config import layer_shapes
-from paceline.model.native import NativeDecoder, as_float32, compile_decoder, forward, pack_layer
+from paceline.model.native import NativeDecoder, Output, as_float32, compile_decoder, forward, pack_layer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from numpy import float32, int64
-    from numpy.typing import NDArray
 
     from paceline.core.nouns import Choose
     from paceline.draft.small.checkpoint import SmallModel
@@ -42,12 +37,12 @@ class NativeSmall:
         self._vocabulary = ReducedVocabulary(small.token_ids, target.config.vocab_size)
         self._num_tokens = len(small.token_ids)
         weight_type = _TYPES.get(target.weight_type, target.weight_type)
+        self._head = self._vocabulary.rows_of(target, weight_type)
         self._decoder = compile_decoder(
             c,
             target.team,
             embed=target.embed,
-            head=kernels.pack(_rows(target.head, small.token_ids, c.hidden_size), weight_type),
-            final_norm=as_float32(small.weights["final_norm"]),
+            output=Output(self._head, as_float32(small.weights["final_norm"]), self._vocabulary.mapped_ids),
             layers=[pack_layer(i, layer_shapes(c), small.weights, weight_type) for i in range(c.num_layers)],
         )
 
@@ -57,8 +52,8 @@ class NativeSmall:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the packed matrices, without the embedding, which is the target's."""
-        return self._decoder.weight_bytes - self._target.embed.num_bytes
+        """Bytes of the packed matrices, without those that are the target's."""
+        return own_bytes(self._decoder, (self._target.embed, self._head), self._target)
 
     def new_kv(self, num_pages: int, num_layers: int | None = None) -> kernels.KVStore:
         """Return an empty store of `num_pages` pages for the first `num_layers` layers (all by default)."""
@@ -82,16 +77,9 @@ class NativeSmall:
             self._decoder,
             packed,
             kv,
-            self._vocabulary.ask(chooses),
+            chooses,
             vocab=self._num_tokens,
             num_layers=num_layers or self.config.num_layers,
             taps=taps,
         )
-        return self._vocabulary.spread(chosen)
-
-
-def _rows(matrix: kernels.Matrix, token_ids: NDArray[int64], width: int) -> NDArray[float32]:
-    rows = np.empty((len(token_ids), width), np.float32)
-    for row, token_id in zip(rows, token_ids.tolist(), strict=True):
-        matrix.row(token_id, row)
-    return rows
+        return self._vocabulary.spread(chosen, chooses)
