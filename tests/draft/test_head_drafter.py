@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -275,14 +276,28 @@ def test_what_it_costs_is_known_from_its_files(kind: str) -> None:
     assert per_token == 32 * 2 + (2 if kind == "peagle" else 1) * 2 * 2 * 8 * 8
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_head_of_the_other_kind_is_refused_with_its_spec(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "other"), permutations(KINDS, 2))
+def test_a_head_of_another_kind_is_refused_with_its_spec(kind: str, other: str, tmp_path: Path) -> None:
     config = target().decoder.config
-    (other,) = set(KINDS) - {kind}
     values = head_values(other, config)
     write_head(tmp_path, values, config, random_weights(heads_config(values)))
     with pytest.raises(DrafterMismatch, match=f"--draft {other}:model="):
         make_engine(f"{kind}:model={tmp_path}", PLAIN)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_of_another_target_is_refused_with_a_reason(kind: str, tmp_path: Path) -> None:
+    """Of another width, and of another vocabulary; the target it names is told."""
+    mine, named = target().decoder.config, {"verifier": {"name_or_path": "some/other-model"}}
+    for change, reason in (({"hidden_size": 64}, "64"), ({"vocab_size": 9000}, "9000 tokens")):
+        other = replace(mine, **change)
+        values = head_values(kind, other, target_hidden_size=other.hidden_size, speculators_config=named)
+        folder = tmp_path / reason
+        folder.mkdir()
+        config = heads.read_config(values, other)
+        write_head(folder, values, other, random_weights(config))
+        with pytest.raises(DrafterMismatch, match=f"{reason}.*another model, some/other-model"):
+            make_engine(f"{kind}:model={folder}", PLAIN)
 
 
 def heads_config(values: dict[str, Any]) -> Any:

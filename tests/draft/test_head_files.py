@@ -139,6 +139,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no number": ({"draft_vocab_size": "many"}, BadModelFile, "whole number"),
     "no switch": ({"norm_output": 1}, BadModelFile, "true or false"),
     "two norms": ({"fc_norm": True, "norm_before_fc": True}, BadModelFile, "exclude"),
+    "another vocabulary": ({"vocab_size": 128256}, DrafterMismatch, "128256 tokens.*another model"),
     "something else": ({"architectures": ["MedusaModel"]}, UnsupportedModel, "Medusa"),
 }
 
@@ -162,6 +163,12 @@ def test_a_parallel_head_needs_a_mask_token() -> None:
         read_config({k: v for k, v in PEAGLE.items() if k != "mask_token_id"}, TARGET)
     with pytest.raises(DrafterMismatch, match="mask token"):
         read_config({**PEAGLE, "mask_token_id": 320}, TARGET)
+
+
+def test_the_first_heads_say_only_their_vocabulary() -> None:
+    assert read_config({**FIRST, "architectures": ["LlamaForCausalLM"]}, TARGET).algorithm is EAGLE3
+    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM"):
+        read_config({**LAYER, "architectures": ["LlamaForCausalLM"]}, TARGET)
 
 
 def _with(name: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from paceline.model.config import ModelConfig
 
 MOST_TAPS = 16
+_MOST_PADDING = 1024  # tokens by which vocabularies of one model differ, rounded up to this or that
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ def read_config(values: Mapping[str, Any], target: ModelConfig) -> HeadConfig:
         mask_token_id=_mask_token(everywhere) if algorithm.parallel else None,
         **{name: _flag(everywhere, name) for name in _FLAGS},
     )
-    _check(config, target)
+    _check(config, target, _made_for(values))
     return config
 
 
@@ -115,11 +116,11 @@ def head_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _algorithm(values: Mapping[str, Any]) -> Algorithm:
-    names = [values.get("speculators_model_type")]
-    architectures = values.get("architectures")
+    kind, architectures = values.get("speculators_model_type"), values.get("architectures")
+    names = [] if kind is None else [kind]
     names += architectures if isinstance(architectures, list) else []
     for name in names:
-        if name in _ALGORITHMS:
+        if isinstance(name, str) and name in _ALGORITHMS:
             return _ALGORITHMS[name]
     if names == ["LlamaForCausalLM"] and "draft_vocab_size" in values:  # as the first EAGLE-3 heads were published
         return EAGLE3
@@ -166,12 +167,25 @@ def _flag(values: Mapping[str, Any], key: str) -> bool:
     return value
 
 
-def _check(config: HeadConfig, target: ModelConfig) -> None:
+def _made_for(values: Mapping[str, Any]) -> str:
+    """Return the model that a head of the `speculators` project names as its target, in words."""
+    found: Any = values
+    for key in ("speculators_config", "verifier", "name_or_path"):
+        found = found.get(key) if isinstance(found, dict) else None
+    return f", {found[:80]}" if isinstance(found, str) and found else ""
+
+
+def _check(config: HeadConfig, target: ModelConfig, made_for: str) -> None:
     """Raise `DrafterMismatch` unless the head can sit on this target."""
     if config.target_hidden_size != target.hidden_size:
         raise DrafterMismatch(
             f"the head was made for a target {config.target_hidden_size} numbers wide, this one has "
-            f"{target.hidden_size}; it belongs to another model"
+            f"{target.hidden_size}; it belongs to another model{made_for}"
+        )
+    if abs(config.layers.vocab_size - target.vocab_size) > _MOST_PADDING:
+        raise DrafterMismatch(
+            f"the head was made for a target of {config.layers.vocab_size} tokens, this one has "
+            f"{target.vocab_size}; it belongs to another model{made_for}"
         )
     if not all(0 <= tap <= target.num_layers for tap in config.taps):
         raise DrafterMismatch(
