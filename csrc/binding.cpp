@@ -168,18 +168,21 @@ std::shared_ptr<const Matrix> matrix_of(const nb::dict& found, const char* name,
     return matrix;
 }
 
-Layer layer_of(const Shape& shape, const nb::dict& matrices, const nb::dict& vectors, bool first) {
+std::vector<float> maybe_vector(const nb::dict& vectors, const char* name, size_t size) {
+    return vectors.contains(name) ? vector_of(vectors[name], size, name) : std::vector<float>();
+}
+
+Layer layer_of(const Shape& shape, const nb::dict& matrices, const nb::dict& vectors, bool first, bool fused) {
     const size_t q = shape.num_heads * shape.head_dim, kv = shape.num_kv_heads * shape.head_dim;
-    const auto maybe = [&](const char* name, size_t size) {
-        return vectors.contains(name) ? vector_of(vectors[name], size, name) : std::vector<float>();
-    };
+    const auto maybe = [&](const char* name, size_t size) { return maybe_vector(vectors, name, size); };
     Layer layer;
-    require(vectors.contains("attn_norm") && vectors.contains("mlp_norm"), "a layer lacks a norm");
+    require(vectors.contains("attn_norm") || (first && fused), "a layer lacks the norm before attention");
+    require(vectors.contains("mlp_norm"), "a layer lacks the norm before its feed-forward network");
     layer.attn_norm = maybe("attn_norm", shape.hidden);
     layer.mlp_norm = maybe("mlp_norm", shape.hidden);
     layer.attn_post_norm = maybe("attn_post_norm", shape.hidden);
     layer.mlp_post_norm = maybe("mlp_post_norm", shape.hidden);
-    if (first) layer.feature_norm = maybe("hidden_norm", shape.hidden);
+    if (first && !fused) layer.feature_norm = maybe("hidden_norm", shape.hidden);
     const size_t read = layer.feature_norm.empty() ? shape.hidden : 2 * shape.hidden;
     layer.q_norm = maybe("attn_q_norm", shape.head_dim);
     layer.k_norm = maybe("attn_k_norm", shape.head_dim);
@@ -235,6 +238,7 @@ Decoder make_decoder(Shape shape, const std::shared_ptr<Team>& team, const std::
                      const std::shared_ptr<Matrix>& head, const Array<float>& final_norm,
                      const Table<float>& inverse_frequencies, const nb::list& layers,
                      const std::vector<size_t>& windows, const std::vector<size_t>& ropes,
+                     const nb::dict& fusing_matrices, const nb::dict& fusing_vectors,
                      const std::optional<Array<int64_t>>& token_ids) {
     check_shape(shape);
     require(embed->out() == shape.vocab && embed->in() == shape.hidden, "the wrong shape of the embedding");
@@ -243,17 +247,24 @@ Decoder make_decoder(Shape shape, const std::shared_ptr<Team>& team, const std::
     require(layers.size() == shape.num_layers, "the wrong number of layers");
     require(inverse_frequencies.shape(0) > 0 && inverse_frequencies.shape(1) == shape.head_dim / 2,
             "the wrong shape of inverse_frequencies");
-    Weights weights{embed, head, vector_of(nb::cast(final_norm), shape.hidden, "final_norm"),
-                    {inverse_frequencies.data(), inverse_frequencies.data() + inverse_frequencies.size()}, {}, {}};
+    const bool fused = fusing_matrices.contains("fc");
+    require(final_norm.size() > 0 || fused, "only a model that fuses features can do without the last norm");
+    Weights weights;
+    weights.embed = embed, weights.head = head;
+    weights.inverse_frequencies.assign(inverse_frequencies.data(), inverse_frequencies.data() + inverse_frequencies.size());
+    if (final_norm.size() > 0) weights.final_norm = vector_of(nb::cast(final_norm), shape.hidden, "final_norm");
+    if (fused) weights.fuse = matrix_of(fusing_matrices, "fc", shape.hidden, 2 * shape.hidden);
+    weights.fuse_bias = maybe_vector(fusing_vectors, "fc_bias", shape.hidden);
+    weights.embed_norm = maybe_vector(fusing_vectors, "embed_norm", shape.hidden);
     if (token_ids) weights.token_ids = checked_ids(*token_ids, shape);
     for (nb::handle layer : layers) {
         const auto parts = nb::cast<nb::tuple>(layer);
         require(parts.size() == 2, "a layer is a pair of matrices and vectors");
         weights.layers.push_back(layer_of(shape, nb::cast<nb::dict>(parts[0]), nb::cast<nb::dict>(parts[1]),
-                                          weights.layers.empty()));
+                                          weights.layers.empty(), fused));
     }
     set_places(weights.layers, windows, ropes, inverse_frequencies.shape(0));
-    shape.reads_features = !weights.layers[0].feature_norm.empty();
+    shape.reads_features = fused || !weights.layers[0].feature_norm.empty();
     return Decoder(shape, std::move(weights), team);
 }
 
@@ -432,18 +443,18 @@ void bind_decoder(nb::module_& m) {
                             const Array<float>& final_norm, const Table<float>& inverse_frequencies,
                             const nb::list& layers, const std::vector<size_t>& windows,
                             const std::vector<size_t>& ropes, float query_scale, float embed_scale,
-                            const std::string& gate, bool norms_residual,
-                            const std::optional<Array<int64_t>>& token_ids) {
+                            const std::string& gate, bool norms_residual, const nb::dict& fusing_matrices,
+                            const nb::dict& fusing_vectors, const std::optional<Array<int64_t>>& token_ids) {
             Shape shape{vocab, hidden, intermediate, layers.size(), num_heads, num_kv_heads, head_dim, norm_eps,
                         query_scale, embed_scale, activation(gate)};
             shape.norms_residual = norms_residual;
             require(std::isfinite(query_scale) && std::isfinite(embed_scale), "a scale is not a finite number");
             new (self) Decoder(make_decoder(shape, team, embed, head, final_norm, inverse_frequencies, layers, windows,
-                                            ropes, token_ids));
+                                            ropes, fusing_matrices, fusing_vectors, token_ids));
         }, "vocab"_a, "hidden"_a, "intermediate"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "norm_eps"_a,
            "team"_a, "embed"_a, "head"_a, "final_norm"_a, "inverse_frequencies"_a, "layers"_a,
            "windows"_a, "ropes"_a, "query_scale"_a, "embed_scale"_a, "activation"_a, "norms_residual"_a = false,
-           "token_ids"_a = nb::none())
+           "fusing_matrices"_a = nb::dict(), "fusing_vectors"_a = nb::dict(), "token_ids"_a = nb::none())
         .def_prop_ro("vocab", [](const Decoder& self) { return self.shape().vocab; })
         .def_prop_ro("maps_ids", &Decoder::maps_ids)
         .def_prop_ro("hidden", [](const Decoder& self) { return self.shape().hidden; })

@@ -81,6 +81,14 @@ void choose_in_tile(const Choose& how, const float* logits, const TileIds& ids, 
     }
 }
 
+// Norm a token's numbers, or copy them where there is no norm.
+void norm(const float* x, const std::vector<float>& weight, size_t size, float eps, float* to) {
+    if (weight.empty())
+        std::copy_n(x, size, to);
+    else
+        kernels().layer.rms_norm(x, weight.data(), size, eps, to);
+}
+
 }  // namespace
 
 // KV ---------------------------------------------------------------------------------------------
@@ -158,6 +166,7 @@ Decoder::Decoder(const Shape& shape, Weights weights, std::shared_ptr<Team> team
 
 size_t Decoder::weight_bytes() const {
     size_t total = weights_.embed->bytes() + (weights_.head == weights_.embed ? 0 : weights_.head->bytes());
+    if (weights_.fuse) total += weights_.fuse->bytes();
     for (const Layer& layer : weights_.layers)
         for (const auto* m : {&layer.q, &layer.k, &layer.v, &layer.o, &layer.gate, &layer.up, &layer.down})
             total += (*m)->bytes();
@@ -262,15 +271,15 @@ void Decoder::run(const Pass& pass, const KVStore& kv, size_t thread) {
     const size_t mixed_stride = round_up(q_size, kInt8Group);
     const auto activate = shape_.activation == Activation::gelu ? kernels().layer.gelu_mul : kernels().layer.silu_mul;
     team_->each(n, [&](size_t t) { start_token(pass, t); });
+    if (weights_.fuse) fuse_features(pass, thread);
     for (size_t i = 0; i < pass.num_layers; ++i) {
         const Layer& layer = weights_.layers[i];
         team_->each(n, [&](size_t t) {
             next_layer(pass, i, t);
             auto& normed = s.own[thread].normed;
-            const auto& k = kernels().layer;
             std::fill(normed.begin(), normed.end(), 0.0f);
-            k.rms_norm(&s.hidden[t * shape_.hidden], layer.attn_norm.data(), shape_.hidden, shape_.norm_eps, normed.data());
-            if (i == 0 && shape_.reads_features) read_feature(pass, t, normed.data() + shape_.hidden);
+            norm(&s.hidden[t * shape_.hidden], layer.attn_norm, shape_.hidden, shape_.norm_eps, normed.data());
+            if (!layer.feature_norm.empty()) read_feature(pass, t, normed.data() + shape_.hidden);
             s.wide.set(t, normed.data(), layer.q->type(), layer.q->in());
         });
         multiply_all(*team_, {{layer.q.get(), &s.wide, s.q.data(), q_stride, &layer.q_bias},
@@ -340,6 +349,21 @@ void Decoder::read_feature(const Pass& pass, size_t token, float* normed) {
     const float* feature = pass.features + token * shape_.hidden;
     kernels().layer.rms_norm(feature, weights_.layers[0].feature_norm.data(), shape_.hidden, shape_.norm_eps, normed);
     std::copy_n(shape_.norms_residual ? normed : feature, shape_.hidden, &scratch_->hidden[token * shape_.hidden]);
+}
+
+// Fuse each token's embedding with its feature: what the layers begin with.
+void Decoder::fuse_features(const Pass& pass, size_t thread) {
+    Scratch& s = *scratch_;
+    const size_t hidden = shape_.hidden, stride = round_up(hidden, kPanel);
+    team_->each(pass.num_tokens, [&](size_t t) {
+        auto& read = s.own[thread].normed;
+        std::fill(read.begin(), read.end(), 0.0f);
+        norm(&s.hidden[t * hidden], weights_.embed_norm, hidden, shape_.norm_eps, read.data());
+        std::copy_n(pass.features + t * hidden, hidden, read.data() + hidden);
+        s.wide.set(t, read.data(), weights_.fuse->type(), 2 * hidden);
+    });
+    multiply_all(*team_, {{weights_.fuse.get(), &s.wide, s.delta.data(), stride, &weights_.fuse_bias}}, pass.num_tokens);
+    team_->each(pass.num_tokens, [&](size_t t) { std::copy_n(&s.delta[t * stride], hidden, &s.hidden[t * hidden]); });
 }
 
 // Norm one head where the family does so, and rotate it to its token's position.
@@ -498,8 +522,8 @@ void Decoder::choose(const Pass& pass, size_t thread) {
     team_->each(pass.wanted.size(), [&](size_t i) {
         auto& normed = s.own[thread].normed;
         std::fill(normed.begin(), normed.end(), 0.0f);
-        kernels().layer.rms_norm(&s.hidden[static_cast<size_t>(pass.wanted[i]) * shape_.hidden],
-                                 weights_.final_norm.data(), shape_.hidden, shape_.norm_eps, normed.data());
+        norm(&s.hidden[static_cast<size_t>(pass.wanted[i]) * shape_.hidden], weights_.final_norm, shape_.hidden,
+             shape_.norm_eps, normed.data());
         s.wide.set(i, normed.data(), weights_.head->type(), shape_.hidden);
     });
     team_->each((pass.vocab + kHeadTile - 1) / kHeadTile, [&](size_t tile) { choose_tile(pass, tile, thread); });

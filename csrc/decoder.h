@@ -22,16 +22,16 @@ struct Shape {
     float embed_scale = 1.0f;  // and embeddings
     Activation activation = Activation::silu;
     size_t head_size = 0;         // tokens the head chooses among: `vocab`, or a vocabulary of its own
-    bool reads_features = false;  // the first layer reads a feature beside each token, twice the width in all
-    bool norms_residual = false;  // and then goes on from the normed feature
+    bool reads_features = false;  // a feature comes beside each token: see `Weights::fuse` and `Layer::feature_norm`
+    bool norms_residual = false;  // the first layer goes on from the normed feature
 };
 
 struct Layer {
     size_t window = 0;  // how many tokens each token sees, its own included; 0: all
     size_t rope = 0;    // which row of `Weights::inverse_frequencies`
-    std::vector<float> attn_norm, mlp_norm;
+    std::vector<float> attn_norm, mlp_norm;            // the first one empty: the layer reads its input as it is
     std::vector<float> attn_post_norm, mlp_post_norm;  // of what a block adds to the residual stream, or empty
-    std::vector<float> feature_norm;            // of the first layer, if it reads features
+    std::vector<float> feature_norm;            // of a first layer that itself reads features, twice the width in all
     std::vector<float> q_norm, k_norm;          // [head_dim], or empty
     std::vector<float> q_bias, k_bias, v_bias;  // or empty; so are the next
     std::vector<float> o_bias, gate_bias, up_bias, down_bias;
@@ -40,9 +40,11 @@ struct Layer {
 
 struct Weights {
     std::shared_ptr<const Matrix> embed, head;  // one and the same where tied
-    std::vector<float> final_norm;              // [hidden]
+    std::vector<float> final_norm;              // [hidden], or empty: there is none
     std::vector<float> inverse_frequencies;     // [num_ropes, head_dim / 2]
     std::vector<Layer> layers;
+    std::shared_ptr<const Matrix> fuse;         // from embedding and feature to what the layers begin with, or null
+    std::vector<float> fuse_bias, embed_norm;   // of it and of the embedding it reads, [hidden], or empty
     std::vector<uint32_t> token_ids;            // of the head's rows, ascending; empty: they are the rows' numbers
 };
 
@@ -131,6 +133,7 @@ class Decoder {
     void next_layer(const Pass& pass, size_t index, size_t token);
     void add_delta(size_t token, const std::vector<float>& norm);
     void read_feature(const Pass& pass, size_t token, float* normed);
+    void fuse_features(const Pass& pass, size_t thread);
     void store(const Pass& pass, const KVStore& kv, size_t index, size_t token, size_t kv_head);
     void turn(float* head, const std::vector<float>& norm, size_t rope, size_t token) const;
     void attend(const Pass& pass, const KVStore& kv, size_t index, size_t thread);

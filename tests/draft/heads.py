@@ -50,6 +50,7 @@ def head_values(kind: str, target: ModelConfig, **changes: Any) -> dict[str, Any
         "draft_vocab_size": DRAFT_VOCAB,
         "eagle_aux_hidden_state_layer_ids": [1, target.num_layers - 1, target.num_layers],
         "mask_token_id": 300,
+        "fusion_bias": kind == "eagle",
     }
     return values | changes
 
@@ -68,7 +69,7 @@ def random_weights(config: HeadConfig, seed: int = 0) -> dict[str, torch.Tensor]
     weights = {}
     for name, shape in head_shapes(config).items():
         noise = torch.randn(shape, generator=generator, dtype=torch.float64)
-        weights[name] = noise / shape[-1] ** 0.5 if len(shape) == 2 else noise * 0.1 + ("mask" not in name)
+        weights[name] = noise / shape[-1] ** 0.5 if len(shape) == 2 else noise * 0.1 + ("norm" in name)
     return weights
 
 
@@ -118,15 +119,17 @@ def train(kind: str, values: dict[str, Any], target: ReferenceDecoder) -> dict[s
     soft = probs[:, ids] / probs[:, ids].sum(-1, keepdim=True)
     optimizer = torch.optim.Adam(weights.values(), 4e-3)
     mask = target.embed[config.mask_token_id or 0].float()
-    losses = {"eagle3": _eagle3_loss, "peagle": _peagle_loss}[kind]
+    losses = {"eagle": _serial_loss, "eagle3": _serial_loss, "peagle": _peagle_loss}[kind]
+    given = {"head": target.head[ids].float(), "target_norm": target.final_norm.float()} if kind == "eagle" else {}
     for _ in range(NUM_STEPS):
         optimizer.zero_grad()
-        losses(config, weights, embedded, tapped, soft, mask).backward()
+        losses(config, weights | given, embedded, tapped, soft, mask).backward()
         optimizer.step()
     return weights
 
 
-def _eagle3_loss(config: Any, weights: Any, embedded: Any, tapped: Any, soft: Any, mask: Any) -> torch.Tensor:
+def _serial_loss(config: Any, weights: Any, embedded: Any, tapped: Any, soft: Any, mask: Any) -> torch.Tensor:
+    """Every text is drafted from everywhere, some tokens deep."""
     del mask
     texts = torch.randperm(NUM_TEXTS)[:AT_ONCE]
     embedded, tapped, soft = (

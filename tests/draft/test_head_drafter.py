@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from paceline.engine.engine import Engine
     from paceline.model.decoder import ReferenceDecoder
 
-KINDS = ("eagle3", "peagle")
+KINDS = ("eagle", "eagle3", "peagle")
 
 
 def spec(kind: str, k: int = 4) -> str:
@@ -70,6 +70,8 @@ class Scratch:
     def __init__(self, head: Head, decoder: ReferenceDecoder) -> None:
         self.head, self.decoder, self.config = head, decoder, head.config
         self.weights = {name: torch.from_numpy(np.asarray(w, np.float64)) for name, w in head.weights.items()}
+        if head.config.algorithm.guesses_features:
+            self.weights |= {"head": decoder.head[head.token_ids], "target_norm": decoder.final_norm}
 
     def features(self, ids: list[int]) -> torch.Tensor:
         """What the target has to say of every token, as it is kept: 16 bit."""
@@ -249,7 +251,7 @@ def test_other_laws_get_the_distributions_they_need(kind: str, law: str) -> None
 # Specs -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ("eagle3", "peagle"))
 def test_a_head_without_a_name_is_the_one_that_ships(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,6 +300,26 @@ def test_a_head_of_another_target_is_refused_with_a_reason(kind: str, tmp_path: 
         write_head(folder, values, other, random_weights(config))
         with pytest.raises(DrafterMismatch, match=f"{reason}.*another model, some/other-model"):
             make_engine(f"{kind}:model={folder}", PLAIN)
+
+
+def test_an_eagle_head_may_write_some_tokens_only(tmp_path: Path) -> None:
+    """Those its file names, or the lowest, as many as are asked for."""
+    mine = target().decoder.config
+    values = head_values("eagle", mine, draft_vocab_size=mine.vocab_size)
+    write_head(tmp_path, values, mine, random_weights(heads_config(values)))
+    for given, size in (
+        (spec("eagle"), 290),
+        (f"eagle:model={tmp_path}", 320),
+        (f"{spec('eagle')},vocabulary=50", 50),
+    ):
+        engine = make_engine(given, PLAIN)
+        assert engine.drafting.drafters["eagle"].report()["tokens"] == size
+    answers = run(engine, requests())
+    assert_same(run(make_engine("off", PLAIN), requests()), answers)
+    assert engine.stats().drafters["eagle"].drafted > 50
+    assert engine.stats().drafter_failures == 0
+    with pytest.raises(ConfigError, match="vocabulary must be between 1 and 320"):
+        make_engine(f"eagle:model={tmp_path},vocabulary=321", PLAIN)
 
 
 def heads_config(values: dict[str, Any]) -> Any:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from paceline.core.errors import BadModelFile, DrafterMismatch, UnsupportedModel
+from paceline.core.errors import BadModelFile, DrafterMismatch, ModelNotFound, UnsupportedModel
 from paceline.draft.heads.checkpoint import canonical_name, load_head
-from paceline.draft.heads.config import EAGLE3, head_shapes, read_config
+from paceline.draft.heads.config import EAGLE, EAGLE3, head_shapes, read_config
 from paceline.model.hf import LAYER_NAMES
 from tests.tiny import tiny_config
 
@@ -56,12 +56,33 @@ PEAGLE = {
     "mask_token_id": 7,
     "transformer_layer_config": {**LAYER, "num_hidden_layers": 2},
 }
-FORMATS = {"first": FIRST, "speculators": SPECULATORS, "peagle": PEAGLE}
+EAGLE_FIRST = {**LAYER, "architectures": ["LlamaForCausalLM"], "bos_token_id": 128000, "bias": True}
+EAGLE_SPECULATORS = {
+    "speculators_model_type": "eagle",
+    "architectures": ["EagleSpeculator", "LlamaDecoderLayer"],
+    "transformer_layer_config": {**LAYER, "rope_theta": 5000.0},
+    "fusion_bias": True,
+    "layernorms": True,
+    "draft_vocab_size": DRAFT_VOCAB,
+}
+FORMATS = {
+    "first": FIRST,
+    "speculators": SPECULATORS,
+    "peagle": PEAGLE,
+    "eagle, first": EAGLE_FIRST,
+    "eagle, speculators": EAGLE_SPECULATORS,
+}
+_SPECULATORS_NAMES = {
+    "embed_norm.weight": "embedding_layernorm.weight",
+    "norm.weight": "pre_lm_head_layernorm.weight",
+    "fc.weight": "fusion_fc.weight",
+    "fc.bias": "fusion_fc.bias",
+}
 
 
 def file_name(canonical: str, first_format: bool) -> str:
     """Return a tensor's name in a file."""
-    plain = {"fc": "fc.weight", "norm": "norm.weight", "head": "lm_head.weight", "mask_hidden": "mask_hidden"}
+    plain = {"fc_bias": "fc.bias", "head": "lm_head.weight", "mask_hidden": "mask_hidden"}
     if canonical in plain:
         return plain[canonical]
     if canonical.startswith("layers."):
@@ -71,16 +92,26 @@ def file_name(canonical: str, first_format: bool) -> str:
     return f"{canonical}.weight"
 
 
+def name_in(values: dict[str, Any], canonical: str) -> str:
+    """Return a tensor's name in the file of one of the formats."""
+    name = file_name(canonical, values is FIRST)
+    if values is EAGLE_SPECULATORS:
+        return _SPECULATORS_NAMES.get(name, name.replace("layers.0.", "transformer."))
+    return name
+
+
 def tensors_of(values: dict[str, Any]) -> dict[str, Any]:
     """Return random tensors by their names in the file."""
     random = np.random.default_rng(0)
     config = read_config(values, TARGET)
     named = {
-        file_name(name, values is FIRST): random.standard_normal(shape, dtype=np.float32)
+        name_in(values, name): random.standard_normal(shape, dtype=np.float32)
         for name, shape in head_shapes(config).items()
     }
     if "mask_hidden" in named:
         named["mask_hidden"] = named["mask_hidden"].reshape(1, 1, -1)
+    if "draft_vocab_size" not in values:
+        return named
     ids = np.sort(random.permutation(TARGET.vocab_size)[:DRAFT_VOCAB])
     in_draft = np.zeros(TARGET.vocab_size, bool)
     in_draft[ids] = True
@@ -99,10 +130,11 @@ def test_every_tensor_arrives(name: str, tmp_path: Path) -> None:
     tensors = tensors_of(values)
     head = load_head(write(tmp_path, values, tensors), TARGET)
     for canonical, shape in head_shapes(head.config).items():
-        there = tensors[file_name(canonical, values is FIRST)]
+        there = tensors[name_in(values, canonical)]
         assert head.weights[canonical].shape == shape
         assert np.array_equal(head.weights[canonical], there.reshape(shape))
-    assert np.array_equal(head.token_ids, np.flatnonzero(tensors["t2d"]))
+    in_draft = tensors.get("t2d", np.ones(TARGET.vocab_size, bool))
+    assert np.array_equal(head.token_ids, np.flatnonzero(in_draft))
 
 
 def test_what_a_config_leaves_out_is_the_targets() -> None:
@@ -165,10 +197,69 @@ def test_a_parallel_head_needs_a_mask_token() -> None:
         read_config({**PEAGLE, "mask_token_id": 320}, TARGET)
 
 
-def test_the_first_heads_say_only_their_vocabulary() -> None:
+def test_the_first_heads_are_told_apart_by_their_vocabulary() -> None:
     assert read_config({**FIRST, "architectures": ["LlamaForCausalLM"]}, TARGET).algorithm is EAGLE3
-    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM"):
-        read_config({**LAYER, "architectures": ["LlamaForCausalLM"]}, TARGET)
+    assert read_config(EAGLE_FIRST, TARGET).algorithm is EAGLE
+
+
+def _eagle(change: dict[str, Any]) -> dict[str, Any]:
+    layer = {**EAGLE_SPECULATORS["transformer_layer_config"], **change}
+    return {**EAGLE_SPECULATORS, "transformer_layer_config": layer, **change}
+
+
+EAGLE_CONFIGS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "another width": ({"hidden_size": 64}, DrafterMismatch, "64 numbers wide.*another model"),
+    "another vocabulary": ({"vocab_size": 32000}, DrafterMismatch, "32000 tokens.*another model"),
+    "no switch": ({"fusion_bias": "yes"}, BadModelFile, "true or false"),
+    "no number": ({"draft_vocab_size": 1.5}, BadModelFile, "whole number"),
+    "too many tokens": ({"draft_vocab_size": 321}, DrafterMismatch, "321"),
+}
+
+
+@pytest.mark.parametrize("name", EAGLE_CONFIGS)
+def test_an_eagle_config_that_does_not_fit_is_refused(name: str) -> None:
+    change, error, reason = EAGLE_CONFIGS[name]
+    with pytest.raises(error, match=reason):
+        read_config(_eagle(change), TARGET)
+
+
+def test_eagle_tensors_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    whole = tensors_of(EAGLE_SPECULATORS)
+    for name in ("fusion_fc.weight", "fusion_fc.bias", "transformer.mlp.up_proj.weight", "d2t"):
+        broken = {key: value for key, value in whole.items() if key != name}
+        with pytest.raises(BadModelFile, match=r"lacks|no map"):
+            load_head(write(tmp_path, EAGLE_SPECULATORS, broken), TARGET)
+    for spoilt, error, reason in (
+        ({"fusion_fc.weight": _nan(whole["fusion_fc.weight"].copy())}, BadModelFile, "NaN"),
+        ({"pre_lm_head_layernorm.weight": np.full(32, np.inf, np.float32)}, BadModelFile, "NaN"),
+        ({"fusion_fc.weight": np.ones((32, 96), np.float32)}, DrafterMismatch, "'fc'"),
+        ({"embed_tokens.weight": np.ones((400, 32), np.float32)}, DrafterMismatch, "'embed'"),
+    ):
+        with pytest.raises(error, match=reason):
+            load_head(write(tmp_path, EAGLE_SPECULATORS, {**whole, **spoilt}), TARGET)
+
+
+def test_a_bias_that_the_config_does_not_mention_counts(tmp_path: Path) -> None:
+    tensors = tensors_of(EAGLE_FIRST) | {"fc.bias": np.ones(32, np.float32)}
+    head = load_head(write(tmp_path, EAGLE_FIRST, tensors), TARGET)
+    assert head.config.fusion_bias
+    assert (head.weights["fc_bias"] == 1).all()
+
+
+def test_a_model_that_is_no_head_is_refused(tmp_path: Path) -> None:
+    tensors = {name: value for name, value in tensors_of(EAGLE_FIRST).items() if not name.startswith("fc")}
+    with pytest.raises(BadModelFile, match="lacks the tensor 'fc'"):
+        load_head(write(tmp_path, EAGLE_FIRST, tensors), TARGET)
+
+
+def test_a_pickled_head_is_told_what_to_do(tmp_path: Path) -> None:
+    """As the EAGLE authors publish theirs."""
+    (tmp_path / "config.json").write_text(json.dumps(EAGLE_FIRST))
+    with pytest.raises(ModelNotFound, match=r"sharded or not$"):
+        load_head(tmp_path, TARGET)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"code")
+    with pytest.raises(ModelNotFound, match="convert them to safetensors"):
+        load_head(tmp_path, TARGET)
 
 
 def _with(name: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:

@@ -11,7 +11,7 @@ import torch
 
 from paceline.draft.heads.config import HeadConfig, head_shapes, read_config
 from paceline.draft.heads.forward import fuse, read_out, run_layers
-from tests.draft.test_head_files import FIRST, FORMATS, TARGET
+from tests.draft.test_head_files import EAGLE_FIRST, EAGLE_SPECULATORS, FIRST, FORMATS, TARGET
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,14 +22,20 @@ CASES = {
     "norm before fc": {**FIRST, "norm_before_fc": True},
     "normed residual": {**FIRST, "norm_before_residual": True},
     "normed heads": {**FIRST, "model_type": "qwen3"},
+    "eagle with a bias": {**EAGLE_FIRST, "fusion_bias": True},
+    "eagle without a bias": {**EAGLE_SPECULATORS, "fusion_bias": False},
 }
 
 
 def weights_of(config: HeadConfig) -> dict[str, Any]:
+    """Random weights; those of the target beside them where the head uses these."""
     random = np.random.default_rng(1)
+    shapes = head_shapes(config)
+    if config.algorithm.guesses_features:
+        width = config.layers.hidden_size
+        shapes |= {"head": (config.draft_vocab_size, width), "target_norm": (width,)}
     return {
-        name: random.standard_normal(shape) * (0.1 if len(shape) == 2 else 1.0)
-        for name, shape in head_shapes(config).items()
+        name: random.standard_normal(shape) * (0.1 if len(shape) == 2 else 1.0) for name, shape in shapes.items()
     }
 
 
@@ -51,11 +57,15 @@ def turned(x: Any, position: int, theta: float) -> Any:
     return out
 
 
-def papers(config: HeadConfig, w: Mapping[str, Any], embedded: Any, tapped: Any) -> tuple[Any, Any]:
-    """Return logits and fed-back features of every token."""
-    c, eps = config.layers, config.layers.norm_eps
-    rows = []
-    for taps in tapped:
+def inputs(config: HeadConfig, w: Mapping[str, Any], embedded: Any, tapped: Any) -> list[Any]:
+    """What the layers begin with, for every token."""
+    eps, rows = config.layers.norm_eps, []
+    for token, taps in zip(embedded, tapped, strict=True):
+        if config.algorithm.guesses_features:
+            first = norm(token, w["embed_norm"], eps) if config.layernorms else token
+            fused = w["fc"] @ np.concatenate([first, norm(taps, w["target_norm"], config.target_norm_eps)])
+            rows.append(fused + (w["fc_bias"] if config.fusion_bias else 0))
+            continue
         parts = np.split(taps, len(config.taps))
         if config.fc_norm:
             parts = [norm(p, w[f"fc_norm.{i}"], eps) for i, p in enumerate(parts)]
@@ -63,11 +73,21 @@ def papers(config: HeadConfig, w: Mapping[str, Any], embedded: Any, tapped: Any)
         if config.norm_before_fc:
             joined = norm(joined, w["input_norm"], eps)
         rows.append(w["fc"] @ joined)
+    return rows
+
+
+def papers(config: HeadConfig, w: Mapping[str, Any], embedded: Any, tapped: Any) -> tuple[Any, Any]:
+    """Return logits and fed-back features of every token."""
+    c, eps = config.layers, config.layers.norm_eps
+    rows = inputs(config, w, embedded, tapped)
+    no_norm = config.algorithm.guesses_features and not config.layernorms
     for layer in range(c.num_layers):
         p = {n.split(".", 2)[2]: v for n, v in w.items() if n.startswith(f"layers.{layer}.")}
         keys, values, out = [], [], []
         for position, row in enumerate(rows):
-            if layer == 0:
+            if no_norm and layer == 0:
+                read, residual = row, row
+            elif "hidden_norm" in p:
                 normed = norm(row, p["hidden_norm"], eps)
                 read = np.concatenate([norm(embedded[position], p["attn_norm"], eps), normed])
                 residual = normed if config.norm_before_residual else row
@@ -93,7 +113,7 @@ def papers(config: HeadConfig, w: Mapping[str, Any], embedded: Any, tapped: Any)
             gate = p["mlp_gate"] @ normed
             out.append(hidden + p["mlp_down"] @ (gate / (1 + np.exp(-gate)) * (p["mlp_up"] @ normed)))
         rows = out
-    normed_rows = [norm(row, w["norm"], eps) for row in rows]
+    normed_rows = rows if no_norm else [norm(row, w["norm"], eps) for row in rows]
     return np.array([w["head"] @ row for row in normed_rows]), np.array(
         normed_rows if config.norm_output else rows
     )
@@ -129,9 +149,10 @@ def test_the_forward_pass_is_the_papers(name: str) -> None:
     assert np.abs(next_features.numpy() - fed_back).max() < 1e-6 * np.abs(fed_back).max()
 
 
-def test_every_weight_matters() -> None:
+@pytest.mark.parametrize("name", ["speculators", "eagle with a bias", "eagle, speculators"])
+def test_every_weight_matters(name: str) -> None:
     """A tensor that could be left out would be one that the forward pass forgot."""
-    config = read_config(CASES["speculators"], TARGET)
+    config = read_config(CASES[name], TARGET)
     weights = {name: torch.from_numpy(w).requires_grad_() for name, w in weights_of(config).items()}
     tapped, embedded = torch.randn(4, config.tapped_size).double(), torch.randn(4, TARGET.hidden_size).double()
     hidden = run_layers(config, weights, embedded, fuse(config, weights, tapped), torch.arange(4), causal(config))

@@ -82,6 +82,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"token_ids": np.full(320, 3)}, "rise"),
     ({"token_ids": np.arange(320) - 1}, "rise"),
     ({"token_ids": np.arange(320) + 1}, "lie in"),
+    ({"fusing_vectors": {"fc_bias": np.zeros(3, np.float32)}}, "fc_bias"),
+    ({"fusing_matrices": {}}, "norm"),
+    ({"fusing_matrices": {"fc": kernels.pack(np.zeros((32, 32), np.float32), "f32")}}, "fc"),
 ]
 
 
@@ -93,7 +96,7 @@ def test_the_border_refuses_what_does_not_fit(
     target = NativeDecoder(TARGET, weights, kernels.Team(1), "f32", "f32")
     monkeypatch.setattr(kernels, "Decoder", lambda **given: make(**(given | change)))
     with pytest.raises(ValueError, match=reason):
-        NativeHead(make_head(WHOLE_VOCAB), target)
+        NativeHead(make_head(CASES["eagle, first"]), target)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -102,7 +105,7 @@ def test_float32_equals_the_twin(case: str) -> None:
     (logits, fed), (expected, expected_fed) = run(native, 300), run(reference, 300)
     outside = np.isneginf(expected)
     assert (np.isneginf(logits) == outside).all()
-    assert outside.any()
+    assert outside.any() == (native.config.draft_vocab_size < TARGET.vocab_size)
     assert np.abs(np.where(outside, 0, logits - np.where(outside, 0, expected))).max() < 1e-3
     assert np.abs(fed - expected_fed).max() < 1e-3 * np.abs(expected_fed).max()
 
@@ -129,7 +132,7 @@ def test_rounded_weights_come_close_and_chunks_do_not_matter(case: str, types: s
         np.testing.assert_array_equal(fed_again, fed)
 
 
-@pytest.mark.parametrize("name", ["first", "whole"])
+@pytest.mark.parametrize("name", ["first", "whole", "eagle, first"])
 def test_choices_are_made_among_the_targets_ids(name: str) -> None:
     """Noise and edits go by the target's ids, whatever the order of the head's own."""
     packed, _ = entries(21)[0]
@@ -156,7 +159,7 @@ def test_choices_are_made_among_the_targets_ids(name: str) -> None:
                 assert got == choose_token(row, choose)
 
 
-@pytest.mark.parametrize("case", ["first", "speculators"])
+@pytest.mark.parametrize("case", ["first", "eagle, first", "eagle, speculators"])
 @pytest.mark.parametrize("types", ["int8", "f32"])
 def test_the_kernel_draws_what_the_spread_row_draws(case: str, types: str) -> None:
     """To the bit, with every kind of parameters: the slow way is to spread logits over the target's vocabulary."""
@@ -189,6 +192,20 @@ def any_choose(random: np.random.Generator, vocab_size: int, position: int) -> C
     return Choose(kind, params, seed=3, choice=position % 2, position=position, edits=edits if len(ids) else None)
 
 
+@pytest.mark.parametrize("ids", [np.arange(60), np.array([5, 3, 300, 44, 0])], ids=["lowest", "any"])
+def test_an_eagle_head_writes_with_some_of_its_targets_rows(ids: np.ndarray) -> None:
+    """The target's lowest ids need no rows of their own in memory."""
+    whole = make_head(CASES["eagle, first"])
+    head = replace(whole, config=replace(whole.config, draft_vocab_size=len(ids)), token_ids=ids)
+    for types, close in (("f32", 1e-3), ("int8", 0.2)):
+        (reference, native), (_, native_whole) = runners(head, types), runners(whole, types)
+        logits, expected = run(native, 300)[0], run(reference, 300)[0]
+        assert np.isneginf(np.delete(logits, ids, axis=1)).all()
+        assert np.abs(logits[:, ids] - expected[:, ids]).max() < close
+        assert np.abs(logits[:, ids] - run(native_whole, 300)[0][:, ids]).max() < 1e-4
+        assert (native.weight_bytes == native_whole.weight_bytes) == (len(ids) == 60)
+
+
 def test_features_that_are_no_numbers_are_told() -> None:
     packed, _ = entries(21)[0]
     features = np.full((len(packed.token_ids), TARGET.hidden_size), np.nan)
@@ -197,7 +214,7 @@ def test_features_that_are_no_numbers_are_told() -> None:
         Choose("noisy", SamplingParams(), 5),
         Choose("sampled", SamplingParams(top_p=0.9), 5),
     ]
-    for runner in runners(make_head(CASES["first"])):
+    for runner in (*runners(make_head(CASES["first"])), *runners(make_head(CASES["eagle, first"]))):
         asked = (kinds * len(features))[: len(features)]
         chosen = runner.run(packed, features, runner.new_kv(23), asked)[0].token_ids
         assert set(chosen.tolist()) <= {BROKEN, UNCHOSEN}

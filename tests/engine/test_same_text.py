@@ -150,7 +150,7 @@ def assert_some_met(tally: Tally) -> None:
 
 
 @pytest.mark.parametrize("types", ["f64", "int8"])
-@pytest.mark.parametrize("kind", ["eagle3", "peagle"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "peagle"])
 def test_same_text_with_draft_heads(kind: str, types: str) -> None:
     """Heads that were trained for a moment: right now and then."""
     decoder: ReferenceDecoder = target().decoder  # type: ignore[assignment]

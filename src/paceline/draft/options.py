@@ -22,6 +22,7 @@ DRAFTERS = {
     "ngram": "paceline.draft.lookup.ngram:NgramConfig",
     "suffix": "paceline.draft.lookup.suffix:SuffixConfig",
     "draft-model": "paceline.draft.standalone:DraftModelConfig",
+    "eagle": "paceline.draft.heads.drafter:EagleConfig",
     "eagle3": "paceline.draft.heads.drafter:Eagle3Config",
     "peagle": "paceline.draft.heads.drafter:PEagleConfig",
 }

@@ -88,6 +88,8 @@ class Decoder:
         embed_scale: float,
         activation: str,
         norms_residual: bool = False,
+        fusing_matrices: dict[str, Matrix] = ...,
+        fusing_vectors: dict[str, NDArray[float32]] = ...,
         token_ids: NDArray[int64] | None = None,
     ) -> None: ...
     @property

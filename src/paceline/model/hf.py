@@ -274,7 +274,9 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         files = [folder / "model.safetensors"] if (folder / "model.safetensors").is_file() else []
         files = files or sorted(folder.glob("*.safetensors"))
         if len(files) != 1:
-            raise ModelNotFound(f"{folder} holds no model.safetensors, sharded or not")
+            pickles = "; its .bin files are pickles, which can run code: convert them to safetensors"
+            hint = pickles if any(folder.glob("*.bin")) else ""
+            raise ModelNotFound(f"{folder} holds no model.safetensors, sharded or not{hint}")
         return open_safetensors(files[0])
     wanted = _Reader(read_json(index), index.name).table("weight_map")
     names = {str(name) for name in wanted.values()}

@@ -78,12 +78,13 @@ class NativeDecoder:
         table_type = _TABLE_TYPES.get(weight_type, weight_type)
         self.embed = pack(weights, "embed", table_type)
         self.head = self.embed if config.tie_embeddings else pack(weights, "head", table_type)
+        self.final_norm = as_float32(weights["final_norm"])
         factors = weights["rope_factors"] if config.rope.scaling == "factors" else None
         self._decoder = compile_decoder(
             config,
             team,
             embed=self.embed,
-            output=Output(self.head, as_float32(weights["final_norm"])),
+            output=Output(self.head, self.final_norm),
             layers=[pack_layer(i, layer_shapes(config), weights, weight_type) for i in range(config.num_layers)],
             factors=factors,
         )
@@ -129,7 +130,7 @@ class Output:
     """What turns hidden states into tokens."""
 
     head: kernels.Matrix  # [num_tokens, hidden]
-    norm: NDArray[float32]  # [hidden]
+    norm: NDArray[float32] | None  # [hidden]; only a decoder that fuses features can do without
     token_ids: NDArray[int64] | None = None  # [num_tokens] of the rows of `head`, ascending; None: their numbers
 
 
@@ -142,9 +143,14 @@ def compile_decoder(
     layers: list[PackedLayer],
     factors: NDArray[floating] | None = None,
     norms_residual: bool = False,
+    fusing: PackedLayer | None = None,
 ) -> kernels.Decoder:
-    """Put packed weights together. `factors` is the tensor `rope_factors`, for the one RoPE that reads it."""
+    """Put packed weights together. `factors` is the tensor `rope_factors`, for the one RoPE that reads it.
+
+    fusing: `fc` and what goes with it, which make one input of each token's embedding and feature.
+    """
     ropes = config.rope_of_window
+    fusing_matrices, fusing_vectors = fusing or ({}, {})
     return kernels.Decoder(
         vocab=config.vocab_size,
         hidden=config.hidden_size,
@@ -156,7 +162,7 @@ def compile_decoder(
         team=team,
         embed=embed,
         head=output.head,
-        final_norm=output.norm,
+        final_norm=np.empty(0, np.float32) if output.norm is None else output.norm,
         inverse_frequencies=np.stack(
             [inverse_frequencies(rope, config.head_dim, factors) for rope in ropes.values()]
         ),
@@ -167,6 +173,8 @@ def compile_decoder(
         embed_scale=config.embed_scale,
         activation=config.facts.activation,
         norms_residual=norms_residual,
+        fusing_matrices=fusing_matrices,
+        fusing_vectors=fusing_vectors,
         token_ids=output.token_ids,
     )
 
@@ -184,7 +192,7 @@ def forward(
 ) -> Chosen:
     """Run a pass of compiled layers and choose among the first `vocab` tokens of their head.
 
-    features: [num_tokens, hidden] float32 where the first layer reads them, None elsewhere.
+    features: [num_tokens, hidden] float32 where the decoder reads them, None elsewhere.
     """
     logit_idx = logit_rows(chooses)
     num_logit_rows = int(logit_idx.max(initial=-1)) + 1

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.draft.heads.forward import fuse, run_layers
-from paceline.model.decoder import rms_norm
+from paceline.draft.heads.forward import fuse, last_norm, run_layers
 from paceline.train.drafts import Bounds, Depth, Seen, attend, every_entry
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ def unroll(
             hidden = run_layers(config, weights, embedded[entries], features, places[entries], chains.attend)
         else:
             hidden = hidden[depth.anchors]
-        normed = rms_norm(hidden, weights["norm"], config.layers.norm_eps)
+        normed = last_norm(config, weights, hidden)
         guesses.append(normed)
         if number + 1 < len(depths):
             features = (normed if config.norm_output else hidden)[depths[number + 1].kept]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "fc.weight": "fc",
+    "fc.bias": "fc_bias",
+    "fusion_fc.weight": "fc",
+    "fusion_fc.bias": "fc_bias",
+    "embedding_layernorm.weight": "embed_norm",
+    "pre_lm_head_layernorm.weight": "norm",
     "input_norm.weight": "input_norm",
     "norm.weight": "norm",
     "lm_head.weight": "head",
@@ -33,7 +38,7 @@ _NAMES = {
     "embed_tokens.weight": "embed",
 }
 _LAYER_NAMES = {there: here for here, there in LAYER_NAMES.items()} | {"hidden_norm.weight": "hidden_norm"}
-_LAYER = re.compile(r"(?:layers\.(\d{1,3})|midlayer)\.(.+)")
+_LAYER = re.compile(r"(?:layers\.(\d{1,3})|midlayer|transformer)\.(.+)")
 _FC_NORM = re.compile(r"fc_norm\.(\d{1,2})\.weight")
 
 
@@ -53,6 +58,8 @@ def load_head(folder: Path, target: ModelConfig) -> Head:
         canonical: tensor for name, tensor in stored_tensors(folder).items() if (canonical := canonical_name(name))
     }
     whole = join_scales(found)
+    if config.algorithm.guesses_features and "fc_bias" in found:  # the authors' config may say nothing of it
+        config = replace(config, fusion_bias=True)
     shapes = head_shapes(config)
     if "embed" in found:
         shapes["embed"] = (target.vocab_size, config.layers.hidden_size)
@@ -63,6 +70,17 @@ def load_head(folder: Path, target: ModelConfig) -> Head:
         )
     weights = {name: _read(whole, name, shape, folder) for name, shape in shapes.items()}
     return Head(config, weights, _token_ids(found, config, target, folder))
+
+
+def narrowed(head: Head, num_tokens: int) -> Head:
+    """Return a head that writes the lowest token ids only. It must write with its target's own head.
+
+    These are the most frequent ones in most tokenizers: a BPE gives ids in the order of its merges, a unigram
+    model in that of its probabilities.
+    """
+    assert head.config.algorithm.guesses_features
+    config = replace(head.config, draft_vocab_size=num_tokens)
+    return replace(head, config=config, token_ids=np.arange(num_tokens, dtype=np.int64))
 
 
 def canonical_name(name: str) -> str | None:

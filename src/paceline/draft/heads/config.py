@@ -1,8 +1,8 @@
 """What a draft head's config.json says, in both formats in use.
 
-Those of the EAGLE authors (arXiv 2503.01840) are the config of a Llama of one layer with some fields more; those
-of the `speculators` project keep that in `transformer_layer_config`. P-EAGLE heads (arXiv 2602.01469) add a mask
-token.
+Those of the EAGLE authors (arXiv 2401.15077, 2503.01840) are the config of a Llama of one layer with some fields
+more; those of the `speculators` project keep that in `transformer_layer_config`. P-EAGLE heads (arXiv 2602.01469)
+add a mask token.
 """
 
 from __future__ import annotations
@@ -30,15 +30,22 @@ class Algorithm:
     name: str  # of the drafter that runs them
     parallel: bool  # guesses all tokens in one pass, mask tokens in place of those that are not known yet
     last_tap: int  # the highest layer the paper looks after, counted from the target's last
+    guesses_features: bool = False  # reads and guesses what the target's own head reads, and writes with that head
 
     def default_taps(self, num_layers: int) -> tuple[int, ...]:
         """Return after how many of the target's layers the paper looks: of a low, a middle and a high one."""
+        if self.guesses_features:
+            return (num_layers,)
         return (2, num_layers // 2, num_layers - self.last_tap)
 
 
+EAGLE = Algorithm("eagle", parallel=False, last_tap=0, guesses_features=True)
 EAGLE3 = Algorithm("eagle3", parallel=False, last_tap=3)
 PEAGLE = Algorithm("peagle", parallel=True, last_tap=1)
 _ALGORITHMS = {
+    "eagle": EAGLE,
+    "EagleLlamaForCausalLM": EAGLE,
+    "LlamaForCausalLMEagle": EAGLE,
     "eagle3": EAGLE3,
     "peagle": PEAGLE,
     "p-eagle": PEAGLE,
@@ -63,6 +70,9 @@ class HeadConfig:
     fc_norm: bool = False  # a norm of its own for each tap (EAGLE-3.1, arXiv 2605.09992)
     norm_output: bool = False  # what is fed back is the normed output
     mask_token_id: int | None = None  # P-EAGLE: stands for a token that is not known yet
+    fusion_bias: bool = False  # EAGLE-1: `fc` adds a bias
+    layernorms: bool = False  # EAGLE-1: norms of the embedding, before the layer and before the target's head
+    target_norm_eps: float = 1e-6  # EAGLE-1: of the target's last norm, whose results are the features
 
     @property
     def tapped_size(self) -> int:
@@ -84,35 +94,73 @@ def read_config(values: Mapping[str, Any], target: ModelConfig) -> HeadConfig:
         layers = replace(layers, rope=target.rope)
     nested = values.get("eagle_config")
     everywhere = {**(nested if isinstance(nested, dict) else {}), **values}
-    config = HeadConfig(
-        algorithm=algorithm,
-        layers=layers,
-        draft_vocab_size=_integer(everywhere, "draft_vocab_size", target.vocab_size),
-        target_hidden_size=_integer(everywhere, "target_hidden_size", target.hidden_size),
-        taps=_taps(everywhere, algorithm, target),
-        mask_token_id=_mask_token(everywhere) if algorithm.parallel else None,
-        **{name: _flag(everywhere, name) for name in _FLAGS},
-    )
+    if algorithm.guesses_features:
+        config = _feature_head(algorithm, layers, everywhere, target)
+    else:
+        config = HeadConfig(
+            algorithm=algorithm,
+            layers=layers,
+            draft_vocab_size=_integer(everywhere, "draft_vocab_size", target.vocab_size),
+            target_hidden_size=_integer(everywhere, "target_hidden_size", target.hidden_size),
+            taps=_taps(everywhere, algorithm, target),
+            mask_token_id=_mask_token(everywhere) if algorithm.parallel else None,
+            **{name: _flag(everywhere, name) for name in _FLAGS},
+        )
     _check(config, target, _made_for(values))
     return config
+
+
+def _feature_head(
+    algorithm: Algorithm, layers: ModelConfig, values: Mapping[str, Any], target: ModelConfig
+) -> HeadConfig:
+    """EAGLE-1: as wide as its target. What its layers make is a feature once `layernorms` have normed it."""
+    layernorms = _flag(values, "layernorms")
+    return HeadConfig(
+        algorithm=algorithm,
+        layers=layers,
+        draft_vocab_size=_integer(values, "draft_vocab_size", target.vocab_size),
+        target_hidden_size=layers.hidden_size,
+        taps=algorithm.default_taps(target.num_layers),
+        norm_output=layernorms,
+        layernorms=layernorms,
+        fusion_bias=_flag(values, "fusion_bias"),
+        target_norm_eps=target.norm_eps,
+    )
 
 
 def head_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     """Return every tensor a head asks for, by canonical name, matrices as [out, in]."""
     c, width = config, config.layers.hidden_size
+    if c.algorithm.guesses_features:
+        return _feature_head_shapes(c)
     shapes: dict[str, tuple[int, ...]] = {"fc": (width, c.tapped_size)}
     if c.fc_norm:
         shapes |= {f"fc_norm.{i}": (c.target_hidden_size,) for i in range(len(c.taps))}
     if c.norm_before_fc:
         shapes["input_norm"] = (c.tapped_size,)
-    for i in range(c.layers.num_layers):
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer_shapes(c.layers).items()}
+    shapes |= _all_layer_shapes(c.layers)
     for name in ("attn_q", "attn_k", "attn_v"):
         shapes[f"layers.0.{name}"] = (shapes[f"layers.0.{name}"][0], 2 * width)
     shapes |= {"layers.0.hidden_norm": (width,), "norm": (width,), "head": (c.draft_vocab_size, width)}
     if c.algorithm.parallel:
         shapes["mask_hidden"] = (c.tapped_size,)
     return shapes
+
+
+def _feature_head_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
+    width = config.layers.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {"fc": (width, 2 * width), **_all_layer_shapes(config.layers)}
+    if config.fusion_bias:
+        shapes["fc_bias"] = (width,)
+    if config.layernorms:
+        return shapes | {"embed_norm": (width,), "norm": (width,)}
+    del shapes["layers.0.attn_norm"]
+    return shapes
+
+
+def _all_layer_shapes(layers: ModelConfig) -> dict[str, tuple[int, ...]]:
+    shapes = layer_shapes(layers)
+    return {f"layers.{i}.{name}": shape for i in range(layers.num_layers) for name, shape in shapes.items()}
 
 
 def _algorithm(values: Mapping[str, Any]) -> Algorithm:
@@ -122,9 +170,9 @@ def _algorithm(values: Mapping[str, Any]) -> Algorithm:
     for name in names:
         if isinstance(name, str) and name in _ALGORITHMS:
             return _ALGORITHMS[name]
-    if names == ["LlamaForCausalLM"] and "draft_vocab_size" in values:  # as the first EAGLE-3 heads were published
-        return EAGLE3
-    raise UnsupportedModel(f"the head says it is {names}; EAGLE-3 and P-EAGLE heads are known")
+    if names == ["LlamaForCausalLM"]:  # as the first heads were published, EAGLE-3's with a vocabulary
+        return EAGLE3 if "draft_vocab_size" in values else EAGLE
+    raise UnsupportedModel(f"the head says it is {names}; EAGLE-1, EAGLE-3 and P-EAGLE heads are known")
 
 
 def _without_tokens(values: dict[str, Any], target: ModelConfig) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Draft heads as drafters: EAGLE-3 drafts token by token, P-EAGLE all tokens in one pass.
+"""Draft heads as drafters: EAGLE-1 and EAGLE-3 draft token by token, P-EAGLE all tokens in one pass.
 
-Both read the target's hidden states (`needs.taps`) of every committed token and keep two stores over its page
+All read the target's hidden states (`needs.taps`) of every committed token and keep two stores over its page
 table: the fused features, and the keys and values of the head's own layers. The entry of a token is (the feature
 of the token before it, the token itself) and lies in the token's slot, so that a page's entries depend only on
 the tokens its hash covers. Entries of guesses are never valid: once the target has kept them, they are written
@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from paceline.core.errors import DrafterMismatch
+from paceline.core.errors import ConfigError, DrafterMismatch
 from paceline.core.nouns import NO_DRAFT, Draft
 from paceline.draft.chains import Chain, draft_in_turn, extend, share_out
 from paceline.draft.drafter import MAX_K, Needs
-from paceline.draft.heads.checkpoint import load_head
-from paceline.draft.heads.config import EAGLE3, PEAGLE, head_shapes, read_config
+from paceline.draft.heads.checkpoint import load_head, narrowed
+from paceline.draft.heads.config import EAGLE, EAGLE3, PEAGLE, head_shapes, read_config
 from paceline.draft.heads.features import FeatureStore
 from paceline.draft.options import bounded
 from paceline.draft.shipped import shipped_folder
@@ -46,11 +46,14 @@ if TYPE_CHECKING:
     from paceline.model.weights import LoadedModel
 
 
-@dataclass(frozen=True, slots=True)
-class Eagle3Config:
-    """`eagle3` or `eagle3:model=FOLDER`, with `k` drafts per step."""
+_VOCABULARY = 8192  # tokens that EAGLE-1 writes unless told: a larger target head would cost more than the layer
 
-    name: ClassVar[str] = EAGLE3.name
+
+@dataclass(frozen=True, slots=True)
+class HeadOptions:
+    """What the options of all heads share."""
+
+    name: ClassVar[str]
     k: int = 4
     model: str | None = None  # folder or Hugging Face id of the head; None: the one that ships for the target
 
@@ -59,61 +62,77 @@ class Eagle3Config:
 
     def num_weights(self, target: LoadedModel) -> int:
         """Return the size of the head; an embedding of its own is not counted."""
-        return _num_weights(self, target)
+        config = read_config(read_json(self.folder(target) / "config.json"), target.config)
+        return sum(prod(shape) for shape in head_shapes(config).values())
 
-    def build(self, target: Target, load: Loader) -> Eagle3Drafter:
-        """Make the drafter. Raises `ModelError`, or `DrafterMismatch` if the head is not the target's."""
-        return Eagle3Drafter(self, target, _load(self, target))
+    def folder(self, target: Target | LoadedModel) -> Path:
+        """Return where the head's files lie. Raises `ModelError`, or `ConfigError` if none ships."""
+        return resolve(self.model) if self.model else shipped_folder(self.name, target.fingerprint)
+
+    def load(self, target: Target) -> Head:
+        """Read the head. Raises `ModelError`, or `DrafterMismatch` if it is not the target's."""
+        folder = self.folder(target)
+        head = load_head(folder, target.decoder.config)
+        kind = head.config.algorithm.name
+        if kind != self.name:
+            raise DrafterMismatch(f"{folder} is a head of another kind; use --draft {kind}:model={folder}")
+        return head
 
 
 @dataclass(frozen=True, slots=True)
-class PEagleConfig:
+class EagleConfig(HeadOptions):
+    """`eagle:model=FOLDER`, with `k` drafts per step among the `vocabulary` lowest token ids."""
+
+    name: ClassVar[str] = EAGLE.name
+    vocabulary: int | None = None  # None: those that the head's file names, or else a few thousand
+
+    def __post_init__(self) -> None:
+        HeadOptions.__post_init__(self)  # super() does not see through slots
+        if not self.model:  # nothing here trains one, so none ships
+            raise ConfigError(
+                f"{self.name} wants model=FOLDER, a head that was trained for this very target; "
+                f"`paceline train {EAGLE3.name}` makes a better one, for --draft {EAGLE3.name}:model=FOLDER"
+            )
+
+    def build(self, target: Target, load: Loader) -> SerialHeadDrafter:
+        """Make the drafter. Raises `ModelError`, or `DrafterMismatch` if the head is not the target's."""
+        head, size = self.load(target), target.decoder.config.vocab_size
+        if self.vocabulary is not None:
+            bounded(self, "vocabulary", 1, size)
+            head = narrowed(head, self.vocabulary)
+        elif head.config.draft_vocab_size == size:
+            head = narrowed(head, min(size, _VOCABULARY))
+        return SerialHeadDrafter(self, target, head)
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Config(HeadOptions):
+    """`eagle3` or `eagle3:model=FOLDER`, with `k` drafts per step."""
+
+    name: ClassVar[str] = EAGLE3.name
+
+    def build(self, target: Target, load: Loader) -> SerialHeadDrafter:
+        """Make the drafter. Raises `ModelError`, or `DrafterMismatch` if the head is not the target's."""
+        return SerialHeadDrafter(self, target, self.load(target))
+
+
+@dataclass(frozen=True, slots=True)
+class PEagleConfig(HeadOptions):
     """`peagle` or `peagle:model=FOLDER`, with `k` drafts per step."""
 
     name: ClassVar[str] = PEAGLE.name
     k: int = 6
-    model: str | None = None  # folder or Hugging Face id of the head; None: the one that ships for the target
 
-    def __post_init__(self) -> None:
-        bounded(self, "k", 1, MAX_K)
-
-    def num_weights(self, target: LoadedModel) -> int:
-        """Return the size of the head; an embedding of its own is not counted."""
-        return _num_weights(self, target)
-
-    def build(self, target: Target, load: Loader) -> PEagleDrafter:
+    def build(self, target: Target, load: Loader) -> ParallelHeadDrafter:
         """Make the drafter. Raises `ModelError`, or `DrafterMismatch` if the head is not the target's."""
-        return PEagleDrafter(self, target, _load(self, target))
-
-
-HeadOptions = Eagle3Config | PEagleConfig
-
-
-def _num_weights(options: HeadOptions, target: LoadedModel) -> int:
-    folder = _folder(options, target)
-    config = read_config(read_json(folder / "config.json"), target.config)
-    return sum(prod(shape) for shape in head_shapes(config).values())
-
-
-def _folder(options: HeadOptions, target: Target | LoadedModel) -> Path:
-    return resolve(options.model) if options.model else shipped_folder(options.name, target.fingerprint)
-
-
-def _load(options: HeadOptions, target: Target) -> Head:
-    folder = _folder(options, target)
-    head = load_head(folder, target.decoder.config)
-    kind = head.config.algorithm.name
-    if kind != options.name:
-        raise DrafterMismatch(f"{folder} is a head of another kind; use --draft {kind}:model={folder}")
-    return head
+        return ParallelHeadDrafter(self, target, self.load(target))
 
 
 class _HeadDrafter:
-    """What both kinds share: taps in, features kept, entries caught up."""
-
-    name: str
+    """What all kinds share: taps in, features kept, entries caught up."""
 
     def __init__(self, options: HeadOptions, target: Target, head: Head) -> None:
+        self.name = options.name
         self._options = options
         self._config = head.config
         self._head = target.run_head(head)
@@ -222,10 +241,8 @@ class _HeadDrafter:
         return np.concatenate([taps.states[layer][places] for layer in self._config.taps], axis=1)
 
 
-class Eagle3Drafter(_HeadDrafter):
+class SerialHeadDrafter(_HeadDrafter):
     """Drafts token by token: what the head makes of one entry stands for the feature of the next."""
-
-    name = EAGLE3.name
 
     def __init__(self, options: HeadOptions, target: Target, head: Head) -> None:
         super().__init__(options, target, head)
@@ -241,10 +258,8 @@ class Eagle3Drafter(_HeadDrafter):
         return chosen
 
 
-class PEagleDrafter(_HeadDrafter):
+class ParallelHeadDrafter(_HeadDrafter):
     """Drafts all tokens in one pass, mask tokens with a learnt feature standing for those not known yet."""
-
-    name = PEAGLE.name
 
     def __init__(self, options: HeadOptions, target: Target, head: Head) -> None:
         super().__init__(options, target, head)

@@ -4,6 +4,9 @@ EAGLE-3 (arXiv 2503.01840): hidden states of several depths are fused to one fea
 that feature beside the embedding of the token that came after it, and so guesses the token after that. Its output,
 before the last norm, stands for the next feature. P-EAGLE (arXiv 2602.01469) instead puts a learned
 feature and a mask token at the positions that are not known yet, and guesses all of them in one pass.
+
+EAGLE-1 (arXiv 2401.15077): the feature is what the target's own head reads, and so is the layer's output. `fc`
+fuses feature and embedding to the input of a layer that norms nothing before its attention.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
 def fuse(config: HeadConfig, weights: Weights, tapped: torch.Tensor) -> torch.Tensor:
     """Return the feature [n, width] of each token from its taps, one after another [n, tapped_size]."""
     eps = config.layers.norm_eps
+    if config.algorithm.guesses_features:
+        return rms_norm(tapped, weights["target_norm"], config.target_norm_eps)
     if config.norm_before_fc:
         tapped = rms_norm(tapped, weights["input_norm"], eps)
     if config.fc_norm:
@@ -54,14 +59,17 @@ def run_layers(
     cos, sin = cos_sin(positions, inverse, embedded.dtype)
     eps = config.layers.norm_eps
     hidden = features
+    if config.algorithm.guesses_features:
+        embedded = _norm(weights, "embed_norm", embedded, eps)
+        hidden = linear(weights, "fc", torch.cat([embedded, features], dim=-1))
     for index in range(config.layers.num_layers):
         layer = {n.split(".", 2)[2]: w for n, w in weights.items() if n.startswith(f"layers.{index}.")}
-        if index == 0:
+        if "hidden_norm" in layer:
             normed = rms_norm(hidden, layer["hidden_norm"], eps)
             hidden = normed if config.norm_before_residual else hidden
             read = torch.cat([rms_norm(embedded, layer["attn_norm"], eps), normed], dim=-1)
         else:
-            read = rms_norm(hidden, layer["attn_norm"], eps)
+            read = _norm(layer, "attn_norm", hidden, eps)
         heads = (len(read), -1, config.layers.head_dim)
         query, key, value = (linear(layer, f"attn_{name}", read).view(heads) for name in "qkv")
         if config.layers.facts.qk_norm:
@@ -74,7 +82,17 @@ def run_layers(
     return hidden
 
 
+def last_norm(config: HeadConfig, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
+    """Return what the vocabulary is multiplied with, [n, width]."""
+    return _norm(weights, "norm", hidden, config.layers.norm_eps)
+
+
 def read_out(config: HeadConfig, weights: Weights, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return logits [n, draft_vocab_size] and what stands for the next positions' features [n, width]."""
-    normed = rms_norm(hidden, weights["norm"], config.layers.norm_eps)
+    normed = last_norm(config, weights, hidden)
     return functional.linear(normed, weights["head"]), normed if config.norm_output else hidden
+
+
+def _norm(weights: Weights, name: str, x: torch.Tensor, eps: float) -> torch.Tensor:
+    """Norm where the head has that norm."""
+    return rms_norm(x, weights[name], eps) if name in weights else x

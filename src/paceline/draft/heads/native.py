@@ -40,31 +40,36 @@ class NativeHead:
         self.config = head.config
         weight_type = _TYPES.get(target.weight_type, target.weight_type)
         self._target = target
-        self._norms = {name: as_float32(w) for name, w in head.weights.items() if name in _norm_names(head.config)}
+        self._vectors = {name: as_float32(head.weights[name]) for name in _vector_names(head.config)}
         self._fc = pack(head.weights, "fc", weight_type)
         self._embed = pack(head.weights, "embed", weight_type) if "embed" in head.weights else target.embed
         self._vocabulary = ReducedVocabulary(head.token_ids, target.config.vocab_size)
+        if head.config.algorithm.guesses_features:
+            self._written = self._vocabulary.rows_of(target, weight_type)
+        else:
+            self._written = self._vocabulary.pack_rows(as_float32(head.weights["head"]), weight_type)
         self._decoder = self._pack(head, weight_type)
 
     def _pack(self, head: Head, weight_type: str) -> kernels.Decoder:
-        c = head.config.layers
-        written = self._vocabulary.pack_rows(as_float32(head.weights["head"]), weight_type)
+        c, fuses = head.config.layers, head.config.algorithm.guesses_features
         return compile_decoder(
             replace(c, vocab_size=self._target.config.vocab_size),
             self._target.team,
             embed=self._embed,
-            output=Output(written, self._norms["norm"], self._vocabulary.mapped_ids),
+            output=Output(self._written, self._vectors.get("norm"), self._vocabulary.mapped_ids),
             layers=[
                 pack_layer(i, _layer_shapes(head.config, i), head.weights, weight_type)
                 for i in range(c.num_layers)
             ],
             norms_residual=head.config.norm_before_residual,
+            fusing=({"fc": self._fc}, self._vectors) if fuses else None,
         )
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the packed matrices, without those that are the target's."""
-        return own_bytes(self._decoder, (self._embed,), self._target) + self._fc.num_bytes
+        fused_apart = 0 if self.config.algorithm.guesses_features else self._fc.num_bytes
+        return own_bytes(self._decoder, (self._embed, self._written), self._target) + fused_apart
 
     def new_kv(self, num_pages: int) -> kernels.KVStore:
         """Return an empty store of `num_pages` pages for the head's layers."""
@@ -74,6 +79,8 @@ class NativeHead:
     def fuse(self, tapped: NDArray[floating]) -> NDArray[floating]:
         """Return the feature of each token, see `HeadRunner`."""
         c, rows = self.config, as_float32(tapped)
+        if c.algorithm.guesses_features:
+            return _norm(self._target.final_norm, rows, c.target_norm_eps)
         if c.norm_before_fc:
             rows = self._norm("input_norm", rows)
         if c.fc_norm:
@@ -105,13 +112,18 @@ class NativeHead:
         return self._vocabulary.spread(chosen, chooses), fed_back
 
     def _norm(self, name: str, rows: NDArray[float32]) -> NDArray[float32]:
-        squares = np.square(rows).mean(axis=1, keepdims=True)
-        return as_float32(rows / np.sqrt(squares + self.config.layers.norm_eps) * self._norms[name])
+        return _norm(self._vectors[name], rows, self.config.layers.norm_eps)
 
 
-def _norm_names(config: HeadConfig) -> set[str]:
-    """Return the norms outside the layers."""
-    return {n for n in head_shapes(config) if "norm" in n and not n.startswith("layers.")}
+def _norm(weight: NDArray[float32], rows: NDArray[float32], eps: float) -> NDArray[float32]:
+    squares = np.square(rows).mean(axis=1, keepdims=True)
+    return as_float32(rows / np.sqrt(squares + eps) * weight)
+
+
+def _vector_names(config: HeadConfig) -> set[str]:
+    """Return the norms and biases outside the layers."""
+    shapes = head_shapes(config).items()
+    return {n for n, shape in shapes if len(shape) == 1 and not n.startswith(("layers.", "mask"))}
 
 
 def _layer_shapes(config: HeadConfig, index: int) -> dict[str, tuple[int, ...]]:

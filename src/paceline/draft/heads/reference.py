@@ -40,6 +40,8 @@ class ReferenceHead:
         self._weights = {name: self._take(tensor) for name, tensor in head.weights.items()}
         self._embed = self._weights.pop("embed", target.embed)  # [vocab, width]
         self._token_ids = torch.from_numpy(head.token_ids).to(self._device)  # [draft_vocab_size]
+        if head.config.algorithm.guesses_features:
+            self._weights |= {"head": target.head[self._token_ids], "target_norm": target.final_norm}
         self._vocab_size = target.config.vocab_size
 
     def _take(self, array: NDArray[floating]) -> torch.Tensor:
