@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, quantize
 
+from paceline.bench.peers.prepare import ARCHITECTURES
 from paceline.bench.peers.rows import (
     AS_IS,
     LLAMA_CPP,
@@ -71,7 +72,7 @@ def draft_gguf(model: LoadedModel, folder: Path) -> Path:
 
     Raises `ConfigError` if none ships, `UnsupportedModel` if the target is no GGUF file of a Llama model.
     """
-    if model.path.suffix != ".gguf" or model.config.family != "llama":
+    if model.path.suffix != ".gguf" or model.config.family not in ARCHITECTURES:
         raise UnsupportedModel(
             "a draft model is written for llama.cpp from a target that is a GGUF file of a Llama"
         )
