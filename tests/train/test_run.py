@@ -89,6 +89,19 @@ def test_a_run_that_was_interrupted_ends_with_the_same_bits(
     assert logs[0] == logs[1]
 
 
+def test_a_head_may_start_from_another(toy: Path, tmp_path: Path, capsys: Any) -> None:
+    first, second = tmp_path / "eagle3", tmp_path / "peagle"
+    assert main(command("eagle3", toy, first, "--steps", "60", "--eval-every", "60", "--k", "1")) == 0
+    go_on = ["--start-from", str(first), "--steps", "1", "--eval-every", "1"]
+    assert main(command("eagle3", toy, tmp_path / "more", *go_on, "--vocab", "200")) == 0
+    assert main(command("peagle", toy, second, *go_on)) == 0
+    learnt = read_metrics(first)[-1]["accepted"][0]
+    assert read_metrics(tmp_path / "more")[0]["accepted"][0] > learnt - 0.1
+    assert read_metrics(second)[0]["accepted"][0] > 0.1  # its second layer is new
+    assert main(command("eagle3", toy, tmp_path / "none", "--start-from", str(tmp_path / "nowhere"))) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
 def test_a_run_with_other_settings_is_not_resumed(toy: Path, tmp_path: Path, capsys: Any) -> None:
     assert main(command("eagle3", toy, tmp_path, "--steps", "1")) == 0
     assert main(command("eagle3", toy, tmp_path, "--steps", "2")) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from paceline.core.errors import UnsupportedModel
+from paceline.draft.heads.checkpoint import load_head
 from paceline.draft.heads.config import HeadConfig, head_shapes, read_config
 from paceline.model.hf import LAYER_NAMES
 from paceline.train.parallel import guess_at_once
@@ -16,6 +18,7 @@ from paceline.train.unroll import unroll
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from numpy import int64
     from numpy.typing import NDArray
@@ -66,6 +69,22 @@ class HeadRecipe:
             return unroll(self._config, self.weights, embedded, batch.tapped, batch.bounds, depths)
         mask = self._target.embed[self._config.mask_token_id]
         return guess_at_once(self._config, self.weights, embedded, mask, batch.tapped, batch.bounds, depths)
+
+    def start_from(self, folder: Path) -> str:
+        """Take over what a trained head has in common with this one; return the hash of its file.
+
+        Weights of the same name and shape, and its rows for the tokens that both vocabularies have. So it may have
+        learnt from other data, or be of the other kind. Raises `ModelError`, `DrafterMismatch`.
+        """
+        trained = load_head(folder, self._target.config)
+        for name, ours in self.weights.items():
+            theirs = torch.tensor(trained.weights.get(name, np.empty(0)), dtype=ours.dtype).to(ours.device)
+            if name == "head":
+                _, here, there = np.intersect1d(self._vocabulary, trained.token_ids, return_indices=True)
+                ours[here] = theirs[there]
+            elif theirs.shape == ours.shape:
+                ours.copy_(theirs)
+        return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
     def export(self) -> tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]:
         """Return a folder of the `speculators` format, see `Recipe`."""

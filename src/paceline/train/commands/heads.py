@@ -20,5 +20,8 @@ def train_head(args: Namespace, material: Material, shape: HeadShape) -> int:
     """Train a head and tell how it went."""
     config = train_config(args, material, keep=args.keep, decay=args.decay, eval_steps=args.k)
     recipe = HeadRecipe(shape, material.target, material.vocabulary, args.seed)
-    report(args.out, material, run(recipe, config, material, asdict(shape), args.out, args.type))
+    choices = asdict(shape)
+    if args.start_from is not None:
+        choices["started_from"] = recipe.start_from(args.start_from)
+    report(args.out, material, run(recipe, config, material, choices, args.out, args.type))
     return 0

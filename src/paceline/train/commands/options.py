@@ -86,6 +86,12 @@ def add_depths(parser: ArgumentParser, num_steps: int) -> None:
     parser.add_argument(
         "--decay", type=float, default=0.8, metavar="X", help="weight of a depth against the one before"
     )
+    parser.add_argument(
+        "--start-from",
+        type=Path,
+        metavar="FOLDER",
+        help="a trained head for this target, of either kind, to go on from",
+    )
     add_reading(parser)
 
 
