@@ -41,17 +41,17 @@ class Chosen:
 def in_order(
     survival: NDArray[float64], most: NDArray[int64], lengths: NDArray[int64], drafters: NDArray[int64]
 ) -> Drafts:
-    """List the drafts of a step, the likeliest first; of equally likely ones the shallower.
+    """List the drafts of a step that may be kept, the likeliest first; of equally likely ones the shallower.
 
     survival: [num_rows, max_depth], not rising along a row. most: [num_rows] drafts a row may have.
     lengths: [num_rows] tokens of each row. drafters: [num_rows] each row's.
     """
-    depths = np.arange(1, survival.shape[1] + 1)
-    rows, places = np.nonzero(depths <= most[:, None])
-    chances = survival[rows, places]
-    order = np.lexsort((places, -chances))
-    rows, places = rows[order], places[order]
-    return Drafts(rows, places + 1, lengths[rows] + places + 1, drafters[rows], chances[order])
+    num_rows, max_depth = survival.shape
+    alive = np.where(np.arange(max_depth)[:, None] < most, survival.T, 0.0).ravel()  # all first drafts come first
+    order = np.argsort(-alive, kind="stable")[: np.count_nonzero(alive)]  # what cannot be kept is never worth time
+    rows = order % num_rows
+    depths = order // num_rows + 1
+    return Drafts(rows, depths, lengths[rows] + depths, drafters[rows], alive[order])
 
 
 def best(
@@ -63,8 +63,8 @@ def best(
     drafted: the drafts are there; it is only chosen how many of them are verified.
     """
     seconds = np.maximum(cost.times(base, num_rows, drafts, drafted=drafted) - unpaid_s, 1e-9)
-    tokens = num_rows + np.concatenate(([0.0], np.cumsum(drafts.survival)))
-    count = int(np.argmax(tokens / seconds))
+    tokens = kept_with(num_rows, drafts)
+    count = int((tokens / seconds).argmax())
     return _chosen(num_rows, drafts, count, tokens, seconds)
 
 
@@ -78,9 +78,18 @@ def best_uniform(base: Work, num_rows: int, drafts: Drafts, cost: StepCost, ks: 
         kept = drafts.depths <= k
         some = Drafts(*(getattr(drafts, f)[kept] for f in ("rows", "depths", "contexts", "drafters", "survival")))
         seconds = cost.times(base, num_rows, some)
-        tokens = num_rows + np.concatenate(([0.0], np.cumsum(some.survival)))
+        tokens = kept_with(num_rows, some)
         found.append(_chosen(num_rows, some, len(some), tokens, seconds))
     return max(found, key=lambda c: c.tokens / c.seconds)
+
+
+def kept_with(num_rows: int, drafts: Drafts) -> NDArray[float64]:
+    """Return the tokens expected of a step with the first 0, 1, ... all of the drafts. [num_drafts + 1]"""
+    tokens = np.empty(len(drafts) + 1)
+    tokens[0] = num_rows
+    np.add.accumulate(drafts.survival, out=tokens[1:])
+    tokens[1:] += num_rows
+    return tokens
 
 
 def _chosen(
