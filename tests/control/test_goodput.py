@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost, Work
 from paceline.control.goodput import Goodput
 from paceline.control.online import OnlineCost
-from paceline.control.policy import Outcomes, View
+from paceline.control.policy import Drafted, Outcomes, View
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,3 +84,77 @@ def test_prices_are_renewed_when_rows_come_and_go() -> None:
     base = Work(2, 0, 600, 600)
     alive = np.multiply.accumulate(np.full((2, 2, DEPTH), 0.7), axis=2)
     assert (ours._worth(view, base, alive) == fresh._worth(view, base, alive)).all()
+
+
+# Trimming ----------------------------------------------------------------------------------------
+
+
+def drafted(ours: Goodput, view: View, confidence: np.ndarray) -> Drafted:
+    """Decide, and then draft so much for every row with the drafter that is asked."""
+    ours.decide(view)
+    n, depth = confidence.shape
+    return Drafted(view.rows, np.ones(n, np.int64), np.full(n, depth), confidence)
+
+
+def taught(ours: Goodput, rng: np.random.Generator, num_rows: int = 16) -> Goodput:
+    """Let it see 150 steps in which the drafter that is asked knows how likely its drafts are."""
+    view = View(np.arange(num_rows), np.full(num_rows, 300), np.full(num_rows, 100), Work(0))
+    rows, one = view.rows, np.ones(num_rows, np.int64)
+    for _ in range(150):
+        ours.decide(view)
+        confidence = rng.choice([0.1, 0.95], (num_rows, 4))
+        kept = np.logical_and.accumulate(rng.random((num_rows, 4)) < confidence, axis=1).sum(axis=1)
+        ours.learn(view, Outcomes(rows, one, np.full(num_rows, 4), kept, 1e-3, 9e-3, 1e-3, confidence))
+    return ours
+
+
+def test_what_the_drafter_doubts_is_not_verified() -> None:
+    rng = np.random.default_rng(1)
+    ours = taught(policy(), rng)
+    confidence = np.full((16, 4), 0.95)
+    confidence[8:, 1] = 0.02
+    view = view_of(16, rng)
+    kept = ours.trim(view, drafted(ours, view, confidence))
+    assert (kept[:8] == 4).all()
+    assert (kept[8:] <= 1).all()
+
+
+def test_without_news_nothing_that_was_planned_is_dropped() -> None:
+    """Drafts that were worth their drafting are worth their verification, whose time alone is left to pay."""
+    rng = np.random.default_rng(2)
+    for num_rows in (1, 4, 16):
+        ours = taught(policy(), rng)
+        view = View(np.arange(num_rows), np.full(num_rows, 300), np.full(num_rows, 100), Work(0))
+        decision = ours.decide(view)
+        silent = Drafted(view.rows, decision.drafters, decision.ks, np.full((num_rows, DEPTH), np.nan))
+        assert (ours.trim(view, silent) == decision.ks).all()
+
+
+def test_the_trim_is_the_best_of_all_cuts() -> None:
+    rng = np.random.default_rng(3)
+    ours = taught(policy(), rng)
+    view = View(np.arange(3), np.full(3, 300), np.full(3, 100), Work(0))
+    told = drafted(ours, view, rng.uniform(0.05, 0.95, (3, 3)))
+    survival, cost = ours.survival[1], ours.cost
+    alive = np.multiply.accumulate(survival.chances_with(told.rows, told.confidence), axis=1)
+    base = Work(3, 0, 900, 900)
+    spent_s = cost.drafting_s(told.ks, told.drafters)
+
+    def goodput(ks: np.ndarray) -> float:
+        tokens = 3 + sum(alive[row, :k].sum() for row, k in enumerate(ks))
+        return float(tokens / (cost.price(base, view.lengths, ks, np.full(3, 0)) + spent_s))
+
+    best = max(goodput(np.array(ks)) for ks in product(range(4), repeat=3))
+    assert goodput(ours.trim(view, told)) == pytest.approx(best, rel=1e-3)
+
+
+def test_what_is_not_verified_counts_as_said_but_not_as_tested() -> None:
+    from paceline.control.survival import Survival, logit
+
+    survival, rows = Survival(4, 3), np.arange(4)
+    before = survival.habit.copy()
+    confidence = np.tile([0.9, 0.8, 0.2], (4, 1))
+    for _ in range(100):
+        survival.observe(rows, np.ones(4, np.int64), np.ones(4, np.int64), confidence)
+    assert survival._usual == pytest.approx(logit(np.array([0.9, 0.8, 0.2])))
+    assert (survival.habit[1:] == before[1:]).all()

@@ -17,12 +17,14 @@ from paceline.core.params import SamplingParams, Speculation
 from paceline.engine import auto
 from paceline.engine.calibrate import Grid, calibrate
 from paceline.engine.config import EngineConfig
+from paceline.verify.law import LAWS
 from tests.engine.same_text import PLAIN, make_engine, run
 from tests.engine.test_same_text import AUTO
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from paceline.core.nouns import Draft, Scores, Verdict
     from paceline.engine.engine import Engine
 
 LOOPING = tuple([5, 9, 13, 7] * 6)  # a text that lookup goes on with
@@ -73,6 +75,47 @@ def test_a_drafter_that_is_not_there_is_refused_and_nothing_else_happens() -> No
     for bad in ({"draft": ""}, {"draft": "x" * 65}, {"k": -1}, {"k": 65}):
         with pytest.raises(RequestError, match="speculation"):
             Speculation(**bad)  # type: ignore[arg-type]
+
+
+def test_drafts_are_trimmed_where_the_law_admits_it() -> None:
+    """Under the other laws a budget that looks at this step's drafts would bias the text."""
+    params = SamplingParams(temperature=0.8, max_tokens=60, ignore_eos=True)
+    requests = [Request(str(i), (*LOOPING, i), params, seed=i) for i in range(8)]
+    for law in LAWS:
+        engine = make_engine(f"{AUTO},k=4", PLAIN, law=law)
+        answers = run(engine, requests)
+        drafted = sum(c.drafted for c in engine.stats().drafters.values())
+        verified = sum(c.verified for c in engine.stats().drafters.values())
+        assert (verified < drafted) == (law == "coupled")
+        if law == "coupled":
+            plain = run(make_engine("off", PLAIN), requests)
+            assert all(answers[i].token_ids == plain[i].token_ids for i in plain)
+
+
+@pytest.mark.parametrize("types", ["f64", "int8"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_draft_model_says_how_sure_it_is(types: str, temperature: float) -> None:
+    """Surer drafts are kept more often."""
+    engine = make_engine("draft-model:model=noisy,k=4", PLAIN, types=types)
+    told: list[tuple[float, bool]] = []
+    judge = engine.law.judge
+
+    def watched(draft: Draft, scores: Scores) -> Verdict:
+        verdict = judge(draft, scores)
+        for d, v in zip(draft.rows, verdict.rows, strict=True):
+            tested = list(d.confidence or ())[: v.num_accepted + 1]
+            assert len(d) == len(d.confidence or ())
+            told.extend((c, index < v.num_accepted) for index, c in enumerate(tested))
+        return verdict
+
+    engine.law.judge = watched  # type: ignore[method-assign]
+    params = SamplingParams(temperature=temperature, max_tokens=60, ignore_eos=True)
+    run(engine, [Request(str(i), (*LOOPING, i), params, seed=i) for i in range(8)])
+    kept = np.array([c for c, keep in told if keep])
+    lost = np.array([c for c, keep in told if not keep])
+    assert len(kept) > 50
+    assert len(lost) > 20
+    assert (kept[:, None] > lost).mean() > 0.65
 
 
 # Costs -------------------------------------------------------------------------------------------

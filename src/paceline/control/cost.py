@@ -171,6 +171,10 @@ class StepCost(Protocol):
         """Return the seconds of a step whose rows, so long, draft so much with these drafters. [num_rows] each"""
         ...
 
+    def drafting_s(self, ks: NDArray[int64], drafters: NDArray[int64]) -> float:
+        """Return the seconds of drafting so much for rows with these drafters, which `drafted` leaves out."""
+        ...
+
     def prices(self, base: Work, lengths: NDArray[int64], num_drafters: int, max_k: int) -> NDArray[float64]:
         """Return the seconds of steps in which all rows draft 0, 1, ... tokens with one of the drafters.
 
@@ -195,7 +199,11 @@ class MeasuredCost:
         """As `StepCost.price`."""
         pairs = int((ks * lengths + ks * (ks + 1) // 2).sum())
         verify_s = float(self.target(base + Work(int(ks.sum()), 0, 0, pairs)))
-        return verify_s + float(self.drafting_of(ks, drafters).sum())
+        return verify_s + self.drafting_s(ks, drafters)
+
+    def drafting_s(self, ks: NDArray[int64], drafters: NDArray[int64]) -> float:
+        """As `StepCost.drafting_s`."""
+        return float(self.drafting_of(ks, drafters).sum())
 
     def prices(self, base: Work, lengths: NDArray[int64], num_drafters: int, max_k: int) -> NDArray[float64]:
         """As `StepCost.prices`."""
@@ -254,6 +262,10 @@ class TableCost:
     def price(self, base: Work, lengths: NDArray[int64], ks: NDArray[int64], drafters: NDArray[int64]) -> float:
         """As `StepCost.price`."""
         return float(self._seconds(max(len(ks), 1), ks.sum() / max(len(ks), 1)))
+
+    def drafting_s(self, ks: NDArray[int64], drafters: NDArray[int64]) -> float:
+        """As `StepCost.drafting_s`: none, as `times` leaves nothing out."""
+        return 0.0
 
     def prices(self, base: Work, lengths: NDArray[int64], num_drafters: int, max_k: int) -> NDArray[float64]:
         """As `StepCost.prices`."""

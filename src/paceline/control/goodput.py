@@ -15,7 +15,7 @@ import numpy as np
 
 from paceline.control.choice import best, in_order
 from paceline.control.cost import Work
-from paceline.control.policy import NONE, Decision, Outcomes, View, plain
+from paceline.control.policy import NONE, Decision, Drafted, Outcomes, View, plain
 from paceline.control.survival import Survival, sigmoid, survival_of
 
 if TYPE_CHECKING:
@@ -57,6 +57,8 @@ class Goodput:
         self._priced_tokens: Count = 0  # of the pass for which these hold
         self._speculates = False
         self._goodput = 0.0  # tokens per second expected of the last step
+        self._base_work, self._unpaid_s = Work(0), 0.0  # of this step: its pass without drafts, the prefill's time
+        self._probed = NONE  # row that goes further in this step to find out
         self._probe_s = 0.0  # time that may still go into probes
         self._steps = 0
 
@@ -73,7 +75,7 @@ class Goodput:
         if not view.num_rows or not self.survival:
             return plain(view)
         self._steps += 1
-        base, unpaid_s = self._base(view)
+        base, unpaid_s = self._base_work, self._unpaid_s = self._base(view)
         alive = survival_of(self.chances(view))
         drafters = self._assign(view, base, alive)
         chosen = self._best(view, base, alive, drafters, unpaid_s)
@@ -161,6 +163,7 @@ class Goodput:
         self, view: View, base: Work, ks: NDArray[int64], drafters: NDArray[int64], seconds: float
     ) -> NDArray[int64]:
         """Now and then let one row go as far as would pay if it were easier than it seems, if there is time."""
+        self._probed = NONE
         if self._steps % PROBE_EVERY:
             return ks
         hoped = self._best(view, base, survival_of(self.chances(view, OPTIMISM)), drafters)
@@ -173,7 +176,39 @@ class Goodput:
         if extra_s > self._probe_s:
             return ks
         self._probe_s -= max(extra_s, 0.0)
+        self._probed = int(view.rows[index])
         return probing
+
+    # Between drafting and the pass ---------------------------------------------------------------
+
+    def trim(self, view: View, drafted: Drafted) -> NDArray[int64]:
+        """Return how much of each row's draft is verified, now that drafters have said how sure they are. [n]
+
+        The same choice as before, over what was proposed. The time of drafting is spent, but it is part of the
+        step: without it, time would seem to bring more than it does, and too much would be dropped.
+        """
+        by_row = np.zeros(len(self._own), np.int64)
+        by_row[view.rows] = view.lengths
+        lengths, num_rows = by_row[drafted.rows], len(drafted.rows)
+        alive = survival_of(sigmoid(self._logits_of(drafted)))
+        drafts = in_order(alive, drafted.ks, lengths, drafted.drafters)
+        unpaid_s = self._unpaid_s - self.cost.drafting_s(drafted.ks, drafted.drafters)
+        chosen = best(self._base_work, num_rows, drafts, self.cost, unpaid_s=unpaid_s, drafted=True)
+        return np.where(drafted.rows == self._probed, drafted.ks, chosen.ks)
+
+    def _logits_of(self, drafted: Drafted) -> NDArray[float64]:
+        """Return the logit of the chance of each draft, given the one before. [n, max_k]"""
+        z = np.full((len(drafted.rows), self._max_k), -np.inf)
+        said = drafted.confidence[:, : self._max_k]
+        for index, survival in enumerate(self.survival):
+            (own,) = (drafted.drafters == index).nonzero()
+            if own.size:
+                depth = min(said.shape[1], survival.max_depth)
+                known = survival.logits_with(drafted.rows[own], said[own, :depth])
+                usual = survival.logits(drafted.rows[own])
+                usual[:, :depth] = np.where(np.isnan(known), usual[:, :depth], known)
+                z[own, : survival.max_depth] = usual
+        return z
 
     # After a step --------------------------------------------------------------------------------
 

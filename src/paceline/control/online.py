@@ -68,7 +68,11 @@ class OnlineCost:
             return self.pass_s(base) + self.host_s
         pairs = int((ks * lengths + ks * (ks + 1) // 2).sum())
         work = base + Work(int(ks.sum()), 0, 0, pairs)
-        return self.pass_s(work) + float(self.drafting_of(ks, drafters).sum()) + self.host_s
+        return self.pass_s(work) + self.drafting_s(ks, drafters) + self.host_s
+
+    def drafting_s(self, ks: NDArray[int64], drafters: NDArray[int64]) -> float:
+        """As `StepCost.drafting_s`."""
+        return float(self.drafting_of(ks, drafters).sum())
 
     def prices(self, base: Work, lengths: NDArray[int64], num_drafters: int, max_k: int) -> NDArray[float64]:
         """As `StepCost.prices`."""

@@ -65,7 +65,17 @@ class Outcomes:
     draft_s: float
     target_s: float
     host_s: float = 0.0
-    confidence: NDArray[float64] | None = None  # [n, depth], NaN where the drafter said nothing
+    confidence: NDArray[float64] | None = None  # [n, depth] of all proposed, NaN where the drafter said nothing
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drafted:
+    """What drafters proposed, before any of it is verified."""
+
+    rows: NDArray[int64]  # [n] that decode, in the order of the batch
+    drafters: NDArray[int64]  # [n]
+    ks: NDArray[int64]  # [n] tokens proposed
+    confidence: NDArray[float64]  # [n, depth], NaN where the drafter said nothing
 
 
 class Policy(Protocol):
@@ -77,6 +87,10 @@ class Policy(Protocol):
 
     def decide(self, view: View) -> Decision:
         """Decide for every row of a step."""
+        ...
+
+    def trim(self, view: View, drafted: Drafted) -> NDArray[int64]:
+        """Return how much of each row's draft is verified. Changes nothing in the policy. [n]"""
         ...
 
     def learn(self, view: View, outcomes: Outcomes) -> None:

@@ -108,8 +108,9 @@ class Survival:
         tested = (places < np.minimum(num_accepted + 1, num_verified)[:, None]).astype(np.float64)
         kept = (places < num_accepted[:, None]).astype(np.float64)
         surprise = np.zeros((len(rows), depth))
-        if confidence is not None:
-            surprise[:, : confidence.shape[1]] = self._learn_usual(logit(confidence[:, :depth]))
+        if confidence is not None:  # of what was not verified, too: else only the surest would count as usual
+            known = self._learn_usual(logit(confidence[:, : self.max_depth]))[:, :depth]
+            surprise[:, : known.shape[1]] = known
         self._update(rows, depth, tested, kept, surprise)
 
     def _update(

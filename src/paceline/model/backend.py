@@ -42,6 +42,7 @@ class Chosen:
     logits: NDArray[floating] | None  # [num_logit_rows, vocab_size] raw, of these two kinds only
     logit_idx: NDArray[int64] | None  # [num_wanted] row of `logits`, -1 where there is none
     taps: Mapping[int, NDArray[floating]] = field(default_factory=dict)  # as `Taps.states`
+    margins: NDArray[floating] | None = None  # [num_wanted] logits by which each is ahead, NaN where not known
 
 
 class Decoder(Protocol):

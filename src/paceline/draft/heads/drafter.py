@@ -274,7 +274,7 @@ class PEagleDrafter(_HeadDrafter):
             choose = self._rows.choose_after(row, ())
             kind = choose.kind if choose.kind == "argmax" and not self._dense else "logits"
             first[row] = len(chooses)
-            chooses += [replace(choose, kind=kind)] * depth[row]
+            chooses += [replace(choose, kind=kind, margin=True)] * depth[row]
         packed = self._pack(spans, [depth[row] for row in starts])
         features = self._read(spans, dict.fromkeys(starts, self._mask_feature))
         return self._head.run(packed, features, self._kv, chooses)[0], first
