@@ -13,7 +13,8 @@ import pytest
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost, Work
 from paceline.control.goodput import Goodput
 from paceline.control.online import OnlineCost
-from paceline.control.policy import Drafted, Outcomes, View
+from paceline.control.policy import Decision, Drafted, Outcomes, View
+from paceline.control.reckoning import learn_cost
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,6 +85,34 @@ def test_prices_are_renewed_when_rows_come_and_go() -> None:
     base = Work(2, 0, 600, 600)
     alive = np.multiply.accumulate(np.full((2, 2, DEPTH), 0.7), axis=2)
     assert (ours._worth(view, base, alive) == fresh._worth(view, base, alive)).all()
+
+
+# Reckoning ---------------------------------------------------------------------------------------
+
+
+def test_a_step_is_reckoned_against_plain_steps_of_the_same_hour() -> None:
+    """Eight rows that keep two drafts each stand for three plain steps, on a machine at half its speed."""
+    cost, rng = OnlineCost(COST, 1e-3), np.random.default_rng(0)
+    view = view_of(8, rng)
+    rows, ks = view.rows, np.full(8, 2)
+    pairs = 8 * 300 + 8 * (2 * 300 + 3)
+    pass_s = float(COST.target(Work(24, 0, 2400, pairs)))
+    drafting_s = float(COST.drafting_of(ks, np.ones(8, np.int64)).sum())
+    plain_s = float(COST.target(Work(8, 0, 2400, 2400))) + 1e-3
+    outcomes = Outcomes(rows, np.ones(8, np.int64), ks, ks, 2 * drafting_s, 2 * pass_s, 2e-3)
+    found = learn_cost(cost, view, Decision(ks, np.ones(8, np.int64)), outcomes, Work(0))
+    assert found.predicted_s == pytest.approx(drafting_s + pass_s + 1e-3)
+    assert found.plain_s == pytest.approx(2 * 3 * plain_s)
+    again = learn_cost(cost, view, Decision(ks, np.ones(8, np.int64)), outcomes, Work(0))
+    assert again.predicted_s > found.predicted_s, "it has learnt"
+
+
+def test_a_step_without_drafts_is_as_fast_as_itself() -> None:
+    cost, view = OnlineCost(COST, 1e-3), view_of(4, np.random.default_rng(0))
+    none, nobody = np.zeros(4, np.int64), np.full(4, -1)
+    outcomes = Outcomes(view.rows, nobody, none, none, 0.0, 0.07, 1e-3)
+    found = learn_cost(cost, view, Decision(none, nobody), outcomes, Work(64, 63, 64, 2080))
+    assert found.plain_s == pytest.approx(0.071)
 
 
 # Trimming ----------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import numpy as np
 
 from paceline.control.cost import Work
 from paceline.control.policy import NONE, Decision, Drafted, Outcomes, View
+from paceline.control.reckoning import Reckoning, learn_cost
 from paceline.core.nouns import Draft, Plan, RowPlan
 
 if TYPE_CHECKING:
@@ -29,6 +30,11 @@ class StepTimes:
     draft_s: float
     target_s: float
     host_s: float
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return self.draft_s + self.target_s + self.host_s
 
 
 class Controller(Protocol):
@@ -51,7 +57,9 @@ class Controller(Protocol):
         """Return how much of a draft is worth verifying."""
         ...
 
-    def observe(self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes) -> None:
+    def observe(
+        self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes
+    ) -> Reckoning | None:
         """Learn from a step: drafts as proposed and as verified."""
         ...
 
@@ -123,21 +131,23 @@ class ClosedLoop:
         ks = np.array([len(d) for _, d in found], np.int64)
         return Drafted(rows, drafters, ks, padded([d.confidence or () for _, d in found]))
 
-    def observe(self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes) -> None:
+    def observe(
+        self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes
+    ) -> Reckoning | None:
         """Learn from a step."""
         drafted = self._drafted(batch, proposed)
         outcomes, prefill = _outcomes(drafted, batch, draft, verdict, times), prefill_work(batch)
-        self.learn(outcomes, prefill)
+        reckoning = self.learn(outcomes, prefill)
         if self._watcher:
             self._watcher.learnt(outcomes, prefill)
+        return reckoning
 
-    def learn(self, outcomes: Outcomes, prefill: Work) -> None:
+    def learn(self, outcomes: Outcomes, prefill: Work) -> Reckoning | None:
         """Learn from what came of the last plan."""
         if self.view is None or self.decision is None:
-            return
+            return None
         self.policy.learn(self.view, outcomes)
-        if self.cost is not None:
-            _learn_cost(self.cost, self.view, self.decision, outcomes, prefill)
+        return None if self.cost is None else learn_cost(self.cost, self.view, self.decision, outcomes, prefill)
 
 
 def _outcomes(drafted: Drafted, batch: Batch, draft: Draft, verdict: Verdict, times: StepTimes) -> Outcomes:
@@ -148,20 +158,6 @@ def _outcomes(drafted: Drafted, batch: Batch, draft: Draft, verdict: Verdict, ti
     seconds = times.draft_s, times.target_s, times.host_s
     confidence = drafted.confidence if drafted.confidence.size else None
     return Outcomes(drafted.rows, drafted.drafters, verified, accepted, *seconds, confidence)
-
-
-def _learn_cost(cost: OnlineCost, view: View, decision: Decision, outcomes: Outcomes, prefill: Work) -> None:
-    """Compare a step with what it was to cost, its prefill being known now."""
-    known = dict(zip(view.rows.tolist(), view.lengths.tolist(), strict=True))
-    lengths = np.array([known.get(row, 0) for row in outcomes.rows.tolist()], np.int64)
-    ks, keys = outcomes.num_verified, int(lengths.sum())
-    pairs = keys + int((ks * lengths + ks * (ks + 1) // 2).sum())
-    used = np.unique(decision.drafters[decision.drafters != NONE])
-    if used.size == 1:  # what one drafter took can be told apart
-        predicted_s = float(cost.drafting_of(decision.ks, decision.drafters)[used[0]])
-        cost.observe_drafting(int(used[0]), predicted_s, outcomes.draft_s)
-    cost.observe_pass(Work(len(lengths) + int(ks.sum()), 0, keys, pairs) + prefill, outcomes.target_s)
-    cost.observe_host(outcomes.host_s)
 
 
 def padded(rows: Sequence[Sequence[float]]) -> NDArray[float64]:

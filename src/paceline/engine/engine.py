@@ -168,7 +168,9 @@ class Engine:
             self._commit_drafters(batch, scores, verdict)
             self._commit(batch, proposed, draft, verdict)
             times = self._count_step(perf_counter() - start, *before)
-            self.controller.observe(batch, proposed, draft, verdict, times)
+            reckoning = self.controller.observe(batch, proposed, draft, verdict, times)
+            if reckoning is not None:
+                self._stats.reckoned.count(times.total_s, reckoning)
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
