@@ -10,6 +10,7 @@ import pytest
 
 from paceline.control.controller import ClosedLoop
 from paceline.control.cost import MeasuredCost
+from paceline.control.objective import LEAST_PREFILL
 from paceline.control.profile import read_profile
 from paceline.core.errors import ConfigError, RequestError
 from paceline.core.nouns import Request
@@ -24,7 +25,7 @@ from tests.engine.test_same_text import AUTO
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from paceline.core.nouns import Draft, Scores, Verdict
+    from paceline.core.nouns import Batch, Draft, Plan, Scores, Verdict
     from paceline.engine.engine import Engine
 
 LOOPING = tuple([5, 9, 13, 7] * 6)  # a text that lookup goes on with
@@ -72,7 +73,7 @@ def test_a_drafter_that_is_not_there_is_refused_and_nothing_else_happens() -> No
     with pytest.raises(RequestError, match="suffix"):
         engine.add(Request("a", LOOPING, GREEDY, seed=0, speculation=Speculation("eagle3")))
     assert not engine.has_work
-    for bad in ({"draft": ""}, {"draft": "x" * 65}, {"k": -1}, {"k": 65}):
+    for bad in ({"draft": ""}, {"draft": "x" * 65}, {"k": -1}, {"k": 65}, {"tpot_ms": 0.0}, {"tpot_ms": 1e9}):
         with pytest.raises(RequestError, match="speculation"):
             Speculation(**bad)  # type: ignore[arg-type]
 
@@ -116,6 +117,31 @@ def test_a_draft_model_says_how_sure_it_is(types: str, temperature: float) -> No
     assert len(kept) > 50
     assert len(lost) > 20
     assert (kept[:, None] > lost).mean() > 0.65
+
+
+def test_a_pace_holds_prompts_back_and_changes_no_text() -> None:
+    params = SamplingParams(temperature=0.7, max_tokens=40, ignore_eos=True)
+    requests = [Request(str(i), (*LOOPING * 4, i), params, seed=i) for i in range(6)]
+    expected = run(make_engine("off", PLAIN), requests)
+    hasty = [replace(r, speculation=Speculation(tpot_ms=0.01)) for r in requests[:2]] + requests[2:]
+    engine = make_engine(f"{AUTO},k=4", PLAIN)
+    chunks: list[int] = []
+    schedule = engine.scheduler.schedule
+
+    def watched(plan: Plan) -> Batch:
+        batch = schedule(plan)
+        chunks.append(sum(r.num_known for r in batch.rows if not r.decodes))
+        return batch
+
+    engine.scheduler.schedule = watched  # type: ignore[method-assign]
+    answers = run(engine, hasty, stagger=3)
+    assert all(answers[i].token_ids == expected[i].token_ids for i in expected)
+    assert LEAST_PREFILL in chunks
+
+
+def test_an_objective_is_read_when_the_config_is_made() -> None:
+    with pytest.raises(ConfigError, match="--objective"):
+        EngineConfig(objective="latency")
 
 
 # Costs -------------------------------------------------------------------------------------------

@@ -30,12 +30,13 @@ class Chosen:
     ks: NDArray[int64]  # [num_rows]
     tokens: float  # committed, the target's own included
     seconds: float
-    plain_seconds: float  # of the step without drafts
+    plain_tokens: float  # of the step without drafts
+    plain_seconds: float
 
     @property
     def speedup(self) -> float:
         """Tokens per second against those of the step without drafts."""
-        return self.tokens * self.plain_seconds / (max(len(self.ks), 1) * self.seconds) if self.seconds else 1.0
+        return self.tokens * self.plain_seconds / (self.plain_tokens * self.seconds) if self.seconds else 1.0
 
 
 def in_order(
@@ -55,15 +56,23 @@ def in_order(
 
 
 def best(
-    base: Work, num_rows: int, drafts: Drafts, cost: StepCost, *, unpaid_s: float = 0.0, drafted: bool = False
+    base: Work,
+    num_rows: int,
+    drafts: Drafts,
+    cost: StepCost,
+    *,
+    unpaid_s: float = 0.0,
+    drafted: bool = False,
+    weights: NDArray[float64] | None = None,
 ) -> Chosen:
     """Return the number of drafts with the highest goodput, the smallest of equals.
 
     unpaid_s: seconds of the step that are not decoding's: those of prefill chunks, which are due in any case.
     drafted: the drafts are there; it is only chosen how many of them are verified.
+    weights: [num_rows] how much a token of each row counts, where the survival of the drafts has it in it already.
     """
     seconds = np.maximum(cost.times(base, num_rows, drafts, drafted=drafted) - unpaid_s, 1e-9)
-    tokens = kept_with(num_rows, drafts)
+    tokens = kept_with(num_rows if weights is None else float(weights.sum()), drafts)
     count = int((tokens / seconds).argmax())
     return _chosen(num_rows, drafts, count, tokens, seconds)
 
@@ -83,7 +92,7 @@ def best_uniform(base: Work, num_rows: int, drafts: Drafts, cost: StepCost, ks: 
     return max(found, key=lambda c: c.tokens / c.seconds)
 
 
-def kept_with(num_rows: int, drafts: Drafts) -> NDArray[float64]:
+def kept_with(num_rows: float, drafts: Drafts) -> NDArray[float64]:
     """Return the tokens expected of a step with the first 0, 1, ... all of the drafts. [num_drafts + 1]"""
     tokens = np.empty(len(drafts) + 1)
     tokens[0] = num_rows
@@ -96,4 +105,5 @@ def _chosen(
     num_rows: int, drafts: Drafts, count: int, tokens: NDArray[float64], seconds: NDArray[float64]
 ) -> Chosen:
     ks = np.bincount(drafts.rows[:count], minlength=num_rows)
-    return Chosen(ks, float(tokens[count]), float(seconds[count]), float(seconds[0]))
+    plain = max(float(tokens[0]), 1e-9), float(seconds[0])
+    return Chosen(ks, float(tokens[count]), float(seconds[count]), *plain)

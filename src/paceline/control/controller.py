@@ -107,7 +107,8 @@ class ClosedLoop:
         if self._watcher:
             self._watcher.planned(view, d)
         planned = zip(view.rows.tolist(), d.drafters.tolist(), d.ks.tolist(), strict=True)
-        return Plan({row: RowPlan(self.names[drafter], k) for row, drafter, k in planned if k and drafter != NONE})
+        rows = {row: RowPlan(self.names[drafter], k) for row, drafter, k in planned if k and drafter != NONE}
+        return Plan(rows, d.prefill_tokens)
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         """Drop what is not worth verifying, where a drafter has said something that was not known to the plan."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from paceline.control.choice import best, in_order
 from paceline.control.cost import Work
+from paceline.control.objective import LEAST_PREFILL, Objective, Pace
 from paceline.control.policy import NONE, Decision, Drafted, Outcomes, View, plain
 from paceline.control.survival import Survival, sigmoid, survival_of
 
@@ -43,9 +44,11 @@ class Goodput:
         num_rows: int,
         max_ks: Sequence[int],
         priors: Sequence[NDArray[float64] | None] | None = None,
+        objective: Objective | None = None,
     ) -> None:
         """`max_ks` and `priors` (chances by depth, if they are known) are by drafter."""
         self.cost = cost
+        self._pace = Pace(num_rows, objective or Objective())
         known = priors or [None] * len(max_ks)
         self.survival = [Survival(num_rows, k, p) for k, p in zip(max_ks, known, strict=True)]
         self._max_k = max(max_ks, default=0)
@@ -65,6 +68,7 @@ class Goodput:
     def admit(self, row: int) -> None:
         """A request begins in a row."""
         self._fresh[row] = True
+        self._pace.admit(row)
         for survival in self.survival:
             survival.admit(row)
 
@@ -78,21 +82,47 @@ class Goodput:
         base, unpaid_s = self._base_work, self._unpaid_s = self._base(view)
         alive = survival_of(self.chances(view))
         drafters = self._assign(view, base, alive)
-        chosen = self._best(view, base, alive, drafters, unpaid_s)
+        paced = self._pace.promise(view.targets)
+        weights = self._pace.urgency(view.rows) if paced else None
+        chosen = self._best(view, base, alive, drafters, unpaid_s, weights)
         ks = self._hold(chosen)
-        self._goodput = chosen.tokens / chosen.seconds
         self._probe_s += PROBE_SHARE * chosen.seconds
+        as_chosen = ks is chosen.ks and not paced
         ks = self._probe(view, base, ks, drafters, chosen.seconds + unpaid_s)
-        tokens = chosen.tokens if ks is chosen.ks else _expected(alive, drafters, ks)
-        return Decision(ks, np.where(ks > 0, drafters, NONE), chosen.seconds + unpaid_s, tokens, chosen.speedup)
+        gained = None if as_chosen and self._probed == NONE else _gained(alive, drafters, ks)
+        tokens = chosen.tokens if gained is None else float(gained.sum())
+        self._goodput = tokens / chosen.seconds
+        budget, prefill_s = self._budget(view, gained, chosen.seconds, unpaid_s) if paced else (None, unpaid_s)
+        found = np.where(ks > 0, drafters, NONE)
+        return Decision(ks, found, chosen.seconds + prefill_s, tokens, chosen.speedup, budget)
+
+    def _budget(
+        self, view: View, gained: NDArray[float64] | None, seconds: float, prefill_s: float
+    ) -> tuple[int | None, float]:
+        """Return how many tokens of prefill make no row late, and their seconds. gained: [num_rows] tokens"""
+        if gained is None or not view.prefill.tokens or prefill_s <= 0:
+            return None, prefill_s
+        spare_s = self._pace.allowance_s(view.rows, gained) - seconds
+        if spare_s >= prefill_s:
+            return None, prefill_s
+        share = max(spare_s, 0.0) / prefill_s
+        most = max(int(share * int(view.prefill.tokens)), LEAST_PREFILL)
+        return most, prefill_s * min(1.0, most / int(view.prefill.tokens))
 
     def _best(
-        self, view: View, base: Work, alive: NDArray[float64], drafters: NDArray[int64], unpaid_s: float = 0.0
+        self,
+        view: View,
+        base: Work,
+        alive: NDArray[float64],
+        drafters: NDArray[int64],
+        unpaid_s: float = 0.0,
+        weights: NDArray[float64] | None = None,
     ) -> Chosen:
         """Return how far each row goes with its drafter. alive: [num_drafters, num_rows, max_k]"""
         own = alive[drafters, np.arange(view.num_rows)] if len(alive) > 1 else alive[0]
-        drafts = in_order(own, view.most, view.lengths, drafters)
-        return best(base, view.num_rows, drafts, self.cost, unpaid_s=unpaid_s)
+        counted = own if weights is None else own * weights[:, None]
+        drafts = in_order(counted, view.most, view.lengths, drafters)
+        return best(base, view.num_rows, drafts, self.cost, unpaid_s=unpaid_s, weights=weights)
 
     def _base(self, view: View) -> tuple[Work, float]:
         """Return the pass without drafts, and its seconds that are the prefill's."""
@@ -214,6 +244,7 @@ class Goodput:
 
     def learn(self, view: View, outcomes: Outcomes) -> None:
         """Take in what a step brought."""
+        self._pace.learn(outcomes)
         for index, survival in enumerate(self.survival):
             (own,) = (outcomes.drafters == index).nonzero()
             confidence = outcomes.confidence[own] if outcomes.confidence is not None else None
@@ -222,7 +253,8 @@ class Goodput:
             )
 
 
-def _expected(alive: NDArray[float64], drafters: NDArray[int64], ks: NDArray[int64]) -> float:
+def _gained(alive: NDArray[float64], drafters: NDArray[int64], ks: NDArray[int64]) -> NDArray[float64]:
     """Return the tokens expected of rows that go so deep. alive: [num_drafters, num_rows, max_k]"""
     _, n, max_k = alive.shape
-    return float(n + (alive[drafters, np.arange(n)] * (np.arange(max_k) < ks[:, None])).sum())
+    gained: NDArray[float64] = 1 + (alive[drafters, np.arange(n)] * (np.arange(max_k) < ks[:, None])).sum(axis=1)
+    return gained

@@ -36,6 +36,7 @@ class View:
     offers: Mapping[int, NDArray[float64]] = field(default_factory=dict)  # by drafter, see `Controller.looks`
     wishes: Mapping[int, int] = field(default_factory=dict)  # row -> the drafter that its request named
     waiting: int = 0  # requests that have no row yet
+    targets: Mapping[int, float] = field(default_factory=dict)  # row -> seconds per token its request asked for
 
     @property
     def num_rows(self) -> int:
@@ -52,6 +53,7 @@ class Decision:
     seconds: float = 0.0  # the step is expected to take, 0 if nothing was predicted
     tokens: float = 0.0  # it is expected to commit
     speedup: float = 1.0  # expected against a step without drafts
+    prefill_tokens: int | None = None  # at most so many ride along; None: as many as fit
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -62,6 +62,7 @@ class Plan:
     """What `control` decided for a step. A row that is absent drafts nothing."""
 
     rows: Mapping[int, RowPlan] = field(default_factory=dict)  # row -> its plan
+    prefill_tokens: int | None = None  # at most so many prompt tokens ride along; None: as many as fit
 
     def k(self, row: int) -> int:
         """Return the largest number of drafts for a row."""
