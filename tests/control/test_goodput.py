@@ -87,6 +87,18 @@ def test_prices_are_renewed_when_rows_come_and_go() -> None:
     assert (ours._worth(view, base, alive) == fresh._worth(view, base, alive)).all()
 
 
+def test_what_is_held_back_is_not_expected() -> None:
+    """Speculation that promises less than it must is not begun, and the step is expected to be a plain one."""
+    cost = MeasuredCost(TargetCost(Curve.of([4, 104], [8e-3, 108e-3])), ())  # one row more: an eighth of the time
+    ours = Goodput(cost, 4, (1,), (np.full(1, 0.505),))
+    view = View(np.arange(4), np.full(4, 100), np.full(4, 50), Work(0))
+    decision = ours.decide(view)
+    assert not decision.ks.any()
+    assert (decision.tokens, decision.speedup) == (4.0, 1.0)
+    assert decision.seconds == pytest.approx(8e-3)
+    assert ours._goodput == pytest.approx(4 / 8e-3)
+
+
 # Reckoning ---------------------------------------------------------------------------------------
 
 

@@ -86,15 +86,15 @@ class Goodput:
         weights = self._pace.urgency(view.rows) if paced else None
         chosen = self._best(view, base, alive, drafters, unpaid_s, weights)
         ks = self._hold(chosen)
-        self._probe_s += PROBE_SHARE * chosen.seconds
+        seconds, speedup = (chosen.seconds, chosen.speedup) if ks is chosen.ks else (chosen.plain_seconds, 1.0)
+        self._probe_s += PROBE_SHARE * seconds
         as_chosen = ks is chosen.ks and not paced
-        ks = self._probe(view, base, ks, drafters, chosen.seconds + unpaid_s)
+        ks = self._probe(view, base, ks, drafters, seconds + unpaid_s)
         gained = None if as_chosen and self._probed == NONE else _gained(alive, drafters, ks)
         tokens = chosen.tokens if gained is None else float(gained.sum())
-        self._goodput = tokens / chosen.seconds
-        budget, prefill_s = self._budget(view, gained, chosen.seconds, unpaid_s) if paced else (None, unpaid_s)
-        found = np.where(ks > 0, drafters, NONE)
-        return Decision(ks, found, chosen.seconds + prefill_s, tokens, chosen.speedup, budget)
+        self._goodput = tokens / seconds
+        budget, prefill_s = self._budget(view, gained, seconds, unpaid_s) if paced else (None, unpaid_s)
+        return Decision(ks, np.where(ks > 0, drafters, NONE), seconds + prefill_s, tokens, speedup, budget)
 
     def _budget(
         self, view: View, gained: NDArray[float64] | None, seconds: float, prefill_s: float
@@ -220,10 +220,13 @@ class Goodput:
         by_row = np.zeros(len(self._own), np.int64)
         by_row[view.rows] = view.lengths
         lengths, num_rows = by_row[drafted.rows], len(drafted.rows)
-        alive = survival_of(sigmoid(self._logits_of(drafted)))
+        weights = self._pace.urgency(drafted.rows)
+        alive = survival_of(sigmoid(self._logits_of(drafted))) * weights[:, None]
         drafts = in_order(alive, drafted.ks, lengths, drafted.drafters)
         unpaid_s = self._unpaid_s - self.cost.drafting_s(drafted.ks, drafted.drafters)
-        chosen = best(self._base_work, num_rows, drafts, self.cost, unpaid_s=unpaid_s, drafted=True)
+        chosen = best(
+            self._base_work, num_rows, drafts, self.cost, unpaid_s=unpaid_s, drafted=True, weights=weights
+        )
         return np.where(drafted.rows == self._probed, drafted.ks, chosen.ks)
 
     def _logits_of(self, drafted: Drafted) -> NDArray[float64]:
