@@ -64,6 +64,24 @@ int64_t choose(const Array<T>& logits, double temperature, int64_t top_k, double
     return temperature > 0.0 ? row.choose({top_k, top_p, min_p}, {k0, k1}) : row.argmax();
 }
 
+// The token, and by how many logits it was ahead of the next.
+template <class T>
+std::tuple<int64_t, double> choose_ahead(const Array<T>& logits, double temperature, int64_t top_k, double top_p,
+                                         double min_p, const Array<int64_t>& ids, const Array<float>& scale,
+                                         const Array<float>& add, uint32_t k0, uint32_t k1) {
+    const size_t vocab = checked_size(logits);
+    const Edits edits = checked_edits(ids, scale, add, vocab);
+    nb::gil_scoped_release unlocked;
+    Sampler<T>& row = sampler<T>();
+    row.load(logits.data(), vocab, temperature, edits);
+    if (temperature > 0.0) {
+        double ahead = 0.0;
+        const int64_t id = row.choose({top_k, top_p, min_p}, {k0, k1}, &ahead);
+        return {id, margin(ahead, temperature)};
+    }
+    return {row.argmax(), row.lead()};
+}
+
 template <class T>
 std::vector<int64_t> keep(const Array<T>& z, int64_t top_k, double top_p, double min_p) {
     Sampler<T>& row = sampler<T>();
@@ -95,6 +113,8 @@ template <class T>
 void bind_sampling(nb::module_& m) {
     m.def("choose", &choose<T>, "logits"_a.noconvert(), "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, "edit_ids"_a,
           "edit_scale"_a, "edit_add"_a, "k0"_a, "k1"_a);
+    m.def("choose_ahead", &choose_ahead<T>, "logits"_a.noconvert(), "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a,
+          "edit_ids"_a, "edit_scale"_a, "edit_add"_a, "k0"_a, "k1"_a);
     m.def("keep", &keep<T>, "z"_a.noconvert(), "top_k"_a, "top_p"_a, "min_p"_a);
     m.def("logprobs", &logprobs<T>, "logits"_a.noconvert(), "token_id"_a, "num_top"_a);
 }
@@ -342,7 +362,7 @@ void forward(Decoder& decoder, const KVStore& kv, const Array<int64_t>& token_id
              const Array<int64_t>& first_keys, const Table<float>& features, const Array<int64_t>& wanted,
              const ChooseArrays& choose_arrays, size_t vocab, size_t num_layers,
              const std::vector<size_t>& tap_layers, const Out<float>& taps, const Out<int64_t>& chosen,
-             const Out<float>& logits) {
+             const Out<float>& logits, const Out<float>& margins) {
     const Shape& shape = decoder.shape();
     check_kv(shape, kv, num_layers);
     const size_t num_tokens = token_ids.size();
@@ -355,13 +375,14 @@ void forward(Decoder& decoder, const KVStore& kv, const Array<int64_t>& token_id
     Pass pass{num_tokens, cu_len.size() - 1, pages.shape(1), token_ids.data(), positions.data(), slots.data(),
               cu_len.data(), pages.data(), first_keys.data(), features.data(),
               {wanted.data(), wanted.data() + wanted.size()}, {}, vocab, num_layers, {},
-              chosen.data(), logits.data()};
+              chosen.data(), logits.data(), margins.size() ? margins.data() : nullptr};
     check_tokens(shape, kv, pass);
     pass.chooses = chooses_of(choose_arrays, wanted.size(), decoder.maps_ids() ? shape.vocab : vocab);
     const auto num_logit_rows = static_cast<size_t>(std::count_if(
         pass.chooses.begin(), pass.chooses.end(), [](const Choose& c) { return c.wants_logits(); }));
     require(chosen.size() == wanted.size() && logits.size() == num_logit_rows * vocab,
             "the outputs have the wrong size");
+    require(margins.size() == 0 || margins.size() == wanted.size(), "a margin for every wanted token, or none");
     require(taps.size() == tap_layers.size() * num_tokens * shape.hidden, "the taps have the wrong size");
     for (size_t i = 0; i < tap_layers.size(); ++i) {
         require(tap_layers[i] <= num_layers, "a tap beyond the layers that run");
@@ -462,7 +483,8 @@ void bind_decoder(nb::module_& m) {
         .def("forward", &forward, "kv"_a, "token_ids"_a.noconvert(), "positions"_a.noconvert(), "slots"_a.noconvert(),
              "cu_len"_a.noconvert(), "pages"_a.noconvert(), "first_keys"_a.noconvert(), "features"_a.noconvert(),
              "wanted"_a.noconvert(), "chooses"_a, "vocab"_a, "num_layers"_a,
-             "tap_layers"_a, "taps"_a.noconvert(), "chosen"_a.noconvert(), "logits"_a.noconvert());
+             "tap_layers"_a, "taps"_a.noconvert(), "chosen"_a.noconvert(), "logits"_a.noconvert(),
+             "margins"_a.noconvert());
 }
 
 }  // namespace

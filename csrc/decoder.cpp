@@ -22,14 +22,23 @@ void* lazy_zeros(size_t bytes) {
     return p;
 }
 
-// The best token so far of one position, as one thread has seen it.
+// The best token so far of one position, as one thread has seen it, and the score of the one behind it.
 struct Best {
     double score = -std::numeric_limits<double>::infinity();
     int64_t id = kBroken;
+    double second = -std::numeric_limits<double>::infinity();
 
     void offer(double other_score, int64_t other_id) {
-        if (other_score > score || (other_score == score && other_id < id)) score = other_score, id = other_id;
+        if (other_id == id) return;
+        if (other_score > score || (other_score == score && other_id < id)) {
+            second = score, score = other_score, id = other_id;
+        } else if (other_score > second) {
+            second = other_score;
+        }
     }
+
+    // What a score must reach to matter.
+    double least(bool margins) const { return margins ? second : score; }
 };
 
 // The token ids of one tile of a head: consecutive, or as a map says.
@@ -47,7 +56,8 @@ struct TileIds {
 };
 
 // Offer the best token of one tile of a row of logits [kHeadTile], padded with -inf: what `Sampler` does for a whole row.
-void choose_in_tile(const Choose& how, const float* logits, const TileIds& ids, float* z, float* bounds, Best& best) {
+// margins: the second best is looked for, too.
+void choose_in_tile(const Choose& how, const float* logits, const TileIds& ids, float* z, float* bounds, bool margins, Best& best) {
     constexpr size_t blocks = kHeadTile / kBlock;
     const auto& kernel = kernels().vocabulary;
     const bool greedy = how.temperature <= 0.0;
@@ -61,9 +71,13 @@ void choose_in_tile(const Choose& how, const float* logits, const TileIds& ids, 
         if (i < ids.count) z[i] = edited(logits[i], how.edits, static_cast<size_t>(id - edits)) * inverse;
     }
     if (greedy) {
-        const float top = kernel.maximum(z, kHeadTile);
-        if (top >= best.score && top > -kInfinity)
-            best.offer(top, ids[static_cast<size_t>(std::find(z, z + kHeadTile, top) - z)]);
+        for (int place = 0; place < (margins ? 2 : 1); ++place) {
+            const float top = kernel.maximum(z, kHeadTile);
+            if (!(top >= best.least(margins) && top > -kInfinity)) break;
+            const size_t i = static_cast<size_t>(std::find(z, z + kHeadTile, top) - z);
+            best.offer(top, ids[i]);
+            z[i] = -kInfinity;
+        }
         return;
     }
     if (ids.map)
@@ -75,9 +89,9 @@ void choose_in_tile(const Choose& how, const float* logits, const TileIds& ids, 
     };
     offer(static_cast<size_t>(std::max_element(bounds, bounds + kHeadTile) - bounds));  // others seldom reach it
     for (size_t b = 0; b < blocks; ++b) {
-        if (maxima[b] < static_cast<float>(best.score)) continue;
+        if (maxima[b] < static_cast<float>(best.least(margins))) continue;
         for (size_t i = b * kBlock; i < (b + 1) * kBlock; ++i)
-            if (!(bounds[i] < static_cast<float>(best.score))) offer(i);
+            if (!(bounds[i] < static_cast<float>(best.least(margins)))) offer(i);
     }
 }
 
@@ -255,9 +269,12 @@ void Decoder::forward(const Pass& pass, const KVStore& kv) {
         Best best;
         for (size_t thread = 0; thread < team_->size(); ++thread) {
             const Best& own = scratch_->best[thread * num_wanted + i];
-            if (own.id != kBroken) best.offer(own.score, own.id);
+            if (own.id == kBroken) continue;
+            best.offer(own.score, own.id);
+            best.second = std::max(best.second, own.second);
         }
         const bool finite = best.id != kBroken && std::isfinite(best.score);
+        if (pass.margins && finite) pass.margins[i] = margin(best.score - best.second, pass.chooses[i].temperature);
         pass.chosen[i] = pass.chooses[i].kind == Kind::logits ? kUnchosen : finite ? best.id : kBroken;
     }
 }
@@ -543,8 +560,12 @@ void Decoder::choose_sampled(const Pass& pass, size_t index, size_t thread) {
         for (size_t i = 0; i < pass.vocab; ++i) own.spread[weights_.token_ids[i]] = row[i];
         row = own.spread.data(), vocab = shape_.vocab;
     }
-    own.sampler.load(row, vocab, how.temperature, how.edits);
-    pass.chosen[index] = how.temperature > 0.0 ? own.sampler.choose(how.filters, how.key) : own.sampler.argmax();
+    Sampler<float>& sampler = own.sampler;
+    sampler.load(row, vocab, how.temperature, how.edits);
+    double ahead = 0.0;
+    pass.chosen[index] = how.temperature > 0.0 ? sampler.choose(how.filters, how.key, pass.margins ? &ahead : nullptr) : sampler.argmax();
+    if (pass.margins && pass.chosen[index] >= 0)
+        pass.margins[index] = margin(how.temperature > 0.0 ? ahead : sampler.lead(), how.temperature);
 }
 
 void Decoder::choose_tile(const Pass& pass, size_t tile, size_t thread) {
@@ -563,7 +584,7 @@ void Decoder::choose_tile(const Pass& pass, size_t tile, size_t thread) {
             if (pass.chooses[i].wants_logits())
                 std::copy_n(row, count, pass.logits + s.logit_row[i] * pass.vocab + start);
             else
-                choose_in_tile(pass.chooses[i], row, ids, own.z.data(), own.bounds.data(),
+                choose_in_tile(pass.chooses[i], row, ids, own.z.data(), own.bounds.data(), pass.margins != nullptr,
                                s.best[thread * pass.wanted.size() + i]);
         }
     }

@@ -108,6 +108,8 @@ struct Pass {
     std::vector<std::pair<size_t, float*>> taps;  // after so many layers, to [num_tokens, hidden]
     int64_t* chosen;                              // [wanted] out: token ids, kBroken, or kUnchosen
     float* logits;                                // [wanted with logits, vocab] out
+    float* margins;  // [wanted] out: by how many logits the chosen token was ahead of the next; left alone where it is
+                     // not known; null: not asked for
 };
 
 constexpr int64_t kUnchosen = -1;  // as core/nouns.py: left to the law

@@ -109,27 +109,36 @@ int64_t Sampler<T>::argmax() const {
 }
 
 template <class T>
-int64_t Sampler<T>::choose(const Filters& filters, Key key) {
+double Sampler<T>::lead() {
+    const auto& two = leaders(2);
+    if (two.size() < 2) return std::numeric_limits<double>::infinity();
+    return static_cast<double>(two[0].value) - static_cast<double>(two[1].value);
+}
+
+template <class T>
+int64_t Sampler<T>::choose(const Filters& filters, Key key, double* ahead) {
     if (broken()) return kBroken;
-    if (!filters.active()) return noisy_argmax(key);
+    if (!filters.active()) return noisy_argmax(key, ahead);
     keep(filters);
     if (kept_.size() > kFewCandidates) {  // a pass over all is sooner done than so many logarithms
         std::fill(z_.begin(), z_.end(), -limit());
         for (const auto& c : kept_) z_[c.id] = c.value;
-        return noisy_argmax(key);
+        return noisy_argmax(key, ahead);
     }
-    double best = -std::numeric_limits<double>::infinity();
+    double best = -std::numeric_limits<double>::infinity(), second = best;
     uint32_t choice = 0;
     for (const auto& c : kept_) {
         const double score = c.value + gumbel(key, c.id);
+        second = std::max(second, std::min(score, best));
         if (score > best || (score == best && c.id < choice)) best = score, choice = c.id;
     }
+    if (ahead) *ahead = best - second;
     return choice;
 }
 
 // Every candidate is hashed, but only those whose noise bound can still win get a logarithm.
 template <class T>
-int64_t Sampler<T>::noisy_argmax(Key key) {
+int64_t Sampler<T>::noisy_argmax(Key key, double* ahead) {
     bounds_.resize(z_.size());
     bound_maxima_.resize(blocks());
     bound(z_.data(), blocks(), key, bounds_.data(), bound_maxima_.data());
@@ -137,18 +146,21 @@ int64_t Sampler<T>::noisy_argmax(Key key) {
     const auto* start = bounds_.data() + first_block * kBlock;
     const size_t first = std::max_element(start, start + kBlock) - bounds_.data();
     const double floor = z_[first] + gumbel_floor(leading_bits(key, static_cast<uint32_t>(first)));
-    double best = -std::numeric_limits<double>::infinity();
+    double best = -std::numeric_limits<double>::infinity(), second = best;
     int64_t choice = static_cast<int64_t>(first);
     // Rounding is monotone: a score of at least `floor` has a bound of at least `floor` rounded to T.
-    const T least = static_cast<T>(floor);
+    T least = ahead ? -limit() : static_cast<T>(floor);
     for (size_t b = 0; b < blocks(); ++b) {
         if (bound_maxima_[b] < least) continue;
         for (size_t i = b * kBlock; i < (b + 1) * kBlock; ++i) {
             if (bounds_[i] < least || !(z_[i] > -limit())) continue;
             const double score = z_[i] + gumbel(key, static_cast<uint32_t>(i));
+            second = std::max(second, std::min(score, best));
             if (score > best) best = score, choice = static_cast<int64_t>(i);
+            if (ahead) least = static_cast<T>(second);
         }
     }
+    if (ahead) *ahead = best - second;
     return choice;
 }
 

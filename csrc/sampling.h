@@ -27,6 +27,11 @@ inline float inverse_temperature(double temperature) {
     return static_cast<float>(1.0 / (temperature > 1e-5 ? temperature : 1e-5));
 }
 
+// How far a noisy score is ahead of the next, in logits: what a drafter and its target differ by is in these, too.
+inline float margin(double ahead, double temperature) {
+    return static_cast<float>(ahead * (temperature <= 0.0 ? 1.0 : temperature > 1e-5 ? temperature : 1e-5));
+}
+
 struct Filters {
     int64_t top_k = 0;   // 0 keeps all
     double top_p = 1.0;  // 1 keeps all
@@ -61,8 +66,11 @@ class Sampler {
     // The largest, the lowest id on ties.
     int64_t argmax() const;
 
-    // A sample of softmax(z) among what the filters keep.
-    int64_t choose(const Filters& filters, Key key);
+    // How far the largest is ahead of the next; infinite where there is none.
+    double lead();
+
+    // A sample of softmax(z) among what the filters keep. ahead: takes how far its noisy score is ahead of the next.
+    int64_t choose(const Filters& filters, Key key, double* ahead = nullptr);
 
     // What top_k, then top_p, then min_p leave over, most likely first. Empty for a broken row.
     const std::vector<Candidate<T>>& keep(const Filters& filters);
@@ -83,7 +91,7 @@ class Sampler {
     void keep_largest(size_t count);
     void keep_nucleus(double top_p);
     void keep_until(double wanted);
-    int64_t noisy_argmax(Key key);
+    int64_t noisy_argmax(Key key, double* ahead);
 
     size_t vocab_ = 0;
     T top_ = 0;

@@ -15,7 +15,7 @@ from paceline.bench.measure import (
 )
 from paceline.bench.prompts import Prompt
 from paceline.bench.report import category_rows, summary
-from paceline.engine.stats import DraftCounts, Stats
+from paceline.engine.stats import DraftCounts, Reckoned, Stats
 
 
 def answer(start_s=0.0, times=(1.0, 2.0, 3.0), category="qa", tokens=None, **counts):
@@ -103,6 +103,10 @@ def test_record_has_the_keys_of_the_contract():
     assert figures["draft_ms"] == pytest.approx(50.0)
     assert figures["host_ms"] == pytest.approx(50.0)
     assert list(figures["by_category"]) == ["qa"]
+    assert figures["prediction_error"] is figures["estimated_speedup"] is None
+    known = Stats(steps=4, reckoned=Reckoned(step_s=2.0, error_s=0.5, plain_s=3.0))
+    figures = record(run([answer(tokens=(1, 2, 3))], stats=known))
+    assert (figures["prediction_error"], figures["estimated_speedup"]) == (0.25, 1.5)
 
 
 def test_speedups_are_ratios_within_a_repeat():

@@ -61,9 +61,7 @@ def test_the_online_model_prices_as_the_measured_one_until_it_has_seen_more(
     survival = np.multiply.accumulate(np.full((num_rows, 3), 0.5), axis=1)
     drafts = drafts_of(survival, lengths, np.full(num_rows, drafter))
     assert online.times(base, num_rows, drafts) == pytest.approx(cost.times(base, num_rows, drafts))
-    assert online.prices(base, lengths, drafter, 3) == pytest.approx(
-        prices_one_by_one(cost, base, lengths, drafter, 3)
-    )
+    assert online.prices(base, lengths, 2, 3) == pytest.approx(prices_one_by_one(cost, base, lengths, 2, 3))
 
 
 def test_a_fit_finds_planted_prices() -> None:
@@ -97,7 +95,9 @@ def test_depths_that_were_not_timed_lie_between() -> None:
     assert cost.max_depth == 4
     assert cost.seconds[1, :5].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert cost.seconds[8, 3] == 4.0
-    assert cost.of_rows(np.array([2, 0, 1])) == pytest.approx(float(cost.seconds[2, 1] + 2.0 - 1.0))
+    both = MeasuredCost(TargetCost(Curve.of([1], [1.0])), (cost, cost))
+    found = both.drafting_of(np.array([2, 0, 1, 3]), np.array([1, -1, 1, 0]))
+    assert found.tolist() == pytest.approx([3.0, float(cost.seconds[2, 1] + 2.0 - 1.0)])
 
 
 @given(measured_costs())

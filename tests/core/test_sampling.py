@@ -109,6 +109,9 @@ def test_a_choice_is_the_noisy_argmax_of_what_is_kept(
     assert sampling.choose_token(row, choose) == ids[scores.argmax()]
     if ids.tolist() == sampling.keep_slow(z, params).tolist():
         assert sampling.choose_token_slow(row, choose) == ids[scores.argmax()]
+        token, ahead = sampling.choose_ahead(row, choose)
+        assert token == ids[scores.argmax()]
+        assert ahead == pytest.approx(sampling.choose_ahead_slow(row, choose)[1], abs=1e-6)
     support, probs = sampling.distribution(row, choose)
     if params.filtered:
         assert support.tolist() == ids.tolist()
@@ -122,6 +125,9 @@ def test_kinds_choose_the_same_token(row: np.ndarray, seed: int, temperature: fl
     params = SamplingParams(temperature=temperature)
     choose = Choose("noisy", params, seed, 0, 12, EDITS if edited and len(row) > 5 else None)
     token = sampling.choose_token(row, choose)
+    assert sampling.choose_ahead(row, choose)[0] == token
+    ahead = sampling.choose_ahead_slow(row, choose)[1]
+    assert sampling.choose_ahead(row, choose)[1] == pytest.approx(ahead, rel=1e-6, abs=1e-6)
     assert sampling.choose_token(row, replace(choose, kind="logits")) == token
     everything = SamplingParams(temperature=temperature, top_k=len(row), logprobs=3)
     assert sampling.choose_token(row, replace(choose, kind="logits", params=everything)) == token

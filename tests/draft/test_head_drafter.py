@@ -333,3 +333,22 @@ def test_what_fits_is_shared_out_nearest_first() -> None:
     assert share_out({1: 5, 2: 100, 3: 7}, 12) == ([1, 3], {})
     assert share_out({4: 50}, 20) == ([], {4: 20})
     assert share_out({}, 20) == ([], {})
+
+
+@pytest.mark.parametrize("types", ["f64", "int8"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_says_how_sure_it_is_of_every_draft(kind: str, types: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Draft] = []
+    propose = Drafting.propose
+
+    def watched(self: Drafting, batch: Batch, plan: Plan) -> Draft:
+        seen.append(propose(self, batch, plan))
+        return seen[-1]
+
+    monkeypatch.setattr(Drafting, "propose", watched)
+    engine = make_engine(spec(kind), PLAIN, types=types)
+    run(engine, requests(6))
+    drafts = [d for draft in seen for d in draft.rows if len(d)]
+    assert drafts
+    assert all(len(d.confidence or ()) == len(d) for d in drafts)
+    assert all(0.5 <= c <= 1.0 for d in drafts for c in d.confidence or ())

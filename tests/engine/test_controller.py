@@ -10,6 +10,7 @@ import pytest
 
 from paceline.control.controller import ClosedLoop
 from paceline.control.cost import MeasuredCost
+from paceline.control.objective import LEAST_PREFILL
 from paceline.control.profile import read_profile
 from paceline.core.errors import ConfigError, RequestError
 from paceline.core.nouns import Request
@@ -17,12 +18,14 @@ from paceline.core.params import SamplingParams, Speculation
 from paceline.engine import auto
 from paceline.engine.calibrate import Grid, calibrate
 from paceline.engine.config import EngineConfig
+from paceline.verify.law import LAWS
 from tests.engine.same_text import PLAIN, make_engine, run
 from tests.engine.test_same_text import AUTO
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from paceline.core.nouns import Batch, Draft, Plan, Scores, Verdict
     from paceline.engine.engine import Engine
 
 LOOPING = tuple([5, 9, 13, 7] * 6)  # a text that lookup goes on with
@@ -70,9 +73,75 @@ def test_a_drafter_that_is_not_there_is_refused_and_nothing_else_happens() -> No
     with pytest.raises(RequestError, match="suffix"):
         engine.add(Request("a", LOOPING, GREEDY, seed=0, speculation=Speculation("eagle3")))
     assert not engine.has_work
-    for bad in ({"draft": ""}, {"draft": "x" * 65}, {"k": -1}, {"k": 65}):
+    for bad in ({"draft": ""}, {"draft": "x" * 65}, {"k": -1}, {"k": 65}, {"tpot_ms": 0.0}, {"tpot_ms": 1e9}):
         with pytest.raises(RequestError, match="speculation"):
             Speculation(**bad)  # type: ignore[arg-type]
+
+
+def test_drafts_are_trimmed_where_the_law_admits_it() -> None:
+    """Under the other laws a budget that looks at this step's drafts would bias the text."""
+    params = SamplingParams(temperature=0.8, max_tokens=60, ignore_eos=True)
+    requests = [Request(str(i), (*LOOPING, i), params, seed=i) for i in range(8)]
+    for law in LAWS:
+        engine = make_engine(f"{AUTO},k=4", PLAIN, law=law)
+        answers = run(engine, requests)
+        drafted = sum(c.drafted for c in engine.stats().drafters.values())
+        verified = sum(c.verified for c in engine.stats().drafters.values())
+        assert (verified < drafted) == (law == "coupled")
+        if law == "coupled":
+            plain = run(make_engine("off", PLAIN), requests)
+            assert all(answers[i].token_ids == plain[i].token_ids for i in plain)
+
+
+@pytest.mark.parametrize("types", ["f64", "int8"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_draft_model_says_how_sure_it_is(types: str, temperature: float) -> None:
+    """Surer drafts are kept more often."""
+    engine = make_engine("draft-model:model=noisy,k=4", PLAIN, types=types)
+    told: list[tuple[float, bool]] = []
+    judge = engine.law.judge
+
+    def watched(draft: Draft, scores: Scores) -> Verdict:
+        verdict = judge(draft, scores)
+        for d, v in zip(draft.rows, verdict.rows, strict=True):
+            tested = list(d.confidence or ())[: v.num_accepted + 1]
+            assert len(d) == len(d.confidence or ())
+            told.extend((c, index < v.num_accepted) for index, c in enumerate(tested))
+        return verdict
+
+    engine.law.judge = watched  # type: ignore[method-assign]
+    params = SamplingParams(temperature=temperature, max_tokens=60, ignore_eos=True)
+    run(engine, [Request(str(i), (*LOOPING, i), params, seed=i) for i in range(8)])
+    kept = np.array([c for c, keep in told if keep])
+    lost = np.array([c for c, keep in told if not keep])
+    assert len(kept) > 50
+    assert len(lost) > 20
+    assert (kept[:, None] > lost).mean() > 0.65
+
+
+def test_a_pace_holds_prompts_back_and_changes_no_text() -> None:
+    params = SamplingParams(temperature=0.7, max_tokens=40, ignore_eos=True)
+    requests = [Request(str(i), (*LOOPING * 4, i), params, seed=i) for i in range(6)]
+    expected = run(make_engine("off", PLAIN), requests)
+    hasty = [replace(r, speculation=Speculation(tpot_ms=0.01)) for r in requests[:2]] + requests[2:]
+    engine = make_engine(f"{AUTO},k=4", PLAIN)
+    chunks: list[int] = []
+    schedule = engine.scheduler.schedule
+
+    def watched(plan: Plan) -> Batch:
+        batch = schedule(plan)
+        chunks.append(sum(r.num_known for r in batch.rows if not r.decodes))
+        return batch
+
+    engine.scheduler.schedule = watched  # type: ignore[method-assign]
+    answers = run(engine, hasty, stagger=3)
+    assert all(answers[i].token_ids == expected[i].token_ids for i in expected)
+    assert LEAST_PREFILL in chunks
+
+
+def test_an_objective_is_read_when_the_config_is_made() -> None:
+    with pytest.raises(ConfigError, match="--objective"):
+        EngineConfig(objective="latency")
 
 
 # Costs -------------------------------------------------------------------------------------------
@@ -129,3 +198,7 @@ def test_predictions_follow_real_steps() -> None:
         if loop.decision is not None and loop.decision.seconds:
             errors.append(abs(np.log(loop.decision.seconds / measured)))
     assert np.median(errors[len(errors) // 2 :]) < 0.5 * np.median(errors[:5])
+    reckoned = engine.stats().reckoned
+    assert reckoned.step_s == pytest.approx(engine.stats().step_s)
+    assert reckoned.plain_s > reckoned.step_s, "drafts of a text that repeats bring something"
+    assert reckoned.error is not None

@@ -16,7 +16,7 @@ import torch
 from paceline import kernels
 from paceline.core.nouns import BROKEN, Choose, Edits
 from paceline.core.params import SamplingParams
-from paceline.core.sampling import choose_token
+from paceline.core.sampling import choose_ahead, choose_token
 from paceline.model.config import ModelConfig, Rope, Sliding
 from paceline.model.decoder import ReferenceDecoder
 from paceline.model.gguf_file import GgufTensor
@@ -148,6 +148,13 @@ def test_all_kinds_choose_the_same_token(types: str) -> None:
         assert (got.logits is None) == (not wanted)
         assert got.logits is None or np.array_equal(got.logits, rows[wanted])
         assert got.token_ids.tolist() == [choose_token(row, c) for row, c in zip(rows, asked, strict=True)]
+        assert got.margins is None
+        told = decoder.run(
+            pack([(IDS, 0, SHUFFLED)]), decoder.new_kv(19), [replace(c, margin=True) for c in asked]
+        )
+        assert told.token_ids.tolist() == got.token_ids.tolist()
+        expected = [choose_ahead(row, c)[1] for row, c in zip(rows, asked, strict=True)]
+        assert told.margins == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.parametrize("size", [300, 320, 340])

@@ -9,7 +9,7 @@ import torch
 
 from paceline.core.nouns import UNCHOSEN, Admission, Batch, BatchRow, Draft, Request, RowDraft, RowVerdict, Verdict
 from paceline.core.params import SamplingParams
-from paceline.core.sampling import choose_token, distribution
+from paceline.core.sampling import choose_ahead, choose_token, distribution
 from paceline.model.choosing import choose_from, draw
 from paceline.model.rows import Rows
 
@@ -93,14 +93,19 @@ def test_a_drafter_that_is_the_target_draws_what_the_target_chooses(kind: str) -
     own = [choose_token(row.numpy(), c) for row, c in zip(logits, chooses, strict=True)]
     assert (chosen.logits is None) == (chosen.logit_idx is None) == (kind != "sampled")
     assert chosen.token_ids.tolist() == ([UNCHOSEN] * 3 if kind == "sampled" else own)
-    assert draw(partial(choose_from, logits), chooses, [0, 1, 2], dense=False)[0] == own
+    drawn = draw(partial(choose_from, logits), chooses, [0, 1, 2], dense=False)
+    assert drawn.token_ids == own
+    ahead = [choose_ahead(row.numpy(), c)[1] for row, c in zip(logits, chooses, strict=True)]
+    assert drawn.margins == pytest.approx(ahead)
 
 
 def test_a_dense_draw_returns_the_distribution_it_drew_from() -> None:
     logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(0))
     chooses = _rows_with(KINDS["sampled"]).row_chooses(0, [])
-    token_ids, probs = draw(partial(choose_from, logits), chooses, [0], dense=True)
+    drawn = draw(partial(choose_from, logits), chooses, [0], dense=True)
+    token_ids, probs = drawn.token_ids, drawn.probs
     assert probs is not None
+    assert drawn.margins is None
     assert probs[0].shape == (40,)
     assert probs[0].sum() == pytest.approx(1.0)
     assert probs[0][token_ids[0]] > 0

@@ -197,6 +197,8 @@ def test_speculation_is_told(http: httpx.Client) -> None:
     body = {"prompt": "the cat in the hat", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
     figures = post(http, body)["usage"]["speculation"]
     assert 0 < figures["accepted_tokens"] <= figures["verified_tokens"] <= figures["drafted_tokens"]
+    assert figures["trimmed_tokens"] == figures["drafted_tokens"] - figures["verified_tokens"]
+    assert figures["rejected_tokens"] == figures["verified_tokens"] - figures["accepted_tokens"]
     assert 1.0 < figures["acceptance_length"] <= 5.0
 
 

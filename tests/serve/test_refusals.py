@@ -50,6 +50,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": "a", "seed": -1}, "seed", "between"),
     ({"prompt": "a", "speculation": {"k": -1}}, "speculation", "between"),
     ({"prompt": "a", "speculation": {"draft": "nonesuch"}}, "speculation", "nonesuch"),
+    ({"prompt": "a", "speculation": {"tpot_ms": 0}}, "speculation", "tpot_ms"),
     ({"prompt": "a", "speculation": {"draft": ""}}, "speculation", "auto"),
     ({"prompt": "a", "seed": 2**63}, "seed", "between"),
     ({"prompt": "a", "stop": [""]}, "stop", "characters"),

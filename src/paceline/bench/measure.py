@@ -133,7 +133,7 @@ def _steps(stats: Stats | None) -> Json:
     """What only the engine itself can tell; null for a server."""
     if stats is None:
         keys = ("steps", "accepted_per_position", "k_histogram", "draft_ms", "target_ms", "host_ms")
-        return dict.fromkeys(keys)
+        return dict.fromkeys((*keys, "prediction_error", "estimated_speedup"))
     per_step = MS_PER_S / max(stats.steps, 1)
     return {
         "steps": stats.steps,
@@ -142,6 +142,8 @@ def _steps(stats: Stats | None) -> Json:
         "draft_ms": stats.draft_s * per_step,
         "target_ms": stats.target_s * per_step,
         "host_ms": stats.host_s * per_step,
+        "prediction_error": stats.reckoned.error,
+        "estimated_speedup": stats.reckoned.speedup,
     }
 
 

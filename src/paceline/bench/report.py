@@ -25,11 +25,14 @@ COLUMNS: tuple[tuple[str, str, Figure], ...] = (
     ("TTFT ms", "{:.0f}", lambda r: r["ttft_ms"]["p50"]),
     ("K", "{:.2f}", lambda r: _mean_k(r["k_histogram"])),
     ("draft ms", "{:.2f}", lambda r: r["draft_ms"]),
+    ("trimmed", "{:.0%}", lambda r: _lost(r["drafted_tokens"], r["verified_tokens"])),
     ("target ms", "{:.2f}", lambda r: r["target_ms"]),
     ("accept len", "{:.2f}", lambda r: r["acceptance_length"]),
     ("no loops", "{:.2f}", lambda r: r["without_loops"]["acceptance_length"]),
     ("repeats", "{:.0%}", lambda r: r["repeat_share"]),
     ("host ms", "{:.2f}", lambda r: r["host_ms"]),
+    ("off by", "{:.0%}", lambda r: r.get("prediction_error")),
+    ("est.", "{:.2f}x", lambda r: r.get("estimated_speedup")),
     ("TPOT ms", "{:.2f}", lambda r: r["tpot_ms"]["p50"]),
     ("tokens/s", "{:.1f}", lambda r: r["output_tokens_per_s"]),
 )
@@ -140,6 +143,11 @@ def _speedups(total: Json) -> list[str]:
     whole, tpot = total["speedup"], total["speedup_tpot"]
     interval = "-" if whole["low"] is None else f"{whole['low']:.2f}-{whole['high']:.2f}"
     return [_show("{:.2f}x", whole["median"]), interval, _show("{:.2f}x", tpot["median"])]
+
+
+def _lost(before: int, after: int) -> float | None:
+    """Return the share that went missing."""
+    return 1 - after / before if before else None
 
 
 def _mean_k(histogram: Sequence[int] | None) -> float | None:

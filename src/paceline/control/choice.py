@@ -30,41 +30,50 @@ class Chosen:
     ks: NDArray[int64]  # [num_rows]
     tokens: float  # committed, the target's own included
     seconds: float
-    plain_seconds: float  # of the step without drafts
+    plain_tokens: float  # of the step without drafts
+    plain_seconds: float
 
     @property
     def speedup(self) -> float:
         """Tokens per second against those of the step without drafts."""
-        return self.tokens * self.plain_seconds / (max(len(self.ks), 1) * self.seconds) if self.seconds else 1.0
+        return self.tokens * self.plain_seconds / (self.plain_tokens * self.seconds) if self.seconds else 1.0
 
 
 def in_order(
     survival: NDArray[float64], most: NDArray[int64], lengths: NDArray[int64], drafters: NDArray[int64]
 ) -> Drafts:
-    """List the drafts of a step, the likeliest first; of equally likely ones the shallower.
+    """List the drafts of a step that may be kept, the likeliest first; of equally likely ones the shallower.
 
     survival: [num_rows, max_depth], not rising along a row. most: [num_rows] drafts a row may have.
     lengths: [num_rows] tokens of each row. drafters: [num_rows] each row's.
     """
-    depths = np.arange(1, survival.shape[1] + 1)
-    rows, places = np.nonzero(depths <= most[:, None])
-    chances = survival[rows, places]
-    order = np.lexsort((places, -chances))
-    rows, places = rows[order], places[order]
-    return Drafts(rows, places + 1, lengths[rows] + places + 1, drafters[rows], chances[order])
+    num_rows, max_depth = survival.shape
+    alive = np.where(np.arange(max_depth)[:, None] < most, survival.T, 0.0).ravel()  # all first drafts come first
+    order = np.argsort(-alive, kind="stable")[: np.count_nonzero(alive)]  # what cannot be kept is never worth time
+    rows = order % num_rows
+    depths = order // num_rows + 1
+    return Drafts(rows, depths, lengths[rows] + depths, drafters[rows], alive[order])
 
 
 def best(
-    base: Work, num_rows: int, drafts: Drafts, cost: StepCost, *, unpaid_s: float = 0.0, drafted: bool = False
+    base: Work,
+    num_rows: int,
+    drafts: Drafts,
+    cost: StepCost,
+    *,
+    unpaid_s: float = 0.0,
+    drafted: bool = False,
+    weights: NDArray[float64] | None = None,
 ) -> Chosen:
     """Return the number of drafts with the highest goodput, the smallest of equals.
 
     unpaid_s: seconds of the step that are not decoding's: those of prefill chunks, which are due in any case.
     drafted: the drafts are there; it is only chosen how many of them are verified.
+    weights: [num_rows] how much a token of each row counts, where the survival of the drafts has it in it already.
     """
     seconds = np.maximum(cost.times(base, num_rows, drafts, drafted=drafted) - unpaid_s, 1e-9)
-    tokens = num_rows + np.concatenate(([0.0], np.cumsum(drafts.survival)))
-    count = int(np.argmax(tokens / seconds))
+    tokens = kept_with(num_rows if weights is None else float(weights.sum()), drafts)
+    count = int((tokens / seconds).argmax())
     return _chosen(num_rows, drafts, count, tokens, seconds)
 
 
@@ -78,13 +87,23 @@ def best_uniform(base: Work, num_rows: int, drafts: Drafts, cost: StepCost, ks: 
         kept = drafts.depths <= k
         some = Drafts(*(getattr(drafts, f)[kept] for f in ("rows", "depths", "contexts", "drafters", "survival")))
         seconds = cost.times(base, num_rows, some)
-        tokens = num_rows + np.concatenate(([0.0], np.cumsum(some.survival)))
+        tokens = kept_with(num_rows, some)
         found.append(_chosen(num_rows, some, len(some), tokens, seconds))
     return max(found, key=lambda c: c.tokens / c.seconds)
+
+
+def kept_with(num_rows: float, drafts: Drafts) -> NDArray[float64]:
+    """Return the tokens expected of a step with the first 0, 1, ... all of the drafts. [num_drafts + 1]"""
+    tokens = np.empty(len(drafts) + 1)
+    tokens[0] = num_rows
+    np.add.accumulate(drafts.survival, out=tokens[1:])
+    tokens[1:] += num_rows
+    return tokens
 
 
 def _chosen(
     num_rows: int, drafts: Drafts, count: int, tokens: NDArray[float64], seconds: NDArray[float64]
 ) -> Chosen:
     ks = np.bincount(drafts.rows[:count], minlength=num_rows)
-    return Chosen(ks, float(tokens[count]), float(seconds[count]), float(seconds[0]))
+    plain = max(float(tokens[0]), 1e-9), float(seconds[0])
+    return Chosen(ks, float(tokens[count]), float(seconds[count]), *plain)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from paceline.control.cost import Work
-from paceline.control.policy import NONE, Decision, Outcomes, View
+from paceline.control.policy import NONE, Decision, Drafted, Outcomes, View
+from paceline.control.reckoning import Reckoning, learn_cost
 from paceline.core.nouns import Draft, Plan, RowPlan
 
 if TYPE_CHECKING:
@@ -29,6 +30,11 @@ class StepTimes:
     draft_s: float
     target_s: float
     host_s: float
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return self.draft_s + self.target_s + self.host_s
 
 
 class Controller(Protocol):
@@ -51,7 +57,9 @@ class Controller(Protocol):
         """Return how much of a draft is worth verifying."""
         ...
 
-    def observe(self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes) -> None:
+    def observe(
+        self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes
+    ) -> Reckoning | None:
         """Learn from a step: drafts as proposed and as verified."""
         ...
 
@@ -83,6 +91,7 @@ class ClosedLoop:
         self.policy, self.cost, self.names, self._watcher = policy, cost, tuple(names), watcher
         self.view: View | None = None  # of the last plan
         self.decision: Decision | None = None
+        self._offered: frozenset[int] = frozenset()  # drafters whose proposals the last plan knew
         self._index = {name: index for index, name in enumerate(names)}
 
     def admit(self, row: int) -> None:
@@ -93,57 +102,63 @@ class ClosedLoop:
 
     def plan(self, view: View) -> Plan:
         """Plan a step."""
-        self.view, self.decision = view, self.policy.decide(view)
+        self.view, self.decision, self._offered = view, self.policy.decide(view), frozenset(view.offers)
         d = self.decision
         if self._watcher:
             self._watcher.planned(view, d)
         planned = zip(view.rows.tolist(), d.drafters.tolist(), d.ks.tolist(), strict=True)
-        return Plan({row: RowPlan(self.names[drafter], k) for row, drafter, k in planned if k and drafter != NONE})
+        rows = {row: RowPlan(self.names[drafter], k) for row, drafter, k in planned if k and drafter != NONE}
+        return Plan(rows, d.prefill_tokens)
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
-        """Verify what was drafted: how far each row goes was chosen with all that is known."""
-        return draft
+        """Drop what is not worth verifying, where a drafter has said something that was not known to the plan."""
+        news = any(
+            d.confidence and self._index.get(d.drafter or "", NONE) not in self._offered for d in draft.rows
+        )
+        if self.view is None or not news:
+            return draft
+        decode = [index for index, r in enumerate(batch.rows) if r.decodes]
+        drafted = self._drafted(batch, draft)
+        rows = list(draft.rows)
+        for index, k in zip(decode, self.policy.trim(self.view, drafted).tolist(), strict=True):
+            rows[index] = rows[index].first(k)
+        return Draft(tuple(rows))
 
-    def observe(self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes) -> None:
+    def _drafted(self, batch: Batch, draft: Draft) -> Drafted:
+        """Return what was proposed, as arrays over the rows that decode."""
+        found = [(r.row, d) for r, d in zip(batch.rows, draft.rows, strict=True) if r.decodes]
+        rows = np.array([row for row, _ in found], np.int64)
+        drafters = np.array([self._index.get(d.drafter or "", NONE) for _, d in found], np.int64)
+        ks = np.array([len(d) for _, d in found], np.int64)
+        return Drafted(rows, drafters, ks, padded([d.confidence or () for _, d in found]))
+
+    def observe(
+        self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes
+    ) -> Reckoning | None:
         """Learn from a step."""
-        outcomes, prefill = self._outcomes(batch, draft, verdict, times), prefill_work(batch)
-        self.learn(outcomes, prefill)
+        drafted = self._drafted(batch, proposed)
+        outcomes, prefill = _outcomes(drafted, batch, draft, verdict, times), prefill_work(batch)
+        reckoning = self.learn(outcomes, prefill)
         if self._watcher:
             self._watcher.learnt(outcomes, prefill)
+        return reckoning
 
-    def learn(self, outcomes: Outcomes, prefill: Work) -> None:
+    def learn(self, outcomes: Outcomes, prefill: Work) -> Reckoning | None:
         """Learn from what came of the last plan."""
         if self.view is None or self.decision is None:
-            return
+            return None
         self.policy.learn(self.view, outcomes)
-        if self.cost is not None:
-            _learn_cost(self.cost, self.view, self.decision, outcomes, prefill)
-
-    def _outcomes(self, batch: Batch, draft: Draft, verdict: Verdict, times: StepTimes) -> Outcomes:
-        found = [
-            (r.row, self._index.get(d.drafter or "", NONE), len(d), v.num_accepted)
-            for r, d, v in zip(batch.rows, draft.rows, verdict.rows, strict=True)
-            if r.decodes
-        ]
-        rows, drafters, verified, accepted = np.array(found, np.int64).reshape(-1, 4).T
-        said = [d.confidence or () for r, d in zip(batch.rows, draft.rows, strict=True) if r.decodes]
-        confidence = padded(said) if any(said) else None
-        seconds = times.draft_s, times.target_s, times.host_s
-        return Outcomes(rows, drafters, verified, accepted, *seconds, confidence)
+        return None if self.cost is None else learn_cost(self.cost, self.view, self.decision, outcomes, prefill)
 
 
-def _learn_cost(cost: OnlineCost, view: View, decision: Decision, outcomes: Outcomes, prefill: Work) -> None:
-    """Compare a step with what it was to cost, its prefill being known now."""
-    known = dict(zip(view.rows.tolist(), view.lengths.tolist(), strict=True))
-    lengths = np.array([known.get(row, 0) for row in outcomes.rows.tolist()], np.int64)
-    ks, keys = outcomes.num_verified, int(lengths.sum())
-    pairs = keys + int((ks * lengths + ks * (ks + 1) // 2).sum())
-    used = np.unique(decision.drafters[decision.drafters != NONE])
-    if used.size == 1:  # what one drafter took can be told apart
-        predicted_s = float(cost.drafting_of(decision.ks, decision.drafters)[used[0]])
-        cost.observe_drafting(int(used[0]), predicted_s, outcomes.draft_s)
-    cost.observe_pass(Work(len(lengths) + int(ks.sum()), 0, keys, pairs) + prefill, outcomes.target_s)
-    cost.observe_host(outcomes.host_s)
+def _outcomes(drafted: Drafted, batch: Batch, draft: Draft, verdict: Verdict, times: StepTimes) -> Outcomes:
+    found = [
+        (len(d), v.num_accepted) for r, d, v in zip(batch.rows, draft.rows, verdict.rows, strict=True) if r.decodes
+    ]
+    verified, accepted = np.array(found, np.int64).reshape(-1, 2).T
+    seconds = times.draft_s, times.target_s, times.host_s
+    confidence = drafted.confidence if drafted.confidence.size else None
+    return Outcomes(drafted.rows, drafted.drafters, verified, accepted, *seconds, confidence)
 
 
 def padded(rows: Sequence[Sequence[float]]) -> NDArray[float64]:

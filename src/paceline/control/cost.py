@@ -106,31 +106,41 @@ class DraftCost:
     @property
     def seconds(self) -> NDArray[float64]:
         """Seconds for 0, 1, ... rows at depths 0, 1, ..., never falling. [MOST_ROWS + 1, max_depth + 1]"""
-        return _tables(self)[0]
-
-    @property
-    def added(self) -> NDArray[float64]:
-        """What one row more at a depth adds, if the last of them is the n-th. [MOST_ROWS + 1, max_depth + 1]"""
-        return _tables(self)[1]
-
-    def of_rows(self, ks: NDArray[int64]) -> float:
-        """Return the seconds of drafting for rows that go so deep each."""
-        ks = np.minimum(ks[ks > 0], self.max_depth)
-        if not ks.size:
-            return 0.0
-        deep = len(ks) - np.cumsum(np.bincount(ks))[:-1]  # rows that go so deep
-        deeper = np.diff(self.seconds, axis=1)[deep, np.arange(len(deep))]
-        return float(deeper.sum())
+        return _seconds(self)
 
 
 @lru_cache(maxsize=64)
-def _tables(cost: DraftCost) -> tuple[NDArray[float64], NDArray[float64]]:
+def _seconds(cost: DraftCost) -> NDArray[float64]:
     rows = np.arange(1, MOST_ROWS + 1)
     seconds = np.zeros((MOST_ROWS + 1, cost.max_depth + 1))
     for depth, curve in enumerate(cost.by_rows, start=1):
         seconds[1:, depth] = np.maximum(curve(rows), seconds[1:, depth - 1])
-    deepening = np.diff(seconds, axis=1, prepend=0.0)
-    return seconds, np.diff(deepening, axis=0, prepend=0.0)
+    return seconds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftTables:
+    """The prices of several drafters side by side; what is deeper than was measured costs nothing more."""
+
+    seconds: NDArray[float64]  # [num_drafters, MOST_ROWS + 1, width] so many rows that go so deep
+    deepening: NDArray[float64]  # the same shape: what the last depth adds, all these rows at once
+    added: NDArray[float64]  # the same shape: what one row more at a depth adds, if it is the n-th
+
+    @property
+    def width(self) -> int:
+        """Depths, 0 and one that was not measured included."""
+        return int(self.seconds.shape[2])
+
+
+@lru_cache(maxsize=16)
+def draft_tables(drafters: tuple[DraftCost, ...]) -> DraftTables:
+    """Put the prices of drafters side by side."""
+    width = 2 + max((d.max_depth for d in drafters), default=0)
+    seconds = np.zeros((len(drafters), MOST_ROWS + 1, width))
+    for index, drafter in enumerate(drafters):
+        seconds[index] = np.pad(drafter.seconds, ((0, 0), (0, width - 1 - drafter.max_depth)), mode="edge")
+    deepening = np.diff(seconds, axis=2, prepend=0.0)
+    return DraftTables(seconds, deepening, np.diff(deepening, axis=1, prepend=0.0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,8 +171,15 @@ class StepCost(Protocol):
         """Return the seconds of a step whose rows, so long, draft so much with these drafters. [num_rows] each"""
         ...
 
-    def prices(self, base: Work, lengths: NDArray[int64], drafter: int, max_k: int) -> NDArray[float64]:
-        """Return the seconds of steps in which all rows draft 0, 1, ... tokens with one drafter. [max_k + 1]"""
+    def drafting_s(self, ks: NDArray[int64], drafters: NDArray[int64]) -> float:
+        """Return the seconds of drafting so much for rows with these drafters, which `drafted` leaves out."""
+        ...
+
+    def prices(self, base: Work, lengths: NDArray[int64], num_drafters: int, max_k: int) -> NDArray[float64]:
+        """Return the seconds of steps in which all rows draft 0, 1, ... tokens with one of the drafters.
+
+        [num_drafters, max_k + 1]
+        """
         ...
 
 
@@ -182,15 +199,29 @@ class MeasuredCost:
         """As `StepCost.price`."""
         pairs = int((ks * lengths + ks * (ks + 1) // 2).sum())
         verify_s = float(self.target(base + Work(int(ks.sum()), 0, 0, pairs)))
-        return verify_s + float(self.drafting_of(ks, drafters).sum())
+        return verify_s + self.drafting_s(ks, drafters)
 
-    def prices(self, base: Work, lengths: NDArray[int64], drafter: int, max_k: int) -> NDArray[float64]:
+    def drafting_s(self, ks: NDArray[int64], drafters: NDArray[int64]) -> float:
+        """As `StepCost.drafting_s`."""
+        return float(self.drafting_of(ks, drafters).sum())
+
+    def prices(self, base: Work, lengths: NDArray[int64], num_drafters: int, max_k: int) -> NDArray[float64]:
         """As `StepCost.prices`."""
-        return prices_one_by_one(self, base, lengths, drafter, max_k)
+        return prices_one_by_one(self, base, lengths, num_drafters, max_k)
 
     def drafting_of(self, ks: NDArray[int64], drafters: NDArray[int64]) -> NDArray[float64]:
         """Return the seconds that each drafter takes for rows that draft so much. [num_drafters]"""
-        return np.array([cost.of_rows(ks[drafters == index]) for index, cost in enumerate(self.drafters)])
+        tables = draft_tables(self.drafters)
+        num_drafters, _, width = tables.seconds.shape
+        if not num_drafters:
+            return np.zeros(0)
+        (drafting,) = ks.nonzero()
+        kinds = drafters[drafting] * width + np.minimum(ks[drafting], width - 1)
+        ending = np.bincount(kinds, minlength=num_drafters * width).reshape(num_drafters, width)
+        deep = ending[:, ::-1].cumsum(axis=1)[:, ::-1]  # rows that go so deep
+        deepening = tables.deepening[np.arange(num_drafters)[:, None], deep, np.arange(width)]
+        found: NDArray[float64] = deepening.sum(axis=1)
+        return found
 
     def passes(self, base: Work, drafts: Drafts) -> Work:
         """Return the pass with the first 0, 1, ... all of the drafts."""
@@ -202,14 +233,16 @@ class MeasuredCost:
 
         factors: [num_drafters] by which each drafter is slower than it was measured.
         """
-        added = np.zeros(len(drafts) + 1)
-        for index, cost in enumerate(self.drafters):
-            (own,) = np.nonzero(drafts.drafters == index)
-            if own.size and cost.max_depth:
-                depths = np.minimum(drafts.depths[own], cost.max_depth)
-                seconds = cost.added[nth_of_its_kind(depths), depths]
-                added[own + 1] = seconds if factors is None else factors[index] * seconds
-        return np.cumsum(added)
+        seconds = np.zeros(len(drafts) + 1)
+        if self.drafters:
+            tables = draft_tables(self.drafters)
+            depths = np.minimum(drafts.depths, tables.width - 1)
+            nth = nth_of_its_kind(drafts.drafters * tables.width + depths)
+            added = tables.added[drafts.drafters, nth, depths]
+            if factors is not None:
+                added *= factors[drafts.drafters]
+            np.add.accumulate(added, out=seconds[1:])
+        return seconds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -230,9 +263,13 @@ class TableCost:
         """As `StepCost.price`."""
         return float(self._seconds(max(len(ks), 1), ks.sum() / max(len(ks), 1)))
 
-    def prices(self, base: Work, lengths: NDArray[int64], drafter: int, max_k: int) -> NDArray[float64]:
+    def drafting_s(self, ks: NDArray[int64], drafters: NDArray[int64]) -> float:
+        """As `StepCost.drafting_s`: none, as `times` leaves nothing out."""
+        return 0.0
+
+    def prices(self, base: Work, lengths: NDArray[int64], num_drafters: int, max_k: int) -> NDArray[float64]:
         """As `StepCost.prices`."""
-        return prices_one_by_one(self, base, lengths, drafter, max_k)
+        return prices_one_by_one(self, base, lengths, num_drafters, max_k)
 
     def _seconds(self, num_rows: int, mean_ks: NDArray[float64]) -> NDArray[float64]:
         measured = [float(curve(num_rows)) for curve in self.by_rows]
@@ -244,18 +281,26 @@ class TableCost:
 
 
 def prices_one_by_one(
-    cost: StepCost, base: Work, lengths: NDArray[int64], drafter: int, max_k: int
+    cost: StepCost, base: Work, lengths: NDArray[int64], num_drafters: int, max_k: int
 ) -> NDArray[float64]:
     """Return what `StepCost.prices` returns, plainly."""
     n = len(lengths)
-    return np.array([cost.price(base, lengths, np.full(n, k), np.full(n, drafter)) for k in range(max_k + 1)])
+    return np.array(
+        [
+            [cost.price(base, lengths, np.full(n, k), np.full(n, drafter)) for k in range(max_k + 1)]
+            for drafter in range(num_drafters)
+        ]
+    )
 
 
 def nth_of_its_kind(kinds: NDArray[int64]) -> NDArray[int64]:
-    """Return how many of a kind there have been at each place, itself included: [3, 5, 3] -> [1, 1, 2]."""
-    order = np.argsort(kinds, kind="stable")
-    ordered = kinds[order]
-    starts = np.searchsorted(ordered, ordered)  # where each kind begins
-    counts = np.empty(len(kinds), np.int64)
-    counts[order] = np.arange(1, len(kinds) + 1) - starts
-    return counts
+    """Return how many of a kind there have been at each place, itself included: [3, 5, 3] -> [1, 1, 2].
+
+    Kinds are small numbers, 0 to 2**15 - 1.
+    """
+    counts = np.bincount(kinds)
+    before = counts.cumsum() - counts  # of lesser kinds
+    nth = np.empty(len(kinds), np.int64)
+    nth[kinds.astype(np.int16).argsort(kind="stable")] = np.arange(1, len(kinds) + 1)
+    nth -= before[kinds]
+    return nth

@@ -12,6 +12,7 @@ from paceline.core.nouns import Plan, RowPlan
 if TYPE_CHECKING:
     from paceline.control.controller import StepTimes
     from paceline.control.policy import View
+    from paceline.control.reckoning import Reckoning
     from paceline.core.nouns import Batch, Draft, Verdict
 
 
@@ -41,5 +42,8 @@ class FixedK:
         """Verify everything."""
         return draft
 
-    def observe(self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes) -> None:
+    def observe(
+        self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes
+    ) -> Reckoning | None:
         """Nothing to learn."""
+        return None

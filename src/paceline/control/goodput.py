@@ -15,8 +15,9 @@ import numpy as np
 
 from paceline.control.choice import best, in_order
 from paceline.control.cost import Work
-from paceline.control.policy import NONE, Decision, Outcomes, View, plain
-from paceline.control.survival import Survival, survival_of
+from paceline.control.objective import LEAST_PREFILL, Objective, Pace
+from paceline.control.policy import NONE, Decision, Drafted, Outcomes, View, plain
+from paceline.control.survival import Survival, sigmoid, survival_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.control.choice import Chosen
-    from paceline.control.cost import StepCost
+    from paceline.control.cost import Count, StepCost
 
 MARGIN = 0.01  # by which speculation must promise to win before it begins
 PROBE_SHARE = 0.01  # of the time, for drafts that do not seem to pay
-PROBE_EVERY = 4  # steps between two looks at whether to probe
+PROBE_EVERY = 8  # steps between two looks at whether to probe
 OPTIMISM = 2.0  # standard deviations: what could pay
 ASSIGN_EVERY = 8  # steps between two looks at which drafter suits a row
 
@@ -43,22 +44,31 @@ class Goodput:
         num_rows: int,
         max_ks: Sequence[int],
         priors: Sequence[NDArray[float64] | None] | None = None,
+        objective: Objective | None = None,
     ) -> None:
         """`max_ks` and `priors` (chances by depth, if they are known) are by drafter."""
         self.cost = cost
+        self._pace = Pace(num_rows, objective or Objective())
         known = priors or [None] * len(max_ks)
         self.survival = [Survival(num_rows, k, p) for k, p in zip(max_ks, known, strict=True)]
         self._max_k = max(max_ks, default=0)
         self._own = np.zeros(num_rows, np.int64)  # drafter of each row, of those that offer nothing
         self._fresh = np.ones(num_rows, bool)  # rows that nobody has chosen a drafter for
+        self._prices = np.zeros(
+            (len(max_ks), self._max_k)
+        )  # [num_drafters, max_k] seconds of 1, 2, ... drafts each
+        self._priced_tokens: Count = 0  # of the pass for which these hold
         self._speculates = False
         self._goodput = 0.0  # tokens per second expected of the last step
+        self._base_work, self._unpaid_s = Work(0), 0.0  # of this step: its pass without drafts, the prefill's time
+        self._probed = NONE  # row that goes further in this step to find out
         self._probe_s = 0.0  # time that may still go into probes
         self._steps = 0
 
     def admit(self, row: int) -> None:
         """A request begins in a row."""
         self._fresh[row] = True
+        self._pace.admit(row)
         for survival in self.survival:
             survival.admit(row)
 
@@ -69,18 +79,50 @@ class Goodput:
         if not view.num_rows or not self.survival:
             return plain(view)
         self._steps += 1
-        base, unpaid_s = self._base(view)
-        chances = self.chances(view)
-        drafters = self._assign(view, base, chances)
-        alive = survival_of(chances[drafters, np.arange(view.num_rows)])
-        drafts = in_order(alive, view.most, view.lengths, drafters)
-        chosen = best(base, view.num_rows, drafts, self.cost, unpaid_s=unpaid_s)
-        ks, seconds = self._hold(chosen), chosen.seconds
-        self._goodput = chosen.tokens / chosen.seconds
+        base, unpaid_s = self._base_work, self._unpaid_s = self._base(view)
+        alive = survival_of(self.chances(view))
+        drafters = self._assign(view, base, alive)
+        paced = self._pace.promise(view.targets)
+        weights = self._pace.urgency(view.rows) if paced else None
+        chosen = self._best(view, base, alive, drafters, unpaid_s, weights)
+        ks = self._hold(chosen)
+        seconds, speedup = (chosen.seconds, chosen.speedup) if ks is chosen.ks else (chosen.plain_seconds, 1.0)
         self._probe_s += PROBE_SHARE * seconds
+        as_chosen = ks is chosen.ks and not paced
         ks = self._probe(view, base, ks, drafters, seconds + unpaid_s)
-        tokens = view.num_rows + float((alive * (np.arange(self._max_k) < ks[:, None])).sum())
-        return Decision(ks, np.where(ks > 0, drafters, NONE), seconds + unpaid_s, tokens, chosen.speedup)
+        gained = None if as_chosen and self._probed == NONE else _gained(alive, drafters, ks)
+        tokens = chosen.tokens if gained is None else float(gained.sum())
+        self._goodput = tokens / seconds
+        budget, prefill_s = self._budget(view, gained, seconds, unpaid_s) if paced else (None, unpaid_s)
+        return Decision(ks, np.where(ks > 0, drafters, NONE), seconds + prefill_s, tokens, speedup, budget)
+
+    def _budget(
+        self, view: View, gained: NDArray[float64] | None, seconds: float, prefill_s: float
+    ) -> tuple[int | None, float]:
+        """Return how many tokens of prefill make no row late, and their seconds. gained: [num_rows] tokens"""
+        if gained is None or not view.prefill.tokens or prefill_s <= 0:
+            return None, prefill_s
+        spare_s = self._pace.allowance_s(view.rows, gained) - seconds
+        if spare_s >= prefill_s:
+            return None, prefill_s
+        share = max(spare_s, 0.0) / prefill_s
+        most = max(int(share * int(view.prefill.tokens)), LEAST_PREFILL)
+        return most, prefill_s * min(1.0, most / int(view.prefill.tokens))
+
+    def _best(
+        self,
+        view: View,
+        base: Work,
+        alive: NDArray[float64],
+        drafters: NDArray[int64],
+        unpaid_s: float = 0.0,
+        weights: NDArray[float64] | None = None,
+    ) -> Chosen:
+        """Return how far each row goes with its drafter. alive: [num_drafters, num_rows, max_k]"""
+        own = alive[drafters, np.arange(view.num_rows)] if len(alive) > 1 else alive[0]
+        counted = own if weights is None else own * weights[:, None]
+        drafts = in_order(counted, view.most, view.lengths, drafters)
+        return best(base, view.num_rows, drafts, self.cost, unpaid_s=unpaid_s, weights=weights)
 
     def _base(self, view: View) -> tuple[Work, float]:
         """Return the pass without drafts, and its seconds that are the prefill's."""
@@ -95,41 +137,52 @@ class Goodput:
 
     def chances(self, view: View, optimism: float = 0.0) -> NDArray[float64]:
         """Return every drafter's chances at every depth, 0 beyond its deepest. [num_drafters, num_rows, max_k]"""
-        found = np.zeros((len(self.survival), view.num_rows, self._max_k))
+        z = np.full((len(self.survival), view.num_rows, self._max_k), -np.inf)
         for index, survival in enumerate(self.survival):
             if index in view.offers:  # what it would propose is known, and nothing more is to be hoped for
-                own = np.nan_to_num(survival.chances_with(view.rows, view.offers[index]), nan=0.0)
-                own[np.isnan(view.offers[index])] = 0.0
+                own = survival.logits_with(view.rows, view.offers[index][:, : survival.max_depth])
+                z[index, :, : own.shape[1]] = own
             else:
-                own = survival.chances(view.rows, optimism)
-            found[index, :, : own.shape[1]] = own
-        return found
+                z[index, :, : survival.max_depth] = survival.logits(view.rows, optimism)
+        chances = sigmoid(z)
+        return np.fmax(chances, 0.0, out=chances) if view.offers else chances  # NaN: it proposes no more
 
-    def _assign(self, view: View, base: Work, chances: NDArray[float64]) -> NDArray[int64]:
+    def _assign(self, view: View, base: Work, alive: NDArray[float64]) -> NDArray[int64]:
         """Return each row's drafter: what was offered if it is worth more than the row's own drafter, or that."""
-        everyone = np.arange(view.num_rows)
         if len(self.survival) == 1:
-            return np.zeros_like(everyone)
-        worth = np.stack([self._worth(view, base, chances[d], d) for d in range(len(self.survival))])
-        asked = [d for d in range(len(self.survival)) if d not in view.offers]
-        if asked and (self._steps % ASSIGN_EVERY == 0 or self._fresh[view.rows].any()):
-            self._own[view.rows] = np.array(asked)[worth[asked].argmax(axis=0)]
-            self._fresh[view.rows] = False
+            return np.zeros(view.num_rows, np.int64)
+        worth = self._worth(view, base, alive)
+        self._renew_own(view, worth)
         drafters = self._own[view.rows]
         for offered in view.offers:
-            drafters = np.where(worth[offered] > worth[drafters, everyone], offered, drafters)
+            drafters[worth[offered] > worth[drafters, np.arange(view.num_rows)]] = offered
         for row, wish in view.wishes.items():
             drafters[view.rows == row] = wish
         return drafters
 
-    def _worth(self, view: View, base: Work, chances: NDArray[float64], drafter: int) -> NDArray[float64]:
-        """Return how many tokens a drafter is worth to each row, its time priced at the goodput. [num_rows]"""
-        prices = self.cost.prices(base, view.lengths, drafter, chances.shape[1])
-        tokens = np.add.accumulate(survival_of(chances), axis=1)
-        best_gain: NDArray[float64] = (tokens - self._goodput / view.num_rows * (prices[1:] - prices[0])).max(
-            axis=1
-        )
-        return np.maximum(best_gain, 0.0)
+    def _renew_own(self, view: View, worth: NDArray[float64]) -> None:
+        """Now and then, and for new rows, choose again among the drafters that offer nothing."""
+        if self._steps % ASSIGN_EVERY and not self._fresh[view.rows].any():
+            return
+        asked = [d for d in range(len(self.survival)) if d not in view.offers]
+        if asked:
+            self._own[view.rows] = np.array(asked)[worth[asked].argmax(axis=0)]
+            self._fresh[view.rows] = False
+
+    def _worth(self, view: View, base: Work, alive: NDArray[float64]) -> NDArray[float64]:
+        """Return how many tokens each drafter is worth to each row, its time priced at the goodput.
+
+        Contexts grow slowly, so prices are renewed now and then, and when rows come or go.
+
+        [num_drafters, num_rows]
+        """
+        if self._steps % ASSIGN_EVERY == 0 or base.tokens != self._priced_tokens:
+            prices = self.cost.prices(base, view.lengths, len(alive), self._max_k)
+            self._prices, self._priced_tokens = prices[:, 1:] - prices[:, :1], base.tokens
+        tokens = np.add.accumulate(alive, axis=2)
+        tokens -= (self._prices * (self._goodput / view.num_rows))[:, None]
+        found: NDArray[float64] = tokens.max(axis=2)
+        return np.maximum(found, 0.0, out=found)
 
     def _hold(self, chosen: Chosen) -> NDArray[int64]:
         """Begin to speculate only if it promises to win clearly; go on as long as it promises to win."""
@@ -140,10 +193,10 @@ class Goodput:
         self, view: View, base: Work, ks: NDArray[int64], drafters: NDArray[int64], seconds: float
     ) -> NDArray[int64]:
         """Now and then let one row go as far as would pay if it were easier than it seems, if there is time."""
+        self._probed = NONE
         if self._steps % PROBE_EVERY:
             return ks
-        alive = survival_of(self.chances(view, OPTIMISM)[drafters, np.arange(view.num_rows)])
-        hoped = best(base, view.num_rows, in_order(alive, view.most, view.lengths, drafters), self.cost)
+        hoped = self._best(view, base, survival_of(self.chances(view, OPTIMISM)), drafters)
         (further,) = np.nonzero(hoped.ks > ks)
         if not further.size:
             return ks
@@ -153,15 +206,58 @@ class Goodput:
         if extra_s > self._probe_s:
             return ks
         self._probe_s -= max(extra_s, 0.0)
+        self._probed = int(view.rows[index])
         return probing
+
+    # Between drafting and the pass ---------------------------------------------------------------
+
+    def trim(self, view: View, drafted: Drafted) -> NDArray[int64]:
+        """Return how much of each row's draft is verified, now that drafters have said how sure they are. [n]
+
+        The same choice as before, over what was proposed. The time of drafting is spent, but it is part of the
+        step: without it, time would seem to bring more than it does, and too much would be dropped.
+        """
+        by_row = np.zeros(len(self._own), np.int64)
+        by_row[view.rows] = view.lengths
+        lengths, num_rows = by_row[drafted.rows], len(drafted.rows)
+        weights = self._pace.urgency(drafted.rows)
+        alive = survival_of(sigmoid(self._logits_of(drafted))) * weights[:, None]
+        drafts = in_order(alive, drafted.ks, lengths, drafted.drafters)
+        unpaid_s = self._unpaid_s - self.cost.drafting_s(drafted.ks, drafted.drafters)
+        chosen = best(
+            self._base_work, num_rows, drafts, self.cost, unpaid_s=unpaid_s, drafted=True, weights=weights
+        )
+        return np.where(drafted.rows == self._probed, drafted.ks, chosen.ks)
+
+    def _logits_of(self, drafted: Drafted) -> NDArray[float64]:
+        """Return the logit of the chance of each draft, given the one before. [n, max_k]"""
+        z = np.full((len(drafted.rows), self._max_k), -np.inf)
+        said = drafted.confidence[:, : self._max_k]
+        for index, survival in enumerate(self.survival):
+            (own,) = (drafted.drafters == index).nonzero()
+            if own.size:
+                depth = min(said.shape[1], survival.max_depth)
+                known = survival.logits_with(drafted.rows[own], said[own, :depth])
+                usual = survival.logits(drafted.rows[own])
+                usual[:, :depth] = np.where(np.isnan(known), usual[:, :depth], known)
+                z[own, : survival.max_depth] = usual
+        return z
 
     # After a step --------------------------------------------------------------------------------
 
     def learn(self, view: View, outcomes: Outcomes) -> None:
         """Take in what a step brought."""
+        self._pace.learn(outcomes)
         for index, survival in enumerate(self.survival):
-            own = outcomes.drafters == index
+            (own,) = (outcomes.drafters == index).nonzero()
             confidence = outcomes.confidence[own] if outcomes.confidence is not None else None
             survival.observe(
                 outcomes.rows[own], outcomes.num_verified[own], outcomes.num_accepted[own], confidence
             )
+
+
+def _gained(alive: NDArray[float64], drafters: NDArray[int64], ks: NDArray[int64]) -> NDArray[float64]:
+    """Return the tokens expected of rows that go so deep. alive: [num_drafters, num_rows, max_k]"""
+    _, n, max_k = alive.shape
+    gained: NDArray[float64] = 1 + (alive[drafters, np.arange(n)] * (np.arange(max_k) < ks[:, None])).sum(axis=1)
+    return gained

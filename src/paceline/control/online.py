@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.control.cost import Work
+from paceline.control.cost import Work, draft_tables
 
 if TYPE_CHECKING:
     from numpy import float64, int64
@@ -43,33 +43,49 @@ class OnlineCost:
 
     def times(self, base: Work, num_rows: int, drafts: Drafts, *, drafted: bool = False) -> NDArray[float64]:
         """As `StepCost.times`."""
-        t, first = self.measured.target, min(int(base.tokens), MOST_TOKENS - 1)
-        seconds = self._pass_s[np.minimum(np.arange(first, first + len(drafts) + 1), MOST_TOKENS - 1)]
-        seconds[1:] += t.pair_s * np.cumsum(drafts.contexts)
+        t = self.measured.target
+        seconds = self._pass_s_from(int(base.tokens), len(drafts) + 1)
+        if t.pair_s:
+            seconds[1:] += t.pair_s * np.add.accumulate(drafts.contexts)
         seconds += t.besides(base)
         np.maximum.accumulate(seconds, out=seconds)  # where corrections of neighbours disagree
         if not drafted:
             seconds += self.measured.drafting(drafts, np.exp(self._by_drafter))
-        found: NDArray[float64] = seconds * exp(self.hour) + self.host_s
+        seconds *= exp(self.hour)
+        seconds += self.host_s
+        return seconds
+
+    def _pass_s_from(self, first: int, count: int) -> NDArray[float64]:
+        """Return a copy of the table of passes for so many sizes. [count]"""
+        if first + count <= MOST_TOKENS:
+            return self._pass_s[first : first + count].copy()
+        found: NDArray[float64] = self._pass_s[np.minimum(np.arange(first, first + count), MOST_TOKENS - 1)]
         return found
 
     def price(self, base: Work, lengths: NDArray[int64], ks: NDArray[int64], drafters: NDArray[int64]) -> float:
         """As `StepCost.price`."""
+        if not ks.any():
+            return self.pass_s(base) + self.host_s
         pairs = int((ks * lengths + ks * (ks + 1) // 2).sum())
         work = base + Work(int(ks.sum()), 0, 0, pairs)
-        return self.pass_s(work) + float(self.drafting_of(ks, drafters).sum()) + self.host_s
+        return self.pass_s(work) + self.drafting_s(ks, drafters) + self.host_s
 
-    def prices(self, base: Work, lengths: NDArray[int64], drafter: int, max_k: int) -> NDArray[float64]:
-        """Return the seconds of steps in which all rows draft 0, 1, ... tokens with one drafter. [max_k + 1]"""
+    def drafting_s(self, ks: NDArray[int64], drafters: NDArray[int64]) -> float:
+        """As `StepCost.drafting_s`."""
+        return float(self.drafting_of(ks, drafters).sum())
+
+    def prices(self, base: Work, lengths: NDArray[int64], num_drafters: int, max_k: int) -> NDArray[float64]:
+        """As `StepCost.prices`."""
         n, ks = len(lengths), np.arange(max_k + 1)
-        t, cost = self.measured.target, self.measured.drafters[drafter]
+        t, tables = self.measured.target, draft_tables(self.measured.drafters)
         tokens = np.minimum(int(base.tokens) + n * ks, MOST_TOKENS - 1)
         pairs = ks * int(lengths.sum()) + n * (ks * (ks + 1) // 2)
-        seconds = self._pass_s[tokens] + t.pair_s * pairs + t.besides(base)
-        if cost.max_depth:
-            seconds += exp(self._by_drafter[drafter]) * cost.seconds[n, np.minimum(ks, cost.max_depth)]
-        found: NDArray[float64] = seconds * exp(self.hour) + self.host_s
-        return found
+        verify_s = self._pass_s[tokens] + t.pair_s * pairs + t.besides(base)
+        drafting_s = tables.seconds[:num_drafters, n, np.minimum(ks, tables.width - 1)]
+        seconds: NDArray[float64] = drafting_s * np.exp(self._by_drafter)[:num_drafters, None] + verify_s
+        seconds *= exp(self.hour)
+        seconds += self.host_s
+        return seconds
 
     def drafting_of(self, ks: NDArray[int64], drafters: NDArray[int64]) -> NDArray[float64]:
         """Return the seconds that each drafter takes for rows that draft so much. [num_drafters]"""

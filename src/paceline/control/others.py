@@ -16,7 +16,11 @@ from paceline.control.cost import Work
 from paceline.control.policy import Decision, Outcomes, View, alike, plain
 
 if TYPE_CHECKING:
+    from numpy import int64
+    from numpy.typing import NDArray
+
     from paceline.control.cost import StepCost
+    from paceline.control.policy import Drafted
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,10 @@ class Static:
     def decide(self, view: View) -> Decision:
         """Draft `k` tokens for every row."""
         return alike(view, self.drafter, self.k) if self.k else plain(view)
+
+    def trim(self, view: View, drafted: Drafted) -> NDArray[int64]:
+        """Verify everything."""
+        return drafted.ks
 
     def learn(self, view: View, outcomes: Outcomes) -> None:
         """Nothing to learn."""
@@ -70,6 +78,10 @@ class MovingAverage:
         k = next((k for k in self.ks if k >= self.average + self.margin), self.ks[-1])
         return alike(view, self.drafter, k)
 
+    def trim(self, view: View, drafted: Drafted) -> NDArray[int64]:
+        """Verify everything."""
+        return drafted.ks
+
     def learn(self, view: View, outcomes: Outcomes) -> None:
         """Move the average."""
         drafted = outcomes.num_verified > 0
@@ -102,6 +114,10 @@ class TurboSpec:
             self.k = self._scan(view)
         self._steps += 1
         return alike(view, self.drafter, self.k) if self.k else plain(view)
+
+    def trim(self, view: View, drafted: Drafted) -> NDArray[int64]:
+        """Verify everything."""
+        return drafted.ks
 
     def learn(self, view: View, outcomes: Outcomes) -> None:
         """Average accepted over drafted."""

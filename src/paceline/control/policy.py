@@ -36,6 +36,7 @@ class View:
     offers: Mapping[int, NDArray[float64]] = field(default_factory=dict)  # by drafter, see `Controller.looks`
     wishes: Mapping[int, int] = field(default_factory=dict)  # row -> the drafter that its request named
     waiting: int = 0  # requests that have no row yet
+    targets: Mapping[int, float] = field(default_factory=dict)  # row -> seconds per token its request asked for
 
     @property
     def num_rows(self) -> int:
@@ -52,6 +53,7 @@ class Decision:
     seconds: float = 0.0  # the step is expected to take, 0 if nothing was predicted
     tokens: float = 0.0  # it is expected to commit
     speedup: float = 1.0  # expected against a step without drafts
+    prefill_tokens: int | None = None  # at most so many ride along; None: as many as fit
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +67,17 @@ class Outcomes:
     draft_s: float
     target_s: float
     host_s: float = 0.0
-    confidence: NDArray[float64] | None = None  # [n, depth], NaN where the drafter said nothing
+    confidence: NDArray[float64] | None = None  # [n, depth] of all proposed, NaN where the drafter said nothing
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drafted:
+    """What drafters proposed, before any of it is verified."""
+
+    rows: NDArray[int64]  # [n] that decode, in the order of the batch
+    drafters: NDArray[int64]  # [n]
+    ks: NDArray[int64]  # [n] tokens proposed
+    confidence: NDArray[float64]  # [n, depth], NaN where the drafter said nothing
 
 
 class Policy(Protocol):
@@ -77,6 +89,10 @@ class Policy(Protocol):
 
     def decide(self, view: View) -> Decision:
         """Decide for every row of a step."""
+        ...
+
+    def trim(self, view: View, drafted: Drafted) -> NDArray[int64]:
+        """Return how much of each row's draft is verified. Changes nothing in the policy. [n]"""
         ...
 
     def learn(self, view: View, outcomes: Outcomes) -> None:

@@ -19,21 +19,28 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.control.controller import Watcher
+    from paceline.control.objective import Objective
     from paceline.control.profile import Profile
 
 
 def make_loop(
-    profile: Profile, names: Sequence[str], num_rows: int, max_ks: Sequence[int], watcher: Watcher | None = None
+    profile: Profile,
+    names: Sequence[str],
+    num_rows: int,
+    max_ks: Sequence[int],
+    watcher: Watcher | None = None,
+    objective: Objective | None = None,
 ) -> ClosedLoop:
     """Return a loop that begins with what a profile says.
 
     names, max_ks: of the drafters, in the order of the profile's, which may call its only one by another name.
     """
     if isinstance(profile.cost, TableCost):  # of whole steps: what differs from it could not be told apart
-        policy = Goodput(profile.cost, num_rows, max_ks, _priors(profile, max_ks))
+        policy = Goodput(profile.cost, num_rows, max_ks, _priors(profile, max_ks), objective)
         return ClosedLoop(policy, None, names, watcher)
     cost = OnlineCost(profile.cost, float(profile.about.get("host_s", 0.0)))
-    return ClosedLoop(Goodput(cost, num_rows, max_ks, _priors(profile, max_ks)), cost, names, watcher)
+    policy = Goodput(cost, num_rows, max_ks, _priors(profile, max_ks), objective)
+    return ClosedLoop(policy, cost, names, watcher)
 
 
 def _priors(profile: Profile, max_ks: Sequence[int]) -> list[NDArray[float64] | None]:

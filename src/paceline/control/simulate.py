@@ -118,9 +118,11 @@ class Simulator:
 
     def _step(self) -> None:
         (rows,) = np.nonzero((self._request >= 0) & (self._to_prefill == 0))
-        prefill, chunks = self._prefill()
+        prefill, chunks = self._prefill(self.replica.prefill_tokens)
         view = View(rows, self._length[rows], self._left[rows] - 1, prefill)
         decision = self.policy.decide(view)
+        if decision.prefill_tokens is not None:
+            prefill, chunks = self._prefill(min(decision.prefill_tokens, self.replica.prefill_tokens))
         keys = int(view.lengths.sum())
         base = Work(len(rows), 0, keys, keys) + prefill
         seconds = self.cost.price(base, view.lengths, decision.ks, decision.drafters)
@@ -133,10 +135,10 @@ class Simulator:
         for index, count in enumerate((1, int(decision.ks.sum()), int(kept.sum()), len(rows))):
             self._counts[index] += count
 
-    def _prefill(self) -> tuple[Work, NDArray[int64]]:
+    def _prefill(self, budget: int) -> tuple[Work, NDArray[int64]]:
         """Return the work of this step's chunks, the lowest rows first, and their tokens. [num_rows]"""
         before = np.cumsum(self._to_prefill) - self._to_prefill
-        chunks = np.clip(self.replica.prefill_tokens - before, 0, self._to_prefill)
+        chunks = np.clip(budget - before, 0, self._to_prefill)
         tokens = int(chunks.sum())
         if not tokens:
             return Work(0), chunks

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from numpy import bool_, float64, int64
+    from numpy import float64, int64
     from numpy.typing import NDArray
 
 FIRST_GUESS = 0.6  # chance of a position before anything was seen
@@ -25,7 +25,9 @@ HABIT_DRIFT = 2e-4  # variance that comes back each step
 ROW_DRIFT = 0.01  # the same for a row, as a share of what rows differ by
 SPREAD_RATE, LEAST_SPREAD, MOST_SPREAD = 0.02, 0.1, 1.5
 SURENESS_DRIFT = 1e-5
+MOST_USUAL = 1000  # confidences after which the oldest are forgotten
 LARGEST_LOGIT = 6.0
+LEAST_CHANCE = 1 / (1 + np.exp(LARGEST_LOGIT))
 
 
 class Survival:
@@ -43,30 +45,50 @@ class Survival:
         self._usual = np.zeros(max_depth)  # [max_depth] mean logit of the confidence
         self._num_usual = np.zeros(max_depth)
 
+    @property
+    def max_depth(self) -> int:
+        """The deepest it knows."""
+        return len(self.habit)
+
     def admit(self, row: int) -> None:
         """A new text begins in a row: it is as easy as others, as far as one knows."""
         self.ease[row], self._ease_var[row] = 0.0, self.spread_var
 
-    def chances(self, rows: NDArray[int64], optimism: float = 0.0) -> NDArray[float64]:
-        """Return the chance of each depth given the one before, as known before drafting. [n, max_depth]
+    def logits(self, rows: NDArray[int64], optimism: float = 0.0) -> NDArray[float64]:
+        """Return the logit of the chance of each depth given the one before, before drafting. [n, max_depth]
 
         optimism: by how many standard deviations better than it seems.
         """
-        z = self.habit + self.ease[rows][:, None]
+        z: NDArray[float64] = self.habit + self.ease[rows][:, None]
         if optimism:
-            z = z + optimism * np.sqrt(self._habit_var + self._ease_var[rows][:, None])
-        return sigmoid(z)
+            z += optimism * np.sqrt(self._habit_var + self._ease_var[rows][:, None])
+        return z
+
+    def logits_with(self, rows: NDArray[int64], confidence: NDArray[float64]) -> NDArray[float64]:
+        """Return the same once the drafter has said how sure it is. [n, depth]
+
+        confidence: [n, depth]; NaN, not said, stays NaN.
+        """
+        depth = confidence.shape[1]
+        z = self._surprise(confidence)
+        z *= self.sureness
+        z += self.habit[:depth]
+        z += self.ease[rows][:, None]
+        return z
+
+    def chances(self, rows: NDArray[int64], optimism: float = 0.0) -> NDArray[float64]:
+        """Return the chance of each depth given the one before, as known before drafting. [n, max_depth]"""
+        return sigmoid(self.logits(rows, optimism))
 
     def chances_with(self, rows: NDArray[int64], confidence: NDArray[float64]) -> NDArray[float64]:
-        """Return the chances once the drafter has said how sure it is. confidence: [n, depth], NaN: not said."""
-        depth = confidence.shape[1]
-        return sigmoid(
-            (self.habit + self.ease[rows][:, None])[:, :depth] + self.sureness * self._surprise(confidence)
-        )
+        """Return the chances once the drafter has said how sure it is. confidence: [n, depth]"""
+        return sigmoid(self.logits_with(rows, confidence))
 
     def _surprise(self, confidence: NDArray[float64]) -> NDArray[float64]:
-        """Return how much surer than usual the drafter is, in logits; 0 where it says nothing."""
-        return np.nan_to_num(logit(confidence) - self._usual[: confidence.shape[1]], nan=0.0)
+        """Return how much surer than usual the drafter is, in logits; NaN where it says nothing."""
+        surprise = logit(confidence)
+        surprise -= self._usual[: confidence.shape[1]]
+        return surprise
 
     def observe(
         self,
@@ -76,54 +98,62 @@ class Survival:
         confidence: NDArray[float64] | None = None,
     ) -> None:
         """Learn from a step: how many drafts of each row were verified, how many kept. [n]"""
-        depth = min(int(num_verified.max(initial=0)), len(self.habit))
         self._habit_var += HABIT_DRIFT
-        self._ease_var = np.minimum(self._ease_var + ROW_DRIFT * self.spread_var, self.spread_var)
+        self._ease_var += ROW_DRIFT * self.spread_var
+        np.minimum(self._ease_var, self.spread_var, out=self._ease_var)
+        depth = min(int(num_verified.max(initial=0)), len(self.habit))
         if depth == 0:
             return
         places = np.arange(depth)
-        kept = places < num_accepted[:, None]
-        tested = (places <= num_accepted[:, None]) & (places < num_verified[:, None])
+        tested = (places < np.minimum(num_accepted + 1, num_verified)[:, None]).astype(np.float64)
+        kept = (places < num_accepted[:, None]).astype(np.float64)
         surprise = np.zeros((len(rows), depth))
-        if confidence is not None:
-            self._learn_usual(confidence[:, :depth])
-            surprise[:, : confidence.shape[1]] = self._surprise(confidence[:, :depth])
+        if confidence is not None:  # of what was not verified, too: else only the surest would count as usual
+            known = self._learn_usual(logit(confidence[:, : self.max_depth]))[:, :depth]
+            surprise[:, : known.shape[1]] = known
         self._update(rows, depth, tested, kept, surprise)
 
     def _update(
         self,
         rows: NDArray[int64],
         depth: int,
-        tested: NDArray[bool_],
-        kept: NDArray[bool_],
+        tested: NDArray[float64],
+        kept: NDArray[float64],
         surprise: NDArray[float64],
     ) -> None:
-        """One step of the filter, all outcomes of a step at once."""
-        habit_var, ease_var = self._habit_var[:depth], self._ease_var[rows]
-        chance = sigmoid(self.habit[:depth] + self.ease[rows][:, None] + self.sureness * surprise)
-        error = np.where(tested, kept - chance, 0.0)
-        weight = np.where(tested, chance * (1 - chance), 0.0)
+        """One step of the filter, all outcomes of a step at once. tested, kept: [n, depth] 1 or 0."""
+        habit_var, ease_var, ease = self._habit_var[:depth], self._ease_var[rows], self.ease[rows]
+        chance = sigmoid(self.habit[:depth] + ease[:, None] + self.sureness * surprise)
+        error = tested * (kept - chance)
+        weight = tested * (chance - chance * chance)
         for_rows = 1 / (1 + weight * habit_var)  # what of an outcome is not explained by an uncertain habit
-        self._ease_var[rows] = 1 / (1 / ease_var + (weight * for_rows).sum(1))
-        self.ease[rows] += self._ease_var[rows] * (error * for_rows).sum(1)
-        seen = float((self.ease[rows] ** 2 + self._ease_var[rows]).mean())
-        self.spread_var += SPREAD_RATE * (min(max(seen, LEAST_SPREAD**2), MOST_SPREAD**2) - self.spread_var)
         for_habits = 1 / (1 + weight * ease_var[:, None])
-        self._habit_var[:depth] = 1 / (1 / habit_var + (weight * for_habits).sum(0))
-        self.habit[:depth] += self._habit_var[:depth] * (error * for_habits).sum(0)
-        np.clip(self.ease, -LARGEST_LOGIT / 2, LARGEST_LOGIT / 2, out=self.ease)
-        np.clip(self.habit, -LARGEST_LOGIT, LARGEST_LOGIT, out=self.habit)
-        self._sureness_var = 1 / (1 / (self._sureness_var + SURENESS_DRIFT) + float((weight * surprise**2).sum()))
-        self.sureness = max(0.0, self.sureness + self._sureness_var * float((error * surprise).sum()))
+        ease_var = 1 / (1 / ease_var + _sums_of_rows(weight, for_rows))
+        ease = ease + ease_var * _sums_of_rows(error, for_rows)
+        self._learn_spread(float((ease * ease + ease_var).sum()) / len(rows))
+        self._ease_var[rows] = ease_var
+        self.ease[rows] = _within(ease, LARGEST_LOGIT / 2)
+        habit_var = 1 / (1 / habit_var + (weight * for_habits).sum(0))
+        self._habit_var[:depth] = habit_var
+        self.habit[:depth] = _within(self.habit[:depth] + habit_var * (error * for_habits).sum(0), LARGEST_LOGIT)
+        self._learn_sureness(float((weight * surprise**2).sum()), float((error * surprise).sum()))
 
-    def _learn_usual(self, confidence: NDArray[float64]) -> None:
-        said = np.isfinite(confidence)
-        count = said.sum(0)
-        depth = confidence.shape[1]
-        self._num_usual[:depth] = np.minimum(self._num_usual[:depth] + count, 1000)
-        rate = count / np.maximum(self._num_usual[:depth], 1)
-        mean = np.where(said, logit(np.where(said, confidence, 0.5)), 0.0).sum(0) / np.maximum(count, 1)
-        self._usual[:depth] += rate * (mean - self._usual[:depth])
+    def _learn_spread(self, seen: float) -> None:
+        self.spread_var += SPREAD_RATE * (min(max(seen, LEAST_SPREAD**2), MOST_SPREAD**2) - self.spread_var)
+
+    def _learn_sureness(self, weight: float, error: float) -> None:
+        self._sureness_var = 1 / (1 / (self._sureness_var + SURENESS_DRIFT) + weight)
+        self.sureness = max(0.0, self.sureness + self._sureness_var * error)
+
+    def _learn_usual(self, logits: NDArray[float64]) -> NDArray[float64]:
+        """Learn from confidences, and return the surprise in each; 0 where nothing was said. [n, depth]"""
+        said = np.isfinite(logits)
+        logits = np.where(said, logits, 0.0)
+        depth, count = logits.shape[1], said.sum(0)
+        num_usual, usual = self._num_usual[:depth], self._usual[:depth]  # views
+        np.minimum(num_usual + count, MOST_USUAL, out=num_usual)
+        usual += (logits.sum(0) - count * usual) / np.maximum(num_usual, 1)
+        return (logits - usual) * said
 
 
 def survival_of(chances: NDArray[float64]) -> NDArray[float64]:
@@ -134,11 +164,28 @@ def survival_of(chances: NDArray[float64]) -> NDArray[float64]:
 
 def sigmoid(x: NDArray[float64]) -> NDArray[float64]:
     """Return 1 / (1 + exp(-x))."""
-    found: NDArray[float64] = 1 / (1 + np.exp(-x))
-    return found
+    found: NDArray[float64] = np.exp(-x)
+    found += 1
+    return np.reciprocal(found, out=found)
 
 
 def logit(p: float | NDArray[float64]) -> NDArray[float64]:
     """Return the inverse of `sigmoid`, within its largest values."""
-    found: NDArray[float64] = np.clip(np.log(p) - np.log1p(-np.asarray(p)), -LARGEST_LOGIT, LARGEST_LOGIT)
+    inside = _between(np.asarray(p, np.float64), LEAST_CHANCE, 1 - LEAST_CHANCE)
+    found: NDArray[float64] = np.log(inside / (1 - inside))
+    return found
+
+
+def _within(x: NDArray[float64], most: float) -> NDArray[float64]:
+    return _between(x, -most, most)
+
+
+def _between(x: NDArray[float64], low: float, high: float) -> NDArray[float64]:
+    """Return what np.clip does, sooner for the few numbers of a step."""
+    found: NDArray[float64] = np.minimum(np.maximum(x, low), high)
+    return found
+
+
+def _sums_of_rows(a: NDArray[float64], b: NDArray[float64]) -> NDArray[float64]:
+    found: NDArray[float64] = np.einsum("ij,ij->i", a, b)
     return found

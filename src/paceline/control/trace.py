@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.control.cost import Work
+from paceline.control.objective import THROUGHPUT, Objective
 from paceline.control.policy import Decision, Outcomes, View
 from paceline.control.profile import Profile, from_json, to_json
 from paceline.control.setup import make_loop
@@ -34,11 +35,22 @@ class Tracer:
     """Writes down what a loop sees, chooses and gets; see `Watcher`."""
 
     def __init__(
-        self, file: IO[str], profile: Profile, names: Sequence[str], num_rows: int, max_ks: Sequence[int]
+        self,
+        file: IO[str],
+        profile: Profile,
+        names: Sequence[str],
+        num_rows: int,
+        max_ks: Sequence[int],
+        objective: str = THROUGHPUT,
     ) -> None:
         self._file = file
         self._write(
-            format=FORMAT, profile=to_json(profile), names=list(names), num_rows=num_rows, max_ks=list(max_ks)
+            format=FORMAT,
+            profile=to_json(profile),
+            names=list(names),
+            num_rows=num_rows,
+            max_ks=list(max_ks),
+            objective=objective,
         )
 
     def admitted(self, row: int) -> None:
@@ -56,6 +68,7 @@ class Tracer:
             "offers": offers,
             "wishes": {str(row): drafter for row, drafter in view.wishes.items()},
             "waiting": view.waiting,
+            "targets": {str(row): target_s for row, target_s in view.targets.items()},
         }
         self._write(view=seen, ks=decision.ks.tolist(), drafters=decision.drafters.tolist())
 
@@ -104,7 +117,8 @@ def replay(path: Path, on_step: Callable[[ClosedLoop], None] | None = None) -> I
         if header.get("format") != FORMAT:
             raise ValueError(f"format {header.get('format')!r}, known: {FORMAT!r}")
         profile, max_ks = from_json(header["profile"]), [int(k) for k in header["max_ks"]]
-        loop = make_loop(profile, header["names"], int(header["num_rows"]), max_ks)
+        objective = Objective.parse(header.get("objective", THROUGHPUT))
+        loop = make_loop(profile, header["names"], int(header["num_rows"]), max_ks, objective=objective)
         yield from _steps(loop, lines, on_step)
     except (KeyError, TypeError, ValueError, StopIteration) as error:
         raise ConfigError(f"{path} is no trace this version reads: {type(error).__name__} {error}") from None
@@ -151,6 +165,7 @@ def _view(seen: dict[str, Any]) -> View:
         offers=offers,
         wishes=wishes,
         waiting=int(seen["waiting"]),
+        targets={int(row): float(target_s) for row, target_s in seen.get("targets", {}).items()},
     )
 
 

@@ -55,7 +55,6 @@ class RowPlan:
 
     drafter: str | None  # None drafts nothing
     k: int  # at most this many drafts
-    threshold: float = 0.0  # the drafter stops a row by itself once survival falls below this
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +62,7 @@ class Plan:
     """What `control` decided for a step. A row that is absent drafts nothing."""
 
     rows: Mapping[int, RowPlan] = field(default_factory=dict)  # row -> its plan
+    prefill_tokens: int | None = None  # at most so many prompt tokens ride along; None: as many as fit
 
     def k(self, row: int) -> int:
         """Return the largest number of drafts for a row."""
@@ -77,7 +77,6 @@ class Plan:
         """Assert the bounds of every row's plan."""
         for row_plan in self.rows.values():
             assert row_plan.k >= 0
-            assert 0.0 <= row_plan.threshold <= 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +149,14 @@ class RowDraft:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    def first(self, k: int) -> RowDraft:
+        """Return the first k of its tokens, for a chain."""
+        if k >= len(self):
+            return self
+        confidence = None if self.confidence is None else self.confidence[:k]
+        probs = None if self.probs is None else self.probs[:k]
+        return RowDraft(self.token_ids[:k], self.drafter, confidence, probs) if k else NO_DRAFT
+
 
 NO_DRAFT = RowDraft()
 
@@ -193,6 +200,7 @@ class Choose:
     choice: int = 0
     position: int = 0  # index, in the row's tokens, of the token being chosen
     edits: Edits | None = None
+    margin: bool = False  # whether it is told, too, how far ahead the token was: a drafter's confidence
 
     @property
     def wants_logits(self) -> bool:

@@ -128,6 +128,7 @@ def _check_token_id(name: str, value: object) -> None:
 
 AUTO, OFF = "auto", "off"
 MAX_NAME_CHARS = 64
+MAX_TPOT_MS = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +137,15 @@ class Speculation:
 
     draft: str = AUTO  # as the engine is set up; `off`; or the name of one of its drafters
     k: int | None = None  # at most so many drafts in a step
+    tpot_ms: float | None = None  # time per output token to keep to, if the controller can
 
     def __post_init__(self) -> None:
         if not 0 < len(self.draft) <= MAX_NAME_CHARS:
             raise RequestError("speculation.draft must be auto, off or the name of a drafter", "speculation")
         if self.k is not None and not 0 <= self.k <= MAX_ASKED_K:
             raise RequestError(f"speculation.k must be between 0 and {MAX_ASKED_K}, not {self.k}", "speculation")
+        if self.tpot_ms is not None and not 0 < self.tpot_ms <= MAX_TPOT_MS:
+            raise RequestError(f"speculation.tpot_ms must be above 0, at most {MAX_TPOT_MS:g}", "speculation")
 
     @property
     def most(self) -> int:

@@ -7,7 +7,7 @@ readable twins are here: `keep_slow`, `choose_token_slow`, `logprobs_slow`.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.core import noise
 from paceline.core.nouns import BROKEN, TokenLogprobs
@@ -36,19 +36,24 @@ def choose_token(logits: NDArray[floating], choose: Choose) -> int:
     """
     from paceline import kernels
 
-    params, edits = choose.params, choose.edits or no_edits()
+    return kernels.choose(logits, *_how(choose))
+
+
+def choose_ahead(logits: NDArray[floating], choose: Choose) -> tuple[int, float]:
+    """Return what `choose_token` returns, and by how many logits it was ahead of the next token.
+
+    That is the lead in noisy scores times the temperature: what two models differ by is in logits, too, so it says
+    how much they may differ and still choose the same. Infinite where there was no other token.
+    """
+    from paceline import kernels
+
+    return kernels.choose_ahead(logits, *_how(choose))
+
+
+def _how(choose: Choose) -> tuple[Any, ...]:
+    p, edits = choose.params, choose.edits or no_edits()
     key = noise.key(choose.seed, choose.choice, noise.Lane.CHOICE, choose.position)
-    return kernels.choose(
-        logits,
-        params.temperature,
-        params.top_k,
-        params.top_p,
-        params.min_p,
-        edits.ids,
-        edits.scale,
-        edits.add,
-        *key,
-    )
+    return (p.temperature, p.top_k, p.top_p, p.min_p, edits.ids, edits.scale, edits.add, *key)
 
 
 def choose_token_slow(logits: NDArray[floating], choose: Choose) -> int:
@@ -64,6 +69,22 @@ def choose_token_slow(logits: NDArray[floating], choose: Choose) -> int:
     ids = keep_slow(z, params)
     key = noise.key(choose.seed, choose.choice, noise.Lane.CHOICE, choose.position)
     return noise.noisy_argmax(z[ids], key, ids)
+
+
+def choose_ahead_slow(logits: NDArray[floating], choose: Choose) -> tuple[int, float]:
+    """Return what `choose_ahead` returns, plainly."""
+    import numpy as np
+
+    params = choose.params
+    if params.greedy:
+        scores, unit = apply_edits(logits, choose.edits), 1.0
+    else:
+        z, unit = scaled(logits, params, choose.edits), max(params.temperature, LEAST_TEMPERATURE)
+        ids = keep_slow(z, params)
+        key = noise.key(choose.seed, choose.choice, noise.Lane.CHOICE, choose.position)
+        scores = z[ids] + noise.gumbel(key, ids)
+    first, second = np.sort(np.append(scores.astype(np.float64), -np.inf))[::-1][:2]
+    return choose_token_slow(logits, choose), float(unit * (first - second))
 
 
 def distribution(logits: NDArray[floating], choose: Choose) -> tuple[NDArray[int64], NDArray[float64]]:

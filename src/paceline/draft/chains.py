@@ -6,6 +6,7 @@ probability at least (1 - TV) / (1 + TV) (Daliri et al., arXiv 2408.07978).
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,7 @@ class Chain:
         self.row = row
         self.token_ids: list[int] = []
         self.probs: list[NDArray[floating]] = []  # [vocab] each, if the law needs them
+        self.margins: list[float] = []  # logits by which each was ahead of the next, NaN where not known
 
     @property
     def broken(self) -> bool:
@@ -46,7 +48,17 @@ class Chain:
     def draft(self, drafter: str) -> RowDraft:
         """Return the guesses as a draft."""
         probs = np.stack(self.probs) if self.probs else None
-        return RowDraft(self.token_ids, drafter, probs=probs)
+        return RowDraft(self.token_ids, drafter, confidence_of(self.margins), probs)
+
+
+def confidence_of(margins: Sequence[float]) -> list[float] | None:
+    """Return how likely tokens are kept whose rivals are so many logits behind; None where one is not known.
+
+    As if target and drafter differed by logistic noise; how much they really differ the controller learns.
+    """
+    if not margins or any(math.isnan(m) for m in margins):
+        return None
+    return [1 / (1 + math.exp(-m)) for m in margins]
 
 
 def share_out(behind: Mapping[int, int], allowance: int = CATCH_UP_TOKENS) -> tuple[list[int], dict[int, int]]:
@@ -68,11 +80,13 @@ def share_out(behind: Mapping[int, int], allowance: int = CATCH_UP_TOKENS) -> tu
 def extend(rows: Rows, chains: Sequence[Chain], run: Callable[[Sequence[Choose]], Chosen], *, dense: bool) -> None:
     """Draw one more token for each chain. `dense` also keeps the distributions they were drawn from."""
     chooses = [rows.choose_after(chain.row, chain.token_ids) for chain in chains]
-    token_ids, probs = draw(run, chooses, [len(chain.token_ids) for chain in chains], dense=dense)
+    drawn = draw(run, chooses, [len(chain.token_ids) for chain in chains], dense=dense)
     for index, chain in enumerate(chains):
-        chain.token_ids.append(token_ids[index])
-        if probs is not None:
-            chain.probs.append(probs[index])
+        chain.token_ids.append(drawn.token_ids[index])
+        if drawn.probs is not None:
+            chain.probs.append(drawn.probs[index])
+        if drawn.margins is not None:
+            chain.margins.append(drawn.margins[index])
 
 
 def draft_in_turn(

@@ -174,11 +174,11 @@ class ForeignDraftModel:
             choose = replace(choose, kind=GREEDY_KIND, edits=None)
         places = guesses.spelling.places(guesses.own_ids)
         run = partial(_choose, places, logits)
-        drawn, probs = draw(run, [choose], [len(guesses.token_ids)], dense=dense)
-        if drawn[0] < 0:
+        drawn = draw(run, [choose], [len(guesses.token_ids)], dense=dense)
+        if drawn.token_ids[0] < 0:
             return False
-        guesses.add(places.own_id(drawn[0]))
-        guesses.probs += probs or []
+        guesses.add(places.own_id(drawn.token_ids[0]))
+        guesses.probs += drawn.probs or []
         return True
 
 

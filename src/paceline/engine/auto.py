@@ -6,8 +6,9 @@ import hashlib
 import json
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
+from paceline.control.objective import Objective
 from paceline.control.profile import ANY_DRAFTER, Profile, read_profile, write_profile
 from paceline.control.setup import make_loop
 from paceline.control.trace import Tracer
@@ -17,8 +18,6 @@ from paceline.engine.calibrate import QUICK, calibrate
 from paceline.model.pull import cache_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from paceline.engine.calibrate import Grid, Progress
     from paceline.engine.config import EngineConfig
     from paceline.engine.engine import Engine
@@ -42,17 +41,19 @@ def close_loop(engine: Engine, config: EngineConfig, model: str, progress: Progr
         )
     max_ks = [min(drafter.needs.max_k, DEEPEST) for drafter in engine.drafting.drafters.values()]
     num_rows = engine.scheduler.limits.num_rows
-    tracer = _tracer(config.trace, profile, names, num_rows, max_ks) if config.trace else None
-    engine.controller = make_loop(profile, names, num_rows, max_ks, tracer)
+    tracer = None
+    if config.trace:
+        tracer = Tracer(_opened(config.trace), profile, names, num_rows, max_ks, config.objective)
+    objective = Objective.parse(config.objective)
+    engine.controller = make_loop(profile, names, num_rows, max_ks, tracer, objective)
     return f"K by the controller, which knows what steps cost: {known}"
 
 
-def _tracer(path: str, profile: Profile, names: Sequence[str], num_rows: int, max_ks: Sequence[int]) -> Tracer:
+def _opened(path: str) -> IO[str]:
     try:
-        file = Path(path).open("w", buffering=1)  # noqa: SIM115 (as long as the engine lives)
+        return Path(path).open("w", buffering=1)  # for as long as the engine lives
     except OSError as error:
         raise ConfigError(f"--trace {path}: {error.strerror}") from None
-    return Tracer(file, profile, names, num_rows, max_ks)
 
 
 def _measured(engine: Engine, config: EngineConfig, model: str, progress: Progress | None) -> tuple[Profile, str]:

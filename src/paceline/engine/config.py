@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from paceline.control.objective import THROUGHPUT, Objective
 from paceline.core.errors import ConfigError
 from paceline.engine.backends import DEFAULT_BACKEND, BackendSpec, backend_spec
 from paceline.engine.scheduler import Limits
@@ -27,11 +28,12 @@ class EngineConfig:
     kv_tokens: int | None = None  # KV slots in all; None: what the rows need, within free memory
     prefix_cache: bool = True
     profile: str | None = None  # file of measured costs for `--draft auto`; None: those of this machine
+    objective: str = THROUGHPUT  # or latency:MS, which `--draft auto` keeps to
     trace: str | None = None  # file to which `--draft auto` writes what it knew, chose and got
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
-        _ = self.kv_type
+        _ = self.kv_type, Objective.parse(self.objective)
         _bounded("--max-rows", self.limits.num_rows, 1, MAX_ROWS)
         _bounded("--max-len", self.limits.max_len, 16, 1 << 24)
         _bounded("--prefill-tokens", self.limits.prefill_tokens, 1, 1 << 20)

@@ -90,7 +90,9 @@ class Drafting:
         offers = self._offers.pop(name, None)
         if offers is None:
             return None
-        return Draft(tuple(_cut(offers.get(r.row), min(plan.k(r.row), r.max_drafts)) for r in batch.rows))
+        return Draft(
+            tuple(offers.get(r.row, NO_DRAFT).first(min(plan.k(r.row), r.max_drafts)) for r in batch.rows)
+        )
 
     def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
         """Tell every drafter what was kept."""
@@ -131,9 +133,3 @@ class Drafting:
 
 def _look(drafter: Lookup, asked: Sequence[tuple[int, int]]) -> dict[int, RowDraft]:
     return {row: drafter.look(row, k) for row, k in asked if k > 0}
-
-
-def _cut(offer: RowDraft | None, k: int) -> RowDraft:
-    if offer is None or k == 0:
-        return NO_DRAFT
-    return RowDraft(offer.token_ids[:k], offer.drafter, (offer.confidence or ())[:k])

@@ -162,13 +162,15 @@ class Engine:
         batch = self._admit(plan)
         if batch.rows:
             proposed = self._propose(batch, plan)
-            draft = self.controller.trim(batch, proposed)
+            draft = self._trim(batch, proposed)
             scores, verdict = self._score_and_judge(batch, draft)
             self.target.commit(batch, verdict)
             self._commit_drafters(batch, scores, verdict)
             self._commit(batch, proposed, draft, verdict)
             times = self._count_step(perf_counter() - start, *before)
-            self.controller.observe(batch, proposed, draft, verdict, times)
+            reckoning = self.controller.observe(batch, proposed, draft, verdict, times)
+            if reckoning is not None:
+                self._stats.reckoned.count(times.total_s, reckoning)
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
@@ -203,6 +205,15 @@ class Engine:
         start = perf_counter()
         draft = self.drafting.propose(batch, plan)
         self._stats.draft_s += perf_counter() - start
+        return draft
+
+    def _trim(self, batch: Batch, proposed: Draft) -> Draft:
+        """Let the controller drop what is not worth verifying, unless the law forbids it to look at drafts."""
+        if not self.law.admits_any_trim:
+            return proposed
+        start = perf_counter()
+        draft = self.controller.trim(batch, proposed)
+        self._stats.plan_s += perf_counter() - start
         return draft
 
     def _score_and_judge(self, batch: Batch, draft: Draft) -> tuple[Scores, Verdict]:

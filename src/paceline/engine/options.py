@@ -26,6 +26,12 @@ def add_engine_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--profile", metavar="FILE", help="with auto, what steps cost (default: measured here)")
     parser.add_argument(
+        "--objective",
+        metavar="throughput|latency:MS",
+        default=DEFAULTS.objective,
+        help="with auto, the most tokens per second, or so many milliseconds per output token in every answer",
+    )
+    parser.add_argument(
         "--trace", metavar="FILE", help="with auto, write every choice there: `paceline explain FILE`"
     )
     add_target_arguments(parser)
@@ -77,6 +83,7 @@ def engine_config(args: Namespace) -> EngineConfig:
         kv_tokens=args.kv_tokens,
         prefix_cache=args.prefix_cache,
         profile=getattr(args, "profile", None),
+        objective=getattr(args, "objective", DEFAULTS.objective),
         trace=getattr(args, "trace", None),
         limits=Limits(
             num_rows=args.max_rows,

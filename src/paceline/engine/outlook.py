@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.control.cost import Work
+from paceline.control.objective import MS_PER_S
 from paceline.control.policy import View
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ def outlook(scheduler: Scheduler, drafting: Drafting, *, looks: bool) -> View:
     rows, lengths, most = np.array(found, np.int64).reshape(-1, 3).T
     offers = drafting.look(rows.tolist(), most.tolist()) if looks else {}
     wishes = dict(_wishes(decoding, tuple(drafting.drafters)))
-    return View(rows, lengths, most, _prefill(scheduler), offers, wishes, len(scheduler.waiting))
+    targets = dict(_targets(decoding))
+    return View(rows, lengths, most, _prefill(scheduler), offers, wishes, len(scheduler.waiting), targets)
 
 
 def _most(running: Running) -> int:
@@ -40,6 +42,13 @@ def _wishes(decoding: Sequence[Running], names: Sequence[str]) -> Iterator[tuple
     for r in decoding:
         if r.request.speculation and r.request.speculation.draft in names:
             yield r.row, names.index(r.request.speculation.draft)
+
+
+def _targets(decoding: Sequence[Running]) -> Iterator[tuple[int, float]]:
+    """Yield (row, seconds per token) where a request asked for a pace of its own."""
+    for r in decoding:
+        if r.request.speculation and r.request.speculation.tpot_ms is not None:
+            yield r.row, r.request.speculation.tpot_ms / MS_PER_S
 
 
 def _prefill(scheduler: Scheduler) -> Work:

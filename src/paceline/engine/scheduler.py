@@ -141,7 +141,7 @@ class Scheduler:
         """Choose the rows of the next step and hold pages for every token and draft in it."""
         decodes, short = self._secure_decodes()
         rows = [self._decode_row(r, plan.k(r.row)) for r in decodes]
-        budget = self.limits.prefill_tokens
+        budget = min(self.limits.prefill_tokens, plan.prefill_tokens or self.limits.prefill_tokens)
         admissions: list[Admission] = []
         for running in [r for r in self.running if not r.decoding and not r.ended]:
             if budget > 0 and not short:

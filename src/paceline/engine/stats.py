@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.control.reckoning import Reckoning
     from paceline.core.nouns import Batch, Draft, RowDraft, Verdict
 
 
@@ -24,6 +25,16 @@ class DraftCounts:
         return sum(self.verified_at)
 
     @property
+    def trimmed(self) -> int:
+        """Tokens that were proposed and not verified."""
+        return self.drafted - self.verified
+
+    @property
+    def rejected(self) -> int:
+        """Tokens that were verified and not kept: the first that the law refused, and those behind it."""
+        return self.verified - self.accepted
+
+    @property
     def accepted(self) -> int:
         """Tokens kept."""
         return sum(self.accepted_at)
@@ -33,6 +44,31 @@ class DraftCounts:
         self.drafted += num_drafted
         _bump(self.verified_at, num_verified)
         _bump(self.accepted_at, num_accepted)
+
+
+@dataclass(slots=True)
+class Reckoned:
+    """What a controller that knows costs makes of the steps so far; all zero without one."""
+
+    step_s: float = 0.0  # of the steps that it predicted
+    error_s: float = 0.0  # by which predictions were off, in either direction
+    plain_s: float = 0.0  # that the same tokens would have taken without drafts, as estimated
+
+    def count(self, step_s: float, reckoning: Reckoning) -> None:
+        """Add a step."""
+        self.step_s += step_s
+        self.error_s += abs(reckoning.predicted_s - step_s)
+        self.plain_s += reckoning.plain_s
+
+    @property
+    def speedup(self) -> float | None:
+        """Estimated speed-up against plain decoding; None if nothing was predicted."""
+        return self.plain_s / self.step_s if self.step_s else None
+
+    @property
+    def error(self) -> float | None:
+        """Share of the time by which predictions were off; None if nothing was predicted."""
+        return self.error_s / self.step_s if self.step_s else None
 
 
 @dataclass(slots=True)
@@ -54,6 +90,8 @@ class Stats:
     untapped_tokens: int = 0  # cached tokens whose hidden states no head will see: it drafts from behind them
     k_histogram: list[int] = field(default_factory=list)  # [k] decode passes that verified k drafts
     drafters: dict[str, DraftCounts] = field(default_factory=dict)
+
+    reckoned: Reckoned = field(default_factory=Reckoned)
 
     @property
     def host_s(self) -> float:

@@ -19,6 +19,18 @@ def choose(
     k0: int,
     k1: int,
 ) -> int: ...
+def choose_ahead(
+    logits: NDArray[floating[Any]],
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    edit_ids: NDArray[int64],
+    edit_scale: NDArray[float32],
+    edit_add: NDArray[float32],
+    k0: int,
+    k1: int,
+) -> tuple[int, float]: ...
 def keep(z: NDArray[floating[Any]], top_k: int, top_p: float, min_p: float) -> list[int]: ...
 def logprobs(
     logits: NDArray[floating[Any]], token_id: int, num_top: int
@@ -118,6 +130,7 @@ class Decoder:
         taps: NDArray[float32],
         chosen: NDArray[int64],
         logits: NDArray[float32],
+        margins: NDArray[float32],
     ) -> None: ...
 
 class TextIndex:

@@ -43,6 +43,7 @@ class Chosen:
     logits: NDArray[floating] | None
     logit_idx: NDArray[int64] | None  # [num_wanted] row of `logits`, -1 where there is none
     taps: Mapping[int, NDArray[floating]] = field(default_factory=dict)  # as `Taps.states`
+    margins: NDArray[floating] | None = None  # [num_wanted] logits by which each is ahead, NaN where not known
 
 
 class Decoder(Protocol):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from paceline.core import sampling
 from paceline.core.noise import Lane, key
 from paceline.core.nouns import BROKEN, UNCHOSEN
-from paceline.core.sampling import BrokenRow, choose_token, distribution
+from paceline.core.sampling import BrokenRow, choose_ahead, choose_token, distribution
 from paceline.model.backend import Chosen
 
 if TYPE_CHECKING:
@@ -27,17 +28,25 @@ def choose_from(logits: torch.Tensor, chooses: Sequence[Choose]) -> Chosen:
     """Choose a token per row of `logits` [n, vocab] where its kind allows."""
     kinds = np.array([c.kind for c in chooses], dtype="U7")
     chosen = np.full(len(chooses), UNCHOSEN, np.int64)
+    margins = np.full(len(chooses), np.nan) if any(c.margin for c in chooses) else None
     if (plain := np.flatnonzero(kinds == "argmax")).size:
-        best, ids = (logits if plain.size == len(chooses) else logits[plain]).max(dim=-1)  # the lowest id on ties
+        rows = logits if plain.size == len(chooses) else logits[plain]
+        best, ids = rows.max(dim=-1)  # the lowest id on ties
         chosen[plain] = np.where(best.isfinite().cpu().numpy(), ids.cpu().numpy(), BROKEN)
+        if margins is not None:
+            two = rows.topk(2).values
+            margins[plain] = (two[:, 0] - two[:, 1]).cpu().numpy()
     host = logits.cpu().numpy() if (kinds != "argmax").any() else None
     for index in np.flatnonzero(kinds == "noisy").tolist():
         assert host is not None
-        chosen[index] = choose_token(host[index], chooses[index])
+        if margins is None:
+            chosen[index] = choose_token(host[index], chooses[index])
+        else:
+            chosen[index], margins[index] = choose_ahead(host[index], chooses[index])
     left = np.flatnonzero([c.wants_logits for c in chooses])
     if host is None or not left.size:
-        return Chosen(chosen, None, None)
-    return Chosen(chosen, host if left.size == len(chooses) else host[left], logit_rows(chooses))
+        return Chosen(chosen, None, None, margins=margins)
+    return Chosen(chosen, host if left.size == len(chooses) else host[left], logit_rows(chooses), margins=margins)
 
 
 def logit_rows(chooses: Sequence[Choose]) -> NDArray[int64]:
@@ -48,16 +57,26 @@ def logit_rows(chooses: Sequence[Choose]) -> NDArray[int64]:
 
 def pick(chosen: Chosen, places: Sequence[int]) -> Chosen:
     """Return what a pass says of some of its wanted tokens."""
-    token_ids = chosen.token_ids[places]
+    token_ids, margins = chosen.token_ids[places], None if chosen.margins is None else chosen.margins[places]
     if chosen.logits is None or chosen.logit_idx is None:
-        return Chosen(token_ids, None, None)
+        return Chosen(token_ids, None, None, margins=margins)
     rows = chosen.logit_idx[places]
-    return Chosen(token_ids, chosen.logits[rows[rows >= 0]], np.where(rows >= 0, np.cumsum(rows >= 0) - 1, -1))
+    idx = np.where(rows >= 0, np.cumsum(rows >= 0) - 1, -1)
+    return Chosen(token_ids, chosen.logits[rows[rows >= 0]], idx, margins=margins)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drawn:
+    """What a drafter drew."""
+
+    token_ids: list[int]  # [n]
+    probs: list[NDArray[floating]] | None = None  # [n] of [vocab]: what each was drawn from, if that was asked for
+    margins: list[float] | None = None  # [n] as `Chosen.margins`
 
 
 def draw(
     run: Callable[[Sequence[Choose]], Chosen], chooses: Sequence[Choose], depths: Sequence[int], *, dense: bool
-) -> tuple[list[int], list[NDArray[floating]] | None]:
+) -> Drawn:
     """Draw one draft token for each of `chooses`, which `run` hands to a drafter's pass.
 
     Without `dense` a row draws as the target would, with the noise of the target's choice. With `dense` it draws
@@ -68,13 +87,14 @@ def draw(
         chosen = run([replace(c, kind="logits") for c in chooses])
         assert chosen.logits is not None
         drawn = [_draw_dense(row, c, d) for row, c, d in zip(chosen.logits, chooses, depths, strict=True)]
-        return [token_id for token_id, _ in drawn], [probs for _, probs in drawn]
-    chosen = run(chooses)
+        return Drawn([token_id for token_id, _ in drawn], [probs for _, probs in drawn])
+    chosen = run([replace(c, margin=True) for c in chooses])
     token_ids: list[int] = chosen.token_ids.tolist()
+    margins = [math.nan] * len(token_ids) if chosen.margins is None else chosen.margins.tolist()
     for index, row in enumerate([] if chosen.logit_idx is None else chosen.logit_idx.tolist()):
         if token_ids[index] == UNCHOSEN and chosen.logits is not None:
-            token_ids[index] = choose_token(chosen.logits[row], chooses[index])
-    return token_ids, None
+            token_ids[index], margins[index] = choose_ahead(chosen.logits[row], chooses[index])
+    return Drawn(token_ids, margins=margins)
 
 
 def _draw_dense(logits: NDArray[floating], choose: Choose, depth: int) -> tuple[int, NDArray[floating]]:

@@ -199,6 +199,7 @@ def forward(
     logits = np.empty((num_logit_rows, vocab), np.float32)
     chosen = np.empty(len(packed.wanted), np.int64)
     tapped = np.empty((len(taps), len(packed.token_ids), decoder.hidden), np.float32)
+    margins = np.full(len(chooses) if any(c.margin for c in chooses) else 0, np.nan, np.float32)
     num_rows = len(packed.pages)
     decoder.forward(
         kv,
@@ -217,9 +218,12 @@ def forward(
         taps=tapped,
         chosen=chosen,
         logits=logits,
+        margins=margins,
     )
-    states = dict(zip(taps, tapped, strict=True))
-    return Chosen(chosen, logits, logit_idx, states) if num_logit_rows else Chosen(chosen, None, None, states)
+    states, told = dict(zip(taps, tapped, strict=True)), margins if margins.size else None
+    if not num_logit_rows:
+        return Chosen(chosen, None, None, states, told)
+    return Chosen(chosen, logits, logit_idx, states, told)
 
 
 def pack_layer(

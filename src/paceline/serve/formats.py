@@ -201,15 +201,21 @@ def usage(figures: Sequence[Figures], n: int) -> Json:
     prompt_tokens = sum(f.prompt_tokens for f in figures[::n])
     completion_tokens = sum(f.completion_tokens for f in figures)
     passes, decoded = sum(f.decode_passes for f in figures), sum(f.decoded_tokens for f in figures)
+    drafted, verified, accepted = (
+        sum(getattr(f, name) for f in figures) for name in ("drafted_tokens", "verified_tokens", "accepted_tokens")
+    )
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(f.cached_tokens for f in figures[::n])},
         "speculation": {
-            "drafted_tokens": sum(f.drafted_tokens for f in figures),
-            "verified_tokens": sum(f.verified_tokens for f in figures),
-            "accepted_tokens": sum(f.accepted_tokens for f in figures),
+            "drafted_tokens": drafted,
+            "trimmed_tokens": drafted - verified,
+            "verified_tokens": verified,
+            "accepted_tokens": accepted,
+            "rejected_tokens": verified - accepted,
+            "decode_passes": passes,
             "acceptance_length": round(decoded / passes, 4) if passes else 0.0,
         },
     }

@@ -53,12 +53,14 @@ class Submit(_Message, frozen=True):
     arrival_s: float = 0.0
     draft: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None  # of `Speculation`, None: there is none
     k: int | None = None
+    tpot_ms: float | None = None
 
     @classmethod
     def of(cls, request: Request) -> Submit:
         """Return the message that carries a request."""
         r = request
-        asked = (r.speculation.draft, r.speculation.k) if r.speculation else ()
+        s = r.speculation
+        asked = (s.draft, s.k, s.tpot_ms) if s else ()
         return cls(r.request_id, r.prompt_ids, _unusual(r.params), r.seed, r.choice, r.salt, r.arrival_s, *asked)
 
     def request(self) -> Request:
@@ -71,7 +73,7 @@ class Submit(_Message, frozen=True):
             self.choice,
             self.salt,
             self.arrival_s,
-            None if self.draft is None else Speculation(self.draft, self.k),
+            None if self.draft is None else Speculation(self.draft, self.k, self.tpot_ms),
         )
 
 

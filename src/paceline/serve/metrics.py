@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
     from paceline.core.nouns import Figures
-    from paceline.engine.stats import Gauges, Stats
+    from paceline.engine.stats import Gauges, Reckoned, Stats
     from paceline.serve.engine_client import EngineClient
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -62,6 +62,7 @@ class EngineCollector(Collector):
         if client.snapshot is not None:
             yield from _counters(client.snapshot.stats)
             yield from _speculation(client.snapshot.stats)
+            yield from _reckoned(client.snapshot.stats.reckoned)
             yield from _gauges(client.snapshot.gauges)
 
 
@@ -83,8 +84,12 @@ def _speculation(stats: Stats) -> Iterator[Metric]:
     labels = ["drafter", "position"]
     verified = CounterMetricFamily("paceline_verified_tokens", "Drafts scored by the target", labels=labels)
     accepted = CounterMetricFamily("paceline_accepted_tokens", "Drafts kept", labels=labels)
+    trimmed = CounterMetricFamily("paceline_trimmed_tokens", "Drafts not worth verifying", labels=["drafter"])
+    rejected = CounterMetricFamily("paceline_rejected_tokens", "Drafts verified, not kept", labels=["drafter"])
     for name, counts in stats.drafters.items():
         drafted.add_metric([name], counts.drafted)
+        trimmed.add_metric([name], counts.trimmed)
+        rejected.add_metric([name], counts.rejected)
         for family, values in ((verified, counts.verified_at), (accepted, counts.accepted_at)):
             for position, value in enumerate(values):
                 family.add_metric([name, str(position)], value)
@@ -93,7 +98,15 @@ def _speculation(stats: Stats) -> Iterator[Metric]:
     )
     for k, count in enumerate(stats.k_histogram):
         passes.add_metric([str(k)], count)
-    yield from (drafted, verified, accepted, passes)
+    yield from (drafted, trimmed, verified, accepted, rejected, passes)
+
+
+def _reckoned(reckoned: Reckoned) -> Iterator[Metric]:
+    """How well the controller knows the machine, and what speculation is believed to have brought."""
+    yield _counter("paceline_predicted_step_seconds", "Time of steps that were predicted", reckoned.step_s)
+    yield _counter("paceline_misprediction_seconds", "Time by which predictions were off", reckoned.error_s)
+    about = "Time that the tokens of these steps would have taken without drafts, estimated"
+    yield _counter("paceline_plain_seconds", about, reckoned.plain_s)
 
 
 def _counter(name: str, about: str, value: float) -> CounterMetricFamily:

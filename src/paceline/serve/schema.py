@@ -108,10 +108,11 @@ class SpeculationBody(Struct, frozen=True, forbid_unknown_fields=True):
 
     draft: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
     k: int | None = None
+    tpot_ms: float | None = None
 
     def asked(self) -> Speculation:
         """Return it checked. Raises `RequestError`."""
-        return Speculation(AUTO if self.draft is None else self.draft, self.k)
+        return Speculation(AUTO if self.draft is None else self.draft, self.k, self.tpot_ms)
 
 
 class _Common(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -32,6 +32,7 @@ class Block:
     """Promises the target's distribution, not the same text. Equal to `Coupled` at temperature 0."""
 
     name = "block"
+    admits_any_trim = False
     needs_probs = True
 
     def judge(self, draft: Draft, scores: Scores) -> Verdict:

@@ -18,6 +18,7 @@ class Coupled:
     """Lossless by construction and drafter-invariant."""
 
     name = "coupled"
+    admits_any_trim = True
     needs_probs = False
 
     def judge(self, draft: Draft, scores: Scores) -> Verdict:

@@ -21,6 +21,7 @@ class Law(Protocol):
     """Decides which drafts are kept, such that what is emitted follows the target's own distribution."""
 
     name: str
+    admits_any_trim: bool  # a budget may look at the drafts of the step; else it would bias what is emitted
     needs_probs: bool  # rows with a temperature need logits, and drafts the q that they were drawn from
 
     def judge(self, draft: Draft, scores: Scores) -> Verdict:

@@ -26,6 +26,7 @@ class Rejection:
     """Promises the target's distribution, not the same text. Equal to `Coupled` at temperature 0."""
 
     name = "rejection"
+    admits_any_trim = False
     needs_probs = True
 
     def judge(self, draft: Draft, scores: Scores) -> Verdict:

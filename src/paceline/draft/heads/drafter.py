@@ -290,7 +290,7 @@ class ParallelHeadDrafter(_HeadDrafter):
             first[row] = len(chooses)
             for choose in self._rows.row_chooses(row, guesses):
                 waits = self._dense or choose.params.penalised
-                chooses.append(replace(choose, kind="logits") if waits else choose)
+                chooses.append(replace(choose, kind="logits" if waits else choose.kind, margin=True))
         packed = self._pack(spans, [depth[row] for row in starts])
         features = self._read(spans, dict.fromkeys(starts, self._mask_feature))
         return self._head.run(packed, features, self._kv, chooses)[0], first

@@ -1,0 +1,94 @@
+"""What the engine is run for: as many tokens as can be, or a time per token that rows keep to.
+
+A row's time per output token is that of its whole answer, so what counts is how far it is behind what it was
+promised. Rows that are behind have their drafts counted for more, and prefill that would make a row late waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf, isfinite
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy import float64, int64
+    from numpy.typing import NDArray
+
+    from paceline.control.policy import Outcomes
+
+THROUGHPUT, LATENCY = "throughput", "latency"
+LEAST_PREFILL = 16  # tokens of a step, however late rows are: new requests must get on
+PATIENCE = 16  # tokens' time by which a row may be ahead of its promise, to be spent on prefill
+MOST_URGENT = 4.0  # times that a token of a row that is behind counts
+MS_PER_S = 1000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """A time per output token that all rows keep to; infinite: none, tokens per second alone count."""
+
+    tpot_s: float = inf
+
+    @classmethod
+    def parse(cls, text: str) -> Objective:
+        """Read `throughput` or `latency:MS`. Raises `ConfigError`."""
+        kind, _, ms = text.partition(":")
+        if text == THROUGHPUT:
+            return cls()
+        try:
+            tpot_ms = float(ms)
+        except ValueError:
+            tpot_ms = 0.0
+        if kind != LATENCY or not (isfinite(tpot_ms) and tpot_ms > 0):
+            raise ConfigError(
+                f"--objective {text!r}: it is throughput, or latency:MS with the milliseconds per output token "
+                "to keep to, such as latency:20"
+            )
+        return cls(tpot_ms / MS_PER_S)
+
+
+class Pace:
+    """How far each row is behind what it was promised."""
+
+    def __init__(self, num_rows: int, objective: Objective) -> None:
+        self.objective = objective
+        self._target_s = np.full(num_rows, objective.tpot_s)  # [num_rows] per token
+        self._late_s = np.zeros(num_rows)  # [num_rows] behind it, negative: ahead
+        self._any = isfinite(objective.tpot_s)
+
+    def admit(self, row: int) -> None:
+        """A request begins in a row."""
+        self._target_s[row], self._late_s[row] = self.objective.tpot_s, 0.0
+
+    def promise(self, targets: Mapping[int, float]) -> bool:
+        """Take in what requests ask for themselves, seconds by row. Returns whether there is a promise."""
+        for row, target_s in targets.items():
+            self._target_s[row] = target_s
+            self._any = True
+        return self._any
+
+    def urgency(self, rows: NDArray[int64]) -> NDArray[float64]:
+        """Return how much a token of each row counts, 1 where it is not behind. [n]"""
+        behind = self._late_s[rows] / (PATIENCE * self._target_s[rows])  # 0 where nothing was promised
+        counts: NDArray[float64] = np.minimum(1.0 + (MOST_URGENT - 1.0) * np.maximum(behind, 0.0), MOST_URGENT)
+        return counts
+
+    def allowance_s(self, rows: NDArray[int64], tokens: NDArray[float64]) -> float:
+        """Return the longest step that makes no row late, or later, which gains so many tokens. tokens: [n]"""
+        ahead_s = np.maximum(-self._late_s[rows], 0.0)
+        return float((self._target_s[rows] * tokens + ahead_s).min(initial=inf))
+
+    def learn(self, outcomes: Outcomes) -> None:
+        """Take in a step."""
+        if not self._any:
+            return
+        rows, step_s = outcomes.rows, outcomes.draft_s + outcomes.target_s + outcomes.host_s
+        target_s = self._target_s[rows]
+        late_s = self._late_s[rows] + step_s - target_s * (1 + outcomes.num_accepted)
+        self._late_s[rows] = np.where(np.isfinite(target_s), np.maximum(late_s, -PATIENCE * target_s), 0.0)

@@ -1,0 +1,53 @@
+"""After a step: what it was to take, what it took, and what its tokens would have taken without drafts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.control.cost import Work
+from paceline.control.policy import NONE
+
+if TYPE_CHECKING:
+    from numpy import int64
+    from numpy.typing import NDArray
+
+    from paceline.control.online import OnlineCost
+    from paceline.control.policy import Decision, Outcomes, View
+
+
+@dataclass(frozen=True, slots=True)
+class Reckoning:
+    """What a controller that knows costs makes of a step that is over."""
+
+    predicted_s: float  # that such a step takes, by what was known before it
+    plain_s: float  # that the same tokens would have taken without drafts
+
+
+def learn_cost(cost: OnlineCost, view: View, decision: Decision, outcomes: Outcomes, prefill: Work) -> Reckoning:
+    """Compare a step with what it was to cost, its prefill being known now, and correct the prices."""
+    known = dict(zip(view.rows.tolist(), view.lengths.tolist(), strict=True))
+    lengths = np.array([known.get(row, 0) for row in outcomes.rows.tolist()], np.int64)
+    done, plain = _passes(lengths, outcomes.num_verified)
+    drafting_s = cost.drafting_of(decision.ks, decision.drafters)
+    prefill_s = cost.pass_s(plain + prefill) - cost.pass_s(plain)
+    predicted_s = max(float(drafting_s.sum()) + cost.pass_s(done + prefill) + cost.host_s, 1e-9)
+    plain_s = cost.pass_s(plain) + cost.host_s
+    measured_s = outcomes.draft_s + outcomes.target_s + outcomes.host_s
+    gained = 1 + int(outcomes.num_accepted.sum()) / max(len(lengths), 1)  # steps that a step stands for
+    reckoning = Reckoning(predicted_s, measured_s * (prefill_s + gained * plain_s) / predicted_s)
+    used = np.unique(decision.drafters[decision.drafters != NONE])
+    if used.size == 1:  # what one drafter took can be told apart
+        cost.observe_drafting(int(used[0]), float(drafting_s[used[0]]), outcomes.draft_s)
+    cost.observe_pass(done + prefill, outcomes.target_s)
+    cost.observe_host(outcomes.host_s)
+    return reckoning
+
+
+def _passes(lengths: NDArray[int64], ks: NDArray[int64]) -> tuple[Work, Work]:
+    """Return the work of verifying so many drafts of rows so long, and of none."""
+    keys = int(lengths.sum())
+    pairs = keys + int((ks * lengths + ks * (ks + 1) // 2).sum())
+    return Work(len(lengths) + int(ks.sum()), 0, keys, pairs), Work(len(lengths), 0, keys, keys)

@@ -1,0 +1,201 @@
+"""Paceline's own policy, step by step."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost, Work
+from paceline.control.goodput import Goodput
+from paceline.control.online import OnlineCost
+from paceline.control.policy import Decision, Drafted, Outcomes, View
+from paceline.control.reckoning import learn_cost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+MAX_ROWS, DEPTH = 64, 8
+FREE = DraftCost(())
+TOKEN_BY_TOKEN = DraftCost(tuple(Curve.of([1, 64], [1e-3 * d, 1.5e-3 * d]) for d in range(1, DEPTH + 1)))
+COST = MeasuredCost(
+    TargetCost(Curve.of([1, 8, 64, 512], [8e-3, 9e-3, 20e-3, 60e-3]), 0, 1e-8, 1e-9), (FREE, TOKEN_BY_TOKEN)
+)
+
+
+def policy() -> Goodput:
+    """One drafter that offers, one that is asked."""
+    return Goodput(OnlineCost(COST), MAX_ROWS, (DEPTH, DEPTH))
+
+
+def view_of(num_rows: int, rng: np.random.Generator, prefill: Work | None = None) -> View:
+    """Rows of which some are offered something."""
+    offer = np.where(np.arange(DEPTH) < rng.integers(0, DEPTH, num_rows)[:, None], 0.7, np.nan)
+    rows = np.arange(num_rows)
+    return View(rows, np.full(num_rows, 300), np.full(num_rows, 100), prefill or Work(0), {0: offer})
+
+
+def step(policy: Goodput, num_rows: int, rng: np.random.Generator) -> None:
+    view = view_of(num_rows, rng)
+    decision = policy.decide(view)
+    kept = np.minimum(rng.geometric(0.3, num_rows) - 1, decision.ks)
+    seconds = 1e-3, 20e-3, 1e-3
+    policy.learn(view, Outcomes(view.rows, decision.drafters, decision.ks, kept, *seconds, view.offers[0]))
+
+
+def calls(run: Callable[[], None]) -> int:
+    """Return how many functions, Python's and C's, are called."""
+    count = 0
+
+    def watch(_frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(watch)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_a_step_is_about_as_many_calls_for_64_rows_as_for_8() -> None:
+    """All rows are decided and learnt about at once; what is left is the number of calls into numpy."""
+    counts = {}
+    for num_rows in (8, MAX_ROWS):
+        rng, ours = np.random.default_rng(0), policy()
+        for _ in range(20):
+            step(ours, num_rows, rng)
+        counts[num_rows] = min(calls(partial(step, ours, num_rows, rng)) for _ in range(8))
+    assert counts[64] <= 1.5 * counts[8]
+    assert counts[64] < 350
+
+
+def test_prices_are_renewed_when_rows_come_and_go() -> None:
+    """64 rows that share a pass are worth other drafts than one."""
+    rng, ours, fresh = np.random.default_rng(0), policy(), policy()
+    step(ours, MAX_ROWS, rng)
+    ours._goodput = fresh._goodput = 100.0
+    view = view_of(2, rng)
+    base = Work(2, 0, 600, 600)
+    alive = np.multiply.accumulate(np.full((2, 2, DEPTH), 0.7), axis=2)
+    assert (ours._worth(view, base, alive) == fresh._worth(view, base, alive)).all()
+
+
+def test_what_is_held_back_is_not_expected() -> None:
+    """Speculation that promises less than it must is not begun, and the step is expected to be a plain one."""
+    cost = MeasuredCost(TargetCost(Curve.of([4, 104], [8e-3, 108e-3])), ())  # one row more: an eighth of the time
+    ours = Goodput(cost, 4, (1,), (np.full(1, 0.505),))
+    view = View(np.arange(4), np.full(4, 100), np.full(4, 50), Work(0))
+    decision = ours.decide(view)
+    assert not decision.ks.any()
+    assert (decision.tokens, decision.speedup) == (4.0, 1.0)
+    assert decision.seconds == pytest.approx(8e-3)
+    assert ours._goodput == pytest.approx(4 / 8e-3)
+
+
+# Reckoning ---------------------------------------------------------------------------------------
+
+
+def test_a_step_is_reckoned_against_plain_steps_of_the_same_hour() -> None:
+    """Eight rows that keep two drafts each stand for three plain steps, on a machine at half its speed."""
+    cost, rng = OnlineCost(COST, 1e-3), np.random.default_rng(0)
+    view = view_of(8, rng)
+    rows, ks = view.rows, np.full(8, 2)
+    pairs = 8 * 300 + 8 * (2 * 300 + 3)
+    pass_s = float(COST.target(Work(24, 0, 2400, pairs)))
+    drafting_s = float(COST.drafting_of(ks, np.ones(8, np.int64)).sum())
+    plain_s = float(COST.target(Work(8, 0, 2400, 2400))) + 1e-3
+    outcomes = Outcomes(rows, np.ones(8, np.int64), ks, ks, 2 * drafting_s, 2 * pass_s, 2e-3)
+    found = learn_cost(cost, view, Decision(ks, np.ones(8, np.int64)), outcomes, Work(0))
+    assert found.predicted_s == pytest.approx(drafting_s + pass_s + 1e-3)
+    assert found.plain_s == pytest.approx(2 * 3 * plain_s)
+    again = learn_cost(cost, view, Decision(ks, np.ones(8, np.int64)), outcomes, Work(0))
+    assert again.predicted_s > found.predicted_s, "it has learnt"
+
+
+def test_a_step_without_drafts_is_as_fast_as_itself() -> None:
+    cost, view = OnlineCost(COST, 1e-3), view_of(4, np.random.default_rng(0))
+    none, nobody = np.zeros(4, np.int64), np.full(4, -1)
+    outcomes = Outcomes(view.rows, nobody, none, none, 0.0, 0.07, 1e-3)
+    found = learn_cost(cost, view, Decision(none, nobody), outcomes, Work(64, 63, 64, 2080))
+    assert found.plain_s == pytest.approx(0.071)
+
+
+# Trimming ----------------------------------------------------------------------------------------
+
+
+def drafted(ours: Goodput, view: View, confidence: np.ndarray) -> Drafted:
+    """Decide, and then draft so much for every row with the drafter that is asked."""
+    ours.decide(view)
+    n, depth = confidence.shape
+    return Drafted(view.rows, np.ones(n, np.int64), np.full(n, depth), confidence)
+
+
+def taught(ours: Goodput, rng: np.random.Generator, num_rows: int = 16) -> Goodput:
+    """Let it see 150 steps in which the drafter that is asked knows how likely its drafts are."""
+    view = View(np.arange(num_rows), np.full(num_rows, 300), np.full(num_rows, 100), Work(0))
+    rows, one = view.rows, np.ones(num_rows, np.int64)
+    for _ in range(150):
+        ours.decide(view)
+        confidence = rng.choice([0.1, 0.95], (num_rows, 4))
+        kept = np.logical_and.accumulate(rng.random((num_rows, 4)) < confidence, axis=1).sum(axis=1)
+        ours.learn(view, Outcomes(rows, one, np.full(num_rows, 4), kept, 1e-3, 9e-3, 1e-3, confidence))
+    return ours
+
+
+def test_what_the_drafter_doubts_is_not_verified() -> None:
+    rng = np.random.default_rng(1)
+    ours = taught(policy(), rng)
+    confidence = np.full((16, 4), 0.95)
+    confidence[8:, 1] = 0.02
+    view = view_of(16, rng)
+    kept = ours.trim(view, drafted(ours, view, confidence))
+    assert (kept[:8] == 4).all()
+    assert (kept[8:] <= 1).all()
+
+
+def test_without_news_nothing_that_was_planned_is_dropped() -> None:
+    """Drafts that were worth their drafting are worth their verification, whose time alone is left to pay."""
+    rng = np.random.default_rng(2)
+    for num_rows in (1, 4, 16):
+        ours = taught(policy(), rng)
+        view = View(np.arange(num_rows), np.full(num_rows, 300), np.full(num_rows, 100), Work(0))
+        decision = ours.decide(view)
+        silent = Drafted(view.rows, decision.drafters, decision.ks, np.full((num_rows, DEPTH), np.nan))
+        assert (ours.trim(view, silent) == decision.ks).all()
+
+
+def test_the_trim_is_the_best_of_all_cuts() -> None:
+    rng = np.random.default_rng(3)
+    ours = taught(policy(), rng)
+    view = View(np.arange(3), np.full(3, 300), np.full(3, 100), Work(0))
+    told = drafted(ours, view, rng.uniform(0.05, 0.95, (3, 3)))
+    survival, cost = ours.survival[1], ours.cost
+    alive = np.multiply.accumulate(survival.chances_with(told.rows, told.confidence), axis=1)
+    base = Work(3, 0, 900, 900)
+    spent_s = cost.drafting_s(told.ks, told.drafters)
+
+    def goodput(ks: np.ndarray) -> float:
+        tokens = 3 + sum(alive[row, :k].sum() for row, k in enumerate(ks))
+        return float(tokens / (cost.price(base, view.lengths, ks, np.full(3, 0)) + spent_s))
+
+    best = max(goodput(np.array(ks)) for ks in product(range(4), repeat=3))
+    assert goodput(ours.trim(view, told)) == pytest.approx(best, rel=1e-3)
+
+
+def test_what_is_not_verified_counts_as_said_but_not_as_tested() -> None:
+    from paceline.control.survival import Survival, logit
+
+    survival, rows = Survival(4, 3), np.arange(4)
+    before = survival.habit.copy()
+    confidence = np.tile([0.9, 0.8, 0.2], (4, 1))
+    for _ in range(100):
+        survival.observe(rows, np.ones(4, np.int64), np.ones(4, np.int64), confidence)
+    assert survival._usual == pytest.approx(logit(np.array([0.9, 0.8, 0.2])))
+    assert (survival.habit[1:] == before[1:]).all()
