@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from paceline.bench.measure import acceptance_length, kept_per_position
 from paceline.bench.prompts import read_prompts
+from paceline.bench.report import PLAIN
 from paceline.bench.session import Session, run_here
 from paceline.core.params import SamplingParams
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 PROMPTS = Path(__file__).with_name("trial.jsonl")  # short questions of six kinds
 MAX_TOKENS = 48  # of an answer
-PLAIN = "off"
 WORTH = 1.05  # a smaller gain is within what a shared machine does by itself
 
 

@@ -128,14 +128,12 @@ class Judged:
 
 def judged_texts(model: LoadedModel, file: str, limit: int, num_tokens: int, target: Path, tell: Update) -> Judged:
     """Let float32 answer some prompts greedily, and keep its distributions, as `bench.quality` does."""
-    rules = Prompts(load_tokenizer(model), load_template(model), model.config.max_context)
-    greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens)
-    asked = questions(spread(read_prompts(file), limit), rules, greedy, 0)
+    asked = chat_prompts(model, file, limit)
     writer = load(model, "native", "f32", "f32", None)
     answers = []
-    for done, question in enumerate(asked):
+    for done, prompt_ids in enumerate(asked):
         tell(done, len(asked))
-        answers.append(write_greedily(writer, question.request.prompt_ids, num_tokens))
+        answers.append(write_greedily(writer, tuple(prompt_ids), num_tokens))
     reference = load(model, "reference", "f32", "f32", None)
     np.save(target, np.stack([log_probs(reference, a).astype(np.float32) for a in answers]))
     return Judged([list(a.token_ids) for a in answers], target)
