@@ -19,6 +19,7 @@
 #include "measure.h"
 #include "sampling.h"
 #include "team.h"
+#include "turns.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -357,39 +358,77 @@ std::vector<Choose> chooses_of(const ChooseArrays& arrays, size_t num_wanted, si
     return chooses;
 }
 
-void forward(Decoder& decoder, const KVStore& kv, const Array<int64_t>& token_ids, const Array<int64_t>& positions,
-             const Array<int64_t>& slots, const Array<int64_t>& cu_len, const Table<int64_t>& pages,
-             const Array<int64_t>& first_keys, const Table<float>& features, const Array<int64_t>& wanted,
-             const ChooseArrays& choose_arrays, size_t vocab, size_t num_layers,
-             const std::vector<size_t>& tap_layers, const Out<float>& taps, const Out<int64_t>& chosen,
+// What a pass reads, as arrays.
+struct PassArrays {
+    Array<int64_t> token_ids, positions, slots, cu_len;
+    Table<int64_t> pages;
+    Array<int64_t> first_keys;
+    Table<float> features;
+    Array<int64_t> wanted;
+};
+
+Pass checked_pass(const Shape& shape, const KVStore& kv, const PassArrays& read, size_t vocab, size_t num_layers) {
+    check_kv(shape, kv, num_layers);
+    const size_t num_tokens = read.token_ids.size(), num_rows = read.pages.shape(0);
+    require(0 < vocab && vocab <= shape.head_size, "the model has fewer token ids");
+    require(read.positions.size() == num_tokens && read.slots.size() == num_tokens, "every token needs a position and a slot");
+    require(read.cu_len.size() >= 1 && num_rows == read.cu_len.size() - 1, "every row needs its pages");
+    require(read.first_keys.size() == num_rows, "every row needs its first key");
+    require(read.features.shape(0) == (shape.reads_features ? num_tokens : 0) && read.features.shape(1) == shape.hidden,
+            "features have the wrong shape: one for every token of a model that reads them, none of another");
+    Pass pass{num_tokens, num_rows, read.pages.shape(1), read.token_ids.data(), read.positions.data(), read.slots.data(),
+              read.cu_len.data(), read.pages.data(), read.first_keys.data(), read.features.data(),
+              {read.wanted.data(), read.wanted.data() + read.wanted.size()}, {}, vocab, num_layers, {}, nullptr, nullptr, nullptr};
+    check_tokens(shape, kv, pass);
+    return pass;
+}
+
+void forward(Decoder& decoder, const KVStore& kv, const PassArrays& read, const ChooseArrays& choose_arrays, size_t vocab,
+             size_t num_layers, const std::vector<size_t>& tap_layers, const Out<float>& taps, const Out<int64_t>& chosen,
              const Out<float>& logits, const Out<float>& margins) {
     const Shape& shape = decoder.shape();
-    check_kv(shape, kv, num_layers);
-    const size_t num_tokens = token_ids.size();
-    require(0 < vocab && vocab <= shape.head_size, "the model has fewer token ids");
-    require(positions.size() == num_tokens && slots.size() == num_tokens, "every token needs a position and a slot");
-    require(cu_len.size() >= 1 && pages.shape(0) == cu_len.size() - 1, "every row needs its pages");
-    require(first_keys.size() == pages.shape(0), "every row needs its first key");
-    require(features.shape(0) == (shape.reads_features ? num_tokens : 0) && features.shape(1) == shape.hidden,
-            "features have the wrong shape: one for every token of a model that reads them, none of another");
-    Pass pass{num_tokens, cu_len.size() - 1, pages.shape(1), token_ids.data(), positions.data(), slots.data(),
-              cu_len.data(), pages.data(), first_keys.data(), features.data(),
-              {wanted.data(), wanted.data() + wanted.size()}, {}, vocab, num_layers, {},
-              chosen.data(), logits.data(), margins.size() ? margins.data() : nullptr};
-    check_tokens(shape, kv, pass);
-    pass.chooses = chooses_of(choose_arrays, wanted.size(), decoder.maps_ids() ? shape.vocab : vocab);
+    Pass pass = checked_pass(shape, kv, read, vocab, num_layers);
+    const size_t num_wanted = pass.wanted.size(), num_tokens = pass.num_tokens;
+    pass.chooses = chooses_of(choose_arrays, num_wanted, decoder.maps_ids() ? shape.vocab : vocab);
     const auto num_logit_rows = static_cast<size_t>(std::count_if(
         pass.chooses.begin(), pass.chooses.end(), [](const Choose& c) { return c.wants_logits(); }));
-    require(chosen.size() == wanted.size() && logits.size() == num_logit_rows * vocab,
-            "the outputs have the wrong size");
-    require(margins.size() == 0 || margins.size() == wanted.size(), "a margin for every wanted token, or none");
+    require(chosen.size() == num_wanted && logits.size() == num_logit_rows * vocab, "the outputs have the wrong size");
+    require(margins.size() == 0 || margins.size() == num_wanted, "a margin for every wanted token, or none");
     require(taps.size() == tap_layers.size() * num_tokens * shape.hidden, "the taps have the wrong size");
     for (size_t i = 0; i < tap_layers.size(); ++i) {
         require(tap_layers[i] <= num_layers, "a tap beyond the layers that run");
         pass.taps.emplace_back(tap_layers[i], taps.data() + i * num_tokens * shape.hidden);
     }
+    pass.chosen = chosen.data(), pass.logits = logits.data(), pass.margins = margins.size() ? margins.data() : nullptr;
     nb::gil_scoped_release unlocked;
     if (num_tokens > 0) decoder.forward(pass, kv);
+}
+
+void check_turns(const Pass& pass, const Turns& turns) {
+    require(turns.depths.size() == pass.num_rows && pass.wanted.size() == pass.num_rows,
+            "every row needs its depth and one wanted token");
+    for (size_t row = 0; row < pass.num_rows; ++row) {
+        const int64_t end = pass.cu_len[row + 1];
+        require(pass.cu_len[row] < end && pass.wanted[row] == end - 1, "the wanted tokens are the last of their rows");
+        const auto reach = static_cast<int64_t>(pass.max_pages * kPageTokens) - pass.positions[end - 1];
+        require(1 <= turns.depths[row] && turns.depths[row] <= reach, "a row goes on beyond its pages");
+    }
+    require(std::none_of(turns.chooses.begin(), turns.chooses.end(), [](const Choose& c) { return c.kind == Kind::logits; }),
+            "passes in turn choose every token themselves");
+}
+
+void forward_in_turn(Decoder& decoder, const KVStore& kv, const PassArrays& read, const ChooseArrays& choose_arrays,
+                     size_t vocab, size_t num_layers, const std::vector<int64_t>& depths,
+                     const Out<int64_t>& chosen, const Out<float>& margins) {
+    const Pass pass = checked_pass(decoder.shape(), kv, read, vocab, num_layers);
+    const size_t num_ids = decoder.maps_ids() ? decoder.shape().vocab : vocab;
+    Turns turns{depths, chooses_of(choose_arrays, chosen.size(), num_ids), chosen.data(), margins.data()};
+    check_turns(pass, turns);
+    size_t num_chosen = 0;
+    for (int64_t depth : depths) num_chosen += static_cast<size_t>(depth);
+    require(chosen.size() == num_chosen && margins.size() == num_chosen, "the outputs have the wrong size");
+    nb::gil_scoped_release unlocked;
+    run_in_turn(decoder, pass, turns, kv);
 }
 
 void multiply(Team& team, const Matrix& matrix, const Table<float>& x, const Out<float>& out) {
@@ -453,6 +492,11 @@ void bind_decoder(nb::module_& m) {
         }, "dtype"_a, "num_layers"_a, "num_pages"_a, "num_kv_heads"_a, "head_dim"_a)
         .def_prop_ro("num_pages", &KVStore::num_pages)
         .def_prop_ro("bytes_per_token", &KVStore::bytes_per_token);
+    nb::class_<PassArrays>(m, "Read")
+        .def(nb::init<Array<int64_t>, Array<int64_t>, Array<int64_t>, Array<int64_t>, Table<int64_t>, Array<int64_t>, Table<float>,
+                      Array<int64_t>>(),
+             "token_ids"_a.noconvert(), "positions"_a.noconvert(), "slots"_a.noconvert(), "cu_len"_a.noconvert(),
+             "pages"_a.noconvert(), "first_keys"_a.noconvert(), "features"_a.noconvert(), "wanted"_a.noconvert());
     nb::class_<ChooseArrays>(m, "Chooses")
         .def(nb::init<Array<uint8_t>, Array<double>, Table<double>, Table<uint32_t>, Array<int64_t>, Array<int64_t>, Array<float>,
                       Array<float>>(),
@@ -464,27 +508,26 @@ void bind_decoder(nb::module_& m) {
                             const Array<float>& final_norm, const Table<float>& inverse_frequencies,
                             const nb::list& layers, const std::vector<size_t>& windows,
                             const std::vector<size_t>& ropes, float query_scale, float embed_scale,
-                            const std::string& gate, bool norms_residual, const nb::dict& fusing_matrices,
+                            const std::string& gate, bool norms_residual, bool feeds_normed, const nb::dict& fusing_matrices,
                             const nb::dict& fusing_vectors, const std::optional<Array<int64_t>>& token_ids) {
             Shape shape{vocab, hidden, intermediate, layers.size(), num_heads, num_kv_heads, head_dim, norm_eps,
                         query_scale, embed_scale, activation(gate)};
-            shape.norms_residual = norms_residual;
+            shape.norms_residual = norms_residual, shape.feeds_normed = feeds_normed;
             require(std::isfinite(query_scale) && std::isfinite(embed_scale), "a scale is not a finite number");
             new (self) Decoder(make_decoder(shape, team, embed, head, final_norm, inverse_frequencies, layers, windows,
                                             ropes, fusing_matrices, fusing_vectors, token_ids));
         }, "vocab"_a, "hidden"_a, "intermediate"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "norm_eps"_a,
            "team"_a, "embed"_a, "head"_a, "final_norm"_a, "inverse_frequencies"_a, "layers"_a,
            "windows"_a, "ropes"_a, "query_scale"_a, "embed_scale"_a, "activation"_a, "norms_residual"_a = false,
-           "fusing_matrices"_a = nb::dict(), "fusing_vectors"_a = nb::dict(), "token_ids"_a = nb::none())
+           "feeds_normed"_a = false, "fusing_matrices"_a = nb::dict(), "fusing_vectors"_a = nb::dict(), "token_ids"_a = nb::none())
         .def_prop_ro("vocab", [](const Decoder& self) { return self.shape().vocab; })
         .def_prop_ro("maps_ids", &Decoder::maps_ids)
         .def_prop_ro("hidden", [](const Decoder& self) { return self.shape().hidden; })
         .def_prop_ro("weight_bytes", &Decoder::weight_bytes)
-        .def("forward", &forward, "kv"_a, "token_ids"_a.noconvert(), "positions"_a.noconvert(), "slots"_a.noconvert(),
-             "cu_len"_a.noconvert(), "pages"_a.noconvert(), "first_keys"_a.noconvert(), "features"_a.noconvert(),
-             "wanted"_a.noconvert(), "chooses"_a, "vocab"_a, "num_layers"_a,
-             "tap_layers"_a, "taps"_a.noconvert(), "chosen"_a.noconvert(), "logits"_a.noconvert(),
-             "margins"_a.noconvert());
+        .def("forward", &forward, "kv"_a, "read"_a, "chooses"_a, "vocab"_a, "num_layers"_a, "tap_layers"_a,
+             "taps"_a.noconvert(), "chosen"_a.noconvert(), "logits"_a.noconvert(), "margins"_a.noconvert())
+        .def("forward_in_turn", &forward_in_turn, "kv"_a, "read"_a, "chooses"_a, "vocab"_a, "num_layers"_a, "depths"_a,
+             "chosen"_a.noconvert(), "margins"_a.noconvert());
 }
 
 }  // namespace

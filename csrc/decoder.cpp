@@ -533,6 +533,10 @@ void Decoder::finish_tile(const Tile& tile, const float* totals, const float* mi
 
 // The head ---------------------------------------------------------------------------------------
 
+void Decoder::norm_last(float* state) const {
+    norm(state, weights_.final_norm, shape_.hidden, shape_.norm_eps, state);
+}
+
 void Decoder::choose(const Pass& pass, size_t thread) {
     Scratch& s = *scratch_;
     if (pass.wanted.empty()) return;

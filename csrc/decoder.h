@@ -24,6 +24,7 @@ struct Shape {
     size_t head_size = 0;         // tokens the head chooses among: `vocab`, or a vocabulary of its own
     bool reads_features = false;  // a feature comes beside each token: see `Weights::fuse` and `Layer::feature_norm`
     bool norms_residual = false;  // the first layer goes on from the normed feature
+    bool feeds_normed = false;    // of passes in turn, the next reads the last hidden state as the head does
 };
 
 struct Layer {
@@ -124,6 +125,7 @@ class Decoder {
     size_t weight_bytes() const;
     bool maps_ids() const { return !weights_.token_ids.empty(); }
     void forward(const Pass& pass, const KVStore& kv);
+    void norm_last(float* state) const;  // as the head reads it, [hidden]
 
   private:
     struct Scratch;

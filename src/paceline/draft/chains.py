@@ -7,6 +7,7 @@ probability at least (1 - TV) / (1 + TV) (Daliri et al., arXiv 2408.07978).
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
     # Runs a pass over spans and chooses the token after each of them.
     RunSpans = Callable[[Sequence[Span], Sequence[Choose]], Chosen]
+    # Runs passes in turn, so many for each span, see `backend.InTurn`.
+    RunSpansInTurn = Callable[[Sequence[Span], Sequence[Choose], Sequence[int]], Chosen]
 
 CATCH_UP_TOKENS = 512  # known tokens computed per step for rows that fell behind
 
@@ -90,19 +93,55 @@ def extend(rows: Rows, chains: Sequence[Chain], run: Callable[[Sequence[Choose]]
 
 
 def draft_in_turn(
-    rows: Rows, starts: Mapping[int, int], depth: Mapping[int, int], run: RunSpans, *, dense: bool
+    rows: Rows,
+    starts: Mapping[int, int],
+    depth: Mapping[int, int],
+    run: RunSpans,
+    at_once: RunSpansInTurn | None = None,
+    *,
+    dense: bool,
 ) -> dict[int, Chain]:
     """Draft token by token, up to `depth[row]` tokens.
 
-    The first pass reads each row's known tokens from `starts[row]` on, those after it one guess.
+    The first pass reads each row's known tokens from `starts[row]` on, those after it one guess. `at_once` runs
+    them in one call, for rows whose choices do not depend on which tokens the guesses are.
     """
     chains = {row: Chain(row) for row in starts}
     spans: list[Span] = [(row, start, int(rows.length[row]) - start, ()) for row, start in starts.items()]
+    if at_once and not dense:
+        easy = [span for span in spans if not rows.penalised(span[0])]
+        if easy:
+            _draft_at_once(
+                rows, [chains[row] for row, *_ in easy], [depth[row] for row, *_ in easy], partial(at_once, easy)
+            )
+        spans = [span for span in spans if rows.penalised(span[0])]
     while spans:
         wanting = [chains[row] for row, *_ in spans]
         extend(rows, wanting, partial(run, spans), dense=dense)
         spans = [_guess(rows, c) for c in wanting if len(c.token_ids) < depth[c.row] and not c.broken]
     return chains
+
+
+def _draft_at_once(
+    rows: Rows,
+    chains: Sequence[Chain],
+    depths: Sequence[int],
+    run: Callable[[Sequence[Choose], Sequence[int]], Chosen],
+) -> None:
+    """Fill chains in one call."""
+    chooses = [
+        replace(c, margin=True)
+        for chain, k in zip(chains, depths, strict=True)
+        for c in rows.row_chooses(chain.row, [0] * (k - 1))
+    ]
+    drawn = run(chooses, depths)
+    assert drawn.margins is not None
+    token_ids, margins = drawn.token_ids.tolist(), drawn.margins.tolist()
+    done = 0
+    for chain, k in zip(chains, depths, strict=True):
+        count = next((i + 1 for i in range(k) if token_ids[done + i] < 0), k)
+        chain.token_ids, chain.margins = token_ids[done : done + count], margins[done : done + count]
+        done += k
 
 
 def _guess(rows: Rows, chain: Chain) -> Span:

@@ -106,6 +106,8 @@ class TranslatedDecoder:
         """Return what it is, for the user."""
         return self._decoder.describe()
 
+    in_turn = None
+
     @property
     def weight_bytes(self) -> int:
         """Bytes of its weights in memory."""

@@ -158,7 +158,8 @@ class DraftModel:
         depth = {r.row: min(plan.k(r.row), r.max_drafts) for r in batch.rows}
         ready = self._catch_up([row for row, k in depth.items() if k > 0])
         starts = {row: self._start(row) for row in ready}
-        chains = draft_in_turn(self._rows, starts, depth, self._run, dense=self._dense)
+        at_once = self._run_in_turn if self._decoder.in_turn else None
+        chains = draft_in_turn(self._rows, starts, depth, self._run, at_once, dense=self._dense)
         self._seen = {row: int(self._rows.length[row]) + len(c.token_ids) - 1 for row, c in chains.items()}
         return Draft(tuple(chains[r.row].draft(self.name) if r.row in chains else NO_DRAFT for r in batch.rows))
 
@@ -205,4 +206,11 @@ class DraftModel:
         packed = self._rows.pack_spans(spans, [1] * len(spans))
         return self._decoder.run(
             packed, self._kv, chooses, num_layers=self._num_layers, vocab_size=self._vocab_size
+        )
+
+    def _run_in_turn(self, spans: Sequence[Span], chooses: Sequence[Choose], depths: Sequence[int]) -> Chosen:
+        assert self._decoder.in_turn is not None
+        packed = self._rows.pack_spans(spans, [1] * len(spans), max(depths))
+        return self._decoder.in_turn(
+            packed, self._kv, chooses, depths, num_layers=self._num_layers, vocab_size=self._vocab_size
         )

@@ -78,6 +78,19 @@ class Chooses:
         edit_add: NDArray[float32],
     ) -> None: ...
 
+class Read:
+    def __init__(
+        self,
+        token_ids: NDArray[int64],
+        positions: NDArray[int64],
+        slots: NDArray[int64],
+        cu_len: NDArray[int64],
+        pages: NDArray[int64],
+        first_keys: NDArray[int64],
+        features: NDArray[float32],
+        wanted: NDArray[int64],
+    ) -> None: ...
+
 class Decoder:
     def __init__(
         self,
@@ -100,6 +113,7 @@ class Decoder:
         embed_scale: float,
         activation: str,
         norms_residual: bool = False,
+        feeds_normed: bool = False,
         fusing_matrices: dict[str, Matrix] = ...,
         fusing_vectors: dict[str, NDArray[float32]] = ...,
         token_ids: NDArray[int64] | None = None,
@@ -115,14 +129,7 @@ class Decoder:
     def forward(
         self,
         kv: KVStore,
-        token_ids: NDArray[int64],
-        positions: NDArray[int64],
-        slots: NDArray[int64],
-        cu_len: NDArray[int64],
-        pages: NDArray[int64],
-        first_keys: NDArray[int64],
-        features: NDArray[float32],
-        wanted: NDArray[int64],
+        read: Read,
         chooses: Chooses,
         vocab: int,
         num_layers: int,
@@ -130,6 +137,17 @@ class Decoder:
         taps: NDArray[float32],
         chosen: NDArray[int64],
         logits: NDArray[float32],
+        margins: NDArray[float32],
+    ) -> None: ...
+    def forward_in_turn(
+        self,
+        kv: KVStore,
+        read: Read,
+        chooses: Chooses,
+        vocab: int,
+        num_layers: int,
+        depths: list[int],
+        chosen: NDArray[int64],
         margins: NDArray[float32],
     ) -> None: ...
 

@@ -46,6 +46,27 @@ class Chosen:
     margins: NDArray[floating] | None = None  # [num_wanted] logits by which each is ahead, NaN where not known
 
 
+class InTurn(Protocol):
+    """Runs passes one after another, each over the token that the one before chose for its row."""
+
+    def __call__(
+        self,
+        packed: Packed,
+        kv: KV,
+        chooses: Sequence[Choose],
+        depths: Sequence[int],
+        *,
+        num_layers: int | None = None,
+        vocab_size: int | None = None,
+    ) -> Chosen:
+        """Run `depths[i]` passes for row i, the first over `packed`, which wants the last token of every row.
+
+        chooses: [sum(depths)], a row's one after another, none of the kind `logits`; so are the tokens and margins
+        that come back, UNCHOSEN behind one that is BROKEN. `packed.pages` reach as far as the passes do.
+        """
+        ...
+
+
 class Decoder(Protocol):
     """Executes a model. Holds its weights; all other state is in the stores it makes."""
 
@@ -54,6 +75,11 @@ class Decoder(Protocol):
 
     def describe(self) -> str:
         """Return what it is, in a few words for the user: backend, types, instruction set."""
+        ...
+
+    @property
+    def in_turn(self) -> InTurn | None:
+        """What runs several passes in one call, if it can."""
         ...
 
     @property

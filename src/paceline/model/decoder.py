@@ -116,6 +116,8 @@ class ReferenceDecoder:
         """Return what it is, for the user."""
         return f"{self.name}, {str(self.dtype).removeprefix('torch.')}"
 
+    in_turn = None
+
     @property
     def weight_bytes(self) -> int:
         """Bytes of all tensors; embedding and head are one where they are tied."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from paceline import kernels
 from paceline.core.noise import Lane, key
+from paceline.core.nouns import UNCHOSEN
 from paceline.core.sampling import no_edits
 from paceline.model.backend import Chosen, num_cores
 from paceline.model.choosing import logit_rows
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.core.nouns import Choose
-    from paceline.model.backend import KV
+    from paceline.model.backend import KV, InTurn
     from paceline.model.gguf_file import FourBit
     from paceline.model.packed import Packed
 
@@ -94,6 +95,11 @@ class NativeDecoder:
         return f"{self.name}, {self.weight_type} weights, {self.kv_type} KV, {kernels.isa()}"
 
     @property
+    def in_turn(self) -> InTurn:
+        """Runs passes in turn."""
+        return self._run_in_turn
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of the packed matrices."""
         return self._decoder.weight_bytes
@@ -115,7 +121,7 @@ class NativeDecoder:
     ) -> Chosen:
         """Run a pass and choose its tokens, see `backend.Decoder`."""
         assert isinstance(kv, kernels.KVStore)
-        vocab = min(vocab_size or self.config.vocab_size, self.config.vocab_size)
+        vocab = self._num_choices(vocab_size)
         layers = num_layers or self.config.num_layers
         chosen = forward(self._decoder, packed, kv, chooses, vocab=vocab, num_layers=layers, taps=taps)
         missing = (vocab_size or vocab) - vocab  # the target's padding rows
@@ -123,6 +129,23 @@ class NativeDecoder:
             return chosen
         padded = np.pad(chosen.logits, ((0, 0), (0, missing)), constant_values=-np.inf)
         return replace(chosen, logits=padded)
+
+    def _run_in_turn(
+        self,
+        packed: Packed,
+        kv: KV,
+        chooses: Sequence[Choose],
+        depths: Sequence[int],
+        *,
+        num_layers: int | None = None,
+        vocab_size: int | None = None,
+    ) -> Chosen:
+        assert isinstance(kv, kernels.KVStore)
+        vocab, layers = self._num_choices(vocab_size), num_layers or self.config.num_layers
+        return forward_in_turn(self._decoder, packed, kv, chooses, depths, vocab=vocab, num_layers=layers)
+
+    def _num_choices(self, vocab_size: int | None) -> int:
+        return min(vocab_size or self.config.vocab_size, self.config.vocab_size)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,6 +155,7 @@ class Output:
     head: kernels.Matrix  # [num_tokens, hidden]
     norm: NDArray[float32] | None  # [hidden]; only a decoder that fuses features can do without
     token_ids: NDArray[int64] | None = None  # [num_tokens] of the rows of `head`, ascending; None: their numbers
+    feeds_normed: bool = False  # of passes in turn, the next reads a state as the head does
 
 
 def compile_decoder(
@@ -173,6 +197,7 @@ def compile_decoder(
         embed_scale=config.embed_scale,
         activation=config.facts.activation,
         norms_residual=norms_residual,
+        feeds_normed=output.feeds_normed,
         fusing_matrices=fusing_matrices,
         fusing_vectors=fusing_vectors,
         token_ids=output.token_ids,
@@ -200,17 +225,9 @@ def forward(
     chosen = np.empty(len(packed.wanted), np.int64)
     tapped = np.empty((len(taps), len(packed.token_ids), decoder.hidden), np.float32)
     margins = np.full(len(chooses) if any(c.margin for c in chooses) else 0, np.nan, np.float32)
-    num_rows = len(packed.pages)
     decoder.forward(
         kv,
-        packed.token_ids,
-        packed.positions,
-        packed.slots,
-        packed.cu_len,
-        np.ascontiguousarray(packed.pages),
-        np.zeros(num_rows, np.int64) if packed.first_keys is None else packed.first_keys,
-        np.empty((0, decoder.hidden), np.float32) if features is None else features,
-        packed.wanted,
+        _read(decoder, packed, features),
         _choose_arrays(chooses, decoder.vocab if decoder.maps_ids else vocab),
         vocab=vocab,
         num_layers=num_layers,
@@ -224,6 +241,45 @@ def forward(
     if not num_logit_rows:
         return Chosen(chosen, None, None, states, told)
     return Chosen(chosen, logits, logit_idx, states, told)
+
+
+def forward_in_turn(
+    decoder: kernels.Decoder,
+    packed: Packed,
+    kv: kernels.KVStore,
+    chooses: Sequence[Choose],
+    depths: Sequence[int],
+    *,
+    vocab: int,
+    num_layers: int,
+    features: NDArray[float32] | None = None,
+) -> Chosen:
+    """Run passes in turn, see `InTurn`; what a pass makes of a token is the feature beside the next."""
+    chosen, margins = np.full(len(chooses), UNCHOSEN, np.int64), np.full(len(chooses), np.nan, np.float32)
+    decoder.forward_in_turn(
+        kv,
+        _read(decoder, packed, features),
+        _choose_arrays(chooses, decoder.vocab if decoder.maps_ids else vocab),
+        vocab=vocab,
+        num_layers=num_layers,
+        depths=list(depths),
+        chosen=chosen,
+        margins=margins,
+    )
+    return Chosen(chosen, None, None, margins=margins)
+
+
+def _read(decoder: kernels.Decoder, packed: Packed, features: NDArray[float32] | None) -> kernels.Read:
+    return kernels.Read(
+        packed.token_ids,
+        packed.positions,
+        packed.slots,
+        packed.cu_len,
+        np.ascontiguousarray(packed.pages),
+        np.zeros(len(packed.pages), np.int64) if packed.first_keys is None else packed.first_keys,
+        np.empty((0, decoder.hidden), np.float32) if features is None else features,
+        packed.wanted,
+    )
 
 
 def pack_layer(

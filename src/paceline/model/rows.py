@@ -90,10 +90,11 @@ class Rows:
         wanted = [1 + len(d) if r.samples else 0 for r, d in zip(batch.rows, draft.rows, strict=True)]
         return self.pack_spans(spans, wanted)
 
-    def pack_spans(self, spans: Sequence[Span], wanted: Sequence[int]) -> Packed:
+    def pack_spans(self, spans: Sequence[Span], wanted: Sequence[int], ahead: int = 0) -> Packed:
         """Pack `(row, start, num_known, guesses)` spans: committed tokens from `start` on, then guesses.
 
-        `wanted[i]` counts the tokens at the end of span i whose hidden state is to be returned.
+        `wanted[i]` counts the tokens at the end of span i whose hidden state is to be returned. The pages reach
+        `ahead` tokens further than the spans.
         """
         cu_len = np.zeros(len(spans) + 1, np.int64)
         np.cumsum([num_known + len(guesses) for _, _, num_known, guesses in spans], out=cu_len[1:])
@@ -105,7 +106,7 @@ class Rows:
             positions[low:high] = np.arange(start, start + high - low)
         rows = np.array([span[0] for span in spans], np.int64)
         last = np.array([span[1] for span in spans], np.int64) + np.diff(cu_len)
-        num_pages = int(-(-last.max(initial=0) // PAGE_TOKENS))
+        num_pages = int(-(-(last.max(initial=0) + ahead) // PAGE_TOKENS))
         token_rows = np.repeat(rows, np.diff(cu_len))
         slots = self.pages[token_rows, positions // PAGE_TOKENS] * PAGE_TOKENS + positions % PAGE_TOKENS
         ends = [np.arange(high - n, high) for high, n in zip(cu_len[1:], wanted, strict=True) if n]
@@ -130,6 +131,11 @@ class Rows:
     def row_chooses(self, row: int, guesses: Sequence[int]) -> list[Choose]:
         """Return how tokens are chosen after a row's newest token and after each guess. [1 + num_guesses]"""
         return [self.choose_after(row, guesses[:count]) for count in range(len(guesses) + 1)]
+
+    def penalised(self, row: int) -> bool:
+        """Whether how a row's tokens are chosen depends on which tokens come before them."""
+        request = self.requests[row]
+        return request is not None and request.params.penalised
 
     def choose_after(self, row: int, guesses: Sequence[int]) -> Choose:
         """Return how the token after a row's committed tokens and some guesses is chosen."""

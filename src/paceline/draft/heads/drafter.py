@@ -225,9 +225,9 @@ class _HeadDrafter:
             self._valid[row] = self._start(row) + count
         return ready
 
-    def _pack(self, spans: Sequence[Span], wanted: Sequence[int]) -> Packed:
+    def _pack(self, spans: Sequence[Span], wanted: Sequence[int], ahead: int = 0) -> Packed:
         first = np.array([self._features.first_entry(row) for row, *_ in spans], np.int64)
-        return replace(self._rows.pack_spans(spans, wanted), first_keys=first)
+        return replace(self._rows.pack_spans(spans, wanted, ahead), first_keys=first)
 
     def _read(self, spans: Sequence[Span], guessed: Mapping[int, NDArray[floating]] | None) -> NDArray[float32]:
         """Return the features of spans: kept ones for known tokens, `guessed[row]` [width] for each guess."""
@@ -249,7 +249,13 @@ class SerialHeadDrafter(_HeadDrafter):
         self._fed_back: dict[int, NDArray[floating]] = {}  # row -> [width] of its newest guess
 
     def _draft(self, starts: Mapping[int, int], depth: Mapping[int, int]) -> dict[int, Chain]:
-        return draft_in_turn(self._rows, starts, depth, self._run, dense=self._dense)
+        at_once = self._run_in_turn if self._head.in_turn else None
+        return draft_in_turn(self._rows, starts, depth, self._run, at_once, dense=self._dense)
+
+    def _run_in_turn(self, spans: Sequence[Span], chooses: Sequence[Choose], depths: Sequence[int]) -> Chosen:
+        assert self._head.in_turn is not None
+        packed = self._pack(spans, [1] * len(spans), max(depths))
+        return self._head.in_turn(packed, self._read(spans, None), self._kv, chooses, depths)
 
     def _run(self, spans: Sequence[Span], chooses: Sequence[Choose]) -> Chosen:
         packed, features = self._pack(spans, [1] * len(spans)), self._read(spans, self._fed_back)

@@ -10,7 +10,16 @@ import numpy as np
 from paceline import kernels
 from paceline.draft.heads.config import head_shapes
 from paceline.draft.reduced import ReducedVocabulary, own_bytes
-from paceline.model.native import NativeDecoder, Output, as_float32, compile_decoder, forward, pack, pack_layer
+from paceline.model.native import (
+    NativeDecoder,
+    Output,
+    as_float32,
+    compile_decoder,
+    forward,
+    forward_in_turn,
+    pack,
+    pack_layer,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +30,7 @@ if TYPE_CHECKING:
     from paceline.core.nouns import Choose
     from paceline.draft.heads.checkpoint import Head
     from paceline.draft.heads.config import HeadConfig
+    from paceline.draft.heads.runner import HeadInTurn
     from paceline.model.backend import KV, Chosen, Decoder
     from paceline.model.packed import Packed
 
@@ -41,6 +51,9 @@ class NativeHead:
         weight_type = _TYPES.get(target.weight_type, target.weight_type)
         self._target = target
         self._vectors = {name: as_float32(head.weights[name]) for name in _vector_names(head.config)}
+        if head.config.fc_norm:
+            names = [f"fc_norm.{i}" for i in range(len(head.config.taps))]
+            self._tap_norms = np.stack([self._vectors[name] for name in names])  # [num_taps, hidden]
         self._fc = pack(head.weights, "fc", weight_type)
         self._embed = pack(head.weights, "embed", weight_type) if "embed" in head.weights else target.embed
         self._vocabulary = ReducedVocabulary(head.token_ids, target.config.vocab_size)
@@ -56,7 +69,9 @@ class NativeHead:
             replace(c, vocab_size=self._target.config.vocab_size),
             self._target.team,
             embed=self._embed,
-            output=Output(self._written, self._vectors.get("norm"), self._vocabulary.mapped_ids),
+            output=Output(
+                self._written, self._vectors.get("norm"), self._vocabulary.mapped_ids, head.config.norm_output
+            ),
             layers=[
                 pack_layer(i, _layer_shapes(head.config, i), head.weights, weight_type)
                 for i in range(c.num_layers)
@@ -84,8 +99,8 @@ class NativeHead:
         if c.norm_before_fc:
             rows = self._norm("input_norm", rows)
         if c.fc_norm:
-            parts = np.split(rows, len(c.taps), axis=1)
-            rows = np.concatenate([self._norm(f"fc_norm.{i}", part) for i, part in enumerate(parts)], axis=1)
+            parts = rows.reshape(len(rows), len(c.taps), -1)
+            rows = _norm(self._tap_norms, parts, c.layers.norm_eps).reshape(rows.shape)
         features = np.empty((len(rows), c.layers.hidden_size), np.float32)
         kernels.multiply(self._target.team, self._fc, rows, features)
         return features
@@ -111,13 +126,40 @@ class NativeHead:
         fed_back = self._norm("norm", hidden) if c.norm_output else hidden
         return self._vocabulary.spread(chosen, chooses), fed_back
 
+    @property
+    def in_turn(self) -> HeadInTurn:
+        """Runs passes in turn."""
+        return self._run_in_turn
+
+    def _run_in_turn(
+        self,
+        packed: Packed,
+        features: NDArray[floating],
+        kv: KV,
+        chooses: Sequence[Choose],
+        depths: Sequence[int],
+    ) -> Chosen:
+        assert isinstance(kv, kernels.KVStore)
+        c = self.config
+        return forward_in_turn(
+            self._decoder,
+            packed,
+            kv,
+            chooses,
+            depths,
+            vocab=c.draft_vocab_size,
+            num_layers=c.layers.num_layers,
+            features=as_float32(features),
+        )
+
     def _norm(self, name: str, rows: NDArray[float32]) -> NDArray[float32]:
         return _norm(self._vectors[name], rows, self.config.layers.norm_eps)
 
 
 def _norm(weight: NDArray[float32], rows: NDArray[float32], eps: float) -> NDArray[float32]:
-    squares = np.square(rows).mean(axis=1, keepdims=True)
-    return as_float32(rows / np.sqrt(squares + eps) * weight)
+    """Norm rows [..., size]; the last axes of `weight` are theirs."""
+    squares = np.einsum("...i,...i->...", rows, rows)[..., None] / np.float32(rows.shape[-1])
+    return as_float32(rows / np.sqrt(squares + np.float32(eps)) * weight)
 
 
 def _vector_names(config: HeadConfig) -> set[str]:

@@ -47,6 +47,8 @@ class ReferenceHead:
     def _take(self, array: NDArray[floating]) -> torch.Tensor:
         return torch.as_tensor(array).to(device=self._device, dtype=self._dtype)
 
+    in_turn = None
+
     @property
     def weight_bytes(self) -> int:
         """Bytes of all tensors."""

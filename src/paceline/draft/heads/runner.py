@@ -17,6 +17,21 @@ if TYPE_CHECKING:
     from paceline.model.packed import Packed
 
 
+class HeadInTurn(Protocol):
+    """Runs passes of a head in turn, see `backend.InTurn`; what one makes of a token is the next one's feature."""
+
+    def __call__(
+        self,
+        packed: Packed,
+        features: NDArray[floating],
+        kv: KV,
+        chooses: Sequence[Choose],
+        depths: Sequence[int],
+    ) -> Chosen:
+        """Run `depths[i]` passes for row i, the first over entries as `HeadRunner.run`."""
+        ...
+
+
 class HeadRunner(Protocol):
     """Executes a head beside its target. Holds the head's weights; all other state is in the stores it makes."""
 
@@ -25,6 +40,11 @@ class HeadRunner(Protocol):
     @property
     def weight_bytes(self) -> int:
         """Bytes of its weights in memory, those of the target not counted."""
+        ...
+
+    @property
+    def in_turn(self) -> HeadInTurn | None:
+        """What runs several passes in one call, if it can."""
         ...
 
     def new_kv(self, num_pages: int) -> KV:

@@ -7,14 +7,22 @@ from typing import TYPE_CHECKING
 from paceline import kernels
 from paceline.draft.reduced import ReducedVocabulary, own_bytes
 from paceline.model.config import layer_shapes
-from paceline.model.native import NativeDecoder, Output, as_float32, compile_decoder, forward, pack_layer
+from paceline.model.native import (
+    NativeDecoder,
+    Output,
+    as_float32,
+    compile_decoder,
+    forward,
+    forward_in_turn,
+    pack_layer,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.core.nouns import Choose
     from paceline.draft.small.checkpoint import SmallModel
-    from paceline.model.backend import KV, Chosen, Decoder
+    from paceline.model.backend import KV, Chosen, Decoder, InTurn
     from paceline.model.packed import Packed
 
 _TYPES = {"int4": "int8"}  # a draft model is small: four bits would cost more drafts than they save time
@@ -51,6 +59,11 @@ class NativeSmall:
         return f"{self.name}, {self._num_tokens} tokens"
 
     @property
+    def in_turn(self) -> InTurn:
+        """Runs passes in turn."""
+        return self._run_in_turn
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of the packed matrices, without those that are the target's."""
         return own_bytes(self._decoder, (self._target.embed, self._head), self._target)
@@ -83,3 +96,19 @@ class NativeSmall:
             taps=taps,
         )
         return self._vocabulary.spread(chosen, chooses)
+
+    def _run_in_turn(
+        self,
+        packed: Packed,
+        kv: KV,
+        chooses: Sequence[Choose],
+        depths: Sequence[int],
+        *,
+        num_layers: int | None = None,
+        vocab_size: int | None = None,
+    ) -> Chosen:
+        assert isinstance(kv, kernels.KVStore)
+        layers = num_layers or self.config.num_layers
+        return forward_in_turn(
+            self._decoder, packed, kv, chooses, depths, vocab=self._num_tokens, num_layers=layers
+        )

@@ -43,6 +43,8 @@ class ReferenceSmall:
         """Return what it is, for the user."""
         return f"{self._decoder.describe()}, {len(self._token_ids)} tokens"
 
+    in_turn = None
+
     @property
     def weight_bytes(self) -> int:
         """Bytes of all tensors, without the embedding, which is the target's."""

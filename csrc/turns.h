@@ -1,0 +1,23 @@
+// Passes in turn: each reads the tokens that the one before chose. What a drafter does, without going back to Python.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "decoder.h"
+
+namespace paceline {
+
+struct Turns {
+    std::vector<int64_t> depths;  // [num_rows] passes that each row takes part in, at least 1
+    std::vector<Choose> chooses;  // [sum of depths] a row's one after another; none wants logits back
+    int64_t* chosen = nullptr;    // [sum of depths] out, as `Pass::chosen`; behind kBroken a row's are left alone
+    float* margins = nullptr;     // [sum of depths] out, as `Pass::margins`
+};
+
+// Run `first`, whose wanted tokens are the last of its rows, and then passes over one token of each row. A row's pages
+// reach as far as its passes do. A decoder that reads features takes what a pass made of a token for its feature.
+void run_in_turn(Decoder& decoder, const Pass& first, const Turns& turns, const KVStore& kv);
+
+}  // namespace paceline

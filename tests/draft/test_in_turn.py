@@ -1,0 +1,127 @@
+"""Drafting all tokens in one call to the kernels against its readable twin, pass by pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline import kernels
+from paceline.core.nouns import UNCHOSEN, Choose
+from paceline.core.params import SamplingParams
+from paceline.draft.heads.config import read_config
+from paceline.draft.heads.native import NativeHead
+from paceline.draft.small.native import NativeSmall
+from paceline.model.native import NativeDecoder, forward_in_turn
+from tests.draft.heads import head_values, random_weights, write_head
+from tests.draft.test_head_drafter import requests
+from tests.draft.test_small_drafter import write_small
+from tests.engine.same_text import PLAIN, make_engine, run, target
+from tests.model.helpers import pack
+from tests.tiny import tiny_config, tiny_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from paceline.core.nouns import Batch, Draft, Plan
+
+
+def head(folder: Path, kind: str, **changes: Any) -> str:
+    config = target("int8").decoder.config
+    values = head_values(kind, config, **changes)
+    write_head(folder, values, config, random_weights(read_config(values, config), seed=3))
+    return f"{kind}:model={folder},k=5"
+
+
+SPECS: dict[str, Callable[[Path], str]] = {
+    "eagle3": lambda folder: head(folder, "eagle3"),
+    "eagle": lambda folder: head(folder, "eagle"),
+    "small": lambda folder: f"draft-model:model={write_small(folder)},k=5",
+    "first layers": lambda _: "draft-model:layers=1,k=5",
+}
+
+
+def drafts(spec: str) -> list[tuple[list[int], list[float]]]:
+    """Serve greedy, sampled, filtered and penalised requests; return everything that was proposed, in order."""
+    engine = make_engine(spec, PLAIN, types="int8")
+    (drafter,) = engine.drafting.drafters.values()
+    propose, found = drafter.propose, []
+
+    def recorded(batch: Batch, plan: Plan) -> Draft:
+        draft = propose(batch, plan)
+        found.extend((list(row.token_ids), list(row.confidence or ())) for row in draft.rows)
+        return draft
+
+    drafter.propose = recorded  # type: ignore[method-assign]
+    asked = requests(8, max_tokens=24)
+    filtered = [replace(r, request_id=f"{r.request_id}f", params=replace(r.params, top_p=0.9)) for r in asked[:3]]
+    run(engine, [*asked, *filtered])
+    assert engine.stats().drafter_failures == 0
+    return found
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_both_draft_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = SPECS[name](tmp_path)
+    at_once = drafts(spec)
+    for runner in (NativeHead, NativeSmall, NativeDecoder):
+        monkeypatch.setattr(runner, "in_turn", None)
+    apart = drafts(spec)
+    assert [ids for ids, _ in at_once] == [ids for ids, _ in apart]
+    assert sum(len(ids) for ids, _ in at_once) > 100
+    for (_, ours), (_, theirs) in zip(at_once, apart, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+# The border --------------------------------------------------------------------------------------
+
+GREEDY = Choose("argmax", SamplingParams(temperature=0))
+CONFIG = tiny_config(num_layers=2)
+
+
+def in_turn(depths: list[int], chooses: list[Choose] | None = None, weight: float = 1.0) -> np.ndarray:
+    weights = tiny_weights(CONFIG, dtype=torch.float32)
+    weights["final_norm"] = weights["final_norm"] * weight
+    decoder = NativeDecoder(CONFIG, weights, kernels.Team(1), "f32", "f32")
+    packed = replace(pack([([5, 6, 7], 0, [1]), ([9], 0, [2])]), wanted=np.array([2, 3]))
+    chosen = forward_in_turn(
+        decoder._decoder,
+        packed,
+        decoder.new_kv(3),
+        chooses or [GREEDY] * sum(depths),
+        depths,
+        vocab=CONFIG.vocab_size,
+        num_layers=2,
+    )
+    return chosen.token_ids
+
+
+def test_rows_go_as_deep_as_each_was_asked() -> None:
+    deep, shallow = in_turn([4, 2]), in_turn([1, 6])
+    assert (deep >= 0).all()
+    assert deep[0] == shallow[0]
+    np.testing.assert_array_equal(deep[4:], shallow[1:3])
+
+
+def test_a_broken_row_ends_there() -> None:
+    found = in_turn([3, 2], weight=np.nan)
+    assert (found[[0, 3]] < UNCHOSEN).all()
+    assert (found[[1, 2, 4]] == UNCHOSEN).all()
+
+
+@pytest.mark.parametrize(
+    ("depths", "kind", "reason"),
+    [
+        ([4, 0], "argmax", "beyond"),
+        ([15, 1], "argmax", "beyond"),
+        ([4], "argmax", "depth"),
+        ([2, 2], "logits", "choose"),
+    ],
+)
+def test_the_border_refuses_what_does_not_fit(depths: list[int], kind: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        in_turn(depths, [replace(GREEDY, kind=kind)] * sum(depths))
