@@ -60,7 +60,9 @@ def _measured(engine: Engine, config: EngineConfig, model: str, progress: Progre
     """Return what steps cost: as measured before on this machine with these settings, or measured now."""
     file = profile_file(config, model)
     try:
-        return read_profile(file), "measured on this machine before"
+        kept = read_profile(file)
+        if kept.drafters == tuple(engine.drafting.drafters):  # other ones may ship by now
+            return kept, "measured on this machine before"
     except ConfigError:
         pass  # there is none, or one of another version
     profile = measure(engine, config, model, progress=progress)
