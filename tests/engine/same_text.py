@@ -89,6 +89,10 @@ class RestlessK:
 
     looks = False
 
+    @property
+    def twin(self) -> RestlessK:
+        return self
+
     def __init__(self, drafter: str, k: int, seed: int) -> None:
         self._drafter, self._k, self._random = drafter, k, Random(seed)
 

@@ -57,7 +57,7 @@ class Tracer:
         """A request begins in a row."""
         self._write(admitted=row)
 
-    def planned(self, view: View, decision: Decision) -> None:
+    def planned(self, view: View, decision: Decision, group: int) -> None:
         """A step was planned."""
         offers = {str(drafter): _sure(offered) for drafter, offered in view.offers.items()}
         seen = {
@@ -70,15 +70,16 @@ class Tracer:
             "waiting": view.waiting,
             "targets": {str(row): target_s for row, target_s in view.targets.items()},
         }
-        self._write(view=seen, ks=decision.ks.tolist(), drafters=decision.drafters.tolist())
+        self._write(view=seen, ks=decision.ks.tolist(), drafters=decision.drafters.tolist(), group=group)
 
-    def learnt(self, outcomes: Outcomes, prefill: Work) -> None:
+    def learnt(self, outcomes: Outcomes, prefill: Work, group: int) -> None:
         """A step is over."""
         o = outcomes
         confidence = None if o.confidence is None else _sure(o.confidence)
         arrays = {name: getattr(o, name).tolist() for name in ("rows", "drafters", "num_verified", "num_accepted")}
-        seconds = {"draft_s": o.draft_s, "target_s": o.target_s, "host_s": o.host_s}
-        self._write(outcomes=arrays | seconds | {"confidence": confidence}, prefill=_numbers(prefill))
+        seconds = {"draft_s": o.draft_s, "target_s": o.target_s, "host_s": o.host_s, "wait_s": o.wait_s}
+        got = arrays | seconds | {"confidence": confidence}
+        self._write(outcomes=got, prefill=_numbers(prefill), group=group)
 
     def _write(self, **values: Any) -> None:
         self._file.write(json.dumps(values) + "\n")
@@ -136,20 +137,21 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
 def _steps(
     loop: ClosedLoop, lines: Iterator[dict[str, Any]], on_step: Callable[[ClosedLoop], None] | None
 ) -> Iterator[Step]:
-    view, then = None, None
+    planned: dict[int, Decision] = {}  # by group, when it ran
     for line in lines:
+        group = int(line.get("group", 0))
+        own = loop.twin if group else loop
         if "admitted" in line:
             loop.admit(int(line["admitted"]))
         elif "view" in line:
-            view = _view(line["view"])
-            then = Decision(np.array(line["ks"], np.int64), np.array(line["drafters"], np.int64))
-            loop.plan(view)
+            planned[group] = Decision(np.array(line["ks"], np.int64), np.array(line["drafters"], np.int64))
+            own.plan(_view(line["view"]))
             if on_step:
-                on_step(loop)
-        elif view is not None and then is not None and loop.decision is not None:
-            now, outcomes = loop.decision, _outcomes(line["outcomes"])
-            loop.learn(outcomes, Work(*line["prefill"]))
-            yield Step(view, then, now, outcomes)
+                on_step(own)
+        elif own.view is not None and own.decision is not None:
+            outcomes = _outcomes(line["outcomes"])
+            own.learn(outcomes, Work(*line["prefill"]))
+            yield Step(own.view, planned[group], own.decision, outcomes)
 
 
 def _view(seen: dict[str, Any]) -> View:
@@ -179,4 +181,5 @@ def _outcomes(got: dict[str, Any]) -> Outcomes:
         target_s=float(got["target_s"]),
         host_s=float(got["host_s"]),
         confidence=None if got["confidence"] is None else np.array(got["confidence"], np.float64),
+        wait_s=float(got.get("wait_s", 0.0)),
     )

@@ -84,6 +84,15 @@ class Decoder(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A target pass that has not run yet."""
+
+    packed: Packed
+    cu_len: Sequence[int]  # as `Scores.cu_len`
+    chooses: Sequence[Choose]
+
+
 class Backend:
     """Executes the target. Owns every row's outcome-dependent state (`rows`) and the target's KV."""
 
@@ -109,11 +118,18 @@ class Backend:
 
         Only rows that choose by `logits` get theirs back.
         """
-        packed = self.rows.pack(batch, draft)
-        cu_len, chooses = self.rows.chooses(batch, draft)
+        return self.run(self.prepare(batch, draft))
+
+    def prepare(self, batch: Batch, draft: Draft) -> Prepared:
+        """Return all that a pass reads of the rows, as copies."""
+        return Prepared(self.rows.pack(batch, draft), *self.rows.chooses(batch, draft))
+
+    def run(self, prepared: Prepared) -> Scores:
+        """Run a pass that was prepared. Touches no row, so that another thread may do it."""
+        packed, chooses = prepared.packed, prepared.chooses
         chosen = self.decoder.run(packed, self.kv, chooses, taps=self.taps)
         taps = Taps(chosen.taps, packed.cu_len, packed.slots) if self.taps else None
-        return Scores(cu_len, chooses, chosen.token_ids, chosen.logits, chosen.logit_idx, taps)
+        return Scores(prepared.cu_len, chooses, chosen.token_ids, chosen.logits, chosen.logit_idx, taps)
 
     def commit(self, batch: Batch, verdict: Verdict) -> None:
         """Advance the rows by what was kept."""

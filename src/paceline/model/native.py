@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from threading import Lock
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
@@ -53,7 +54,7 @@ def load_decoder(
 
 @lru_cache
 def _team(num_threads: int) -> kernels.Team:
-    """Return the process's team of so many threads: target and drafter never run at once."""
+    """Return the process's team of so many threads, which does one pass after another, whoever asks."""
     return kernels.Team(num_threads)
 
 
@@ -75,6 +76,7 @@ class NativeDecoder:
         self.config = config
         self.team = team
         self.weight_type, self.kv_type = weight_type, kv_type
+        self._alone = Lock()  # compiled layers have room for one pass: a drafter may use the target's own
         table_type = _TABLE_TYPES.get(weight_type, weight_type)
         self.embed = pack(weights, "embed", table_type)
         self.head = self.embed if config.tie_embeddings else pack(weights, "head", table_type)
@@ -117,7 +119,8 @@ class NativeDecoder:
         assert isinstance(kv, kernels.KVStore)
         vocab = min(vocab_size or self.config.vocab_size, self.config.vocab_size)
         layers = num_layers or self.config.num_layers
-        chosen = forward(self._decoder, packed, kv, chooses, vocab=vocab, num_layers=layers, taps=taps)
+        with self._alone:
+            chosen = forward(self._decoder, packed, kv, chooses, vocab=vocab, num_layers=layers, taps=taps)
         missing = (vocab_size or vocab) - vocab  # the target's padding rows
         if not missing or chosen.logits is None:
             return chosen
