@@ -14,6 +14,7 @@ import numpy as np
 
 from paceline.control.cost import Work
 from paceline.control.objective import THROUGHPUT, Objective
+from paceline.control.overlap import planned_turns
 from paceline.control.policy import Decision, Outcomes, View
 from paceline.control.profile import Profile, from_json, to_json
 from paceline.control.setup import make_loop
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.control.controller import ClosedLoop
+    from paceline.control.overlap import Turns
 
 FORMAT = "paceline trace 1"
 
@@ -42,7 +44,9 @@ class Tracer:
         num_rows: int,
         max_ks: Sequence[int],
         objective: str = THROUGHPUT,
+        apart: bool = False,
     ) -> None:
+        """apart: whether drafters have a device of their own."""
         self._file = file
         self._write(
             format=FORMAT,
@@ -51,6 +55,7 @@ class Tracer:
             num_rows=num_rows,
             max_ks=list(max_ks),
             objective=objective,
+            apart=apart,
         )
 
     def admitted(self, row: int) -> None:
@@ -105,6 +110,8 @@ class Step:
     then: Decision  # what was chosen when it ran: `ks` and `drafters`
     now: Decision  # what the replay chooses
     outcomes: Outcomes
+    turns: Turns | None  # the inequality that says whether two groups should take turns
+    overlapped: bool  # whether they did
 
 
 def replay(path: Path, on_step: Callable[[ClosedLoop], None] | None = None) -> Iterator[Step]:
@@ -120,7 +127,7 @@ def replay(path: Path, on_step: Callable[[ClosedLoop], None] | None = None) -> I
         profile, max_ks = from_json(header["profile"]), [int(k) for k in header["max_ks"]]
         objective = Objective.parse(header.get("objective", THROUGHPUT))
         loop = make_loop(profile, header["names"], int(header["num_rows"]), max_ks, objective=objective)
-        yield from _steps(loop, lines, on_step)
+        yield from _steps(loop, lines, on_step, apart=bool(header.get("apart", False)))
     except (KeyError, TypeError, ValueError, StopIteration) as error:
         raise ConfigError(f"{path} is no trace this version reads: {type(error).__name__} {error}") from None
 
@@ -135,7 +142,11 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _steps(
-    loop: ClosedLoop, lines: Iterator[dict[str, Any]], on_step: Callable[[ClosedLoop], None] | None
+    loop: ClosedLoop,
+    lines: Iterator[dict[str, Any]],
+    on_step: Callable[[ClosedLoop], None] | None,
+    *,
+    apart: bool,
 ) -> Iterator[Step]:
     planned: dict[int, Decision] = {}  # by group, when it ran
     for line in lines:
@@ -150,8 +161,10 @@ def _steps(
                 on_step(own)
         elif own.view is not None and own.decision is not None:
             outcomes = _outcomes(line["outcomes"])
+            overlapped = outcomes.wait_s > 0
+            turns = planned_turns(loop, apart=apart, overlapped=overlapped)
             own.learn(outcomes, Work(*line["prefill"]))
-            yield Step(own.view, planned[group], own.decision, outcomes)
+            yield Step(own.view, planned[group], own.decision, outcomes, turns, overlapped)
 
 
 def _view(seen: dict[str, Any]) -> View:

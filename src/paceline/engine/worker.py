@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import Future
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import finalize
+
+from paceline.model.device import stay_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,8 +51,7 @@ class Worker:
 
 
 def _serve(calls: SimpleQueue[Call | None], cores: frozenset[int]) -> None:
-    if cores:
-        os.sched_setaffinity(0, cores)
+    stay_on(cores)
     while (task := calls.get()) is not None:
         future, begun, call = task
         if begun.locked():

@@ -1,4 +1,4 @@
-"""Draft heads on the `native` backend: in the same kernels and on the same threads as their target."""
+"""Draft heads on the `native` backend: in their target's kernels, and on its threads if not on other cores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ import numpy as np
 from paceline import kernels
 from paceline.draft.heads.config import head_shapes
 from paceline.draft.reduced import ReducedVocabulary, own_bytes
-from paceline.model.native import NativeDecoder, Output, as_float32, compile_decoder, forward, pack, pack_layer
+from paceline.model.native import (
+    NativeDecoder,
+    Output,
+    as_float32,
+    compile_decoder,
+    forward,
+    pack,
+    pack_layer,
+    team_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,22 +31,24 @@ if TYPE_CHECKING:
     from paceline.draft.heads.checkpoint import Head
     from paceline.draft.heads.config import HeadConfig
     from paceline.model.backend import KV, Chosen, Decoder
+    from paceline.model.device import Device
     from paceline.model.packed import Packed
 
 _TYPES = {"int4": "int8"}  # a head is small: four bits would cost more drafts than they save time
 
 
-def load_runner(head: Head, target: Decoder) -> NativeHead:
+def load_runner(head: Head, target: Decoder, device: Device | None) -> NativeHead:
     """Make a head's runner, see `engine/backends.py`."""
     assert isinstance(target, NativeDecoder)
-    return NativeHead(head, target)
+    return NativeHead(head, target, device)
 
 
 class NativeHead:
     """A head over packed weights and KV of the target's types."""
 
-    def __init__(self, head: Head, target: NativeDecoder) -> None:
+    def __init__(self, head: Head, target: NativeDecoder, device: Device | None = None) -> None:
         self.config = head.config
+        self._team = target.team if device is None else team_of(device)
         weight_type = _TYPES.get(target.weight_type, target.weight_type)
         self._target = target
         self._vectors = {name: as_float32(head.weights[name]) for name in _vector_names(head.config)}
@@ -54,7 +65,7 @@ class NativeHead:
         c, fuses = head.config.layers, head.config.algorithm.guesses_features
         return compile_decoder(
             replace(c, vocab_size=self._target.config.vocab_size),
-            self._target.team,
+            self._team,
             embed=self._embed,
             output=Output(self._written, self._vectors.get("norm"), self._vocabulary.mapped_ids),
             layers=[
@@ -87,7 +98,7 @@ class NativeHead:
             parts = np.split(rows, len(c.taps), axis=1)
             rows = np.concatenate([self._norm(f"fc_norm.{i}", part) for i, part in enumerate(parts)], axis=1)
         features = np.empty((len(rows), c.layers.hidden_size), np.float32)
-        kernels.multiply(self._target.team, self._fc, rows, features)
+        kernels.multiply(self._team, self._fc, rows, features)
         return features
 
     def run(
