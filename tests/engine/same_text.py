@@ -7,7 +7,7 @@ from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from hypothesis import strategies as st
@@ -89,6 +89,10 @@ class RestlessK:
 
     looks = False
 
+    @property
+    def twin(self) -> RestlessK:
+        return self
+
     def __init__(self, drafter: str, k: int, seed: int) -> None:
         self._drafter, self._k, self._random = drafter, k, Random(seed)
 
@@ -111,7 +115,10 @@ class RestlessK:
         return RowDraft(row.token_ids[:kept], row.drafter, probs=probs)
 
 
-def make_engine(draft: str, settings: Settings, law: str = "coupled", types: str = "f64") -> Engine:
+def make_engine(
+    draft: str, settings: Settings, law: str = "coupled", types: str = "f64", **changes: Any
+) -> Engine:
+    """`changes` are further fields of `EngineConfig`."""
     limits = Limits(settings.num_rows, MAX_LEN, settings.prefill_tokens)
     config = EngineConfig(
         draft=draft,
@@ -123,6 +130,7 @@ def make_engine(draft: str, settings: Settings, law: str = "coupled", types: str
         kv_tokens=settings.num_pages * 16,
         prefix_cache=settings.prefix_cache,
         limits=limits,
+        **changes,
     )
     return build.assemble(config, target(types), partial(draft_weights, types=types)).engine
 

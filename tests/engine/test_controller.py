@@ -128,8 +128,8 @@ def test_a_pace_holds_prompts_back_and_changes_no_text() -> None:
     chunks: list[int] = []
     schedule = engine.scheduler.schedule
 
-    def watched(plan: Plan) -> Batch:
-        batch = schedule(plan)
+    def watched(plan: Plan, group: int | None) -> Batch:
+        batch = schedule(plan, group)
         chunks.append(sum(r.num_known for r in batch.rows if not r.decodes))
         return batch
 

@@ -57,7 +57,8 @@ def host_ms(built: Built, prompts: Sequence[Sequence[int]], params: SamplingPara
         measured.append(engine.stats().since(before).host_s * 1e3)
     for index in range(len(prompts)):
         engine.cancel(f"host-{index}")
-    engine.step()
+    while engine.has_work:
+        engine.step()
     return measured
 
 

@@ -63,7 +63,6 @@ class Run:
     stats: Stats | None  # what the engine counted; None: a server, which was not alone
     peak_rss_mb: float | None
     warm: bool = False
-    overlap: str = "off"
 
 
 def busy_until(answers: Sequence[Answer], concurrency: int | None) -> float:
@@ -94,7 +93,7 @@ def record(run: Run) -> Json:
         "draft": run.draft,
         "concurrency": run.concurrency,
         "repeat": run.repeat,
-        "overlap": run.overlap,
+        "overlap": "on" if run.stats and run.stats.overlapped_steps else "off",
         "warm": run.warm,
         "requests": len(answers),
         "prompt_tokens": sum(a.prompt_tokens for a in answers),

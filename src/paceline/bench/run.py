@@ -80,7 +80,8 @@ def ask(
     except BaseException:
         for request_id in inflight:
             engine.cancel(request_id)
-        engine.step()
+        while engine.has_work:
+            engine.step()
         raise
     return [answers[q.request.request_id] for q in asked]
 

@@ -30,10 +30,11 @@ class StepTimes:
     draft_s: float
     target_s: float
     host_s: float
+    wait_s: float = 0.0  # of its rows, while the step was the other group's
 
     @property
     def total_s(self) -> float:
-        """All of it."""
+        """All of it that was spent on these rows."""
         return self.draft_s + self.target_s + self.host_s
 
 
@@ -43,6 +44,11 @@ class Controller(Protocol):
     @property
     def looks(self) -> bool:
         """Whether it wants to see what drafters that cost nothing would propose, before it plans."""
+        ...
+
+    @property
+    def twin(self) -> Controller:
+        """The same controller for the rows of a second group: another open plan, nothing learnt apart."""
         ...
 
     def admit(self, row: int) -> None:
@@ -71,12 +77,12 @@ class Watcher(Protocol):
         """A request begins in a row."""
         ...
 
-    def planned(self, view: View, decision: Decision) -> None:
-        """A step was planned."""
+    def planned(self, view: View, decision: Decision, group: int) -> None:
+        """A step of a group was planned."""
         ...
 
-    def learnt(self, outcomes: Outcomes, prefill: Work) -> None:
-        """A step is over; it did so much prefill."""
+    def learnt(self, outcomes: Outcomes, prefill: Work, group: int) -> None:
+        """A group's step is over; it did so much prefill."""
         ...
 
 
@@ -86,13 +92,27 @@ class ClosedLoop:
     looks = True
 
     def __init__(
-        self, policy: Policy, cost: OnlineCost | None, names: Sequence[str], watcher: Watcher | None = None
+        self,
+        policy: Policy,
+        cost: OnlineCost | None,
+        names: Sequence[str],
+        watcher: Watcher | None = None,
+        group: int = 0,
     ) -> None:
         self.policy, self.cost, self.names, self._watcher = policy, cost, tuple(names), watcher
         self.view: View | None = None  # of the last plan
         self.decision: Decision | None = None
         self._offered: frozenset[int] = frozenset()  # drafters whose proposals the last plan knew
         self._index = {name: index for index, name in enumerate(names)}
+        self._group = group
+        self._twin: ClosedLoop | None = None
+
+    @property
+    def twin(self) -> ClosedLoop:
+        """The same policy and prices, with an open plan of its own."""
+        if self._twin is None:
+            self._twin = ClosedLoop(self.policy, self.cost, self.names, self._watcher, 1 - self._group)
+        return self._twin
 
     def admit(self, row: int) -> None:
         """A request begins in a row."""
@@ -105,7 +125,7 @@ class ClosedLoop:
         self.view, self.decision, self._offered = view, self.policy.decide(view), frozenset(view.offers)
         d = self.decision
         if self._watcher:
-            self._watcher.planned(view, d)
+            self._watcher.planned(view, d, self._group)
         planned = zip(view.rows.tolist(), d.drafters.tolist(), d.ks.tolist(), strict=True)
         rows = {row: RowPlan(self.names[drafter], k) for row, drafter, k in planned if k and drafter != NONE}
         return Plan(rows, d.prefill_tokens)
@@ -140,7 +160,7 @@ class ClosedLoop:
         outcomes, prefill = _outcomes(drafted, batch, draft, verdict, times), prefill_work(batch)
         reckoning = self.learn(outcomes, prefill)
         if self._watcher:
-            self._watcher.learnt(outcomes, prefill)
+            self._watcher.learnt(outcomes, prefill, self._group)
         return reckoning
 
     def learn(self, outcomes: Outcomes, prefill: Work) -> Reckoning | None:
@@ -158,7 +178,7 @@ def _outcomes(drafted: Drafted, batch: Batch, draft: Draft, verdict: Verdict, ti
     verified, accepted = np.array(found, np.int64).reshape(-1, 2).T
     seconds = times.draft_s, times.target_s, times.host_s
     confidence = drafted.confidence if drafted.confidence.size else None
-    return Outcomes(drafted.rows, drafted.drafters, verified, accepted, *seconds, confidence)
+    return Outcomes(drafted.rows, drafted.drafters, verified, accepted, *seconds, confidence, times.wait_s)
 
 
 def padded(rows: Sequence[Sequence[float]]) -> NDArray[float64]:

@@ -88,7 +88,7 @@ class Pace:
         """Take in a step."""
         if not self._any:
             return
-        rows, step_s = outcomes.rows, outcomes.draft_s + outcomes.target_s + outcomes.host_s
+        rows, step_s = outcomes.rows, outcomes.draft_s + outcomes.target_s + outcomes.host_s + outcomes.wait_s
         target_s = self._target_s[rows]
         late_s = self._late_s[rows] + step_s - target_s * (1 + outcomes.num_accepted)
         self._late_s[rows] = np.where(np.isfinite(target_s), np.maximum(late_s, -PATIENCE * target_s), 0.0)

@@ -68,6 +68,7 @@ class Outcomes:
     target_s: float
     host_s: float = 0.0
     confidence: NDArray[float64] | None = None  # [n, depth] of all proposed, NaN where the drafter said nothing
+    wait_s: float = 0.0  # of the rows, while other rows had their step
 
 
 @dataclass(frozen=True, slots=True, eq=False)

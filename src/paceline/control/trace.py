@@ -14,6 +14,7 @@ import numpy as np
 
 from paceline.control.cost import Work
 from paceline.control.objective import THROUGHPUT, Objective
+from paceline.control.overlap import planned_turns
 from paceline.control.policy import Decision, Outcomes, View
 from paceline.control.profile import Profile, from_json, to_json
 from paceline.control.setup import make_loop
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.control.controller import ClosedLoop
+    from paceline.control.overlap import Turns
 
 FORMAT = "paceline trace 1"
 
@@ -42,7 +44,9 @@ class Tracer:
         num_rows: int,
         max_ks: Sequence[int],
         objective: str = THROUGHPUT,
+        apart: bool = False,
     ) -> None:
+        """apart: whether drafters have a device of their own."""
         self._file = file
         self._write(
             format=FORMAT,
@@ -51,13 +55,14 @@ class Tracer:
             num_rows=num_rows,
             max_ks=list(max_ks),
             objective=objective,
+            apart=apart,
         )
 
     def admitted(self, row: int) -> None:
         """A request begins in a row."""
         self._write(admitted=row)
 
-    def planned(self, view: View, decision: Decision) -> None:
+    def planned(self, view: View, decision: Decision, group: int) -> None:
         """A step was planned."""
         offers = {str(drafter): _sure(offered) for drafter, offered in view.offers.items()}
         seen = {
@@ -70,15 +75,16 @@ class Tracer:
             "waiting": view.waiting,
             "targets": {str(row): target_s for row, target_s in view.targets.items()},
         }
-        self._write(view=seen, ks=decision.ks.tolist(), drafters=decision.drafters.tolist())
+        self._write(view=seen, ks=decision.ks.tolist(), drafters=decision.drafters.tolist(), group=group)
 
-    def learnt(self, outcomes: Outcomes, prefill: Work) -> None:
+    def learnt(self, outcomes: Outcomes, prefill: Work, group: int) -> None:
         """A step is over."""
         o = outcomes
         confidence = None if o.confidence is None else _sure(o.confidence)
         arrays = {name: getattr(o, name).tolist() for name in ("rows", "drafters", "num_verified", "num_accepted")}
-        seconds = {"draft_s": o.draft_s, "target_s": o.target_s, "host_s": o.host_s}
-        self._write(outcomes=arrays | seconds | {"confidence": confidence}, prefill=_numbers(prefill))
+        seconds = {"draft_s": o.draft_s, "target_s": o.target_s, "host_s": o.host_s, "wait_s": o.wait_s}
+        got = arrays | seconds | {"confidence": confidence}
+        self._write(outcomes=got, prefill=_numbers(prefill), group=group)
 
     def _write(self, **values: Any) -> None:
         self._file.write(json.dumps(values) + "\n")
@@ -104,6 +110,8 @@ class Step:
     then: Decision  # what was chosen when it ran: `ks` and `drafters`
     now: Decision  # what the replay chooses
     outcomes: Outcomes
+    turns: Turns | None  # the inequality that says whether two groups should take turns
+    overlapped: bool  # whether they did
 
 
 def replay(path: Path, on_step: Callable[[ClosedLoop], None] | None = None) -> Iterator[Step]:
@@ -119,7 +127,7 @@ def replay(path: Path, on_step: Callable[[ClosedLoop], None] | None = None) -> I
         profile, max_ks = from_json(header["profile"]), [int(k) for k in header["max_ks"]]
         objective = Objective.parse(header.get("objective", THROUGHPUT))
         loop = make_loop(profile, header["names"], int(header["num_rows"]), max_ks, objective=objective)
-        yield from _steps(loop, lines, on_step)
+        yield from _steps(loop, lines, on_step, apart=bool(header.get("apart", False)))
     except (KeyError, TypeError, ValueError, StopIteration) as error:
         raise ConfigError(f"{path} is no trace this version reads: {type(error).__name__} {error}") from None
 
@@ -134,22 +142,29 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _steps(
-    loop: ClosedLoop, lines: Iterator[dict[str, Any]], on_step: Callable[[ClosedLoop], None] | None
+    loop: ClosedLoop,
+    lines: Iterator[dict[str, Any]],
+    on_step: Callable[[ClosedLoop], None] | None,
+    *,
+    apart: bool,
 ) -> Iterator[Step]:
-    view, then = None, None
+    planned: dict[int, Decision] = {}  # by group, when it ran
     for line in lines:
+        group = int(line.get("group", 0))
+        own = loop.twin if group else loop
         if "admitted" in line:
             loop.admit(int(line["admitted"]))
         elif "view" in line:
-            view = _view(line["view"])
-            then = Decision(np.array(line["ks"], np.int64), np.array(line["drafters"], np.int64))
-            loop.plan(view)
+            planned[group] = Decision(np.array(line["ks"], np.int64), np.array(line["drafters"], np.int64))
+            own.plan(_view(line["view"]))
             if on_step:
-                on_step(loop)
-        elif view is not None and then is not None and loop.decision is not None:
-            now, outcomes = loop.decision, _outcomes(line["outcomes"])
-            loop.learn(outcomes, Work(*line["prefill"]))
-            yield Step(view, then, now, outcomes)
+                on_step(own)
+        elif own.view is not None and own.decision is not None:
+            outcomes = _outcomes(line["outcomes"])
+            overlapped = outcomes.wait_s > 0
+            turns = planned_turns(loop, apart=apart, overlapped=overlapped)
+            own.learn(outcomes, Work(*line["prefill"]))
+            yield Step(own.view, planned[group], own.decision, outcomes, turns, overlapped)
 
 
 def _view(seen: dict[str, Any]) -> View:
@@ -179,4 +194,5 @@ def _outcomes(got: dict[str, Any]) -> Outcomes:
         target_s=float(got["target_s"]),
         host_s=float(got["host_s"]),
         confidence=None if got["confidence"] is None else np.array(got["confidence"], np.float64),
+        wait_s=float(got.get("wait_s", 0.0)),
     )

@@ -79,6 +79,7 @@ class Drafter(Protocol):
     """Proposes tokens. It is told of births and deaths and trims its own state at commit.
 
     It may fail, time out or return nonsense: its rows then draft nothing in that step. It is never fatal.
+    Some rows may be drafted for while the drafts of others are being scored: what is open is kept by row.
     """
 
     name: str

@@ -147,7 +147,7 @@ class DraftModel:
         self._vocab_size = target.decoder.config.vocab_size
         self._dense = target.law_needs_probs
         self._valid = np.zeros(self._rows.num_rows, np.int64)  # tokens of each row in the own store
-        self._seen: dict[int, int] = {}  # row -> tokens in the store if every guess of this step is kept
+        self._seen: dict[int, int] = {}  # row -> tokens in the store if every open guess is kept
 
     def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
         """Start with what the store already holds of the row's cached pages."""
@@ -160,14 +160,13 @@ class DraftModel:
         starts = {row: self._start(row) for row in ready}
         at_once = self._run_in_turn if self._decoder.in_turn else None
         chains = draft_in_turn(self._rows, starts, depth, self._run, at_once, dense=self._dense)
-        self._seen = {row: int(self._rows.length[row]) + len(c.token_ids) - 1 for row, c in chains.items()}
+        self._seen |= {row: int(self._rows.length[row]) + len(c.token_ids) - 1 for row, c in chains.items()}
         return Draft(tuple(chains[r.row].draft(self.name) if r.row in chains else NO_DRAFT for r in batch.rows))
 
     def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
         """Keep the entries of kept tokens: all but the newest token, as far as they were seen."""
-        for row, seen in self._seen.items():
-            self._valid[row] = min(seen, int(self._rows.length[row]) - 1)
-        self._seen = {}
+        for row in self._seen.keys() & {r.row for r in batch.rows}:
+            self._valid[row] = min(self._seen.pop(row), int(self._rows.length[row]) - 1)
 
     def valid_lens(self, row: int) -> Mapping[str, int]:
         """Leading tokens of a row that the own store holds, if there is one."""

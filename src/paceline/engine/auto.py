@@ -43,7 +43,9 @@ def close_loop(engine: Engine, config: EngineConfig, model: str, progress: Progr
     num_rows = engine.scheduler.limits.num_rows
     tracer = None
     if config.trace:
-        tracer = Tracer(_opened(config.trace), profile, names, num_rows, max_ks, config.objective)
+        tracer = Tracer(
+            _opened(config.trace), profile, names, num_rows, max_ks, config.objective, config.placement.apart
+        )
     objective = Objective.parse(config.objective)
     engine.controller = make_loop(profile, names, num_rows, max_ks, tracer, objective)
     return f"K by the controller, which knows what steps cost: {known}"
@@ -97,6 +99,7 @@ def _key(config: EngineConfig, model: str) -> dict[str, object]:
         "weights": config.weight_type,
         "kv": config.kv_type,
         "threads": config.threads,
+        "draft_device": config.draft_device,
         "rows": config.limits.num_rows,
         "machine": processor(),
     }

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from paceline.draft.small.checkpoint import LoadSmallDecoder
     from paceline.model.backend import Decoder
     from paceline.model.config import ModelConfig
+    from paceline.model.device import Device
 
 # Bytes of one stored number, scales included.
 NUM_BYTES = {"f64": 8.0, "f32": 4.0, "f16": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.625}
@@ -33,8 +34,9 @@ class LoadDecoder(Protocol):
         weight_type: str,
         kv_type: str,
         threads: int | None,
+        device: Device | None = None,
     ) -> Decoder:
-        """threads: how many may compute, None for all cores."""
+        """threads: how many may compute, None for all cores of the device. device: None for the usual one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from paceline.draft.drafter import DraftWeights, Target, Vocabulary
 from paceline.draft.options import parse_drafters
 from paceline.engine.auto import close_loop
 from paceline.engine.engine import Engine
+from paceline.engine.loops import choose_loop
 from paceline.engine.memory import choose_num_pages
 from paceline.engine.pages import TARGET, PagePool
 from paceline.model.backend import Backend, num_cores
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from paceline.draft.small.checkpoint import SmallModel
     from paceline.engine.config import EngineConfig
     from paceline.model.backend import Decoder
+    from paceline.model.device import Device
     from paceline.model.gguf_file import FourBit
     from paceline.model.template import ChatTemplate
     from paceline.model.tokenizer import Tokenizer
@@ -89,7 +91,7 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     parse_drafters(config.draft)  # a bad spec should not wait for the weights
     load_law(config.law)
     model = load_model(resolve(config.model, partial(progress, "fetching") if progress else None))
-    decoder = _decoder(model, config, progress)
+    decoder = _decoder(model, config, config.threads, config.placement.target, progress)
     return Loaded(
         name=_short_name(config.model),
         decoder=decoder,
@@ -121,14 +123,16 @@ def assemble(config: EngineConfig, loaded: Loaded, load_drafter: Loader | None =
         run_small=partial(_run_small, config, loaded.decoder),
     )
     load_drafter = load_drafter or partial(_load_drafter, config)
-    drafters = [drafter.build(target, load_drafter) for drafter in asked.configs]
+    drafters = [config.placement.place(drafter.build(target, load_drafter)) for drafter in asked.configs]
     stores = [TARGET, *(store for d in drafters for store in d.needs.stores)]
     pool = PagePool(num_pages, stores, caching=config.prefix_cache)
     controller = FixedK(asked.configs[0].name, asked.configs[0].k) if asked.configs else FixedK()
     fingerprint = "\0".join((loaded.name, config.backend, config.weight_type, config.kv_type))
     engine = Engine(backend, loaded.tokenizer, drafters, controller, law, limits, pool, fingerprint)
     why_k = close_loop(engine, config, loaded.name) if asked.auto else "K is fixed; --draft sets it"
+    engine.loop, why_loop = choose_loop(config.overlap, engine, config.placement)
     choices = (*_describe(config, loaded), _describe_kv(engine, why_pages), *_describe_drafters(drafters, why_k))
+    choices += (Choice("overlap", why_loop, "--overlap sets it"),) if drafters else ()
     return Built(engine, loaded.name, loaded.template, min(limits.max_len, engine.scheduler.capacity), choices)
 
 
@@ -137,10 +141,16 @@ def _short_name(model: str) -> str:
     return Path(model).resolve().stem if Path(model).exists() else model
 
 
-def _decoder(model: LoadedModel, config: EngineConfig, progress: Progress | None = None) -> Decoder:
+def _decoder(
+    model: LoadedModel,
+    config: EngineConfig,
+    threads: int | None,
+    device: Device | None,
+    progress: Progress | None = None,
+) -> Decoder:
     weights = _Watched(model.weights, 4 * num_weights(model.config), progress) if progress else model.weights
     load_decoder = config.backend_spec.load()
-    return load_decoder(model.config, weights, config.weight_type, config.kv_type, config.threads)
+    return load_decoder(model.config, weights, config.weight_type, config.kv_type, threads, device)
 
 
 class _Watched(Mapping[str, "NDArray[floating]"]):
@@ -170,15 +180,16 @@ class _Watched(Mapping[str, "NDArray[floating]"]):
 def _load_drafter(config: EngineConfig, name: str) -> DraftWeights:
     model = load_model(name)
     vocabulary = Vocabulary(name, load_tokenizer(model), model.config.vocab_size)
-    return DraftWeights(_decoder(model, config), vocabulary)
+    device = config.placement.draft
+    return DraftWeights(_decoder(model, config, config.threads if device is None else None, device), vocabulary)
 
 
 def _run_head(config: EngineConfig, target: Decoder, head: Head) -> HeadRunner:
-    return config.backend_spec.load_head()(head, target)
+    return config.backend_spec.load_head()(head, target, config.placement.draft)
 
 
 def _run_small(config: EngineConfig, target: Decoder, small: SmallModel) -> Decoder:
-    return config.backend_spec.load_small()(small, target)
+    return config.backend_spec.load_small()(small, target, config.placement.draft)
 
 
 # What the banner says ----------------------------------------------------------------------------
@@ -192,8 +203,10 @@ def _describe(config: EngineConfig, loaded: Loaded) -> Iterator[Choice]:
     )
     yield Choice("model", text, "the default" if config.model == "default" else "as asked")
     yield Choice("backend", loaded.decoder.describe(), config.backend_spec.about)
-    why = "all cores" if config.threads is None else "as asked"
-    yield Choice("threads", str(config.threads or num_cores()), why)
+    target = config.placement.target
+    usual = ("all cores", num_cores()) if target is None else ("all cores but the drafters'", len(target.cores))
+    why, threads = usual if config.threads is None else ("as asked", config.threads)
+    yield Choice("threads", str(threads), why)
     why = "same seed, same text, with drafts or without" if config.law == "coupled" else "same distribution only"
     yield Choice("law", config.law, why)
 

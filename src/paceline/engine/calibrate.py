@@ -18,6 +18,7 @@ from paceline.core.nouns import NO_DRAFT, Draft, Request, RowDraft
 from paceline.core.params import SamplingParams
 from paceline.draft.drafter import Needs
 from paceline.engine.drafting import Drafting
+from paceline.engine.serial import SerialLoop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -94,13 +95,14 @@ class Calibration:
 
 def calibrate(engine: Engine, grid: Grid = QUICK, progress: Progress | None = None) -> Calibration:
     """Time steps of an idle engine. Counters and caches are afterwards as if nothing had happened."""
-    kept = engine.drafting, engine.controller
+    kept = engine.drafting, engine.controller, engine.loop
+    engine.loop = SerialLoop()
     calibrator = _Calibrator(engine, grid, progress)
     try:
         calibrator.run()
     finally:
         calibrator.clear()
-        engine.drafting, engine.controller = kept
+        engine.drafting, engine.controller, engine.loop = kept
         engine.forget()
         engine.reset_stats()
     return calibrator.result()

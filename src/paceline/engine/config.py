@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 from paceline.control.objective import THROUGHPUT, Objective
 from paceline.core.errors import ConfigError
 from paceline.engine.backends import DEFAULT_BACKEND, BackendSpec, backend_spec
+from paceline.engine.loops import AUTO, check_overlap
+from paceline.engine.placement import Placement
 from paceline.engine.scheduler import Limits
+from paceline.model.device import SAME
 
 DEFAULT_DRAFT = "ngram:k=4"
 MAX_ROWS = 1024
@@ -28,12 +31,15 @@ class EngineConfig:
     kv_tokens: int | None = None  # KV slots in all; None: what the rows need, within free memory
     prefix_cache: bool = True
     profile: str | None = None  # file of measured costs for `--draft auto`; None: those of this machine
+    overlap: str = AUTO  # whether two groups of rows take turns; see `loops.py`
+    draft_device: str = SAME  # where drafters run; see `Device.parse`
     objective: str = THROUGHPUT  # or latency:MS, which `--draft auto` keeps to
     trace: str | None = None  # file to which `--draft auto` writes what it knew, chose and got
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
-        _ = self.kv_type, Objective.parse(self.objective)
+        _ = self.kv_type, Objective.parse(self.objective), self.placement
+        check_overlap(self.overlap)
         _bounded("--max-rows", self.limits.num_rows, 1, MAX_ROWS)
         _bounded("--max-len", self.limits.max_len, 16, 1 << 24)
         _bounded("--prefill-tokens", self.limits.prefill_tokens, 1, 1 << 20)
@@ -45,6 +51,11 @@ class EngineConfig:
     def backend_spec(self) -> BackendSpec:
         """What the backend offers."""
         return backend_spec(self.backend)
+
+    @property
+    def placement(self) -> Placement:
+        """Where target and drafters run."""
+        return Placement.parse(self.draft_device)
 
     @property
     def weight_type(self) -> str:

@@ -1,4 +1,7 @@
-"""The engine: requests in, outcomes out, one step at a time."""
+"""The engine: requests in, outcomes out, one step at a time.
+
+It has the six verbs; `serial.py` and `overlap.py` are the two loops over them.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,15 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from paceline.control.controller import StepTimes
 from paceline.core.errors import RequestError
 from paceline.core.nouns import PAGE_TOKENS, Figures, Outcome
 from paceline.core.params import AUTO, OFF
 from paceline.engine.drafting import Drafting
 from paceline.engine.outlook import outlook
 from paceline.engine.pages import TARGET
+from paceline.engine.rounds import Round, Scored
 from paceline.engine.scheduler import Scheduler
+from paceline.engine.serial import SerialLoop
 from paceline.engine.stats import Gauges, Stats
 from paceline.engine.writer import Writer, Written
 from paceline.model.tokenizer import Detokenizer
@@ -22,22 +26,21 @@ from paceline.model.tokenizer import Detokenizer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.control.controller import Controller
+    from paceline.control.controller import Controller, StepTimes
     from paceline.core.nouns import (
         Batch,
         BatchRow,
-        Draft,
         FinishReason,
         Plan,
         Request,
         RowVerdict,
-        Scores,
         TokenLogprobs,
         Verdict,
     )
     from paceline.draft.drafter import Drafter
     from paceline.engine.pages import PagePool
-    from paceline.engine.scheduler import Limits, Running
+    from paceline.engine.rounds import Loop
+    from paceline.engine.scheduler import Group, Limits, Running
     from paceline.model.backend import Backend
     from paceline.model.tokenizer import Tokenizer
     from paceline.verify.law import Law
@@ -106,6 +109,7 @@ class Engine:
         self.controller = controller
         self.law = law
         self.scheduler = Scheduler(limits, pool, fingerprint)
+        self.loop: Loop = SerialLoop()
         self._stats = Stats()
         self._accounts: dict[str, _Account] = {}
         self._outcomes: list[Outcome] = []  # of requests that ended between steps
@@ -131,7 +135,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._accounts or self._outcomes)
+        return bool(self.scheduler.by_id or self._outcomes)
 
     @property
     def _eos_ids(self) -> frozenset[int]:
@@ -152,43 +156,25 @@ class Engine:
         if any(token_id >= vocab_size for token_id in request.params.logit_bias):
             raise RequestError(f"logit_bias names tokens outside the vocabulary of {vocab_size}", "logit_bias")
 
-    # The step ------------------------------------------------------------------------------------
+    # The six verbs, of which the loops are made ---------------------------------------------------
 
     def step(self) -> list[Outcome]:
-        """Run one step: admit, plan, propose, score, judge, commit."""
-        start = perf_counter()
-        before = self._stats.draft_s, self._stats.target_s
-        plan = self._plan()
-        batch = self._admit(plan)
-        if batch.rows:
-            proposed = self._propose(batch, plan)
-            draft = self._trim(batch, proposed)
-            scores, verdict = self._score_and_judge(batch, draft)
-            self.target.commit(batch, verdict)
-            self._commit_drafters(batch, scores, verdict)
-            self._commit(batch, proposed, draft, verdict)
-            times = self._count_step(perf_counter() - start, *before)
-            reckoning = self.controller.observe(batch, proposed, draft, verdict, times)
-            if reckoning is not None:
-                self._stats.reckoned.count(times.total_s, reckoning)
+        """Run one step of the loop: at most one pass of the target."""
+        self.loop.step(self)
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
-    def _plan(self) -> Plan:
+    def plan(self, group: Group = None) -> Plan:
+        """Plan a step for the rows of a group."""
         start = perf_counter()
-        view = outlook(self.scheduler, self.drafting, looks=self.controller.looks)
-        plan = self.controller.plan(view)
+        controller = self.controller_of(group)
+        plan = controller.plan(outlook(self.scheduler, self.drafting, looks=controller.looks, group=group))
         self._stats.plan_s += perf_counter() - start
         return plan
 
-    def _count_step(self, step_s: float, draft_before_s: float, target_before_s: float) -> StepTimes:
-        self._stats.steps += 1
-        self._stats.step_s += step_s
-        draft_s, target_s = self._stats.draft_s - draft_before_s, self._stats.target_s - target_before_s
-        return StepTimes(draft_s, target_s, step_s - draft_s - target_s)
-
-    def _admit(self, plan: Plan) -> Batch:
-        batch = self.scheduler.schedule(plan)
+    def admit(self, plan: Plan, group: Group = None) -> Batch:
+        """Choose the rows of a group that run now, begin what is new among them, and hold pages for all."""
+        batch = self.scheduler.schedule(plan, group)
         for row in self.scheduler.take_released():
             self.drafting.release(row)
         self.target.rows.apply(batch)
@@ -201,36 +187,57 @@ class Engine:
             self.controller.admit(admission.row)
         return batch
 
-    def _propose(self, batch: Batch, plan: Plan) -> Draft:
+    def propose(self, batch: Batch, plan: Plan, group: Group = None) -> Round:
+        """Draft for a batch, and drop what is not worth verifying, unless the law forbids to look at drafts."""
         start = perf_counter()
-        draft = self.drafting.propose(batch, plan)
-        self._stats.draft_s += perf_counter() - start
-        return draft
+        proposed = self.drafting.propose(batch, plan)
+        end = perf_counter()
+        self._stats.draft_s += end - start
+        draft = self.controller_of(group).trim(batch, proposed) if self.law.admits_any_trim else proposed
+        self._stats.plan_s += perf_counter() - end
+        return Round(group, batch, proposed, draft, begun_s=start, draft_s=end - start)
 
-    def _trim(self, batch: Batch, proposed: Draft) -> Draft:
-        """Let the controller drop what is not worth verifying, unless the law forbids it to look at drafts."""
-        if not self.law.admits_any_trim:
-            return proposed
+    def score(self, now: Round) -> Scored:
+        """Run the target's pass."""
         start = perf_counter()
-        draft = self.controller.trim(batch, proposed)
-        self._stats.plan_s += perf_counter() - start
-        return draft
+        scores = self.target.score(now.batch, now.draft)
+        return Scored(scores, perf_counter() - start)
 
-    def _score_and_judge(self, batch: Batch, draft: Draft) -> tuple[Scores, Verdict]:
+    def judge(self, now: Round, scored: Scored) -> Verdict:
+        """Decide what is kept of a round's drafts."""
+        return self.law.judge(now.draft, scored.scores)
+
+    def commit(self, now: Round, scored: Scored, verdict: Verdict) -> None:
+        """Take in what a round brought: rows, drafters, answers, pages."""
+        self.target.commit(now.batch, verdict)
         start = perf_counter()
-        scores = self.target.score(batch, draft)
-        self._stats.target_s += perf_counter() - start
-        return scores, self.law.judge(draft, scores)
-
-    def _commit_drafters(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
-        start = perf_counter()
-        self.drafting.commit(batch, scores, verdict)
-        self._stats.draft_s += perf_counter() - start
-
-    def _commit(self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict) -> None:
-        self._stats.count_pass(batch, proposed, draft, verdict)
-        for r, p, d, v in zip(batch.rows, proposed.rows, draft.rows, verdict.rows, strict=True):
+        self.drafting.commit(now.batch, scored.scores, verdict)
+        draft_s = perf_counter() - start
+        now.draft_s += draft_s
+        self._stats.draft_s += draft_s
+        self._stats.count_pass(now.batch, now.proposed, now.draft, verdict)
+        for r, p, d, v in zip(now.batch.rows, now.proposed.rows, now.draft.rows, verdict.rows, strict=True):
             self._commit_row(r, v, len(p), len(d))
+
+    def learn(self, now: Round, verdict: Verdict, times: StepTimes, step_s: float, hidden_s: float = 0.0) -> None:
+        """Count a step that took so long, and tell the controller what its round brought.
+
+        hidden_s: how much of the pass the host and the drafters have worked beside.
+        """
+        self._stats.count_step(step_s, times.target_s, hidden_s, overlapped=now.group is not None)
+        controller = self.controller_of(now.group)
+        reckoning = controller.observe(now.batch, now.proposed, now.draft, verdict, times)
+        if reckoning is not None:
+            self._stats.reckoned.count(times.total_s, reckoning)
+
+    @property
+    def draft_s(self) -> float:
+        """Seconds that drafters have worked so far."""
+        return self._stats.draft_s
+
+    def controller_of(self, group: Group) -> Controller:
+        """Return what plans for a group: one controller, which keeps the groups' open rounds apart."""
+        return self.controller.twin if group else self.controller
 
     # Commit, row by row --------------------------------------------------------------------------
 
@@ -328,6 +335,7 @@ class Engine:
         """Assert every invariant. Tests call this after each step."""
         self.scheduler.check()
         self.target.rows.check()
+        self.loop.check(self)
         assert set(self._accounts) == {i for i, r in self.scheduler.by_id.items() if not r.ended}
 
 

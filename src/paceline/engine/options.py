@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from paceline.engine.backends import BACKENDS
 from paceline.engine.config import DEFAULT_DRAFT, EngineConfig
+from paceline.engine.loops import OVERLAPS
 from paceline.engine.scheduler import Limits
 
 if TYPE_CHECKING:
@@ -23,6 +24,12 @@ def add_engine_arguments(parser: ArgumentParser) -> None:
         default=DEFAULT_DRAFT,
         help="off, NAME[:key=value,...] such as ngram:k=4 or eagle3:model=FOLDER,k=4; or auto[:SPEC+SPEC]: "
         "the controller chooses for every row and step",
+    )
+    parser.add_argument(
+        "--overlap",
+        metavar="|".join(OVERLAPS),
+        default=DEFAULTS.overlap,
+        help="draft for one half of the rows while the other is scored; auto: where measured costs say it pays",
     )
     parser.add_argument("--profile", metavar="FILE", help="with auto, what steps cost (default: measured here)")
     parser.add_argument(
@@ -52,6 +59,12 @@ def add_target_arguments(parser: ArgumentParser) -> None:
     group.add_argument("--weights", metavar="TYPE", help=f"{types} (the first is the default)")
     types = "; ".join(f"{n}: {', '.join(s.kv_types) or 'as --weights'}" for n, s in BACKENDS.items())
     group.add_argument("--kv", metavar="TYPE", help=f"type of the KV cache, {types}")
+    group.add_argument(
+        "--draft-device",
+        metavar="same|cpu:CORES|DEVICE",
+        default=DEFAULTS.draft_device,
+        help="where drafters run: cores of their own such as cpu:2-3, or, on a backend of PyTorch's, a device",
+    )
     group.add_argument("--threads", type=int, metavar="N", help="threads of the target (default: all cores)")
     limits = parser.add_argument_group("limits")
     limits.add_argument("--kv-tokens", type=int, metavar="N", help="KV slots in all (default: what the rows need)")
@@ -83,6 +96,8 @@ def engine_config(args: Namespace) -> EngineConfig:
         kv_tokens=args.kv_tokens,
         prefix_cache=args.prefix_cache,
         profile=getattr(args, "profile", None),
+        overlap=getattr(args, "overlap", DEFAULTS.overlap),
+        draft_device=args.draft_device,
         objective=getattr(args, "objective", DEFAULTS.objective),
         trace=getattr(args, "trace", None),
         limits=Limits(

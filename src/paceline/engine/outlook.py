@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from paceline.engine.drafting import Drafting
-    from paceline.engine.scheduler import Running, Scheduler
+    from paceline.engine.scheduler import Group, Running, Scheduler
 
 
-def outlook(scheduler: Scheduler, drafting: Drafting, *, looks: bool) -> View:
-    """Return the rows that would decode, and the prefill that is likely to ride along.
+def outlook(scheduler: Scheduler, drafting: Drafting, *, looks: bool, group: Group = None) -> View:
+    """Return the rows of a group that would decode, and the prefill that is likely to ride along.
 
     looks: asks the drafters that cost nothing what they would propose.
     """
-    decoding = scheduler.decoding()
+    decoding = scheduler.decoding(group)
     found = [(r.row, r.upper_len, _most(r)) for r in decoding]
     rows, lengths, most = np.array(found, np.int64).reshape(-1, 3).T
     offers = drafting.look(rows.tolist(), most.tolist()) if looks else {}
     wishes = dict(_wishes(decoding, tuple(drafting.drafters)))
     targets = dict(_targets(decoding))
-    return View(rows, lengths, most, _prefill(scheduler), offers, wishes, len(scheduler.waiting), targets)
+    return View(rows, lengths, most, _prefill(scheduler, group), offers, wishes, len(scheduler.waiting), targets)
 
 
 def _most(running: Running) -> int:
@@ -51,10 +51,10 @@ def _targets(decoding: Sequence[Running]) -> Iterator[tuple[int, float]]:
             yield r.row, r.request.speculation.tpot_ms / MS_PER_S
 
 
-def _prefill(scheduler: Scheduler) -> Work:
+def _prefill(scheduler: Scheduler, group: Group) -> Work:
     """Return the work of the next chunks, as if the prefix cache held nothing and pages were plenty."""
     budget, total = scheduler.limits.prefill_tokens, Work(0)
-    for running in _to_prefill(scheduler):
+    for running in _to_prefill(scheduler, group):
         if budget <= 0:
             break
         left = len(running.token_ids) - running.computed
@@ -66,6 +66,6 @@ def _prefill(scheduler: Scheduler) -> Work:
     return total
 
 
-def _to_prefill(scheduler: Scheduler) -> Iterator[Running]:
-    yield from (r for r in scheduler.running if not r.decoding and not r.ended)
+def _to_prefill(scheduler: Scheduler, group: Group) -> Iterator[Running]:
+    yield from scheduler.prefilling(group)
     yield from scheduler.waiting[: scheduler.limits.num_rows - len(scheduler.running)]

@@ -7,6 +7,8 @@ bounds: a row whose passes are *in flight* is at most `upper_len` tokens long. W
 - pages for every draft of a step are there before drafting; when they run short, drafts shrink first, then the
   newest request is preempted and later recomputed, and only when none of its passes is in flight;
 - while a row waits for pages, newer rows pause, so that they drain and can be preempted: nothing starves.
+
+It may be asked for one group of rows at a time, while the other's outcome is not known (`overlap.py`).
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ from paceline.core.nouns import PAGE_TOKENS, Admission, Batch, BatchRow
 from paceline.engine.pages import TARGET, PagePool, chain_hash, pages_for, root_hash
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from paceline.core.nouns import Plan, Request
+
+Group = int | None  # rows that run together; None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,8 @@ class Running:
     hashes: list[bytes]  # the root, then one for each full page of token_ids hashed so far
     token_ids: list[int]  # [known_len] prompt and revealed answer
     row: int = -1  # -1 while it waits
+    num_drafts: int = 0  # that its last pass was to have
+    group: int = 0  # of the rows with which it runs, where they take turns
     pages: list[int] = field(default_factory=list)
     num_sent_pages: int = 0  # pages the backend has been told of
     decoding: bool = False  # its last prefill chunk has been scheduled
@@ -86,6 +92,7 @@ class Scheduler:
         self.by_id: dict[str, Running] = {}
         self.num_queued_tokens = 0
         self.num_preemptions = 0
+        self.short = False  # whether pages ran out in the last step
         self._free_rows = list(range(limits.num_rows - 1, -1, -1))
         self._released: list[int] = []
         self._num_arrived = 0
@@ -131,39 +138,52 @@ class Scheduler:
         rows, self._released = self._released, []
         return rows
 
-    def decoding(self) -> list[Running]:
-        """Return the rows that would decode in the next step, oldest first."""
-        return [r for r in self.running if r.decoding and not r.ended and r.remaining > 0]
+    def open(self, group: Group = None) -> Iterator[Running]:
+        """Yield the rows of a group whose requests have not ended, oldest first."""
+        return (r for r in self.running if not r.ended and group in (None, r.group))
+
+    def decoding(self, group: Group = None) -> list[Running]:
+        """Return the rows of a group that would decode in the next step, oldest first."""
+        return [r for r in self.open(group) if r.decoding and r.remaining > 0]
+
+    def prefilling(self, group: Group = None) -> list[Running]:
+        """Return the rows of a group whose prompts are not computed yet, oldest first."""
+        return [r for r in self.open(group) if not r.decoding]
 
     # The next step -------------------------------------------------------------------------------
 
-    def schedule(self, plan: Plan) -> Batch:
-        """Choose the rows of the next step and hold pages for every token and draft in it."""
-        decodes, short = self._secure_decodes()
+    def schedule(self, plan: Plan, group: Group = None) -> Batch:
+        """Choose the rows of the next step and hold pages for every token and draft in it.
+
+        New requests join the group.
+        """
+        decodes = self._secure_decodes(group)
         rows = [self._decode_row(r, plan.k(r.row)) for r in decodes]
         budget = min(self.limits.prefill_tokens, plan.prefill_tokens or self.limits.prefill_tokens)
         admissions: list[Admission] = []
-        for running in [r for r in self.running if not r.decoding and not r.ended]:
-            if budget > 0 and not short:
+        for running in self.prefilling(group):
+            if budget > 0 and not self.short:
                 rows.append(self._prefill_row(running, budget))
                 budget -= rows[-1].num_known
-        while budget > 0 and not short and (admitted := self._admit()) is not None:
+        while budget > 0 and not self.short and (admitted := self._admit(group)) is not None:
             rows.append(self._prefill_row(admitted, budget))
             budget -= rows[-1].num_known
             admissions.append(_admission(admitted))
         self._step += 1
         return Batch(self._step, tuple(rows), tuple(admissions))
 
-    def _secure_decodes(self) -> tuple[list[Running], bool]:
-        """Return the rows that decode now, their newest token's page in hand, and whether pages ran out."""
+    def _secure_decodes(self, group: Group) -> list[Running]:
+        """Return the rows that decode now, their newest token's page in hand, up to where pages run out."""
         served: list[Running] = []
-        for running in self.decoding():
+        self.short = False
+        for running in self.decoding(group):
             if running.row < 0:
                 continue  # preempted for an older row, just now
             if not self._make_room(running):
-                return served, True
+                self.short = True
+                break
             served.append(running)
-        return served, False
+        return served
 
     def _make_room(self, running: Running) -> bool:
         need = pages_for(running.upper_len) - len(running.pages)
@@ -192,6 +212,7 @@ class Scheduler:
 
     def _fly(self, running: Running, num_known: int, num_drafts: int, samples: bool) -> BatchRow:
         running.in_flight += 1
+        running.num_drafts = num_drafts
         running.in_flight_tokens += num_drafts + 1 if samples else 0
         num_kept, running.num_sent_pages = running.num_sent_pages, len(running.pages)
         return BatchRow(
@@ -205,7 +226,7 @@ class Scheduler:
             new_pages=tuple(running.pages[num_kept:]),
         )
 
-    def _admit(self) -> Running | None:
+    def _admit(self, group: Group) -> Running | None:
         """Give the oldest waiting request a row and the pages of all its known tokens, if there is room."""
         if not self.waiting or not self._free_rows:
             return None
@@ -218,7 +239,7 @@ class Scheduler:
             self.pool.give_back(reversed(hits))
             return None
         self._dequeue(running)
-        running.row = self._free_rows.pop()
+        running.row, running.group = self._free_rows.pop(), group or 0
         running.pages = hits + self.pool.take(need)
         running.num_sent_pages = len(hits)
         running.computed = running.valid_len = len(hits) * PAGE_TOKENS

@@ -76,9 +76,11 @@ class Stats:
     """Counters since the engine was made; take the difference of two snapshots with `since`."""
 
     steps: int = 0
+    overlapped_steps: int = 0  # of one group of two
     step_s: float = 0.0
     draft_s: float = 0.0
     target_s: float = 0.0
+    hidden_s: float = 0.0  # of passes, during which the host or drafters worked: these seconds are in both
     plan_s: float = 0.0  # of the host's time, what the controller took before drafting
     decode_passes: int = 0  # rows x steps in which they decoded
     decoded_tokens: int = 0  # tokens these committed, stops applied
@@ -95,8 +97,8 @@ class Stats:
 
     @property
     def host_s(self) -> float:
-        """Time of the steps spent neither drafting nor in the target."""
-        return self.step_s - self.draft_s - self.target_s
+        """Time of the steps spent neither drafting nor waiting for the target."""
+        return self.step_s - self.draft_s - self.target_s + self.hidden_s
 
     def snapshot(self) -> Stats:
         """Return a copy that later steps do not change."""
@@ -106,6 +108,14 @@ class Stats:
         """Return what was added after an earlier snapshot."""
         difference: Stats = _subtract(self, earlier)
         return difference
+
+    def count_step(self, step_s: float, target_s: float, hidden_s: float, *, overlapped: bool) -> None:
+        """Add one step."""
+        self.steps += 1
+        self.overlapped_steps += overlapped
+        self.step_s += step_s
+        self.target_s += target_s
+        self.hidden_s += hidden_s
 
     def count_pass(self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict) -> None:
         """Add one step's drafts: as proposed, and as trimmed for verification."""

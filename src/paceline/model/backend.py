@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from paceline.core.nouns import Scores, Taps
+from paceline.model.device import usable_cores
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def num_cores() -> int:
     """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(usable_cores())
 
 
 class KV(Protocol):
@@ -110,6 +110,15 @@ class Decoder(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A target pass that has not run yet."""
+
+    packed: Packed
+    cu_len: Sequence[int]  # as `Scores.cu_len`
+    chooses: Sequence[Choose]
+
+
 class Backend:
     """Executes the target. Owns every row's outcome-dependent state (`rows`) and the target's KV."""
 
@@ -135,11 +144,18 @@ class Backend:
 
         Only rows that choose by `logits` get theirs back.
         """
-        packed = self.rows.pack(batch, draft)
-        cu_len, chooses = self.rows.chooses(batch, draft)
+        return self.run(self.prepare(batch, draft))
+
+    def prepare(self, batch: Batch, draft: Draft) -> Prepared:
+        """Return all that a pass reads of the rows, as copies."""
+        return Prepared(self.rows.pack(batch, draft), *self.rows.chooses(batch, draft))
+
+    def run(self, prepared: Prepared) -> Scores:
+        """Run a pass that was prepared. Touches no row, so that another thread may do it."""
+        packed, chooses = prepared.packed, prepared.chooses
         chosen = self.decoder.run(packed, self.kv, chooses, taps=self.taps)
         taps = Taps(chosen.taps, packed.cu_len, packed.slots) if self.taps else None
-        return Scores(cu_len, chooses, chosen.token_ids, chosen.logits, chosen.logit_idx, taps)
+        return Scores(prepared.cu_len, chooses, chosen.token_ids, chosen.logits, chosen.logit_idx, taps)
 
     def commit(self, batch: Batch, verdict: Verdict) -> None:
         """Advance the rows by what was kept."""

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
+from paceline.core.errors import ConfigError
 from paceline.core.nouns import PAGE_TOKENS
 from paceline.model.attention import KVStore, Tiles, attend, lazy_zeros, plan_tiles
 from paceline.model.backend import Chosen
 from paceline.model.choosing import choose_from
 from paceline.model.config import ModelConfig, layer_shapes
+from paceline.model.device import CPU
 from paceline.model.rope import cos_sin, inverse_frequencies, rotate
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
     from paceline.core.nouns import Choose
     from paceline.model.backend import KV
+    from paceline.model.device import Device
     from paceline.model.packed import Packed
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -44,12 +47,22 @@ def load_decoder(
     weight_type: str,
     kv_type: str,
     threads: int | None,
+    device: Device | None = None,
 ) -> ReferenceDecoder:
     """Make a decoder, see `engine/backends.py`."""
     assert kv_type == weight_type, "KV has the type of the weights"
     if threads is not None:
         torch.set_num_threads(threads)
-    return ReferenceDecoder(config, weights, TYPES[weight_type])
+    return ReferenceDecoder(config, weights, TYPES[weight_type], torch_device(device))
+
+
+def torch_device(device: Device | None) -> torch.device:
+    """Return PyTorch's device of that name. Raises `ConfigError` if there is none."""
+    name = CPU if device is None or device.torch_name is None else device.torch_name
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"PyTorch has no device {name} here: {str(error).splitlines()[0]}") from None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

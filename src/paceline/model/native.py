@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from threading import Lock
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
 from paceline import kernels
+from paceline.core.errors import ConfigError
 from paceline.core.noise import Lane, key
 from paceline.core.nouns import UNCHOSEN
 from paceline.core.sampling import no_edits
 from paceline.model.backend import Chosen, num_cores
 from paceline.model.choosing import logit_rows
 from paceline.model.config import ModelConfig, layer_shapes
+from paceline.model.device import on_cores
 from paceline.model.rope import inverse_frequencies
 
 if TYPE_CHECKING:
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
     from paceline.core.nouns import Choose
     from paceline.model.backend import KV, InTurn
+    from paceline.model.device import Device
     from paceline.model.gguf_file import FourBit
     from paceline.model.packed import Packed
 
@@ -47,15 +51,27 @@ def load_decoder(
     weight_type: str,
     kv_type: str,
     threads: int | None,
+    device: Device | None = None,
 ) -> NativeDecoder:
     """Make a decoder, see `engine/backends.py`."""
-    return NativeDecoder(config, weights, _team(threads or num_cores()), weight_type, kv_type)
+    return NativeDecoder(config, weights, team_of(device, threads), weight_type, kv_type)
+
+
+def team_of(device: Device | None, threads: int | None = None) -> kernels.Team:
+    """Return the team for a device. Raises `ConfigError` if it is none of cores."""
+    if device is not None and device.torch_name is not None:
+        raise ConfigError(f"the native backend computes on cores, such as cpu:2-3, not on {device}")
+    cores = frozenset[int]() if device is None else device.cores
+    return _team(threads or len(cores) or num_cores(), cores)
 
 
 @lru_cache
-def _team(num_threads: int) -> kernels.Team:
-    """Return the process's team of so many threads: target and drafter never run at once."""
-    return kernels.Team(num_threads)
+def _team(num_threads: int, cores: frozenset[int]) -> kernels.Team:
+    """Return the process's team of so many threads there, which does one pass after another, whoever asks.
+
+    The thread that asks for a pass is one of them.
+    """
+    return on_cores(cores, partial(kernels.Team, num_threads))
 
 
 class NativeDecoder:
@@ -76,6 +92,7 @@ class NativeDecoder:
         self.config = config
         self.team = team
         self.weight_type, self.kv_type = weight_type, kv_type
+        self._alone = Lock()  # compiled layers have room for one pass: a drafter may use the target's own
         table_type = _TABLE_TYPES.get(weight_type, weight_type)
         self.embed = pack(weights, "embed", table_type)
         self.head = self.embed if config.tie_embeddings else pack(weights, "head", table_type)
@@ -123,7 +140,8 @@ class NativeDecoder:
         assert isinstance(kv, kernels.KVStore)
         vocab = self._num_choices(vocab_size)
         layers = num_layers or self.config.num_layers
-        chosen = forward(self._decoder, packed, kv, chooses, vocab=vocab, num_layers=layers, taps=taps)
+        with self._alone:
+            chosen = forward(self._decoder, packed, kv, chooses, vocab=vocab, num_layers=layers, taps=taps)
         missing = (vocab_size or vocab) - vocab  # the target's padding rows
         if not missing or chosen.logits is None:
             return chosen
@@ -142,7 +160,8 @@ class NativeDecoder:
     ) -> Chosen:
         assert isinstance(kv, kernels.KVStore)
         vocab, layers = self._num_choices(vocab_size), num_layers or self.config.num_layers
-        return forward_in_turn(self._decoder, packed, kv, chooses, depths, vocab=vocab, num_layers=layers)
+        with self._alone:
+            return forward_in_turn(self._decoder, packed, kv, chooses, depths, vocab=vocab, num_layers=layers)
 
     def _num_choices(self, vocab_size: int | None) -> int:
         return min(vocab_size or self.config.vocab_size, self.config.vocab_size)

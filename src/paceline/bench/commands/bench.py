@@ -14,6 +14,7 @@ from paceline.bench.terminal import progress, say
 from paceline.core.errors import ConfigError
 from paceline.core.params import SamplingParams
 from paceline.engine.config import DEFAULT_DRAFT
+from paceline.engine.loops import AUTO, OVERLAPS
 from paceline.engine.options import add_target_arguments, engine_config
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from paceline.bench.prompts import Prompt
     from paceline.bench.session import Session
 
-OVERLAPS = ("off", "on", "auto")
 MAX_LIMIT = 1 << 24
 MAX_RATE_PER_S = 1e6
 
@@ -41,9 +41,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="SPEC",
         help=f"off, or NAME[:key=value,...]; repeatable (default: off and {DEFAULT_DRAFT})",
     )
-    what.add_argument(
-        "--overlap", choices=OVERLAPS, default="auto", help="draft one half while the other is scored"
-    )
+    what.add_argument("--overlap", choices=OVERLAPS, default=AUTO, help="draft one half while the other is scored")
     what.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token")
     what.add_argument("--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest up to this share")
     what.add_argument("--seed", type=int, default=0, metavar="S", help="question i is asked with seed S + i")
@@ -92,8 +90,6 @@ def _check(args: Namespace) -> None:
         raise ConfigError("bench needs --prompts FILE.jsonl with question_id, category, turns[] in each line")
     if args.limit is not None and not 1 <= args.limit <= MAX_LIMIT:
         raise ConfigError(f"--limit must be between 1 and {MAX_LIMIT}, not {args.limit}")
-    if args.overlap == "on":
-        raise ConfigError("--overlap on: this version has the serial loop only; use off or auto")
     _check_server(args)
     for flag, name in (("--json", args.json), ("--save-tokens", args.save_tokens)):
         folder = Path(name or ".").parent

@@ -65,6 +65,10 @@ def _summary(path: str) -> None:
     plain = sum(s.now.speedup * _seconds(s) for s in steps) / sum(_seconds(s) for s in steps)
     say(f"estimated speed-up against no drafts: {plain:.2f}x")
     same = sum((s.now.ks == s.then.ks).all() and (s.now.drafters == s.then.drafters).all() for s in steps)
+    found = [s.turns for s in steps if s.turns is not None]
+    if found:
+        win, done = sum(t.gain > 1 for t in found), sum(s.overlapped for s in steps)
+        say(f"overlap: would have been faster in {win} of {len(found)} steps; {done} were overlapped")
     say(f"the replay chose the same in {same} of {len(steps)} steps")
 
 
@@ -95,6 +99,8 @@ def _one_step(path: str, number: int) -> None:
     table("chosen", ("row", "tokens", "drafter", "k", "chance of each depth, by drafter"), cells[:MOST_ROWS_SHOWN])
     got = [[str(r), str(n), str(a)] for r, n, a in zip(o.rows, o.num_verified, o.num_accepted, strict=True)]
     table("got", ("row", "verified", "kept"), got[:MOST_ROWS_SHOWN])
+    if step.turns is not None:
+        say(f"overlap: {step.turns.explain()}; it was {'on' if step.overlapped else 'off'}")
     say(f"expected {1e3 * d.seconds:.1f} ms and {d.tokens:.1f} tokens, took {1e3 * _seconds(step):.1f} ms")
 
 

@@ -1,4 +1,4 @@
-"""Draft heads on the `native` backend: in the same kernels and on the same threads as their target."""
+"""Draft heads on the `native` backend: in their target's kernels, and on its threads if not on other cores."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from paceline.model.native import (
     forward_in_turn,
     pack,
     pack_layer,
+    team_of,
 )
 
 if TYPE_CHECKING:
@@ -32,22 +33,24 @@ if TYPE_CHECKING:
     from paceline.draft.heads.config import HeadConfig
     from paceline.draft.heads.runner import HeadInTurn
     from paceline.model.backend import KV, Chosen, Decoder
+    from paceline.model.device import Device
     from paceline.model.packed import Packed
 
 _TYPES = {"int4": "int8"}  # a head is small: four bits would cost more drafts than they save time
 
 
-def load_runner(head: Head, target: Decoder) -> NativeHead:
+def load_runner(head: Head, target: Decoder, device: Device | None) -> NativeHead:
     """Make a head's runner, see `engine/backends.py`."""
     assert isinstance(target, NativeDecoder)
-    return NativeHead(head, target)
+    return NativeHead(head, target, device)
 
 
 class NativeHead:
     """A head over packed weights and KV of the target's types."""
 
-    def __init__(self, head: Head, target: NativeDecoder) -> None:
+    def __init__(self, head: Head, target: NativeDecoder, device: Device | None = None) -> None:
         self.config = head.config
+        self._team = target.team if device is None else team_of(device)
         weight_type = _TYPES.get(target.weight_type, target.weight_type)
         self._target = target
         self._vectors = {name: as_float32(head.weights[name]) for name in _vector_names(head.config)}
@@ -67,7 +70,7 @@ class NativeHead:
         c, fuses = head.config.layers, head.config.algorithm.guesses_features
         return compile_decoder(
             replace(c, vocab_size=self._target.config.vocab_size),
-            self._target.team,
+            self._team,
             embed=self._embed,
             output=Output(
                 self._written, self._vectors.get("norm"), self._vocabulary.mapped_ids, head.config.norm_output
@@ -102,7 +105,7 @@ class NativeHead:
             parts = rows.reshape(len(rows), len(c.taps), -1)
             rows = _norm(self._tap_norms, parts, c.layers.norm_eps).reshape(rows.shape)
         features = np.empty((len(rows), c.layers.hidden_size), np.float32)
-        kernels.multiply(self._target.team, self._fc, rows, features)
+        kernels.multiply(self._team, self._fc, rows, features)
         return features
 
     def run(

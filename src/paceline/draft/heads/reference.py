@@ -11,7 +11,7 @@ from paceline.core.nouns import PAGE_TOKENS
 from paceline.draft.heads import forward
 from paceline.model.attention import KVStore, attend, lazy_zeros, plan_tiles
 from paceline.model.choosing import choose_from
-from paceline.model.decoder import ReferenceDecoder, to_numpy
+from paceline.model.decoder import ReferenceDecoder, to_numpy, torch_device
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,26 +22,28 @@ if TYPE_CHECKING:
     from paceline.core.nouns import Choose
     from paceline.draft.heads.checkpoint import Head
     from paceline.model.backend import KV, Chosen, Decoder
+    from paceline.model.device import Device
     from paceline.model.packed import Packed
 
 
-def load_runner(head: Head, target: Decoder) -> ReferenceHead:
+def load_runner(head: Head, target: Decoder, device: Device | None) -> ReferenceHead:
     """Make a head's runner, see `engine/backends.py`."""
     assert isinstance(target, ReferenceDecoder)
-    return ReferenceHead(head, target)
+    return ReferenceHead(head, target, device)
 
 
 class ReferenceHead:
-    """A head in the target's type and on its device."""
+    """A head in the target's type, on its device or another."""
 
-    def __init__(self, head: Head, target: ReferenceDecoder) -> None:
+    def __init__(self, head: Head, target: ReferenceDecoder, device: Device | None = None) -> None:
         self.config = head.config
-        self._dtype, self._device = target.dtype, target.device
+        self._dtype, self._device = target.dtype, target.device if device is None else torch_device(device)
         self._weights = {name: self._take(tensor) for name, tensor in head.weights.items()}
-        self._embed = self._weights.pop("embed", target.embed)  # [vocab, width]
+        self._embed = self._weights.pop("embed", target.embed.to(self._device))  # [vocab, width]
         self._token_ids = torch.from_numpy(head.token_ids).to(self._device)  # [draft_vocab_size]
         if head.config.algorithm.guesses_features:
-            self._weights |= {"head": target.head[self._token_ids], "target_norm": target.final_norm}
+            head_rows = target.head[self._token_ids.to(target.device)].to(self._device)
+            self._weights |= {"head": head_rows, "target_norm": target.final_norm.to(self._device)}
         self._vocab_size = target.config.vocab_size
 
     def _take(self, array: NDArray[floating]) -> torch.Tensor:

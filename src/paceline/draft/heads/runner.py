@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from paceline.draft.heads.checkpoint import Head
     from paceline.draft.heads.config import HeadConfig
     from paceline.model.backend import KV, Chosen, Decoder
+    from paceline.model.device import Device
     from paceline.model.packed import Packed
 
 
@@ -69,6 +70,9 @@ class HeadRunner(Protocol):
 class LoadHeadRunner(Protocol):
     """Makes what executes a head on its target's backend."""
 
-    def __call__(self, head: Head, target: Decoder) -> HeadRunner:
-        """Embeds tokens as the target does, unless the head brings an embedding of its own."""
+    def __call__(self, head: Head, target: Decoder, device: Device | None) -> HeadRunner:
+        """Embeds tokens as the target does, unless the head brings an embedding of its own.
+
+        device: where it runs, None for where the target does.
+        """
         ...

@@ -26,9 +26,11 @@ if TYPE_CHECKING:
 
     from paceline.model.backend import Decoder
     from paceline.model.config import ModelConfig
+    from paceline.model.device import Device
     from paceline.model.safetensors_file import StoredTensor
 
-    LoadSmallDecoder = Callable[["SmallModel", Decoder], Decoder]  # from the target's: both share its tables
+    # From the target's, whose tables it shares, and where it runs: None is where the target does.
+    LoadSmallDecoder = Callable[["SmallModel", Decoder, Device | None], Decoder]
 
 SHARED = ("embed", "head")
 VOCABULARY_TENSORS = ("d2t", "t2d")

@@ -1,4 +1,4 @@
-"""Draft models on the `native` backend: in the same kernels and on the same threads as their target."""
+"""Draft models on the `native` backend: in their target's kernels, on its threads if not on other cores."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from paceline.model.native import (
     forward,
     forward_in_turn,
     pack_layer,
+    team_of,
 )
 
 if TYPE_CHECKING:
@@ -23,15 +24,16 @@ if TYPE_CHECKING:
     from paceline.core.nouns import Choose
     from paceline.draft.small.checkpoint import SmallModel
     from paceline.model.backend import KV, Chosen, Decoder, InTurn
+    from paceline.model.device import Device
     from paceline.model.packed import Packed
 
 _TYPES = {"int4": "int8"}  # a draft model is small: four bits would cost more drafts than they save time
 
 
-def load_decoder(small: SmallModel, target: Decoder) -> NativeSmall:
+def load_decoder(small: SmallModel, target: Decoder, device: Device | None) -> NativeSmall:
     """Make a draft model's decoder, see `engine/backends.py`."""
     assert isinstance(target, NativeDecoder)
-    return NativeSmall(small, target)
+    return NativeSmall(small, target, device)
 
 
 class NativeSmall:
@@ -39,7 +41,7 @@ class NativeSmall:
 
     name = NativeDecoder.name
 
-    def __init__(self, small: SmallModel, target: NativeDecoder) -> None:
+    def __init__(self, small: SmallModel, target: NativeDecoder, device: Device | None = None) -> None:
         c = self.config = small.config
         self._target = target
         self._vocabulary = ReducedVocabulary(small.token_ids, target.config.vocab_size)
@@ -48,7 +50,7 @@ class NativeSmall:
         self._head = self._vocabulary.rows_of(target, weight_type)
         self._decoder = compile_decoder(
             c,
-            target.team,
+            target.team if device is None else team_of(device),
             embed=target.embed,
             output=Output(self._head, as_float32(small.weights["final_norm"]), self._vocabulary.mapped_ids),
             layers=[pack_layer(i, layer_shapes(c), small.weights, weight_type) for i in range(c.num_layers)],

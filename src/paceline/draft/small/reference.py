@@ -9,7 +9,7 @@ import torch
 
 from paceline.model.attention import KVStore
 from paceline.model.choosing import choose_from
-from paceline.model.decoder import ReferenceDecoder, to_numpy
+from paceline.model.decoder import ReferenceDecoder, to_numpy, torch_device
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,27 +17,29 @@ if TYPE_CHECKING:
     from paceline.core.nouns import Choose
     from paceline.draft.small.checkpoint import SmallModel
     from paceline.model.backend import KV, Chosen, Decoder
+    from paceline.model.device import Device
     from paceline.model.packed import Packed
 
 
-def load_decoder(small: SmallModel, target: Decoder) -> ReferenceSmall:
+def load_decoder(small: SmallModel, target: Decoder, device: Device | None) -> ReferenceSmall:
     """Make a draft model's decoder, see `engine/backends.py`."""
     assert isinstance(target, ReferenceDecoder)
-    return ReferenceSmall(small, target)
+    return ReferenceSmall(small, target, device)
 
 
 class ReferenceSmall:
-    """A `Decoder` in the target's type and on its device, that chooses among some of the target's tokens."""
+    """A `Decoder` in the target's type that chooses among some of the target's tokens."""
 
     name = ReferenceDecoder.name
 
-    def __init__(self, small: SmallModel, target: ReferenceDecoder) -> None:
+    def __init__(self, small: SmallModel, target: ReferenceDecoder, device: Device | None = None) -> None:
         self.config = small.config
         self._token_ids = torch.from_numpy(small.token_ids).to(target.device)  # [draft_vocab]
         tables = {"embed": target.embed, "head": target.head[self._token_ids]}
         untied = replace(small.config, tie_embeddings=False)
         weights = {**small.weights, **tables}
-        self._decoder = ReferenceDecoder(untied, weights, target.dtype, target.device)  # type: ignore[arg-type]
+        where = target.device if device is None else torch_device(device)
+        self._decoder = ReferenceDecoder(untied, weights, target.dtype, where)  # type: ignore[arg-type]
 
     def describe(self) -> str:
         """Return what it is, for the user."""

@@ -1,0 +1,43 @@
+"""Which loop an engine runs, and why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.control.controller import ClosedLoop
+from paceline.control.overlap import Switch
+from paceline.core.errors import ConfigError, suggest
+from paceline.engine.overlap import OverlappedLoop
+from paceline.engine.serial import SerialLoop
+
+if TYPE_CHECKING:
+    from paceline.engine.engine import Engine
+    from paceline.engine.placement import Placement
+    from paceline.engine.rounds import Loop
+
+AUTO, ON, OFF = OVERLAPS = ("auto", "on", "off")
+
+
+def check_overlap(asked: str) -> None:
+    """Raise `ConfigError` unless `--overlap` can be that."""
+    if asked not in OVERLAPS:
+        raise ConfigError(f"--overlap {asked}: it is one of {', '.join(OVERLAPS)}{suggest(asked, OVERLAPS)}")
+
+
+def choose_loop(asked: str, engine: Engine, placement: Placement) -> tuple[Loop, str]:
+    """Return the loop for an engine, and why."""
+    if asked == OFF:
+        return SerialLoop(), "off, as asked"
+    if asked == ON:
+        return OverlappedLoop(placement.worker(), lambda _: True), "on, as asked"
+    if not placement.apart:
+        return SerialLoop(), "off: target and drafters have the same device, so nothing runs beside anything"
+    if not isinstance(engine.controller, ClosedLoop) or engine.controller.cost is None:
+        return SerialLoop(), "off: only --draft auto knows what passes and drafting cost; --overlap on insists"
+    switch = Switch(apart=True)
+
+    def wanted(engine: Engine) -> bool:
+        controller = engine.controller
+        return isinstance(controller, ClosedLoop) and switch.ask(controller)
+
+    return OverlappedLoop(placement.worker(), wanted), "where drafting takes longer than a pass's fixed cost"

@@ -1,0 +1,43 @@
+"""What the loops hand from verb to verb."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from paceline.core.nouns import Batch, Draft, Scores
+    from paceline.engine.engine import Engine
+    from paceline.engine.scheduler import Group
+
+
+@dataclass(slots=True, eq=False)
+class Round:
+    """Rows that go through the six verbs together: admitted and drafted for, to be scored."""
+
+    group: Group
+    batch: Batch
+    proposed: Draft
+    draft: Draft  # what of it is verified
+    begun_s: float  # by the clock, when drafting began
+    draft_s: float  # that drafters have worked for it
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scored:
+    """What the target said of a round."""
+
+    scores: Scores
+    target_s: float  # that its pass took
+
+
+class Loop(Protocol):
+    """In which order the verbs of an engine come, and of which rows."""
+
+    def step(self, engine: Engine) -> None:
+        """Take one step: at most one pass of the target."""
+        ...
+
+    def check(self, engine: Engine) -> None:
+        """Assert, between steps, what the loop promises."""
+        ...

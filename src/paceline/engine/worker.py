@@ -1,0 +1,63 @@
+"""A thread that does one thing after another, on cores of its own if it is told so."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import finalize
+
+from paceline.model.device import stay_on
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Call = tuple[Future[Any], Lock, Callable[[], Any]]
+
+T = TypeVar("T")
+
+
+class Worker:
+    """Begins with its first call and ends with its owner. A call that hangs keeps nobody from leaving."""
+
+    def __init__(self, name: str, cores: frozenset[int] = frozenset()) -> None:
+        """cores: those the thread, and every thread it starts, may use; none: all."""
+        self.cores = cores
+        self._name = name
+        self._calls: SimpleQueue[Call | None] | None = None
+
+    def start(self, call: Callable[[], T]) -> Future[T]:
+        """Begin a call and return at once; the thread has then left Python's lock for what releases it."""
+        future: Future[T] = Future()
+        begun = Lock()
+        begun.acquire()
+        self._queue().put((future, begun, call))
+        begun.acquire()  # or the caller would go on for milliseconds before the thread gets its turn
+        return future
+
+    def call(self, call: Callable[[], T], timeout_s: float | None = None) -> T:
+        """Make a call and wait for it. Raises what it raises, and `TimeoutError` if it takes too long."""
+        future: Future[T] = Future()
+        self._queue().put((future, Lock(), call))
+        return future.result(timeout_s)
+
+    def _queue(self) -> SimpleQueue[Call | None]:
+        if self._calls is None:
+            self._calls = SimpleQueue()
+            Thread(target=_serve, args=(self._calls, self.cores), name=self._name, daemon=True).start()
+            finalize(self, self._calls.put, None)
+        return self._calls
+
+
+def _serve(calls: SimpleQueue[Call | None], cores: frozenset[int]) -> None:
+    stay_on(cores)
+    while (task := calls.get()) is not None:
+        future, begun, call = task
+        if begun.locked():
+            begun.release()
+        try:
+            future.set_result(call())
+        except BaseException as error:  # it is the caller's, whatever it is
+            future.set_exception(error)
+        del task, future, call  # what a call held is not kept until the next one

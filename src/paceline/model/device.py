@@ -1,0 +1,84 @@
+"""Where passes run: on which cores of this machine, or on which device of PyTorch's."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from threading import Thread
+from typing import TYPE_CHECKING, TypeVar
+
+from paceline.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+SAME = "same"  # as the target
+CPU = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Some cores, or a device by PyTorch's name. Neither: all cores of the process."""
+
+    cores: frozenset[int] = frozenset()
+    torch_name: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Device | None:
+        """Read `same` (None), `cpu:2-3,6`, or a name such as `cuda:1`. Raises `ConfigError`."""
+        if text == SAME:
+            return None
+        kind, _, which = text.partition(":")
+        if kind != CPU:
+            return cls(torch_name=text)
+        cores = _cores(which)
+        usable = usable_cores()
+        if not cores or not cores <= usable:
+            raise ConfigError(
+                f"--draft-device {text}: write {CPU}:2-3 or {CPU}:2,5 with cores that this process may use, "
+                f"which are {sorted(usable)}"
+            )
+        return cls(cores)
+
+    def __str__(self) -> str:
+        listed = ",".join(map(str, sorted(self.cores)))
+        return self.torch_name or (f"{CPU}:{listed}" if listed else CPU)
+
+
+def usable_cores() -> frozenset[int]:
+    """Return the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def stay_on(cores: frozenset[int]) -> None:
+    """Keep this thread, and those it starts, on some cores, where the system can; none: wherever it is."""
+    if cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
+
+
+def on_cores(cores: frozenset[int], call: Callable[[], T]) -> T:
+    """Make a call that must not fail in a thread on some cores: threads that it starts stay there too."""
+    found: list[T] = []
+
+    def run() -> None:
+        stay_on(cores)
+        found.append(call())
+
+    thread = Thread(target=run)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def _cores(text: str) -> frozenset[int]:
+    cores: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not (first.isdecimal() and (last or first).isdecimal() and len(last or first) < 6):
+            return frozenset()
+        cores.update(range(int(first), int(last or first) + 1))
+    return frozenset(cores)

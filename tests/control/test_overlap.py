@@ -1,0 +1,100 @@
+"""Turns against all rows together, by the arithmetic of the paper and by brute force over a schedule."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from paceline.control.controller import ClosedLoop
+from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost, Work
+from paceline.control.online import OnlineCost
+from paceline.control.others import Static
+from paceline.control.overlap import ASK_EVERY, Switch, Turns, turns_of
+from paceline.control.policy import View
+
+if TYPE_CHECKING:
+    from paceline.control.overlap import Part
+
+
+def prices(fixed_s: float, token_s: float, draft_fixed_s: float, draft_row_s: float) -> MeasuredCost:
+    """A pass takes A + b x tokens, drafting one token for each of m rows c + d x m."""
+    target = TargetCost(Curve.of([1, 1000], [fixed_s + token_s, fixed_s + 1000 * token_s]))
+    rows = [1, 1000]
+    return MeasuredCost(target, (DraftCost((Curve.of(rows, [draft_fixed_s + n * draft_row_s for n in rows]),)),))
+
+
+def part(num_rows: int, k: int = 1) -> Part:
+    return np.full(num_rows, 50), np.full(num_rows, k), np.where(np.full(num_rows, k) > 0, 0, -1)
+
+
+def turns(cost: MeasuredCost, m: int = 8, k: int = 1, *, apart: bool = True) -> Turns:
+    return turns_of(cost, (part(m, k), part(m, k)), apart=apart)
+
+
+@pytest.mark.parametrize("draft_s", [0.0, 0.5, 1.9, 2.1, 3.0])
+def test_equal_halves_pay_just_where_drafting_takes_longer_than_the_fixed_cost(draft_s: float) -> None:
+    """A.8 of the notes: with V(m) = A + b m and t <= V(m), turns win iff t > A."""
+    found = turns(prices(fixed_s=2.0, token_s=0.1, draft_fixed_s=draft_s, draft_row_s=0.0))
+    assert found.fixed_s == pytest.approx(2.0)
+    assert found.first.draft_s <= found.first.verify_s
+    assert (found.gain > 1) == (draft_s > 2.0)
+
+
+def test_a_drafter_that_is_slower_than_the_pass_is_what_turns_wait_for() -> None:
+    found = turns(prices(1.0, 0.1, 10.0, 0.0))
+    assert found.turns_s == pytest.approx(20.0)
+    assert found.gain < 1
+    assert turns(prices(1.0, 0.1, 0.0, 1.0)).gain > 1  # time that halves with the rows is not paid twice
+
+
+def test_one_device_for_both_never_gains() -> None:
+    for draft_s in (0.0, 1.0, 5.0):
+        assert turns(prices(1.0, 0.1, draft_s, 0.1), apart=False).gain < 1
+
+
+def test_the_paper_s_bound_of_a_half() -> None:
+    found = turns(prices(0.0, 1.0, 0.0, 2.0))  # no fixed costs, and drafting as long as the pass
+    assert found.gain == pytest.approx(2.0)
+    assert "turns would be faster" in found.explain()
+
+
+def loop_of(cost: MeasuredCost, k: int = 1) -> ClosedLoop:
+    return ClosedLoop(Static(k), OnlineCost(cost), ("any",))
+
+
+def view(num_rows: int) -> View:
+    return View(np.arange(num_rows), np.full(num_rows, 50), np.full(num_rows, 8), Work(0))
+
+
+def asked(switch: Switch, loop: ClosedLoop) -> bool:
+    return [switch.ask(loop) for _ in range(ASK_EVERY)][-1]
+
+
+def test_the_switch_follows_what_was_planned() -> None:
+    switch, loop = Switch(apart=True), loop_of(prices(1.0, 0.1, 2.0, 0.0))
+    assert not asked(switch, loop)  # nothing was planned yet
+    loop.plan(view(1))
+    assert not asked(switch, loop)  # one row makes no two groups
+    loop.plan(view(16))
+    assert asked(switch, loop)
+    loop.plan(view(8))
+    loop.twin.plan(view(8))
+    assert asked(switch, loop)
+    loop.policy = loop.twin.policy = Static(0)
+    loop.plan(view(8))
+    loop.twin.plan(view(8))
+    assert not asked(switch, loop)  # without drafts there is nothing to do beside a pass
+
+
+def test_the_switch_does_not_flap_at_a_draw() -> None:
+    """Turns must promise three hundredths to begin, and go on while they promise anything."""
+    switch, loop = Switch(apart=True), loop_of(prices(1.0, 0.1, 1.05, 0.0))
+    loop.plan(view(16))
+    loop.twin.plan(view(8))
+    assert 1.0 < turns(prices(1.0, 0.1, 1.05, 0.0)).gain < 1.03
+    assert not asked(switch, loop)
+    switch.on = True
+    loop.plan(view(8))
+    assert asked(switch, loop)

@@ -1,0 +1,233 @@
+"""Two groups in turn: the same answers as serially and plainly, whatever comes and goes, and pages that add up."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+
+from paceline.core.params import SamplingParams
+from paceline.engine.overlap import OverlappedLoop
+from paceline.engine.worker import Worker
+from tests.draft.heads import trained_head
+from tests.engine.same_text import (
+    PLAIN,
+    Answer,
+    Request,
+    RestlessK,
+    Settings,
+    Tally,
+    assert_same,
+    make_engine,
+    run,
+    settings_,
+    target,
+    workloads,
+)
+
+if TYPE_CHECKING:
+    from paceline.core.nouns import Batch, Draft, Plan
+    from paceline.draft.drafter import Drafter
+    from paceline.engine.engine import Engine
+    from paceline.model.decoder import ReferenceDecoder
+
+WORKER = Worker("target")  # engines of one process may share it: each waits for its own passes
+EXAMPLES = 12
+FAILURES = 0.1  # of the times a drafter is asked
+
+
+def overlapped(draft: str, changed: Settings, types: str = "f64", law: str = "coupled") -> Engine:
+    engine = make_engine(draft, changed, law, types)
+    engine.loop = OverlappedLoop(WORKER, lambda _: True)
+    return engine
+
+
+def unreliable(drafter: Drafter, random: Random) -> None:
+    """Make a drafter fail now and then, before it has done anything or after."""
+    propose = drafter.propose
+
+    def failing(batch: Batch, plan: Plan) -> Draft:
+        if random.random() < FAILURES / 2:
+            raise RuntimeError("not now")
+        found = propose(batch, plan)
+        if random.random() < FAILURES / 2:
+            raise RuntimeError("too late")
+        return found
+
+    drafter.propose = failing  # type: ignore[method-assign]
+
+
+def serve(engine: Engine, requests: list[Request], random: Random) -> tuple[dict[str, Answer], set[str]]:
+    """Let requests arrive and be cancelled at any moment; return their answers and which were cancelled."""
+    answers = {r.request_id: Answer() for r in requests}
+    waiting, cancelled = list(requests), set[str]()
+    while waiting or engine.has_work:
+        while waiting and random.random() < 0.5:
+            engine.add(waiting.pop(0))
+        if random.random() < 0.05:
+            name = random.choice(requests).request_id
+            if name in engine.scheduler.by_id and not engine.scheduler.by_id[name].ended:
+                engine.cancel(name)
+                cancelled.add(name)
+        for outcome in engine.step():
+            answers[outcome.request_id].take(outcome)
+        engine.check()
+    assert engine.scheduler.pool.num_held == 0
+    return answers, cancelled
+
+
+def compare(draft: str, types: str, tally: Tally, examples: int = EXAMPLES) -> int:
+    """Compare answers with those of plain decoding; return how many steps were overlapped."""
+    num_overlapped = 0
+
+    @seed(1)
+    @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(workloads(), settings_(), st.sampled_from([1, 4, 8]), st.booleans(), st.integers(0, 1000))
+    def check(requests: list[Request], changed: Settings, k: int, restless: bool, number: int) -> None:
+        nonlocal num_overlapped
+        expected = run(make_engine("off", PLAIN, types=types), requests)
+        engine, random = overlapped(draft if draft == "off" else f"{draft},k={k}", changed, types), Random(number)
+        for drafter in engine.drafting.drafters.values():
+            unreliable(drafter, random)
+        if restless and draft != "off":
+            engine.controller = RestlessK(draft.partition(":")[0], 8, number)
+        got, cancelled = serve(engine, requests, random)
+        for name in cancelled:
+            begun, whole = got.pop(name), expected.pop(name)
+            assert whole.token_ids[: len(begun.token_ids)] == begun.token_ids
+            assert begun.ending[0] == "cancelled"
+        assert_same(expected, got)
+        tally.add(engine, got)
+        num_overlapped += engine.stats().overlapped_steps
+
+    check()
+    return num_overlapped
+
+
+DRAFTS = [
+    ("ngram:min=1,max=4", "f64"),
+    ("suffix:shared=2000", "int8"),
+    ("draft-model:model=noisy", "f64"),
+    ("draft-model:model=noisy", "int4"),
+    ("draft-model:layers=2", "f64"),
+    ("draft-model:layers=2", "int8"),
+    ("draft-model:model=other,vocabulary=strings", "int8"),
+    ("off", "int8"),
+]
+
+
+@pytest.mark.parametrize(("draft", "types"), DRAFTS)
+def test_two_groups_in_turn_write_the_same_text(draft: str, types: str) -> None:
+    tally = Tally()
+    assert compare(draft, types, tally) > 100
+    assert tally.preemptions > 0
+    assert draft == "off" or (sum(tally.accepted_at) > 0 and tally.stats.drafter_failures > 0)
+
+
+@pytest.mark.parametrize(("kind", "types"), [("eagle", "f64"), ("eagle3", "int8"), ("peagle", "int8")])
+def test_heads_read_what_was_tapped_for_their_own_rows(kind: str, types: str) -> None:
+    decoder: ReferenceDecoder = target().decoder  # type: ignore[assignment]
+    tally = Tally()
+    assert compare(f"{kind}:model={trained_head(kind, decoder)}", types, tally) > 100
+    assert sum(tally.accepted_at) > 0
+    assert tally.stats.untapped_tokens == 0
+
+
+def test_the_controller_keeps_the_open_rounds_of_two_groups_apart() -> None:
+    tally = Tally()
+    assert compare("auto:suffix+draft-model:model=noisy", "int8", tally) > 100
+    assert sum(tally.accepted_at) > 0
+
+
+REQUESTS = [Request(str(i), (40 + i, 50, 60), SamplingParams(max_tokens=24), seed=i) for i in range(5)]
+
+
+def test_a_draft_model_loses_no_acceptance_in_turns() -> None:
+    """What a drafter remembers of a round outlives the other group's round."""
+    engine = overlapped("draft-model:model=same,k=4", PLAIN)
+    run(engine, REQUESTS)
+    counts = engine.stats().drafters["draft-model"]
+    assert counts.accepted == counts.verified > 0
+    assert engine.stats().overlapped_steps > 5
+
+
+def test_groups_are_evened_out_and_one_row_alone_is_served_serially() -> None:
+    engine = overlapped("off", PLAIN)
+    engine.add(REQUESTS[0])
+    for _ in range(3):
+        engine.step()
+    assert engine.stats().overlapped_steps == 0
+    for request in REQUESTS[1:]:
+        engine.add(request)
+    for _ in range(2):  # all are admitted, then there are two groups
+        engine.step()
+    groups = [r.group for r in engine.scheduler.running]
+    assert {groups.count(0), groups.count(1)} == {2, 3}
+    assert engine.stats().overlapped_steps == 1
+    for name in "1234":
+        engine.cancel(name)
+    engine.step()  # scores the cancelled group, or drafts for it
+    engine.step()
+    before = engine.stats()
+    while engine.has_work:
+        engine.step()
+        engine.check()
+    assert engine.stats().since(before).overlapped_steps == 0
+    assert engine.stats().since(before).steps > 5
+
+
+def test_rows_go_over_to_the_group_that_has_less_work() -> None:
+    engine = overlapped("off", PLAIN)
+    for request in REQUESTS:
+        engine.add(request)
+    for _ in range(3):
+        engine.step()
+    alone = min((0, 1), key=[r.group for r in engine.scheduler.running].count)
+    for running in [r for r in engine.scheduler.running if r.group == alone]:
+        engine.cancel(running.request.request_id)
+    for _ in range(3):
+        engine.step()
+        engine.check()
+    groups = [r.group for r in engine.scheduler.running]
+    assert {groups.count(0), groups.count(1)} == {1, 2}
+
+
+def test_a_request_arriving_joins_the_group_that_is_drafted_for() -> None:
+    engine = overlapped("off", PLAIN)
+    for request in REQUESTS[:2]:
+        engine.add(request)
+    for _ in range(3):
+        engine.step()
+        engine.check()
+    scored = next(r.group for r in engine.scheduler.running if r.in_flight)
+    engine.add(REQUESTS[2])
+    engine.step()
+    engine.check()
+    assert engine.scheduler.by_id["2"].group == 1 - scored
+    assert engine.scheduler.by_id["2"].in_flight == 1
+
+
+@pytest.mark.parametrize("law", ["rejection", "block"])
+def test_other_laws_in_turns(law: str) -> None:
+    engine = overlapped("draft-model:model=same,k=4", PLAIN, law=law)
+    assert set(run(engine, REQUESTS)) == {r.request_id for r in REQUESTS}
+    assert engine.stats().overlapped_steps > 5
+    assert engine.stats().drafter_failures == 0
+
+
+def test_a_pass_that_fails_is_the_step_s_error_and_leaves_no_thread_behind() -> None:
+    engine = overlapped("off", PLAIN)
+    for request in REQUESTS:
+        engine.add(request)
+    engine.step()
+
+    def broken(prepared: object) -> None:
+        raise RuntimeError("no target")
+
+    engine.target.run = broken  # type: ignore[assignment, method-assign]
+    with pytest.raises(RuntimeError, match="no target"):
+        engine.step()
+    assert Worker("another").call(lambda: 1) == 1

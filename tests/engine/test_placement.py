@@ -1,0 +1,126 @@
+"""Drafters on cores of their own: the same text, and one that hangs costs speculation only."""
+
+from __future__ import annotations
+
+import os
+from threading import Event
+from typing import TYPE_CHECKING, TypeVar
+
+import pytest
+
+from paceline.core.errors import ConfigError
+from paceline.engine.config import EngineConfig
+from paceline.engine.overlap import OverlappedLoop
+from paceline.engine.placement import PlacedDrafter, Placement
+from paceline.engine.serial import SerialLoop
+from paceline.engine.worker import Worker
+from paceline.model.device import Device, on_cores, usable_cores
+from tests.draft.heads import trained_head
+from tests.engine.same_text import PLAIN, assert_same, make_engine, run, target
+from tests.engine.test_overlap import REQUESTS, overlapped
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from paceline.model.decoder import ReferenceDecoder
+
+T = TypeVar("T")
+CORES = sorted(usable_cores())
+two_cores = pytest.mark.skipif(len(CORES) < 2, reason="one core cannot be shared out")
+
+
+def test_cores_are_read_and_wrong_ones_are_refused() -> None:
+    assert Device.parse("same") is None
+    assert Device.parse(f"cpu:{CORES[0]}") == Device(frozenset({CORES[0]}))
+    assert Device.parse("cuda:1") == Device(torch_name="cuda:1")
+    for bad in ("cpu", "cpu:", "cpu:x", "cpu:3-1", "cpu:99999", "cpu:1,,2", "cpu:100000000-200000000"):
+        with pytest.raises(ConfigError, match="cores that this process may use"):
+            Device.parse(bad)
+    with pytest.raises(ConfigError, match="no core to the target"):
+        Placement.parse(f"cpu:{','.join(map(str, CORES))}")
+    with pytest.raises(ConfigError, match="did you mean 'auto'"):
+        EngineConfig(overlap="auot")
+
+
+@two_cores
+def test_the_target_keeps_the_other_cores_and_threads_stay_where_they_are_put() -> None:
+    placement = Placement.parse(f"cpu:{CORES[-1]}")
+    assert placement.target == Device(frozenset(CORES[:-1]))
+    assert placement.worker().call(lambda: os.sched_getaffinity(0)) == set(CORES[:-1])
+    assert on_cores(frozenset({CORES[0]}), lambda: os.sched_getaffinity(0)) == {CORES[0]}
+    assert os.sched_getaffinity(0) == set(CORES)
+
+
+@two_cores
+@pytest.mark.parametrize("loop", ["on", "off"])
+@pytest.mark.parametrize("draft", ["draft-model:model=noisy,k=4", "eagle3:k=4"])
+def test_drafters_on_cores_of_their_own_write_the_same_text(draft: str, loop: str) -> None:
+    if draft.startswith("eagle3"):
+        decoder: ReferenceDecoder = target().decoder  # type: ignore[assignment]
+        draft = f"eagle3:model={trained_head('eagle3', decoder)},k=4"
+    expected = run(make_engine("off", PLAIN, types="int8"), REQUESTS)
+    engine = make_engine(draft, PLAIN, types="int8", draft_device=f"cpu:{CORES[-1]}", overlap=loop)
+    assert isinstance(engine.loop, OverlappedLoop if loop == "on" else SerialLoop)
+    assert all(isinstance(d, PlacedDrafter) for d in engine.drafting.drafters.values())
+    assert_same(expected, run(engine, REQUESTS))
+    assert engine.stats().drafter_failures == 0
+    assert sum(c.accepted for c in engine.stats().drafters.values()) > 0
+
+
+@two_cores
+def test_what_has_no_weights_of_its_own_is_not_moved() -> None:
+    where = f"cpu:{CORES[-1]}"
+    engine = make_engine("ngram:k=4", PLAIN, draft_device=where)
+    assert not any(isinstance(d, PlacedDrafter) for d in engine.drafting.drafters.values())
+    with pytest.raises(ConfigError, match="the target's own layers"):
+        make_engine("draft-model:layers=2,k=4", PLAIN, draft_device=where)
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    head = trained_head("eagle3", target().decoder)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="not on cuda:7"):
+        make_engine(f"eagle3:model={head},k=4", PLAIN, types="int8", draft_device="cuda:7")
+    with pytest.raises(ConfigError, match="no device nonsense"):
+        make_engine(f"eagle3:model={head},k=4", PLAIN, draft_device="nonsense")
+
+
+class HangsLater(Worker):
+    """A worker whose eighth call never comes back."""
+
+    num_calls = 0
+
+    def call(self, call: Callable[[], T], timeout_s: float | None = None) -> T:
+        self.num_calls += 1
+        if self.num_calls == 8:
+            raise TimeoutError
+        return call()
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_a_drafter_that_hangs_is_given_up_and_requests_go_on(turns: bool) -> None:
+    expected = run(make_engine("off", PLAIN), REQUESTS)
+    engine = make_engine("draft-model:model=noisy,k=4", PLAIN)
+    if turns:
+        engine.loop = overlapped("off", PLAIN).loop
+    (drafter,) = engine.drafting.drafters.values()
+    worker = HangsLater("draft")
+    engine.drafting.drafters[drafter.name] = PlacedDrafter(drafter, worker)
+    assert_same(expected, run(engine, REQUESTS))
+    assert worker.num_calls == 8, "it was asked again"
+    assert engine.stats().drafter_failures > 1
+
+
+def test_a_call_that_takes_too_long_is_left_behind() -> None:
+    forever = Event()
+    with pytest.raises(TimeoutError):
+        Worker("any").call(forever.wait, timeout_s=0.001)
+    forever.set()
+
+
+def test_a_worker_raises_what_its_calls_raise_and_goes_on() -> None:
+    worker = Worker("any")
+    with pytest.raises(ZeroDivisionError):
+        worker.call(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        worker.start(lambda: 1 / 0).result()
+    assert worker.start(lambda: 2).result() == 2
