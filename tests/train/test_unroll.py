@@ -37,7 +37,7 @@ def one_draft(
     return logits[-1]
 
 
-@pytest.mark.parametrize("keep", [1.0, 0.6])
+@pytest.mark.parametrize("keep", [1.0, 0.6, 0.0])
 @pytest.mark.parametrize("name", [n for n in CASES if n != "peagle"])
 def test_every_guess_is_a_draft_token_by_token(name: str, keep: float) -> None:
     config = read_config(CASES[name], TARGET)

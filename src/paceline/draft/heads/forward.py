@@ -70,8 +70,9 @@ def run_layers(
             read = torch.cat([rms_norm(embedded, layer["attn_norm"], eps), normed], dim=-1)
         else:
             read = _norm(layer, "attn_norm", hidden, eps)
-        heads = (len(read), -1, config.layers.head_dim)
-        query, key, value = (linear(layer, f"attn_{name}", read).view(heads) for name in "qkv")
+        query, key, value = (
+            linear(layer, f"attn_{name}", read).unflatten(-1, (-1, config.layers.head_dim)) for name in "qkv"
+        )
         if config.layers.facts.qk_norm:
             query, key = rms_norm(query, layer["attn_q_norm"], eps), rms_norm(key, layer["attn_k_norm"], eps)
         mixed = attend(index, rotate(query, cos, sin), rotate(key, cos, sin), value)
