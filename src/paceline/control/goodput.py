@@ -278,11 +278,15 @@ class Goodput:
         lengths, num_rows = by_row[drafted.rows], len(drafted.rows)
         base, prefill_s = self._planned_on
         weights = self._pace.urgency(drafted.rows)
-        alive = survival_of(sigmoid(self._logits_of(drafted))) * weights[:, None]
+        alive = self.alive(drafted) * weights[:, None]
         drafts = in_order(alive, drafted.ks, lengths, drafted.drafters)
         unpaid_s = prefill_s - self.cost.drafting_s(drafted.ks, drafted.drafters)
         chosen = best(base, num_rows, drafts, self.cost, unpaid_s=unpaid_s, drafted=True, weights=weights)
         return np.where(drafted.rows == self._probed, drafted.ks, chosen.ks)
+
+    def alive(self, drafted: Drafted) -> NDArray[float64]:
+        """Return the chance of each draft to be kept, now that it is there. [n, max_k]"""
+        return survival_of(sigmoid(self._logits_of(drafted)))
 
     def _logits_of(self, drafted: Drafted) -> NDArray[float64]:
         """Return the logit of the chance of each draft, given the one before. [n, max_k]"""

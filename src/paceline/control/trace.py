@@ -13,8 +13,9 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.control.cost import Work
+from paceline.control.goodput import Goodput
 from paceline.control.objective import THROUGHPUT, Objective
-from paceline.control.policy import Decision, Outcomes, View
+from paceline.control.policy import Decision, Drafted, Outcomes, View
 from paceline.control.profile import Profile, from_json, to_json
 from paceline.control.setup import make_loop
 from paceline.core.errors import ConfigError
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from numpy import float64
+    from numpy import float64, int64
     from numpy.typing import NDArray
 
     from paceline.control.controller import ClosedLoop
@@ -104,6 +105,8 @@ class Step:
     then: Decision  # what was chosen when it ran: `ks` and `drafters`
     now: Decision  # what the replay chooses
     outcomes: Outcomes
+    dropped: NDArray[int64]  # [n] drafts of each row of the outcomes that were made and not verified
+    dropped_tokens: float  # of these, believed to be kept if they had been verified
 
 
 def replay(path: Path, on_step: Callable[[ClosedLoop], None] | None = None) -> Iterator[Step]:
@@ -122,6 +125,11 @@ def replay(path: Path, on_step: Callable[[ClosedLoop], None] | None = None) -> I
         yield from _steps(loop, lines, on_step)
     except (KeyError, TypeError, ValueError, StopIteration) as error:
         raise ConfigError(f"{path} is no trace this version reads: {type(error).__name__} {error}") from None
+
+
+def drafter_names(path: Path) -> tuple[str, ...]:
+    """Return the drafters of a trace by their index. Raises `ConfigError`."""
+    return tuple(next(_read(path)).get("names", ()))
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
@@ -148,8 +156,20 @@ def _steps(
                 on_step(loop)
         elif view is not None and then is not None and loop.decision is not None:
             now, outcomes = loop.decision, _outcomes(line["outcomes"])
+            dropped, worth = _dropped(loop, outcomes)
             loop.learn(outcomes, Work(*line["prefill"]))
-            yield Step(view, then, now, outcomes)
+            yield Step(view, then, now, outcomes, dropped, worth)
+
+
+def _dropped(loop: ClosedLoop, o: Outcomes) -> tuple[NDArray[int64], float]:
+    """Return what was trimmed of each row: only drafts that come with a confidence are."""
+    if o.confidence is None or not isinstance(loop.policy, Goodput):
+        return np.zeros(len(o.rows), np.int64), 0.0
+    made = np.isfinite(o.confidence).sum(axis=1)
+    alive = loop.policy.alive(Drafted(o.rows, o.drafters, made, o.confidence))
+    depths = np.arange(alive.shape[1])
+    lost = (depths >= o.num_verified[:, None]) & (depths < made[:, None])
+    return np.maximum(made - o.num_verified, 0), float(alive[lost].sum())
 
 
 def _view(seen: dict[str, Any]) -> View:
