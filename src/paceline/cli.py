@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "paceline.bench.commands.kernels",
         "measure the native kernels against the machine's limits",
     ),
+    "compare": ("paceline.bench.commands.compare", "compare the controller with what one could choose by hand"),
     "train data": ("paceline.train.commands.data", "let a target write the answers that draft heads learn from"),
     "train features": ("paceline.train.commands.features", "let a target read its answers, ahead of training"),
     "train eagle3": ("paceline.train.commands.eagle3", "train an EAGLE-3 head for a target"),

@@ -16,6 +16,7 @@ from paceline.core.errors import ConfigError, RequestError
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams, Speculation
 from paceline.engine import auto
+from paceline.engine.build import load
 from paceline.engine.calibrate import Grid, calibrate
 from paceline.engine.config import EngineConfig
 from paceline.verify.law import LAWS
@@ -142,6 +143,26 @@ def test_a_pace_holds_prompts_back_and_changes_no_text() -> None:
 def test_an_objective_is_read_when_the_config_is_made() -> None:
     with pytest.raises(ConfigError, match="--objective"):
         EngineConfig(objective="latency")
+
+
+@pytest.mark.parametrize("given", [{"objective": "latency:20"}, {"profile": "p.json"}, {"trace": "t.jsonl"}])
+def test_what_only_the_controller_reads_is_refused_where_k_is_fixed(given: dict[str, str]) -> None:
+    (value,) = given
+    with pytest.raises(ConfigError, match=f"--{value}.*--draft auto"):
+        load(EngineConfig(draft="suffix:k=3", **given))  # type: ignore[arg-type]
+
+
+def test_a_calibration_takes_no_more_than_its_time_and_says_how_far_it_is() -> None:
+    """Without any time, one row is measured once; more rows are supposed to be dearer as passes are."""
+    engine = make_engine("draft-model:model=noisy,k=4", PLAIN)
+    told: list[int] = []
+    found = calibrate(
+        engine, replace(SMALL, seconds=1e-9), lambda _, done, total: told.append(100 * done // total)
+    )
+    assert told == sorted(told)
+    assert told[-1] == 100
+    drafting = found.cost.drafters[0].seconds
+    assert drafting[32, 1] >= drafting[1, 1] > 0
 
 
 # Costs -------------------------------------------------------------------------------------------

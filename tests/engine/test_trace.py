@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import pytest
@@ -40,12 +41,29 @@ def test_a_replay_makes_the_same_choices(trace: Path) -> None:
     assert sum(step.outcomes.num_verified.sum() for step in steps) > 0
 
 
+def test_a_replay_tells_what_was_trimmed(trace: Path) -> None:
+    """As if the last draft of a step with a confidence had not been verified."""
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    whole = sum(int(step.dropped.sum()) for step in replay(trace))
+    outcomes = next(
+        o for line in lines if (o := line.get("outcomes")) and o["confidence"] and max(o["num_verified"])
+    )
+    row = next(i for i, n in enumerate(outcomes["num_verified"]) if n)
+    outcomes["num_verified"][row] -= 1
+    outcomes["num_accepted"][row] = min(outcomes["num_accepted"][row], outcomes["num_verified"][row])
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    steps = list(replay(trace))
+    assert sum(int(step.dropped.sum()) for step in steps) == whole + 1
+    assert 0 < sum(step.dropped_tokens for step in steps) <= whole + 1
+
+
 def test_explain_tells_it(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", str(trace)]) == 0
     shown = capsys.readouterr().out
     steps = len(list(replay(trace)))
     assert f"the replay chose the same in {steps} of {steps} steps" in shown
     assert "speed-up" in shown
+    assert "trimmed: " in shown
     assert cli.main(["explain", str(trace), "--step", "5"]) == 0
     assert "suffix: " in capsys.readouterr().out
 

@@ -22,7 +22,7 @@ ITEMS = [Item(i, f"the cat number {i}") for i in range(6)]
 
 @pytest.fixture(scope="module")
 def llm(model: Path) -> Iterator[LLM]:
-    with LLM(str(model), threads=1, num_rows=4, max_len=256) as found:
+    with LLM(str(model), draft="ngram:k=4", threads=1, num_rows=4, max_len=256) as found:
         yield found
 
 

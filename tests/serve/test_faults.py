@@ -209,7 +209,7 @@ def test_broken_messages_do_not_end_the_engine(model: Path, tmp_path: Path) -> N
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
         assert process.stdin is not None
         try:
-            socket.send(encode(Load(EngineConfig(model=str(model), threads=1))))
+            socket.send(encode(Load(EngineConfig(model=str(model), draft="off", threads=1))))
             assert _next(socket, Ready).vocab_size == 320
             for data in (b"", b"\xff" * 100, b"\x91" * 5000, b"\x80", encode({"type": "Submit"}), b"\xc1"):
                 socket.send(data)
@@ -233,7 +233,7 @@ def test_broken_messages_do_not_end_the_engine(model: Path, tmp_path: Path) -> N
 
 def test_broken_messages_do_not_end_the_server(model: Path) -> None:
     async def scenario() -> None:
-        client = EngineClient(EngineConfig(model=str(model), threads=1))
+        client = EngineClient(EngineConfig(model=str(model), draft="off", threads=1))
         try:
             await client.first_ready
             life = client._life

@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SHORT = SamplingParams(max_tokens=12, seed=4, temperature=0.9)
+NGRAM = "ngram:k=4"  # the usual `auto` first measures what steps cost
 
 
 @pytest.fixture(scope="module")
 def llm(model: Path) -> Iterator[LLM]:
-    with LLM(str(model), threads=1, num_rows=4, max_len=2048, max_queued_tokens=64) as found:
+    with LLM(str(model), draft=NGRAM, threads=1, num_rows=4, max_len=2048, max_queued_tokens=64) as found:
         yield found
         found.built.engine.check()
         assert not found.built.engine.scheduler.running
@@ -123,7 +124,7 @@ def test_unknown_options_are_refused_with_a_suggestion() -> None:
 
 
 def test_a_closed_llm_says_so(model: Path) -> None:
-    llm = LLM(str(model), threads=1)
+    llm = LLM(str(model), draft=NGRAM, threads=1)
     llm.close()
     with pytest.raises(EngineDied, match="closed"):
         llm.generate("a")
@@ -172,7 +173,7 @@ def test_a_model_cannot_steer_the_terminal() -> None:
 
 
 def command(model: Path, *arguments: str) -> int:
-    return main([*arguments, "--model", str(model), "--threads", "1", "--max-len", "2048"])
+    return main([*arguments, "--model", str(model), "--draft", NGRAM, "--threads", "1", "--max-len", "2048"])
 
 
 def test_generate_writes_text(model: Path, capsys: pytest.CaptureFixture[str], llm: LLM) -> None:

@@ -128,7 +128,7 @@ class ClosedLoop:
             self._watcher.planned(view, d, self._group)
         planned = zip(view.rows.tolist(), d.drafters.tolist(), d.ks.tolist(), strict=True)
         rows = {row: RowPlan(self.names[drafter], k) for row, drafter, k in planned if k and drafter != NONE}
-        return Plan(rows, d.prefill_tokens)
+        return Plan(rows, d.prefill_tokens, tuple(self.names[drafter] for drafter in d.given_up))
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         """Drop what is not worth verifying, where a drafter has said something that was not known to the plan."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from paceline.control.cost import Work
 
 MOST_ROUNDS = 2000
+SHORT = 48  # keys of a context
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +32,14 @@ class TimedPass:
 def fit_target(passes: Sequence[TimedPass]) -> TargetCost:
     """Return the prices that explain some passes best, by relative error.
 
-    The curve has a point at every count of tokens that was timed; keys and unscored tokens have one price each.
+    The curve has a point at every count of tokens that was timed with all of them asked for; keys and unscored
+    tokens have one price each. Where all contexts are short, what keys cost cannot be told from what tokens do.
     """
-    counts = sorted({int(p.work.tokens) for p in passes})
+    counts = sorted({int(p.work.tokens) for p in passes if not p.work.unscored})
     rises = np.array([[_share(int(p.work.tokens), counts, i) for i in range(len(counts))] for p in passes])
     others = np.array([[p.work.kv_tokens, p.work.pairs, -p.work.unscored] for p in passes], np.float64)
+    if all(int(p.work.pairs) < SHORT * int(p.work.tokens) for p in passes):
+        others[:, :2] = 0.0
     seconds = np.array([p.seconds for p in passes])
     prices = non_negative(np.hstack([rises, others]) / seconds[:, None], np.ones(len(passes)))
     kv_token_s, pair_s, unscored_s = prices[len(counts) :]
@@ -46,8 +50,10 @@ def fit_target(passes: Sequence[TimedPass]) -> TargetCost:
 def fit_drafting(timed: Mapping[tuple[int, int], float]) -> DraftCost:
     """Return a drafter's prices from seconds by (rows, depth); what was not timed is put between the others.
 
-    The fewest rows must have been timed at every depth that any were.
+    The fewest rows must have been timed at every depth that any were. Without times it costs nothing.
     """
+    if not timed:
+        return DraftCost(())
     depths = sorted({d for _, d in timed})
     rows = [r for r in sorted({r for r, _ in timed}) if all((r, d) in timed for d in depths)]
     table = np.array([[timed[r, d] for d in depths] for r in rows])
@@ -56,11 +62,12 @@ def fit_drafting(timed: Mapping[tuple[int, int], float]) -> DraftCost:
 
 
 def _share(count: int, counts: Sequence[int], index: int) -> float:
-    """Return how much of the rise up to the index-th count lies below `count`."""
+    """Return how much of the rise up to the index-th count lies below `count`; beyond the last it goes on."""
     if index == 0:
         return 1.0
     low, high = counts[index - 1], counts[index]
-    return min(max((count - low) / (high - low), 0.0), 1.0)
+    most = float("inf") if index == len(counts) - 1 else 1.0
+    return min(max((count - low) / (high - low), 0.0), most)
 
 
 def non_negative(matrix: NDArray[float64], target: NDArray[float64]) -> NDArray[float64]:

@@ -3,7 +3,7 @@
 After TurboSpec (arXiv 2406.14066), which made goodput the aim, and DSpark (arXiv 2607.05147), which shares it out
 among rows. Ours looks at each row, chooses among drafters, leaves the time of prefill chunks out of the account
 (it is due in any case), and never stops finding out: one hundredth of the time may go into drafts that do not seem
-to pay.
+to pay. A drafter that could not pay in many steps, at the best that its probes admit, is given up.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 
 from paceline.control.choice import best, in_order
 from paceline.control.cost import Work
+from paceline.control.hopes import Hopes
 from paceline.control.objective import LEAST_PREFILL, Objective, Pace
 from paceline.control.policy import NONE, Decision, Drafted, Outcomes, View, plain
 from paceline.control.survival import Survival, sigmoid, survival_of
@@ -28,9 +29,12 @@ if TYPE_CHECKING:
     from paceline.control.choice import Chosen
     from paceline.control.cost import Count, StepCost
 
+    Choices = tuple[NDArray[int64], NDArray[int64]]  # drafts of each row, and their drafter
+
 MARGIN = 0.01  # by which speculation must promise to win before it begins
 PROBE_SHARE = 0.01  # of the time, for drafts that do not seem to pay
 PROBE_EVERY = 8  # steps between two looks at whether to probe
+ROOM = 4  # drafts that a row may have, for a look at whether they could pay
 OPTIMISM = 2.0  # standard deviations: what could pay
 ASSIGN_EVERY = 8  # steps between two looks at which drafter suits a row
 
@@ -60,7 +64,8 @@ class Goodput:
         self._priced_tokens: Count = 0  # of the pass for which these hold
         self._speculates = False
         self._goodput = 0.0  # tokens per second expected of the last step
-        self._base_work, self._unpaid_s = Work(0), 0.0  # of this step: its pass without drafts, the prefill's time
+        self._hopes = Hopes(len(max_ks), self._max_k)
+        self._planned_on = (Work(0), 0.0)  # of this step: its pass without drafts, the prefill's time
         self._probed = NONE  # row that goes further in this step to find out
         self._probe_s = 0.0  # time that may still go into probes
         self._steps = 0
@@ -68,6 +73,7 @@ class Goodput:
     def admit(self, row: int) -> None:
         """A request begins in a row."""
         self._fresh[row] = True
+        self._hopes.admit()
         self._pace.admit(row)
         for survival in self.survival:
             survival.admit(row)
@@ -79,7 +85,7 @@ class Goodput:
         if not view.num_rows or not self.survival:
             return plain(view)
         self._steps += 1
-        base, unpaid_s = self._base_work, self._unpaid_s = self._base(view)
+        base, unpaid_s = self._planned_on = self._base(view)
         alive = survival_of(self.chances(view))
         drafters = self._assign(view, base, alive)
         paced = self._pace.promise(view.targets)
@@ -89,12 +95,14 @@ class Goodput:
         seconds, speedup = (chosen.seconds, chosen.speedup) if ks is chosen.ks else (chosen.plain_seconds, 1.0)
         self._probe_s += PROBE_SHARE * seconds
         as_chosen = ks is chosen.ks and not paced
-        ks = self._probe(view, base, ks, drafters, seconds + unpaid_s)
+        ks, drafters, given_up = self._find_out(view, base, alive, (ks, drafters), seconds + unpaid_s)
         gained = None if as_chosen and self._probed == NONE else _gained(alive, drafters, ks)
         tokens = chosen.tokens if gained is None else float(gained.sum())
         self._goodput = tokens / seconds
         budget, prefill_s = self._budget(view, gained, seconds, unpaid_s) if paced else (None, unpaid_s)
-        return Decision(ks, np.where(ks > 0, drafters, NONE), seconds + prefill_s, tokens, speedup, budget)
+        return Decision(
+            ks, np.where(ks > 0, drafters, NONE), seconds + prefill_s, tokens, speedup, budget, given_up
+        )
 
     def _budget(
         self, view: View, gained: NDArray[float64] | None, seconds: float, prefill_s: float
@@ -139,6 +147,8 @@ class Goodput:
         """Return every drafter's chances at every depth, 0 beyond its deepest. [num_drafters, num_rows, max_k]"""
         z = np.full((len(self.survival), view.num_rows, self._max_k), -np.inf)
         for index, survival in enumerate(self.survival):
+            if self._hopes.gone[index]:
+                continue
             if index in view.offers:  # what it would propose is known, and nothing more is to be hoped for
                 own = survival.logits_with(view.rows, view.offers[index][:, : survival.max_depth])
                 z[index, :, : own.shape[1]] = own
@@ -164,10 +174,14 @@ class Goodput:
         """Now and then, and for new rows, choose again among the drafters that offer nothing."""
         if self._steps % ASSIGN_EVERY and not self._fresh[view.rows].any():
             return
-        asked = [d for d in range(len(self.survival)) if d not in view.offers]
+        asked = self._asked(view)
         if asked:
             self._own[view.rows] = np.array(asked)[worth[asked].argmax(axis=0)]
             self._fresh[view.rows] = False
+
+    def _asked(self, view: View) -> list[int]:
+        """Return the drafters that offer nothing by themselves, and are not given up."""
+        return [d for d in range(len(self.survival)) if d not in view.offers and not self._hopes.gone[d]]
 
     def _worth(self, view: View, base: Work, alive: NDArray[float64]) -> NDArray[float64]:
         """Return how many tokens each drafter is worth to each row, its time priced at the goodput.
@@ -189,25 +203,67 @@ class Goodput:
         self._speculates = chosen.speedup > (1.0 if self._speculates else 1.0 + MARGIN)
         return chosen.ks if self._speculates else np.zeros_like(chosen.ks)
 
-    def _probe(
-        self, view: View, base: Work, ks: NDArray[int64], drafters: NDArray[int64], seconds: float
-    ) -> NDArray[int64]:
-        """Now and then let one row go as far as would pay if it were easier than it seems, if there is time."""
+    def _find_out(
+        self,
+        view: View,
+        base: Work,
+        alive: NDArray[float64],
+        chosen: Choices,
+        seconds: float,
+    ) -> tuple[NDArray[int64], NDArray[int64], tuple[int, ...]]:
+        """Now and then look for drafters without hope, and let a row go further than seems to pay, to find out.
+
+        Returns the drafts and the drafter of each row, and the drafters that are given up.
+        """
         self._probed = NONE
         if self._steps % PROBE_EVERY:
-            return ks
-        hoped = self._best(view, base, survival_of(self.chances(view, OPTIMISM)), drafters)
-        (further,) = np.nonzero(hoped.ks > ks)
-        if not further.size:
-            return ks
-        index, probing = further[self._steps // PROBE_EVERY % further.size], ks.copy()
-        probing[index] = hoped.ks[index]
-        extra_s = self.cost.price(base, view.lengths, probing, drafters) - seconds
+            return *chosen, ()
+        ks, drafters = chosen
+        doubtful = [
+            d for d in self._asked(view) if self._hopes.look(d, self._could_pay(view, base, alive, chosen, d))
+        ]
+        hoped = self._best(view, base, survival_of(self.chances(view, OPTIMISM)), drafters).ks
+        further = hoped, drafters
+        if doubtful and not (hoped > ks).any():
+            further = (
+                np.minimum(view.most, ks + 1),
+                np.full_like(drafters, doubtful[self._steps // PROBE_EVERY % len(doubtful)]),
+            )
+        return *self._probe(view, base, chosen, further, seconds), self._hopes.give_up()
+
+    def _could_pay(self, view: View, base: Work, alive: NDArray[float64], chosen: Choices, drafter: int) -> bool:
+        """Whether a drafter, at its best, would pay beside what is offered, or for one row alone.
+
+        What does not pay for many rows may pay for one, which is yet to come.
+        """
+        if drafter in view.wishes.values() or not (view.most >= ROOM).any():
+            return True  # it is wanted anyhow, or nobody can tell
+        best_case = self._hopes.best_case(drafter)
+        supposed = alive.copy()
+        supposed[drafter] = best_case
+        whose = np.where(np.isin(chosen[1], list(view.offers)), chosen[1], drafter)
+        if self._best(view, base, supposed, whose).ks[whose == drafter].any():
+            return True
+        keys = int(view.lengths.min())
+        one, room = np.full(1, keys), np.full(1, self._max_k)
+        drafts = in_order(best_case[None], room, one, np.full(1, drafter))
+        return bool(best(Work(1, 0, keys, keys), 1, drafts, self.cost).ks.any())
+
+    def _probe(self, view: View, base: Work, chosen: Choices, further: Choices, seconds: float) -> Choices:
+        """Let one row go further than was chosen, if there is time for that."""
+        ks, drafters = chosen
+        (rows,) = np.nonzero(further[0] > ks)
+        if not rows.size:
+            return chosen
+        index = rows[self._steps // PROBE_EVERY % rows.size]
+        probing, whose = ks.copy(), drafters.copy()
+        probing[index], whose[index] = further[0][index], further[1][index]
+        extra_s = self.cost.price(base, view.lengths, probing, whose) - seconds
         if extra_s > self._probe_s:
-            return ks
+            return chosen
         self._probe_s -= max(extra_s, 0.0)
         self._probed = int(view.rows[index])
-        return probing
+        return probing, whose
 
     # Between drafting and the pass ---------------------------------------------------------------
 
@@ -220,14 +276,17 @@ class Goodput:
         by_row = np.zeros(len(self._own), np.int64)
         by_row[view.rows] = view.lengths
         lengths, num_rows = by_row[drafted.rows], len(drafted.rows)
+        base, prefill_s = self._planned_on
         weights = self._pace.urgency(drafted.rows)
-        alive = survival_of(sigmoid(self._logits_of(drafted))) * weights[:, None]
+        alive = self.alive(drafted) * weights[:, None]
         drafts = in_order(alive, drafted.ks, lengths, drafted.drafters)
-        unpaid_s = self._unpaid_s - self.cost.drafting_s(drafted.ks, drafted.drafters)
-        chosen = best(
-            self._base_work, num_rows, drafts, self.cost, unpaid_s=unpaid_s, drafted=True, weights=weights
-        )
+        unpaid_s = prefill_s - self.cost.drafting_s(drafted.ks, drafted.drafters)
+        chosen = best(base, num_rows, drafts, self.cost, unpaid_s=unpaid_s, drafted=True, weights=weights)
         return np.where(drafted.rows == self._probed, drafted.ks, chosen.ks)
+
+    def alive(self, drafted: Drafted) -> NDArray[float64]:
+        """Return the chance of each draft to be kept, now that it is there. [n, max_k]"""
+        return survival_of(sigmoid(self._logits_of(drafted)))
 
     def _logits_of(self, drafted: Drafted) -> NDArray[float64]:
         """Return the logit of the chance of each draft, given the one before. [n, max_k]"""
@@ -248,6 +307,7 @@ class Goodput:
     def learn(self, view: View, outcomes: Outcomes) -> None:
         """Take in what a step brought."""
         self._pace.learn(outcomes)
+        self._hopes.learn(outcomes, self._probed)
         for index, survival in enumerate(self.survival):
             (own,) = (outcomes.drafters == index).nonzero()
             confidence = outcomes.confidence[own] if outcomes.confidence is not None else None

@@ -54,6 +54,7 @@ class Decision:
     tokens: float = 0.0  # it is expected to commit
     speedup: float = 1.0  # expected against a step without drafts
     prefill_tokens: int | None = None  # at most so many ride along; None: as many as fit
+    given_up: tuple[int, ...] = ()  # drafters that are not asked again, from now on
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,9 +13,10 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.control.cost import Work
+from paceline.control.goodput import Goodput
 from paceline.control.objective import THROUGHPUT, Objective
 from paceline.control.overlap import planned_turns
-from paceline.control.policy import Decision, Outcomes, View
+from paceline.control.policy import Decision, Drafted, Outcomes, View
 from paceline.control.profile import Profile, from_json, to_json
 from paceline.control.setup import make_loop
 from paceline.core.errors import ConfigError
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from numpy import float64
+    from numpy import float64, int64
     from numpy.typing import NDArray
 
     from paceline.control.controller import ClosedLoop
@@ -112,6 +113,8 @@ class Step:
     outcomes: Outcomes
     turns: Turns | None  # the inequality that says whether two groups should take turns
     overlapped: bool  # whether they did
+    dropped: NDArray[int64]  # [n] drafts of each row of the outcomes that were made and not verified
+    dropped_tokens: float  # of these, believed to be kept if they had been verified
 
 
 def replay(path: Path, on_step: Callable[[ClosedLoop], None] | None = None) -> Iterator[Step]:
@@ -130,6 +133,11 @@ def replay(path: Path, on_step: Callable[[ClosedLoop], None] | None = None) -> I
         yield from _steps(loop, lines, on_step, apart=bool(header.get("apart", False)))
     except (KeyError, TypeError, ValueError, StopIteration) as error:
         raise ConfigError(f"{path} is no trace this version reads: {type(error).__name__} {error}") from None
+
+
+def drafter_names(path: Path) -> tuple[str, ...]:
+    """Return the drafters of a trace by their index. Raises `ConfigError`."""
+    return tuple(next(_read(path)).get("names", ()))
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
@@ -163,8 +171,21 @@ def _steps(
             outcomes = _outcomes(line["outcomes"])
             overlapped = outcomes.wait_s > 0
             turns = planned_turns(loop, apart=apart, overlapped=overlapped)
+            dropped, worth = _dropped(own, outcomes)
+            now = own.decision
             own.learn(outcomes, Work(*line["prefill"]))
-            yield Step(own.view, planned[group], own.decision, outcomes, turns, overlapped)
+            yield Step(own.view, planned[group], now, outcomes, turns, overlapped, dropped, worth)
+
+
+def _dropped(loop: ClosedLoop, o: Outcomes) -> tuple[NDArray[int64], float]:
+    """Return what was trimmed of each row: only drafts that come with a confidence are."""
+    if o.confidence is None or not isinstance(loop.policy, Goodput):
+        return np.zeros(len(o.rows), np.int64), 0.0
+    made = np.isfinite(o.confidence).sum(axis=1)
+    alive = loop.policy.alive(Drafted(o.rows, o.drafters, made, o.confidence))
+    depths = np.arange(alive.shape[1])
+    lost = (depths >= o.num_verified[:, None]) & (depths < made[:, None])
+    return np.maximum(made - o.num_verified, 0), float(alive[lost].sum())
 
 
 def _view(seen: dict[str, Any]) -> View:

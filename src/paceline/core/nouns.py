@@ -63,6 +63,7 @@ class Plan:
 
     rows: Mapping[int, RowPlan] = field(default_factory=dict)  # row -> its plan
     prefill_tokens: int | None = None  # at most so many prompt tokens ride along; None: as many as fit
+    given_up: tuple[str, ...] = ()  # drafters that may go: they will not be planned with again
 
     def k(self, row: int) -> int:
         """Return the largest number of drafts for a row."""

@@ -60,11 +60,9 @@ def _opened(path: str) -> IO[str]:
 
 def _measured(engine: Engine, config: EngineConfig, model: str, progress: Progress | None) -> tuple[Profile, str]:
     """Return what steps cost: as measured before on this machine with these settings, or measured now."""
-    file = profile_file(config, model)
+    file = profile_file(engine, config, model)
     try:
-        kept = read_profile(file)
-        if kept.drafters == tuple(engine.drafting.drafters):  # other ones may ship by now
-            return kept, "measured on this machine before"
+        return read_profile(file), "measured on this machine before"
     except ConfigError:
         pass  # there is none, or one of another version
     profile = measure(engine, config, model, progress=progress)
@@ -81,19 +79,20 @@ def measure(
 ) -> Profile:
     """Measure an idle engine's costs."""
     found = calibrate(engine, grid, progress)
-    return Profile(found.cost, found.names, about=_key(config, model) | {"host_s": found.host_s})
+    return Profile(found.cost, found.names, about=_key(engine, config, model) | {"host_s": found.host_s})
 
 
-def profile_file(config: EngineConfig, model: str) -> Path:
-    """Return where the costs of an engine are kept."""
-    digest = hashlib.sha256(json.dumps(_key(config, model), sort_keys=True).encode()).hexdigest()
+def profile_file(engine: Engine, config: EngineConfig, model: str) -> Path:
+    """Return where the costs of an engine are kept. model: what the target is."""
+    digest = hashlib.sha256(json.dumps(_key(engine, config, model), sort_keys=True).encode()).hexdigest()
     return cache_folder() / "profiles" / f"{digest[:32]}.json"
 
 
-def _key(config: EngineConfig, model: str) -> dict[str, object]:
+def _key(engine: Engine, config: EngineConfig, model: str) -> dict[str, object]:
     return {
         "model": model,
         "draft": config.draft,
+        "drafters": list(engine.drafting.drafters),  # `auto` alone does not say which
         "law": config.law,
         "backend": config.backend,
         "weights": config.weight_type,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.control.fixed import FixedK
+from paceline.core.errors import ConfigError
 from paceline.draft.drafter import DraftWeights, Target, Vocabulary
 from paceline.draft.options import parse_drafters
 from paceline.engine.auto import close_loop
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from paceline.model.tokenizer import Tokenizer
     from paceline.model.weights import LoadedModel
 
-    Progress = Callable[[str, int, int], None]  # (what, done, total), both in bytes
+    Progress = Callable[[str, int, int], None]  # (what, done, total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +84,19 @@ class Built:
 
 def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     """Load the model and make the engine. Raises `ConfigError` or `ModelError`."""
-    return assemble(config, load(config, progress))
+    return assemble(config, load(config, progress), progress=progress)
 
 
 def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     """Load the target's weights, tokenizer and template. Raises `ConfigError` or `ModelError`."""
-    parse_drafters(config.draft)  # a bad spec should not wait for the weights
+    asked = parse_drafters(config.draft)  # a bad spec should not wait for the weights
+    if config.for_auto and not asked.auto:
+        raise ConfigError(
+            f"{config.for_auto} is for --draft auto[:SPEC+SPEC], where a controller chooses K; "
+            f"--draft {config.draft} leaves it nothing to choose"
+        )
     load_law(config.law)
-    model = load_model(resolve(config.model, partial(progress, "fetching") if progress else None))
+    model = load_model(resolve(config.model, partial(progress, "fetching the model") if progress else None))
     decoder = _decoder(model, config, config.threads, config.placement.target, progress)
     return Loaded(
         name=_short_name(config.model),
@@ -101,7 +107,9 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     )
 
 
-def assemble(config: EngineConfig, loaded: Loaded, load_drafter: Loader | None = None) -> Built:
+def assemble(
+    config: EngineConfig, loaded: Loaded, load_drafter: Loader | None = None, progress: Progress | None = None
+) -> Built:
     """Make an engine over loaded weights. Raises `ConfigError`."""
     law, asked = load_law(config.law), parse_drafters(config.draft, loaded.fingerprint)
     limits = replace(config.limits, max_len=min(config.limits.max_len, loaded.decoder.config.max_context))
@@ -129,11 +137,15 @@ def assemble(config: EngineConfig, loaded: Loaded, load_drafter: Loader | None =
     controller = FixedK(asked.configs[0].name, asked.configs[0].k) if asked.configs else FixedK()
     fingerprint = "\0".join((loaded.name, config.backend, config.weight_type, config.kv_type))
     engine = Engine(backend, loaded.tokenizer, drafters, controller, law, limits, pool, fingerprint)
-    why_k = close_loop(engine, config, loaded.name) if asked.auto else "K is fixed; --draft sets it"
+    why_k = _close_loop(engine, config, loaded, progress) if asked.auto else "K is fixed; --draft sets it"
     engine.loop, why_loop = choose_loop(config.overlap, engine, config.placement)
     choices = (*_describe(config, loaded), _describe_kv(engine, why_pages), *_describe_drafters(drafters, why_k))
     choices += (Choice("overlap", why_loop, "--overlap sets it"),) if drafters else ()
     return Built(engine, loaded.name, loaded.template, min(limits.max_len, engine.scheduler.capacity), choices)
+
+
+def _close_loop(engine: Engine, config: EngineConfig, loaded: Loaded, progress: Progress | None) -> str:
+    return close_loop(engine, config, f"{loaded.name} {loaded.fingerprint}", progress)
 
 
 def _short_name(model: str) -> str:
@@ -163,7 +175,7 @@ class _Watched(Mapping[str, "NDArray[floating]"]):
     def __getitem__(self, name: str) -> NDArray[floating]:
         tensor = self._weights[name]
         self._done = min(self._total, self._done + 4 * tensor.size)
-        self._progress("loading", self._done, self._total)
+        self._progress("loading the model", self._done, self._total)
         return tensor
 
     def four_bit(self, name: str) -> FourBit | None:

@@ -1,51 +1,60 @@
 """What does a step cost here? Measured on the engine itself, with requests that nobody reads.
 
 Rows are filled one after another, and at each number of rows a few steps are timed with no drafts, with drafts
-that cost nothing and are of no use (what verification costs), and with each real drafter (what drafting costs).
+that cost nothing and are of no use (what verification costs), and with each real drafter, whose drafts are not
+verified (what drafting costs). What matters most comes first, and when time is up the rest is left out: what was
+not measured lies between or beyond what was, and real steps correct it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paceline.control.cost import DraftCost, MeasuredCost, Work
+import numpy as np
+
+from paceline.control.cost import MeasuredCost, TargetCost, Work
 from paceline.control.fit import TimedPass, fit_drafting, fit_target
 from paceline.control.fixed import FixedK
 from paceline.core.nouns import NO_DRAFT, Draft, Request, RowDraft
 from paceline.core.params import SamplingParams
 from paceline.draft.drafter import Needs
 from paceline.engine.drafting import Drafting
+from paceline.engine.outlook import outlook
 from paceline.engine.serial import SerialLoop
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from paceline.core.nouns import Batch, Plan, Scores, Verdict
     from paceline.engine.engine import Engine
 
     Progress = Callable[[str, int, int], None]  # (what, done, total)
 
-PROMPT_LEN, LONG_PROMPT_LEN = 24, 1024
-WARM_UP = 1  # steps before those that are timed
+WHAT = "measuring what steps cost"
+PROMPT_LEN = 4
+SHORTEST, LONGEST = 64, 512  # tokens of the context by which the price of a key is found
+CONTEXT_SHARE = 0.1  # of the time, to fill it
+MANY = 32  # rows in place of one
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
     """What is measured, and how often."""
 
-    num_rows: tuple[int, ...] = (1, 4, 16, 64)
-    ks: tuple[int, ...] = (0, 1, 2, 3, 5, 8)
-    drafter_ks: tuple[int, ...] = (1, 4, 8)
-    most_tokens: int = 256  # of a pass
+    num_rows: tuple[int, ...] = (1, 8, 32)
+    ks: tuple[int, ...] = (0, 1, 3, 7)  # to be verified
+    drafter_ks: tuple[int, ...] = (1, 8)
+    most_tokens: int = 128  # of a pass
     repeats: int = 3
-    seconds: float = 3.0  # after these, only what cannot be left out, and once
+    seconds: float = 2.5  # after these, nothing more is begun
 
 
 QUICK = Grid()
-THOROUGH = Grid((1, 2, 4, 8, 16, 32, 64), (0, 1, 2, 3, 4, 5, 6, 8), (1, 2, 3, 4, 6, 8), 1024, 9, 120.0)
+THOROUGH = Grid((1, 2, 4, 8, 16, 32, 64), (0, 1, 2, 3, 4, 5, 6, 8), (1, 2, 3, 4, 6, 8), 1024, 10, 120.0)
 
 
 class Always:
@@ -83,6 +92,14 @@ class Always:
         return {"drafter": self.name}
 
 
+class DraftOnly(FixedK):
+    """Nothing that was drafted is verified: drafting is timed beside the cheapest of passes."""
+
+    def trim(self, batch: Batch, draft: Draft) -> Draft:
+        """Drop everything."""
+        return Draft((NO_DRAFT,) * len(batch.rows))
+
+
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """What was measured: prices, and the host's share of a step."""
@@ -108,10 +125,17 @@ def calibrate(engine: Engine, grid: Grid = QUICK, progress: Progress | None = No
     return calibrator.result()
 
 
+class _Kind(NamedTuple):
+    """A kind of step that is timed again and again."""
+
+    drafter: str | None  # None: what is drafted costs nothing, and is verified
+    k: int
+
+
 class _Calibrator:
     def __init__(self, engine: Engine, grid: Grid, progress: Progress | None) -> None:
         self.engine, self.grid, self.progress = engine, grid, progress
-        self.end = perf_counter() + grid.seconds
+        self.start = perf_counter()
         self.drafters = dict(engine.drafting.drafters)
         self.passes: list[TimedPass] = []
         self.drafting: dict[str, dict[tuple[int, int], float]] = {name: {} for name in self.drafters}
@@ -119,60 +143,103 @@ class _Calibrator:
         self._num_added = 0
 
     def run(self) -> None:
-        e = self.engine
-        vocab_size = e.target.config.vocab_size
-        always = Always()
-        e.drafting = Drafting([*self.drafters.values(), always], vocab_size)
+        e, vocab_size = self.engine, self.engine.target.config.vocab_size
+        e.drafting = Drafting([*self.drafters.values(), Always()], vocab_size)
         most = e.scheduler.limits.num_rows
-        sizes = [n for n in self.grid.num_rows if n <= most] or [most]
-        for done, num_rows in enumerate(sizes):
-            if self.progress:
-                self.progress("measuring what steps cost", done, len(sizes))
+        fewest, *others = [n for n in self.grid.num_rows if n <= most] or [most]
+        stages: list[Callable[[float], None]] = [self._context, *(partial(self._rows, n) for n in others)]
+        stages.insert(0, stages.pop())  # the most rows matter more than how long their texts are
+        self._rows(fewest, 1 / (1 + len(stages)))
+        for index, stage in enumerate(stages, start=2):
+            stage(index / (1 + len(stages)))
+
+    def _rows(self, num_rows: int, until: float) -> None:
+        """Measure with so many rows, if that is likely to end in time. until: as in `_measure`."""
+        kinds = self._kinds(num_rows)
+        if not self.passes or self._fits(num_rows, kinds):
+            self.clear()
             self._fill(num_rows, PROMPT_LEN)
-            self._measure(num_rows)
-        self.clear()
-        self._fill(1, min(LONG_PROMPT_LEN, e.scheduler.limits.max_len // 2))
-        for k in (0, self.grid.ks[-1]):
-            self._time_passes(k)
+            self._measure(kinds, num_rows, until)
 
-    def _measure(self, num_rows: int) -> None:
-        ks = [k for k in self.grid.ks if num_rows * (1 + k) <= self.grid.most_tokens]
-        for k in ks:
-            if self._in_time(num_rows) or k in (ks[0], ks[-1]):
-                self._time_passes(k)
-        for name, drafter in self.drafters.items():
-            for k in self.grid.drafter_ks:
-                if k <= drafter.needs.max_k:
-                    self.drafting[name][num_rows, k] = self._time_drafter(name, k)
+    def _context(self, until: float) -> None:
+        """Measure one row with a longer text, as long as can be had in a share of the time."""
+        token_s = max(self._token_s(), 1e-9)
+        length = min(int(CONTEXT_SHARE * self.grid.seconds / token_s), self.engine.scheduler.limits.max_len // 2)
+        if length >= SHORTEST and self._spent() + CONTEXT_SHARE < 1:
+            self.clear()
+            self._fill(1, min(length, LONGEST))
+            self._measure([_Kind(None, 0), _Kind(None, self.grid.ks[-1])], 1, until)
 
-    def _in_time(self, num_rows: int) -> bool:
-        """Whether there is time for what can be left out."""
-        return num_rows == 1 or perf_counter() < self.end
+    def _fits(self, num_rows: int, kinds: Sequence[_Kind]) -> bool:
+        """Whether a round of steps with so many rows is likely to end in time, by what a token has cost so far."""
+        verified = sum(1 + (kind.k if kind.drafter is None else 0) for kind in kinds)
+        tokens = num_rows * (PROMPT_LEN + verified)
+        seconds = len(kinds) * min(p.seconds for p in self.passes) + tokens * self._token_s()
+        return self._spent() + seconds / self.grid.seconds < 1
 
-    def _repeats(self) -> int:
-        return self.grid.repeats if perf_counter() < self.end else 1
+    def _token_s(self) -> float:
+        """Return what a token more has cost in the passes of one row."""
+        found = [p for p in self.passes if not p.work.unscored][: len(self.grid.ks)]
+        one, several = found[0], found[-1]
+        return max(several.seconds - one.seconds, 0.0) / max(int(several.work.tokens - one.work.tokens), 1)
 
-    def _time_passes(self, k: int) -> None:
-        self.engine.controller = FixedK(Always.name, k) if k else FixedK()
-        steps = [self._step() for _ in range(self._repeats() + WARM_UP)][WARM_UP:]
-        self.passes.append(TimedPass(self._work(k), median(target_s for target_s, _, _ in steps)))
-        self.hosts.append(median(host_s for _, _, host_s in steps))
+    def _spent(self) -> float:
+        """Return the share of the time that is gone."""
+        return (perf_counter() - self.start) / self.grid.seconds
 
-    def _time_drafter(self, name: str, k: int) -> float:
-        self.engine.controller = FixedK(name, k)
-        return median([self._step()[1] for _ in range(self._repeats() + WARM_UP)][WARM_UP:])
+    def _tell(self) -> None:
+        if self.progress:
+            self.progress(WHAT, int(100 * min(self._spent(), 1.0)), 100)
 
-    def _step(self) -> tuple[float, float, float]:
-        """Run a step and return the seconds of the pass, of drafting and of the host."""
-        before = self.engine.stats()
-        self.engine.step()
-        gained = self.engine.stats().since(before)
-        return gained.target_s, gained.draft_s, gained.host_s
+    def _kinds(self, num_rows: int) -> list[_Kind]:
+        """Return what is timed; drafters whose proposals cost nothing need not be."""
+        verified = [k for k in self.grid.ks if num_rows * (1 + k) <= self.grid.most_tokens]
+        slow = [(name, d.needs.max_k) for name, d in self.drafters.items() if not d.needs.instant]
+        drafting = [_Kind(name, k) for name, most in slow for k in self.grid.drafter_ks if k <= most]
+        return [*(_Kind(None, k) for k in verified), *drafting]
 
-    def _work(self, k: int) -> Work:
-        lengths = [r.upper_len for r in self.engine.scheduler.decoding()]
-        keys = sum(lengths)
-        return Work(len(lengths) * (1 + k), 0, keys, sum((1 + k) * n for n in lengths))
+    def _measure(self, kinds: Sequence[_Kind], num_rows: int, until: float) -> None:
+        """Time each kind in turn, so that a stall meets one of them once; the first round only warms up.
+
+        until: the share of the time after which no round is begun. With little time the first round counts.
+        """
+        timed: dict[_Kind, list[_Timed]] = {kind: [] for kind in kinds}
+        for drafter in {kind.drafter for kind in kinds} - {None}:
+            self._time(_Kind(drafter, 1))  # it catches up on the prompts
+        for rounds in range(1 + self.grid.repeats):
+            if rounds and self._spent() > until:
+                break
+            for kind in kinds:
+                timed[kind].append(self._time(kind))
+                self._tell()
+        for kind, steps in timed.items():
+            self._keep(kind, num_rows, steps[1:] or steps)
+
+    def _keep(self, kind: _Kind, num_rows: int, steps: Sequence[_Timed]) -> None:
+        if kind.drafter is not None:
+            self.drafting[kind.drafter][num_rows, kind.k] = median(s.draft_s for s in steps)
+            return
+        self.passes.append(TimedPass(steps[-1].work, median(s.target_s for s in steps)))
+        self.hosts.append(median(s.host_s for s in steps))
+
+    def _time(self, kind: _Kind) -> _Timed:
+        if kind.drafter is not None:
+            self.engine.controller = DraftOnly(kind.drafter, kind.k)
+        else:
+            self.engine.controller = FixedK(Always.name, kind.k) if kind.k else FixedK()
+        return self._step()
+
+    def _step(self) -> _Timed:
+        """Run a step and see what it did and how long that took."""
+        e, before = self.engine, self.engine.stats()
+        lengths = np.array([r.upper_len for r in e.scheduler.decoding()], np.int64)
+        prefill = outlook(e.scheduler, e.drafting, looks=False).prefill
+        e.step()
+        gained = e.stats().since(before)
+        drafts = sum(counts.verified for counts in gained.drafters.values())
+        keys = int(lengths.sum())
+        decode = Work(len(lengths) + drafts, 0, keys, keys + keys * drafts // max(len(lengths), 1))
+        return _Timed(decode + prefill, gained.target_s, gained.draft_s, gained.host_s)
 
     def _fill(self, num_rows: int, prompt_len: int) -> None:
         """Add requests until so many rows decode; their prefill is timed too."""
@@ -185,7 +252,9 @@ class _Calibrator:
             e.add(Request(f"calibration-{self._num_added}", ids, params, seed=0))
             self._num_added += 1
         while len(e.scheduler.decoding()) < num_rows:
-            self._step()
+            step = self._step()
+            self.passes.append(TimedPass(step.work, step.target_s))
+            self._tell()
 
     def _num_open(self) -> int:
         return len(self.engine.scheduler.running) + len(self.engine.scheduler.waiting)
@@ -197,6 +266,28 @@ class _Calibrator:
             self.engine.step()
 
     def result(self) -> Calibration:
-        costs = tuple(fit_drafting(timed) if timed else DraftCost(()) for timed in self.drafting.values())
-        cost = MeasuredCost(fit_target(self.passes), costs)
+        if self.progress:
+            self.progress(WHAT, 100, 100)
+        target = fit_target(self.passes)
+        costs = tuple(fit_drafting(_more_rows(timed, target)) for timed in self.drafting.values())
+        cost = MeasuredCost(target, costs)
         return Calibration(cost, tuple(self.drafting), median(self.hosts), tuple(self.passes))
+
+
+class _Timed(NamedTuple):
+    """A step that was timed."""
+
+    work: Work
+    target_s: float
+    draft_s: float
+    host_s: float
+
+
+def _more_rows(timed: Mapping[tuple[int, int], float], target: TargetCost) -> Mapping[tuple[int, int], float]:
+    """Where there was no time for more rows, suppose that drafting takes longer with them as a pass does."""
+    known = {rows for rows, _ in timed}
+    if len(known) != 1:
+        return timed
+    (rows,) = known
+    factor = float(target.by_tokens(MANY * rows) / max(float(target.by_tokens(rows)), 1e-9))
+    return {**timed, **{(MANY * rows, k): seconds * factor for (_, k), seconds in timed.items()}}

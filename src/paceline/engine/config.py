@@ -12,7 +12,7 @@ from paceline.engine.placement import Placement
 from paceline.engine.scheduler import Limits
 from paceline.model.device import SAME
 
-DEFAULT_DRAFT = "ngram:k=4"
+DEFAULT_DRAFT = "auto"
 MAX_ROWS = 1024
 MAX_THREADS = 1024
 
@@ -22,7 +22,7 @@ class EngineConfig:
     """Everything a user may choose about an engine. Checked when made; raises `ConfigError`."""
 
     model: str = "default"  # "default", a folder, a .gguf file or a Hugging Face id
-    draft: str = DEFAULT_DRAFT  # "off" or NAME[:key=value,...]
+    draft: str = DEFAULT_DRAFT  # "auto[:SPEC+SPEC]", "off" or NAME[:key=value,...]
     law: str = "coupled"
     backend: str = DEFAULT_BACKEND
     weights: str | None = None  # type of the weights; None: the backend's default
@@ -46,6 +46,16 @@ class EngineConfig:
         _bounded("--max-queued-tokens", self.limits.max_queued_tokens, 1, 1 << 32)
         _bounded("--threads", self.threads, 1, MAX_THREADS)
         _bounded("--kv-tokens", self.kv_tokens, 16, 1 << 32)
+
+    @property
+    def for_auto(self) -> str | None:
+        """The first flag given that means nothing without `--draft auto`, None if there is none."""
+        given = {
+            "--profile": self.profile is not None,
+            "--objective latency": Objective.parse(self.objective) != Objective(),
+            "--trace": self.trace is not None,
+        }
+        return next((flag for flag, used in given.items() if used), None)
 
     @property
     def backend_spec(self) -> BackendSpec:

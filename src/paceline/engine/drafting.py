@@ -29,12 +29,25 @@ class Drafting:
 
     def __init__(self, drafters: Sequence[Drafter], vocab_size: int) -> None:
         self.drafters = {drafter.name: drafter for drafter in drafters}
+        self.names = tuple(self.drafters)  # an index of control stays a drafter's, also if others are dropped
         self.num_failures = 0
         self.num_untapped = 0  # cached tokens whose taps nobody took
         self._vocab_size = vocab_size
         self._told: set[str] = set()  # drafters whose failure has been logged
         self._offers: dict[str, dict[int, RowDraft]] = {}  # of this step, by drafter and row
         self._marked: dict[tuple[str, int], int] = {}  # (store, row) -> tokens it is known to hold
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """After how many of the target's layers hidden states are wanted."""
+        return tuple(sorted({tap for drafter in self.drafters.values() for tap in drafter.needs.taps}))
+
+    def drop(self, name: str) -> Drafter:
+        """Let go of a drafter, and return it."""
+        drafter = self.drafters.pop(name)
+        self._offers.pop(name, None)
+        self._marked = {(s, row): n for (s, row), n in self._marked.items() if s not in drafter.needs.stores}
+        return drafter
 
     def admit(self, row: int, request: Request, valid_lens: Mapping[str, int], cached_len: int = 0) -> None:
         """Tell every drafter of a birth, and how many of the `cached_len` tokens its own stores hold already."""
@@ -62,14 +75,16 @@ class Drafting:
         """
         self._offers = {}
         found: dict[int, NDArray[float64]] = {}
-        for index, (name, drafter) in enumerate(self.drafters.items()):
+        for name, drafter in self.drafters.items():
             if drafter.needs.instant:
                 k = drafter.needs.max_k
                 offers = self._guard(
                     drafter, _look, drafter, [(r, min(k, m)) for r, m in zip(rows, most, strict=True)]
                 )
                 self._offers[name] = offers or {}
-                found[index] = padded([self._offers[name].get(row, NO_DRAFT).confidence or () for row in rows])
+                found[self.names.index(name)] = padded(
+                    [self._offers[name].get(row, NO_DRAFT).confidence or () for row in rows]
+                )
         return found
 
     def propose(self, batch: Batch, plan: Plan) -> Draft:

@@ -47,6 +47,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+UNLOADED = (
+    "drafter %s is unloaded: as often as it was tried, it could not have paid for itself here; "
+    "its weights and %.0f MiB of its KV are given back, texts stay the same"
+)
 INTERNAL = "internal error while writing the answer; the log has the details"
 
 
@@ -103,9 +107,9 @@ class Engine:
         fingerprint: str = "",
     ) -> None:
         self.target = target
-        self.target.taps = tuple(sorted({tap for drafter in drafters for tap in drafter.needs.taps}))
         self.tokenizer = tokenizer
         self.drafting = Drafting(drafters, target.config.vocab_size)
+        self.target.taps = self.drafting.taps
         self.controller = controller
         self.law = law
         self.scheduler = Scheduler(limits, pool, fingerprint)
@@ -143,10 +147,10 @@ class Engine:
 
     def _check_asked(self, request: Request) -> None:
         known = (AUTO, OFF, *self.drafting.drafters)
-        if request.speculation and request.speculation.draft not in known:
+        if request.speculation and (asked := request.speculation.draft) not in known:
+            gone = "was unloaded, as it never paid" if asked in self.drafting.names else "is not"
             raise RequestError(
-                f"no drafter {request.speculation.draft!r} here; speculation.draft may be {', '.join(known)}",
-                "speculation",
+                f"drafter {asked!r} {gone} here; speculation.draft may be {', '.join(known)}", "speculation"
             )
 
     def _check_ids(self, request: Request) -> None:
@@ -170,7 +174,18 @@ class Engine:
         controller = self.controller_of(group)
         plan = controller.plan(outlook(self.scheduler, self.drafting, looks=controller.looks, group=group))
         self._stats.plan_s += perf_counter() - start
+        for name in plan.given_up:
+            self._unload(name)
         return plan
+
+    def _unload(self, name: str) -> None:
+        """Give back what a drafter holds: its weights, its stores, the taps that only it reads."""
+        before = self.gauges().kv_bytes
+        drafter = self.drafting.drop(name)
+        for store in drafter.needs.stores:
+            self.scheduler.pool.drop_store(store)
+        self.target.taps = self.drafting.taps
+        log.warning(UNLOADED, name, (before - self.gauges().kv_bytes) / 2**20)
 
     def admit(self, plan: Plan, group: Group = None) -> Batch:
         """Choose the rows of a group that run now, begin what is new among them, and hold pages for all."""
@@ -313,6 +328,7 @@ class Engine:
             num_queued_tokens=scheduler.num_queued_tokens,
             num_pages=pool.num_pages,
             num_held_pages=pool.num_held,
+            num_drafters=len(self.drafting.drafters),
             kv_bytes=pool.num_pages * PAGE_TOKENS * self.kv_bytes_per_token,
         )
 

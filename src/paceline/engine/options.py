@@ -22,8 +22,8 @@ def add_engine_arguments(parser: ArgumentParser) -> None:
         "--draft",
         metavar="SPEC",
         default=DEFAULT_DRAFT,
-        help="off, NAME[:key=value,...] such as ngram:k=4 or eagle3:model=FOLDER,k=4; or auto[:SPEC+SPEC]: "
-        "the controller chooses for every row and step",
+        help="auto[:SPEC+SPEC], where a controller chooses for every row and step; off; or NAME[:key=value,...] "
+        "such as ngram:k=4 or eagle3:model=FOLDER,k=4",
     )
     parser.add_argument(
         "--overlap",

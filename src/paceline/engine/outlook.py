@@ -26,7 +26,7 @@ def outlook(scheduler: Scheduler, drafting: Drafting, *, looks: bool, group: Gro
     found = [(r.row, r.upper_len, _most(r)) for r in decoding]
     rows, lengths, most = np.array(found, np.int64).reshape(-1, 3).T
     offers = drafting.look(rows.tolist(), most.tolist()) if looks else {}
-    wishes = dict(_wishes(decoding, tuple(drafting.drafters)))
+    wishes = dict(_wishes(decoding, drafting.names))
     targets = dict(_targets(decoding))
     return View(rows, lengths, most, _prefill(scheduler, group), offers, wishes, len(scheduler.waiting), targets)
 

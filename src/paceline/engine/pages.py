@@ -123,6 +123,10 @@ class PagePool:
                 break
         return total
 
+    def drop_store(self, store: str) -> None:
+        """Forget a store whose owner is gone."""
+        del self._valid[store]
+
     def forget(self) -> None:
         """Empty the prefix cache; held pages become private."""
         self._free.extend(self._idle)

@@ -142,6 +142,7 @@ class Gauges:
     num_queued_tokens: int
     num_pages: int
     num_held_pages: int
+    num_drafters: int  # loaded
     kv_bytes: int  # all stores
 
 

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -23,7 +23,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class LoadingBar:
-    """Shows how far pulling and loading have come; call it with (what, done, total)."""
+    """Shows how far pulling, loading and measuring have come; call it with (what, done, total)."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         stream = sys.stderr if stream is None else stream
@@ -60,13 +60,13 @@ class LoadingBar:
     def _tell_plainly(self, what: str) -> None:
         if what not in self._seen:
             self._seen[what] = None
-            self._stream.write(f"{what} the model ...\n")
+            self._stream.write(f"{what} ...\n")
             self._stream.flush()
 
 
 def _bar(stream: TextIO) -> Progress:
     console = Console(file=stream)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, transient=True)
 
 

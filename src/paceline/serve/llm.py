@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import signal
+import sys
 import threading
 import time
 from collections import deque
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from paceline.core.nouns import Figures, FinishReason, Outcome, Request, TokenLogprobs
-    from paceline.engine.build import Built
+    from paceline.engine.build import Built, Progress
     from paceline.engine.engine import Engine
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
@@ -150,9 +151,7 @@ class _Written:
 class LLM:
     """A model in this process. Not thread-safe; several streams may be open at once on one thread."""
 
-    def __init__(
-        self, model: str = "default", *, progress: Callable[[str, int, int], None] | None = None, **options: Any
-    ) -> None:
+    def __init__(self, model: str = "default", *, progress: Progress | None = None, **options: Any) -> None:
         """Load a model. `options` are those of `EngineConfig` and `Limits`.
 
         Raises `ConfigError` for bad options, `ModelError` for a bad model.
@@ -160,14 +159,15 @@ class LLM:
         self._open(config_of(model, options), progress)
 
     @classmethod
-    def of(cls, config: EngineConfig, progress: Callable[[str, int, int], None] | None = None) -> LLM:
+    def of(cls, config: EngineConfig, progress: Progress | None = None) -> LLM:
         """Load a model from a config that is made already. Raises as the class does."""
         llm = cls.__new__(cls)
         llm._open(config, progress)
         return llm
 
-    def _open(self, config: EngineConfig, progress: Callable[[str, int, int], None] | None) -> None:
-        self._built: Built | None = build(config, progress)
+    def _open(self, config: EngineConfig, progress: Progress | None) -> None:
+        with _shown(progress) as told:
+            self._built: Built | None = build(config, told)
         self._numbers = itertools.count()
         self._sinks: dict[str, Callable[[Outcome], None]] = {}  # request id -> who takes its outcomes
 
@@ -366,6 +366,18 @@ def config_of(model: str, options: Mapping[str, Any]) -> EngineConfig:
         limits=Limits(**{k: v for k, v in options.items() if k in limits}),
         **{k: v for k, v in options.items() if k in own},
     )
+
+
+@contextmanager
+def _shown(progress: Progress | None) -> Iterator[Progress | None]:
+    """Show how a start gets on, on a terminal where nobody else does."""
+    if progress is not None or not sys.stderr.isatty():
+        yield progress
+        return
+    from paceline.serve.banner import LoadingBar
+
+    with LoadingBar() as bar:
+        yield bar
 
 
 @contextmanager

@@ -91,7 +91,7 @@ class Stop(_Message, frozen=True):
 
 
 class Progress(_Message, frozen=True):
-    """How far pulling or loading has come, in bytes."""
+    """How far pulling, loading or measuring has come."""
 
     what: str
     done: int

@@ -43,6 +43,7 @@ _GAUGES = (
     ("paceline_queued_tokens", "num_queued_tokens", "Prompt tokens that wait for a row"),
     ("paceline_kv_pages", "num_pages", "KV pages in all"),
     ("paceline_kv_pages_held", "num_held_pages", "KV pages held by requests"),
+    ("paceline_drafters", "num_drafters", "Drafters that are loaded; with auto, one that never pays is unloaded"),
     ("paceline_kv_bytes", "kv_bytes", "Memory of the KV cache, drafters included"),
 )
 

@@ -151,7 +151,7 @@ def _here(args: Namespace, session: Session, prompts: list[Prompt]) -> tuple[dic
     total = session.num_runs * len(prompts)
     with progress("measuring") as update:
         runs = list(run_here(config, loaded, session, prompts, lambda done: update(done, total)))
-    return _head(about(config, loaded)), runs
+    return head(about(config, loaded)), runs
 
 
 def _there(args: Namespace, session: Session, prompts: list[Prompt]) -> tuple[dict[str, Any], list[Run]]:
@@ -169,10 +169,11 @@ def _there(args: Namespace, session: Session, prompts: list[Prompt]) -> tuple[di
     total = session.repeat * levels * len(prompts)
     with progress("measuring") as update:
         runs = list(run_there(target, session, args.request_rate, prompts, lambda done: update(done, total)))
-    return _head({"model": {"name": target.body["model"]}, "backend": {"name": "server", "url": args.url}}), runs
+    return head({"model": {"name": target.body["model"]}, "backend": {"name": "server", "url": args.url}}), runs
 
 
-def _head(about: dict[str, Any]) -> dict[str, Any]:
+def head(about: dict[str, Any]) -> dict[str, Any]:
+    """Return what every file of figures begins with."""
     from paceline.core.machine import commit, machine
 
     return {

@@ -59,6 +59,9 @@ def _summary(path: str) -> None:
         errors = [abs(p / m - 1) for p, m in predicted]
         p90 = sorted(errors)[len(errors) * 9 // 10]
         say(f"predicted step time is off by {median(errors):.1%} (median), {p90:.1%} (p90)")
+    dropped, worth = sum(int(s.dropped.sum()) for s in steps), sum(s.dropped_tokens for s in steps)
+    say(f"trimmed: {dropped} drafts were made and not verified; they were worth {worth:.1f} tokens, as believed")
+    _say_given_up(path, steps)
     tokens = sum(float(s.outcomes.num_accepted.sum()) + len(s.outcomes.rows) for s in steps)
     hoped = sum(s.now.tokens for s in steps)
     say(f"tokens: {tokens:.0f} committed by decoding, {hoped:.0f} expected")
@@ -70,6 +73,16 @@ def _summary(path: str) -> None:
         win, done = sum(t.gain > 1 for t in found), sum(s.overlapped for s in steps)
         say(f"overlap: would have been faster in {win} of {len(found)} steps; {done} were overlapped")
     say(f"the replay chose the same in {same} of {len(steps)} steps")
+
+
+def _say_given_up(path: str, steps: Sequence[Step]) -> None:
+    from paceline.bench.terminal import say
+    from paceline.control.trace import drafter_names
+
+    for number, step in enumerate(steps, start=1):
+        for drafter in step.now.given_up:
+            name = drafter_names(Path(path))[drafter]
+            say(f"step {number}: {name} was given up and unloaded, as it could not pay")
 
 
 def _seconds(step: Step) -> float:
@@ -97,8 +110,11 @@ def _one_step(path: str, number: int) -> None:
         )
     ]
     table("chosen", ("row", "tokens", "drafter", "k", "chance of each depth, by drafter"), cells[:MOST_ROWS_SHOWN])
-    got = [[str(r), str(n), str(a)] for r, n, a in zip(o.rows, o.num_verified, o.num_accepted, strict=True)]
-    table("got", ("row", "verified", "kept"), got[:MOST_ROWS_SHOWN])
+    counted = zip(o.rows, step.dropped, o.num_verified, o.num_accepted, strict=True)
+    got = [list(map(str, line)) for line in counted]
+    table("got", ("row", "trimmed", "verified", "kept"), got[:MOST_ROWS_SHOWN])
+    if step.dropped.any():
+        say(f"what was trimmed was worth {step.dropped_tokens:.2f} tokens, as believed")
     if step.turns is not None:
         say(f"overlap: {step.turns.explain()}; it was {'on' if step.overlapped else 'off'}")
     say(f"expected {1e3 * d.seconds:.1f} ms and {d.tokens:.1f} tokens, took {1e3 * _seconds(step):.1f} ms")

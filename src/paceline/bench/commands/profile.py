@@ -21,7 +21,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     from paceline.engine.options import add_engine_arguments
 
     add_engine_arguments(parser)
-    parser.set_defaults(draft="auto")
     parser.add_argument("--out", default="profile.json", metavar="FILE", help="where it is written (profile.json)")
     parser.add_argument("--quick", action="store_true", help="as at a start with --draft auto: 3 seconds")
     parser.add_argument("--plot", metavar="FILE.png", help="draw it")

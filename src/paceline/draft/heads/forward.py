@@ -71,7 +71,8 @@ def run_layers(
         else:
             read = _norm(layer, "attn_norm", hidden, eps)
         query, key, value = (
-            linear(layer, f"attn_{name}", read).unflatten(-1, (-1, config.layers.head_dim)) for name in "qkv"
+            torch.unflatten(linear(layer, f"attn_{name}", read), -1, (-1, config.layers.head_dim))
+            for name in "qkv"
         )
         if config.layers.facts.qk_norm:
             query, key = rms_norm(query, layer["attn_q_norm"], eps), rms_norm(key, layer["attn_k_norm"], eps)

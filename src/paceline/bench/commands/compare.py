@@ -1,0 +1,189 @@
+"""`paceline compare`: is `auto` as fast as the best chosen by hand, and never slower than without?"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.bench.terminal import progress, say, table
+from paceline.core.errors import ConfigError
+from paceline.core.params import SamplingParams
+from paceline.engine.options import add_target_arguments, engine_config
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
+    from paceline.bench.compare.arena import Arena
+    from paceline.bench.compare.results import Results
+    from paceline.bench.prompts import Prompt
+
+    Setting = tuple[Arena, Results, list[Prompt], SamplingParams]
+
+# What a file of runs is of: with other values it is another comparison.
+SETTINGS: tuple[str, ...] = (
+    *("what", "prompts", "draft", "static", "sizes", "phases", "max_tokens", "limit", "screen", "repeat"),
+    *("requests", "temperature", "seed", "model", "law", "backend", "weights", "kv", "threads"),
+)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the command's options."""
+    from paceline.bench.compare.day import PHASES
+
+    parser.add_argument(
+        "what", choices=sorted(RUNS), help="at each number in flight; a day's load; roll-outs of mixed lengths"
+    )
+    add = parser.add_argument
+    add("--prompts", action="append", required=True, metavar="FILE.jsonl", help="as of bench; may be repeated")
+    add(
+        "--draft",
+        action="append",
+        metavar="SPEC",
+        help="a drafter, without k; repeatable (default: those of auto)",
+    )
+    add(
+        "--static", action="append", metavar="SPEC", help="day, rollout: what to compare with (default: each, k=3)"
+    )
+    add("--sizes", default="1,2,4,8,16,32,64", metavar="N[,N...]", help="batches: requests in flight")
+    add("--phases", default=PHASES, metavar="TASK:N[,...]", help="day: tasks, and requests in flight")
+    add("--max-tokens", type=int, default=128, metavar="M", help="tokens of an answer at most")
+    add("--limit", type=int, default=16, metavar="N", help="questions of a run at least (day: of a phase)")
+    add("--screen", type=int, default=4, metavar="N", help="batches: questions of a screening run at least")
+    add("--requests", type=int, default=64, metavar="N", help="rollout: requests at once")
+    add("--repeat", type=int, default=5, metavar="R", help="batches, rollout: runs of each policy, in turns")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token")
+    add("--seed", type=int, default=0, metavar="S", help="question i is asked with seed S + i")
+    add(
+        "--json",
+        default="compare.json",
+        metavar="FILE",
+        help="all runs as they are made; goes on where it stopped",
+    )
+    add("--plot", metavar="FILE.png", help="batches: draw it")
+    add_target_arguments(parser)
+    parser.set_defaults(max_len=2048)
+
+
+def run(args: Namespace) -> int:
+    """Compare, and print what came of it."""
+    if not (1 <= args.limit and 1 <= args.screen and 1 <= args.requests and 1 <= args.repeat):
+        raise ConfigError("--limit, --screen, --requests and --repeat must be at least 1")
+    folder = Path(args.json).parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"--json: cannot write into the folder {str(folder)!r}")
+    return RUNS[args.what](args)
+
+
+def _set_up(args: Namespace, num_rows: int) -> Setting:
+    from paceline.bench.commands.bench import head
+    from paceline.bench.compare.arena import Arena
+    from paceline.bench.compare.results import Results
+    from paceline.bench.prompts import read_prompts
+    from paceline.bench.session import about
+    from paceline.engine.build import load
+
+    prompts = [prompt for file in args.prompts for prompt in read_prompts(file)]
+    config = engine_config(args)
+    config = replace(config, limits=replace(config.limits, num_rows=num_rows))
+    with progress(f"loading {args.model}") as update:
+        loaded = load(replace(config, draft="off"), lambda _, done, total: update(done, total))
+    results = Results(
+        Path(args.json), {name: getattr(args, name) for name in SETTINGS}, head(about(config, loaded))
+    )
+    params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
+    return Arena(config, loaded, args.seed), results, prompts, params
+
+
+def _batches(args: Namespace) -> int:
+    from paceline.bench.compare.arena import drafters
+    from paceline.bench.compare.batches import Batches
+    from paceline.bench.compare.picture import draw
+
+    sizes = _sizes(args.sizes)
+    arena, results, prompts, params = _set_up(args, max(sizes))
+    names = drafters(args.draft, arena.loaded)
+    options = (sizes, args.screen, args.limit, args.repeat)
+    batches = Batches(arena, results, prompts, params, names, *options)
+    with progress("comparing") as update:
+        lines = batches.run(update)
+    results.write(summary=lines)
+    rows = [
+        [str(x["size"]), x["policy"], f"{x['tokens_per_s']:.1f}", _interval(x["to_off"]), _interval(x["to_best"])]
+        for x in lines
+    ]
+    table("", ["in flight", "policy", "tokens/s", "to off", "to the best by hand"], rows, num_left=2)
+    if args.plot:
+        draw(batches, Path(args.plot))
+        say(args.plot)
+    return 0
+
+
+def _day(args: Namespace) -> int:
+    from paceline.bench.compare.day import Day, phases
+
+    asked = phases(args.phases)
+    arena, results, prompts, params = _set_up(args, max(phase.in_flight for phase in asked))
+    day = Day(arena, results, prompts, params, _policies(args, arena), asked, least=args.limit)
+    with progress("living through a day") as update:
+        day.run(update)
+    verdict = day.verdict()
+    results.write(summary=verdict)
+    rows = [[line["phase"], *(f"{line[name]:.1f}" for name in day.policies)] for line in day.table()]
+    for title, figure in (("mean to off", "mean"), ("worst to off", "worst_phase")):
+        rows += [[title, *(f"{verdict[name][figure]:.3f}" for name in day.policies)]]
+    table("tokens/s", ["phase", *day.policies], rows)
+    calm, stalled = verdict["windows"], verdict["windows_left_out"]
+    worst = f"{min(calm):.3f}" if calm else "-"
+    say(
+        f"worst of {len(calm)} windows, to off beside it: {worst}; {len(stalled)} left out, as the machine stalled"
+    )
+    say(f"windows: {_ratios(calm)}; left out: {_ratios(stalled)}")
+    return 0
+
+
+def _rollout(args: Namespace) -> int:
+    from paceline.bench.compare.rollout import Rollout
+
+    arena, results, prompts, params = _set_up(args, args.requests)
+    policies = _policies(args, arena)
+    rollout = Rollout(arena, results, prompts, params, policies, args.requests, args.repeat)
+    with progress("rolling out") as update:
+        rollout.run(update)
+    lines = rollout.lines()
+    results.write(summary=lines)
+    rows = [[x["policy"], f"{x['wall_s']:.2f}", _interval(x["speedup"])] for x in lines]
+    table(f"{args.requests} requests at once", ["policy", "seconds", "as fast as off"], rows)
+    return 0
+
+
+RUNS = {"batches": _batches, "day": _day, "rollout": _rollout}
+
+
+def _policies(args: Namespace, arena: Arena) -> tuple[str, ...]:
+    from paceline.bench.compare.arena import automatic, drafters, static
+    from paceline.bench.report import PLAIN
+
+    names = drafters(args.draft, arena.loaded)
+    return (PLAIN, *(args.static or static(names, (3,))), automatic(names))
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(dict.fromkeys(int(n) for n in text.split(",")))
+    except ValueError:
+        sizes = ()
+    if not sizes or not all(1 <= n <= 1024 for n in sizes):
+        raise ConfigError(f"--sizes must be numbers such as 1,8,32, not {text!r}")
+    return sizes
+
+
+def _interval(found: dict[str, Any]) -> str:
+    if found["low"] is None:
+        return f"{found['median']:.3f}"
+    return f"{found['median']:.3f} ({found['low']:.3f} to {found['high']:.3f})"
+
+
+def _ratios(values: list[float]) -> str:
+    return " ".join(f"{value:.2f}" for value in values) or "none"

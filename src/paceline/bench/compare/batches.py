@@ -1,0 +1,125 @@
+"""`auto` against the best that could be chosen by hand, at each number of requests in flight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from paceline.bench.compare.arena import TWIN, automatic, draft_of, static
+from paceline.bench.measure import Run, record
+from paceline.bench.report import PLAIN
+from paceline.bench.run import ask
+from paceline.bench.statistics import median_interval
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from paceline.bench.compare.arena import Arena
+    from paceline.bench.compare.results import Results
+    from paceline.bench.prompts import Prompt
+    from paceline.core.params import SamplingParams
+
+    Json = dict[str, Any]
+    Tell = Callable[[int, int], None]
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+KEPT = ("output_tokens_per_s", "wall_s", "output_tokens", "acceptance_length", "k_histogram", "prediction_error")
+FINALISTS = 2  # static policies that are measured again
+ROUNDS = 2  # questions for each request in flight, at least
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batches:
+    """What is compared."""
+
+    arena: Arena
+    results: Results
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    drafters: tuple[str, ...]
+    sizes: tuple[int, ...] = SIZES
+    screened: int = 4  # questions of a screening run, at least
+    limit: int = 16  # of a final run, at least
+    repeat: int = 5
+
+    @property
+    def auto(self) -> str:
+        """The policy that is judged."""
+        return automatic(self.drafters)
+
+    def run(self, tell: Tell) -> list[Json]:
+        """Screen, measure again, and return a line of the table for each size and finalist."""
+        policies = static(self.drafters)
+        finals = len(self.sizes) * self.repeat * (FINALISTS + 3)
+        total, done = len(policies) * len(self.sizes) + finals, 0
+        for policy in policies:
+            self.arena.keep((PLAIN, policy))
+            for size in self.sizes:
+                self._screen(policy, size)
+                done += 1
+                tell(done, total)
+        for size in self.sizes:
+            names = (PLAIN, *self._best(size), self.auto, TWIN)
+            self.arena.keep(map(draft_of, names))
+            for repeat in range(self.repeat):
+                for name in names:
+                    key = {"stage": "final", "size": size, "policy": name, "repeat": repeat}
+                    self.results.once(key, partial(self._measure, name, size, self.limit))
+                    done += 1
+                    tell(done, total)
+        return [line for size in self.sizes for line in self.lines(size)]
+
+    def _screen(self, policy: str, size: int) -> None:
+        """Measure a policy beside plain decoding."""
+        for name in (PLAIN, policy):
+            key = {"stage": "screen", "size": size, "of": policy, "policy": name}
+            self.results.once(key, partial(self._measure, name, size, self.screened))
+
+    def _measure(self, name: str, size: int, least: int) -> Json:
+        engine = self.arena.engine(draft_of(name))
+        asked = self.arena.ask(self.prompts, max(least, ROUNDS * size), self.params)
+        ask(engine, asked[:size], size)  # to warm up: `auto` meets this size
+        engine.forget()
+        before = engine.stats()
+        run = Run(name, size, 0, tuple(ask(engine, asked, size)), engine.stats().since(before), None)
+        found = record(run)
+        return {figure: found[figure] for figure in KEPT}
+
+    def gains(self, size: int) -> dict[str, float]:
+        """Return what each static policy brought in the screening, against plain decoding beside it."""
+        runs = [r for r in self.results.runs if r["stage"] == "screen" and r["size"] == size]
+        plain = {r["of"]: r["output_tokens_per_s"] for r in runs if r["policy"] == PLAIN}
+        return {p: r["output_tokens_per_s"] / plain[p] for r in runs if (p := r["policy"]) != PLAIN}
+
+    def _best(self, size: int) -> list[str]:
+        gains = self.gains(size)
+        return sorted(gains, key=lambda policy: -gains[policy])[:FINALISTS]
+
+    def rates(self, size: int) -> dict[str, list[float]]:
+        """Return the tokens per second of each finalist, by repeat."""
+        found: dict[str, list[float]] = {}
+        for r in self.results.runs:
+            if r["stage"] == "final" and r["size"] == size:
+                found.setdefault(r["policy"], []).append(r["output_tokens_per_s"])
+        return found
+
+    def lines(self, size: int) -> list[Json]:
+        """Return what is known of each finalist: its median rate, and paired ratios with their interval."""
+        rates = self.rates(size)
+        hand = [name for name in rates if name not in (PLAIN, TWIN, self.auto)]
+        best = max((*hand, PLAIN), key=lambda name: median_interval(rates[name])["median"] or 0.0)
+        return [
+            {
+                "size": size,
+                "policy": name,
+                "tokens_per_s": median_interval(own)["median"],
+                "to_off": median_interval(_ratios(own, rates[PLAIN])),
+                "to_best": median_interval(_ratios(own, rates[best])),
+            }
+            for name, own in rates.items()
+        ]
+
+
+def _ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
+    return [a / b for a, b in zip(above, below, strict=True)]

@@ -1,0 +1,164 @@
+"""A day in the life: load that rises and falls, tasks that change, all policies in turns of a second.
+
+Turns are short, so that a slow hour of the machine is everybody's; a calibration loop before each round tells in
+which of them it stood still.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
+from statistics import geometric_mean, median
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from paceline.bench.report import PLAIN
+from paceline.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from paceline.bench.compare.arena import Arena
+    from paceline.bench.compare.results import Results
+    from paceline.bench.prompts import Prompt
+    from paceline.bench.run import Question
+    from paceline.core.params import SamplingParams
+    from paceline.engine.engine import Engine
+
+    Json = dict[str, Any]
+    Tell = Callable[[int, int], None]
+
+TASKS: Mapping[str, tuple[str, ...]] = {  # categories of prompts
+    "code": ("code_edit", "coding"),
+    "chat": ("writing", "roleplay", "reasoning", "stem", "humanities", "extraction", "qa"),
+    "summarisation": ("summarization",),
+}
+PHASES = "chat:1,code:4,summarisation:16,chat:64,code:64,summarisation:16,chat:4,code:1"
+TURN_S = 1.0
+WINDOW_S = 5.0
+STALLED = 1.5  # times as long as usual, of the calibration loop
+LOOP = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A task and how many of its requests are in flight."""
+
+    task: str
+    in_flight: int
+
+
+def phases(text: str) -> tuple[Phase, ...]:
+    """Read `TASK:IN_FLIGHT[,...]`; a task is one of `TASKS` or a category. Raises `ConfigError`."""
+    found = []
+    for part in text.split(","):
+        task, _, number = part.partition(":")
+        if not task or not number.isdigit() or not 1 <= int(number) <= 1024:
+            raise ConfigError(f"--phases {part!r}: write TASK:IN_FLIGHT, such as chat:16")
+        found.append(Phase(task, int(number)))
+    return tuple(found)
+
+
+class Player:
+    """One policy's way through a phase."""
+
+    def __init__(self, engine: Engine, asked: Sequence[Question], in_flight: int) -> None:
+        self.engine, self._waiting, self._in_flight, self._open = engine, deque(asked), in_flight, 0
+
+    @property
+    def done(self) -> bool:
+        """Whether every question is answered."""
+        return not self._waiting and not self._open
+
+    def play(self, seconds: float) -> tuple[float, int]:
+        """Go on for a turn; return its seconds and tokens."""
+        start_s, tokens = perf_counter(), 0
+        while not self.done and perf_counter() - start_s < seconds:
+            while self._waiting and self._open < self._in_flight:
+                self.engine.add(self._waiting.popleft().request)
+                self._open += 1
+            for outcome in self.engine.step():
+                tokens += len(outcome.token_ids)
+                self._open -= outcome.finish_reason is not None
+        return perf_counter() - start_s, tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Day:
+    """What is compared."""
+
+    arena: Arena
+    results: Results
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    policies: tuple[str, ...]  # plain decoding first, `auto` last
+    phases: tuple[Phase, ...]
+    rounds: int = 2  # questions for each request in flight
+    least: int = 4  # questions of a phase
+
+    def run(self, tell: Tell) -> None:
+        """Run every phase that is not recorded yet."""
+        for index, phase in enumerate(self.phases):
+            key = {"phase": index, "task": phase.task, "in_flight": phase.in_flight}
+            self.results.once(key, partial(self._play, phase))
+            tell(index + 1, len(self.phases))
+
+    def _play(self, phase: Phase) -> Json:
+        own = [p for p in self.prompts if p.category in TASKS.get(phase.task, (phase.task,))]
+        if not own:
+            raise ConfigError(f"no prompt is of the task {phase.task!r}")
+        asked = self.arena.ask(own, max(self.least, self.rounds * phase.in_flight), self.params)
+        players = {name: Player(self.arena.engine(name), asked, phase.in_flight) for name in self.policies}
+        turns: list[Json] = []
+        while not all(player.done for player in players.values()):
+            turn: Json = {"machine_s": loop_s()}
+            turns.append(turn | {name: p.play(TURN_S) for name, p in players.items() if not p.done})
+        return {"turns": turns}
+
+    # What came of it -----------------------------------------------------------------------------
+
+    def table(self) -> list[Json]:
+        """Return a line for each phase: tokens per second of each policy."""
+        return [
+            {"phase": f"{r['task']} x{r['in_flight']}"} | {name: _rate(r["turns"], name) for name in self.policies}
+            for r in self.results.runs
+        ]
+
+    def verdict(self) -> Json:
+        """Return, for each policy, the geometric mean and the worst of its phases' ratios to plain decoding."""
+        table = self.table()
+        found: Json = {}
+        for name in self.policies:
+            ratios = [line[name] / line[PLAIN] for line in table]
+            found[name] = {"mean": geometric_mean(ratios), "worst_phase": min(ratios)}
+        calm, stalled = windows([r["turns"] for r in self.results.runs], self.policies[-1], PLAIN)
+        return found | {"windows": calm, "windows_left_out": stalled}
+
+
+def windows(phases: Sequence[Sequence[Json]], name: str, twin: str) -> tuple[list[float], list[float]]:
+    """Return the ratios of tokens per second in windows of some seconds: calm ones, and those with a stall."""
+    usual_s = median(turn["machine_s"] for turns in phases for turn in turns)
+    calm: list[float] = []
+    stalled: list[float] = []
+    for turns in phases:
+        both = [t for t in turns if name in t and twin in t]
+        size = max(1, round(WINDOW_S / TURN_S))
+        for start in range(0, len(both) - size + 1, size):
+            window = both[start : start + size]
+            slow = max(t["machine_s"] for t in window) > STALLED * usual_s
+            (stalled if slow else calm).append(_rate(window, name) / max(_rate(window, twin), 1e-9))
+    return calm, stalled
+
+
+def _rate(turns: Sequence[Json], name: str) -> float:
+    own = [turn[name] for turn in turns if name in turn]
+    return float(sum(tokens for _, tokens in own) / max(sum(seconds for seconds, _ in own), 1e-9))
+
+
+def loop_s() -> float:
+    """Return the seconds of a loop that is always the same."""
+    start_s = perf_counter()
+    for _ in range(LOOP):
+        pass
+    return perf_counter() - start_s

@@ -1,0 +1,68 @@
+"""Which drafters may still pay here: one whose probes say that it cannot, time and again, is given up.
+
+Probes are rare, so what is known of a drafter that is never chosen is their plain record: how many drafts were
+tested at each depth, and kept. The best that this admits is two deviations above its mean (Agresti and Coull).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy import bool_, float64, int64
+    from numpy.typing import NDArray
+
+    from paceline.control.policy import Outcomes
+
+LOOKS = 256  # one after another, at which it could not have paid
+REQUESTS = 32  # that came meanwhile
+TRIES = 64  # of its drafts that were tested
+DEVIATIONS = 2.0
+
+
+class Hopes:
+    """What speaks against each drafter since it last seemed to pay."""
+
+    def __init__(self, num_drafters: int, max_k: int) -> None:
+        self.gone: NDArray[bool_] = np.zeros(num_drafters, bool)  # given up
+        self._looks: NDArray[int64] = np.zeros(num_drafters, np.int64)
+        self._requests: NDArray[int64] = np.zeros(num_drafters, np.int64)
+        self._tested, self._kept = np.zeros((2, num_drafters, max_k))  # [num_drafters, max_k] each
+
+    def admit(self) -> None:
+        """A request begins."""
+        self._requests += 1
+
+    def learn(self, outcomes: Outcomes, probed: int) -> None:
+        """Take in a step. A drafter that drafted for other rows than the one that was probed seemed to pay."""
+        for drafter in set(outcomes.drafters[outcomes.drafters >= 0].tolist()):
+            own = outcomes.drafters == drafter
+            if (outcomes.rows[own] != probed).any():
+                self._looks[drafter] = self._requests[drafter] = 0
+                self._tested[drafter] = self._kept[drafter] = 0.0
+            else:
+                kept, verified = int(outcomes.num_accepted[own][0]), int(outcomes.num_verified[own][0])
+                self._tested[drafter, : min(kept + 1, verified)] += 1.0
+                self._kept[drafter, :kept] += 1.0
+
+    def best_case(self, drafter: int) -> NDArray[float64]:
+        """Return the highest chances to be alive at each depth that its record admits. [max_k]"""
+        tested = self._tested[drafter] + DEVIATIONS**2
+        mean = (self._kept[drafter] + DEVIATIONS**2 / 2) / tested
+        highest = np.minimum(mean + DEVIATIONS * np.sqrt(mean * (1 - mean) / tested), 1.0)
+        alive: NDArray[float64] = np.multiply.accumulate(highest)
+        return alive
+
+    def look(self, drafter: int, could_pay: bool) -> bool:
+        """Note whether a drafter could have paid at its best. Returns whether more must be known of it."""
+        self._looks[drafter] = 0 if could_pay else self._looks[drafter] + 1
+        return could_pay or bool(self._tested[drafter, 0] < TRIES)
+
+    def give_up(self) -> tuple[int, ...]:
+        """Return the drafters that are hopeless from now on."""
+        enough = (self._looks >= LOOKS) & (self._requests >= REQUESTS) & (self._tested[:, 0] >= TRIES)
+        hopeless = enough & ~self.gone
+        self.gone |= hopeless
+        return tuple(hopeless.nonzero()[0].tolist())

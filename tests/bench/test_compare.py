@@ -1,0 +1,91 @@
+"""`paceline compare` in small: figures from runs, runs that are not made twice, all three kinds."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from paceline import cli
+from paceline.bench.compare.arena import automatic, static
+from paceline.bench.compare.day import Phase, phases, windows
+from paceline.bench.compare.results import Results
+from paceline.core.errors import ConfigError
+
+
+def test_policies_are_spelt_as_draft_has_them():
+    assert static(("suffix", "eagle3:model=F"), (1, 2)) == (
+        *("suffix:k=1", "suffix:k=2"),
+        *("eagle3:model=F,k=1", "eagle3:model=F,k=2"),
+    )
+    assert automatic(("suffix", "eagle3")) == "auto:suffix+eagle3"
+
+
+def test_phases_are_read():
+    assert phases("chat:1,code:64") == (Phase("chat", 1), Phase("code", 64))
+    for bad in ("chat", "chat:0", ":3", "chat:x"):
+        with pytest.raises(ConfigError, match="--phases"):
+            phases(bad)
+
+
+def turn(ours: int, plain: int, machine_s: float = 0.01) -> dict[str, object]:
+    return {"machine_s": machine_s, "auto": (1.0, ours), "off": (1.0, plain)}
+
+
+def test_windows_compare_turns_side_by_side_and_stalls_are_told_apart():
+    busy = [turn(12, 10)] * 10 + [turn(8, 10)] * 4 + [turn(8, 10, 0.1)]
+    alone = [{"machine_s": 0.01, "off": (1.0, 10)}] * 5  # the other one has finished
+    calm, stalled = windows([busy, alone], "auto", "off")
+    assert calm == pytest.approx([1.2, 1.2])
+    assert stalled == pytest.approx([0.8])
+
+
+def test_a_run_is_made_once(tmp_path):
+    file = tmp_path / "c.json"
+    first = Results(file, {"sizes": (1, 2)}, {"git": "a"})
+    assert first.once({"size": 1}, lambda: {"rate": 3.0})["rate"] == 3.0
+    again = Results(file, {"sizes": (1, 2)}, {"git": "a"})
+    assert again.once({"size": 1}, lambda: {"rate": 4.0})["rate"] == 3.0
+    assert again.once({"size": 2}, lambda: {"rate": 5.0})["rate"] == 5.0
+    assert len(json.loads(file.read_text())["runs"]) == 2
+    with pytest.raises(ConfigError, match="other settings"):
+        Results(file, {"sizes": (1,)}, {})
+    file.write_text("{")
+    with pytest.raises(ConfigError, match="no comparison"):
+        Results(file, {"sizes": (1,)}, {})
+
+
+KINDS = {
+    "batches": ["--sizes", "1,2", "--repeat", "2", "--screen", "1"],
+    "day": ["--phases", "writing:1,qa:2", "--static", "ngram:k=2"],
+    "rollout": ["--requests", "3", "--repeat", "2"],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_ends_in_a_table_and_goes_on_where_it_stopped(
+    kind, model, prompts, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    out, picture = tmp_path / "c.json", tmp_path / "c.png"
+    common = [
+        "--prompts",
+        str(prompts),
+        "--model",
+        str(model),
+        "--threads",
+        "1",
+        "--json",
+        str(out),
+        "--draft",
+        "ngram",
+    ]
+    command = ["compare", kind, *common, "--max-tokens", "6", "--limit", "2", "--plot", str(picture), *KINDS[kind]]
+    tables = []
+    for _ in range(2):
+        assert cli.main(command) == 0
+        tables.append(capsys.readouterr().out)
+    assert tables[0] == tables[1], "nothing was measured again"
+    assert "auto:ngram" in tables[0]
+    assert json.loads(out.read_text())["summary"]
+    assert picture.exists() == (kind == "batches")
