@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
+from paceline import cli
+from paceline.control.trace import replay
 from paceline.core.errors import ConfigError
 from paceline.engine.config import EngineConfig
 from paceline.engine.overlap import OverlappedLoop
@@ -21,6 +23,7 @@ from tests.engine.test_overlap import REQUESTS, overlapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from paceline.model.decoder import ReferenceDecoder
 
@@ -111,9 +114,9 @@ def test_a_drafter_that_hangs_is_given_up_and_requests_go_on(turns: bool) -> Non
 
 
 def test_a_call_that_takes_too_long_is_left_behind() -> None:
-    forever = Event()
+    forever, worker = Event(), Worker("any")
     with pytest.raises(TimeoutError):
-        Worker("any").call(forever.wait, timeout_s=0.001)
+        worker.call(forever.wait, timeout_s=0.001)
     forever.set()
 
 
@@ -124,3 +127,27 @@ def test_a_worker_raises_what_its_calls_raise_and_goes_on() -> None:
     with pytest.raises(ZeroDivisionError):
         worker.start(lambda: 1 / 0).result()
     assert worker.start(lambda: 2).result() == 2
+
+
+@two_cores
+def test_auto_knows_what_turns_would_bring_and_a_replay_sees_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = run(make_engine("off", PLAIN), REQUESTS)
+    trace, where = tmp_path / "trace.jsonl", f"cpu:{CORES[-1]}"
+    engine = make_engine("auto:suffix+draft-model:model=noisy,k=4", PLAIN, draft_device=where, trace=str(trace))
+    assert isinstance(engine.loop, OverlappedLoop)
+    assert_same(expected, run(engine, REQUESTS))
+    steps = list(replay(trace))
+    assert len(steps) == engine.stats().steps
+    assert all((s.now.ks == s.then.ks).all() and (s.now.drafters == s.then.drafters).all() for s in steps)
+    assert any(s.turns is not None and s.turns.apart for s in steps)
+    assert any(s.overlapped for s in steps) == (engine.stats().overlapped_steps > 0)
+    number = 1 + next(i for i, s in enumerate(steps) if s.turns is not None)
+    assert cli.main(["explain", str(trace), "--step", str(number)]) == 0
+    assert "A is" in capsys.readouterr().out
+
+
+def test_auto_is_serial_where_nothing_could_run_beside_a_pass() -> None:
+    assert isinstance(make_engine("auto:suffix+draft-model:model=noisy,k=4", PLAIN).loop, SerialLoop)
+    assert isinstance(make_engine("ngram:k=4", PLAIN).loop, SerialLoop)

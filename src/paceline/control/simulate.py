@@ -15,11 +15,11 @@ from paceline.control.cost import Work
 from paceline.control.policy import Outcomes, View
 
 if TYPE_CHECKING:
-    from numpy import float64, int64
+    from numpy import bool_, float64, int64
     from numpy.typing import NDArray
 
     from paceline.control.cost import StepCost
-    from paceline.control.policy import Policy
+    from paceline.control.policy import Decision, Policy
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +76,17 @@ class Simulated:
         return float(good.sum() / (self.end_s.max() - self.workload.arrival_s[0]))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Planned:
+    """A step that is planned, and what it costs."""
+
+    view: View
+    decision: Decision
+    chunks: NDArray[int64]  # [num_rows] tokens of prefill
+    verify_s: float
+    draft_s: float
+
+
 class Simulator:
     """One engine's life. Rows are arrays: a step costs the same few numpy calls for one row as for 64."""
 
@@ -117,28 +128,41 @@ class Simulator:
             self._next += 1
 
     def _step(self) -> None:
-        (rows,) = np.nonzero((self._request >= 0) & (self._to_prefill == 0))
-        prefill, chunks = self._prefill(self.replica.prefill_tokens)
+        planned = self._plan(self._request >= 0)
+        self._now += planned.verify_s + planned.draft_s
+        self._end_step(planned)
+
+    def _plan(self, members: NDArray[bool_]) -> Planned:
+        """Plan a step of some rows. members: [num_rows]"""
+        (rows,) = np.nonzero(members & (self._to_prefill == 0))
+        prefill, chunks = self._prefill(self.replica.prefill_tokens, members)
         view = View(rows, self._length[rows], self._left[rows] - 1, prefill)
         decision = self.policy.decide(view)
         if decision.prefill_tokens is not None:
-            prefill, chunks = self._prefill(min(decision.prefill_tokens, self.replica.prefill_tokens))
+            budget = min(decision.prefill_tokens, self.replica.prefill_tokens)
+            prefill, chunks = self._prefill(budget, members)
         keys = int(view.lengths.sum())
         base = Work(len(rows), 0, keys, keys) + prefill
-        seconds = self.cost.price(base, view.lengths, decision.ks, decision.drafters)
-        self._now += seconds
-        kept = self._kept(rows, decision.ks, decision.drafters)
-        outcomes = Outcomes(rows, decision.drafters, decision.ks, kept, 0.0, seconds)
-        self.policy.learn(view, outcomes)
+        draft_s = self.cost.drafting_s(decision.ks, decision.drafters)
+        verify_s = self.cost.price(base, view.lengths, decision.ks, decision.drafters) - draft_s
+        return Planned(view, decision, chunks, verify_s, draft_s)
+
+    def _end_step(self, planned: Planned) -> None:
+        """Draw what is kept, write it and let the policy learn."""
+        rows, d = planned.view.rows, planned.decision
+        kept = self._kept(rows, d.ks, d.drafters)
+        seconds = planned.verify_s + planned.draft_s
+        self.policy.learn(planned.view, Outcomes(rows, d.drafters, d.ks, kept, 0.0, seconds))
         self._write(rows, kept + 1)
-        self._end_prefill(chunks)
-        for index, count in enumerate((1, int(decision.ks.sum()), int(kept.sum()), len(rows))):
+        self._end_prefill(planned.chunks)
+        for index, count in enumerate((1, int(d.ks.sum()), int(kept.sum()), len(rows))):
             self._counts[index] += count
 
-    def _prefill(self, budget: int) -> tuple[Work, NDArray[int64]]:
-        """Return the work of this step's chunks, the lowest rows first, and their tokens. [num_rows]"""
-        before = np.cumsum(self._to_prefill) - self._to_prefill
-        chunks = np.clip(budget - before, 0, self._to_prefill)
+    def _prefill(self, budget: int, members: NDArray[bool_]) -> tuple[Work, NDArray[int64]]:
+        """Return the work of some rows' next chunks, the lowest rows first, and their tokens. [num_rows]"""
+        waiting = np.where(members, self._to_prefill, 0)
+        before = np.cumsum(waiting) - waiting
+        chunks = np.clip(budget - before, 0, waiting)
         tokens = int(chunks.sum())
         if not tokens:
             return Work(0), chunks

@@ -210,7 +210,7 @@ class Engine:
         self._stats.draft_s += end - start
         draft = self.controller_of(group).trim(batch, proposed) if self.law.admits_any_trim else proposed
         self._stats.plan_s += perf_counter() - end
-        return Round(group, batch, proposed, draft, begun_s=start, draft_s=end - start)
+        return Round(group, batch, proposed, draft, end - start)
 
     def score(self, now: Round) -> Scored:
         """Run the target's pass."""
@@ -227,28 +227,23 @@ class Engine:
         self.target.commit(now.batch, verdict)
         start = perf_counter()
         self.drafting.commit(now.batch, scored.scores, verdict)
-        draft_s = perf_counter() - start
-        now.draft_s += draft_s
-        self._stats.draft_s += draft_s
+        now.commit_s = perf_counter() - start
+        now.draft_s += now.commit_s
+        self._stats.draft_s += now.commit_s
         self._stats.count_pass(now.batch, now.proposed, now.draft, verdict)
         for r, p, d, v in zip(now.batch.rows, now.proposed.rows, now.draft.rows, verdict.rows, strict=True):
             self._commit_row(r, v, len(p), len(d))
 
-    def learn(self, now: Round, verdict: Verdict, times: StepTimes, step_s: float, hidden_s: float = 0.0) -> None:
-        """Count a step that took so long, and tell the controller what its round brought.
-
-        hidden_s: how much of the pass the host and the drafters have worked beside.
-        """
-        self._stats.count_step(step_s, times.target_s, hidden_s, overlapped=now.group is not None)
+    def learn(self, now: Round, verdict: Verdict, times: StepTimes) -> None:
+        """Tell the controller what a round brought, before it plans for these rows again."""
         controller = self.controller_of(now.group)
         reckoning = controller.observe(now.batch, now.proposed, now.draft, verdict, times)
         if reckoning is not None:
             self._stats.reckoned.count(times.total_s, reckoning)
 
-    @property
-    def draft_s(self) -> float:
-        """Seconds that drafters have worked so far."""
-        return self._stats.draft_s
+    def count_step(self, now: Round, step_s: float, target_s: float, hidden_s: float = 0.0) -> None:
+        """Count a step that took so long. hidden_s: of its pass, while host and drafters were at work."""
+        self._stats.count_step(step_s, target_s, hidden_s, overlapped=now.group is not None)
 
     def controller_of(self, group: Group) -> Controller:
         """Return what plans for a group: one controller, which keeps the groups' open rounds apart."""

@@ -26,7 +26,7 @@ def check_overlap(asked: str) -> None:
 
 def choose_loop(asked: str, engine: Engine, placement: Placement) -> tuple[Loop, str]:
     """Return the loop for an engine, and why."""
-    if asked == OFF:
+    if asked == OFF or not engine.drafting.drafters:
         return SerialLoop(), "off, as asked"
     if asked == ON:
         return OverlappedLoop(placement.worker(), lambda _: True), "on, as asked"

@@ -1,9 +1,10 @@
 """The overlapped loop: while the target scores one group of rows, the drafters draft for the other.
 
 After MineDraft (arXiv 2603.18016): two groups take turns, so nothing is guessed about outcomes and no draft is
-wasted. In each step one group is scored and the other planned, admitted and drafted for; each row goes through the
-six verbs in two steps. New requests join the group that is about to be drafted for. Before that, rows that are not
-in flight go over to the other group while it has less work. Where there are not two groups the step is serial.
+wasted. A step waits for one group's pass and begins the other's at once; all the rest is done beside that one: the
+first group is judged and committed, then planned, admitted and drafted for again. New requests join the group that
+is about to be drafted for; before that, rows of it go over to the other while that has less work. Where there are
+not two groups the step is serial.
 
 What the two threads share, and who may touch it when:
 
@@ -22,6 +23,7 @@ Texts do not change: noise depends on the request and the position, a pass's num
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -34,6 +36,7 @@ from paceline.engine.serial import SerialLoop
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Future
 
     from paceline.engine.engine import Engine
     from paceline.engine.rounds import Round
@@ -50,60 +53,102 @@ class OverlappedLoop:
         self._worker, self._wanted = worker, wanted
         self._serial = SerialLoop()
         self._groups = Groups()
-        self._ready: Round | None = None  # drafted for in the last step, to be scored in this one
+        self._scoring: Ready | None = None  # its pass has begun
+        self._result: Future[Scored] | None = None  # of that pass
+        self._ready: Ready | None = None  # drafted for, to be scored next
 
     def step(self, engine: Engine) -> None:
-        """Score and commit one group; plan, admit and propose for the other meanwhile."""
-        start, drafted_s = perf_counter(), engine.draft_s
-        now, self._ready = self._ready or self._begin(engine), None
-        if now is None:
+        """Wait for one group's pass and begin the other's; beside that one, commit the first and draft for it."""
+        start = perf_counter()
+        if self._scoring is None and not self._begin(engine):
             self._serial.step(engine)
             return
-        scoring = self._worker.start(partial(_score, engine.target, engine.target.prepare(now.batch, now.draft)))
-        try:
-            if self._may_draft(engine):
-                self._ready = self._draft(engine, 1 - (now.group or 0))
-        finally:
-            waiting = perf_counter()
-            scored = scoring.result()
-            wait_s = perf_counter() - waiting
-        verdict = engine.judge(now, scored)
-        engine.commit(now, scored, verdict)
-        end = perf_counter()
-        host_s = end - start - wait_s - (engine.draft_s - drafted_s)
-        elsewhere_s = end - now.begun_s - now.draft_s - scored.target_s - host_s
-        times = StepTimes(now.draft_s, scored.target_s, host_s, max(elsewhere_s, 0.0))
-        engine.learn(now, verdict, times, end - start, hidden_s=scored.target_s - wait_s)
+        waiting = perf_counter()
+        now, scored = self._finish_pass()
+        wait_s = perf_counter() - waiting
+        self._begin_pass(engine)
+        verdict = engine.judge(now.round, scored)
+        engine.commit(now.round, scored, verdict)
+        engine.learn(now.round, verdict, _times(now, scored, perf_counter() - start - wait_s))
+        if self._scoring is not None:
+            self._ready = self._draft(engine, now.round.group or 0)
+        engine.count_step(now.round, perf_counter() - start, scored.target_s, hidden_s=scored.target_s - wait_s)
 
-    def _begin(self, engine: Engine) -> Round | None:
-        """Draft for a group while nothing is in flight, if there are two: for that of the oldest row."""
-        if not self._may_draft(engine):
-            return None
+    def _begin(self, engine: Engine) -> bool:
+        """Draft for one group while nothing is in flight, if there are two, and for the other beside its pass."""
         for group in (0, 1):
             self._groups.even_out(engine.scheduler, group)
         groups = [r.group for r in engine.scheduler.open()]
-        return self._draft(engine, groups[0]) if len(set(groups)) == 2 else None
+        if len(set(groups)) < 2:
+            return False
+        first = groups[0]  # that of the oldest row
+        self._ready = self._draft(engine, first)
+        self._begin_pass(engine)
+        if self._scoring is not None:
+            self._ready = self._draft(engine, 1 - first)
+        return self._scoring is not None
 
-    def _may_draft(self, engine: Engine) -> bool:
-        """Whether the groups go on taking turns; where pages ran out, all rows together see who must yield."""
-        return not engine.scheduler.short and self._wanted(engine)
+    def _begin_pass(self, engine: Engine) -> None:
+        self._scoring, self._ready = self._ready, None
+        if self._scoring is not None:
+            self._result = self._worker.start(partial(_score, engine.target, self._scoring.prepared))
 
-    def _draft(self, engine: Engine, group: int) -> Round | None:
+    def _finish_pass(self) -> tuple[Ready, Scored]:
+        assert self._scoring is not None
+        assert self._result is not None
+        now, result, self._scoring, self._result = self._scoring, self._result, None, None
+        return now, result.result()
+
+    def _draft(self, engine: Engine, group: int) -> Ready | None:
+        """Plan, admit and propose for a group; None if it has no rows, or if all should go together again.
+
+        Where pages ran out, all rows together see who must yield.
+        """
+        if engine.scheduler.short or not self._wanted(engine):
+            return None
+        start = perf_counter()
         self._groups.even_out(engine.scheduler, group)
         plan = engine.plan(group)
         batch = engine.admit(plan, group)
-        return engine.propose(batch, plan, group) if batch.rows else None
+        if not batch.rows:
+            return None
+        now = engine.propose(batch, plan, group)
+        prepared = engine.target.prepare(now.batch, now.draft)
+        return Ready(now, prepared, start, perf_counter() - start - now.draft_s)
 
     def check(self, engine: Engine) -> None:
-        """Assert what the docstring says of rows and pages, of the round that is ready to be scored."""
-        ready = {r.row for r in self._ready.batch.rows} if self._ready else set()
+        """Assert what the docstring says of rows and pages."""
+        open_rounds = [ready.round for ready in (self._scoring, self._ready) if ready is not None]
+        group_of = {r.row: now.group for now in open_rounds for r in now.batch.rows}
+        assert len(group_of) == sum(len(now.batch.rows) for now in open_rounds), "a row is in both groups"
         holders = Counter(page for r in engine.scheduler.running for page in r.pages)
         for r in engine.scheduler.running:
-            assert r.in_flight == (r.row in ready), "a row is in flight twice, or nobody will score it"
+            assert r.in_flight == (r.row in group_of), "a row is in flight twice, or nobody will score it"
+            assert r.group == group_of.get(r.row, r.group)
             assert len(r.pages) <= pages_for(r.upper_len), "pages are held that no outcome needs"
-            assert r.row not in ready or self._ready is None or r.group == self._ready.group
-            first = int(engine.target.rows.computed[r.row]) // PAGE_TOKENS if r.row in ready else len(r.pages)
+            first = int(engine.target.rows.computed[r.row]) // PAGE_TOKENS if r.in_flight else len(r.pages)
             assert all(holders[page] == 1 for page in r.pages[first:]), "a pass would write a shared page"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ready:
+    """A round that may be scored at once."""
+
+    round: Round
+    prepared: Prepared
+    begun_s: float  # by the clock
+    host_s: float  # that it took to get so far, beside drafting
+
+
+def _times(now: Ready, scored: Scored, commit_s: float) -> StepTimes:
+    """Return where a round's seconds went, once it is committed; what is left was the other group's.
+
+    commit_s: of host and drafters since its pass.
+    """
+    own = now.round
+    host_s = now.host_s + max(commit_s - own.commit_s, 0.0)
+    wait_s = perf_counter() - now.begun_s - own.draft_s - scored.target_s - host_s
+    return StepTimes(own.draft_s, scored.target_s, host_s, max(wait_s, 0.0))
 
 
 class Groups:

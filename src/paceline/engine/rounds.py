@@ -19,8 +19,8 @@ class Round:
     batch: Batch
     proposed: Draft
     draft: Draft  # what of it is verified
-    begun_s: float  # by the clock, when drafting began
     draft_s: float  # that drafters have worked for it
+    commit_s: float = 0.0  # of these, on what was kept
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,7 +27,8 @@ class SerialLoop:
         engine.commit(now, scored, verdict)
         step_s = perf_counter() - start
         host_s = step_s - now.draft_s - scored.target_s
-        engine.learn(now, verdict, StepTimes(now.draft_s, scored.target_s, host_s), step_s)
+        engine.learn(now, verdict, StepTimes(now.draft_s, scored.target_s, host_s))
+        engine.count_step(now, step_s, scored.target_s)
 
     def check(self, engine: Engine) -> None:
         """Nothing is in flight between steps."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Lock, Thread, current_thread
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import finalize
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     Call = tuple[Future[Any], Lock, Callable[[], Any]]
 
 T = TypeVar("T")
+
+LEAVE_S = 2.0  # that the end of a process waits for a call
 
 
 class Worker:
@@ -45,9 +47,17 @@ class Worker:
     def _queue(self) -> SimpleQueue[Call | None]:
         if self._calls is None:
             self._calls = SimpleQueue()
-            Thread(target=_serve, args=(self._calls, self.cores), name=self._name, daemon=True).start()
-            finalize(self, self._calls.put, None)
+            thread = Thread(target=_serve, args=(self._calls, self.cores), name=self._name, daemon=True)
+            thread.start()
+            finalize(self, _end, self._calls, thread)
         return self._calls
+
+
+def _end(calls: SimpleQueue[Call | None], thread: Thread) -> None:
+    """Let a thread finish what it does: a process that ends in the middle of native code does not end well."""
+    calls.put(None)
+    if thread is not current_thread():
+        thread.join(LEAVE_S)
 
 
 def _serve(calls: SimpleQueue[Call | None], cores: frozenset[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
     from paceline.control.policy import Policy
     from paceline.control.profile import Profile
-    from paceline.control.simulate import Simulated, Workload
+    from paceline.control.simulate import Simulated, Simulator, Workload
 
 ALL = ("off", *(f"static:{k}" for k in (1, 3, 5)), "table", "average", "turbospec", "ours")
 POLICIES = "off, static:K, table, average, turbospec, ours"
@@ -51,6 +52,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         default=1.0,
         metavar="X",
         help="drafts are kept X times as often as the policies think",
+    )
+    add("--overlap", choices=("off", "on"), default="off", help="two groups of rows take turns")
+    add(
+        "--draft-device",
+        choices=("same", "own"),
+        default="own",
+        help="with --overlap on: whether drafters wait for the target's device or have their own",
     )
     add("--spread", type=float, default=0.0, metavar="S", help="how much requests differ in ease, in logits")
     add("--seed", type=int, default=0, metavar="N")
@@ -120,14 +128,28 @@ def _sizes(text: str) -> list[int]:
 
 
 def _simulate(args: Namespace, profile: Profile, rows: int, name: str) -> dict[str, Any]:
-    from paceline.control.simulate import Replica, Simulator
+    from paceline.control.simulate import Replica
     from paceline.control.workloads import split
 
+    simulator = _simulator(args, profile)
     done = [
-        Simulator(part, Replica(rows), profile.cost, policy_of(name, profile, rows), args.seed).run()
+        simulator(part, Replica(rows), profile.cost, policy_of(name, profile, rows), args.seed).run()
         for part in split(_workload(args, profile, rows), args.replicas)
     ]
     return _figures(done)
+
+
+def _simulator(args: Namespace, profile: Profile) -> Callable[..., Simulator]:
+    """Return what makes the loop that was asked for. Raises `ConfigError`."""
+    from paceline.control.cost import TableCost
+    from paceline.control.simulate import Simulator
+    from paceline.control.simulate_turns import TurnsSimulator
+
+    if args.overlap == "off":
+        return Simulator
+    if isinstance(profile.cost, TableCost):
+        raise ConfigError("--overlap on: this profile does not tell drafting from passes; use `paceline profile`")
+    return partial(TurnsSimulator, apart=args.draft_device == "own")
 
 
 def _figures(done: list[Simulated]) -> dict[str, Any]:
