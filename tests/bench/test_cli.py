@@ -61,7 +61,7 @@ def test_help_does_not_wait_for_torch():
         (["bench", "--drfat=off"], "did you mean '--draft'?"),
         (["bench", "--repeat", "x"], "invalid int value"),
         (["bench"], "--prompts"),
-        (["bench", "--prompts", "x", "--draft-device", "cpu:x"], "cpu:2-3"),
+        (["doctor", "--draft-device", "cpu:x"], "cpu:2-3"),
         (["bench", "--prompts", "x", "--request-rate", "3"], "--url"),
         (["bench", "--prompts", "x", "--limit", "0"], "--limit"),
         (["doctor", "--draft", "ngrm"], "did you mean 'ngram'?"),
