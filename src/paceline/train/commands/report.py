@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def report(folder: Path, material: Material, last: Evaluation) -> None:
-    """Print the acceptance by position, untrained and trained."""
+    """Print the acceptance by position, at the start and at the end."""
     first = read_metrics(folder)[0]["accepted"]
     title = f"{folder}, {len(material.vocabulary)} tokens ({material.coverage:.1%} of the answers)"
-    table = Table("draft", "untrained", "trained", title=title)
+    table = Table("draft", "at the start", "trained", title=title)
     for position, (before, after) in enumerate(zip(first, last.accepted, strict=True), 1):
         table.add_row(str(position), f"{before:.3f}", f"{after:.3f}")
     table.add_row("length", f"{1 + sum(first):.2f}", f"{last.acceptance_length:.2f}")
