@@ -225,10 +225,10 @@ class Goodput:
         hoped = self._best(view, base, survival_of(self.chances(view, OPTIMISM)), drafters).ks
         further = hoped, drafters
         if doubtful and not (hoped > ks).any():
-            further = (
-                np.minimum(view.most, ks + 1),
-                np.full_like(drafters, doubtful[self._steps // PROBE_EVERY % len(doubtful)]),
-            )
+            tried = doubtful[self._steps // PROBE_EVERY % len(doubtful)]
+            deeper = np.minimum(np.minimum(view.most, ks + 1), self.survival[tried].max_depth)
+            deeper[np.isin(view.rows, list(view.wishes))] = 0  # these have a drafter of their request's choice
+            further = deeper, np.full_like(drafters, tried)
         return *self._probe(view, base, chosen, further, seconds), self._hopes.give_up()
 
     def _could_pay(self, view: View, base: Work, alive: NDArray[float64], chosen: Choices, drafter: int) -> bool:
