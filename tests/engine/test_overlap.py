@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from paceline.model.decoder import ReferenceDecoder
 
 WORKER = Worker("target")  # engines of one process may share it: each waits for its own passes
-EXAMPLES = 6
+EXAMPLES = 12
 FAILURES = 0.1  # of the times a drafter is asked
 
 
