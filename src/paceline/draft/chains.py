@@ -110,11 +110,10 @@ def draft_in_turn(
     spans: list[Span] = [(row, start, int(rows.length[row]) - start, ()) for row, start in starts.items()]
     if at_once and not dense:
         easy = [span for span in spans if not rows.penalised(span[0])]
-        if easy:
-            _draft_at_once(
-                rows, [chains[row] for row, *_ in easy], [depth[row] for row, *_ in easy], partial(at_once, easy)
-            )
         spans = [span for span in spans if rows.penalised(span[0])]
+        if easy:
+            own, depths = [chains[row] for row, *_ in easy], [depth[row] for row, *_ in easy]
+            _draft_at_once(rows, own, depths, partial(at_once, easy))
     while spans:
         wanting = [chains[row] for row, *_ in spans]
         extend(rows, wanting, partial(run, spans), dense=dense)
@@ -129,6 +128,7 @@ def _draft_at_once(
     run: Callable[[Sequence[Choose], Sequence[int]], Chosen],
 ) -> None:
     """Fill chains in one call."""
+    # Without penalties it only counts how many guesses come before, not which.
     chooses = [
         replace(c, margin=True)
         for chain, k in zip(chains, depths, strict=True)

@@ -94,6 +94,8 @@ def _sorted(kept: NDArray[int64], places: NDArray[int64], width: int) -> Places:
 class TranslatedDecoder:
     """A drafter's decoder to which every token is known by the target's id: both texts have the same borders."""
 
+    in_turn = None  # ids are translated between two passes
+
     def __init__(self, decoder: Decoder, tokens: TokenMap) -> None:
         """tokens: a total map. Ids of padding rows are read as the drafter's first token."""
         assert tokens.is_total
@@ -105,8 +107,6 @@ class TranslatedDecoder:
     def describe(self) -> str:
         """Return what it is, for the user."""
         return self._decoder.describe()
-
-    in_turn = None
 
     @property
     def weight_bytes(self) -> int:

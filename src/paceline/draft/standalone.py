@@ -209,7 +209,7 @@ class DraftModel:
 
     def _run_in_turn(self, spans: Sequence[Span], chooses: Sequence[Choose], depths: Sequence[int]) -> Chosen:
         assert self._decoder.in_turn is not None
-        packed = self._rows.pack_spans(spans, [1] * len(spans), max(depths))
+        packed = self._rows.pack_spans(spans, [1] * len(spans), max(depths) - 1)
         return self._decoder.in_turn(
             packed, self._kv, chooses, depths, num_layers=self._num_layers, vocab_size=self._vocab_size
         )

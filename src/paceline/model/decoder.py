@@ -98,6 +98,7 @@ class ReferenceDecoder:
     """A Llama-family decoder over paged keys and values. Holds weights only; all state is in the `KVStore`."""
 
     name = "reference"
+    in_turn = None  # every pass is a call
 
     def __init__(
         self,
@@ -128,8 +129,6 @@ class ReferenceDecoder:
     def describe(self) -> str:
         """Return what it is, for the user."""
         return f"{self.name}, {str(self.dtype).removeprefix('torch.')}"
-
-    in_turn = None
 
     @property
     def weight_bytes(self) -> int:

@@ -254,7 +254,7 @@ class SerialHeadDrafter(_HeadDrafter):
 
     def _run_in_turn(self, spans: Sequence[Span], chooses: Sequence[Choose], depths: Sequence[int]) -> Chosen:
         assert self._head.in_turn is not None
-        packed = self._pack(spans, [1] * len(spans), max(depths))
+        packed = self._pack(spans, [1] * len(spans), max(depths) - 1)
         return self._head.in_turn(packed, self._read(spans, None), self._kv, chooses, depths)
 
     def _run(self, spans: Sequence[Span], chooses: Sequence[Choose]) -> Chosen:

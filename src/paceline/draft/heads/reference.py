@@ -35,6 +35,8 @@ def load_runner(head: Head, target: Decoder, device: Device | None) -> Reference
 class ReferenceHead:
     """A head in the target's type, on its device or another."""
 
+    in_turn = None  # every pass is a call
+
     def __init__(self, head: Head, target: ReferenceDecoder, device: Device | None = None) -> None:
         self.config = head.config
         self._dtype, self._device = target.dtype, target.device if device is None else torch_device(device)
@@ -48,8 +50,6 @@ class ReferenceHead:
 
     def _take(self, array: NDArray[floating]) -> torch.Tensor:
         return torch.as_tensor(array).to(device=self._device, dtype=self._dtype)
-
-    in_turn = None
 
     @property
     def weight_bytes(self) -> int:

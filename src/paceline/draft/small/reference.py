@@ -31,6 +31,7 @@ class ReferenceSmall:
     """A `Decoder` in the target's type that chooses among some of the target's tokens."""
 
     name = ReferenceDecoder.name
+    in_turn = None  # every pass is a call
 
     def __init__(self, small: SmallModel, target: ReferenceDecoder, device: Device | None = None) -> None:
         self.config = small.config
@@ -44,8 +45,6 @@ class ReferenceSmall:
     def describe(self) -> str:
         """Return what it is, for the user."""
         return f"{self._decoder.describe()}, {len(self._token_ids)} tokens"
-
-    in_turn = None
 
     @property
     def weight_bytes(self) -> int:
