@@ -539,6 +539,7 @@ NB_MODULE(_ext, m) {
     paceline::bind_sampling<float>(m);
     paceline::bind_sampling<double>(m);
     paceline::bind_decoder(m);
+    paceline::bind_control(m);
     paceline::bind_lookup(m);
     paceline::bind_measures(m);
     m.def("gumbel", [](uint32_t k0, uint32_t k1, uint32_t id) { return paceline::gumbel({k0, k1}, id); }, "k0"_a,

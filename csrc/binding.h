@@ -5,6 +5,7 @@
 
 namespace paceline {
 
+void bind_control(nanobind::module_& m);
 void bind_lookup(nanobind::module_& m);
 
 }  // namespace paceline

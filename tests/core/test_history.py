@@ -44,7 +44,7 @@ PARAMS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(PARAMS, TOKENS, st.lists(TOKENS, max_size=4), TOKENS, st.frozensets(st.integers(0, VOCAB - 1), max_size=3))
 def test_edits_are_those_of_a_recount(
     params: SamplingParams, prompt: list[int], chunks: list[list[int]], drafts: list[int], stops: frozenset[int]

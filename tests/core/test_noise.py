@@ -56,7 +56,6 @@ def test_golden_values() -> None:
     np.testing.assert_allclose(noise.gumbel(key, np.array([0, 1, 49151])), GOLDEN_GUMBEL, rtol=1e-15)
 
 
-@settings(deadline=None)
 @given(
     st.integers(0, (1 << 63) - 1),
     st.integers(0, 63),
@@ -101,7 +100,7 @@ def choice_of(z: np.ndarray, seed: int, position: int = 0) -> int:
 ODD = st.sampled_from([-np.inf, 0.0, -0.0, 1.0, 7.25, -1e30, 1e30, 3e38, 30.0])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.integers(1, 60000),
     st.integers(0, 1 << 40),

@@ -47,7 +47,7 @@ FILTERS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(ROW, FILTERS)
 def test_filters_keep_what_a_full_sort_keeps(row: np.ndarray, params: SamplingParams) -> None:
     z = sampling.scaled(row, params, None)
@@ -94,7 +94,7 @@ EDITS = Edits(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(ROW, FILTERS, st.integers(0, 1 << 40), st.booleans())
 def test_a_choice_is_the_noisy_argmax_of_what_is_kept(
     row: np.ndarray, params: SamplingParams, seed: int, edited: bool
@@ -118,7 +118,7 @@ def test_a_choice_is_the_noisy_argmax_of_what_is_kept(
     np.testing.assert_allclose(probs, special.softmax(kept.astype(np.float64)), atol=1e-12)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(ROW, st.integers(0, 1 << 40), st.sampled_from([0.0, 0.5, 1.0]), st.booleans())
 def test_kinds_choose_the_same_token(row: np.ndarray, seed: int, temperature: float, edited: bool) -> None:
     """What may be asked as argmax or noisy, and a filter that keeps everything, give one token."""
@@ -149,7 +149,7 @@ def test_choices_follow_the_distribution(params: SamplingParams) -> None:
     assert stats.chisquare(counts[ids], probs * len(tokens)).pvalue > 1e-3
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(ROW, st.integers(0, 20), st.integers(0, 1 << 20))
 def test_logprobs_are_those_of_the_raw_distribution(row: np.ndarray, num_top: int, token_id: int) -> None:
     token_id %= len(row)

@@ -53,7 +53,7 @@ def test_renumbered_tokens_are_all_found() -> None:
     assert tokens.share == 1.0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_a_guess_is_drawn_by_the_targets_ids(data: st.DataObject) -> None:
     """As if the target's own logits were the drafter's, with nothing for tokens that it lacks."""
@@ -87,7 +87,7 @@ def test_behind_a_space_tokens_are_known_by_what_follows_it() -> None:
     assert places.places.tolist() == sorted(places.places.tolist())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=TEXTS, cuts=st.lists(st.integers(1, 9)), kind=st.sampled_from([TokenSpelling, StringSpelling]))
 def test_a_growing_text_is_the_same_in_both(text: str, cuts: list[int], kind: type) -> None:
     """However the target's tokens come in, the drafter holds their text, up to a last space it still owes."""
@@ -141,7 +141,7 @@ def test_guesses_are_read_as_the_target_writes_them() -> None:
     assert spelling.read(OTHER.tokenizer.encode("漢")[:2]) == []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(
         st.tuples(st.integers(0, 2), st.lists(st.integers(0, 3), max_size=40), st.integers(0, 8)), max_size=30

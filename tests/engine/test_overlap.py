@@ -86,7 +86,7 @@ def compare(draft: str, types: str, tally: Tally, examples: int = EXAMPLES) -> i
     num_overlapped = 0
 
     @seed(1)
-    @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples, database=None, suppress_health_check=list(HealthCheck))
     @given(workloads(), settings_(), st.sampled_from([1, 4, 8]), st.booleans(), st.integers(0, 1000))
     def check(requests: list[Request], changed: Settings, k: int, restless: bool, number: int) -> None:
         nonlocal num_overlapped

@@ -63,7 +63,7 @@ def compare(draft: str, examples: int, types: str, number: int, tally: Tally) ->
     """Run workloads plainly, then with drafts under other settings, and compare all of every answer."""
 
     @seed(number)
-    @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples, database=None, suppress_health_check=list(HealthCheck))
     @given(
         requests=workloads(),
         picks=st.lists(st.integers(0, 10_000), min_size=16, max_size=16),

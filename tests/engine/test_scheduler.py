@@ -205,9 +205,7 @@ class LateSchedulerMachine(SchedulerMachine):
     lag = 1
 
 
-_SETTINGS = settings(
-    max_examples=150, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-)
+_SETTINGS = settings(max_examples=150, stateful_step_count=30, suppress_health_check=list(HealthCheck))
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = _SETTINGS
 TestLateScheduler = LateSchedulerMachine.TestCase

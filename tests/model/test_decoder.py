@@ -33,7 +33,7 @@ def test_chunks_and_page_order_do_not_matter(family: str, chunk: int) -> None:
     torch.testing.assert_close(logits_of(decoder, IDS, chunk, pages), whole, rtol=1e-11, atol=1e-11)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 40)), min_size=1, max_size=8), st.randoms())
 def test_rows_of_a_mixed_batch_see_only_themselves(rows: list[tuple[int, int]], random: object) -> None:
     decoder = build()

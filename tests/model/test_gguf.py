@@ -217,7 +217,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return write(tmp_path_factory.mktemp("whole") / "m.gguf").read_bytes()
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_corruption_is_an_error_of_ours_or_harmless(whole: bytes, tmp_path: Path, data: st.DataObject) -> None:
     """Header bytes overwritten, or the file cut: a clear error, or a model whose tensors can all be read."""

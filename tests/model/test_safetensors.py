@@ -214,7 +214,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("whole"))
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_corruption_is_an_error_of_ours_or_harmless(whole: Path, tmp_path: Path, data: st.DataObject) -> None:
     """Bytes of the header overwritten, or the file cut: a clear error, or tensors of the shapes asked for."""
@@ -234,7 +234,7 @@ def test_any_corruption_is_an_error_of_ours_or_harmless(whole: Path, tmp_path: P
     assert cut == len(original)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.dictionaries(
         st.sampled_from([*config_json(CONFIG), "rope_scaling", "rope_theta", "sliding_window", "eos_token_id"]),

@@ -54,7 +54,7 @@ def grown(tokenizer: Tokenizer, ids: list[int], cuts: list[int], skip_special: b
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, SENTENCE], ids=["byte-level", "sentence-piece"])
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(data=st.data())
 def test_a_stream_of_any_ids_adds_up_to_decode(tokenizer: Tokenizer, data: st.DataObject) -> None:
     # One past the vocabulary too: padding rows of an embedding can be drawn.
@@ -64,7 +64,7 @@ def test_a_stream_of_any_ids_adds_up_to_decode(tokenizer: Tokenizer, data: st.Da
     assert grown(tokenizer, ids, cuts, skip) == tokenizer.decode(ids, skip)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text(), st.lists(st.integers(0, 3), max_size=20))
 def test_text_survives(text: str, cuts: list[int]) -> None:
     ids = BYTES.encode(text)
@@ -72,14 +72,14 @@ def test_text_survives(text: str, cuts: list[int]) -> None:
     assert grown(BYTES, ids, cuts, skip_special=False) == text
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.integers(0, 319), max_size=40), st.booleans())
 def test_byte_level_decode_equals_the_library(ids: list[int], skip_special: bool) -> None:
     """Also for broken UTF-8, where both put U+FFFD for each longest broken part."""
     assert BYTES.decode(ids, skip_special) == BYTES.raw.decode(ids, skip_special_tokens=skip_special)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text(alphabet="abcé 漢x"))
 def test_sentence_piece_decode_equals_the_library(text: str) -> None:
     ids = SENTENCE.encode(text, add_special=False)

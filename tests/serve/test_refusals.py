@@ -220,7 +220,7 @@ def bodies(base: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
     return st.builds(lambda extra: base | {"max_tokens": 2} | extra, extras)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=bodies({"prompt": "the"}) | bodies({"messages": [USER]}))
 def test_no_body_is_answered_with_a_5xx(healthy: httpx.Client, body: dict[str, Any]) -> None:
     route = CHAT if "messages" in body else PLAIN
@@ -232,7 +232,7 @@ def test_no_body_is_answered_with_a_5xx(healthy: httpx.Client, body: dict[str, A
         explained(response, response.status_code)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.binary(max_size=200))
 def test_no_bytes_are_answered_with_a_5xx(healthy: httpx.Client, data: bytes) -> None:
     assert 400 <= healthy.post(PLAIN, content=data, headers=JSON).status_code < 500

@@ -59,7 +59,7 @@ CHANCES = {"rejection": rejection_chances, "block": block_chances}
 CHAINS = {"draws": w.every_draw, "lookup": w.one_lookup}
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.integers(0, 1 << 20),
     st.integers(2, 4),

@@ -39,6 +39,17 @@ class Chosen:
         return self.tokens * self.plain_seconds / (self.plain_tokens * self.seconds) if self.seconds else 1.0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidates:
+    """Drafts that a step may have, by row."""
+
+    alive: NDArray[float64]  # [n, depth] chance that each is kept, times what a token of the row counts
+    most: NDArray[int64]  # [n] drafts that a row may have
+    lengths: NDArray[int64]  # [n] tokens of each row
+    drafters: NDArray[int64]  # [n] each row's
+    plain_tokens: float  # that the step without drafts commits, each counted as it counts
+
+
 def in_order(
     survival: NDArray[float64], most: NDArray[int64], lengths: NDArray[int64], drafters: NDArray[int64]
 ) -> Drafts:
@@ -63,16 +74,16 @@ def best(
     *,
     unpaid_s: float = 0.0,
     drafted: bool = False,
-    weights: NDArray[float64] | None = None,
+    plain_tokens: float | None = None,
 ) -> Chosen:
     """Return the number of drafts with the highest goodput, the smallest of equals.
 
     unpaid_s: seconds of the step that are not decoding's: those of prefill chunks, which are due in any case.
     drafted: the drafts are there; it is only chosen how many of them are verified.
-    weights: [num_rows] how much a token of each row counts, where the survival of the drafts has it in it already.
+    plain_tokens: what the step without drafts commits, where tokens of some rows count for more.
     """
     seconds = np.maximum(cost.times(base, num_rows, drafts, drafted=drafted) - unpaid_s, 1e-9)
-    tokens = kept_with(num_rows if weights is None else float(weights.sum()), drafts)
+    tokens = kept_with(num_rows if plain_tokens is None else plain_tokens, drafts)
     count = int((tokens / seconds).argmax())
     return _chosen(num_rows, drafts, count, tokens, seconds)
 

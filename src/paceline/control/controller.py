@@ -103,6 +103,7 @@ class ClosedLoop:
         self.view: View | None = None  # of the last plan
         self.decision: Decision | None = None
         self._offered: frozenset[int] = frozenset()  # drafters whose proposals the last plan knew
+        self._seen: tuple[Draft, Drafted] | None = None  # the last proposal, and the same as arrays
         self._index = {name: index for index, name in enumerate(names)}
         self._group = group
         self._twin: ClosedLoop | None = None
@@ -146,6 +147,11 @@ class ClosedLoop:
 
     def _drafted(self, batch: Batch, draft: Draft) -> Drafted:
         """Return what was proposed, as arrays over the rows that decode."""
+        if self._seen is None or self._seen[0] is not draft:
+            self._seen = draft, self._as_arrays(batch, draft)
+        return self._seen[1]
+
+    def _as_arrays(self, batch: Batch, draft: Draft) -> Drafted:
         found = [(r.row, d) for r, d in zip(batch.rows, draft.rows, strict=True) if r.decodes]
         rows = np.array([row for row, _ in found], np.int64)
         drafters = np.array([self._index.get(d.drafter or "", NONE) for _, d in found], np.int64)

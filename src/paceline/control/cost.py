@@ -157,6 +157,20 @@ class Drafts:
         return len(self.rows)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Ladder:
+    """What `StepCost.times` is made of, where it is a sum: for the compiled choice."""
+
+    pass_s: NDArray[float64]  # [sizes] of a pass with so many token rows
+    first: int  # token rows of the pass without drafts
+    pair_s: float
+    besides_s: float  # of the pass without drafts: what is not its token rows'
+    added: NDArray[float64] | None  # of `DraftTables`; None: drafting is paid
+    factors: NDArray[float64]  # [num_drafters] by which each drafter is slower
+    scale: float  # of all of the above
+    host_s: float
+
+
 class StepCost(Protocol):
     """Prices every length of a list of drafts."""
 
@@ -165,6 +179,10 @@ class StepCost(Protocol):
 
         base: the pass without drafts. num_rows: that decode. drafted: they are made, only the pass is to come.
         """
+        ...
+
+    def ladder(self, base: Work, *, drafted: bool = False) -> Ladder | None:
+        """Return what `times` is made of, if it is a sum."""
         ...
 
     def price(self, base: Work, lengths: NDArray[int64], ks: NDArray[int64], drafters: NDArray[int64]) -> float:
@@ -194,6 +212,9 @@ class MeasuredCost:
         """As `StepCost.times`."""
         seconds = self.target(self.passes(base, drafts))
         return seconds if drafted else seconds + self.drafting(drafts)
+
+    def ladder(self, base: Work, *, drafted: bool = False) -> None:
+        """Nothing: it is for measuring, not for every step."""
 
     def price(self, base: Work, lengths: NDArray[int64], ks: NDArray[int64], drafters: NDArray[int64]) -> float:
         """As `StepCost.price`."""
@@ -258,6 +279,9 @@ class TableCost:
     def times(self, base: Work, num_rows: int, drafts: Drafts, *, drafted: bool = False) -> NDArray[float64]:
         """As `StepCost.times`; what part of a step is drafting is not known, so all of it is still to come."""
         return self._seconds(num_rows, np.arange(len(drafts) + 1) / max(num_rows, 1))
+
+    def ladder(self, base: Work, *, drafted: bool = False) -> None:
+        """Nothing: these are times of whole steps."""
 
     def price(self, base: Work, lengths: NDArray[int64], ks: NDArray[int64], drafters: NDArray[int64]) -> float:
         """As `StepCost.price`."""

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.control.choice import best, in_order
+from paceline.control.choice import Candidates
 from paceline.control.cost import Work
 from paceline.control.hopes import Hopes
 from paceline.control.objective import LEAST_PREFILL, Objective, Pace
 from paceline.control.policy import NONE, Decision, Drafted, Outcomes, View, plain
-from paceline.control.survival import Survival, sigmoid, survival_of
+from paceline.control.quick import QuickSurvival, choose
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,7 +54,7 @@ class Goodput:
         self.cost = cost
         self._pace = Pace(num_rows, objective or Objective())
         known = priors or [None] * len(max_ks)
-        self.survival = [Survival(num_rows, k, p) for k, p in zip(max_ks, known, strict=True)]
+        self.survival = [QuickSurvival(num_rows, k, p) for k, p in zip(max_ks, known, strict=True)]
         self._max_k = max(max_ks, default=0)
         self._own = np.zeros(num_rows, np.int64)  # drafter of each row, of those that offer nothing
         self._fresh = np.ones(num_rows, bool)  # rows that nobody has chosen a drafter for
@@ -86,7 +86,7 @@ class Goodput:
             return plain(view)
         self._steps += 1
         base, unpaid_s = self._planned_on = self._base(view)
-        alive = survival_of(self.chances(view))
+        alive = self.expected(view)
         drafters = self._assign(view, base, alive)
         paced = self._pace.promise(view.targets)
         weights = self._pace.urgency(view.rows) if paced else None
@@ -129,8 +129,9 @@ class Goodput:
         """Return how far each row goes with its drafter. alive: [num_drafters, num_rows, max_k]"""
         own = alive[drafters, np.arange(view.num_rows)] if len(alive) > 1 else alive[0]
         counted = own if weights is None else own * weights[:, None]
-        drafts = in_order(counted, view.most, view.lengths, drafters)
-        return best(base, view.num_rows, drafts, self.cost, unpaid_s=unpaid_s, weights=weights)
+        plain_tokens = view.num_rows if weights is None else float(weights.sum())
+        among = Candidates(counted, view.most, view.lengths, drafters, plain_tokens)
+        return choose(self.cost, base, among, unpaid_s=unpaid_s)
 
     def _base(self, view: View) -> tuple[Work, float]:
         """Return the pass without drafts, and its seconds that are the prefill's."""
@@ -143,19 +144,18 @@ class Goodput:
         price = partial(self.cost.price, lengths=view.lengths, ks=no_ks, drafters=no_drafters)
         return whole, price(whole) - price(own)
 
-    def chances(self, view: View, optimism: float = 0.0) -> NDArray[float64]:
-        """Return every drafter's chances at every depth, 0 beyond its deepest. [num_drafters, num_rows, max_k]"""
-        z = np.full((len(self.survival), view.num_rows, self._max_k), -np.inf)
+    def expected(self, view: View, optimism: float = 0.0) -> NDArray[float64]:
+        """Return how likely every drafter's drafts are kept, 0 beyond its deepest. [num_drafters, num_rows, max_k]
+
+        What a drafter would propose is known if it offers: then nothing more is to be hoped for.
+        """
+        found = np.zeros((len(self.survival), view.num_rows, self._max_k))
         for index, survival in enumerate(self.survival):
-            if self._hopes.gone[index]:
-                continue
-            if index in view.offers:  # what it would propose is known, and nothing more is to be hoped for
-                own = survival.logits_with(view.rows, view.offers[index][:, : survival.max_depth])
-                z[index, :, : own.shape[1]] = own
-            else:
-                z[index, :, : survival.max_depth] = survival.logits(view.rows, optimism)
-        chances = sigmoid(z)
-        return np.fmax(chances, 0.0, out=chances) if view.offers else chances  # NaN: it proposes no more
+            if not self._hopes.gone[index]:
+                offer = view.offers.get(index)
+                hope = optimism if offer is None else 0.0
+                found[index] = survival.alive(view.rows, self._max_k, offer, optimism=hope)
+        return found
 
     def _assign(self, view: View, base: Work, alive: NDArray[float64]) -> NDArray[int64]:
         """Return each row's drafter: what was offered if it is worth more than the row's own drafter, or that."""
@@ -222,7 +222,7 @@ class Goodput:
         doubtful = [
             d for d in self._asked(view) if self._hopes.look(d, self._could_pay(view, base, alive, chosen, d))
         ]
-        hoped = self._best(view, base, survival_of(self.chances(view, OPTIMISM)), drafters).ks
+        hoped = self._best(view, base, self.expected(view, OPTIMISM), drafters).ks
         further = hoped, drafters
         if doubtful and not (hoped > ks).any():
             tried = doubtful[self._steps // PROBE_EVERY % len(doubtful)]
@@ -246,8 +246,8 @@ class Goodput:
             return True
         keys = int(view.lengths.min())
         one, room = np.full(1, keys), np.full(1, self._max_k)
-        drafts = in_order(best_case[None], room, one, np.full(1, drafter))
-        return bool(best(Work(1, 0, keys, keys), 1, drafts, self.cost).ks.any())
+        among = Candidates(best_case[None], room, one, np.full(1, drafter), 1.0)
+        return bool(choose(self.cost, Work(1, 0, keys, keys), among).ks.any())
 
     def _probe(self, view: View, base: Work, chosen: Choices, further: Choices, seconds: float) -> Choices:
         """Let one row go further than was chosen, if there is time for that."""
@@ -275,32 +275,23 @@ class Goodput:
         """
         by_row = np.zeros(len(self._own), np.int64)
         by_row[view.rows] = view.lengths
-        lengths, num_rows = by_row[drafted.rows], len(drafted.rows)
+        lengths = by_row[drafted.rows]
         base, prefill_s = self._planned_on
         weights = self._pace.urgency(drafted.rows)
-        alive = self.alive(drafted) * weights[:, None]
-        drafts = in_order(alive, drafted.ks, lengths, drafted.drafters)
+        counted = self.alive(drafted) * weights[:, None]
+        among = Candidates(counted, drafted.ks, lengths, drafted.drafters, float(weights.sum()))
         unpaid_s = prefill_s - self.cost.drafting_s(drafted.ks, drafted.drafters)
-        chosen = best(base, num_rows, drafts, self.cost, unpaid_s=unpaid_s, drafted=True, weights=weights)
+        chosen = choose(self.cost, base, among, unpaid_s=unpaid_s, drafted=True)
         return np.where(drafted.rows == self._probed, drafted.ks, chosen.ks)
 
     def alive(self, drafted: Drafted) -> NDArray[float64]:
         """Return the chance of each draft to be kept, now that it is there. [n, max_k]"""
-        return survival_of(sigmoid(self._logits_of(drafted)))
-
-    def _logits_of(self, drafted: Drafted) -> NDArray[float64]:
-        """Return the logit of the chance of each draft, given the one before. [n, max_k]"""
-        z = np.full((len(drafted.rows), self._max_k), -np.inf)
-        said = drafted.confidence[:, : self._max_k]
-        for index, survival in enumerate(self.survival):
-            (own,) = (drafted.drafters == index).nonzero()
-            if own.size:
-                depth = min(said.shape[1], survival.max_depth)
-                known = survival.logits_with(drafted.rows[own], said[own, :depth])
-                usual = survival.logits(drafted.rows[own])
-                usual[:, :depth] = np.where(np.isnan(known), usual[:, :depth], known)
-                z[own, : survival.max_depth] = usual
-        return z
+        found = np.zeros((len(drafted.rows), self._max_k))
+        for index in set(drafted.drafters[drafted.drafters >= 0].tolist()):
+            own = drafted.drafters == index
+            said = drafted.confidence[own]
+            found[own] = self.survival[index].alive(drafted.rows[own], self._max_k, said, usual=True)
+        return found
 
     # After a step --------------------------------------------------------------------------------
 
@@ -309,11 +300,7 @@ class Goodput:
         self._pace.learn(outcomes)
         self._hopes.learn(outcomes, self._probed)
         for index, survival in enumerate(self.survival):
-            (own,) = (outcomes.drafters == index).nonzero()
-            confidence = outcomes.confidence[own] if outcomes.confidence is not None else None
-            survival.observe(
-                outcomes.rows[own], outcomes.num_verified[own], outcomes.num_accepted[own], confidence
-            )
+            survival.learn(outcomes, index)
 
 
 def _gained(alive: NDArray[float64], drafters: NDArray[int64], ks: NDArray[int64]) -> NDArray[float64]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.control.cost import Work, draft_tables
+from paceline.control.cost import Ladder, Work, draft_tables
 
 if TYPE_CHECKING:
     from numpy import float64, int64
@@ -54,6 +54,21 @@ class OnlineCost:
         seconds *= exp(self.hour)
         seconds += self.host_s
         return seconds
+
+    def ladder(self, base: Work, *, drafted: bool = False) -> Ladder:
+        """As `StepCost.ladder`."""
+        t = self.measured.target
+        added = None if drafted else draft_tables(self.measured.drafters).added
+        return Ladder(
+            pass_s=self._pass_s,
+            first=int(base.tokens),
+            pair_s=t.pair_s,
+            besides_s=float(t.besides(base)),
+            added=added,
+            factors=np.exp(self._by_drafter),
+            scale=exp(self.hour),
+            host_s=self.host_s,
+        )
 
     def _pass_s_from(self, first: int, count: int) -> NDArray[float64]:
         """Return a copy of the table of passes for so many sizes. [count]"""

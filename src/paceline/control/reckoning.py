@@ -38,9 +38,10 @@ def learn_cost(cost: OnlineCost, view: View, decision: Decision, outcomes: Outco
     measured_s = outcomes.draft_s + outcomes.target_s + outcomes.host_s
     gained = 1 + int(outcomes.num_accepted.sum()) / max(len(lengths), 1)  # steps that a step stands for
     reckoning = Reckoning(predicted_s, measured_s * (prefill_s + gained * plain_s) / predicted_s)
-    used = np.unique(decision.drafters[decision.drafters != NONE])
-    if used.size == 1:  # what one drafter took can be told apart
-        cost.observe_drafting(int(used[0]), float(drafting_s[used[0]]), outcomes.draft_s)
+    used = set(decision.drafters.tolist()) - {NONE}
+    if len(used) == 1:  # what one drafter took can be told apart
+        (drafter,) = used
+        cost.observe_drafting(drafter, float(drafting_s[drafter]), outcomes.draft_s)
     cost.observe_pass(done + prefill, outcomes.target_s)
     cost.observe_host(outcomes.host_s)
     return reckoning

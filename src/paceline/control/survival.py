@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from numpy import float64, int64
     from numpy.typing import NDArray
 
+    from paceline.control.policy import Outcomes
+
 FIRST_GUESS = 0.6  # chance of a position before anything was seen
 HABIT_SPREAD = 1.5  # standard deviation, in logits, of a depth's habit before anything was seen
 PRIOR_SPREAD = 0.2  # the same where it was measured elsewhere
@@ -75,6 +77,36 @@ class Survival:
         z += self.habit[:depth]
         z += self.ease[rows][:, None]
         return z
+
+    def alive(
+        self,
+        rows: NDArray[int64],
+        depth: int,
+        said: NDArray[float64] | None = None,
+        *,
+        usual: bool = False,
+        optimism: float = 0.0,
+    ) -> NDArray[float64]:
+        """Return how likely each draft is reached alive, 0 beyond the deepest. [n, depth]
+
+        said: [n, some depth] confidence, if the drafts are known; NaN, or no column: there is no draft, or, if
+        `usual`, the drafter does not say.
+        """
+        z = np.full((len(rows), depth), -np.inf)
+        within = min(depth, self.max_depth)
+        if said is None or usual:
+            z[:, :within] = self.logits(rows, optimism)[:, :within]
+        if said is not None:
+            told = said[:, :within]
+            known = self.logits_with(rows, told)
+            z[:, : told.shape[1]] = np.where(np.isnan(told), z[:, : told.shape[1]], known)
+        return survival_of(sigmoid(z))
+
+    def learn(self, outcomes: Outcomes, drafter: int) -> None:
+        """Learn from those rows of a step that drafted with a drafter."""
+        (own,) = (outcomes.drafters == drafter).nonzero()
+        confidence = None if outcomes.confidence is None else outcomes.confidence[own]
+        self.observe(outcomes.rows[own], outcomes.num_verified[own], outcomes.num_accepted[own], confidence)
 
     def chances(self, rows: NDArray[int64], optimism: float = 0.0) -> NDArray[float64]:
         """Return the chance of each depth given the one before, as known before drafting. [n, max_depth]"""

@@ -127,7 +127,7 @@ def _survival(loop: ClosedLoop) -> list[list[str]]:
     policy, view = loop.policy, loop.view
     if not isinstance(policy, Goodput) or view is None:
         return []
-    chances: Sequence[list[list[float]]] = policy.chances(view).tolist()
+    chances: Sequence[list[list[float]]] = policy.expected(view).tolist()
     return [
         [f"{loop.names[d]}: " + " ".join(f"{c:.2f}" for c in rows[i] if c) for d, rows in enumerate(chances)]
         for i in range(view.num_rows)

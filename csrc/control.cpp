@@ -1,0 +1,175 @@
+#include "control.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace paceline {
+namespace {
+
+constexpr double kLeastSeconds = 1e-9;
+
+double sigmoid(double z) { return 1 / (std::exp(-z) + 1); }
+
+double within(double x, double most) { return std::min(std::max(x, -most), most); }
+
+double logit(double p, double largest) {
+    const double least = 1 / (1 + std::exp(largest));
+    const double inside = std::min(std::max(p, least), 1 - least);
+    return std::log(inside / (1 - inside));
+}
+
+void drift(const Habits& h, const Spread& spread, const Rates& rates) {
+    for (size_t d = 0; d < h.depth; ++d) h.habit_var[d] += rates.habit_drift;
+    for (size_t r = 0; r < h.num_rows; ++r)
+        h.ease_var[r] = std::min(h.ease_var[r] + rates.row_drift * spread.rows, spread.rows);
+}
+
+// Learns what confidence is usual, and returns the surprise in each; 0 where nothing was said. [own rows, depth]
+std::vector<double> learn_usual(const Habits& h, const Rates& rates, const Said& said, const std::vector<size_t>& own,
+                                size_t depth) {
+    std::vector<double> surprise(own.size() * depth);
+    if (!said.confidence) return surprise;
+    for (size_t d = 0; d < std::min(said.depth, h.depth); ++d) {
+        double sum = 0, count = 0;
+        for (size_t i : own) {
+            const double c = said.confidence[i * said.depth + d];
+            if (!std::isfinite(c)) continue;
+            sum += logit(c, rates.largest_logit);
+            count += 1;
+        }
+        h.num_usual[d] = std::min(h.num_usual[d] + count, rates.most_usual);
+        h.usual[d] += (sum - count * h.usual[d]) / std::max(h.num_usual[d], 1.0);
+        if (d >= depth) continue;
+        for (size_t n = 0; n < own.size(); ++n) {
+            const double c = said.confidence[own[n] * said.depth + d];
+            if (std::isfinite(c)) surprise[n * depth + d] = logit(c, rates.largest_logit) - h.usual[d];
+        }
+    }
+    return surprise;
+}
+
+}  // namespace
+
+void alive(const Habits& h, const Spread& spread, double largest_logit, const Said& said, const Question& q, double* out) {
+    for (size_t i = 0; i < q.n; ++i) {
+        const double ease = h.ease[q.rows[i]], ease_var = h.ease_var[q.rows[i]];
+        double chance = 1;
+        for (size_t d = 0; d < q.depth; ++d) {
+            const double c = said.confidence && d < said.depth ? said.confidence[i * said.depth + d] : NAN;
+            if (d >= h.depth || (std::isnan(c) && said.confidence && !q.usual)) {
+                chance = 0;
+            } else {
+                double z = h.habit[d] + ease;
+                if (!std::isnan(c)) z = (logit(c, largest_logit) - h.usual[d]) * spread.sureness + h.habit[d] + ease;
+                if (q.optimism > 0) z += q.optimism * std::sqrt(h.habit_var[d] + ease_var);
+                chance *= sigmoid(z);
+            }
+            out[i * q.depth + d] = chance;
+        }
+    }
+}
+
+Spread observe(const Habits& h, Spread spread, const Rates& rates, const Said& said, const Kept& k) {
+    drift(h, spread, rates);
+    std::vector<size_t> own;
+    int64_t deepest = 0;
+    for (size_t i = 0; i < k.n; ++i) {
+        if (k.drafters[i] != k.own) continue;
+        own.push_back(i);
+        deepest = std::max(deepest, k.num_verified[i]);
+    }
+    const size_t depth = std::min(static_cast<size_t>(deepest), h.depth);
+    if (depth == 0) return spread;
+    const std::vector<double> surprise = learn_usual(h, rates, said, own, depth);
+    std::vector<double> habit_weight(depth), habit_error(depth);
+    double seen = 0, sure_weight = 0, sure_error = 0;
+    for (size_t n = 0; n < own.size(); ++n) {
+        const size_t i = own[n], row = k.rows[i];
+        const int64_t tested = std::min(k.num_accepted[i] + 1, k.num_verified[i]);
+        const double old_ease = h.ease[row], old_var = h.ease_var[row];
+        double row_weight = 0, row_error = 0;
+        for (size_t d = 0; d < depth && static_cast<int64_t>(d) < tested; ++d) {
+            const double s = surprise[n * depth + d];
+            const double chance = sigmoid(h.habit[d] + old_ease + spread.sureness * s);
+            const double error = (static_cast<int64_t>(d) < k.num_accepted[i] ? 1.0 : 0.0) - chance;
+            const double weight = chance - chance * chance;
+            const double for_row = 1 / (1 + weight * h.habit_var[d]);  // what an uncertain habit does not explain
+            const double for_habit = 1 / (1 + weight * old_var);
+            row_weight += weight * for_row;
+            row_error += error * for_row;
+            habit_weight[d] += weight * for_habit;
+            habit_error[d] += error * for_habit;
+            sure_weight += weight * s * s;
+            sure_error += error * s;
+        }
+        const double var = 1 / (1 / old_var + row_weight), ease = old_ease + var * row_error;
+        seen += ease * ease + var;
+        h.ease_var[row] = var;
+        h.ease[row] = within(ease, rates.largest_logit / 2);
+    }
+    for (size_t d = 0; d < depth; ++d) {
+        h.habit_var[d] = 1 / (1 / h.habit_var[d] + habit_weight[d]);
+        h.habit[d] = within(h.habit[d] + h.habit_var[d] * habit_error[d], rates.largest_logit);
+    }
+    const double least = rates.least_spread * rates.least_spread, most = rates.most_spread * rates.most_spread;
+    const double mean = seen / static_cast<double>(own.size());
+    spread.rows += rates.spread * (std::min(std::max(mean, least), most) - spread.rows);
+    spread.sureness_var = 1 / (1 / (spread.sureness_var + rates.sureness_drift) + sure_weight);
+    spread.sureness = std::max(0.0, spread.sureness + spread.sureness_var * sure_error);
+    return spread;
+}
+
+namespace {
+
+struct Rung {
+    double alive;
+    size_t row, depth;  // depth from 1
+};
+
+// The likeliest first; of equally likely ones the shallower, then the earlier row.
+std::vector<Rung> in_order(const Candidates& c) {
+    std::vector<Rung> rungs;
+    for (size_t d = 0; d < c.depth; ++d)
+        for (size_t i = 0; i < c.n; ++i)
+            if (const double a = c.alive[i * c.depth + d]; static_cast<int64_t>(d) < c.most[i] && a > 0)
+                rungs.push_back({a, i, d + 1});
+    std::stable_sort(rungs.begin(), rungs.end(), [](const Rung& a, const Rung& b) { return a.alive > b.alive; });
+    return rungs;
+}
+
+}  // namespace
+
+Best best_drafts(const Ladder& ladder, const Candidates& c) {
+    const auto pass_s = [&](size_t drafts) { return ladder.pass_s[std::min(ladder.first + drafts, ladder.sizes - 1)]; };
+    const auto seconds_of = [&](double pass, double drafting) {
+        return std::max((pass + drafting) * ladder.scale + ladder.host_s - c.unpaid_s, kLeastSeconds);
+    };
+    std::vector<size_t> going(ladder.drafters * ladder.width);  // rows that go so deep with a drafter
+    double pass = pass_s(0) + ladder.besides_s, drafting = 0, tokens = c.plain_tokens, keys = 0;
+    Best best{std::vector<int64_t>(c.n), tokens, seconds_of(pass, 0), seconds_of(pass, 0)};
+    double highest = best.tokens / best.seconds;
+    size_t count = 0;
+    const std::vector<Rung> rungs = in_order(c);
+    for (size_t n = 0; n < rungs.size(); ++n) {
+        const Rung& rung = rungs[n];
+        keys += static_cast<double>(c.lengths[rung.row]) + static_cast<double>(rung.depth);
+        pass = std::max(pass, pass_s(n + 1) + ladder.pair_s * keys + ladder.besides_s);
+        if (ladder.added) {
+            const size_t drafter = c.drafters[rung.row], depth = std::min(rung.depth, ladder.width - 1);
+            const size_t nth = std::min(++going[drafter * ladder.width + depth], ladder.most_rows);
+            drafting += ladder.added[(drafter * (ladder.most_rows + 1) + nth) * ladder.width + depth] * ladder.factors[drafter];
+        }
+        tokens += rung.alive;
+        const double seconds = seconds_of(pass, drafting);
+        if (tokens / seconds > highest) {
+            highest = tokens / seconds;
+            best.tokens = tokens;
+            best.seconds = seconds;
+            count = n + 1;
+        }
+    }
+    for (size_t n = 0; n < count; ++n) ++best.ks[rungs[n].row];
+    return best;
+}
+
+}  // namespace paceline

@@ -1,0 +1,79 @@
+// The arithmetic of a step's choice: how likely drafts are to be kept, and how many of them are worth their time.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace paceline {
+
+// The fast twin of control/survival.py, which says why. Arrays are the caller's.
+struct Habits {
+    double* habit;       // [depth] logits
+    double* habit_var;   // [depth]
+    double* usual;       // [depth] mean logit of the confidence
+    double* num_usual;   // [depth]
+    size_t depth;
+    double* ease;        // [rows]
+    double* ease_var;    // [rows]
+    size_t num_rows;
+};
+
+struct Spread {
+    double rows, sureness, sureness_var;
+};
+
+struct Rates {
+    double habit_drift, row_drift, spread, least_spread, most_spread, sureness_drift, most_usual, largest_logit;
+};
+
+struct Said {
+    const double* confidence;  // [n, depth], NaN where nothing was said; may be null
+    size_t depth;
+};
+
+struct Kept {
+    const int64_t *rows, *num_verified, *num_accepted;  // [n]
+    const int64_t* drafters;                            // [n]
+    int64_t own;                                        // those of this drafter count
+    size_t n;
+};
+
+// How likely each depth is reached alive. out: [n, depth]
+struct Question {
+    const int64_t* rows;
+    size_t n, depth;
+    double optimism;
+    bool usual;  // where nothing is said the habit holds; else there is no draft
+};
+
+void alive(const Habits& habits, const Spread& spread, double largest_logit, const Said& said, const Question& question,
+           double* out);
+Spread observe(const Habits& habits, Spread spread, const Rates& rates, const Said& said, const Kept& kept);
+
+// The fast twin of control/choice.py's `best`, for prices that are sums.
+struct Ladder {
+    const double* pass_s;  // [sizes] of a pass with so many token rows
+    size_t sizes, first;   // the pass without drafts has `first`
+    double pair_s, besides_s;
+    const double* added;    // [drafters, most_rows + 1, width] one row more at a depth; null: drafting is paid
+    const double* factors;  // [drafters]
+    size_t drafters, most_rows, width;
+    double scale, host_s;
+};
+
+struct Candidates {
+    const double* alive;                        // [n, depth] not rising along a row
+    const int64_t *most, *lengths, *drafters;   // [n]
+    size_t n, depth;
+    double plain_tokens, unpaid_s;
+};
+
+struct Best {
+    std::vector<int64_t> ks;  // [n]
+    double tokens, seconds, plain_seconds;
+};
+
+Best best_drafts(const Ladder& ladder, const Candidates& candidates);
+
+}  // namespace paceline
