@@ -36,7 +36,7 @@ AUTO = f"auto:{SUFFIX}+{OWN_MODEL}"
 OWN_LAYERS = "draft-model:layers=2"
 ITSELF = "draft-model:model=same"
 EXAMPLES = 60
-MANY_EXAMPLES = 120
+MANY_EXAMPLES = 60
 ROUNDS = 8
 
 
@@ -98,8 +98,8 @@ def assert_every_length_met(tally: Tally) -> None:
     """The above, and every accepted length many times, of a drafter that is sometimes right."""
     assert_all_met(tally)
     assert 0.2 <= tally.acceptance <= 0.8
-    assert min(tally.times_accepted) >= 100, tally.times_accepted
-    assert tally.cases > 1000
+    assert min(tally.times_accepted) >= 50, tally.times_accepted
+    assert tally.cases > 500
 
 
 def assert_lengths_met(tally: Tally) -> None:

@@ -53,7 +53,17 @@ class Setting:
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "weights": ("int8", "int4", "f32"),
-    "draft": ("off", "ngram:k=2", "ngram:k=4", "ngram:k=8", "suffix:shared=50000", "draft-model:layers=28,k=2"),
+    "draft": (
+        "off",
+        "ngram:k=2",
+        "ngram:k=8",
+        "suffix:shared=50000",
+        "draft-model:layers=28,k=2",
+        "draft-model",
+        "eagle3",
+        "peagle",
+        "auto",
+    ),
     "rows": (1, 3, 16, 64),
     "threads": (1, 2),
     "chunk": (64, 4096),

@@ -104,13 +104,15 @@ class OnlineCost:
 
     def drafting_of(self, ks: NDArray[int64], drafters: NDArray[int64]) -> NDArray[float64]:
         """Return the seconds that each drafter takes for rows that draft so much. [num_drafters]"""
+        if not ks.any():
+            return np.zeros(len(self.measured.drafters))
         found: NDArray[float64] = self.measured.drafting_of(ks, drafters) * np.exp(self._by_drafter + self.hour)
         return found
 
     def pass_s(self, work: Work) -> float:
         """Return the seconds of one pass."""
-        seconds = self._pass_s[min(int(work.tokens), MOST_TOKENS - 1)] + self.measured.target.besides(work)
-        return float(seconds * exp(self.hour))
+        seconds = float(self._pass_s[min(int(work.tokens), MOST_TOKENS - 1)])
+        return (seconds + float(self.measured.target.besides(work))) * exp(self.hour)
 
     def observe_pass(self, work: Work, seconds: float) -> None:
         """Learn from a target pass."""

@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from paceline.control.cost import Work
 from paceline.control.policy import NONE
 
 if TYPE_CHECKING:
-    from numpy import int64
-    from numpy.typing import NDArray
+    from collections.abc import Sequence
 
     from paceline.control.online import OnlineCost
     from paceline.control.policy import Decision, Outcomes, View
@@ -29,12 +26,13 @@ class Reckoning:
 def learn_cost(cost: OnlineCost, view: View, decision: Decision, outcomes: Outcomes, prefill: Work) -> Reckoning:
     """Compare a step with what it was to cost, its prefill being known now, and correct the prices."""
     known = dict(zip(view.rows.tolist(), view.lengths.tolist(), strict=True))
-    lengths = np.array([known.get(row, 0) for row in outcomes.rows.tolist()], np.int64)
-    done, plain = _passes(lengths, outcomes.num_verified)
+    lengths = [known.get(row, 0) for row in outcomes.rows.tolist()]
+    done, plain = _passes(lengths, outcomes.num_verified.tolist())
     drafting_s = cost.drafting_of(decision.ks, decision.drafters)
-    prefill_s = cost.pass_s(plain + prefill) - cost.pass_s(plain)
+    plain_s = cost.pass_s(plain)
+    prefill_s = cost.pass_s(plain + prefill) - plain_s if prefill.tokens else 0.0
+    plain_s += cost.host_s
     predicted_s = max(float(drafting_s.sum()) + cost.pass_s(done + prefill) + cost.host_s, 1e-9)
-    plain_s = cost.pass_s(plain) + cost.host_s
     measured_s = outcomes.draft_s + outcomes.target_s + outcomes.host_s
     gained = 1 + int(outcomes.num_accepted.sum()) / max(len(lengths), 1)  # steps that a step stands for
     reckoning = Reckoning(predicted_s, measured_s * (prefill_s + gained * plain_s) / predicted_s)
@@ -47,8 +45,8 @@ def learn_cost(cost: OnlineCost, view: View, decision: Decision, outcomes: Outco
     return reckoning
 
 
-def _passes(lengths: NDArray[int64], ks: NDArray[int64]) -> tuple[Work, Work]:
+def _passes(lengths: Sequence[int], ks: Sequence[int]) -> tuple[Work, Work]:
     """Return the work of verifying so many drafts of rows so long, and of none."""
-    keys = int(lengths.sum())
-    pairs = keys + int((ks * lengths + ks * (ks + 1) // 2).sum())
-    return Work(len(lengths) + int(ks.sum()), 0, keys, pairs), Work(len(lengths), 0, keys, keys)
+    keys = sum(lengths)
+    pairs = keys + sum(k * length + k * (k + 1) // 2 for k, length in zip(ks, lengths, strict=True))
+    return Work(len(lengths) + sum(ks), 0, keys, pairs), Work(len(lengths), 0, keys, keys)
