@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from paceline import cli
-from paceline.bench.compare.arms import ALL, APART, CHOSEN, SHARED, TURNS, last_core, make_arms
+from paceline.bench.compare.arms import ALL, APART, CHOSEN, SHARED, TURNS, make_arms, shared_out
 from paceline.bench.compare.results import Results
 from paceline.bench.compare.turns import Turns, remarks
 from paceline.core.errors import ConfigError
@@ -61,9 +61,7 @@ def test_only_auto_is_left_to_the_controller_unless_all_are(tmp_path: Path) -> N
 
 @two_cores
 def test_arms_have_the_cores_and_the_loop_they_are_named_for(model: Path) -> None:
-    arms = make_arms(
-        EngineConfig(model=str(model), draft_device=last_core(), limits=Limits(num_rows=2, max_len=64))
-    )
+    arms = make_arms(shared_out(EngineConfig(model=str(model), limits=Limits(num_rows=2, max_len=64))))
 
     def where(engine: Engine) -> tuple[set[int], type, Any]:
         return os.sched_getaffinity(0), type(engine.loop), engine.target.decoder
@@ -78,12 +76,12 @@ def test_arms_have_the_cores_and_the_loop_they_are_named_for(model: Path) -> Non
     assert id(found[ALL][2]) not in few
 
 
-def test_devices_that_are_no_cores_and_threads_are_refused(model: Path) -> None:
+def test_devices_that_are_no_cores_and_threads_are_refused() -> None:
     with pytest.raises(ConfigError, match="give the drafter cores"):
-        make_arms(EngineConfig(model=str(model), draft_device="cuda:1"))
+        shared_out(EngineConfig(draft_device="cuda:1"))
     if len(CORES) > 1:
         with pytest.raises(ConfigError, match="--threads"):
-            make_arms(EngineConfig(model=str(model), draft_device=last_core(), threads=1))
+            shared_out(EngineConfig(threads=1))
     for bad in ("0", "x", "99"):
         with pytest.raises(ConfigError, match="--k"):
             cli._main(["compare", "turns", "--prompts", "none", "--k", bad])
@@ -107,7 +105,7 @@ def test_the_command_ends_in_a_table_and_goes_on_where_it_stopped(
         tables.append(capsys.readouterr().out)
     assert tables[0] == tables[1], "nothing was measured again"
     document = json.loads(out.read_text())
-    assert document["settings"]["draft_device"] == last_core()
+    assert document["settings"]["draft_device"] == f"cpu:{CORES[-1]}"
     assert len(document["runs"]) == 5 * 2 * 2
     assert len(document["summary"]) == 5 * 2
     assert {r["in_turns"] > 0 for r in document["runs"] if r["arm"] == TURNS and r["size"] == 2} == {True}

@@ -13,7 +13,6 @@ from paceline.core.params import SamplingParams
 from paceline.draft.drafter import MAX_K
 from paceline.draft.options import AUTO
 from paceline.engine.options import add_target_arguments, engine_config
-from paceline.model.device import SAME
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -190,12 +189,12 @@ def _rollout(args: Namespace) -> int:
 
 def _turns(args: Namespace) -> int:
     from paceline.bench.compare.arena import drafters
-    from paceline.bench.compare.arms import SHARED, last_core, make_arms
+    from paceline.bench.compare.arms import SHARED, make_arms, shared_out
     from paceline.bench.compare.turns import Turns, remarks
 
     k, sizes, prompts = _k(args.k), _sizes(args.sizes), _prompts(args)
-    args.draft_device = last_core() if args.draft_device == SAME else args.draft_device
-    config = _config(args, max(sizes))
+    config = shared_out(_config(args, max(sizes)))
+    args.draft_device = config.draft_device
     arms = make_arms(config, args.seed)
     loaded = arms[SHARED].arena.loaded
     results = _results(args, config, loaded, SETTINGS_OF_TURNS)

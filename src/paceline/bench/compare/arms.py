@@ -43,32 +43,49 @@ class Arm:
         return call(self.arena.engine(draft))
 
 
-def last_core() -> str:
-    """Return the `--draft-device` that is the last core."""
-    return f"{CPU}:{max(usable_cores())}"
+def shared_out(config: EngineConfig) -> EngineConfig:
+    """Return a config whose drafter has its own cores: those asked for, or the last one. Raises `ConfigError`."""
+    last = f"{CPU}:{max(usable_cores())}"
+    config = replace(config, draft_device=last if config.draft_device == SAME else config.draft_device)
+    if config.placement.target is None:
+        raise ConfigError(f"--draft-device {config.draft_device}: give the drafter cores, such as {last}")
+    if config.threads is not None:
+        raise ConfigError("--threads: there are as many threads as cores here; --draft-device shares cores out")
+    return config
 
 
-def make_arms(config: EngineConfig, seed: int = 0) -> dict[str, Arm]:
-    """Load the target once for its own cores and once for all, and return the arms. Raises `ConfigError`.
+def apart(config: EngineConfig, seed: int = 0) -> dict[str, Arm]:
+    """Load the target for its own cores, and return the arms whose drafter has the others.
 
-    config: its `draft_device` says which cores are the drafter's, the others are the target's.
+    config: as `shared_out` returns it.
     """
     from paceline.engine.build import load
 
-    if config.placement.target is None:
-        raise ConfigError(f"--draft-device {config.draft_device}: give the drafter cores, such as {CPU}:1")
-    if config.threads is not None:
-        raise ConfigError("--threads: there are as many threads as cores here; --draft-device shares cores out")
-    own = config.placement.target.cores
-    apart = replace(config, threads=len(own))
-    together = replace(config, threads=len(usable_cores()), draft_device=SAME, overlap=OFF)
-    few, every = (load(replace(c, draft="off")) for c in (apart, together))
+    few = replace(config, threads=len(_target_cores(config)))
+    loaded = load(replace(few, draft="off"))
     return {
-        SHARED: Arm(
-            SHARED, Arena(replace(together, threads=len(own)), few, seed), Worker("on the target's cores", own)
-        ),
-        ALL: Arm(ALL, Arena(together, every, seed), Worker("on all cores")),
-    } | {
-        name: Arm(name, Arena(replace(apart, overlap=overlap), few, seed), Worker(name))
+        name: Arm(name, Arena(replace(few, overlap=overlap), loaded, seed), Worker(name))
         for name, overlap in ((APART, OFF), (TURNS, ON), (CHOSEN, AUTO))
     }
+
+
+def make_arms(config: EngineConfig, seed: int = 0) -> dict[str, Arm]:
+    """Return those of `apart`, and serial ones on the target's cores and on all; the former share its weights."""
+    from paceline.engine.build import load
+
+    arms = apart(config, seed)
+    few = arms[APART].arena
+    shared = replace(few.config, draft_device=SAME)
+    every = replace(shared, threads=len(usable_cores()))
+    worker = Worker("on the target's cores", _target_cores(config))
+    return {
+        SHARED: Arm(SHARED, Arena(shared, few.loaded, seed), worker),
+        ALL: Arm(ALL, Arena(every, load(replace(every, draft="off")), seed), Worker("on all cores")),
+        **arms,
+    }
+
+
+def _target_cores(config: EngineConfig) -> frozenset[int]:
+    target = config.placement.target
+    assert target is not None
+    return target.cores
