@@ -13,7 +13,7 @@ from threading import get_ident
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, PacelineError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -142,7 +142,7 @@ def _without(step: Span, others: Sequence[Span]) -> list[Span]:
 def record(engine: Engine, asked: Sequence[Question], steps: int) -> Timeline:
     """Return what so many steps look like in which all requests decode: none is at its prompt, none has ended.
 
-    Raises `ConfigError` if they end too soon.
+    Raises `ConfigError` if they end too soon, and `PacelineError` if a drafter failed.
     """
     timeline, begun = Timeline(), set[str]()
     for question in asked:
@@ -156,6 +156,8 @@ def record(engine: Engine, asked: Sequence[Question], steps: int) -> Timeline:
         engine.cancel(question.request.request_id)
     while engine.has_work:
         engine.step()
+    if engine.stats().drafter_failures:
+        raise PacelineError("the drafter failed; the log says why")
     end_s = timeline.of(STEP)[steps - 1].end_s
     timeline.spans = [span for span in timeline.spans if span.start_s < end_s]
     return timeline

@@ -96,7 +96,7 @@ class Turns:
 def remarks(lines: Sequence[Json]) -> list[str]:
     """Return, in words, where turns lose, and where `auto` is behind the better loop."""
     told = [
-        f"{TURNS} loses to {base!r} at {_cells(lines, TURNS, figure, 1.0) or 'none of them'}"
+        f'{TURNS} loses to "{base}" at {_cells(lines, TURNS, figure, 1.0) or "none of them"}'
         for base, figure in ((SHARED, "to_shared"), (APART, "to_better"), (ALL, "to_all"))
     ]
     behind = _cells(lines, CHOSEN, "to_better", 1.0 - SLACK)
