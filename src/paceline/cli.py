@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "measure the native kernels against the machine's limits",
     ),
     "compare": ("paceline.bench.commands.compare", "compare the controller with what one could choose by hand"),
+    "timeline": ("paceline.bench.commands.timeline", "watch target and drafter by the clock, both loops"),
     "train data": ("paceline.train.commands.data", "let a target write the answers that draft heads learn from"),
     "train features": ("paceline.train.commands.features", "let a target read its answers, ahead of training"),
     "train eagle3": ("paceline.train.commands.eagle3", "train an EAGLE-3 head for a target"),

@@ -51,6 +51,11 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Json:
     }
 
 
+def paired_ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
+    """Return the ratio of each repeat's two values. Raises `ValueError` if one is missing."""
+    return [a / b for a, b in zip(above, below, strict=True)]
+
+
 def num_repeated(token_ids: Sequence[int], length: int = REPEAT_TOKENS) -> int:
     """Return how many tokens of an answer lie inside a repeated n-gram.
 

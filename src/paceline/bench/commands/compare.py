@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from paceline.bench.terminal import progress, say, table
 from paceline.core.errors import ConfigError
 from paceline.core.params import SamplingParams
+from paceline.draft.drafter import MAX_K
+from paceline.draft.options import AUTO
 from paceline.engine.options import add_target_arguments, engine_config
 
 if TYPE_CHECKING:
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from paceline.bench.compare.arena import Arena
     from paceline.bench.compare.results import Results
     from paceline.bench.prompts import Prompt
+    from paceline.engine.build import Loaded
+    from paceline.engine.config import EngineConfig
 
     Setting = tuple[Arena, Results, list[Prompt], SamplingParams]
 
@@ -26,6 +30,9 @@ SETTINGS: tuple[str, ...] = (
     *("what", "prompts", "draft", "static", "sizes", "phases", "max_tokens", "limit", "screen", "repeat"),
     *("requests", "temperature", "seed", "model", "law", "backend", "weights", "kv", "threads"),
 )
+SETTINGS_OF_TURNS = ("k", "draft_device")
+SIZES = {"turns": "2,8,32"}
+USUAL_SIZES = "1,2,4,8,16,32,64"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -33,7 +40,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     from paceline.bench.compare.day import PHASES
 
     parser.add_argument(
-        "what", choices=sorted(RUNS), help="at each number in flight; a day's load; roll-outs of mixed lengths"
+        "what", choices=sorted(RUNS), help="at each number in flight; a day's load; roll-outs; the loops"
     )
     add = parser.add_argument
     add("--prompts", action="append", required=True, metavar="FILE.jsonl", help="as of bench; may be repeated")
@@ -46,13 +53,20 @@ def add_arguments(parser: ArgumentParser) -> None:
     add(
         "--static", action="append", metavar="SPEC", help="day, rollout: what to compare with (default: each, k=3)"
     )
-    add("--sizes", default="1,2,4,8,16,32,64", metavar="N[,N...]", help="batches: requests in flight")
+    add(
+        "--sizes",
+        metavar="N[,N...]",
+        help=f"batches, turns: requests in flight (default: {USUAL_SIZES}; {SIZES['turns']})",
+    )
+    add(
+        "--k", default="4", metavar=f"K|{AUTO}", help="turns: drafts of a row and step, or the controller's choice"
+    )
     add("--phases", default=PHASES, metavar="TASK:N[,...]", help="day: tasks, and requests in flight")
     add("--max-tokens", type=int, default=128, metavar="M", help="tokens of an answer at most")
     add("--limit", type=int, default=16, metavar="N", help="questions of a run at least (day: of a phase)")
     add("--screen", type=int, default=4, metavar="N", help="batches: questions of a screening run at least")
     add("--requests", type=int, default=64, metavar="N", help="rollout: requests at once")
-    add("--repeat", type=int, default=5, metavar="R", help="batches, rollout: runs of each policy, in turns")
+    add("--repeat", type=int, default=5, metavar="R", help="all but day: runs of each policy, interleaved")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token")
     add("--seed", type=int, default=0, metavar="S", help="question i is asked with seed S + i")
     add(
@@ -73,27 +87,42 @@ def run(args: Namespace) -> int:
     folder = Path(args.json).parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ConfigError(f"--json: cannot write into the folder {str(folder)!r}")
+    args.sizes = args.sizes or SIZES.get(args.what, USUAL_SIZES)
     return RUNS[args.what](args)
 
 
 def _set_up(args: Namespace, num_rows: int) -> Setting:
-    from paceline.bench.commands.bench import head
     from paceline.bench.compare.arena import Arena
-    from paceline.bench.compare.results import Results
-    from paceline.bench.prompts import read_prompts
-    from paceline.bench.session import about
     from paceline.engine.build import load
 
-    prompts = [prompt for file in args.prompts for prompt in read_prompts(file)]
-    config = engine_config(args)
-    config = replace(config, limits=replace(config.limits, num_rows=num_rows))
+    prompts, config = _prompts(args), _config(args, num_rows)
     with progress(f"loading {args.model}") as update:
         loaded = load(replace(config, draft="off"), lambda _, done, total: update(done, total))
-    results = Results(
-        Path(args.json), {name: getattr(args, name) for name in SETTINGS}, head(about(config, loaded))
-    )
-    params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
-    return Arena(config, loaded, args.seed), results, prompts, params
+    return Arena(config, loaded, args.seed), _results(args, config, loaded), prompts, _params(args)
+
+
+def _prompts(args: Namespace) -> list[Prompt]:
+    from paceline.bench.prompts import read_prompts
+
+    return [prompt for file in args.prompts for prompt in read_prompts(file)]
+
+
+def _config(args: Namespace, num_rows: int) -> EngineConfig:
+    config = engine_config(args)
+    return replace(config, limits=replace(config.limits, num_rows=num_rows))
+
+
+def _results(args: Namespace, config: EngineConfig, loaded: Loaded, more: tuple[str, ...] = ()) -> Results:
+    from paceline.bench.commands.bench import head
+    from paceline.bench.compare.results import Results
+    from paceline.bench.session import about
+
+    settings = {name: getattr(args, name) for name in (*SETTINGS, *more)}
+    return Results(Path(args.json), settings, head(about(config, loaded)))
+
+
+def _params(args: Namespace) -> SamplingParams:
+    return SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
 
 
 def _batches(args: Namespace) -> int:
@@ -158,7 +187,45 @@ def _rollout(args: Namespace) -> int:
     return 0
 
 
-RUNS = {"batches": _batches, "day": _day, "rollout": _rollout}
+def _turns(args: Namespace) -> int:
+    from paceline.bench.compare.arena import drafters
+    from paceline.bench.compare.arms import SHARED, make_arms, shared_out
+    from paceline.bench.compare.turns import Turns, remarks
+
+    k, sizes, prompts = _k(args.k), _sizes(args.sizes), _prompts(args)
+    config = shared_out(_config(args, max(sizes)))
+    args.draft_device = config.draft_device
+    arms = make_arms(config, args.seed)
+    loaded = arms[SHARED].arena.loaded
+    results = _results(args, config, loaded, SETTINGS_OF_TURNS)
+    names = drafters(args.draft, loaded)
+    turns = Turns(arms, results, prompts, _params(args), names, k, sizes, args.limit, args.repeat)
+    with progress("comparing") as update:
+        lines = turns.run(update)
+    results.write(summary=lines)
+    columns = ["drafter", "in flight", "cores", "tokens/s", "steps in turns"]
+    ratios = {"to_shared": f"to {SHARED}", "to_all": "to all cores", "to_better": "to the better loop"}
+    rows = [
+        [x["draft"], str(x["size"]), x["arm"], f"{x['tokens_per_s']:.1f}", f"{x['in_turns']:.0%}"]
+        + [_interval(x[figure]) for figure in ratios]
+        for x in lines
+    ]
+    table("", [*columns, *ratios.values()], rows, num_left=3)
+    for remark in remarks(lines):
+        say(remark)
+    return 0
+
+
+RUNS = {"batches": _batches, "day": _day, "rollout": _rollout, "turns": _turns}
+
+
+def _k(text: str) -> int | None:
+    """Return the drafts of a row and step; None leaves them to the controller. Raises `ConfigError`."""
+    if text == AUTO:
+        return None
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_K:
+        raise ConfigError(f"--k must be between 1 and {MAX_K}, or {AUTO}, not {text!r}")
+    return int(text)
 
 
 def _policies(args: Namespace, arena: Arena) -> tuple[str, ...]:

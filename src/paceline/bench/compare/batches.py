@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from paceline.bench.compare.arena import TWIN, automatic, draft_of, static
-from paceline.bench.measure import Run, record
+from paceline.bench.compare.arena import TWIN, automatic, draft_of, measure, static
 from paceline.bench.report import PLAIN
-from paceline.bench.run import ask
-from paceline.bench.statistics import median_interval
+from paceline.bench.statistics import median_interval, paired_ratios
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -77,13 +75,8 @@ class Batches:
             self.results.once(key, partial(self._measure, name, size, self.screened))
 
     def _measure(self, name: str, size: int, least: int) -> Json:
-        engine = self.arena.engine(draft_of(name))
         asked = self.arena.ask(self.prompts, max(least, ROUNDS * size), self.params)
-        ask(engine, asked[:size], size)  # to warm up: `auto` meets this size
-        engine.forget()
-        before = engine.stats()
-        run = Run(name, size, 0, tuple(ask(engine, asked, size)), engine.stats().since(before), None)
-        found = record(run)
+        found = measure(self.arena.engine(draft_of(name)), name, asked, size)
         return {figure: found[figure] for figure in KEPT}
 
     def gains(self, size: int) -> dict[str, float]:
@@ -114,12 +107,8 @@ class Batches:
                 "size": size,
                 "policy": name,
                 "tokens_per_s": median_interval(own)["median"],
-                "to_off": median_interval(_ratios(own, rates[PLAIN])),
-                "to_best": median_interval(_ratios(own, rates[best])),
+                "to_off": median_interval(paired_ratios(own, rates[PLAIN])),
+                "to_best": median_interval(paired_ratios(own, rates[best])),
             }
             for name, own in rates.items()
         ]
-
-
-def _ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
-    return [a / b for a, b in zip(above, below, strict=True)]
