@@ -31,6 +31,7 @@ from paceline.engine.apart.messages import (
     Up,
     decode_to_drafter,
 )
+from paceline.engine.build import build_apart
 from paceline.engine.wire import Failed, encode
 from paceline.model.device import stay_on
 
@@ -141,16 +142,14 @@ def serve(channel: Channel) -> None:
     """Serve one engine until it is gone. Raises `LineDead` then."""
     begin = decode_to_drafter(channel.receive())
     assert isinstance(begin, Begin), "the first message says what to load"
-    device = begin.config.placement.draft
-    if device is not None:
-        stay_on(device.cores)
     try:
-        from paceline.engine.build import build_apart  # now: what it imports may start threads
-
+        device = begin.config.placement.draft
         drafter, rows = build_apart(begin.config, begin.index, begin.num_pages)
     except Exception as error:
         channel.send(encode(_failed(error)))
         return
+    if device is not None:
+        stay_on(device.cores)  # only now: a config is read by the cores that there are
     channel.send(encode(Up(drafter.needs, dict(drafter.report()))))
     host = Host(drafter, rows)
     while True:
