@@ -32,7 +32,7 @@ from paceline.engine.scheduler import Limits
 from paceline.engine.wire import encode
 from paceline.model import hf
 from paceline.model.weights import canonical_names
-from tests.engine.same_text import DRAFTER_NOISE, SHARP, VOCAB, assert_same, run
+from tests.engine.same_text import DRAFTER_NOISE, SHARP, STAIRCASE, VOCAB, assert_same, run
 from tests.engine.test_overlap import serve
 from tests.engine.test_placement import CORES, two_cores
 from tests.model.test_safetensors import config_json
@@ -88,7 +88,7 @@ def engine_of(asked: EngineConfig, *, thread: bool = False) -> Engine:
 
 
 def drafter_of(engine: Engine) -> DrafterApart:
-    (drafter,) = engine.drafting.drafters.values()
+    drafter = engine.drafting.drafters[NAME]
     assert isinstance(drafter, DrafterApart)
     return drafter
 
@@ -171,8 +171,8 @@ def deadly(engine: Engine, random: Random) -> list[int]:
         if drafter.lives.living() is None:
             if random.random() < 0.3:
                 back(drafter)
-        elif random.random() < 0.03 and len(sent) < 8:
-            sent.append(signal.SIGSTOP if len(sent) == 2 else signal.SIGKILL)
+        elif random.random() < 0.06 and len(sent) < 5:
+            sent.append(signal.SIGSTOP if len(sent) == 1 else signal.SIGKILL)
             kill(drafter, sent[-1])
         return step()
 
@@ -186,7 +186,7 @@ def test_no_request_notices_that_drafters_are_killed(turns: bool) -> None:
     assert isinstance(engine.loop, OverlappedLoop) == turns
     drafter_of(engine)._deadline_s = 0.5
     sent = deadly(engine, random)
-    for number in range(6):
+    for number in range(3):
         work = requests(number)
         expected = plain(work)
         got, cancelled = serve(engine, work, random)
@@ -226,8 +226,10 @@ def test_requests_that_lived_on_are_drafted_for_again_and_nothing_is_taken_for_k
     assert engine.stats().drafter_failures == failures
 
 
-def test_one_that_is_unloaded_ends() -> None:
-    engine = engine_of(config())
+def test_one_of_several_drafters_and_once_unloaded_it_ends() -> None:
+    engine = engine_of(config(f"auto:suffix+{NAME}:model={models()[1]}", profile=STAIRCASE))
+    work = requests(1)
+    assert_same(plain(work), run(engine, work))
     process = drafter_of(engine).lives._life._process  # type: ignore[union-attr]
     engine._unload(NAME)
     until(lambda: process.poll() is not None)
