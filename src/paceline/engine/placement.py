@@ -1,8 +1,8 @@
 """Where drafters run, and what becomes of one that hangs there.
 
-A drafter that stands alone gets a process (`apart/`). One that reads the target's memory gets a thread, with cores of
-its own: passes of both leave Python's lock. If its call does not come back in time, it is given up until the engine
-is started anew, and its thread is left behind.
+A drafter that stands alone gets a process (`apart/`). One that reads the target's memory gets a thread, with cores
+of its own: passes of both leave Python's lock. If its call does not come back in time, it is given up until the
+engine is started anew, and its thread is left behind.
 """
 
 from __future__ import annotations
