@@ -148,7 +148,7 @@ def test_it_drafts_what_it_would_beside_the_target(vocabulary: str) -> None:
     assert isinstance(drafter_of(apart), DrafterApart)
     assert isinstance(beside.drafting.drafters[NAME], PlacedDrafter)
     for number in (1, 2):  # the second finds pages of the first
-        work = requests(number)
+        work = requests(number, 7)
         expected = plain(work)
         assert_same(expected, run(apart, work))
         assert_same(expected, run(beside, work))
