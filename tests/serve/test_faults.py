@@ -22,20 +22,10 @@ from paceline.core.errors import ConfigError, EngineDied
 from paceline.core.nouns import Outcome, Request
 from paceline.core.params import SamplingParams
 from paceline.engine.config import EngineConfig
+from paceline.engine.wire import Failed, Submit, encode
 from paceline.serve.engine_client import EngineClient
 from paceline.serve.http import HttpConfig
-from paceline.serve.messages import (
-    Failed,
-    Load,
-    Outcomes,
-    Ready,
-    Rejected,
-    Snapshot,
-    Stop,
-    Submit,
-    decode_to_server,
-    encode,
-)
+from paceline.serve.messages import Load, Outcomes, Ready, Rejected, Snapshot, Stop, decode_to_server
 from tests.serve.conftest import running
 
 if TYPE_CHECKING:

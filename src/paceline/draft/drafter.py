@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from paceline.draft.heads.runner import HeadRunner
     from paceline.draft.small.checkpoint import SmallModel
     from paceline.model.backend import KV, Decoder
+    from paceline.model.config import ModelConfig
     from paceline.model.rows import Rows
     from paceline.model.tokenizer import Tokenizer
 
@@ -45,18 +46,32 @@ class Vocabulary:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Target:
-    """What a drafter may share with its target."""
+class Memory:
+    """What a drafter in the target's process may share with it."""
 
     decoder: Decoder
     kv: KV
-    rows: Rows
+    run_head: RunHead  # on the target's backend
+    run_small: RunSmall  # likewise
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """What a drafter knows of its target."""
+
+    config: ModelConfig
+    rows: Rows  # of a drafter in another process, its own copy
     num_pages: int
     vocabulary: Vocabulary
     law_needs_probs: bool  # drafts must then carry the distribution each token was drawn from
     fingerprint: str  # what it is, see `model/fingerprint.py`
-    run_head: RunHead  # on the target's backend
-    run_small: RunSmall  # likewise
+    lent: Memory | None  # None to a drafter in another process
+
+    @property
+    def memory(self) -> Memory:
+        """What is lent to a drafter that does not stand alone."""
+        assert self.lent is not None, "a drafter that said it stands alone asks for the target's memory"
+        return self.lent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +80,10 @@ class DraftWeights:
 
     decoder: Decoder
     vocabulary: Vocabulary
+
+
+class StoresLost(Exception):  # noqa: N818 (it is news, not an error of the user's)
+    """A drafter raises it, from whatever it was asked, when all that its stores held is gone. Rows start anew."""
 
 
 class Lookup(Protocol):

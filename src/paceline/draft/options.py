@@ -45,6 +45,11 @@ class DrafterConfig(Protocol):
         """Return how many weights of its own it brings, by what its files say. Raises `PacelineError`."""
         ...
 
+    @property
+    def stands_alone(self) -> bool:
+        """Whether it has passes of its own and reads nothing of a target but tokens, so can be another process."""
+        ...
+
     def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter. Raises `DrafterMismatch` if it does not fit the target."""
         ...

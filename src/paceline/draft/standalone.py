@@ -75,6 +75,11 @@ class DraftModelConfig:
         config = load_model(folder).config
         return num_weights(replace(config, num_layers=self.layers or config.num_layers))
 
+    @property
+    def stands_alone(self) -> bool:
+        """Whether it is a whole model: layers cut from the target need its tables, the target's own its KV."""
+        return self.model is not None and not shares_tables(Path(self.model))
+
     def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter. Raises `ConfigError`."""
         if self.layers is not None and self.model is None:
@@ -89,16 +94,17 @@ class DraftModelConfig:
             raise ConfigError(f"draft-model:layers must be between 1 and {most}, not {self.layers}")
 
     def _own_layers(self, target: Target) -> DraftModel:
-        self._check_layers(target.decoder.config.num_layers - 1)
+        self._check_layers(target.config.num_layers - 1)
         report = {"drafter": self.name, "k": self.k, "model": f"the target's first {self.layers} layers"}
-        return DraftModel(target, target.decoder, target.kv, Needs(pages="shared"), report, self.layers)
+        memory = target.memory
+        return DraftModel(target, memory.decoder, memory.kv, Needs(pages="shared"), report, self.layers)
 
     def _small_model(self, folder: Path, target: Target) -> Drafter:
         """Return a model that was cut from the target and shares its tables."""
-        small = load_small(folder, target.decoder.config)
+        small = load_small(folder, target.config)
         self._check_layers(small.config.num_layers)
         report = {"drafter": self.name, "k": self.k, "model": self.model or "ships for this target"}
-        return self._over_shared_pages(target, target.run_small(small), report)
+        return self._over_shared_pages(target, target.memory.run_small(small), report)
 
     def _own_model(self, name: str, target: Target, load: Loader) -> Drafter:
         drafter = load(name)
@@ -144,7 +150,7 @@ class DraftModel:
         self._num_layers = num_layers
         self._report = report
         self._rows: Rows = target.rows
-        self._vocab_size = target.decoder.config.vocab_size
+        self._vocab_size = target.config.vocab_size
         self._dense = target.law_needs_probs
         self._valid = np.zeros(self._rows.num_rows, np.int64)  # tokens of each row in the own store
         self._seen: dict[int, int] = {}  # row -> tokens in the store if every open guess is kept

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 from paceline.control.fixed import FixedK
 from paceline.core.errors import ConfigError
-from paceline.draft.drafter import DraftWeights, Target, Vocabulary
+from paceline.draft.drafter import DraftWeights, Memory, Target, Vocabulary
 from paceline.draft.options import parse_drafters
+from paceline.engine.apart.drafter import DrafterApart
+from paceline.engine.apart.messages import Begin
 from paceline.engine.auto import close_loop
 from paceline.engine.engine import Engine
 from paceline.engine.loops import choose_loop
@@ -33,15 +35,18 @@ if TYPE_CHECKING:
     from paceline.draft.drafter import Drafter
     from paceline.draft.heads.checkpoint import Head
     from paceline.draft.heads.runner import HeadRunner
-    from paceline.draft.options import Loader
+    from paceline.draft.options import DrafterConfig, Loader
     from paceline.draft.small.checkpoint import SmallModel
     from paceline.engine.config import EngineConfig
+    from paceline.engine.scheduler import Limits
     from paceline.model.backend import Decoder
+    from paceline.model.config import ModelConfig
     from paceline.model.device import Device
     from paceline.model.gguf_file import FourBit
     from paceline.model.template import ChatTemplate
     from paceline.model.tokenizer import Tokenizer
     from paceline.model.weights import LoadedModel
+    from paceline.verify.law import Law
 
     Progress = Callable[[str, int, int], None]  # (what, done, total)
 
@@ -110,28 +115,31 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
 def assemble(
     config: EngineConfig, loaded: Loaded, load_drafter: Loader | None = None, progress: Progress | None = None
 ) -> Built:
-    """Make an engine over loaded weights. Raises `ConfigError`."""
+    """Make an engine over loaded weights. Raises `ConfigError`.
+
+    load_drafter: who has the drafters' weights already; they stay in this process then.
+    """
     law, asked = load_law(config.law), parse_drafters(config.draft, loaded.fingerprint)
-    limits = replace(config.limits, max_len=min(config.limits.max_len, loaded.decoder.config.max_context))
+    limits = _limits(config, loaded.decoder.config)
     bytes_per_token = loaded.decoder.new_kv(1).bytes_per_token
     num_pages, why_pages = choose_num_pages(config, limits, bytes_per_token)
-    rows = Rows(
-        limits.num_rows, limits.max_len, frozenset(loaded.tokenizer.eos_ids), law_needs_probs=law.needs_probs
-    )
+    rows = _rows(limits, loaded.tokenizer, law)
     backend = Backend(loaded.decoder, rows, num_pages)
     target = Target(
-        decoder=loaded.decoder,
-        kv=backend.kv,
+        config=loaded.decoder.config,
         rows=rows,
         num_pages=num_pages,
         vocabulary=loaded.vocabulary,
         law_needs_probs=law.needs_probs,
         fingerprint=loaded.fingerprint,
-        run_head=partial(_run_head, config, loaded.decoder),
-        run_small=partial(_run_small, config, loaded.decoder),
+        lent=Memory(
+            loaded.decoder,
+            backend.kv,
+            partial(_run_head, config, loaded.decoder),
+            partial(_run_small, config, loaded.decoder),
+        ),
     )
-    load_drafter = load_drafter or partial(_load_drafter, config)
-    drafters = [config.placement.place(drafter.build(target, load_drafter)) for drafter in asked.configs]
+    drafters = _drafters(config, target, asked.configs, load_drafter)
     stores = [TARGET, *(store for d in drafters for store in d.needs.stores)]
     pool = PagePool(num_pages, stores, caching=config.prefix_cache)
     controller = FixedK(asked.configs[0].name, asked.configs[0].k) if asked.configs else FixedK()
@@ -142,6 +150,50 @@ def assemble(
     choices = (*_describe(config, loaded), _describe_kv(engine, why_pages), *_describe_drafters(drafters, why_k))
     choices += (Choice("overlap", why_loop, "--overlap sets it"),) if drafters else ()
     return Built(engine, loaded.name, loaded.template, min(limits.max_len, engine.scheduler.capacity), choices)
+
+
+def build_apart(config: EngineConfig, index: int, num_pages: int) -> tuple[Drafter, Rows]:
+    """Make a drafter that stands alone, and its copy of the rows, without the target. Raises `PacelineError`.
+
+    index: of the drafter, among those of the config. num_pages: of the engine.
+    """
+    model, law = load_model(resolve(config.model)), load_law(config.law)
+    tokenizer = load_tokenizer(model)
+    rows = _rows(_limits(config, model.config), tokenizer, law)
+    target = Target(
+        config=model.config,
+        rows=rows,
+        num_pages=num_pages,
+        vocabulary=Vocabulary(_short_name(config.model), tokenizer, model.config.vocab_size),
+        law_needs_probs=law.needs_probs,
+        fingerprint=model.fingerprint,
+        lent=None,
+    )
+    asked = parse_drafters(config.draft, model.fingerprint)
+    return asked.configs[index].build(target, partial(_load_drafter, config)), rows
+
+
+def _drafters(
+    config: EngineConfig, target: Target, asked: Sequence[DrafterConfig], load_drafter: Loader | None
+) -> list[Drafter]:
+    """Make the drafters where they belong: beside the target, in a thread or in a process of their own."""
+    placement, load = config.placement, load_drafter or partial(_load_drafter, config)
+    may_leave = placement.apart and load_drafter is None and not target.law_needs_probs
+    return [
+        DrafterApart(one.name, Begin(config, index, target.num_pages), target.rows)
+        if may_leave and one.stands_alone
+        else placement.place(one.build(target, load))
+        for index, one in enumerate(asked)
+    ]
+
+
+def _limits(config: EngineConfig, model: ModelConfig) -> Limits:
+    return replace(config.limits, max_len=min(config.limits.max_len, model.max_context))
+
+
+def _rows(limits: Limits, tokenizer: Tokenizer, law: Law) -> Rows:
+    eos_ids = frozenset(tokenizer.eos_ids)
+    return Rows(limits.num_rows, limits.max_len, eos_ids, law_needs_probs=law.needs_probs)
 
 
 def _close_loop(engine: Engine, config: EngineConfig, loaded: Loaded, progress: Progress | None) -> str:

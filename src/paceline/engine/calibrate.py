@@ -144,7 +144,7 @@ class _Calibrator:
 
     def run(self) -> None:
         e, vocab_size = self.engine, self.engine.target.config.vocab_size
-        e.drafting = Drafting([*self.drafters.values(), Always()], vocab_size)
+        e.drafting = Drafting([*self.drafters.values(), Always()], vocab_size, e.scheduler.pool.empty_store)
         most = e.scheduler.limits.num_rows
         fewest, *others = [n for n in self.grid.num_rows if n <= most] or [most]
         stages: list[Callable[[float], None]] = [self._context, *(partial(self._rows, n) for n in others)]

@@ -10,6 +10,7 @@ import numpy as np
 
 from paceline.control.controller import padded
 from paceline.core.nouns import NO_DRAFT, Draft, RowDraft
+from paceline.draft.drafter import StoresLost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,12 +28,19 @@ T = TypeVar("T")
 class Drafting:
     """Calls the drafters and merges their drafts. Wrong or failing drafts become no drafts, and are counted."""
 
-    def __init__(self, drafters: Sequence[Drafter], vocab_size: int) -> None:
+    def __init__(
+        self,
+        drafters: Sequence[Drafter],
+        vocab_size: int,
+        empty_store: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """empty_store: told of each store whose drafter lost it."""
         self.drafters = {drafter.name: drafter for drafter in drafters}
         self.names = tuple(self.drafters)  # an index of control stays a drafter's, also if others are dropped
         self.num_failures = 0
         self.num_untapped = 0  # cached tokens whose taps nobody took
         self._vocab_size = vocab_size
+        self._empty_store = empty_store
         self._told: set[str] = set()  # drafters whose failure has been logged
         self._offers: dict[str, dict[int, RowDraft]] = {}  # of this step, by drafter and row
         self._marked: dict[tuple[str, int], int] = {}  # (store, row) -> tokens it is known to hold
@@ -126,9 +134,19 @@ class Drafting:
     def _guard(self, drafter: Drafter, call: Callable[..., T], *arguments: object) -> T | None:
         try:
             return call(*arguments)
+        except StoresLost:
+            self._lost(drafter)
+            return None
         except Exception as error:  # a drafter is never fatal, whatever it raises
             self._failed(drafter, f"{type(error).__name__}: {error}")
             return None
+
+    def _lost(self, drafter: Drafter) -> None:
+        """Note that nothing is left of what a drafter held."""
+        self.num_failures += 1
+        self._marked |= {key: 0 for key in self._marked if key[0] in drafter.needs.stores}
+        for store in drafter.needs.stores:
+            self._empty_store(store)
 
     def _fits(self, drafter: Drafter, draft: RowDraft, max_drafts: int) -> bool:
         ids = np.asarray(draft.token_ids)

@@ -108,7 +108,7 @@ class Engine:
     ) -> None:
         self.target = target
         self.tokenizer = tokenizer
-        self.drafting = Drafting(drafters, target.config.vocab_size)
+        self.drafting = Drafting(drafters, target.config.vocab_size, pool.empty_store)
         self.target.taps = self.drafting.taps
         self.controller = controller
         self.law = law

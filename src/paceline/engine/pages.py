@@ -123,6 +123,10 @@ class PagePool:
                 break
         return total
 
+    def empty_store(self, store: str) -> None:
+        """Forget what a store holds: its owner has lost it."""
+        self._valid[store] = [0] * self.num_pages
+
     def drop_store(self, store: str) -> None:
         """Forget a store whose owner is gone."""
         del self._valid[store]

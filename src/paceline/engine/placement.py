@@ -1,8 +1,8 @@
 """Where drafters run, and what becomes of one that hangs there.
 
-Drafters and target share one process, one table of pages and one state of rows, and each side has its own cores
-and threads: passes of both leave Python's lock, so a second process would add nothing but copies. A drafter whose
-call does not come back in time is given up until the engine is started anew; its thread is left behind.
+A drafter that stands alone gets a process (`apart/`). One that reads the target's memory gets a thread, with cores
+of its own: passes of both leave Python's lock. If its call does not come back in time, it is given up until the
+engine is started anew, and its thread is left behind.
 """
 
 from __future__ import annotations

@@ -16,11 +16,11 @@ import zmq
 import zmq.asyncio
 
 from paceline.core.errors import EngineDied, PacelineError
+from paceline.core.process import BackOff
+from paceline.engine.wire import BAD_MESSAGE, Failed, Submit, encode, error_of
 from paceline.serve.messages import (
-    BAD_MESSAGE,
     MAX_TO_SERVER_BYTES,
     Cancel,
-    Failed,
     Load,
     Outcomes,
     Progress,
@@ -28,12 +28,9 @@ from paceline.serve.messages import (
     Rejected,
     Snapshot,
     Stop,
-    Submit,
     ToEngine,
     ToServer,
     decode_to_server,
-    encode,
-    error_of,
 )
 
 if TYPE_CHECKING:
@@ -44,9 +41,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BACK_OFF_S = 0.25  # before the first restart; doubled while the engine keeps dying
-MAX_BACK_OFF_S = 30.0
-STEADY_S = 60.0  # an engine that lived so long died of something new
 STOP_S = 5.0  # for the engine to leave by itself before it is killed
 MAX_SOCKET_CHARS = 90  # a unix socket's path has about 100
 
@@ -173,7 +167,7 @@ class EngineClient:
     # Supervision -------------------------------------------------------------------------------------
 
     async def _supervise(self) -> None:
-        deaths = 0
+        back_off = BackOff()
         while True:
             born_s = time.monotonic()
             failed = await self._live()
@@ -183,9 +177,8 @@ class EngineClient:
             if not self.first_ready.done():
                 self.first_ready.set_exception(failed or EngineDied("the engine process ended while loading"))
                 return
-            deaths = 0 if time.monotonic() - born_s > STEADY_S else deaths + 1
             log.error("the engine process ended (%s); restarting it", failed or "killed or crashed")
-            await asyncio.sleep(min(BACK_OFF_S * 2 ** max(deaths - 1, 0), MAX_BACK_OFF_S))
+            await asyncio.sleep(back_off.wait_s(time.monotonic() - born_s))
             self.restarts += 1
         if not self.first_ready.done():
             self.first_ready.cancel()
@@ -251,7 +244,7 @@ class EngineClient:
         answers = self._open.get(message.request_id)
         if answers is not None:
             self._forget(message.request_id)
-            answers.put(error_of(message))
+            answers.put(error_of(message.kind, message.message, message.param))
 
     def _snapshot(self, _: Life, message: Snapshot) -> None:
         self.snapshot = message
@@ -265,7 +258,7 @@ class EngineClient:
             self.first_ready.set_result(message)
 
     def _failed(self, life: Life, message: Failed) -> None:
-        life.failed = error_of(message)
+        life.failed = error_of(message.kind, message.message)
 
     def _forget(self, request_id: str) -> None:
         self._open.pop(request_id).index.pop(request_id)

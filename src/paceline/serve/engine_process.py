@@ -10,20 +10,19 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from paceline.core.errors import PacelineError, RequestError
+from paceline.core.process import end_with_parent
 from paceline.engine.build import build
+from paceline.engine.wire import BAD_MESSAGE, Failed, Submit, encode
 from paceline.serve.messages import (
-    BAD_MESSAGE,
     MAX_TO_ENGINE_BYTES,
     Cancel,
     Chosen,
-    Failed,
     Load,
     Outcomes,
     Progress,
@@ -31,12 +30,10 @@ from paceline.serve.messages import (
     Rejected,
     Snapshot,
     Stop,
-    Submit,
     Template,
     ToEngine,
     ToServer,
     decode_to_engine,
-    encode,
 )
 
 if TYPE_CHECKING:
@@ -189,17 +186,6 @@ def _load(link: Link) -> Built | None:
     return None
 
 
-def _die_with_parent() -> None:
-    """Leave at once when stdin ends: the parent is gone, and nobody reads what we write."""
-
-    def watch() -> None:
-        while os.read(sys.stdin.fileno(), 1024):
-            pass
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True, name="parent-watch").start()
-
-
 def run(address: str) -> int:
     """Serve one server until it is done with us. Returns the exit status."""
     link = Link(address)
@@ -228,7 +214,7 @@ def main() -> int:
         level=os.environ.get("PACELINE_LOG_LEVEL", "WARNING").upper(), format="engine: %(message)s"
     )
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
-    _die_with_parent()
+    end_with_parent()
     return run(sys.argv[1])
 
 

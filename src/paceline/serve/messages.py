@@ -2,95 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import TYPE_CHECKING, Annotated, Any
-
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
-from paceline.core.errors import PacelineError, RequestError
-from paceline.core.nouns import Outcome, Request
-from paceline.core.params import MAX_CHOICES, MAX_NAME_CHARS, MAX_SEED, MAX_TOKEN_ID, SamplingParams, Speculation
+from paceline.core.nouns import Outcome
 from paceline.engine.config import EngineConfig
 from paceline.engine.stats import Gauges, Stats
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from paceline.engine.wire import Failed, Message, RequestId, Submit
 
 MAX_TO_ENGINE_BYTES = 64 << 20  # a prompt of a million tokens has 5 MB
 MAX_TO_SERVER_BYTES = 512 << 20  # the tokenizer travels in `Ready`
-MAX_ID_CHARS = 128
-MAX_SALT_CHARS = 256
-MAX_PROMPT_TOKENS = 1 << 24
-
-TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
-RequestId = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
-Salt = Annotated[str, Meta(max_length=MAX_SALT_CHARS)]
-
-
-class _Message(Struct, tag=True, forbid_unknown_fields=True, frozen=True):
-    """One message; its tag is the name of its class."""
 
 
 # To the engine ---------------------------------------------------------------------------------------
 
 
-class Load(_Message, frozen=True):
+class Load(Message, frozen=True):
     """The first message: what to load."""
 
     config: EngineConfig
 
 
-class Submit(_Message, frozen=True):
-    """One request. `params` holds the fields of `SamplingParams` that differ from their defaults."""
-
-    request_id: RequestId
-    prompt_ids: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=MAX_PROMPT_TOKENS)]
-    params: dict[str, Any]
-    seed: Annotated[int, Meta(ge=0, le=MAX_SEED)]
-    choice: Annotated[int, Meta(ge=0, lt=MAX_CHOICES)] = 0
-    salt: Salt = ""
-    arrival_s: float = 0.0
-    draft: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None  # of `Speculation`, None: there is none
-    k: int | None = None
-    tpot_ms: float | None = None
-
-    @classmethod
-    def of(cls, request: Request) -> Submit:
-        """Return the message that carries a request."""
-        r = request
-        s = r.speculation
-        asked = (s.draft, s.k, s.tpot_ms) if s else ()
-        return cls(r.request_id, r.prompt_ids, _unusual(r.params), r.seed, r.choice, r.salt, r.arrival_s, *asked)
-
-    def request(self) -> Request:
-        """Return the request. Raises `RequestError` for bad parameters."""
-        return Request(
-            self.request_id,
-            self.prompt_ids,
-            _params(self.params),
-            self.seed,
-            self.choice,
-            self.salt,
-            self.arrival_s,
-            None if self.draft is None else Speculation(self.draft, self.k, self.tpot_ms),
-        )
-
-
-class Cancel(_Message, frozen=True):
+class Cancel(Message, frozen=True):
     """End a request now."""
 
     request_id: RequestId
 
 
-class Stop(_Message, frozen=True):
+class Stop(Message, frozen=True):
     """Leave, whatever is still open."""
 
 
 # To the server ---------------------------------------------------------------------------------------
 
 
-class Progress(_Message, frozen=True):
+class Progress(Message, frozen=True):
     """How far pulling, loading or measuring has come."""
 
     what: str
@@ -98,7 +44,7 @@ class Progress(_Message, frozen=True):
     total: int
 
 
-class Template(_Message, frozen=True):
+class Template(Message, frozen=True):
     """A chat template's source and the special tokens it may use."""
 
     source: str
@@ -113,7 +59,7 @@ class Chosen(Struct, frozen=True, forbid_unknown_fields=True):
     why: str
 
 
-class Ready(_Message, frozen=True):
+class Ready(Message, frozen=True):
     """The engine serves; with all that the server needs to turn text into token ids."""
 
     model_name: str
@@ -126,14 +72,7 @@ class Ready(_Message, frozen=True):
     choices: tuple[Chosen, ...]
 
 
-class Failed(_Message, frozen=True):
-    """Loading failed. `kind` is the name of a class of the error tree, "" for a bug of ours."""
-
-    kind: str
-    message: str
-
-
-class Rejected(_Message, frozen=True):
+class Rejected(Message, frozen=True):
     """A request was not taken. `kind` as in `Failed`."""
 
     request_id: str
@@ -142,13 +81,13 @@ class Rejected(_Message, frozen=True):
     param: str | None = None
 
 
-class Outcomes(_Message, frozen=True):
+class Outcomes(Message, frozen=True):
     """What a step brought."""
 
     outcomes: tuple[Outcome, ...]
 
 
-class Snapshot(_Message, frozen=True):
+class Snapshot(Message, frozen=True):
     """The engine's counters and gauges."""
 
     stats: Stats
@@ -158,44 +97,5 @@ class Snapshot(_Message, frozen=True):
 ToEngine = Load | Submit | Cancel | Stop
 ToServer = Progress | Ready | Failed | Rejected | Outcomes | Snapshot
 
-encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_to_server = msgspec.msgpack.Decoder(ToServer).decode
-
-# What decoding raises for bytes that are no message.
-BAD_MESSAGE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-
-_DEFAULTS = SamplingParams()
-_TUPLES = frozenset({"stop", "stop_token_ids"})
-
-
-def _unusual(params: SamplingParams) -> dict[str, Any]:
-    values = {f.name: getattr(params, f.name) for f in fields(params)}
-    values["logit_bias"] = dict(params.logit_bias)
-    return {name: value for name, value in values.items() if value != getattr(_DEFAULTS, name)}
-
-
-def _params(values: Mapping[str, Any]) -> SamplingParams:
-    fitting: dict[str, Any] = {k: tuple(v) if k in _TUPLES else v for k, v in values.items()}
-    try:
-        return SamplingParams(**fitting)
-    except TypeError as error:
-        raise RequestError(f"bad parameters: {error}") from None
-
-
-def _tree(root: type[PacelineError]) -> dict[str, type[PacelineError]]:
-    tree = {root.__name__: root}
-    for child in root.__subclasses__():
-        tree |= _tree(child)
-    return tree
-
-
-_ERRORS = _tree(PacelineError)
-
-
-def error_of(message: Failed | Rejected) -> PacelineError:
-    """Return the error a message tells of, as the class it was in the engine process."""
-    found = _ERRORS.get(message.kind, PacelineError)
-    if isinstance(message, Rejected) and issubclass(found, RequestError):
-        return found(message.message, message.param)
-    return found(message.message)

@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 
 from paceline.core.errors import RequestError, suggest
 from paceline.core.params import AUTO, MAX_BIASED, MAX_NAME_CHARS, MAX_TOKEN_ID, SamplingParams, Speculation
-from paceline.serve.messages import Salt, TokenId
+from paceline.engine.wire import Salt, TokenId
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024

@@ -65,6 +65,11 @@ class HeadOptions:
         config = read_config(read_json(self.folder(target) / "config.json"), target.config)
         return sum(prod(shape) for shape in head_shapes(config).values())
 
+    @property
+    def stands_alone(self) -> bool:
+        """It reads the target's taps and embedding."""
+        return False
+
     def folder(self, target: Target | LoadedModel) -> Path:
         """Return where the head's files lie. Raises `ModelError`, or `ConfigError` if none ships."""
         return resolve(self.model) if self.model else shipped_folder(self.name, target.fingerprint)
@@ -72,7 +77,7 @@ class HeadOptions:
     def load(self, target: Target) -> Head:
         """Read the head. Raises `ModelError`, or `DrafterMismatch` if it is not the target's."""
         folder = self.folder(target)
-        head = load_head(folder, target.decoder.config)
+        head = load_head(folder, target.config)
         kind = head.config.algorithm.name
         if kind != self.name:
             raise DrafterMismatch(f"{folder} is a head of another kind; use --draft {kind}:model={folder}")
@@ -96,7 +101,7 @@ class EagleConfig(HeadOptions):
 
     def build(self, target: Target, load: Loader) -> SerialHeadDrafter:
         """Make the drafter. Raises `ModelError`, or `DrafterMismatch` if the head is not the target's."""
-        head, size = self.load(target), target.decoder.config.vocab_size
+        head, size = self.load(target), target.config.vocab_size
         if self.vocabulary is not None:
             bounded(self, "vocabulary", 1, size)
             head = narrowed(head, self.vocabulary)
@@ -135,7 +140,7 @@ class _HeadDrafter:
         self.name = options.name
         self._options = options
         self._config = head.config
-        self._head = target.run_head(head)
+        self._head = target.memory.run_head(head)
         self._rows = target.rows
         self._dense = target.law_needs_probs
         self._kv = self._head.new_kv(target.num_pages)

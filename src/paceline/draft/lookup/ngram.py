@@ -49,6 +49,11 @@ class NgramConfig:
         """None."""
         return 0
 
+    @property
+    def stands_alone(self) -> bool:
+        """It has no passes."""
+        return False
+
     def build(self, target: Target, load: Loader) -> NgramDrafter:
         """Make the drafter."""
         return NgramDrafter(self, target.rows)

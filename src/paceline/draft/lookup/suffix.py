@@ -67,6 +67,11 @@ class SuffixConfig:
         """None."""
         return 0
 
+    @property
+    def stands_alone(self) -> bool:
+        """It has no passes."""
+        return False
+
     def build(self, target: Target, load: Loader) -> SuffixDrafter:
         """Make the drafter."""
         return SuffixDrafter(self, target.rows)

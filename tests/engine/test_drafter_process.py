@@ -1,0 +1,300 @@
+"""Drafters in processes of their own: the same drafts as beside the target, and no request notices a death."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import cache, partial
+from pathlib import Path
+from random import Random
+from tempfile import mkdtemp
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from safetensors.torch import save_file
+
+from paceline.core import process as processes
+from paceline.core.errors import ConfigError
+from paceline.core.nouns import Request
+from paceline.core.params import SamplingParams
+from paceline.engine import build
+from paceline.engine.apart.channel import Channel, LineDead, open_line
+from paceline.engine.apart.drafter import DrafterApart
+from paceline.engine.apart.messages import Begin
+from paceline.engine.config import EngineConfig
+from paceline.engine.overlap import OverlappedLoop
+from paceline.engine.placement import PlacedDrafter
+from paceline.engine.scheduler import Limits
+from paceline.engine.wire import encode
+from paceline.model import hf
+from paceline.model.weights import canonical_names
+from tests.engine.same_text import DRAFTER_NOISE, SHARP, STAIRCASE, VOCAB, assert_same, run
+from tests.engine.test_overlap import serve
+from tests.engine.test_placement import CORES, two_cores
+from tests.model.test_safetensors import config_json
+from tests.tiny import tiny_config, tiny_raw_tokenizer, tiny_weights
+
+if TYPE_CHECKING:
+    import torch
+
+    from paceline.core.nouns import Outcome
+    from paceline.engine.engine import Engine
+
+pytestmark = two_cores
+
+NAME = "draft-model"
+CONFIG = tiny_config(vocab_size=VOCAB, num_layers=3, eos_ids=(VOCAB - 1,))
+LIMITS = Limits(num_rows=4, max_len=128, prefill_tokens=24)
+FEW_PAGES = 14
+PATIENCE_S = 60.0
+
+
+def write_model(weights: dict[str, torch.Tensor]) -> str:
+    folder = Path(mkdtemp(prefix="paceline-test-"))
+    names = canonical_names(CONFIG, hf.MODEL_NAMES, hf.LAYER_NAMES, hf.LAYER_PREFIX)
+    save_file({names[n]: w.float().contiguous() for n, w in weights.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config_json(CONFIG, eos_token_id=VOCAB - 1)))
+    (folder / "tokenizer.json").write_text(tiny_raw_tokenizer(VOCAB).to_str())
+    return str(folder)
+
+
+@cache
+def models() -> tuple[str, str]:
+    """Return the folders of a target and of a drafter that is often right."""
+    weights, other = (tiny_weights(CONFIG, seed=s, embed_scale=SHARP) for s in (4, 5))
+    return write_model(weights), write_model({n: w + DRAFTER_NOISE * other[n] for n, w in weights.items()})
+
+
+def config(draft: str | None = None, **changes: Any) -> EngineConfig:
+    target, drafter = models()
+    where = {} if draft == "off" else {"draft_device": f"cpu:{CORES[-1]}"}
+    draft = draft or f"{NAME}:model={drafter},k=4"
+    values = {"threads": 1, "limits": LIMITS, "kv_tokens": FEW_PAGES * 16, "overlap": "off"} | where | changes
+    return EngineConfig(model=target, draft=draft, **values)
+
+
+@cache
+def loaded() -> build.Loaded:
+    return build.load(config("off"))
+
+
+def engine_of(asked: EngineConfig, *, thread: bool = False) -> Engine:
+    load = partial(build._load_drafter, asked) if thread else None
+    return build.assemble(asked, loaded(), load).engine
+
+
+def drafter_of(engine: Engine) -> DrafterApart:
+    drafter = engine.drafting.drafters[NAME]
+    assert isinstance(drafter, DrafterApart)
+    return drafter
+
+
+def requests(number: int, count: int = 10) -> list[Request]:
+    """Of all kinds that choose differently, some with a common beginning."""
+    random, made = Random(number), []
+    for i in range(count):
+        penalised = i % 4 == 1
+        params = SamplingParams(
+            temperature=[0.0, 0.7, 1.0][i % 3],
+            top_p=[1.0, 0.9][i % 2],
+            repetition_penalty=1.2 if penalised else 1.0,
+            frequency_penalty=0.3 if penalised else 0.0,
+            logit_bias={40: 3.0} if i % 5 == 2 else {},
+            min_tokens=3 if i % 4 == 2 else 0,
+            max_tokens=random.randint(2, 50),
+            stop=("never written",),
+        )
+        stem = tuple(range(40, 73)) if i % 2 else ()
+        prompt = stem + tuple(random.randint(32, 60) for _ in range(random.randint(1, 20)))
+        made.append(Request(f"{number}.{i}", prompt, params, seed=random.getrandbits(40), salt="any"))
+    return made
+
+
+def plain(asked: list[Request]) -> dict[str, Any]:
+    return run(engine_of(config("off")), asked)
+
+
+def until(holds: Any) -> None:
+    end_s = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < end_s, "it never came"
+        time.sleep(0.01)
+
+
+def back(drafter: DrafterApart) -> None:
+    until(lambda: drafter.lives.living() is not None)
+
+
+def kill(drafter: DrafterApart, number: int = signal.SIGKILL) -> None:
+    pid = drafter.lives.pid
+    assert pid is not None
+    os.kill(pid, number)
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(processes, "MAX_WAIT_S", 0.01)
+
+
+@pytest.mark.parametrize("vocabulary", ["", ",vocabulary=strings"])
+def test_it_drafts_what_it_would_beside_the_target(vocabulary: str) -> None:
+    asked = config(f"{NAME}:model={models()[1]},k=4{vocabulary}")
+    apart, beside = engine_of(asked), engine_of(asked, thread=True)
+    assert isinstance(drafter_of(apart), DrafterApart)
+    assert isinstance(beside.drafting.drafters[NAME], PlacedDrafter)
+    for number in (1, 2):  # the second finds pages of the first
+        work = requests(number, 7)
+        expected = plain(work)
+        assert_same(expected, run(apart, work))
+        assert_same(expected, run(beside, work))
+    ours, theirs = apart.stats(), beside.stats()
+    assert ours.drafters == theirs.drafters
+    assert ours.k_histogram == theirs.k_histogram
+    assert ours.preemptions == theirs.preemptions > 0
+    assert ours.cached_tokens == theirs.cached_tokens > 0
+    assert ours.drafters[NAME].accepted > 0
+    assert ours.drafter_failures == 0
+    for store in drafter_of(apart).needs.stores:
+        assert apart.scheduler.pool._valid[store] == beside.scheduler.pool._valid[store]
+
+
+def deadly(engine: Engine, random: Random) -> list[int]:
+    """Let the drafter's process be killed or stopped at random before a step; return by which signals it was."""
+    drafter, step, sent = drafter_of(engine), engine.step, list[int]()
+
+    def stepping() -> list[Outcome]:
+        if drafter.lives.living() is None:
+            if random.random() < 0.3:
+                back(drafter)
+        elif random.random() < 0.06 and len(sent) < 4:
+            sent.append(signal.SIGSTOP if len(sent) == 1 else signal.SIGKILL)
+            kill(drafter, sent[-1])
+        return step()
+
+    engine.step = stepping  # type: ignore[method-assign]
+    return sent
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_no_request_notices_that_drafters_are_killed(turns: bool) -> None:
+    engine, random = engine_of(config(overlap="on" if turns else "off")), Random(7 + turns)
+    assert isinstance(engine.loop, OverlappedLoop) == turns
+    drafter_of(engine)._deadline_s = 1.0
+    sent = deadly(engine, random)
+    for number in range(3):
+        work = requests(number)
+        expected = plain(work)
+        got, cancelled = serve(engine, work, random)
+        for name in cancelled:
+            begun, whole = got.pop(name), expected.pop(name)
+            assert whole.token_ids[: len(begun.token_ids)] == begun.token_ids
+        assert_same(expected, got)
+    assert signal.SIGSTOP in sent
+    assert sent.count(signal.SIGKILL) > 1
+    assert engine.stats().drafter_failures >= len(sent) - 1, "the last may not have been noticed"
+    assert engine.stats().drafters[NAME].accepted > 0
+
+
+def test_requests_that_lived_on_are_drafted_for_again_and_nothing_is_taken_for_known() -> None:
+    engine = engine_of(config(kv_tokens=64 * 16))
+    drafter, pool = drafter_of(engine), engine.scheduler.pool
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    work = [Request(str(i), tuple(range(40, 60 + i)), params, seed=i) for i in range(3)]
+    for request in work:
+        engine.add(request)
+    for _ in range(4):
+        engine.step()
+    assert any(pool._valid[NAME])
+    kill(drafter)
+    while drafter.lives.pid is not None:
+        engine.step()
+    assert not any(pool._valid[NAME])
+    failures, before = engine.stats().drafter_failures, engine.stats().drafters[NAME].accepted
+    assert failures == 1
+    back(drafter)
+    for _ in range(3):
+        engine.step()
+        engine.check()
+    assert engine.stats().drafters[NAME].accepted > before
+    assert any(pool._valid[NAME])
+    assert len(engine.scheduler.running) == 3
+    assert engine.stats().drafter_failures == failures
+
+
+def test_one_of_several_drafters_and_once_unloaded_it_ends() -> None:
+    engine = engine_of(config(f"auto:suffix+{NAME}:model={models()[1]}", profile=STAIRCASE))
+    work = requests(1)
+    assert_same(plain(work), run(engine, work))
+    process = drafter_of(engine).lives._life._process  # type: ignore[union-attr]
+    engine._unload(NAME)
+    until(lambda: process.poll() is not None)
+
+
+def test_it_ends_when_the_engine_s_process_is_killed() -> None:
+    code = (
+        "import sys, time, msgspec; from paceline.engine.apart.life import Life\n"
+        "from paceline.engine.apart.messages import Begin\n"
+        "life = Life(msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Begin))\n"
+        "print(life.pid, flush=True); time.sleep(600)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert parent.stdin is not None
+    assert parent.stdout is not None
+    try:
+        parent.stdin.write(encode(Begin(config(), 0, FEW_PAGES)))
+        parent.stdin.close()
+        pid = int(parent.stdout.readline())
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+    until(lambda: _is_gone(pid))
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state == "Z"  # nobody has asked for its end yet
+
+
+def test_what_is_wrong_with_a_drafter_is_said_at_the_start() -> None:
+    with pytest.raises(ConfigError, match="layers must be between 1 and 3"):
+        engine_of(config(f"{NAME}:model={models()[1]},layers=9"))
+
+
+def test_what_reads_more_than_tokens_stays_in_the_engine_s_process() -> None:
+    for law in ("rejection", "block"):
+        engine = engine_of(config(law=law))
+        assert isinstance(engine.drafting.drafters[NAME], PlacedDrafter)
+
+
+def test_a_line_tells_when_the_other_end_is_gone_or_lies() -> None:
+    ours, line, memory = open_line(100)
+    theirs = Channel(line, memory, first=False)
+    ours.send(b"question")
+    assert theirs.receive() == b"question"
+    theirs.send(b"x" * 100)
+    assert ours.receive(1.0) == b"x" * 100
+    with pytest.raises(ValueError, match="more than the 100"):
+        ours.send(b"x" * 101)
+    with pytest.raises(TimeoutError):
+        ours.receive(0.001)
+    theirs.send(b"")
+    theirs._memory[theirs._out : theirs._out + 8] = (101).to_bytes(8, "little")
+    with pytest.raises(LineDead, match="101 bytes"):
+        ours.receive(1.0)
+    theirs.close()
+    with pytest.raises(LineDead):
+        ours.receive(1.0)
+    with pytest.raises(LineDead):
+        ours.send(b"")
+    ours.close()
+    os.close(memory)
