@@ -204,16 +204,17 @@ def test_a_head_drafts_from_behind_a_hole(kind: str, types: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_lost_taps_cost_drafts_and_nothing_else(kind: str) -> None:
     engine = make_engine(spec(kind), Settings(num_rows=2, prefix_cache=True))
-    head = engine.drafting.drafters[kind]._head  # type: ignore[attr-defined]
-    fuse_, calls = head.fuse, [0]
+    head: Any = engine.drafting.drafters[kind]
+    tapped_, calls = head._tapped, [0]
 
-    def sometimes(tapped: np.ndarray) -> np.ndarray:
+    def sometimes(*tapped: Any) -> np.ndarray:
         calls[0] += 1
         if calls[0] % 9 == 0:
             raise RuntimeError("lost")
-        return fuse_(tapped)
+        found: np.ndarray = tapped_(*tapped)
+        return found
 
-    head.fuse = sometimes
+    head._tapped = sometimes
     wanted = requests(6)
     answers = run(engine, wanted)
     assert_same(run(make_engine("off", PLAIN), wanted), answers)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from numpy import float32, floating
+    from numpy import float32, floating, int64
     from numpy.typing import NDArray
 
     from paceline.core.nouns import Batch, Choose, Plan, Request, Scores, Taps, Verdict
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from paceline.model.weights import LoadedModel
 
 
+_MOST_UNFUSED = 256  # tokens: 1.8 MB of hidden states of the default model
 _VOCABULARY = 8192  # tokens that EAGLE-1 writes unless told: a larger target head would cost more than the layer
 
 
@@ -145,6 +146,7 @@ class _HeadDrafter:
         self._dense = target.law_needs_probs
         self._kv = self._head.new_kv(target.num_pages)
         self._features = FeatureStore(target.rows, target.num_pages, head.config.layers.hidden_size)
+        self._unfused: list[tuple[NDArray[int64], NDArray[floating]]] = []  # slots, and what was tapped there
         self._valid = np.zeros(self._rows.num_rows, np.int64)  # [num_rows] tokens behind the last valid entry
         self._feature_store = f"{options.name} features"
         self.needs = Needs(
@@ -179,13 +181,18 @@ class _HeadDrafter:
         ]
         starts = taps.cu_len[:-1].tolist()
         places = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
-        features = self._head.fuse(self._tapped(taps, places))
-        done = 0
-        for r, first, count in zip(batch.rows, starts, counts, strict=True):
-            start = int(self._rows.computed[r.row]) - count
-            slots = taps.slots[first : first + count]
-            self._features.put(r.row, start, slots, features[done : done + count])
-            done += count
+        self._unfused.append((taps.slots[places], self._tapped(taps, places)))
+        for r, count in zip(batch.rows, counts, strict=True):
+            self._features.add(r.row, int(self._rows.computed[r.row]) - count, count)
+        if sum(len(slots) for slots, _ in self._unfused) >= _MOST_UNFUSED:
+            self._fuse()
+
+    def _fuse(self) -> None:
+        """Make features of what was tapped since they were last read: of many steps at once, as few may draft."""
+        if self._unfused:
+            slots, tapped = (np.concatenate(parts) for parts in zip(*self._unfused, strict=True))
+            self._unfused.clear()
+            self._features.write(slots, self._head.fuse(tapped))
 
     def valid_lens(self, row: int) -> Mapping[str, int]:
         """Leading tokens of a row that the stores hold. Entries behind a hole are nobody else's."""
@@ -236,6 +243,7 @@ class _HeadDrafter:
 
     def _read(self, spans: Sequence[Span], guessed: Mapping[int, NDArray[floating]] | None) -> NDArray[float32]:
         """Return the features of spans: kept ones for known tokens, `guessed[row]` [width] for each guess."""
+        self._fuse()
         parts = []
         for row, start, num_known, guesses in spans:
             parts.append(self._features.read(row, start - 1, num_known))

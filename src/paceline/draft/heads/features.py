@@ -41,12 +41,15 @@ class FeatureStore:
         self._begin[row] = 0 if valid_len >= computed else computed
         self._end[row] = computed
 
-    def put(self, row: int, start: int, slots: NDArray[int64], features: NDArray[floating]) -> None:
-        """Write the features [n, width] of a row's tokens from `start` on, to slots [n]."""
-        self._data[slots] = np.clip(features, -_MOST, _MOST)
+    def add(self, row: int, start: int, count: int) -> None:
+        """Note that features of a row's tokens from `start` on are there, or will be before they are read."""
         if start != self._end[row]:  # those between were lost
             self._begin[row] = start
-        self._end[row] = start + len(slots)
+        self._end[row] = start + count
+
+    def write(self, slots: NDArray[int64], features: NDArray[floating]) -> None:
+        """Write features [n, width] to slots [n]; of equal slots the last one counts."""
+        self._data[slots] = np.clip(features, -_MOST, _MOST)
 
     def first_entry(self, row: int) -> int:
         """Return the first token of a row whose predecessor's feature is there, and so all up to the newest one.
