@@ -15,6 +15,7 @@ from paceline.control.trace import Tracer
 from paceline.core.errors import ConfigError
 from paceline.core.machine import processor
 from paceline.engine.calibrate import QUICK, calibrate
+from paceline.model.device import usable_cores
 from paceline.model.pull import cache_folder
 
 if TYPE_CHECKING:
@@ -101,4 +102,5 @@ def _key(engine: Engine, config: EngineConfig, model: str) -> dict[str, object]:
         "draft_device": config.draft_device,
         "rows": config.limits.num_rows,
         "machine": processor(),
+        "cores": len(usable_cores()),
     }
