@@ -33,17 +33,18 @@ class Arena:
         self.config, self.loaded, self.seed = config, loaded, seed
         self._engines: dict[str, Engine] = {}
 
-    def engine(self, draft: str) -> Engine:
-        """Return an idle engine."""
+    def engine(self, policy: str) -> Engine:
+        """Return an idle engine, one for each name of a policy."""
         from paceline.engine.build import assemble
 
-        if draft not in self._engines:
-            self._engines[draft] = assemble(replace(self.config, draft=draft), self.loaded).engine
-        return self._engines[draft]
+        if policy not in self._engines:
+            config = replace(self.config, draft=draft_of(policy))
+            self._engines[policy] = assemble(config, self.loaded).engine
+        return self._engines[policy]
 
-    def keep(self, drafts: Iterable[str]) -> None:
+    def keep(self, policies: Iterable[str]) -> None:
         """Let go of all other engines: each has KV of its own."""
-        self._engines = {draft: self._engines[draft] for draft in drafts if draft in self._engines}
+        self._engines = {name: self._engines[name] for name in policies if name in self._engines}
 
     def ask(self, prompts: Sequence[Prompt], count: int, params: SamplingParams) -> list[Question]:
         """Return so many questions, evenly spaced over the prompts; with few prompts some come again."""

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from paceline.bench.compare.arena import TWIN, automatic, draft_of, measure, static
+from paceline.bench.compare.arena import TWIN, automatic, static
+from paceline.bench.compare.players import rates
 from paceline.bench.report import PLAIN
 from paceline.bench.statistics import median_interval, paired_ratios
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     Tell = Callable[[int, int], None]
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
-KEPT = ("output_tokens_per_s", "wall_s", "output_tokens", "acceptance_length", "k_histogram", "prediction_error")
 FINALISTS = 2  # static policies that are measured again
 ROUNDS = 2  # questions for each request in flight, at least
 
@@ -49,41 +49,32 @@ class Batches:
     def run(self, tell: Tell) -> list[Json]:
         """Screen, measure again, and return a line of the table for each size and finalist."""
         policies = static(self.drafters)
-        finals = len(self.sizes) * self.repeat * (FINALISTS + 3)
-        total, done = len(policies) * len(self.sizes) + finals, 0
+        total, done = (len(policies) + self.repeat) * len(self.sizes), 0
         for policy in policies:
-            self.arena.keep((PLAIN, policy))
             for size in self.sizes:
-                self._screen(policy, size)
+                key = {"stage": "screen", "size": size, "of": policy}
+                self.results.once(key, partial(self._measure, (PLAIN, policy), size, self.screened))
                 done += 1
                 tell(done, total)
         for size in self.sizes:
             names = (PLAIN, *self._best(size), self.auto, TWIN)
-            self.arena.keep(map(draft_of, names))
             for repeat in range(self.repeat):
-                for name in names:
-                    key = {"stage": "final", "size": size, "policy": name, "repeat": repeat}
-                    self.results.once(key, partial(self._measure, name, size, self.limit))
-                    done += 1
-                    tell(done, total)
+                key = {"stage": "final", "size": size, "repeat": repeat}
+                self.results.once(key, partial(self._measure, names, size, self.limit))
+                done += 1
+                tell(done, total)
         return [line for size in self.sizes for line in self.lines(size)]
 
-    def _screen(self, policy: str, size: int) -> None:
-        """Measure a policy beside plain decoding."""
-        for name in (PLAIN, policy):
-            key = {"stage": "screen", "size": size, "of": policy, "policy": name}
-            self.results.once(key, partial(self._measure, name, size, self.screened))
-
-    def _measure(self, name: str, size: int, least: int) -> Json:
+    def _measure(self, names: Sequence[str], size: int, least: int) -> Json:
+        """Measure policies in turns."""
         asked = self.arena.ask(self.prompts, max(least, ROUNDS * size), self.params)
-        found = measure(self.arena.engine(draft_of(name)), name, asked, size)
-        return {figure: found[figure] for figure in KEPT}
+        self.arena.keep(names)
+        return {"tokens_per_s": rates({name: self.arena.engine(name) for name in names}, asked, size)}
 
     def gains(self, size: int) -> dict[str, float]:
         """Return what each static policy brought in the screening, against plain decoding beside it."""
-        runs = [r for r in self.results.runs if r["stage"] == "screen" and r["size"] == size]
-        plain = {r["of"]: r["output_tokens_per_s"] for r in runs if r["policy"] == PLAIN}
-        return {p: r["output_tokens_per_s"] / plain[p] for r in runs if (p := r["policy"]) != PLAIN}
+        found = [r for r in self.results.runs if r["stage"] == "screen" and r["size"] == size]
+        return {r["of"]: r["tokens_per_s"][r["of"]] / r["tokens_per_s"][PLAIN] for r in found}
 
     def _best(self, size: int) -> list[str]:
         gains = self.gains(size)
@@ -94,7 +85,8 @@ class Batches:
         found: dict[str, list[float]] = {}
         for r in self.results.runs:
             if r["stage"] == "final" and r["size"] == size:
-                found.setdefault(r["policy"], []).append(r["output_tokens_per_s"])
+                for name, rate in r["tokens_per_s"].items():
+                    found.setdefault(name, []).append(rate)
         return found
 
     def lines(self, size: int) -> list[Json]:

@@ -6,13 +6,13 @@ which of them it stood still.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from statistics import geometric_mean, median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from paceline.bench.compare.players import TURN_S, Player
 from paceline.bench.report import PLAIN
 from paceline.core.errors import ConfigError
 
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from paceline.bench.compare.arena import Arena
     from paceline.bench.compare.results import Results
     from paceline.bench.prompts import Prompt
-    from paceline.bench.run import Question
     from paceline.core.params import SamplingParams
-    from paceline.engine.engine import Engine
 
     Json = dict[str, Any]
     Tell = Callable[[int, int], None]
@@ -35,7 +33,6 @@ TASKS: Mapping[str, tuple[str, ...]] = {  # categories of prompts
     "summarisation": ("summarization",),
 }
 PHASES = "chat:1,code:4,summarisation:16,chat:64,code:64,summarisation:16,chat:4,code:1"
-TURN_S = 1.0
 WINDOW_S = 5.0
 STALLED = 1.5  # times as long as usual, of the calibration loop
 LOOP = 100_000
@@ -58,30 +55,6 @@ def phases(text: str) -> tuple[Phase, ...]:
             raise ConfigError(f"--phases {part!r}: write TASK:IN_FLIGHT, such as chat:16")
         found.append(Phase(task, int(number)))
     return tuple(found)
-
-
-class Player:
-    """One policy's way through a phase."""
-
-    def __init__(self, engine: Engine, asked: Sequence[Question], in_flight: int) -> None:
-        self.engine, self._waiting, self._in_flight, self._open = engine, deque(asked), in_flight, 0
-
-    @property
-    def done(self) -> bool:
-        """Whether every question is answered."""
-        return not self._waiting and not self._open
-
-    def play(self, seconds: float) -> tuple[float, int]:
-        """Go on for a turn; return its seconds and tokens."""
-        start_s, tokens = perf_counter(), 0
-        while not self.done and perf_counter() - start_s < seconds:
-            while self._waiting and self._open < self._in_flight:
-                self.engine.add(self._waiting.popleft().request)
-                self._open += 1
-            for outcome in self.engine.step():
-                tokens += len(outcome.token_ids)
-                self._open -= outcome.finish_reason is not None
-        return perf_counter() - start_s, tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
