@@ -7,7 +7,6 @@
 #include <cmath>
 #include <memory>
 #include <optional>
-#include <stdexcept>
 
 #include "binding.h"
 #include "control.h"
@@ -28,10 +27,6 @@ using Result = nb::ndarray<nb::numpy, double, nb::ndim<2>>;
 using Counts = nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>;
 
 constexpr size_t kMostDepth = 1024;
-
-void require(bool holds, const char* message) {
-    if (!holds) throw std::invalid_argument(message);
-}
 
 void require_rows(const Ids& rows, size_t num_rows) {
     const auto* end = rows.data() + rows.size();
@@ -106,11 +101,9 @@ std::tuple<Counts, double, double, double> choose_drafts(const Table& alive, con
         ladder.most_rows = added->shape(1) - 1;
         ladder.width = added->shape(2);
         require(factors.size() == ladder.drafters && added->shape(1) > 1 && ladder.width > 0, "prices of drafting do not fit");
-        for (size_t i = 0; i < n; ++i) {
-            const bool drafts = most.data()[i] > 0 && depth && alive.data()[i * depth] > 0;
-            require(!drafts || (0 <= drafters.data()[i] && static_cast<size_t>(drafters.data()[i]) < ladder.drafters),
+        for (size_t i = 0; i < n; ++i)
+            require(most.data()[i] <= 0 || (0 <= drafters.data()[i] && static_cast<size_t>(drafters.data()[i]) < ladder.drafters),
                     "a row's drafter has no price");
-        }
     }
     const Best best = best_drafts(ladder, {alive.data(), most.data(), lengths.data(), drafters.data(), n, depth, plain_tokens, unpaid_s});
     auto ks = std::make_unique<int64_t[]>(std::max<size_t>(n, 1));

@@ -4,7 +4,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <stdexcept>
 
 #include "binding.h"
 #include "lookup.h"
@@ -19,10 +18,6 @@ using Ids = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cp
 
 constexpr size_t kMostCapacity = size_t{1} << 30;
 constexpr int64_t kMostId = int64_t{1} << 31;
-
-void require(bool holds, const char* message) {
-    if (!holds) throw std::invalid_argument(message);
-}
 
 void extend(TextIndex& index, const Ids& ids) {
     require(std::all_of(ids.data(), ids.data() + ids.size(), [](int64_t id) { return 0 <= id && id < kMostId; }),
