@@ -2,6 +2,11 @@
 #include <cstdlib>
 #include <cstring>
 
+#if defined(PACELINE_X86) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "kernels.h"
 
 namespace paceline {
@@ -25,6 +30,10 @@ PACELINE_DECLARE(portable)
 PACELINE_DECLARE(avx2)
 PACELINE_DECLARE(avx2vnni)
 PACELINE_DECLARE(avx512)
+namespace amx {
+extern const GemmKernels gemm_kernels;
+extern const LimitKernels limit_kernels;
+}
 #endif
 
 namespace {
@@ -34,12 +43,38 @@ struct Candidate {
     bool runs;
 };
 
+#ifdef PACELINE_X86
+
+// The system keeps a process from tile registers, which make every switch of threads dearer, until it asks for them.
+bool may_use_tiles() {
+#if defined(__linux__)
+    constexpr long kAsk = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return __builtin_cpu_supports("amx-int8") && __builtin_cpu_supports("amx-tile") &&
+           syscall(SYS_arch_prctl, kAsk, kTileData) == 0;
+#else
+    return false;
+#endif
+}
+
+bool has_avx512() {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+}
+
+// AVX-512 with tiles for matrices.
+Kernels with_tiles() {
+    Kernels table = PACELINE_TABLE(avx512);
+    table.name = "amx", table.gemm = amx::gemm_kernels, table.limits = amx::limit_kernels;
+    return table;
+}
+
+#endif
+
 Kernels choose() {
     const Candidate best_first[] = {
 #ifdef PACELINE_X86
-        {PACELINE_TABLE(avx512), __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-                                     __builtin_cpu_supports("avx512vnni")},
+        {with_tiles(), has_avx512() && may_use_tiles()},
+        {PACELINE_TABLE(avx512), has_avx512()},
         {PACELINE_TABLE(avx2vnni), __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                                        __builtin_cpu_supports("f16c") && __builtin_cpu_supports("avxvnni")},
         {PACELINE_TABLE(avx2), __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&

@@ -8,6 +8,9 @@
 //   f32, bf16   for each input, 32 numbers
 #include "dot.h"
 #include "kernels.h"
+#if defined(__AMX_INT8__)
+#include "tiles.h"
+#endif
 
 namespace paceline::PACELINE_ISA {
 namespace {
@@ -270,6 +273,9 @@ void int8_one_panel(const Int8Panel& panel, const QuantisedRows& rows, size_t fi
 
 void int8_panels(const Int8Panel& panel, size_t num_panels, const QuantisedRows& rows, size_t first, size_t end,
                  float* out, size_t stride) {
+#if defined(__AMX_INT8__)
+    if (end - first >= kLeastRowsOfTile) return int8_in_tiles(panel, num_panels, rows, first, end, out, stride);
+#endif
 #if defined(__AVX512F__)
     if (num_panels == 2 && end - first >= kLeastRowsOfPair) {
         in_pieces(first, end, panel.weights, 2 * rows.width * kPanel,

@@ -1,6 +1,9 @@
 // What an instruction set can do at most: memory read, and byte products from registers.
 #include "dot.h"
 #include "kernels.h"
+#if defined(__AMX_INT8__)
+#include "tiles.h"
+#endif
 
 namespace paceline::PACELINE_ISA {
 namespace {
@@ -13,6 +16,22 @@ uint64_t read(const uint8_t* p, size_t bytes) {
     const i32v all = sums[0] + sums[1] + sums[2] + sums[3];
     return (uint64_t)(uint32_t)all[0];
 }
+
+#if defined(__AMX_INT8__)
+
+size_t dot_products(size_t rounds) {
+    shape_tiles(kTile);
+    for (size_t i = 0; i < rounds; ++i) {
+        _tile_dpbsud(PACELINE_SUMS, PACELINE_ACTIVATIONS, PACELINE_WEIGHTS);
+        _tile_dpbsud(PACELINE_OTHER_SUMS, PACELINE_ACTIVATIONS, PACELINE_WEIGHTS);
+        _tile_dpbsud(6, PACELINE_ACTIVATIONS, PACELINE_WEIGHTS);
+        _tile_dpbsud(7, PACELINE_ACTIVATIONS, PACELINE_WEIGHTS);
+    }
+    _tile_release();
+    return rounds * 4 * kTile * kTile * kInt8Group;
+}
+
+#else
 
 // More chains than a unit has stages, of which there are two: with fewer the sums wait for each other. Each has a name,
 // as an array would be kept in memory.
@@ -27,6 +46,8 @@ size_t dot_products(size_t rounds) {
     __asm__ volatile("" : : "m"(all));
     return rounds * 12 * kLanes * 4;
 }
+
+#endif
 
 }  // namespace
 

@@ -290,7 +290,7 @@ def test_packed_rows_can_be_read_back(types: str) -> None:
 
 
 @pytest.mark.skipif("PACELINE_ISA" in os.environ, reason="one level is enough")
-@pytest.mark.parametrize("isa", ["portable", "avx2"])
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
 def test_lesser_instruction_sets_pass_the_same_tests(isa: str) -> None:
     environment = {**os.environ, "PACELINE_ISA": isa}
     code = "from paceline import kernels; print(kernels.isa())"
