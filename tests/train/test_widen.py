@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.train.widen import Pair, sentences, widen
+from paceline.train.widen import MOST_TEXT, Pair, names, origin, sentences, widen
 
 ANSWER = (
     "The old lighthouse stands on a cliff above the sea. Every evening its keeper climbs the narrow stairs. "
@@ -48,3 +48,35 @@ def test_sentences_leave_code_and_fragments_out() -> None:
 def test_ids_of_users_that_look_like_ours_are_only_names() -> None:
     for name in ("translate ", "translate", "translate me now", "", " "):
         assert "back" not in {p.source for p in widen([Pair(name, PAIR.prompt, ANSWER)])}
+
+
+def test_a_name_is_asked_about() -> None:
+    answer = "It was built by Anna Berg in Oslo, and by others, as Oslo knows well."
+    assert names(answer) == ["Anna Berg", "Oslo"]
+    (made,) = (p for p in widen([Pair("3", "Who built it?", answer)]) if p.source == "ask")
+    assert any(name in made.text for name in names(answer))
+
+
+def test_a_long_prompt_is_a_text_to_summarise() -> None:
+    (made,) = (p for p in widen([Pair("4", ANSWER * 30, "Yes.")]) if p.source == "digest")
+    assert ANSWER in made.text
+    assert len(made.text) < MOST_TEXT + 200
+
+
+def test_the_passage_that_answers_lies_among_others() -> None:
+    pairs = [
+        Pair(str(n), f"Describe lighthouse number {n} of this coast.", f"Number {n}. {ANSWER}") for n in range(40)
+    ]
+    made = [p for p in widen(pairs) if p.source == "search"]
+    assert 0 < len(made) < len(pairs)
+    for prompt in made:
+        number = origin(prompt.name)
+        assert f"Number {number}." in prompt.text
+        assert pairs[int(number)].prompt in prompt.text
+        assert prompt.text.count(ANSWER) == 4
+
+
+def test_what_a_prompt_was_made_from_is_known_by_its_name() -> None:
+    pairs = [Pair(f"n {n}", PAIR.prompt * (n + 1), f"{n} in Oslo. {ANSWER}") for n in range(40)]
+    for prompt in widen(pairs):
+        assert origin(prompt.name) in {p.name for p in pairs}

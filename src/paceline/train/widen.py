@@ -1,4 +1,4 @@
-"""More kinds of prompts from what there is: translate, summarise, answer from a passage.
+"""More kinds of prompts from what there is: translate, summarise, answer from passages or without.
 
 Training prompts are mostly code and arithmetic; a draft head that has seen nothing else guesses badly elsewhere.
 The texts asked about are the target's own answers and the prompts themselves, so nothing new is brought in. A text
@@ -15,11 +15,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-SOURCES = ("translate", "back", "summarise", "answer")  # the first word of a made prompt's name
+# The first word of a made prompt's name.
+SOURCES = ("translate", "back", "summarise", "answer", "digest", "search", "ask")
 LANGUAGES = ("German", "French", "Spanish", "Italian", "Chinese")
 LEAST_SENTENCE, MOST_SENTENCE = 30, 300  # characters
 LEAST_PASSAGE, MOST_PASSAGE = 200, 2500
+LONG_TEXT, MOST_TEXT = 1500, 4000  # a prompt that is a text of its own
+NUM_PASSAGES, MOST_OF_SEVERAL = 4, 800
 _SENTENCE = re.compile(r"[A-Z\"'][^.!?\n`{}<>=]{20,}[.!?](?=\s|$)")
+_NAME = re.compile(r"(?<=[a-z,] )[A-Z][a-z]+(?: [A-Z][a-z]+){0,2}")
 
 TRANSLATE = (
     "Translate the following sentence into {language}: {text}",
@@ -35,6 +39,16 @@ ANSWER = (
     "{text}\n\nQuestion: {question}\nAnswer:",
     "Answer the question with the help of the passage.\n\nPassage: {text}\n\nQuestion: {question}",
     "{question}",
+)
+ASK = (
+    "Who is {name}?",
+    "What is {name}?",
+    "What is {name} known for?",
+    "Where is {name}?",
+    "When did {name} begin?",
+    "Why is {name} important?",
+    "Who was the first to write about {name}?",
+    "How many people know {name}?",
 )
 
 
@@ -69,6 +83,8 @@ def widen(pairs: Sequence[Pair], seed: int = 0) -> Iterator[Prompt]:
             yield from _translate(pair, random)
             yield from _summarise(pair, random)
             yield from _answer(pair, random)
+            yield from _search(pair, pairs, random)
+            yield from _ask(pair, random)
 
 
 def is_translation(name: str) -> bool:
@@ -91,6 +107,11 @@ def sentences(text: str) -> list[str]:
     return [s for s in found if LEAST_SENTENCE <= len(s) <= MOST_SENTENCE]
 
 
+def names(text: str) -> list[str]:
+    """Return what looks like names within sentences, each once, in the order of the text."""
+    return list(dict.fromkeys(match.group() for match in _NAME.finditer(text)))
+
+
 def _translate(pair: Pair, random: Random) -> Iterator[Prompt]:
     known = sentences(pair.answer)
     if known:
@@ -106,6 +127,9 @@ def _back(pair: Pair) -> Iterator[Prompt]:
 
 
 def _summarise(pair: Pair, random: Random) -> Iterator[Prompt]:
+    if len(pair.prompt) >= LONG_TEXT and len(sentences(pair.prompt)) >= 3:
+        text = random.choice(SUMMARISE).format(text=pair.prompt[-MOST_TEXT:].partition(" ")[2])
+        yield Prompt(f"digest {pair.name}", "digest", text)
     if LEAST_PASSAGE <= len(pair.answer) and len(sentences(pair.answer)) >= 3:
         text = random.choice(SUMMARISE).format(text=pair.answer[:MOST_PASSAGE])
         yield Prompt(f"summarise {pair.name}", "summarise", text)
@@ -117,3 +141,29 @@ def _answer(pair: Pair, random: Random) -> Iterator[Prompt]:
     if LEAST_PASSAGE <= len(pair.answer) and LEAST_SENTENCE <= len(question) <= MOST_SENTENCE:
         text = random.choice(ANSWER[:2]).format(text=pair.answer[:MOST_PASSAGE], question=question)
         yield Prompt(f"answer {pair.name}", "answer", text)
+
+
+def _search(pair: Pair, pairs: Sequence[Pair], random: Random) -> Iterator[Prompt]:
+    """Several passages, of which one was the answer to the question or names whom it is about.
+
+    Long, so that only a few are made.
+    """
+    if not LEAST_PASSAGE <= len(pair.answer) or random.random() > 0.3:
+        return
+    text = pair.prompt[-MOST_TEXT:] if len(pair.prompt) >= LONG_TEXT else pair.answer
+    others = (p.answer for p in random.sample(pairs, min(len(pairs), 4 * NUM_PASSAGES)) if p is not pair)
+    prose = [other for other in others if len(sentences(other)) >= 2][: NUM_PASSAGES - 1]
+    known, question = names(text[:MOST_OF_SEVERAL]), pair.prompt.strip().split("\n")[0]
+    if known and not LEAST_SENTENCE <= len(question) <= MOST_SENTENCE:
+        question = random.choice(ASK).format(name=random.choice(known))
+    if len(prose) >= 2 and len(question) <= MOST_SENTENCE:
+        passages = [passage[:MOST_OF_SEVERAL] for passage in (text, *prose)]
+        random.shuffle(passages)
+        yield Prompt(f"search {pair.name}", "search", "\n\n".join([*passages, question]))
+
+
+def _ask(pair: Pair, random: Random) -> Iterator[Prompt]:
+    known = names(pair.answer) + names(pair.prompt)
+    if known:
+        text = random.choice(ASK).format(name=random.choice(known))
+        yield Prompt(f"ask {pair.name}", "ask", text)
