@@ -13,6 +13,7 @@ from paceline.cli import main
 from paceline.draft.heads.checkpoint import load_head
 from paceline.train import features
 from paceline.train.checkpoint import read_metrics
+from paceline.train.compute import COMPUTES
 from paceline.train.corpus import read_corpus
 from paceline.train.features import FeatureStore
 from paceline.train.target import load_target, native_reader, reference_reader
@@ -41,11 +42,13 @@ def command(kind: str, toy: Path, out: Path, *options: str) -> list[str]:
     return [str(word) for word in words] + ["--k", str(K), *options]
 
 
+@pytest.mark.parametrize("compute", COMPUTES)
 @pytest.mark.parametrize("kind", REACHED)
-def test_a_toy_head_reaches_its_acceptance(kind: str, toy: Path, tmp_path: Path, capsys: Any) -> None:
-    assert (
-        main(command(kind, toy, tmp_path, "--steps", "100", "--eval-every", "50", "--type", REACHED_AS[kind])) == 0
-    )
+def test_a_toy_head_reaches_its_acceptance(
+    kind: str, compute: str, toy: Path, tmp_path: Path, capsys: Any
+) -> None:
+    options = ["--steps", "100", "--eval-every", "50", "--type", REACHED_AS[kind], "--compute", compute]
+    assert main(command(kind, toy, tmp_path, *options)) == 0
     rows = read_metrics(tmp_path)
     assert [row["step"] for row in rows] == [0, 50, 100]
     assert max(rows[0]["accepted"]) < 0.05
@@ -60,14 +63,17 @@ def test_a_toy_head_reaches_its_acceptance(kind: str, toy: Path, tmp_path: Path,
     provenance = json.loads((tmp_path / "provenance.json").read_text())
     assert {"command", "git", "version", "machine", "data", "settings"} <= provenance.keys()
     assert (tmp_path / "acceptance.png").read_bytes().startswith(b"\x89PNG")
-    assert "trained" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "trained" in told.out
+    assert f"matrix products in {compute}: as asked" in told.err
 
 
+@pytest.mark.parametrize("compute", COMPUTES)
 @pytest.mark.parametrize("kind", REACHED)
 def test_a_run_that_was_interrupted_ends_with_the_same_bits(
-    kind: str, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, compute: str, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = ["--steps", "8", "--save-every", "3", "--eval-every", "4"]
+    options = ["--steps", "8", "--save-every", "3", "--eval-every", "4", "--compute", compute]
     assert main(command(kind, toy, tmp_path / "straight", *options)) == 0
     from paceline.train.trainer import Trainer
 
@@ -103,9 +109,11 @@ def test_a_head_may_start_from_another(toy: Path, tmp_path: Path, capsys: Any) -
 
 
 def test_a_run_with_other_settings_is_not_resumed(toy: Path, tmp_path: Path, capsys: Any) -> None:
-    assert main(command("eagle3", toy, tmp_path, "--steps", "1")) == 0
-    assert main(command("eagle3", toy, tmp_path, "--steps", "2")) == 2
+    assert main(command("eagle3", toy, tmp_path, "--steps", "1", "--compute", "float32")) == 0
+    assert main(command("eagle3", toy, tmp_path, "--steps", "2", "--compute", "float32")) == 2
     assert "steps (was 1, is 2)" in capsys.readouterr().err
+    assert main(command("eagle3", toy, tmp_path, "--steps", "1", "--compute", "bfloat16")) == 2
+    assert "compute (was float32, is bfloat16)" in capsys.readouterr().err
     (tmp_path / "checkpoint.safetensors").write_bytes(b"no")
     assert main(command("eagle3", toy, tmp_path, "--steps", "1")) == 2
     assert "remove it" in capsys.readouterr().err
@@ -114,7 +122,7 @@ def test_a_run_with_other_settings_is_not_resumed(toy: Path, tmp_path: Path, cap
 def test_a_loss_that_is_no_number_stops_the_run(toy: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     from paceline.train import trainer
 
-    monkeypatch.setattr(trainer, "divergence", lambda g, h, w, r: (torch.tensor(torch.nan), torch.zeros_like(r)))
+    monkeypatch.setattr(trainer, "divergence", lambda *_: torch.tensor(torch.nan))
     assert main(command("eagle3", toy, tmp_path, "--steps", "1")) == 2
     assert "--lr" in capsys.readouterr().err
 

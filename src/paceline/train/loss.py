@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
 
-ROWS = 256  # at a time: their logits stay in the processor's cache
+ROWS = 1024  # at a time: few enough for memory, and many for each time that the head is laid out for a product
 TINY = 1e-30  # of a sum that may be nothing
 
 
@@ -36,55 +36,90 @@ class Wanted:
 
 
 def divergence(
-    guesses: torch.Tensor, head: torch.Tensor, wanted: Wanted, rows: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum over guesses of sum_v p(v) (log p(v) - log q(v)), and each guess's best draft token [m].
+    guesses: torch.Tensor,
+    head: torch.Tensor,
+    wanted: Wanted,
+    rows: torch.Tensor,
+    shares: torch.Tensor,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Return the sum over guesses of shares * sum_v p(v) (log p(v) - log q(v)).
 
     q is the softmax of `guesses` [m, width] times `head` [draft_vocab, width], p a row of `wanted`: which, `rows`
-    [m] says.
+    [m] says. shares: [m], how much each guess counts. dtype: of the factors of products; the rest is `guesses`'.
     """
-    crossed, best = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        guesses, head, wanted.ids[rows], wanted.probs[rows]
-    )
-    return crossed - wanted.entropies[rows].sum(), best
+    probs = wanted.probs[rows] * shares[:, None]
+    crossed = _CrossEntropy.apply(guesses, head, wanted.ids[rows], probs, dtype)  # type: ignore[no-untyped-call]
+    return cast("torch.Tensor", crossed) - (wanted.entropies[rows] * shares).sum()
+
+
+@torch.no_grad()
+def judge(
+    guesses: torch.Tensor, head: torch.Tensor, wanted: Wanted, rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the plain sum of what `divergence` does, and each guess's best draft token [m] int64."""
+    best, total = rows.new_empty(len(rows)), -wanted.entropies[rows].sum()
+    for first in range(0, len(guesses), ROWS):
+        chunk = slice(first, first + ROWS)
+        logits = guesses[chunk] @ head.T
+        best[chunk] = logits.argmax(-1)
+        picked = logits.log_softmax(-1).gather(1, wanted.ids[rows[chunk]])
+        total -= torch.linalg.vecdot(wanted.probs[rows[chunk]], picked).sum()
+    return total, best
 
 
 class _CrossEntropy(torch.autograd.Function):
     """Sum of -p log q; computes gradients along the way.
 
-    The gradient of a row's logits is mass * q - p, with q = e / sum(e). It is computed as a multiple of
-    e - p * sum(e) / mass, so that the only things done to whole rows are the maximum, the exponential and the sum.
+    The gradient of a row's logits is mass * q - p. It is computed as mass times q - p / mass, which is what may be
+    rounded to 16 bits: the rows' scales stay outside.
     """
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, guesses: torch.Tensor, head: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        wants_guesses, wants_head = (t.requires_grad for t in (guesses, head))
-        total = guesses.new_zeros(())
-        of_guesses, of_head = torch.zeros_like(guesses), torch.zeros_like(head) if wants_head else None
-        best = ids.new_empty(len(ids))
-        scratch = guesses.new_empty(min(ROWS, len(guesses)), len(head))
+        ctx: FunctionCtx,
+        guesses: torch.Tensor,
+        head: torch.Tensor,
+        ids: torch.Tensor,
+        probs: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        total, of_guesses = guesses.new_zeros(()), torch.zeros_like(guesses)
+        of_head = torch.zeros_like(head) if head.requires_grad else None
+        factor, scratch = head.to(dtype), _Scratch(guesses, head, dtype)
         for first in range(0, len(guesses), ROWS):
             chunk = slice(first, first + ROWS)
-            given, wanted, mass = guesses[chunk], probs[chunk], probs[chunk].sum(-1)
-            logits = torch.mm(given, head.T, out=scratch[: len(given)])
-            most, best[chunk] = logits.max(-1)
-            picked = torch.linalg.vecdot(wanted, logits.gather(1, ids[chunk]))
-            powers = logits.sub_(most[:, None]).exp_()
-            sums = powers.sum(-1)
-            total += (mass * (most + sums.log()) - picked).sum()
-            if wants_guesses or wants_head:
-                powers.scatter_add_(1, ids[chunk], wanted * (-sums / mass.clamp(min=TINY))[:, None])
-                share = (mass / sums)[:, None]
-                of_guesses[chunk] = (powers @ head).mul_(share)
-                if of_head is not None:
-                    of_head.addmm_(powers.T, given * share)
+            given, mass = guesses[chunk], probs[chunk].sum(-1, keepdim=True)
+            logs = scratch.log_softmax(given.to(dtype), factor)
+            total -= torch.linalg.vecdot(probs[chunk], logs.gather(1, ids[chunk])).sum()
+            slopes = logs.exp_().scatter_add_(1, ids[chunk], probs[chunk] / -mass.clamp(min=TINY))
+            narrow = scratch.rounded(slopes)
+            of_guesses[chunk] = torch.mm(narrow, factor).to(given.dtype).mul_(mass)
+            if of_head is not None:
+                of_head += torch.mm(narrow.T, (given * mass).to(dtype))
         ctx.save_for_backward(of_guesses, *([] if of_head is None else [of_head]))
-        ctx.mark_non_differentiable(best)
-        return total, best
+        return total
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> Any:
         of_guesses, *of_head = cast("Any", ctx).saved_tensors
-        return grads[0] * of_guesses, grads[0] * of_head[0] if of_head else None, None, None
+        return grads[0] * of_guesses, grads[0] * of_head[0] if of_head else None, None, None, None
+
+
+class _Scratch:
+    """Room for the logits of a chunk of rows, used again: fresh memory costs more than what is written to it."""
+
+    def __init__(self, guesses: torch.Tensor, head: torch.Tensor, dtype: torch.dtype) -> None:
+        shape = min(ROWS, len(guesses)), len(head)
+        self._narrow = guesses.new_empty(shape, dtype=dtype)
+        self._wide = self._narrow if guesses.dtype == dtype else guesses.new_empty(shape)
+        self._logs = guesses.new_empty(shape)
+
+    def log_softmax(self, given: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+        """Return log q of some rows, in the wide type."""
+        logits = torch.mm(given, head.T, out=self._narrow[: len(given)])
+        return torch.log_softmax(self._wide[: len(given)].copy_(logits), -1, out=self._logs[: len(given)])
+
+    def rounded(self, slopes: torch.Tensor) -> torch.Tensor:
+        """Return rows in the narrow type."""
+        return self._narrow[: len(slopes)].copy_(slopes)

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.core.errors import PacelineError
+from paceline.train.compute import COMPUTES, products
 from paceline.train.corpus import packs, shuffled
 from paceline.train.drafts import plan_drafts
-from paceline.train.loss import divergence
+from paceline.train.loss import divergence, judge
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -40,6 +41,7 @@ class TrainConfig:
     decay: float = 0.8  # weight of each depth against the one before
     keep: float = 0.8  # share of the drafts that go on to the next depth
     seed: int = 0
+    compute: str = "float32"  # of products, a key of `COMPUTES`
     eval_tokens: int = 16384
     eval_steps: int = 5  # depths that are evaluated
     eval_every: int = 200
@@ -130,13 +132,12 @@ class Trainer:
         config, recipe = self.config, self.recipe
         seed = (config.seed << 32) + self.step
         depths = plan_drafts(batch.bounds, recipe.num_steps, config.keep, seed, batch.token_ids.device)
-        loss, weight_sum = torch.zeros((), device=batch.token_ids.device), 0.0
-        for number, (depth, guesses) in enumerate(zip(depths, recipe.guess(batch, depths), strict=True)):
-            total, _ = divergence(guesses, recipe.head, batch.wanted, batch.rows[depth.anchors + number])
-            weight = config.decay**number
-            loss = loss + total * (weight / max(1, len(guesses)))
-            weight_sum += weight
-        loss = loss / weight_sum
+        with products(config.compute, batch.token_ids.device):
+            guesses = recipe.guess(batch, depths)
+        rows = torch.cat([batch.rows[depth.anchors + number] for number, depth in enumerate(depths)])
+        loss = divergence(
+            torch.cat(guesses), recipe.head, batch.wanted, rows, self._shares(guesses), COMPUTES[config.compute]
+        )
         if not loss.isfinite():
             raise PacelineError(
                 f"the loss of step {self.step} is not a number; lower --lr, and start again in another --out: the "
@@ -151,6 +152,12 @@ class Trainer:
         self.step += 1
         return float(loss.detach())
 
+    def _shares(self, guesses: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return how much each guess counts: all of a depth together `decay` times those of the one before."""
+        weights = [self.config.decay**number for number in range(len(guesses))]
+        parts = (g.new_full((len(g),), w / max(1, len(g))) for g, w in zip(guesses, weights, strict=True))
+        return torch.cat(list(parts)) / sum(weights)
+
 
 @torch.inference_mode()
 def evaluate(recipe: Recipe, config: TrainConfig, batcher: Batcher, numbers: Sequence[int]) -> Evaluation:
@@ -161,9 +168,12 @@ def evaluate(recipe: Recipe, config: TrainConfig, batcher: Batcher, numbers: Seq
         batch = batcher.make(pack)
         depths = plan_drafts(batch.bounds, config.eval_steps, 1.0, 0, batch.token_ids.device)
         alive = torch.ones(len(depths[0].anchors), dtype=torch.bool, device=batch.token_ids.device)
-        for number, (depth, guesses) in enumerate(zip(depths, recipe.guess(batch, depths), strict=True)):
+        with products(config.compute, batch.token_ids.device):
+            drafted = recipe.guess(batch, depths)
+        # Logits in float32: in 16 bits many are equal, and which of them is the best is chance.
+        for number, (depth, guesses) in enumerate(zip(depths, drafted, strict=True)):
             rows = batch.rows[depth.anchors + number]
-            total, best = divergence(guesses, recipe.head, batch.wanted, rows)
+            total, best = judge(guesses, recipe.head, batch.wanted, rows)
             agrees = best == batch.wanted.best[rows]
             alive = alive[depth.kept] & agrees
             diverged += float(total) if number == 0 else 0.0

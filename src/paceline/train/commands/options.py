@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import torch
 
 from paceline.core.errors import ConfigError
 from paceline.draft.heads.config import EAGLE3
+from paceline.train.compute import AUTO, COMPUTES, choose_compute
 from paceline.train.corpus import packs, read_corpus, split
 from paceline.train.export import KINDS
 from paceline.train.features import FeatureStore
@@ -65,6 +67,12 @@ def add_training(parser: ArgumentParser) -> None:
     parser.add_argument("--eval-every", type=int, default=200, metavar="N", help="steps")
     parser.add_argument("--save-every", type=int, default=100, metavar="N", help="steps")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of first weights, order and dropping")
+    parser.add_argument(
+        "--compute",
+        default=AUTO,
+        choices=(AUTO, *COMPUTES),
+        help="numbers that matrices are multiplied in; auto: bfloat16 where the machine is fast at it",
+    )
     parser.add_argument("--type", default="fp16", choices=KINDS, help="of the numbers in the drafter's files")
 
 
@@ -150,11 +158,14 @@ def train_config(args: Namespace, material: Material, **changes: float) -> Train
     """Return the run's settings; without --steps as many as the epochs have."""
     lengths = [len(text) for text in material.corpus.texts]
     per_epoch = sum(1 for _ in packs(material.training, lengths, args.batch_tokens))
+    compute = choose_compute(args.compute, torch.device(args.device))
+    sys.stderr.write(f"matrix products in {compute.name}: {compute.why}\n")
     return TrainConfig(
         steps=args.steps or max(1, round(args.epochs * per_epoch)),
         lr=args.lr,
         batch_tokens=args.batch_tokens,
         seed=args.seed,
+        compute=compute.name,
         eval_tokens=args.eval_tokens,
         eval_every=args.eval_every,
         save_every=args.save_every,

@@ -1,0 +1,58 @@
+"""Which numbers matrices are multiplied in, and what stays float32 whatever they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.draft.heads.config import read_config
+from paceline.train.compute import COMPUTES, choose_compute, products
+from paceline.train.drafts import plan_drafts
+from paceline.train.parallel import guess_at_once
+from paceline.train.unroll import unroll
+from tests.draft.test_head_files import PEAGLE, SPECULATORS, TARGET
+from tests.draft.test_head_forward import weights_of
+from tests.train.test_unroll import BOUNDS, CPU, NUM_STEPS, TOTAL
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_a_processor_with_tiles_multiplies_in_bfloat16(has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has, raising=False)
+    choice = choose_compute("auto", CPU)
+    assert choice.name == ("bfloat16" if has else "float32")
+    assert choice.why == ("the processor has AMX" if has else "the processor has no AMX")
+    assert [choose_compute(name, CPU).name for name in COMPUTES] == list(COMPUTES)
+
+
+def test_what_cannot_be_told_is_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported", raising=False)
+    assert choose_compute("auto", CPU).name == "float32"
+    assert choose_compute("auto", torch.device("meta")).name == "float32"
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "peagle"])
+def test_guesses_and_gradients_stay_near_those_of_float32(kind: str) -> None:
+    """A rounded factor is off by at most 1/256; a few products one after another by not much more."""
+    config = read_config({"eagle3": SPECULATORS, "peagle": PEAGLE}[kind], TARGET)
+    random = torch.Generator().manual_seed(0)
+    tapped = torch.randn(TOTAL, config.tapped_size, generator=random)
+    embedded = torch.randn(TOTAL, config.layers.hidden_size, generator=random)
+    depths = plan_drafts(BOUNDS, NUM_STEPS, 1.0, 0, CPU)
+    guesses, gradients = {}, {}
+    for name in COMPUTES:
+        weights = {n: torch.from_numpy(w).float().requires_grad_() for n, w in weights_of(config).items()}
+        with products(name, CPU):
+            if kind == "eagle3":
+                made = unroll(config, weights, embedded, tapped, BOUNDS, depths)
+            else:
+                made = guess_at_once(config, weights, embedded, embedded[0], tapped, BOUNDS, depths)
+        guesses[name] = torch.cat(made)
+        guesses[name].square().mul(torch.linspace(0, 1, guesses[name].shape[1])).sum().backward()
+        gradients[name] = {n: w.grad for n, w in weights.items() if w.grad is not None}
+    exact, near = guesses["float32"].detach(), guesses["bfloat16"].detach()
+    assert near.dtype == torch.float32
+    assert 0 < float((near - exact).norm() / exact.norm()) < 0.02
+    for name, gradient in gradients["float32"].items():
+        ours = gradients["bfloat16"][name]
+        assert ours.dtype == torch.float32
+        assert float((ours - gradient).norm()) <= 0.05 * float(gradient.norm()) + 1e-6, name
