@@ -23,6 +23,7 @@ Texts do not change: noise depends on the request and the position, a pass's num
 from __future__ import annotations
 
 from collections import Counter
+from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -115,6 +116,11 @@ class OverlappedLoop:
         now = engine.propose(batch, plan, group)
         prepared = engine.target.prepare(now.batch, now.draft)
         return Ready(now, prepared, start, perf_counter() - start - now.draft_s)
+
+    def rest(self) -> None:
+        """Wait for the pass that was begun; the next step takes in what came of it."""
+        if self._result is not None:
+            wait((self._result,))
 
     def check(self, engine: Engine) -> None:
         """Assert what the docstring says of rows and pages."""

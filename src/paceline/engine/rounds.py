@@ -38,6 +38,10 @@ class Loop(Protocol):
         """Take one step: at most one pass of the target."""
         ...
 
+    def rest(self) -> None:
+        """Wait, between steps, until nothing runs beside the caller."""
+        ...
+
     def check(self, engine: Engine) -> None:
         """Assert, between steps, what the loop promises."""
         ...

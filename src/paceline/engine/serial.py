@@ -30,6 +30,9 @@ class SerialLoop:
         engine.learn(now, verdict, StepTimes(now.draft_s, scored.target_s, host_s))
         engine.count_step(now, step_s, scored.target_s)
 
+    def rest(self) -> None:
+        """Nothing does."""
+
     def check(self, engine: Engine) -> None:
         """Nothing is in flight between steps."""
         assert not any(r.in_flight for r in engine.scheduler.running)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from paceline.bench.measure import Run, record
 from paceline.bench.prompts import spread
 from paceline.bench.report import PLAIN
-from paceline.bench.run import ask, questions
+from paceline.bench.run import questions
 from paceline.bench.session import SPARE_TOKENS
-from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.errors import ConfigError
 from paceline.draft.options import AUTO, parse_drafters
 
 if TYPE_CHECKING:
@@ -64,23 +63,6 @@ class Arena:
 
 def _len(question: Question) -> int:
     return len(question.request.prompt_ids)
-
-
-def measure(engine: Engine, name: str, asked: Sequence[Question], size: int) -> dict[str, Any]:
-    """Return the record of a run that began cold, with `in_turns`: its share of steps with one group of two.
-
-    Raises `PacelineError` if a drafter failed, as one that is given up decodes plainly from then on.
-    """
-    ask(engine, asked[:size], size)  # to warm up: `auto` meets this size
-    engine.forget()
-    before = engine.stats()
-    answers = tuple(ask(engine, asked, size))
-    if engine.stats().drafter_failures:
-        raise PacelineError(
-            f"{name}, {size} in flight: a drafter failed; the log says why, and nothing is recorded"
-        )
-    stats = engine.stats().since(before)
-    return record(Run(name, size, 0, answers, stats, None)) | {"in_turns": stats.overlapped_steps / stats.steps}
 
 
 def drafters(asked: Sequence[str] | None, loaded: Loaded) -> tuple[str, ...]:

@@ -4,62 +4,129 @@ from __future__ import annotations
 
 from collections import deque
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from paceline.core.errors import PacelineError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from paceline.bench.run import Question
     from paceline.engine.engine import Engine
+    from paceline.engine.stats import Stats
+    from paceline.engine.worker import Worker
+
+T = TypeVar("T")
 
 TURN_S = 1.0
 
 
 class Player:
-    """One policy's way through a phase."""
+    """One policy's way through some questions, a turn at a time."""
 
-    def __init__(self, engine: Engine, asked: Sequence[Question], in_flight: int) -> None:
-        self.engine, self._waiting, self._in_flight, self._open = engine, deque(asked), in_flight, 0
+    def __init__(
+        self,
+        engine: Engine,
+        asked: Sequence[Question],
+        in_flight: int,
+        *,
+        drains: bool = True,
+        worker: Worker | None = None,
+    ) -> None:
+        """drains: it is done when all are answered, not when fewer are left than were to be in flight.
+
+        worker: where the engine lives, if that is a thread of its own.
+        """
+        self.engine, self._waiting, self._in_flight = engine, deque(asked), in_flight
+        self._fewest, self._worker = 1 if drains else in_flight, worker
+        self._open: set[str] = set()
+        self.seconds, self.tokens = 0.0, 0  # of its turns
+        self._before = self._after = engine.stats()
 
     @property
     def done(self) -> bool:
-        """Whether every question is answered."""
-        return not self._waiting and not self._open
+        """Whether there is nothing left to play."""
+        return not self._waiting and len(self._open) < self._fewest
 
-    def play(self, seconds: float) -> tuple[float, int]:
-        """Go on for a turn; return its seconds and tokens."""
-        start_s, tokens = perf_counter(), 0
-        while not self.done and perf_counter() - start_s < seconds:
-            while self._waiting and self._open < self._in_flight:
-                self.engine.add(self._waiting.popleft().request)
-                self._open += 1
+    @property
+    def rate(self) -> float:
+        """Tokens per second of its turns."""
+        return self.tokens / max(self.seconds, 1e-9)
+
+    @property
+    def stats(self) -> Stats:
+        """What the engine counted, until it was left."""
+        return self._after.since(self._before)
+
+    def play(self, seconds: float = TURN_S) -> tuple[float, int]:
+        """Go on for a turn, a step at least; return its seconds and tokens."""
+        return self.there(lambda: self._play(seconds))
+
+    def _play(self, seconds: float) -> tuple[float, int]:
+        start_s, tokens, steps = perf_counter(), 0, 0
+        while not self.done and (not steps or perf_counter() - start_s < seconds):
+            while self._waiting and len(self._open) < self._in_flight:
+                request = self._waiting.popleft().request
+                self.engine.add(request)
+                self._open.add(request.request_id)
+            steps += 1
             for outcome in self.engine.step():
                 tokens += len(outcome.token_ids)
-                self._open -= outcome.finish_reason is not None
-        return perf_counter() - start_s, tokens
+                if outcome.finish_reason is not None:
+                    self._open.discard(outcome.request_id)
+        self.engine.loop.rest()  # a pass that was begun is this turn's, not beside another's
+        turn_s = perf_counter() - start_s
+        self.seconds += turn_s
+        self.tokens += tokens
+        return turn_s, tokens
+
+    def leave(self) -> None:
+        """Let go of what is not answered. Raises `PacelineError` if a drafter failed: it had been given up."""
+        self.there(self._leave)
+
+    def _leave(self) -> None:
+        self._after = self.engine.stats()
+        for request_id in self._open:
+            self.engine.cancel(request_id)
+        while self.engine.has_work:
+            self.engine.step()
+        self._waiting.clear()
+        self._open.clear()
+        if self._after.drafter_failures:
+            raise PacelineError("a drafter failed; the log says why, and nothing is recorded")
+
+    def there(self, call: Callable[[], T]) -> T:
+        """Make a call where the engine lives."""
+        return call() if self._worker is None else self._worker.call(call)
+
+
+def warm(engine: Engine, asked: Sequence[Question], in_flight: int, worker: Worker | None = None) -> Player:
+    """Return a player whose engine has met this size and is cold again; it plays while as many are in flight."""
+    before = Player(engine, asked[:in_flight], in_flight, worker=worker)
+    while not before.done:
+        before.play()
+    before.there(engine.forget)
+    return Player(engine, asked, in_flight, drains=False, worker=worker)
+
+
+def race(players: Mapping[str, Player]) -> None:
+    """Play until all are done, in turns. Raises `PacelineError` if a drafter failed."""
+    while not all(player.done for player in players.values()):
+        for player in players.values():
+            if not player.done:
+                player.play()
+    for name, player in players.items():
+        try:
+            player.leave()
+        except PacelineError as error:
+            raise PacelineError(f"{name}: {error}") from None
 
 
 def rates(engines: Mapping[str, Engine], asked: Sequence[Question], in_flight: int) -> dict[str, float]:
-    """Return the tokens per second of each policy on the same questions, all in turns, from a cold start.
+    """Return the tokens per second of each policy on the same questions while so many are in flight, in turns.
 
-    Raises `PacelineError` if a drafter failed, as one that is given up decodes plainly from then on.
+    Each begins cold. Raises `PacelineError` if a drafter failed.
     """
-    for engine in engines.values():
-        warm_up = Player(engine, asked[:in_flight], in_flight)  # `auto` meets this size
-        while not warm_up.done:
-            warm_up.play(TURN_S)
-        engine.forget()
-    players = {name: Player(engine, asked, in_flight) for name, engine in engines.items()}
-    spent_s, tokens = dict.fromkeys(players, 0.0), dict.fromkeys(players, 0)
-    while not all(player.done for player in players.values()):
-        for name, player in players.items():
-            if not player.done:
-                turn_s, written = player.play(TURN_S)
-                spent_s[name] += turn_s
-                tokens[name] += written
-    for name, engine in engines.items():
-        if engine.stats().drafter_failures:
-            raise PacelineError(f"{name}: a drafter failed; the log says why, and nothing is recorded")
-    return {name: tokens[name] / spent_s[name] for name in players}
+    players = {name: warm(engine, asked, in_flight) for name, engine in engines.items()}
+    race(players)
+    return {name: player.rate for name, player in players.items()}
