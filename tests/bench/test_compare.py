@@ -10,7 +10,9 @@ from paceline import cli
 from paceline.bench.compare.arena import automatic, static
 from paceline.bench.compare.day import Phase, phases, windows
 from paceline.bench.compare.results import Results
+from paceline.bench.compare.rollout import Rollout
 from paceline.core.errors import ConfigError
+from paceline.core.params import SamplingParams
 
 
 def test_policies_are_spelt_as_draft_has_them():
@@ -53,6 +55,18 @@ def test_a_run_is_made_once(tmp_path):
     file.write_text("{")
     with pytest.raises(ConfigError, match="no comparison"):
         Results(file, {"sizes": (1,)}, {})
+
+
+def test_the_time_of_a_rollout_is_set_against_the_best_that_was_chosen_by_hand(tmp_path):
+    results = Results(tmp_path / "r.json", {}, {})
+    seconds = {"off": (10.0, 30.0), "ngram:k=1": (8.0, 24.0), "ngram:k=3": (9.0, 20.0), "auto:ngram": (7.0, 21.0)}
+    for repeat in range(2):
+        results.once({"repeat": repeat}, lambda: {"seconds": {name: s[repeat] for name, s in seconds.items()}})  # noqa: B023
+    lines = {x["policy"]: x for x in Rollout(None, results, [], SamplingParams(), tuple(seconds)).lines()}
+    assert lines["auto:ngram"]["to_off"]["median"] == 0.7
+    assert lines["ngram:k=3"]["to_best"]["median"] == 1.0, "fewest seconds in the median, not in the first repeat"
+    assert lines["auto:ngram"]["to_best"]["median"] == pytest.approx((7 / 9 + 21 / 20) / 2)
+    assert lines["off"]["seconds"] == 20.0
 
 
 KINDS = {

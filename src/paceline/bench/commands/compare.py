@@ -33,6 +33,8 @@ SETTINGS: tuple[str, ...] = (
 SETTINGS_OF_TURNS = ("k", "draft_device")
 SIZES = {"turns": "2,8,32"}
 USUAL_SIZES = "1,2,4,8,16,32,64"
+STATIC_KS = (1, 3, 6)  # of which the best is known afterwards only
+NAMED_KS = ", ".join(f"k={k}" for k in STATIC_KS)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -51,7 +53,10 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="a drafter, without k; repeatable (default: those of auto)",
     )
     add(
-        "--static", action="append", metavar="SPEC", help="day, rollout: what to compare with (default: each, k=3)"
+        "--static",
+        action="append",
+        metavar="SPEC",
+        help=f"day, rollout: what to compare with (default: each, {NAMED_KS})",
     )
     add(
         "--sizes",
@@ -182,8 +187,9 @@ def _rollout(args: Namespace) -> int:
         rollout.run(update)
     lines = rollout.lines()
     results.write(summary=lines)
-    rows = [[x["policy"], f"{x['wall_s']:.2f}", _interval(x["speedup"])] for x in lines]
-    table(f"{args.requests} requests at once", ["policy", "seconds", "as fast as off"], rows)
+    rows = [[x["policy"], f"{x['seconds']:.2f}", _interval(x["to_off"]), _interval(x["to_best"])] for x in lines]
+    columns = ["policy", "seconds", "time to off's", "to the best static K's"]
+    table(f"{args.requests} requests at once", columns, rows)
     return 0
 
 
@@ -233,7 +239,7 @@ def _policies(args: Namespace, arena: Arena) -> tuple[str, ...]:
     from paceline.bench.report import PLAIN
 
     names = drafters(args.draft, arena.loaded)
-    return (PLAIN, *(args.static or static(names, (3,))), automatic(names))
+    return (PLAIN, *(args.static or static(names, STATIC_KS)), automatic(names))
 
 
 def _sizes(text: str) -> tuple[int, ...]:

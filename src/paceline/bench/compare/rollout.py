@@ -1,17 +1,19 @@
-"""Roll-outs as reinforcement learning has them: many requests of very different lengths, all at once."""
+"""Roll-outs as reinforcement learning has them: many requests of very different lengths, all at once.
+
+Policies take turns of a second until each has answered all; of a policy only its own turns count.
+"""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from functools import partial
-from time import perf_counter
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from paceline.bench.compare.arena import draft_of
+from paceline.bench.compare.players import Player, race
 from paceline.bench.report import PLAIN
-from paceline.bench.run import Question, ask
-from paceline.bench.statistics import median_interval
+from paceline.bench.run import Question
+from paceline.bench.statistics import median_interval, paired_ratios
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,25 +38,26 @@ class Rollout:
     results: Results
     prompts: Sequence[Prompt]
     params: SamplingParams  # the longest answers have its `max_tokens`
-    policies: tuple[str, ...]  # plain decoding first
+    policies: tuple[str, ...]  # plain decoding first, `auto` last
     requests: int = 64
     repeat: int = 3
 
     def run(self, tell: Tell) -> None:
         """Run what is not recorded yet, policies in turns."""
-        total = self.repeat * len(self.policies)
-        for number in range(total):
-            repeat, index = divmod(number, len(self.policies))
-            name = self.policies[index]
-            self.results.once({"repeat": repeat, "policy": name}, partial(self._run, name))
-            tell(number + 1, total)
+        for repeat in range(self.repeat):
+            self.results.once({"repeat": repeat}, self._run)
+            tell(repeat + 1, self.repeat)
 
-    def _run(self, name: str) -> Json:
-        engine, asked = self.arena.engine(draft_of(name)), self.questions()
-        engine.forget()
-        start_s = perf_counter()
-        answers = ask(engine, asked, self.requests)
-        return {"wall_s": perf_counter() - start_s, "output_tokens": sum(a.output_tokens for a in answers)}
+    def _run(self) -> Json:
+        asked, engines = self.questions(), {name: self.arena.engine(name) for name in self.policies}
+        for engine in engines.values():
+            engine.forget()
+        players = {name: Player(engine, asked, self.requests) for name, engine in engines.items()}
+        race(players)
+        return {
+            "seconds": {name: player.seconds for name, player in players.items()},
+            "output_tokens": {name: player.tokens for name, player in players.items()},
+        }
 
     def questions(self) -> list[Question]:
         """Return the requests; how long each answer is does not depend on what it says."""
@@ -68,13 +71,19 @@ class Rollout:
         return replace(question.request.params, max_tokens=min(max(length, SHORTEST), most))
 
     def lines(self) -> list[Json]:
-        """Return the seconds of each policy, and how many times as fast as plain decoding it was."""
-        walls = {name: [r["wall_s"] for r in self.results.runs if r["policy"] == name] for name in self.policies}
+        """Return the seconds of each policy, and those seconds against plain decoding's and the best static one's.
+
+        Ratios are of one repeat, then medians; below 1 is faster. The best has the lowest median of seconds.
+        """
+        found = {name: [r["seconds"][name] for r in self.results.runs] for name in self.policies}
+        by_hand = self.policies[:-1]
+        best = min(by_hand[1:] or by_hand, key=lambda name: median(found[name]))
         return [
             {
                 "policy": name,
-                "wall_s": median_interval(own)["median"],
-                "speedup": median_interval([p / w for p, w in zip(walls[PLAIN], own, strict=True)]),
+                "seconds": median(own),
+                "to_off": median_interval(paired_ratios(own, found[PLAIN])),
+                "to_best": median_interval(paired_ratios(own, found[best])),
             }
-            for name, own in walls.items()
+            for name, own in found.items()
         ]
