@@ -8,7 +8,7 @@ import pytest
 
 from paceline import cli
 from paceline.bench.compare.arena import automatic, static
-from paceline.bench.compare.day import Phase, phases, windows
+from paceline.bench.compare.day import Day, Phase, phases, windows
 from paceline.bench.compare.results import Results
 from paceline.bench.compare.rollout import Rollout
 from paceline.core.errors import ConfigError
@@ -31,15 +31,28 @@ def test_phases_are_read():
 
 
 def turn(ours: int, plain: int, machine_s: float = 0.01) -> dict[str, object]:
-    return {"machine_s": machine_s, "auto": (1.0, ours), "off": (1.0, plain)}
+    return {"machine_s": machine_s, "full": ["off", "auto"], "auto": (1.0, ours), "off": (1.0, plain)}
 
 
 def test_windows_compare_turns_side_by_side_and_stalls_are_told_apart():
     busy = [turn(12, 10)] * 10 + [turn(8, 10)] * 4 + [turn(8, 10, 0.1)]
-    alone = [{"machine_s": 0.01, "off": (1.0, 10)}] * 5  # the other one has finished
-    calm, stalled = windows([busy, alone], "auto", "off")
+    alone = [{"machine_s": 0.01, "full": ["off"], "off": (1.0, 10)}] * 5  # the other one has finished
+    ending = [turn(2, 10) | {"full": ["off"]}] * 5  # or has few left
+    calm, stalled = windows([busy, ending, alone], "auto", "off")
     assert calm == pytest.approx([1.2, 1.2])
     assert stalled == pytest.approx([0.8])
+
+
+def test_a_day_is_set_against_the_one_policy_that_was_best_all_day(tmp_path):
+    results = Results(tmp_path / "d.json", {}, {})
+    rates = {"off": (10, 10), "ngram:k=1": (12, 12), "ngram:k=3": (20, 5), "auto:ngram": (18, 11)}
+    for index in range(2):
+        turns = [{"machine_s": 0.01, "full": [], **{name: (1.0, rate[index]) for name, rate in rates.items()}}]
+        results.once({"phase": index}, lambda: {"task": "chat", "in_flight": 1, "turns": turns})  # noqa: B023
+    verdict = Day(None, results, [], SamplingParams(), tuple(rates), ()).verdict()
+    assert verdict["ngram:k=1"]["to_best"] == 1.0
+    assert verdict["auto:ngram"]["to_best"] == pytest.approx((1.8 * 1.1) ** 0.5 / 1.2)
+    assert verdict["ngram:k=3"]["worst_phase"] == 0.5
 
 
 def test_a_run_is_made_once(tmp_path):

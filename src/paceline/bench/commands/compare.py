@@ -165,7 +165,7 @@ def _day(args: Namespace) -> int:
     verdict = day.verdict()
     results.write(summary=verdict)
     rows = [[line["phase"], *(f"{line[name]:.1f}" for name in day.policies)] for line in day.table()]
-    for title, figure in (("mean to off", "mean"), ("worst to off", "worst_phase")):
+    for title, figure in (("mean to off", "mean"), ("worst to off", "worst_phase"), ("mean to best", "to_best")):
         rows += [[title, *(f"{verdict[name][figure]:.3f}" for name in day.policies)]]
     table("tokens/s", ["phase", *day.policies], rows)
     calm, stalled = verdict["windows"], verdict["windows_left_out"]

@@ -1,7 +1,7 @@
 """A day in the life: load that rises and falls, tasks that change, all policies in turns of a second.
 
-Turns are short, so that a slow hour of the machine is everybody's; a calibration loop before each round tells in
-which of them it stood still.
+Turns are short, so that a slow hour of the machine is everybody's; a calibration loop before and after each tells
+in which rounds it stood still.
 """
 
 from __future__ import annotations
@@ -85,8 +85,9 @@ class Day:
         players = {name: Player(self.arena.engine(name), asked, phase.in_flight) for name in self.policies}
         turns: list[Json] = []
         while not all(player.done for player in players.values()):
-            turn: Json = {"machine_s": loop_s()}
-            turns.append(turn | {name: p.play(TURN_S) for name, p in players.items() if not p.done})
+            turns.append(_round(players))
+        for name, player in players.items():
+            player.leave(name)
         return {"turns": turns}
 
     # What came of it -----------------------------------------------------------------------------
@@ -99,23 +100,48 @@ class Day:
         ]
 
     def verdict(self) -> Json:
-        """Return, for each policy, the geometric mean and the worst of its phases' ratios to plain decoding."""
+        """Return what is known of each policy over all phases, and the windows of `auto`.
+
+        Of a policy: the geometric mean and the worst of its phases' ratios to plain decoding, and the mean against
+        that of the best static policy, one for the whole day.
+        """
         table = self.table()
         found: Json = {}
         for name in self.policies:
             ratios = [line[name] / line[PLAIN] for line in table]
             found[name] = {"mean": geometric_mean(ratios), "worst_phase": min(ratios)}
+        by_hand = self.policies[1:-1] or self.policies[:1]
+        best = max(found[name]["mean"] for name in by_hand)
+        for figures in found.values():
+            figures["to_best"] = figures["mean"] / best
         calm, stalled = windows([r["turns"] for r in self.results.runs], self.policies[-1], PLAIN)
         return found | {"windows": calm, "windows_left_out": stalled}
 
 
+def _round(players: Mapping[str, Player]) -> Json:
+    """Let everybody play a turn; return their seconds and tokens, and who had all its requests in flight.
+
+    `machine_s`: the longest of the calibration loops around the turns.
+    """
+    loops, turns, full = [loop_s()], {}, []
+    for name, player in players.items():
+        if not player.done:
+            turns[name] = player.play(TURN_S)
+            loops.append(loop_s())
+            full += [name] * player.full
+    return {"machine_s": max(loops), "full": full, **turns}
+
+
 def windows(phases: Sequence[Sequence[Json]], name: str, twin: str) -> tuple[list[float], list[float]]:
-    """Return the ratios of tokens per second in windows of some seconds: calm ones, and those with a stall."""
+    """Return the ratios of tokens per second in windows of some seconds: calm ones, and those with a stall.
+
+    Only while both have all their requests in flight: who is faster is the first to run out of them.
+    """
     usual_s = median(turn["machine_s"] for turns in phases for turn in turns)
     calm: list[float] = []
     stalled: list[float] = []
     for turns in phases:
-        both = [t for t in turns if name in t and twin in t]
+        both = [t for t in turns if {name, twin} <= set(t["full"])]
         size = max(1, round(WINDOW_S / TURN_S))
         for start in range(0, len(both) - size + 1, size):
             window = both[start : start + size]

@@ -49,6 +49,11 @@ class Player:
         return not self._waiting and len(self._open) < self._fewest
 
     @property
+    def full(self) -> bool:
+        """Whether as many are in flight as there were to be, or will be with the next step."""
+        return bool(self._waiting) or len(self._open) >= self._in_flight
+
+    @property
     def rate(self) -> float:
         """Tokens per second of its turns."""
         return self.tokens / max(self.seconds, 1e-9)
@@ -80,9 +85,11 @@ class Player:
         self.tokens += tokens
         return turn_s, tokens
 
-    def leave(self) -> None:
-        """Let go of what is not answered. Raises `PacelineError` if a drafter failed: it had been given up."""
+    def leave(self, name: str) -> None:
+        """Let go of what is not answered. Raises `PacelineError` if a drafter failed: it may be given up."""
         self.there(self._leave)
+        if self._after.drafter_failures:
+            raise PacelineError(f"{name}: a drafter failed; the log says why, and nothing is recorded")
 
     def _leave(self) -> None:
         self._after = self.engine.stats()
@@ -92,8 +99,6 @@ class Player:
             self.engine.step()
         self._waiting.clear()
         self._open.clear()
-        if self._after.drafter_failures:
-            raise PacelineError("a drafter failed; the log says why, and nothing is recorded")
 
     def there(self, call: Callable[[], T]) -> T:
         """Make a call where the engine lives."""
@@ -116,10 +121,7 @@ def race(players: Mapping[str, Player]) -> None:
             if not player.done:
                 player.play()
     for name, player in players.items():
-        try:
-            player.leave()
-        except PacelineError as error:
-            raise PacelineError(f"{name}: {error}") from None
+        player.leave(name)
 
 
 def rates(engines: Mapping[str, Engine], asked: Sequence[Question], in_flight: int) -> dict[str, float]:
