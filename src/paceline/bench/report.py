@@ -32,6 +32,7 @@ COLUMNS: tuple[tuple[str, str, Figure], ...] = (
     ("repeats", "{:.0%}", lambda r: r["repeat_share"]),
     ("host ms", "{:.2f}", lambda r: r["host_ms"]),
     ("off by", "{:.0%}", lambda r: r.get("prediction_error")),
+    ("p50", "{:.0%}", lambda r: r.get("prediction_error_p50")),
     ("est.", "{:.2f}x", lambda r: r.get("estimated_speedup")),
     ("TPOT ms", "{:.2f}", lambda r: r["tpot_ms"]["p50"]),
     ("tokens/s", "{:.1f}", lambda r: r["output_tokens_per_s"]),

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.control.reckoning import Reckoning
     from paceline.core.nouns import Batch, Draft, RowDraft, Verdict
+
+
+MOST_ERROR = 2.0  # as a share of a step; all above are one
 
 
 @dataclass(slots=True)
@@ -53,11 +57,16 @@ class Reckoned:
     step_s: float = 0.0  # of the steps that it predicted
     error_s: float = 0.0  # by which predictions were off, in either direction
     plain_s: float = 0.0  # that the same tokens would have taken without drafts, as estimated
+    errors: list[int] = field(default_factory=list)  # [percent] steps whose prediction was off by so much
 
     def count(self, step_s: float, reckoning: Reckoning) -> None:
         """Add a step."""
         self.step_s += step_s
-        self.error_s += abs(reckoning.predicted_s - step_s)
+        error_s = abs(reckoning.predicted_s - step_s)
+        self.error_s += error_s
+        percent = round(100 * min(error_s / max(step_s, 1e-9), MOST_ERROR))
+        self.errors.extend([0] * (percent + 1 - len(self.errors)))
+        self.errors[percent] += 1
         self.plain_s += reckoning.plain_s
 
     @property
@@ -67,8 +76,15 @@ class Reckoned:
 
     @property
     def error(self) -> float | None:
-        """Share of the time by which predictions were off; None if nothing was predicted."""
+        """Share of the time by which predictions were off; None if nothing was predicted. A stall is most."""
         return self.error_s / self.step_s if self.step_s else None
+
+    @property
+    def median_error(self) -> float | None:
+        """Share of its time by which the prediction of a step in the middle was off, to a per cent."""
+        half = sum(self.errors) / 2
+        passed = accumulate(self.errors)
+        return next((percent / 100 for percent, steps in enumerate(passed) if steps > half), None)
 
 
 @dataclass(slots=True)
