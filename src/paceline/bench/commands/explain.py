@@ -54,7 +54,8 @@ def _summary(path: str) -> None:
         kept.update(step.outcomes.num_accepted.tolist())
     rows = [(str(k), str(ks[k]), str(kept[k])) for k in range(max(ks, default=0) + 1)]
     table(f"{len(steps)} steps", ("k", "rows that verified k", "rows that kept k"), rows)
-    predicted = [(s.now.seconds, _seconds(s)) for s in steps if s.now.seconds and len(s.view.rows)]
+    chosen = [s for s in steps if _same(s)]  # of another choice it is not known what it would have taken
+    predicted = [(s.now.seconds, _seconds(s)) for s in chosen if s.now.seconds and len(s.view.rows)]
     if predicted:
         errors = [abs(p / m - 1) for p, m in predicted]
         p90 = sorted(errors)[len(errors) * 9 // 10]
@@ -67,12 +68,17 @@ def _summary(path: str) -> None:
     say(f"tokens: {tokens:.0f} committed by decoding, {hoped:.0f} expected")
     plain = sum(s.now.speedup * _seconds(s) for s in steps) / sum(_seconds(s) for s in steps)
     say(f"estimated speed-up against no drafts: {plain:.2f}x")
-    same = sum((s.now.ks == s.then.ks).all() and (s.now.drafters == s.then.drafters).all() for s in steps)
     found = [s.turns for s in steps if s.turns is not None]
     if found:
         win, done = sum(t.gain > 1 for t in found), sum(s.overlapped for s in steps)
         say(f"overlap: would have been faster in {win} of {len(found)} steps; {done} were overlapped")
-    say(f"the replay chose the same in {same} of {len(steps)} steps")
+    say(f"the replay chose the same in {len(chosen)} of {len(steps)} steps")
+
+
+def _same(step: Step) -> bool:
+    """Whether the replay chose what was chosen then."""
+    now, then = step.now, step.then
+    return bool((now.ks == then.ks).all() and (now.drafters == then.drafters).all())
 
 
 def _say_given_up(path: str, steps: Sequence[Step]) -> None:
