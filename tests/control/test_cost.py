@@ -175,6 +175,16 @@ def test_a_size_that_is_dearer_than_was_measured_is_learnt() -> None:
         assert cost.pass_s(Work(tokens)) == pytest.approx(factor * float(COST.target(Work(tokens))), rel=0.1)
 
 
+def test_a_size_that_comes_now_and_then_is_not_taken_for_the_hour() -> None:
+    """As passes with a prompt are, whose tokens were measured on shorter ones."""
+    cost = OnlineCost(COST)
+    for step in range(60):
+        work, factor = (Work(300), 0.6) if step % 6 == 5 else (Work(8), 1.0)
+        cost.observe_pass(work, factor * float(COST.target(work)))
+    assert cost.pass_s(Work(300)) == pytest.approx(0.6 * float(COST.target(Work(300))), rel=0.1)
+    assert cost.pass_s(Work(8)) == pytest.approx(float(COST.target(Work(8))), rel=0.1)
+
+
 def test_a_drafter_that_is_dearer_than_was_measured_is_learnt() -> None:
     cost, ks, drafters = OnlineCost(COST), np.full(4, 2), np.zeros(4, np.int64)
     for _ in range(200):

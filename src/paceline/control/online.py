@@ -2,8 +2,9 @@
 
 A machine that others share stalls now and then and is slow for whole minutes. So the ratio of measured to
 predicted time is taken apart: what all steps share (the hour), and what is left at one size of pass or for one
-drafter (the model's own error). The first is followed quickly, the second slowly, and no single step counts for
-more than a little: a stall of seconds is one step.
+drafter (the model's own error). The first is followed quickly; the second slowly, but for a size's first steps, or
+what a size that comes now and then costs would be taken for the hour. No single step counts for more than a
+little: a stall of seconds is one step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from paceline.control.cost import Drafts, MeasuredCost
 
 HOUR_RATE, SIZE_RATE = 0.2, 0.05  # of the way to what a step says
-MOST_SURPRISE = 0.25  # in log seconds, of one step
+FIRST_RATE = 0.2  # of a size's first step; falls as one over the steps, to `SIZE_RATE`
+MOST_SURPRISE = 0.5  # in log seconds, of one step; shared machines slow down by as much within a second
 SIZES = 24  # two to every doubling of the tokens
 MOST_TOKENS = 1 << 11  # of a pass, in the table; above, the last size's prices go on
 
@@ -36,7 +38,7 @@ class OnlineCost:
         self.hour = 0.0  # log of how much slower everything is than when it was measured
         self._size = np.minimum(np.log2(np.maximum(np.arange(MOST_TOKENS), 1)) * 2, SIZES - 1).astype(np.int64)
         self._own = np.zeros(SIZES)  # log of what is left, by size of the pass
-        self._seen = np.zeros(SIZES, bool)
+        self._seen = np.zeros(SIZES, np.int64)  # steps of each size
         self._by_drafter = np.zeros(len(measured.drafters))
         self._measured_s = measured.target.by_tokens(np.arange(MOST_TOKENS))
         self._pass_s = self._measured_s  # [tokens] corrected, but for the hour
@@ -118,10 +120,12 @@ class OnlineCost:
         """Learn from a target pass."""
         size = self._size[min(int(work.tokens), MOST_TOKENS - 1)]
         surprise = _bounded(log(max(seconds, 1e-6) / max(self.pass_s(work), 1e-6)))
-        self._seen[size] = True
-        self._own[size] += SIZE_RATE * surprise
-        common = float(self._own[self._seen].mean())  # what all sizes share is the hour's
-        self._own[self._seen] -= common
+        rate = max(SIZE_RATE, 1.0 / (1.0 / FIRST_RATE + float(self._seen[size])))
+        self._seen[size] += 1
+        self._own[size] += rate * surprise
+        seen = self._seen > 0
+        common = float(self._own[seen].mean())  # what all sizes share is the hour's
+        self._own[seen] -= common
         self.hour += HOUR_RATE * surprise + common
         self._pass_s = self._measured_s * np.exp(self._own)[self._size]
 
