@@ -323,39 +323,31 @@ void check_tokens(const Shape& shape, const KVStore& kv, const Pass& pass) {
     for (int64_t token : pass.wanted) require(below(token, pass.num_tokens), "a wanted token is not in the pass");
 }
 
-// How tokens are chosen, as arrays: one entry for each wanted token, edits one after another.
-struct ChooseArrays {
-    Array<uint8_t> kinds;
-    Array<double> temperatures;
-    Table<double> filters;  // top_k, top_p, min_p
-    Table<uint32_t> keys;
-    Array<int64_t> edit_offsets, edit_ids;
-    Array<float> edit_scale, edit_add;
-};
-
-std::vector<Choose> chooses_of(const ChooseArrays& arrays, size_t num_wanted, size_t vocab) {
-    require(arrays.kinds.size() == num_wanted && arrays.temperatures.size() == num_wanted &&
-                arrays.filters.shape(0) == num_wanted && arrays.filters.shape(1) == 3 &&
-                arrays.keys.shape(0) == num_wanted && arrays.keys.shape(1) == 2 &&
-                arrays.edit_offsets.size() == num_wanted + 1,
+// From arrays with one entry for each wanted token, edits one after another.
+void choose_list(ChooseList* self, const Array<uint8_t>& kinds, const Array<double>& temperatures, const Table<double>& filters,
+                 const Table<uint32_t>& keys, const Array<int64_t>& edit_offsets, const Array<int64_t>& edit_ids,
+                 const Array<float>& edit_scale, const Array<float>& edit_add) {
+    const size_t num_wanted = kinds.size();
+    require(temperatures.size() == num_wanted && filters.shape(0) == num_wanted && filters.shape(1) == 3 &&
+                keys.shape(0) == num_wanted && keys.shape(1) == 2 && edit_offsets.size() == num_wanted + 1,
             "every wanted token needs a kind, a temperature, filters, a key and edits");
-    checked_edits(arrays.edit_ids, arrays.edit_scale, arrays.edit_add, vocab);
-    const int64_t* offsets = arrays.edit_offsets.data();
-    const auto num_edits = static_cast<int64_t>(arrays.edit_ids.size());
-    std::vector<Choose> chooses;
+    checked_edits(edit_ids, edit_scale, edit_add, kMostTokens);
+    const int64_t* offsets = edit_offsets.data();
+    const auto num_edits = static_cast<int64_t>(edit_ids.size());
+    ChooseList list;
     for (size_t i = 0; i < num_wanted; ++i) {
-        require(arrays.kinds.data()[i] <= 3, "a kind is 0, 1, 2 or 3");
+        require(kinds.data()[i] <= 3, "a kind is 0, 1, 2 or 3");
         require(0 <= offsets[i] && offsets[i] <= offsets[i + 1] && offsets[i + 1] <= num_edits, "edit offsets must rise");
-        const Edits edits{arrays.edit_ids.data() + offsets[i], arrays.edit_scale.data() + offsets[i],
-                          arrays.edit_add.data() + offsets[i], static_cast<size_t>(offsets[i + 1] - offsets[i])};
-        require(std::is_sorted(edits.ids, edits.ids + edits.count), "edits must be in the order of their ids");
-        const double* filters = arrays.filters.data() + 3 * i;
-        require(0 <= filters[0] && filters[0] < kMostTokens, "top_k lies out of bounds");
-        chooses.push_back({static_cast<Kind>(arrays.kinds.data()[i]), arrays.temperatures.data()[i],
-                           {static_cast<int64_t>(filters[0]), filters[1], filters[2]},
-                           {arrays.keys.data()[2 * i], arrays.keys.data()[2 * i + 1]}, edits});
+        const Edits edits{edit_ids.data() + offsets[i], edit_scale.data() + offsets[i], edit_add.data() + offsets[i],
+                          static_cast<size_t>(offsets[i + 1] - offsets[i])};
+        const double* filter = filters.data() + 3 * i;
+        require(0 <= filter[0] && filter[0] < kMostTokens, "top_k lies out of bounds");
+        list.all.push_back({static_cast<Kind>(kinds.data()[i]), temperatures.data()[i],
+                            {static_cast<int64_t>(filter[0]), filter[1], filter[2]},
+                            {keys.data()[2 * i], keys.data()[2 * i + 1]}, edits});
     }
-    return chooses;
+    list.kept = {nb::ndarray<>(edit_ids), nb::ndarray<>(edit_scale), nb::ndarray<>(edit_add)};
+    new (self) ChooseList(std::move(list));
 }
 
 // What a pass reads, as arrays.
@@ -383,15 +375,14 @@ Pass checked_pass(const Shape& shape, const KVStore& kv, const PassArrays& read,
     return pass;
 }
 
-void forward(Decoder& decoder, const KVStore& kv, const PassArrays& read, const ChooseArrays& choose_arrays, size_t vocab,
+void forward(Decoder& decoder, const KVStore& kv, const PassArrays& read, const ChooseList& chooses, size_t vocab,
              size_t num_layers, const std::vector<size_t>& tap_layers, const Out<float>& taps, const Out<int64_t>& chosen,
              const Out<float>& logits, const Out<float>& margins) {
     const Shape& shape = decoder.shape();
     Pass pass = checked_pass(shape, kv, read, vocab, num_layers);
     const size_t num_wanted = pass.wanted.size(), num_tokens = pass.num_tokens;
-    pass.chooses = chooses_of(choose_arrays, num_wanted, decoder.maps_ids() ? shape.vocab : vocab);
-    const auto num_logit_rows = static_cast<size_t>(std::count_if(
-        pass.chooses.begin(), pass.chooses.end(), [](const Choose& c) { return c.wants_logits(); }));
+    pass.chooses = chooses.checked(num_wanted, decoder.maps_ids() ? shape.vocab : vocab);
+    const size_t num_logit_rows = chooses.num_logit_rows();
     require(chosen.size() == num_wanted && logits.size() == num_logit_rows * vocab, "the outputs have the wrong size");
     require(margins.size() == 0 || margins.size() == num_wanted, "a margin for every wanted token, or none");
     require(taps.size() == tap_layers.size() * num_tokens * shape.hidden, "the taps have the wrong size");
@@ -417,12 +408,12 @@ void check_turns(const Pass& pass, const Turns& turns) {
             "passes in turn choose every token themselves");
 }
 
-void forward_in_turn(Decoder& decoder, const KVStore& kv, const PassArrays& read, const ChooseArrays& choose_arrays,
+void forward_in_turn(Decoder& decoder, const KVStore& kv, const PassArrays& read, const ChooseList& chooses,
                      size_t vocab, size_t num_layers, const std::vector<int64_t>& depths,
                      const Out<int64_t>& chosen, const Out<float>& margins) {
     const Pass pass = checked_pass(decoder.shape(), kv, read, vocab, num_layers);
     const size_t num_ids = decoder.maps_ids() ? decoder.shape().vocab : vocab;
-    Turns turns{depths, chooses_of(choose_arrays, chosen.size(), num_ids), chosen.data(), margins.data()};
+    Turns turns{depths, chooses.checked(chosen.size(), num_ids), chosen.data(), margins.data()};
     check_turns(pass, turns);
     size_t num_chosen = 0;
     for (int64_t depth : depths) num_chosen += static_cast<size_t>(depth);
@@ -497,10 +488,10 @@ void bind_decoder(nb::module_& m) {
                       Array<int64_t>>(),
              "token_ids"_a.noconvert(), "positions"_a.noconvert(), "slots"_a.noconvert(), "cu_len"_a.noconvert(),
              "pages"_a.noconvert(), "first_keys"_a.noconvert(), "features"_a.noconvert(), "wanted"_a.noconvert());
-    nb::class_<ChooseArrays>(m, "Chooses")
-        .def(nb::init<Array<uint8_t>, Array<double>, Table<double>, Table<uint32_t>, Array<int64_t>, Array<int64_t>, Array<float>,
-                      Array<float>>(),
-             "kinds"_a, "temperatures"_a, "filters"_a, "keys"_a, "edit_offsets"_a, "edit_ids"_a, "edit_scale"_a, "edit_add"_a);
+    nb::class_<ChooseList>(m, "Chooses")
+        .def_prop_ro("num_logit_rows", &ChooseList::num_logit_rows)
+        .def("told", &told)
+        .def("__init__", &choose_list, "kinds"_a, "temperatures"_a, "filters"_a, "keys"_a, "edit_offsets"_a, "edit_ids"_a, "edit_scale"_a, "edit_add"_a);
     nb::class_<Decoder>(m, "Decoder")
         .def("__init__", [](Decoder* self, size_t vocab, size_t hidden, size_t intermediate, size_t num_heads,
                             size_t num_kv_heads, size_t head_dim, float norm_eps, const std::shared_ptr<Team>& team,
@@ -541,6 +532,7 @@ NB_MODULE(_ext, m) {
     paceline::bind_decoder(m);
     paceline::bind_control(m);
     paceline::bind_lookup(m);
+    paceline::bind_rows(m);
     paceline::bind_measures(m);
     m.def("gumbel", [](uint32_t k0, uint32_t k1, uint32_t id) { return paceline::gumbel({k0, k1}, id); }, "k0"_a,
           "k1"_a, "id"_a);

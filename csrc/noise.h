@@ -6,7 +6,7 @@
 
 namespace paceline {
 
-// The two words that name one draw; `noise.key` in Python makes them.
+// The two words that name one draw.
 struct Key {
     uint32_t k0, k1;
 };
@@ -21,6 +21,14 @@ inline uint32_t lowbias(uint32_t x) {
     x = (x ^ (x >> 16)) * 0x7FEB352Du;
     x = (x ^ (x >> 15)) * 0x846CA68Bu;
     return x ^ (x >> 16);
+}
+
+// The key of the target's own choice at a position: `noise.key` in Python, lane CHOICE.
+inline Key choice_key(uint64_t seed, uint32_t choice, uint32_t position) {
+    Key key{0x243F6A88u, 0x85A308D3u};
+    for (uint32_t word : {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32), choice, uint32_t{0}, position})
+        key = {murmur((key.k0 ^ word) + 0x9E3779B9u), lowbias((key.k1 ^ word) + 0x7F4A7C15u)};
+    return key;
 }
 
 inline uint32_t leading_bits(Key key, uint32_t id) { return lowbias(lowbias(id ^ key.k0) + key.k1); }

@@ -9,6 +9,7 @@ from paceline.kernels._ext import (
     Team,
     TextIndex,
     alive_of,
+    append_tokens,
     choose,
     choose_ahead,
     choose_drafts,
@@ -21,7 +22,9 @@ from paceline.kernels._ext import (
     observe_drafts,
     pack,
     pack_int4,
+    pack_spans,
     read_bandwidth,
+    read_chooses,
     time_products,
 )
 
@@ -34,6 +37,7 @@ __all__ = [
     "Team",
     "TextIndex",
     "alive_of",
+    "append_tokens",
     "choose",
     "choose_ahead",
     "choose_drafts",
@@ -46,6 +50,8 @@ __all__ = [
     "observe_drafts",
     "pack",
     "pack_int4",
+    "pack_spans",
     "read_bandwidth",
+    "read_chooses",
     "time_products",
 ]

@@ -1,5 +1,6 @@
 """The compiled kernels, see csrc/binding.cpp. Arrays are C-contiguous; every argument is checked there."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from numpy import float32, float64, floating, int64, uint8, uint16, uint32
@@ -77,6 +78,26 @@ class Chooses:
         edit_scale: NDArray[float32],
         edit_add: NDArray[float32],
     ) -> None: ...
+    @property
+    def num_logit_rows(self) -> int: ...
+    def told(self) -> list[list[float]]: ...
+
+def read_chooses(chooses: list[Any], vocab: int) -> Chooses: ...  # of core/nouns.py
+def pack_spans(
+    token_ids: NDArray[int64],
+    pages: NDArray[int64],
+    spans: list[tuple[int, int, int, Sequence[int]]],
+    wanted: list[int],
+    num_tokens: int,
+    block: NDArray[int64],
+    out_pages: NDArray[int64],
+) -> None: ...
+def append_tokens(
+    token_ids: NDArray[int64],
+    length: NDArray[int64],
+    computed: NDArray[int64],
+    gained: list[tuple[int, int, Sequence[int]]],
+) -> None: ...
 
 class Read:
     def __init__(

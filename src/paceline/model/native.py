@@ -238,8 +238,8 @@ def forward(
 
     features: [num_tokens, hidden] float32 where the decoder reads them, None elsewhere.
     """
-    logit_idx = logit_rows(chooses)
-    num_logit_rows = int(logit_idx.max(initial=-1)) + 1
+    read_chooses = kernels.read_chooses(list(chooses), decoder.vocab if decoder.maps_ids else vocab)
+    num_logit_rows = read_chooses.num_logit_rows
     logits = np.empty((num_logit_rows, vocab), np.float32)
     chosen = np.empty(len(packed.wanted), np.int64)
     tapped = np.empty((len(taps), len(packed.token_ids), decoder.hidden), np.float32)
@@ -247,7 +247,7 @@ def forward(
     decoder.forward(
         kv,
         _read(decoder, packed, features),
-        _choose_arrays(chooses, decoder.vocab if decoder.maps_ids else vocab),
+        read_chooses,
         vocab=vocab,
         num_layers=num_layers,
         tap_layers=list(taps),
@@ -259,7 +259,7 @@ def forward(
     states, told = dict(zip(taps, tapped, strict=True)), margins if margins.size else None
     if not num_logit_rows:
         return Chosen(chosen, None, None, states, told)
-    return Chosen(chosen, logits, logit_idx, states, told)
+    return Chosen(chosen, logits, logit_rows(chooses), states, told)
 
 
 def forward_in_turn(
@@ -278,7 +278,7 @@ def forward_in_turn(
     decoder.forward_in_turn(
         kv,
         _read(decoder, packed, features),
-        _choose_arrays(chooses, decoder.vocab if decoder.maps_ids else vocab),
+        kernels.read_chooses(list(chooses), decoder.vocab if decoder.maps_ids else vocab),
         vocab=vocab,
         num_layers=num_layers,
         depths=list(depths),
@@ -324,8 +324,11 @@ def as_float32(tensor: NDArray[floating]) -> NDArray[float32]:
     return np.ascontiguousarray(tensor, np.float32)
 
 
-def _choose_arrays(chooses: Sequence[Choose], vocab: int) -> kernels.Chooses:
-    """Return how tokens are chosen, as arrays. Edits of ids beyond `vocab` change nothing and are left out."""
+def read_chooses_slow(chooses: Sequence[Choose], vocab: int) -> kernels.Chooses:
+    """Return what `kernels.read_chooses` returns: how tokens are chosen, as a pass reads it.
+
+    Edits of ids beyond `vocab` change nothing and are left out.
+    """
     edits = [c.edits or _NO_EDITS for c in chooses]
     counts = [int(e.ids.searchsorted(vocab)) if len(e.ids) else 0 for e in edits]
     offsets = np.zeros(len(edits) + 1, np.int64)

@@ -6,10 +6,12 @@ and where its tokens go. A backend on a device keeps its own copy of this and re
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from paceline import kernels
 from paceline.core.history import History, choose_kind
 from paceline.core.nouns import PAGE_TOKENS, Choose
 from paceline.model.packed import Packed
@@ -22,9 +24,33 @@ if TYPE_CHECKING:
 
     Span = tuple[int, int, int, Sequence[int]]  # (row, start, num_known, guesses)
 
-    from paceline.core.nouns import Admission, Batch, BatchRow, Draft, Request, Verdict
+    from paceline.core.nouns import Admission, Batch, BatchRow, ChooseKind, Draft, Request, Verdict
 
 SLACK_TOKENS = 64  # a row may overshoot its limit by the drafts of its last passes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _How:
+    """How a row's tokens are chosen."""
+
+    request: Request
+    kind: ChooseKind
+    history: History
+    stop_ids: frozenset[int]  # what ends its answer, if not banned yet
+
+    def after(self, length: int, guesses: Sequence[int]) -> Choose:
+        """Return it for the token after so many committed ones and some guesses."""
+        r, edits = self.request, None
+        if not self.history.never_edits:
+            edits = self.history.edits(guesses, length - len(r.prompt_ids), self.stop_ids)
+        return Choose(self.kind, r.params, r.seed, r.choice, length + len(guesses), edits)
+
+    def after_each(self, length: int, guesses: Sequence[int]) -> list[Choose]:
+        """Return it for the token after so many committed ones, and after each guess. [1 + num_guesses]"""
+        if not self.history.never_edits:
+            return [self.after(length, guesses[:count]) for count in range(len(guesses) + 1)]
+        r, kind = self.request, self.kind
+        return [Choose(kind, r.params, r.seed, r.choice, length + count) for count in range(len(guesses) + 1)]
 
 
 class Rows:
@@ -42,8 +68,7 @@ class Rows:
         self.computed = np.zeros(num_rows, np.int64)  # [num_rows] tokens whose target KV is there
         self.pages = np.zeros((num_rows, -(-width // PAGE_TOKENS)), np.int64)
         self.requests: list[Request | None] = [None] * num_rows
-        self._histories: list[History | None] = [None] * num_rows
-        self._stop_ids = [eos_ids] * num_rows  # what ends each row's answer, if not banned yet
+        self._how: list[_How | None] = [None] * num_rows
         self._eos_ids = eos_ids
         self._law_needs_probs = law_needs_probs
 
@@ -74,17 +99,21 @@ class Rows:
         self.pages[row, : len(admission.pages)] = admission.pages
         self.requests[row] = request
         own_stops = frozenset(request.params.stop_token_ids)
-        self._stop_ids[row] = own_stops if request.params.ignore_eos else own_stops | self._eos_ids
         history = History(request.params, request.prompt_ids)
         history.append(known[prompt_len:])
-        self._histories[row] = history
+        self._how[row] = _How(
+            request=request,
+            kind=choose_kind(request.params, self._law_needs_probs),
+            history=history,
+            stop_ids=own_stops if request.params.ignore_eos else own_stops | self._eos_ids,
+        )
 
     # What a pass reads ---------------------------------------------------------------------------
 
     def pack(self, batch: Batch, draft: Draft) -> Packed:
         """Return the packed tokens of a target pass: each row's known tokens, then its drafts."""
         spans = [
-            (r.row, int(self.computed[r.row]), r.num_known, d.token_ids)
+            (r.row, self.computed.item(r.row), r.num_known, d.token_ids)
             for r, d in zip(batch.rows, draft.rows, strict=True)
         ]
         wanted = [1 + len(d) if r.samples else 0 for r, d in zip(batch.rows, draft.rows, strict=True)]
@@ -96,6 +125,25 @@ class Rows:
         `wanted[i]` counts the tokens at the end of span i whose hidden state is to be returned. The pages reach
         `ahead` tokens further than the spans.
         """
+        ends = [start + num_known + len(guesses) for _, start, num_known, guesses in spans]
+        num_tokens = sum(ends) - sum(start for _, start, _, _ in spans)
+        num_pages = -(-(max(ends, default=0) + ahead) // PAGE_TOKENS)
+        block = np.empty(3 * num_tokens + len(spans) + 1 + sum(wanted), np.int64)
+        pages = np.empty((len(spans), num_pages), np.int64)
+        kernels.pack_spans(self.token_ids, self.pages, list(spans), list(wanted), num_tokens, block, pages)
+        two, three = 2 * num_tokens, 3 * num_tokens
+        offsets_end = three + len(spans) + 1
+        return Packed(
+            token_ids=block[:num_tokens],
+            positions=block[num_tokens:two],
+            slots=block[two:three],
+            cu_len=block[three:offsets_end],
+            pages=pages,
+            wanted=block[offsets_end:],
+        )
+
+    def pack_spans_slow(self, spans: Sequence[Span], wanted: Sequence[int], ahead: int = 0) -> Packed:
+        """Return what `pack_spans` returns, plainly."""
         cu_len = np.zeros(len(spans) + 1, np.int64)
         np.cumsum([num_known + len(guesses) for _, _, num_known, guesses in spans], out=cu_len[1:])
         token_ids = np.empty(cu_len[-1], np.int64)
@@ -130,7 +178,9 @@ class Rows:
 
     def row_chooses(self, row: int, guesses: Sequence[int]) -> list[Choose]:
         """Return how tokens are chosen after a row's newest token and after each guess. [1 + num_guesses]"""
-        return [self.choose_after(row, guesses[:count]) for count in range(len(guesses) + 1)]
+        how = self._how[row]
+        assert how is not None
+        return how.after_each(self.length.item(row), guesses)
 
     def penalised(self, row: int) -> bool:
         """Whether how a row's tokens are chosen depends on which tokens come before them."""
@@ -139,36 +189,38 @@ class Rows:
 
     def choose_after(self, row: int, guesses: Sequence[int]) -> Choose:
         """Return how the token after a row's committed tokens and some guesses is chosen."""
-        request, history = self.requests[row], self._histories[row]
-        assert request is not None
-        assert history is not None
-        params, length = request.params, int(self.length[row])
-        num_written = length - len(request.prompt_ids)
-        return Choose(
-            kind=choose_kind(params, self._law_needs_probs),
-            params=params,
-            seed=request.seed,
-            choice=request.choice,
-            position=length + len(guesses),
-            edits=history.edits(guesses, num_written, self._stop_ids[row]),
-        )
+        how = self._how[row]
+        assert how is not None
+        return how.after(self.length.item(row), guesses)
 
     # Commit --------------------------------------------------------------------------------------
 
     def commit(self, batch: Batch, verdict: Verdict) -> None:
         """Append what each row gained and advance what is computed."""
+        rows = zip(batch.rows, verdict.rows, strict=True)
+        gained = [(r.row, r.num_known, v.token_ids) for r, v in rows]
+        kernels.append_tokens(self.token_ids, self.length, self.computed, gained)
+        for row, _, token_ids in gained:
+            self._learn(row, token_ids)
+
+    def _learn(self, row: int, token_ids: Sequence[int]) -> None:
+        how = self._how[row]
+        assert how is not None
+        if not how.history.never_edits:
+            how.history.append(token_ids)
+
+    def commit_slow(self, batch: Batch, verdict: Verdict) -> None:
+        """Do what `commit` does, plainly."""
         for r, v in zip(batch.rows, verdict.rows, strict=True):
             self._advance(r, v.token_ids)
 
     def _advance(self, batch_row: BatchRow, token_ids: Sequence[int]) -> None:
         row, gained = batch_row.row, len(token_ids)
-        length = int(self.length[row])
+        length = self.length.item(row)
         self.token_ids[row, length : length + gained] = token_ids
         self.length[row] = length + gained
         self.computed[row] += batch_row.num_known + max(0, gained - 1)
-        history = self._histories[row]
-        assert history is not None
-        history.append(token_ids)
+        self._learn(row, token_ids)
 
     def check(self) -> None:
         """Assert that lengths keep within the arrays."""
