@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.core.nouns import Batch, BatchRow, Choose, Draft, RowDraft, Scores
+from paceline.core.nouns import BROKEN, Batch, BatchRow, Choose, Draft, RowDraft, Scores
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import choose_token, logprobs
+from paceline.verify.coupled import coupled_row
 from paceline.verify.law import LAWS, load_law
+from paceline.verify.rows import judge_rows
 
 VOCAB = 6
 LOGITS = np.random.default_rng(4).standard_normal((4, VOCAB)).astype(np.float32)
@@ -53,6 +56,20 @@ def test_greedy_rows_keep_the_drafts_that_the_target_would_choose(name: str) -> 
     assert [list(v.token_ids) for v in verdict.rows] == [[3, 1, 0], [], [0], [2], [4, 4]]
     assert [v.num_accepted for v in verdict.rows] == [2, 0, 0, 0, 1]
     assert all(v.logprobs is None for v in verdict.rows)
+
+
+@pytest.mark.parametrize("number", range(50))
+def test_rows_that_are_chosen_already_are_judged_as_the_rule_judges_them(number: int) -> None:
+    """With targets that have no numbers in places, before a draft is refused and behind it."""
+    random = Random(number)
+    drafts = [[random.randrange(3) for _ in range(random.randrange(5))] for _ in range(6)]
+    chosen = [[random.choice([0, 0, 1, 1, 2, BROKEN]) for _ in range(len(d) + 1)] for d in drafts]
+    drafts[0], chosen[0] = [], []  # it does not sample
+    draft, scores = Draft(tuple(map(RowDraft, drafts))), scores_of(chosen, GREEDY)
+    ours, theirs = load_law("coupled").judge(draft, scores), judge_rows(coupled_row, draft, scores)
+    for fast, slow in zip(ours.rows, theirs.rows, strict=True):
+        assert (list(fast.token_ids), fast.logprobs) == (list(slow.token_ids), slow.logprobs)
+        assert fast.num_accepted == slow.num_accepted
 
 
 @pytest.mark.parametrize("name", sorted(LAWS))

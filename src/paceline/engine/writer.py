@@ -32,6 +32,7 @@ class Writer:
         self._params = params
         self._eos_ids = frozenset() if params.ignore_eos else eos_ids
         self._stop_ids = frozenset(params.stop_token_ids)
+        self._ends = self._eos_ids | self._stop_ids | {BROKEN}  # what may end the answer by itself
         self._detokenizer = detokenizer
         self._num_tokens = 0
         self._held = ""  # text that may turn out to begin a stop string
@@ -43,6 +44,14 @@ class Writer:
 
     def write(self, token_ids: Sequence[int]) -> Written:
         """Add tokens until one of them ends the answer; tokens after it are dropped."""
+        after = self._num_tokens + len(token_ids)
+        if self._params.stop or after >= self._params.max_tokens or not self._ends.isdisjoint(token_ids):
+            return self.write_slow(token_ids)
+        self._num_tokens = after  # none of them ends it, as nearly always
+        return Written(len(token_ids), self._detokenizer.push(token_ids))
+
+    def write_slow(self, token_ids: Sequence[int]) -> Written:
+        """Do what `write` does, looking at every token."""
         text = ""
         for count, token_id in enumerate(token_ids, 1):
             if token_id == BROKEN:

@@ -78,6 +78,7 @@ class Tokenizer:
         self._spelling = known[0]
         self._added = {i: (t.content, t.special) for i, t in raw.get_added_tokens_decoder().items()}
         self._bytes: dict[int, bytes] = {}  # filled as tokens are seen
+        self._shown: dict[int, bytes] = {}  # likewise
         self.vocab_size = 1 + max(raw.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def check_fits(self, vocab_size: int) -> None:
@@ -125,6 +126,13 @@ class Tokenizer:
             found = self._bytes[token_id] = self._spell(token_id)
         return found
 
+    def shown_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token adds to a text: none if it is special."""
+        found = self._shown.get(token_id)
+        if found is None:
+            found = self._shown[token_id] = b"" if self.is_special(token_id) else self.token_bytes(token_id)
+        return found
+
     def token_text(self, token_id: int) -> str:
         """Return one token as text, for log-probabilities; parts of characters become U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
@@ -150,12 +158,15 @@ class Detokenizer:
         self._skip_special = skip_special
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._at_start = tokenizer.strips_space
+        self._between = True  # characters: none has begun
 
     def push(self, ids: Iterable[int]) -> str:
         """Take further tokens and return the text that became certain."""
-        known = self._tokenizer
-        shown = (i for i in ids if not (self._skip_special and known.is_special(i)))
-        return self._emit(b"".join(known.token_bytes(i) for i in shown), final=False)
+        spell = self._tokenizer.shown_bytes if self._skip_special else self._tokenizer.token_bytes
+        data = b"".join([spell(i) for i in ids])
+        if self._between and not self._at_start and data.isascii():
+            return data.decode("ascii")  # as `_emit` does, sooner
+        return self._emit(data, final=False)
 
     def flush(self) -> str:
         """Return what is left of an unfinished character. Call once, at the end."""
@@ -163,6 +174,7 @@ class Detokenizer:
 
     def _emit(self, data: bytes, final: bool) -> str:
         text = self._utf8.decode(data, final)
+        self._between = not self._utf8.getstate()[0]
         if self._at_start and text:
             self._at_start = False
             return text.removeprefix(" ")

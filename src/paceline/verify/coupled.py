@@ -6,12 +6,16 @@ exact sample of the target whatever was drafted, and the same text with every dr
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from paceline.core.nouns import BROKEN, RowVerdict, Verdict
 from paceline.verify.rows import RowScores, judge_rows
 
 if TYPE_CHECKING:
-    from paceline.core.nouns import Draft, RowDraft, Scores, Verdict
+    from paceline.core.nouns import Draft, RowDraft, Scores
+
+NOTHING = RowVerdict()
 
 
 class Coupled:
@@ -23,7 +27,26 @@ class Coupled:
 
     def judge(self, draft: Draft, scores: Scores) -> Verdict:
         """Keep each row's drafts up to the first that the target would not have chosen."""
-        return judge_rows(coupled_row, draft, scores)
+        if scores.logits is not None:
+            return judge_rows(coupled_row, draft, scores)
+        chosen = scores.chosen.tolist()
+        bounds = pairwise(scores.cu_len)
+        return Verdict(
+            tuple(_kept(d, chosen[start:end]) for d, (start, end) in zip(draft.rows, bounds, strict=True))
+        )
+
+
+def _kept(drafted: RowDraft, chosen: list[int]) -> RowVerdict:
+    """Return what `judge_rows` says of a row whose tokens are all chosen and of which no more is to be told."""
+    if not chosen:
+        return NOTHING
+    assert len(chosen) == len(drafted) + 1, "a scored row has a position for each draft and one more"
+    count = 0
+    for guess in drafted.token_ids:
+        if chosen[count] != guess:
+            break
+        count += 1
+    return RowVerdict((BROKEN,)) if chosen[count] == BROKEN else RowVerdict(chosen[: count + 1], count)
 
 
 def coupled_row(drafted: RowDraft, row: RowScores) -> list[int]:
