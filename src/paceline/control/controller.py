@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import nan
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from paceline.control.online import OnlineCost
     from paceline.control.policy import Policy
     from paceline.core.nouns import Batch, Verdict
+
+NO_WORK = Work(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,15 +192,14 @@ def _outcomes(drafted: Drafted, batch: Batch, draft: Draft, verdict: Verdict, ti
 
 def padded(rows: Sequence[Sequence[float]]) -> NDArray[float64]:
     """Return rows of different lengths as one array, NaN behind the end of each. [n, longest]"""
-    found = np.full((len(rows), max(map(len, rows), default=0)), np.nan)
-    for index, row in enumerate(rows):
-        found[index, : len(row)] = row
-    return found
+    depth = max(map(len, rows), default=0)
+    ends = [[nan] * (depth - length) for length in range(depth + 1)]  # by length
+    return np.array([[*row, *ends[len(row)]] for row in rows], np.float64).reshape(len(rows), depth)
 
 
 def prefill_work(batch: Batch) -> Work:
     """Return the work of a batch's prefill chunks."""
-    total = Work(0)
+    total = NO_WORK
     for r in batch.rows:
         if not r.decodes:
             end = r.max_len - (1 if r.samples else 0)

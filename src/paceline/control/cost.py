@@ -91,6 +91,10 @@ class TargetCost:
         seconds = self.kv_token_s * work.kv_tokens + self.pair_s * work.pairs - self.unscored_s * work.unscored
         return np.asarray(seconds, np.float64)
 
+    def besides_s(self, work: Work) -> float:
+        """Return the same of one pass."""
+        return float(self.kv_token_s * work.kv_tokens + self.pair_s * work.pairs - self.unscored_s * work.unscored)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftCost:

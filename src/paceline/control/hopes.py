@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from paceline.control.policy import NONE
+
 if TYPE_CHECKING:
     from numpy import bool_, float64, int64
     from numpy.typing import NDArray
@@ -37,15 +39,16 @@ class Hopes:
 
     def learn(self, outcomes: Outcomes, probed: int) -> None:
         """Take in a step. A drafter that drafted for other rows than the one that was probed seemed to pay."""
-        for drafter in set(outcomes.drafters[outcomes.drafters >= 0].tolist()):
-            own = outcomes.drafters == drafter
-            if (outcomes.rows[own] != probed).any():
-                self._looks[drafter] = self._requests[drafter] = 0
-                self._tested[drafter] = self._kept[drafter] = 0.0
-            else:
-                kept, verified = int(outcomes.num_accepted[own][0]), int(outcomes.num_verified[own][0])
-                self._tested[drafter, : min(kept + 1, verified)] += 1.0
-                self._kept[drafter, :kept] += 1.0
+        rows, drafters = outcomes.rows.tolist(), outcomes.drafters.tolist()
+        seemed = {d for row, d in zip(rows, drafters, strict=True) if d >= 0 and row != probed}
+        for drafter in seemed:
+            self._looks[drafter] = self._requests[drafter] = 0
+            self._tested[drafter] = self._kept[drafter] = 0.0
+        index = rows.index(probed) if probed in rows else NONE
+        if index != NONE and drafters[index] != NONE and drafters[index] not in seemed:
+            kept, verified = int(outcomes.num_accepted[index]), int(outcomes.num_verified[index])
+            self._tested[drafters[index], : min(kept + 1, verified)] += 1.0
+            self._kept[drafters[index], :kept] += 1.0
 
     def best_case(self, drafter: int) -> NDArray[float64]:
         """Return the highest chances to be alive at each depth that its record admits. [max_k]"""

@@ -65,7 +65,7 @@ class OnlineCost:
             pass_s=self._pass_s,
             first=int(base.tokens),
             pair_s=t.pair_s,
-            besides_s=float(t.besides(base)),
+            besides_s=t.besides_s(base),
             added=added,
             factors=np.exp(self._by_drafter),
             scale=exp(self.hour),
@@ -113,8 +113,8 @@ class OnlineCost:
 
     def pass_s(self, work: Work) -> float:
         """Return the seconds of one pass."""
-        seconds = float(self._pass_s[min(int(work.tokens), MOST_TOKENS - 1)])
-        return (seconds + float(self.measured.target.besides(work))) * exp(self.hour)
+        seconds = self._pass_s.item(min(int(work.tokens), MOST_TOKENS - 1))
+        return (seconds + self.measured.target.besides_s(work)) * exp(self.hour)
 
     def observe_pass(self, work: Work, seconds: float) -> None:
         """Learn from a target pass."""

@@ -28,19 +28,20 @@ def learn_cost(cost: OnlineCost, view: View, decision: Decision, outcomes: Outco
     known = dict(zip(view.rows.tolist(), view.lengths.tolist(), strict=True))
     lengths = [known.get(row, 0) for row in outcomes.rows.tolist()]
     done, plain = _passes(lengths, outcomes.num_verified.tolist())
-    drafting_s = cost.drafting_of(decision.ks, decision.drafters)
-    plain_s = cost.pass_s(plain)
+    done = done + prefill if prefill.tokens else done
+    drafting = cost.drafting_of(decision.ks, decision.drafters).tolist()
+    plain_s, done_s = cost.pass_s(plain), cost.pass_s(done)
     prefill_s = cost.pass_s(plain + prefill) - plain_s if prefill.tokens else 0.0
     plain_s += cost.host_s
-    predicted_s = max(float(drafting_s.sum()) + cost.pass_s(done + prefill) + cost.host_s, 1e-9)
+    predicted_s = max(sum(drafting) + done_s + cost.host_s, 1e-9)
     measured_s = outcomes.draft_s + outcomes.target_s + outcomes.host_s
-    gained = 1 + int(outcomes.num_accepted.sum()) / max(len(lengths), 1)  # steps that a step stands for
+    gained = 1 + sum(outcomes.num_accepted.tolist()) / max(len(lengths), 1)  # steps that a step stands for
     reckoning = Reckoning(predicted_s, measured_s * (prefill_s + gained * plain_s) / predicted_s)
     used = set(decision.drafters.tolist()) - {NONE}
     if len(used) == 1:  # what one drafter took can be told apart
         (drafter,) = used
-        cost.observe_drafting(drafter, float(drafting_s[drafter]), outcomes.draft_s)
-    cost.observe_pass(done + prefill, outcomes.target_s)
+        cost.observe_drafting(drafter, drafting[drafter], outcomes.draft_s)
+    cost.observe_pass(done, outcomes.target_s)
     cost.observe_host(outcomes.host_s)
     return reckoning
 
