@@ -36,6 +36,7 @@ class Drafting:
     ) -> None:
         """empty_store: told of each store whose drafter lost it."""
         self.drafters = {drafter.name: drafter for drafter in drafters}
+        self._keeping = [drafter for drafter in drafters if drafter.needs.stores]
         self.names = tuple(self.drafters)  # an index of control stays a drafter's, also if others are dropped
         self.num_failures = 0
         self.num_untapped = 0  # cached tokens whose taps nobody took
@@ -54,6 +55,7 @@ class Drafting:
         """Let go of a drafter, and return it."""
         drafter = self.drafters.pop(name)
         self._offers.pop(name, None)
+        self._keeping = [kept for kept in self._keeping if kept.name != name]
         self._marked = {(s, row): n for (s, row), n in self._marked.items() if s not in drafter.needs.stores}
         return drafter
 
@@ -124,7 +126,7 @@ class Drafting:
 
     def newly_valid(self, row: int, most: int) -> Iterator[tuple[str, int, int]]:
         """Yield (store, known before, known now) of a row's tokens, for each store that has grown."""
-        for drafter in self.drafters.values():
+        for drafter in self._keeping:
             for store, length in drafter.valid_lens(row).items():
                 start, end = self._marked[store, row], min(most, length)
                 if end > start:

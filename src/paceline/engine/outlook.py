@@ -6,12 +6,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from paceline.control.controller import NO_WORK
 from paceline.control.cost import Work
 from paceline.control.objective import MS_PER_S
 from paceline.control.policy import View
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from numpy import int64
+    from numpy.typing import NDArray
 
     from paceline.engine.drafting import Drafting
     from paceline.engine.scheduler import Group, Running, Scheduler
@@ -23,12 +27,18 @@ def outlook(scheduler: Scheduler, drafting: Drafting, *, looks: bool, group: Gro
     looks: asks the drafters that cost nothing what they would propose.
     """
     decoding = scheduler.decoding(group)
-    found = [(r.row, r.upper_len, _most(r)) for r in decoding]
-    rows, lengths, most = np.array(found, np.int64).reshape(-1, 3).T
+    rows, lengths, most = _bounds(decoding)
     offers = drafting.look(rows.tolist(), most.tolist()) if looks else {}
-    wishes = dict(_wishes(decoding, drafting.names))
-    targets = dict(_targets(decoding))
+    special = [r for r in decoding if r.request.speculation is not None]
+    wishes, targets = dict(_wishes(special, drafting.names)), dict(_targets(special))
     return View(rows, lengths, most, _prefill(scheduler, group), offers, wishes, len(scheduler.waiting), targets)
+
+
+def _bounds(decoding: Sequence[Running]) -> NDArray[int64]:
+    """Return the rows, their lengths and the drafts that each may have. [3, num_rows]"""
+    return np.array(
+        [[r.row for r in decoding], [r.upper_len for r in decoding], [_most(r) for r in decoding]], np.int64
+    )
 
 
 def _most(running: Running) -> int:
@@ -53,7 +63,7 @@ def _targets(decoding: Sequence[Running]) -> Iterator[tuple[int, float]]:
 
 def _prefill(scheduler: Scheduler, group: Group) -> Work:
     """Return the work of the next chunks, as if the prefix cache held nothing and pages were plenty."""
-    budget, total = scheduler.limits.prefill_tokens, Work(0)
+    budget, total = scheduler.limits.prefill_tokens, NO_WORK
     for running in _to_prefill(scheduler, group):
         if budget <= 0:
             break

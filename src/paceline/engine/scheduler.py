@@ -144,11 +144,13 @@ class Scheduler:
 
     def decoding(self, group: Group = None) -> list[Running]:
         """Return the rows of a group that would decode in the next step, oldest first."""
-        return [r for r in self.open(group) if r.decoding and r.remaining > 0]
+        return [
+            r for r in self.running if r.decoding and not r.ended and group in (None, r.group) and r.remaining > 0
+        ]
 
     def prefilling(self, group: Group = None) -> list[Running]:
         """Return the rows of a group whose prompts are not computed yet, oldest first."""
-        return [r for r in self.open(group) if not r.decoding]
+        return [r for r in self.running if not r.decoding and not r.ended and group in (None, r.group)]
 
     # The next step -------------------------------------------------------------------------------
 
@@ -187,6 +189,8 @@ class Scheduler:
 
     def _make_room(self, running: Running) -> bool:
         need = pages_for(running.upper_len) - len(running.pages)
+        if need <= 0:
+            return True
         while need > self.pool.num_available:
             victim = next((r for r in reversed(self.running) if not r.in_flight and not r.ended), None)
             if victim is None or victim.order < running.order:
@@ -194,14 +198,17 @@ class Scheduler:
             self._preempt(victim)
             if victim is running:
                 return False
-        running.pages.extend(self.pool.take(max(need, 0)))
+        running.pages.extend(self.pool.take(need))
         return True
 
     def _decode_row(self, running: Running, k: int) -> BatchRow:
-        k = min(k, running.remaining - 1)
-        need = pages_for(running.upper_len + k) - len(running.pages)
-        running.pages.extend(self.pool.take(max(0, min(need, self.pool.num_available))))
-        k = min(k, len(running.pages) * PAGE_TOKENS - running.upper_len)
+        if k > 0:
+            k = min(k, running.remaining - 1)
+            upper_len = running.upper_len
+            need = min(pages_for(upper_len + k) - len(running.pages), self.pool.num_available)
+            if need > 0:
+                running.pages.extend(self.pool.take(need))
+            k = min(k, len(running.pages) * PAGE_TOKENS - upper_len)
         return self._fly(running, num_known=1, num_drafts=k, samples=True)
 
     def _prefill_row(self, running: Running, budget: int) -> BatchRow:
@@ -223,7 +230,7 @@ class Scheduler:
             samples=samples,
             max_len=running.upper_len,
             num_kept_pages=num_kept,
-            new_pages=tuple(running.pages[num_kept:]),
+            new_pages=tuple(running.pages[num_kept:]) if num_kept < len(running.pages) else (),
         )
 
     def _admit(self, group: Group) -> Running | None:
@@ -277,6 +284,8 @@ class Scheduler:
     def _return_spare(self, running: Running) -> None:
         """Give back lookahead pages that the outcome left unused."""
         needed = pages_for(len(running.token_ids))
+        if needed >= len(running.pages):
+            return
         spare, running.pages = running.pages[needed:], running.pages[:needed]
         self.pool.give_back(spare)
         running.num_sent_pages = min(running.num_sent_pages, needed)
