@@ -41,7 +41,7 @@ def test_guesses_and_gradients_stay_near_those_of_float32(kind: str) -> None:
     guesses, gradients = {}, {}
     for name in COMPUTES:
         weights = {n: torch.from_numpy(w).float().requires_grad_() for n, w in weights_of(config).items()}
-        with products(name, CPU):
+        with products(name):
             if kind == "eagle3":
                 made = unroll(config, weights, embedded, tapped, BOUNDS, depths)
             else:

@@ -1,21 +1,30 @@
 """Which numbers training multiplies matrices in.
 
-With bfloat16 the factors of a product are rounded to 8 bits of mantissa, and sums are float32. All else is float32
-whatever is chosen: the weights that are kept, their moments, norms, softmax, residual stream and loss.
+With bfloat16 the factors of a linear map's products are rounded to 8 bits of mantissa, and sums are float32. All
+else is float32 whatever is chosen: the weights that are kept, their moments, norms, attention, residual stream.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch.autograd.function import FunctionCtx
 
 AUTO = "auto"
 COMPUTES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+# Rows of products come in multiples of it. The CPU's library makes code for each new shape, which costs more than
+# multiplying does; no two batches have as many rows.
+GRAIN = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +41,6 @@ def choose_compute(asked: str, device: torch.device) -> Choice:
         return Choice(asked, "as asked")
     fast, why = _HARDWARE.get(device.type, _unknown)()
     return Choice("bfloat16" if fast else "float32", why)
-
-
-def products(name: str, device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which PyTorch's own products are those of `name`; it casts each weight once."""
-    dtype = COMPUTES[name]
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype is torch.bfloat16)
 
 
 def _processor() -> tuple[bool, str]:
@@ -59,3 +62,72 @@ def _unknown() -> tuple[bool, str]:
 
 
 _HARDWARE = {"cpu": _processor, "cuda": _gpu}
+
+
+def products(name: str) -> AbstractContextManager[object]:
+    """Return a context in which linear maps, [n, in] -> [n, out], multiply as `name` says.
+
+    For one step: it rounds each weight once, and so must not outlive a change of the weights.
+    """
+    return nullcontext() if name == "float32" else _Rounding(COMPUTES[name])
+
+
+class _Rounding(TorchFunctionMode):
+    """Takes the place of `functional.linear`; the forward passes need not know."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+        self._rounded: dict[int, torch.Tensor] = {}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is functional.linear:
+            return self._linear(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if id(weight) not in self._rounded:
+            self._rounded[id(weight)] = weight.detach().to(self._dtype)
+        made = cast("torch.Tensor", _Product.apply(x, weight, self._rounded[id(weight)]))  # type: ignore[no-untyped-call]
+        return made if bias is None else made + bias
+
+
+class _Product(torch.autograd.Function):
+    """x @ weight.T with rounded factors, forwards and backwards; results are of x's type and of the weight's."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: torch.Tensor, _weight: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
+        given = padded(x, rounded.dtype)
+        ctx.save_for_backward(given, rounded)
+        return (given @ rounded.T)[: len(x)].to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> Any:
+        given, rounded = cast("Any", ctx).saved_tensors
+        of_given, of_weight, _ = cast("Any", ctx).needs_input_grad
+        (grad,) = grads
+        slope = padded(grad, rounded.dtype)
+        return (
+            (slope @ rounded)[: len(grad)].to(grad.dtype) if of_given else None,
+            (slope.T @ given).to(grad.dtype) if of_weight else None,
+            None,
+        )
+
+
+def grained(num: int) -> int:
+    """Return the next multiple of `GRAIN`."""
+    return -(-num // GRAIN) * GRAIN
+
+
+def padded(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return rows [n, width] in a type, and zeros below them up to a multiple of `GRAIN`."""
+    made = rows.new_empty(grained(len(rows)), rows.shape[1], dtype=dtype)
+    made[: len(rows)] = rows
+    made[len(rows) :] = 0
+    return made

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from paceline.train.compute import grained, padded
+
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
 
@@ -84,19 +86,22 @@ class _CrossEntropy(torch.autograd.Function):
         probs: torch.Tensor,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        total, of_guesses = guesses.new_zeros(()), torch.zeros_like(guesses)
+        total, of_guesses = guesses.new_zeros(()), torch.empty_like(guesses)
         of_head = torch.zeros_like(head) if head.requires_grad else None
         factor, scratch = head.to(dtype), _Scratch(guesses, head, dtype)
         for first in range(0, len(guesses), ROWS):
             chunk = slice(first, first + ROWS)
             given, mass = guesses[chunk], probs[chunk].sum(-1, keepdim=True)
-            logs = scratch.log_softmax(given.to(dtype), factor)
-            total -= torch.linalg.vecdot(probs[chunk], logs.gather(1, ids[chunk])).sum()
-            slopes = logs.exp_().scatter_add_(1, ids[chunk], probs[chunk] / -mass.clamp(min=TINY))
+            logs = scratch.log_softmax(padded(given, dtype), factor)
+            num = len(given)
+            total -= torch.linalg.vecdot(probs[chunk], logs[:num].gather(1, ids[chunk])).sum()
+            slopes = logs.exp_()
+            slopes[:num].scatter_add_(1, ids[chunk], probs[chunk] / -mass.clamp(min=TINY))
             narrow = scratch.rounded(slopes)
-            of_guesses[chunk] = torch.mm(narrow, factor).to(given.dtype).mul_(mass)
+            of_guesses[chunk] = torch.mm(narrow, factor)[:num]
             if of_head is not None:
-                of_head += torch.mm(narrow.T, (given * mass).to(dtype))
+                of_head += torch.mm(narrow.T, padded(given * mass, dtype))
+        of_guesses *= probs.sum(-1, keepdim=True)
         ctx.save_for_backward(of_guesses, *([] if of_head is None else [of_head]))
         return total
 
@@ -110,7 +115,7 @@ class _Scratch:
     """Room for the logits of a chunk of rows, used again: fresh memory costs more than what is written to it."""
 
     def __init__(self, guesses: torch.Tensor, head: torch.Tensor, dtype: torch.dtype) -> None:
-        shape = min(ROWS, len(guesses)), len(head)
+        shape = grained(min(ROWS, len(guesses))), len(head)
         self._narrow = guesses.new_empty(shape, dtype=dtype)
         self._wide = self._narrow if guesses.dtype == dtype else guesses.new_empty(shape)
         self._logs = guesses.new_empty(shape)

@@ -132,7 +132,7 @@ class Trainer:
         config, recipe = self.config, self.recipe
         seed = (config.seed << 32) + self.step
         depths = plan_drafts(batch.bounds, recipe.num_steps, config.keep, seed, batch.token_ids.device)
-        with products(config.compute, batch.token_ids.device):
+        with products(config.compute):
             guesses = recipe.guess(batch, depths)
         rows = torch.cat([batch.rows[depth.anchors + number] for number, depth in enumerate(depths)])
         loss = divergence(
@@ -168,7 +168,7 @@ def evaluate(recipe: Recipe, config: TrainConfig, batcher: Batcher, numbers: Seq
         batch = batcher.make(pack)
         depths = plan_drafts(batch.bounds, config.eval_steps, 1.0, 0, batch.token_ids.device)
         alive = torch.ones(len(depths[0].anchors), dtype=torch.bool, device=batch.token_ids.device)
-        with products(config.compute, batch.token_ids.device):
+        with products(config.compute):
             drafted = recipe.guess(batch, depths)
         # Logits in float32: in 16 bits many are equal, and which of them is the best is chance.
         for number, (depth, guesses) in enumerate(zip(depths, drafted, strict=True)):
