@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn import functional
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,27 +92,49 @@ def attend(query: torch.Tensor, seen: Seen, depth: Depth, bounds: Sequence[Bound
     The first entry of a text has no feature before it and is never looked at; what it looks at itself has no
     meaning, only finite numbers.
     """
+    if not depth.own.shape[1]:
+        return _attend_before_drafts(query, seen, bounds)
     count, kv_heads, dim = len(query), seen.keys.shape[1], query.shape[2]
     folded = (query * dim**-0.5).view(count, kv_heads, query.shape[1] // kv_heads, dim)
-    own_keys, own_values = seen.draft_keys[depth.own], seen.draft_values[depth.own]
-    own_scores = torch.einsum("mkgd,mtkd->kgmt", folded, own_keys)
-    keys, values = seen.keys.transpose(0, 1), seen.values.transpose(0, 1)
-    group, num_own = folded.shape[2], depth.own.shape[1]
+    own_values = seen.draft_values[depth.own]
+    own_scores = torch.einsum("mkgd,mtkd->kmgt", folded, seen.draft_keys[depth.own]).flatten(1, 2)
+    group, true, own = folded.shape[2], [], []
     mask = _triangle(max(b.end - b.start for b in bounds), query.dtype, query.device)
-    mixed = []
-    for (first, last), b in zip(depth.cuts, bounds, strict=True):
-        rows, size = last - first, b.end - b.start - 1
+    counts = [(last - first) * group for first, last in depth.cuts]  # rows are a draft's heads, draft by draft
+    asked = torch.split(folded.transpose(0, 1).flatten(1, 2), counts, 1)
+    for b, (first, last), rows, of_own, keys, values in zip(
+        bounds,
+        depth.cuts,
+        asked,
+        torch.split(own_scores, counts, 1),
+        _by_text(seen.keys, bounds),
+        _by_text(seen.values, bounds),
+        strict=True,
+    ):
+        size = b.end - b.start - 1
         places = (depth.anchors[first:last] - b.start - 1).clamp(min=0)
-        limits = mask[places, :size].repeat(group, 1)[None]
-        asked = folded[first:last].permute(1, 2, 0, 3).reshape(kv_heads, group * rows, dim)
-        scores = torch.baddbmm(limits, asked, keys[:, b.start + 1 : b.end].transpose(1, 2))
-        own = own_scores[:, :, first:last].reshape(kv_heads, group * rows, num_own)
-        probs = torch.cat([scores, own], -1).softmax(-1)
-        true = torch.bmm(probs[..., :size], values[:, b.start + 1 : b.end]).view(kv_heads, group, rows, dim)
-        of_own = probs[..., size:].view(kv_heads, group, rows, num_own)
-        guessed = torch.einsum("kgmt,mtkd->kgmd", of_own, own_values[first:last])
-        mixed.append((true + guessed).permute(2, 0, 1, 3).reshape(rows, kv_heads * group * dim))
-    return torch.cat(mixed)
+        limits = mask[places, :size].repeat_interleave(group, 0)[None]
+        scores = torch.baddbmm(limits, rows, keys[:, 1:].transpose(1, 2))
+        probs = torch.cat([scores, of_own], -1).softmax(-1)
+        true.append(torch.bmm(probs[..., :size], values[:, 1:]))
+        own.append(probs[..., size:])
+    guessed = torch.einsum("kmgt,mtkd->mkgd", torch.unflatten(torch.cat(own, 1), 1, (count, group)), own_values)
+    return (torch.unflatten(torch.cat(true, 1), 1, (count, group)).transpose(0, 1) + guessed).flatten(1)
+
+
+def _attend_before_drafts(query: torch.Tensor, seen: Seen, bounds: Sequence[Bounds]) -> torch.Tensor:
+    """Attend from every true entry to those up to it."""
+    mixed = []
+    for parts in zip(*(_by_text(x, bounds) for x in (query, seen.keys, seen.values)), strict=True):
+        asked, keys, values = (part[None, :, 1:] for part in parts)
+        made = functional.scaled_dot_product_attention(asked, keys, values, is_causal=True, enable_gqa=True)
+        mixed.append(functional.pad(made[0], (0, 0, 1, 0)))  # zeros for the first entry
+    return torch.cat(mixed, 1).transpose(0, 1).flatten(1)
+
+
+def _by_text(x: torch.Tensor, bounds: Sequence[Bounds]) -> tuple[torch.Tensor, ...]:
+    """Split [n, heads, dim] into [heads, size, dim] a text: slices would have gradients of full size."""
+    return torch.split(x.transpose(0, 1), [b.end - b.start for b in bounds], 1)
 
 
 @lru_cache(maxsize=2)
