@@ -60,6 +60,9 @@ def test_a_toy_head_reaches_its_acceptance(
     assert head.config.algorithm.name == kind
     assert len(head.token_ids) == 256
     assert head.config.norm_output
+    written = json.loads((tmp_path / "config.json").read_text())
+    layer = written["transformer_layer_config"]  # where vLLM looks for the norms of a head that drafts in parallel
+    assert (layer["fc_norm"], layer["norm_output"]) == (written["fc_norm"], written["norm_output"]) == (True, True)
     provenance = json.loads((tmp_path / "provenance.json").read_text())
     assert {"command", "git", "version", "machine", "data", "settings"} <= provenance.keys()
     assert (tmp_path / "acceptance.png").read_bytes().startswith(b"\x89PNG")

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 DEVIATION = 0.02  # of a new matrix
 FIRST_NORM = 0.25  # of the target's: guesses begin near uniform, and not sure of what is wrong
+_NORMS = {"fc_norm": True, "norm_output": True}
 _FILE_NAMES = {"fc": "fc.weight", "norm": "norm.weight", "head": "lm_head.weight", "mask_hidden": "mask_hidden"}
 
 
@@ -123,14 +124,14 @@ def config_json(shape: HeadShape, target: Target, draft_vocab_size: int) -> dict
             "default_proposal_method": "greedy",
             "verifier": {"name_or_path": target.name, "architectures": ["LlamaForCausalLM"]},
         },
-        "transformer_layer_config": _layer_json(target.config, shape.num_layers),
+        # vLLM 0.32 looks for the norms of a P-EAGLE head inside, for those of an EAGLE-3 head outside.
+        "transformer_layer_config": _layer_json(target.config, shape.num_layers) | _NORMS,
         "draft_vocab_size": draft_vocab_size,
         "target_hidden_size": target.config.hidden_size,
         "eagle_aux_hidden_state_layer_ids": list(shape.taps),
         "norm_before_residual": True,
         "norm_before_fc": False,
-        "fc_norm": True,
-        "norm_output": True,
+        **_NORMS,
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
     }

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from paceline.bench.peers.remote import variables
 from paceline.bench.prompts import read_prompts, spread
@@ -59,6 +59,23 @@ def unquantized(model: LoadedModel, folder: Path) -> Path:
         tensors = {there: np.ascontiguousarray(model.weights[here], np.float32) for here, there in names.items()}
         save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
         (target / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    return target
+
+
+def unquantized_head(head: Path, folder: Path) -> Path:
+    """Return a copy of a head that was trained here, its weights in float32, its config.json else as it is."""
+    target = folder / "head"
+    target.mkdir(parents=True, exist_ok=True)
+    stored = load_file(head / "model.safetensors")
+    tensors = {}
+    for name, tensor in stored.items():
+        if not name.endswith("_scale"):
+            scaled = tensor * stored[f"{name}_scale"] if f"{name}_scale" in stored else tensor
+            tensors[name] = scaled.astype(np.float32) if np.issubdtype(scaled.dtype, np.floating) else scaled
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    values = hf.read_json(head / "config.json") | {"dtype": "float32"}
+    values.pop("quantization_config", None)
+    (target / "config.json").write_text(json.dumps(values, indent=1), encoding="utf-8")
     return target
 
 

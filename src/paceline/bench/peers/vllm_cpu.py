@@ -55,8 +55,8 @@ def _row(request_id: str) -> int:
     return int(request_id.partition("-")[0])
 
 
-def load(setting: Setting, dtype: str) -> Vllm:
-    """Load a folder of safetensors."""
+def load(setting: Setting, dtype: str, speculation: dict[str, Any] | None = None, *, eager: bool = False) -> Vllm:
+    """Load a folder of safetensors. speculation: its `speculative_config`; eager: nothing is compiled."""
     cores = sorted(os.sched_getaffinity(0))[: setting.threads]
     os.environ.update(VARIABLES, VLLM_CPU_OMP_THREADS_BIND=",".join(map(str, cores)))
     vllm = import_module("vllm")
@@ -67,5 +67,7 @@ def load(setting: Setting, dtype: str) -> Vllm:
         max_model_len=setting.max_len,
         max_num_seqs=setting.max_rows,
         enable_prefix_caching=False,
+        enforce_eager=eager,
+        speculative_config=speculation,
     )
     return Vllm(llm.llm_engine, vllm.SamplingParams, dtype)
