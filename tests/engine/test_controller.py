@@ -227,6 +227,6 @@ def test_predictions_follow_real_steps() -> None:
             errors.append(abs(np.log(loop.decision.seconds / measured)))
     assert np.median(errors[len(errors) // 2 :]) < 0.5 * np.median(errors[:5])
     reckoned = engine.stats().reckoned
-    assert 0 < reckoned.step_s <= engine.stats().step_s, "what it learns from a step has no part in what is learnt"
+    assert reckoned.step_s == pytest.approx(engine.stats().step_s)
     assert reckoned.plain_s > reckoned.step_s, "drafts of a text that repeats bring something"
     assert reckoned.error is not None

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from paceline.engine.engine import Engine
-    from paceline.model.backend import Prepared
 
 REQUESTS = [
     Request(str(i), tuple(range(40, 50 + i)) * 2, SamplingParams(temperature=t, max_tokens=30), seed=i)
@@ -64,17 +63,11 @@ def test_a_broken_drafter_costs_speculation_only(
 @pytest.mark.parametrize("law", ["coupled", "rejection", "block"])
 def test_a_target_without_numbers_ends_that_row_only(law: str) -> None:
     engine = make_engine("ngram:k=4", PLAIN, law=law)
-    prepare, run_pass = engine.target.prepare, engine.target.run
-    batch = Batch(0, ())
+    score = engine.target.score
 
-    def preparing(of: Batch, draft: Draft) -> Prepared:
-        nonlocal batch
-        batch = of
-        return prepare(of, draft)
-
-    def spoilt(prepared: Prepared) -> Scores:
+    def spoilt(batch: Batch, draft: Draft) -> Scores:
         """Spoil what the target says of request 2, the backend's own choices and its logits alike."""
-        scores = run_pass(prepared)
+        scores = score(batch, draft)
         (index,) = [i for i, r in enumerate(batch.rows) if r.request_id == "2"] or [None]
         if index is None:
             return scores
@@ -85,8 +78,7 @@ def test_a_target_without_numbers_ends_that_row_only(law: str) -> None:
                 scores.logits[scores.logit_idx[at]] = nan
         return scores
 
-    engine.target.prepare = preparing  # type: ignore[method-assign]
-    engine.target.run = spoilt  # type: ignore[method-assign]
+    engine.target.score = spoilt  # type: ignore[method-assign]
     answers = run(engine, REQUESTS)
     assert answers["2"].ending[0] == "error"
     assert answers["2"].token_ids == []

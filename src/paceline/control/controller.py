@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from math import nan
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,7 +14,7 @@ from paceline.control.reckoning import Reckoning, learn_cost
 from paceline.core.nouns import Draft, Plan, RowPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from numpy import float64
     from numpy.typing import NDArray
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from paceline.control.online import OnlineCost
     from paceline.control.policy import Policy
     from paceline.core.nouns import Batch, Verdict
-
-    Lesson = Callable[[], Reckoning | None]
 
 NO_WORK = Work(0)
 
@@ -71,11 +68,8 @@ class Controller(Protocol):
 
     def observe(
         self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes
-    ) -> Lesson | None:
-        """Return what a step has to teach, drafts as proposed and as verified; None if nothing.
-
-        It is learnt when the lesson is called: by and by, and before the next of the same rows is.
-        """
+    ) -> Reckoning | None:
+        """Learn from a step: drafts as proposed and as verified."""
         ...
 
 
@@ -169,25 +163,11 @@ class ClosedLoop:
 
     def observe(
         self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes
-    ) -> Lesson | None:
-        """Return what a step has to teach."""
-        if self.view is None or self.decision is None:
-            return None
-        planned = self.view, self.decision  # another step may be planned before it is learnt
-        return partial(self._study, planned, batch, proposed, draft, verdict, times)
-
-    def _study(
-        self,
-        planned: tuple[View, Decision],
-        batch: Batch,
-        proposed: Draft,
-        draft: Draft,
-        verdict: Verdict,
-        times: StepTimes,
     ) -> Reckoning | None:
+        """Learn from a step."""
         drafted = self._drafted(batch, proposed)
         outcomes, prefill = _outcomes(drafted, batch, draft, verdict, times), prefill_work(batch)
-        reckoning = self._learn(*planned, outcomes, prefill)
+        reckoning = self.learn(outcomes, prefill)
         if self._watcher:
             self._watcher.learnt(outcomes, prefill, self._group)
         return reckoning
@@ -196,11 +176,8 @@ class ClosedLoop:
         """Learn from what came of the last plan."""
         if self.view is None or self.decision is None:
             return None
-        return self._learn(self.view, self.decision, outcomes, prefill)
-
-    def _learn(self, view: View, decision: Decision, outcomes: Outcomes, prefill: Work) -> Reckoning | None:
-        self.policy.learn(view, outcomes)
-        return None if self.cost is None else learn_cost(self.cost, view, decision, outcomes, prefill)
+        self.policy.learn(self.view, outcomes)
+        return None if self.cost is None else learn_cost(self.cost, self.view, self.decision, outcomes, prefill)
 
 
 def _outcomes(drafted: Drafted, batch: Batch, draft: Draft, verdict: Verdict, times: StepTimes) -> Outcomes:

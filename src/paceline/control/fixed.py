@@ -12,6 +12,7 @@ from paceline.core.nouns import Plan, RowPlan
 if TYPE_CHECKING:
     from paceline.control.controller import StepTimes
     from paceline.control.policy import View
+    from paceline.control.reckoning import Reckoning
     from paceline.core.nouns import Batch, Draft, Verdict
 
 
@@ -39,13 +40,15 @@ class FixedK:
         """Plan a step for the rows that decode."""
         if not self.drafter:
             return Plan()
-        plans = [RowPlan(self.drafter, k) for k in range(self.k + 1)]
         ks = np.minimum(view.most, self.k).tolist()
-        return Plan({row: plans[k] for row, k in zip(view.rows.tolist(), ks, strict=True)})
+        return Plan({row: RowPlan(self.drafter, k) for row, k in zip(view.rows.tolist(), ks, strict=True)})
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         """Verify everything."""
         return draft
 
-    def observe(self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes) -> None:
+    def observe(
+        self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes
+    ) -> Reckoning | None:
         """Nothing to learn."""
+        return None

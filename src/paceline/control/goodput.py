@@ -8,7 +8,6 @@ to pay. A drafter that could not pay in many steps, at the best that its probes 
 
 from __future__ import annotations
 
-from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -37,7 +36,6 @@ PROBE_SHARE = 0.01  # of the time, for drafts that do not seem to pay
 PROBE_EVERY = 8  # steps between two looks at whether to probe
 ROOM = 4  # drafts that a row may have, for a look at whether they could pay
 OPTIMISM = 2.0  # standard deviations: what could pay
-KEPT_PROBES = 4  # steps
 ASSIGN_EVERY = 8  # steps between two looks at which drafter suits a row
 
 
@@ -68,14 +66,9 @@ class Goodput:
         self._goodput = 0.0  # tokens per second expected of the last step
         self._hopes = Hopes(len(max_ks), self._max_k)
         self._planned_on = (Work(0), 0.0)  # of this step: its pass without drafts, the prefill's time
-        # Of the last steps, which may not be learnt yet: the row that goes further to find out.
-        self._probes = deque[tuple[View | None, int]]([(None, NONE)], maxlen=KEPT_PROBES)
+        self._probed = NONE  # row that goes further in this step to find out
         self._probe_s = 0.0  # time that may still go into probes
         self._steps = 0
-
-    @property
-    def _probed(self) -> int:
-        return self._probes[-1][1]
 
     def admit(self, row: int) -> None:
         """A request begins in a row."""
@@ -222,7 +215,7 @@ class Goodput:
 
         Returns the drafts and the drafter of each row, and the drafters that are given up.
         """
-        self._probes.append((view, NONE))
+        self._probed = NONE
         if self._steps % PROBE_EVERY:
             return *chosen, ()
         ks, drafters = chosen
@@ -269,7 +262,7 @@ class Goodput:
         if extra_s > self._probe_s:
             return chosen
         self._probe_s -= max(extra_s, 0.0)
-        self._probes[-1] = view, int(view.rows[index])
+        self._probed = int(view.rows[index])
         return probing, whose
 
     # Between drafting and the pass ---------------------------------------------------------------
@@ -305,7 +298,7 @@ class Goodput:
     def learn(self, view: View, outcomes: Outcomes) -> None:
         """Take in what a step brought."""
         self._pace.learn(outcomes)
-        self._hopes.learn(outcomes, next((row for seen, row in self._probes if seen is view), NONE))
+        self._hopes.learn(outcomes, self._probed)
         for index, survival in enumerate(self.survival):
             survival.learn(outcomes, index)
 

@@ -15,12 +15,10 @@ from paceline.draft.options import parse_drafters
 from paceline.engine.apart.drafter import DrafterApart
 from paceline.engine.apart.messages import Begin
 from paceline.engine.auto import close_loop
-from paceline.engine.chores import Chores
 from paceline.engine.engine import Engine
 from paceline.engine.loops import choose_loop
 from paceline.engine.memory import choose_num_pages
 from paceline.engine.pages import TARGET, PagePool
-from paceline.engine.worker import Worker
 from paceline.model.backend import Backend, num_cores
 from paceline.model.cost import num_weights
 from paceline.model.pull import resolve
@@ -148,8 +146,6 @@ def assemble(
     fingerprint = "\0".join((loaded.name, config.backend, config.weight_type, config.kv_type))
     engine = Engine(backend, loaded.tokenizer, drafters, controller, law, limits, pool, fingerprint)
     why_k = _close_loop(engine, config, loaded, progress) if asked.auto else "K is fixed; --draft sets it"
-    if config.trace is None:  # which tells of one step after another
-        engine.chores = Chores(Worker("chores"))
     engine.loop, why_loop = choose_loop(config.overlap, engine, config.placement)
     choices = (*_describe(config, loaded), _describe_kv(engine, why_pages), *_describe_drafters(drafters, why_k))
     choices += (Choice("overlap", why_loop, "--overlap sets it"),) if drafters else ()

@@ -97,11 +97,6 @@ class Drafting:
                 )
         return found
 
-    def takes_time(self, plan: Plan) -> bool:
-        """Whether what is planned runs passes, of a drafter's own."""
-        planned = {p.drafter for p in plan.rows.values() if p.k}
-        return any(name in self.drafters and not self.drafters[name].needs.instant for name in planned if name)
-
     def propose(self, batch: Batch, plan: Plan) -> Draft:
         """Ask each planned drafter once, and merge. Rows whose draft is unfit draft nothing."""
         rows = [NO_DRAFT] * len(batch.rows)

@@ -6,15 +6,13 @@ It has the six verbs; `serial.py` and `overlap.py` are the two loops over them.
 from __future__ import annotations
 
 import logging
-from functools import partial
+from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import RequestError
-from paceline.core.nouns import PAGE_TOKENS, Outcome
+from paceline.core.nouns import PAGE_TOKENS, Figures, Outcome
 from paceline.core.params import AUTO, OFF
-from paceline.engine.account import Account
-from paceline.engine.chores import Chores
 from paceline.engine.drafting import Drafting
 from paceline.engine.outlook import outlook
 from paceline.engine.pages import TARGET
@@ -26,9 +24,9 @@ from paceline.engine.writer import Writer, Written
 from paceline.model.tokenizer import Detokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from paceline.control.controller import Controller, Lesson, StepTimes
+    from paceline.control.controller import Controller, StepTimes
     from paceline.core.nouns import (
         Batch,
         BatchRow,
@@ -56,6 +54,41 @@ UNLOADED = (
 INTERNAL = "internal error while writing the answer; the log has the details"
 
 
+@dataclass(slots=True, eq=False)
+class _Account:
+    """What an open request has written and what speculation did for it."""
+
+    writer: Writer
+    decode_passes: int = 0
+    decoded_tokens: int = 0
+    drafted_tokens: int = 0
+    verified_tokens: int = 0
+    accepted_tokens: int = 0
+
+    def count_pass(self, num_drafted: int, num_verified: int, num_accepted: int, num_tokens: int) -> None:
+        """Add one decode pass; drafts and tokens after a stop are not counted as kept."""
+        self.decode_passes += 1
+        self.decoded_tokens += num_tokens
+        self.drafted_tokens += num_drafted
+        self.verified_tokens += num_verified
+        self.accepted_tokens += num_accepted
+
+    def figures(self, running: Running) -> Figures:
+        """Return what the request's client is told at the end."""
+        return Figures(
+            prompt_tokens=len(running.request.prompt_ids),
+            completion_tokens=self.writer.num_tokens,
+            cached_tokens=running.cached_len,
+            decode_passes=self.decode_passes,
+            decoded_tokens=self.decoded_tokens,
+            drafted_tokens=self.drafted_tokens,
+            verified_tokens=self.verified_tokens,
+            accepted_tokens=self.accepted_tokens,
+            seed=running.request.seed,
+            preemptions=running.num_preemptions,
+        )
+
+
 class Engine:
     """Runs requests on a target, a set of drafters, a controller and a law. Not thread-safe.
 
@@ -81,12 +114,9 @@ class Engine:
         self.law = law
         self.scheduler = Scheduler(limits, pool, fingerprint)
         self.loop: Loop = SerialLoop()
-        self.chores = Chores()
-        # Takes outcomes once they are written, beside a pass and in another thread; None: `step` returns all
-        self.deliver: Callable[[list[Outcome]], None] | None = None
         self._stats = Stats()
-        self._accounts: dict[str, Account] = {}
-        self._outcomes: list[Outcome] = []  # that nobody has taken yet
+        self._accounts: dict[str, _Account] = {}
+        self._outcomes: list[Outcome] = []  # of requests that ended between steps
 
     # Requests ------------------------------------------------------------------------------------
 
@@ -99,13 +129,11 @@ class Engine:
         self._check_asked(request)
         self.scheduler.add(request)
         detokenizer = Detokenizer(self.tokenizer)
-        self._accounts[request.request_id] = Account(Writer(request, self._eos_ids, detokenizer))
+        self._accounts[request.request_id] = _Account(Writer(request, self._eos_ids, detokenizer))
 
     def cancel(self, request_id: str) -> None:
         """End a request now; its last outcome comes with the next step. Unknown ids are ignored."""
         if request_id in self._accounts:
-            self.chores.flush()
-        if request_id in self._accounts:  # it has not failed meanwhile
             self._end(request_id, "cancelled")
 
     @property
@@ -135,18 +163,10 @@ class Engine:
     # The six verbs, of which the loops are made ---------------------------------------------------
 
     def step(self) -> list[Outcome]:
-        """Run one step of the loop: at most one pass of the target. Returns what is not delivered yet."""
+        """Run one step of the loop: at most one pass of the target."""
         self.loop.step(self)
-        self.chores.complain()
-        return self._take_outcomes()
-
-    def _take_outcomes(self) -> list[Outcome]:
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
-
-    def _deliver(self) -> None:
-        if self.deliver is not None and self._outcomes:
-            self.deliver(self._take_outcomes())
 
     def plan(self, group: Group = None) -> Plan:
         """Plan a step for the rows of a group."""
@@ -170,8 +190,6 @@ class Engine:
     def admit(self, plan: Plan, group: Group = None) -> Batch:
         """Choose the rows of a group that run now, begin what is new among them, and hold pages for all."""
         batch = self.scheduler.schedule(plan, group)
-        if batch.admissions:
-            self.chores.flush()  # what was learnt of a row is its former request's
         for row in self.scheduler.take_released():
             self.drafting.release(row)
         self.target.rows.apply(batch)
@@ -187,25 +205,18 @@ class Engine:
     def propose(self, batch: Batch, plan: Plan, group: Group = None) -> Round:
         """Draft for a batch, and drop what is not worth verifying, unless the law forbids to look at drafts."""
         start = perf_counter()
-        if self.drafting.takes_time(plan):
-            self.chores.begin(self._deliver)
         proposed = self.drafting.propose(batch, plan)
         end = perf_counter()
         self._stats.draft_s += end - start
-        self.chores.wait()
         draft = self.controller_of(group).trim(batch, proposed) if self.law.admits_any_trim else proposed
         self._stats.plan_s += perf_counter() - end
         return Round(group, batch, proposed, draft, end - start)
 
     def score(self, now: Round) -> Scored:
-        """Run the target's pass, and beside it what the last step has left to do."""
-        prepared = self.target.prepare(now.batch, now.draft)
-        self.chores.begin(self._deliver)
+        """Run the target's pass."""
         start = perf_counter()
-        try:
-            return Scored(self.target.run(prepared), perf_counter() - start)
-        finally:
-            self.chores.wait()
+        scores = self.target.score(now.batch, now.draft)
+        return Scored(scores, perf_counter() - start)
 
     def judge(self, now: Round, scored: Scored) -> Verdict:
         """Decide what is kept of a round's drafts."""
@@ -226,19 +237,9 @@ class Engine:
     def learn(self, now: Round, verdict: Verdict, times: StepTimes) -> None:
         """Tell the controller what a round brought, before it plans for these rows again."""
         controller = self.controller_of(now.group)
-        lesson = controller.observe(now.batch, now.proposed, now.draft, verdict, times)
-        if lesson is not None:
-            self.chores.add(partial(self._learn, lesson, times.total_s))
-
-    def _learn(self, lesson: Lesson, step_s: float) -> None:
-        reckoning = lesson()
+        reckoning = controller.observe(now.batch, now.proposed, now.draft, verdict, times)
         if reckoning is not None:
-            self._stats.reckoned.count(step_s, reckoning)
-
-    def settle(self) -> None:
-        """Leave nothing for the next pass where a request has ended: its client may bring another, or go home."""
-        if any(outcome.finish_reason is not None for outcome in self._outcomes):
-            self.chores.flush()
+            self._stats.reckoned.count(times.total_s, reckoning)
 
     def count_step(self, now: Round, step_s: float, target_s: float, hidden_s: float = 0.0) -> None:
         """Count a step that took so long. hidden_s: of its pass, while host and drafters were at work."""
@@ -255,8 +256,7 @@ class Engine:
         if account is None:  # it ended while this pass ran
             self.scheduler.reveal(r, running, ())
             return
-        later = self.deliver is not None and account.writer.count(verdict.token_ids)
-        written = Written(len(verdict.token_ids), "") if later else account.write(verdict.token_ids)
+        written = _write(account.writer, r.request_id, verdict)
         token_ids = tuple(verdict.token_ids[: written.num_tokens])
         if r.decodes:
             num_accepted = min(verdict.num_accepted, written.num_tokens)
@@ -267,21 +267,10 @@ class Engine:
         self._mark_stores(running)
         if written.finish_reason is not None:
             self._end(r.request_id, written.finish_reason, token_ids, verdict, written)
-        elif later:
-            self.chores.add(partial(self._tell, r.request_id, token_ids, verdict))
         elif token_ids:
-            self._gained(r.request_id, token_ids, written.text, verdict)
-
-    def _tell(self, request_id: str, token_ids: tuple[int, ...], verdict: RowVerdict) -> None:
-        """Write tokens that are counted already."""
-        written = self._accounts[request_id].spell(token_ids)
-        if written.finish_reason is not None:
-            self._end(request_id, written.finish_reason)
-        elif token_ids:
-            self._gained(request_id, token_ids, written.text, verdict)
-
-    def _gained(self, request_id: str, token_ids: tuple[int, ...], text: str, verdict: RowVerdict) -> None:
-        self._outcomes.append(Outcome(request_id, token_ids, text, _logprobs(verdict, len(token_ids))))
+            self._outcomes.append(
+                Outcome(r.request_id, token_ids, written.text, _logprobs(verdict, len(token_ids)))
+            )
 
     def _mark_stores(self, running: Running) -> None:
         """Record in the page table how far the drafters' own stores hold a row's tokens."""
@@ -359,6 +348,15 @@ class Engine:
         self.target.rows.check()
         self.loop.check(self)
         assert set(self._accounts) == {i for i, r in self.scheduler.by_id.items() if not r.ended}
+
+
+def _write(writer: Writer, request_id: str, verdict: RowVerdict) -> Written:
+    """Add a row's tokens to its answer; one request's error never ends another's."""
+    try:
+        return writer.write(verdict.token_ids)
+    except Exception:
+        log.exception("request %s failed", request_id)
+        return Written(0, "", "error")
 
 
 def _logprobs(verdict: RowVerdict, count: int) -> tuple[TokenLogprobs, ...] | None:

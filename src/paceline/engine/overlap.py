@@ -71,7 +71,6 @@ class OverlappedLoop:
         verdict = engine.judge(now.round, scored)
         engine.commit(now.round, scored, verdict)
         engine.learn(now.round, verdict, _times(now, scored, perf_counter() - start - wait_s))
-        engine.chores.flush()  # this is beside a pass
         if self._scoring is not None:
             self._ready = self._draft(engine, now.round.group or 0)
         engine.count_step(now.round, perf_counter() - start, scored.target_s, hidden_s=scored.target_s - wait_s)

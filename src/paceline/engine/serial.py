@@ -20,16 +20,15 @@ class SerialLoop:
         plan = engine.plan()
         batch = engine.admit(plan)
         if not batch.rows:
-            engine.chores.flush()
             return
         now = engine.propose(batch, plan)
         scored = engine.score(now)
         verdict = engine.judge(now, scored)
         engine.commit(now, scored, verdict)
-        host_s = perf_counter() - start - now.draft_s - scored.target_s
+        step_s = perf_counter() - start
+        host_s = step_s - now.draft_s - scored.target_s
         engine.learn(now, verdict, StepTimes(now.draft_s, scored.target_s, host_s))
-        engine.settle()
-        engine.count_step(now, perf_counter() - start, scored.target_s)
+        engine.count_step(now, step_s, scored.target_s)
 
     def rest(self) -> None:
         """Nothing does."""

@@ -38,15 +38,11 @@ class Worker:
         begun.acquire()  # or the caller would go on for milliseconds before the thread gets its turn
         return future
 
-    def post(self, call: Callable[[], T]) -> Future[T]:
-        """Begin a call when the caller next leaves Python's lock."""
-        future: Future[T] = Future()
-        self._queue().put((future, Lock(), call))
-        return future
-
     def call(self, call: Callable[[], T], timeout_s: float | None = None) -> T:
         """Make a call and wait for it. Raises what it raises, and `TimeoutError` if it takes too long."""
-        return self.post(call).result(timeout_s)
+        future: Future[T] = Future()
+        self._queue().put((future, Lock(), call))
+        return future.result(timeout_s)
 
     def _queue(self) -> SimpleQueue[Call | None]:
         if self._calls is None:

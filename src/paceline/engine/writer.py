@@ -28,7 +28,7 @@ class Writer:
     """Takes a request's tokens one by one, as if they had never come in drafts, and stops where it must."""
 
     def __init__(self, request: Request, eos_ids: frozenset[int], detokenizer: Detokenizer) -> None:
-        params, self.request_id = request.params, request.request_id
+        params = request.params
         self._params = params
         self._eos_ids = frozenset() if params.ignore_eos else eos_ids
         self._stop_ids = frozenset(params.stop_token_ids)
@@ -44,25 +44,11 @@ class Writer:
 
     def write(self, token_ids: Sequence[int]) -> Written:
         """Add tokens until one of them ends the answer; tokens after it are dropped."""
-        if self.count(token_ids):
-            return Written(len(token_ids), self.spell(token_ids))
-        return self.write_slow(token_ids)
-
-    def count(self, token_ids: Sequence[int]) -> bool:
-        """Count tokens if none of them can end the answer, as nearly always: then they are to be spelled."""
         after = self._num_tokens + len(token_ids)
         if self._params.stop or after >= self._params.max_tokens or not self._ends.isdisjoint(token_ids):
-            return False
-        self._num_tokens = after
-        return True
-
-    def spell(self, token_ids: Sequence[int]) -> str:
-        """Return the text that counted tokens add. Tokens that cannot be spelled are no part of the answer."""
-        try:
-            return self._detokenizer.push(token_ids)
-        except Exception:
-            self._num_tokens -= len(token_ids)
-            raise
+            return self.write_slow(token_ids)
+        self._num_tokens = after  # none of them ends it, as nearly always
+        return Written(len(token_ids), self._detokenizer.push(token_ids))
 
     def write_slow(self, token_ids: Sequence[int]) -> Written:
         """Do what `write` does, looking at every token."""

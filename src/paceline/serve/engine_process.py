@@ -37,9 +37,6 @@ from paceline.serve.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from paceline.core.nouns import Outcome
     from paceline.engine.build import Built
     from paceline.engine.engine import Engine
 
@@ -89,7 +86,6 @@ class Worker:
 
     def __init__(self, engine: Engine, link: Link) -> None:
         self.engine = engine
-        self.engine.deliver = self._send  # while the next pass runs, when this thread leaves the link alone
         self.link = link
         self.leaving = False  # take no more requests, finish those that are open
         self.stopped = False
@@ -117,10 +113,7 @@ class Worker:
         outcomes = self.engine.step()
         self._tell_counters()
         if outcomes:
-            self._send(outcomes)
-
-    def _send(self, outcomes: Sequence[Outcome]) -> None:
-        self.link.send(Outcomes(tuple(outcomes)))
+            self.link.send(Outcomes(tuple(outcomes)))
 
     def _tell_counters(self) -> None:
         """Send a snapshot now and then, and before the last outcome, so that it is never older than an answer."""
