@@ -12,7 +12,7 @@ from paceline.train.compute import grained, padded
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
 
-ROWS = 1024  # at a time: few enough for memory, and many for each time that the head is laid out for a product
+ROWS = 256  # at a time: their logits stay in cache and on the heap, and are many for each laying out of the head
 TINY = 1e-30  # of a sum that may be nothing
 
 
