@@ -128,7 +128,7 @@ def _back(pair: Pair) -> Iterator[Prompt]:
 
 def _summarise(pair: Pair, random: Random) -> Iterator[Prompt]:
     if len(pair.prompt) >= LONG_TEXT and len(sentences(pair.prompt)) >= 3:
-        text = random.choice(SUMMARISE).format(text=pair.prompt[-MOST_TEXT:].partition(" ")[2])
+        text = random.choice(SUMMARISE).format(text=_excerpt(pair.prompt, MOST_TEXT, random))
         yield Prompt(f"digest {pair.name}", "digest", text)
     if LEAST_PASSAGE <= len(pair.answer) and len(sentences(pair.answer)) >= 3:
         text = random.choice(SUMMARISE).format(text=pair.answer[:MOST_PASSAGE])
@@ -150,16 +150,30 @@ def _search(pair: Pair, pairs: Sequence[Pair], random: Random) -> Iterator[Promp
     """
     if not LEAST_PASSAGE <= len(pair.answer) or random.random() > 0.3:
         return
-    text = pair.prompt[-MOST_TEXT:] if len(pair.prompt) >= LONG_TEXT else pair.answer
-    others = (p.answer for p in random.sample(pairs, min(len(pairs), 4 * NUM_PASSAGES)) if p is not pair)
+    text = _passage(pair, random)
+    sample = random.sample(pairs, min(len(pairs), 4 * NUM_PASSAGES))
+    others = (_passage(other, random) for other in sample if other is not pair)
     prose = [other for other in others if len(sentences(other)) >= 2][: NUM_PASSAGES - 1]
-    known, question = names(text[:MOST_OF_SEVERAL]), pair.prompt.strip().split("\n")[0]
-    if known and not LEAST_SENTENCE <= len(question) <= MOST_SENTENCE:
+    known, question = names(text), pair.prompt.strip().split("\n")[0]
+    if known and (len(pair.prompt) >= LONG_TEXT or not LEAST_SENTENCE <= len(question) <= MOST_SENTENCE):
         question = random.choice(ASK).format(name=random.choice(known))
     if len(prose) >= 2 and len(question) <= MOST_SENTENCE:
-        passages = [passage[:MOST_OF_SEVERAL] for passage in (text, *prose)]
+        passages = [text, *prose]
         random.shuffle(passages)
         yield Prompt(f"search {pair.name}", "search", "\n\n".join([*passages, question]))
+
+
+def _passage(pair: Pair, random: Random) -> str:
+    """Return some of a prompt that is a text of its own, or else of the answer."""
+    if len(pair.prompt) >= LONG_TEXT:
+        return _excerpt(pair.prompt, MOST_OF_SEVERAL, random)
+    return pair.answer[:MOST_OF_SEVERAL]
+
+
+def _excerpt(text: str, most: int, random: Random) -> str:
+    """Return at most so many characters from anywhere in a text, from the start of a word on."""
+    start = random.randrange(max(1, len(text) - most))
+    return text[start : start + most].partition(" ")[2]
 
 
 def _ask(pair: Pair, random: Random) -> Iterator[Prompt]:
