@@ -43,7 +43,9 @@ def test_what_is_trained_is_what_is_loaded(layers: list[int], kind: str, tmp_pat
     target = load_target(str(write_target(tmp_path / "target")), torch.device("cpu"))
     recipe = SmallRecipe(layers, target, VOCABULARY)
     depths = plan_drafts(Tokens.bounds, 2, 1.0, 0, torch.device("cpu"))
-    first, second = (g @ recipe.head.T for g in recipe.guess(Tokens(), depths))  # type: ignore[arg-type]
+    first, second = (
+        g @ recipe.written(torch.empty(0, dtype=torch.int64)).T for g in recipe.guess(Tokens(), depths)
+    )  # type: ignore[arg-type]
     assert torch.equal(depths[1].anchors, torch.tensor([1, 2, 3]))
     assert torch.allclose(second, first[1:4])
     write_drafter(tmp_path, recipe, kind)

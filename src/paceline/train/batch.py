@@ -28,6 +28,7 @@ class Batch:
     """Some texts, packed. Entry i stands for token i, and its guess is of token i + 1."""
 
     token_ids: torch.Tensor  # [n] int64
+    own_ids: torch.Tensor  # [num_own] int64 what drafts may be beside the draft vocabulary's tokens
     bounds: tuple[Bounds, ...]
     tapped: torch.Tensor  # [n, tapped_size] float32 the target's hidden states
     wanted: Wanted  # the target's distribution behind every token of an answer
@@ -38,12 +39,20 @@ class Batcher:
     """Makes batches of texts by number."""
 
     def __init__(
-        self, target: Target, texts: Sequence[Text], store: FeatureStore, vocabulary: NDArray[int64]
+        self,
+        target: Target,
+        texts: Sequence[Text],
+        store: FeatureStore,
+        vocabulary: NDArray[int64],
+        num_own: int = 0,
     ) -> None:
-        """vocabulary: [draft_vocab] target ids of the draft tokens."""
+        """vocabulary: [draft_vocab] target ids of the draft tokens. num_own: tokens that a batch adds."""
         self._texts = texts
         self._store = store
         self._device = target.embed.device
+        self._num_draft_ids = len(vocabulary)
+        self._num_own = num_own
+        self._others = np.setdiff1d(np.arange(target.config.vocab_size), vocabulary)
         draft_ids = torch.full((target.config.vocab_size,), -1)
         draft_ids[torch.from_numpy(vocabulary)] = torch.arange(len(vocabulary))
         self._draft_ids = draft_ids.to(self._device)
@@ -64,14 +73,33 @@ class Batcher:
         rows = np.zeros(ends[-1], np.int64)
         rows[answered] = np.arange(len(answered))
         states = self._tensor(np.concatenate([f.states for f in features]))
-        ids = self._draft_ids[self._tensor(np.concatenate([f.top_ids for f in features]))]
+        own_ids = self._tensor(self._own_ids(numbers))
+        draft_ids = self._draft_ids
+        if len(own_ids):
+            draft_ids = draft_ids.clone()
+            draft_ids[own_ids] = torch.arange(len(own_ids), device=self._device) + self._num_draft_ids
+        ids = draft_ids[self._tensor(np.concatenate([f.top_ids for f in features]))]
         return Batch(
             token_ids=self._tensor(np.concatenate([t.token_ids for t in texts])),
+            own_ids=own_ids,
             bounds=tuple(bounds),
             tapped=(states.float() / SCALE).flatten(1),  # exact
             wanted=Wanted.of(ids, self._tensor(np.concatenate([f.top_probs for f in features])).float()),
             rows=self._tensor(rows),
         )
+
+    def _own_ids(self, numbers: Sequence[int]) -> NDArray[int64]:
+        """Return tokens that the vocabulary leaves out: the prompts', and others by chance.
+
+        Always as many, as products of another shape are slow the first time.
+        """
+        random = np.random.default_rng(numbers)
+        prompts = [self._texts[n].token_ids[: self._texts[n].prompt_len] for n in numbers]
+        own = np.intersect1d(np.concatenate(prompts), self._others)
+        rest = np.setdiff1d(self._others, own)
+        num_own = min(self._num_own, len(self._others))
+        ids = np.concatenate([random.permutation(own)[:num_own], random.permutation(rest)])
+        return ids[:num_own]
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -11,7 +11,7 @@ import torch
 
 from paceline.core.errors import UnsupportedModel
 from paceline.draft.heads.checkpoint import load_head
-from paceline.draft.heads.config import HeadConfig, head_shapes, read_config
+from paceline.draft.heads.config import OWN_TOKENS, HeadConfig, head_shapes, read_config
 from paceline.model.hf import LAYER_NAMES
 from paceline.train.parallel import guess_at_once
 from paceline.train.unroll import unroll
@@ -44,6 +44,7 @@ class HeadShape:
     num_steps: int
     taps: tuple[int, ...]
     mask_token_id: int | None = None
+    own_tokens: bool = False  # it was trained to write, with the target's rows, what its vocabulary leaves out
 
 
 class HeadRecipe:
@@ -58,10 +59,10 @@ class HeadRecipe:
         self._target = target
         self.weights = first_weights(self._config, target, vocabulary, seed)
 
-    @property
-    def head(self) -> torch.Tensor:
-        """The head's own rows of the vocabulary."""
-        return self.weights["head"]
+    def written(self, own_ids: torch.Tensor) -> torch.Tensor:
+        """Return the head's own rows of the vocabulary and the target's of `own_ids`, see `Recipe`."""
+        own = self.weights["head"]
+        return torch.cat([own, self._target.head[own_ids]]) if len(own_ids) else own
 
     def guess(self, batch: Batch, depths: Sequence[Depth]) -> list[torch.Tensor]:
         """Draft as the algorithm does, see `Recipe`."""
@@ -114,8 +115,9 @@ def file_name(name: str) -> str:
 def config_json(shape: HeadShape, target: Target, draft_vocab_size: int) -> dict[str, Any]:
     """Return a head's config.json in the `speculators` format."""
     proposal = {"proposal_type": "greedy", "speculative_tokens": shape.num_steps}
-    mask = {} if shape.mask_token_id is None else {"mask_token_id": shape.mask_token_id}
-    return mask | {
+    some = {} if shape.mask_token_id is None else {"mask_token_id": shape.mask_token_id}
+    some |= {OWN_TOKENS: True} if shape.own_tokens else {}
+    return some | {
         "architectures": [shape.architecture],
         "speculators_model_type": shape.algorithm,
         "speculators_config": {

@@ -19,13 +19,12 @@ class Recipe(Protocol):
     num_steps: int  # depths that are trained
     weights: dict[str, torch.Tensor]  # what is trained, float32, by canonical name
 
-    @property
-    def head(self) -> torch.Tensor:
-        """What turns guesses into logits [draft_vocab, width]; maybe one of `weights`."""
+    def written(self, own_ids: torch.Tensor) -> torch.Tensor:
+        """Return what turns guesses into logits [draft_vocab + num_own, width], `own_ids` last."""
         ...
 
     def guess(self, batch: Batch, depths: Sequence[Depth]) -> list[torch.Tensor]:
-        """Return what is multiplied with `head`, [m, width] for the drafts of each depth."""
+        """Return what is multiplied with what is `written`, [m, width] for the drafts of each depth."""
         ...
 
     def export(self) -> tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]:

@@ -60,7 +60,9 @@ def run(
 
     choices: what the user chose of the drafter. kind: of the numbers in its files, a key of `export.KINDS`.
     """
-    batcher = Batcher(material.target, material.corpus.texts, material.store, material.vocabulary)
+    batcher = Batcher(
+        material.target, material.corpus.texts, material.store, material.vocabulary, config.own_tokens
+    )
     trainer = Trainer(recipe, config, batcher, material.training)
     settings = _settings(config, material, choices)
     folder.mkdir(parents=True, exist_ok=True)

@@ -43,18 +43,22 @@ class SmallRecipe:
         device = target.embed.device
         inverse = inverse_frequencies(target.config.rope, target.config.head_dim)
         self._inverse = torch.from_numpy(inverse).to(device)
-        self.head = target.head[torch.from_numpy(vocabulary).to(device)]
+        self._head = target.head[torch.from_numpy(vocabulary).to(device)]
         self.weights = {"norm": target.final_norm.clone()}
         for number, theirs in enumerate(layers):
             for name in layer_shapes(target.config):
                 copied = torch.tensor(target.model.weights[f"layers.{theirs}.{name}"], dtype=torch.float32)
                 self.weights[f"layers.{number}.{name}"] = copied.to(device)
 
+    def written(self, own_ids: torch.Tensor) -> torch.Tensor:
+        """Return the target's rows, see `Recipe`."""
+        return torch.cat([self._head, self._target.head[own_ids]]) if len(own_ids) else self._head
+
     def guess(self, batch: Batch, depths: Sequence[Depth]) -> list[torch.Tensor]:
         """Return what stands at each entry, the same at every depth, see `Recipe`."""
         config = self._target.config
-        places = torch.cat([torch.arange(b.end - b.start) for b in batch.bounds]).to(self.head.device)
-        turns = cos_sin(places, self._inverse, self.head.dtype)
+        places = torch.cat([torch.arange(b.end - b.start) for b in batch.bounds]).to(self._head.device)
+        turns = cos_sin(places, self._inverse, self._head.dtype)
         hidden = self._target.embed[batch.token_ids]
         for number in range(len(self._layers)):
             prefix = f"layers.{number}."

@@ -40,6 +40,7 @@ class TrainConfig:
     batch_tokens: int = 2048
     decay: float = 0.8  # weight of each depth against the one before
     keep: float = 0.8  # share of the drafts that go on to the next depth
+    own_tokens: int = 0  # that a batch adds to the vocabulary
     seed: int = 0
     compute: str = "float32"  # of products, a key of `COMPUTES`
     eval_tokens: int = 16384
@@ -136,7 +137,12 @@ class Trainer:
             guesses = recipe.guess(batch, depths)
         rows = torch.cat([batch.rows[depth.anchors + number] for number, depth in enumerate(depths)])
         loss = divergence(
-            torch.cat(guesses), recipe.head, batch.wanted, rows, self._shares(guesses), COMPUTES[config.compute]
+            torch.cat(guesses),
+            recipe.written(batch.own_ids),
+            batch.wanted,
+            rows,
+            self._shares(guesses),
+            COMPUTES[config.compute],
         )
         if not loss.isfinite():
             raise PacelineError(
@@ -170,10 +176,11 @@ def evaluate(recipe: Recipe, config: TrainConfig, batcher: Batcher, numbers: Seq
         alive = torch.ones(len(depths[0].anchors), dtype=torch.bool, device=batch.token_ids.device)
         with products(config.compute):
             drafted = recipe.guess(batch, depths)
+        head = recipe.written(batch.own_ids)
         # Logits in float32: in 16 bits many are equal, and which of them is the best is chance.
         for number, (depth, guesses) in enumerate(zip(depths, drafted, strict=True)):
             rows = batch.rows[depth.anchors + number]
-            total, best = judge(guesses, recipe.head, batch.wanted, rows)
+            total, best = judge(guesses, head, batch.wanted, rows)
             agrees = best == batch.wanted.best[rows]
             alive = alive[depth.kept] & agrees
             diverged += float(total) if number == 0 else 0.0

@@ -53,6 +53,7 @@ _ALGORITHMS = {
     "PEagleDraftModel": PEAGLE,
 }
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+OWN_TOKENS = "draft_own_tokens"  # in config.json: Paceline's own addition, others read past it
 _MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 
 
@@ -72,6 +73,7 @@ class HeadConfig:
     mask_token_id: int | None = None  # P-EAGLE: stands for a token that is not known yet
     fusion_bias: bool = False  # EAGLE-1: `fc` adds a bias
     layernorms: bool = False  # EAGLE-1: norms of the embedding, before the layer and before the target's head
+    own_tokens: bool = False  # its output goes with the target's head too: for tokens its vocabulary leaves out
     target_norm_eps: float = 1e-6  # EAGLE-1: of the target's last norm, whose results are the features
 
     @property
@@ -104,6 +106,7 @@ def read_config(values: Mapping[str, Any], target: ModelConfig) -> HeadConfig:
             target_hidden_size=_integer(everywhere, "target_hidden_size", target.hidden_size),
             taps=_taps(everywhere, algorithm, target),
             mask_token_id=_mask_token(everywhere) if algorithm.parallel else None,
+            own_tokens=_flag(everywhere, OWN_TOKENS),
             **{name: _flag(everywhere, name) for name in _FLAGS},
         )
     _check(config, target, _made_for(values))
@@ -122,6 +125,7 @@ def _feature_head(
         target_hidden_size=layers.hidden_size,
         taps=algorithm.default_taps(target.num_layers),
         norm_output=layernorms,
+        own_tokens=True,
         layernorms=layernorms,
         fusion_bias=_flag(values, "fusion_bias"),
         target_norm_eps=target.norm_eps,

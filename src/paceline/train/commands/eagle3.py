@@ -23,6 +23,11 @@ def run(args: Namespace) -> int:
     target = open_target(args)
     taps = chosen_taps(args, target)
     shape = HeadShape(
-        algorithm="eagle3", architecture="Eagle3DraftModel", num_layers=1, num_steps=args.k, taps=taps
+        algorithm="eagle3",
+        architecture="Eagle3DraftModel",
+        num_layers=1,
+        num_steps=args.k,
+        taps=taps,
+        own_tokens=args.own_tokens > 0,
     )
     return train_head(args, gather(args, target, taps), shape)

@@ -62,6 +62,13 @@ def add_training(parser: ArgumentParser) -> None:
     parser.add_argument("--batch-tokens", type=int, default=2048, metavar="N", help="tokens of a step")
     parser.add_argument("--lr", type=float, default=1e-3, metavar="LR", help="the highest learning rate")
     parser.add_argument("--vocab", type=int, default=8192, metavar="N", help="tokens the drafter can write")
+    parser.add_argument(
+        "--own-tokens",
+        type=int,
+        default=512,
+        metavar="N",
+        help="tokens of the prompts that a step adds to those: drafts may be any token of a request's text",
+    )
     parser.add_argument("--held-out", type=float, default=0.03, metavar="SHARE", help="of the prompts")
     parser.add_argument("--eval-tokens", type=int, default=16384, metavar="N", help="held-out tokens looked at")
     parser.add_argument("--eval-every", type=int, default=200, metavar="N", help="steps")
@@ -164,6 +171,7 @@ def train_config(args: Namespace, material: Material, **changes: float) -> Train
         steps=args.steps or max(1, round(args.epochs * per_epoch)),
         lr=args.lr,
         batch_tokens=args.batch_tokens,
+        own_tokens=args.own_tokens,
         seed=args.seed,
         compute=compute.name,
         eval_tokens=args.eval_tokens,
@@ -188,6 +196,8 @@ def _check(args: Namespace) -> None:
         value = getattr(args, flag, None)
         if value is not None and value < 1:
             raise ConfigError(f"--{flag.replace('_', '-')} must be at least 1, not {value}")
+    if getattr(args, "own_tokens", 0) < 0:
+        raise ConfigError(f"--own-tokens must be at least 0, not {args.own_tokens}")
     for flag, most in (("epochs", 1e6), ("lr", 1.0), ("held_out", 0.9), ("keep", 1.0), ("decay", 1.0)):
         value = getattr(args, flag, None)
         if value is not None and not 0.0 < value <= most:

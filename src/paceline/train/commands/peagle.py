@@ -35,5 +35,6 @@ def run(args: Namespace) -> int:
         num_steps=args.k,
         taps=taps,
         mask_token_id=rarest_token(material.corpus.texts, target.config.vocab_size),
+        own_tokens=args.own_tokens > 0,
     )
     return train_head(args, material, shape)
