@@ -248,10 +248,8 @@ void set_places(std::vector<Layer>& layers, const std::vector<size_t>& windows, 
 // The target's id of each of the head's rows.
 std::vector<uint32_t> checked_ids(const Array<int64_t>& ids, const Shape& shape) {
     require(ids.size() == shape.head_size, "every row of the head needs its token id");
-    int64_t least = 0;
-    for (size_t i = 0; i < ids.size(); least = ids.data()[i++] + 1)
-        require(least <= ids.data()[i] && static_cast<size_t>(ids.data()[i]) < shape.vocab,
-                "token ids must rise and lie in the vocabulary");
+    for (size_t i = 0; i < ids.size(); ++i)
+        require(0 <= ids.data()[i] && static_cast<size_t>(ids.data()[i]) < shape.vocab, "token ids must lie in the vocabulary");
     return {ids.data(), ids.data() + ids.size()};
 }
 
@@ -467,7 +465,11 @@ void bind_decoder(nb::module_& m) {
         .def("row", [](const Matrix& self, size_t index, const Out<float>& to) {
             require(index < self.out() && to.size() == self.in(), "no such row");
             self.row(index, to.data());
-        });
+        }, "index"_a, "to"_a)
+        .def("put_row", [](Matrix& self, size_t index, const Array<float>& weights) {
+            require(index < self.out() && weights.size() == self.in(), "no such row");
+            self.put_row(index, weights.data());
+        }, "index"_a, "weights"_a.noconvert());
     m.def("pack", &pack, "weights"_a.noconvert(), "dtype"_a);
     m.def("pack_int4", &pack_int4, "values"_a.noconvert(), "scales"_a.noconvert(), "minima"_a.noconvert());
     m.def("multiply", &multiply, "team"_a, "matrix"_a, "x"_a.noconvert(), "out"_a.noconvert());
@@ -515,6 +517,10 @@ void bind_decoder(nb::module_& m) {
         .def_prop_ro("maps_ids", &Decoder::maps_ids)
         .def_prop_ro("hidden", [](const Decoder& self) { return self.shape().hidden; })
         .def_prop_ro("weight_bytes", &Decoder::weight_bytes)
+        .def("set_token_id", [](Decoder& self, size_t index, size_t id) {
+            require(self.maps_ids() && index < self.shape().head_size && id < self.shape().vocab, "no such row or token");
+            self.set_token_id(index, static_cast<uint32_t>(id));
+        }, "index"_a, "token_id"_a)
         .def("forward", &forward, "kv"_a, "read"_a, "chooses"_a, "vocab"_a, "num_layers"_a, "tap_layers"_a,
              "taps"_a.noconvert(), "chosen"_a.noconvert(), "logits"_a.noconvert(), "margins"_a.noconvert())
         .def("forward_in_turn", &forward_in_turn, "kv"_a, "read"_a, "chooses"_a, "vocab"_a, "num_layers"_a, "depths"_a,

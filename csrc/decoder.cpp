@@ -44,16 +44,27 @@ struct Best {
 // The token ids of one tile of a head: consecutive, or as a map says.
 struct TileIds {
     size_t start, count;
-    const uint32_t* map;  // [count], ascending, or null
+    const uint32_t* map;  // [count], or null
 
     uint32_t operator[](size_t i) const { return map ? map[i] : static_cast<uint32_t>(start + i); }
-    // The place of an id that is not below the first, or none: `count`.
-    size_t find(int64_t id) const {
-        if (!map) return std::min(static_cast<size_t>(id) - start, count);
-        const size_t i = static_cast<size_t>(std::lower_bound(map, map + count, static_cast<uint32_t>(id)) - map);
-        return i < count && map[i] == static_cast<uint32_t>(id) ? i : count;
-    }
 };
+
+// Call act(place in the tile, place among the edits) for each token of a tile that is edited.
+template <class Act>
+void each_edited(const TileIds& ids, const Edits& edits, const Act& act) {
+    const int64_t *const first = edits.ids, *const end = edits.ids + edits.count;
+    if (!edits.count) return;
+    if (!ids.map) {
+        const auto last = static_cast<int64_t>(ids.start + ids.count);
+        for (const int64_t* id = std::lower_bound(first, end, static_cast<int64_t>(ids.start)); id != end && *id < last; ++id)
+            act(static_cast<size_t>(*id) - ids.start, static_cast<size_t>(id - first));
+        return;
+    }
+    for (size_t i = 0; i < ids.count; ++i) {
+        const int64_t* id = std::lower_bound(first, end, static_cast<int64_t>(ids.map[i]));
+        if (id != end && *id == static_cast<int64_t>(ids.map[i])) act(i, static_cast<size_t>(id - first));
+    }
+}
 
 // Offer the best token of one tile of a row of logits [kHeadTile], padded with -inf: what `Sampler` does for a whole row.
 // margins: the second best is looked for, too.
@@ -64,12 +75,7 @@ void choose_in_tile(const Choose& how, const float* logits, const TileIds& ids, 
     const float inverse = greedy ? 1.0f : inverse_temperature(how.temperature);
     float maxima[blocks];
     kernel.scale(logits, blocks, inverse, z, maxima);
-    const int64_t* const edits = how.edits.ids;
-    for (const int64_t* id = std::lower_bound(edits, edits + how.edits.count, static_cast<int64_t>(ids[0]));
-         id != edits + how.edits.count && *id <= static_cast<int64_t>(ids[ids.count - 1]); ++id) {
-        const size_t i = ids.find(*id);
-        if (i < ids.count) z[i] = edited(logits[i], how.edits, static_cast<size_t>(id - edits)) * inverse;
-    }
+    each_edited(ids, how.edits, [&](size_t i, size_t edit) { z[i] = edited(logits[i], how.edits, edit) * inverse; });
     if (greedy) {
         for (int place = 0; place < (margins ? 2 : 1); ++place) {
             const float top = kernel.maximum(z, kHeadTile);

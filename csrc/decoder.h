@@ -46,7 +46,7 @@ struct Weights {
     std::vector<Layer> layers;
     std::shared_ptr<const Matrix> fuse;         // from embedding and feature to what the layers begin with, or null
     std::vector<float> fuse_bias, embed_norm;   // of it and of the embedding it reads, [hidden], or empty
-    std::vector<uint32_t> token_ids;            // of the head's rows, ascending; empty: they are the rows' numbers
+    std::vector<uint32_t> token_ids;            // of the head's rows; empty: they are the rows' numbers
 };
 
 // Keys and values of some layers, by page. Memory is taken only as pages are written.
@@ -124,6 +124,7 @@ class Decoder {
     const Shape& shape() const { return shape_; }
     size_t weight_bytes() const;
     bool maps_ids() const { return !weights_.token_ids.empty(); }
+    void set_token_id(size_t index, uint32_t id) { weights_.token_ids[index] = id; }  // of a row of the head
     void forward(const Pass& pass, const KVStore& kv);
     void norm_last(float* state) const;  // as the head reads it, [hidden]
 

@@ -109,17 +109,22 @@ size_t Matrix::panel_bytes() const {
 
 Matrix Matrix::pack(const float* weights, size_t out, size_t in, WeightType type) {
     Matrix m(type, out, in);
-    for (size_t o = 0; o < out; ++o, weights += in) {
-        uint8_t* panel = m.packed_.data() + o / kPanel * m.panel_bytes();
-        const size_t lane = o % kPanel;
-        if (type == WeightType::int8) m.pack_int8_row(weights, o);
-        if (type == WeightType::int4) m.pack_int4_row(weights, o);
-        for (size_t i = 0; i < in && type == WeightType::bf16; ++i)
-            reinterpret_cast<uint16_t*>(panel)[i * kPanel + lane] = to_bfloat(weights[i]);
-        for (size_t i = 0; i < in && type == WeightType::f32; ++i)
-            reinterpret_cast<float*>(panel)[i * kPanel + lane] = weights[i];
-    }
+    for (size_t o = 0; o < out; ++o, weights += in) m.put_row(o, weights);
     return m;
+}
+
+void Matrix::put_row(size_t index, const float* weights) {
+    uint8_t* panel = packed_.data() + index / kPanel * panel_bytes();
+    const size_t lane = index % kPanel;
+    switch (type_) {
+        case WeightType::int8: return pack_int8_row(weights, index);
+        case WeightType::int4: return pack_int4_row(weights, index);
+        case WeightType::bf16:
+            for (size_t i = 0; i < in_; ++i) reinterpret_cast<uint16_t*>(panel)[i * kPanel + lane] = to_bfloat(weights[i]);
+            return;
+        case WeightType::f32:
+            for (size_t i = 0; i < in_; ++i) reinterpret_cast<float*>(panel)[i * kPanel + lane] = weights[i];
+    }
 }
 
 void Matrix::pack_int8_row(const float* weights, size_t index) {

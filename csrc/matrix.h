@@ -66,6 +66,8 @@ class Matrix {
 
     // One row of the matrix as float32 [in]: the embedding of a token.
     void row(size_t index, float* to) const;
+    // Put another row [in] in the place of one. No product may be under way.
+    void put_row(size_t index, const float* weights);
 
   private:
     Matrix(WeightType type, size_t out, size_t in);

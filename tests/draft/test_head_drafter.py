@@ -68,10 +68,17 @@ class Scratch:
     """Drafts for a text with nothing kept: the readable forward pass over all of it, for every token."""
 
     def __init__(self, head: Head, decoder: ReferenceDecoder) -> None:
-        self.head, self.decoder, self.config = head, decoder, head.config
+        self.token_ids, self.decoder, self.config = head.token_ids, decoder, head.config
         self.weights = {name: torch.from_numpy(np.asarray(w, np.float64)) for name, w in head.weights.items()}
         if head.config.algorithm.guesses_features:
             self.weights |= {"head": decoder.head[head.token_ids], "target_norm": decoder.final_norm}
+        self.fixed = self.weights["head"], head.token_ids
+
+    def write_also(self, ids: list[int]) -> None:
+        """Score the target's rows of these tokens, too."""
+        rows, fixed_ids = self.fixed
+        self.weights["head"] = torch.cat([rows, self.decoder.head[torch.tensor(ids, dtype=torch.int64)]])
+        self.token_ids = np.concatenate([fixed_ids, np.array(ids, np.int64)])
 
     def features(self, ids: list[int]) -> torch.Tensor:
         """What the target has to say of every token, as it is kept: 16 bit."""
@@ -89,7 +96,7 @@ class Scratch:
         hidden = run_layers(self.config, self.weights, embedded, features, positions, causal(self.config))
         logits, fed_back = read_out(self.config, self.weights, hidden[-count:])
         spread = np.full((count, self.decoder.config.vocab_size), -np.inf)
-        spread[:, self.head.token_ids] = logits.numpy()
+        spread[:, self.token_ids] = logits.numpy()
         return spread, fed_back
 
     def draft(self, ids: list[int], k: int, choose: Any, first: int = 1) -> list[int]:
@@ -115,9 +122,21 @@ def watch(engine: Engine, every: int = 1, first: int | None = None) -> list[int]
     decoder: ReferenceDecoder = target().decoder  # type: ignore[assignment]
     scratch = Scratch(load_head(Path(drafter.report()["model"]), decoder.config), decoder)
     rows, propose, compared = engine.target.rows, drafter.propose, list[int]()
+    fixed = set(scratch.token_ids.tolist())
+    own: dict[int, set[int]] = {}  # of the rows that drafted since they were admitted
+    release = drafter.release
+
+    def released(row: int) -> None:
+        own.pop(row, None)
+        release(row)
+
+    drafter.release = released  # type: ignore[method-assign]
 
     def watched(batch: Batch, plan: Plan) -> Draft:
         draft = propose(batch, plan)
+        drafting = [r.row for r, d in zip(batch.rows, draft.rows, strict=True) if len(d)]
+        own.update((row, set(rows.tokens(row).tolist()) - fixed) for row in drafting)
+        scratch.write_also(sorted(set().union(*own.values())) if scratch.config.own_tokens else [])
         for r, d in zip(batch.rows, draft.rows, strict=True):
             if len(d) and (batch.step + r.row) % every == 0:
                 ids = rows.tokens(r.row).tolist()

@@ -117,15 +117,15 @@ def test_the_compiled_one_computes_what_the_readable_one_does(tied: bool, tmp_pa
     assert 0 < readable.weight_bytes
 
 
-@pytest.mark.parametrize("tokens", [TOKENS, np.arange(200)], ids=["some", "lowest"])
+@pytest.mark.parametrize("tokens", [TOKENS, np.arange(200), np.arange(VOCAB)], ids=["some", "lowest", "all"])
 def test_the_kernel_draws_what_the_spread_row_draws(tokens: np.ndarray, tmp_path: Path) -> None:
-    """To the bit, with every kind of parameters; the target's lowest ids need no rows of their own in memory."""
+    """To the bit, with every kind of parameters; all of the target's ids need no rows of their own in memory."""
     config = tiny_config(vocab_size=VOCAB, num_layers=3, tie_embeddings=True)
     weights = tiny_weights(config, seed=4, embed_scale=SHARP, dtype=torch.float32)
     whole = NativeDecoder(config, weights, kernels.Team(2))
     some = load_small(write_small(tmp_path), config)
     small, every = (NativeSmall(replace(some, token_ids=ids), whole) for ids in (tokens, np.arange(VOCAB)))
-    assert (small.weight_bytes == every.weight_bytes) == (len(tokens) == 200)
+    assert (small.weight_bytes == every.weight_bytes) == (len(tokens) == VOCAB)
     random = np.random.default_rng(2)
     packed = pack([(random.integers(0, VOCAB, 90).tolist(), 0, list(range(6)))])
     wanted = [Choose("logits", SamplingParams())] * 90

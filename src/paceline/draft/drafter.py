@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from paceline.core.nouns import Batch, Draft, Plan, Request, RowDraft, Scores, Verdict
     from paceline.draft.heads.checkpoint import Head
     from paceline.draft.heads.runner import HeadRunner
-    from paceline.draft.small.checkpoint import SmallModel
+    from paceline.draft.small.checkpoint import SmallDecoder, SmallModel
     from paceline.model.backend import KV, Decoder
     from paceline.model.config import ModelConfig
     from paceline.model.rows import Rows
     from paceline.model.tokenizer import Tokenizer
 
     RunHead = Callable[[Head], HeadRunner]
-    RunSmall = Callable[[SmallModel], Decoder]
+    RunSmall = Callable[[SmallModel], SmallDecoder]
 
 MAX_K = 16  # drafts per row and step
 

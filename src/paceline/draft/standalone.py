@@ -23,6 +23,7 @@ from paceline.draft.chains import draft_in_turn, share_out
 from paceline.draft.drafter import MAX_K, Needs
 from paceline.draft.foreign import ForeignDraftModel
 from paceline.draft.options import bounded
+from paceline.draft.own import OwnTokens
 from paceline.draft.places import TranslatedDecoder
 from paceline.draft.shipped import shipped_folder
 from paceline.draft.small.checkpoint import load_small, num_small_weights, shares_tables
@@ -104,7 +105,9 @@ class DraftModelConfig:
         small = load_small(folder, target.config)
         self._check_layers(small.config.num_layers)
         report = {"drafter": self.name, "k": self.k, "model": self.model or "ships for this target"}
-        return self._over_shared_pages(target, target.memory.run_small(small), report)
+        decoder = target.memory.run_small(small)
+        own = OwnTokens(target.rows, small.token_ids, target.config.vocab_size, decoder.write_also)
+        return self._over_shared_pages(target, decoder, report, own)
 
     def _own_model(self, name: str, target: Target, load: Loader) -> Drafter:
         drafter = load(name)
@@ -124,10 +127,12 @@ class DraftModelConfig:
             decoder = TranslatedDecoder(decoder, tokens)  # each token of the target's is one: pages can be shared
         return self._over_shared_pages(target, decoder, report)
 
-    def _over_shared_pages(self, target: Target, decoder: Decoder, report: Mapping[str, Any]) -> Drafter:
+    def _over_shared_pages(
+        self, target: Target, decoder: Decoder, report: Mapping[str, Any], own: OwnTokens | None = None
+    ) -> Drafter:
         kv = decoder.new_kv(target.num_pages, self.layers)
         needs = Needs(pages="shared", stores=(self.name,), kv_bytes_per_token=kv.bytes_per_token)
-        return DraftModel(target, decoder, kv, needs, report, self.layers)
+        return DraftModel(target, decoder, kv, needs, report, self.layers, own)
 
 
 class DraftModel:
@@ -143,7 +148,9 @@ class DraftModel:
         needs: Needs,
         report: Mapping[str, Any],
         num_layers: int | None = None,
+        own: OwnTokens | None = None,
     ) -> None:
+        """own: of a decoder that writes some of the target's tokens only."""
         self.needs = needs
         self._decoder = decoder
         self._kv = kv
@@ -152,6 +159,7 @@ class DraftModel:
         self._rows: Rows = target.rows
         self._vocab_size = target.config.vocab_size
         self._dense = target.law_needs_probs
+        self._own = own
         self._valid = np.zeros(self._rows.num_rows, np.int64)  # tokens of each row in the own store
         self._seen: dict[int, int] = {}  # row -> tokens in the store if every open guess is kept
 
@@ -164,6 +172,8 @@ class DraftModel:
         depth = {r.row: min(plan.k(r.row), r.max_drafts) for r in batch.rows}
         ready = self._catch_up([row for row, k in depth.items() if k > 0])
         starts = {row: self._start(row) for row in ready}
+        if self._own:
+            self._own.follow(starts)
         at_once = self._run_in_turn if self._decoder.in_turn else None
         chains = draft_in_turn(self._rows, starts, depth, self._run, at_once, dense=self._dense)
         self._seen |= {row: int(self._rows.length[row]) + len(c.token_ids) - 1 for row, c in chains.items()}
@@ -181,6 +191,8 @@ class DraftModel:
     def release(self, row: int) -> None:
         """Forget the row."""
         self._valid[row] = 0
+        if self._own:
+            self._own.release(row)
         self._seen.pop(row, None)
 
     def forget(self) -> None:

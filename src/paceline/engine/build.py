@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from paceline.draft.heads.checkpoint import Head
     from paceline.draft.heads.runner import HeadRunner
     from paceline.draft.options import DrafterConfig, Loader
-    from paceline.draft.small.checkpoint import SmallModel
+    from paceline.draft.small.checkpoint import SmallDecoder, SmallModel
     from paceline.engine.config import EngineConfig
     from paceline.engine.scheduler import Limits
     from paceline.model.backend import Decoder
@@ -252,7 +252,7 @@ def _run_head(config: EngineConfig, target: Decoder, head: Head) -> HeadRunner:
     return config.backend_spec.load_head()(head, target, config.placement.draft)
 
 
-def _run_small(config: EngineConfig, target: Decoder, small: SmallModel) -> Decoder:
+def _run_small(config: EngineConfig, target: Decoder, small: SmallModel) -> SmallDecoder:
     return config.backend_spec.load_small()(small, target, config.placement.draft)
 
 

@@ -24,6 +24,7 @@ from paceline.draft.heads.checkpoint import load_head, narrowed
 from paceline.draft.heads.config import EAGLE, EAGLE3, PEAGLE, head_shapes, read_config
 from paceline.draft.heads.features import FeatureStore
 from paceline.draft.options import bounded
+from paceline.draft.own import OwnTokens
 from paceline.draft.shipped import shipped_folder
 from paceline.model.choosing import pick
 from paceline.model.hf import read_json
@@ -144,6 +145,8 @@ class _HeadDrafter:
         self._head = target.memory.run_head(head)
         self._rows = target.rows
         self._dense = target.law_needs_probs
+        fixed = head.token_ids if head.config.own_tokens else np.arange(target.config.vocab_size)
+        self._own = OwnTokens(target.rows, fixed, target.config.vocab_size, self._head.write_also)
         self._kv = self._head.new_kv(target.num_pages)
         self._features = FeatureStore(target.rows, target.num_pages, head.config.layers.hidden_size)
         self._unfused: list[tuple[NDArray[int64], NDArray[floating]]] = []  # slots, and what was tapped there
@@ -167,6 +170,7 @@ class _HeadDrafter:
         depth = {r.row: min(plan.k(r.row), r.max_drafts) for r in batch.rows}
         ready = self._catch_up([row for row, k in depth.items() if k > 0])
         starts = {row: self._start(row) for row in ready}
+        self._own.follow(starts)
         chains = self._draft(starts, depth) if starts else {}
         for row in chains:
             self._valid[row] = self._rows.length[row]
@@ -202,6 +206,7 @@ class _HeadDrafter:
     def release(self, row: int) -> None:
         """Forget the row."""
         self._valid[row] = 0
+        self._own.release(row)
 
     def forget(self) -> None:
         """Nothing is learnt across requests."""
@@ -215,6 +220,7 @@ class _HeadDrafter:
             "model": self._options.model or "ships for this target",
             "taps after layers": " ".join(map(str, c.taps)),
             "tokens": c.draft_vocab_size,
+            "of the text besides": "all" if c.own_tokens else "none",
             "weights": f"{self._head.weight_bytes / 2**20:.1f} MiB",
         }
 

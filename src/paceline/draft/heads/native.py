@@ -25,7 +25,7 @@ from paceline.model.native import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy import float32, floating
+    from numpy import float32, floating, int64
     from numpy.typing import NDArray
 
     from paceline.core.nouns import Choose
@@ -59,9 +59,9 @@ class NativeHead:
             self._tap_norms = np.stack([self._vectors[name] for name in names])  # [num_taps, hidden]
         self._fc = pack(head.weights, "fc", weight_type)
         self._embed = pack(head.weights, "embed", weight_type) if "embed" in head.weights else target.embed
-        self._vocabulary = ReducedVocabulary(head.token_ids, target.config.vocab_size)
+        self._vocabulary = ReducedVocabulary(head.token_ids, target, own=head.config.own_tokens)
         if head.config.algorithm.guesses_features:
-            self._written = self._vocabulary.rows_of(target, weight_type)
+            self._written = self._vocabulary.rows_of_target(weight_type)
         else:
             self._written = self._vocabulary.pack_rows(as_float32(head.weights["head"]), weight_type)
         self._decoder = self._pack(head, weight_type)
@@ -88,6 +88,10 @@ class NativeHead:
         """Bytes of the packed matrices, without those that are the target's."""
         fused_apart = 0 if self.config.algorithm.guesses_features else self._fc.num_bytes
         return own_bytes(self._decoder, (self._embed, self._written), self._target) + fused_apart
+
+    def write_also(self, own_ids: NDArray[int64]) -> None:
+        """Write these tokens, too, see `HeadRunner`."""
+        self._vocabulary.write_also(own_ids, self._decoder, self._written)
 
     def new_kv(self, num_pages: int) -> kernels.KVStore:
         """Return an empty store of `num_pages` pages for the head's layers."""
@@ -120,7 +124,7 @@ class NativeHead:
             packed,
             kv,
             chooses,
-            vocab=c.draft_vocab_size,
+            vocab=self._vocabulary.num_tokens,
             num_layers=last,
             taps=(last,),
             features=as_float32(features),
@@ -150,7 +154,7 @@ class NativeHead:
             kv,
             chooses,
             depths,
-            vocab=c.draft_vocab_size,
+            vocab=self._vocabulary.num_tokens,
             num_layers=c.layers.num_layers,
             features=as_float32(features),
         )

@@ -16,7 +16,7 @@ from paceline.model.decoder import ReferenceDecoder, to_numpy, torch_device
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy import floating
+    from numpy import floating, int64
     from numpy.typing import NDArray
 
     from paceline.core.nouns import Choose
@@ -47,9 +47,17 @@ class ReferenceHead:
             head_rows = target.head[self._token_ids.to(target.device)].to(self._device)
             self._weights |= {"head": head_rows, "target_norm": target.final_norm.to(self._device)}
         self._vocab_size = target.config.vocab_size
+        self._target, self._fixed = target, (self._weights["head"], self._token_ids)
 
     def _take(self, array: NDArray[floating]) -> torch.Tensor:
         return torch.as_tensor(array).to(device=self._device, dtype=self._dtype)
+
+    def write_also(self, own_ids: NDArray[int64]) -> None:
+        """Write these tokens, too, see `HeadRunner`."""
+        rows, fixed_ids = self._fixed
+        ids = torch.from_numpy(own_ids)
+        own = self._target.head[ids.to(self._target.device)].to(rows)
+        self._weights["head"], self._token_ids = torch.cat([rows, own]), torch.cat([fixed_ids, ids.to(fixed_ids)])
 
     @property
     def weight_bytes(self) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy import floating
+    from numpy import floating, int64
     from numpy.typing import NDArray
 
     from paceline.core.nouns import Choose
@@ -46,6 +46,13 @@ class HeadRunner(Protocol):
     @property
     def in_turn(self) -> HeadInTurn | None:
         """What runs several passes in one call, if it can."""
+        ...
+
+    def write_also(self, own_ids: NDArray[int64]) -> None:
+        """From now on, write these tokens [n], too, and no others beside the vocabulary: see `draft/own.py`.
+
+        With the target's rows. Only a head whose config says `own_tokens` is asked.
+        """
         ...
 
     def new_kv(self, num_pages: int) -> KV:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from paceline.core.errors import BadModelFile, DrafterMismatch
 from paceline.model import hf
+from paceline.model.backend import Decoder
 from paceline.model.safetensors_file import join_scales
 from paceline.model.weights import canonical_names, choose_tensors
 
@@ -24,13 +25,12 @@ if TYPE_CHECKING:
     from numpy import floating, int64
     from numpy.typing import NDArray
 
-    from paceline.model.backend import Decoder
     from paceline.model.config import ModelConfig
     from paceline.model.device import Device
     from paceline.model.safetensors_file import StoredTensor
 
     # From the target's, whose tables it shares, and where it runs: None is where the target does.
-    LoadSmallDecoder = Callable[["SmallModel", Decoder, Device | None], Decoder]
+    LoadSmallDecoder = Callable[["SmallModel", Decoder, Device | None], "SmallDecoder"]
 
 SHARED = ("embed", "head")
 VOCABULARY_TENSORS = ("d2t", "t2d")
@@ -43,6 +43,14 @@ class SmallModel:
     config: ModelConfig
     weights: Mapping[str, NDArray[floating]]  # as `tensor_shapes(config)`, but for the target's tables
     token_ids: NDArray[int64]  # [draft_vocab] the tokens it can write, ascending
+
+
+class SmallDecoder(Decoder, Protocol):
+    """A decoder that writes some of its target's tokens."""
+
+    def write_also(self, own_ids: NDArray[int64]) -> None:
+        """From now on, write these tokens [n], too, and no others beside the vocabulary: see `draft/own.py`."""
+        ...
 
 
 def shares_tables(folder: Path) -> bool:

@@ -21,6 +21,9 @@ from paceline.model.native import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy import int64
+    from numpy.typing import NDArray
+
     from paceline.core.nouns import Choose
     from paceline.draft.small.checkpoint import SmallModel
     from paceline.model.backend import KV, Chosen, Decoder, InTurn
@@ -44,10 +47,9 @@ class NativeSmall:
     def __init__(self, small: SmallModel, target: NativeDecoder, device: Device | None = None) -> None:
         c = self.config = small.config
         self._target = target
-        self._vocabulary = ReducedVocabulary(small.token_ids, target.config.vocab_size)
-        self._num_tokens = len(small.token_ids)
+        self._vocabulary = ReducedVocabulary(small.token_ids, target, own=True)
         weight_type = _TYPES.get(target.weight_type, target.weight_type)
-        self._head = self._vocabulary.rows_of(target, weight_type)
+        self._head = self._vocabulary.rows_of_target(weight_type)
         self._decoder = compile_decoder(
             c,
             target.team if device is None else team_of(device),
@@ -58,7 +60,7 @@ class NativeSmall:
 
     def describe(self) -> str:
         """Return what it is, for the user."""
-        return f"{self.name}, {self._num_tokens} tokens"
+        return f"{self.name}, {self._vocabulary.num_tokens} tokens"
 
     @property
     def in_turn(self) -> InTurn:
@@ -69,6 +71,10 @@ class NativeSmall:
     def weight_bytes(self) -> int:
         """Bytes of the packed matrices, without those that are the target's."""
         return own_bytes(self._decoder, (self._target.embed, self._head), self._target)
+
+    def write_also(self, own_ids: NDArray[int64]) -> None:
+        """Write these tokens, too, see `SmallDecoder`."""
+        self._vocabulary.write_also(own_ids, self._decoder, self._head)
 
     def new_kv(self, num_pages: int, num_layers: int | None = None) -> kernels.KVStore:
         """Return an empty store of `num_pages` pages for the first `num_layers` layers (all by default)."""
@@ -93,7 +99,7 @@ class NativeSmall:
             packed,
             kv,
             chooses,
-            vocab=self._num_tokens,
+            vocab=self._vocabulary.num_tokens,
             num_layers=num_layers or self.config.num_layers,
             taps=taps,
         )
@@ -112,5 +118,5 @@ class NativeSmall:
         assert isinstance(kv, kernels.KVStore)
         layers = num_layers or self.config.num_layers
         return forward_in_turn(
-            self._decoder, packed, kv, chooses, depths, vocab=self._num_tokens, num_layers=layers
+            self._decoder, packed, kv, chooses, depths, vocab=self._vocabulary.num_tokens, num_layers=layers
         )

@@ -14,6 +14,9 @@ from paceline.model.decoder import ReferenceDecoder, to_numpy, torch_device
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy import int64
+    from numpy.typing import NDArray
+
     from paceline.core.nouns import Choose
     from paceline.draft.small.checkpoint import SmallModel
     from paceline.model.backend import KV, Chosen, Decoder
@@ -35,7 +38,8 @@ class ReferenceSmall:
 
     def __init__(self, small: SmallModel, target: ReferenceDecoder, device: Device | None = None) -> None:
         self.config = small.config
-        self._token_ids = torch.from_numpy(small.token_ids).to(target.device)  # [draft_vocab]
+        self._target, self._fixed_ids = target, torch.from_numpy(small.token_ids).to(target.device)
+        self._token_ids = self._fixed_ids  # [draft_vocab] and own ones
         tables = {"embed": target.embed, "head": target.head[self._token_ids]}
         untied = replace(small.config, tie_embeddings=False)
         weights = {**small.weights, **tables}
@@ -45,6 +49,11 @@ class ReferenceSmall:
     def describe(self) -> str:
         """Return what it is, for the user."""
         return f"{self._decoder.describe()}, {len(self._token_ids)} tokens"
+
+    def write_also(self, own_ids: NDArray[int64]) -> None:
+        """Write these tokens, too, see `SmallDecoder`."""
+        self._token_ids = torch.cat([self._fixed_ids, torch.from_numpy(own_ids).to(self._fixed_ids)])
+        self._decoder.head = self._target.head[self._token_ids].to(self._decoder.head)
 
     @property
     def weight_bytes(self) -> int:
