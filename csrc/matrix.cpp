@@ -19,7 +19,7 @@ namespace {
 constexpr size_t kAlignment = 64;
 constexpr size_t kHugePage = size_t{1} << 21;
 constexpr size_t kChunkBytes = size_t{1} << 24;
-constexpr size_t kBehind = size_t{1} << 12;  // kernels fetch a little beyond a matrix
+constexpr size_t kBehind = size_t{1} << 13;  // kernels fetch a little beyond a matrix
 constexpr size_t kLeastTiles = 4;  // for each thread, so that a late one delays the others little
 constexpr size_t kChunkRows = 48;  // token rows of one tile of a product: with a panel they should fit the first cache
 

@@ -25,6 +25,7 @@ constexpr int kMostRows = 4;
 // What a kernel fetches while it computes: so many cache lines for each 256 bytes of weights, from a place on. A few rows
 // are done with a panel in one piece and fetch what they soon read; more come in pieces, of which the first reads the
 // panel from memory and the others from the cache: together they fetch the next panel, so that memory is never idle.
+constexpr size_t kSoon = 6144;  // bytes: how long memory takes under load; with 2048, five rows took a tenth longer
 struct Ahead {
     const uint8_t* from;
     size_t lines;
@@ -235,7 +236,7 @@ PACELINE_INLINE void in_pieces(size_t first, size_t end, const void* panel, size
         const size_t pieces = num_pieces - piece, count = (end - first + pieces - 1) / pieces;
         const size_t lines = num_pieces == 1 ? 4 : num_pieces == 2 ? 2 : 1, share = panel_bytes * lines / 4;
         const bool helps = piece * lines < 4;
-        kernel(first, count, num_pieces == 1 ? Ahead{here + 2048, lines}
+        kernel(first, count, num_pieces == 1 ? Ahead{here + kSoon, lines}
                                              : Ahead{helps ? here + panel_bytes + piece * share : here, lines}, helps);
         first += count;
     }
