@@ -8,6 +8,7 @@ to pay. A drafter that could not pay in many steps, at the best that its probes 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -32,11 +33,28 @@ if TYPE_CHECKING:
     Choices = tuple[NDArray[int64], NDArray[int64]]  # drafts of each row, and their drafter
 
 MARGIN = 0.01  # by which speculation must promise to win before it begins
-PROBE_SHARE = 0.01  # of the time, for drafts that do not seem to pay
+PROBE_SHARE = 0.01  # of the time, for drafts that do not seem to pay, and for none where they do
 PROBE_EVERY = 8  # steps between two looks at whether to probe
+PLAIN_EVERY = 32  # steps after which a step without drafts is due: what speculation is measured against
 ROOM = 4  # drafts that a row may have, for a look at whether they could pay
 OPTIMISM = 2.0  # standard deviations: what could pay
 ASSIGN_EVERY = 8  # steps between two looks at which drafter suits a row
+
+
+@dataclass(slots=True)
+class Probes:
+    """What may be spent on finding out, and what was."""
+
+    budget_s: float = 0.0  # time that may still go into probes
+    row: int = NONE  # that goes further in this step to find out
+    last_plain: int = 0  # the last step without drafts
+
+    def afford(self, seconds: float) -> bool:
+        """Pay for a probe if there is time for it."""
+        if seconds > self.budget_s:
+            return False
+        self.budget_s -= max(seconds, 0.0)
+        return True
 
 
 class Goodput:
@@ -66,8 +84,7 @@ class Goodput:
         self._goodput = 0.0  # tokens per second expected of the last step
         self._hopes = Hopes(len(max_ks), self._max_k)
         self._planned_on = (Work(0), 0.0)  # of this step: its pass without drafts, the prefill's time
-        self._probed = NONE  # row that goes further in this step to find out
-        self._probe_s = 0.0  # time that may still go into probes
+        self._probes = Probes()
         self._steps = 0
 
     def admit(self, row: int) -> None:
@@ -93,10 +110,14 @@ class Goodput:
         chosen = self._best(view, base, alive, drafters, unpaid_s, weights)
         ks = self._hold(chosen)
         seconds, speedup = (chosen.seconds, chosen.speedup) if ks is chosen.ks else (chosen.plain_seconds, 1.0)
-        self._probe_s += PROBE_SHARE * seconds
+        self._probes.budget_s += PROBE_SHARE * seconds
         as_chosen = ks is chosen.ks and not paced
-        ks, drafters, given_up = self._find_out(view, base, alive, (ks, drafters), seconds + unpaid_s)
-        gained = None if as_chosen and self._probed == NONE else _gained(alive, drafters, ks)
+        if self._plain_is_due(view, ks, chosen):
+            ks, seconds, speedup, as_chosen = np.zeros_like(ks), chosen.plain_seconds, 1.0, False
+            given_up: tuple[int, ...] = ()
+        else:
+            ks, drafters, given_up = self._find_out(view, base, alive, (ks, drafters), seconds + unpaid_s)
+        gained = None if as_chosen and self._probes.row == NONE else _gained(alive, drafters, ks)
         tokens = chosen.tokens if gained is None else float(gained.sum())
         self._goodput = tokens / seconds
         budget, prefill_s = self._budget(view, gained, seconds, unpaid_s) if paced else (None, unpaid_s)
@@ -203,6 +224,17 @@ class Goodput:
         self._speculates = chosen.speedup > (1.0 if self._speculates else 1.0 + MARGIN)
         return chosen.ks if self._speculates else np.zeros_like(chosen.ks)
 
+    def _plain_is_due(self, view: View, ks: NDArray[int64], chosen: Chosen) -> bool:
+        """Whether to do without drafts once, to see what that costs: while all draft, nothing else tells."""
+        if not ks.any():
+            self._probes.last_plain = self._steps
+        if self._steps - self._probes.last_plain < PLAIN_EVERY or view.wishes:
+            return False
+        if not self._probes.afford(chosen.plain_seconds * (chosen.speedup - 1.0)):
+            return False
+        self._probes.row, self._probes.last_plain = NONE, self._steps
+        return True
+
     def _find_out(
         self,
         view: View,
@@ -215,7 +247,7 @@ class Goodput:
 
         Returns the drafts and the drafter of each row, and the drafters that are given up.
         """
-        self._probed = NONE
+        self._probes.row = NONE
         if self._steps % PROBE_EVERY:
             return *chosen, ()
         ks, drafters = chosen
@@ -258,11 +290,9 @@ class Goodput:
         index = rows[self._steps // PROBE_EVERY % rows.size]
         probing, whose = ks.copy(), drafters.copy()
         probing[index], whose[index] = further[0][index], further[1][index]
-        extra_s = self.cost.price(base, view.lengths, probing, whose) - seconds
-        if extra_s > self._probe_s:
+        if not self._probes.afford(self.cost.price(base, view.lengths, probing, whose) - seconds):
             return chosen
-        self._probe_s -= max(extra_s, 0.0)
-        self._probed = int(view.rows[index])
+        self._probes.row = int(view.rows[index])
         return probing, whose
 
     # Between drafting and the pass ---------------------------------------------------------------
@@ -282,7 +312,7 @@ class Goodput:
         among = Candidates(counted, drafted.ks, lengths, drafted.drafters, float(weights.sum()))
         unpaid_s = prefill_s - self.cost.drafting_s(drafted.ks, drafted.drafters)
         chosen = choose(self.cost, base, among, unpaid_s=unpaid_s, drafted=True)
-        return np.where(drafted.rows == self._probed, drafted.ks, chosen.ks)
+        return np.where(drafted.rows == self._probes.row, drafted.ks, chosen.ks)
 
     def alive(self, drafted: Drafted) -> NDArray[float64]:
         """Return the chance of each draft to be kept, now that it is there. [n, max_k]"""
@@ -298,7 +328,7 @@ class Goodput:
     def learn(self, view: View, outcomes: Outcomes) -> None:
         """Take in what a step brought."""
         self._pace.learn(outcomes)
-        self._hopes.learn(outcomes, self._probed)
+        self._hopes.learn(outcomes, self._probes.row)
         for index, survival in enumerate(self.survival):
             survival.learn(outcomes, index)
 
