@@ -199,3 +199,23 @@ def test_what_is_not_verified_counts_as_said_but_not_as_tested() -> None:
         survival.observe(rows, np.ones(4, np.int64), np.ones(4, np.int64), confidence)
     assert survival._usual == pytest.approx(logit(np.array([0.9, 0.8, 0.2])))
     assert (survival.habit[1:] == before[1:]).all()
+
+
+def test_what_speculation_is_measured_against_is_seen_now_and_then() -> None:
+    """Measured when the machine was slow for passes of one token: only a step without drafts can tell."""
+    told = TargetCost(Curve.of([1, 8, 64], [7e-3, 8e-3, 20e-3]))
+    true = TargetCost(Curve.of([1, 8, 64], [4e-3, 8e-3, 20e-3]))
+    cost = OnlineCost(MeasuredCost(told, (TOKEN_BY_TOKEN,)))
+    asked, draws = Goodput(cost, 1, (DEPTH,)), np.random.default_rng(1)
+    rows = np.arange(1)
+    asked.admit(0)
+    plain = []
+    for _ in range(1500):
+        view = View(rows, np.full(1, 200), np.full(1, 100), Work(0))
+        decision = asked.decide(view)
+        plain.append(not decision.ks.any())
+        cost.observe_pass(Work(1 + int(decision.ks.sum())), float(true(Work(1 + int(decision.ks.sum())))))
+        kept = np.minimum(draws.geometric(0.7, 1) - 1, decision.ks)
+        asked.learn(view, Outcomes(rows, decision.drafters, decision.ks, kept, 1e-3, 9e-3, 1e-3))
+    assert 0 < np.mean(plain[:100]) < 0.2
+    assert np.mean(plain[-300:]) > 0.8
