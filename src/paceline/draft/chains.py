@@ -7,7 +7,6 @@ probability at least (1 - TV) / (1 + TV) (Daliri et al., arXiv 2408.07978).
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -130,9 +129,9 @@ def _draft_at_once(
     """Fill chains in one call."""
     # Without penalties it only counts how many guesses come before, not which.
     chooses = [
-        replace(c, margin=True)
+        choose
         for chain, k in zip(chains, depths, strict=True)
-        for c in rows.row_chooses(chain.row, [0] * (k - 1))
+        for choose in rows.row_chooses(chain.row, [0] * (k - 1), margin=True)
     ]
     drawn = run(chooses, depths)
     assert drawn.margins is not None

@@ -38,19 +38,20 @@ class _How:
     history: History
     stop_ids: frozenset[int]  # what ends its answer, if not banned yet
 
-    def after(self, length: int, guesses: Sequence[int]) -> Choose:
+    def after(self, length: int, guesses: Sequence[int], *, margin: bool = False) -> Choose:
         """Return it for the token after so many committed ones and some guesses."""
         r, edits = self.request, None
         if not self.history.never_edits:
             edits = self.history.edits(guesses, length - len(r.prompt_ids), self.stop_ids)
-        return Choose(self.kind, r.params, r.seed, r.choice, length + len(guesses), edits)
+        return Choose(self.kind, r.params, r.seed, r.choice, length + len(guesses), edits, margin)
 
-    def after_each(self, length: int, guesses: Sequence[int]) -> list[Choose]:
+    def after_each(self, length: int, guesses: Sequence[int], *, margin: bool) -> list[Choose]:
         """Return it for the token after so many committed ones, and after each guess. [1 + num_guesses]"""
         if not self.history.never_edits:
-            return [self.after(length, guesses[:count]) for count in range(len(guesses) + 1)]
-        r, kind = self.request, self.kind
-        return [Choose(kind, r.params, r.seed, r.choice, length + count) for count in range(len(guesses) + 1)]
+            return [self.after(length, guesses[:n], margin=margin) for n in range(len(guesses) + 1)]
+        r = self.request
+        of_all = self.kind, r.params, r.seed, r.choice
+        return [Choose(*of_all, length + n, None, margin) for n in range(len(guesses) + 1)]
 
 
 class Rows:
@@ -176,11 +177,14 @@ class Rows:
             cu_len.append(len(chooses))
         return cu_len, chooses
 
-    def row_chooses(self, row: int, guesses: Sequence[int]) -> list[Choose]:
-        """Return how tokens are chosen after a row's newest token and after each guess. [1 + num_guesses]"""
+    def row_chooses(self, row: int, guesses: Sequence[int], *, margin: bool = False) -> list[Choose]:
+        """Return how tokens are chosen after a row's newest token and after each guess. [1 + num_guesses]
+
+        margin: of whom it is asked how sure they are.
+        """
         how = self._how[row]
         assert how is not None
-        return how.after_each(self.length.item(row), guesses)
+        return how.after_each(self.length.item(row), guesses, margin=margin)
 
     def penalised(self, row: int) -> bool:
         """Whether how a row's tokens are chosen depends on which tokens come before them."""

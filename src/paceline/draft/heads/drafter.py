@@ -250,10 +250,13 @@ class _HeadDrafter:
     def _read(self, spans: Sequence[Span], guessed: Mapping[int, NDArray[floating]] | None) -> NDArray[float32]:
         """Return the features of spans: kept ones for known tokens, `guessed[row]` [width] for each guess."""
         self._fuse()
-        parts = []
-        for row, start, num_known, guesses in spans:
-            parts.append(self._features.read(row, start - 1, num_known))
-            parts += [guessed[row][None] for _ in guesses] if guessed is not None else []
+        known = self._features.read([(row, start - 1, num_known) for row, start, num_known, _ in spans])
+        if guessed is None:
+            return known
+        parts, done = [], 0
+        for row, _, num_known, guesses in spans:
+            parts += [known[done : done + num_known], *(guessed[row][None] for _ in guesses)]
+            done += num_known
         return np.concatenate(parts, dtype=np.float32)
 
     def _tapped(self, taps: Taps, places: NDArray[Any]) -> NDArray[floating]:

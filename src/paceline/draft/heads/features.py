@@ -9,6 +9,8 @@ import numpy as np
 from paceline.core.nouns import PAGE_TOKENS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy import float16, float32, floating, int64
     from numpy.typing import NDArray
 
@@ -63,9 +65,14 @@ class FeatureStore:
         """Return the leading tokens of a row whose features are all there; 0 behind a hole."""
         return int(self._end[row]) if self._begin[row] == 0 else 0
 
-    def read(self, row: int, start: int, count: int) -> NDArray[float32]:
-        """Return the features of a row's tokens from `start` on, [count, width] float32."""
-        positions = np.arange(start, start + count)
-        slots = self._rows.pages[row, positions // PAGE_TOKENS] * PAGE_TOKENS + positions % PAGE_TOKENS
-        features: NDArray[float32] = self._data[slots].astype(np.float32)
+    def read(self, pieces: Sequence[tuple[int, int, int]]) -> NDArray[float32]:
+        """Return the features of `count` tokens of a row from `start` on, for each piece (row, start, count).
+
+        [sum of counts, width] float32, one piece after another.
+        """
+        rows, starts, counts = np.array(pieces, np.int64).T
+        ends = np.cumsum(counts)
+        positions = np.arange(ends[-1]) + np.repeat(starts - ends + counts, counts)
+        pages = self._rows.pages[np.repeat(rows, counts), positions // PAGE_TOKENS]
+        features: NDArray[float32] = self._data[pages * PAGE_TOKENS + positions % PAGE_TOKENS].astype(np.float32)
         return features
