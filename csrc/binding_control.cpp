@@ -86,6 +86,15 @@ std::tuple<double, double, double> observe_drafts(
     return {found.rows, found.sureness, found.sureness_var};
 }
 
+double correct_passes(const State& own, const Array<int64_t, 1>& seen, const Ids& sizes, const Numbers& measured_s,
+                      const State& pass_s, size_t size, double rate, double surprise) {
+    const size_t tokens = sizes.size();
+    require(seen.size() == own.size() && measured_s.size() == tokens && pass_s.size() == tokens, "tables differ in size");
+    require(size < own.size(), "no such size");
+    require_rows(sizes, own.size());
+    return correct({own.data(), seen.data(), own.size(), sizes.data(), measured_s.data(), pass_s.data(), tokens}, size, rate, surprise);
+}
+
 std::tuple<Counts, double, double, double> choose_drafts(const Table& alive, const Ids& most, const Ids& lengths,
                                                          const Ids& drafters, double plain_tokens, double unpaid_s,
                                                          const Numbers& pass_s, size_t first, double pair_s, double besides_s,
@@ -118,6 +127,8 @@ void bind_control(nb::module_& m) {
           "largest_logit"_a, "rows"_a, "depth"_a, "confidence"_a.none(), "fill"_a, "optimism"_a);
     m.def("observe_drafts", &observe_drafts, "habit"_a, "habit_var"_a, "usual"_a, "num_usual"_a, "ease"_a, "ease_var"_a,
           "spread"_a, "rates"_a, "rows"_a, "num_verified"_a, "num_accepted"_a, "drafters"_a, "own"_a, "confidence"_a.none());
+    m.def("correct_passes", &correct_passes, "own"_a.noconvert(), "seen"_a.noconvert(), "sizes"_a, "measured_s"_a,
+          "pass_s"_a.noconvert(), "size"_a, "rate"_a, "surprise"_a);
     m.def("choose_drafts", &choose_drafts, "alive"_a, "most"_a, "lengths"_a, "drafters"_a, "plain_tokens"_a, "unpaid_s"_a,
           "pass_s"_a, "first"_a, "pair_s"_a, "besides_s"_a, "added"_a.none(), "factors"_a, "scale"_a, "host_s"_a);
 }

@@ -51,6 +51,20 @@ void alive(const Habits& habits, const Spread& spread, double largest_logit, con
            double* out);
 Spread observe(const Habits& habits, Spread spread, const Rates& rates, const Said& said, const Kept& kept);
 
+// The fast twin of control/online.py's `correct_slow`: what passes of some size took beyond what was expected, learnt.
+struct Corrections {
+    double* own;           // [sizes] log of what is a size's own
+    int64_t* seen;         // [sizes] passes of each
+    size_t sizes;
+    const int64_t* size;   // [tokens] of a pass with so many token rows
+    const double* measured_s;
+    double* pass_s;        // [tokens] corrected
+    size_t tokens;
+};
+
+// Returns what all sizes share, which is the hour's.
+double correct(const Corrections& table, size_t size, double rate, double surprise);
+
 // The fast twin of control/choice.py's `best`, for prices that are sums.
 struct Ladder {
     const double* pass_s;  // [sizes] of a pass with so many token rows

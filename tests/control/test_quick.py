@@ -88,6 +88,15 @@ def test_choices_are_the_same(
     assert quick.speedup == pytest.approx(plain.speedup)
 
 
+@given(measured_costs(), st.lists(st.tuples(st.integers(0, 23), st.floats(-0.5, 0.5)), max_size=30))
+def test_corrections_are_the_same(measured: MeasuredCost, seen: list[tuple[int, float]]) -> None:
+    quick, plain = OnlineCost(measured), OnlineCost(measured)
+    for size, surprise in seen:
+        assert quick._correct(size, 0.1, surprise) == pytest.approx(plain.correct_slow(size, 0.1, surprise))
+    assert quick.pass_s(Work(5)) == pytest.approx(plain.pass_s(Work(5)))
+    assert quick.pass_s(Work(300)) == pytest.approx(plain.pass_s(Work(300)))
+
+
 def test_more_rows_and_tokens_than_the_tables_have_cost_what_the_last_ones_do() -> None:
     drafting = DraftCost((Curve.of([1, 64], [1e-3, 2e-3]),))
     cost = OnlineCost(MeasuredCost(TargetCost(Curve.of([1, 64], [8e-3, 40e-3])), (drafting,)))

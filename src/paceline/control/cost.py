@@ -147,6 +147,20 @@ def draft_tables(drafters: tuple[DraftCost, ...]) -> DraftTables:
     return DraftTables(seconds, deepening, np.diff(deepening, axis=1, prepend=0.0))
 
 
+@lru_cache(maxsize=1024)
+def _drafting_of(drafters: tuple[DraftCost, ...], ks: tuple[int, ...], whose: tuple[int, ...]) -> NDArray[float64]:
+    """As `MeasuredCost.drafting_of`: few rows draft the same again and again."""
+    tables = draft_tables(drafters)
+    num_drafters, _, width = tables.seconds.shape
+    kinds = [drafter * width + min(k, width - 1) for k, drafter in zip(ks, whose, strict=True) if k]
+    ending = np.bincount(np.array(kinds, np.int64), minlength=num_drafters * width).reshape(num_drafters, width)
+    deep = ending[:, ::-1].cumsum(axis=1)[:, ::-1]  # rows that go so deep
+    deepening = tables.deepening[np.arange(num_drafters)[:, None], deep, np.arange(width)]
+    found: NDArray[float64] = deepening.sum(axis=1)
+    found.flags.writeable = False
+    return found
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Drafts:
     """Drafts that a step may have, the most likely to survive first: a step has the first so many of them."""
@@ -236,17 +250,7 @@ class MeasuredCost:
 
     def drafting_of(self, ks: NDArray[int64], drafters: NDArray[int64]) -> NDArray[float64]:
         """Return the seconds that each drafter takes for rows that draft so much. [num_drafters]"""
-        tables = draft_tables(self.drafters)
-        num_drafters, _, width = tables.seconds.shape
-        if not num_drafters:
-            return np.zeros(0)
-        (drafting,) = ks.nonzero()
-        kinds = drafters[drafting] * width + np.minimum(ks[drafting], width - 1)
-        ending = np.bincount(kinds, minlength=num_drafters * width).reshape(num_drafters, width)
-        deep = ending[:, ::-1].cumsum(axis=1)[:, ::-1]  # rows that go so deep
-        deepening = tables.deepening[np.arange(num_drafters)[:, None], deep, np.arange(width)]
-        found: NDArray[float64] = deepening.sum(axis=1)
-        return found
+        return _drafting_of(self.drafters, tuple(ks.tolist()), tuple(drafters.tolist()))
 
     def passes(self, base: Work, drafts: Drafts) -> Work:
         """Return the pass with the first 0, 1, ... all of the drafts."""

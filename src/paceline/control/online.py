@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from paceline import kernels
 from paceline.control.cost import Ladder, Work, draft_tables
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class OnlineCost:
         self._seen = np.zeros(SIZES, np.int64)  # steps of each size
         self._by_drafter = np.zeros(len(measured.drafters))
         self._measured_s = measured.target.by_tokens(np.arange(MOST_TOKENS))
-        self._pass_s = self._measured_s  # [tokens] corrected, but for the hour
+        self._pass_s = self._measured_s.copy()  # [tokens] corrected, but for the hour
 
     def times(self, base: Work, num_rows: int, drafts: Drafts, *, drafted: bool = False) -> NDArray[float64]:
         """As `StepCost.times`."""
@@ -118,16 +119,25 @@ class OnlineCost:
 
     def observe_pass(self, work: Work, seconds: float) -> None:
         """Learn from a target pass."""
-        size = self._size[min(int(work.tokens), MOST_TOKENS - 1)]
+        size = self._size.item(min(int(work.tokens), MOST_TOKENS - 1))
         surprise = _bounded(log(max(seconds, 1e-6) / max(self.pass_s(work), 1e-6)))
-        rate = max(SIZE_RATE, 1.0 / (1.0 / FIRST_RATE + float(self._seen[size])))
+        rate = max(SIZE_RATE, 1.0 / (1.0 / FIRST_RATE + self._seen.item(size)))
+        self.hour += HOUR_RATE * surprise + self._correct(size, rate, surprise)
+
+    def _correct(self, size: int, rate: float, surprise: float) -> float:
+        """Learn what is a size's own, and return what all sizes share: that is the hour's."""
+        tables = self._own, self._seen, self._size, self._measured_s, self._pass_s
+        return kernels.correct_passes(*tables, size, rate, surprise)
+
+    def correct_slow(self, size: int, rate: float, surprise: float) -> float:
+        """Do what `_correct` does, plainly."""
         self._seen[size] += 1
         self._own[size] += rate * surprise
         seen = self._seen > 0
-        common = float(self._own[seen].mean())  # what all sizes share is the hour's
+        common = float(self._own[seen].mean())
         self._own[seen] -= common
-        self.hour += HOUR_RATE * surprise + common
-        self._pass_s = self._measured_s * np.exp(self._own)[self._size]
+        self._pass_s[:] = self._measured_s * np.exp(self._own)[self._size]
+        return common
 
     def observe_drafting(self, drafter: int, predicted_s: float, seconds: float) -> None:
         """Learn from a drafter's part of a step, predicted by this model."""

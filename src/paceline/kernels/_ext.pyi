@@ -219,6 +219,16 @@ def observe_drafts(
     own: int,
     confidence: NDArray[float64] | None,
 ) -> tuple[float, float, float]: ...
+def correct_passes(
+    own: NDArray[float64],
+    seen: NDArray[int64],
+    sizes: NDArray[int64],
+    measured_s: NDArray[float64],
+    pass_s: NDArray[float64],
+    size: int,
+    rate: float,
+    surprise: float,
+) -> float: ...
 def choose_drafts(
     alive: NDArray[float64],
     most: NDArray[int64],
