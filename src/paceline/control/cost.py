@@ -152,6 +152,8 @@ def _drafting_of(drafters: tuple[DraftCost, ...], ks: tuple[int, ...], whose: tu
     """As `MeasuredCost.drafting_of`: few rows draft the same again and again."""
     tables = draft_tables(drafters)
     num_drafters, _, width = tables.seconds.shape
+    if not num_drafters:
+        return np.zeros(0)
     kinds = [drafter * width + min(k, width - 1) for k, drafter in zip(ks, whose, strict=True) if k]
     ending = np.bincount(np.array(kinds, np.int64), minlength=num_drafters * width).reshape(num_drafters, width)
     deep = ending[:, ::-1].cumsum(axis=1)[:, ::-1]  # rows that go so deep

@@ -36,6 +36,7 @@ MARGIN = 0.01  # by which speculation must promise to win before it begins
 PROBE_SHARE = 0.01  # of the time, for drafts that do not seem to pay, and for none where they do
 PROBE_EVERY = 8  # steps between two looks at whether to probe
 PLAIN_EVERY = 32  # steps after which a step without drafts is due: what speculation is measured against
+FIRST_PLAIN = 5  # such steps, in ever longer intervals, cost what they may
 ROOM = 4  # drafts that a row may have, for a look at whether they could pay
 OPTIMISM = 2.0  # standard deviations: what could pay
 ASSIGN_EVERY = 8  # steps between two looks at which drafter suits a row
@@ -48,6 +49,7 @@ class Probes:
     budget_s: float = 0.0  # time that may still go into probes
     row: int = NONE  # that goes further in this step to find out
     last_plain: int = 0  # the last step without drafts
+    num_plain: int = 0
 
     def afford(self, seconds: float) -> bool:
         """Pay for a probe if there is time for it."""
@@ -226,14 +228,17 @@ class Goodput:
 
     def _plain_is_due(self, view: View, ks: NDArray[int64], chosen: Chosen) -> bool:
         """Whether to do without drafts once, to see what that costs: while all draft, nothing else tells."""
-        if not ks.any():
-            self._probes.last_plain = self._steps
-        if self._steps - self._probes.last_plain < PLAIN_EVERY or view.wishes:
-            return False
-        if not self._probes.afford(chosen.plain_seconds * (chosen.speedup - 1.0)):
-            return False
-        self._probes.row, self._probes.last_plain = NONE, self._steps
-        return True
+        probes = self._probes
+        wait = min(PLAIN_EVERY, 2 << min(probes.num_plain, PLAIN_EVERY))
+        due = self._steps - probes.last_plain >= wait and not view.wishes
+        if due and probes.num_plain >= FIRST_PLAIN:
+            due = probes.afford(chosen.plain_seconds * (chosen.speedup - 1.0))
+        if due or not ks.any():
+            probes.last_plain = self._steps
+            probes.num_plain += 1
+        if due:
+            probes.row = NONE
+        return due
 
     def _find_out(
         self,

@@ -49,7 +49,7 @@ class Grid:
     ks: tuple[int, ...] = (0, 1, 3, 7)  # to be verified
     drafter_ks: tuple[int, ...] = (1, 8)
     most_tokens: int = 128  # of a pass
-    repeats: int = 3
+    repeats: int = 7
     seconds: float = 2.5  # after these, nothing more is begun
 
 
@@ -199,7 +199,9 @@ class _Calibrator:
         return [*(_Kind(None, k) for k in verified), *drafting]
 
     def _measure(self, kinds: Sequence[_Kind], num_rows: int, until: float) -> None:
-        """Time each kind in turn, so that a stall meets one of them once; the first round only warms up.
+        """Time each kind in turn, plain steps first, so that a stall meets one of them once.
+
+        The first round only warms up.
 
         until: the share of the time after which no round is begun. With little time the first round counts.
         """
@@ -209,6 +211,7 @@ class _Calibrator:
         for rounds in range(1 + self.grid.repeats):
             if rounds and self._spent() > until:
                 break
+            self._time(_Kind(None, 0))  # the next one finds caches as steps without drafts leave them
             for kind in kinds:
                 timed[kind].append(self._time(kind))
                 self._tell()
