@@ -37,6 +37,7 @@ class OwnTokens:
         self._of_row: dict[int, set[int]] = {}
         self._holders: Counter[int] = Counter()  # token -> rows whose text has it
         self._written: list[int] = []
+        self._places: dict[int, int] = {}  # of tokens in `_written`
         self._changed = False
 
     def follow(self, rows: Iterable[int]) -> None:
@@ -68,12 +69,15 @@ class OwnTokens:
             own.add(token)
             self._holders[token] += 1
             if self._holders[token] == 1 and len(self._written) < MOST_OWN:
+                self._places[token] = len(self._written)
                 self._written.append(token)
                 self._changed = True
 
     def _drop(self, token: int) -> None:
         """Put the last one in its place, so that few places change."""
-        if token in self._written:
-            self._written[self._written.index(token)] = self._written[-1]
-            self._written.pop()
+        if token in self._places:
+            last = self._written.pop()
+            place = self._places.pop(token)
+            if last != token:
+                self._written[place], self._places[last] = last, place
             self._changed = True
