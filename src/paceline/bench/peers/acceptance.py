@@ -20,9 +20,10 @@ from paceline.bench.peers.prepare import chat_prompts, unquantized, unquantized_
 from paceline.bench.peers.protocol import Setting
 from paceline.bench.peers.remote import Remote
 from paceline.bench.peers.rows import PACELINE, VLLM
+from paceline.bench.peers.told import told
 from paceline.bench.report import write_json
 from paceline.bench.terminal import progress, say, table
-from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.errors import ConfigError
 from paceline.core.machine import commit, machine
 from paceline.core.nouns import PAGE_TOKENS
 from paceline.draft.heads.drafter import Eagle3Config, PEagleConfig
@@ -87,12 +88,7 @@ def whole_passes(arrivals: Sequence[float]) -> list[int]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Install, prepare, ask both, print."""
-    args = _arguments(argv)
-    try:
-        return _compare(args)
-    except PacelineError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
+    return told(_compare, _arguments(argv))
 
 
 def _arguments(argv: Sequence[str] | None) -> Namespace:

@@ -26,6 +26,7 @@ from paceline.bench.peers.rows import AS_IS, DECODING, LLAMA_CPP, REQUANTIZED, U
 from paceline.bench.peers.speculation import DRAFT_MODEL, SPECULATION, draft_gguf
 from paceline.bench.peers.table import Measured, document, print_tables
 from paceline.bench.peers.timing import rate
+from paceline.bench.peers.told import told
 from paceline.bench.report import write_json
 from paceline.bench.terminal import progress, say
 from paceline.core.errors import ConfigError, PacelineError
@@ -82,12 +83,7 @@ class Comparison:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Install, prepare, measure, print."""
-    args = _arguments(argv)
-    try:
-        return _compare(args)
-    except PacelineError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
+    return told(_compare, _arguments(argv))
 
 
 def _arguments(argv: Sequence[str] | None) -> Namespace:
