@@ -8,13 +8,14 @@ import logging
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from paceline import kernels
 from paceline.control.objective import Objective
 from paceline.control.profile import ANY_DRAFTER, Profile, read_profile, write_profile
 from paceline.control.setup import make_loop
 from paceline.control.trace import Tracer
 from paceline.core.errors import ConfigError
 from paceline.core.machine import processor
-from paceline.engine.calibrate import QUICK, calibrate
+from paceline.engine.calibrate import METHOD, QUICK, calibrate
 from paceline.model.device import usable_cores
 from paceline.model.pull import cache_folder
 
@@ -103,4 +104,11 @@ def _key(engine: Engine, config: EngineConfig, model: str) -> dict[str, object]:
         "rows": config.limits.num_rows,
         "machine": processor(),
         "cores": len(usable_cores()),
+        "build": _build(),
     }
+
+
+def _build() -> str:
+    """Return what differs between builds of the kernels: another one's costs are not its own."""
+    stat = kernels.EXTENSION.stat()
+    return f"{METHOD} {stat.st_size} {stat.st_mtime_ns}"

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     Progress = Callable[[str, int, int], None]  # (what, done, total)
 
+METHOD = 2  # of measuring; what another found is not taken up
 WHAT = "measuring what steps cost"
 PROMPT_LEN = 4
 SHORTEST, LONGEST = 64, 512  # tokens of the context by which the price of a key is found

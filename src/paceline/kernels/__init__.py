@@ -1,5 +1,8 @@
 """The compiled kernels (csrc/), with everything that comes in checked at the border. Below all other packages."""
 
+from pathlib import Path
+
+from paceline.kernels import _ext
 from paceline.kernels._ext import (
     Chooses,
     Decoder,
@@ -29,7 +32,10 @@ from paceline.kernels._ext import (
     time_products,
 )
 
+EXTENSION = Path(_ext.__file__)  # the compiled file
+
 __all__ = [
+    "EXTENSION",
     "Chooses",
     "Decoder",
     "KVStore",
