@@ -293,6 +293,14 @@ void Decoder::run(const Pass& pass, const KVStore& kv, size_t thread) {
     const size_t wide_stride = round_up(shape_.hidden, kPanel), long_stride = round_up(shape_.intermediate, kInt8Group);
     const size_t mixed_stride = round_up(q_size, kInt8Group);
     const auto activate = shape_.activation == Activation::gelu ? kernels().layer.gelu_mul : kernels().layer.silu_mul;
+    // Where nothing is read of what the last layer makes, it only leaves its keys and values behind.
+    const bool only_keeps = pass.wanted.empty() && std::none_of(pass.taps.begin(), pass.taps.end(), [&](const auto& tap) {
+        return tap.first == pass.num_layers;
+    });
+    const auto store_all = [&](size_t layer) {
+        team_->each(n * shape_.num_kv_heads,
+                    [&](size_t j) { store(pass, kv, layer, j / shape_.num_kv_heads, j % shape_.num_kv_heads); });
+    };
     team_->each(n, [&](size_t t) { start_token(pass, t); });
     if (weights_.fuse) fuse_features(pass, thread);
     for (size_t i = 0; i < pass.num_layers; ++i) {
@@ -305,13 +313,14 @@ void Decoder::run(const Pass& pass, const KVStore& kv, size_t thread) {
             if (!layer.feature_norm.empty()) read_feature(pass, t, normed.data() + shape_.hidden);
             s.wide.set(t, normed.data(), layer.q->type(), layer.q->in());
         });
-        multiply_all(*team_, {{layer.q.get(), &s.wide, s.q.data(), q_stride, &layer.q_bias},
-                  {layer.k.get(), &s.wide, s.k.data(), kv_stride, &layer.k_bias},
-                  {layer.v.get(), &s.wide, s.v.data(), kv_stride, &layer.v_bias}},
-                 n);
-        if (!s.stores_itself)
-            team_->each(n * shape_.num_kv_heads,
-                        [&](size_t j) { store(pass, kv, i, j / shape_.num_kv_heads, j % shape_.num_kv_heads); });
+        const Product keys{layer.k.get(), &s.wide, s.k.data(), kv_stride, &layer.k_bias};
+        const Product values{layer.v.get(), &s.wide, s.v.data(), kv_stride, &layer.v_bias};
+        if (only_keeps && i + 1 == pass.num_layers) {
+            multiply_all(*team_, {keys, values}, n);
+            return store_all(i);
+        }
+        multiply_all(*team_, {{layer.q.get(), &s.wide, s.q.data(), q_stride, &layer.q_bias}, keys, values}, n);
+        if (!s.stores_itself) store_all(i);
         attend(pass, kv, i, thread);
         team_->each(n, [&](size_t t) { s.narrow.set(t, &s.mixed[t * mixed_stride], layer.o->type(), q_size); });
         multiply_all(*team_, {{layer.o.get(), &s.narrow, s.delta.data(), wide_stride, &layer.o_bias}}, n);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -129,6 +130,23 @@ def test_rounded_weights_come_close_and_chunks_do_not_matter(case: str, types: s
         again, fed_again = run(native, chunk)
         np.testing.assert_array_equal(again, logits)
         np.testing.assert_array_equal(fed_again, fed)
+
+
+@pytest.mark.parametrize("case", ["first", "eagle, first", "normed heads"])
+def test_what_nobody_reads_leaves_its_keys_and_values(case: str) -> None:
+    """To the bit as if all of the pass had been computed."""
+    _, native = runners(make_head(CASES[case]), "int8", "i16")
+    random = np.random.default_rng(3)
+    ids, features = IDS[:40], random.standard_normal((40, TARGET.hidden_size)).astype(np.float32)
+    found = []
+    for cuts in ([0, 40], [0, 39, 40]):
+        kv = native.new_kv(4)
+        for start, end in itertools.pairwise(cuts):
+            piece = pack([(ids[start:end], start, [2, 0, 1])])
+            packed = replace(piece, wanted=piece.wanted[-1:] if end == 40 else piece.wanted[:0])
+            chosen, _ = native.run(packed, features[start:end], kv, [LOGITS] * len(packed.wanted))
+        found.append(chosen.logits)
+    assert np.array_equal(*found)
 
 
 @pytest.mark.parametrize("name", ["first", "whole", "eagle, first"])

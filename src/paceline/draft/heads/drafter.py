@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from paceline.model.weights import LoadedModel
 
 
+_MANY_BEHIND = 16  # entries: more than the drafts of a step leave to be written again
 _MOST_UNFUSED = 256  # tokens: 1.8 MB of hidden states of the default model
 _VOCABULARY = 8192  # tokens that EAGLE-1 writes unless told: a larger target head would cost more than the layer
 
@@ -232,9 +233,13 @@ class _HeadDrafter:
         return max(int(self._valid[row]), self._features.first_entry(row))
 
     def _catch_up(self, rows: list[int]) -> list[int]:
-        """Return the rows whose missing entries fit this step's allowance; bring the others nearer."""
+        """Return the rows whose missing entries fit this step's allowance; bring the others nearer.
+
+        Nothing is guessed from a prompt's entries: of those the last layer need only keep keys and values.
+        """
         behind = {row: int(self._rows.length[row]) - self._start(row) for row in rows}
         ready, nearer = share_out({row: count for row, count in behind.items() if count > 0})
+        nearer |= {row: behind[row] - 1 for row in ready if behind[row] > _MANY_BEHIND}
         if nearer:
             spans: list[Span] = [(row, self._start(row), count, ()) for row, count in nearer.items()]
             packed = self._pack(spans, [0] * len(spans))

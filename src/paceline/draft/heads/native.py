@@ -118,7 +118,7 @@ class NativeHead:
         """Run a pass, see `HeadRunner`."""
         assert isinstance(kv, kernels.KVStore)
         c = self.config
-        last = c.layers.num_layers
+        last, wanted = c.layers.num_layers, packed.wanted
         chosen = forward(
             self._decoder,
             packed,
@@ -126,10 +126,10 @@ class NativeHead:
             chooses,
             vocab=self._vocabulary.num_tokens,
             num_layers=last,
-            taps=(last,),
+            taps=(last,) if len(wanted) else (),
             features=as_float32(features),
         )
-        hidden = chosen.taps[last][packed.wanted]
+        hidden = chosen.taps[last][wanted] if len(wanted) else np.empty((0, c.layers.hidden_size), np.float32)
         fed_back = self._norm("norm", hidden) if c.norm_output else hidden
         return self._vocabulary.spread(chosen, chooses), fed_back
 
