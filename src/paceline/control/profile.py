@@ -28,6 +28,7 @@ class Profile:
     drafters: tuple[str, ...] = ()  # names, in the order of `cost.drafters`
     accepted_at: tuple[float, ...] = ()  # [depth] share of all drafts that were kept there; empty: not measured
     about: Mapping[str, Any] = field(default_factory=dict)  # model, backend, threads, machine, date
+    trained_to: tuple[tuple[float, ...], ...] = ()  # `accepted_at` of each drafter in its training, empty: unknown
 
 
 def read_profile(path: Path) -> Profile:
@@ -76,6 +77,7 @@ def to_json(profile: Profile) -> dict[str, Any]:
             for name, drafter in zip(profile.drafters, cost.drafters, strict=True)
         },
         "accepted_at": list(profile.accepted_at),
+        "trained_to": [list(shares) for shares in profile.trained_to],
     }
 
 
@@ -105,7 +107,8 @@ def _read_ours(values: Mapping[str, Any]) -> Profile:
         name: DraftCost(tuple(_read_curve(c) for c in curves)) for name, curves in values["drafters"].items()
     }
     cost = MeasuredCost(target, tuple(drafters.values()))
-    return Profile(cost, tuple(drafters), tuple(map(float, values["accepted_at"])), values["about"])
+    trained_to = tuple(tuple(map(float, shares)) for shares in values.get("trained_to", ()))
+    return Profile(cost, tuple(drafters), tuple(map(float, values["accepted_at"])), values["about"], trained_to)
 
 
 def _read_table(values: Mapping[str, Any]) -> Profile:

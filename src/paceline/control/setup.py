@@ -44,8 +44,14 @@ def make_loop(
 
 
 def _priors(profile: Profile, max_ks: Sequence[int]) -> list[NDArray[float64] | None]:
-    """Return the chances by depth that a profile knows; deeper than it knows, those of its last."""
-    if not profile.accepted_at or len(max_ks) != 1:
-        return [None] * len(max_ks)
-    known = np.clip(conditional(profile.accepted_at), 0.01, 0.99)
-    return [known[np.minimum(np.arange(max_ks[0]), len(known) - 1)]]
+    """Return the chances by depth that a profile knows: of its only drafter, or from drafters' training."""
+    if profile.accepted_at and len(max_ks) == 1:
+        return [_chances(profile.accepted_at, max_ks[0])]
+    shares = profile.trained_to or ((),) * len(max_ks)
+    return [_chances(s, k) if s else None for s, k in zip(shares, max_ks, strict=True)]
+
+
+def _chances(accepted_at: tuple[float, ...], max_k: int) -> NDArray[float64]:
+    """Return the chance of each position given the one before; deeper than is known, that of the last."""
+    known = np.clip(conditional(np.maximum(accepted_at, 1e-9)), 0.01, 0.99)
+    return known[np.minimum(np.arange(max_k), len(known) - 1)]

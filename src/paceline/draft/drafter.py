@@ -34,6 +34,7 @@ class Needs:
     taps: tuple[int, ...] = ()  # after how many of the target's layers it reads hidden states
     max_k: int = MAX_K
     instant: bool = False  # its proposals cost next to nothing: it is a `Lookup`
+    trained_to: tuple[float, ...] = ()  # [depth] share of drafts kept there in its training; empty: unknown
 
 
 @dataclass(frozen=True, slots=True, eq=False)

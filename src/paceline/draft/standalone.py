@@ -28,6 +28,7 @@ from paceline.draft.places import TranslatedDecoder
 from paceline.draft.shipped import shipped_folder
 from paceline.draft.small.checkpoint import load_small, num_small_weights, shares_tables
 from paceline.draft.spelling import SPELLINGS, Pair
+from paceline.draft.training import trained_to
 from paceline.draft.vocabulary import difference, map_tokens
 from paceline.model.cost import num_weights
 from paceline.model.pull import resolve
@@ -107,7 +108,7 @@ class DraftModelConfig:
         report = {"drafter": self.name, "k": self.k, "model": self.model or "ships for this target"}
         decoder = target.memory.run_small(small)
         own = OwnTokens(target.rows, small.token_ids, target.config.vocab_size, decoder.write_also)
-        return self._over_shared_pages(target, decoder, report, own)
+        return self._over_shared_pages(target, decoder, report, own, trained_to(folder))
 
     def _own_model(self, name: str, target: Target, load: Loader) -> Drafter:
         drafter = load(name)
@@ -128,10 +129,15 @@ class DraftModelConfig:
         return self._over_shared_pages(target, decoder, report)
 
     def _over_shared_pages(
-        self, target: Target, decoder: Decoder, report: Mapping[str, Any], own: OwnTokens | None = None
+        self,
+        target: Target,
+        decoder: Decoder,
+        report: Mapping[str, Any],
+        own: OwnTokens | None = None,
+        kept: tuple[float, ...] = (),
     ) -> Drafter:
         kv = decoder.new_kv(target.num_pages, self.layers)
-        needs = Needs(pages="shared", stores=(self.name,), kv_bytes_per_token=kv.bytes_per_token)
+        needs = Needs(pages="shared", stores=(self.name,), kv_bytes_per_token=kv.bytes_per_token, trained_to=kept)
         return DraftModel(target, decoder, kv, needs, report, self.layers, own)
 
 

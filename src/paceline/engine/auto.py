@@ -81,7 +81,9 @@ def measure(
 ) -> Profile:
     """Measure an idle engine's costs."""
     found = calibrate(engine, grid, progress)
-    return Profile(found.cost, found.names, about=_key(engine, config, model) | {"host_s": found.host_s})
+    about = _key(engine, config, model) | {"host_s": found.host_s}
+    trained_to = tuple(drafter.needs.trained_to for drafter in engine.drafting.drafters.values())
+    return Profile(found.cost, found.names, about=about, trained_to=trained_to)
 
 
 def profile_file(engine: Engine, config: EngineConfig, model: str) -> Path:
@@ -94,7 +96,7 @@ def _key(engine: Engine, config: EngineConfig, model: str) -> dict[str, object]:
     return {
         "model": model,
         "draft": config.draft,
-        "drafters": list(engine.drafting.drafters),  # `auto` alone does not say which
+        "drafters": [[name, d.needs.trained_to] for name, d in engine.drafting.drafters.items()],  # of `auto`, too
         "law": config.law,
         "backend": config.backend,
         "weights": config.weight_type,

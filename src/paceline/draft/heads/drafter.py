@@ -26,6 +26,7 @@ from paceline.draft.heads.features import FeatureStore
 from paceline.draft.options import bounded
 from paceline.draft.own import OwnTokens
 from paceline.draft.shipped import shipped_folder
+from paceline.draft.training import trained_to
 from paceline.model.choosing import pick
 from paceline.model.hf import read_json
 from paceline.model.pull import resolve
@@ -159,6 +160,7 @@ class _HeadDrafter:
             tap_store=self._feature_store,
             kv_bytes_per_token=self._kv.bytes_per_token + self._features.bytes_per_token,
             taps=head.config.taps,
+            trained_to=trained_to(options.folder(target)),
         )
 
     def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
