@@ -28,7 +28,7 @@ class Profile:
     drafters: tuple[str, ...] = ()  # names, in the order of `cost.drafters`
     accepted_at: tuple[float, ...] = ()  # [depth] share of all drafts that were kept there; empty: not measured
     about: Mapping[str, Any] = field(default_factory=dict)  # model, backend, threads, machine, date
-    trained_to: tuple[tuple[float, ...], ...] = ()  # `accepted_at` of each drafter in its training, empty: unknown
+    trained_to: tuple[tuple[float, ...], ...] = ()  # what each drafter's `Needs` say, for a trace
 
 
 def read_profile(path: Path) -> Profile:

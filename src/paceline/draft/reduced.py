@@ -35,7 +35,8 @@ class ReducedVocabulary:
         self._num_fixed = len(token_ids)
         self._order = np.argsort(token_ids)  # [num_fixed] where each of the ascending ids comes from
         room = min(MOST_OWN, self._vocab_size - len(token_ids)) if own else 0
-        self._token_ids = np.concatenate([token_ids[self._order], np.zeros(room, np.int64)])
+        free = np.full(room, token_ids[0])  # a place's token until it has one: never an own one
+        self._token_ids = np.concatenate([token_ids[self._order], free])
         self._is_lowest = not room and bool(token_ids.max() == len(token_ids) - 1)  # the first ids, none left out
         self.num_tokens = len(token_ids)  # that can be written now
 
@@ -51,7 +52,7 @@ class ReducedVocabulary:
         return kernels.pack(rows, weight_type)
 
     def rows_of_target(self, weight_type: str) -> kernels.Matrix:
-        """Return the target's rows of these tokens; the lowest need no copy: rows behind them are not read."""
+        """Return the target's rows of these tokens; the lowest, if no own ones are wanted, need no copy."""
         if self._is_lowest:
             return self._target.head
         rows = np.zeros((len(self._token_ids), self._target.config.hidden_size), np.float32)
@@ -72,7 +73,7 @@ class ReducedVocabulary:
 
     def spread(self, chosen: Chosen, chooses: Sequence[Choose]) -> Chosen:
         """Turn rows of these tokens' logits into rows of the target's, where they are what was asked for."""
-        if chosen.logits is None or chosen.logit_idx is None or self.num_tokens == self._vocab_size:
+        if chosen.logits is None or chosen.logit_idx is None or self._num_fixed == self._vocab_size:
             return chosen
         asked = [i for i, choose in enumerate(chooses) if choose.kind == "logits"]
         if not asked:

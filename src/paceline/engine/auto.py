@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -41,7 +42,9 @@ def close_loop(engine: Engine, config: EngineConfig, model: str, progress: Progr
             f"--profile {config.profile} has costs of {list(profile.drafters)}, but the drafters are "
             f"{list(names)}; run `paceline profile` with the same --draft"
         )
-    max_ks = [min(drafter.needs.max_k, DEEPEST) for drafter in engine.drafting.drafters.values()]
+    needs = [drafter.needs for drafter in engine.drafting.drafters.values()]
+    profile = replace(profile, trained_to=tuple(n.trained_to for n in needs))
+    max_ks = [min(n.max_k, DEEPEST) for n in needs]
     num_rows = engine.scheduler.limits.num_rows
     tracer = None
     if config.trace:
@@ -81,9 +84,7 @@ def measure(
 ) -> Profile:
     """Measure an idle engine's costs."""
     found = calibrate(engine, grid, progress)
-    about = _key(engine, config, model) | {"host_s": found.host_s}
-    trained_to = tuple(drafter.needs.trained_to for drafter in engine.drafting.drafters.values())
-    return Profile(found.cost, found.names, about=about, trained_to=trained_to)
+    return Profile(found.cost, found.names, about=_key(engine, config, model) | {"host_s": found.host_s})
 
 
 def profile_file(engine: Engine, config: EngineConfig, model: str) -> Path:
@@ -96,7 +97,7 @@ def _key(engine: Engine, config: EngineConfig, model: str) -> dict[str, object]:
     return {
         "model": model,
         "draft": config.draft,
-        "drafters": [[name, d.needs.trained_to] for name, d in engine.drafting.drafters.items()],  # of `auto`, too
+        "drafters": list(engine.drafting.drafters),  # `auto` alone does not say which
         "law": config.law,
         "backend": config.backend,
         "weights": config.weight_type,
