@@ -14,6 +14,7 @@
 
 #include "binding.h"
 #include "decoder.h"
+#include "fuse.h"
 #include "isa/kernels.h"
 #include "matrix.h"
 #include "measure.h"
@@ -436,6 +437,26 @@ void multiply(Team& team, const Matrix& matrix, const Table<float>& x, const Out
         std::copy_n(&found[row * stride], matrix.out(), out.data() + row * matrix.out());
 }
 
+using Halves = nb::ndarray<uint16_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+void fuse_states(Team& team, const Matrix& fc, const std::vector<Table<float>>& states, const Array<int64_t>& places,
+                 const Array<int64_t>& slots, const Table<float>& norms, float eps, const Halves& store) {
+    const size_t num_tokens = states.empty() ? 0 : states[0].shape(0), hidden = states.empty() ? 0 : states[0].shape(1);
+    const auto same = [&](const Table<float>& t) { return t.shape(0) == num_tokens && t.shape(1) == hidden; };
+    require(std::all_of(states.begin(), states.end(), same), "every tap has the same tokens");
+    require(hidden * states.size() == fc.in() && store.shape(1) == fc.out(), "the states do not fit the matrix");
+    require(norms.shape(0) == 0 || norms.shape(0) * norms.shape(1) == fc.in(), "the norms do not fit the states");
+    require(places.size() == slots.size(), "every token has a place and a slot");
+    const auto within = [](const Array<int64_t>& all, size_t end) {
+        return std::all_of(all.data(), all.data() + all.size(), [&](int64_t i) { return 0 <= i && static_cast<size_t>(i) < end; });
+    };
+    require(within(places, num_tokens) && within(slots, store.shape(0)), "a place or a slot out of range");
+    TappedTokens tokens{{}, hidden, places.data(), slots.data(), places.size()};
+    for (const Table<float>& tap : states) tokens.states.push_back(tap.data());
+    nb::gil_scoped_release unlocked;
+    fuse(team, {&fc, norms.data(), norms.shape(0), eps}, tokens, store.data());
+}
+
 void bind_measures(nb::module_& m) {
     constexpr size_t kMostBytes = size_t{1} << 34;
     m.def("read_bandwidth", [](Team& team, size_t bytes) {
@@ -473,6 +494,8 @@ void bind_decoder(nb::module_& m) {
     m.def("pack", &pack, "weights"_a.noconvert(), "dtype"_a);
     m.def("pack_int4", &pack_int4, "values"_a.noconvert(), "scales"_a.noconvert(), "minima"_a.noconvert());
     m.def("multiply", &multiply, "team"_a, "matrix"_a, "x"_a.noconvert(), "out"_a.noconvert());
+    m.def("fuse", &fuse_states, "team"_a, "fc"_a, "states"_a.noconvert(), "places"_a.noconvert(), "slots"_a.noconvert(),
+          "norms"_a.noconvert(), "eps"_a, "store"_a.noconvert());
     nb::class_<KVStore>(m, "KVStore")
         .def("__init__", [](KVStore* self, const std::string& type, size_t num_layers, size_t num_pages,
                             size_t num_kv_heads, size_t head_dim) {

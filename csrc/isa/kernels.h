@@ -75,6 +75,7 @@ struct LayerKernels {
     void (*rotate)(float* x, const float* cosines, const float* sines, size_t n);
     void (*silu_mul)(float* gate, const float* up, size_t n);
     void (*gelu_mul)(float* gate, const float* up, size_t n);
+    void (*to_halves)(const float* x, size_t n, uint16_t* out);
 };
 
 // Floats from one query to the next: known beforehand, as a kernel has no registers for the addresses of twelve, and no

@@ -83,9 +83,15 @@ void gelu_mul(float* gate, const float* up, size_t n) {
     }
 }
 
+// Half precision, no number beyond its largest; NaN stays NaN.
+void to_halves(const float* x, size_t n, uint16_t* out) {
+    constexpr float most = 65504.0f;
+    for (size_t i = 0; i < n; ++i) out[i] = to_half(x[i] > most ? most : x[i] < -most ? -most : x[i]);
+}
+
 }  // namespace
 
 extern const LayerKernels layer_kernels;
-const LayerKernels layer_kernels = {rms_norm, add, quantise, rotate, silu_mul, gelu_mul};
+const LayerKernels layer_kernels = {rms_norm, add, quantise, rotate, silu_mul, gelu_mul, to_halves};
 
 }  // namespace paceline::PACELINE_ISA

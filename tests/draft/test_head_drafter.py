@@ -22,6 +22,7 @@ from paceline.draft import shipped
 from paceline.draft.chains import share_out
 from paceline.draft.heads import drafter as heads
 from paceline.draft.heads.checkpoint import Head, load_head
+from paceline.draft.heads.features import Tapped
 from paceline.draft.heads.forward import fuse, read_out, run_layers
 from paceline.draft.options import parse_spec
 from paceline.engine.drafting import Drafting
@@ -226,11 +227,11 @@ def test_lost_taps_cost_drafts_and_nothing_else(kind: str) -> None:
     head: Any = engine.drafting.drafters[kind]
     tapped_, calls = head._tapped, [0]
 
-    def sometimes(*tapped: Any) -> np.ndarray:
+    def sometimes(*tapped: Any) -> Tapped:
         calls[0] += 1
         if calls[0] % 9 == 0:
             raise RuntimeError("lost")
-        found: np.ndarray = tapped_(*tapped)
+        found: Tapped = tapped_(*tapped)
         return found
 
     head._tapped = sometimes
@@ -249,9 +250,12 @@ def test_lost_taps_cost_drafts_and_nothing_else(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_features_that_are_no_numbers_cost_drafts_only(kind: str, law: str, types: str) -> None:
     engine = make_engine(spec(kind), PLAIN, law, types)
-    head = engine.drafting.drafters[kind]._head  # type: ignore[attr-defined]
-    fuse_ = head.fuse
-    head.fuse = lambda tapped: fuse_(tapped) * np.nan
+    head: Any = engine.drafting.drafters[kind]
+
+    def poison(tapped: Tapped, store: np.ndarray) -> None:
+        store[tapped.slots] = np.nan
+
+    head._head.keep = poison
     wanted = [r for r in requests(6) if r.params.temperature == 0 or law == "coupled"]
     assert_same(run(make_engine("off", PLAIN, types=types), wanted), run(engine, wanted))
     assert engine.stats().drafter_failures > 10

@@ -15,7 +15,8 @@ from paceline.core.nouns import BROKEN, UNCHOSEN, Choose, Edits
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import choose_token
 from paceline.draft.heads.checkpoint import Head
-from paceline.draft.heads.config import read_config
+from paceline.draft.heads.config import HeadConfig, read_config
+from paceline.draft.heads.features import Tapped
 from paceline.draft.heads.native import NativeHead
 from paceline.draft.heads.reference import ReferenceHead
 from paceline.model.decoder import ReferenceDecoder
@@ -130,6 +131,77 @@ def test_rounded_weights_come_close_and_chunks_do_not_matter(case: str, types: s
         again, fed_again = run(native, chunk)
         np.testing.assert_array_equal(again, logits)
         np.testing.assert_array_equal(fed_again, fed)
+
+
+def tapped_tokens(config: HeadConfig, num_tokens: int, *, equal_slots: bool = False) -> Tapped:
+    """Every other token of a pass, to slots in no order."""
+    random, taps = np.random.default_rng(5), len(config.taps)
+    shape = (2 * num_tokens, config.tapped_size // taps)
+    states = tuple(random.standard_normal(shape).astype(np.float32) * 30 for _ in range(taps))
+    slots = np.full(num_tokens, 3) if equal_slots else random.permutation(num_tokens + 4)[:num_tokens]
+    return Tapped(states, np.arange(0, 2 * num_tokens, 2), slots.astype(np.int64))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 300])
+@pytest.mark.parametrize("case", CASES)
+def test_features_are_kept_as_the_twin_keeps_them(case: str, num_tokens: int) -> None:
+    reference, native = runners(make_head(CASES[case]))
+    tapped, width = tapped_tokens(native.config, num_tokens), native.config.layers.hidden_size
+    kept, expected = np.full((2, num_tokens + 4, width), 7, np.float16)
+    native.keep(tapped, kept)
+    reference.keep(tapped, expected)
+    np.testing.assert_allclose(kept.astype(np.float32), expected.astype(np.float32), rtol=2e-3, atol=2e-3)
+    assert (kept == 7).all(axis=1).sum() == 4, "no other slot is written"
+    again, one = np.zeros((2, *kept.shape), np.float16)
+    for i in range(num_tokens):
+        native.keep(Tapped(tapped.states, tapped.places[i : i + 1], tapped.slots[i : i + 1]), again)
+    native.keep(tapped, one)
+    np.testing.assert_array_equal(again, one, "how many there are at once changes no bit")
+
+
+def test_the_last_of_equal_slots_counts_and_large_features_are_bounded() -> None:
+    _, native = runners(make_head(CASES["first"]))
+    tapped = tapped_tokens(native.config, 290, equal_slots=True)
+    store = np.zeros((4, native.config.layers.hidden_size), np.float16)
+    native.keep(tapped, store)
+    last = np.zeros_like(store)
+    native.keep(Tapped(tapped.states, tapped.places[-1:], tapped.slots[-1:]), last)
+    np.testing.assert_array_equal(store, last)
+    huge = tuple(s * np.float32(1e6) for s in tapped.states)
+    native.keep(Tapped(huge, tapped.places, tapped.slots), store)
+    assert np.isfinite(store).all()
+    assert np.abs(store).max() == np.finfo(np.float16).max
+    native.keep(Tapped((huge[0] * np.float32(np.nan), *huge[1:]), tapped.places, tapped.slots), store)
+    assert np.isnan(store[3]).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"places": np.array([2])}, "out of range"),
+        ({"places": np.array([-1])}, "out of range"),
+        ({"slots": np.array([4])}, "out of range"),
+        ({"slots": np.array([-1])}, "out of range"),
+        ({"slots": np.array([0, 1])}, "has a place and a slot"),
+        ({"states": [np.zeros((2, 64), np.float32)]}, "do not fit the matrix"),
+        ({"states": [np.zeros((2, 64), np.float32), np.zeros((1, 64), np.float32)]}, "the same tokens"),
+        ({"norms": np.ones((3, 64), np.float32)}, "do not fit the states"),
+        ({"store": np.zeros((4, 65), np.uint16)}, "do not fit the matrix"),
+    ],
+)
+def test_features_that_do_not_fit_are_refused(change: dict[str, Any], reason: str) -> None:
+    fitting: dict[str, Any] = {
+        "fc": kernels.pack(np.zeros((64, 128), np.float32), "int8"),
+        "states": [np.zeros((2, 64), np.float32)] * 2,
+        "places": np.array([1]),
+        "slots": np.array([3]),
+        "norms": np.ones((2, 64), np.float32),
+        "eps": 1e-5,
+        "store": np.zeros((4, 64), np.uint16),
+    }
+    kernels.fuse(kernels.Team(1), **fitting)
+    with pytest.raises(ValueError, match=reason):
+        kernels.fuse(kernels.Team(1), **(fitting | change))
 
 
 @pytest.mark.parametrize("case", ["first", "eagle, first", "normed heads"])

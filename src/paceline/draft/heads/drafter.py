@@ -22,7 +22,7 @@ from paceline.draft.chains import Chain, draft_in_turn, extend, share_out
 from paceline.draft.drafter import MAX_K, Needs
 from paceline.draft.heads.checkpoint import load_head, narrowed
 from paceline.draft.heads.config import EAGLE, EAGLE3, PEAGLE, head_shapes, read_config
-from paceline.draft.heads.features import FeatureStore
+from paceline.draft.heads.features import FeatureStore, Tapped
 from paceline.draft.options import bounded
 from paceline.draft.own import OwnTokens
 from paceline.draft.shipped import shipped_folder
@@ -151,7 +151,7 @@ class _HeadDrafter:
         self._own = OwnTokens(target.rows, fixed, target.config.vocab_size, self._head.write_also)
         self._kv = self._head.new_kv(target.num_pages)
         self._features = FeatureStore(target.rows, target.num_pages, head.config.layers.hidden_size)
-        self._unfused: list[tuple[NDArray[int64], NDArray[floating]]] = []  # slots, and what was tapped there
+        self._unfused: list[Tapped] = []  # since features were last read
         self._valid = np.zeros(self._rows.num_rows, np.int64)  # [num_rows] tokens behind the last valid entry
         self._feature_store = f"{options.name} features"
         self.needs = Needs(
@@ -188,18 +188,17 @@ class _HeadDrafter:
         ]
         starts = taps.cu_len[:-1].tolist()
         places = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
-        self._unfused.append((taps.slots[places], self._tapped(taps, places)))
+        self._unfused.append(self._tapped(taps, places))
         for r, count in zip(batch.rows, counts, strict=True):
             self._features.add(r.row, int(self._rows.computed[r.row]) - count, count)
-        if sum(len(slots) for slots, _ in self._unfused) >= _MOST_UNFUSED:
+        if sum(len(tapped.slots) for tapped in self._unfused) >= _MOST_UNFUSED:
             self._fuse()
 
     def _fuse(self) -> None:
         """Make features of what was tapped since they were last read: of many steps at once, as few may draft."""
-        if self._unfused:
-            slots, tapped = (np.concatenate(parts) for parts in zip(*self._unfused, strict=True))
-            self._unfused.clear()
-            self._features.write(slots, self._head.fuse(tapped))
+        parts, self._unfused = self._unfused, []
+        if parts:
+            self._features.fill(parts, self._head.keep)
 
     def valid_lens(self, row: int) -> Mapping[str, int]:
         """Leading tokens of a row that the stores hold. Entries behind a hole are nobody else's."""
@@ -266,8 +265,8 @@ class _HeadDrafter:
             done += num_known
         return np.concatenate(parts, dtype=np.float32)
 
-    def _tapped(self, taps: Taps, places: NDArray[Any]) -> NDArray[floating]:
-        return np.concatenate([taps.states[layer][places] for layer in self._config.taps], axis=1)
+    def _tapped(self, taps: Taps, places: NDArray[int64]) -> Tapped:
+        return Tapped(tuple(taps.states[layer] for layer in self._config.taps), places, taps.slots[places])
 
 
 class SerialHeadDrafter(_HeadDrafter):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from paceline.core.nouns import PAGE_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy import float16, float32, floating, int64
     from numpy.typing import NDArray
@@ -17,6 +18,37 @@ if TYPE_CHECKING:
     from paceline.model.rows import Rows
 
 _MOST = float(np.finfo(np.float16).max)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tapped:
+    """What was tapped of some tokens, and where their features belong."""
+
+    states: tuple[NDArray[floating], ...]  # of each tap [num_tokens of the passes, hidden]
+    places: NDArray[int64]  # [n] of the tokens among those of the passes
+    slots: NDArray[int64]  # [n] of a store
+
+    def side_by_side(self) -> NDArray[floating]:
+        """Return the states of each token, one tap after another. [n, num_taps * hidden]"""
+        return np.concatenate([states[self.places] for states in self.states], axis=1)
+
+
+def joined(parts: Sequence[Tapped]) -> Tapped:
+    """Return what was tapped in some passes as if it had been one."""
+    if len(parts) == 1:
+        return parts[0]
+    states = [np.concatenate([s[p.places] for s, p in zip(tap, parts, strict=True)]) for tap in _by_tap(parts)]
+    slots = np.concatenate([p.slots for p in parts])
+    return Tapped(tuple(states), np.arange(len(slots)), slots)
+
+
+def _by_tap(parts: Sequence[Tapped]) -> list[tuple[NDArray[floating], ...]]:
+    return list(zip(*(p.states for p in parts), strict=True))
+
+
+def write_halves(features: NDArray[floating], slots: NDArray[int64], store: NDArray[float16]) -> None:
+    """Write features [n, width] to slots [n] of a store [.., width]; of equal slots the last one counts."""
+    store[slots] = np.clip(features, -_MOST, _MOST)
 
 
 class FeatureStore:
@@ -49,9 +81,9 @@ class FeatureStore:
             self._begin[row] = start
         self._end[row] = start + count
 
-    def write(self, slots: NDArray[int64], features: NDArray[floating]) -> None:
-        """Write features [n, width] to slots [n]; of equal slots the last one counts."""
-        self._data[slots] = np.clip(features, -_MOST, _MOST)
+    def fill(self, parts: Sequence[Tapped], keep: Callable[[Tapped, NDArray[float16]], None]) -> None:
+        """Keep what was tapped; `keep` makes features of it and writes them, see `HeadRunner`."""
+        keep(joined(parts), self._data)
 
     def first_entry(self, row: int) -> int:
         """Return the first token of a row whose predecessor's feature is there, and so all up to the newest one.

@@ -9,6 +9,7 @@ import numpy as np
 
 from paceline import kernels
 from paceline.draft.heads.config import head_shapes
+from paceline.draft.heads.features import write_halves
 from paceline.draft.reduced import ReducedVocabulary, own_bytes
 from paceline.model.native import (
     NativeDecoder,
@@ -25,12 +26,13 @@ from paceline.model.native import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy import float32, floating, int64
+    from numpy import float16, float32, floating, int64
     from numpy.typing import NDArray
 
     from paceline.core.nouns import Choose
     from paceline.draft.heads.checkpoint import Head
     from paceline.draft.heads.config import HeadConfig
+    from paceline.draft.heads.features import Tapped
     from paceline.draft.heads.runner import HeadInTurn
     from paceline.model.backend import KV, Chosen, Decoder
     from paceline.model.device import Device
@@ -57,6 +59,7 @@ class NativeHead:
         if head.config.fc_norm:
             names = [f"fc_norm.{i}" for i in range(len(head.config.taps))]
             self._tap_norms = np.stack([self._vectors[name] for name in names])  # [num_taps, hidden]
+        self._fusing = self._norms_of_taps()
         self._fc = pack(head.weights, "fc", weight_type)
         self._embed = pack(head.weights, "embed", weight_type) if "embed" in head.weights else target.embed
         self._vocabulary = ReducedVocabulary(head.token_ids, target, own=head.config.own_tokens)
@@ -65,6 +68,15 @@ class NativeHead:
         else:
             self._written = self._vocabulary.pack_rows(as_float32(head.weights["head"]), weight_type)
         self._decoder = self._pack(head, weight_type)
+
+    def _norms_of_taps(self) -> NDArray[float32] | None:
+        """Return the norms of what is tapped [num_norms, their size]; None if `fc` needs more than these."""
+        c = self.config
+        if c.algorithm.guesses_features or (c.norm_before_fc and c.fc_norm):
+            return None
+        if c.norm_before_fc:
+            return self._vectors["input_norm"][None]
+        return self._tap_norms if c.fc_norm else np.empty((0, 1), np.float32)
 
     def _pack(self, head: Head, weight_type: str) -> kernels.Decoder:
         c, fuses = head.config.layers, head.config.algorithm.guesses_features
@@ -111,6 +123,15 @@ class NativeHead:
         features = np.empty((len(rows), c.layers.hidden_size), np.float32)
         kernels.multiply(self._team, self._fc, rows, features)
         return features
+
+    def keep(self, tapped: Tapped, store: NDArray[float16]) -> None:
+        """Write features to a store, see `HeadRunner`: for most heads in one call."""
+        if self._fusing is None:
+            return write_halves(self.fuse(tapped.side_by_side()), tapped.slots, store)
+        states = [as_float32(s) for s in tapped.states]
+        norms, eps = self._fusing, self.config.layers.norm_eps
+        kernels.fuse(self._team, self._fc, states, tapped.places, tapped.slots, norms, eps, store.view(np.uint16))
+        return None
 
     def run(
         self, packed: Packed, features: NDArray[floating], kv: KV, chooses: Sequence[Choose]

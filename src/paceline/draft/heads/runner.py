@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy import floating, int64
+    from numpy import float16, floating, int64
     from numpy.typing import NDArray
 
     from paceline.core.nouns import Choose
     from paceline.draft.heads.checkpoint import Head
     from paceline.draft.heads.config import HeadConfig
+    from paceline.draft.heads.features import Tapped
     from paceline.model.backend import KV, Chosen, Decoder
     from paceline.model.device import Device
     from paceline.model.packed import Packed
@@ -61,6 +62,10 @@ class HeadRunner(Protocol):
 
     def fuse(self, tapped: NDArray[floating]) -> NDArray[floating]:
         """Return the feature [n, width] of each token from its taps, one after another [n, tapped_size]."""
+        ...
+
+    def keep(self, tapped: Tapped, store: NDArray[float16]) -> None:
+        """Write the feature of each token to its slot of a store [num_slots, width], see `write_halves`."""
         ...
 
     def run(
