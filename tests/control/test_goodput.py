@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from functools import partial
 from itertools import product
@@ -171,7 +172,8 @@ def test_without_news_nothing_that_was_planned_is_dropped() -> None:
         assert (ours.trim(view, silent) == decision.ks).all()
 
 
-def test_the_trim_is_the_best_of_all_cuts() -> None:
+def test_the_trim_is_the_best_of_all_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.control.goodput.LEAST_AT_STAKE", 0.0)
     rng = np.random.default_rng(3)
     ours = taught(policy(), rng)
     view = View(np.arange(3), np.full(3, 300), np.full(3, 100), Work(0))
@@ -187,6 +189,18 @@ def test_the_trim_is_the_best_of_all_cuts() -> None:
 
     best = max(goodput(np.array(ks)) for ks in product(range(4), repeat=3))
     assert goodput(ours.trim(view, told)) == pytest.approx(best, rel=1e-3)
+
+
+@pytest.mark.parametrize(("slower", "kept"), [(1.0, [3, 3, 3]), (100.0, [0, 0, 0])])
+def test_where_little_is_at_stake_nothing_is_trimmed(slower: float, kept: list[int]) -> None:
+    """Looking takes longer than it could save."""
+    ours = taught(policy(), np.random.default_rng(3))
+    assert isinstance(ours.cost, OnlineCost)
+    ours.cost.hour = math.log(slower)
+    view = View(np.arange(3), np.full(3, 300), np.full(3, 100), Work(0))
+    assert ours.decide(view).ks.any()
+    told = drafted(ours, view, np.full((3, 3), 0.01))
+    assert ours.trim(view, told).tolist() == kept
 
 
 def test_what_is_not_verified_counts_as_said_but_not_as_tested() -> None:

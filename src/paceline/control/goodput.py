@@ -40,6 +40,7 @@ FIRST_PLAIN = 5  # such steps, in ever longer intervals, cost what they may
 ROOM = 4  # drafts that a row may have, for a look at whether they could pay
 OPTIMISM = 2.0  # standard deviations: what could pay
 ASSIGN_EVERY = 8  # steps between two looks at which drafter suits a row
+LEAST_AT_STAKE = 0.004  # seconds that a step's drafts cost, for trimming to save more than the 0.1 ms it takes
 
 
 @dataclass(slots=True)
@@ -86,6 +87,7 @@ class Goodput:
         self._goodput = 0.0  # tokens per second expected of the last step
         self._hopes = Hopes(len(max_ks), self._max_k)
         self._planned_on = (Work(0), 0.0)  # of this step: its pass without drafts, the prefill's time
+        self._at_stake_s = np.inf  # of this step: what its drafts cost
         self._probes = Probes()
         self._steps = 0
 
@@ -122,6 +124,7 @@ class Goodput:
         gained = None if as_chosen and self._probes.row == NONE else _gained(alive, drafters, ks)
         tokens = chosen.tokens if gained is None else float(gained.sum())
         self._goodput = tokens / seconds
+        self._at_stake_s = np.inf if paced else seconds - chosen.plain_seconds
         budget, prefill_s = self._budget(view, gained, seconds, unpaid_s) if paced else (None, unpaid_s)
         return Decision(
             ks, np.where(ks > 0, drafters, NONE), seconds + prefill_s, tokens, speedup, budget, given_up
@@ -184,23 +187,25 @@ class Goodput:
         """Return each row's drafter: what was offered if it is worth more than the row's own drafter, or that."""
         if len(self.survival) == 1:
             return np.zeros(view.num_rows, np.int64)
-        worth = self._worth(view, base, alive)
-        self._renew_own(view, worth)
-        drafters = self._own[view.rows]
-        for offered in view.offers:
-            drafters[worth[offered] > worth[drafters, np.arange(view.num_rows)]] = offered
+        renews = self._steps % ASSIGN_EVERY == 0 or bool(self._fresh[view.rows].any())
+        if not renews and not view.offers:
+            drafters = self._own[view.rows]
+        else:
+            drafters = self._compare(view, self._worth(view, base, alive), renews=renews)
         for row, wish in view.wishes.items():
             drafters[view.rows == row] = wish
         return drafters
 
-    def _renew_own(self, view: View, worth: NDArray[float64]) -> None:
-        """Now and then, and for new rows, choose again among the drafters that offer nothing."""
-        if self._steps % ASSIGN_EVERY and not self._fresh[view.rows].any():
-            return
+    def _compare(self, view: View, worth: NDArray[float64], *, renews: bool) -> NDArray[int64]:
+        """Return each row's best. `renews`: its own, of those that offer nothing, is chosen again."""
         asked = self._asked(view)
-        if asked:
+        if renews and asked:
             self._own[view.rows] = np.array(asked)[worth[asked].argmax(axis=0)]
             self._fresh[view.rows] = False
+        drafters = self._own[view.rows]
+        for offered in view.offers:
+            drafters[worth[offered] > worth[drafters, np.arange(view.num_rows)]] = offered
+        return drafters
 
     def _asked(self, view: View) -> list[int]:
         """Return the drafters that offer nothing by themselves, and are not given up."""
@@ -307,7 +312,10 @@ class Goodput:
 
         The same choice as before, over what was proposed. The time of drafting is spent, but it is part of the
         step: without it, time would seem to bring more than it does, and too much would be dropped.
+        Where little is at stake, all of it is.
         """
+        if self._at_stake_s < LEAST_AT_STAKE:
+            return drafted.ks
         by_row = np.zeros(len(self._own), np.int64)
         by_row[view.rows] = view.lengths
         lengths = by_row[drafted.rows]

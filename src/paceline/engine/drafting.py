@@ -151,8 +151,7 @@ class Drafting:
             self._empty_store(store)
 
     def _fits(self, drafter: Drafter, draft: RowDraft, max_drafts: int) -> bool:
-        ids = np.asarray(draft.token_ids)
-        fits = len(ids) <= max_drafts and bool(((ids >= 0) & (ids < self._vocab_size)).all())
+        fits = len(draft) <= max_drafts and all(0 <= token_id < self._vocab_size for token_id in draft.token_ids)
         fits = fits and all(isfinite(c) for c in draft.confidence or ())
         fits = fits and (draft.probs is None or bool(np.isfinite(draft.probs).all()))
         if not fits:
