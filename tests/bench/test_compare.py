@@ -116,3 +116,14 @@ def test_each_kind_ends_in_a_table_and_goes_on_where_it_stopped(
     assert "auto:ngram" in tables[0]
     assert json.loads(out.read_text())["summary"]
     assert picture.exists() == (kind == "batches")
+
+
+def test_categories_are_chosen_by_name(model, prompts, capsys):
+    from argparse import Namespace
+
+    from paceline.bench.commands.compare import _prompts
+
+    asked = Namespace(prompts=[str(prompts)], category=["qa"])
+    assert {p.category for p in _prompts(asked)} == {"qa"}
+    assert cli.main(["compare", "rollout", "--prompts", str(prompts), "--model", str(model), "--category", "q"]) == 2
+    assert "there is qa" in capsys.readouterr().err

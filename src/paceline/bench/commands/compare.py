@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # What a file of runs is of: with other values it is another comparison.
 SETTINGS: tuple[str, ...] = (
-    *("what", "prompts", "draft", "static", "sizes", "phases", "max_tokens", "limit", "screen", "repeat"),
+    *("what", "prompts", "category", "draft", "static", "sizes", "phases", "max_tokens", "limit", "screen", "repeat"),
     *("requests", "temperature", "seed", "model", "law", "backend", "weights", "kv", "threads"),
 )
 SETTINGS_OF_TURNS = ("k", "draft_device")
@@ -46,6 +46,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     add = parser.add_argument
     add("--prompts", action="append", required=True, metavar="FILE.jsonl", help="as of bench; may be repeated")
+    add("--category", action="append", metavar="NAME", help="only prompts of this category; may be repeated")
     add(
         "--draft",
         action="append",
@@ -109,7 +110,12 @@ def _set_up(args: Namespace, num_rows: int) -> Setting:
 def _prompts(args: Namespace) -> list[Prompt]:
     from paceline.bench.prompts import read_prompts
 
-    return [prompt for file in args.prompts for prompt in read_prompts(file)]
+    prompts = [prompt for file in args.prompts for prompt in read_prompts(file)]
+    known = sorted({prompt.category for prompt in prompts})
+    for asked in args.category or ():
+        if asked not in known:
+            raise ConfigError(f"--category {asked!r}: there is {', '.join(known)}")
+    return [p for p in prompts if not args.category or p.category in args.category]
 
 
 def _config(args: Namespace, num_rows: int) -> EngineConfig:
