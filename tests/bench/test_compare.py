@@ -125,5 +125,6 @@ def test_categories_are_chosen_by_name(model, prompts, capsys):
 
     asked = Namespace(prompts=[str(prompts)], category=["qa"])
     assert {p.category for p in _prompts(asked)} == {"qa"}
-    assert cli.main(["compare", "rollout", "--prompts", str(prompts), "--model", str(model), "--category", "q"]) == 2
+    command = ["compare", "rollout", "--prompts", str(prompts), "--model", str(model)]
+    assert cli.main([*command, "--category", "q"]) == 2
     assert "there is qa" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from paceline.control.controller import ClosedLoop
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost, Work
 from paceline.control.goodput import Goodput
 from paceline.control.online import OnlineCost
@@ -237,3 +238,21 @@ def test_what_speculation_is_measured_against_is_seen_now_and_then(is_so: bool) 
         assert 0 < np.mean(plain[100:]) < 0.05
     else:
         assert np.mean(plain[100:]) > 0.8
+
+
+def test_of_steps_without_drafts_the_first_after_drafts_does_not_tell() -> None:
+    cost, rows, none = OnlineCost(COST), np.arange(1), np.zeros(1, np.int64)
+    loop = ClosedLoop(Goodput(cost, 1, (DEPTH, DEPTH)), cost, ("free", "asked"))
+    view = View(rows, np.full(1, 300), np.full(1, 100), Work(0))
+
+    def take(num_drafts: int, target_s: float) -> float:
+        """Return by how much the price of a plain pass has changed."""
+        before = cost.pass_s(Work(1))
+        loop.plan(view)
+        loop.learn(Outcomes(rows, none + 1, none + num_drafts, none, 1e-3, target_s, 1e-3), Work(0))
+        return cost.pass_s(Work(1)) - before
+
+    take(3, cost.pass_s(Work(4)))
+    assert take(0, 12e-3) == 0.0
+    assert take(0, 12e-3) > 0.0
+    assert take(0, 12e-3) > 0.0

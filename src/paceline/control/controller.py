@@ -108,6 +108,7 @@ class ClosedLoop:
         self._offered: frozenset[int] = frozenset()  # drafters whose proposals the last plan knew
         self._seen: tuple[Draft, Drafted] | None = None  # the last proposal, and the same as arrays
         self._index = {name: index for index, name in enumerate(names)}
+        self._had_drafts = False  # the step before
         self._group = group
         self._twin: ClosedLoop | None = None
 
@@ -177,7 +178,11 @@ class ClosedLoop:
         if self.view is None or self.decision is None:
             return None
         self.policy.learn(self.view, outcomes)
-        return None if self.cost is None else learn_cost(self.cost, self.view, self.decision, outcomes, prefill)
+        had_drafts, self._had_drafts = self._had_drafts, bool(outcomes.num_verified.any())
+        settled = self._had_drafts or not had_drafts
+        if self.cost is None:
+            return None
+        return learn_cost(self.cost, self.view, self.decision, outcomes, prefill, settled=settled)
 
 
 def _outcomes(drafted: Drafted, batch: Batch, draft: Draft, verdict: Verdict, times: StepTimes) -> Outcomes:

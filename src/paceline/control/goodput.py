@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     Choices = tuple[NDArray[int64], NDArray[int64]]  # drafts of each row, and their drafter
 
 MARGIN = 0.01  # by which speculation must promise to win before it begins
-PROBE_SHARE = 0.01  # of the time, for drafts that do not seem to pay, and for none where they do
+PROBE_SHARE = 0.01  # of the time, for drafts that do not seem to pay; as much for none where they do
 PROBE_EVERY = 8  # steps between two looks at whether to probe
-PLAIN_EVERY = 32  # steps after which a step without drafts is due: what speculation is measured against
-FIRST_PLAIN = 5  # such steps, in ever longer intervals, cost what they may
+PLAIN_EVERY = 48  # steps after which two without drafts are due: what speculation is measured against
+FIRST_PLAIN = 8  # such steps, in ever longer intervals, cost what they may
 ROOM = 4  # drafts that a row may have, for a look at whether they could pay
 OPTIMISM = 2.0  # standard deviations: what could pay
 ASSIGN_EVERY = 8  # steps between two looks at which drafter suits a row
@@ -48,15 +48,29 @@ class Probes:
     """What may be spent on finding out, and what was."""
 
     budget_s: float = 0.0  # time that may still go into probes
+    plain_budget_s: float = 0.0  # and into steps without drafts, which cost more
     row: int = NONE  # that goes further in this step to find out
     last_plain: int = 0  # the last step without drafts
     num_plain: int = 0
+    once_more: bool = False  # the first step after drafts finds other things in the caches: the second tells
+
+    def earn(self, seconds: float) -> None:
+        """Let so much more time go into finding out, of either kind."""
+        self.budget_s += seconds
+        self.plain_budget_s += seconds
 
     def afford(self, seconds: float) -> bool:
         """Pay for a probe if there is time for it."""
         if seconds > self.budget_s:
             return False
         self.budget_s -= max(seconds, 0.0)
+        return True
+
+    def afford_plain(self, seconds: float) -> bool:
+        """Pay for steps without drafts likewise."""
+        if seconds > self.plain_budget_s:
+            return False
+        self.plain_budget_s -= max(seconds, 0.0)
         return True
 
 
@@ -114,7 +128,7 @@ class Goodput:
         chosen = self._best(view, base, alive, drafters, unpaid_s, weights)
         ks = self._hold(chosen)
         seconds, speedup = (chosen.seconds, chosen.speedup) if ks is chosen.ks else (chosen.plain_seconds, 1.0)
-        self._probes.budget_s += PROBE_SHARE * seconds
+        self._probes.earn(PROBE_SHARE * seconds)
         as_chosen = ks is chosen.ks and not paced
         if self._plain_is_due(view, ks, chosen):
             ks, seconds, speedup, as_chosen = np.zeros_like(ks), chosen.plain_seconds, 1.0, False
@@ -232,12 +246,14 @@ class Goodput:
         return chosen.ks if self._speculates else np.zeros_like(chosen.ks)
 
     def _plain_is_due(self, view: View, ks: NDArray[int64], chosen: Chosen) -> bool:
-        """Whether to do without drafts once, to see what that costs: while all draft, nothing else tells."""
+        """Whether to do without drafts, to see what that costs: while all draft, nothing else tells."""
         probes = self._probes
+        second, probes.once_more = probes.once_more, False
         wait = min(PLAIN_EVERY, 2 << min(probes.num_plain, PLAIN_EVERY))
-        due = self._steps - probes.last_plain >= wait and not view.wishes
-        if due and probes.num_plain >= FIRST_PLAIN:
-            due = probes.afford(chosen.plain_seconds * (chosen.speedup - 1.0))
+        due = second or (self._steps - probes.last_plain >= wait and not view.wishes)
+        if due and not second and probes.num_plain >= FIRST_PLAIN:
+            due = probes.afford_plain(2 * chosen.plain_seconds * (chosen.speedup - 1.0))
+        probes.once_more = due and not second
         if due or not ks.any():
             probes.last_plain = self._steps
             probes.num_plain += 1

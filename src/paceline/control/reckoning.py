@@ -23,8 +23,20 @@ class Reckoning:
     plain_s: float  # that the same tokens would have taken without drafts
 
 
-def learn_cost(cost: OnlineCost, view: View, decision: Decision, outcomes: Outcomes, prefill: Work) -> Reckoning:
-    """Compare a step with what it was to cost, its prefill being known now, and correct the prices."""
+def learn_cost(
+    cost: OnlineCost,
+    view: View,
+    decision: Decision,
+    outcomes: Outcomes,
+    prefill: Work,
+    *,
+    settled: bool = True,
+) -> Reckoning:
+    """Compare a step with what it was to cost, its prefill being known now, and correct the prices.
+
+    settled: the step before was of its kind. A pass without drafts takes longer after one with them, as drafting
+    has put other things into the caches; what plain decoding costs, it does not say.
+    """
     known = dict(zip(view.rows.tolist(), view.lengths.tolist(), strict=True))
     lengths = [known.get(row, 0) for row in outcomes.rows.tolist()]
     done, plain = _passes(lengths, outcomes.num_verified.tolist())
@@ -41,7 +53,8 @@ def learn_cost(cost: OnlineCost, view: View, decision: Decision, outcomes: Outco
     if len(used) == 1:  # what one drafter took can be told apart
         (drafter,) = used
         cost.observe_drafting(drafter, drafting[drafter], outcomes.draft_s)
-    cost.observe_pass(done, outcomes.target_s)
+    if settled:
+        cost.observe_pass(done, outcomes.target_s)
     cost.observe_host(outcomes.host_s)
     return reckoning
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 # What a file of runs is of: with other values it is another comparison.
 SETTINGS: tuple[str, ...] = (
-    *("what", "prompts", "category", "draft", "static", "sizes", "phases", "max_tokens", "limit", "screen", "repeat"),
-    *("requests", "temperature", "seed", "model", "law", "backend", "weights", "kv", "threads"),
+    *("what", "prompts", "category", "draft", "static", "sizes", "phases", "max_tokens", "limit", "screen"),
+    *("repeat", "requests", "temperature", "seed", "model", "law", "backend", "weights", "kv", "threads"),
 )
 SETTINGS_OF_TURNS = ("k", "draft_device")
 SIZES = {"turns": "2,8,32"}
