@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from paceline.control.cost import Drafts, MeasuredCost
 
 HOUR_RATE, SIZE_RATE = 0.2, 0.05  # of the way to what a step says
-FIRST_RATE = 0.2  # of a size's first step; falls as one over the steps, to `SIZE_RATE`
+FIRST_RATE = 0.2  # of a size's or a drafter's first step; falls as one over the steps, to `SIZE_RATE`
 MOST_SURPRISE = 0.5  # in log seconds, of one step; shared machines slow down by as much within a second
 SIZES = 24  # two to every doubling of the tokens
 MOST_TOKENS = 1 << 11  # of a pass, in the table; above, the last size's prices go on
@@ -40,7 +40,8 @@ class OnlineCost:
         self._size = np.minimum(np.log2(np.maximum(np.arange(MOST_TOKENS), 1)) * 2, SIZES - 1).astype(np.int64)
         self._own = np.zeros(SIZES)  # log of what is left, by size of the pass
         self._seen = np.zeros(SIZES, np.int64)  # steps of each size
-        self._by_drafter = np.zeros(len(measured.drafters))
+        self._by_drafter = np.zeros(len(measured.drafters))  # log of what is left, by drafter
+        self._drafted = np.zeros(len(measured.drafters), np.int64)  # steps of each drafter
         self._measured_s = measured.target.by_tokens(np.arange(MOST_TOKENS))
         self._pass_s = self._measured_s.copy()  # [tokens] corrected, but for the hour
 
@@ -121,7 +122,7 @@ class OnlineCost:
         """Learn from a target pass."""
         size = self._size.item(min(int(work.tokens), MOST_TOKENS - 1))
         surprise = _bounded(log(max(seconds, 1e-6) / max(self.pass_s(work), 1e-6)))
-        rate = max(SIZE_RATE, 1.0 / (1.0 / FIRST_RATE + self._seen.item(size)))
+        rate = _rate(self._seen.item(size))
         self.hour += HOUR_RATE * surprise + self._correct(size, rate, surprise)
 
     def _correct(self, size: int, rate: float, surprise: float) -> float:
@@ -142,11 +143,18 @@ class OnlineCost:
     def observe_drafting(self, drafter: int, predicted_s: float, seconds: float) -> None:
         """Learn from a drafter's part of a step, predicted by this model."""
         if predicted_s > 0:
-            self._by_drafter[drafter] += SIZE_RATE * _bounded(log(max(seconds, 1e-6) / predicted_s))
+            rate = _rate(self._drafted.item(drafter))
+            self._drafted[drafter] += 1
+            self._by_drafter[drafter] += rate * _bounded(log(max(seconds, 1e-6) / predicted_s))
 
     def observe_host(self, seconds: float) -> None:
         """Learn what is left of a step."""
         self.host_s += SIZE_RATE * (min(seconds, 2 * self.host_s + 1e-3) - self.host_s)
+
+
+def _rate(seen: int) -> float:
+    """Return how far to go towards what a step says, after so many of its kind."""
+    return max(SIZE_RATE, 1.0 / (1.0 / FIRST_RATE + seen))
 
 
 def _bounded(surprise: float) -> float:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.control.cost import Work
-from paceline.control.policy import NONE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,10 +48,9 @@ def learn_cost(
     measured_s = outcomes.draft_s + outcomes.target_s + outcomes.host_s
     gained = 1 + sum(outcomes.num_accepted.tolist()) / max(len(lengths), 1)  # steps that a step stands for
     reckoning = Reckoning(predicted_s, measured_s * (prefill_s + gained * plain_s) / predicted_s)
-    used = set(decision.drafters.tolist()) - {NONE}
-    if len(used) == 1:  # what one drafter took can be told apart
-        (drafter,) = used
-        cost.observe_drafting(drafter, drafting[drafter], outcomes.draft_s)
+    dear = [drafter for drafter, seconds in enumerate(drafting) if seconds > 0]
+    if len(dear) == 1 and not prefill.tokens:  # what one drafter took can be told apart: prompts are taken in, too
+        cost.observe_drafting(dear[0], drafting[dear[0]], outcomes.draft_s)
     if settled:
         cost.observe_pass(done, outcomes.target_s)
     cost.observe_host(outcomes.host_s)
