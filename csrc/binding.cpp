@@ -154,13 +154,14 @@ KVType kv_type(const std::string& name) {
     return KVType::f32;
 }
 
-void check_sides(size_t out, size_t in) {
+void check_sides(size_t out, size_t in, WeightType type) {
     require(0 < out && out <= kMostSide && 0 < in && in <= kMostSide, "a matrix has 1 to 2**24 rows and columns");
+    require(type != WeightType::int8 || in <= kMostInputs, "a matrix of int8 has at most 2**16 columns");
 }
 
 std::shared_ptr<Matrix> pack(const Table<float>& weights, const std::string& type) {
-    check_sides(weights.shape(0), weights.shape(1));
     const WeightType chosen = weight_type(type);
+    check_sides(weights.shape(0), weights.shape(1), chosen);
     nb::gil_scoped_release unlocked;
     return std::make_shared<Matrix>(Matrix::pack(weights.data(), weights.shape(0), weights.shape(1), chosen));
 }
@@ -168,7 +169,7 @@ std::shared_ptr<Matrix> pack(const Table<float>& weights, const std::string& typ
 std::shared_ptr<Matrix> pack_int4(const Table<uint8_t>& values, const Table<uint16_t>& scales,
                                   const Table<uint16_t>& minima) {
     const size_t out = values.shape(0), in = values.shape(1);
-    check_sides(out, in);
+    check_sides(out, in, WeightType::int4);
     require(in % kInt4Group == 0, "rows of 4-bit blocks are multiples of 32 long");
     for (const auto* halves : {&scales, &minima})
         require(halves->shape(0) == out && halves->shape(1) == in / kInt4Group,
@@ -427,7 +428,7 @@ void multiply(Team& team, const Matrix& matrix, const Table<float>& x, const Out
     nb::gil_scoped_release unlocked;
     Activations rows;
     rows.reserve(num_rows, width);
-    std::vector<float> padded(round_up(width, kInt8Group)), found(num_rows * stride);
+    Lines<float> padded(round_up(width, kInt8Group)), found(num_rows * stride);
     for (size_t row = 0; row < num_rows; ++row) {
         std::copy_n(x.data() + row * width, width, padded.data());
         rows.set(row, padded.data(), matrix.type(), width);

@@ -151,23 +151,23 @@ struct Decoder::Part {
 };
 
 struct Decoder::Scratch {
-    std::vector<float> hidden;         // [num_tokens, hidden]
-    std::vector<float> delta;          // [num_tokens, hidden up to 32] what a block adds to it
-    std::vector<float> cosines, sines; // [num_tokens, num_ropes, head_dim / 2]
-    std::vector<float> q, k, v;        // [num_tokens, each up to 32]
-    std::vector<float> mixed;          // [num_tokens, num_heads * head_dim up to 64]
-    std::vector<float> gate, up;       // [num_tokens, intermediate up to 64]
+    Lines<float> hidden;         // [num_tokens, hidden]
+    Lines<float> delta;          // [num_tokens, hidden up to 32] what a block adds to it
+    Lines<float> cosines, sines; // [num_tokens, num_ropes, head_dim / 2]
+    Lines<float> q, k, v;        // [num_tokens, each up to 32]
+    Lines<float> mixed;          // [num_tokens, num_heads * head_dim up to 64]
+    Lines<float> gate, up;       // [num_tokens, intermediate up to 64]
     Activations wide, narrow, long_;   // of the residual stream, of attention, of the feed-forward network
     bool stores_itself;  // each row is one tile per head, which can store its own keys and values
     std::vector<Tile> tiles;
     std::vector<Part> parts;                    // of tiles, when their spans are computed apart
-    std::vector<float> tops, totals, partials;  // of these spans
+    Lines<float> tops, totals, partials;  // of these spans
     std::vector<size_t> row_of;                    // [num_tokens]
     std::vector<size_t> logit_row;                 // [wanted]
     std::vector<Best> best;                        // [threads, wanted]
     struct Own {                                   // of one thread
-        std::vector<float> normed, queries, query_units, scores, units, tops, totals, mixed, top_so_far, total_so_far, mixed_so_far;
-        std::vector<float> tile, z, bounds, spread;
+        Lines<float> normed, queries, query_units, scores, units, tops, totals, mixed, top_so_far, total_so_far, mixed_so_far;
+        Lines<float> tile, z, bounds, spread;
         std::vector<int64_t> starts, limits;
         Sampler<float> sampler;
     };
@@ -197,7 +197,7 @@ void Decoder::plan(const Pass& pass, const KVStore& kv) {
     Scratch& s = *scratch_;
     const size_t n = pass.num_tokens, heads = shape_.num_heads, dim = kv.padded_dim();
     const size_t group = heads / shape_.num_kv_heads;
-    const auto grow = [](std::vector<float>& v, size_t size) {
+    const auto grow = [](Lines<float>& v, size_t size) {
         if (v.size() < size) v.resize(size);
     };
     grow(s.hidden, n * shape_.hidden);

@@ -24,7 +24,7 @@ void fuse(Team& team, const Fusing& f, const TappedTokens& tokens, uint16_t* sto
     const size_t width = f.fc->out(), stride = round_up(width, kPanel), num_slices = (width + kSlice - 1) / kSlice;
     Activations rows;
     rows.reserve(most, padded);
-    std::vector<float> gathered(most * padded), found(most * stride);
+    Lines<float> gathered(most * padded), found(most * stride);
     team.run([&](size_t) {
         for (size_t first = 0; first < tokens.count; first += kTokensAtOnce) {
             const size_t count = std::min(kTokensAtOnce, tokens.count - first);

@@ -23,8 +23,6 @@ constexpr size_t kBehind = size_t{1} << 13;  // kernels fetch a little beyond a 
 constexpr size_t kLeastTiles = 4;  // for each thread, so that a late one delays the others little
 constexpr size_t kChunkRows = 48;  // token rows of one tile of a product: with a panel they should fit the first cache
 
-size_t group_of(WeightType type) { return type == WeightType::int4 ? kInt4Group : kInt8Group; }
-
 uint16_t to_bfloat(float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
@@ -66,7 +64,7 @@ Buffer::Buffer(size_t bytes) : bytes_(bytes) {
 
 void Activations::reserve(size_t num_rows, size_t width) {
     width = round_up(width, kInt8Group);
-    values_.resize(std::max(values_.size(), num_rows * width));
+    values_.resize(std::max(values_.size(), num_rows * 2 * width));
     floats_.resize(std::max(floats_.size(), num_rows * width));
     scales_.resize(std::max(scales_.size(), num_rows * width / kInt4Group));
     sums_.resize(scales_.size());
@@ -77,14 +75,23 @@ void Activations::set(size_t row, const float* x, WeightType type, size_t width)
         std::memcpy(floats_.data() + row * width, x, width * sizeof(float));
         return;
     }
-    const size_t group = group_of(type), padded = round_up(width, group), num_groups = padded / group;
-    kernels().layer.quantise(x, padded, group, values_.data() + row * padded, scales_.data() + row * num_groups,
-                             sums_.data() + row * num_groups, type == WeightType::int8 ? -128 : 1);
+    if (type == WeightType::int8) {
+        const size_t padded = round_up(width, kInt8Group);
+        int8_t* high = values_.data() + row * 2 * padded;
+        return kernels().layer.split(x, padded, high, high + padded, &scales_[row], &sums_[2 * row]);
+    }
+    const size_t padded = round_up(width, kInt4Group), num_groups = padded / kInt4Group;
+    kernels().layer.quantise(x, padded, kInt4Group, values_.data() + row * padded, scales_.data() + row * num_groups,
+                             sums_.data() + row * num_groups);
 }
 
-QuantisedRows Activations::quantised(WeightType type, size_t width) const {
-    const size_t group = group_of(type), padded = round_up(width, group);
-    return {values_.data(), padded, padded / group, scales_.data(), sums_.data()};
+QuantisedRows Activations::quantised(size_t width) const {
+    const size_t padded = round_up(width, kInt4Group);
+    return {values_.data(), padded, padded / kInt4Group, scales_.data(), sums_.data()};
+}
+
+SplitRows Activations::split(size_t width) const {
+    return {values_.data(), round_up(width, kInt8Group), scales_.data(), sums_.data()};
 }
 
 FloatRows Activations::floats(size_t width) const { return {floats_.data(), width}; }
@@ -135,7 +142,7 @@ void Matrix::pack_int8_row(const float* weights, size_t index) {
     values.resize(padded);
     std::copy_n(weights, in_, row.begin());
     int32_t sum;
-    kernels().layer.quantise(row.data(), padded, padded, values.data(), &scales_[index], &sum, 1);
+    kernels().layer.quantise(row.data(), padded, padded, values.data(), &scales_[index], &sum);
     uint8_t* panel = packed_.data() + index / kPanel * panel_bytes() + index % kPanel * 4;
     for (size_t i = 0; i < padded; i += 4, panel += kPanel * 4) {
         uint32_t four;
@@ -188,10 +195,10 @@ void Matrix::multiply(size_t panel, size_t num_panels, const Activations& x, siz
         const uint8_t* at = packed_.data() + panel * panel_bytes();
         switch (type_) {
             case WeightType::int8:
-                gemm.int8({at, scales_.data() + panel * kPanel}, std::min(step, last - panel), x.quantised(type_, in_),
-                          first, end, to, stride);
+                gemm.int8({at, scales_.data() + panel * kPanel}, std::min(step, last - panel), x.split(in_), first, end, to,
+                          stride);
                 break;
-            case WeightType::int4: gemm.int4(at, x.quantised(type_, in_), first, end, to, stride); break;
+            case WeightType::int4: gemm.int4(at, x.quantised(in_), first, end, to, stride); break;
             case WeightType::bf16:
                 gemm.bf16(reinterpret_cast<const uint16_t*>(at), x.floats(in_), first, end, to, stride);
                 break;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "isa/kernels.h"
+#include "lines.h"
 #include "team.h"
 
 namespace paceline {
@@ -34,13 +35,14 @@ class Activations {
     void reserve(size_t num_rows, size_t width);
     void set(size_t row, const float* x, WeightType type, size_t width);  // x [padded to 64 with zeros]
 
-    QuantisedRows quantised(WeightType type, size_t width) const;
+    QuantisedRows quantised(size_t width) const;
+    SplitRows split(size_t width) const;
     FloatRows floats(size_t width) const;
 
   private:
-    std::vector<int8_t> values_;
-    std::vector<float> floats_, scales_;
-    std::vector<int32_t> sums_;
+    Lines<int8_t> values_;
+    Lines<float> floats_, scales_;
+    Lines<int32_t> sums_;
 };
 
 class Matrix {
@@ -79,7 +81,7 @@ class Matrix {
     WeightType type_;
     size_t out_, in_;
     Buffer packed_;
-    std::vector<float> scales_;  // [num_panels * 32], int8 only
+    Lines<float> scales_;  // [num_panels * 32], int8 only
 };
 
 // One product of a phase: x times a matrix, plus a bias if there is one.

@@ -59,7 +59,7 @@ std::vector<double> time_products(Team& team, const std::vector<std::shared_ptr<
     std::normal_distribution<float> normal;
     size_t widest = 0, longest = 0;
     for (const auto& m : matrices) widest = std::max(widest, m->in()), longest = std::max(longest, m->out());
-    std::vector<float> row(round_up(widest, kInt8Group)), out(num_tokens * round_up(longest, kPanel));
+    Lines<float> row(round_up(widest, kInt8Group)), out(num_tokens * round_up(longest, kPanel));
     std::vector<Activations> inputs(matrices.size());
     for (size_t i = 0; i < matrices.size(); ++i) {
         inputs[i].reserve(num_tokens, matrices[i]->in());

@@ -54,4 +54,9 @@ PACELINE_INLINE void dot(i32v& sums, i32v weights, i32v activations) {
 
 #endif
 
+// What sums over the halves of `SplitRows` stand for: every kernel ends with these operations.
+PACELINE_INLINE f32v scaled_sum(i32v highs, i32v lows, f32v row_scale, f32v output_scale) {
+    return fma(to_float(highs), splat(256.0f), to_float(lows)) * row_scale * output_scale;
+}
+
 }  // namespace paceline::PACELINE_ISA

@@ -18,14 +18,15 @@ namespace {
 #if defined(__AVX512F__)
 constexpr int kVectors = 2;  // accumulators per row; with kMostRows rows, twice that many must fit the registers
 constexpr int kMostRows = 6;
+constexpr size_t kMostRowsSplit = 6, kMostRowsOfPair = 3;  // beside int8 weights, whose rows have twice as many
 #else
 constexpr int kVectors = 1;
 constexpr int kMostRows = 4;
+constexpr size_t kMostRowsSplit = 4, kMostRowsOfPair = 2;
 #endif
 // What a kernel fetches while it computes: so many cache lines for each 256 bytes of weights, from a place on. A few rows
 // are done with a panel in one piece and fetch what they soon read; more come in pieces, of which the first reads the
 // panel from memory and the others from the cache: together they fetch the next panel, so that memory is never idle.
-constexpr size_t kSoon = 6144;  // bytes: how long memory takes under load; with 2048, five rows took a tenth longer
 struct Ahead {
     const uint8_t* from;
     size_t lines;
@@ -46,109 +47,47 @@ constexpr size_t kStep = kVectors * kLanes;  // outputs computed together
 #define PACELINE_UNROLL _Pragma("GCC unroll 8")
 
 template <int R>
-PACELINE_INLINE void finish(const f32v (&sums)[R][kVectors], const float* scales, float* out, size_t stride) {
+PACELINE_INLINE void finish(const f32v (&sums)[R][kVectors], float* out, size_t stride) {
     PACELINE_UNROLL for (int r = 0; r < R; ++r)
-        PACELINE_UNROLL for (int v = 0; v < kVectors; ++v)
-            store(out + r * stride + v * kLanes, scales ? sums[r][v] * load(scales + v * kLanes) : sums[r][v]);
+        PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) store(out + r * stride + v * kLanes, sums[r][v]);
 }
 
-template <int R>
-void int8_rows(const Int8Panel& panel, const QuantisedRows& rows, size_t first, Ahead ahead, float* out,
-               size_t stride) {
-    const int8_t* a[R];
-    PACELINE_UNROLL for (int r = 0; r < R; ++r) a[r] = rows.values + (first + r) * rows.width;
+// R rows times P panels side by side. With two panels each spread activation serves twice as many products: the kernel
+// is then bound by how many instructions a core takes in, above all where another tenant shares it.
+template <int R, int P>
+PACELINE_APART void int8_rows(const Int8Panel& panel, const SplitRows& rows, size_t first, Ahead ahead, float* out,
+                              size_t stride) {
+    constexpr int kAll = P * kVectors;
+    const int8_t* const a = rows.values + first * 2 * rows.width;
+    const size_t width = rows.width, next = rows.width * kPanel;  // to the panel beside it
     for (size_t start = 0; start < kPanel; start += kStep) {
         const uint8_t* w = panel.weights + start * 4;
-        f32v sums[R][kVectors];
+        i32v highs[R][kAll], lows[R][kAll];
         PACELINE_UNROLL for (int r = 0; r < R; ++r)
-            PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) sums[r][v] = splat(0.0f);
-        for (size_t g = 0; g < rows.num_groups; ++g) {
-            i32v dots[R][kVectors], more[R][kVectors];  // two chains for a single row, which would wait for one
-            PACELINE_UNROLL for (int r = 0; r < R; ++r)
-                PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) {
-                    dots[r][v] = splat(rows.sums[(first + r) * rows.num_groups + g]);
-                    more[r][v] = splat(0);
-                }
-            constexpr size_t kPairs = kInt8Group / 8;
-#pragma GCC unroll 8
-            for (size_t pair = 0; pair < kPairs; ++pair, w += 2 * kPanel * 4) {
-                fetch(ahead);
-                PACELINE_UNROLL for (size_t half = 0; half < 2; ++half) {
-                    i32v x[kVectors];
-                    PACELINE_UNROLL for (int v = 0; v < kVectors; ++v)
-                        x[v] = load_bytes(w + half * kPanel * 4 + v * kLanes * 4);
-                    PACELINE_UNROLL for (int r = 0; r < R; ++r) {
-                        const i32v y = splat_bytes(a[r] + g * kInt8Group + pair * 8 + half * 4);
-                        PACELINE_UNROLL for (int v = 0; v < kVectors; ++v)
-                            dot(R <= 2 && half ? more[r][v] : dots[r][v], x[v], y);
-                    }
-                }
+            PACELINE_UNROLL for (int v = 0; v < kAll; ++v) {
+                highs[r][v] = splat(rows.sums[(first + r) * 2]);
+                lows[r][v] = splat(rows.sums[(first + r) * 2 + 1]);
             }
+        for (size_t quad = 0; quad < width; quad += 4, w += kPanel * 4) {
+            if (quad % 8 == 0) fetch(ahead);
+            i32v x[kAll];
+            PACELINE_UNROLL for (int v = 0; v < kAll; ++v)
+                x[v] = load_bytes(w + v / kVectors * next + v % kVectors * kLanes * 4);
             PACELINE_UNROLL for (int r = 0; r < R; ++r) {
-                const f32v scale = splat(rows.scales[(first + r) * rows.num_groups + g]);
-                PACELINE_UNROLL for (int v = 0; v < kVectors; ++v)
-                    sums[r][v] = fma(to_float(R <= 2 ? dots[r][v] + more[r][v] : dots[r][v]), scale, sums[r][v]);
+                const i32v high = splat_bytes(a + r * 2 * width + quad), low = splat_bytes(a + (r * 2 + 1) * width + quad);
+                PACELINE_UNROLL for (int v = 0; v < kAll; ++v) {
+                    dot(highs[r][v], x[v], high);
+                    dot(lows[r][v], x[v], low);
+                }
             }
         }
-        finish<R>(sums, panel.scales + start, out + start, stride);
+        PACELINE_UNROLL for (int r = 0; r < R; ++r)
+            PACELINE_UNROLL for (int v = 0; v < kAll; ++v) {
+                const size_t at = start + v / kVectors * kPanel + v % kVectors * kLanes;
+                store(out + r * stride + at, scaled_sum(highs[r][v], lows[r][v], splat(rows.scales[first + r]), load(panel.scales + at)));
+            }
     }
 }
-
-#if defined(__AVX512F__)
-
-// One group of inputs for two panels: sums[r * 64 + o] += what it adds. With four vectors of outputs each spread
-// activation serves four products: the kernel is bound by how many instructions a core takes in, above all where another
-// tenant shares it. Float sums are in memory, as the registers hold 24 integer ones. Apart, so that nothing else
-// competes for registers.
-template <int R, bool Fetch>
-PACELINE_APART void int8_group_of_two(const uint8_t* w, const QuantisedRows& rows, size_t first, size_t g, Ahead ahead,
-                                      float* sums) {
-    const uint8_t* const other = w + rows.width * kPanel;
-    const int8_t* const a = rows.values + first * rows.width + g * kInt8Group;
-    const size_t width = rows.width, stride = rows.num_groups, at = first * stride + g;
-    i32v dots[R][2 * kVectors];
-    PACELINE_UNROLL for (int r = 0; r < R; ++r)
-        PACELINE_UNROLL for (int v = 0; v < 2 * kVectors; ++v) dots[r][v] = splat(rows.sums[at + r * stride]);
-#pragma GCC unroll 16
-    for (size_t quad = 0; quad < kInt8Group / 4; ++quad) {
-        if (Fetch) fetch(ahead);
-        i32v x[2 * kVectors];
-        PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) {
-            x[v] = load_bytes(w + quad * kPanel * 4 + v * kLanes * 4);
-            x[kVectors + v] = load_bytes(other + quad * kPanel * 4 + v * kLanes * 4);
-        }
-        PACELINE_UNROLL for (int r = 0; r < R; ++r) {
-            const i32v y = splat_bytes(a + r * width + quad * 4);
-            PACELINE_UNROLL for (int v = 0; v < 2 * kVectors; ++v) dot(dots[r][v], x[v], y);
-        }
-    }
-    PACELINE_UNROLL for (int r = 0; r < R; ++r) {
-        const f32v scale = splat(rows.scales[at + r * stride]);
-        PACELINE_UNROLL for (int v = 0; v < 2 * kVectors; ++v) {
-            float* to = sums + r * 2 * kPanel + v * kLanes;
-            store(to, fma(to_float(dots[r][v]), scale, load(to)));
-        }
-    }
-}
-
-template <int R>
-void int8_rows_of_two(const Int8Panel& panel, const QuantisedRows& rows, size_t first, Ahead ahead, bool helps,
-                      float* out, size_t stride) {
-    alignas(64) float sums[R * 2 * kPanel] = {};
-    for (size_t g = 0; g < rows.num_groups; ++g) {
-        const uint8_t* w = panel.weights + g * kInt8Group * kPanel;
-        if (helps)
-            int8_group_of_two<R, true>(w, rows, first, g, ahead, sums);
-        else
-            int8_group_of_two<R, false>(w, rows, first, g, ahead, sums);
-        ahead.from += ahead.lines * 64 * (kInt8Group / 4);
-    }
-    for (int r = 0; r < R; ++r)
-        for (size_t o = 0; o < 2 * kPanel; o += kLanes)
-            store(out + r * stride + o, load(sums + r * 2 * kPanel + o) * load(panel.scales + o));
-}
-
-#endif
 
 template <int R>
 void int4_rows(const uint8_t* panel, const QuantisedRows& rows, size_t first, Ahead ahead, float* out, size_t stride) {
@@ -198,7 +137,7 @@ void int4_rows(const uint8_t* panel, const QuantisedRows& rows, size_t first, Ah
                 }
             }
         }
-        finish<R>(sums, nullptr, out + start, stride);
+        finish<R>(sums, out + start, stride);
     }
 }
 
@@ -223,21 +162,21 @@ void float_rows(const W* panel, const FloatRows& rows, size_t first, Ahead ahead
                 PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) sums[r][v] = fma(x[v], y, sums[r][v]);
             }
         }
-        finish<R>(sums, nullptr, out + start, stride);
+        finish<R>(sums, out + start, stride);
     }
 }
 
 // Cut rows into pieces of almost equal size that the kernels can take: 8 rows are 4 and 4 rather than 6 and 2.
-template <class Kernel>
+template <size_t Most, class Kernel>
 PACELINE_INLINE void in_pieces(size_t first, size_t end, const void* panel, size_t panel_bytes, Kernel kernel) {
     const uint8_t* const here = static_cast<const uint8_t*>(panel);
-    const size_t num_pieces = (end - first + kMostRows - 1) / kMostRows;
+    const size_t num_pieces = (end - first + Most - 1) / Most;
     for (size_t piece = 0; piece < num_pieces; ++piece) {
         const size_t pieces = num_pieces - piece, count = (end - first + pieces - 1) / pieces;
         const size_t lines = num_pieces == 1 ? 4 : num_pieces == 2 ? 2 : 1, share = panel_bytes * lines / 4;
         const bool helps = piece * lines < 4;
         kernel(first, count, num_pieces == 1 ? Ahead{here + kSoon, lines}
-                                             : Ahead{helps ? here + panel_bytes + piece * share : here, lines}, helps);
+                                             : Ahead{helps ? here + panel_bytes + piece * share : here, lines});
         first += count;
     }
 }
@@ -262,40 +201,32 @@ PACELINE_INLINE void in_pieces(size_t first, size_t end, const void* panel, size
     }
 #endif
 
-void int8_one_panel(const Int8Panel& panel, const QuantisedRows& rows, size_t first, size_t end, float* out,
-                    size_t stride) {
-    in_pieces(first, end, panel.weights, rows.width * kPanel, [&, start = first](size_t at, size_t count, Ahead ahead, bool) {
+template <int P>
+void int8_some_panels(const Int8Panel& panel, const SplitRows& rows, size_t first, size_t end, float* out, size_t stride) {
+    constexpr size_t kMost = P == 1 ? kMostRowsSplit : kMostRowsOfPair;
+    in_pieces<kMost>(first, end, panel.weights, P * rows.width * kPanel, [&, start = first](size_t at, size_t count, Ahead ahead) {
         float* to = out + (at - start) * stride;
-#define PACELINE_CALL(R) int8_rows<R>(panel, rows, at, ahead, to, stride)
+#define PACELINE_CALL(R) int8_rows<R <= kMost ? R : kMost, P>(panel, rows, at, ahead, to, stride)
         PACELINE_FOR_ROWS(count, PACELINE_CALL)
 #undef PACELINE_CALL
     });
 }
 
-void int8_panels(const Int8Panel& panel, size_t num_panels, const QuantisedRows& rows, size_t first, size_t end,
-                 float* out, size_t stride) {
+void int8_panels(const Int8Panel& panel, size_t num_panels, const SplitRows& rows, size_t first, size_t end, float* out,
+                 size_t stride) {
 #if defined(__AMX_INT8__)
     if (end - first >= kLeastRowsOfTile) return int8_in_tiles(panel, num_panels, rows, first, end, out, stride);
 #endif
 #if defined(__AVX512F__)
-    if (num_panels == 2 && end - first >= kLeastRowsOfPair) {
-        in_pieces(first, end, panel.weights, 2 * rows.width * kPanel,
-                  [&, start = first](size_t at, size_t count, Ahead ahead, bool helps) {
-                      float* to = out + (at - start) * stride;
-#define PACELINE_CALL(R) int8_rows_of_two<R>(panel, rows, at, ahead, helps, to, stride)
-                      PACELINE_FOR_ROWS(count, PACELINE_CALL)
-#undef PACELINE_CALL
-                  });
-        return;
-    }
+    if (num_panels == 2 && end - first >= kLeastRowsOfPair) return int8_some_panels<2>(panel, rows, first, end, out, stride);
 #endif
     for (size_t i = 0; i < num_panels; ++i)
-        int8_one_panel({panel.weights + i * rows.width * kPanel, panel.scales + i * kPanel}, rows, first, end,
-                       out + i * kPanel, stride);
+        int8_some_panels<1>({panel.weights + i * rows.width * kPanel, panel.scales + i * kPanel}, rows, first, end,
+                            out + i * kPanel, stride);
 }
 
 void int4_panel(const uint8_t* panel, const QuantisedRows& rows, size_t first, size_t end, float* out, size_t stride) {
-    in_pieces(first, end, panel, rows.num_groups * kInt4BlockBytes, [&, start = first](size_t at, size_t count, Ahead ahead, bool) {
+    in_pieces<kMostRows>(first, end, panel, rows.num_groups * kInt4BlockBytes, [&, start = first](size_t at, size_t count, Ahead ahead) {
         float* to = out + (at - start) * stride;
 #define PACELINE_CALL(R) int4_rows<R>(panel, rows, at, ahead, to, stride)
         PACELINE_FOR_ROWS(count, PACELINE_CALL)
@@ -305,7 +236,7 @@ void int4_panel(const uint8_t* panel, const QuantisedRows& rows, size_t first, s
 
 template <class W>
 void float_panel(const W* panel, const FloatRows& rows, size_t first, size_t end, float* out, size_t stride) {
-    in_pieces(first, end, panel, rows.width * kPanel * sizeof(W), [&, start = first](size_t at, size_t count, Ahead ahead, bool) {
+    in_pieces<kMostRows>(first, end, panel, rows.width * kPanel * sizeof(W), [&, start = first](size_t at, size_t count, Ahead ahead) {
         float* to = out + (at - start) * stride;
 #define PACELINE_CALL(R) float_rows<R, W>(panel, rows, at, ahead, to, stride)
         PACELINE_FOR_ROWS(count, PACELINE_CALL)

@@ -14,8 +14,8 @@ constexpr size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1)
 
 constexpr size_t kBlock = 64;       // numbers per block of a padded vocabulary row
 constexpr size_t kPanel = 32;       // outputs of a matrix that are packed and computed together
-constexpr size_t kInt8Group = 64;   // inputs that share an activation scale, beside int8 weights ...
-constexpr size_t kInt4Group = 32;   // ... and beside int4 weights, whose own blocks have this length
+constexpr size_t kInt8Group = 64;   // to whose multiples rows beside int8 weights are padded: what one tile takes in
+constexpr size_t kInt4Group = 32;   // inputs that share an activation scale beside int4 weights, whose blocks are as long
 constexpr size_t kInt4BlockBytes = kPanel * 4 + kPanel * kInt4Group / 2;  // of a panel, scales and minima included
 constexpr size_t kPageTokens = 16;  // KV slots of one page, as core/nouns.py
 constexpr size_t kKeysAtOnce = 64;  // keys of a span whose values a kernel sums up at once
@@ -43,24 +43,37 @@ struct FloatRows {
     size_t width;
 };
 
+// In 8 bits, a scale for each group of inputs: beside int4 weights.
 struct QuantisedRows {
     const int8_t* values;
     size_t width, num_groups;
     const float* scales;  // [num_rows, num_groups]
-    const int32_t* sums;  // [num_rows, num_groups] sum of the values; beside int8 weights times -128
+    const int32_t* sums;  // [num_rows, num_groups] sum of the values
 };
+
+// In 16 bits, 256 * high + low, both signed bytes, a scale for each row: beside int8 weights. All products of a row and
+// an output are then summed up exactly, in whole numbers, and scaled once.
+struct SplitRows {
+    const int8_t* values;  // [num_rows, 2, width] high halves, then low ones
+    size_t width;          // a multiple of 64
+    const float* scales;   // [num_rows]
+    const int32_t* sums;   // [num_rows, 2] sum of the halves, times -128: weights are kept plus 128
+};
+constexpr size_t kMostInputs = size_t{1} << 16;  // of a row, for 32 bits to hold every sum
 
 struct Int8Panel {
     const uint8_t* weights;
     const float* scales;  // [32]
 };
 
+// How far ahead kernels fetch weights: how long memory takes under load. With 2048 bytes five rows took a tenth longer.
+constexpr size_t kSoon = 6144;
 constexpr size_t kMostPanels = 2;         // that one call may take, int8 only
 constexpr size_t kLeastRowsOfPair = 12;  // for two panels at once to pay: fewer rows wait for memory
 
 // out[(row - first) * stride + o] for rows first..end and the 32 outputs of one panel, or of panels side by side.
 struct GemmKernels {
-    void (*int8)(const Int8Panel& panel, size_t num_panels, const QuantisedRows& rows, size_t first, size_t end,
+    void (*int8)(const Int8Panel& panel, size_t num_panels, const SplitRows& rows, size_t first, size_t end,
                  float* out, size_t stride);
     void (*int4)(const uint8_t* panel, const QuantisedRows& rows, size_t first, size_t end, float* out, size_t stride);
     void (*f32)(const float* panel, const FloatRows& rows, size_t first, size_t end, float* out, size_t stride);
@@ -70,8 +83,8 @@ struct GemmKernels {
 struct LayerKernels {
     void (*rms_norm)(const float* x, const float* weight, size_t n, float eps, float* out);
     void (*add)(float* x, const float* y, size_t n);
-    void (*quantise)(const float* x, size_t width, size_t group, int8_t* q, float* scales, int32_t* sums,
-                     int32_t factor);
+    void (*quantise)(const float* x, size_t width, size_t group, int8_t* q, float* scales, int32_t* sums);
+    void (*split)(const float* x, size_t width, int8_t* high, int8_t* low, float* scale, int32_t* sums);
     void (*rotate)(float* x, const float* cosines, const float* sines, size_t n);
     void (*silu_mul)(float* gate, const float* up, size_t n);
     void (*gelu_mul)(float* gate, const float* up, size_t n);

@@ -23,29 +23,54 @@ void add(float* x, const float* y, size_t n) {
     for (; i < n; ++i) x[i] += y[i];
 }
 
-// x [width], zeros from its end on, in groups: q = round(x / scale), scale = max |x| / 127, sums = factor * sum of q.
+// max |x| of n numbers, n a multiple of the vector; NaN if any is NaN or infinite.
+PACELINE_INLINE float bound(const float* x, size_t n) {
+    f32v most = splat(0.0f), poison = splat(0.0f);
+    for (size_t i = 0; i < n; i += kLanes) {
+        const f32v v = load(x + i);
+        most = larger(larger(v, -v), most);
+        poison += v * 0.0f;
+    }
+    return largest(most) + sum(poison);
+}
+
+// round(x * factor); 0 where x is NaN or infinite, as no NaN becomes a number.
+PACELINE_INLINE i32v rounded(const float* x, float factor) {
+    const f32v whole = nearest(load(x) * factor);
+    return __builtin_convertvector(whole == whole ? whole : splat(0.0f), i32v);
+}
+
+// x [width], zeros from its end on, in groups: q = round(x / scale), scale = max |x| / 127, sums of q.
 // width is a multiple of the group, which is a multiple of the vector.
-void quantise(const float* x, size_t width, size_t group, int8_t* q, float* scales, int32_t* sums,
-              int32_t factor) {
+void quantise(const float* x, size_t width, size_t group, int8_t* q, float* scales, int32_t* sums) {
     for (size_t start = 0, g = 0; start < width; start += group, ++g) {
-        f32v most = splat(0.0f), poison = splat(0.0f);
-        for (size_t i = start; i < start + group; i += kLanes) {
-            const f32v v = load(x + i);
-            most = larger(larger(v, -v), most);
-            poison += v * 0.0f;
-        }
-        const float top = largest(most);
-        const float inverse = top > 0.0f ? 127.0f / top : 0.0f;
+        const float top = bound(x + start, group), inverse = top > 0.0f ? 127.0f / top : 0.0f;
         i32v total = splat(0);
         for (size_t i = start; i < start + group; i += kLanes) {
-            const f32v whole = nearest(load(x + i) * inverse);
-            const i32v v = __builtin_convertvector(whole == whole ? whole : splat(0.0f), i32v);  // no NaN becomes a number
+            const i32v v = rounded(x + i, inverse);
             total += v;
             store_bytes(q + i, v);
         }
-        scales[g] = top / 127.0f + sum(poison);  // NaN and infinity stay what they are
-        sums[g] = factor * sum(total);
+        scales[g] = top / 127.0f;
+        sums[g] = sum(total);
     }
+}
+
+// The same in 16 bits, one scale for all: x / scale = 256 * high + low. sums [2]: of each half, times -128.
+void split(const float* x, size_t width, int8_t* high, int8_t* low, float* scale, int32_t* sums) {
+    constexpr float most = 127 * 256 + 127;
+    const float top = bound(x, width), inverse = top > 0.0f ? most / top : 0.0f;
+    i32v highs = splat(0), lows = splat(0);
+    for (size_t i = 0; i < width; i += kLanes) {
+        const i32v v = rounded(x + i, inverse), near = ((v + 128) & 255) - 128, far = (v - near) >> 8;
+        highs += far;
+        lows += near;
+        store_bytes(high + i, far);
+        store_bytes(low + i, near);
+    }
+    *scale = top / most;
+    sums[0] = -128 * sum(highs);
+    sums[1] = -128 * sum(lows);
 }
 
 // Turn a head of n numbers, number i paired with i + n / 2.
@@ -92,6 +117,6 @@ void to_halves(const float* x, size_t n, uint16_t* out) {
 }  // namespace
 
 extern const LayerKernels layer_kernels;
-const LayerKernels layer_kernels = {rms_norm, add, quantise, rotate, silu_mul, gelu_mul, to_halves};
+const LayerKernels layer_kernels = {rms_norm, add, quantise, split, rotate, silu_mul, gelu_mul, to_halves};
 
 }  // namespace paceline::PACELINE_ISA

@@ -232,6 +232,32 @@ def test_products_of_one_matrix() -> None:
         kernels.multiply(kernels.Team(1), kernels.pack(w, "f32"), x[:, :90].copy(), out)
 
 
+def product_of_halves(w: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """The twin of products beside int8 weights: whole sums of 16-bit activations in halves, scaled once."""
+    single, most = np.float32, np.float32(32639)
+    top_w = np.abs(w).max(axis=1)
+    q = np.rint(w * (single(127) / top_w)[:, None]).astype(np.int64)
+    top_x = np.abs(x).max(axis=1)
+    wide = np.rint(x * (most / top_x)[:, None]).astype(np.int64)
+    low = (wide + 128) % 256 - 128
+    high = (wide - low) // 256
+    highs, lows = (high @ q.T).astype(single), (low @ q.T).astype(single)
+    both = (highs.astype(np.float64) * 256 + lows).astype(single)  # rounded once
+    found: np.ndarray = both * (top_x / most)[:, None] * (top_w / single(127))
+    return found
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 6, 7, 12, 13, 16, 17, 40, 100])
+@pytest.mark.parametrize("shape", [(70, 90), (33, 64), (200, 576)])
+def test_products_of_bytes_are_the_twins_to_the_bit(shape: tuple[int, int], num_rows: int) -> None:
+    random = np.random.default_rng(2)
+    w = random.standard_normal(shape).astype(np.float32)
+    x = (random.standard_normal((num_rows, shape[1])) * random.uniform(0.1, 30, shape[1])).astype(np.float32)
+    out = np.empty((num_rows, shape[0]), np.float32)
+    kernels.multiply(kernels.Team(2), kernels.pack(w, "int8"), x, out)
+    np.testing.assert_array_equal(out, product_of_halves(w, x))
+
+
 def test_nothing_finite_is_told_apart() -> None:
     config = FAMILY_CASES["llama"]
     weights = tiny_weights(config, dtype=torch.float32)

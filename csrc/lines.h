@@ -1,0 +1,28 @@
+// Arrays that begin with a cache line: vectors of 64 bytes then never lie across two, which costs a kernel a third.
+#pragma once
+
+#include <cstddef>
+#include <new>
+#include <vector>
+
+namespace paceline {
+
+template <class T>
+struct LineAllocator {
+    using value_type = T;
+    static constexpr std::align_val_t kLine{64};
+
+    LineAllocator() = default;
+    template <class Other>
+    LineAllocator(const LineAllocator<Other>&) {}
+
+    T* allocate(size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), kLine)); }
+    void deallocate(T* p, size_t) { ::operator delete(p, kLine); }
+    bool operator==(const LineAllocator&) const { return true; }
+    bool operator!=(const LineAllocator&) const { return false; }
+};
+
+template <class T>
+using Lines = std::vector<T, LineAllocator<T>>;
+
+}  // namespace paceline
