@@ -202,7 +202,7 @@ class Goodput:
         if len(self.survival) == 1:
             return np.zeros(view.num_rows, np.int64)
         renews = self._steps % ASSIGN_EVERY == 0 or bool(self._fresh[view.rows].any())
-        if not renews and not view.offers:
+        if not renews and not any(offer.size for offer in view.offers.values()):
             drafters = self._own[view.rows]
         else:
             drafters = self._compare(view, self._worth(view, base, alive), renews=renews)
