@@ -4,6 +4,8 @@
 #include <immintrin.h>
 #endif
 
+#include "isa/kernels.h"
+
 namespace paceline {
 namespace {
 
@@ -53,6 +55,7 @@ void Team::run(const std::function<void(size_t)>& work) {
     launch_.fetch_add(1, std::memory_order_release);
     launch_.notify_all();
     work(0);
+    kernels().gemm.leave();
     for (int32_t left = inside_.fetch_add(kClosed) + kClosed; left != kClosed; left = inside_.load()) wait_while(inside_, left);
 }
 
@@ -65,6 +68,7 @@ void Team::serve(size_t thread) {
         if (!enter()) continue;
         next_phase_ = first_phase_;
         (*work_)(thread);
+        kernels().gemm.leave();
         leave();
     }
 }

@@ -244,9 +244,15 @@ void float_panel(const W* panel, const FloatRows& rows, size_t first, size_t end
     });
 }
 
+void leave() {
+#if defined(__AMX_INT8__)
+    leave_tiles();
+#endif
+}
+
 }  // namespace
 
 extern const GemmKernels gemm_kernels;
-const GemmKernels gemm_kernels = {int8_panels, int4_panel, float_panel<float>, float_panel<uint16_t>};
+const GemmKernels gemm_kernels = {int8_panels, int4_panel, float_panel<float>, float_panel<uint16_t>, leave};
 
 }  // namespace paceline::PACELINE_ISA

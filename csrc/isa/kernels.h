@@ -78,6 +78,7 @@ struct GemmKernels {
     void (*int4)(const uint8_t* panel, const QuantisedRows& rows, size_t first, size_t end, float* out, size_t stride);
     void (*f32)(const float* panel, const FloatRows& rows, size_t first, size_t end, float* out, size_t stride);
     void (*bf16)(const uint16_t* panel, const FloatRows& rows, size_t first, size_t end, float* out, size_t stride);
+    void (*leave)();  // lets go of what products hold in a thread; a team calls it at the end of each run
 };
 
 struct LayerKernels {

@@ -22,12 +22,8 @@ static_assert(kInt8Group == 64 && kPanel == 2 * kTile, "the panels are packed as
 #define PACELINE_WEIGHTS 6
 #define PACELINE_OTHER_WEIGHTS 7
 
-// Give this thread's registers their shapes: `rows` rows of 16 sums or 64 activations, or the weights of 64 inputs. They
-// keep them, as shaping them anew takes as long as ten products.
-PACELINE_INLINE void shape_tiles(size_t rows) {
-    thread_local size_t shaped = 0;
-    if (shaped == rows) return;
-    shaped = rows;
+// Give this thread's registers their shapes: `rows` rows of 16 sums or 64 activations, or the weights of 64 inputs.
+PACELINE_INLINE void load_shapes(size_t rows) {
     struct {
         uint8_t palette = 1, start_row = 0, reserved[14] = {};
         uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
@@ -38,6 +34,19 @@ PACELINE_INLINE void shape_tiles(size_t rows) {
         config.rows[tile] = (uint8_t)(tile == PACELINE_WEIGHTS || tile == PACELINE_OTHER_WEIGHTS ? kInt8Group / 4 : rows);
     __asm__ volatile("" : : "r"(&config) : "memory");  // GCC thinks that only its first bytes are read
     _tile_loadconfig(&config);
+}
+
+// They keep them until the run of a team is over, as shaping them anew takes as long as ten products. Longer they may not:
+// others in the process, such as a library that trains, shape a thread's registers for themselves.
+static thread_local size_t shaped_rows = 0;
+
+PACELINE_INLINE void shape_tiles(size_t rows) {
+    if (shaped_rows != rows) load_shapes(shaped_rows = rows);
+}
+
+PACELINE_INLINE void leave_tiles() {
+    if (shaped_rows) _tile_release();
+    shaped_rows = 0;
 }
 
 // Scale 16 outputs of some rows; sums reach memory by a store of their own, since vectors cannot read tile registers.

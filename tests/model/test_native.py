@@ -258,6 +258,22 @@ def test_products_of_bytes_are_the_twins_to_the_bit(shape: tuple[int, int], num_
     np.testing.assert_array_equal(out, product_of_halves(w, x))
 
 
+def test_others_may_use_the_same_registers_between_two_runs() -> None:
+    """A library that trains shapes a thread's tiles for itself."""
+    random = np.random.default_rng(2)
+    w, x = random.standard_normal((64, 64)).astype(np.float32), random.standard_normal((16, 64)).astype(np.float32)
+    team, packed, wide = kernels.Team(1), kernels.pack(w, "int8"), torch.ones(256, 256, dtype=torch.bfloat16)
+    for num_rows in (16, 9, 16, 9):
+        out = np.empty((num_rows, 64), np.float32)
+        kernels.multiply(team, packed, x[:num_rows].copy(), out)
+        np.testing.assert_array_equal(out, product_of_halves(w, x[:num_rows]))
+        assert (wide @ wide == 256).all()
+        kernels.dot_peak(team)
+        again = np.empty_like(out)
+        kernels.multiply(team, packed, x[:num_rows].copy(), again)
+        np.testing.assert_array_equal(out, again)
+
+
 def test_nothing_finite_is_told_apart() -> None:
     config = FAMILY_CASES["llama"]
     weights = tiny_weights(config, dtype=torch.float32)
