@@ -18,12 +18,11 @@ namespace {
 #if defined(__AVX512F__)
 constexpr int kVectors = 2;  // accumulators per row; with kMostRows rows, twice that many must fit the registers
 constexpr int kMostRows = 6;
-constexpr size_t kMostRowsSplit = 6, kMostRowsOfPair = 3;  // beside int8 weights, whose rows have twice as many
 #else
 constexpr int kVectors = 1;
 constexpr int kMostRows = 4;
-constexpr size_t kMostRowsSplit = 4, kMostRowsOfPair = 2;
 #endif
+constexpr int kMostRowsOfPair = kMostRows / 2;  // of two panels side by side
 // What a kernel fetches while it computes: so many cache lines for each 256 bytes of weights, from a place on. A few rows
 // are done with a panel in one piece and fetch what they soon read; more come in pieces, of which the first reads the
 // panel from memory and the others from the cache: together they fetch the next panel, so that memory is never idle.
@@ -203,7 +202,7 @@ PACELINE_INLINE void in_pieces(size_t first, size_t end, const void* panel, size
 
 template <int P>
 void int8_some_panels(const Int8Panel& panel, const SplitRows& rows, size_t first, size_t end, float* out, size_t stride) {
-    constexpr size_t kMost = P == 1 ? kMostRowsSplit : kMostRowsOfPair;
+    constexpr int kMost = P == 1 ? kMostRows : kMostRowsOfPair;
     in_pieces<kMost>(first, end, panel.weights, P * rows.width * kPanel, [&, start = first](size_t at, size_t count, Ahead ahead) {
         float* to = out + (at - start) * stride;
 #define PACELINE_CALL(R) int8_rows<R <= kMost ? R : kMost, P>(panel, rows, at, ahead, to, stride)

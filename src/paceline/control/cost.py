@@ -147,21 +147,6 @@ def draft_tables(drafters: tuple[DraftCost, ...]) -> DraftTables:
     return DraftTables(seconds, deepening, np.diff(deepening, axis=1, prepend=0.0))
 
 
-def _drafting_of(drafters: tuple[DraftCost, ...], ks: Sequence[int], whose: Sequence[int]) -> NDArray[float64]:
-    """As `MeasuredCost.drafting_of`. Plain numbers: for so few, numpy's calls would take five times as long."""
-    tables, found = draft_tables(drafters), [0.0] * len(drafters)
-    deepest = tables.width - 1
-    deep = [[0] * tables.width for _ in drafters]  # rows that go so deep
-    for k, drafter in zip(ks, whose, strict=True):
-        for depth in range(1, min(k, deepest) + 1 if drafters else 0):
-            deep[drafter][depth] += 1
-    for drafter, counts in enumerate(deep):
-        for depth, rows in enumerate(counts):
-            if rows:
-                found[drafter] += tables.deepening.item(drafter, rows, depth)
-    return np.array(found, np.float64)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Drafts:
     """Drafts that a step may have, the most likely to survive first: a step has the first so many of them."""
@@ -250,8 +235,20 @@ class MeasuredCost:
         return prices_one_by_one(self, base, lengths, num_drafters, max_k)
 
     def drafting_of(self, ks: NDArray[int64], drafters: NDArray[int64]) -> NDArray[float64]:
-        """Return the seconds that each drafter takes for rows that draft so much. [num_drafters]"""
-        return _drafting_of(self.drafters, ks.tolist(), drafters.tolist())
+        """Return the seconds that each drafter takes for rows that draft so much. [num_drafters]
+
+        In plain numbers: for so few, numpy's calls would take five times as long.
+        """
+        found = np.zeros(len(self.drafters))
+        if self.drafters:
+            tables = draft_tables(self.drafters)
+            deep = [[0] * tables.width for _ in self.drafters]  # rows that go so deep
+            for k, drafter in zip(ks.tolist(), drafters.tolist(), strict=True):
+                for depth in range(1, min(k, tables.width - 1) + 1):
+                    deep[drafter][depth] += 1
+            for drafter, counts in enumerate(deep):
+                found[drafter] = sum(tables.deepening.item(drafter, n, k) for k, n in enumerate(counts) if n)
+        return found
 
     def passes(self, base: Work, drafts: Drafts) -> Work:
         """Return the pass with the first 0, 1, ... all of the drafts."""

@@ -8,7 +8,7 @@ to pay. A drafter that could not pay in many steps, at the best that its probes 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -44,11 +44,25 @@ LEAST_AT_STAKE = 0.004  # seconds that a step's drafts cost, for trimming to sav
 
 
 @dataclass(slots=True)
+class Budget:
+    """Time that may still go into finding out."""
+
+    seconds: float = 0.0
+
+    def afford(self, seconds: float) -> bool:
+        """Pay so many seconds if they are there."""
+        if seconds > self.seconds:
+            return False
+        self.seconds -= max(seconds, 0.0)
+        return True
+
+
+@dataclass(slots=True)
 class Probes:
     """What may be spent on finding out, and what was."""
 
-    budget_s: float = 0.0  # time that may still go into probes
-    plain_budget_s: float = 0.0  # and into steps without drafts, which cost more
+    budget: Budget = field(default_factory=Budget)  # for drafts that do not seem to pay
+    plain: Budget = field(default_factory=Budget)  # for steps without drafts, which are dearer
     row: int = NONE  # that goes further in this step to find out
     last_plain: int = 0  # the last step without drafts
     num_plain: int = 0
@@ -56,22 +70,8 @@ class Probes:
 
     def earn(self, seconds: float) -> None:
         """Let so much more time go into finding out, of either kind."""
-        self.budget_s += seconds
-        self.plain_budget_s += seconds
-
-    def afford(self, seconds: float) -> bool:
-        """Pay for a probe if there is time for it."""
-        if seconds > self.budget_s:
-            return False
-        self.budget_s -= max(seconds, 0.0)
-        return True
-
-    def afford_plain(self, seconds: float) -> bool:
-        """Pay for steps without drafts likewise."""
-        if seconds > self.plain_budget_s:
-            return False
-        self.plain_budget_s -= max(seconds, 0.0)
-        return True
+        self.budget.seconds += seconds
+        self.plain.seconds += seconds
 
 
 class Goodput:
@@ -252,7 +252,7 @@ class Goodput:
         wait = min(PLAIN_EVERY, 2 << min(probes.num_plain, PLAIN_EVERY))
         due = second or (self._steps - probes.last_plain >= wait and not view.wishes)
         if due and not second and probes.num_plain >= FIRST_PLAIN:
-            due = probes.afford_plain(2 * chosen.plain_seconds * (chosen.speedup - 1.0))
+            due = probes.plain.afford(2 * chosen.plain_seconds * (chosen.speedup - 1.0))
         probes.once_more = due and not second
         if due or not ks.any():
             probes.last_plain = self._steps
@@ -316,7 +316,7 @@ class Goodput:
         index = rows[self._steps // PROBE_EVERY % rows.size]
         probing, whose = ks.copy(), drafters.copy()
         probing[index], whose[index] = further[0][index], further[1][index]
-        if not self._probes.afford(self.cost.price(base, view.lengths, probing, whose) - seconds):
+        if not self._probes.budget.afford(self.cost.price(base, view.lengths, probing, whose) - seconds):
             return chosen
         self._probes.row = int(view.rows[index])
         return probing, whose

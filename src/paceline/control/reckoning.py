@@ -49,7 +49,7 @@ def learn_cost(
     gained = 1 + sum(outcomes.num_accepted.tolist()) / max(len(lengths), 1)  # steps that a step stands for
     reckoning = Reckoning(predicted_s, measured_s * (prefill_s + gained * plain_s) / predicted_s)
     dear = [drafter for drafter, seconds in enumerate(drafting) if seconds > 0]
-    if len(dear) == 1 and not prefill.tokens:  # what one drafter took can be told apart: prompts are taken in, too
+    if len(dear) == 1 and not prefill.tokens:  # else it is not told apart: other drafters', or taking in prompts
         cost.observe_drafting(dear[0], drafting[dear[0]], outcomes.draft_s)
     if settled:
         cost.observe_pass(done, outcomes.target_s)
