@@ -280,7 +280,8 @@ void Decoder::forward(const Pass& pass, const KVStore& kv) {
             best.second = std::max(best.second, own.second);
         }
         const bool finite = best.id != kBroken && std::isfinite(best.score);
-        if (pass.margins && finite) pass.margins[i] = margin(best.score - best.second, pass.chooses[i].temperature);
+        const double ahead = margin(best.score - best.second, pass.chooses[i].temperature);
+        if (pass.margins && finite) pass.margins[i] = static_cast<float>(ahead);
         pass.chosen[i] = pass.chooses[i].kind == Kind::logits ? kUnchosen : finite ? best.id : kBroken;
     }
 }
@@ -584,7 +585,8 @@ void Decoder::choose_sampled(const Pass& pass, size_t index, size_t thread) {
     double ahead = 0.0;
     pass.chosen[index] = how.temperature > 0.0 ? sampler.choose(how.filters, how.key, pass.margins ? &ahead : nullptr) : sampler.argmax();
     if (pass.margins && pass.chosen[index] >= 0)
-        pass.margins[index] = margin(how.temperature > 0.0 ? ahead : sampler.lead(), how.temperature);
+        pass.margins[index] =
+            static_cast<float>(margin(how.temperature > 0.0 ? ahead : sampler.lead(), how.temperature));
 }
 
 void Decoder::choose_tile(const Pass& pass, size_t tile, size_t thread) {

@@ -28,8 +28,8 @@ inline float inverse_temperature(double temperature) {
 }
 
 // How far a noisy score is ahead of the next, in logits: what a drafter and its target differ by is in these, too.
-inline float margin(double ahead, double temperature) {
-    return static_cast<float>(ahead * (temperature <= 0.0 ? 1.0 : temperature > 1e-5 ? temperature : 1e-5));
+inline double margin(double ahead, double temperature) {
+    return ahead * (temperature <= 0.0 ? 1.0 : temperature > 1e-5 ? temperature : 1e-5);
 }
 
 struct Filters {

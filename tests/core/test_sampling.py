@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import special, stats
 
@@ -96,6 +96,7 @@ EDITS = Edits(
 
 @settings(max_examples=200)
 @given(ROW, FILTERS, st.integers(0, 1 << 40), st.booleans())
+@example(logits_of(26864, 2, "wide", np.float32), SamplingParams(temperature=0.3), 0, False)  # 61 ahead: not a float
 def test_a_choice_is_the_noisy_argmax_of_what_is_kept(
     row: np.ndarray, params: SamplingParams, seed: int, edited: bool
 ) -> None:
