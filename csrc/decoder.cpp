@@ -60,6 +60,12 @@ void each_edited(const TileIds& ids, const Edits& edits, const Act& act) {
             act(static_cast<size_t>(*id) - ids.start, static_cast<size_t>(id - first));
         return;
     }
+    if (edits.count == 1) {  // a hint: the one place is sooner found by looking at all
+        size_t found = 0;
+        for (size_t i = 0; i < ids.count; ++i) found = ids.map[i] == static_cast<uint32_t>(*first) ? i + 1 : found;
+        if (found) act(found - 1, 0);
+        return;
+    }
     for (size_t i = 0; i < ids.count; ++i) {
         const int64_t* id = std::lower_bound(first, end, static_cast<int64_t>(ids.map[i]));
         if (id != end && *id == static_cast<int64_t>(ids.map[i])) act(i, static_cast<size_t>(id - first));

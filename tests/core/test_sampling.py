@@ -96,7 +96,7 @@ EDITS = Edits(
 
 @settings(max_examples=200)
 @given(ROW, FILTERS, st.integers(0, 1 << 40), st.booleans())
-@example(logits_of(26864, 2, "wide", np.float32), SamplingParams(temperature=0.3), 0, False)  # 61 ahead: not a float
+@example(logits_of(26864, 2, "wide", np.float32), SamplingParams(temperature=0.3), 0, False)  # 61 logits ahead
 def test_a_choice_is_the_noisy_argmax_of_what_is_kept(
     row: np.ndarray, params: SamplingParams, seed: int, edited: bool
 ) -> None:

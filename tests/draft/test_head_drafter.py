@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from itertools import permutations
@@ -24,6 +25,8 @@ from paceline.draft.heads import drafter as heads
 from paceline.draft.heads.checkpoint import Head, load_head
 from paceline.draft.heads.features import Tapped
 from paceline.draft.heads.forward import fuse, read_out, run_layers
+from paceline.draft.hints import MAX_MATCH, MIN_MATCH
+from paceline.draft.lookup.suffix import propose_slow
 from paceline.draft.options import parse_spec
 from paceline.engine.drafting import Drafting
 from tests.draft.heads import head_values, random_weights, trained_head, write_head
@@ -119,6 +122,7 @@ class Scratch:
 
 def watch(engine: Engine, every: int = 1, first: int | None = None) -> list[int]:
     """Compare every draft of an engine's head with one from scratch. Returns the lengths of those compared."""
+    drafter: Any
     (drafter,) = engine.drafting.drafters.values()
     decoder: ReferenceDecoder = target().decoder  # type: ignore[assignment]
     scratch = Scratch(load_head(Path(drafter.report()["model"]), decoder.config), decoder)
@@ -141,7 +145,7 @@ def watch(engine: Engine, every: int = 1, first: int | None = None) -> list[int]
         for r, d in zip(batch.rows, draft.rows, strict=True):
             if len(d) and (batch.step + r.row) % every == 0:
                 ids = rows.tokens(r.row).tolist()
-                choose = partial(chosen_after, rows, r.row)
+                choose = partial(chosen_after, rows, r.row, hinted_tokens(ids, len(d), drafter.hint_gain))
                 assert list(d.token_ids) == scratch.draft(ids, len(d), choose, first or 1)
                 compared.append(len(d))
         return draft
@@ -150,8 +154,21 @@ def watch(engine: Engine, every: int = 1, first: int | None = None) -> list[int]
     return compared
 
 
-def chosen_after(rows: Any, row: int, logits: np.ndarray, guesses: list[int]) -> int:
-    return choose_token(logits, rows.choose_after(row, guesses))
+def hinted_tokens(ids: list[int], k: int, gain: float) -> list[tuple[int, float]]:
+    """What followed where the text looked like its end before, and what that adds to their logits."""
+    token_ids, _, match = propose_slow(ids, ids[-MAX_MATCH:], k, MIN_MATCH, MAX_MATCH, MAX_MATCH, 0.05)
+    return [(token_id, gain * math.log(match)) for token_id in token_ids]
+
+
+def chosen_after(
+    rows: Any, row: int, told: list[tuple[int, float]], logits: np.ndarray, guesses: list[int]
+) -> int:
+    choose = rows.choose_after(row, guesses)
+    if choose.edits is None:
+        logits = logits.copy()
+        for token_id, gain in told[len(guesses) : len(guesses) + 1]:
+            logits[token_id] += gain
+    return choose_token(logits, choose)
 
 
 @pytest.mark.parametrize(

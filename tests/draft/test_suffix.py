@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError
-from paceline.core.nouns import Batch, BatchRow, Plan, Request, RowPlan
+from paceline.core.nouns import Admission, Batch, BatchRow, Plan, Request, RowPlan
 from paceline.core.params import SamplingParams
 from paceline.draft.lookup.suffix import BORDER, SuffixConfig, SuffixDrafter, propose_slow
 from paceline.draft.options import parse_spec
 from paceline.kernels import TextIndex
+from paceline.model.rows import Rows
 
 texts = st.lists(st.lists(st.integers(0, 3), max_size=40), max_size=4)
 
@@ -99,19 +100,16 @@ def test_bad_arguments_are_refused() -> None:
 # The drafter -------------------------------------------------------------------------------------
 
 
-class Text:
-    """Rows of committed tokens."""
+def admit(rows: Rows, drafter: SuffixDrafter, row: int, prompt: list[int], salt: str = "") -> None:
+    request = Request("r", tuple(prompt), SamplingParams(max_tokens=20), seed=1, salt=salt)
+    rows.apply(Batch(0, (), (Admission(row, request, prompt, 0, ()),)))
+    drafter.admit(row, request, {})
 
-    def __init__(self) -> None:
-        self.token_ids = np.zeros((2, 64), np.int64)
-        self.length = [0, 0]
 
-    def put(self, row: int, tokens: list[int]) -> None:
-        self.token_ids[row, : len(tokens)] = tokens
-        self.length[row] = len(tokens)
-
-    def tokens(self, row: int) -> Any:
-        return self.token_ids[row, : self.length[row]]
+def append(rows: Rows, row: int, *tokens: int) -> None:
+    length = int(rows.length[row])
+    rows.token_ids[row, length : length + len(tokens)] = tokens
+    rows.length[row] += len(tokens)
 
 
 def propose(drafter: SuffixDrafter, row: int, k: int = 4) -> list[int]:
@@ -120,29 +118,34 @@ def propose(drafter: SuffixDrafter, row: int, k: int = 4) -> list[int]:
     return list(drafter.propose(batch, plan).rows[0].token_ids)
 
 
-def request(prompt: list[int], salt: str = "") -> Request:
-    return Request("r", tuple(prompt), SamplingParams(max_tokens=20), seed=1, salt=salt)
-
-
-def answered(config: SuffixConfig, salt: str = "") -> tuple[SuffixDrafter, Text]:
+def answered(config: SuffixConfig, salt: str = "") -> tuple[SuffixDrafter, Rows]:
     """A drafter that has seen one request end, whose answer was 5 6 7 8 9."""
-    text = Text()
-    drafter = SuffixDrafter(config, text)  # type: ignore[arg-type]
-    drafter.admit(0, request([1, 2, 3], salt), 0)
-    text.put(0, [1, 2, 3, 5, 6, 7, 8, 9])
+    rows = Rows(2, 64, frozenset())
+    drafter = SuffixDrafter(config, rows)
+    admit(rows, drafter, 0, [1, 2, 3], salt)
+    append(rows, 0, 5, 6, 7, 8, 9)
     assert propose(drafter, 0) == []
     drafter.release(0)
-    return drafter, text
+    return drafter, rows
 
 
 def test_a_row_follows_its_own_text_as_it_grows() -> None:
-    text = Text()
-    drafter = SuffixConfig().build(SimpleNamespace(rows=text), lambda name: None)  # type: ignore[arg-type]
-    drafter.admit(1, request([4, 5, 6, 7, 4, 5]), 0)
-    text.put(1, [4, 5, 6, 7, 4, 5])
+    rows = Rows(2, 64, frozenset())
+    drafter = SuffixConfig().build(SimpleNamespace(rows=rows), lambda name: None)  # type: ignore[arg-type]
+    admit(rows, drafter, 1, [4, 5, 6, 7, 4, 5])
     assert propose(drafter, 1) == [6, 7, 4, 5]
-    text.put(1, [4, 5, 6, 7, 4, 5, 9, 9, 4, 5])
+    append(rows, 1, 9, 9, 4, 5)
     assert propose(drafter, 1, k=1) == [9]
+
+
+def test_a_row_forgets_the_text_it_held_before() -> None:
+    rows = Rows(2, 64, frozenset())
+    drafter = SuffixDrafter(SuffixConfig(), rows)
+    admit(rows, drafter, 1, [4, 5, 6, 7, 4, 5])
+    assert propose(drafter, 1) == [6, 7, 4, 5]
+    drafter.release(1)
+    admit(rows, drafter, 1, [8, 4, 5])
+    assert propose(drafter, 1) == []
 
 
 @pytest.mark.parametrize(
@@ -156,29 +159,26 @@ def test_a_row_follows_its_own_text_as_it_grows() -> None:
 def test_past_answers_are_shared_only_when_asked_and_by_salt(
     config: SuffixConfig, salt: str, expected: list[int]
 ) -> None:
-    drafter, text = answered(config)
-    drafter.admit(1, request([30, 5, 6], salt), 0)
-    text.put(1, [30, 5, 6])
+    drafter, rows = answered(config)
+    admit(rows, drafter, 1, [30, 5, 6], salt)
     assert propose(drafter, 1) == expected
     drafter.forget()
     assert propose(drafter, 1) == []
 
 
 def test_prompts_are_not_shared() -> None:
-    drafter, text = answered(SuffixConfig(shared=100))
-    drafter.admit(1, request([1, 2]), 0)
-    text.put(1, [1, 2])
+    drafter, rows = answered(SuffixConfig(shared=100))
+    admit(rows, drafter, 1, [1, 2])
     assert propose(drafter, 1) == []
 
 
 def test_only_so_many_salts_are_remembered() -> None:
-    text = Text()
-    drafter = SuffixDrafter(SuffixConfig(shared=100), text)  # type: ignore[arg-type]
+    rows = Rows(2, 64, frozenset())
+    drafter = SuffixDrafter(SuffixConfig(shared=100), rows)
     for number in range(70):
-        drafter.admit(0, request([1], str(number)), 0)
-        text.put(0, [1, 5, 6, 7])
+        admit(rows, drafter, 0, [1], str(number))
+        append(rows, 0, 5, 6, 7)
         drafter.release(0)
     assert len(drafter._shared) == 64
-    drafter.admit(0, request([1], "0"), 0)
-    text.put(0, [5, 6])
+    admit(rows, drafter, 0, [5, 6], "0")
     assert propose(drafter, 0) == []

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.core.nouns import RowDraft
+from paceline.draft.hints import hinted, hints
 from paceline.model.choosing import draw
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from numpy import floating
     from numpy.typing import NDArray
 
-    from paceline.core.nouns import Choose
+    from paceline.core.nouns import Choose, Edits
     from paceline.model.backend import Chosen
     from paceline.model.rows import Rows, Span
 
@@ -36,8 +37,10 @@ CATCH_UP_TOKENS = 512  # known tokens computed per step for rows that fell behin
 class Chain:
     """A row's guesses so far."""
 
-    def __init__(self, row: int) -> None:
+    def __init__(self, row: int, told: Sequence[Edits] = ()) -> None:
+        """told: the hints to its guesses."""
         self.row = row
+        self.told = told
         self.token_ids: list[int] = []
         self.probs: list[NDArray[floating]] = []  # [vocab] each, if the law needs them
         self.margins: list[float] = []  # logits by which each was ahead of the next, NaN where not known
@@ -81,7 +84,7 @@ def share_out(behind: Mapping[int, int], allowance: int = CATCH_UP_TOKENS) -> tu
 
 def extend(rows: Rows, chains: Sequence[Chain], run: Callable[[Sequence[Choose]], Chosen], *, dense: bool) -> None:
     """Draw one more token for each chain. `dense` also keeps the distributions they were drawn from."""
-    chooses = [rows.choose_after(chain.row, chain.token_ids) for chain in chains]
+    chooses = [hinted([rows.choose_after(c.row, c.token_ids)], c.told[len(c.token_ids) :][:1])[0] for c in chains]
     drawn = draw(run, chooses, [len(chain.token_ids) for chain in chains], dense=dense)
     for index, chain in enumerate(chains):
         chain.token_ids.append(drawn.token_ids[index])
@@ -98,14 +101,15 @@ def draft_in_turn(
     run: RunSpans,
     at_once: RunSpansInTurn | None = None,
     *,
+    hint_gain: float,
     dense: bool,
 ) -> dict[int, Chain]:
-    """Draft token by token, up to `depth[row]` tokens.
+    """Draft token by token, up to `depth[row]` tokens, with hints of this gain.
 
     The first pass reads each row's known tokens from `starts[row]` on, those after it one guess. `at_once` runs
     them in one call, for rows whose choices do not depend on which tokens the guesses are.
     """
-    chains = {row: Chain(row) for row in starts}
+    chains = {row: Chain(row, hints(rows, row, depth[row], hint_gain)) for row in starts}
     spans: list[Span] = [(row, start, int(rows.length[row]) - start, ()) for row, start in starts.items()]
     if at_once and not dense:
         easy = [span for span in spans if not rows.penalised(span[0])]
@@ -131,7 +135,7 @@ def _draft_at_once(
     chooses = [
         choose
         for chain, k in zip(chains, depths, strict=True)
-        for choose in rows.row_chooses(chain.row, [0] * (k - 1), margin=True)
+        for choose in hinted(rows.row_chooses(chain.row, [0] * (k - 1), margin=True), chain.told)
     ]
     drawn = run(chooses, depths)
     assert drawn.margins is not None

@@ -145,6 +145,7 @@ class DraftModel:
     """Drafts token by token with a decoder of its own or the target's first layers."""
 
     name = DraftModelConfig.name
+    hint_gain = 4.0
 
     def __init__(
         self,
@@ -181,7 +182,9 @@ class DraftModel:
         if self._own:
             self._own.follow(starts)
         at_once = self._run_in_turn if self._decoder.in_turn else None
-        chains = draft_in_turn(self._rows, starts, depth, self._run, at_once, dense=self._dense)
+        chains = draft_in_turn(
+            self._rows, starts, depth, self._run, at_once, hint_gain=self.hint_gain, dense=self._dense
+        )
         self._seen |= {row: int(self._rows.length[row]) + len(c.token_ids) - 1 for row, c in chains.items()}
         return Draft(tuple(chains[r.row].draft(self.name) if r.row in chains else NO_DRAFT for r in batch.rows))
 

@@ -54,6 +54,14 @@ class _How:
         return [Choose(*of_all, length + n, None, margin) for n in range(len(guesses) + 1)]
 
 
+@dataclass(slots=True, eq=False)
+class _Text:
+    """The index of a row's tokens."""
+
+    index: kernels.TextIndex
+    known: int = 0  # tokens that are in it
+
+
 class Rows:
     """Tokens, lengths and page tables of the rows of an engine.
 
@@ -70,6 +78,7 @@ class Rows:
         self.pages = np.zeros((num_rows, -(-width // PAGE_TOKENS)), np.int64)
         self.requests: list[Request | None] = [None] * num_rows
         self._how: list[_How | None] = [None] * num_rows
+        self._texts: list[_Text | None] = [None] * num_rows
         self._eos_ids = eos_ids
         self._law_needs_probs = law_needs_probs
 
@@ -81,6 +90,19 @@ class Rows:
     def tokens(self, row: int) -> NDArray[int64]:
         """Return a row's committed tokens. [length] int64, a view."""
         return self.token_ids[row, : self.length[row]]
+
+    def text(self, row: int) -> kernels.TextIndex:
+        """Return the index of a row's committed tokens: who asks for none pays for none."""
+        text = self._texts[row]
+        if text is None:
+            request = self.requests[row]
+            assert request is not None
+            most = len(request.prompt_ids) + (request.params.max_tokens or 0)
+            text = self._texts[row] = _Text(kernels.TextIndex(min(most, self.token_ids.shape[1])))
+        length = self.length.item(row)
+        text.index.extend(self.token_ids[row, text.known : length])
+        text.known = length
+        return text.index
 
     def apply(self, batch: Batch) -> None:
         """Take in the births and the new pages of a step."""
@@ -99,6 +121,7 @@ class Rows:
         self.computed[row] = admission.cached_len
         self.pages[row, : len(admission.pages)] = admission.pages
         self.requests[row] = request
+        self._texts[row] = None
         own_stops = frozenset(request.params.stop_token_ids)
         history = History(request.params, request.prompt_ids)
         history.append(known[prompt_len:])

@@ -23,6 +23,7 @@ from paceline.draft.drafter import MAX_K, Needs
 from paceline.draft.heads.checkpoint import load_head, narrowed
 from paceline.draft.heads.config import EAGLE, EAGLE3, PEAGLE, head_shapes, read_config
 from paceline.draft.heads.features import FeatureStore, Tapped
+from paceline.draft.hints import hinted, hints
 from paceline.draft.options import bounded
 from paceline.draft.own import OwnTokens
 from paceline.draft.shipped import shipped_folder
@@ -272,13 +273,17 @@ class _HeadDrafter:
 class SerialHeadDrafter(_HeadDrafter):
     """Drafts token by token: what the head makes of one entry stands for the feature of the next."""
 
+    hint_gain = 1.5
+
     def __init__(self, options: HeadOptions, target: Target, head: Head) -> None:
         super().__init__(options, target, head)
         self._fed_back: dict[int, NDArray[floating]] = {}  # row -> [width] of its newest guess
 
     def _draft(self, starts: Mapping[int, int], depth: Mapping[int, int]) -> dict[int, Chain]:
         at_once = self._run_in_turn if self._head.in_turn else None
-        return draft_in_turn(self._rows, starts, depth, self._run, at_once, dense=self._dense)
+        return draft_in_turn(
+            self._rows, starts, depth, self._run, at_once, hint_gain=self.hint_gain, dense=self._dense
+        )
 
     def _run_in_turn(self, spans: Sequence[Span], chooses: Sequence[Choose], depths: Sequence[int]) -> Chosen:
         assert self._head.in_turn is not None
@@ -295,6 +300,8 @@ class SerialHeadDrafter(_HeadDrafter):
 class ParallelHeadDrafter(_HeadDrafter):
     """Drafts all tokens in one pass, mask tokens with a learnt feature standing for those not known yet."""
 
+    hint_gain = 8.0  # it hardly knows what its own guesses were
+
     def __init__(self, options: HeadOptions, target: Target, head: Head) -> None:
         super().__init__(options, target, head)
         assert head.config.mask_token_id is not None, "the config of a parallel head names it"
@@ -302,15 +309,17 @@ class ParallelHeadDrafter(_HeadDrafter):
         self._mask_feature = self._head.fuse(head.weights["mask_hidden"][None])[0]  # [width]
 
     def _draft(self, starts: Mapping[int, int], depth: Mapping[int, int]) -> dict[int, Chain]:
-        chosen, first = self._run(starts, depth)
-        chains = {row: Chain(row) for row in starts}
+        chains = {row: Chain(row, hints(self._rows, row, depth[row], self.hint_gain)) for row in starts}
+        chosen, first = self._run(chains, starts, depth)
         for index in range(max(depth[row] for row in starts)):
             wanting = [c for c in chains.values() if depth[c.row] > index and not c.broken]
             found = pick(chosen, [first[c.row] + index for c in wanting])
             extend(self._rows, wanting, partial(_already, found), dense=self._dense)
         return chains
 
-    def _run(self, starts: Mapping[int, int], depth: Mapping[int, int]) -> tuple[Chosen, dict[int, int]]:
+    def _run(
+        self, chains: Mapping[int, Chain], starts: Mapping[int, int], depth: Mapping[int, int]
+    ) -> tuple[Chosen, dict[int, int]]:
         """Run the pass. Returns what it says of all guesses, and where each row's begin.
 
         Under penalties a choice waits for the guesses before it, as they are counted.
@@ -322,7 +331,7 @@ class ParallelHeadDrafter(_HeadDrafter):
             guesses = [self._mask] * (depth[row] - 1)
             spans.append((row, start, int(self._rows.length[row]) - start, guesses))
             first[row] = len(chooses)
-            for choose in self._rows.row_chooses(row, guesses):
+            for choose in hinted(self._rows.row_chooses(row, guesses), chains[row].told):
                 waits = self._dense or choose.params.penalised
                 chooses.append(replace(choose, kind="logits" if waits else choose.kind, margin=True))
         packed = self._pack(spans, [depth[row] for row in starts])

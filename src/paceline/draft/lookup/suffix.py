@@ -77,14 +77,6 @@ class SuffixConfig:
         return SuffixDrafter(self, target.rows)
 
 
-@dataclass(slots=True)
-class _Row:
-    index: TextIndex
-    salt: str
-    prompt_len: int
-    known: int = 0  # tokens of the row that are in the index
-
-
 class SuffixDrafter:
     """Proposes what most earlier places that end like the row went on with."""
 
@@ -94,16 +86,12 @@ class SuffixDrafter:
         self.config = config
         self.needs = Needs(max_k=config.k, instant=True)
         self._tokens = rows
-        self._rows: dict[int, _Row] = {}
+        self._requests: dict[int, Request] = {}  # by row
         self._shared: dict[str, TextIndex] = {}  # by salt, the longest unused first
 
     def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
-        """Begin an index for the row's own text."""
-        from paceline.kernels import TextIndex
-
-        most = len(request.prompt_ids) + (request.params.max_tokens or 0)
-        capacity = min(most, self._tokens.token_ids.shape[1])
-        self._rows[row] = _Row(TextIndex(capacity), request.salt, len(request.prompt_ids))
+        """Keep in mind whose answers it may share."""
+        self._requests[row] = request
 
     def propose(self, batch: Batch, plan: Plan) -> Draft:
         """Ask every row that may draft; a row without a match drafts nothing."""
@@ -113,10 +101,8 @@ class SuffixDrafter:
         """Propose up to k tokens for a row, with a confidence for each."""
         if k == 0:
             return NO_DRAFT
-        own, tokens = self._rows[row], self._tokens.tokens(row)
-        own.index.extend(tokens[own.known :])
-        own.known = len(tokens)
-        indices = [own.index, self._shared[own.salt]] if own.salt in self._shared else [own.index]
+        tokens, shared = self._tokens.tokens(row), self._shared.get(self._requests[row].salt)
+        indices = [self._tokens.text(row)] if shared is None else [self._tokens.text(row), shared]
         found = [self._ask(index, tokens, k) for index in indices]
         token_ids, shares, match = max(found, key=lambda f: expected(f[1]))
         trust = match / (match + 1)
@@ -134,11 +120,11 @@ class SuffixDrafter:
         return {}
 
     def release(self, row: int) -> None:
-        """Drop the row's index; where sharing was asked for, keep its answer."""
-        own = self._rows.pop(row)
-        answer = self._tokens.tokens(row)[own.prompt_len :]
+        """Where sharing was asked for, keep the row's answer."""
+        request = self._requests.pop(row)
+        answer = self._tokens.tokens(row)[len(request.prompt_ids) :]
         if self.config.shared and len(answer):
-            shared = self._past_answers(own.salt)
+            shared = self._past_answers(request.salt)
             shared.extend(answer)
             shared.end_text()
 
