@@ -20,7 +20,7 @@ from paceline.core.nouns import Batch, Draft, Plan, Request
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import choose_token
 from paceline.draft import shipped
-from paceline.draft.chains import share_out
+from paceline.draft.chains import CATCH_UP_TOKENS, catch_up_tokens, share_out
 from paceline.draft.heads import drafter as heads
 from paceline.draft.heads.checkpoint import Head, load_head
 from paceline.draft.heads.features import Tapped
@@ -185,7 +185,7 @@ def test_drafts_from_pages_are_drafts_from_scratch(
     kind: str, changed: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With K changing from step to step, rows that fell behind, cached pages and preempted requests."""
-    monkeypatch.setattr(heads, "share_out", partial(share_out, allowance=30))
+    monkeypatch.setattr(heads, "catch_up_tokens", lambda *_: 30)
     engine = make_engine(spec(kind), changed)
     if changed is not PLAIN:
         engine.controller = RestlessK(kind, 4, seed=2)
@@ -374,6 +374,14 @@ def test_what_fits_is_shared_out_nearest_first() -> None:
     assert share_out({1: 5, 2: 100, 3: 7}, 12) == ([1, 3], {})
     assert share_out({4: 50}, 20) == ([], {4: 20})
     assert share_out({}, 20) == ([], {})
+
+
+def test_a_small_drafter_catches_up_on_more_tokens() -> None:
+    big, small = SimpleNamespace(num_layers=30, hidden_size=64), SimpleNamespace(num_layers=9, hidden_size=32)
+    assert catch_up_tokens(big, 30, big) == CATCH_UP_TOKENS  # type: ignore[arg-type]
+    assert catch_up_tokens(big, 3, big) == 10 * CATCH_UP_TOKENS  # type: ignore[arg-type]
+    assert catch_up_tokens(small, 3, big) == 40 * CATCH_UP_TOKENS  # type: ignore[arg-type]
+    assert catch_up_tokens(big, 9, small) == CATCH_UP_TOKENS, "a larger one is not starved"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("types", ["f64", "int8"])

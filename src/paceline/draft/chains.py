@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from paceline.core.nouns import Choose, Edits
     from paceline.model.backend import Chosen
+    from paceline.model.config import ModelConfig
     from paceline.model.rows import Rows, Span
 
     # Runs a pass over spans and chooses the token after each of them.
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     # Runs passes in turn, so many for each span, see `backend.InTurn`.
     RunSpansInTurn = Callable[[Sequence[Span], Sequence[Choose], Sequence[int]], Chosen]
 
-CATCH_UP_TOKENS = 512  # known tokens computed per step for rows that fell behind
+CATCH_UP_TOKENS = 512  # known tokens read per step for rows that fell behind, by a drafter as large as its target
 
 
 class Chain:
@@ -66,7 +67,13 @@ def confidence_of(margins: Sequence[float]) -> list[float] | None:
     return [1 / (1 + math.exp(-m)) for m in margins]
 
 
-def share_out(behind: Mapping[int, int], allowance: int = CATCH_UP_TOKENS) -> tuple[list[int], dict[int, int]]:
+def catch_up_tokens(own: ModelConfig, num_layers: int, target: ModelConfig) -> int:
+    """Return how many known tokens a drafter may read in a step: the more, the smaller it is beside its target."""
+    share = num_layers * own.hidden_size**2 / (target.num_layers * target.hidden_size**2)
+    return max(CATCH_UP_TOKENS, int(CATCH_UP_TOKENS / share))
+
+
+def share_out(behind: Mapping[int, int], allowance: int) -> tuple[list[int], dict[int, int]]:
     """Return the rows whose unseen tokens fit into a step, and how many tokens bring others nearer.
 
     behind: row -> tokens it has not seen. The rows that are nearest come first.

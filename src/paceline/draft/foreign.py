@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.core.nouns import NO_DRAFT, Draft, RowDraft
-from paceline.draft.chains import share_out
+from paceline.draft.chains import catch_up_tokens, share_out
 from paceline.draft.drafter import Needs
 from paceline.draft.places import GREEDY_KIND
 from paceline.draft.streams import Streams
@@ -80,6 +80,8 @@ class ForeignDraftModel:
         self.name = name
         self._decoder = decoder
         self._num_layers = num_layers
+        layers = num_layers or decoder.config.num_layers
+        self._allowance = catch_up_tokens(decoder.config, layers, target.config)
         self._new_spelling = new_spelling
         self._report = report
         self._rows = target.rows
@@ -139,7 +141,8 @@ class ForeignDraftModel:
     def _catch_up(self, rows: list[int]) -> list[int]:
         """Return the rows whose unseen tokens fit this step's allowance; bring the others nearer."""
         own = self._streams.rows
-        ready, nearer = share_out({row: int(own.length[row]) - self._streams.start(row) for row in rows})
+        behind = {row: int(own.length[row]) - self._streams.start(row) for row in rows}
+        ready, nearer = share_out(behind, self._allowance)
         if nearer:
             spans: list[Span] = [(row, self._streams.start(row), count, ()) for row, count in nearer.items()]
             packed = own.pack_spans(spans, [0] * len(spans))

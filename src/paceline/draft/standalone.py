@@ -19,7 +19,7 @@ import numpy as np
 
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import NO_DRAFT, Draft
-from paceline.draft.chains import draft_in_turn, share_out
+from paceline.draft.chains import catch_up_tokens, draft_in_turn, share_out
 from paceline.draft.drafter import MAX_K, Needs
 from paceline.draft.foreign import ForeignDraftModel
 from paceline.draft.options import bounded
@@ -166,6 +166,8 @@ class DraftModel:
         self._rows: Rows = target.rows
         self._vocab_size = target.config.vocab_size
         self._dense = target.law_needs_probs
+        layers = num_layers or decoder.config.num_layers
+        self._allowance = catch_up_tokens(decoder.config, layers, target.config)
         self._own = own
         self._valid = np.zeros(self._rows.num_rows, np.int64)  # tokens of each row in the own store
         self._seen: dict[int, int] = {}  # row -> tokens in the store if every open guess is kept
@@ -219,7 +221,7 @@ class DraftModel:
     def _catch_up(self, rows: list[int]) -> list[int]:
         """Return the rows whose unseen tokens fit this step's allowance; bring the others nearer."""
         behind = {row: int(self._rows.length[row]) - self._start(row) for row in rows}
-        ready, nearer = share_out(behind)
+        ready, nearer = share_out(behind, self._allowance)
         if nearer:
             spans: list[Span] = [(row, self._start(row), count, ()) for row, count in nearer.items()]
             packed = self._rows.pack_spans(spans, [0] * len(spans))

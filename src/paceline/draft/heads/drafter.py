@@ -18,7 +18,7 @@ import numpy as np
 
 from paceline.core.errors import ConfigError, DrafterMismatch
 from paceline.core.nouns import NO_DRAFT, Draft
-from paceline.draft.chains import Chain, draft_in_turn, extend, share_out
+from paceline.draft.chains import Chain, catch_up_tokens, draft_in_turn, extend, share_out
 from paceline.draft.drafter import MAX_K, Needs
 from paceline.draft.heads.checkpoint import load_head, narrowed
 from paceline.draft.heads.config import EAGLE, EAGLE3, PEAGLE, head_shapes, read_config
@@ -152,6 +152,8 @@ class _HeadDrafter:
         self._own = OwnTokens(target.rows, fixed, target.config.vocab_size, self._head.write_also)
         self._kv = self._head.new_kv(target.num_pages)
         self._features = FeatureStore(target.rows, target.num_pages, head.config.layers.hidden_size)
+        layers = head.config.layers
+        self._allowance = catch_up_tokens(layers, layers.num_layers, target.config)
         self._unfused: list[Tapped] = []  # since features were last read
         self._valid = np.zeros(self._rows.num_rows, np.int64)  # [num_rows] tokens behind the last valid entry
         self._feature_store = f"{options.name} features"
@@ -240,7 +242,7 @@ class _HeadDrafter:
         Nothing is guessed from a prompt's entries: of those the last layer need only keep keys and values.
         """
         behind = {row: int(self._rows.length[row]) - self._start(row) for row in rows}
-        ready, nearer = share_out({row: count for row, count in behind.items() if count > 0})
+        ready, nearer = share_out({row: n for row, n in behind.items() if n > 0}, self._allowance)
         nearer |= {row: behind[row] - 1 for row in ready if behind[row] > _MANY_BEHIND}
         if nearer:
             spans: list[Span] = [(row, self._start(row), count, ()) for row, count in nearer.items()]
