@@ -409,14 +409,16 @@ void check_turns(const Pass& pass, const Turns& turns) {
 }
 
 void forward_in_turn(Decoder& decoder, const KVStore& kv, const PassArrays& read, const ChooseList& chooses,
-                     size_t vocab, size_t num_layers, const std::vector<int64_t>& depths,
+                     size_t vocab, size_t num_layers, const std::vector<int64_t>& depths, const Table<double>& stops,
                      const Out<int64_t>& chosen, const Out<float>& margins) {
     const Pass pass = checked_pass(decoder.shape(), kv, read, vocab, num_layers);
     const size_t num_ids = decoder.maps_ids() ? decoder.shape().vocab : vocab;
-    Turns turns{depths, chooses.checked(chosen.size(), num_ids), chosen.data(), margins.data()};
+    Turns turns{depths, stops.shape(0) ? stops.data() : nullptr, chooses.checked(chosen.size(), num_ids), chosen.data(),
+                margins.data()};
     check_turns(pass, turns);
     size_t num_chosen = 0;
     for (int64_t depth : depths) num_chosen += static_cast<size_t>(depth);
+    require(stops.shape(1) == 3 && (!stops.shape(0) || stops.shape(0) == num_chosen), "the stops have the wrong shape");
     require(chosen.size() == num_chosen && margins.size() == num_chosen, "the outputs have the wrong size");
     nb::gil_scoped_release unlocked;
     run_in_turn(decoder, pass, turns, kv);
@@ -548,7 +550,7 @@ void bind_decoder(nb::module_& m) {
         .def("forward", &forward, "kv"_a, "read"_a, "chooses"_a, "vocab"_a, "num_layers"_a, "tap_layers"_a,
              "taps"_a.noconvert(), "chosen"_a.noconvert(), "logits"_a.noconvert(), "margins"_a.noconvert())
         .def("forward_in_turn", &forward_in_turn, "kv"_a, "read"_a, "chooses"_a, "vocab"_a, "num_layers"_a, "depths"_a,
-             "chosen"_a.noconvert(), "margins"_a.noconvert());
+             "stops"_a.noconvert(), "chosen"_a.noconvert(), "margins"_a.noconvert());
 }
 
 }  // namespace

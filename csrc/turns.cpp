@@ -6,10 +6,13 @@
 namespace paceline {
 namespace {
 
+constexpr double kMostMargin = 6.0;  // as core/nouns.py
+
 struct Row {
     size_t index;      // among the first pass's
     size_t first;      // of its choices
     int64_t position;  // of its newest token
+    double alive;      // chance that all its choices so far are kept
 };
 
 // The rows that are still at it, and the memory of the pass over them.
@@ -18,7 +21,7 @@ class Round {
     Round(Decoder& decoder, const Pass& first, const Turns& turns)
         : decoder_(decoder), first_(first), turns_(turns), pass_(first) {
         for (size_t row = 0, at = 0; row < first.num_rows; at += static_cast<size_t>(turns.depths[row++]))
-            rows_.push_back({row, at, first.positions[first.cu_len[row + 1] - 1]});
+            rows_.push_back({row, at, first.positions[first.cu_len[row + 1] - 1], 1.0});
     }
 
     bool over() const { return rows_.empty(); }
@@ -43,7 +46,9 @@ class Round {
             turns_.chosen[row.first + turn] = chosen_[i];
             turns_.margins[row.first + turn] = margins_[i];
             if (chosen_[i] < 0 || turn + 1 >= static_cast<size_t>(turns_.depths[row.index])) continue;
-            going_on.push_back({row.index, row.first, row.position + 1});
+            const double alive = alive_with(row, turn, margins_[i]);
+            if (stops(row, turn, alive)) continue;
+            going_on.push_back({row.index, row.first, row.position + 1, alive});
             newest_.push_back(chosen_[i]);
             if (reads_features()) feed_back(static_cast<size_t>(pass_.wanted[i]));
         }
@@ -53,6 +58,16 @@ class Round {
   private:
     size_t hidden() const { return decoder_.shape().hidden; }
     bool reads_features() const { return decoder_.shape().reads_features; }
+
+    double alive_with(const Row& row, size_t turn, double margin) const {
+        if (!turns_.stops) return 1.0;
+        const double* stop = turns_.stops + 3 * (row.first + turn);
+        return row.alive / (1 + std::exp(-(stop[0] + stop[1] * (margin > kMostMargin ? kMostMargin : margin))));
+    }
+
+    bool stops(const Row& row, size_t turn, double alive) const {
+        return turns_.stops && alive < turns_.stops[3 * (row.first + turn) + 2];  // not so if a margin is not known
+    }
 
     void choose(size_t turn) {
         pass_.chooses.clear();

@@ -11,8 +11,9 @@ namespace paceline {
 
 struct Turns {
     std::vector<int64_t> depths;  // [num_rows] passes that each row takes part in, at least 1
+    const double* stops;          // [sum of depths, 3] where a row leaves before, see `Stop` in core/nouns.py; or null
     std::vector<Choose> chooses;  // [sum of depths] a row's one after another; none wants logits back
-    int64_t* chosen = nullptr;    // [sum of depths] out, as `Pass::chosen`; behind kBroken a row's are left alone
+    int64_t* chosen = nullptr;    // [sum of depths] out, as `Pass::chosen`; behind a row's last they are left alone
     float* margins = nullptr;     // [sum of depths] out, as `Pass::margins`
 };
 

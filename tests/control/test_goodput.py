@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
+    from paceline.core.nouns import Stop
+
 MAX_ROWS, DEPTH = 64, 8
 FREE = DraftCost(())
 TOKEN_BY_TOKEN = DraftCost(tuple(Curve.of([1, 64], [1e-3 * d, 1.5e-3 * d]) for d in range(1, DEPTH + 1)))
@@ -256,3 +258,90 @@ def test_of_steps_without_drafts_the_first_after_drafts_does_not_tell() -> None:
     assert take(0, 12e-3) == 0.0
     assert take(0, 12e-3) > 0.0
     assert take(0, 12e-3) > 0.0
+
+
+# Stops and cruising ------------------------------------------------------------------------------
+
+
+PRIORS = None, np.full(DEPTH, 0.6)
+
+
+def minding_policy() -> Goodput:
+    """As `policy`; the one that is asked heeds stops."""
+    return Goodput(OnlineCost(COST), MAX_ROWS, (DEPTH, DEPTH), PRIORS, minding={1})
+
+
+def quiet_view(num_rows: int = 3, most: int = 100, offered: int = 0, prefill: int = 0) -> View:
+    """Rows that are offered so many drafts, hardly to be kept."""
+    offer = np.full((num_rows, offered), 0.01)
+    rows, work = np.arange(num_rows), Work(prefill, prefill, prefill, prefill)
+    return View(rows, np.full(num_rows, 300), np.full(num_rows, most), work, {0: offer})
+
+
+def test_rows_that_draft_go_as_deep_as_their_stop_lets_them() -> None:
+    ours, plain = minding_policy(), Goodput(OnlineCost(COST), MAX_ROWS, (DEPTH, DEPTH), PRIORS)
+    view = quiet_view(most=6)
+    deep, fixed = ours.decide(view), plain.decide(view)
+    assert fixed.ks.tolist() < [6, 6, 6]
+    assert not fixed.stops
+    assert deep.ks.tolist() == [6, 6, 6]
+    assert deep.stops.keys() == {0, 1, 2}
+    assert (deep.seconds, deep.tokens) == (fixed.seconds, fixed.tokens), "promised is what pays without"
+    sure = View(view.rows, view.lengths, view.most, Work(0), {0: np.full((3, DEPTH), 0.99)})
+    assert not ours.decide(sure).stops, "lookups cost nothing: there is nothing to stop"
+
+
+def test_a_stop_is_higher_where_a_draft_costs_more() -> None:
+    least = [minding_policy().decide(quiet_view(n)).stops[0].least[0] for n in (1, 32)]
+    assert 0.0 < least[0] < least[1]
+
+
+def test_stops_raise_what_steps_bring() -> None:
+    """Drafts whose margins tell: rows that stop commit more tokens per second than at the best fixed depth."""
+    rng = np.random.default_rng(0)
+    ours, rows, one = minding_policy(), np.arange(4), np.ones(4, np.int64)
+    tokens, seconds = np.zeros((2, DEPTH + 1))  # of stops, and of 1, 2, ... drafts
+    for number in range(900):
+        low, high = rng.uniform(0, 1, (4, DEPTH)), rng.uniform(3, 5, (4, DEPTH))
+        margins = np.where(rng.random((4, 1)) < 0.5, low, high)
+        keeps = rng.random((4, DEPTH)) < 1 / (1 + np.exp(2 - margins))
+        kept = np.logical_and.accumulate(keeps, axis=1).sum(axis=1)
+        view = quiet_view(4)
+        decision = ours.decide(view)
+        stops = map(decision.stops.get, rows.tolist())
+        made = np.array([_drafted(*each) for each in zip(decision.ks, stops, margins, strict=True)])
+        for index in range(DEPTH + 1) if number >= 300 and made.any() else ():
+            ks = np.full(4, index) if index else made
+            tokens[index] += 4 + np.minimum(kept, ks).sum()
+            seconds[index] += ours.cost.price(Work(4, 0, 1200, 1200), view.lengths, ks, one)
+        said = np.where(np.arange(DEPTH) < made[:, None], 1 / (1 + np.exp(-margins)), np.nan)
+        ours.learn(view, Outcomes(rows, decision.drafters, made, np.minimum(kept, made), 1e-3, 9e-3, 1e-3, said))
+    rates = tokens / seconds
+    assert rates[0] > 1.02 * rates[1:].max()
+
+
+def _drafted(k: int, stop: Stop | None, margins: np.ndarray) -> int:
+    return next((n for n in range(1, k) if stop and stop.over(margins[:n].tolist())), k)
+
+
+def test_a_choice_holds_while_nothing_is_new() -> None:
+    ours = minding_policy()
+    for _ in range(100):  # until steps without drafts are rare
+        ours.decide(quiet_view())
+    chosen = [ours.decide(quiet_view()) for _ in range(12)]
+    assert len({id(d) for d in chosen}) <= 6
+    kinds = {
+        "same": quiet_view(),
+        "offers": quiet_view(offered=DEPTH),
+        "another row": quiet_view(4),
+        "prefill": quiet_view(prefill=20),
+        "no room": quiet_view(most=2),
+    }
+    renewed = set()
+    for name, view in kinds.items():
+        before = ours.decide(quiet_view())
+        while ours._steps % 4 or not before.stops:  # a choice that holds for three more steps
+            before = ours.decide(quiet_view())
+        if ours.decide(view) is not before:
+            renewed.add(name)
+    assert renewed == kinds.keys() - {"same"}

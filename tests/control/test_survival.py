@@ -48,6 +48,26 @@ def test_a_change_of_subject_is_followed_within_50_steps(seed: int) -> None:
     assert error(survival, hard) < 0.06
 
 
+@pytest.mark.parametrize("bar", [0.15, 0.25, 0.4])
+def test_drafting_stops_where_the_next_draft_is_kept_too_seldom(bar: float) -> None:
+    rng = np.random.default_rng(1)
+    rows, survival = np.arange(6), Survival(6, 5)
+    for _ in range(50):
+        sure = sigmoid(rng.normal(1, 2, (6, 5)))
+        survival.observe(rows, np.full(6, 5), outcomes(rng, sigmoid(logit(sure) - 0.5)), sure)
+    margins = rng.uniform(0, 4, (6, 5))
+    alive = survival.alive(rows, 5, sigmoid(margins))
+    following = survival.chances(rows)[:, 1:]
+    seen = set()
+    for row, stop in zip(rows, survival.stops(rows, bar), strict=True):
+        for made in range(1, 5):
+            hopeless = bool(alive[row, made - 1] * following[row, made - 1] < bar)
+            assert stop.over(margins[row, :made].tolist()) == hopeless
+            seen.add(hopeless)
+        assert not stop.over([float("nan")]), "a drafter that does not say goes as far as planned"
+    assert seen == {True, False}
+
+
 def test_rows_are_told_apart() -> None:
     rng = np.random.default_rng(0)
     truth = np.vstack([np.tile(EASY, (8, 1)), np.tile(HARD, (8, 1))])

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from paceline import kernels
-from paceline.core.nouns import UNCHOSEN, Choose
+from paceline.control.survival import logit
+from paceline.core.nouns import UNCHOSEN, Choose, Stop
 from paceline.core.params import SamplingParams
 from paceline.draft.heads.config import read_config
 from paceline.draft.heads.native import NativeHead
@@ -45,14 +46,20 @@ SPECS: dict[str, Callable[[Path], str]] = {
 }
 
 
-def drafts(spec: str) -> list[tuple[list[int], list[float]]]:
-    """Serve greedy, sampled, filtered and penalised requests; return everything that was proposed, in order."""
+STOP = Stop((0.0, -0.5, 0.5, 0.0, 0.0), 0.8, (0.55, 0.3, 0.3, 0.2, 0.0))
+
+
+def drafts(spec: str, stop: Stop | None = None) -> list[tuple[list[int], list[float]]]:
+    """Serve greedy, sampled, filtered and penalised requests; return everything that was proposed, in order.
+
+    stop: where every row's drafting ends.
+    """
     engine = make_engine(spec, PLAIN, types="int8")
     (drafter,) = engine.drafting.drafters.values()
     propose, found = drafter.propose, []
 
     def recorded(batch: Batch, plan: Plan) -> Draft:
-        draft = propose(batch, plan)
+        draft = propose(batch, replace(plan, rows={row: replace(p, stop=stop) for row, p in plan.rows.items()}))
         found.extend((list(row.token_ids), list(row.confidence or ())) for row in draft.rows)
         return draft
 
@@ -64,15 +71,23 @@ def drafts(spec: str) -> list[tuple[list[int], list[float]]]:
     return found
 
 
+@pytest.mark.parametrize("stop", [None, STOP], ids=["planned depth", "stops"])
 @pytest.mark.parametrize("name", SPECS)
-def test_both_draft_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_draft_the_same(
+    name: str, stop: Stop | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = SPECS[name](tmp_path)
-    at_once = drafts(spec)
+    at_once = drafts(spec, stop)
     for runner in (NativeHead, NativeSmall, NativeDecoder):
         monkeypatch.setattr(runner, "in_turn", None)
-    apart = drafts(spec)
+    apart = drafts(spec, stop)
     assert [ids for ids, _ in at_once] == [ids for ids, _ in apart]
     assert sum(len(ids) for ids, _ in at_once) > 100
+    for _, sure in at_once if stop else ():
+        margins = logit(np.array(sure)).tolist()
+        assert not any(stop.over(margins[:n]) for n in range(1, len(margins)))
+    lengths = {len(ids) for ids, _ in at_once}
+    assert len(lengths) > 3 if stop else max(lengths) == 5
     for (_, ours), (_, theirs) in zip(at_once, apart, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
@@ -83,7 +98,12 @@ GREEDY = Choose("argmax", SamplingParams(temperature=0))
 CONFIG = tiny_config(num_layers=2)
 
 
-def in_turn(depths: list[int], chooses: list[Choose] | None = None, weight: float = 1.0) -> np.ndarray:
+def in_turn(
+    depths: list[int],
+    chooses: list[Choose] | None = None,
+    weight: float = 1.0,
+    stops: tuple[Stop | None, ...] = (None, None),
+) -> np.ndarray:
     weights = tiny_weights(CONFIG, dtype=torch.float32)
     weights["final_norm"] = weights["final_norm"] * weight
     decoder = NativeDecoder(CONFIG, weights, kernels.Team(1), "f32", "f32")
@@ -93,7 +113,7 @@ def in_turn(depths: list[int], chooses: list[Choose] | None = None, weight: floa
         packed,
         decoder.new_kv(3),
         chooses or [GREEDY] * sum(depths),
-        depths,
+        [*zip(depths, stops, strict=False)],
         vocab=CONFIG.vocab_size,
         num_layers=2,
     )
@@ -111,6 +131,16 @@ def test_a_broken_row_ends_there() -> None:
     found = in_turn([3, 2], weight=np.nan)
     assert (found[[0, 3]] < UNCHOSEN).all()
     assert (found[[1, 2, 4]] == UNCHOSEN).all()
+
+
+def test_a_row_leaves_where_its_stop_says() -> None:
+    at_once, never, later = (
+        Stop((0.0,) * 4, 1.0, least) for least in ((1.0,) * 4, (0.0,) * 4, (0.0, 1.0, 1.0, 1.0))
+    )
+    whole = in_turn([4, 3])
+    np.testing.assert_array_equal(in_turn([4, 3], stops=(never, None)), whole)
+    found = in_turn([4, 3], stops=(at_once, later))
+    np.testing.assert_array_equal(found, [whole[0], *[UNCHOSEN] * 3, *whole[4:6], UNCHOSEN])
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,11 @@ class ClosedLoop:
         if self._watcher:
             self._watcher.planned(view, d, self._group)
         planned = zip(view.rows.tolist(), d.drafters.tolist(), d.ks.tolist(), strict=True)
-        rows = {row: RowPlan(self.names[drafter], k) for row, drafter, k in planned if k and drafter != NONE}
+        rows = {
+            row: RowPlan(self.names[drafter], k, d.stops.get(row))
+            for row, drafter, k in planned
+            if k and drafter != NONE
+        }
         return Plan(rows, d.prefill_tokens, tuple(self.names[drafter] for drafter in d.given_up))
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
@@ -192,7 +196,9 @@ def _outcomes(drafted: Drafted, batch: Batch, draft: Draft, verdict: Verdict, ti
     verified, accepted = np.array(found, np.int64).reshape(-1, 2).T
     seconds = times.draft_s, times.target_s, times.host_s
     confidence = drafted.confidence if drafted.confidence.size else None
-    return Outcomes(drafted.rows, drafted.drafters, verified, accepted, *seconds, confidence, times.wait_s)
+    return Outcomes(
+        drafted.rows, drafted.drafters, verified, accepted, *seconds, confidence, times.wait_s, drafted.ks
+    )
 
 
 def padded(rows: Sequence[Sequence[float]]) -> NDArray[float64]:

@@ -16,19 +16,22 @@ import numpy as np
 
 from paceline.control.choice import Candidates
 from paceline.control.cost import Work
+from paceline.control.cruise import Cruise
 from paceline.control.hopes import Hopes
 from paceline.control.objective import LEAST_PREFILL, Objective, Pace
 from paceline.control.policy import NONE, Decision, Drafted, Outcomes, View, plain
 from paceline.control.quick import QuickSurvival, choose
+from paceline.control.stopping import Prices, bars_of, with_stops
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from numpy import float64, int64
     from numpy.typing import NDArray
 
     from paceline.control.choice import Chosen
-    from paceline.control.cost import Count, StepCost
+    from paceline.control.cost import StepCost
+    from paceline.core.nouns import Stop
 
     Choices = tuple[NDArray[int64], NDArray[int64]]  # drafts of each row, and their drafter
 
@@ -74,6 +77,15 @@ class Probes:
         self.plain.seconds += seconds
 
 
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """What a step was planned with."""
+
+    base: Work  # its pass without drafts
+    prefill_s: float = 0.0
+    at_stake_s: float = np.inf  # what its drafts cost
+
+
 class Goodput:
     """Chooses for every row and step which drafter drafts how far."""
 
@@ -84,8 +96,10 @@ class Goodput:
         max_ks: Sequence[int],
         priors: Sequence[NDArray[float64] | None] | None = None,
         objective: Objective | None = None,
+        minding: Collection[int] = (),
     ) -> None:
-        """`max_ks` and `priors` (chances by depth, if they are known) are by drafter."""
+        """`max_ks` and `priors` (chances by depth, if known) are by drafter. minding: those that heed stops."""
+        no_rows = np.zeros(0, np.int64)
         self.cost = cost
         self._pace = Pace(num_rows, objective or Objective())
         known = priors or [None] * len(max_ks)
@@ -93,17 +107,15 @@ class Goodput:
         self._max_k = max(max_ks, default=0)
         self._own = np.zeros(num_rows, np.int64)  # drafter of each row, of those that offer nothing
         self._fresh = np.ones(num_rows, bool)  # rows that nobody has chosen a drafter for
-        self._prices = np.zeros(
-            (len(max_ks), self._max_k)
-        )  # [num_drafters, max_k] seconds of 1, 2, ... drafts each
-        self._priced_tokens: Count = 0  # of the pass for which these hold
+        self._prices = Prices(len(max_ks), self._max_k)
+        self._minding = frozenset(minding)
         self._speculates = False
         self._goodput = 0.0  # tokens per second expected of the last step
         self._hopes = Hopes(len(max_ks), self._max_k)
-        self._planned_on = (Work(0), 0.0)  # of this step: its pass without drafts, the prefill's time
-        self._at_stake_s = np.inf  # of this step: what its drafts cost
+        self._planned = _Planned(Work(0))
         self._probes = Probes()
         self._steps = 0
+        self._cruise = Cruise(View(no_rows, no_rows, no_rows, Work(0)))
 
     def admit(self, row: int) -> None:
         """A request begins in a row."""
@@ -120,7 +132,16 @@ class Goodput:
         if not view.num_rows or not self.survival:
             return plain(view)
         self._steps += 1
-        base, unpaid_s = self._planned_on = self._base(view)
+        self._probes.row = NONE
+        held = self._cruise.held(view, self._steps)
+        if held is not None:
+            self._probes.earn(PROBE_SHARE * held.seconds)
+            return held
+        return self._cruise.keep(view, self._choose(view))
+
+    def _choose(self, view: View) -> Decision:
+        """Choose anew."""
+        base, unpaid_s = self._base(view)
         alive = self.expected(view)
         drafters = self._assign(view, base, alive)
         paced = self._pace.promise(view.targets)
@@ -138,11 +159,22 @@ class Goodput:
         gained = None if as_chosen and self._probes.row == NONE else _gained(alive, drafters, ks)
         tokens = chosen.tokens if gained is None else float(gained.sum())
         self._goodput = tokens / seconds
-        self._at_stake_s = np.inf if paced else seconds - chosen.plain_seconds
+        self._planned = _Planned(base, unpaid_s, np.inf if paced else seconds - chosen.plain_seconds)
         budget, prefill_s = self._budget(view, gained, seconds, unpaid_s) if paced else (None, unpaid_s)
-        return Decision(
-            ks, np.where(ks > 0, drafters, NONE), seconds + prefill_s, tokens, speedup, budget, given_up
-        )
+        ks, stops = self._with_stops(view, base, ks, drafters)
+        drafters = np.where(ks > 0, drafters, NONE)
+        return Decision(ks, drafters, seconds + prefill_s, tokens, speedup, budget, given_up, stops)
+
+    def _with_stops(
+        self, view: View, base: Work, ks: NDArray[int64], drafters: NDArray[int64]
+    ) -> tuple[NDArray[int64], dict[int, Stop]]:
+        """Let rows go as deep as drafters say that it pays; the one that finds out goes as far as planned."""
+        minding = self._minding & set(drafters[ks > 0].tolist())
+        if not minding:
+            return ks, {}
+        self._prices.renew(self.cost, base, view.lengths, due=self._steps % ASSIGN_EVERY == 0)
+        bars = bars_of(minding, self._prices, self._goodput)
+        return with_stops(view, ks, drafters, view.rows == self._probes.row, bars, self.survival)
 
     def _budget(
         self, view: View, gained: NDArray[float64] | None, seconds: float, prefill_s: float
@@ -228,15 +260,11 @@ class Goodput:
     def _worth(self, view: View, base: Work, alive: NDArray[float64]) -> NDArray[float64]:
         """Return how many tokens each drafter is worth to each row, its time priced at the goodput.
 
-        Contexts grow slowly, so prices are renewed now and then, and when rows come or go.
-
         [num_drafters, num_rows]
         """
-        if self._steps % ASSIGN_EVERY == 0 or base.tokens != self._priced_tokens:
-            prices = self.cost.prices(base, view.lengths, len(alive), self._max_k)
-            self._prices, self._priced_tokens = prices[:, 1:] - prices[:, :1], base.tokens
+        self._prices.renew(self.cost, base, view.lengths, due=self._steps % ASSIGN_EVERY == 0)
         tokens = np.add.accumulate(alive, axis=2)
-        tokens -= (self._prices * (self._goodput / view.num_rows))[:, None]
+        tokens -= (self._prices.table * (self._goodput / view.num_rows))[:, None]
         found: NDArray[float64] = tokens.max(axis=2)
         return np.maximum(found, 0.0, out=found)
 
@@ -330,17 +358,16 @@ class Goodput:
         step: without it, time would seem to bring more than it does, and too much would be dropped.
         Where little is at stake, all of it is.
         """
-        if self._at_stake_s < LEAST_AT_STAKE:
+        if self._planned.at_stake_s < LEAST_AT_STAKE:
             return drafted.ks
         by_row = np.zeros(len(self._own), np.int64)
         by_row[view.rows] = view.lengths
         lengths = by_row[drafted.rows]
-        base, prefill_s = self._planned_on
         weights = self._pace.urgency(drafted.rows)
         counted = self.alive(drafted) * weights[:, None]
         among = Candidates(counted, drafted.ks, lengths, drafted.drafters, float(weights.sum()))
-        unpaid_s = prefill_s - self.cost.drafting_s(drafted.ks, drafted.drafters)
-        chosen = choose(self.cost, base, among, unpaid_s=unpaid_s, drafted=True)
+        unpaid_s = self._planned.prefill_s - self.cost.drafting_s(drafted.ks, drafted.drafters)
+        chosen = choose(self.cost, self._planned.base, among, unpaid_s=unpaid_s, drafted=True)
         return np.where(drafted.rows == self._probes.row, drafted.ks, chosen.ks)
 
     def alive(self, drafted: Drafted) -> NDArray[float64]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.control.cost import Work
+    from paceline.core.nouns import Stop
 
 NONE = -1  # in place of a drafter: the row decodes plainly
 
@@ -55,6 +56,7 @@ class Decision:
     speedup: float = 1.0  # expected against a step without drafts
     prefill_tokens: int | None = None  # at most so many ride along; None: as many as fit
     given_up: tuple[int, ...] = ()  # drafters that are not asked again, from now on
+    stops: Mapping[int, Stop] = field(default_factory=dict)  # row -> where its drafting ends before its k
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,6 +72,7 @@ class Outcomes:
     host_s: float = 0.0
     confidence: NDArray[float64] | None = None  # [n, depth] of all proposed, NaN where the drafter said nothing
     wait_s: float = 0.0  # of the rows, while other rows had their step
+    num_drafted: NDArray[int64] | None = None  # [n] proposed; None: as many as were planned
 
 
 @dataclass(frozen=True, slots=True, eq=False)

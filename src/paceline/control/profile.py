@@ -29,6 +29,7 @@ class Profile:
     accepted_at: tuple[float, ...] = ()  # [depth] share of all drafts that were kept there; empty: not measured
     about: Mapping[str, Any] = field(default_factory=dict)  # model, backend, threads, machine, date
     trained_to: tuple[tuple[float, ...], ...] = ()  # what each drafter's `Needs` say, for a trace
+    minding: tuple[int, ...] = ()  # drafters whose `Needs` say that they heed stops, for a trace
 
 
 def read_profile(path: Path) -> Profile:
@@ -78,6 +79,7 @@ def to_json(profile: Profile) -> dict[str, Any]:
         },
         "accepted_at": list(profile.accepted_at),
         "trained_to": [list(shares) for shares in profile.trained_to],
+        "minding": list(profile.minding),
     }
 
 
@@ -108,7 +110,11 @@ def _read_ours(values: Mapping[str, Any]) -> Profile:
     }
     cost = MeasuredCost(target, tuple(drafters.values()))
     trained_to = tuple(tuple(map(float, shares)) for shares in values.get("trained_to", ()))
-    return Profile(cost, tuple(drafters), tuple(map(float, values["accepted_at"])), values["about"], trained_to)
+    minding = tuple(int(drafter) for drafter in values.get("minding", ()))
+    if not all(0 <= drafter < len(drafters) for drafter in minding):
+        raise ValueError(f"minding {minding}: there are {len(drafters)} drafters")
+    accepted_at = tuple(map(float, values["accepted_at"]))
+    return Profile(cost, tuple(drafters), accepted_at, values["about"], trained_to, minding)
 
 
 def _read_table(values: Mapping[str, Any]) -> Profile:

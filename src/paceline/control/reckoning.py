@@ -40,7 +40,10 @@ def learn_cost(
     lengths = [known.get(row, 0) for row in outcomes.rows.tolist()]
     done, plain = _passes(lengths, outcomes.num_verified.tolist())
     done = done + prefill if prefill.tokens else done
-    drafting = cost.drafting_of(decision.ks, decision.drafters).tolist()
+    if outcomes.num_drafted is None:
+        drafting = cost.drafting_of(decision.ks, decision.drafters).tolist()
+    else:
+        drafting = cost.drafting_of(outcomes.num_drafted, outcomes.drafters).tolist()
     plain_s, done_s = cost.pass_s(plain), cost.pass_s(done)
     prefill_s = cost.pass_s(plain + prefill) - plain_s if prefill.tokens else 0.0
     plain_s += cost.host_s

@@ -39,7 +39,7 @@ def make_loop(
         policy = Goodput(profile.cost, num_rows, max_ks, _priors(profile, max_ks), objective)
         return ClosedLoop(policy, None, names, watcher)
     cost = OnlineCost(profile.cost, float(profile.about.get("host_s", 0.0)))
-    policy = Goodput(cost, num_rows, max_ks, _priors(profile, max_ks), objective)
+    policy = Goodput(cost, num_rows, max_ks, _priors(profile, max_ks), objective, profile.minding)
     return ClosedLoop(policy, cost, names, watcher)
 
 

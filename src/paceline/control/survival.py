@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from paceline.core.nouns import MOST_MARGIN, Stop
+
 if TYPE_CHECKING:
     from numpy import float64, int64
     from numpy.typing import NDArray
@@ -28,7 +30,7 @@ ROW_DRIFT = 0.01  # the same for a row, as a share of what rows differ by
 SPREAD_RATE, LEAST_SPREAD, MOST_SPREAD = 0.02, 0.1, 1.5
 SURENESS_DRIFT = 1e-5
 MOST_USUAL = 1000  # confidences after which the oldest are forgotten
-LARGEST_LOGIT = 6.0
+LARGEST_LOGIT = MOST_MARGIN
 LEAST_CHANCE = 1 / (1 + np.exp(LARGEST_LOGIT))
 
 
@@ -101,6 +103,17 @@ class Survival:
             known = self.logits_with(rows, told)
             z[:, : told.shape[1]] = np.where(np.isnan(told), z[:, : told.shape[1]], known)
         return survival_of(sigmoid(z))
+
+    def stops(self, rows: NDArray[int64], bar: float) -> list[Stop]:
+        """Return where drafting ends for each row: where the next draft is kept with a chance below `bar`."""
+        z = self.logits(rows)
+        after = np.minimum(np.arange(self.max_depth) + 1, self.max_depth - 1)
+        least = bar / sigmoid(z[:, after])
+        z -= self.sureness * self._usual
+        return [
+            Stop(tuple(odds), self.sureness, tuple(low))
+            for odds, low in zip(z.tolist(), least.tolist(), strict=True)
+        ]
 
     def learn(self, outcomes: Outcomes, drafter: int) -> None:
         """Learn from those rows of a step that drafted with a drafter."""

@@ -84,7 +84,8 @@ class Tracer:
         confidence = None if o.confidence is None else _sure(o.confidence)
         arrays = {name: getattr(o, name).tolist() for name in ("rows", "drafters", "num_verified", "num_accepted")}
         seconds = {"draft_s": o.draft_s, "target_s": o.target_s, "host_s": o.host_s, "wait_s": o.wait_s}
-        got = arrays | seconds | {"confidence": confidence}
+        drafted = None if o.num_drafted is None else o.num_drafted.tolist()
+        got = arrays | seconds | {"confidence": confidence, "num_drafted": drafted}
         self._write(outcomes=got, prefill=_numbers(prefill), group=group)
 
     def _write(self, **values: Any) -> None:
@@ -216,4 +217,5 @@ def _outcomes(got: dict[str, Any]) -> Outcomes:
         host_s=float(got["host_s"]),
         confidence=None if got["confidence"] is None else np.array(got["confidence"], np.float64),
         wait_s=float(got.get("wait_s", 0.0)),
+        num_drafted=None if got.get("num_drafted") is None else np.array(got["num_drafted"], np.int64),
     )

@@ -9,6 +9,7 @@ backend's per-row state (`model/rows.py`), so a step can be prepared before the 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from paceline.core.params import SamplingParams, Speculation
 
 PAGE_TOKENS = 16  # KV slots of one page
+MOST_MARGIN = 6.0  # logits; a drafter that is surer counts as no more
 UNCHOSEN = -1  # in place of a token id that is left to the law
 BROKEN = -2  # in place of a token id where no logit is a finite number
 
@@ -50,11 +52,31 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Stop:
+    """Where a row's drafting ends before its plan does: where hardly more would be kept.
+
+    The chance that a draft is kept, if those before it are, is logistic in the drafter's margin there.
+    """
+
+    odds: tuple[float, ...]  # [k] log-odds at each depth without a margin
+    sureness: float  # what a logit of the margin adds to them
+    least: tuple[float, ...]  # [k] chance of all drafts up to one, below which none follows it
+
+    def over(self, margins: Sequence[float]) -> bool:
+        """Whether none follows drafts with these margins; never if one of them is not known."""
+        alive = 1.0
+        for odds, margin in zip(self.odds, margins, strict=False):
+            alive /= 1.0 + math.exp(-(odds + self.sureness * min(margin, MOST_MARGIN)))
+        return alive < self.least[len(margins) - 1]
+
+
+@dataclass(frozen=True, slots=True)
 class RowPlan:
     """How far one row may draft in this step."""
 
     drafter: str | None  # None drafts nothing
     k: int  # at most this many drafts
+    stop: Stop | None = None  # for a drafter whose `needs` say that it minds it
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +91,11 @@ class Plan:
         """Return the largest number of drafts for a row."""
         row_plan = self.rows.get(row)
         return 0 if row_plan is None or row_plan.drafter is None else row_plan.k
+
+    def stop(self, row: int) -> Stop | None:
+        """Return where a row's drafting ends before that."""
+        row_plan = self.rows.get(row)
+        return None if row_plan is None else row_plan.stop
 
     def only(self, drafter: str) -> Plan:
         """Return the plan of one drafter's rows."""

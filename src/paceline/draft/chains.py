@@ -12,25 +12,25 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.core.nouns import RowDraft
+from paceline.core.nouns import UNCHOSEN, RowDraft
 from paceline.draft.hints import hinted, hints
 from paceline.model.choosing import draw
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from numpy import floating
     from numpy.typing import NDArray
 
-    from paceline.core.nouns import Choose, Edits
-    from paceline.model.backend import Chosen
+    from paceline.core.nouns import Batch, Choose, Edits, Plan, Stop
+    from paceline.model.backend import Chosen, End
     from paceline.model.config import ModelConfig
     from paceline.model.rows import Rows, Span
 
     # Runs a pass over spans and chooses the token after each of them.
     RunSpans = Callable[[Sequence[Span], Sequence[Choose]], Chosen]
     # Runs passes in turn, so many for each span, see `backend.InTurn`.
-    RunSpansInTurn = Callable[[Sequence[Span], Sequence[Choose], Sequence[int]], Chosen]
+    RunSpansInTurn = Callable[[Sequence[Span], Sequence[Choose], Sequence[End]], Chosen]
 
 CATCH_UP_TOKENS = 512  # known tokens read per step for rows that fell behind, by a drafter as large as its target
 
@@ -38,10 +38,9 @@ CATCH_UP_TOKENS = 512  # known tokens read per step for rows that fell behind, b
 class Chain:
     """A row's guesses so far."""
 
-    def __init__(self, row: int, told: Sequence[Edits] = ()) -> None:
-        """told: the hints to its guesses."""
-        self.row = row
-        self.told = told
+    def __init__(self, row: int, depth: int, told: Sequence[Edits] = (), stop: Stop | None = None) -> None:
+        """depth: guesses wanted, at most. told: the hints to them. stop: where there are fewer."""
+        self.row, self.depth, self.told, self.stop = row, depth, told, stop
         self.token_ids: list[int] = []
         self.probs: list[NDArray[floating]] = []  # [vocab] each, if the law needs them
         self.margins: list[float] = []  # logits by which each was ahead of the next, NaN where not known
@@ -50,6 +49,12 @@ class Chain:
     def broken(self) -> bool:
         """Whether its newest guess is none, because no logit was a finite number."""
         return bool(self.token_ids) and self.token_ids[-1] < 0
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether another guess follows."""
+        stops = self.stop is not None and bool(self.margins) and self.stop.over(self.margins)
+        return len(self.token_ids) < self.depth and not self.broken and not stops
 
     def draft(self, drafter: str) -> RowDraft:
         """Return the guesses as a draft."""
@@ -101,57 +106,61 @@ def extend(rows: Rows, chains: Sequence[Chain], run: Callable[[Sequence[Choose]]
             chain.margins.append(drawn.margins[index])
 
 
+def begin(rows: Rows, starts: Iterable[int], batch: Batch, plan: Plan, hint_gain: float) -> dict[int, Chain]:
+    """Begin a chain for each of some rows, as deep as is planned, with hints of this gain."""
+    depths = {r.row: min(plan.k(r.row), r.max_drafts) for r in batch.rows}
+    return {
+        row: Chain(row, depths[row], hints(rows, row, depths[row], hint_gain), plan.stop(row)) for row in starts
+    }
+
+
 def draft_in_turn(
     rows: Rows,
+    chains: Mapping[int, Chain],
     starts: Mapping[int, int],
-    depth: Mapping[int, int],
     run: RunSpans,
     at_once: RunSpansInTurn | None = None,
     *,
-    hint_gain: float,
     dense: bool,
-) -> dict[int, Chain]:
-    """Draft token by token, up to `depth[row]` tokens, with hints of this gain.
+) -> None:
+    """Draft token by token.
 
     The first pass reads each row's known tokens from `starts[row]` on, those after it one guess. `at_once` runs
     them in one call, for rows whose choices do not depend on which tokens the guesses are.
     """
-    chains = {row: Chain(row, hints(rows, row, depth[row], hint_gain)) for row in starts}
     spans: list[Span] = [(row, start, int(rows.length[row]) - start, ()) for row, start in starts.items()]
     if at_once and not dense:
         easy = [span for span in spans if not rows.penalised(span[0])]
         spans = [span for span in spans if rows.penalised(span[0])]
         if easy:
-            own, depths = [chains[row] for row, *_ in easy], [depth[row] for row, *_ in easy]
-            _draft_at_once(rows, own, depths, partial(at_once, easy))
+            _draft_at_once(rows, [chains[row] for row, *_ in easy], partial(at_once, easy))
     while spans:
         wanting = [chains[row] for row, *_ in spans]
         extend(rows, wanting, partial(run, spans), dense=dense)
-        spans = [_guess(rows, c) for c in wanting if len(c.token_ids) < depth[c.row] and not c.broken]
-    return chains
+        spans = [_guess(rows, chain) for chain in wanting if chain.goes_on]
 
 
 def _draft_at_once(
     rows: Rows,
     chains: Sequence[Chain],
-    depths: Sequence[int],
-    run: Callable[[Sequence[Choose], Sequence[int]], Chosen],
+    run: Callable[[Sequence[Choose], Sequence[End]], Chosen],
 ) -> None:
     """Fill chains in one call."""
     # Without penalties it only counts how many guesses come before, not which.
     chooses = [
         choose
-        for chain, k in zip(chains, depths, strict=True)
-        for choose in hinted(rows.row_chooses(chain.row, [0] * (k - 1), margin=True), chain.told)
+        for chain in chains
+        for choose in hinted(rows.row_chooses(chain.row, [0] * (chain.depth - 1), margin=True), chain.told)
     ]
-    drawn = run(chooses, depths)
+    drawn = run(chooses, [(chain.depth, chain.stop) for chain in chains])
     assert drawn.margins is not None
     token_ids, margins = drawn.token_ids.tolist(), drawn.margins.tolist()
     done = 0
-    for chain, k in zip(chains, depths, strict=True):
-        count = next((i + 1 for i in range(k) if token_ids[done + i] < 0), k)
+    for chain in chains:
+        end = done + chain.depth
+        count = token_ids[done:end].index(UNCHOSEN) if UNCHOSEN in token_ids[done:end] else chain.depth
         chain.token_ids, chain.margins = token_ids[done : done + count], margins[done : done + count]
-        done += k
+        done = end
 
 
 def _guess(rows: Rows, chain: Chain) -> Span:

@@ -33,6 +33,7 @@ class Needs:
     kv_bytes_per_token: int = 0  # of all its stores
     taps: tuple[int, ...] = ()  # after how many of the target's layers it reads hidden states
     max_k: int = MAX_K
+    stops: bool = False  # it ends a row's draft where the plan's `Stop` says
     instant: bool = False  # its proposals cost next to nothing: it is a `Lookup`
     trained_to: tuple[float, ...] = ()  # [depth] share of drafts kept there in its training; empty: unknown
 

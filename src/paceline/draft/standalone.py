@@ -19,7 +19,7 @@ import numpy as np
 
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import NO_DRAFT, Draft
-from paceline.draft.chains import catch_up_tokens, draft_in_turn, share_out
+from paceline.draft.chains import begin, catch_up_tokens, draft_in_turn, share_out
 from paceline.draft.drafter import MAX_K, Needs
 from paceline.draft.foreign import ForeignDraftModel
 from paceline.draft.options import bounded
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from paceline.core.nouns import Batch, Choose, Plan, Request, Scores, Verdict
     from paceline.draft.drafter import Drafter, Target
     from paceline.draft.options import Loader
-    from paceline.model.backend import KV, Chosen, Decoder
+    from paceline.model.backend import KV, Chosen, Decoder, End
     from paceline.model.rows import Rows, Span
     from paceline.model.weights import LoadedModel
 
@@ -99,7 +99,8 @@ class DraftModelConfig:
         self._check_layers(target.config.num_layers - 1)
         report = {"drafter": self.name, "k": self.k, "model": f"the target's first {self.layers} layers"}
         memory = target.memory
-        return DraftModel(target, memory.decoder, memory.kv, Needs(pages="shared"), report, self.layers)
+        needs = Needs(pages="shared", stops=not target.law_needs_probs)
+        return DraftModel(target, memory.decoder, memory.kv, needs, report, self.layers)
 
     def _small_model(self, folder: Path, target: Target) -> Drafter:
         """Return a model that was cut from the target and shares its tables."""
@@ -137,7 +138,13 @@ class DraftModelConfig:
         kept: tuple[float, ...] = (),
     ) -> Drafter:
         kv = decoder.new_kv(target.num_pages, self.layers)
-        needs = Needs(pages="shared", stores=(self.name,), kv_bytes_per_token=kv.bytes_per_token, trained_to=kept)
+        needs = Needs(
+            pages="shared",
+            stores=(self.name,),
+            kv_bytes_per_token=kv.bytes_per_token,
+            stops=not target.law_needs_probs,
+            trained_to=kept,
+        )
         return DraftModel(target, decoder, kv, needs, report, self.layers, own)
 
 
@@ -183,10 +190,9 @@ class DraftModel:
         starts = {row: self._start(row) for row in ready}
         if self._own:
             self._own.follow(starts)
+        chains = begin(self._rows, starts, batch, plan, self.hint_gain)
         at_once = self._run_in_turn if self._decoder.in_turn else None
-        chains = draft_in_turn(
-            self._rows, starts, depth, self._run, at_once, hint_gain=self.hint_gain, dense=self._dense
-        )
+        draft_in_turn(self._rows, chains, starts, self._run, at_once, dense=self._dense)
         self._seen |= {row: int(self._rows.length[row]) + len(c.token_ids) - 1 for row, c in chains.items()}
         return Draft(tuple(chains[r.row].draft(self.name) if r.row in chains else NO_DRAFT for r in batch.rows))
 
@@ -236,9 +242,9 @@ class DraftModel:
             packed, self._kv, chooses, num_layers=self._num_layers, vocab_size=self._vocab_size
         )
 
-    def _run_in_turn(self, spans: Sequence[Span], chooses: Sequence[Choose], depths: Sequence[int]) -> Chosen:
+    def _run_in_turn(self, spans: Sequence[Span], chooses: Sequence[Choose], ends: Sequence[End]) -> Chosen:
         assert self._decoder.in_turn is not None
-        packed = self._rows.pack_spans(spans, [1] * len(spans), max(depths) - 1)
+        packed = self._rows.pack_spans(spans, [1] * len(spans), max(depth for depth, _ in ends) - 1)
         return self._decoder.in_turn(
-            packed, self._kv, chooses, depths, num_layers=self._num_layers, vocab_size=self._vocab_size
+            packed, self._kv, chooses, ends, num_layers=self._num_layers, vocab_size=self._vocab_size
         )

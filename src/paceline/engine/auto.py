@@ -43,7 +43,8 @@ def close_loop(engine: Engine, config: EngineConfig, model: str, progress: Progr
             f"{list(names)}; run `paceline profile` with the same --draft"
         )
     needs = [drafter.needs for drafter in engine.drafting.drafters.values()]
-    profile = replace(profile, trained_to=tuple(n.trained_to for n in needs))
+    minding = tuple(index for index, n in enumerate(needs) if n.stops)
+    profile = replace(profile, trained_to=tuple(n.trained_to for n in needs), minding=minding)
     max_ks = [min(n.max_k, DEEPEST) for n in needs]
     num_rows = engine.scheduler.limits.num_rows
     tracer = None

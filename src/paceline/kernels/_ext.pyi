@@ -180,6 +180,7 @@ class Decoder:
         vocab: int,
         num_layers: int,
         depths: list[int],
+        stops: NDArray[float64],
         chosen: NDArray[int64],
         margins: NDArray[float32],
     ) -> None: ...

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from numpy import floating, int64
     from numpy.typing import NDArray
 
-    from paceline.core.nouns import Batch, Choose, Draft, Verdict
+    from paceline.core.nouns import Batch, Choose, Draft, Stop, Verdict
     from paceline.model.config import ModelConfig
     from paceline.model.packed import Packed
     from paceline.model.rows import Rows
@@ -46,6 +46,9 @@ class Chosen:
     margins: NDArray[floating] | None = None  # [num_wanted] logits by which each is ahead, NaN where not known
 
 
+End = tuple[int, "Stop | None"]  # of a row's passes in turn
+
+
 class InTurn(Protocol):
     """Runs passes one after another, each over the token that the one before chose for its row."""
 
@@ -54,15 +57,16 @@ class InTurn(Protocol):
         packed: Packed,
         kv: KV,
         chooses: Sequence[Choose],
-        depths: Sequence[int],
+        ends: Sequence[End],
         *,
         num_layers: int | None = None,
         vocab_size: int | None = None,
     ) -> Chosen:
-        """Run `depths[i]` passes for row i, the first over `packed`, which wants the last token of every row.
+        """Run passes for each row, the first over `packed`, which wants the last token of every row.
 
-        chooses: [sum(depths)], a row's one after another, none of the kind `logits`; so are the tokens and margins
-        that come back, UNCHOSEN behind one that is BROKEN. `packed.pages` reach as far as the passes do.
+        ends: how many a row takes part in at most, and where it leaves before. chooses: [sum of these], a row's
+        one after another, none of the kind `logits`; so are the tokens and margins that come back, UNCHOSEN behind
+        the last and behind one that is BROKEN. `packed.pages` reach as far as the passes do.
         """
         ...
 

@@ -23,11 +23,11 @@ from paceline.model.rope import inverse_frequencies
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from numpy import float32, floating, int64
+    from numpy import float32, float64, floating, int64
     from numpy.typing import NDArray
 
     from paceline.core.nouns import Choose
-    from paceline.model.backend import KV, InTurn
+    from paceline.model.backend import KV, End, InTurn
     from paceline.model.device import Device
     from paceline.model.gguf_file import FourBit
     from paceline.model.packed import Packed
@@ -153,7 +153,7 @@ class NativeDecoder:
         packed: Packed,
         kv: KV,
         chooses: Sequence[Choose],
-        depths: Sequence[int],
+        ends: Sequence[End],
         *,
         num_layers: int | None = None,
         vocab_size: int | None = None,
@@ -161,7 +161,7 @@ class NativeDecoder:
         assert isinstance(kv, kernels.KVStore)
         vocab, layers = self._num_choices(vocab_size), num_layers or self.config.num_layers
         with self._alone:
-            return forward_in_turn(self._decoder, packed, kv, chooses, depths, vocab=vocab, num_layers=layers)
+            return forward_in_turn(self._decoder, packed, kv, chooses, ends, vocab=vocab, num_layers=layers)
 
     def _num_choices(self, vocab_size: int | None) -> int:
         return min(vocab_size or self.config.vocab_size, self.config.vocab_size)
@@ -267,7 +267,7 @@ def forward_in_turn(
     packed: Packed,
     kv: kernels.KVStore,
     chooses: Sequence[Choose],
-    depths: Sequence[int],
+    ends: Sequence[End],
     *,
     vocab: int,
     num_layers: int,
@@ -281,11 +281,26 @@ def forward_in_turn(
         kernels.read_chooses(list(chooses), decoder.vocab if decoder.maps_ids else vocab),
         vocab=vocab,
         num_layers=num_layers,
-        depths=list(depths),
+        depths=[depth for depth, _ in ends],
+        stops=_stop_table(ends),
         chosen=chosen,
         margins=margins,
     )
     return Chosen(chosen, None, None, margins=margins)
+
+
+def _stop_table(ends: Sequence[End]) -> NDArray[float64]:
+    """Return what tells rows to leave: odds, sureness, least, 0 for those that stay. [sum of depths, 3]"""
+    if not any(stop for _, stop in ends):
+        return np.empty((0, 3))
+    stays = np.zeros(3)
+    parts = [
+        np.tile(stays, (depth, 1))
+        if stop is None
+        else np.stack([stop.odds[:depth], np.full(depth, stop.sureness), stop.least[:depth]], axis=1)
+        for depth, stop in ends
+    ]
+    return np.concatenate(parts)
 
 
 def _read(decoder: kernels.Decoder, packed: Packed, features: NDArray[float32] | None) -> kernels.Read:

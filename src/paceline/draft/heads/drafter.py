@@ -18,12 +18,12 @@ import numpy as np
 
 from paceline.core.errors import ConfigError, DrafterMismatch
 from paceline.core.nouns import NO_DRAFT, Draft
-from paceline.draft.chains import Chain, catch_up_tokens, draft_in_turn, extend, share_out
+from paceline.draft.chains import begin, catch_up_tokens, draft_in_turn, extend, share_out
 from paceline.draft.drafter import MAX_K, Needs
 from paceline.draft.heads.checkpoint import load_head, narrowed
 from paceline.draft.heads.config import EAGLE, EAGLE3, PEAGLE, head_shapes, read_config
 from paceline.draft.heads.features import FeatureStore, Tapped
-from paceline.draft.hints import hinted, hints
+from paceline.draft.hints import hinted
 from paceline.draft.options import bounded
 from paceline.draft.own import OwnTokens
 from paceline.draft.shipped import shipped_folder
@@ -40,10 +40,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.core.nouns import Batch, Choose, Plan, Request, Scores, Taps, Verdict
+    from paceline.draft.chains import Chain
     from paceline.draft.drafter import Target
     from paceline.draft.heads.checkpoint import Head
     from paceline.draft.options import Loader
-    from paceline.model.backend import Chosen
+    from paceline.model.backend import Chosen, End
     from paceline.model.packed import Packed
     from paceline.model.rows import Span
     from paceline.model.weights import LoadedModel
@@ -141,6 +142,8 @@ class PEagleConfig(HeadOptions):
 class _HeadDrafter:
     """What all kinds share: taps in, features kept, entries caught up."""
 
+    hint_gain: ClassVar[float]
+
     def __init__(self, options: HeadOptions, target: Target, head: Head) -> None:
         self.name = options.name
         self._options = options
@@ -163,6 +166,7 @@ class _HeadDrafter:
             tap_store=self._feature_store,
             kv_bytes_per_token=self._kv.bytes_per_token + self._features.bytes_per_token,
             taps=head.config.taps,
+            stops=not self._dense,  # the law's own draws tell of no margins
             trained_to=trained_to(options.folder(target)),
         )
 
@@ -177,7 +181,9 @@ class _HeadDrafter:
         ready = self._catch_up([row for row, k in depth.items() if k > 0])
         starts = {row: self._start(row) for row in ready}
         self._own.follow(starts)
-        chains = self._draft(starts, depth) if starts else {}
+        chains = begin(self._rows, starts, batch, plan, self.hint_gain)
+        if chains:
+            self._draft(chains, starts)
         for row in chains:
             self._valid[row] = self._rows.length[row]
         return Draft(tuple(chains[r.row].draft(self.name) if r.row in chains else NO_DRAFT for r in batch.rows))
@@ -229,7 +235,7 @@ class _HeadDrafter:
             "weights": f"{self._head.weight_bytes / 2**20:.1f} MiB",
         }
 
-    def _draft(self, starts: Mapping[int, int], depth: Mapping[int, int]) -> dict[int, Chain]:
+    def _draft(self, chains: Mapping[int, Chain], starts: Mapping[int, int]) -> None:
         raise NotImplementedError
 
     def _start(self, row: int) -> int:
@@ -281,16 +287,14 @@ class SerialHeadDrafter(_HeadDrafter):
         super().__init__(options, target, head)
         self._fed_back: dict[int, NDArray[floating]] = {}  # row -> [width] of its newest guess
 
-    def _draft(self, starts: Mapping[int, int], depth: Mapping[int, int]) -> dict[int, Chain]:
+    def _draft(self, chains: Mapping[int, Chain], starts: Mapping[int, int]) -> None:
         at_once = self._run_in_turn if self._head.in_turn else None
-        return draft_in_turn(
-            self._rows, starts, depth, self._run, at_once, hint_gain=self.hint_gain, dense=self._dense
-        )
+        draft_in_turn(self._rows, chains, starts, self._run, at_once, dense=self._dense)
 
-    def _run_in_turn(self, spans: Sequence[Span], chooses: Sequence[Choose], depths: Sequence[int]) -> Chosen:
+    def _run_in_turn(self, spans: Sequence[Span], chooses: Sequence[Choose], ends: Sequence[End]) -> Chosen:
         assert self._head.in_turn is not None
-        packed = self._pack(spans, [1] * len(spans), max(depths) - 1)
-        return self._head.in_turn(packed, self._read(spans, None), self._kv, chooses, depths)
+        packed = self._pack(spans, [1] * len(spans), max(depth for depth, _ in ends) - 1)
+        return self._head.in_turn(packed, self._read(spans, None), self._kv, chooses, ends)
 
     def _run(self, spans: Sequence[Span], chooses: Sequence[Choose]) -> Chosen:
         packed, features = self._pack(spans, [1] * len(spans)), self._read(spans, self._fed_back)
@@ -310,18 +314,15 @@ class ParallelHeadDrafter(_HeadDrafter):
         self._mask = head.config.mask_token_id
         self._mask_feature = self._head.fuse(head.weights["mask_hidden"][None])[0]  # [width]
 
-    def _draft(self, starts: Mapping[int, int], depth: Mapping[int, int]) -> dict[int, Chain]:
-        chains = {row: Chain(row, hints(self._rows, row, depth[row], self.hint_gain)) for row in starts}
-        chosen, first = self._run(chains, starts, depth)
-        for index in range(max(depth[row] for row in starts)):
-            wanting = [c for c in chains.values() if depth[c.row] > index and not c.broken]
-            found = pick(chosen, [first[c.row] + index for c in wanting])
+    def _draft(self, chains: Mapping[int, Chain], starts: Mapping[int, int]) -> None:
+        chosen, first = self._run(chains, starts)
+        wanting = list(chains.values())
+        while wanting:
+            found = pick(chosen, [first[c.row] + len(c.token_ids) for c in wanting])
             extend(self._rows, wanting, partial(_already, found), dense=self._dense)
-        return chains
+            wanting = [c for c in wanting if c.goes_on]
 
-    def _run(
-        self, chains: Mapping[int, Chain], starts: Mapping[int, int], depth: Mapping[int, int]
-    ) -> tuple[Chosen, dict[int, int]]:
+    def _run(self, chains: Mapping[int, Chain], starts: Mapping[int, int]) -> tuple[Chosen, dict[int, int]]:
         """Run the pass. Returns what it says of all guesses, and where each row's begin.
 
         Under penalties a choice waits for the guesses before it, as they are counted.
@@ -330,13 +331,13 @@ class ParallelHeadDrafter(_HeadDrafter):
         chooses: list[Choose] = []
         first: dict[int, int] = {}
         for row, start in starts.items():
-            guesses = [self._mask] * (depth[row] - 1)
+            guesses = [self._mask] * (chains[row].depth - 1)
             spans.append((row, start, int(self._rows.length[row]) - start, guesses))
             first[row] = len(chooses)
             for choose in hinted(self._rows.row_chooses(row, guesses), chains[row].told):
                 waits = self._dense or choose.params.penalised
                 chooses.append(replace(choose, kind="logits" if waits else choose.kind, margin=True))
-        packed = self._pack(spans, [depth[row] for row in starts])
+        packed = self._pack(spans, [chains[row].depth for row in starts])
         features = self._read(spans, dict.fromkeys(starts, self._mask_feature))
         return self._head.run(packed, features, self._kv, chooses)[0], first
 

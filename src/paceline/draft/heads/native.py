@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from paceline.draft.heads.config import HeadConfig
     from paceline.draft.heads.features import Tapped
     from paceline.draft.heads.runner import HeadInTurn
-    from paceline.model.backend import KV, Chosen, Decoder
+    from paceline.model.backend import KV, Chosen, Decoder, End
     from paceline.model.device import Device
     from paceline.model.packed import Packed
 
@@ -165,7 +165,7 @@ class NativeHead:
         features: NDArray[floating],
         kv: KV,
         chooses: Sequence[Choose],
-        depths: Sequence[int],
+        ends: Sequence[End],
     ) -> Chosen:
         assert isinstance(kv, kernels.KVStore)
         c = self.config
@@ -174,7 +174,7 @@ class NativeHead:
             packed,
             kv,
             chooses,
-            depths,
+            ends,
             vocab=self._vocabulary.num_tokens,
             num_layers=c.layers.num_layers,
             features=as_float32(features),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from paceline.draft.heads.checkpoint import Head
     from paceline.draft.heads.config import HeadConfig
     from paceline.draft.heads.features import Tapped
-    from paceline.model.backend import KV, Chosen, Decoder
+    from paceline.model.backend import KV, Chosen, Decoder, End
     from paceline.model.device import Device
     from paceline.model.packed import Packed
 
@@ -28,9 +28,9 @@ class HeadInTurn(Protocol):
         features: NDArray[floating],
         kv: KV,
         chooses: Sequence[Choose],
-        depths: Sequence[int],
+        ends: Sequence[End],
     ) -> Chosen:
-        """Run `depths[i]` passes for row i, the first over entries as `HeadRunner.run`."""
+        """Run passes for each row, the first over entries as `HeadRunner.run`."""
         ...
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from paceline.core.nouns import Choose
     from paceline.draft.small.checkpoint import SmallModel
-    from paceline.model.backend import KV, Chosen, Decoder, InTurn
+    from paceline.model.backend import KV, Chosen, Decoder, End, InTurn
     from paceline.model.device import Device
     from paceline.model.packed import Packed
 
@@ -110,7 +110,7 @@ class NativeSmall:
         packed: Packed,
         kv: KV,
         chooses: Sequence[Choose],
-        depths: Sequence[int],
+        ends: Sequence[End],
         *,
         num_layers: int | None = None,
         vocab_size: int | None = None,
@@ -118,5 +118,5 @@ class NativeSmall:
         assert isinstance(kv, kernels.KVStore)
         layers = num_layers or self.config.num_layers
         return forward_in_turn(
-            self._decoder, packed, kv, chooses, depths, vocab=self._vocabulary.num_tokens, num_layers=layers
+            self._decoder, packed, kv, chooses, ends, vocab=self._vocabulary.num_tokens, num_layers=layers
         )

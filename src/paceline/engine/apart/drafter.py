@@ -77,7 +77,8 @@ class DrafterApart:
         born = tuple(self._birth(row) for row in wanted if row not in self._told)
         news = tuple(self._news(row, ahead=k) for row, k in wanted.items())
         ended, self._ended = tuple(self._ended), []
-        drafted = self._ask(Propose(ended, born, news, tuple(wanted.values())), Drafted, len(wanted))
+        stops = tuple(map(plan.stop, wanted))
+        drafted = self._ask(Propose(ended, born, news, tuple(wanted.values()), stops), Drafted, len(wanted))
         drafts = dict(zip(wanted, drafted.rows, strict=True))
         return Draft(tuple(self._draft(drafts.get(r.row)) for r in batch.rows))
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from paceline.core.nouns import Stop
 from paceline.draft.drafter import MAX_K, Needs
 from paceline.engine.config import EngineConfig
 from paceline.engine.wire import Failed, Message, Submit, TokenId
@@ -55,12 +56,13 @@ class Begin(Message, frozen=True):
 
 
 class Propose(Message, frozen=True):
-    """Draft up to `ks[i]` tokens for the i-th row."""
+    """Draft up to `ks[i]` tokens for the i-th row, or to where `stops[i]` says."""
 
     ended: tuple[Number, ...]  # rows whose requests are no more; comes before the births
     born: tuple[Birth, ...]
     rows: tuple[RowNews, ...]
     ks: tuple[Annotated[int, Meta(ge=1, le=MAX_K)], ...]
+    stops: tuple[Stop | None, ...]
 
 
 class Commit(Message, frozen=True):

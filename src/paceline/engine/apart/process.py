@@ -76,7 +76,8 @@ class Host:
         for birth in message.born:
             self._bear(birth)
         self._take(message.rows)
-        plan = Plan({n.row: RowPlan(self._drafter.name, k) for n, k in zip(message.rows, message.ks, strict=True)})
+        planned = zip(message.rows, message.ks, message.stops, strict=True)
+        plan = Plan({n.row: RowPlan(self._drafter.name, k, stop) for n, k, stop in planned})
         batch = Batch(0, tuple(_batch_row(n, k) for n, k in zip(message.rows, message.ks, strict=True)))
         return lambda: Drafted(tuple(map(_guesses, self._drafter.propose(batch, plan).rows)))
 

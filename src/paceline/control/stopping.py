@@ -1,0 +1,76 @@
+"""Where a row's drafting ends before its plan does: where its drafter is so unsure that hardly more would be kept.
+
+A plan knows how far drafts pay on average. Once they are being made, margins tell more: half of the drafts of a
+depth that pays on average do not pay, and beyond it some do. So rows that are worth drafting for may go as deep as
+their drafter can, and each is left where one draft more is not worth its time. That confidence says what will be
+kept is EAGLE-2's finding (arXiv 2406.16858); here the threshold is priced in every step.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from numpy import bool_, float64, int64
+    from numpy.typing import NDArray
+
+    from paceline.control.cost import Count, StepCost, Work
+    from paceline.control.policy import View
+    from paceline.control.survival import Survival
+    from paceline.core.nouns import Stop
+
+
+LONELY = 1.5  # by which a draft is dearer than when all rows go on: the deeper, the fewer share a drafter's pass
+
+
+class Prices:
+    """What drafts of all rows would cost, renewed now and then: contexts grow slowly."""
+
+    def __init__(self, num_drafters: int, max_k: int) -> None:
+        self.table: NDArray[float64] = np.zeros((num_drafters, max_k))  # seconds of 1, 2, ... drafts of each row
+        self._tokens: Count = 0  # of the pass for which these hold
+        self._num_rows = 1
+
+    def renew(self, cost: StepCost, base: Work, lengths: NDArray[int64], *, due: bool) -> None:
+        """Price them again if that is due, or if rows came or went."""
+        if due or base.tokens != self._tokens:
+            found = cost.prices(base, lengths, *self.table.shape)
+            self.table, self._tokens, self._num_rows = found[:, 1:] - found[:, :1], base.tokens, len(lengths)
+
+    def of_one_more(self, drafter: int) -> float:
+        """Return the seconds of one draft more of a row, over all depths."""
+        prices: list[float] = self.table[drafter].tolist()
+        return (prices[-1] - prices[0]) / max(len(prices) - 1, 1) / self._num_rows
+
+
+def with_stops(
+    view: View,
+    ks: NDArray[int64],
+    drafters: NDArray[int64],
+    left_alone: NDArray[bool_],
+    bars: Mapping[int, float],
+    survival: Sequence[Survival],
+) -> tuple[NDArray[int64], dict[int, Stop]]:
+    """Return how far each row may go now, and where its drafting ends.
+
+    left_alone: [n] rows whose plan stays. bars: by drafter that minds stops, the chance of being kept that a draft
+    is worth its time with.
+    """
+    deeper = ks.copy()
+    stops: dict[int, Stop] = {}
+    for drafter, bar in bars.items():
+        (own,) = ((drafters == drafter) & (ks > 0) & ~left_alone).nonzero()
+        if own.size:
+            rows = view.rows[own]
+            deeper[own] = np.minimum(view.most[own], survival[drafter].max_depth)
+            stops |= zip(rows.tolist(), survival[drafter].stops(rows, bar), strict=True)
+    return deeper, stops
+
+
+def bars_of(minding: Collection[int], prices: Prices, goodput: float) -> dict[int, float]:
+    """Return the chance that makes a draft worth its time, by drafter. goodput: tokens per second of the step."""
+    return {drafter: LONELY * prices.of_one_more(drafter) * goodput for drafter in minding}
