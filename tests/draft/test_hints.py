@@ -31,6 +31,7 @@ def test_hints_are_what_followed_the_longest_match() -> None:
     assert {e.scale.item() for e in told} == {1.0}
     assert len(hints(rows_of(TEXT), 0, 2, gain=2.0)) == 2
     assert hints(rows_of((1, 2, 3)), 0, 4, gain=2.0) == []
+    assert hints(rows_of(TEXT), 0, 4, gain=0.0) == []
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -32,6 +32,8 @@ _LEAST_SHARE = 0.05  # a path goes on while so few of its places do
 
 def hints(rows: Rows, row: int, k: int, gain: float) -> list[Edits]:
     """Return what each of a row's next drafts is told, at most k of them; none where nothing like it occurred."""
+    if not gain:
+        return []
     tail = rows.tokens(row)[-MAX_MATCH:]
     token_ids, _, match = rows.text(row).propose(tail, k, MIN_MATCH, MAX_MATCH, _REACH, _LEAST_SHARE)
     if not token_ids:

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from paceline.model.weights import LoadedModel
 
 ENOUGH_SHARED = 0.999  # of the target's tokens, for token by token to lose nothing
+CUT_GAIN = 4.0  # of hints to what was cut from the target, see `hints`
 by_token, by_string = SPELLINGS
 
 
@@ -100,7 +101,9 @@ class DraftModelConfig:
         report = {"drafter": self.name, "k": self.k, "model": f"the target's first {self.layers} layers"}
         memory = target.memory
         needs = Needs(pages="shared", stops=not target.law_needs_probs)
-        return DraftModel(target, memory.decoder, memory.kv, needs, report, self.layers)
+        drafter = DraftModel(target, memory.decoder, memory.kv, needs, report, self.layers)
+        drafter.hint_gain = CUT_GAIN
+        return drafter
 
     def _small_model(self, folder: Path, target: Target) -> Drafter:
         """Return a model that was cut from the target and shares its tables."""
@@ -145,14 +148,17 @@ class DraftModelConfig:
             stops=not target.law_needs_probs,
             trained_to=kept,
         )
-        return DraftModel(target, decoder, kv, needs, report, self.layers, own)
+        drafter = DraftModel(target, decoder, kv, needs, report, self.layers, own)
+        if own:
+            drafter.hint_gain = CUT_GAIN
+        return drafter
 
 
 class DraftModel:
     """Drafts token by token with a decoder of its own or the target's first layers."""
 
     name = DraftModelConfig.name
-    hint_gain = 4.0
+    hint_gain = 0.0  # a whole model reads the text for itself
 
     def __init__(
         self,
