@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 MARGIN = 0.01  # by which speculation must promise to win before it begins
 PROBE_SHARE = 0.01  # of the time, for drafts that do not seem to pay; as much for none where they do
 PROBE_EVERY = 8  # steps between two looks at whether to probe
-PLAIN_EVERY = 48  # steps after which two without drafts are due: what speculation is measured against
+PLAIN_EVERY = 96  # steps after which two without drafts are due: what speculation is measured against
 FIRST_PLAIN = 8  # such steps, in ever longer intervals, cost what they may
 ROOM = 4  # drafts that a row may have, for a look at whether they could pay
 OPTIMISM = 2.0  # standard deviations: what could pay
