@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from paceline.control import goodput, hopes
+from paceline.control.online import OnlineCost
 from paceline.core.errors import RequestError
 from paceline.core.nouns import Draft, Request, RowDraft
 from paceline.core.params import SamplingParams, Speculation
@@ -34,6 +35,12 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopes, "DEVIATIONS", 0.5)
     monkeypatch.setattr(goodput, "PROBE_SHARE", 1.0)  # enough probes, however fast the machine is
     monkeypatch.setattr(goodput, "PROBE_EVERY", 1)
+    for learns in (
+        "observe_pass",
+        "observe_drafting",
+        "observe_host",
+    ):  # prices stay the profile's: no clock decides
+        monkeypatch.setattr(OnlineCost, learns, lambda *_: None)
 
 
 def spoil(engine: Engine) -> weakref.ref[object]:
