@@ -39,7 +39,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
         "observe_pass",
         "observe_drafting",
         "observe_host",
-    ):  # prices stay the profile's: no clock decides
+    ):  # no clock decides
         monkeypatch.setattr(OnlineCost, learns, lambda *_: None)
 
 
