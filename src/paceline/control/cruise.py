@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +12,7 @@ from paceline.control.policy import plain
 if TYPE_CHECKING:
     from paceline.control.policy import Decision, View
 
-CRUISE = 4  # steps that a choice may hold for ...
+CRUISE = 8  # steps that a choice may hold for ...
 MUCH = 6  # ... unless so many drafts are offered: a drafter hardly makes more
 
 
@@ -38,6 +39,7 @@ class Cruise:
             and not any(offer.shape[1] >= MUCH for offer in view.offers.values())
             and not (view.prefill.tokens or before.prefill.tokens or view.wishes or view.targets)
             and np.array_equal(view.rows, before.rows)
-            and bool((chosen.ks <= view.most).all())
         )
-        return chosen if holds else None
+        if not holds:
+            return None
+        return chosen if (chosen.ks <= view.most).all() else replace(chosen, ks=np.minimum(chosen.ks, view.most))

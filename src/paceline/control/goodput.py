@@ -173,7 +173,7 @@ class Goodput:
         if not minding:
             return ks, {}
         self._prices.renew(self.cost, base, view.lengths, due=self._steps % ASSIGN_EVERY == 0)
-        bars = bars_of(minding, self._prices, self._goodput)
+        bars = bars_of(minding, self._prices, ks, drafters, self._goodput)
         return with_stops(view, ks, drafters, view.rows == self._probes.row, bars, self.survival)
 
     def _budget(

@@ -41,10 +41,11 @@ class Prices:
             found = cost.prices(base, lengths, *self.table.shape)
             self.table, self._tokens, self._num_rows = found[:, 1:] - found[:, :1], base.tokens, len(lengths)
 
-    def of_one_more(self, drafter: int) -> float:
-        """Return the seconds of one draft more of a row, over all depths."""
-        prices: list[float] = self.table[drafter].tolist()
-        return (prices[-1] - prices[0]) / max(len(prices) - 1, 1) / self._num_rows
+    def of_one_more(self, drafter: int, k: int) -> float:
+        """Return the seconds of one draft more of a row, where rows have about so many."""
+        prices: list[float] = [0.0, *self.table[drafter].tolist()]
+        low, high = max(k - 1, 0), min(k + 1, len(prices) - 1)
+        return (prices[high] - prices[low]) / max(high - low, 1) / self._num_rows
 
 
 def with_stops(
@@ -71,6 +72,12 @@ def with_stops(
     return deeper, stops
 
 
-def bars_of(minding: Collection[int], prices: Prices, goodput: float) -> dict[int, float]:
-    """Return the chance that makes a draft worth its time, by drafter. goodput: tokens per second of the step."""
-    return {drafter: LONELY * prices.of_one_more(drafter) * goodput for drafter in minding}
+def bars_of(
+    minding: Collection[int], prices: Prices, ks: NDArray[int64], drafters: NDArray[int64], goodput: float
+) -> dict[int, float]:
+    """Return the chance that makes a draft worth its time, by drafter.
+
+    ks, drafters: as planned. goodput: tokens per second of the step.
+    """
+    around = {drafter: round(float(ks[(drafters == drafter) & (ks > 0)].mean())) for drafter in minding}
+    return {drafter: LONELY * prices.of_one_more(drafter, k) * goodput for drafter, k in around.items()}
