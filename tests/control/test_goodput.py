@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
@@ -13,8 +14,9 @@ import pytest
 
 from paceline.control.controller import ClosedLoop
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost, Work
-from paceline.control.cruise import CRUISE
+from paceline.control.cruise import CRUISE, Cruise
 from paceline.control.goodput import Goodput
+from paceline.control.objective import Objective
 from paceline.control.online import OnlineCost
 from paceline.control.policy import Decision, Drafted, Outcomes, View
 from paceline.control.reckoning import learn_cost
@@ -348,3 +350,18 @@ def test_a_choice_holds_while_nothing_is_new() -> None:
         if now.stops is before.stops:
             held.add(name)
     assert held == {"same", "less room"}
+
+
+def test_a_drafter_is_given_up_once() -> None:
+    cruise = Cruise(quiet_view())
+    gone = replace(minding_policy().decide(quiet_view()), given_up=(0,))
+    cruise.keep(quiet_view(), gone)
+    held = cruise.held(quiet_view(), 1)
+    assert held is not None
+    assert (held.stops, held.given_up) == (gone.stops, ())
+
+
+def test_who_is_in_haste_is_chosen_for_in_every_step() -> None:
+    ours = Goodput(OnlineCost(COST), MAX_ROWS, (DEPTH, DEPTH), PRIORS, Objective.parse("latency:20"), minding={1})
+    chosen = [ours.decide(quiet_view()) for _ in range(20)]
+    assert len({id(d) for d in chosen}) == 20

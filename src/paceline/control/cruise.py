@@ -22,10 +22,9 @@ class Cruise:
     def __init__(self, view: View) -> None:
         self._view, self._chosen = view, plain(view)
 
-    def keep(self, view: View, chosen: Decision) -> Decision:
-        """Remember a choice."""
-        self._view, self._chosen = view, chosen
-        return chosen
+    def keep(self, view: View, chosen: Decision) -> None:
+        """Remember a choice; who is given up with it is so once."""
+        self._view, self._chosen = view, replace(chosen, given_up=())
 
     def held(self, view: View, step: int) -> Decision | None:
         """Return the last choice if it holds for a step, too: the same rows draft, and nobody offers much.

@@ -137,7 +137,7 @@ class Goodput:
         if held is not None:
             self._probes.earn(PROBE_SHARE * held.seconds)
             return held
-        return self._cruise.keep(view, self._choose(view))
+        return self._choose(view)
 
     def _choose(self, view: View) -> Decision:
         """Choose anew."""
@@ -163,7 +163,10 @@ class Goodput:
         budget, prefill_s = self._budget(view, gained, seconds, unpaid_s) if paced else (None, unpaid_s)
         ks, stops = self._with_stops(view, base, ks, drafters)
         drafters = np.where(ks > 0, drafters, NONE)
-        return Decision(ks, drafters, seconds + prefill_s, tokens, speedup, budget, given_up, stops)
+        decision = Decision(ks, drafters, seconds + prefill_s, tokens, speedup, budget, given_up, stops)
+        if not paced:  # who is in haste changes from step to step
+            self._cruise.keep(view, decision)
+        return decision
 
     def _with_stops(
         self, view: View, base: Work, ks: NDArray[int64], drafters: NDArray[int64]
