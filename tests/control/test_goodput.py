@@ -20,6 +20,7 @@ from paceline.control.objective import Objective
 from paceline.control.online import OnlineCost
 from paceline.control.policy import Decision, Drafted, Outcomes, View
 from paceline.control.reckoning import learn_cost
+from paceline.control.stopping import with_stops
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -292,6 +293,15 @@ def test_rows_that_draft_go_as_deep_as_their_stop_lets_them() -> None:
     assert (deep.seconds, deep.tokens) == (fixed.seconds, fixed.tokens), "promised is what pays without"
     sure = View(view.rows, view.lengths, view.most, Work(0), {0: np.full((3, DEPTH), 0.99)})
     assert not ours.decide(sure).stops, "lookups cost nothing: there is nothing to stop"
+
+
+def test_rows_are_not_prepared_for_drafts_that_cannot_come() -> None:
+    view, ours = quiet_view(), minding_policy()
+    ks, none = np.array([3, 0, 2]), np.zeros(3, bool)
+    deep, stops = with_stops(view, ks, np.ones(3, np.int64), none, {1: 0.2}, ours.survival)
+    assert (deep.tolist(), set(stops)) == ([DEPTH, 0, DEPTH], {0, 2})
+    dear, _ = with_stops(view, ks, np.ones(3, np.int64), none, {1: 1.5}, ours.survival)
+    assert dear.tolist() == [1, 0, 1]
 
 
 def test_a_stop_is_higher_where_a_draft_costs_more() -> None:

@@ -65,11 +65,15 @@ def with_stops(
     stops: dict[int, Stop] = {}
     for drafter, bar in bars.items():
         (own,) = ((drafters == drafter) & (ks > 0) & ~left_alone).nonzero()
-        if own.size:
-            rows = view.rows[own]
-            deeper[own] = np.minimum(view.most[own], survival[drafter].max_depth)
-            stops |= zip(rows.tolist(), survival[drafter].stops(rows, bar), strict=True)
+        found = survival[drafter].stops(view.rows[own], bar) if own.size else []
+        deeper[own] = np.minimum(view.most[own], [_deepest(stop) for stop in found])
+        stops |= zip(view.rows[own].tolist(), found, strict=True)
     return deeper, stops
+
+
+def _deepest(stop: Stop) -> int:
+    """Return how far a row can come: behind a depth where even certainty is too little there is nothing."""
+    return next((depth for depth, low in enumerate(stop.least, start=1) if low >= 1.0), len(stop.least))
 
 
 def bars_of(
