@@ -18,7 +18,7 @@ import numpy as np
 
 from paceline.core.errors import ConfigError, DrafterMismatch
 from paceline.core.nouns import NO_DRAFT, Draft
-from paceline.draft.chains import begin, catch_up_tokens, draft_in_turn, extend, share_out
+from paceline.draft.chains import CATCH_UP_TOKENS, begin, catch_up_tokens, draft_in_turn, extend, share_out
 from paceline.draft.drafter import MAX_K, Needs
 from paceline.draft.heads.checkpoint import load_head, narrowed
 from paceline.draft.heads.config import EAGLE, EAGLE3, PEAGLE, head_shapes, read_config
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from paceline.model.weights import LoadedModel
 
 
+_MANY_ROWS = 16  # above which drafts hardly pay, and prompts are caught up on bit by bit
 _MANY_BEHIND = 16  # entries: more than the drafts of a step leave to be written again
 _MOST_UNFUSED = 256  # tokens: 1.8 MB of hidden states of the default model
 _VOCABULARY = 8192  # tokens that EAGLE-1 writes unless told: a larger target head would cost more than the layer
@@ -178,7 +179,8 @@ class _HeadDrafter:
     def propose(self, batch: Batch, plan: Plan) -> Draft:
         """Catch up on known tokens, then draft."""
         depth = {r.row: min(plan.k(r.row), r.max_drafts) for r in batch.rows}
-        ready = self._catch_up([row for row, k in depth.items() if k > 0])
+        allowance = self._allowance if len(batch.rows) <= _MANY_ROWS else CATCH_UP_TOKENS
+        ready = self._catch_up([row for row, k in depth.items() if k > 0], allowance)
         starts = {row: self._start(row) for row in ready}
         self._own.follow(starts)
         chains = begin(self._rows, starts, batch, plan, self.hint_gain)
@@ -242,13 +244,13 @@ class _HeadDrafter:
         """Return the first token of a row whose entry is still to be made."""
         return max(int(self._valid[row]), self._features.first_entry(row))
 
-    def _catch_up(self, rows: list[int]) -> list[int]:
+    def _catch_up(self, rows: list[int], allowance: int) -> list[int]:
         """Return the rows whose missing entries fit this step's allowance; bring the others nearer.
 
         Nothing is guessed from a prompt's entries: of those the last layer need only keep keys and values.
         """
         behind = {row: int(self._rows.length[row]) - self._start(row) for row in rows}
-        ready, nearer = share_out({row: n for row, n in behind.items() if n > 0}, self._allowance)
+        ready, nearer = share_out({row: n for row, n in behind.items() if n > 0}, allowance)
         nearer |= {row: behind[row] - 1 for row in ready if behind[row] > _MANY_BEHIND}
         if nearer:
             spans: list[Span] = [(row, self._start(row), count, ()) for row, count in nearer.items()]
