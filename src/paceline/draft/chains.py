@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy import floating
     from numpy.typing import NDArray
 
-    from paceline.core.nouns import Batch, Choose, Edits, Plan, Stop
+    from paceline.core.nouns import Choose, Edits, Plan, Stop
     from paceline.model.backend import Chosen, End
     from paceline.model.config import ModelConfig
     from paceline.model.rows import Rows, Span
@@ -106,12 +106,11 @@ def extend(rows: Rows, chains: Sequence[Chain], run: Callable[[Sequence[Choose]]
             chain.margins.append(drawn.margins[index])
 
 
-def begin(rows: Rows, starts: Iterable[int], batch: Batch, plan: Plan, hint_gain: float) -> dict[int, Chain]:
-    """Begin a chain for each of some rows, as deep as is planned, with hints of this gain."""
-    depths = {r.row: min(plan.k(r.row), r.max_drafts) for r in batch.rows}
-    return {
-        row: Chain(row, depths[row], hints(rows, row, depths[row], hint_gain), plan.stop(row)) for row in starts
-    }
+def begin(
+    rows: Rows, starts: Iterable[int], depth: Mapping[int, int], plan: Plan, hint_gain: float
+) -> dict[int, Chain]:
+    """Begin a chain for each of some rows, `depth[row]` deep, with the plan's stops and hints of this gain."""
+    return {row: Chain(row, depth[row], hints(rows, row, depth[row], hint_gain), plan.stop(row)) for row in starts}
 
 
 def draft_in_turn(

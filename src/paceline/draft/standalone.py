@@ -196,7 +196,7 @@ class DraftModel:
         starts = {row: self._start(row) for row in ready}
         if self._own:
             self._own.follow(starts)
-        chains = begin(self._rows, starts, batch, plan, self.hint_gain)
+        chains = begin(self._rows, starts, depth, plan, self.hint_gain)
         at_once = self._run_in_turn if self._decoder.in_turn else None
         draft_in_turn(self._rows, chains, starts, self._run, at_once, dense=self._dense)
         self._seen |= {row: int(self._rows.length[row]) + len(c.token_ids) - 1 for row, c in chains.items()}

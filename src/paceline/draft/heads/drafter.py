@@ -183,7 +183,7 @@ class _HeadDrafter:
         ready = self._catch_up([row for row, k in depth.items() if k > 0], allowance)
         starts = {row: self._start(row) for row in ready}
         self._own.follow(starts)
-        chains = begin(self._rows, starts, batch, plan, self.hint_gain)
+        chains = begin(self._rows, starts, depth, plan, self.hint_gain)
         if chains:
             self._draft(chains, starts)
         for row in chains:
