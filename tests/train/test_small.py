@@ -69,6 +69,9 @@ def test_a_toy_model_reaches_its_acceptance(tmp_path: Path) -> None:
     assert rows[-1]["acceptance_length"] > rows[0]["acceptance_length"] + 0.5
     target = load_target(str(tmp_path / "target"), torch.device("cpu"))
     assert load_small(tmp_path / "out", target.config).config.num_layers == 3
+    go_on = ("--start-from", str(tmp_path / "out"), "--steps", "1", "--layers", "0,1,5")
+    assert main(command("draft-model", tmp_path, tmp_path / "more", *go_on)) == 0
+    assert read_metrics(tmp_path / "more")[0]["acceptance_length"] > rows[-1]["acceptance_length"] - 0.1
 
 
 def test_layers_are_named_or_spread() -> None:

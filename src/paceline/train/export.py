@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +39,11 @@ def write_drafter(folder: Path, recipe: Recipe, kind: str) -> None:
         stored |= convert(name, tensor.detach().cpu()) if tensor.is_floating_point() else {name: tensor}
     save_whole(folder / "model.safetensors", stored, {"format": "pt"})
     write_json(folder / "config.json", {**values, "dtype": "float16", **about})
+
+
+def hash_of(folder: Path) -> str:
+    """Return the hash of a drafter's weights."""
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
 def _half(name: str, tensor: torch.Tensor) -> Tensors:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,9 @@ from paceline.core.errors import UnsupportedModel
 from paceline.draft.heads.checkpoint import load_head
 from paceline.draft.heads.config import OWN_TOKENS, HeadConfig, head_shapes, read_config
 from paceline.model.hf import LAYER_NAMES
+from paceline.train.export import hash_of
 from paceline.train.parallel import guess_at_once
+from paceline.train.recipe import take_over
 from paceline.train.unroll import unroll
 
 if TYPE_CHECKING:
@@ -79,14 +80,11 @@ class HeadRecipe:
         learnt from other data, or be of the other kind. Raises `ModelError`, `DrafterMismatch`.
         """
         trained = load_head(folder, self._target.config)
-        for name, ours in self.weights.items():
-            theirs = torch.tensor(trained.weights.get(name, np.empty(0)), dtype=ours.dtype).to(ours.device)
-            if name == "head":
-                _, here, there = np.intersect1d(self._vocabulary, trained.token_ids, return_indices=True)
-                ours[here] = theirs[there]
-            elif theirs.shape == ours.shape:
-                ours.copy_(theirs)
-        return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+        take_over({name: ours for name, ours in self.weights.items() if name != "head"}, trained.weights)
+        _, here, there = np.intersect1d(self._vocabulary, trained.token_ids, return_indices=True)
+        ours = self.weights["head"]
+        ours[here] = torch.tensor(trained.weights["head"][there], dtype=ours.dtype).to(ours.device)
+        return hash_of(folder)
 
     def export(self) -> tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]:
         """Return a folder of the `speculators` format, see `Recipe`."""

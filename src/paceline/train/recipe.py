@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
-    import torch
+    from numpy import floating
+    from numpy.typing import NDArray
 
     from paceline.train.batch import Batch
     from paceline.train.drafts import Depth
@@ -27,6 +31,20 @@ class Recipe(Protocol):
         """Return what is multiplied with what is `written`, [m, width] for the drafts of each depth."""
         ...
 
+    def start_from(self, folder: Path) -> str:
+        """Take over what a trained drafter has in common with this one; return the hash of its file.
+
+        Raises `ModelError`, `DrafterMismatch`.
+        """
+        ...
+
     def export(self) -> tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]:
         """Return config.json and the tensors of the drafter's folder, float32, by the names there."""
         ...
+
+
+def take_over(weights: Mapping[str, torch.Tensor], trained: Mapping[str, NDArray[floating]]) -> None:
+    """Copy what has the same name and shape into the weights."""
+    for name, ours in weights.items():
+        if name in trained and trained[name].shape == tuple(ours.shape):
+            ours.copy_(torch.tensor(trained[name]))

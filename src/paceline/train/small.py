@@ -8,15 +8,18 @@ import torch
 from torch.nn import functional
 
 from paceline.core.errors import ConfigError, UnsupportedModel
-from paceline.draft.small.checkpoint import SHARED
+from paceline.draft.small.checkpoint import SHARED, load_small
 from paceline.model import hf
 from paceline.model.config import layer_shapes
 from paceline.model.decoder import ACTIVATIONS, linear, rms_norm
 from paceline.model.rope import cos_sin, inverse_frequencies, rotate
+from paceline.train.export import hash_of
 from paceline.train.head import file_name, rope_json, vocabulary_tensors
+from paceline.train.recipe import take_over
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from numpy import int64
     from numpy.typing import NDArray
@@ -70,6 +73,12 @@ class SmallRecipe:
             hidden = hidden + linear(layer, "mlp_down", gate * linear(layer, "mlp_up", normed))
         normed = rms_norm(hidden, self.weights["norm"], config.norm_eps)
         return [normed[depth.anchors + number] for number, depth in enumerate(depths)]
+
+    def start_from(self, folder: Path) -> str:
+        """Take over the layers and the norm of a trained draft model, see `Recipe`."""
+        trained = load_small(folder, self._target.config).weights
+        take_over(self.weights, {**trained, "norm": trained["final_norm"]})
+        return hash_of(folder)
 
     def export(self) -> tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]:
         """Return a folder that `draft/small` reads, see `Recipe`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.draft.heads.config import EAGLE3
-from paceline.train.commands.options import add_training, gather, open_target, train_config
+from paceline.train.commands.options import add_training, gather, open_target, started, train_config
 from paceline.train.commands.report import report
 from paceline.train.run import run as train
 from paceline.train.small import SmallRecipe, choose_layers
@@ -29,5 +29,6 @@ def run(args: Namespace) -> int:
     material = gather(args, target, EAGLE3.default_taps(target.config.num_layers))
     config = train_config(args, material, eval_steps=args.k)
     recipe = SmallRecipe(layers, target, material.vocabulary)
-    report(args.out, material, train(recipe, config, material, {"layers": layers}, args.out, args.type))
+    choices = {"layers": layers} | started(args, recipe)
+    report(args.out, material, train(recipe, config, material, choices, args.out, args.type))
     return 0

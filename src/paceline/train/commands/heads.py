@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from paceline.train.commands.options import train_config
+from paceline.train.commands.options import started, train_config
 from paceline.train.commands.report import report
 from paceline.train.head import HeadRecipe, HeadShape
 from paceline.train.run import run
@@ -20,8 +20,6 @@ def train_head(args: Namespace, material: Material, shape: HeadShape) -> int:
     """Train a head and tell how it went."""
     config = train_config(args, material, keep=args.keep, decay=args.decay, eval_steps=args.k)
     recipe = HeadRecipe(shape, material.target, material.vocabulary, args.seed)
-    choices = asdict(shape)
-    if args.start_from is not None:
-        choices["started_from"] = recipe.start_from(args.start_from)
+    choices = asdict(shape) | started(args, recipe)
     report(args.out, material, run(recipe, config, material, choices, args.out, args.type))
     return 0

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.train.corpus import Text
+    from paceline.train.recipe import Recipe
     from paceline.train.target import Reader, Target
 
 
@@ -56,6 +57,12 @@ def add_training(parser: ArgumentParser) -> None:
     add_data(parser)
     parser.add_argument(
         "--out", required=True, metavar="DIR", type=Path, help="the drafter's folder; a run resumes there"
+    )
+    parser.add_argument(
+        "--start-from",
+        type=Path,
+        metavar="FOLDER",
+        help="a trained drafter for this target to go on from: for heads one of either kind",
     )
     parser.add_argument("--epochs", type=float, default=3.0, metavar="E", help="passes over the data")
     parser.add_argument("--steps", type=int, metavar="N", help="steps, in place of --epochs")
@@ -100,12 +107,6 @@ def add_depths(parser: ArgumentParser, num_steps: int) -> None:
     )
     parser.add_argument(
         "--decay", type=float, default=0.8, metavar="X", help="weight of a depth against the one before"
-    )
-    parser.add_argument(
-        "--start-from",
-        type=Path,
-        metavar="FOLDER",
-        help="a trained head for this target, of either kind, to go on from",
     )
     add_reading(parser)
 
@@ -179,6 +180,11 @@ def train_config(args: Namespace, material: Material, **changes: float) -> Train
         save_every=args.save_every,
         **changes,  # type: ignore[arg-type]
     )
+
+
+def started(args: Namespace, recipe: Recipe) -> dict[str, str]:
+    """Let a drafter go on from another where that is asked for; return from which, for the provenance."""
+    return {} if args.start_from is None else {"started_from": recipe.start_from(args.start_from)}
 
 
 def _check(args: Namespace) -> None:
