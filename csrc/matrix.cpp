@@ -67,7 +67,7 @@ void Activations::reserve(size_t num_rows, size_t width) {
     values_.resize(std::max(values_.size(), num_rows * 2 * width));
     floats_.resize(std::max(floats_.size(), num_rows * width));
     scales_.resize(std::max(scales_.size(), num_rows * width / kInt4Group));
-    sums_.resize(scales_.size());
+    sums_.resize(std::max(scales_.size(), num_rows * 2 * kTileLanes));
 }
 
 void Activations::set(size_t row, const float* x, WeightType type, size_t width) {
@@ -78,7 +78,7 @@ void Activations::set(size_t row, const float* x, WeightType type, size_t width)
     if (type == WeightType::int8) {
         const size_t padded = round_up(width, kInt8Group);
         int8_t* high = values_.data() + row * 2 * padded;
-        return kernels().layer.split(x, padded, high, high + padded, &scales_[row], &sums_[2 * row]);
+        return kernels().layer.split(x, padded, high, high + padded, &scales_[row], &sums_[row * 2 * kTileLanes]);
     }
     const size_t padded = round_up(width, kInt4Group), num_groups = padded / kInt4Group;
     kernels().layer.quantise(x, padded, kInt4Group, values_.data() + row * padded, scales_.data() + row * num_groups,
@@ -190,12 +190,12 @@ void Matrix::put_int4_block(size_t index, size_t block, const uint8_t* values, u
 void Matrix::multiply(size_t panel, size_t num_panels, const Activations& x, size_t first, size_t end, float* to,
                       size_t stride) const {
     const GemmKernels& gemm = kernels().gemm;
-    const size_t step = type_ == WeightType::int8 ? kMostPanels : 1;
+    const size_t step = type_ == WeightType::int8 ? num_panels : 1;
     for (const size_t last = panel + num_panels; panel < last; panel += step, to += step * kPanel) {
         const uint8_t* at = packed_.data() + panel * panel_bytes();
         switch (type_) {
             case WeightType::int8:
-                gemm.int8({at, scales_.data() + panel * kPanel}, std::min(step, last - panel), x.split(in_), first, end, to,
+                gemm.int8({at, scales_.data() + panel * kPanel}, num_panels, x.split(in_), first, end, to,
                           stride);
                 break;
             case WeightType::int4: gemm.int4(at, x.quantised(in_), first, end, to, stride); break;
@@ -232,17 +232,18 @@ void multiply_all(Team& team, std::initializer_list<Product> products, size_t nu
     size_t num_panels = 0;
     for (const Product& p : products) num_panels += p.matrix->num_panels();
     const size_t num_tiles = num_tiles_of(num_panels, num_tokens / chunks, team.size());
-    team.each(num_tiles * chunks, [&](size_t index) {
-        const size_t tile = index / chunks, chunk = index % chunks;
+    const auto multiply_tiles = [&](size_t tile, size_t end_tile, size_t chunk) {
         const size_t first = num_tokens * chunk / chunks, end = num_tokens * (chunk + 1) / chunks;
-        size_t panel = tile * num_panels / num_tiles, left = (tile + 1) * num_panels / num_tiles - panel;
+        size_t panel = tile * num_panels / num_tiles, left = end_tile * num_panels / num_tiles - panel;
         for (const Product* p = products.begin(); left > 0; panel -= std::min(panel, p->matrix->num_panels()), ++p) {
             if (panel >= p->matrix->num_panels()) continue;
             const size_t count = std::min(left, p->matrix->num_panels() - panel);
             multiply_panels(*p, panel, count, first, end);
             panel += count, left -= count;
         }
-    });
+    };
+    if (chunks == 1) return team.each_run(num_tiles, [&](size_t tile, size_t end_tile) { multiply_tiles(tile, end_tile, 0); });
+    team.each(num_tiles * chunks, [&](size_t i) { multiply_tiles(i / chunks, i / chunks + 1, i % chunks); });
 }
 
 void Matrix::row(size_t index, float* to) const {

@@ -1,5 +1,7 @@
 #include "team.h"
 
+#include <algorithm>
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -85,22 +87,20 @@ void Team::leave() {
     inside_.notify_all();
 }
 
-bool Team::claim(size_t owner, uint32_t phase, size_t length, size_t& index) {
+bool Team::claim(size_t owner, uint32_t phase, size_t length, size_t share, size_t& begin, size_t& end) {
     std::atomic<uint64_t>& ticket = ranges_[owner].ticket;
     uint64_t seen = ticket.load(std::memory_order_relaxed);
-    while (seen >> 32 == phase && (seen & 0xFFFFFFFFu) < length) {
-        if (ticket.compare_exchange_weak(seen, seen + 1, std::memory_order_relaxed)) {
-            index = seen & 0xFFFFFFFFu;
-            return true;
-        }
+    for (;;) {
+        const auto ahead = static_cast<int32_t>(static_cast<uint32_t>(seen >> 32) - phase);
+        begin = ahead < 0 ? 0 : seen & 0xFFFFFFFFu;  // whoever comes first begins the phase
+        if (ahead > 0 || begin >= length) return false;
+        end = begin + std::max<size_t>((length - begin) / share, 1);
+        if (ticket.compare_exchange_weak(seen, uint64_t{phase} << 32 | end, std::memory_order_relaxed)) return true;
     }
-    return false;
 }
 
 void Team::finish(uint32_t phase) {
     done_.store(0, std::memory_order_relaxed);
-    for (size_t i = 0; i < num_threads_; ++i)
-        ranges_[i].ticket.store(uint64_t{phase + 1} << 32, std::memory_order_relaxed);
     phase_.store(phase + 1, std::memory_order_release);
     phase_.notify_all();
 }

@@ -32,26 +32,33 @@ class Team {
     // others. A late thread finds phases that are over and passes them by.
     template <class Tile>
     void each(size_t count, const Tile& tile) {
+        each_run(count, [&](size_t index, size_t) { tile(index); }, count);
+    }
+
+    // The same with `tiles(first, end)`, for tiles that take alike: a thread claims half of what is left of a range, or one
+    // in `share`, as every claim costs.
+    template <class Tiles>
+    void each_run(size_t count, const Tiles& tiles, size_t share = 2) {
         if (count == 0) return;
         const uint32_t phase = next_phase_++;
         if (phase_.load(std::memory_order_acquire) != phase) return;
+        size_t mine = 0;
         for (size_t i = 0; i < num_threads_; ++i) {
             const size_t owner = self_ + i < num_threads_ ? self_ + i : self_ + i - num_threads_;
             const size_t first = count * owner / num_threads_, length = count * (owner + 1) / num_threads_ - first;
-            for (size_t index; claim(owner, phase, length, index);) {
-                tile(first + index);
-                if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == count) return finish(phase);
-            }
+            for (size_t begin, end; claim(owner, phase, length, share, begin, end); mine += end - begin)
+                tiles(first + begin, first + end);
         }
+        if (mine && done_.fetch_add(mine, std::memory_order_acq_rel) + mine == count) return finish(phase);
         wait_for_end(phase);
     }
 
   private:
     struct alignas(64) Range {
-        std::atomic<uint64_t> ticket{0};  // the phase, and below it how many tiles of this thread's range are taken
+        std::atomic<uint64_t> ticket{0};  // the last phase that took tiles of this thread's range, and below it how many
     };
 
-    bool claim(size_t owner, uint32_t phase, size_t length, size_t& index);
+    bool claim(size_t owner, uint32_t phase, size_t length, size_t share, size_t& begin, size_t& end);
     void finish(uint32_t phase);
     void wait_for_end(uint32_t phase);
     bool enter();

@@ -64,8 +64,8 @@ PACELINE_APART void int8_rows(const Int8Panel& panel, const SplitRows& rows, siz
         i32v highs[R][kAll], lows[R][kAll];
         PACELINE_UNROLL for (int r = 0; r < R; ++r)
             PACELINE_UNROLL for (int v = 0; v < kAll; ++v) {
-                highs[r][v] = splat(rows.sums[(first + r) * 2]);
-                lows[r][v] = splat(rows.sums[(first + r) * 2 + 1]);
+                highs[r][v] = splat(rows.sums[(first + r) * 2 * kTileLanes]);
+                lows[r][v] = splat(rows.sums[((first + r) * 2 + 1) * kTileLanes]);
             }
         for (size_t quad = 0; quad < width; quad += 4, w += kPanel * 4) {
             if (quad % 8 == 0) fetch(ahead);
@@ -211,17 +211,18 @@ void int8_some_panels(const Int8Panel& panel, const SplitRows& rows, size_t firs
     });
 }
 
-void int8_panels(const Int8Panel& panel, size_t num_panels, const SplitRows& rows, size_t first, size_t end, float* out,
+void int8_panels(const Int8Panel& panels, size_t num_panels, const SplitRows& rows, size_t first, size_t end, float* out,
                  size_t stride) {
 #if defined(__AMX_INT8__)
-    if (end - first >= kLeastRowsOfTile) return int8_in_tiles(panel, num_panels, rows, first, end, out, stride);
+    if (end - first >= kLeastRowsOfTile) return int8_in_tiles(panels, num_panels, rows, first, end, out, stride);
 #endif
+    size_t i = 0;
+    const auto panel = [&] { return Int8Panel{panels.weights + i * rows.width * kPanel, panels.scales + i * kPanel}; };
 #if defined(__AVX512F__)
-    if (num_panels == 2 && end - first >= kLeastRowsOfPair) return int8_some_panels<2>(panel, rows, first, end, out, stride);
+    for (; end - first >= kLeastRowsOfPair && i + 2 <= num_panels; i += 2)
+        int8_some_panels<2>(panel(), rows, first, end, out + i * kPanel, stride);
 #endif
-    for (size_t i = 0; i < num_panels; ++i)
-        int8_some_panels<1>({panel.weights + i * rows.width * kPanel, panel.scales + i * kPanel}, rows, first, end,
-                            out + i * kPanel, stride);
+    for (; i < num_panels; ++i) int8_some_panels<1>(panel(), rows, first, end, out + i * kPanel, stride);
 }
 
 void int4_panel(const uint8_t* panel, const QuantisedRows& rows, size_t first, size_t end, float* out, size_t stride) {

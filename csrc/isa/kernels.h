@@ -14,6 +14,7 @@ constexpr size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1)
 
 constexpr size_t kBlock = 64;       // numbers per block of a padded vocabulary row
 constexpr size_t kPanel = 32;       // outputs of a matrix that are packed and computed together
+constexpr size_t kTileLanes = 16;   // sums side by side in a tile
 constexpr size_t kInt8Group = 64;   // to whose multiples rows beside int8 weights are padded: what one tile takes in
 constexpr size_t kInt4Group = 32;   // inputs that share an activation scale beside int4 weights, whose blocks are as long
 constexpr size_t kInt4BlockBytes = kPanel * 4 + kPanel * kInt4Group / 2;  // of a panel, scales and minima included
@@ -57,7 +58,7 @@ struct SplitRows {
     const int8_t* values;  // [num_rows, 2, width] high halves, then low ones
     size_t width;          // a multiple of 64
     const float* scales;   // [num_rows]
-    const int32_t* sums;   // [num_rows, 2] sum of the halves, times -128: weights are kept plus 128
+    const int32_t* sums;   // [num_rows, 2, 16] sum of the halves, times -128, as weights are kept plus 128: 16 times, for tiles
 };
 constexpr size_t kMostInputs = size_t{1} << 16;  // of a row, for 32 bits to hold every sum
 
@@ -68,7 +69,6 @@ struct Int8Panel {
 
 // How far ahead kernels fetch weights: how long memory takes under load. With 2048 bytes five rows took a tenth longer.
 constexpr size_t kSoon = 6144;
-constexpr size_t kMostPanels = 2;         // that one call may take, int8 only
 constexpr size_t kLeastRowsOfPair = 12;  // for two panels at once to pay: fewer rows wait for memory
 
 // out[(row - first) * stride + o] for rows first..end and the 32 outputs of one panel, or of panels side by side.

@@ -56,7 +56,7 @@ void quantise(const float* x, size_t width, size_t group, int8_t* q, float* scal
     }
 }
 
-// The same in 16 bits, one scale for all: x / scale = 256 * high + low. sums [2]: of each half, times -128.
+// The same in 16 bits, one scale for all: x / scale = 256 * high + low. sums [2, 16]: of each half, times -128, 16 times.
 void split(const float* x, size_t width, int8_t* high, int8_t* low, float* scale, int32_t* sums) {
     constexpr float most = 127 * 256 + 127;
     const float top = bound(x, width), inverse = top > 0.0f ? most / top : 0.0f;
@@ -69,8 +69,8 @@ void split(const float* x, size_t width, int8_t* high, int8_t* low, float* scale
         store_bytes(low + i, near);
     }
     *scale = top / most;
-    sums[0] = -128 * sum(highs);
-    sums[1] = -128 * sum(lows);
+    const int32_t offsets[] = {-128 * sum(highs), -128 * sum(lows)};
+    for (size_t i = 0; i < 2 * kTileLanes; ++i) sums[i] = offsets[i / kTileLanes];
 }
 
 // Turn a head of n numbers, number i paired with i + n / 2.

@@ -8,8 +8,9 @@
 
 namespace paceline::PACELINE_ISA {
 
-constexpr size_t kTile = 16;            // rows of a tile, and outputs
-constexpr size_t kLeastRowsOfTile = 7;  // fewer rows wait for memory with any kernel
+constexpr size_t kTile = kTileLanes;       // rows of a tile, and outputs
+constexpr size_t kLeastRowsOfTile = 3;     // fewer rows wait for memory with any kernel
+constexpr size_t kMostStackedRows = kTile / 2;
 static_assert(kInt8Group == 64 && kPanel == 2 * kTile, "the panels are packed as tiles read them");
 
 // Which register holds what, names that reach the assembler as numbers: all eight. Every load serves two products.
@@ -49,68 +50,98 @@ PACELINE_INLINE void leave_tiles() {
     shaped_rows = 0;
 }
 
-// Scale 16 outputs of some rows; sums reach memory by a store of their own, since vectors cannot read tile registers.
-PACELINE_INLINE void scale_tile(const int32_t* highs, const int32_t* lows, const float* output_scales, const SplitRows& rows,
-                                size_t first, size_t count, float* out, size_t stride) {
-    const f32v output_scale = load(output_scales);
-    for (size_t r = 0; r < count; ++r) {
-        const int32_t* offsets = rows.sums + 2 * (first + r);
-        const i32v high = (i32v)_mm512_load_si512(highs + r * kTile) + splat(offsets[0]);
-        const i32v low = (i32v)_mm512_load_si512(lows + r * kTile) + splat(offsets[1]);
-        store(out + r * stride, scaled_sum(high, low, splat(rows.scales[first + r]), output_scale));
+// The sums of a panel and some rows, on their way out: vectors cannot read tile registers. Two halves of 16 outputs.
+struct TileSums {
+    alignas(64) int32_t of[4][kTile * kTile];
+    const float* scales;  // of the outputs
+    size_t first, count;  // rows
+    float* out;
+};
+
+// Scale them; the halves of a row lie one behind the other if it was `Stacked`, else in tiles of their own.
+template <bool Stacked>
+PACELINE_INLINE void scale_sums(const TileSums& sums, const SplitRows& rows, size_t stride) {
+    constexpr size_t row = Stacked ? 2 * kTile : kTile, low = Stacked ? kTile : kTile * kTile;
+    for (int half = 0; half < 2; ++half) {
+        const f32v output_scale = load(sums.scales + half * kTile);
+        const int32_t* of = sums.of[Stacked ? half : 2 * half];
+        for (size_t r = 0; r < sums.count; ++r, of += row)
+            store(sums.out + r * stride + half * kTile,
+                  scaled_sum((i32v)_mm512_load_si512(of), (i32v)_mm512_load_si512(of + low),
+                             splat(rows.scales[sums.first + r]), output_scale));
     }
 }
 
-// `count` rows from `first` on, at most 16, and a panel. `lines` cache lines from `ahead` on are fetched with each tile of
-// inputs, between the products: all at once they would take every place that loads wait in.
-PACELINE_INLINE void int8_tiles(const Int8Panel& panel, const SplitRows& rows, size_t first, size_t count,
-                                const uint8_t* ahead, size_t lines, float* out, size_t stride) {
-    alignas(64) int32_t sums[4][kTile * kTile];
-    const int8_t* a = rows.values + first * 2 * rows.width;
-    const uint8_t* w = panel.weights;
-    _tile_zero(PACELINE_HIGHS);
-    _tile_zero(PACELINE_LOWS);
-    _tile_zero(PACELINE_OTHER_HIGHS);
-    _tile_zero(PACELINE_OTHER_LOWS);
+PACELINE_INLINE void fetch_lines(const uint8_t*& ahead, size_t count) {
+    for (size_t line = 0; line < count; ++line, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+}
+
+// Rows sums.first on times a panel. `Stacked`: at most 8 rows, whose halves lie one behind the other, so that one tile holds
+// both: half the products. `lines` cache lines from `ahead` on are fetched at each of four places for each tile of inputs:
+// all at once they would take every place that loads wait in. What came `before` is scaled on the way: scaled at once, it
+// would wait for its own way through memory, and all else with it. Sums begin with what corrects them for the same reason.
+template <bool Stacked>
+PACELINE_INLINE void int8_tiles(const uint8_t* w, const SplitRows& rows, const uint8_t* ahead, size_t lines, TileSums& sums,
+                                const TileSums* before, size_t stride) {
+    constexpr size_t next = Stacked ? kTile : 2 * kTile;
+    const size_t from = Stacked ? rows.width : 2 * rows.width;  // a row of a tile to the next
+    const size_t scaled_at = rows.width > 2 * kInt8Group ? 2 * kInt8Group : 0;
+    const int32_t* starts = rows.sums + sums.first * 2 * kTile;
+    const int8_t* a = rows.values + sums.first * 2 * rows.width;
+    _tile_loadd(PACELINE_HIGHS, starts, next * 4);
+    _tile_loadd(PACELINE_OTHER_HIGHS, starts, next * 4);
+    if (!Stacked) _tile_loadd(PACELINE_LOWS, starts + kTile, next * 4);
+    if (!Stacked) _tile_loadd(PACELINE_OTHER_LOWS, starts + kTile, next * 4);
     for (size_t k = 0; k < rows.width; k += kInt8Group, a += kInt8Group, w += kInt8Group * kPanel) {
+        _tile_loadd(PACELINE_ROWS_HIGH, a, from);
+        fetch_lines(ahead, lines);
         _tile_loadd(PACELINE_WEIGHTS, w, kPanel * 4);
-        _tile_loadd(PACELINE_ROWS_HIGH, a, 2 * rows.width);
-        for (size_t line = 0; line < lines; line += 4, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+        fetch_lines(ahead, lines);
         _tile_dpbsud(PACELINE_HIGHS, PACELINE_ROWS_HIGH, PACELINE_WEIGHTS);
-        _tile_loadd(PACELINE_ROWS_LOW, a + rows.width, 2 * rows.width);
-        for (size_t line = 0; line < lines; line += 4, ahead += 64) __builtin_prefetch(ahead, 0, 2);
-        _tile_dpbsud(PACELINE_LOWS, PACELINE_ROWS_LOW, PACELINE_WEIGHTS);
+        if (!Stacked) _tile_loadd(PACELINE_ROWS_LOW, a + rows.width, from);
+        if (!Stacked) _tile_dpbsud(PACELINE_LOWS, PACELINE_ROWS_LOW, PACELINE_WEIGHTS);
+        fetch_lines(ahead, lines);
         _tile_loadd(PACELINE_OTHER_WEIGHTS, w + kTile * 4, kPanel * 4);
-        for (size_t line = 0; line < lines; line += 4, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+        fetch_lines(ahead, lines);
         _tile_dpbsud(PACELINE_OTHER_HIGHS, PACELINE_ROWS_HIGH, PACELINE_OTHER_WEIGHTS);
-        for (size_t line = 0; line < lines; line += 4, ahead += 64) __builtin_prefetch(ahead, 0, 2);
-        _tile_dpbsud(PACELINE_OTHER_LOWS, PACELINE_ROWS_LOW, PACELINE_OTHER_WEIGHTS);
+        if (!Stacked) _tile_dpbsud(PACELINE_OTHER_LOWS, PACELINE_ROWS_LOW, PACELINE_OTHER_WEIGHTS);
+        if (before && k == scaled_at) scale_sums<Stacked>(*before, rows, stride);
     }
-    _tile_stored(PACELINE_HIGHS, sums[0], kTile * 4);
-    _tile_stored(PACELINE_LOWS, sums[1], kTile * 4);
-    _tile_stored(PACELINE_OTHER_HIGHS, sums[2], kTile * 4);
-    _tile_stored(PACELINE_OTHER_LOWS, sums[3], kTile * 4);
-    scale_tile(sums[0], sums[1], panel.scales, rows, first, count, out, stride);
-    scale_tile(sums[2], sums[3], panel.scales + kTile, rows, first, count, out + kTile, stride);
+    _tile_stored(PACELINE_HIGHS, sums.of[0], kTile * 4);
+    _tile_stored(PACELINE_OTHER_HIGHS, sums.of[Stacked ? 1 : 2], kTile * 4);
+    if (!Stacked) _tile_stored(PACELINE_LOWS, sums.of[1], kTile * 4);
+    if (!Stacked) _tile_stored(PACELINE_OTHER_LOWS, sums.of[3], kTile * 4);
 }
 
 // Rows first..end times panels side by side, as `GemmKernels::int8`. Rows come in pieces of one size, of which the last
 // repeats some of the one before; together they fetch the next panel.
+template <bool Stacked>
+PACELINE_INLINE void int8_in_pieces(const Int8Panel& panel, size_t num_panels, const SplitRows& rows, size_t first, size_t end,
+                                    float* out, size_t stride) {
+    const size_t num_rows = end - first, num_pieces = (num_rows + kTile - 1) / kTile;
+    const size_t size = (num_rows + num_pieces - 1) / num_pieces, bytes = rows.width * kPanel;
+    constexpr size_t all_lines = kInt8Group * kPanel / 64 / 4;
+    const size_t lines = (all_lines + num_pieces - 1) / num_pieces;  // of a piece
+    const uint8_t* ahead = panel.weights + (num_pieces == 1 ? kSoon : bytes);
+    TileSums sums[2];
+    size_t done = 0;
+    shape_tiles(Stacked ? 2 * size : size);
+    for (size_t p = 0; p < num_panels; ++p)
+        for (size_t piece = 0; piece < num_pieces; ++piece, ++done) {
+            const size_t row = piece + 1 < num_pieces ? piece * size : num_rows - size;
+            TileSums& own = sums[done % 2];
+            own.scales = panel.scales + p * kPanel, own.first = first + row, own.count = size;
+            own.out = out + row * stride + p * kPanel;
+            int8_tiles<Stacked>(panel.weights + p * bytes, rows, ahead, lines, own, done ? &sums[(done + 1) % 2] : nullptr, stride);
+            ahead += rows.width / kInt8Group * lines * 4 * 64;
+        }
+    if (done) scale_sums<Stacked>(sums[(done + 1) % 2], rows, stride);
+}
+
 PACELINE_INLINE void int8_in_tiles(const Int8Panel& panel, size_t num_panels, const SplitRows& rows, size_t first, size_t end,
                                    float* out, size_t stride) {
-    const size_t num_rows = end - first, num_pieces = (num_rows + kTile - 1) / kTile;
-    const size_t size = (num_rows + num_pieces - 1) / num_pieces;
-    const size_t all_lines = kInt8Group * kPanel / 64, lines = (all_lines + num_pieces - 1) / num_pieces;  // of a piece
-    const uint8_t* ahead = panel.weights + (num_pieces == 1 ? kSoon : num_panels * rows.width * kPanel);
-    shape_tiles(size);
-    for (size_t p = 0; p < num_panels; ++p) {
-        const Int8Panel own = {panel.weights + p * rows.width * kPanel, panel.scales + p * kPanel};
-        for (size_t piece = 0; piece < num_pieces; ++piece) {
-            const size_t row = piece + 1 < num_pieces ? piece * size : num_rows - size;
-            int8_tiles(own, rows, first + row, size, ahead, lines, out + row * stride + p * kPanel, stride);
-            ahead += rows.width / kInt8Group * lines * 64;
-        }
-    }
+    const auto multiply = end - first <= kMostStackedRows ? int8_in_pieces<true> : int8_in_pieces<false>;
+    multiply(panel, num_panels, rows, first, end, out, stride);
 }
 
 }  // namespace paceline::PACELINE_ISA
