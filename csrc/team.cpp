@@ -89,13 +89,13 @@ void Team::leave() {
 
 bool Team::claim(size_t owner, uint32_t phase, size_t length, size_t share, size_t& begin, size_t& end) {
     std::atomic<uint64_t>& ticket = ranges_[owner].ticket;
-    uint64_t seen = ticket.load(std::memory_order_relaxed);
+    uint64_t seen = ticket.load(std::memory_order_acquire);
     for (;;) {
-        const auto ahead = static_cast<int32_t>(static_cast<uint32_t>(seen >> 32) - phase);
-        begin = ahead < 0 ? 0 : seen & 0xFFFFFFFFu;  // whoever comes first begins the phase
-        if (ahead > 0 || begin >= length) return false;
+        if (phase_.load(std::memory_order_acquire) != phase) return false;  // it is over
+        begin = seen >> 32 == phase ? seen & 0xFFFFFFFFu : 0;               // else nobody has taken any yet
+        if (begin >= length) return false;
         end = begin + std::max<size_t>((length - begin) / share, 1);
-        if (ticket.compare_exchange_weak(seen, uint64_t{phase} << 32 | end, std::memory_order_relaxed)) return true;
+        if (ticket.compare_exchange_weak(seen, uint64_t{phase} << 32 | end, std::memory_order_acquire)) return true;
     }
 }
 
