@@ -8,9 +8,9 @@
 
 namespace paceline::PACELINE_ISA {
 
-constexpr size_t kTile = kTileLanes;       // rows of a tile, and outputs
-constexpr size_t kLeastRowsOfTile = 3;     // fewer rows wait for memory with any kernel
-constexpr size_t kMostStackedRows = kTile / 2;
+constexpr size_t kTile = kTileLanes;            // rows of a tile, and outputs
+constexpr size_t kLeastRowsOfTile = 3;          // fewer rows wait for memory with any kernel
+constexpr size_t kMostStackedRows = kTile / 2;  // whose halves fit one tile
 static_assert(kInt8Group == 64 && kPanel == 2 * kTile, "the panels are packed as tiles read them");
 
 // Which register holds what, names that reach the assembler as numbers: all eight. Every load serves two products.

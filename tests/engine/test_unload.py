@@ -35,11 +35,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopes, "DEVIATIONS", 0.5)
     monkeypatch.setattr(goodput, "PROBE_SHARE", 1.0)  # enough probes, however fast the machine is
     monkeypatch.setattr(goodput, "PROBE_EVERY", 1)
-    for learns in (
-        "observe_pass",
-        "observe_drafting",
-        "observe_host",
-    ):  # no clock decides
+    for learns in ("observe_pass", "observe_drafting", "observe_host"):  # no clock decides
         monkeypatch.setattr(OnlineCost, learns, lambda *_: None)
 
 
