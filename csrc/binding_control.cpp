@@ -99,11 +99,11 @@ std::tuple<Counts, double, double, double> choose_drafts(const Table& alive, con
                                                          const Ids& drafters, double plain_tokens, double unpaid_s,
                                                          const Numbers& pass_s, size_t first, double pair_s, double besides_s,
                                                          const std::optional<Array<const double, 3>>& added,
-                                                         const Numbers& factors, double scale, double host_s) {
+                                                         const Numbers& factors, double scale, double host_s, double fee_s) {
     const size_t n = alive.shape(0), depth = alive.shape(1);
     require(most.size() == n && lengths.size() == n && drafters.size() == n, "a number for each row");
     require(pass_s.size() > 0, "no pass has a price");
-    Ladder ladder{pass_s.data(), pass_s.size(), first, pair_s, besides_s, nullptr, factors.data(), 0, 0, 0, scale, host_s};
+    Ladder ladder{pass_s.data(), pass_s.size(), first, pair_s, besides_s, nullptr, factors.data(), 0, 0, 0, scale, host_s, fee_s};
     if (added && added->shape(0)) {
         ladder.added = added->data();
         ladder.drafters = added->shape(0);
@@ -130,7 +130,7 @@ void bind_control(nb::module_& m) {
     m.def("correct_passes", &correct_passes, "own"_a.noconvert(), "seen"_a.noconvert(), "sizes"_a, "measured_s"_a,
           "pass_s"_a.noconvert(), "size"_a, "rate"_a, "surprise"_a);
     m.def("choose_drafts", &choose_drafts, "alive"_a, "most"_a, "lengths"_a, "drafters"_a, "plain_tokens"_a, "unpaid_s"_a,
-          "pass_s"_a, "first"_a, "pair_s"_a, "besides_s"_a, "added"_a.none(), "factors"_a, "scale"_a, "host_s"_a);
+          "pass_s"_a, "first"_a, "pair_s"_a, "besides_s"_a, "added"_a.none(), "factors"_a, "scale"_a, "host_s"_a, "fee_s"_a);
 }
 
 }  // namespace paceline

@@ -141,12 +141,13 @@ std::vector<Rung> in_order(const Candidates& c) {
 
 Best best_drafts(const Ladder& ladder, const Candidates& c) {
     const auto pass_s = [&](size_t drafts) { return ladder.pass_s[std::min(ladder.first + drafts, ladder.sizes - 1)]; };
-    const auto seconds_of = [&](double pass, double drafting) {
-        return std::max((pass + drafting) * ladder.scale + ladder.host_s - c.unpaid_s, kLeastSeconds);
+    const auto seconds_of = [&](double pass, double drafting, double host_s) {
+        return std::max((pass + drafting) * ladder.scale + host_s - c.unpaid_s, kLeastSeconds);
     };
     std::vector<size_t> going(ladder.drafters * ladder.width);  // rows that go so deep with a drafter
     double pass = pass_s(0) + ladder.besides_s, drafting = 0, tokens = c.plain_tokens, keys = 0;
-    Best best{std::vector<int64_t>(c.n), tokens, seconds_of(pass, 0), seconds_of(pass, 0)};
+    const double plain_s = seconds_of(pass, 0, ladder.host_s);
+    Best best{std::vector<int64_t>(c.n), tokens, plain_s, plain_s};
     double highest = best.tokens / best.seconds;
     size_t count = 0;
     const std::vector<Rung> rungs = in_order(c);
@@ -160,7 +161,7 @@ Best best_drafts(const Ladder& ladder, const Candidates& c) {
             drafting += ladder.added[(drafter * (ladder.most_rows + 1) + nth) * ladder.width + depth] * ladder.factors[drafter];
         }
         tokens += rung.alive;
-        const double seconds = seconds_of(pass, drafting);
+        const double seconds = seconds_of(pass, drafting, ladder.host_s + ladder.fee_s);
         if (tokens / seconds > highest) {
             highest = tokens / seconds;
             best.tokens = tokens;

@@ -73,7 +73,7 @@ struct Ladder {
     const double* added;    // [drafters, most_rows + 1, width] one row more at a depth; null: drafting is paid
     const double* factors;  // [drafters]
     size_t drafters, most_rows, width;
-    double scale, host_s;
+    double scale, host_s, fee_s;  // of the host: of any step, and with any draft besides
 };
 
 struct Candidates {

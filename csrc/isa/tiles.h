@@ -51,8 +51,12 @@ PACELINE_INLINE void leave_tiles() {
 }
 
 // The sums of a panel and some rows, on their way out: vectors cannot read tile registers. Two halves of 16 outputs.
-struct TileSums {
-    alignas(64) int32_t of[4][kTile * kTile];
+struct alignas(64) TileSums {
+    int32_t of[4][kTile * kTile];
+};
+
+// What they are the sums of, and where they belong.
+struct TileOut {
     const float* scales;  // of the outputs
     size_t first, count;  // rows
     float* out;
@@ -60,15 +64,15 @@ struct TileSums {
 
 // Scale them; the halves of a row lie one behind the other if it was `Stacked`, else in tiles of their own.
 template <bool Stacked>
-PACELINE_INLINE void scale_sums(const TileSums& sums, const SplitRows& rows, size_t stride) {
+PACELINE_INLINE void scale_sums(const TileSums& sums, const TileOut& to, const SplitRows& rows, size_t stride) {
     constexpr size_t row = Stacked ? 2 * kTile : kTile, low = Stacked ? kTile : kTile * kTile;
     for (int half = 0; half < 2; ++half) {
-        const f32v output_scale = load(sums.scales + half * kTile);
+        const f32v output_scale = load(to.scales + half * kTile);
         const int32_t* of = sums.of[Stacked ? half : 2 * half];
-        for (size_t r = 0; r < sums.count; ++r, of += row)
-            store(sums.out + r * stride + half * kTile,
+        for (size_t r = 0; r < to.count; ++r, of += row)
+            store(to.out + r * stride + half * kTile,
                   scaled_sum((i32v)_mm512_load_si512(of), (i32v)_mm512_load_si512(of + low),
-                             splat(rows.scales[sums.first + r]), output_scale));
+                             splat(rows.scales[to.first + r]), output_scale));
     }
 }
 
@@ -76,18 +80,19 @@ PACELINE_INLINE void fetch_lines(const uint8_t*& ahead, size_t count) {
     for (size_t line = 0; line < count; ++line, ahead += 64) __builtin_prefetch(ahead, 0, 2);
 }
 
-// Rows sums.first on times a panel. `Stacked`: at most 8 rows, whose halves lie one behind the other, so that one tile holds
+// Rows from `first` on times a panel. `Stacked`: at most 8 rows, whose halves lie one behind the other, so that one tile holds
 // both: half the products. `lines` cache lines from `ahead` on are fetched at each of four places for each tile of inputs:
-// all at once they would take every place that loads wait in. What came `before` is scaled on the way: scaled at once, it
-// would wait for its own way through memory, and all else with it. Sums begin with what corrects them for the same reason.
+// all at once they would take every place that loads wait in. What came `before` is scaled on the way, out of the place
+// that these sums will take: scaled at once, it would wait for its own way through memory, and all else with it. Sums begin
+// with what corrects them for the same reason.
 template <bool Stacked>
-PACELINE_INLINE void int8_tiles(const uint8_t* w, const SplitRows& rows, const uint8_t* ahead, size_t lines, TileSums& sums,
-                                const TileSums* before, size_t stride) {
+PACELINE_INLINE void int8_tiles(const uint8_t* w, const SplitRows& rows, size_t first, const uint8_t* ahead, size_t lines,
+                                TileSums& sums, const TileOut* before, size_t stride) {
     constexpr size_t next = Stacked ? kTile : 2 * kTile;
     const size_t from = Stacked ? rows.width : 2 * rows.width;  // a row of a tile to the next
     const size_t scaled_at = rows.width > 2 * kInt8Group ? 2 * kInt8Group : 0;
-    const int32_t* starts = rows.sums + sums.first * 2 * kTile;
-    const int8_t* a = rows.values + sums.first * 2 * rows.width;
+    const int32_t* starts = rows.sums + first * 2 * kTile;
+    const int8_t* a = rows.values + first * 2 * rows.width;
     _tile_loadd(PACELINE_HIGHS, starts, next * 4);
     _tile_loadd(PACELINE_OTHER_HIGHS, starts, next * 4);
     if (!Stacked) _tile_loadd(PACELINE_LOWS, starts + kTile, next * 4);
@@ -105,7 +110,7 @@ PACELINE_INLINE void int8_tiles(const uint8_t* w, const SplitRows& rows, const u
         fetch_lines(ahead, lines);
         _tile_dpbsud(PACELINE_OTHER_HIGHS, PACELINE_ROWS_HIGH, PACELINE_OTHER_WEIGHTS);
         if (!Stacked) _tile_dpbsud(PACELINE_OTHER_LOWS, PACELINE_ROWS_LOW, PACELINE_OTHER_WEIGHTS);
-        if (before && k == scaled_at) scale_sums<Stacked>(*before, rows, stride);
+        if (before && k == scaled_at) scale_sums<Stacked>(sums, *before, rows, stride);
     }
     _tile_stored(PACELINE_HIGHS, sums.of[0], kTile * 4);
     _tile_stored(PACELINE_OTHER_HIGHS, sums.of[Stacked ? 1 : 2], kTile * 4);
@@ -123,19 +128,19 @@ PACELINE_INLINE void int8_in_pieces(const Int8Panel& panel, size_t num_panels, c
     constexpr size_t all_lines = kInt8Group * kPanel / 64 / 4;
     const size_t lines = (all_lines + num_pieces - 1) / num_pieces;  // of a piece
     const uint8_t* ahead = panel.weights + (num_pieces == 1 ? kSoon : bytes);
-    TileSums sums[2];
+    TileSums sums;
+    TileOut out_of[2];
     size_t done = 0;
     shape_tiles(Stacked ? 2 * size : size);
     for (size_t p = 0; p < num_panels; ++p)
         for (size_t piece = 0; piece < num_pieces; ++piece, ++done) {
             const size_t row = piece + 1 < num_pieces ? piece * size : num_rows - size;
-            TileSums& own = sums[done % 2];
-            own.scales = panel.scales + p * kPanel, own.first = first + row, own.count = size;
-            own.out = out + row * stride + p * kPanel;
-            int8_tiles<Stacked>(panel.weights + p * bytes, rows, ahead, lines, own, done ? &sums[(done + 1) % 2] : nullptr, stride);
+            out_of[done % 2] = {panel.scales + p * kPanel, first + row, size, out + row * stride + p * kPanel};
+            int8_tiles<Stacked>(panel.weights + p * bytes, rows, first + row, ahead, lines, sums,
+                                done ? &out_of[(done + 1) % 2] : nullptr, stride);
             ahead += rows.width / kInt8Group * lines * 4 * 64;
         }
-    if (done) scale_sums<Stacked>(sums[(done + 1) % 2], rows, stride);
+    if (done) scale_sums<Stacked>(sums, out_of[(done + 1) % 2], rows, stride);
 }
 
 PACELINE_INLINE void int8_in_tiles(const Int8Panel& panel, size_t num_panels, const SplitRows& rows, size_t first, size_t end,

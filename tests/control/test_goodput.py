@@ -118,10 +118,11 @@ def test_a_step_is_reckoned_against_plain_steps_of_the_same_hour() -> None:
     pairs = 8 * 300 + 8 * (2 * 300 + 3)
     pass_s = float(COST.target(Work(24, 0, 2400, pairs)))
     drafting_s = float(COST.drafting_of(ks, np.ones(8, np.int64)).sum())
-    plain_s = float(COST.target(Work(8, 0, 2400, 2400))) + 1e-3
-    outcomes = Outcomes(rows, np.ones(8, np.int64), ks, ks, 2 * drafting_s, 2 * pass_s, 2e-3)
+    host_s = cost.host(8, drafts=True)
+    plain_s = float(COST.target(Work(8, 0, 2400, 2400))) + host_s
+    outcomes = Outcomes(rows, np.ones(8, np.int64), ks, ks, 2 * drafting_s, 2 * pass_s, 2 * host_s)
     found = learn_cost(cost, view, Decision(ks, np.ones(8, np.int64)), outcomes, Work(0))
-    assert found.predicted_s == pytest.approx(drafting_s + pass_s + 1e-3)
+    assert found.predicted_s == pytest.approx(drafting_s + pass_s + host_s)
     assert found.plain_s == pytest.approx(2 * 3 * plain_s)
     again = learn_cost(cost, view, Decision(ks, np.ones(8, np.int64)), outcomes, Work(0))
     assert again.predicted_s > found.predicted_s, "it has learnt"
@@ -130,9 +131,9 @@ def test_a_step_is_reckoned_against_plain_steps_of_the_same_hour() -> None:
 def test_a_step_without_drafts_is_as_fast_as_itself() -> None:
     cost, view = OnlineCost(COST, 1e-3), view_of(4, np.random.default_rng(0))
     none, nobody = np.zeros(4, np.int64), np.full(4, -1)
-    outcomes = Outcomes(view.rows, nobody, none, none, 0.0, 0.07, 1e-3)
+    outcomes = Outcomes(view.rows, nobody, none, none, 0.0, 0.07, cost.host(4, drafts=False))
     found = learn_cost(cost, view, Decision(none, nobody), outcomes, Work(64, 63, 64, 2080))
-    assert found.plain_s == pytest.approx(0.071)
+    assert found.plain_s == pytest.approx(0.07 + outcomes.host_s)
 
 
 # Trimming ----------------------------------------------------------------------------------------
@@ -157,7 +158,8 @@ def taught(ours: Goodput, rng: np.random.Generator, num_rows: int = 16) -> Goodp
     return ours
 
 
-def test_what_the_drafter_doubts_is_not_verified() -> None:
+def test_what_the_drafter_doubts_is_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.control.goodput.LEAST_AT_STAKE", 0.0)
     rng = np.random.default_rng(1)
     ours = taught(policy(), rng)
     confidence = np.full((16, 4), 0.95)
@@ -365,7 +367,7 @@ def test_a_choice_holds_while_nothing_is_new() -> None:
 def test_a_drafter_is_given_up_once() -> None:
     cruise = Cruise(quiet_view())
     gone = replace(minding_policy().decide(quiet_view()), given_up=(0,))
-    cruise.keep(quiet_view(), gone)
+    cruise.keep(quiet_view(), gone, lasting=True)
     held = cruise.held(quiet_view(), 1)
     assert held is not None
     assert (held.stops, held.given_up) == (gone.stops, ())

@@ -78,6 +78,7 @@ def test_choices_are_the_same(
         work = Work(int(rng.integers(1, 64)), 0, 0, 100)
         cost.observe_pass(work, float(measured.target(work)) * float(rng.lognormal(0, 0.3)))
         cost.observe_drafting(int(rng.integers(0, 2)), 1.0, float(rng.lognormal(0, 0.3)))
+        cost.host.observe(int(work.tokens), float(rng.uniform(0, 0.1)), drafts=bool(rng.integers(0, 2)))
     keys = int(among.lengths.sum())
     base = Work(len(among.most) + prefill, prefill, keys, keys)
     quick = choose(cost, base, among, unpaid_s=0.5, drafted=drafted)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -129,9 +128,9 @@ def test_kinds_choose_the_same_token(row: np.ndarray, seed: int, temperature: fl
     assert sampling.choose_ahead(row, choose)[0] == token
     ahead = sampling.choose_ahead_slow(row, choose)[1]
     assert sampling.choose_ahead(row, choose)[1] == pytest.approx(ahead, rel=1e-6, abs=1e-6)
-    assert sampling.choose_token(row, replace(choose, kind="logits")) == token
+    assert sampling.choose_token(row, choose._replace(kind="logits")) == token
     everything = SamplingParams(temperature=temperature, top_k=len(row), logprobs=3)
-    assert sampling.choose_token(row, replace(choose, kind="logits", params=everything)) == token
+    assert sampling.choose_token(row, choose._replace(kind="logits", params=everything)) == token
     if temperature == 0.0:
         assert token == int(np.argmax(sampling.apply_edits(row, choose.edits)))
 
@@ -143,7 +142,7 @@ def test_choices_follow_the_distribution(params: SamplingParams) -> None:
     row = np.array([1.0, 0.2, 0.5, -1.0, 0.9, 0.0], np.float32)
     edits = Edits(np.array([1, 4]), np.array([1.0, 1.2], np.float32), np.array([0.7, 0.0], np.float32))
     choose = Choose("logits", params, 11, 0, 0, edits)
-    tokens = [sampling.choose_token(row, replace(choose, position=position)) for position in range(8000)]
+    tokens = [sampling.choose_token(row, choose._replace(position=position)) for position in range(8000)]
     ids, probs = sampling.distribution(row, choose)
     counts = np.bincount(tokens, minlength=6)
     assert counts.sum() == counts[ids].sum()

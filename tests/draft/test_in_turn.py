@@ -11,7 +11,7 @@ import torch
 
 from paceline import kernels
 from paceline.control.survival import logit
-from paceline.core.nouns import UNCHOSEN, Choose, Stop
+from paceline.core.nouns import UNCHOSEN, Choose, RowPlan, Stop
 from paceline.core.params import SamplingParams
 from paceline.draft.heads.config import read_config
 from paceline.draft.heads.native import NativeHead
@@ -59,7 +59,8 @@ def drafts(spec: str, stop: Stop | None = None) -> list[tuple[list[int], list[fl
     propose, found = drafter.propose, []
 
     def recorded(batch: Batch, plan: Plan) -> Draft:
-        draft = propose(batch, replace(plan, rows={row: replace(p, stop=stop) for row, p in plan.rows.items()}))
+        stopped = {row: RowPlan(p.drafter, p.k, stop) for row, p in plan.rows.items()}
+        draft = propose(batch, replace(plan, rows=stopped))
         found.extend((list(row.token_ids), list(row.confidence or ())) for row in draft.rows)
         return draft
 
@@ -154,4 +155,4 @@ def test_a_row_leaves_where_its_stop_says() -> None:
 )
 def test_the_border_refuses_what_does_not_fit(depths: list[int], kind: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        in_turn(depths, [replace(GREEDY, kind=kind)] * sum(depths))
+        in_turn(depths, [GREEDY._replace(kind=kind)] * sum(depths))

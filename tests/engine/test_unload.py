@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from paceline.control import goodput, hopes
+from paceline.control.host import HostTime
 from paceline.control.online import OnlineCost
 from paceline.core.errors import RequestError
 from paceline.core.nouns import Draft, Request, RowDraft
@@ -35,8 +36,9 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopes, "DEVIATIONS", 0.5)
     monkeypatch.setattr(goodput, "PROBE_SHARE", 1.0)  # enough probes, however fast the machine is
     monkeypatch.setattr(goodput, "PROBE_EVERY", 1)
-    for learns in ("observe_pass", "observe_drafting", "observe_host"):  # no clock decides
+    for learns in ("observe_pass", "observe_drafting"):  # no clock decides
         monkeypatch.setattr(OnlineCost, learns, lambda *_: None)
+    monkeypatch.setattr(HostTime, "observe", lambda *_, **__: None)
 
 
 def spoil(engine: Engine) -> weakref.ref[object]:

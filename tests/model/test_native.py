@@ -132,7 +132,7 @@ def test_all_kinds_choose_the_same_token(types: str) -> None:
     ]
     filters = [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.1}, {"top_k": 300, "top_p": 0.9}, {}]
     sampled = [
-        replace(c, kind="sampled", params=replace(c.params, logprobs=1, **f))
+        c._replace(kind="sampled", params=replace(c.params, logprobs=1, **f))
         for c, f in zip(chooses, filters * LENGTH, strict=False)
     ]
     plain = [Choose("argmax", SamplingParams(temperature=0.0))] * LENGTH
@@ -150,7 +150,7 @@ def test_all_kinds_choose_the_same_token(types: str) -> None:
         assert got.token_ids.tolist() == [choose_token(row, c) for row, c in zip(rows, asked, strict=True)]
         assert got.margins is None
         told = decoder.run(
-            pack([(IDS, 0, SHUFFLED)]), decoder.new_kv(19), [replace(c, margin=True) for c in asked]
+            pack([(IDS, 0, SHUFFLED)]), decoder.new_kv(19), [c._replace(margin=True) for c in asked]
         )
         assert told.token_ids.tolist() == got.token_ids.tolist()
         expected = [choose_ahead(row, c)[1] for row, c in zip(rows, asked, strict=True)]

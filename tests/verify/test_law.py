@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -24,7 +23,7 @@ GREEDY = Choose("argmax", SamplingParams(temperature=0))
 def scores_of(rows: list[list[int]], choose: Choose) -> Scores:
     """Score rows whose kind needs no logits, or of whose logits each row names the ones at its positions."""
     flat = [value for row in rows for value in row]
-    chooses = [replace(choose, position=10 + i) for i in range(len(flat))]
+    chooses = [choose._replace(position=10 + i) for i in range(len(flat))]
     cu_len = [0, *np.cumsum([len(row) for row in rows]).tolist()]
     if choose.kind == "logits":
         return Scores(cu_len, chooses, np.full(len(flat), -1), LOGITS, np.array(flat, np.int64))
@@ -120,6 +119,6 @@ def test_rounding_in_the_drafts_probabilities_leaves_something_to_draw_from(name
     choose = Choose("logits", SamplingParams(), seed=0)
     p = np.exp(LOGITS[0].astype(float)) / np.exp(LOGITS[0].astype(float)).sum()
     for seed in range(40):
-        scores = scores_of([[0, 1]], replace(choose, seed=seed))
+        scores = scores_of([[0, 1]], choose._replace(seed=seed))
         verdict = load_law(name).judge(Draft((RowDraft([2], probs=2 * p[None]),)), scores).rows[0]
         assert len(verdict.token_ids) == verdict.num_accepted + 1

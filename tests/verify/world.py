@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -48,7 +48,7 @@ class World:
         """Score one row whose newest token is `last`; `choose.position` is that of its first draft."""
         context = [last, *drafted.token_ids]
         count = len(context)
-        chooses = [replace(choose, position=position_of(choose.position + i)) for i in range(count)]
+        chooses = [choose._replace(position=position_of(choose.position + i)) for i in range(count)]
         return Scores([0, count], chooses, np.full(count, -1), self.target[context], np.arange(count))
 
     def joint(self, length: int) -> np.ndarray:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from paceline.core.nouns import Batch, Verdict
 
 NO_WORK = Work(0)
+_NO_CONFIDENCE = np.empty((0, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +93,6 @@ class Watcher(Protocol):
 class ClosedLoop:
     """A policy in the engine's terms: rows of arrays become plans, verdicts become arrays."""
 
-    looks = True
-
     def __init__(
         self,
         policy: Policy,
@@ -118,6 +117,11 @@ class ClosedLoop:
         if self._twin is None:
             self._twin = ClosedLoop(self.policy, self.cost, self.names, self._watcher, 1 - self._group)
         return self._twin
+
+    @property
+    def looks(self) -> bool:
+        """As the policy does."""
+        return self.policy.looks
 
     def admit(self, row: int) -> None:
         """A request begins in a row."""
@@ -170,7 +174,7 @@ class ClosedLoop:
         self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes
     ) -> Reckoning | None:
         """Learn from a step."""
-        drafted = self._drafted(batch, proposed)
+        drafted = self._drafted(batch, proposed) if any(map(len, proposed.rows)) else _nothing(batch)
         outcomes, prefill = _outcomes(drafted, batch, draft, verdict, times), prefill_work(batch)
         reckoning = self.learn(outcomes, prefill)
         if self._watcher:
@@ -189,11 +193,20 @@ class ClosedLoop:
         return learn_cost(self.cost, self.view, self.decision, outcomes, prefill, settled=settled)
 
 
+def _nothing(batch: Batch) -> Drafted:
+    """Return what was proposed where nothing was, as is known without a look at every row."""
+    rows = np.array([r.row for r in batch.rows if r.decodes], np.int64)
+    zeros = np.zeros(len(rows), np.int64)
+    return Drafted(rows, zeros + NONE, zeros, _NO_CONFIDENCE)
+
+
 def _outcomes(drafted: Drafted, batch: Batch, draft: Draft, verdict: Verdict, times: StepTimes) -> Outcomes:
-    found = [
-        (len(d), v.num_accepted) for r, d, v in zip(batch.rows, draft.rows, verdict.rows, strict=True) if r.decodes
-    ]
-    verified, accepted = np.array(found, np.int64).reshape(-1, 2).T
+    if drafted.ks.any():
+        outcomes = zip(batch.rows, draft.rows, verdict.rows, strict=True)
+        found = [(len(d), v.num_accepted) for r, d, v in outcomes if r.decodes]
+        verified, accepted = np.array(found, np.int64).reshape(-1, 2).T
+    else:
+        verified = accepted = drafted.ks
     seconds = times.draft_s, times.target_s, times.host_s
     confidence = drafted.confidence if drafted.confidence.size else None
     return Outcomes(

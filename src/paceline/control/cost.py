@@ -173,6 +173,7 @@ class Ladder:
     factors: NDArray[float64]  # [num_drafters] by which each drafter is slower
     scale: float  # of all of the above
     host_s: float
+    fee_s: float  # of the host, with any draft
 
 
 class StepCost(Protocol):
@@ -185,7 +186,7 @@ class StepCost(Protocol):
         """
         ...
 
-    def ladder(self, base: Work, *, drafted: bool = False) -> Ladder | None:
+    def ladder(self, base: Work, num_rows: int, *, drafted: bool = False) -> Ladder | None:
         """Return what `times` is made of, if it is a sum."""
         ...
 
@@ -217,7 +218,7 @@ class MeasuredCost:
         seconds = self.target(self.passes(base, drafts))
         return seconds if drafted else seconds + self.drafting(drafts)
 
-    def ladder(self, base: Work, *, drafted: bool = False) -> None:
+    def ladder(self, base: Work, num_rows: int, *, drafted: bool = False) -> None:
         """Nothing: it is for measuring, not for every step."""
 
     def price(self, base: Work, lengths: NDArray[int64], ks: NDArray[int64], drafters: NDArray[int64]) -> float:
@@ -286,7 +287,7 @@ class TableCost:
         """As `StepCost.times`; what part of a step is drafting is not known, so all of it is still to come."""
         return self._seconds(num_rows, np.arange(len(drafts) + 1) / max(num_rows, 1))
 
-    def ladder(self, base: Work, *, drafted: bool = False) -> None:
+    def ladder(self, base: Work, num_rows: int, *, drafted: bool = False) -> None:
         """Nothing: these are times of whole steps."""
 
     def price(self, base: Work, lengths: NDArray[int64], ks: NDArray[int64], drafters: NDArray[int64]) -> float:

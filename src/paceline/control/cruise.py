@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.control.policy import plain
+from paceline.control.policy import NONE, plain
 
 if TYPE_CHECKING:
     from paceline.control.policy import Decision, View
 
 CRUISE = 8  # steps that a choice may hold for ...
 MUCH = 6  # ... unless so many drafts are offered: a drafter hardly makes more
+MANY_ROWS = 12  # from which choosing and looking take a twentieth of a step
+DRAFTING = 4  # steps that a choice to draft holds for such many rows; one not to does for `CRUISE`
 
 
 class Cruise:
@@ -21,13 +23,37 @@ class Cruise:
 
     def __init__(self, view: View) -> None:
         self._view, self._chosen = view, plain(view)
+        self._every = 1  # steps of many rows with the same choice
 
-    def keep(self, view: View, chosen: Decision) -> None:
-        """Remember a choice; who is given up with it is so once."""
+    def keep(self, view: View, chosen: Decision, *, lasting: bool) -> None:
+        """Remember a choice; who is given up with it is so once. lasting: it was not made to find out."""
         self._view, self._chosen = view, replace(chosen, given_up=())
+        many = lasting and view.num_rows >= MANY_ROWS
+        self._every = 1 if not many else DRAFTING if chosen.ks.any() else CRUISE
+
+    def carries_on(self, step: int) -> bool:
+        """Whether nobody need look at what could be drafted in a step: a choice for many rows still holds."""
+        return step % self._every != 0
 
     def held(self, view: View, step: int) -> Decision | None:
-        """Return the last choice if it holds for a step, too: the same rows draft, and nobody offers much.
+        """Return the last choice if it holds for a step, too: for many rows, or for the same few with stops."""
+        if self.carries_on(step) and not (view.wishes or view.targets):
+            return self._carried_on(view)
+        return self._of_the_same(view, step)
+
+    def _carried_on(self, view: View) -> Decision:
+        """Return the choice for rows of which some are gone, or new: these do not draft yet."""
+        chosen = self._chosen
+        if not chosen.ks.any():
+            return replace(plain(view), seconds=chosen.seconds, tokens=float(view.num_rows))
+        before = {row: index for index, row in enumerate(self._view.rows.tolist())}
+        places = np.array([before.get(row, -1) for row in view.rows.tolist()])
+        known = places >= 0
+        ks = np.minimum(np.where(known, chosen.ks[places], 0), view.most)
+        return replace(chosen, ks=ks, drafters=np.where(ks > 0, chosen.drafters[places], NONE))
+
+    def _of_the_same(self, view: View, step: int) -> Decision | None:
+        """Return the choice if the same rows draft, with stops, and nobody offers much.
 
         A choice without stops is for its step only: how far it goes was chosen by what was offered then.
         """

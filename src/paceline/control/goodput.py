@@ -8,7 +8,7 @@ to pay. A drafter that could not pay in many steps, at the best that its probes 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from paceline.control.cruise import Cruise
 from paceline.control.hopes import Hopes
 from paceline.control.objective import LEAST_PREFILL, Objective, Pace
 from paceline.control.policy import NONE, Decision, Drafted, Outcomes, View, plain
+from paceline.control.probes import Probes
 from paceline.control.quick import QuickSurvival, choose
 from paceline.control.stopping import Prices, bars_of, with_stops
 
@@ -43,38 +44,7 @@ FIRST_PLAIN = 8  # such steps, in ever longer intervals, cost what they may
 ROOM = 4  # drafts that a row may have, for a look at whether they could pay
 OPTIMISM = 2.0  # standard deviations: what could pay
 ASSIGN_EVERY = 8  # steps between two looks at which drafter suits a row
-LEAST_AT_STAKE = 0.004  # seconds that a step's drafts cost, for trimming to save more than the 0.1 ms it takes
-
-
-@dataclass(slots=True)
-class Budget:
-    """Time that may still go into finding out."""
-
-    seconds: float = 0.0
-
-    def afford(self, seconds: float) -> bool:
-        """Pay so many seconds if they are there."""
-        if seconds > self.seconds:
-            return False
-        self.seconds -= max(seconds, 0.0)
-        return True
-
-
-@dataclass(slots=True)
-class Probes:
-    """What may be spent on finding out, and what was."""
-
-    budget: Budget = field(default_factory=Budget)  # for drafts that do not seem to pay
-    plain: Budget = field(default_factory=Budget)  # for steps without drafts, which are dearer
-    row: int = NONE  # that goes further in this step to find out
-    last_plain: int = 0  # the last step without drafts
-    num_plain: int = 0
-    once_more: bool = False  # the first step after drafts finds other things in the caches: the second tells
-
-    def earn(self, seconds: float) -> None:
-        """Let so much more time go into finding out, of either kind."""
-        self.budget.seconds += seconds
-        self.plain.seconds += seconds
+LEAST_AT_STAKE = 0.006  # seconds that a step's drafts cost, for trimming to save more than the 0.2 ms it takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +97,11 @@ class Goodput:
 
     # Before a step -------------------------------------------------------------------------------
 
+    @property
+    def looks(self) -> bool:
+        """Whether it wants to see what drafters that cost nothing would propose in the next step."""
+        return not self._cruise.carries_on(self._steps + 1)
+
     def decide(self, view: View) -> Decision:
         """Decide for every row of a step."""
         if not view.num_rows or not self.survival:
@@ -165,7 +140,8 @@ class Goodput:
         drafters = np.where(ks > 0, drafters, NONE)
         decision = Decision(ks, drafters, seconds + prefill_s, tokens, speedup, budget, given_up, stops)
         if not paced:  # who is in haste changes from step to step
-            self._cruise.keep(view, decision)
+            lasting = self._probes.row == NONE and bool(ks.any()) == self._speculates
+            self._cruise.keep(view, decision, lasting=lasting)
         return decision
 
     def _with_stops(

@@ -4,7 +4,8 @@ A machine that others share stalls now and then and is slow for whole minutes. S
 predicted time is taken apart: what all steps share (the hour), and what is left at one size of pass or for one
 drafter (the model's own error). The first is followed quickly; the second slowly, but for a size's first steps, or
 what a size that comes now and then costs would be taken for the hour. No single step counts for more than a
-little: a stall of seconds is one step.
+little: a stall of seconds is one step. A size that is rare, as a pass without drafts is where all steps draft,
+counts for more when it comes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 
 from paceline import kernels
 from paceline.control.cost import Ladder, Work, draft_tables
+from paceline.control.host import HostTime
 
 if TYPE_CHECKING:
     from numpy import float64, int64
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 HOUR_RATE, SIZE_RATE = 0.2, 0.05  # of the way to what a step says
 FIRST_RATE = 0.2  # of a size's or a drafter's first step; falls as one over the steps, to `SIZE_RATE`
+RARE = 16  # steps without a size, for its next one to count `SIZE_RATE` more: what is rare is known less
 MOST_SURPRISE = 0.5  # in log seconds, of one step; shared machines slow down by as much within a second
 SIZES = 24  # two to every doubling of the tokens
 MOST_TOKENS = 1 << 11  # of a pass, in the table; above, the last size's prices go on
@@ -35,11 +38,13 @@ class OnlineCost:
 
     def __init__(self, measured: MeasuredCost, host_s: float = 0.0) -> None:
         self.measured = measured
-        self.host_s = host_s  # of a step, outside drafting and the pass
+        self.host = HostTime(host_s)
         self.hour = 0.0  # log of how much slower everything is than when it was measured
         self._size = np.minimum(np.log2(np.maximum(np.arange(MOST_TOKENS), 1)) * 2, SIZES - 1).astype(np.int64)
         self._own = np.zeros(SIZES)  # log of what is left, by size of the pass
         self._seen = np.zeros(SIZES, np.int64)  # steps of each size
+        self._last = [0] * SIZES  # the last of them
+        self._steps = 0
         self._by_drafter = np.zeros(len(measured.drafters))  # log of what is left, by drafter
         self._drafted = np.zeros(len(measured.drafters), np.int64)  # steps of each drafter
         self._measured_s = measured.target.by_tokens(np.arange(MOST_TOKENS))
@@ -56,10 +61,12 @@ class OnlineCost:
         if not drafted:
             seconds += self.measured.drafting(drafts, np.exp(self._by_drafter))
         seconds *= exp(self.hour)
-        seconds += self.host_s
+        seconds += self.host(num_rows, drafts=drafted)
+        if not drafted:
+            seconds[1:] += self.host.fee(num_rows)
         return seconds
 
-    def ladder(self, base: Work, *, drafted: bool = False) -> Ladder:
+    def ladder(self, base: Work, num_rows: int, *, drafted: bool = False) -> Ladder:
         """As `StepCost.ladder`."""
         t = self.measured.target
         added = None if drafted else draft_tables(self.measured.drafters).added
@@ -71,7 +78,8 @@ class OnlineCost:
             added=added,
             factors=np.exp(self._by_drafter),
             scale=exp(self.hour),
-            host_s=self.host_s,
+            host_s=self.host(num_rows, drafts=drafted),
+            fee_s=0.0 if drafted else self.host.fee(num_rows),
         )
 
     def _pass_s_from(self, first: int, count: int) -> NDArray[float64]:
@@ -83,11 +91,12 @@ class OnlineCost:
 
     def price(self, base: Work, lengths: NDArray[int64], ks: NDArray[int64], drafters: NDArray[int64]) -> float:
         """As `StepCost.price`."""
+        n = len(ks)
         if not ks.any():
-            return self.pass_s(base) + self.host_s
+            return self.pass_s(base) + self.host(n, drafts=False)
         pairs = int((ks * lengths + ks * (ks + 1) // 2).sum())
         work = base + Work(int(ks.sum()), 0, 0, pairs)
-        return self.pass_s(work) + self.drafting_s(ks, drafters) + self.host_s
+        return self.pass_s(work) + self.drafting_s(ks, drafters) + self.host(n, drafts=False) + self.host.fee(n)
 
     def drafting_s(self, ks: NDArray[int64], drafters: NDArray[int64]) -> float:
         """As `StepCost.drafting_s`."""
@@ -103,7 +112,8 @@ class OnlineCost:
         drafting_s = tables.seconds[:num_drafters, n, np.minimum(ks, tables.width - 1)]
         seconds: NDArray[float64] = drafting_s * np.exp(self._by_drafter)[:num_drafters, None] + verify_s
         seconds *= exp(self.hour)
-        seconds += self.host_s
+        seconds += self.host(n, drafts=False)
+        seconds[:, 1:] += self.host.fee(n)
         return seconds
 
     def drafting_of(self, ks: NDArray[int64], drafters: NDArray[int64]) -> NDArray[float64]:
@@ -122,7 +132,9 @@ class OnlineCost:
         """Learn from a target pass."""
         size = self._size.item(min(int(work.tokens), MOST_TOKENS - 1))
         surprise = _bounded(log(max(seconds, 1e-6) / max(self.pass_s(work), 1e-6)))
-        rate = _rate(self._seen.item(size))
+        self._steps += 1
+        gap, self._last[size] = self._steps - self._last[size], self._steps
+        rate = max(_rate(self._seen.item(size)), min(FIRST_RATE, SIZE_RATE * (1 + gap / RARE)))
         self.hour += HOUR_RATE * surprise + self._correct(size, rate, surprise)
 
     def _correct(self, size: int, rate: float, surprise: float) -> float:
@@ -146,10 +158,6 @@ class OnlineCost:
             rate = _rate(self._drafted.item(drafter))
             self._drafted[drafter] += 1
             self._by_drafter[drafter] += rate * _bounded(log(max(seconds, 1e-6) / predicted_s))
-
-    def observe_host(self, seconds: float) -> None:
-        """Learn what is left of a step."""
-        self.host_s += SIZE_RATE * (min(seconds, 2 * self.host_s + 1e-3) - self.host_s)
 
 
 def _rate(seen: int) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 class Static:
     """Always the same K, of one drafter."""
 
+    looks: ClassVar[bool] = True
     k: int
     drafter: int = 0
 
@@ -64,6 +65,7 @@ class BatchTable(Static):
 class MovingAverage:
     """SGLang's adaptive length: a moving average of accepted drafts, with some margin, chooses among a few K."""
 
+    looks: ClassVar[bool] = True
     ks: tuple[int, ...] = (1, 3, 7)
     drafter: int = 0
     rate: float = 0.2
@@ -96,6 +98,7 @@ class TurboSpec:
     Every so many steps; K = 0 counts a tenth more, so that speculation must win clearly.
     """
 
+    looks: ClassVar[bool] = True
     cost: StepCost
     max_k: int = 8
     drafter: int = 0

@@ -88,6 +88,11 @@ class Drafted:
 class Policy(Protocol):
     """Decides how far to draft."""
 
+    @property
+    def looks(self) -> bool:
+        """Whether its next decision wants to know what drafters that cost nothing would propose."""
+        ...
+
     def admit(self, row: int) -> None:
         """A request begins in a row."""
         ...

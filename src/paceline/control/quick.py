@@ -71,7 +71,7 @@ def choose(
     cost: StepCost, base: Work, among: Candidates, *, unpaid_s: float = 0.0, drafted: bool = False
 ) -> Chosen:
     """Return the number of drafts with the highest goodput, as `best` of `in_order`; see there."""
-    ladder = cost.ladder(base, drafted=drafted)
+    ladder = cost.ladder(base, len(among.most), drafted=drafted)
     if ladder is not None:
         return climb(ladder, among, unpaid_s)
     drafts = in_order(among.alive, among.most, among.lengths, among.drafters)
@@ -85,6 +85,6 @@ def climb(ladder: Ladder, among: Candidates, unpaid_s: float = 0.0) -> Chosen:
     rows = a.alive, a.most, a.lengths, a.drafters
     passes = p.pass_s, p.first, p.pair_s, p.besides_s
     ks, tokens, seconds, plain_s = kernels.choose_drafts(
-        *rows, a.plain_tokens, unpaid_s, *passes, p.added, p.factors, p.scale, p.host_s
+        *rows, a.plain_tokens, unpaid_s, *passes, p.added, p.factors, p.scale, p.host_s, p.fee_s
     )
     return Chosen(ks, tokens, seconds, max(a.plain_tokens, 1e-9), plain_s)

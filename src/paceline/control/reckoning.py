@@ -46,8 +46,9 @@ def learn_cost(
         drafting = cost.drafting_of(outcomes.num_drafted, outcomes.drafters).tolist()
     plain_s, done_s = cost.pass_s(plain), cost.pass_s(done)
     prefill_s = cost.pass_s(plain + prefill) - plain_s if prefill.tokens else 0.0
-    plain_s += cost.host_s
-    predicted_s = max(sum(drafting) + done_s + cost.host_s, 1e-9)
+    rows, drafts = len(lengths), sum(drafting) > 0 or bool(outcomes.num_verified.any())
+    plain_s += cost.host(rows, drafts=False)
+    predicted_s = max(sum(drafting) + done_s + cost.host(rows, drafts=drafts), 1e-9)
     measured_s = outcomes.draft_s + outcomes.target_s + outcomes.host_s
     gained = 1 + sum(outcomes.num_accepted.tolist()) / max(len(lengths), 1)  # steps that a step stands for
     reckoning = Reckoning(predicted_s, measured_s * (prefill_s + gained * plain_s) / predicted_s)
@@ -56,7 +57,7 @@ def learn_cost(
         cost.observe_drafting(dear[0], drafting[dear[0]], outcomes.draft_s)
     if settled:
         cost.observe_pass(done, outcomes.target_s)
-    cost.observe_host(outcomes.host_s)
+    cost.host.observe(rows, outcomes.host_s, drafts=drafts)
     return reckoning
 
 

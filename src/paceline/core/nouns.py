@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, dataclass_transform
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,8 +27,18 @@ MOST_MARGIN = 6.0  # logits; a drafter that is surer counts as no more
 UNCHOSEN = -1  # in place of a token id that is left to the law
 BROKEN = -2  # in place of a token id where no logit is a finite number
 
+T = TypeVar("T")
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 ChooseKind = Literal["argmax", "noisy", "sampled", "logits"]
+
+
+@dataclass_transform(frozen_default=True)
+def noun(cls: type[T]) -> type[T]:
+    """Make a dataclass of which steps make hundreds: frozen to the type checker, and to it alone.
+
+    To make one that watches itself takes five times as long, which was 2 % of a step of sixteen rows.
+    """
+    return dataclass(slots=True)(cls)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +61,7 @@ class Request:
         assert 0 <= self.choice < self.params.n
 
 
-@dataclass(frozen=True, slots=True)
+@noun
 class Stop:
     """Where a row's drafting ends before its plan does: where hardly more would be kept.
 
@@ -70,7 +80,7 @@ class Stop:
         return alive < self.least[len(margins) - 1]
 
 
-@dataclass(frozen=True, slots=True)
+@noun
 class RowPlan:
     """How far one row may draft in this step."""
 
@@ -107,7 +117,7 @@ class Plan:
             assert row_plan.k >= 0
 
 
-@dataclass(frozen=True, slots=True)
+@noun
 class BatchRow:
     """One row's share of a pass: `num_known` tokens that are already committed, then its drafts.
 
@@ -164,7 +174,7 @@ class Batch:
             assert r.max_drafts == 0 or r.samples, "a chunk that does not reach the newest token has no drafts"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@noun
 class RowDraft:
     """Candidate tokens to follow one row's newest token, a chain unless `parents` says otherwise."""
 
@@ -218,8 +228,7 @@ class Edits:
     add: NDArray[float32]  # [num_edits], may be -inf
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Choose:
+class Choose(NamedTuple):
     """How the target's own token is chosen at one position. Depends on the request's parameters only."""
 
     kind: ChooseKind
@@ -273,7 +282,7 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@noun
 class RowVerdict:
     """What one row gains: its kept drafts, then the target's own next token."""
 
@@ -318,7 +327,7 @@ class Figures:
         return self.decoded_tokens / self.decode_passes if self.decode_passes else 0.0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@noun
 class Outcome:
     """What one request gained in a step, after stops: what is streamed to its client."""
 

@@ -7,7 +7,6 @@ guesses mean, a spelling says (`spelling.py`).
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -164,7 +163,7 @@ class ForeignDraftModel:
     def _run(self, spans: Sequence[Span]) -> NDArray[floating]:
         """Return the drafter's logits after each span. [num_spans, its vocabulary]"""
         packed = self._streams.rows.pack_spans(spans, [1] * len(spans))
-        wanted = [replace(self._rows.choose_after(row, ()), kind="logits", edits=None) for row, *_ in spans]
+        wanted = [self._rows.choose_after(row, ())._replace(kind="logits", edits=None) for row, *_ in spans]
         logits = self._decoder.run(packed, self._kv, wanted, num_layers=self._num_layers).logits
         assert logits is not None
         return logits
@@ -174,7 +173,7 @@ class ForeignDraftModel:
         choose = self._rows.choose_after(guesses.row, guesses.token_ids)
         dense = self._dense and guesses.spelling.has_probs
         if self._dense and not dense:  # a certain guess, as lawful as a lookup: the noise is the law's own
-            choose = replace(choose, kind=GREEDY_KIND, edits=None)
+            choose = choose._replace(kind=GREEDY_KIND, edits=None)
         places = guesses.spelling.places(guesses.own_ids)
         run = partial(_choose, places, logits)
         drawn = draw(run, [choose], [len(guesses.token_ids)], dense=dense)

@@ -12,7 +12,6 @@ the one that serves it best; those that drafters declare come from prompts made 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -52,7 +51,7 @@ def _with(choose: Choose, edits: Edits) -> Choose:
     if choose.edits is not None:
         return choose
     kind: ChooseKind = "noisy" if choose.kind == "argmax" else choose.kind  # argmax looks at no edits
-    return replace(choose, kind=kind, edits=edits)
+    return choose._replace(kind=kind, edits=edits)
 
 
 _ONE = np.ones(1, np.float32)

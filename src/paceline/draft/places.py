@@ -56,7 +56,7 @@ class Places:
             return Chosen(token_ids, None, None)
         spread = np.full((int((~plain).sum()), self.width), -np.inf, logits.dtype)
         spread[:, self.places] = found[~plain]
-        asked = [replace(c, kind=GREEDY_KIND if p else "logits") for c, p in zip(chooses, plain, strict=True)]
+        asked = [c._replace(kind=GREEDY_KIND if p else "logits") for c, p in zip(chooses, plain, strict=True)]
         return Chosen(token_ids, spread, logit_rows(asked))
 
 
@@ -129,6 +129,6 @@ class TranslatedDecoder:
     ) -> Chosen:
         """Run a pass and choose among the target's ids, see `backend.Decoder`."""
         read = replace(packed, token_ids=self._read[packed.token_ids])
-        wanted = [replace(c, kind="logits") for c in chooses]
+        wanted = [c._replace(kind="logits") for c in chooses]
         found = self._decoder.run(read, kv, wanted, num_layers=num_layers, taps=taps)
         return found if found.logits is None else self._places.choose(found.logits, chooses)

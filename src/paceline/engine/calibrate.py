@@ -213,8 +213,12 @@ class _Calibrator:
             if rounds and self._spent() > until:
                 break
             self._time(_Kind(None, 0))  # the next one finds caches as steps without drafts leave them
+            before = None
             for kind in kinds:
+                if kind.drafter not in (None, before):
+                    self._time(_Kind(kind.drafter, 1))  # it catches up on what the others' steps brought
                 timed[kind].append(self._time(kind))
+                before = kind.drafter
                 self._tell()
         for kind, steps in timed.items():
             self._keep(kind, num_rows, steps[1:] or steps)

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 def outlook(scheduler: Scheduler, drafting: Drafting, *, looks: bool, group: Group = None) -> View:
     """Return the rows of a group that would decode, and the prefill that is likely to ride along.
 
-    looks: asks the drafters that cost nothing what they would propose.
+    looks: asks the drafters that cost nothing what they would propose; rows with wishes of their own do so anyhow.
     """
     decoding = scheduler.decoding(group)
     rows, lengths, most = _bounds(decoding)
-    offers = drafting.look(rows.tolist(), most.tolist()) if looks else {}
     special = [r for r in decoding if r.request.speculation is not None]
+    offers = drafting.look(rows.tolist(), most.tolist()) if looks or special else {}
     wishes, targets = dict(_wishes(special, drafting.names)), dict(_targets(special))
     return View(rows, lengths, most, _prefill(scheduler, group), offers, wishes, len(scheduler.waiting), targets)
 

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 class SerialLoop:
     """Drafts, then scores; see `Loop`."""
 
+    def __init__(self) -> None:
+        self._learning_s = 0.0  # of the last step: part of what a step costs
+
     def step(self, engine: Engine) -> None:
         """Plan, admit, propose, score, judge, commit."""
         start = perf_counter()
@@ -25,10 +28,12 @@ class SerialLoop:
         scored = engine.score(now)
         verdict = engine.judge(now, scored)
         engine.commit(now, scored, verdict)
-        step_s = perf_counter() - start
-        host_s = step_s - now.draft_s - scored.target_s
+        committed = perf_counter()
+        host_s = committed - start - now.draft_s - scored.target_s + self._learning_s
         engine.learn(now, verdict, StepTimes(now.draft_s, scored.target_s, host_s))
-        engine.count_step(now, step_s, scored.target_s)
+        end = perf_counter()
+        self._learning_s = end - committed
+        engine.count_step(now, end - start, scored.target_s)
 
     def rest(self) -> None:
         """Nothing does."""

@@ -255,4 +255,5 @@ def choose_drafts(
     factors: NDArray[float64],
     scale: float,
     host_s: float,
+    fee_s: float,
 ) -> tuple[NDArray[int64], float, float, float]: ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -84,11 +84,11 @@ def draw(
     [vocab] it drew from, as rejection sampling needs.
     """
     if dense:
-        chosen = run([replace(c, kind="logits") for c in chooses])
+        chosen = run([c._replace(kind="logits") for c in chooses])
         assert chosen.logits is not None
         drawn = [_draw_dense(row, c, d) for row, c, d in zip(chosen.logits, chooses, depths, strict=True)]
         return Drawn([token_id for token_id, _ in drawn], [probs for _, probs in drawn])
-    chosen = run([replace(c, margin=True) for c in chooses])
+    chosen = run([c._replace(margin=True) for c in chooses])
     token_ids: list[int] = chosen.token_ids.tolist()
     margins = [math.nan] * len(token_ids) if chosen.margins is None else chosen.margins.tolist()
     for index, row in enumerate([] if chosen.logit_idx is None else chosen.logit_idx.tolist()):

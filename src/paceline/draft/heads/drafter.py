@@ -22,7 +22,7 @@ from paceline.draft.chains import CATCH_UP_TOKENS, begin, catch_up_tokens, draft
 from paceline.draft.drafter import MAX_K, Needs
 from paceline.draft.heads.checkpoint import load_head, narrowed
 from paceline.draft.heads.config import EAGLE, EAGLE3, PEAGLE, head_shapes, read_config
-from paceline.draft.heads.features import FeatureStore, Tapped
+from paceline.draft.heads.features import FeatureStore, Tapped, runs
 from paceline.draft.hints import hinted
 from paceline.draft.options import bounded
 from paceline.draft.own import OwnTokens
@@ -194,14 +194,13 @@ class _HeadDrafter:
         """Keep the features of all tokens that are now committed."""
         taps = scores.taps
         assert taps is not None, "the engine tells every pass to hand out what drafters need"
-        counts = [
-            r.num_known + max(0, len(v.token_ids) - 1) for r, v in zip(batch.rows, verdict.rows, strict=True)
+        gained = [
+            (r.row, r.num_known + max(0, len(v.token_ids) - 1))
+            for r, v in zip(batch.rows, verdict.rows, strict=True)
         ]
-        starts = taps.cu_len[:-1].tolist()
-        places = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
-        self._unfused.append(self._tapped(taps, places))
-        for r, count in zip(batch.rows, counts, strict=True):
-            self._features.add(r.row, int(self._rows.computed[r.row]) - count, count)
+        rows, counts = np.array(gained, np.int64).T
+        self._unfused.append(self._tapped(taps, runs(taps.cu_len[:-1], counts)))
+        self._features.add(rows, counts)
         if sum(len(tapped.slots) for tapped in self._unfused) >= _MOST_UNFUSED:
             self._fuse()
 
@@ -338,7 +337,7 @@ class ParallelHeadDrafter(_HeadDrafter):
             first[row] = len(chooses)
             for choose in hinted(self._rows.row_chooses(row, guesses), chains[row].told):
                 waits = self._dense or choose.params.penalised
-                chooses.append(replace(choose, kind="logits" if waits else choose.kind, margin=True))
+                chooses.append(choose._replace(kind="logits" if waits else choose.kind, margin=True))
         packed = self._pack(spans, [chains[row].depth for row in starts])
         features = self._read(spans, dict.fromkeys(starts, self._mask_feature))
         return self._head.run(packed, features, self._kv, chooses)[0], first

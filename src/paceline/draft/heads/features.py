@@ -33,6 +33,12 @@ class Tapped:
         return np.concatenate([states[self.places] for states in self.states], axis=1)
 
 
+def runs(starts: NDArray[int64], counts: NDArray[int64]) -> NDArray[int64]:
+    """Return `counts[i]` numbers from `starts[i]` on, for each i. [sum of counts]"""
+    pieces = zip(starts.tolist(), counts.tolist(), strict=True)  # for so few, plainer than numpy, and sooner done
+    return np.array([i for start, count in pieces for i in range(start, start + count)], np.int64)
+
+
 def joined(parts: Sequence[Tapped]) -> Tapped:
     """Return what was tapped in some passes as if it had been one."""
     if len(parts) == 1:
@@ -75,11 +81,13 @@ class FeatureStore:
         self._begin[row] = 0 if valid_len >= computed else computed
         self._end[row] = computed
 
-    def add(self, row: int, start: int, count: int) -> None:
-        """Note that features of a row's tokens from `start` on are there, or will be before they are read."""
-        if start != self._end[row]:  # those between were lost
-            self._begin[row] = start
-        self._end[row] = start + count
+    def add(self, rows: NDArray[int64], counts: NDArray[int64]) -> None:
+        """Note that features of rows' last `counts` computed tokens are there, or will be before they are read."""
+        ends = self._rows.computed[rows]
+        starts = ends - counts
+        lost = starts != self._end[rows]  # those between
+        self._begin[rows[lost]] = starts[lost]
+        self._end[rows] = ends
 
     def fill(self, parts: Sequence[Tapped], keep: Callable[[Tapped, NDArray[float16]], None]) -> None:
         """Keep what was tapped; `keep` makes features of it and writes them, see `HeadRunner`."""
@@ -103,8 +111,7 @@ class FeatureStore:
         [sum of counts, width] float32, one piece after another.
         """
         rows, starts, counts = np.array(pieces, np.int64).T
-        ends = np.cumsum(counts)
-        positions = np.arange(ends[-1]) + np.repeat(starts - ends + counts, counts)
+        positions = runs(starts, counts)
         pages = self._rows.pages[np.repeat(rows, counts), positions // PAGE_TOKENS]
         features: NDArray[float32] = self._data[pages * PAGE_TOKENS + positions % PAGE_TOKENS].astype(np.float32)
         return features

@@ -1,0 +1,115 @@
+"""What the host takes of a step, and steps that rest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost, Work
+from paceline.control.cruise import CRUISE, MANY_ROWS
+from paceline.control.goodput import Goodput
+from paceline.control.host import HostTime
+from paceline.control.online import OnlineCost
+from paceline.control.policy import Outcomes, View
+
+DEPTH = 4
+DEAR = DraftCost(tuple(Curve.of([1, 64], [1e-3 * d, 4e-3 * d]) for d in range(1, DEPTH + 1)))
+COST = MeasuredCost(
+    TargetCost(Curve.of([1, 64, 512], [5e-3, 40e-3, 300e-3]), 0, 1e-8, 1e-9), (DraftCost(()), DEAR)
+)
+WORSE, BETTER = 0.2, 0.999
+
+
+def policy(kept: float = WORSE) -> Goodput:
+    """A drafter that offers and one that is asked, both known to be kept so often."""
+    known = np.full(DEPTH, kept)
+    return Goodput(OnlineCost(COST, 1e-4), 64, (DEPTH, DEPTH), (known, known))
+
+
+def view(num_rows: int, wishes: dict[int, int] | None = None) -> View:
+    offer = np.full((num_rows, 1), 0.3)
+    rows = np.arange(num_rows)
+    return View(rows, np.full(num_rows, 300), np.full(num_rows, 100), Work(0), {0: offer}, wishes or {})
+
+
+def looked(ours: Goodput, num_rows: int, steps: int) -> list[bool]:
+    found = []
+    for _ in range(steps):
+        found.append(ours.looks)
+        decision = ours.decide(view(num_rows))
+        none = np.zeros(num_rows, np.int64)
+        ours.learn(view(num_rows), Outcomes(np.arange(num_rows), decision.drafters, none, none, 0.0, 20e-3, 1e-3))
+    return found
+
+
+def test_many_rows_for_which_no_draft_pays_rest_between_looks() -> None:
+    ours = policy()
+    looked(ours, MANY_ROWS, CRUISE)
+    assert sum(looked(ours, MANY_ROWS, 4 * CRUISE)) <= 8, "one look in eight, and probes"
+
+
+@pytest.mark.parametrize("kept", [WORSE, BETTER], ids=["not paying", "paying"])
+def test_few_rows_look_in_every_step(kept: float) -> None:
+    assert all(looked(policy(kept), MANY_ROWS - 1, 3 * CRUISE))
+
+
+def test_a_choice_to_draft_holds_for_some_steps_and_for_the_rows_it_was_made_for() -> None:
+    ours = policy(BETTER)
+    while ours.looks:
+        before = ours.decide(view(MANY_ROWS))
+    assert before.ks.all()
+    now = ours.decide(view(MANY_ROWS + 2))
+    assert (now.ks[:MANY_ROWS] == before.ks).all()
+    assert not now.ks[MANY_ROWS:].any(), "new rows wait for the next choice"
+    ours._steps -= 1
+    turned = replace(view(MANY_ROWS), rows=np.arange(MANY_ROWS)[::-1], most=np.arange(MANY_ROWS))
+    assert (ours.decide(turned).ks == np.minimum(before.ks[::-1], np.arange(MANY_ROWS))).all()
+
+
+def test_a_row_that_wishes_is_seen_to_in_a_step_that_rests() -> None:
+    ours = policy(BETTER)
+    ours._cruise._every = CRUISE
+    assert not ours.looks
+    assert not ours.decide(view(MANY_ROWS)).ks.any()
+    assert ours.decide(view(MANY_ROWS, wishes={3: 0})).ks.any()
+
+
+def test_the_host_is_learnt_by_kind_and_scales_with_rows() -> None:
+    host = HostTime()
+    for _ in range(300):
+        host.observe(16, 0.5e-3, drafts=False)
+        host.observe(16, 1.5e-3, drafts=True)
+    assert host(16, drafts=False) == pytest.approx(0.5e-3, rel=1e-3)
+    assert host.fee(16) == pytest.approx(1e-3, rel=1e-3)
+    assert host(64, drafts=False) > 2 * host(16, drafts=False)
+
+
+def test_what_no_step_has_told_is_as_the_other_and_costs_no_fee() -> None:
+    host = HostTime(1e-3)
+    for _ in range(100):
+        host.observe(1, 3e-3, drafts=True)
+    assert host(1, drafts=False) == host(1, drafts=True) == pytest.approx(3e-3, rel=0.01)
+    assert host.fee(1) == 0.0
+
+
+def test_a_stall_is_one_step() -> None:
+    host = HostTime(1e-3)
+    for _ in range(50):
+        host.observe(1, 1e-3, drafts=True)
+    host.observe(1, 3.0, drafts=True)
+    assert host(1, drafts=True) < 1.2e-3
+
+
+def test_drafts_that_pay_for_the_pass_alone_are_not_made() -> None:
+    """A draft that is worth a little more than its pass, and less than the host's time for it."""
+    drafts = {}
+    for fee_s in (0.0, 20e-3):
+        ours = policy(0.8)
+        for _ in range(100):
+            ours.cost.host.observe(4, 1e-4, drafts=False)
+            ours.cost.host.observe(4, 1e-4 + fee_s, drafts=True)
+        drafts[fee_s] = int(ours.decide(view(4)).ks.sum())
+    assert drafts[0.0] > 0
+    assert drafts[20e-3] == 0
