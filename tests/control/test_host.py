@@ -22,14 +22,14 @@ COST = MeasuredCost(
 WORSE, BETTER = 0.2, 0.999
 
 
-def policy(kept: float = WORSE) -> Goodput:
-    """A drafter that offers and one that is asked, both known to be kept so often."""
-    known = np.full(DEPTH, kept)
-    return Goodput(OnlineCost(COST, 1e-4), 64, (DEPTH, DEPTH), (known, known))
+def policy(kept: float = WORSE, offers_kept: float | None = None) -> Goodput:
+    """A drafter that offers and one that is asked, known to be kept so often."""
+    known = [np.full(DEPTH, kept if k is None else k) for k in (offers_kept, kept)]
+    return Goodput(OnlineCost(COST, 1e-4), 64, (DEPTH, DEPTH), known)
 
 
-def view(num_rows: int, wishes: dict[int, int] | None = None) -> View:
-    offer = np.full((num_rows, 1), 0.3)
+def view(num_rows: int, wishes: dict[int, int] | None = None, offered: float = 0.01) -> View:
+    offer = np.full((num_rows, 1), offered)
     rows = np.arange(num_rows)
     return View(rows, np.full(num_rows, 300), np.full(num_rows, 100), Work(0), {0: offer}, wishes or {})
 
@@ -66,6 +66,15 @@ def test_a_choice_to_draft_holds_for_some_steps_and_for_the_rows_it_was_made_for
     ours._steps -= 1
     turned = replace(view(MANY_ROWS), rows=np.arange(MANY_ROWS)[::-1], most=np.arange(MANY_ROWS))
     assert (ours.decide(turned).ks == np.minimum(before.ks[::-1], np.arange(MANY_ROWS))).all()
+
+
+def test_while_offers_are_taken_everybody_looks() -> None:
+    ours = policy(WORSE, offers_kept=BETTER)
+    taken = 0
+    for _ in range(3 * CRUISE):
+        assert ours.looks
+        taken += int((ours.decide(view(MANY_ROWS, offered=BETTER)).drafters == 0).any())
+    assert taken > 2 * CRUISE, "all but the steps that find out what plain ones take"
 
 
 def test_a_row_that_wishes_is_seen_to_in_a_step_that_rests() -> None:

@@ -26,9 +26,12 @@ class Cruise:
         self._every = 1  # steps of many rows with the same choice
 
     def keep(self, view: View, chosen: Decision, *, lasting: bool) -> None:
-        """Remember a choice; who is given up with it is so once. lasting: it was not made to find out."""
+        """Remember a choice; who is given up with it is so once. lasting: it was not made to find out.
+
+        Where some of what was offered is taken, as where texts repeat themselves, every step is worth a look.
+        """
         self._view, self._chosen = view, replace(chosen, given_up=())
-        many = lasting and view.num_rows >= MANY_ROWS
+        many = lasting and view.num_rows >= MANY_ROWS and not np.isin(chosen.drafters, list(view.offers)).any()
         self._every = 1 if not many else DRAFTING if chosen.ks.any() else CRUISE
 
     def carries_on(self, step: int) -> bool:
