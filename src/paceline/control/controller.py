@@ -194,7 +194,7 @@ class ClosedLoop:
 
 
 def _nothing(batch: Batch) -> Drafted:
-    """Return what was proposed where nothing was, as is known without a look at every row."""
+    """Return what was proposed where nothing was."""
     rows = np.array([r.row for r in batch.rows if r.decodes], np.int64)
     zeros = np.zeros(len(rows), np.int64)
     return Drafted(rows, zeros + NONE, zeros, _NO_CONFIDENCE)

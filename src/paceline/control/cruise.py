@@ -45,7 +45,10 @@ class Cruise:
         return self._of_the_same(view, step)
 
     def _carried_on(self, view: View) -> Decision:
-        """Return the choice for rows of which some are gone, or new: these do not draft yet."""
+        """Return the choice for rows of which some are gone, or new: these do not draft yet.
+
+        A request that was given an ended one's row takes over what was chosen for that, until the next choice.
+        """
         chosen = self._chosen
         if not chosen.ks.any():
             return replace(plain(view), seconds=chosen.seconds, tokens=float(view.num_rows))

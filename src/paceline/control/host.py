@@ -11,6 +11,11 @@ RATE = 0.05  # of the way to what a step says
 FIRST_RATE = 0.2  # of the first step of a kind; falls as one over the steps, to `RATE`
 
 
+def rate_after(seen: int) -> float:
+    """Return how far to go towards what a step says, after so many of its kind."""
+    return max(RATE, 1.0 / (1.0 / FIRST_RATE + seen))
+
+
 class HostTime:
     """Seconds of the host by rows, of steps without drafts and with some; a kind not yet seen is as the other."""
 
@@ -30,7 +35,7 @@ class HostTime:
     def observe(self, rows: int, seconds: float, *, drafts: bool) -> None:
         """Learn from a step; no single one counts for much, as any may be a stall."""
         known = self(rows, drafts=drafts)
-        rate = max(RATE, 1.0 / (1.0 / FIRST_RATE + self._seen[drafts]))
+        rate = rate_after(self._seen[drafts])
         self._seen[drafts] += 1
         self._of_row[drafts] += rate * (min(seconds, 2 * known + 1e-3) - known) / (ROWS_OF_A_STEP + rows)
         if not self._seen[not drafts]:

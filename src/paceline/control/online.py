@@ -17,7 +17,7 @@ import numpy as np
 
 from paceline import kernels
 from paceline.control.cost import Ladder, Work, draft_tables
-from paceline.control.host import HostTime
+from paceline.control.host import FIRST_RATE, RATE, HostTime, rate_after
 
 if TYPE_CHECKING:
     from numpy import float64, int64
@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 
     from paceline.control.cost import Drafts, MeasuredCost
 
-HOUR_RATE, SIZE_RATE = 0.2, 0.05  # of the way to what a step says
-FIRST_RATE = 0.2  # of a size's or a drafter's first step; falls as one over the steps, to `SIZE_RATE`
-RARE = 16  # steps without a size, for its next one to count `SIZE_RATE` more: what is rare is known less
+HOUR_RATE = 0.2  # of the way to what a step says; a size's and a drafter's own are `rate_after`
+RARE = 16  # steps without a size, for its next one to count `RATE` more: what is rare is known less
 MOST_SURPRISE = 0.5  # in log seconds, of one step; shared machines slow down by as much within a second
 SIZES = 24  # two to every doubling of the tokens
 MOST_TOKENS = 1 << 11  # of a pass, in the table; above, the last size's prices go on
@@ -134,7 +133,7 @@ class OnlineCost:
         surprise = _bounded(log(max(seconds, 1e-6) / max(self.pass_s(work), 1e-6)))
         self._steps += 1
         gap, self._last[size] = self._steps - self._last[size], self._steps
-        rate = max(_rate(self._seen.item(size)), min(FIRST_RATE, SIZE_RATE * (1 + gap / RARE)))
+        rate = max(rate_after(self._seen.item(size)), min(FIRST_RATE, RATE * (1 + gap / RARE)))
         self.hour += HOUR_RATE * surprise + self._correct(size, rate, surprise)
 
     def _correct(self, size: int, rate: float, surprise: float) -> float:
@@ -155,14 +154,9 @@ class OnlineCost:
     def observe_drafting(self, drafter: int, predicted_s: float, seconds: float) -> None:
         """Learn from a drafter's part of a step, predicted by this model."""
         if predicted_s > 0:
-            rate = _rate(self._drafted.item(drafter))
+            rate = rate_after(self._drafted.item(drafter))
             self._drafted[drafter] += 1
             self._by_drafter[drafter] += rate * _bounded(log(max(seconds, 1e-6) / predicted_s))
-
-
-def _rate(seen: int) -> float:
-    """Return how far to go towards what a step says, after so many of its kind."""
-    return max(SIZE_RATE, 1.0 / (1.0 / FIRST_RATE + seen))
 
 
 def _bounded(surprise: float) -> float:

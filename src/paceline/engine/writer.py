@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.core.nouns import BROKEN, noun
+from paceline.core.nouns import BROKEN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from paceline.model.tokenizer import Detokenizer
 
 
-@noun
+@dataclass(frozen=True, slots=True)
 class Written:
     """What a pass added to the answer, after stops."""
 

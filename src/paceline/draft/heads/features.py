@@ -82,7 +82,10 @@ class FeatureStore:
         self._end[row] = computed
 
     def add(self, rows: NDArray[int64], counts: NDArray[int64]) -> None:
-        """Note that features of rows' last `counts` computed tokens are there, or will be before they are read."""
+        """Note that features of rows' last `counts` computed tokens are there, or will be before they are read.
+
+        rows, counts: [n] each, no row twice.
+        """
         ends = self._rows.computed[rows]
         starts = ends - counts
         lost = starts != self._end[rows]  # those between
