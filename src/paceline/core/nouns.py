@@ -36,7 +36,8 @@ ChooseKind = Literal["argmax", "noisy", "sampled", "logits"]
 def noun(cls: type[T]) -> type[T]:
     """Make a dataclass of which steps make hundreds: frozen to the type checker, and to it alone.
 
-    To make one that watches itself takes five times as long, which was 2 % of a step of sixteen rows. Two are equal if they are one.
+    To make one that watches itself takes five times as long, which was 2 % of a step of sixteen rows.
+    Two are equal if they are one.
     """
     return dataclass(slots=True, eq=False)(cls)
 
