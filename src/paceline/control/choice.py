@@ -7,12 +7,12 @@ best taken; going on only while it rises would stop at the first step of the sta
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from paceline.control.cost import Drafts
+from paceline.core.nouns import noun
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from paceline.control.cost import StepCost, Work
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@noun
 class Chosen:
     """How far each row goes, and what is expected of it."""
 
@@ -39,7 +39,7 @@ class Chosen:
         return self.tokens * self.plain_seconds / (self.plain_tokens * self.seconds) if self.seconds else 1.0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@noun
 class Candidates:
     """Drafts that a step may have, by row."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import nan
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,7 +10,7 @@ import numpy as np
 from paceline.control.cost import Work
 from paceline.control.policy import NONE, Decision, Drafted, Outcomes, View
 from paceline.control.reckoning import Reckoning, learn_cost
-from paceline.core.nouns import Draft, Plan, RowPlan
+from paceline.core.nouns import Draft, Plan, RowPlan, noun
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +26,7 @@ NO_WORK = Work(0)
 _NO_CONFIDENCE = np.empty((0, 0))
 
 
-@dataclass(frozen=True, slots=True)
+@noun
 class StepTimes:
     """Where the seconds of a step went."""
 

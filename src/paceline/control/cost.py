@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from paceline.core.errors import ConfigError
+from paceline.core.nouns import noun
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 MOST_ROWS = 1024
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@noun
 class Work:
     """What one target pass does, or each of several."""
 
@@ -147,7 +148,7 @@ def draft_tables(drafters: tuple[DraftCost, ...]) -> DraftTables:
     return DraftTables(seconds, deepening, np.diff(deepening, axis=1, prepend=0.0))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@noun
 class Drafts:
     """Drafts that a step may have, the most likely to survive first: a step has the first so many of them."""
 
@@ -161,7 +162,7 @@ class Drafts:
         return len(self.rows)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@noun
 class Ladder:
     """What `StepCost.times` is made of, where it is a sum: for the compiled choice."""
 

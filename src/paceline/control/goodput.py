@@ -8,7 +8,6 @@ to pay. A drafter that could not pay in many steps, at the best that its probes 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,6 +22,7 @@ from paceline.control.policy import NONE, Decision, Drafted, Outcomes, View, pla
 from paceline.control.probes import Probes
 from paceline.control.quick import QuickSurvival, choose
 from paceline.control.stopping import Prices, bars_of, with_stops
+from paceline.core.nouns import noun
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -47,7 +47,7 @@ ASSIGN_EVERY = 8  # steps between two looks at which drafter suits a row
 LEAST_AT_STAKE = 0.006  # seconds that a step's drafts cost, for trimming to save more than the 0.2 ms it takes
 
 
-@dataclass(frozen=True, slots=True)
+@noun
 class _Planned:
     """What a step was planned with."""
 

@@ -5,10 +5,12 @@ The same policies run in the engine and in the simulator.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+
+from paceline.core.nouns import noun
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 NONE = -1  # in place of a drafter: the row decodes plainly
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@noun
 class View:
     """What is known of a step before drafting.
 
@@ -45,7 +47,7 @@ class View:
         return len(self.rows)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@noun
 class Decision:
     """How far each row drafts, and with what."""
 
@@ -59,7 +61,7 @@ class Decision:
     stops: Mapping[int, Stop] = field(default_factory=dict)  # row -> where its drafting ends before its k
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@noun
 class Outcomes:
     """What became of a step's drafts."""
 
@@ -75,7 +77,7 @@ class Outcomes:
     num_drafted: NDArray[int64] | None = None  # [n] proposed; None: as many as were planned
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@noun
 class Drafted:
     """What drafters proposed, before any of it is verified."""
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.control.cost import Work
+from paceline.core.nouns import noun
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from paceline.control.policy import Decision, Outcomes, View
 
 
-@dataclass(frozen=True, slots=True)
+@noun
 class Reckoning:
     """What a controller that knows costs makes of a step that is over."""
 

@@ -90,7 +90,7 @@ class RowPlan:
     stop: Stop | None = None  # for a drafter whose `needs` say that it minds it
 
 
-@dataclass(frozen=True, slots=True)
+@noun
 class Plan:
     """What `control` decided for a step. A row that is absent drafts nothing."""
 
@@ -153,7 +153,7 @@ class Admission:
     rebirth: bool = False  # it had a row before, and lost it to a preemption
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@noun
 class Batch:
     """The rows of one step, in the order in which their tokens are packed."""
 
@@ -200,7 +200,7 @@ class RowDraft:
 NO_DRAFT = RowDraft()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@noun
 class Draft:
     """What the drafters proposed for a batch, row by row."""
 
@@ -246,7 +246,7 @@ class Choose(NamedTuple):
         return self.kind in ("logits", "sampled")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@noun
 class Taps:
     """Hidden states that a target pass left behind, of every token in it, for the drafters that read them."""
 
@@ -255,7 +255,7 @@ class Taps:
     slots: NDArray[int64]  # [num_tokens] the place of each token in every store
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@noun
 class Scores:
     """What the target says at every scored position: a row's newest token's, then each of its drafts'."""
 
@@ -292,7 +292,7 @@ class RowVerdict:
     logprobs: Sequence[TokenLogprobs] | None = None  # [num_accepted + 1] if the request asked
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@noun
 class Verdict:
     """What the law keeps, row by row."""
 

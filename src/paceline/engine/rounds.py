@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from paceline.core.nouns import noun
+
 if TYPE_CHECKING:
     from paceline.core.nouns import Batch, Draft, Scores
     from paceline.engine.engine import Engine
@@ -23,7 +25,7 @@ class Round:
     commit_s: float = 0.0  # of these, on what was kept
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@noun
 class Scored:
     """What the target said of a round."""
 

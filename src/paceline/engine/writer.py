@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.core.nouns import BROKEN
+from paceline.core.nouns import BROKEN, noun
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     from paceline.model.tokenizer import Detokenizer
 
 
-@dataclass(frozen=True, slots=True)
+@noun
 class Written:
     """What a pass added to the answer, after stops."""
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Protocol
 
-from paceline.core.nouns import Scores, Taps
+from paceline.core.nouns import Scores, Taps, noun
 from paceline.model.device import usable_cores
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class KV(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@noun
 class Chosen:
     """What a pass says about the tokens that were wanted."""
 
@@ -114,7 +114,7 @@ class Decoder(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@noun
 class Prepared:
     """A target pass that has not run yet."""
 

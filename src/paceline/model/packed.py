@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from paceline.core.nouns import noun
 
 if TYPE_CHECKING:
     from numpy import int64
     from numpy.typing import NDArray
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@noun
 class Packed:
     """Token rows of one pass with, for each token, its place in the text and in the KV store.
 

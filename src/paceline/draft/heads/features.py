@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.core.nouns import PAGE_TOKENS
+from paceline.core.nouns import PAGE_TOKENS, noun
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 _MOST = float(np.finfo(np.float16).max)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@noun
 class Tapped:
     """What was tapped of some tokens, and where their features belong."""
 
