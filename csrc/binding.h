@@ -31,6 +31,7 @@ std::vector<std::vector<double>> told(const ChooseList& list);
 
 void bind_control(nanobind::module_& m);
 void bind_lookup(nanobind::module_& m);
+void bind_rounds(nanobind::module_& m);
 void bind_rows(nanobind::module_& m);
 
 }  // namespace paceline

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from math import nan
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-
+from paceline.control.arrays import drafted_of, kept_of, nothing_of
 from paceline.control.cost import Work
 from paceline.control.policy import NONE, Decision, Drafted, Outcomes, View
 from paceline.control.reckoning import Reckoning, learn_cost
@@ -15,15 +13,11 @@ from paceline.core.nouns import Draft, Plan, RowPlan, noun
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy import float64
-    from numpy.typing import NDArray
-
     from paceline.control.online import OnlineCost
     from paceline.control.policy import Policy
     from paceline.core.nouns import Batch, Verdict
 
 NO_WORK = Work(0)
-_NO_CONFIDENCE = np.empty((0, 0))
 
 
 @noun
@@ -144,36 +138,35 @@ class ClosedLoop:
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         """Drop what is not worth verifying, where a drafter has said something that was not known to the plan."""
-        news = any(
+        if self.view is None or not self._says_more(draft):
+            return draft
+        drafted = self._drafted(batch, draft)
+        ks = self.policy.trim(self.view, drafted)
+        if ks is drafted.ks:
+            return draft
+        rows, kept = list(draft.rows), iter(ks.tolist())
+        for index, r in enumerate(batch.rows):
+            if r.decodes:
+                rows[index] = rows[index].first(next(kept))
+        return Draft(tuple(rows))
+
+    def _says_more(self, draft: Draft) -> bool:
+        """Whether a draft says more than the plan knew: how sure a drafter is that had not been asked before."""
+        return any(
             d.confidence and self._index.get(d.drafter or "", NONE) not in self._offered for d in draft.rows
         )
-        if self.view is None or not news:
-            return draft
-        decode = [index for index, r in enumerate(batch.rows) if r.decodes]
-        drafted = self._drafted(batch, draft)
-        rows = list(draft.rows)
-        for index, k in zip(decode, self.policy.trim(self.view, drafted).tolist(), strict=True):
-            rows[index] = rows[index].first(k)
-        return Draft(tuple(rows))
 
     def _drafted(self, batch: Batch, draft: Draft) -> Drafted:
         """Return what was proposed, as arrays over the rows that decode."""
         if self._seen is None or self._seen[0] is not draft:
-            self._seen = draft, self._as_arrays(batch, draft)
+            self._seen = draft, drafted_of(batch, draft, self._index)
         return self._seen[1]
-
-    def _as_arrays(self, batch: Batch, draft: Draft) -> Drafted:
-        found = [(r.row, d) for r, d in zip(batch.rows, draft.rows, strict=True) if r.decodes]
-        rows = np.array([row for row, _ in found], np.int64)
-        drafters = np.array([self._index.get(d.drafter or "", NONE) for _, d in found], np.int64)
-        ks = np.array([len(d) for _, d in found], np.int64)
-        return Drafted(rows, drafters, ks, padded([d.confidence or () for _, d in found]))
 
     def observe(
         self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes
     ) -> Reckoning | None:
         """Learn from a step."""
-        drafted = self._drafted(batch, proposed) if any(map(len, proposed.rows)) else _nothing(batch)
+        drafted = self._drafted(batch, proposed) if any(map(len, proposed.rows)) else nothing_of(batch)
         outcomes, prefill = _outcomes(drafted, batch, draft, verdict, times), prefill_work(batch)
         reckoning = self.learn(outcomes, prefill)
         if self._watcher:
@@ -192,32 +185,13 @@ class ClosedLoop:
         return learn_cost(self.cost, self.view, self.decision, outcomes, prefill, settled=settled)
 
 
-def _nothing(batch: Batch) -> Drafted:
-    """Return what was proposed where nothing was."""
-    rows = np.array([r.row for r in batch.rows if r.decodes], np.int64)
-    zeros = np.zeros(len(rows), np.int64)
-    return Drafted(rows, zeros + NONE, zeros, _NO_CONFIDENCE)
-
-
 def _outcomes(drafted: Drafted, batch: Batch, draft: Draft, verdict: Verdict, times: StepTimes) -> Outcomes:
-    if drafted.ks.any():
-        outcomes = zip(batch.rows, draft.rows, verdict.rows, strict=True)
-        found = [(len(d), v.num_accepted) for r, d, v in outcomes if r.decodes]
-        verified, accepted = np.array(found, np.int64).reshape(-1, 2).T
-    else:
-        verified = accepted = drafted.ks
+    verified, accepted = kept_of(batch, draft, verdict) if len(drafted.confidence) else (drafted.ks,) * 2
     seconds = times.draft_s, times.target_s, times.host_s
     confidence = drafted.confidence if drafted.confidence.size else None
     return Outcomes(
         drafted.rows, drafted.drafters, verified, accepted, *seconds, confidence, times.wait_s, drafted.ks
     )
-
-
-def padded(rows: Sequence[Sequence[float]]) -> NDArray[float64]:
-    """Return rows of different lengths as one array, NaN behind the end of each. [n, longest]"""
-    depth = max(map(len, rows), default=0)
-    ends = [[nan] * (depth - length) for length in range(depth + 1)]  # by length
-    return np.array([[*row, *ends[len(row)]] for row in rows], np.float64).reshape(len(rows), depth)
 
 
 def prefill_work(batch: Batch) -> Work:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from paceline.control.controller import padded
+from paceline.control.arrays import padded
 from paceline.core.nouns import NO_DRAFT, Draft, RowDraft
 from paceline.draft.drafter import StoresLost
 

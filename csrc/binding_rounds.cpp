@@ -1,0 +1,105 @@
+// What the rows of a round say, as the arrays that control learns from: see control/rounds.py. In one call, as every
+// attribute that Python reads after a pass is cold.
+#include <nanobind/ndarray.h>
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <vector>
+
+#include "binding.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace paceline {
+namespace {
+
+template <class T, size_t dims>
+using Result = nb::ndarray<nb::numpy, T, nb::ndim<dims>>;
+
+struct Names {
+    nb::object row = name("row"), samples = name("samples"), num_known = name("num_known"), drafter = name("drafter"),
+               token_ids = name("token_ids"), confidence = name("confidence"), num_accepted = name("num_accepted");
+
+    static nb::object name(const char* text) { return nb::steal(PyUnicode_InternFromString(text)); }
+};
+
+const Names& names() {
+    static const Names* all = new Names;  // as long as the interpreter
+    return *all;
+}
+
+bool decodes(nb::handle row) {
+    return nb::cast<bool>(row.attr(names().samples)) && nb::cast<int64_t>(row.attr(names().num_known)) == 1;
+}
+
+// Numbers by row, several kinds of them one after another in one array.
+Result<int64_t, 2> table(const std::vector<int64_t>& numbers, size_t kinds, size_t n) {
+    auto copy = std::make_unique<int64_t[]>(std::max<size_t>(kinds * n, 1));
+    for (size_t i = 0; i < n; ++i)
+        for (size_t kind = 0; kind < kinds; ++kind) copy[kind * n + i] = numbers[i * kinds + kind];
+    int64_t* raw = copy.release();
+    nb::capsule owner(raw, [](void* p) noexcept { delete[] static_cast<int64_t*>(p); });
+    return {raw, {kinds, n}, owner};
+}
+
+// Lines of different lengths, NaN behind the end of each.
+Result<double, 2> padded(const std::vector<std::vector<double>>& lines) {
+    size_t depth = 0;
+    for (const auto& line : lines) depth = std::max(depth, line.size());
+    auto numbers = std::make_unique<double[]>(std::max<size_t>(lines.size() * depth, 1));
+    for (size_t i = 0; i < lines.size(); ++i) {
+        double* to = numbers.get() + i * depth;
+        std::fill(std::copy(lines[i].begin(), lines[i].end(), to), to + depth, NAN);
+    }
+    double* raw = numbers.release();
+    nb::capsule owner(raw, [](void* p) noexcept { delete[] static_cast<double*>(p); });
+    return {raw, {lines.size(), depth}, owner};
+}
+
+int64_t num_drafts(nb::handle draft) { return static_cast<int64_t>(nb::len(nb::object(draft.attr(names().token_ids)))); }
+
+std::vector<double> numbers_of(const nb::object& sequence) {
+    std::vector<double> found;
+    if (sequence.is_none()) return found;
+    found.reserve(nb::len(sequence));
+    for (nb::handle number : sequence) found.push_back(nb::cast<double>(number));
+    return found;
+}
+
+nb::tuple drafted_of(const nb::tuple& rows, const nb::tuple& drafts, const nb::dict& indices, int64_t none) {
+    require(nb::len(rows) == nb::len(drafts), "every row has a draft, if an empty one");
+    std::vector<int64_t> numbers;
+    std::vector<std::vector<double>> confidence;
+    for (size_t i = 0; i < nb::len(rows); ++i) {
+        if (!decodes(rows[i])) continue;
+        const nb::handle draft = drafts[i];
+        const nb::object drafter = draft.attr(names().drafter);
+        numbers.push_back(nb::cast<int64_t>(rows[i].attr(names().row)));
+        numbers.push_back(!drafter.is_none() && indices.contains(drafter) ? nb::cast<int64_t>(indices[drafter]) : none);
+        numbers.push_back(num_drafts(draft));
+        confidence.push_back(numbers_of(draft.attr(names().confidence)));
+    }
+    return nb::make_tuple(table(numbers, 3, confidence.size()), padded(confidence));
+}
+
+Result<int64_t, 2> kept_of(const nb::tuple& rows, const nb::tuple& drafts, const nb::tuple& verdicts) {
+    require(nb::len(rows) == nb::len(drafts) && nb::len(rows) == nb::len(verdicts), "every row has a draft and a verdict");
+    std::vector<int64_t> numbers;
+    for (size_t i = 0; i < nb::len(rows); ++i) {
+        if (!decodes(rows[i])) continue;
+        numbers.push_back(num_drafts(drafts[i]));
+        numbers.push_back(nb::cast<int64_t>(verdicts[i].attr(names().num_accepted)));
+    }
+    return table(numbers, 2, numbers.size() / 2);
+}
+
+}  // namespace
+
+void bind_rounds(nb::module_& m) {
+    m.def("drafted_of", &drafted_of, "rows"_a, "drafts"_a, "indices"_a, "none"_a);
+    m.def("kept_of", &kept_of, "rows"_a, "drafts"_a, "verdicts"_a);
+}
+
+}  // namespace paceline
