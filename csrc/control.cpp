@@ -50,23 +50,32 @@ std::vector<double> learn_usual(const Habits& h, const Rates& rates, const Said&
 
 }  // namespace
 
-void alive(const Habits& h, const Spread& spread, double largest_logit, const Said& said, const Question& q, double* out) {
-    for (size_t i = 0; i < q.n; ++i) {
-        const double ease = h.ease[q.rows[i]], ease_var = h.ease_var[q.rows[i]];
-        double chance = 1;
-        for (size_t d = 0; d < q.depth; ++d) {
-            const double c = said.confidence && d < said.depth ? said.confidence[i * said.depth + d] : NAN;
-            if (d >= h.depth || (std::isnan(c) && said.confidence && !q.usual)) {
-                chance = 0;
-            } else {
-                double z = h.habit[d] + ease;
-                if (!std::isnan(c)) z = (logit(c, largest_logit) - h.usual[d]) * spread.sureness + h.habit[d] + ease;
-                if (q.optimism > 0) z += q.optimism * std::sqrt(h.habit_var[d] + ease_var);
-                chance *= sigmoid(z);
-            }
-            out[i * q.depth + d] = chance;
+void alive(const Habits& h, double sureness, double largest_logit, size_t row, const double* confidence, size_t said_depth,
+           const Question& q, double* out) {
+    double chance = 1;
+    for (size_t d = 0; d < q.depth; ++d) {
+        const double c = confidence && d < said_depth ? confidence[d] : NAN;
+        if (d >= h.depth || (std::isnan(c) && confidence && !q.usual)) {
+            chance = 0;
+        } else {
+            double z = h.habit[d] + h.ease[row];
+            if (!std::isnan(c)) z = (logit(c, largest_logit) - h.usual[d]) * sureness + h.habit[d] + h.ease[row];
+            if (q.optimism > 0) z += q.optimism * std::sqrt(h.habit_var[d] + h.ease_var[row]);
+            chance *= sigmoid(z);
         }
+        out[d] = chance;
     }
+}
+
+size_t stops(const Habits& h, double sureness, size_t row, double bar, double* odds, double* least) {
+    size_t furthest = h.depth;
+    for (size_t d = h.depth; d-- > 0;) {
+        const size_t after = std::min(d + 1, h.depth - 1);
+        least[d] = bar / sigmoid(h.habit[after] + h.ease[row]);
+        odds[d] = h.habit[d] + h.ease[row] - sureness * h.usual[d];
+        if (least[d] >= 1) furthest = d + 1;
+    }
+    return furthest;
 }
 
 Spread observe(const Habits& h, Spread spread, const Rates& rates, const Said& said, const Kept& k) {

@@ -39,17 +39,22 @@ struct Kept {
     size_t n;
 };
 
-// How likely each depth is reached alive. out: [n, depth]
+// How likely each depth is reached alive.
 struct Question {
-    const int64_t* rows;
-    size_t n, depth;
+    size_t depth;
     double optimism;
     bool usual;  // where nothing is said the habit holds; else there is no draft
 };
 
-void alive(const Habits& habits, const Spread& spread, double largest_logit, const Said& said, const Question& question,
-           double* out);
+// confidence: [said_depth] of the row's drafts, NaN where nothing was said; null: they are not known. out: [depth]
+void alive(const Habits& habits, double sureness, double largest_logit, size_t row, const double* confidence, size_t said_depth,
+           const Question& question, double* out);
+
 Spread observe(const Habits& habits, Spread spread, const Rates& rates, const Said& said, const Kept& kept);
+
+// Where drafting ends for a row: where the next draft is kept with a chance below `bar`. odds, least: [habits.depth].
+// Returns how far it can come: behind a depth where even certainty is too little there is nothing.
+size_t stops(const Habits& habits, double sureness, size_t row, double bar, double* odds, double* least);
 
 // The fast twin of control/online.py's `correct_slow`: what passes of some size took beyond what was expected, learnt.
 struct Corrections {

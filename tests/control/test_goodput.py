@@ -18,7 +18,7 @@ from paceline.control.cruise import CRUISE, Cruise
 from paceline.control.goodput import Goodput
 from paceline.control.objective import Objective
 from paceline.control.online import OnlineCost
-from paceline.control.policy import Decision, Drafted, Outcomes, View
+from paceline.control.policy import NONE, Decision, Drafted, Outcomes, View
 from paceline.control.reckoning import learn_cost
 from paceline.control.stopping import with_stops
 
@@ -299,7 +299,7 @@ def test_rows_that_draft_go_as_deep_as_their_stop_lets_them() -> None:
 
 def test_rows_are_not_prepared_for_drafts_that_cannot_come() -> None:
     view, ours = quiet_view(), minding_policy()
-    ks, none = np.array([3, 0, 2]), np.zeros(3, bool)
+    ks, none = np.array([3, 0, 2]), NONE
     deep, stops = with_stops(view, ks, np.ones(3, np.int64), none, {1: 0.2}, ours.survival)
     assert (deep.tolist(), set(stops)) == ([DEPTH, 0, DEPTH], {0, 2})
     dear, _ = with_stops(view, ks, np.ones(3, np.int64), none, {1: 1.5}, ours.survival)

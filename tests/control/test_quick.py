@@ -10,9 +10,10 @@ from tests.control.costs import measured_costs
 
 from paceline.control.choice import Candidates, best, in_order
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost, Work
+from paceline.control.goodput import Goodput
 from paceline.control.online import OnlineCost
-from paceline.control.policy import Outcomes
-from paceline.control.quick import QuickSurvival, choose
+from paceline.control.policy import NONE, Drafted, Outcomes, View
+from paceline.control.quick import QuickSurvival, choose, trim
 from paceline.control.survival import Survival
 
 ROWS, DEPTH = 12, 5
@@ -119,3 +120,68 @@ def test_numbers_from_outside_are_refused_with_a_sentence() -> None:
     among = Candidates(np.full((1, 1), 0.9), np.ones(1, np.int64), np.ones(1, np.int64), np.array([7]), 1.0)
     with pytest.raises(ValueError, match="no price"):
         choose(cost, Work(1), among)
+
+
+def a_step(rng: np.random.Generator, num_drafters: int) -> View:
+    """Return rows that decode, some with offers, of drafters that offer."""
+    n = int(rng.integers(1, ROWS + 1))
+    rows, lengths = rng.permutation(ROWS)[:n], rng.integers(1, 400, n)
+    most = rng.integers(0, DEPTH + 2, n)
+    offers = {0: said(rng, n, int(rng.integers(0, DEPTH + 2)))} if num_drafters > 1 and rng.random() < 0.8 else {}
+    return View(rows, lengths, most, Work(0), offers)
+
+
+@given(measured_costs(), st.integers(0, 2**32 - 1))
+def test_plans_and_trims_are_the_same_in_one_call_and_in_turn(measured: MeasuredCost, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    ours = Goodput(OnlineCost(measured, 1e-3), ROWS, [DEPTH] * len(measured.drafters))
+    for step in range(1, 24):
+        view = a_step(rng, len(measured.drafters))
+        ours.decide(view)
+        base, _ = ours._base(view)
+        at_once = ours._at_once(view, base, 0.0)
+        if at_once is not None:
+            drafters, chosen = ours._in_turn(view, base, 0.0)
+            assert at_once[0].tolist() == drafters.tolist()
+            assert at_once[1].ks.tolist() == chosen.ks.tolist()
+            assert at_once[1].tokens == pytest.approx(chosen.tokens)
+            assert at_once[1].seconds == pytest.approx(chosen.seconds)
+        n = view.num_rows
+        there = np.flatnonzero(~ours._hopes.gone)
+        ks, drafters = rng.integers(0, DEPTH + 1, n), rng.choice(there, n)
+        drafted = Drafted(view.rows, np.where(ks > 0, drafters, NONE), ks, said(rng, n, int(ks.max())))
+        known, apart = ours._known(n), float(rng.uniform(0, 1e-3))
+        quick = trim(ours.cost, base, view, known, drafted, apart, int(view.rows[0]))
+        among = Candidates(ours.alive(drafted), ks, view.lengths, drafted.drafters, float(n))
+        plain = choose(ours.cost, base, among, unpaid_s=apart, drafted=True).ks
+        assert quick is not None
+        assert quick.tolist() == [ks[0], *plain.tolist()[1:]]
+        if step == 12:
+            ours._hopes.gone[-1] = True
+        ours.learn(view, Outcomes(view.rows, drafters, ks, np.minimum(ks, 1), 1e-3, 1e-2))
+
+
+@given(measured_costs(), st.integers(0, 2**32 - 1))
+def test_drafting_costs_the_same(measured: MeasuredCost, seed: int) -> None:
+    rng, cost = np.random.default_rng(seed), OnlineCost(measured)
+    n, num_drafters = int(rng.integers(0, ROWS)), len(measured.drafters)
+    ks, drafters = rng.integers(0, DEPTH + 9, n), rng.integers(0, max(num_drafters, 1), n)
+    drafters = np.where(ks > 0, drafters, NONE) if num_drafters else np.full(n, NONE)
+    ks = ks if num_drafters else np.zeros(n, np.int64)
+    assert cost.drafting_of(ks, drafters) == pytest.approx(measured.drafting_of(ks, drafters).tolist())
+
+
+@pytest.mark.parametrize("bar", [0.05, 0.3, 0.9])
+def test_drafting_stops_at_the_same_places(bar: float) -> None:
+    rng = np.random.default_rng(0)
+    plain, quick = Survival(ROWS, DEPTH), QuickSurvival(ROWS, DEPTH)
+    for _ in range(50):
+        found = outcomes(rng, 1)
+        plain.learn(found, 1), quick.learn(found, 1)
+        rows = rng.permutation(ROWS)[: int(rng.integers(0, ROWS + 1))]
+        (stops, furthest), (twins, far) = quick.stops(rows, bar), plain.stops(rows, bar)
+        assert furthest == far
+        for stop, twin in zip(stops, twins, strict=True):
+            assert stop.odds == pytest.approx(twin.odds)
+            assert stop.least == pytest.approx(twin.least)
+            assert stop.sureness == pytest.approx(twin.sureness)

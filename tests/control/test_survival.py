@@ -59,7 +59,7 @@ def test_drafting_stops_where_the_next_draft_is_kept_too_seldom(bar: float) -> N
     alive = survival.alive(rows, 5, sigmoid(margins))
     following = survival.chances(rows)[:, 1:]
     seen = set()
-    for row, stop in zip(rows, survival.stops(rows, bar), strict=True):
+    for row, stop in zip(rows, survival.stops(rows, bar)[0], strict=True):
         for made in range(1, 5):
             hopeless = bool(alive[row, made - 1] * following[row, made - 1] < bar)
             assert stop.over(margins[row, :made].tolist()) == hopeless

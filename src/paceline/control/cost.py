@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from numpy import float64, int64
     from numpy.typing import NDArray
 
+    from paceline.kernels import Steps
+
     Count = int | NDArray[int64]  # of one pass, or of each of several
 
 
@@ -162,21 +164,6 @@ class Drafts:
         return len(self.rows)
 
 
-@noun
-class Ladder:
-    """What `StepCost.times` is made of, where it is a sum: for the compiled choice."""
-
-    pass_s: NDArray[float64]  # [sizes] of a pass with so many token rows
-    first: int  # token rows of the pass without drafts
-    pair_s: float
-    besides_s: float  # of the pass without drafts: what is not its token rows'
-    added: NDArray[float64] | None  # of `DraftTables`; None: drafting is paid
-    factors: NDArray[float64]  # [num_drafters] by which each drafter is slower
-    scale: float  # of all of the above
-    host_s: float
-    fee_s: float  # of the host, with any draft
-
-
 class StepCost(Protocol):
     """Prices every length of a list of drafts."""
 
@@ -187,8 +174,8 @@ class StepCost(Protocol):
         """
         ...
 
-    def ladder(self, base: Work, num_rows: int, *, drafted: bool = False) -> Ladder | None:
-        """Return what `times` is made of, if it is a sum."""
+    def ladder(self, base: Work, num_rows: int, *, drafted: bool = False) -> Steps | None:
+        """Return what `times` is made of, if it is a sum: for the compiled choice."""
         ...
 
     def price(self, base: Work, lengths: NDArray[int64], ks: NDArray[int64], drafters: NDArray[int64]) -> float:
@@ -239,17 +226,15 @@ class MeasuredCost:
     def drafting_of(self, ks: NDArray[int64], drafters: NDArray[int64]) -> NDArray[float64]:
         """Return the seconds that each drafter takes for rows that draft so much. [num_drafters]
 
-        In plain numbers: for so few, numpy's calls would take five times as long.
+        `kernels.drafting_of` is its compiled twin.
         """
         found = np.zeros(len(self.drafters))
         if self.drafters:
             tables = draft_tables(self.drafters)
-            deep = [[0] * tables.width for _ in self.drafters]  # rows that go so deep
-            for k, drafter in zip(ks.tolist(), drafters.tolist(), strict=True):
-                for depth in range(1, min(k, tables.width - 1) + 1):
-                    deep[drafter][depth] += 1
-            for drafter, counts in enumerate(deep):
-                found[drafter] = sum(tables.deepening.item(drafter, n, k) for k, n in enumerate(counts) if n)
+            for drafter in range(len(self.drafters)):
+                own = np.minimum(ks[drafters == drafter], tables.width - 1)
+                deep = [np.count_nonzero(own >= depth) for depth in range(1, tables.width)]
+                found[drafter] = tables.deepening[drafter, deep, np.arange(1, tables.width)].sum()
         return found
 
     def passes(self, base: Work, drafts: Drafts) -> Work:

@@ -30,8 +30,8 @@ class Cruise:
 
         Where some of what was offered is taken, as where texts repeat themselves, every step is worth a look.
         """
-        self._view, self._chosen = view, replace(chosen, given_up=())
-        many = lasting and view.num_rows >= MANY_ROWS and not np.isin(chosen.drafters, list(view.offers)).any()
+        self._view, self._chosen = view, replace(chosen, given_up=()) if chosen.given_up else chosen
+        many = lasting and view.num_rows >= MANY_ROWS and view.offers.keys().isdisjoint(chosen.drafters.tolist())
         self._every = 1 if not many else DRAFTING if chosen.ks.any() else CRUISE
 
     def carries_on(self, step: int) -> bool:
@@ -69,8 +69,9 @@ class Cruise:
             and len(chosen.stops) == view.num_rows > 0
             and not any(offer.shape[1] >= MUCH for offer in view.offers.values())
             and not (view.prefill.tokens or before.prefill.tokens or view.wishes or view.targets)
-            and np.array_equal(view.rows, before.rows)
+            and view.rows.tolist() == before.rows.tolist()
         )
         if not holds:
             return None
-        return chosen if (chosen.ks <= view.most).all() else replace(chosen, ks=np.minimum(chosen.ks, view.most))
+        ks = np.minimum(chosen.ks, view.most)
+        return chosen if ks.tolist() == chosen.ks.tolist() else replace(chosen, ks=ks)

@@ -20,7 +20,7 @@ from paceline.control.hopes import Hopes
 from paceline.control.objective import LEAST_PREFILL, Objective, Pace
 from paceline.control.policy import NONE, Decision, Drafted, Outcomes, View, plain
 from paceline.control.probes import Probes
-from paceline.control.quick import QuickSurvival, choose
+from paceline.control.quick import Known, QuickSurvival, choose, learn_all, plan, trim
 from paceline.control.stopping import Prices, bars_of, with_stops
 from paceline.core.nouns import noun
 
@@ -76,7 +76,7 @@ class Goodput:
         self.survival = [QuickSurvival(num_rows, k, p) for k, p in zip(max_ks, known, strict=True)]
         self._max_k = max(max_ks, default=0)
         self._own = np.zeros(num_rows, np.int64)  # drafter of each row, of those that offer nothing
-        self._fresh = np.ones(num_rows, bool)  # rows that nobody has chosen a drafter for
+        self._fresh = set(range(num_rows))  # rows that nobody has chosen a drafter for
         self._prices = Prices(len(max_ks), self._max_k)
         self._minding = frozenset(minding)
         self._speculates = False
@@ -89,7 +89,7 @@ class Goodput:
 
     def admit(self, row: int) -> None:
         """A request begins in a row."""
-        self._fresh[row] = True
+        self._fresh.add(row)
         self._hopes.admit()
         self._pace.admit(row)
         for survival in self.survival:
@@ -117,11 +117,9 @@ class Goodput:
     def _choose(self, view: View) -> Decision:
         """Choose anew."""
         base, unpaid_s = self._base(view)
-        alive = self.expected(view)
-        drafters = self._assign(view, base, alive)
         paced = self._pace.promise(view.targets)
-        weights = self._pace.urgency(view.rows) if paced else None
-        chosen = self._best(view, base, alive, drafters, unpaid_s, weights)
+        at_once = None if paced else self._at_once(view, base, unpaid_s)
+        drafters, chosen = at_once or self._in_turn(view, base, unpaid_s)
         ks = self._hold(chosen)
         seconds, speedup = (chosen.seconds, chosen.speedup) if ks is chosen.ks else (chosen.plain_seconds, 1.0)
         self._probes.earn(PROBE_SHARE * seconds)
@@ -130,8 +128,8 @@ class Goodput:
             ks, seconds, speedup, as_chosen = np.zeros_like(ks), chosen.plain_seconds, 1.0, False
             given_up: tuple[int, ...] = ()
         else:
-            ks, drafters, given_up = self._find_out(view, base, alive, (ks, drafters), seconds + unpaid_s)
-        gained = None if as_chosen and self._probes.row == NONE else _gained(alive, drafters, ks)
+            ks, drafters, given_up = self._find_out(view, base, (ks, drafters), seconds + unpaid_s)
+        gained = None if as_chosen and self._probes.row == NONE else _gained(self.expected(view), drafters, ks)
         tokens = chosen.tokens if gained is None else float(gained.sum())
         self._goodput = tokens / seconds
         self._planned = _Planned(base, unpaid_s, np.inf if paced else seconds - chosen.plain_seconds)
@@ -144,16 +142,38 @@ class Goodput:
             self._cruise.keep(view, decision, lasting=lasting)
         return decision
 
+    def _at_once(self, view: View, base: Work, unpaid_s: float) -> tuple[NDArray[int64], Chosen] | None:
+        """Choose drafters and drafts in one call, where no row's own drafter is to be chosen; else None."""
+        if len(self.survival) == 1 or view.wishes or self._renews(view):
+            return None
+        self._prices.renew(self.cost, base, view.lengths, due=False)
+        return plan(self.cost, base, view, self._known(view.num_rows), self._own[view.rows], unpaid_s)
+
+    def _known(self, num_rows: int) -> Known:
+        estimates = [
+            None if gone else s.estimates for s, gone in zip(self.survival, self._hopes.gone, strict=True)
+        ]
+        return Known(estimates, self._prices.table, self._goodput / num_rows)
+
+    def _in_turn(self, view: View, base: Work, unpaid_s: float) -> tuple[NDArray[int64], Chosen]:
+        """Choose each row's drafter, then how far each goes."""
+        alive = self.expected(view)
+        drafters = self._assign(view, base, alive)
+        return drafters, self._best(view, base, alive, drafters, unpaid_s, self._pace.urgency(view.rows))
+
+    def _renews(self, view: View) -> bool:
+        """Whether rows' own drafters are chosen again."""
+        return self._steps % ASSIGN_EVERY == 0 or not self._fresh.isdisjoint(view.rows.tolist())
+
     def _with_stops(
         self, view: View, base: Work, ks: NDArray[int64], drafters: NDArray[int64]
     ) -> tuple[NDArray[int64], dict[int, Stop]]:
         """Let rows go as deep as drafters say that it pays; the one that finds out goes as far as planned."""
-        minding = self._minding & set(drafters[ks > 0].tolist())
-        if not minding:
+        if not self._minding:
             return ks, {}
         self._prices.renew(self.cost, base, view.lengths, due=self._steps % ASSIGN_EVERY == 0)
-        bars = bars_of(minding, self._prices, ks, drafters, self._goodput)
-        return with_stops(view, ks, drafters, view.rows == self._probes.row, bars, self.survival)
+        bars = bars_of(self._minding, self._prices, ks, drafters, self._goodput)
+        return with_stops(view, ks, drafters, self._probes.row, bars, self.survival)
 
     def _budget(
         self, view: View, gained: NDArray[float64] | None, seconds: float, prefill_s: float
@@ -212,7 +232,7 @@ class Goodput:
         """Return each row's drafter: what was offered if it is worth more than the row's own drafter, or that."""
         if len(self.survival) == 1:
             return np.zeros(view.num_rows, np.int64)
-        renews = self._steps % ASSIGN_EVERY == 0 or bool(self._fresh[view.rows].any())
+        renews = self._renews(view)
         if not renews and not any(offer.size for offer in view.offers.values()):
             drafters = self._own[view.rows]
         else:
@@ -226,7 +246,7 @@ class Goodput:
         asked = self._asked(view)
         if renews and asked:
             self._own[view.rows] = np.array(asked)[worth[asked].argmax(axis=0)]
-            self._fresh[view.rows] = False
+            self._fresh.difference_update(view.rows.tolist())
         drafters = self._own[view.rows]
         for offered in view.offers:
             drafters[worth[offered] > worth[drafters, np.arange(view.num_rows)]] = offered
@@ -272,7 +292,6 @@ class Goodput:
         self,
         view: View,
         base: Work,
-        alive: NDArray[float64],
         chosen: Choices,
         seconds: float,
     ) -> tuple[NDArray[int64], NDArray[int64], tuple[int, ...]]:
@@ -284,6 +303,7 @@ class Goodput:
         if self._steps % PROBE_EVERY:
             return *chosen, ()
         ks, drafters = chosen
+        alive = self.expected(view)
         doubtful = [
             d for d in self._asked(view) if self._hopes.look(d, self._could_pay(view, base, alive, chosen, d))
         ]
@@ -339,14 +359,20 @@ class Goodput:
         """
         if self._planned.at_stake_s < LEAST_AT_STAKE:
             return drafted.ks
+        base = self._planned.base
+        unpaid_s = self._planned.prefill_s - self.cost.drafting_s(drafted.ks, drafted.drafters)
+        weights = self._pace.urgency(drafted.rows)
+        if weights is None:
+            known = self._known(view.num_rows)
+            ks = trim(self.cost, base, view, known, drafted, unpaid_s, self._probes.row)
+            if ks is not None:
+                return ks
         by_row = np.zeros(len(self._own), np.int64)
         by_row[view.rows] = view.lengths
-        lengths = by_row[drafted.rows]
-        weights = self._pace.urgency(drafted.rows)
-        counted = self.alive(drafted) * weights[:, None]
-        among = Candidates(counted, drafted.ks, lengths, drafted.drafters, float(weights.sum()))
-        unpaid_s = self._planned.prefill_s - self.cost.drafting_s(drafted.ks, drafted.drafters)
-        chosen = choose(self.cost, self._planned.base, among, unpaid_s=unpaid_s, drafted=True)
+        alive, counts = self.alive(drafted), np.ones(len(drafted.rows)) if weights is None else weights
+        lengths, plain_tokens = by_row[drafted.rows], float(counts.sum())
+        among = Candidates(alive * counts[:, None], drafted.ks, lengths, drafted.drafters, plain_tokens)
+        chosen = choose(self.cost, base, among, unpaid_s=unpaid_s, drafted=True)
         return np.where(drafted.rows == self._probes.row, drafted.ks, chosen.ks)
 
     def alive(self, drafted: Drafted) -> NDArray[float64]:
@@ -364,8 +390,7 @@ class Goodput:
         """Take in what a step brought."""
         self._pace.learn(outcomes)
         self._hopes.learn(outcomes, self._probes.row)
-        for index, survival in enumerate(self.survival):
-            survival.learn(outcomes, index)
+        learn_all(self.survival, outcomes)
 
 
 def _gained(alive: NDArray[float64], drafters: NDArray[int64], ks: NDArray[int64]) -> NDArray[float64]:

@@ -73,10 +73,10 @@ class Pace:
             self._any = True
         return self._any
 
-    def urgency(self, rows: NDArray[int64]) -> NDArray[float64]:
-        """Return how much a token of each row counts, 1 where it is not behind. [n]"""
+    def urgency(self, rows: NDArray[int64]) -> NDArray[float64] | None:
+        """Return how much a token of each row counts, 1 where it is not behind; None without promises. [n]"""
         if not self._any:
-            return np.ones(len(rows))
+            return None
         behind = self._late_s[rows] / (PATIENCE * self._target_s[rows])  # 0 where nothing was promised
         counts: NDArray[float64] = np.minimum(1.0 + (MOST_URGENT - 1.0) * np.maximum(behind, 0.0), MOST_URGENT)
         return counts

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline import kernels
-from paceline.control.cost import Ladder, Work, draft_tables
+from paceline.control.cost import Work, draft_tables
 from paceline.control.host import FIRST_RATE, RATE, HostTime, rate_after
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ class OnlineCost:
         self._seen = np.zeros(SIZES, np.int64)  # steps of each size
         self._last = [0] * SIZES  # the last of them
         self._steps = 0
-        self._by_drafter = np.zeros(len(measured.drafters))  # log of what is left, by drafter
+        self._tables = draft_tables(measured.drafters)
+        self._factors = np.ones(len(measured.drafters))  # by which each drafter is slower than it was measured
         self._drafted = np.zeros(len(measured.drafters), np.int64)  # steps of each drafter
         self._measured_s = measured.target.by_tokens(np.arange(MOST_TOKENS))
         self._pass_s = self._measured_s.copy()  # [tokens] corrected, but for the hour
@@ -58,24 +59,23 @@ class OnlineCost:
         seconds += t.besides(base)
         np.maximum.accumulate(seconds, out=seconds)  # where corrections of neighbours disagree
         if not drafted:
-            seconds += self.measured.drafting(drafts, np.exp(self._by_drafter))
+            seconds += self.measured.drafting(drafts, self._factors)
         seconds *= exp(self.hour)
         seconds += self.host(num_rows, drafts=drafted)
         if not drafted:
             seconds[1:] += self.host.fee(num_rows)
         return seconds
 
-    def ladder(self, base: Work, num_rows: int, *, drafted: bool = False) -> Ladder:
+    def ladder(self, base: Work, num_rows: int, *, drafted: bool = False) -> kernels.Steps:
         """As `StepCost.ladder`."""
         t = self.measured.target
-        added = None if drafted else draft_tables(self.measured.drafters).added
-        return Ladder(
-            pass_s=self._pass_s,
+        return kernels.Steps(
+            self._pass_s,
             first=int(base.tokens),
             pair_s=t.pair_s,
             besides_s=t.besides_s(base),
-            added=added,
-            factors=np.exp(self._by_drafter),
+            added=None if drafted else self._tables.added,
+            factors=self._factors,
             scale=exp(self.hour),
             host_s=self.host(num_rows, drafts=drafted),
             fee_s=0.0 if drafted else self.host.fee(num_rows),
@@ -99,28 +99,25 @@ class OnlineCost:
 
     def drafting_s(self, ks: NDArray[int64], drafters: NDArray[int64]) -> float:
         """As `StepCost.drafting_s`."""
-        return float(self.drafting_of(ks, drafters).sum())
+        return sum(self.drafting_of(ks, drafters))
 
     def prices(self, base: Work, lengths: NDArray[int64], num_drafters: int, max_k: int) -> NDArray[float64]:
         """As `StepCost.prices`."""
         n, ks = len(lengths), np.arange(max_k + 1)
-        t, tables = self.measured.target, draft_tables(self.measured.drafters)
+        t, tables = self.measured.target, self._tables
         tokens = np.minimum(int(base.tokens) + n * ks, MOST_TOKENS - 1)
         pairs = ks * int(lengths.sum()) + n * (ks * (ks + 1) // 2)
         verify_s = self._pass_s[tokens] + t.pair_s * pairs + t.besides(base)
         drafting_s = tables.seconds[:num_drafters, n, np.minimum(ks, tables.width - 1)]
-        seconds: NDArray[float64] = drafting_s * np.exp(self._by_drafter)[:num_drafters, None] + verify_s
+        seconds: NDArray[float64] = drafting_s * self._factors[:num_drafters, None] + verify_s
         seconds *= exp(self.hour)
         seconds += self.host(n, drafts=False)
         seconds[:, 1:] += self.host.fee(n)
         return seconds
 
-    def drafting_of(self, ks: NDArray[int64], drafters: NDArray[int64]) -> NDArray[float64]:
+    def drafting_of(self, ks: NDArray[int64], drafters: NDArray[int64]) -> list[float]:
         """Return the seconds that each drafter takes for rows that draft so much. [num_drafters]"""
-        if not ks.any():
-            return np.zeros(len(self.measured.drafters))
-        found: NDArray[float64] = self.measured.drafting_of(ks, drafters) * np.exp(self._by_drafter + self.hour)
-        return found
+        return kernels.drafting_of(self._tables.deepening, self._factors, exp(self.hour), ks, drafters)
 
     def pass_s(self, work: Work) -> float:
         """Return the seconds of one pass."""
@@ -156,7 +153,7 @@ class OnlineCost:
         if predicted_s > 0:
             rate = rate_after(self._drafted.item(drafter))
             self._drafted[drafter] += 1
-            self._by_drafter[drafter] += rate * _bounded(log(max(seconds, 1e-6) / predicted_s))
+            self._factors[drafter] *= exp(rate * _bounded(log(max(seconds, 1e-6) / predicted_s)))
 
 
 def _bounded(surprise: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -10,17 +10,17 @@ from paceline import kernels
 from paceline.control import survival
 from paceline.control.choice import Chosen, best, in_order
 from paceline.control.survival import Survival
+from paceline.core.nouns import Stop
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy import float64, int64
     from numpy.typing import NDArray
 
     from paceline.control.choice import Candidates
-    from paceline.control.cost import Ladder, StepCost, Work
-    from paceline.control.policy import Outcomes
-
-    Numbers = NDArray[float64]
-    Tables = tuple[Numbers, Numbers, Numbers, Numbers, Numbers, Numbers]
+    from paceline.control.cost import StepCost, Work
+    from paceline.control.policy import Drafted, Outcomes, View
 
 RATES = np.array(
     [
@@ -39,6 +39,11 @@ RATES = np.array(
 class QuickSurvival(Survival):
     """Estimates for one drafter, as `Survival`."""
 
+    def __init__(self, num_rows: int, max_depth: int, prior: NDArray[float64] | None = None) -> None:
+        super().__init__(num_rows, max_depth, prior)
+        by_depth = self.habit, self._habit_var, self._usual, self._num_usual
+        self.estimates = kernels.Estimates(*by_depth, self.ease, self._ease_var, self._spread)
+
     def alive(
         self,
         rows: NDArray[int64],
@@ -50,41 +55,83 @@ class QuickSurvival(Survival):
     ) -> NDArray[float64]:
         """As `Survival.alive`."""
         told = None if said is None else np.ascontiguousarray(said)
-        return kernels.alive_of(
-            *self._tables, self.sureness, survival.LARGEST_LOGIT, rows, depth, told, usual, optimism
-        )
+        return kernels.alive_of(self.estimates, survival.LARGEST_LOGIT, rows, depth, told, usual, optimism)
 
     def learn(self, outcomes: Outcomes, drafter: int) -> None:
         """As `Survival.learn`."""
-        o, spread = outcomes, (self.spread_var, self.sureness, self._sureness_var)
-        counts = o.rows, o.num_verified, o.num_accepted, o.drafters
-        self.spread_var, self.sureness, self._sureness_var = kernels.observe_drafts(
-            *self._tables, spread, RATES, *counts, drafter, o.confidence
-        )
+        _learn([self.estimates], [drafter], outcomes)
 
-    @property
-    def _tables(self) -> Tables:
-        return self.habit, self._habit_var, self._usual, self._num_usual, self.ease, self._ease_var
+    def stops(self, rows: NDArray[int64], bar: float) -> tuple[list[Stop], list[int]]:
+        """As `Survival.stops`."""
+        found, furthest = kernels.stops_of(self.estimates, rows, bar)
+        return [Stop(odds, self.sureness, least) for odds, least in found], furthest
+
+
+def learn_all(survivals: Sequence[QuickSurvival], outcomes: Outcomes) -> None:
+    """Let the estimates for all drafters learn from a step."""
+    _learn([s.estimates for s in survivals], list(range(len(survivals))), outcomes)
+
+
+def _learn(estimates: list[kernels.Estimates], drafters: list[int], o: Outcomes) -> None:
+    kernels.observe_drafts(
+        estimates, RATES, o.rows, o.num_verified, o.num_accepted, o.drafters, drafters, o.confidence
+    )
+
+
+class Known(NamedTuple):
+    """What is known of the drafters when a step is planned, by drafter."""
+
+    estimates: list[kernels.Estimates | None]  # None: it is given up
+    prices: NDArray[float64]  # [num_drafters, max_k] seconds of 1, 2, ... drafts of each row
+    worth_s: float  # tokens that a second is worth, to a row
+
+
+def plan(
+    cost: StepCost, base: Work, view: View, known: Known, own: NDArray[int64], unpaid_s: float
+) -> tuple[NDArray[int64], Chosen] | None:
+    """Return each row's drafter, its own or one that offers more, and how far it goes; None if prices are no sums.
+
+    own: [n]. What `Goodput` does in several steps, in one.
+    """
+    steps = cost.ladder(base, view.num_rows)
+    if steps is None:
+        return None
+    offers = tuple(map(view.offers.get, range(len(known.estimates))))
+    of_rows = view.rows, view.lengths, view.most, own
+    drafters, ks, tokens, seconds, plain_s = kernels.plan_drafts(
+        steps, known.estimates, survival.LARGEST_LOGIT, offers, known.prices, known.worth_s, *of_rows, unpaid_s
+    )
+    return drafters, Chosen(ks, tokens, seconds, float(view.num_rows), plain_s)
+
+
+def trim(
+    cost: StepCost, base: Work, view: View, known: Known, drafted: Drafted, unpaid_s: float, left_alone: int
+) -> NDArray[int64] | None:
+    """Return how much of each row's draft is verified, all of one row's; None if prices are no sums. [n]"""
+    steps = cost.ladder(base, len(drafted.rows), drafted=True)
+    if steps is None:
+        return None
+    proposed = drafted.rows, drafted.drafters, drafted.ks, drafted.confidence
+    of_rows = view.rows, view.lengths, *proposed
+    return kernels.trim_drafts(steps, known.estimates, survival.LARGEST_LOGIT, *of_rows, unpaid_s, left_alone)
 
 
 def choose(
     cost: StepCost, base: Work, among: Candidates, *, unpaid_s: float = 0.0, drafted: bool = False
 ) -> Chosen:
     """Return the number of drafts with the highest goodput, as `best` of `in_order`; see there."""
-    ladder = cost.ladder(base, len(among.most), drafted=drafted)
-    if ladder is not None:
-        return climb(ladder, among, unpaid_s)
+    steps = cost.ladder(base, len(among.most), drafted=drafted)
+    if steps is not None:
+        return climb(steps, among, unpaid_s)
     drafts = in_order(among.alive, among.most, among.lengths, among.drafters)
     options = {"unpaid_s": unpaid_s, "plain_tokens": among.plain_tokens}
     return best(base, len(among.most), drafts, cost, drafted=drafted, **options)
 
 
-def climb(ladder: Ladder, among: Candidates, unpaid_s: float = 0.0) -> Chosen:
+def climb(steps: kernels.Steps, among: Candidates, unpaid_s: float = 0.0) -> Chosen:
     """Return the choice by prices that are sums."""
-    a, p = among, ladder
-    rows = a.alive, a.most, a.lengths, a.drafters
-    passes = p.pass_s, p.first, p.pair_s, p.besides_s
+    a = among
     ks, tokens, seconds, plain_s = kernels.choose_drafts(
-        *rows, a.plain_tokens, unpaid_s, *passes, p.added, p.factors, p.scale, p.host_s, p.fee_s
+        steps, a.alive, a.most, a.lengths, a.drafters, a.plain_tokens, unpaid_s
     )
     return Chosen(ks, tokens, seconds, max(a.plain_tokens, 1e-9), plain_s)

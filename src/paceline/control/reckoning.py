@@ -38,15 +38,16 @@ def learn_cost(
     """
     known = dict(zip(view.rows.tolist(), view.lengths.tolist(), strict=True))
     lengths = [known.get(row, 0) for row in outcomes.rows.tolist()]
-    done, plain = _passes(lengths, outcomes.num_verified.tolist())
+    verified = outcomes.num_verified.tolist()
+    done, plain = _passes(lengths, verified)
     done = done + prefill if prefill.tokens else done
     if outcomes.num_drafted is None:
-        drafting = cost.drafting_of(decision.ks, decision.drafters).tolist()
+        drafting = cost.drafting_of(decision.ks, decision.drafters)
     else:
-        drafting = cost.drafting_of(outcomes.num_drafted, outcomes.drafters).tolist()
+        drafting = cost.drafting_of(outcomes.num_drafted, outcomes.drafters)
     plain_s, done_s = cost.pass_s(plain), cost.pass_s(done)
     prefill_s = cost.pass_s(plain + prefill) - plain_s if prefill.tokens else 0.0
-    rows, drafts = len(lengths), sum(drafting) > 0 or bool(outcomes.num_verified.any())
+    rows, drafts = len(lengths), sum(drafting) > 0 or any(verified)
     plain_s += cost.host(rows, drafts=False)
     predicted_s = max(sum(drafting) + done_s + cost.host(rows, drafts=drafts), 1e-9)
     measured_s = outcomes.draft_s + outcomes.target_s + outcomes.host_s

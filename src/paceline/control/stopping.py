@@ -15,7 +15,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from numpy import bool_, float64, int64
+    from numpy import float64, int64
     from numpy.typing import NDArray
 
     from paceline.control.cost import Count, StepCost, Work
@@ -52,36 +52,38 @@ def with_stops(
     view: View,
     ks: NDArray[int64],
     drafters: NDArray[int64],
-    left_alone: NDArray[bool_],
+    left_alone: int,
     bars: Mapping[int, float],
     survival: Sequence[Survival],
 ) -> tuple[NDArray[int64], dict[int, Stop]]:
     """Return how far each row may go now, and where its drafting ends.
 
-    left_alone: [n] rows whose plan stays. bars: by drafter that minds stops, the chance of being kept that a draft
-    is worth its time with.
+    left_alone: a row whose plan stays. bars: by drafter that minds stops, the chance of being kept that a draft is
+    worth its time with.
     """
     deeper = ks.copy()
     stops: dict[int, Stop] = {}
     for drafter, bar in bars.items():
-        (own,) = ((drafters == drafter) & (ks > 0) & ~left_alone).nonzero()
-        found = survival[drafter].stops(view.rows[own], bar) if own.size else []
-        deeper[own] = np.minimum(view.most[own], [_deepest(stop) for stop in found])
-        stops |= zip(view.rows[own].tolist(), found, strict=True)
+        planned = enumerate(zip(view.rows.tolist(), drafters.tolist(), ks.tolist(), strict=True))
+        own = [i for i, (row, whose, k) in planned if k and whose == drafter and row != left_alone]
+        if own:
+            rows = view.rows[own]
+            found, furthest = survival[drafter].stops(rows, bar)
+            deeper[own] = np.minimum(view.most[own], furthest)
+            stops |= zip(rows.tolist(), found, strict=True)
     return deeper, stops
-
-
-def _deepest(stop: Stop) -> int:
-    """Return how far a row can come: behind a depth where even certainty is too little there is nothing."""
-    return next((depth for depth, low in enumerate(stop.least, start=1) if low >= 1.0), len(stop.least))
 
 
 def bars_of(
     minding: Collection[int], prices: Prices, ks: NDArray[int64], drafters: NDArray[int64], goodput: float
 ) -> dict[int, float]:
-    """Return the chance that makes a draft worth its time, by drafter.
+    """Return the chance that makes a draft worth its time, by drafter that minds stops and is planned with.
 
     ks, drafters: as planned. goodput: tokens per second of the step.
     """
-    around = {drafter: round(float(ks[(drafters == drafter) & (ks > 0)].mean())) for drafter in minding}
+    planned: dict[int, list[int]] = {}
+    for drafter, k in zip(drafters.tolist(), ks.tolist(), strict=True):
+        if k and drafter in minding:
+            planned.setdefault(drafter, []).append(k)
+    around = {drafter: round(sum(depths) / len(depths)) for drafter, depths in planned.items()}
     return {drafter: LONELY * prices.of_one_more(drafter, k) * goodput for drafter, k in around.items()}

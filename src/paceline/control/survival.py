@@ -28,7 +28,7 @@ ROW_SPREAD = 0.5  # the same of rows among themselves; learnt then
 HABIT_DRIFT = 2e-4  # variance that comes back each step
 ROW_DRIFT = 0.01  # the same for a row, as a share of what rows differ by
 SPREAD_RATE, LEAST_SPREAD, MOST_SPREAD = 0.02, 0.1, 1.5
-SURENESS_DRIFT = 1e-5
+FIRST_SURENESS, SURENESS_SPREAD, SURENESS_DRIFT = 0.5, 0.5, 1e-5
 MOST_USUAL = 1000  # confidences after which the oldest are forgotten
 LARGEST_LOGIT = MOST_MARGIN
 LEAST_CHANCE = 1 / (1 + np.exp(LARGEST_LOGIT))
@@ -43,9 +43,7 @@ class Survival:
         self._habit_var = np.full(max_depth, (HABIT_SPREAD if prior is None else PRIOR_SPREAD) ** 2)
         self.ease = np.zeros(num_rows)  # [num_rows] how much easier than usual a row is
         self._ease_var = np.full(num_rows, ROW_SPREAD**2)
-        self.spread_var = ROW_SPREAD**2  # of the rows among themselves
-        self.sureness = 0.5  # what one logit of confidence is worth
-        self._sureness_var = 0.25
+        self._spread = np.array([ROW_SPREAD**2, FIRST_SURENESS, SURENESS_SPREAD**2])  # see the properties
         self._usual = np.zeros(max_depth)  # [max_depth] mean logit of the confidence
         self._num_usual = np.zeros(max_depth)
 
@@ -53,6 +51,16 @@ class Survival:
     def max_depth(self) -> int:
         """The deepest it knows."""
         return len(self.habit)
+
+    @property
+    def spread_var(self) -> float:
+        """Variance of the rows among themselves."""
+        return float(self._spread[0])
+
+    @property
+    def sureness(self) -> float:
+        """What one logit of confidence is worth."""
+        return float(self._spread[1])
 
     def admit(self, row: int) -> None:
         """A new text begins in a row: it is as easy as others, as far as one knows."""
@@ -104,16 +112,18 @@ class Survival:
             z[:, : told.shape[1]] = np.where(np.isnan(told), z[:, : told.shape[1]], known)
         return survival_of(sigmoid(z))
 
-    def stops(self, rows: NDArray[int64], bar: float) -> list[Stop]:
-        """Return where drafting ends for each row: where the next draft is kept with a chance below `bar`."""
+    def stops(self, rows: NDArray[int64], bar: float) -> tuple[list[Stop], list[int]]:
+        """Return where drafting ends for each row, and how far it can come.
+
+        It ends where the next draft is kept with a chance below `bar`; where even certainty is too little, a row
+        comes no further.
+        """
         z = self.logits(rows)
         after = np.minimum(np.arange(self.max_depth) + 1, self.max_depth - 1)
         least = bar / sigmoid(z[:, after])
         z -= self.sureness * self._usual
-        return [
-            Stop(tuple(odds), self.sureness, tuple(low))
-            for odds, low in zip(z.tolist(), least.tolist(), strict=True)
-        ]
+        found = [Stop(odds, self.sureness, low) for odds, low in zip(z.tolist(), least.tolist(), strict=True)]
+        return found, [_furthest(stop) for stop in found]
 
     def learn(self, outcomes: Outcomes, drafter: int) -> None:
         """Learn from those rows of a step that drafted with a drafter."""
@@ -184,11 +194,11 @@ class Survival:
         self._learn_sureness(float((weight * surprise**2).sum()), float((error * surprise).sum()))
 
     def _learn_spread(self, seen: float) -> None:
-        self.spread_var += SPREAD_RATE * (min(max(seen, LEAST_SPREAD**2), MOST_SPREAD**2) - self.spread_var)
+        self._spread[0] += SPREAD_RATE * (min(max(seen, LEAST_SPREAD**2), MOST_SPREAD**2) - self.spread_var)
 
     def _learn_sureness(self, weight: float, error: float) -> None:
-        self._sureness_var = 1 / (1 / (self._sureness_var + SURENESS_DRIFT) + weight)
-        self.sureness = max(0.0, self.sureness + self._sureness_var * error)
+        self._spread[2] = 1 / (1 / (self._spread[2] + SURENESS_DRIFT) + weight)
+        self._spread[1] = max(0.0, self.sureness + self._spread[2] * error)
 
     def _learn_usual(self, logits: NDArray[float64]) -> NDArray[float64]:
         """Learn from confidences, and return the surprise in each; 0 where nothing was said. [n, depth]"""
@@ -199,6 +209,10 @@ class Survival:
         np.minimum(num_usual + count, MOST_USUAL, out=num_usual)
         usual += (logits.sum(0) - count * usual) / np.maximum(num_usual, 1)
         return (logits - usual) * said
+
+
+def _furthest(stop: Stop) -> int:
+    return next((depth for depth, low in enumerate(stop.least, start=1) if low >= 1.0), len(stop.least))
 
 
 def survival_of(chances: NDArray[float64]) -> NDArray[float64]:

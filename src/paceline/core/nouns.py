@@ -69,9 +69,9 @@ class Stop:
     The chance that a draft is kept, if those before it are, is logistic in the drafter's margin there.
     """
 
-    odds: tuple[float, ...]  # [k] log-odds at each depth without a margin
+    odds: list[float]  # [k] log-odds at each depth without a margin
     sureness: float  # what a logit of the margin adds to them
-    least: tuple[float, ...]  # [k] chance of all drafts up to one, below which none follows it
+    least: list[float]  # [k] chance of all drafts up to one, below which none follows it
 
     def over(self, margins: Sequence[float]) -> bool:
         """Whether none follows drafts with these margins; never if one of them is not known."""

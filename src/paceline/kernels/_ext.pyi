@@ -199,37 +199,54 @@ class TextIndex:
         least_share: float,
     ) -> tuple[list[int], list[float], int]: ...
 
+class Estimates:
+    def __init__(
+        self,
+        habit: NDArray[float64],
+        habit_var: NDArray[float64],
+        usual: NDArray[float64],
+        num_usual: NDArray[float64],
+        ease: NDArray[float64],
+        ease_var: NDArray[float64],
+        spread: NDArray[float64],
+    ) -> None: ...
+
+class Steps:
+    def __init__(
+        self,
+        pass_s: NDArray[float64],
+        first: int,
+        pair_s: float,
+        besides_s: float,
+        added: NDArray[float64] | None,
+        factors: NDArray[float64],
+        scale: float,
+        host_s: float,
+        fee_s: float,
+    ) -> None: ...
+
 def alive_of(
-    habit: NDArray[float64],
-    habit_var: NDArray[float64],
-    usual: NDArray[float64],
-    num_usual: NDArray[float64],
-    ease: NDArray[float64],
-    ease_var: NDArray[float64],
-    sureness: float,
+    estimates: Estimates,
     largest_logit: float,
     rows: NDArray[int64],
     depth: int,
     confidence: NDArray[float64] | None,
-    fill: bool,
+    usual: bool,
     optimism: float,
 ) -> NDArray[float64]: ...
 def observe_drafts(
-    habit: NDArray[float64],
-    habit_var: NDArray[float64],
-    usual: NDArray[float64],
-    num_usual: NDArray[float64],
-    ease: NDArray[float64],
-    ease_var: NDArray[float64],
-    spread: tuple[float, float, float],
+    estimates: Sequence[Estimates],
     rates: NDArray[float64],
     rows: NDArray[int64],
     num_verified: NDArray[int64],
     num_accepted: NDArray[int64],
     drafters: NDArray[int64],
-    own: int,
+    own: Sequence[int],
     confidence: NDArray[float64] | None,
-) -> tuple[float, float, float]: ...
+) -> None: ...
+def stops_of(
+    estimates: Estimates, rows: NDArray[int64], bar: float
+) -> tuple[list[tuple[list[float], list[float]]], list[int]]: ...
 def correct_passes(
     own: NDArray[float64],
     seen: NDArray[int64],
@@ -241,22 +258,47 @@ def correct_passes(
     surprise: float,
 ) -> float: ...
 def choose_drafts(
+    steps: Steps,
     alive: NDArray[float64],
     most: NDArray[int64],
     lengths: NDArray[int64],
     drafters: NDArray[int64],
     plain_tokens: float,
     unpaid_s: float,
-    pass_s: NDArray[float64],
-    first: int,
-    pair_s: float,
-    besides_s: float,
-    added: NDArray[float64] | None,
+) -> tuple[NDArray[int64], float, float, float]: ...
+def plan_drafts(
+    steps: Steps,
+    estimates: Sequence[Estimates | None],
+    largest_logit: float,
+    offers: tuple[NDArray[float64] | None, ...],
+    prices: NDArray[float64],
+    per_s: float,
+    rows: NDArray[int64],
+    lengths: NDArray[int64],
+    most: NDArray[int64],
+    own: NDArray[int64],
+    unpaid_s: float,
+) -> tuple[NDArray[int64], NDArray[int64], float, float, float]: ...
+def trim_drafts(
+    steps: Steps,
+    estimates: Sequence[Estimates | None],
+    largest_logit: float,
+    known_rows: NDArray[int64],
+    known_lengths: NDArray[int64],
+    rows: NDArray[int64],
+    drafters: NDArray[int64],
+    ks: NDArray[int64],
+    confidence: NDArray[float64],
+    unpaid_s: float,
+    left_alone: int,
+) -> NDArray[int64]: ...
+def drafting_of(
+    deepening: NDArray[float64],
     factors: NDArray[float64],
     scale: float,
-    host_s: float,
-    fee_s: float,
-) -> tuple[NDArray[int64], float, float, float]: ...
+    ks: NDArray[int64],
+    drafters: NDArray[int64],
+) -> list[float]: ...
 def drafted_of(
     rows: tuple[Any, ...], drafts: tuple[Any, ...], indices: dict[str, int], none: int
 ) -> tuple[NDArray[int64], NDArray[float64]]: ...
