@@ -442,20 +442,30 @@ void multiply(Team& team, const Matrix& matrix, const Table<float>& x, const Out
 
 using Halves = nb::ndarray<uint16_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-void fuse_states(Team& team, const Matrix& fc, const std::vector<Table<float>>& states, const Array<int64_t>& places,
-                 const Array<int64_t>& slots, const Table<float>& norms, float eps, const Halves& store) {
-    const size_t num_tokens = states.empty() ? 0 : states[0].shape(0), hidden = states.empty() ? 0 : states[0].shape(1);
-    const auto same = [&](const Table<float>& t) { return t.shape(0) == num_tokens && t.shape(1) == hidden; };
-    require(std::all_of(states.begin(), states.end(), same), "every tap has the same tokens");
-    require(hidden * states.size() == fc.in() && store.shape(1) == fc.out(), "the states do not fit the matrix");
+// Adds the tokens of a pass, as (states of each tap, places, slots of the pass): see `Tapped` in draft/heads/features.py.
+void add_tapped(TappedTokens& tokens, const nb::handle& part, size_t num_slots) {
+    const nb::sequence taps = part[0], places = part[1];
+    const auto slots = nb::cast<Array<int64_t>>(part[2]);
+    std::vector<Table<float>> states;
+    for (nb::handle tap : taps) states.push_back(nb::cast<Table<float>>(tap, false));
+    const auto same = [&](const Table<float>& t) { return t.shape(0) == slots.size() && t.shape(1) == tokens.hidden; };
+    require(states.size() == tokens.num_taps && std::all_of(states.begin(), states.end(), same), "every tap has the same tokens");
+    for (nb::handle one : places) {
+        const auto place = nb::cast<int64_t>(one);
+        require(0 <= place && static_cast<size_t>(place) < slots.size(), "a place out of range");
+        const int64_t slot = slots.data()[place];
+        require(0 <= slot && static_cast<size_t>(slot) < num_slots, "a slot out of range");
+        for (const Table<float>& tap : states) tokens.states.push_back(tap.data() + place * tokens.hidden);
+        tokens.slots.push_back(slot);
+    }
+}
+
+void fuse_states(Team& team, const Matrix& fc, size_t num_taps, const nb::list& parts, const Table<float>& norms, float eps,
+                 const Halves& store) {
+    require(num_taps > 0 && fc.in() % num_taps == 0 && store.shape(1) == fc.out(), "the states do not fit the matrix");
     require(norms.shape(0) == 0 || norms.shape(0) * norms.shape(1) == fc.in(), "the norms do not fit the states");
-    require(places.size() == slots.size(), "every token has a place and a slot");
-    const auto within = [](const Array<int64_t>& all, size_t end) {
-        return std::all_of(all.data(), all.data() + all.size(), [&](int64_t i) { return 0 <= i && static_cast<size_t>(i) < end; });
-    };
-    require(within(places, num_tokens) && within(slots, store.shape(0)), "a place or a slot out of range");
-    TappedTokens tokens{{}, hidden, places.data(), slots.data(), places.size()};
-    for (const Table<float>& tap : states) tokens.states.push_back(tap.data());
+    TappedTokens tokens{num_taps, fc.in() / num_taps, {}, {}};
+    for (nb::handle part : parts) add_tapped(tokens, part, store.shape(0));
     nb::gil_scoped_release unlocked;
     fuse(team, {&fc, norms.data(), norms.shape(0), eps}, tokens, store.data());
 }
@@ -497,7 +507,7 @@ void bind_decoder(nb::module_& m) {
     m.def("pack", &pack, "weights"_a.noconvert(), "dtype"_a);
     m.def("pack_int4", &pack_int4, "values"_a.noconvert(), "scales"_a.noconvert(), "minima"_a.noconvert());
     m.def("multiply", &multiply, "team"_a, "matrix"_a, "x"_a.noconvert(), "out"_a.noconvert());
-    m.def("fuse", &fuse_states, "team"_a, "fc"_a, "states"_a.noconvert(), "places"_a.noconvert(), "slots"_a.noconvert(),
+    m.def("fuse", &fuse_states, "team"_a, "fc"_a, "num_taps"_a, "parts"_a,
           "norms"_a.noconvert(), "eps"_a, "store"_a.noconvert());
     nb::class_<KVStore>(m, "KVStore")
         .def("__init__", [](KVStore* self, const std::string& type, size_t num_layers, size_t num_pages,

@@ -102,6 +102,28 @@ void append_tokens(const OutTable& token_ids, const Out& length, const Out& comp
     }
 }
 
+// Halves of a store, of the tokens of rows, widened, as (row, start, count) one piece after another: see `FeatureStore.read`.
+void read_halves(const nb::ndarray<const uint16_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>& store, const Table& pages,
+                 const nb::list& pieces, const nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>& out) {
+    const size_t width = store.shape(1);
+    require(out.shape(1) == width, "the output has the wrong size");
+    size_t done = 0;
+    for (nb::handle piece : pieces) {
+        const int64_t row = Span::at(piece, 0), start = Span::at(piece, 1), count = Span::at(piece, 2);
+        require(0 <= row && static_cast<size_t>(row) < pages.shape(0), "no such row");
+        require(0 <= start && 0 <= count && static_cast<size_t>(start + count) <= pages.shape(1) * kPageTokens,
+                "a piece lies beyond its row's pages");
+        require(done + static_cast<size_t>(count) <= out.shape(0), "the output is too small");
+        const int64_t* own_pages = pages.data() + row * pages.shape(1);
+        for (int64_t position = start; position < start + count; ++position, ++done) {
+            const int64_t slot = own_pages[position / kPageTokens] * kPageTokens + position % kPageTokens;
+            require(0 <= slot && static_cast<size_t>(slot) < store.shape(0), "a slot out of range");
+            kernels().layer.from_halves(store.data() + slot * width, width, out.data() + done * width);
+        }
+    }
+    require(done == out.shape(0), "the output is too large");
+}
+
 // One `Choose` of core/nouns.py.
 class Reader {
   public:
@@ -197,6 +219,7 @@ void bind_rows(nb::module_& m) {
           "block"_a.noconvert(), "out_pages"_a.noconvert());
     m.def("append_tokens", &append_tokens, "token_ids"_a.noconvert(), "length"_a.noconvert(), "computed"_a.noconvert(),
           "gained"_a);
+    m.def("read_halves", &read_halves, "store"_a.noconvert(), "pages"_a.noconvert(), "pieces"_a, "out"_a.noconvert());
 }
 
 }  // namespace paceline

@@ -11,8 +11,8 @@ constexpr size_t kSlice = 64;          // features of one tile of the last phase
 // Fills `row` [num_taps * hidden, padded with zeros] with the states of a token.
 void gather(const TappedTokens& tokens, size_t index, const Fusing& f, float* row) {
     const size_t width = f.fc->in(), part = f.num_norms ? width / f.num_norms : 0;
-    for (size_t tap = 0; tap < tokens.states.size(); ++tap)
-        std::copy_n(tokens.states[tap] + tokens.places[index] * tokens.hidden, tokens.hidden, row + tap * tokens.hidden);
+    for (size_t tap = 0; tap < tokens.num_taps; ++tap)
+        std::copy_n(tokens.states[index * tokens.num_taps + tap], tokens.hidden, row + tap * tokens.hidden);
     for (size_t norm = 0; norm < f.num_norms; ++norm)
         kernels().layer.rms_norm(row + norm * part, f.norms + norm * part, part, f.eps, row + norm * part);
 }
@@ -20,14 +20,14 @@ void gather(const TappedTokens& tokens, size_t index, const Fusing& f, float* ro
 }  // namespace
 
 void fuse(Team& team, const Fusing& f, const TappedTokens& tokens, uint16_t* store) {
-    const size_t most = std::min(tokens.count, kTokensAtOnce), padded = round_up(f.fc->in(), kInt8Group);
+    const size_t most = std::min(tokens.count(), kTokensAtOnce), padded = round_up(f.fc->in(), kInt8Group);
     const size_t width = f.fc->out(), stride = round_up(width, kPanel), num_slices = (width + kSlice - 1) / kSlice;
     Activations rows;
     rows.reserve(most, padded);
     Lines<float> gathered(most * padded), found(most * stride);
     team.run([&](size_t) {
-        for (size_t first = 0; first < tokens.count; first += kTokensAtOnce) {
-            const size_t count = std::min(kTokensAtOnce, tokens.count - first);
+        for (size_t first = 0; first < tokens.count(); first += kTokensAtOnce) {
+            const size_t count = std::min(kTokensAtOnce, tokens.count() - first);
             team.each(count, [&](size_t i) {
                 gather(tokens, first + i, f, &gathered[i * padded]);
                 rows.set(i, &gathered[i * padded], f.fc->type(), f.fc->in());

@@ -18,10 +18,11 @@ struct Fusing {
 };
 
 struct TappedTokens {
-    std::vector<const float*> states;  // [num_taps] of each [.., hidden]
-    size_t hidden;
-    const int64_t *places, *slots;  // [count] where a token's states lie, and where its feature goes
-    size_t count;
+    size_t num_taps, hidden;
+    std::vector<const float*> states;  // [count, num_taps] of each [hidden]
+    std::vector<int64_t> slots;        // [count] where a token's feature goes
+
+    size_t count() const { return slots.size(); }
 };
 
 // store[slots[i]] = the feature of token i, in half precision and bounded by it. Of equal slots the last token counts.

@@ -90,6 +90,7 @@ struct LayerKernels {
     void (*silu_mul)(float* gate, const float* up, size_t n);
     void (*gelu_mul)(float* gate, const float* up, size_t n);
     void (*to_halves)(const float* x, size_t n, uint16_t* out);
+    void (*from_halves)(const uint16_t* x, size_t n, float* out);
 };
 
 // Floats from one query to the next: known beforehand, as a kernel has no registers for the addresses of twelve, and no

@@ -111,12 +111,26 @@ void gelu_mul(float* gate, const float* up, size_t n) {
 // Half precision, no number beyond its largest; NaN stays NaN.
 void to_halves(const float* x, size_t n, uint16_t* out) {
     constexpr float most = 65504.0f;
-    for (size_t i = 0; i < n; ++i) out[i] = to_half(x[i] > most ? most : x[i] < -most ? -most : x[i]);
+    size_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) {
+        const f32v v = load(x + i), low = v > splat(most) ? splat(most) : v;
+        store_half(out + i, low < splat(-most) ? splat(-most) : low);
+    }
+    for (; i < n; ++i) out[i] = to_half(x[i] > most ? most : x[i] < -most ? -most : x[i]);
+}
+
+void from_halves(const uint16_t* x, size_t n, float* out) {
+    size_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) store(out + i, load_half(x + i));
+    uint16_t last[kLanes] = {};  // a vector of them, as one alone has no load
+    for (size_t left = i; left < n; ++left) last[left - i] = x[left];
+    const f32v v = load_half(last);
+    for (; i < n; ++i) out[i] = v[i % kLanes];
 }
 
 }  // namespace
 
 extern const LayerKernels layer_kernels;
-const LayerKernels layer_kernels = {rms_norm, add, quantise, split, rotate, silu_mul, gelu_mul, to_halves};
+const LayerKernels layer_kernels = {rms_norm, add, quantise, split, rotate, silu_mul, gelu_mul, to_halves, from_halves};
 
 }  // namespace paceline::PACELINE_ISA

@@ -69,6 +69,16 @@ PACELINE_INLINE uint16_t to_half(float x) {
     return bits;
 }
 
+PACELINE_INLINE void store_half(uint16_t* p, f32v v) {
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__AVX2__)
+    _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
+    for (int i = 0; i < kLanes; ++i) p[i] = to_half(v[i]);
+#endif
+}
+
 // kLanes bfloat16 numbers, widened: their bits are the upper half of a float's.
 PACELINE_INLINE f32v load_bfloat(const uint16_t* p) {
 #if defined(__AVX512F__)

@@ -269,8 +269,9 @@ def test_features_that_are_no_numbers_cost_drafts_only(kind: str, law: str, type
     engine = make_engine(spec(kind), PLAIN, law, types)
     head: Any = engine.drafting.drafters[kind]
 
-    def poison(tapped: Tapped, store: np.ndarray) -> None:
-        store[tapped.slots] = np.nan
+    def poison(tapped: list[Tapped], store: np.ndarray) -> None:
+        for part in tapped:
+            store[part.slots[part.places]] = np.nan
 
     head._head.keep = poison
     wanted = [r for r in requests(6) if r.params.temperature == 0 or law == "coupled"]

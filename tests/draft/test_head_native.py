@@ -138,8 +138,13 @@ def tapped_tokens(config: HeadConfig, num_tokens: int, *, equal_slots: bool = Fa
     random, taps = np.random.default_rng(5), len(config.taps)
     shape = (2 * num_tokens, config.tapped_size // taps)
     states = tuple(random.standard_normal(shape).astype(np.float32) * 30 for _ in range(taps))
-    slots = np.full(num_tokens, 3) if equal_slots else random.permutation(num_tokens + 4)[:num_tokens]
-    return Tapped(states, np.arange(0, 2 * num_tokens, 2), slots.astype(np.int64))
+    slots = np.zeros(2 * num_tokens, np.int64)
+    slots[::2] = 3 if equal_slots else random.permutation(num_tokens + 4)[:num_tokens]
+    return Tapped(states, range(0, 2 * num_tokens, 2), slots)
+
+
+def some_of(tapped: Tapped, *which: int) -> Tapped:
+    return Tapped(tapped.states, [tapped.places[i] for i in which], tapped.slots)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 300])
@@ -148,14 +153,16 @@ def test_features_are_kept_as_the_twin_keeps_them(case: str, num_tokens: int) ->
     reference, native = runners(make_head(CASES[case]))
     tapped, width = tapped_tokens(native.config, num_tokens), native.config.layers.hidden_size
     kept, expected = np.full((2, num_tokens + 4, width), 7, np.float16)
-    native.keep(tapped, kept)
-    reference.keep(tapped, expected)
+    native.keep([tapped], kept)
+    reference.keep([tapped], expected)
     np.testing.assert_allclose(kept.astype(np.float32), expected.astype(np.float32), rtol=2e-3, atol=2e-3)
     assert (kept == 7).all(axis=1).sum() == 4, "no other slot is written"
     again, one = np.zeros((2, *kept.shape), np.float16)
     for i in range(num_tokens):
-        native.keep(Tapped(tapped.states, tapped.places[i : i + 1], tapped.slots[i : i + 1]), again)
-    native.keep(tapped, one)
+        native.keep([some_of(tapped, i)], again)
+    native.keep(
+        [some_of(tapped, *range(num_tokens // 2)), some_of(tapped, *range(num_tokens // 2, num_tokens))], one
+    )
     np.testing.assert_array_equal(again, one, "how many there are at once changes no bit")
 
 
@@ -163,45 +170,51 @@ def test_the_last_of_equal_slots_counts_and_large_features_are_bounded() -> None
     _, native = runners(make_head(CASES["first"]))
     tapped = tapped_tokens(native.config, 290, equal_slots=True)
     store = np.zeros((4, native.config.layers.hidden_size), np.float16)
-    native.keep(tapped, store)
+    native.keep([tapped], store)
     last = np.zeros_like(store)
-    native.keep(Tapped(tapped.states, tapped.places[-1:], tapped.slots[-1:]), last)
+    native.keep([some_of(tapped, -1)], last)
     np.testing.assert_array_equal(store, last)
     huge = tuple(s * np.float32(1e6) for s in tapped.states)
-    native.keep(Tapped(huge, tapped.places, tapped.slots), store)
+    native.keep([Tapped(huge, tapped.places, tapped.slots)], store)
     assert np.isfinite(store).all()
     assert np.abs(store).max() == np.finfo(np.float16).max
-    native.keep(Tapped((huge[0] * np.float32(np.nan), *huge[1:]), tapped.places, tapped.slots), store)
+    native.keep([Tapped((huge[0] * np.float32(np.nan), *huge[1:]), tapped.places, tapped.slots)], store)
     assert np.isnan(store[3]).all()
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"places": np.array([2])}, "out of range"),
-        ({"places": np.array([-1])}, "out of range"),
-        ({"slots": np.array([4])}, "out of range"),
-        ({"slots": np.array([-1])}, "out of range"),
-        ({"slots": np.array([0, 1])}, "has a place and a slot"),
-        ({"states": [np.zeros((2, 64), np.float32)]}, "do not fit the matrix"),
+        ({"places": [2]}, "out of range"),
+        ({"places": [-1]}, "out of range"),
+        ({"slots": np.array([0, 4])}, "out of range"),
+        ({"slots": np.array([0, -1])}, "out of range"),
+        ({"slots": np.array([0, 1, 2])}, "the same tokens"),
+        ({"states": [np.zeros((2, 64), np.float32)]}, "the same tokens"),
         ({"states": [np.zeros((2, 64), np.float32), np.zeros((1, 64), np.float32)]}, "the same tokens"),
+        ({"num_taps": 3}, "do not fit the matrix"),
         ({"norms": np.ones((3, 64), np.float32)}, "do not fit the states"),
         ({"store": np.zeros((4, 65), np.uint16)}, "do not fit the matrix"),
     ],
 )
 def test_features_that_do_not_fit_are_refused(change: dict[str, Any], reason: str) -> None:
+    tapped: dict[str, Any] = {
+        "states": [np.zeros((2, 64), np.float32)] * 2,
+        "places": [1],
+        "slots": np.array([0, 3]),
+    }
     fitting: dict[str, Any] = {
         "fc": kernels.pack(np.zeros((64, 128), np.float32), "int8"),
-        "states": [np.zeros((2, 64), np.float32)] * 2,
-        "places": np.array([1]),
-        "slots": np.array([3]),
+        "num_taps": 2,
         "norms": np.ones((2, 64), np.float32),
         "eps": 1e-5,
         "store": np.zeros((4, 64), np.uint16),
     }
-    kernels.fuse(kernels.Team(1), **fitting)
+    kernels.fuse(kernels.Team(1), **fitting, parts=[tuple(tapped.values())])
+    parts = [tuple(tapped.values()), tuple((tapped | {k: v for k, v in change.items() if k in tapped}).values())]
+    others = fitting | {k: v for k, v in change.items() if k not in tapped}
     with pytest.raises(ValueError, match=reason):
-        kernels.fuse(kernels.Team(1), **(fitting | change))
+        kernels.fuse(kernels.Team(1), **others, parts=parts)
 
 
 @pytest.mark.parametrize("case", ["first", "eagle, first", "normed heads"])

@@ -52,9 +52,8 @@ def multiply(team: Team, matrix: Matrix, x: NDArray[float32], out: NDArray[float
 def fuse(
     team: Team,
     fc: Matrix,
-    states: Sequence[NDArray[float32]],
-    places: NDArray[int64],
-    slots: NDArray[int64],
+    num_taps: int,
+    parts: list[tuple[list[NDArray[float32]], Sequence[int], NDArray[int64]]],
     norms: NDArray[float32],
     eps: float,
     store: NDArray[uint16],
@@ -303,3 +302,9 @@ def drafted_of(
     rows: tuple[Any, ...], drafts: tuple[Any, ...], indices: dict[str, int], none: int
 ) -> tuple[NDArray[int64], NDArray[float64]]: ...
 def kept_of(rows: tuple[Any, ...], drafts: tuple[Any, ...], verdicts: tuple[Any, ...]) -> NDArray[int64]: ...
+def read_halves(
+    store: NDArray[uint16],
+    pages: NDArray[int64],
+    pieces: list[tuple[int, int, int]],
+    out: NDArray[float32],
+) -> None: ...

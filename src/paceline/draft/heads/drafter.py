@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from numpy import float32, floating, int64
+    from numpy import float32, floating
     from numpy.typing import NDArray
 
     from paceline.core.nouns import Batch, Choose, Plan, Request, Scores, Taps, Verdict
@@ -198,10 +198,10 @@ class _HeadDrafter:
             (r.row, r.num_known + max(0, len(v.token_ids) - 1))
             for r, v in zip(batch.rows, verdict.rows, strict=True)
         ]
-        rows, counts = np.array(gained, np.int64).T
-        self._unfused.append(self._tapped(taps, runs(taps.cu_len[:-1], counts)))
-        self._features.add(rows, counts)
-        if sum(len(tapped.slots) for tapped in self._unfused) >= _MOST_UNFUSED:
+        places = runs(taps.cu_len[:-1].tolist(), [count for _, count in gained])
+        self._unfused.append(self._tapped(taps, places))
+        self._features.add(gained)
+        if sum(len(tapped.places) for tapped in self._unfused) >= _MOST_UNFUSED:
             self._fuse()
 
     def _fuse(self) -> None:
@@ -275,8 +275,8 @@ class _HeadDrafter:
             done += num_known
         return np.concatenate(parts, dtype=np.float32)
 
-    def _tapped(self, taps: Taps, places: NDArray[int64]) -> Tapped:
-        return Tapped(tuple(taps.states[layer] for layer in self._config.taps), places, taps.slots[places])
+    def _tapped(self, taps: Taps, places: Sequence[int]) -> Tapped:
+        return Tapped(tuple(taps.states[layer] for layer in self._config.taps), places, taps.slots)
 
 
 class SerialHeadDrafter(_HeadDrafter):

@@ -9,7 +9,7 @@ import numpy as np
 
 from paceline import kernels
 from paceline.draft.heads.config import head_shapes
-from paceline.draft.heads.features import write_halves
+from paceline.draft.heads.features import write_each
 from paceline.draft.reduced import ReducedVocabulary, own_bytes
 from paceline.model.native import (
     NativeDecoder,
@@ -124,13 +124,13 @@ class NativeHead:
         kernels.multiply(self._team, self._fc, rows, features)
         return features
 
-    def keep(self, tapped: Tapped, store: NDArray[float16]) -> None:
+    def keep(self, tapped: list[Tapped], store: NDArray[float16]) -> None:
         """Write features to a store, see `HeadRunner`: for most heads in one call."""
         if self._fusing is None:
-            return write_halves(self.fuse(tapped.side_by_side()), tapped.slots, store)
-        states = [as_float32(s) for s in tapped.states]
-        norms, eps = self._fusing, self.config.layers.norm_eps
-        kernels.fuse(self._team, self._fc, states, tapped.places, tapped.slots, norms, eps, store.view(np.uint16))
+            return write_each(self.fuse, tapped, store)
+        parts = [([as_float32(s) for s in part.states], part.places, part.slots) for part in tapped]
+        norms, eps, num_taps = self._fusing, self.config.layers.norm_eps, len(self.config.taps)
+        kernels.fuse(self._team, self._fc, num_taps, parts, norms, eps, store.view(np.uint16))
         return None
 
     def run(

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from paceline.core.nouns import PAGE_TOKENS
 from paceline.draft.heads import forward
-from paceline.draft.heads.features import write_halves
+from paceline.draft.heads.features import write_each
 from paceline.model.attention import KVStore, attend, lazy_zeros, plan_tiles
 from paceline.model.choosing import choose_from
 from paceline.model.decoder import ReferenceDecoder, to_numpy, torch_device
@@ -77,9 +77,9 @@ class ReferenceHead:
         """Return the feature of each token, see `HeadRunner`."""
         return to_numpy(forward.fuse(self.config, self._weights, self._take(tapped)))
 
-    def keep(self, tapped: Tapped, store: NDArray[float16]) -> None:
+    def keep(self, tapped: list[Tapped], store: NDArray[float16]) -> None:
         """Write features to a store, see `HeadRunner`."""
-        write_halves(self.fuse(tapped.side_by_side()), tapped.slots, store)
+        write_each(self.fuse, tapped, store)
 
     @torch.inference_mode()
     def run(

@@ -64,8 +64,8 @@ class HeadRunner(Protocol):
         """Return the feature [n, width] of each token from its taps, one after another [n, tapped_size]."""
         ...
 
-    def keep(self, tapped: Tapped, store: NDArray[float16]) -> None:
-        """Write the feature of each token to its slot of a store [num_slots, width], see `write_halves`."""
+    def keep(self, tapped: list[Tapped], store: NDArray[float16]) -> None:
+        """Write the feature of each token to its slot of a store [num_slots, width], see `write_each`."""
         ...
 
     def run(
