@@ -390,6 +390,7 @@ void forward(Decoder& decoder, const KVStore& kv, const PassArrays& read, const 
         require(tap_layers[i] <= num_layers, "a tap beyond the layers that run");
         pass.taps.emplace_back(tap_layers[i], taps.data() + i * num_tokens * shape.hidden);
     }
+    std::fill_n(margins.data(), margins.size(), NAN);
     pass.chosen = chosen.data(), pass.logits = logits.data(), pass.margins = margins.size() ? margins.data() : nullptr;
     nb::gil_scoped_release unlocked;
     if (num_tokens > 0) decoder.forward(pass, kv);
@@ -420,6 +421,8 @@ void forward_in_turn(Decoder& decoder, const KVStore& kv, const PassArrays& read
     for (int64_t depth : depths) num_chosen += static_cast<size_t>(depth);
     require(stops.shape(1) == 3 && (!stops.shape(0) || stops.shape(0) == num_chosen), "the stops have the wrong shape");
     require(chosen.size() == num_chosen && margins.size() == num_chosen, "the outputs have the wrong size");
+    std::fill_n(chosen.data(), num_chosen, kUnchosen);
+    std::fill_n(margins.data(), num_chosen, NAN);
     nb::gil_scoped_release unlocked;
     run_in_turn(decoder, pass, turns, kv);
 }

@@ -95,10 +95,35 @@ Result<int64_t, 2> kept_of(const nb::tuple& rows, const nb::tuple& drafts, const
     return table(numbers, 2, numbers.size() / 2);
 }
 
+// What is kept of each row's drafts, where the target has chosen every token: see verify/coupled.py.
+nb::list kept_while_chosen(const nb::tuple& drafts, const nb::list& cu_len,
+                           const nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& chosen) {
+    require(nb::len(cu_len) == nb::len(drafts) + 1, "every row has its scores");
+    nb::list found;
+    for (size_t i = 0; i < nb::len(drafts); ++i) {
+        const auto start = nb::cast<int64_t>(cu_len[i]), end = nb::cast<int64_t>(cu_len[i + 1]);
+        require(0 <= start && start <= end && static_cast<size_t>(end) <= chosen.size(), "scores lie out of bounds");
+        nb::list kept;
+        if (start < end) {
+            const nb::object token_ids = drafts[i].attr(names().token_ids);
+            require(static_cast<int64_t>(nb::len(token_ids)) == end - start - 1, "a scored row has a position for each draft and one more");
+            const int64_t* at = chosen.data() + start;
+            for (nb::handle guess : token_ids) {
+                if (*at != nb::cast<int64_t>(guess)) break;
+                kept.append(*at++);
+            }
+            kept.append(*at);
+        }
+        found.append(kept);
+    }
+    return found;
+}
+
 }  // namespace
 
 void bind_rounds(nb::module_& m) {
     m.def("drafted_of", &drafted_of, "rows"_a, "drafts"_a, "indices"_a, "none"_a);
+    m.def("kept_while_chosen", &kept_while_chosen, "drafts"_a, "cu_len"_a, "chosen"_a);
     m.def("kept_of", &kept_of, "rows"_a, "drafts"_a, "verdicts"_a);
 }
 

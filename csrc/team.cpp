@@ -11,8 +11,9 @@
 namespace paceline {
 namespace {
 
-// A phase takes microseconds, so a thread that waits looks again for a while before it lets the system put it to sleep.
-constexpr int kSpins = 2000;
+// A phase takes microseconds, and what the host does between two runs some tenths of a millisecond, so a thread that waits
+// looks again for about half of one before it lets the system put it to sleep: to be woken takes as long as a small product.
+constexpr int kSpins = 8000;
 constexpr int32_t kClosed = -(1 << 30);
 
 inline void pause() {

@@ -138,7 +138,7 @@ class Goodput:
         drafters = np.where(ks > 0, drafters, NONE)
         decision = Decision(ks, drafters, seconds + prefill_s, tokens, speedup, budget, given_up, stops)
         if not paced:  # who is in haste changes from step to step
-            lasting = self._probes.row == NONE and bool(ks.any()) == self._speculates
+            lasting = self._probes.row == NONE and any(ks.tolist()) == self._speculates
             self._cruise.keep(view, decision, lasting=lasting)
         return decision
 
@@ -281,7 +281,7 @@ class Goodput:
         if due and not second and probes.num_plain >= FIRST_PLAIN:
             due = probes.plain.afford(2 * chosen.plain_seconds * (chosen.speedup - 1.0))
         probes.once_more = due and not second
-        if due or not ks.any():
+        if due or not any(ks.tolist()):
             probes.last_plain = self._steps
             probes.num_plain += 1
         if due:

@@ -12,7 +12,6 @@ import numpy as np
 from paceline import kernels
 from paceline.core.errors import ConfigError
 from paceline.core.noise import Lane, key
-from paceline.core.nouns import UNCHOSEN
 from paceline.core.sampling import no_edits
 from paceline.model.backend import Chosen, num_cores
 from paceline.model.choosing import logit_rows
@@ -243,7 +242,7 @@ def forward(
     logits = np.empty((num_logit_rows, vocab), np.float32)
     chosen = np.empty(len(packed.wanted), np.int64)
     tapped = np.empty((len(taps), len(packed.token_ids), decoder.hidden), np.float32)
-    margins = np.full(len(chooses) if any(c.margin for c in chooses) else 0, np.nan, np.float32)
+    margins = np.empty(len(chooses) if any(c.margin for c in chooses) else 0, np.float32)
     decoder.forward(
         kv,
         _read(decoder, packed, features),
@@ -274,7 +273,7 @@ def forward_in_turn(
     features: NDArray[float32] | None = None,
 ) -> Chosen:
     """Run passes in turn, see `InTurn`; what a pass makes of a token is the feature beside the next."""
-    chosen, margins = np.full(len(chooses), UNCHOSEN, np.int64), np.full(len(chooses), np.nan, np.float32)
+    chosen, margins = np.empty(len(chooses), np.int64), np.empty(len(chooses), np.float32)
     decoder.forward_in_turn(
         kv,
         _read(decoder, packed, features),
@@ -293,14 +292,14 @@ def _stop_table(ends: Sequence[End]) -> NDArray[float64]:
     """Return what tells rows to leave: odds, sureness, least, 0 for those that stay. [sum of depths, 3]"""
     if not any(stop for _, stop in ends):
         return np.empty((0, 3))
-    stays = np.zeros(3)
-    parts = [
-        np.tile(stays, (depth, 1))
-        if stop is None
-        else np.stack([stop.odds[:depth], np.full(depth, stop.sureness), stop.least[:depth]], axis=1)
-        for depth, stop in ends
-    ]
-    return np.concatenate(parts)
+    table: list[float] = []
+    for depth, stop in ends:
+        if stop is None:
+            table += [0.0] * (3 * depth)
+        else:
+            for odds, least in zip(stop.odds[:depth], stop.least[:depth], strict=True):
+                table += odds, stop.sureness, least
+    return np.array(table).reshape(-1, 3)
 
 
 def _read(decoder: kernels.Decoder, packed: Packed, features: NDArray[float32] | None) -> kernels.Read:

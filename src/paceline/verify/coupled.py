@@ -6,9 +6,9 @@ exact sample of the target whatever was drafted, and the same text with every dr
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from paceline import kernels
 from paceline.core.nouns import BROKEN, RowVerdict, Verdict
 from paceline.verify.rows import RowScores, judge_rows
 
@@ -29,24 +29,15 @@ class Coupled:
         """Keep each row's drafts up to the first that the target would not have chosen."""
         if scores.logits is not None:
             return judge_rows(coupled_row, draft, scores)
-        chosen = scores.chosen.tolist()
-        bounds = pairwise(scores.cu_len)
-        return Verdict(
-            tuple(_kept(d, chosen[start:end]) for d, (start, end) in zip(draft.rows, bounds, strict=True))
-        )
+        kept = kernels.kept_while_chosen(draft.rows, list(scores.cu_len), scores.chosen)
+        return Verdict(tuple(map(_verdict, kept)))
 
 
-def _kept(drafted: RowDraft, chosen: list[int]) -> RowVerdict:
+def _verdict(kept: list[int]) -> RowVerdict:
     """Return what `judge_rows` says of a row whose tokens are all chosen and of which no more is to be told."""
-    if not chosen:
+    if not kept:
         return NOTHING
-    assert len(chosen) == len(drafted) + 1, "a scored row has a position for each draft and one more"
-    count = 0
-    for guess in drafted.token_ids:
-        if chosen[count] != guess:
-            break
-        count += 1
-    return RowVerdict((BROKEN,)) if chosen[count] == BROKEN else RowVerdict(chosen[: count + 1], count)
+    return RowVerdict((BROKEN,)) if kept[-1] == BROKEN else RowVerdict(kept, len(kept) - 1)
 
 
 def coupled_row(drafted: RowDraft, row: RowScores) -> list[int]:
