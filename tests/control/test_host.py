@@ -122,3 +122,17 @@ def test_drafts_that_pay_for_the_pass_alone_are_not_made() -> None:
         drafts[fee_s] = int(ours.decide(view(4)).ks.sum())
     assert drafts[0.0] > 0
     assert drafts[20e-3] == 0
+
+
+def test_while_a_choice_not_to_draft_holds_for_many_rows_nobody_is_asked() -> None:
+    ours = policy()
+    looked(ours, MANY_ROWS, CRUISE)
+    rests = []
+    for _ in range(4 * CRUISE):
+        rests.append(ours.rest())
+        if not rests[-1]:
+            looked(ours, MANY_ROWS, 1)
+    assert 3 * CRUISE <= sum(rests) < 4 * CRUISE, "one choice in eight, and probes"
+    paying = policy(BETTER)
+    looked(paying, MANY_ROWS, CRUISE)
+    assert not any(paying.rest() for _ in range(CRUISE))

@@ -89,6 +89,9 @@ class RestlessK:
 
     looks = False
 
+    def rests(self) -> bool:
+        return False
+
     @property
     def twin(self) -> RestlessK:
         return self

@@ -261,6 +261,9 @@ class Paired:
 
     looks = False
 
+    def rests(self) -> bool:
+        return False
+
     def __init__(self) -> None:
         self.open: list[View] = []
         self._other: Paired | None = None

@@ -112,6 +112,13 @@ def kept_with(num_rows: float, drafts: Drafts) -> NDArray[float64]:
     return tokens
 
 
+def gained_by(alive: NDArray[float64], drafters: NDArray[int64], ks: NDArray[int64]) -> NDArray[float64]:
+    """Return the tokens expected of rows that go so deep. alive: [num_drafters, num_rows, max_k]"""
+    _, n, max_k = alive.shape
+    gained: NDArray[float64] = 1 + (alive[drafters, np.arange(n)] * (np.arange(max_k) < ks[:, None])).sum(axis=1)
+    return gained
+
+
 def _chosen(
     num_rows: int, drafts: Drafts, count: int, tokens: NDArray[float64], seconds: NDArray[float64]
 ) -> Chosen:

@@ -52,6 +52,10 @@ class Controller(Protocol):
         """A request begins in a row."""
         ...
 
+    def rests(self) -> bool:
+        """Whether nothing is drafted in the next step, whatever its rows: then it need not be planned."""
+        ...
+
     def plan(self, view: View) -> Plan:
         """Plan a step."""
         ...
@@ -72,6 +76,10 @@ class Watcher(Protocol):
 
     def admitted(self, row: int) -> None:
         """A request begins in a row."""
+        ...
+
+    def rested(self, rows: int, host_s: float) -> None:
+        """A step that was not planned is over. rows: that decoded; 0 if there was prefill besides."""
         ...
 
     def planned(self, view: View, decision: Decision, group: int) -> None:
@@ -101,6 +109,7 @@ class ClosedLoop:
         self._seen: tuple[Draft, Drafted] | None = None  # the last proposal, and the same as arrays
         self._index = {name: index for index, name in enumerate(names)}
         self._had_drafts = False  # the step before
+        self._resting = False  # in this step
         self._group = group
         self._twin: ClosedLoop | None = None
 
@@ -122,8 +131,14 @@ class ClosedLoop:
         if self._watcher:
             self._watcher.admitted(row)
 
+    def rests(self) -> bool:
+        """Whether the last choice, to draft nothing, holds for the next step."""
+        self._resting = self.policy.rest()
+        return self._resting
+
     def plan(self, view: View) -> Plan:
         """Plan a step."""
+        self._resting = False
         self.view, self.decision, self._offered = view, self.policy.decide(view), frozenset(view.offers)
         d = self.decision
         if self._watcher:
@@ -138,7 +153,7 @@ class ClosedLoop:
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         """Drop what is not worth verifying, where a drafter has said something that was not known to the plan."""
-        if self.view is None or not self._says_more(draft):
+        if self.view is None or self._resting or not self._says_more(draft):
             return draft
         drafted = self._drafted(batch, draft)
         ks = self.policy.trim(self.view, drafted)
@@ -165,13 +180,25 @@ class ClosedLoop:
     def observe(
         self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes
     ) -> Reckoning | None:
-        """Learn from a step."""
+        """Learn from a step; from one that was not planned, what the host took."""
+        if self._resting:
+            decode = len(batch.rows) if batch.num_known_tokens == len(batch.rows) else 0
+            self.rested(decode, times.host_s)
+            return None
         drafted = self._drafted(batch, proposed) if any(map(len, proposed.rows)) else nothing_of(batch)
         outcomes, prefill = _outcomes(drafted, batch, draft, verdict, times), prefill_work(batch)
         reckoning = self.learn(outcomes, prefill)
         if self._watcher:
             self._watcher.learnt(outcomes, prefill, self._group)
         return reckoning
+
+    def rested(self, rows: int, host_s: float) -> None:
+        """Take in a step that was not planned; see `Watcher`."""
+        self._had_drafts = False
+        if self.cost is not None and rows:
+            self.cost.host.observe(rows, host_s, drafts=False)
+        if self._watcher:
+            self._watcher.rested(rows, host_s)
 
     def learn(self, outcomes: Outcomes, prefill: Work) -> Reckoning | None:
         """Learn from what came of the last plan."""

@@ -24,6 +24,12 @@ class Cruise:
     def __init__(self, view: View) -> None:
         self._view, self._chosen = view, plain(view)
         self._every = 1  # steps of many rows with the same choice
+        self._drafts = False
+
+    @property
+    def seconds(self) -> float:
+        """What a step of the last choice is expected to take."""
+        return self._chosen.seconds
 
     def keep(self, view: View, chosen: Decision, *, lasting: bool) -> None:
         """Remember a choice; who is given up with it is so once. lasting: it was not made to find out.
@@ -32,11 +38,16 @@ class Cruise:
         """
         self._view, self._chosen = view, replace(chosen, given_up=()) if chosen.given_up else chosen
         many = lasting and view.num_rows >= MANY_ROWS and view.offers.keys().isdisjoint(chosen.drafters.tolist())
-        self._every = 1 if not many else DRAFTING if chosen.ks.any() else CRUISE
+        self._drafts = any(chosen.ks.tolist())
+        self._every = 1 if not many else DRAFTING if self._drafts else CRUISE
 
     def carries_on(self, step: int) -> bool:
         """Whether nobody need look at what could be drafted in a step: a choice for many rows still holds."""
         return step % self._every != 0
+
+    def rests(self, step: int) -> bool:
+        """Whether nothing is drafted in a step, as that choice still holds."""
+        return self.carries_on(step) and not self._drafts
 
     def held(self, view: View, step: int) -> Decision | None:
         """Return the last choice if it holds for a step, too: for many rows, or for the same few with stops."""

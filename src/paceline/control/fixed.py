@@ -36,6 +36,10 @@ class FixedK:
     def admit(self, row: int) -> None:
         """Rows are not told apart."""
 
+    def rests(self) -> bool:
+        """Whether it never drafts."""
+        return self.drafter is None
+
     def plan(self, view: View) -> Plan:
         """Plan a step for the rows that decode."""
         if not self.drafter:

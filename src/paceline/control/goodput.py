@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.control.choice import Candidates
+from paceline.control.choice import Candidates, gained_by
 from paceline.control.cost import Work
 from paceline.control.cruise import Cruise
 from paceline.control.hopes import Hopes
@@ -102,6 +102,13 @@ class Goodput:
         """Whether it wants to see what drafters that cost nothing would propose in the next step."""
         return not self._cruise.carries_on(self._steps + 1)
 
+    def rest(self) -> bool:
+        """Take a step without a decision if the last one, to draft nothing, holds; return whether it does."""
+        if rests := self._cruise.rests(self._steps + 1):
+            self._steps += 1
+            self._probes.earn(PROBE_SHARE * self._cruise.seconds)
+        return rests
+
     def decide(self, view: View) -> Decision:
         """Decide for every row of a step."""
         if not view.num_rows or not self.survival:
@@ -129,7 +136,7 @@ class Goodput:
             given_up: tuple[int, ...] = ()
         else:
             ks, drafters, given_up = self._find_out(view, base, (ks, drafters), seconds + unpaid_s)
-        gained = None if as_chosen and self._probes.row == NONE else _gained(self.expected(view), drafters, ks)
+        gained = None if as_chosen and self._probes.row == NONE else gained_by(self.expected(view), drafters, ks)
         tokens = chosen.tokens if gained is None else float(gained.sum())
         self._goodput = tokens / seconds
         self._planned = _Planned(base, unpaid_s, np.inf if paced else seconds - chosen.plain_seconds)
@@ -391,10 +398,3 @@ class Goodput:
         self._pace.learn(outcomes)
         self._hopes.learn(outcomes, self._probes.row)
         learn_all(self.survival, outcomes)
-
-
-def _gained(alive: NDArray[float64], drafters: NDArray[int64], ks: NDArray[int64]) -> NDArray[float64]:
-    """Return the tokens expected of rows that go so deep. alive: [num_drafters, num_rows, max_k]"""
-    _, n, max_k = alive.shape
-    gained: NDArray[float64] = 1 + (alive[drafters, np.arange(n)] * (np.arange(max_k) < ks[:, None])).sum(axis=1)
-    return gained

@@ -23,11 +23,21 @@ if TYPE_CHECKING:
     from paceline.control.policy import Drafted
 
 
+class _EveryStep:
+    """Decides in every step, by what is offered."""
+
+    __slots__ = ()
+    looks: ClassVar[bool] = True
+
+    def rest(self) -> bool:
+        """Never."""
+        return False
+
+
 @dataclass(frozen=True, slots=True)
-class Static:
+class Static(_EveryStep):
     """Always the same K, of one drafter."""
 
-    looks: ClassVar[bool] = True
     k: int
     drafter: int = 0
 
@@ -62,10 +72,9 @@ class BatchTable(Static):
 
 
 @dataclass(slots=True)
-class MovingAverage:
+class MovingAverage(_EveryStep):
     """SGLang's adaptive length: a moving average of accepted drafts, with some margin, chooses among a few K."""
 
-    looks: ClassVar[bool] = True
     ks: tuple[int, ...] = (1, 3, 7)
     drafter: int = 0
     rate: float = 0.2
@@ -92,13 +101,12 @@ class MovingAverage:
 
 
 @dataclass(slots=True)
-class TurboSpec:
+class TurboSpec(_EveryStep):
     """TurboSpec's scan (arXiv 2406.14066): one acceptance rate for all, goodput for K = 0, 1, ... until it falls.
 
     Every so many steps; K = 0 counts a tenth more, so that speculation must win clearly.
     """
 
-    looks: ClassVar[bool] = True
     cost: StepCost
     max_k: int = 8
     drafter: int = 0

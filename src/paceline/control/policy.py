@@ -99,6 +99,10 @@ class Policy(Protocol):
         """A request begins in a row."""
         ...
 
+    def rest(self) -> bool:
+        """Take a step without a decision if the last one, to draft nothing, holds; return whether it does."""
+        ...
+
     def decide(self, view: View) -> Decision:
         """Decide for every row of a step."""
         ...

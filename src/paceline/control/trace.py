@@ -63,6 +63,10 @@ class Tracer:
         """A request begins in a row."""
         self._write(admitted=row)
 
+    def rested(self, rows: int, host_s: float) -> None:
+        """A step went by without a plan."""
+        self._write(rested=rows, host_s=host_s)
+
     def planned(self, view: View, decision: Decision, group: int) -> None:
         """A step was planned."""
         offers = {str(drafter): _sure(offered) for drafter, offered in view.offers.items()}
@@ -163,6 +167,9 @@ def _steps(
         own = loop.twin if group else loop
         if "admitted" in line:
             loop.admit(int(line["admitted"]))
+        elif "rested" in line:
+            loop.rests()
+            loop.rested(int(line["rested"]), float(line["host_s"]))
         elif "view" in line:
             planned[group] = Decision(np.array(line["ks"], np.int64), np.array(line["drafters"], np.int64))
             own.plan(_view(line["view"]))

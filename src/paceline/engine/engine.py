@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import RequestError
-from paceline.core.nouns import PAGE_TOKENS, Figures, Outcome
+from paceline.core.nouns import PAGE_TOKENS, Figures, Outcome, Plan
 from paceline.core.params import AUTO, OFF
 from paceline.engine.drafting import Drafting
 from paceline.engine.outlook import outlook
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
         Batch,
         BatchRow,
         FinishReason,
-        Plan,
         Request,
         RowVerdict,
         TokenLogprobs,
@@ -51,6 +50,7 @@ UNLOADED = (
     "drafter %s is unloaded: as often as it was tried, it could not have paid for itself here; "
     "its weights and %.0f MiB of its KV are given back, texts stay the same"
 )
+NOTHING_TO_PLAN = Plan()
 INTERNAL = "internal error while writing the answer; the log has the details"
 
 
@@ -172,6 +172,8 @@ class Engine:
         """Plan a step for the rows of a group."""
         start = perf_counter()
         controller = self.controller_of(group)
+        if group is None and not self.scheduler.any_asks and controller.rests():
+            return NOTHING_TO_PLAN
         plan = controller.plan(outlook(self.scheduler, self.drafting, looks=controller.looks, group=group))
         self._stats.plan_s += perf_counter() - start
         for name in plan.given_up:

@@ -142,6 +142,11 @@ class Scheduler:
         """Yield the rows of a group whose requests have not ended, oldest first."""
         return (r for r in self.running if not r.ended and group in (None, r.group))
 
+    @property
+    def any_asks(self) -> bool:
+        """Whether a running request asks for a speculation of its own."""
+        return any(r.request.speculation is not None for r in self.running)
+
     def decoding(self, group: Group = None) -> list[Running]:
         """Return the rows of a group that would decode in the next step, oldest first."""
         return [
