@@ -16,12 +16,6 @@ constexpr size_t kHeadTile = kHeadPanels * kPanel;
 constexpr size_t kHeadRows = 48;       // positions of one pass over such a tile
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-void* lazy_zeros(size_t bytes) {
-    void* p = std::calloc(std::max<size_t>(bytes, 1), 1);
-    if (!p) throw std::bad_alloc();
-    return p;
-}
-
 // The best token so far of one position, as one thread has seen it, and the score of the one behind it.
 struct Best {
     double score = -std::numeric_limits<double>::infinity();
@@ -122,10 +116,8 @@ void norm(const float* x, const std::vector<float>& weight, size_t size, float e
 KVStore::KVStore(KVType type, size_t num_layers, size_t num_pages, size_t num_kv_heads, size_t head_dim)
     : type_(type), num_pages_(num_pages), num_kv_heads_(num_kv_heads), head_dim_(head_dim) {
     const size_t bytes = num_pages * num_kv_heads * kernels().page_bytes(padded_dim());
-    for (size_t i = 0; i < num_layers; ++i) layers_.emplace_back(Lazy(lazy_zeros(bytes)), Lazy(lazy_zeros(bytes)));
+    for (size_t i = 0; i < num_layers; ++i) layers_.emplace_back(lazy_zeros(bytes), lazy_zeros(bytes));
 }
-
-void KVStore::Free::operator()(void* p) const { std::free(p); }
 
 size_t KVStore::bytes_per_token() const {
     return 2 * num_layers() * num_kv_heads_ * kernels().page_bytes(padded_dim()) / kPageTokens;

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "lazy.h"
 #include "matrix.h"
 #include "sampling.h"
 #include "team.h"
@@ -71,11 +72,6 @@ class KVStore {
     }
 
   private:
-    struct Free {
-        void operator()(void* p) const;
-    };
-    using Lazy = std::unique_ptr<void, Free>;  // zeros that the system provides at first touch
-
     KVType type_;
     size_t num_pages_, num_kv_heads_, head_dim_;
     std::vector<std::pair<Lazy, Lazy>> layers_;
