@@ -20,6 +20,7 @@ from paceline.control.objective import Objective
 from paceline.control.online import OnlineCost
 from paceline.control.policy import NONE, Decision, Drafted, Outcomes, View
 from paceline.control.reckoning import learn_cost
+from paceline.control.stance import Stance
 from paceline.control.stopping import with_stops
 
 if TYPE_CHECKING:
@@ -206,6 +207,7 @@ def test_where_little_is_at_stake_nothing_is_trimmed(slower: float, kept: list[i
     ours = taught(policy(), np.random.default_rng(3))
     assert isinstance(ours.cost, OnlineCost)
     ours.cost.hour = math.log(slower)
+    ours._stance = Stance()  # it was taught with times that have nothing to do with prices
     view = View(np.arange(3), np.full(3, 300), np.full(3, 100), Work(0))
     assert ours.decide(view).ks.any()
     told = drafted(ours, view, np.full((3, 3), 0.01))

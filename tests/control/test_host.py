@@ -95,12 +95,18 @@ def test_the_host_is_learnt_by_kind_and_scales_with_rows() -> None:
     assert host(64, drafts=False) > 2 * host(16, drafts=False)
 
 
-def test_what_no_step_has_told_is_as_the_other_and_costs_no_fee() -> None:
+def test_until_steps_tell_more_the_host_is_as_it_was_measured() -> None:
     host = HostTime(1e-3)
     for _ in range(100):
         host.observe(1, 3e-3, drafts=True)
-    assert host(1, drafts=False) == host(1, drafts=True) == pytest.approx(3e-3, rel=0.01)
-    assert host.fee(1) == 0.0
+    assert host(1, drafts=True) == pytest.approx(3e-3, rel=0.01)
+    assert host(1, drafts=False) == pytest.approx(1e-3)
+    assert host.fee(1) == pytest.approx(2e-3, rel=0.02)
+    other = HostTime(1e-3)
+    for _ in range(100):
+        other.observe(1, 3e-3, drafts=False)
+    assert other(1, drafts=True) == other(1, drafts=False) == pytest.approx(3e-3, rel=0.01)
+    assert other.fee(1) == 0.0
 
 
 def test_a_stall_is_one_step() -> None:

@@ -21,6 +21,7 @@ from paceline.control.objective import LEAST_PREFILL, Objective, Pace
 from paceline.control.policy import NONE, Decision, Drafted, Outcomes, View, plain
 from paceline.control.probes import Probes
 from paceline.control.quick import Known, QuickSurvival, choose, learn_all, plan, trim
+from paceline.control.stance import Stance
 from paceline.control.stopping import Prices, bars_of, with_stops
 from paceline.core.nouns import noun
 
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
     Choices = tuple[NDArray[int64], NDArray[int64]]  # drafts of each row, and their drafter
 
-MARGIN = 0.01  # by which speculation must promise to win before it begins
 PROBE_SHARE = 0.01  # of the time, for drafts that do not seem to pay; as much for none where they do
 PROBE_EVERY = 8  # steps between two looks at whether to probe
 PLAIN_EVERY = 96  # steps after which two without drafts are due: what speculation is measured against
@@ -79,7 +79,7 @@ class Goodput:
         self._fresh = set(range(num_rows))  # rows that nobody has chosen a drafter for
         self._prices = Prices(len(max_ks), self._max_k)
         self._minding = frozenset(minding)
-        self._speculates = False
+        self._stance = Stance()
         self._goodput = 0.0  # tokens per second expected of the last step
         self._hopes = Hopes(len(max_ks), self._max_k)
         self._planned = _Planned(Work(0))
@@ -127,8 +127,9 @@ class Goodput:
         paced = self._pace.promise(view.targets)
         at_once = None if paced else self._at_once(view, base, unpaid_s)
         drafters, chosen = at_once or self._in_turn(view, base, unpaid_s)
-        ks = self._hold(chosen)
-        seconds, speedup = (chosen.seconds, chosen.speedup) if ks is chosen.ks else (chosen.plain_seconds, 1.0)
+        ks, seconds, speedup = np.zeros_like(chosen.ks), chosen.plain_seconds, 1.0
+        if self._stance.take(chosen):
+            ks, seconds, speedup = chosen.ks, chosen.seconds, self._stance.speedup
         self._probes.earn(PROBE_SHARE * seconds)
         as_chosen = ks is chosen.ks and not paced
         if self._plain_is_due(view, ks, chosen):
@@ -145,7 +146,10 @@ class Goodput:
         drafters = np.where(ks > 0, drafters, NONE)
         decision = Decision(ks, drafters, seconds + prefill_s, tokens, speedup, budget, given_up, stops)
         if not paced:  # who is in haste changes from step to step
-            lasting = self._probes.row == NONE and any(ks.tolist()) == self._speculates
+            drafts = any(ks.tolist())
+            drafts, finds_out = any(ks.tolist()), self._probes.row != NONE
+            self._stance.promise(None if finds_out else (view.num_rows, tokens, seconds, drafts))
+            lasting = not finds_out and drafts == self._stance.speculates
             self._cruise.keep(view, decision, lasting=lasting)
         return decision
 
@@ -274,11 +278,6 @@ class Goodput:
         found: NDArray[float64] = tokens.max(axis=2)
         return np.maximum(found, 0.0, out=found)
 
-    def _hold(self, chosen: Chosen) -> NDArray[int64]:
-        """Begin to speculate only if it promises to win clearly; go on as long as it promises to win."""
-        self._speculates = chosen.speedup > (1.0 if self._speculates else 1.0 + MARGIN)
-        return chosen.ks if self._speculates else np.zeros_like(chosen.ks)
-
     def _plain_is_due(self, view: View, ks: NDArray[int64], chosen: Chosen) -> bool:
         """Whether to do without drafts, to see what that costs: while all draft, nothing else tells."""
         probes = self._probes
@@ -286,7 +285,7 @@ class Goodput:
         wait = min(PLAIN_EVERY, 2 << min(probes.num_plain, PLAIN_EVERY))
         due = second or (self._steps - probes.last_plain >= wait and not view.wishes)
         if due and not second and probes.num_plain >= FIRST_PLAIN:
-            due = probes.plain.afford(2 * chosen.plain_seconds * (chosen.speedup - 1.0))
+            due = probes.plain.afford(2 * chosen.plain_seconds * (self._stance.speedup - 1.0))
         probes.once_more = due and not second
         if due or not any(ks.tolist()):
             probes.last_plain = self._steps
@@ -396,5 +395,7 @@ class Goodput:
     def learn(self, view: View, outcomes: Outcomes) -> None:
         """Take in what a step brought."""
         self._pace.learn(outcomes)
+        if not view.prefill.tokens:
+            self._stance.learn(outcomes)
         self._hopes.learn(outcomes, self._probes.row)
         learn_all(self.survival, outcomes)

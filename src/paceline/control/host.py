@@ -17,7 +17,10 @@ def rate_after(seen: int) -> float:
 
 
 class HostTime:
-    """Seconds of the host by rows, of steps without drafts and with some; a kind not yet seen is as the other."""
+    """Seconds of the host by rows, of steps without drafts and with some.
+
+    Until seen, those without are as they were measured, and those with some are as those without.
+    """
 
     def __init__(self, seconds: float = 0.0, rows: int = 1) -> None:
         """seconds: of a step with so many rows, as measured."""
@@ -29,8 +32,8 @@ class HostTime:
         return self._of_row[drafts] * (ROWS_OF_A_STEP + rows)
 
     def fee(self, rows: int) -> float:
-        """Return what the first draft of a step costs; nothing while only one kind of steps is known."""
-        return max(self(rows, drafts=True) - self(rows, drafts=False), 0.0) if all(self._seen) else 0.0
+        """Return what the first draft of a step costs."""
+        return max(self(rows, drafts=True) - self(rows, drafts=False), 0.0)
 
     def observe(self, rows: int, seconds: float, *, drafts: bool) -> None:
         """Learn from a step; no single one counts for much, as any may be a stall."""
@@ -38,5 +41,5 @@ class HostTime:
         rate = rate_after(self._seen[drafts])
         self._seen[drafts] += 1
         self._of_row[drafts] += rate * (min(seconds, 2 * known + 1e-3) - known) / (ROWS_OF_A_STEP + rows)
-        if not self._seen[not drafts]:
-            self._of_row[not drafts] = self._of_row[drafts]
+        if not self._seen[True]:
+            self._of_row[True] = self._of_row[False]

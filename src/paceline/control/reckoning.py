@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.control.cost import Work
+from paceline.control.cruise import MANY_ROWS
 from paceline.core.nouns import noun
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ def learn_cost(
         cost.observe_drafting(dear[0], drafting[dear[0]], outcomes.draft_s)
     if settled:
         cost.observe_pass(done, outcomes.target_s)
-    cost.host.observe(rows, outcomes.host_s, drafts=drafts)
+    if not prefill.tokens and (drafts or rows < MANY_ROWS):  # of more, a plain step that was chosen is a rare one
+        cost.host.observe(rows, outcomes.host_s, drafts=drafts)
     return reckoning
 
 

@@ -1,0 +1,76 @@
+"""Whether to speculate: promises, and what came of promises of their kind."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from paceline.control.choice import Chosen
+from paceline.control.policy import NONE, Outcomes
+from paceline.control.stance import Stance
+
+ROWS = 4
+
+
+def choice(speedup: float) -> Chosen:
+    """A choice that promises twice the tokens of a step without drafts."""
+    return Chosen(np.ones(ROWS, np.int64), 2.0 * ROWS, 2.0 / speedup, float(ROWS), 1.0)
+
+
+def step(stance: Stance, tokens: float, promised_s: float, seconds: float, *, drafts: bool) -> None:
+    stance.promise((ROWS, tokens, promised_s, drafts))
+    accepted = np.full(ROWS, int(tokens / ROWS) - 1)
+    whose = np.full(ROWS, 0 if drafts else NONE)
+    stance.learn(Outcomes(np.arange(ROWS), whose, accepted, accepted, 0.0, seconds))
+
+
+def test_what_keeps_its_promise_is_chosen_by_it() -> None:
+    stance = Stance()
+    assert stance.take(choice(1.1))
+    assert stance.take(choice(1.005)), "it goes on while it wins"
+    assert not stance.take(choice(0.99))
+    assert not stance.take(choice(1.005)), "and begins only where it wins clearly"
+
+
+@pytest.mark.parametrize("common", [1.0, 1.3])
+def test_promises_count_by_what_came_of_their_kind(common: float) -> None:
+    """What both kinds have in common, as the hour, says nothing."""
+    stance = Stance()
+    for _ in range(60):
+        step(stance, 2.0 * ROWS, 2.0, 2.2 * common, drafts=True)
+        step(stance, 1.0 * ROWS, 1.0, 0.95 * common, drafts=False)
+    assert not stance.take(choice(1.1))
+    assert stance.speedup == pytest.approx(1.1 * 0.95 / 1.1, rel=0.01)
+    assert stance.take(choice(1.3))
+
+
+def test_one_kind_alone_says_nothing() -> None:
+    stance = Stance()
+    for _ in range(60):
+        step(stance, 2.0 * ROWS, 2.0, 4.0, drafts=True)
+    assert stance.take(choice(1.1))
+
+
+def test_who_does_not_draft_forgets_that_it_did_not_pay() -> None:
+    stance = Stance()
+    for _ in range(60):
+        step(stance, 2.0 * ROWS, 2.0, 3.0, drafts=True)
+        step(stance, 1.0 * ROWS, 1.0, 1.0, drafts=False)
+    waits = next(n for n in range(1000) if stance.take(choice(1.1)))
+    assert 30 < waits < 300
+
+
+def test_a_stall_is_one_step_and_other_numbers_of_rows_say_nothing() -> None:
+    stance = Stance()
+    for _ in range(60):
+        step(stance, 2.0 * ROWS, 2.0, 2.0, drafts=True)
+        step(stance, 1.0 * ROWS, 1.0, 1.0, drafts=False)
+    step(stance, 2.0 * ROWS, 2.0, 3000.0, drafts=True)
+    assert stance.take(choice(1.1))
+    stance.promise((ROWS + 1, 5.0, 1.0, True))
+    none = np.zeros(ROWS, np.int64)
+    stance.learn(Outcomes(np.arange(ROWS), none, none, none, 0.0, 1e6))
+    stance.promise(None)
+    stance.learn(Outcomes(np.arange(ROWS), none, none, none, 0.0, 1e6))
+    stance.take(choice(1.1))
+    assert stance.speedup == pytest.approx(1.1, rel=0.03)
