@@ -132,9 +132,9 @@ class Goodput:
             ks, seconds, speedup = chosen.ks, chosen.seconds, self._stance.speedup
         self._probes.earn(PROBE_SHARE * seconds)
         as_chosen = ks is chosen.ks and not paced
+        given_up: tuple[int, ...] = ()
         if self._plain_is_due(view, ks, chosen):
             ks, seconds, speedup, as_chosen = np.zeros_like(ks), chosen.plain_seconds, 1.0, False
-            given_up: tuple[int, ...] = ()
         else:
             ks, drafters, given_up = self._find_out(view, base, (ks, drafters), seconds + unpaid_s)
         gained = None if as_chosen and self._probes.row == NONE else gained_by(self.expected(view), drafters, ks)
@@ -147,10 +147,9 @@ class Goodput:
         decision = Decision(ks, drafters, seconds + prefill_s, tokens, speedup, budget, given_up, stops)
         if not paced:  # who is in haste changes from step to step
             drafts = any(ks.tolist())
-            drafts, finds_out = any(ks.tolist()), self._probes.row != NONE
-            self._stance.promise(None if finds_out else (view.num_rows, tokens, seconds, drafts))
-            lasting = not finds_out and drafts == self._stance.speculates
-            self._cruise.keep(view, decision, lasting=lasting)
+            drafts, probing = any(ks.tolist()), self._probes.row != NONE
+            self._stance.promise(None if probing else (view.num_rows, tokens, seconds, drafts))
+            self._cruise.keep(view, decision, lasting=not probing and drafts == self._stance.speculates)
         return decision
 
     def _at_once(self, view: View, base: Work, unpaid_s: float) -> tuple[NDArray[int64], Chosen] | None:

@@ -41,7 +41,7 @@ class Stance:
         return self.speculates
 
     def promise(self, promised: tuple[int, float, float, bool] | None) -> None:
-        """Note what the coming steps are to bring, each: rows, tokens, seconds, whether they draft; None: no promise."""
+        """Note what coming steps are to bring, each: rows, tokens, seconds, whether they draft; or nothing."""
         self._promised = promised
 
     def learn(self, outcomes: Outcomes) -> None:
@@ -52,8 +52,6 @@ class Stance:
         tokens = rows + sum(outcomes.num_accepted.tolist())
         seconds = max(outcomes.draft_s + outcomes.target_s + outcomes.host_s, 1e-9)
         surprise = log(tokens * promised_s / (promised * seconds)) - self._came[drafts]
-        rate = max(
-            RATE, 1 / (1 + self._seen[drafts])
-        )  # the mean of a kind's first steps, as the other's may be many
+        rate = max(RATE, 1 / (1 + self._seen[drafts]))  # the mean of the first: the other kind may know more
         self._came[drafts] += rate * max(-MOST_SURPRISE, min(MOST_SURPRISE, surprise))
         self._seen[drafts] += 1
