@@ -209,7 +209,7 @@ def test_where_little_is_at_stake_nothing_is_trimmed(slower: float, kept: list[i
     ours.cost.hour = math.log(slower)
     ours._stance = Stance()  # it was taught with times that have nothing to do with prices
     view = View(np.arange(3), np.full(3, 300), np.full(3, 100), Work(0))
-    assert ours.decide(view).ks.any()
+    assert any(ours.decide(view).ks.any() for _ in range(4)), "all but the steps that find out"
     told = drafted(ours, view, np.full((3, 3), 0.01))
     assert ours.trim(view, told).tolist() == kept
 

@@ -42,10 +42,14 @@ class Prices:
             self.table, self._tokens, self._num_rows = found[:, 1:] - found[:, :1], base.tokens, len(lengths)
 
     def of_one_more(self, drafter: int, k: int) -> float:
-        """Return the seconds of one draft more of a row, where rows have about so many."""
+        """Return the seconds of one draft more of a row, where rows have about so many.
+
+        What the first one costs beside that, of the host and of reading the target's features, is no draft's more.
+        """
         prices: list[float] = [0.0, *self.table[drafter].tolist()]
-        low, high = max(k - 1, 0), min(k + 1, len(prices) - 1)
-        return (prices[high] - prices[low]) / max(high - low, 1) / self._num_rows
+        high = min(max(k, 1) + 1, len(prices) - 1)
+        low = max(min(k - 1, high - 1), min(1, high - 1))
+        return (prices[high] - prices[low]) / (high - low) / self._num_rows
 
 
 def with_stops(
