@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from paceline.core.nouns import BROKEN, noun
+from paceline.core.nouns import BROKEN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from paceline.model.tokenizer import Detokenizer
 
 
-@noun
-class Written:
+class Written(NamedTuple):
     """What a pass added to the answer, after stops."""
 
     num_tokens: int  # tokens kept of those offered, the one that completed a stop included
