@@ -44,7 +44,7 @@ FIRST_PLAIN = 8  # such steps, in ever longer intervals, cost what they may
 ROOM = 4  # drafts that a row may have, for a look at whether they could pay
 OPTIMISM = 2.0  # standard deviations: what could pay
 ASSIGN_EVERY = 8  # steps between two looks at which drafter suits a row
-LEAST_AT_STAKE = 0.006  # seconds that a step's drafts cost, for trimming to save more than the 0.2 ms it takes
+LEAST_AT_STAKE = 0.006  # seconds that a step's drafts cost, for trimming to save more than it takes
 
 
 @noun
@@ -145,11 +145,10 @@ class Goodput:
         ks, stops = self._with_stops(view, base, ks, drafters)
         drafters = np.where(ks > 0, drafters, NONE)
         decision = Decision(ks, drafters, seconds + prefill_s, tokens, speedup, budget, given_up, stops)
+        drafts, usual = any(ks.tolist()), self._probes.row == NONE and not self._probes.once_more
+        self._stance.promise((view.num_rows, tokens, seconds, drafts) if usual and not paced else None)
         if not paced:  # who is in haste changes from step to step
-            drafts = any(ks.tolist())
-            drafts, probing = any(ks.tolist()), self._probes.row != NONE
-            self._stance.promise(None if probing else (view.num_rows, tokens, seconds, drafts))
-            self._cruise.keep(view, decision, lasting=not probing and drafts == self._stance.speculates)
+            self._cruise.keep(view, decision, lasting=usual and drafts == self._stance.speculates)
         return decision
 
     def _at_once(self, view: View, base: Work, unpaid_s: float) -> tuple[NDArray[int64], Chosen] | None:
