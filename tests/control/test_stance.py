@@ -9,7 +9,7 @@ from paceline.control.choice import Chosen
 from paceline.control.policy import NONE, Outcomes
 from paceline.control.stance import Stance
 
-ROWS = 4
+ROWS = 16
 
 
 def choice(speedup: float) -> Chosen:
@@ -36,7 +36,7 @@ def test_what_keeps_its_promise_is_chosen_by_it() -> None:
 def test_promises_count_by_what_came_of_their_kind(common: float) -> None:
     """What both kinds have in common, as the hour, says nothing."""
     stance = Stance()
-    for _ in range(60):
+    for _ in range(200):
         step(stance, 2.0 * ROWS, 2.0, 2.2 * common, drafts=True)
         step(stance, 1.0 * ROWS, 1.0, 0.95 * common, drafts=False)
     assert not stance.take(choice(1.1))
@@ -73,4 +73,17 @@ def test_a_stall_is_one_step_and_other_numbers_of_rows_say_nothing() -> None:
     stance.promise(None)
     stance.learn(Outcomes(np.arange(ROWS), none, none, none, 0.0, 1e6))
     stance.take(choice(1.1))
-    assert stance.speedup == pytest.approx(1.1, rel=0.03)
+    assert stance.speedup == pytest.approx(1.1, rel=0.06)
+
+
+def test_one_row_that_gains_now_much_and_now_nothing_keeps_its_promise() -> None:
+    """What comes is the mean of tokens: that of their logarithms would be a fifth lower."""
+    stance, one, random = Stance(), np.arange(1), np.random.default_rng(0)
+    for _ in range(600):
+        gained = random.geometric(0.5, 1) - 1
+        for promised, drafts, accepted in ((2.0, True, gained), (1.0, False, 0 * gained)):
+            stance.promise((1, promised, promised, drafts))
+            stance.learn(Outcomes(one, one, accepted, accepted, 0.0, promised))
+        stance.take(choice(1.2))
+    assert stance.speedup == pytest.approx(1.2, rel=0.12)
+    assert stance.speculates

@@ -7,18 +7,52 @@ gain that is to be had with many rows, and only steps tell by how much.
 
 from __future__ import annotations
 
-from math import exp, log
+from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING
-
-from paceline.control.host import RATE
 
 if TYPE_CHECKING:
     from paceline.control.choice import Chosen
     from paceline.control.policy import Outcomes
 
 MARGIN = 0.01  # by which speculation must promise to win before it begins
-MOST_SURPRISE = 0.5  # in log tokens per second, of one step: any may be a stall
+RATE = 0.05  # of what is known, that a step replaces ...
+ROWS = 200  # ... or as many rows of so many, if these are fewer: what one row brings varies from step to step
 FADE = 1 / 64  # of what is known of drafts, lost with each choice not to draft: who never drafts learns no more
+PRIOR = 8.0  # steps that brought what they promised, before any was seen
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Means over the last steps of a kind, with drafts or without."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    promised_tokens: float = 0.0
+    promised_s: float = 0.0
+    seen: int = 0
+
+    @property
+    def came(self) -> float:
+        """Tokens per second, of those promised: of all steps together, as a single one's tokens vary."""
+        promised = self.promised_tokens * self.seconds
+        return self.tokens * self.promised_s / promised if promised else 1.0
+
+    def learn(self, tokens: float, seconds: float, promised_tokens: float, promised_s: float, rate: float) -> None:
+        """Take in a step; none counts for more than twice its promised time, as any may be a stall."""
+        self.seen += 1
+        rate = max(rate, 1 / (PRIOR + self.seen))
+        if self.seen == 1:
+            self.tokens = self.promised_tokens = promised_tokens
+            self.seconds = self.promised_s = promised_s
+        self.tokens += rate * (tokens - self.tokens)
+        self.seconds += rate * (min(seconds, 2 * promised_s) - self.seconds)
+        self.promised_tokens += rate * (promised_tokens - self.promised_tokens)
+        self.promised_s += rate * (promised_s - self.promised_s)
+
+    def fade(self) -> None:
+        """Forget some of it."""
+        self.tokens += FADE * (self.tokens / self.came - self.tokens)
 
 
 class Stance:
@@ -27,17 +61,17 @@ class Stance:
     def __init__(self) -> None:
         self.speculates = False
         self.speedup = 1.0  # that the last choice promises, by what came of others
-        self._came = [0.0, 0.0]  # log of tokens per second, of those promised, without drafts and with some
-        self._seen = [0, 0]
+        self._kinds = _Kind(), _Kind()  # without drafts and with some
         self._promised: tuple[int, float, float, bool] | None = None
 
     def take(self, chosen: Chosen) -> bool:
         """Return whether to draft as chosen: to begin, it must win clearly, and then go on winning."""
-        known = self._came[True] - self._came[False] if all(self._seen) else 0.0
-        self.speedup = chosen.speedup * exp(known)
+        without, drafting = self._kinds
+        known = drafting.came / without.came if drafting.seen and without.seen else 1.0
+        self.speedup = chosen.speedup * known
         self.speculates = self.speedup > (1.0 if self.speculates else 1.0 + MARGIN)
-        if not self.speculates:
-            self._came[True] *= 1 - FADE
+        if not self.speculates and drafting.seen:
+            drafting.fade()
         return self.speculates
 
     def promise(self, promised: tuple[int, float, float, bool] | None) -> None:
@@ -50,8 +84,6 @@ class Stance:
             return
         rows, promised, promised_s, drafts = self._promised
         tokens = rows + sum(outcomes.num_accepted.tolist())
-        seconds = max(outcomes.draft_s + outcomes.target_s + outcomes.host_s, 1e-9)
-        surprise = log(tokens * promised_s / (promised * seconds)) - self._came[drafts]
-        rate = max(RATE, 1 / (1 + self._seen[drafts]))  # the mean of the first: the other kind may know more
-        self._came[drafts] += rate * max(-MOST_SURPRISE, min(MOST_SURPRISE, surprise))
-        self._seen[drafts] += 1
+        seconds = outcomes.draft_s + outcomes.target_s + outcomes.host_s
+        if 0 < promised_s < inf:
+            self._kinds[drafts].learn(tokens, seconds, promised, promised_s, min(RATE, rows / ROWS))
