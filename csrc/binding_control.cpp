@@ -115,8 +115,9 @@ void observe_drafts(const All& all, const Numbers& rates, const Ids& rows, const
     const double* r = rates.data();
     const Said known = said(confidence, n);
     for (size_t d = 0; d < all.size(); ++d)
-        if (all[d]) all[d]->observe({r[0], r[1], r[2], r[3], r[4], r[5], r[6], r[7]}, known,
-                        {rows.data(), num_verified.data(), num_accepted.data(), drafters.data(), own[d], n});
+        if (all[d])
+            all[d]->observe({r[0], r[1], r[2], r[3], r[4], r[5], r[6], r[7]}, known,
+                            {rows.data(), num_verified.data(), num_accepted.data(), drafters.data(), own[d], n});
 }
 
 nb::tuple stops_of(const Estimates& estimates, const Ids& rows, double bar) {
@@ -140,7 +141,7 @@ double correct_passes(const State& own, const Array<int64_t, 1>& seen, const Ids
     return correct({own.data(), seen.data(), own.size(), sizes.data(), measured_s.data(), pass_s.data(), tokens}, size, rate, surprise);
 }
 
-// What steps cost, see `Ladder` in control/cost.py.
+// What steps cost, see `Ladder`; the arrays are Python's, held as long as this.
 class Steps {
   public:
     Steps(const Numbers& pass_s, size_t first, double pair_s, double besides_s, const std::optional<Prices>& added,
@@ -178,15 +179,18 @@ nb::tuple choose_drafts(const Steps& steps, const Table& alive, const Ids& most,
     return nb::make_tuple(owned(best.ks), best.tokens, best.seconds, best.plain_seconds);
 }
 
-// What drafters offer, and what drafts of all rows would cost with each.
+// What drafters offer.
 struct Offers {
     std::vector<Said> of;  // [num_drafters]
     std::vector<bool> there;
+    std::vector<Table> kept;  // which `of` points into
 
     Offers(const nb::tuple& offers, size_t n) : of(nb::len(offers)), there(nb::len(offers)) {
         for (size_t d = 0; d < of.size(); ++d) {
             there[d] = !offers[d].is_none();
-            if (there[d]) of[d] = said(nb::cast<Table>(offers[d]), n);
+            if (!there[d]) continue;
+            kept.push_back(nb::cast<Table>(offers[d]));
+            of[d] = said(kept.back(), n);
         }
     }
 };

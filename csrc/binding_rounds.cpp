@@ -1,4 +1,4 @@
-// What the rows of a round say, as the arrays that control learns from: see control/rounds.py. In one call, as every
+// What the rows of a round say, as the arrays that control learns from: see control/arrays.py. In one call, as every
 // attribute that Python reads after a pass is cold.
 #include <nanobind/ndarray.h>
 

@@ -53,7 +53,7 @@ class Controller(Protocol):
         ...
 
     def rests(self) -> bool:
-        """Whether nothing is drafted in the next step, whatever its rows: then it need not be planned."""
+        """Begin a step without a plan, if nothing is drafted in it whatever its rows; return whether that is so."""
         ...
 
     def plan(self, view: View) -> Plan:
@@ -132,7 +132,7 @@ class ClosedLoop:
             self._watcher.admitted(row)
 
     def rests(self) -> bool:
-        """Whether the last choice, to draft nothing, holds for the next step."""
+        """Begin a step without a plan, if the last choice, to draft nothing, holds; return whether it does."""
         self._resting = self.policy.rest()
         return self._resting
 

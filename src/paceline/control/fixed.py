@@ -37,7 +37,7 @@ class FixedK:
         """Rows are not told apart."""
 
     def rests(self) -> bool:
-        """Whether it never drafts."""
+        """It never drafts, or always plans."""
         return self.drafter is None
 
     def plan(self, view: View) -> Plan:
