@@ -53,7 +53,7 @@ class Controller(Protocol):
         ...
 
     def rests(self) -> bool:
-        """Begin a step without a plan, if nothing is drafted in it whatever its rows; return whether that is so."""
+        """Begin a step without a plan, if nothing is drafted in it whatever its rows; return whether so."""
         ...
 
     def plan(self, view: View) -> Plan:
