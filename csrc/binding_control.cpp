@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <memory>
 #include <numeric>
 #include <optional>
 #include <vector>
@@ -27,8 +26,7 @@ using Numbers = Array<const double, 1>;
 using Table = Array<const double, 2>;
 using Prices = Array<const double, 3>;
 using State = Array<double, 1>;
-using Result = nb::ndarray<nb::numpy, double, nb::ndim<2>>;
-using Counts = nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>;
+using Counts = Handed<int64_t, 1>;
 
 constexpr size_t kMostDepth = 1024;
 
@@ -36,17 +34,10 @@ bool within(const Ids& ids, size_t end) {
     return std::all_of(ids.data(), ids.data() + ids.size(), [&](int64_t id) { return 0 <= id && static_cast<size_t>(id) < end; });
 }
 
-template <class T>
-nb::ndarray<nb::numpy, T, nb::ndim<1>> owned(std::unique_ptr<T[]> numbers, size_t n) {
-    T* raw = numbers.release();
-    nb::capsule owner(raw, [](void* p) noexcept { delete[] static_cast<T*>(p); });
-    return {raw, {n}, owner};
-}
-
-Counts owned(const std::vector<int64_t>& numbers) {
-    auto copy = std::make_unique<int64_t[]>(std::max<size_t>(numbers.size(), 1));
+Counts copied(const std::vector<int64_t>& numbers) {
+    auto copy = room_for<int64_t>(numbers.size());
     std::copy(numbers.begin(), numbers.end(), copy.get());
-    return owned(std::move(copy), numbers.size());
+    return handed(std::move(copy), numbers.size());
 }
 
 // Estimates for one drafter, in arrays that Python keeps: see control/survival.py.
@@ -90,19 +81,17 @@ Said said(const std::optional<Table>& confidence, size_t n) {
 
 const double* line(const Said& said, size_t index) { return said.confidence ? said.confidence + index * said.depth : nullptr; }
 
-Result alive_of(const Estimates& estimates, double largest_logit, const Ids& rows, size_t depth,
+Handed<double, 2> alive_of(const Estimates& estimates, double largest_logit, const Ids& rows, size_t depth,
                 const std::optional<Table>& confidence, bool usual, double optimism) {
     require_rows(rows, {&estimates});
     require(depth <= kMostDepth, "too deep");
     const size_t n = rows.size();
     const Said known = said(confidence, n);
-    auto out = std::make_unique<double[]>(std::max<size_t>(n * depth, 1));
+    auto out = room_for<double>(n * depth);
     for (size_t i = 0; i < n; ++i)
         alive(estimates.habits(), estimates.sureness(), largest_logit, rows.data()[i], line(known, i), known.depth,
               {depth, optimism, usual}, out.get() + i * depth);
-    double* raw = out.release();
-    nb::capsule owner(raw, [](void* p) noexcept { delete[] static_cast<double*>(p); });
-    return {raw, {n, depth}, owner};
+    return handed(std::move(out), n, depth);
 }
 
 void observe_drafts(const All& all, const Numbers& rates, const Ids& rows, const Ids& num_verified, const Ids& num_accepted,
@@ -176,7 +165,7 @@ nb::tuple choose_drafts(const Steps& steps, const Table& alive, const Ids& most,
     const size_t n = alive.shape(0), depth = alive.shape(1);
     require(most.size() == n && lengths.size() == n && drafters.size() == n, "a number for each row");
     const Best best = steps.best({alive.data(), most.data(), lengths.data(), drafters.data(), n, depth, plain_tokens, unpaid_s});
-    return nb::make_tuple(owned(best.ks), best.tokens, best.seconds, best.plain_seconds);
+    return nb::make_tuple(copied(best.ks), best.tokens, best.seconds, best.plain_seconds);
 }
 
 // What drafters offer.
@@ -235,7 +224,7 @@ nb::tuple plan_drafts(const Steps& steps, const All& all, double largest_logit, 
     }
     const auto plain_tokens = static_cast<double>(n);
     const Best best = steps.best({chosen.data(), most.data(), lengths.data(), drafters.data(), n, depth, plain_tokens, unpaid_s});
-    return nb::make_tuple(owned(drafters), owned(best.ks), best.tokens, best.seconds, best.plain_seconds);
+    return nb::make_tuple(copied(drafters), copied(best.ks), best.tokens, best.seconds, best.plain_seconds);
 }
 
 Counts trim_drafts(const Steps& steps, const All& all, double largest_logit, const Ids& known_rows, const Ids& known_lengths,
@@ -262,7 +251,7 @@ Counts trim_drafts(const Steps& steps, const All& all, double largest_logit, con
     Best best = steps.best({chances.data(), ks.data(), lengths.data(), drafters.data(), n, depth, static_cast<double>(n), unpaid_s});
     for (size_t i = 0; i < n; ++i)
         if (rows.data()[i] == left_alone) best.ks[i] = ks.data()[i];
-    return owned(best.ks);
+    return copied(best.ks);
 }
 
 std::vector<double> drafting_of(const Prices& deepening, const Numbers& factors, double scale, const Ids& ks, const Ids& drafters) {

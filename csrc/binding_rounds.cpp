@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <memory>
 #include <vector>
 
 #include "binding.h"
@@ -14,9 +13,6 @@ using namespace nb::literals;
 
 namespace paceline {
 namespace {
-
-template <class T, size_t dims>
-using Result = nb::ndarray<nb::numpy, T, nb::ndim<dims>>;
 
 struct Names {
     nb::object row = name("row"), samples = name("samples"), num_known = name("num_known"), drafter = name("drafter"),
@@ -35,27 +31,23 @@ bool decodes(nb::handle row) {
 }
 
 // Numbers by row, several kinds of them one after another in one array.
-Result<int64_t, 2> table(const std::vector<int64_t>& numbers, size_t kinds, size_t n) {
-    auto copy = std::make_unique<int64_t[]>(std::max<size_t>(kinds * n, 1));
+Handed<int64_t, 2> table(const std::vector<int64_t>& numbers, size_t kinds, size_t n) {
+    auto copy = room_for<int64_t>(kinds * n);
     for (size_t i = 0; i < n; ++i)
         for (size_t kind = 0; kind < kinds; ++kind) copy[kind * n + i] = numbers[i * kinds + kind];
-    int64_t* raw = copy.release();
-    nb::capsule owner(raw, [](void* p) noexcept { delete[] static_cast<int64_t*>(p); });
-    return {raw, {kinds, n}, owner};
+    return handed(std::move(copy), kinds, n);
 }
 
 // Lines of different lengths, NaN behind the end of each.
-Result<double, 2> padded(const std::vector<std::vector<double>>& lines) {
+Handed<double, 2> padded(const std::vector<std::vector<double>>& lines) {
     size_t depth = 0;
     for (const auto& line : lines) depth = std::max(depth, line.size());
-    auto numbers = std::make_unique<double[]>(std::max<size_t>(lines.size() * depth, 1));
+    auto numbers = room_for<double>(lines.size() * depth);
     for (size_t i = 0; i < lines.size(); ++i) {
         double* to = numbers.get() + i * depth;
         std::fill(std::copy(lines[i].begin(), lines[i].end(), to), to + depth, NAN);
     }
-    double* raw = numbers.release();
-    nb::capsule owner(raw, [](void* p) noexcept { delete[] static_cast<double*>(p); });
-    return {raw, {lines.size(), depth}, owner};
+    return handed(std::move(numbers), lines.size(), depth);
 }
 
 int64_t num_drafts(nb::handle draft) { return static_cast<int64_t>(nb::len(nb::object(draft.attr(names().token_ids)))); }
@@ -84,7 +76,7 @@ nb::tuple drafted_of(const nb::tuple& rows, const nb::tuple& drafts, const nb::d
     return nb::make_tuple(table(numbers, 3, confidence.size()), padded(confidence));
 }
 
-Result<int64_t, 2> kept_of(const nb::tuple& rows, const nb::tuple& drafts, const nb::tuple& verdicts) {
+Handed<int64_t, 2> kept_of(const nb::tuple& rows, const nb::tuple& drafts, const nb::tuple& verdicts) {
     require(nb::len(rows) == nb::len(drafts) && nb::len(rows) == nb::len(verdicts), "every row has a draft and a verdict");
     std::vector<int64_t> numbers;
     for (size_t i = 0; i < nb::len(rows); ++i) {
