@@ -154,7 +154,7 @@ Best best_drafts(const Ladder& ladder, const Candidates& c) {
         return std::max((pass + drafting) * ladder.scale + host_s - c.unpaid_s, kLeastSeconds);
     };
     std::vector<size_t> going(ladder.drafters * ladder.width);  // rows that go so deep with a drafter
-    double pass = pass_s(0) + ladder.besides_s, drafting = 0, tokens = c.plain_tokens, keys = 0;
+    double pass = std::max(pass_s(0) + ladder.besides_s, 0.0), drafting = 0, tokens = c.plain_tokens, keys = 0;
     const double plain_s = seconds_of(pass, 0, ladder.host_s);
     Best best{std::vector<int64_t>(c.n), tokens, plain_s, plain_s};
     double highest = best.tokens / best.seconds;

@@ -367,7 +367,7 @@ def test_a_choice_holds_while_nothing_is_new() -> None:
 
 
 def test_a_drafter_is_given_up_once() -> None:
-    cruise = Cruise(quiet_view())
+    cruise = Cruise()
     gone = replace(minding_policy().decide(quiet_view()), given_up=(0,))
     cruise.keep(quiet_view(), gone, lasting=True)
     held = cruise.held(quiet_view(), 1)

@@ -63,8 +63,9 @@ def test_nobody_is_urgent_where_nothing_was_promised() -> None:
             pace.learn(outcomes(0.1, (0, 0, 0, 0)))
         assert pace.urgency(rows).tolist() == [1.0, 1.0, pytest.approx(MOST_URGENT), 1.0]
         assert pace.allowance_s(rows[:2], np.ones(2)) == inf
-    pace.admit(2)
-    assert pace.urgency(rows)[2] == 1.0
+    pace.admit(2)  # by a request that asks for nothing
+    assert pace.urgency(rows) is None
+    assert not pace.promise({})
 
 
 def serve(objective: Objective) -> Simulated:

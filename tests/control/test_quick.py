@@ -150,7 +150,7 @@ def test_plans_and_trims_are_the_same_in_one_call_and_in_turn(measured: Measured
         there = np.flatnonzero(~ours._hopes.gone)
         ks, drafters = rng.integers(0, DEPTH + 1, n), rng.choice(there, n)
         drafted = Drafted(view.rows, np.where(ks > 0, drafters, NONE), ks, said(rng, n, int(ks.max())))
-        known, apart = ours._known(n), float(rng.uniform(0, 1e-3))
+        known, apart = ours._known(view), float(rng.uniform(0, 1e-3))
         quick = trim(ours.cost, base, view, known, drafted, apart, int(view.rows[0]))
         among = Candidates(ours.alive(drafted), ks, view.lengths, drafted.drafters, float(n))
         plain = choose(ours.cost, base, among, unpaid_s=apart, drafted=True).ks

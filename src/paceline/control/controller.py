@@ -45,7 +45,7 @@ class Controller(Protocol):
 
     @property
     def twin(self) -> Controller:
-        """The same controller for the rows of a second group: another open plan, nothing learnt apart."""
+        """The same controller for the rows of a second group: its plans are its own, nothing is learnt apart."""
         ...
 
     def admit(self, row: int) -> None:
@@ -115,9 +115,10 @@ class ClosedLoop:
 
     @property
     def twin(self) -> ClosedLoop:
-        """The same policy and prices, with an open plan of its own."""
+        """The same estimates and prices, with choices and an open plan of its own."""
         if self._twin is None:
-            self._twin = ClosedLoop(self.policy, self.cost, self.names, self._watcher, 1 - self._group)
+            own = self.policy.twin()
+            self._twin = ClosedLoop(own, self.cost, self.names, self._watcher, 1 - self._group)
         return self._twin
 
     @property
@@ -133,12 +134,18 @@ class ClosedLoop:
 
     def rests(self) -> bool:
         """Begin a step without a plan, if the last choice, to draft nothing, holds; return whether it does."""
+        self._end_rest()
         self._resting = self.policy.rest()
         return self._resting
 
+    def _end_rest(self) -> None:
+        """Note a step without a plan that nobody had a row in: nothing was observed of it."""
+        if self._resting:
+            self.rested(0, 0.0)
+
     def plan(self, view: View) -> Plan:
         """Plan a step."""
-        self._resting = False
+        self._end_rest()
         self.view, self.decision, self._offered = view, self.policy.decide(view), frozenset(view.offers)
         d = self.decision
         if self._watcher:
@@ -194,7 +201,7 @@ class ClosedLoop:
 
     def rested(self, rows: int, host_s: float) -> None:
         """Take in a step that was not planned; see `Watcher`."""
-        self._had_drafts = False
+        self._resting = self._had_drafts = False
         if self.cost is not None and rows:
             self.cost.host.observe(rows, host_s, drafts=False)
         if self._watcher:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.control.policy import NONE, plain
+from paceline.control.cost import Work
+from paceline.control.policy import NONE, View, plain
 
 if TYPE_CHECKING:
-    from paceline.control.policy import Decision, View
+    from paceline.control.policy import Decision
 
 CRUISE = 8  # steps that a choice may hold for ...
 MUCH = 6  # ... unless so many drafts are offered: a drafter hardly makes more
@@ -21,8 +22,14 @@ DRAFTING = 4  # steps that a choice to draft holds for such many rows; one not t
 class Cruise:
     """The last choice, and for what it was made."""
 
-    def __init__(self, view: View) -> None:
-        self._view, self._chosen = view, plain(view)
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Hold nothing: the last choice was for its step alone."""
+        none = np.zeros(0, np.int64)
+        self._view = View(none, none, none, Work(0))
+        self._chosen = plain(self._view)
         self._every = 1  # steps of many rows with the same choice
         self._drafts = False
 
@@ -51,6 +58,8 @@ class Cruise:
 
     def held(self, view: View, step: int) -> Decision | None:
         """Return the last choice if it holds for a step, too: for many rows, or for the same few with stops."""
+        if view.out and not view.out.isdisjoint(self._chosen.drafters.tolist()):
+            return None
         if self.carries_on(step) and not (view.wishes or view.targets):
             return self._carried_on(view)
         return self._of_the_same(view, step)

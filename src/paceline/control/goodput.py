@@ -8,6 +8,7 @@ to pay. A drafter that could not pay in many steps, at the best that its probes 
 
 from __future__ import annotations
 
+from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from paceline.control.choice import Candidates, gained_by
 from paceline.control.cost import Work
 from paceline.control.cruise import Cruise
 from paceline.control.hopes import Hopes
-from paceline.control.objective import LEAST_PREFILL, Objective, Pace
+from paceline.control.objective import Objective, Pace
 from paceline.control.policy import NONE, Decision, Drafted, Outcomes, View, plain
 from paceline.control.probes import Probes
 from paceline.control.quick import Known, QuickSurvival, choose, learn_all, plan, trim
@@ -69,7 +70,6 @@ class Goodput:
         minding: Collection[int] = (),
     ) -> None:
         """`max_ks` and `priors` (chances by depth, if known) are by drafter. minding: those that heed stops."""
-        no_rows = np.zeros(0, np.int64)
         self.cost = cost
         self._pace = Pace(num_rows, objective or Objective())
         known = priors or [None] * len(max_ks)
@@ -85,7 +85,15 @@ class Goodput:
         self._planned = _Planned(Work(0))
         self._probes = Probes()
         self._steps = 0
-        self._cruise = Cruise(View(no_rows, no_rows, no_rows, Work(0)))
+        self._cruise = Cruise()
+
+    def twin(self) -> Goodput:
+        """As `Policy.twin`."""
+        other = copy(self)
+        other._cruise, other._planned = Cruise(), _Planned(Work(0))
+        other._probes, other._stance = self._probes.twin(), self._stance.twin()
+        other._steps, other._goodput = 0, 0.0
+        return other
 
     def admit(self, row: int) -> None:
         """A request begins in a row."""
@@ -141,13 +149,15 @@ class Goodput:
         tokens = chosen.tokens if gained is None else float(gained.sum())
         self._goodput = tokens / seconds
         self._planned = _Planned(base, unpaid_s, np.inf if paced else seconds - chosen.plain_seconds)
-        budget, prefill_s = self._budget(view, gained, seconds, unpaid_s) if paced else (None, unpaid_s)
+        budget, prefill_s = self._pace.budget(view, gained, seconds, unpaid_s) if paced else (None, unpaid_s)
         ks, stops = self._with_stops(view, base, ks, drafters)
         drafters = np.where(ks > 0, drafters, NONE)
         decision = Decision(ks, drafters, seconds + prefill_s, tokens, speedup, budget, given_up, stops)
         drafts, usual = any(ks.tolist()), self._probes.row == NONE and not self._probes.once_more
         self._stance.promise((view.num_rows, tokens, seconds, drafts) if usual and not paced else None)
-        if not paced:  # who is in haste changes from step to step
+        if paced:  # who is in haste changes from step to step
+            self._cruise.forget()
+        else:
             self._cruise.keep(view, decision, lasting=usual and drafts == self._stance.speculates)
         return decision
 
@@ -156,13 +166,16 @@ class Goodput:
         if len(self.survival) == 1 or view.wishes or self._renews(view):
             return None
         self._prices.renew(self.cost, base, view.lengths, due=False)
-        return plan(self.cost, base, view, self._known(view.num_rows), self._own[view.rows], unpaid_s)
+        return plan(self.cost, base, view, self._known(view), self._own[view.rows], unpaid_s)
 
-    def _known(self, num_rows: int) -> Known:
-        estimates = [
-            None if gone else s.estimates for s, gone in zip(self.survival, self._hopes.gone, strict=True)
-        ]
-        return Known(estimates, self._prices.table, self._goodput / num_rows)
+    def _known(self, view: View) -> Known:
+        out = self._out(view)
+        estimates = [None if index in out else s.estimates for index, s in enumerate(self.survival)]
+        return Known(estimates, self._prices.table, self._goodput / view.num_rows)
+
+    def _out(self, view: View) -> frozenset[int]:
+        """Return the drafters that nothing can be had from, in this step or for good."""
+        return view.out.union(self._hopes.gone.nonzero()[0].tolist())
 
     def _in_turn(self, view: View, base: Work, unpaid_s: float) -> tuple[NDArray[int64], Chosen]:
         """Choose each row's drafter, then how far each goes."""
@@ -183,19 +196,6 @@ class Goodput:
         self._prices.renew(self.cost, base, view.lengths, due=self._steps % ASSIGN_EVERY == 0)
         bars = bars_of(self._minding, self._prices, ks, drafters, self._goodput)
         return with_stops(view, ks, drafters, self._probes.row, bars, self.survival)
-
-    def _budget(
-        self, view: View, gained: NDArray[float64] | None, seconds: float, prefill_s: float
-    ) -> tuple[int | None, float]:
-        """Return how many tokens of prefill make no row late, and their seconds. gained: [num_rows] tokens"""
-        if gained is None or not view.prefill.tokens or prefill_s <= 0:
-            return None, prefill_s
-        spare_s = self._pace.allowance_s(view.rows, gained) - seconds
-        if spare_s >= prefill_s:
-            return None, prefill_s
-        share = max(spare_s, 0.0) / prefill_s
-        most = max(int(share * int(view.prefill.tokens)), LEAST_PREFILL)
-        return most, prefill_s * min(1.0, most / int(view.prefill.tokens))
 
     def _best(
         self,
@@ -229,9 +229,9 @@ class Goodput:
 
         What a drafter would propose is known if it offers: then nothing more is to be hoped for.
         """
-        found = np.zeros((len(self.survival), view.num_rows, self._max_k))
+        found, out = np.zeros((len(self.survival), view.num_rows, self._max_k)), self._out(view)
         for index, survival in enumerate(self.survival):
-            if not self._hopes.gone[index]:
+            if index not in out:
                 offer = view.offers.get(index)
                 hope = optimism if offer is None else 0.0
                 found[index] = survival.alive(view.rows, self._max_k, offer, optimism=hope)
@@ -255,6 +255,7 @@ class Goodput:
         asked = self._asked(view)
         if renews and asked:
             self._own[view.rows] = np.array(asked)[worth[asked].argmax(axis=0)]
+        if renews:
             self._fresh.difference_update(view.rows.tolist())
         drafters = self._own[view.rows]
         for offered in view.offers:
@@ -262,8 +263,9 @@ class Goodput:
         return drafters
 
     def _asked(self, view: View) -> list[int]:
-        """Return the drafters that offer nothing by themselves, and are not given up."""
-        return [d for d in range(len(self.survival)) if d not in view.offers and not self._hopes.gone[d]]
+        """Return the drafters that offer nothing by themselves, and can be asked."""
+        out = self._out(view)
+        return [d for d in range(len(self.survival)) if d not in view.offers and d not in out]
 
     def _worth(self, view: View, base: Work, alive: NDArray[float64]) -> NDArray[float64]:
         """Return how many tokens each drafter is worth to each row, its time priced at the goodput.
@@ -281,7 +283,7 @@ class Goodput:
         probes = self._probes
         second, probes.once_more = probes.once_more, False
         wait = min(PLAIN_EVERY, 2 << min(probes.num_plain, PLAIN_EVERY))
-        due = second or (self._steps - probes.last_plain >= wait and not view.wishes)
+        due = not view.wishes and (second or self._steps - probes.last_plain >= wait)
         if due and not second and probes.num_plain >= FIRST_PLAIN:
             due = probes.plain.afford(2 * chosen.plain_seconds * (self._stance.speedup - 1.0))
         probes.once_more = due and not second
@@ -367,8 +369,7 @@ class Goodput:
         unpaid_s = self._planned.prefill_s - self.cost.drafting_s(drafted.ks, drafted.drafters)
         weights = self._pace.urgency(drafted.rows)
         if weights is None:
-            known = self._known(view.num_rows)
-            ks = trim(self.cost, base, view, known, drafted, unpaid_s, self._probes.row)
+            ks = trim(self.cost, base, view, self._known(view), drafted, unpaid_s, self._probes.row)
             if ks is not None:
                 return ks
         by_row = np.zeros(len(self._own), np.int64)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy import float64, int64
     from numpy.typing import NDArray
 
-    from paceline.control.policy import Outcomes
+    from paceline.control.policy import Outcomes, View
 
 THROUGHPUT, LATENCY = "throughput", "latency"
 LEAST_PREFILL = 16  # tokens of a step, however late rows are: new requests must get on
@@ -60,22 +60,28 @@ class Pace:
         self.objective = objective
         self._target_s = np.full(num_rows, objective.tpot_s)  # [num_rows] per token
         self._late_s = np.zeros(num_rows)  # [num_rows] behind it, negative: ahead
-        self._any = isfinite(objective.tpot_s)
+        self._asking: set[int] = set()  # rows whose requests asked for a pace of their own
 
     def admit(self, row: int) -> None:
         """A request begins in a row."""
         self._target_s[row], self._late_s[row] = self.objective.tpot_s, 0.0
+        self._asking.discard(row)
 
     def promise(self, targets: Mapping[int, float]) -> bool:
-        """Take in what requests ask for themselves, seconds by row. Returns whether there is a promise."""
+        """Take in what requests ask for themselves, seconds by row. Returns whether these rows have a promise."""
         for row, target_s in targets.items():
             self._target_s[row] = target_s
-            self._any = True
-        return self._any
+            self._asking.add(row)
+        return isfinite(self.objective.tpot_s) or bool(targets)
+
+    def _promised(self, rows: NDArray[int64]) -> bool:
+        """Whether one of some rows has a promise."""
+        some = self._asking and not self._asking.isdisjoint(rows.tolist())
+        return isfinite(self.objective.tpot_s) or bool(some)
 
     def urgency(self, rows: NDArray[int64]) -> NDArray[float64] | None:
         """Return how much a token of each row counts, 1 where it is not behind; None without promises. [n]"""
-        if not self._any:
+        if not self._promised(rows):
             return None
         behind = self._late_s[rows] / (PATIENCE * self._target_s[rows])  # 0 where nothing was promised
         counts: NDArray[float64] = np.minimum(1.0 + (MOST_URGENT - 1.0) * np.maximum(behind, 0.0), MOST_URGENT)
@@ -86,9 +92,25 @@ class Pace:
         ahead_s = np.maximum(-self._late_s[rows], 0.0)
         return float((self._target_s[rows] * tokens + ahead_s).min(initial=inf))
 
+    def budget(
+        self, view: View, gained: NDArray[float64] | None, seconds: float, prefill_s: float
+    ) -> tuple[int | None, float]:
+        """Return how many tokens of prefill make no row late, None for all, and their seconds.
+
+        gained: [num_rows] tokens. seconds: of the step without its prefill, which would take `prefill_s`.
+        """
+        if gained is None or not view.prefill.tokens or prefill_s <= 0:
+            return None, prefill_s
+        spare_s = self.allowance_s(view.rows, gained) - seconds
+        if spare_s >= prefill_s:
+            return None, prefill_s
+        share = max(spare_s, 0.0) / prefill_s
+        most = max(int(share * int(view.prefill.tokens)), LEAST_PREFILL)
+        return most, prefill_s * min(1.0, most / int(view.prefill.tokens))
+
     def learn(self, outcomes: Outcomes) -> None:
         """Take in a step."""
-        if not self._any:
+        if not self._promised(outcomes.rows):
             return
         rows, step_s = outcomes.rows, outcomes.draft_s + outcomes.target_s + outcomes.host_s + outcomes.wait_s
         target_s = self._target_s[rows]

@@ -29,7 +29,8 @@ HOUR_RATE = 0.2  # of the way to what a step says; a size's and a drafter's own 
 RARE = 16  # steps without a size, for its next one to count `RATE` more: what is rare is known less
 MOST_SURPRISE = 0.5  # in log seconds, of one step; shared machines slow down by as much within a second
 SIZES = 24  # two to every doubling of the tokens
-MOST_TOKENS = 1 << 11  # of a pass, in the table; above, the last size's prices go on
+MOST_DRAFTS = 1 << 10  # of a step; more are priced as so many
+MOST_TOKENS = 1 << 11  # of a pass, in the table; above, what was measured, as far off as the last size is
 
 
 class OnlineCost:
@@ -57,6 +58,7 @@ class OnlineCost:
         if t.pair_s:
             seconds[1:] += t.pair_s * np.add.accumulate(drafts.contexts)
         seconds += t.besides(base)
+        np.maximum(seconds, 0.0, out=seconds)  # much prefill may save more than its tokens were measured to take
         np.maximum.accumulate(seconds, out=seconds)  # where corrections of neighbours disagree
         if not drafted:
             seconds += self.measured.drafting(drafts, self._factors)
@@ -68,10 +70,12 @@ class OnlineCost:
 
     def ladder(self, base: Work, num_rows: int, *, drafted: bool = False) -> kernels.Steps:
         """As `StepCost.ladder`."""
-        t = self.measured.target
+        t, first, table = self.measured.target, int(base.tokens), self._pass_s
+        if first + MOST_DRAFTS > MOST_TOKENS:
+            table, first = self._pass_s_from(first, MOST_DRAFTS), 0
         return kernels.Steps(
-            self._pass_s,
-            first=int(base.tokens),
+            table,
+            first=first,
             pair_s=t.pair_s,
             besides_s=t.besides_s(base),
             added=None if drafted else self._tables.added,
@@ -82,11 +86,10 @@ class OnlineCost:
         )
 
     def _pass_s_from(self, first: int, count: int) -> NDArray[float64]:
-        """Return a copy of the table of passes for so many sizes. [count]"""
-        if first + count <= MOST_TOKENS:
-            return self._pass_s[first : first + count].copy()
-        found: NDArray[float64] = self._pass_s[np.minimum(np.arange(first, first + count), MOST_TOKENS - 1)]
-        return found
+        """Return passes of so many sizes. [count]"""
+        known = self._pass_s[first : first + count]
+        beyond = np.arange(max(first, MOST_TOKENS), first + count)
+        return np.concatenate((known, self.measured.target.by_tokens(beyond) * exp(self._own[self._size[-1]])))
 
     def price(self, base: Work, lengths: NDArray[int64], ks: NDArray[int64], drafters: NDArray[int64]) -> float:
         """As `StepCost.price`."""
@@ -105,9 +108,8 @@ class OnlineCost:
         """As `StepCost.prices`."""
         n, ks = len(lengths), np.arange(max_k + 1)
         t, tables = self.measured.target, self._tables
-        tokens = np.minimum(int(base.tokens) + n * ks, MOST_TOKENS - 1)
         pairs = ks * int(lengths.sum()) + n * (ks * (ks + 1) // 2)
-        verify_s = self._pass_s[tokens] + t.pair_s * pairs + t.besides(base)
+        verify_s = self._pass_s_from(int(base.tokens), n * max_k + 1)[n * ks] + t.pair_s * pairs + t.besides(base)
         drafting_s = tables.seconds[:num_drafters, n, np.minimum(ks, tables.width - 1)]
         seconds: NDArray[float64] = drafting_s * self._factors[:num_drafters, None] + verify_s
         seconds *= exp(self.hour)
@@ -121,8 +123,9 @@ class OnlineCost:
 
     def pass_s(self, work: Work) -> float:
         """Return the seconds of one pass."""
-        seconds = self._pass_s.item(min(int(work.tokens), MOST_TOKENS - 1))
-        return (seconds + self.measured.target.besides_s(work)) * exp(self.hour)
+        tokens = int(work.tokens)
+        seconds = self._pass_s.item(tokens) if tokens < MOST_TOKENS else self._pass_s_from(tokens, 1).item()
+        return max(seconds + self.measured.target.besides_s(work), 0.0) * exp(self.hour)
 
     def observe_pass(self, work: Work, seconds: float) -> None:
         """Learn from a target pass."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
 
@@ -28,6 +28,10 @@ class _EveryStep:
 
     __slots__ = ()
     looks: ClassVar[bool] = True
+
+    def twin(self) -> Self:
+        """It knows of no groups."""
+        return self
 
     def rest(self) -> bool:
         """Never."""

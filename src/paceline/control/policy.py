@@ -40,6 +40,7 @@ class View:
     wishes: Mapping[int, int] = field(default_factory=dict)  # row -> the drafter that its request named
     waiting: int = 0  # requests that have no row yet
     targets: Mapping[int, float] = field(default_factory=dict)  # row -> seconds per token its request asked for
+    out: frozenset[int] = frozenset()  # drafters that fail, and are left in peace for some steps
 
     @property
     def num_rows(self) -> int:
@@ -93,6 +94,10 @@ class Policy(Protocol):
     @property
     def looks(self) -> bool:
         """Whether its next decision wants to know what drafters that cost nothing would propose."""
+        ...
+
+    def twin(self) -> Policy:
+        """Return the same for another group of rows: it shares what is learnt, its choices are its own."""
         ...
 
     def admit(self, row: int) -> None:

@@ -32,6 +32,10 @@ class Probes:
     num_plain: int = 0
     once_more: bool = False  # the first step after drafts finds other things in the caches: the second tells
 
+    def twin(self) -> Probes:
+        """Return those of another group of rows, which spend out of the same budgets."""
+        return Probes(self.budget, self.plain)
+
     def earn(self, seconds: float) -> None:
         """Let so much more time go into finding out, of either kind."""
         self.budget.seconds += seconds

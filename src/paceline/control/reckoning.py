@@ -47,13 +47,16 @@ def learn_cost(
     else:
         drafting = cost.drafting_of(outcomes.num_drafted, outcomes.drafters)
     plain_s, done_s = cost.pass_s(plain), cost.pass_s(done)
-    prefill_s = cost.pass_s(plain + prefill) - plain_s if prefill.tokens else 0.0
+    prefill_s = max(cost.pass_s(plain + prefill) - plain_s, 0.0) if prefill.tokens else 0.0
     rows, drafts = len(lengths), sum(drafting) > 0 or any(verified)
     plain_s += cost.host(rows, drafts=False)
     predicted_s = max(sum(drafting) + done_s + cost.host(rows, drafts=drafts), 1e-9)
     measured_s = outcomes.draft_s + outcomes.target_s + outcomes.host_s
     gained = 1 + sum(outcomes.num_accepted.tolist()) / max(len(lengths), 1)  # steps that a step stands for
-    reckoning = Reckoning(predicted_s, measured_s * (prefill_s + gained * plain_s) / predicted_s)
+    share = min(
+        (prefill_s + gained * plain_s) / predicted_s, gained
+    )  # no step takes longer for what it leaves out
+    reckoning = Reckoning(predicted_s, measured_s * share)
     dear = [drafter for drafter, seconds in enumerate(drafting) if seconds > 0]
     if len(dear) == 1 and not prefill.tokens:  # else it is not told apart: other drafters', or taking in prompts
         cost.observe_drafting(dear[0], drafting[dear[0]], outcomes.draft_s)

@@ -80,6 +80,7 @@ class Simulated:
 class Planned:
     """A step that is planned, and what it costs."""
 
+    policy: Policy  # whose plan it is
     view: View
     decision: Decision
     chunks: NDArray[int64]  # [num_rows] tokens of prefill
@@ -132,12 +133,13 @@ class Simulator:
         self._now += planned.verify_s + planned.draft_s
         self._end_step(planned)
 
-    def _plan(self, members: NDArray[bool_]) -> Planned:
-        """Plan a step of some rows. members: [num_rows]"""
+    def _plan(self, members: NDArray[bool_], policy: Policy | None = None) -> Planned:
+        """Plan a step of some rows, by their own policy if they have one. members: [num_rows]"""
+        policy = policy or self.policy
         (rows,) = np.nonzero(members & (self._to_prefill == 0))
         prefill, chunks = self._prefill(self.replica.prefill_tokens, members)
         view = View(rows, self._length[rows], self._left[rows] - 1, prefill)
-        decision = self.policy.decide(view)
+        decision = policy.decide(view)
         if decision.prefill_tokens is not None:
             budget = min(decision.prefill_tokens, self.replica.prefill_tokens)
             prefill, chunks = self._prefill(budget, members)
@@ -145,14 +147,14 @@ class Simulator:
         base = Work(len(rows), 0, keys, keys) + prefill
         draft_s = self.cost.drafting_s(decision.ks, decision.drafters)
         verify_s = self.cost.price(base, view.lengths, decision.ks, decision.drafters) - draft_s
-        return Planned(view, decision, chunks, verify_s, draft_s)
+        return Planned(policy, view, decision, chunks, verify_s, draft_s)
 
     def _end_step(self, planned: Planned) -> None:
         """Draw what is kept, write it and let the policy learn."""
         rows, d = planned.view.rows, planned.decision
         kept = self._kept(rows, d.ks, d.drafters)
         seconds = planned.verify_s + planned.draft_s
-        self.policy.learn(planned.view, Outcomes(rows, d.drafters, d.ks, kept, 0.0, seconds))
+        planned.policy.learn(planned.view, Outcomes(rows, d.drafters, d.ks, kept, 0.0, seconds))
         self._write(rows, kept + 1)
         self._end_prefill(planned.chunks)
         for index, count in enumerate((1, int(d.ks.sum()), int(kept.sum()), len(rows))):

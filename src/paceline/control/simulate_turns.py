@@ -33,6 +33,7 @@ class TurnsSimulator(Simulator):
         """apart: drafters have a device of their own; otherwise drafting and passes wait for each other."""
         super().__init__(workload, replica, cost, policy, seed)
         self._apart = apart
+        self._policies = policy, policy.twin()  # by group
         self._group = np.zeros(replica.num_rows, np.int64)
         self._ready: Planned | None = None  # drafted for in the last step
         self._next_group = 0  # the one that is ready, or would be drafted for
@@ -45,7 +46,7 @@ class TurnsSimulator(Simulator):
         self._next_group = 1 - self._next_group
         self._even_out(self._next_group)
         members = (self._request >= 0) & (self._group == self._next_group)
-        self._ready = self._plan(members) if members.any() else None
+        self._ready = self._plan(members, self._policies[self._next_group]) if members.any() else None
         draft_s = self._ready.draft_s if self._ready else 0.0
         self._now += max(now.verify_s, draft_s) if self._apart else now.verify_s + draft_s
         self._end_step(now)
@@ -56,7 +57,8 @@ class TurnsSimulator(Simulator):
         if len(rows) < 2:
             return None
         self._group[rows] = np.arange(len(rows)) % 2
-        planned = self._plan((self._request >= 0) & (self._group == self._next_group))
+        members = (self._request >= 0) & (self._group == self._next_group)
+        planned = self._plan(members, self._policies[self._next_group])
         self._now += planned.draft_s
         return planned
 

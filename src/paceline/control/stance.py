@@ -64,6 +64,12 @@ class Stance:
         self._kinds = _Kind(), _Kind()  # without drafts and with some
         self._promised: tuple[int, float, float, bool] | None = None
 
+    def twin(self) -> Stance:
+        """Return another group's, which learns from both."""
+        other = Stance()
+        other._kinds = self._kinds
+        return other
+
     def take(self, chosen: Chosen) -> bool:
         """Return whether to draft as chosen: to begin, it must win clearly, and then go on winning."""
         without, drafting = self._kinds

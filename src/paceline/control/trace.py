@@ -7,6 +7,7 @@ that a policy does follows from these, so a replay makes the same choices.
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from paceline.control.controller import ClosedLoop
     from paceline.control.overlap import Turns
 
+log = logging.getLogger(__name__)
 FORMAT = "paceline trace 1"
 
 
@@ -48,7 +50,7 @@ class Tracer:
         apart: bool = False,
     ) -> None:
         """apart: whether drafters have a device of their own."""
-        self._file = file
+        self._file, self._ended = file, False
         self._write(
             format=FORMAT,
             profile=to_json(profile),
@@ -79,6 +81,7 @@ class Tracer:
             "wishes": {str(row): drafter for row, drafter in view.wishes.items()},
             "waiting": view.waiting,
             "targets": {str(row): target_s for row, target_s in view.targets.items()},
+            "out": sorted(view.out),
         }
         self._write(view=seen, ks=decision.ks.tolist(), drafters=decision.drafters.tolist(), group=group)
 
@@ -93,7 +96,14 @@ class Tracer:
         self._write(outcomes=got, prefill=_numbers(prefill), group=group)
 
     def _write(self, **values: Any) -> None:
-        self._file.write(json.dumps(values) + "\n")
+        """Write a line; a disk that is full ends the trace, not the engine."""
+        if self._ended:
+            return
+        try:
+            self._file.write(json.dumps(values) + "\n")
+        except OSError as error:
+            self._ended = True
+            log.warning("the trace ends here, as it cannot be written: %s", error)
 
 
 def _sure(confidence: NDArray[float64]) -> list[list[float | None]]:
@@ -210,6 +220,7 @@ def _view(seen: dict[str, Any]) -> View:
         wishes=wishes,
         waiting=int(seen["waiting"]),
         targets={int(row): float(target_s) for row, target_s in seen.get("targets", {}).items()},
+        out=frozenset(map(int, seen.get("out", ()))),
     )
 
 
