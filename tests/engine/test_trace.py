@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from io import StringIO
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from paceline import cli
-from paceline.control.trace import replay
+from paceline.control.controller import ClosedLoop
+from paceline.control.cost import Work
+from paceline.control.goodput import Goodput
+from paceline.control.online import OnlineCost
+from paceline.control.policy import View
+from paceline.control.profile import read_profile
+from paceline.control.trace import Tracer, replay
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams, Speculation
 from paceline.engine import auto
 from paceline.engine.config import EngineConfig
 from tests.engine.same_text import PLAIN, STAIRCASE, make_engine, run
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture
@@ -39,6 +44,39 @@ def test_a_replay_makes_the_same_choices(trace: Path) -> None:
         assert (step.now.ks == step.then.ks).all()
         assert (step.now.drafters == step.then.drafters).all()
     assert sum(step.outcomes.num_verified.sum() for step in steps) > 0
+
+
+class RestAtFirst(Goodput):
+    """Its first three steps need no plan."""
+
+    def rest(self) -> bool:
+        self._steps += 1
+        return self._steps <= 3
+
+
+def test_a_step_without_a_plan_is_written_though_nobody_had_a_row_in_it() -> None:
+    file, profile = StringIO(), read_profile(Path(STAIRCASE))
+    tracer = Tracer(file, profile, ["suffix", "draft-model"], 4, [4, 4])
+    policy = RestAtFirst(profile.cost, 4, [4, 4])
+    loop = ClosedLoop(policy, OnlineCost(profile.cost), ["suffix", "draft-model"], tracer)
+    assert loop.rests()
+    assert loop.rests()
+    none = np.zeros(1, np.int64)
+    loop.plan(View(none, none + 9, none, Work(0)))
+    lines = [json.loads(line) for line in file.getvalue().splitlines()[1:]]
+    assert [line.get("rested") for line in lines] == [0, 0, None]
+
+
+def test_a_full_disk_ends_the_trace_alone(caplog: pytest.LogCaptureFixture) -> None:
+    class Full(StringIO):
+        def write(self, text: str) -> int:
+            raise OSError("no space left")
+
+    tracer = Tracer(Full(), read_profile(Path(STAIRCASE)), [], 4, [])
+    tracer.admitted(0)
+    assert [record.message for record in caplog.records] == [
+        "the trace ends here, as it cannot be written: no space left"
+    ]
 
 
 def test_a_replay_tells_what_was_trimmed(trace: Path) -> None:

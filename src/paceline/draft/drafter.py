@@ -84,6 +84,10 @@ class DraftWeights:
     vocabulary: Vocabulary
 
 
+class Away(Exception):  # noqa: N818 (a state, no error of the user's)
+    """Raised by `propose` while a drafter cannot be asked and says so itself, as between two lives."""
+
+
 class StoresLost(Exception):  # noqa: N818 (it is news, not an error of the user's)
     """A drafter raises it, from whatever it was asked, when all that its stores held is gone. Rows start anew."""
 

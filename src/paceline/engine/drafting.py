@@ -10,7 +10,8 @@ import numpy as np
 
 from paceline.control.arrays import padded
 from paceline.core.nouns import NO_DRAFT, Draft, RowDraft
-from paceline.draft.drafter import StoresLost
+from paceline.draft.drafter import Away, StoresLost
+from paceline.engine.patience import Patience
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,6 +44,9 @@ class Drafting:
         self._vocab_size = vocab_size
         self._empty_store = empty_store
         self._told: set[str] = set()  # drafters whose failure has been logged
+        self._troubled: set[str] = set()  # those that failed since they were last asked to draft
+        self._patience = Patience()
+        self._index = {name: index for index, name in enumerate(self.names)}
         self._offers: dict[str, dict[int, RowDraft]] = {}  # of this step, by drafter and row
         self._marked: dict[tuple[str, int], int] = {}  # (store, row) -> tokens it is known to hold
 
@@ -92,7 +96,7 @@ class Drafting:
                     drafter, _look, drafter, [(r, min(k, m)) for r, m in zip(rows, most, strict=True)]
                 )
                 self._offers[name] = offers or {}
-                found[self.names.index(name)] = padded(
+                found[self._index[name]] = padded(
                     [self._offers[name].get(row, NO_DRAFT).confidence or () for row in rows]
                 )
         return found
@@ -104,11 +108,17 @@ class Drafting:
         for name in sorted(planned & self.drafters.keys()):
             drafter = self.drafters[name]
             own = plan.only(name)
+            self._troubled.discard(name)
             draft = self._offered(batch, own, name) or self._guard(drafter, drafter.propose, batch, own)
             for index, row_draft in enumerate(draft.rows if draft is not None else ()):
                 if len(row_draft) and self._fits(drafter, row_draft, batch.rows[index].max_drafts):
                     rows[index] = row_draft
+            self._patience.note(name, failed=name in self._troubled)
         return Draft(tuple(rows))
+
+    def out(self) -> frozenset[int]:
+        """Return the drafters, by their index, that a step is to be planned without, see `View.out`."""
+        return self._patience.out(self._index)
 
     def _offered(self, batch: Batch, plan: Plan, name: str) -> Draft | None:
         """Return what a drafter offered for this step, as far as it was planned; None if it was not asked."""
@@ -136,6 +146,9 @@ class Drafting:
     def _guard(self, drafter: Drafter, call: Callable[..., T], *arguments: object) -> T | None:
         try:
             return call(*arguments)
+        except Away:
+            self._troubled.add(drafter.name)
+            return None
         except StoresLost:
             self._lost(drafter)
             return None
@@ -146,6 +159,7 @@ class Drafting:
     def _lost(self, drafter: Drafter) -> None:
         """Note that nothing is left of what a drafter held."""
         self.num_failures += 1
+        self._troubled.add(drafter.name)
         self._marked |= {key: 0 for key in self._marked if key[0] in drafter.needs.stores}
         for store in drafter.needs.stores:
             self._empty_store(store)
@@ -160,6 +174,7 @@ class Drafting:
 
     def _failed(self, drafter: Drafter, reason: str) -> None:
         self.num_failures += 1
+        self._troubled.add(drafter.name)
         if drafter.name not in self._told:
             self._told.add(drafter.name)
             log.warning("drafter %s failed, so its rows decode plainly: %s", drafter.name, reason)

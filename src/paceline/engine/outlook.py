@@ -31,7 +31,8 @@ def outlook(scheduler: Scheduler, drafting: Drafting, *, looks: bool, group: Gro
     special = [r for r in decoding if r.request.speculation is not None]
     offers = drafting.look(rows.tolist(), most.tolist()) if looks or special else {}
     wishes, targets = dict(_wishes(special, drafting.names)), dict(_targets(special))
-    return View(rows, lengths, most, _prefill(scheduler, group), offers, wishes, len(scheduler.waiting), targets)
+    prefill, waiting = _prefill(scheduler, group), len(scheduler.waiting)
+    return View(rows, lengths, most, prefill, offers, wishes, waiting, targets, drafting.out())
 
 
 def _bounds(decoding: Sequence[Running]) -> NDArray[int64]:

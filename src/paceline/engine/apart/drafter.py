@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.core.errors import PacelineError
 from paceline.core.nouns import NO_DRAFT, PAGE_TOKENS, Draft, RowDraft
-from paceline.draft.drafter import StoresLost
+from paceline.draft.drafter import Away, StoresLost
 from paceline.engine.apart.channel import LineDead
 from paceline.engine.apart.life import Lives
 from paceline.engine.apart.messages import (
@@ -68,11 +68,13 @@ class DrafterApart:
         self._requests[row], self._held[row] = request, dict(valid_lens)
 
     def propose(self, batch: Batch, plan: Plan) -> Draft:
-        """Draft in the process; nothing while there is none."""
+        """Draft in the process. Raises `Away` while there is none."""
         depth = {r.row: min(plan.k(r.row), r.max_drafts) for r in batch.rows}
         wanted = {row: k for row, k in depth.items() if k > 0}
-        if not wanted or self.lives.living() is None:
+        if not wanted:
             return Draft((NO_DRAFT,) * len(batch.rows))
+        if self.lives.living() is None:
+            raise Away
         self._open |= wanted.keys()
         born = tuple(self._birth(row) for row in wanted if row not in self._told)
         news = tuple(self._news(row, ahead=k) for row, k in wanted.items())
