@@ -22,6 +22,7 @@ from paceline.control.policy import NONE, Decision, Drafted, Outcomes, View
 from paceline.control.reckoning import learn_cost
 from paceline.control.stance import Stance
 from paceline.control.stopping import with_stops
+from paceline.control.survival import sigmoid
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -189,7 +190,7 @@ def test_the_trim_is_the_best_of_all_cuts(monkeypatch: pytest.MonkeyPatch) -> No
     view = View(np.arange(3), np.full(3, 300), np.full(3, 100), Work(0))
     told = drafted(ours, view, rng.uniform(0.05, 0.95, (3, 3)))
     survival, cost = ours.survival[1], ours.cost
-    alive = np.multiply.accumulate(survival.chances_with(told.rows, told.confidence), axis=1)
+    alive = np.multiply.accumulate(sigmoid(survival.logits_with(told.rows, told.confidence)), axis=1)
     base = Work(3, 0, 900, 900)
     spent_s = cost.drafting_s(told.ks, told.drafters)
 

@@ -99,7 +99,7 @@ def test_a_confidence_that_knows_is_believed_and_one_that_does_not_is_not() -> N
         guessing.observe(rows, np.full(32, 2), kept, sigmoid(rng.normal(0, 1.5, (32, 2))))
     assert knowing.sureness == pytest.approx(2.0, rel=0.25)
     assert guessing.sureness < 0.15
-    sure, unsure = (knowing.chances_with(rows[:1], np.full((1, 2), c))[0, 0] for c in (0.8, 0.2))
+    sure, unsure = (sigmoid(knowing.logits_with(rows[:1], np.full((1, 2), c)))[0, 0] for c in (0.8, 0.2))
     assert sure > 0.85
     assert unsure < 0.25
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import BadModelFile
 from paceline.model.config import FAMILIES, ModelConfig, Rope, tensor_shapes
-from paceline.model.cost import num_weights, pass_cost
+from paceline.model.cost import num_weights
 from paceline.model.decoder import ReferenceDecoder
 from tests.model.helpers import logits_of, pack
 from tests.tiny import tiny_config, tiny_weights
@@ -108,14 +108,9 @@ def test_a_config_that_cannot_be_is_refused(changes: dict[str, object]) -> None:
         replace(tiny_config(), **changes).check()
 
 
-def test_a_pass_costs_what_arithmetic_says() -> None:
+def test_all_weights_are_counted() -> None:
     config = tiny_config(tie_embeddings=False)
     assert num_weights(config) == sum(t.numel() for t in tiny_weights(config).values())
-    layer = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48 + 2 * 32
-    body, head = 2 * layer + 32, 320 * 32
-    cost = pass_cost(config, num_tokens=3, kv_tokens=10, num_scored=1)
-    assert cost.operations == 2 * (3 * body + head) + 4 * 2 * 32 * 10
-    assert cost.bytes_read == 4 * (body + head + 3 * 32) + 4 * 10 * 2 * 2 * 16
 
 
 def test_every_family_names_its_tensors() -> None:

@@ -135,10 +135,6 @@ class Survival:
         """Return the chance of each depth given the one before, as known before drafting. [n, max_depth]"""
         return sigmoid(self.logits(rows, optimism))
 
-    def chances_with(self, rows: NDArray[int64], confidence: NDArray[float64]) -> NDArray[float64]:
-        """Return the chances once the drafter has said how sure it is. confidence: [n, depth]"""
-        return sigmoid(self.logits_with(rows, confidence))
-
     def _surprise(self, confidence: NDArray[float64]) -> NDArray[float64]:
         """Return how much surer than usual the drafter is, in logits; NaN where it says nothing."""
         surprise = logit(confidence)

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.core.errors import DrafterMismatch
-
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -33,15 +31,6 @@ def difference(target: Vocabulary, drafter: Vocabulary) -> str | None:
         if spelled[0] != spelled[1]:
             return f"token {token_id} is {spelled[1]!r} to the drafter and {spelled[0]!r} to the target"
     return None
-
-
-def check_vocabulary(target: Vocabulary, drafter: Vocabulary) -> None:
-    """Raise `DrafterMismatch` unless both tokenizers spell every id alike."""
-    if (why := difference(target, drafter)) is not None:
-        raise DrafterMismatch(
-            f"{drafter.model} ({drafter.size} tokens) cannot draft for {target.model} ({target.size} tokens): "
-            f"{why}; use a drafter with the same tokenizer"
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
