@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from math import nan
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -119,7 +119,6 @@ def test_bad_requests_are_refused_and_change_nothing() -> None:
         (Request("a", (5, 320), params, seed=0), RequestError),
         (Request("a", (-1,), params, seed=0), RequestError),
         (Request("a", (1,) * 300, params, seed=0), PromptTooLong),
-        (Request("a", (1,), SamplingParams(logit_bias={320: 1.0}), seed=0), RequestError),
     ]:
         with pytest.raises(error):
             engine.add(bad)
@@ -127,6 +126,16 @@ def test_bad_requests_are_refused_and_change_nothing() -> None:
     engine.add(Request("a", (1,), params, seed=0))
     with pytest.raises(RequestError, match="in use"):
         engine.add(Request("a", (1,), params, seed=0))
+
+
+@pytest.mark.parametrize(("param", "ids"), [("logit_bias", {320: 1.0}), ("stop_token_ids", (7, 320))])
+def test_tokens_outside_the_vocabulary_are_refused_wherever_they_are_named(param: str, ids: Any) -> None:
+    engine = make_engine("off", PLAIN)
+    params = SamplingParams(max_tokens=8, min_tokens=5, **{param: ids})
+    with pytest.raises(RequestError, match=f"{param} names tokens outside the vocabulary of 320") as refused:
+        engine.add(Request("a", (1,), params, seed=0))
+    assert refused.value.param == param
+    assert not engine.has_work
 
 
 @pytest.mark.parametrize("law", ["rejection", "block"])

@@ -159,6 +159,10 @@ class Engine:
             raise RequestError(f"the prompt has token ids outside the vocabulary of {vocab_size}", "prompt")
         if any(token_id >= vocab_size for token_id in request.params.logit_bias):
             raise RequestError(f"logit_bias names tokens outside the vocabulary of {vocab_size}", "logit_bias")
+        if any(token_id >= vocab_size for token_id in request.params.stop_token_ids):
+            raise RequestError(
+                f"stop_token_ids names tokens outside the vocabulary of {vocab_size}", "stop_token_ids"
+            )
 
     # The six verbs, of which the loops are made ---------------------------------------------------
 
