@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from math import nan
 from typing import TYPE_CHECKING, Any
 
@@ -60,31 +61,61 @@ def test_a_broken_drafter_costs_speculation_only(
     assert len([r for r in caplog.records if "ngram failed" in r.message]) == 1, "logged once"
 
 
-@pytest.mark.parametrize("law", ["coupled", "rejection", "block"])
-def test_a_target_without_numbers_ends_that_row_only(law: str) -> None:
-    engine = make_engine("ngram:k=4", PLAIN, law=law)
+def spoil(engine: Engine, request_id: str, least: int = 0) -> None:
+    """Leave the target without a number for a request's tokens from an index of its text on.
+
+    That is in the backend's own choices and in its logits alike.
+    """
     score = engine.target.score
 
     def spoilt(batch: Batch, draft: Draft) -> Scores:
-        """Spoil what the target says of request 2, the backend's own choices and its logits alike."""
         scores = score(batch, draft)
-        (index,) = [i for i, r in enumerate(batch.rows) if r.request_id == "2"] or [None]
-        if index is None:
-            return scores
-        for at in range(scores.cu_len[index], scores.cu_len[index + 1]):
-            if scores.chosen[at] != UNCHOSEN:
-                scores.chosen[at] = BROKEN
-            else:
-                scores.logits[scores.logit_idx[at]] = nan
+        for index in [i for i, r in enumerate(batch.rows) if r.request_id == request_id]:
+            for at in range(scores.cu_len[index], scores.cu_len[index + 1]):
+                if scores.chooses[at].position < least:
+                    continue
+                if scores.chosen[at] != UNCHOSEN:
+                    scores.chosen[at] = BROKEN
+                else:
+                    scores.logits[scores.logit_idx[at]] = nan
         return scores
 
     engine.target.score = spoilt  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("law", ["coupled", "rejection", "block"])
+def test_a_target_without_numbers_ends_that_row_only(law: str) -> None:
+    engine = make_engine("ngram:k=4", PLAIN, law=law)
+    spoil(engine, "2")
     answers = run(engine, REQUESTS)
     assert answers["2"].ending[0] == "error"
     assert answers["2"].token_ids == []
     expected = run(make_engine("ngram:k=4", PLAIN, law=law), REQUESTS)
     assert_same({k: v for k, v in expected.items() if k != "2"}, {k: v for k, v in answers.items() if k != "2"})
     assert engine.scheduler.pool.num_held == 0
+
+
+@pytest.mark.parametrize("law", ["coupled", "rejection", "block"])
+@pytest.mark.parametrize("changes", [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 9, "logprobs": 2}])
+def test_drafts_kept_before_the_target_has_no_number_are_written(law: str, changes: dict[str, Any]) -> None:
+    """As plain decoding writes them; a stop among them ends the answer before that."""
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 30, "ignore_eos": True} | changes)
+    request = Request("a", (5, 9, 13, 7) * 4, params, seed=1)
+    prompt_len = len(request.prompt_ids)
+    text = run(make_engine("off", PLAIN), [request])["a"].token_ids
+    stopped = replace(request, params=replace(params, stop_token_ids=(text[3],)))
+    plain_text = law == "coupled" or params.greedy  # else it depends on the drafts, but not for how long it is
+    for asked, least in [(request, 4), (request, 5), (request, 8), (stopped, 4), (stopped, 5), (stopped, 6)]:
+        plain, drafted = make_engine("off", PLAIN), make_engine("draft-model:model=same,k=4", PLAIN, law)
+        for engine in (plain, drafted):
+            spoil(engine, "a", prompt_len + least)
+        expected, got = run(plain, [asked]), run(drafted, [asked])
+        if plain_text:
+            assert_same(expected, got)
+        elif asked is request:
+            assert got["a"].ending[0] == "error"
+            assert len(got["a"].token_ids) == least
+        assert drafted.stats().drafter_failures == 0
 
 
 @pytest.mark.parametrize("when", [0, 1, 3, 8])

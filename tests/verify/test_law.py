@@ -84,6 +84,24 @@ def test_log_probabilities_are_of_the_raw_logits(name: str, temperature: float) 
     ]
 
 
+@pytest.mark.parametrize("name", sorted(LAWS))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("least", [0, 1, 2])
+def test_drafts_kept_before_the_target_has_no_number_stay(name: str, temperature: float, least: int) -> None:
+    """Drafts that no law refuses: q is p where the target draws, and the target's choice for all."""
+    choose = Choose("logits", SamplingParams(temperature=temperature, logprobs=0), seed=5)
+    scores = scores_of([[0, 1, 2]], choose)
+    drafts = [choose_token(LOGITS[i], scores.chooses[i]) for i in range(2)]
+    probs = np.exp(LOGITS[:2].astype(float))
+    probs /= probs.sum(axis=1, keepdims=True)
+    scores.logits = np.where(np.arange(4)[:, None] < least, LOGITS, np.nan)
+    verdict = load_law(name).judge(Draft((RowDraft(drafts, probs=probs),)), scores).rows[0]
+    assert list(verdict.token_ids) == [*drafts[:least], BROKEN]
+    assert verdict.num_accepted == least
+    assert verdict.logprobs is not None
+    assert [entry.token_id for entry in verdict.logprobs] == drafts[:least]
+
+
 def test_coupled_chooses_nothing_behind_the_first_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 

@@ -285,11 +285,11 @@ class TokenLogprobs:
 
 @noun
 class RowVerdict:
-    """What one row gains: its kept drafts, then the target's own next token."""
+    """What one row gains: its kept drafts, then the target's own next token, or BROKEN, which ends it."""
 
-    token_ids: Sequence[int] = ()  # [num_accepted + 1], empty if the row did not sample; (BROKEN,) ends it
+    token_ids: Sequence[int] = ()  # [num_accepted + 1], empty if the row did not sample
     num_accepted: int = 0
-    logprobs: Sequence[TokenLogprobs] | None = None  # [num_accepted + 1] if the request asked
+    logprobs: Sequence[TokenLogprobs] | None = None  # of each token but BROKEN, if the request asked
 
 
 @noun

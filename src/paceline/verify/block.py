@@ -10,12 +10,16 @@ The longest prefix that its coin keeps stays; the next token is drawn from r_i, 
 
 Drafts and coins behind the kept prefix have been looked at. The next step comes to the same positions again, so
 its coins and drafts need fresh noise: `noise.key` with the draft's depth in its step.
+
+Where the target has no p_i, the drafts end: k is i. The prefix is kept with probability c_i, as any is.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from paceline.core.nouns import BROKEN
+from paceline.core.sampling import BrokenRow
 from paceline.verify.coupled import coupled_row
 from paceline.verify.rows import RowScores, draft_probs, excess, judge_rows
 
@@ -40,14 +44,18 @@ class Block:
         return judge_rows(_block_row, draft, scores)
 
 
-def prefixes(drafted: RowDraft, row: RowScores) -> Iterator[tuple[float, NDArray[float64]]]:
+def prefixes(drafted: RowDraft, row: RowScores) -> Iterator[tuple[float, NDArray[float64] | None]]:
     """Yield, for each prefix from the empty one on, h_i and the weights r_i [vocab] of the token that follows it.
 
-    h_0 is 1. For the whole draft the weights are p_k.
+    h_0 is 1. For the whole draft the weights are p_k; they are None, at the end, where the target has no number.
     """
     wanted, count = 1.0, len(drafted)
     for index in range(count + 1):
-        p = row.probs(index)
+        try:
+            p = row.probs(index)
+        except BrokenRow:
+            yield wanted, None
+            return
         if index == count:
             yield wanted, p
             return
@@ -70,6 +78,7 @@ def _block_row(drafted: RowDraft, row: RowScores) -> list[int]:
     for length, (chance, rest) in enumerate(prefixes(drafted, row)):
         if length == 0 or row.coin(length - 1, depth=length - 1) < chance:
             kept, weights = length, rest
-    assert weights is not None
+    if weights is None:
+        return [*drafted.token_ids[:kept], BROKEN]
     last = row.choice(kept) if kept == len(drafted) else row.draw(kept, weights)
     return [*drafted.token_ids[:kept], last]

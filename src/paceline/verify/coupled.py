@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline import kernels
-from paceline.core.nouns import BROKEN, RowVerdict, Verdict
+from paceline.core.nouns import RowVerdict, Verdict
 from paceline.verify.rows import RowScores, judge_rows
 
 if TYPE_CHECKING:
@@ -35,13 +35,11 @@ class Coupled:
 
 def _verdict(kept: list[int]) -> RowVerdict:
     """Return what `judge_rows` says of a row whose tokens are all chosen and of which no more is to be told."""
-    if not kept:
-        return NOTHING
-    return RowVerdict((BROKEN,)) if kept[-1] == BROKEN else RowVerdict(kept, len(kept) - 1)
+    return RowVerdict(kept, len(kept) - 1) if kept else NOTHING
 
 
 def coupled_row(drafted: RowDraft, row: RowScores) -> list[int]:
-    """Return the target's own tokens, up to and with the first that differs from its draft.
+    """Return the target's own tokens, up to and with the first that differs from its draft, as BROKEN always does.
 
     Nothing is chosen behind that one.
     """

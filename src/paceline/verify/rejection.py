@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from paceline.core.nouns import BROKEN
+from paceline.core.sampling import BrokenRow
 from paceline.verify.coupled import coupled_row
 from paceline.verify.rows import RowScores, draft_probs, excess, judge_rows
 
@@ -44,7 +46,10 @@ def _rejection_row(drafted: RowDraft, row: RowScores) -> list[int]:
     if row.choose(0).params.greedy:
         return coupled_row(drafted, row)
     for index, guess in enumerate(drafted.token_ids):
-        p = row.probs(index)
+        try:
+            p = row.probs(index)
+        except BrokenRow:
+            return [*drafted.token_ids[:index], BROKEN]
         q = draft_probs(drafted, index, len(p))
         if row.coin(index) >= keep_chance(p, q, guess):
             return [*drafted.token_ids[:index], row.draw(index, excess(p, q))]

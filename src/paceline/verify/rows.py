@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core import noise
 from paceline.core.nouns import BROKEN, UNCHOSEN, RowVerdict, Verdict
-from paceline.core.sampling import BrokenRow, choose_token, distribution, draw, logprobs
+from paceline.core.sampling import choose_token, distribution, draw, logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,16 +42,15 @@ class RowScores:
         return logits[logit_idx[self.start + index]]  # type: ignore[no-any-return]
 
     def choice(self, index: int) -> int:
-        """Return the target's own token at a position. Raises `BrokenRow`."""
+        """Return the target's own token at a position, BROKEN if it has none."""
         chosen = int(self.scores.chosen[self.start + index])
-        if chosen == UNCHOSEN:
-            chosen = choose_token(self.logits(index), self.choose(index))
-        if chosen == BROKEN:
-            raise BrokenRow
-        return chosen
+        return choose_token(self.logits(index), self.choose(index)) if chosen == UNCHOSEN else chosen
 
     def probs(self, index: int) -> NDArray[float64]:
-        """Return the target's distribution [vocab] at a position, after the request's transforms."""
+        """Return the target's distribution [vocab] at a position, after the request's transforms.
+
+        Raises `BrokenRow`.
+        """
         import numpy as np
 
         logits = self.logits(index)
@@ -95,7 +94,11 @@ def excess(p: NDArray[float64], q: NDArray[floating]) -> NDArray[float64]:
 
 
 def judge_rows(rule: Callable[[RowDraft, RowScores], Sequence[int]], draft: Draft, scores: Scores) -> Verdict:
-    """Apply a rule, which returns the kept drafts and one token more, to every row that was scored."""
+    """Apply a rule to every row that was scored.
+
+    It returns the kept drafts and one token more, which is BROKEN where the target has no number: what was kept
+    before, plain decoding had written before it came there.
+    """
     bounds = pairwise(int(offset) for offset in scores.cu_len)
     rows = (RowScores(scores, start, end) for start, end in bounds)
     return Verdict(tuple(_judge_row(rule, d, r) for d, r in zip(draft.rows, rows, strict=True)))
@@ -107,10 +110,7 @@ def _judge_row(
     if len(row) == 0:
         return RowVerdict()
     assert len(row) == len(drafted) + 1, "a scored row has a position for each draft and one more"
-    try:
-        token_ids = rule(drafted, row)
-    except BrokenRow:
-        return RowVerdict((BROKEN,))
+    token_ids = rule(drafted, row)
     return RowVerdict(token_ids, len(token_ids) - 1, _row_logprobs(row, token_ids))
 
 
@@ -118,4 +118,4 @@ def _row_logprobs(row: RowScores, token_ids: Sequence[int]) -> list[TokenLogprob
     num_top = row.choose(0).params.logprobs
     if num_top is None:
         return None
-    return [logprobs(row.logits(i), token_id, num_top) for i, token_id in enumerate(token_ids)]
+    return [logprobs(row.logits(i), token, num_top) for i, token in enumerate(token_ids) if token != BROKEN]
