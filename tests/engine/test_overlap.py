@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from paceline.control.fixed import FixedK
+from paceline.core.errors import RequestError
 from paceline.core.params import SamplingParams
 from paceline.engine.overlap import OverlappedLoop
 from paceline.engine.worker import Worker
@@ -79,6 +80,32 @@ def serve(engine: Engine, requests: list[Request], random: Random) -> tuple[dict
         engine.check()
     assert engine.scheduler.pool.num_held == 0
     return answers, cancelled
+
+
+def test_an_id_is_in_use_until_its_last_pass_is_over() -> None:
+    engine = overlapped("draft-model:model=noisy,k=3", PLAIN)
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    asked = {name: Request(name, tuple(range(40, 60)), params, seed=1) for name in "abcd"}
+    expected = run(make_engine("off", PLAIN), list(asked.values()))
+    answers = {name: Answer() for name in asked}
+    for request in asked.values():
+        engine.add(request)
+    cancelled = again = ""
+    for step in range(400):
+        if step == 6:
+            cancelled = next(r.request.request_id for r in engine.scheduler.running if r.in_flight)
+            engine.cancel(cancelled)
+            with pytest.raises(RequestError, match="in use"):
+                engine.add(asked[cancelled])
+        elif cancelled and not again and cancelled not in engine.scheduler.by_id:
+            again, answers[cancelled] = cancelled, Answer()
+            engine.add(asked[again])
+        for outcome in engine.step():
+            answers[outcome.request_id].take(outcome)
+        engine.check()
+    assert again
+    assert not engine.has_work
+    assert_same(expected, answers)
 
 
 def compare(draft: str, types: str, tally: Tally, examples: int = EXAMPLES) -> int:

@@ -123,7 +123,7 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request. Raises `RequestError`; then nothing else is disturbed."""
         request.check()
-        if request.request_id in self._accounts:
+        if request.request_id in self.scheduler.by_id:  # also one that was cancelled, while its last pass runs
             raise RequestError(f"request id {request.request_id!r} is in use")
         self._check_ids(request)
         self._check_asked(request)
