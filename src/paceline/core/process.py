@@ -8,6 +8,7 @@ import threading
 
 FIRST_WAIT_S = 0.25  # before the first restart; doubled while the process keeps ending
 MAX_WAIT_S = 30.0
+MOST_DOUBLINGS = 16  # by then the wait is the longest; 2 to the power of some thousand deaths is no float
 STEADY_S = 60.0  # a process that lived so long died of something new
 
 
@@ -20,7 +21,8 @@ class BackOff:
     def wait_s(self, lived_s: float) -> float:
         """Return the seconds to wait after a process that lived so many."""
         self._deaths = 0 if lived_s > STEADY_S else self._deaths + 1
-        return float(min(FIRST_WAIT_S * 2 ** max(self._deaths - 1, 0), MAX_WAIT_S))
+        doublings = min(max(self._deaths - 1, 0), MOST_DOUBLINGS)
+        return float(min(FIRST_WAIT_S * 2**doublings, MAX_WAIT_S))
 
 
 def end_with_parent() -> None:
