@@ -48,9 +48,27 @@ def test_own_tokens_are_those_of_the_rows_that_run(most: int, data: st.DataObjec
             for r in drafting:
                 model[r].seen = set(rows.tokens(r).tolist()) - set(FIXED.tolist())
             expected = set().union(*(r.seen for r in model.values()))
-            assert len(written[-1]) == len(set(written[-1])) <= most
+            assert len(written[-1]) == len(set(written[-1])) == min(most, len(expected))
             assert set(written[-1]) <= expected
-            assert set(written[-1]) == expected or most < VOCAB
+
+
+def test_tokens_met_while_all_places_were_taken_are_written_when_some_are_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(own, "MOST_OWN", 4)
+    rows = Rows(2, LONGEST, frozenset())
+    written: list[list[int]] = []
+    tokens = OwnTokens(rows, FIXED, VOCAB, lambda ids: written.append(ids.tolist()))
+    for row, text in enumerate(([1, 2, 4, 5], [7, 8, 4])):
+        rows.token_ids[row, : len(text)] = text
+        rows.length[row] = len(text)
+        tokens.follow([row])
+    assert written == [[1, 2, 4, 5]]
+    tokens.release(0)
+    tokens.follow([1])
+    assert sorted(written[-1]) == [4, 7, 8]
+    tokens.follow([1])
+    assert len(written) == 2, "nothing is told that did not change"
 
 
 def test_few_places_change_when_a_row_leaves() -> None:

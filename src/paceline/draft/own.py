@@ -49,6 +49,8 @@ class OwnTokens:
             found = tokens[self._missing[tokens]].tolist()
             if found:
                 self._hold(self._of_row.setdefault(row, set()), found)
+        if len(self._holders) > len(self._written) < MOST_OWN:
+            self._refill()
         if self._changed:
             self._changed = False
             self._write_also(np.array(self._written, np.int64))
@@ -69,9 +71,20 @@ class OwnTokens:
             own.add(token)
             self._holders[token] += 1
             if self._holders[token] == 1 and len(self._written) < MOST_OWN:
-                self._places[token] = len(self._written)
-                self._written.append(token)
-                self._changed = True
+                self._write(token)
+
+    def _refill(self) -> None:
+        """Write tokens that were met while all places were taken, the first met first."""
+        for token in self._holders:
+            if len(self._written) == MOST_OWN:
+                return
+            if token not in self._places:
+                self._write(token)
+
+    def _write(self, token: int) -> None:
+        self._places[token] = len(self._written)
+        self._written.append(token)
+        self._changed = True
 
     def _drop(self, token: int) -> None:
         """Put the last one in its place, so that few places change."""
