@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from math import nan
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import pytest
@@ -81,6 +81,19 @@ def spoil(engine: Engine, request_id: str, least: int = 0) -> None:
         return scores
 
     engine.target.score = spoilt  # type: ignore[method-assign]
+
+
+def test_a_drafter_that_cannot_say_what_it_holds_costs_speculation_only() -> None:
+    engine = make_engine("draft-model:model=noisy,k=4", Settings(prefix_cache=True))
+    (drafter,) = engine.drafting.drafters.values()
+
+    def lost(row: int) -> NoReturn:
+        raise KeyError(row)
+
+    drafter.valid_lens = lost  # type: ignore[method-assign]
+    assert_same(run(make_engine("off", PLAIN), REQUESTS), run(engine, REQUESTS))
+    assert engine.stats().drafter_failures > 1
+    assert not any(any(engine.scheduler.pool._valid[store]) for store in drafter.needs.stores)
 
 
 @pytest.mark.parametrize("law", ["coupled", "rejection", "block"])

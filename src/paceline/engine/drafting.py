@@ -137,7 +137,8 @@ class Drafting:
     def newly_valid(self, row: int, most: int) -> Iterator[tuple[str, int, int]]:
         """Yield (store, known before, known now) of a row's tokens, for each store that has grown."""
         for drafter in self._keeping:
-            for store, length in drafter.valid_lens(row).items():
+            lengths = self._guard(drafter, drafter.valid_lens, row) or {}
+            for store, length in lengths.items():
                 start, end = self._marked[store, row], min(most, length)
                 if end > start:
                     self._marked[store, row] = end
