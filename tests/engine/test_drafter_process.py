@@ -12,7 +12,7 @@ from functools import cache, partial
 from pathlib import Path
 from random import Random
 from tempfile import mkdtemp
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 from safetensors.torch import save_file
@@ -24,6 +24,7 @@ from paceline.core.params import SamplingParams
 from paceline.engine import build
 from paceline.engine.apart.channel import Channel, LineDead, open_line
 from paceline.engine.apart.drafter import DrafterApart
+from paceline.engine.apart.life import Life
 from paceline.engine.apart.messages import Begin
 from paceline.engine.config import EngineConfig
 from paceline.engine.overlap import OverlappedLoop
@@ -263,6 +264,24 @@ def _is_gone(pid: int) -> bool:
     except OSError:
         return True
     return state == "Z"  # nobody has asked for its end yet
+
+
+@pytest.mark.parametrize(
+    "failing", ["subprocess.Popen", "socket.socketpair", "paceline.engine.apart.channel.mmap"]
+)
+def test_nothing_is_left_of_a_process_that_could_not_be_started(
+    failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any, **named: Any) -> NoReturn:
+        raise OSError("too many open files")
+
+    begin = Begin(config(), 0, FEW_PAGES)
+    before = sorted(Path("/proc/self/fd").iterdir())
+    monkeypatch.setattr(failing, refuse)
+    for _ in range(3):
+        with pytest.raises(OSError, match="too many"):
+            Life(begin)
+    assert sorted(Path("/proc/self/fd").iterdir()) == before
 
 
 def test_what_is_wrong_with_a_drafter_is_said_at_the_start() -> None:

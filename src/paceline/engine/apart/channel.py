@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
+from contextlib import ExitStack
 from mmap import mmap
 
 _WAKE = b"\1"
@@ -68,9 +69,13 @@ def open_line(most_bytes: int) -> tuple[Channel, socket.socket, int]:
 
     Memory is only taken as messages fill it.
     """
-    memory_fd = _memory(2 * (most_bytes + _HEAD_BYTES))
-    ours, theirs = socket.socketpair()
-    return Channel(ours, memory_fd, first=True), theirs, memory_fd
+    with ExitStack() as undo:  # descriptors may run out on the way
+        memory_fd = _memory(2 * (most_bytes + _HEAD_BYTES))
+        undo.callback(os.close, memory_fd)
+        ours, theirs = map(undo.enter_context, socket.socketpair())
+        channel = Channel(ours, memory_fd, first=True)
+        undo.pop_all()
+    return channel, theirs, memory_fd
 
 
 def _memory(num_bytes: int) -> int:

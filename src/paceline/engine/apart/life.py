@@ -40,11 +40,16 @@ class Life:
         channel, theirs, memory_fd = open_line(most_bytes(begin.config.limits))
         fds = (theirs.fileno(), memory_fd)
         command = [sys.executable, "-m", "paceline.engine.apart.process", *map(str, fds)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=fds)  # noqa: S603 (our own)
+        try:
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=fds)  # noqa: S603 (our own)
+        except BaseException:
+            channel.close()
+            raise
+        finally:
+            theirs.close()
+            os.close(memory_fd)
         self._channel = channel
         self.end = finalize(self, _end, self._process, channel)
-        theirs.close()
-        os.close(memory_fd)
         try:
             self.up = self.ask(begin, Up, LOAD_S)
         except BaseException:
