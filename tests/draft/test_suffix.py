@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError
-from paceline.core.nouns import Admission, Batch, BatchRow, Plan, Request, RowPlan
+from paceline.core.nouns import BROKEN, Admission, Batch, BatchRow, Plan, Request, RowPlan
 from paceline.core.params import SamplingParams
 from paceline.draft.lookup.suffix import BORDER, SuffixConfig, SuffixDrafter, propose_slow
 from paceline.draft.options import parse_spec
@@ -164,6 +164,16 @@ def test_past_answers_are_shared_only_when_asked_and_by_salt(
     assert propose(drafter, 1) == expected
     drafter.forget()
     assert propose(drafter, 1) == []
+
+
+def test_an_answer_that_ended_with_an_error_is_shared_up_to_there() -> None:
+    rows = Rows(2, 64, frozenset())
+    drafter = SuffixDrafter(SuffixConfig(shared=100), rows)
+    admit(rows, drafter, 0, [1, 2, 3])
+    append(rows, 0, 5, 6, 7, 8, BROKEN)
+    drafter.release(0)
+    admit(rows, drafter, 1, [30, 5, 6])
+    assert propose(drafter, 1) == [7, 8]
 
 
 def test_prompts_are_not_shared() -> None:

@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from paceline.core.nouns import NO_DRAFT, Draft, RowDraft
+from paceline.core.nouns import BROKEN, NO_DRAFT, Draft, RowDraft
 from paceline.draft.drafter import MAX_K, Needs
 from paceline.draft.options import bounded
 
@@ -123,6 +123,7 @@ class SuffixDrafter:
         """Where sharing was asked for, keep the row's answer."""
         request = self._requests.pop(row)
         answer = self._tokens.tokens(row)[len(request.prompt_ids) :]
+        answer = answer[answer != BROKEN]  # behind an answer that ended with an error
         if self.config.shared and len(answer):
             shared = self._past_answers(request.salt)
             shared.extend(answer)
