@@ -15,8 +15,8 @@ namespace paceline {
 namespace {
 
 struct Names {
-    nb::object row = name("row"), samples = name("samples"), num_known = name("num_known"), drafter = name("drafter"),
-               token_ids = name("token_ids"), confidence = name("confidence"), num_accepted = name("num_accepted");
+    nb::object row = name("row"), decodes = name("decodes"), drafter = name("drafter"), token_ids = name("token_ids"),
+               confidence = name("confidence"), num_accepted = name("num_accepted");
 
     static nb::object name(const char* text) { return nb::steal(PyUnicode_InternFromString(text)); }
 };
@@ -26,9 +26,7 @@ const Names& names() {
     return *all;
 }
 
-bool decodes(nb::handle row) {
-    return nb::cast<bool>(row.attr(names().samples)) && nb::cast<int64_t>(row.attr(names().num_known)) == 1;
-}
+bool decodes(nb::handle row) { return nb::cast<bool>(row.attr(names().decodes)); }
 
 // Numbers by row, several kinds of them one after another in one array.
 Handed<int64_t, 2> table(const std::vector<int64_t>& numbers, size_t kinds, size_t n) {

@@ -17,10 +17,9 @@ INDICES = {"eagle3": 0, "suffix": 2}
 def rounds(draw: st.DrawFn) -> tuple[Batch, Draft, Verdict]:
     rows, drafts, verdicts = [], [], []
     for row in range(draw(st.integers(0, 8))):
-        num_known, samples, k = draw(st.sampled_from([1, 1, 1, 7])), draw(st.booleans()), draw(st.integers(0, 5))
-        says = draw(st.booleans())
+        decodes, says, k = draw(st.booleans()), draw(st.booleans()), draw(st.integers(0, 5))
         confidence = [draw(st.floats(0, 1)) for _ in range(k)] if says else None
-        rows.append(BatchRow(row, str(row), num_known, k, samples, 99))
+        rows.append(BatchRow(row, str(row), 1, k, True, 99, decodes=decodes))
         drafts.append(RowDraft([7] * k, draw(st.sampled_from(["eagle3", "suffix", "other", None])), confidence))
         verdicts.append(RowVerdict([], draw(st.integers(0, k))))
     return Batch(0, tuple(rows)), Draft(tuple(drafts)), Verdict(tuple(verdicts))

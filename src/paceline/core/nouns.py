@@ -122,8 +122,8 @@ class Plan:
 class BatchRow:
     """One row's share of a pass: `num_known` tokens that are already committed, then its drafts.
 
-    A decode row has one known token, its newest. A prefill chunk has several, or one that is not the
-    newest, and never carries drafts.
+    A row that decodes has one known token, its newest. A prefill chunk has several, or one that is left over, and
+    never carries drafts.
     """
 
     row: int
@@ -134,11 +134,7 @@ class BatchRow:
     max_len: int  # upper bound of the row's length once this pass is committed, whatever its outcome
     num_kept_pages: int = 0  # the row's page list is its first so many pages ...
     new_pages: tuple[int, ...] = ()  # ... followed by these
-
-    @property
-    def decodes(self) -> bool:
-        """Whether this is a decode pass of the row rather than a piece of its prefill."""
-        return self.samples and self.num_known == 1
+    decodes: bool = False  # this is a decode pass of the row rather than a piece of its prefill
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,6 +168,7 @@ class Batch:
         for r in self.rows:
             assert r.num_known >= 1
             assert r.max_drafts >= 0
+            assert not r.decodes or (r.samples and r.num_known == 1)
             assert r.max_drafts == 0 or r.samples, "a chunk that does not reach the newest token has no drafts"
 
 

@@ -214,15 +214,15 @@ class Scheduler:
             if need > 0:
                 running.pages.extend(self.pool.take(need))
             k = min(k, len(running.pages) * PAGE_TOKENS - upper_len)
-        return self._fly(running, num_known=1, num_drafts=k, samples=True)
+        return self._fly(running, num_known=1, num_drafts=k, samples=True, decodes=True)
 
     def _prefill_row(self, running: Running, budget: int) -> BatchRow:
         num_known = min(budget, len(running.token_ids) - running.computed)
         running.computed += num_known
         running.decoding = running.computed == len(running.token_ids)
-        return self._fly(running, num_known, num_drafts=0, samples=running.decoding)
+        return self._fly(running, num_known, num_drafts=0, samples=running.decoding, decodes=False)
 
-    def _fly(self, running: Running, num_known: int, num_drafts: int, samples: bool) -> BatchRow:
+    def _fly(self, running: Running, num_known: int, num_drafts: int, *, samples: bool, decodes: bool) -> BatchRow:
         running.in_flight += 1
         running.num_drafts = num_drafts
         running.in_flight_tokens += num_drafts + 1 if samples else 0
@@ -236,6 +236,7 @@ class Scheduler:
             max_len=running.upper_len,
             num_kept_pages=num_kept,
             new_pages=tuple(running.pages[num_kept:]) if num_kept < len(running.pages) else (),
+            decodes=decodes,
         )
 
     def _admit(self, group: Group) -> Running | None:
