@@ -268,10 +268,12 @@ class _Calibrator:
         return len(self.engine.scheduler.running) + len(self.engine.scheduler.waiting)
 
     def clear(self) -> None:
+        """End all rows, and let the drafters hear of it now: what they keep of them is to be forgotten."""
         for request_id in [r.request.request_id for r in self.engine.scheduler.by_id.values()]:
             self.engine.cancel(request_id)
         while self.engine.has_work:
             self.engine.step()
+        self.engine.step()  # rows that ended by themselves are let go of in the step after
 
     def result(self) -> Calibration:
         if self.progress:
