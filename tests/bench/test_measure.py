@@ -121,6 +121,16 @@ def test_one_stall_is_most_of_the_error_and_nothing_of_the_middle_one():
     assert sum(later.reckoned.errors) == 4
 
 
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -float("inf")])
+def test_a_prediction_that_is_no_number_is_as_wrong_as_any(seconds):
+    reckoned = Reckoned()
+    reckoned.count(1.0, Reckoning(1.0, plain_s=3.0))
+    reckoned.count(1.0, Reckoning(seconds, plain_s=seconds))
+    assert reckoned.error == pytest.approx(1.0)
+    assert reckoned.speedup == pytest.approx(2.0)
+    assert sum(reckoned.errors) == 2
+
+
 def test_speedups_are_ratios_within_a_repeat():
     """A machine that is twice as slow in the second repeat changes rates, not speed-ups."""
     slow = (1.0, 2.0)

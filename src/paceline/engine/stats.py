@@ -5,6 +5,7 @@ from __future__ import annotations
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -60,14 +61,16 @@ class Reckoned:
     errors: list[int] = field(default_factory=list)  # [percent] steps whose prediction was off by so much
 
     def count(self, step_s: float, reckoning: Reckoning) -> None:
-        """Add a step."""
+        """Add a step. A prediction that is no number is as wrong as any, and says nothing of what drafts bring."""
         self.step_s += step_s
         error_s = abs(reckoning.predicted_s - step_s)
+        if not isfinite(error_s):
+            error_s = MOST_ERROR * step_s
         self.error_s += error_s
         percent = round(100 * min(error_s / max(step_s, 1e-9), MOST_ERROR))
         self.errors.extend([0] * (percent + 1 - len(self.errors)))
         self.errors[percent] += 1
-        self.plain_s += reckoning.plain_s
+        self.plain_s += reckoning.plain_s if isfinite(reckoning.plain_s) else step_s
 
     @property
     def speedup(self) -> float | None:
