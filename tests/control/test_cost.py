@@ -22,7 +22,7 @@ from paceline.control.cost import (
 )
 from paceline.control.fit import TimedPass, fit_drafting, fit_target, non_negative
 from paceline.control.online import OnlineCost
-from paceline.control.profile import Profile, read_profile, write_profile
+from paceline.control.profile import FORMAT, Profile, read_profile, write_profile
 from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -124,6 +124,35 @@ def test_files_that_are_no_profiles_are_refused(tmp_path: Path) -> None:
             read_profile(file)
     with pytest.raises(ConfigError):
         read_profile(tmp_path / "missing.json")
+
+
+def test_prices_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    nan, file = float("nan"), tmp_path / "p.json"
+    curve = {"counts": [1.0, 4.0], "seconds": [1e-3, 2e-3], "stepped": False}
+    prices = {"unscored_s": 0.0, "kv_token_s": 0.0, "pair_s": 0.0}
+    good = {
+        "format": FORMAT,
+        "about": {"host_s": 1e-3},
+        "target": curve | prices,
+        "drafters": {},
+        "accepted_at": [],
+    }
+
+    def target(**changes: object) -> dict[str, object]:
+        return good | {"target": curve | prices | changes}
+
+    bad = [target(**{name: price}) for name in prices for price in (nan, float("inf"), -1e-9)]
+    bad += [target(counts=[0.0, 4.0]), target(counts=[nan, 4.0]), target(seconds=[nan, 1.0])]
+    bad += [target(seconds=[-1.0, 1.0]), target(counts=[], seconds=[])]
+    bad += [good | {"drafters": {"a": [curve | {"counts": [0.5, 1.0]}]}}]
+    bad += [good | {"about": {"host_s": host_s}} for host_s in (nan, -1.0)]
+    bad += [good | {"accepted_at": [share]} for share in (nan, -0.1, 1.1)]
+    file.write_text(json.dumps(good))
+    read_profile(file)
+    for document in bad:
+        file.write_text(json.dumps(document))
+        with pytest.raises(ConfigError, match="profile"):
+            read_profile(file)
 
 
 # Online ------------------------------------------------------------------------------------------

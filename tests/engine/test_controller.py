@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,12 +22,10 @@ from paceline.engine.build import load
 from paceline.engine.calibrate import Grid, calibrate
 from paceline.engine.config import EngineConfig
 from paceline.verify.law import LAWS
-from tests.engine.same_text import PLAIN, make_engine, run
+from tests.engine.same_text import PLAIN, STAIRCASE, make_engine, run
 from tests.engine.test_same_text import AUTO
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from paceline.core.nouns import Batch, Draft, Plan, Scores, Verdict
     from paceline.engine.engine import Engine
 
@@ -202,6 +202,31 @@ def test_costs_are_kept_for_the_next_start(tmp_path: Path, monkeypatch: pytest.M
     assert isinstance(read_profile(file).cost, MeasuredCost)
     file.write_text("{")
     assert "measured now" in auto.close_loop(make_engine("off", PLAIN), replace(config, draft="off"), "tiny")
+
+
+def test_kept_costs_that_cannot_be_are_measured_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    config = EngineConfig(draft="off", backend="reference", weights="f32")
+    auto.close_loop(make_engine("off", PLAIN), config, "tiny")
+    (file,) = (tmp_path / "profiles").iterdir()
+    values = json.loads(file.read_text())
+    values["target"] |= {"unscored_s": float("nan")}
+    file.write_text(json.dumps(values))
+    caplog.clear()
+    assert "measured now" in auto.close_loop(make_engine("off", PLAIN), config, "tiny")
+    assert "unscored_s is nan" in caplog.text
+    assert "measured on this machine before" in auto.close_loop(make_engine("off", PLAIN), config, "tiny")
+
+
+def test_a_given_profile_that_is_of_no_use_is_refused_with_advice(tmp_path: Path) -> None:
+    values = json.loads(Path(STAIRCASE).read_text())
+    values["target"]["counts"][0] = 0
+    (tmp_path / "p.json").write_text(json.dumps(values))
+    config = EngineConfig(draft="auto:suffix", profile=str(tmp_path / "p.json"))
+    with pytest.raises(ConfigError, match=r"--profile .*count below 1.*paceline profile"):
+        auto.close_loop(make_engine("suffix", PLAIN), config, "tiny")
 
 
 def test_costs_of_other_drafters_are_refused() -> None:

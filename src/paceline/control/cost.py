@@ -62,6 +62,8 @@ class Curve:
         x, y = np.array(counts, np.float64), np.array(seconds, np.float64)
         if not (0 < x.size == y.size and np.isfinite(x).all() and np.isfinite(y).all() and (y >= 0).all()):
             raise ConfigError("a profile needs a time, finite and not negative, for every count")
+        if (x < 1).any():
+            raise ConfigError("a profile has a count below 1")
         order = np.argsort(x, kind="stable")
         if (np.diff(x[order]) <= 0).any():
             raise ConfigError("a profile has the same count twice")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from paceline.control.cost import Curve, DraftCost, MeasuredCost, TableCost, Tar
 from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 ANY_DRAFTER = "any"  # what a table's drafter is called, which does not say
@@ -100,11 +101,20 @@ def _read_curve(values: Mapping[str, Any]) -> Curve:
     return Curve.of(values["counts"], values["seconds"], stepped=bool(values["stepped"]))
 
 
+def _price(values: Mapping[str, Any], name: str) -> float:
+    """Return a price in seconds. Raises `ValueError` unless it is finite and not negative."""
+    seconds = float(values[name])
+    if not (isfinite(seconds) and seconds >= 0):
+        raise ValueError(f"{name} is {seconds}: prices are finite and not negative")
+    return seconds
+
+
 def _read_ours(values: Mapping[str, Any]) -> Profile:
     if values["format"] != FORMAT:
         raise ValueError(f"format {values['format']!r}, known: {FORMAT!r}")
     t = values["target"]
-    target = TargetCost(_read_curve(t), float(t["unscored_s"]), float(t["kv_token_s"]), float(t["pair_s"]))
+    target = TargetCost(_read_curve(t), *(_price(t, name) for name in ("unscored_s", "kv_token_s", "pair_s")))
+    _price({"host_s": 0.0} | values["about"], "host_s")
     drafters = {
         name: DraftCost(tuple(_read_curve(c) for c in curves)) for name, curves in values["drafters"].items()
     }
@@ -113,8 +123,7 @@ def _read_ours(values: Mapping[str, Any]) -> Profile:
     minding = tuple(int(drafter) for drafter in values.get("minding", ()))
     if not all(0 <= drafter < len(drafters) for drafter in minding):
         raise ValueError(f"minding {minding}: there are {len(drafters)} drafters")
-    accepted_at = tuple(map(float, values["accepted_at"]))
-    return Profile(cost, tuple(drafters), accepted_at, values["about"], trained_to, minding)
+    return Profile(cost, tuple(drafters), _shares(values["accepted_at"]), values["about"], trained_to, minding)
 
 
 def _read_table(values: Mapping[str, Any]) -> Profile:
@@ -128,7 +137,13 @@ def _read_table(values: Mapping[str, Any]) -> Profile:
         raise ValueError("batch_stats must have times for K = 0 at every batch size")
     sizes = sorted(stats)
     curves = tuple(Curve.of(sizes, [stats[rows][k] for rows in sizes]) for k in ks)
-    rates = tuple(float(r) for r in values["acceptance_rate_per_pos"])
-    if not all(0 <= r <= 1 for r in rates):
-        raise ValueError("acceptance_rate_per_pos must be shares")
+    rates = _shares(values["acceptance_rate_per_pos"])
     return Profile(TableCost(np.array(ks, np.float64), curves), (ANY_DRAFTER,), rates)
+
+
+def _shares(values: Sequence[Any]) -> tuple[float, ...]:
+    """Return how often drafts are kept, by depth. Raises `ValueError`."""
+    shares = tuple(map(float, values))
+    if not all(0 <= share <= 1 for share in shares):
+        raise ValueError("how often drafts are kept is not a share, from 0 to 1")
+    return shares

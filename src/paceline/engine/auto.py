@@ -34,7 +34,7 @@ def close_loop(engine: Engine, config: EngineConfig, model: str, progress: Progr
     """Give an engine the controller that learns; return how that knows costs. Raises `ConfigError`."""
     names = tuple(engine.drafting.drafters)
     if config.profile:
-        profile, known = read_profile(Path(config.profile)), f"as {config.profile} says"
+        profile, known = _given(config.profile), f"as {config.profile} says"
     else:
         profile, known = _measured(engine, config, model, progress)
     if len(profile.drafters) != len(names) or not set(profile.drafters) <= {*names, ANY_DRAFTER}:
@@ -57,6 +57,14 @@ def close_loop(engine: Engine, config: EngineConfig, model: str, progress: Progr
     return f"K by the controller, which knows what steps cost: {known}"
 
 
+def _given(path: str) -> Profile:
+    """Read what the user gives. Raises `ConfigError`."""
+    try:
+        return read_profile(Path(path))
+    except ConfigError as error:
+        raise ConfigError(f"--profile {error}; measure one with `paceline profile --out {path}`") from None
+
+
 def _opened(path: str) -> IO[str]:
     try:
         return Path(path).open("w", buffering=1)  # for as long as the engine lives
@@ -69,8 +77,9 @@ def _measured(engine: Engine, config: EngineConfig, model: str, progress: Progre
     file = profile_file(engine, config, model)
     try:
         return read_profile(file), "measured on this machine before"
-    except ConfigError:
-        pass  # there is none, or one of another version
+    except ConfigError as error:
+        if file.exists():
+            log.warning("costs measured before are of no use and are measured anew: %s", error)
     profile = measure(engine, config, model, progress=progress)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
