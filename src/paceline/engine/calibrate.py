@@ -8,17 +8,16 @@ not measured lies between or beyond what was, and real steps correct it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from paceline.control.cost import MeasuredCost, TargetCost, Work
 from paceline.control.fit import TimedPass, fit_drafting, fit_target
 from paceline.control.fixed import FixedK
+from paceline.core.errors import ConfigError, QueueFull
 from paceline.core.nouns import NO_DRAFT, Draft, Request, RowDraft
 from paceline.core.params import SamplingParams
 from paceline.draft.drafter import Needs
@@ -29,7 +28,8 @@ from paceline.engine.serial import SerialLoop
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from paceline.core.nouns import Batch, Plan, Scores, Verdict
+    from paceline.control.controller import StepTimes
+    from paceline.core.nouns import Batch, BatchRow, Plan, Scores, Verdict
     from paceline.engine.engine import Engine
 
     Progress = Callable[[str, int, int], None]  # (what, done, total)
@@ -40,6 +40,10 @@ PROMPT_LEN = 4
 SHORTEST, LONGEST = 64, 512  # tokens of the context by which the price of a key is found
 CONTEXT_SHARE = 0.1  # of the time, to fill it
 MANY = 32  # rows in place of one
+NO_ROOM = (
+    "there is no room to measure what a step costs: raise --max-len or --kv-tokens, or give a --profile that "
+    "was measured with more"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +97,22 @@ class Always:
         return {"drafter": self.name}
 
 
-class DraftOnly(FixedK):
-    """Nothing that was drafted is verified: drafting is timed beside the cheapest of passes."""
+@dataclass(frozen=True)
+class Told(FixedK):
+    """Asks for the same in every step, and shows what these were: pages may not have been enough for it."""
+
+    verifies: bool = (
+        True  # False: drafting is timed beside the cheapest of passes, as far as the law lets drafts go
+    )
+    seen: list[tuple[Batch, Draft]] = field(default_factory=list)  # of each step with rows, drafts as verified
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
-        """Drop everything."""
-        return Draft((NO_DRAFT,) * len(batch.rows))
+        """Keep everything or nothing."""
+        return draft if self.verifies else Draft((NO_DRAFT,) * len(batch.rows))
+
+    def observe(self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes) -> None:
+        """Remember the step."""
+        self.seen.append((batch, draft))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +126,12 @@ class Calibration:
 
 
 def calibrate(engine: Engine, grid: Grid = QUICK, progress: Progress | None = None) -> Calibration:
-    """Time steps of an idle engine. Counters and caches are afterwards as if nothing had happened."""
+    """Time steps of an idle engine. Counters and caches are afterwards as if nothing had happened.
+
+    What there is no room for is left out. Raises `ConfigError` if that is everything.
+    """
     kept = engine.drafting, engine.controller, engine.loop
+    num_preemptions = engine.scheduler.num_preemptions
     engine.loop = SerialLoop()
     calibrator = _Calibrator(engine, grid, progress)
     try:
@@ -121,6 +139,7 @@ def calibrate(engine: Engine, grid: Grid = QUICK, progress: Progress | None = No
     finally:
         calibrator.clear()
         engine.drafting, engine.controller, engine.loop = kept
+        engine.scheduler.num_preemptions = num_preemptions
         engine.forget()
         engine.reset_stats()
     return calibrator.result()
@@ -151,6 +170,8 @@ class _Calibrator:
         stages: list[Callable[[float], None]] = [self._context, *(partial(self._rows, n) for n in others)]
         stages.insert(0, stages.pop())  # the most rows matter more than how long their texts are
         self._rows(fewest, 1 / (1 + len(stages)))
+        if not self.hosts:
+            raise ConfigError(NO_ROOM)
         for index, stage in enumerate(stages, start=2):
             stage(index / (1 + len(stages)))
 
@@ -159,17 +180,22 @@ class _Calibrator:
         kinds = self._kinds(num_rows)
         if not self.passes or self._fits(num_rows, kinds):
             self.clear()
-            self._fill(num_rows, PROMPT_LEN)
-            self._measure(kinds, num_rows, until)
+            if self._fill(num_rows, PROMPT_LEN):
+                self._measure(kinds, num_rows, until)
 
     def _context(self, until: float) -> None:
         """Measure one row with a longer text, as long as can be had in a share of the time."""
         token_s = max(self._token_s(), 1e-9)
-        length = min(int(CONTEXT_SHARE * self.grid.seconds / token_s), self.engine.scheduler.limits.max_len // 2)
+        length = min(int(CONTEXT_SHARE * self.grid.seconds / token_s), self._longest // 2)
         if length >= SHORTEST and self._spent() + CONTEXT_SHARE < 1:
             self.clear()
-            self._fill(1, min(length, LONGEST))
-            self._measure([_Kind(None, 0), _Kind(None, self.grid.ks[-1])], 1, until)
+            if self._fill(1, min(length, LONGEST)):
+                self._measure([_Kind(None, 0), _Kind(None, self.grid.ks[-1])], 1, until)
+
+    @property
+    def _longest(self) -> int:
+        """Tokens of prompt and answer that a request may have."""
+        return min(self.engine.scheduler.limits.max_len, self.engine.scheduler.capacity)
 
     def _fits(self, num_rows: int, kinds: Sequence[_Kind]) -> bool:
         """Whether a round of steps with so many rows is likely to end in time, by what a token has cost so far."""
@@ -232,37 +258,53 @@ class _Calibrator:
 
     def _time(self, kind: _Kind) -> _Timed:
         if kind.drafter is not None:
-            self.engine.controller = DraftOnly(kind.drafter, kind.k)
-        else:
-            self.engine.controller = FixedK(Always.name, kind.k) if kind.k else FixedK()
-        return self._step()
+            return self._step(Told(kind.drafter, kind.k, verifies=False))
+        return self._step(Told(Always.name, kind.k) if kind.k else Told())
 
-    def _step(self) -> _Timed:
+    def _step(self, told: Told) -> _Timed:
         """Run a step and see what it did and how long that took."""
         e, before = self.engine, self.engine.stats()
-        lengths = np.array([r.upper_len for r in e.scheduler.decoding()], np.int64)
         prefill = outlook(e.scheduler, e.drafting, looks=False).prefill
+        e.controller = told
         e.step()
         gained = e.stats().since(before)
-        drafts = sum(counts.verified for counts in gained.drafters.values())
-        keys = int(lengths.sum())
-        decode = Work(len(lengths) + drafts, 0, keys, keys + keys * drafts // max(len(lengths), 1))
-        return _Timed(decode + prefill, gained.target_s, gained.draft_s, gained.host_s)
+        done = [(r, len(d)) for b, draft in told.seen for r, d in zip(b.rows, draft.rows, strict=True)]
+        num_prefilled = sum(r.num_known for r, _ in done if not r.decodes)
+        work = _decoding([(r, k) for r, k in done if r.decodes])
+        if num_prefilled:
+            work += prefill
+        foreseen = num_prefilled == int(prefill.tokens)
+        return _Timed(work, gained.target_s, gained.draft_s, gained.host_s, num_prefilled, foreseen)
 
-    def _fill(self, num_rows: int, prompt_len: int) -> None:
-        """Add requests until so many rows decode; their prefill is timed too."""
-        e, size = self.engine, self.engine.target.config.vocab_size
-        e.controller = FixedK()
-        most = min(e.scheduler.limits.max_len, e.scheduler.capacity)
-        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=most - prompt_len)
+    def _fill(self, num_rows: int, prompt_len: int) -> bool:
+        """Add requests until so many rows decode, and return whether they do; their prefill is timed too.
+
+        They do not if there are pages for fewer, or if the first have ended before the last begin.
+        """
+        chunks = -(-num_rows * prompt_len // self.engine.scheduler.limits.prefill_tokens)
+        for _ in range(num_rows + chunks):  # a short queue takes one request a step
+            self._add(num_rows, prompt_len)
+            step = self._step(Told())
+            if step.foreseen and step.target_s > 0:
+                self.passes.append(TimedPass(step.work, step.target_s))
+            self._tell()
+            if len(self.engine.scheduler.decoding()) >= num_rows:
+                return True
+            if not step.num_prefilled:  # nor will the next one bring a row more
+                break
+        return False
+
+    def _add(self, num_rows: int, prompt_len: int) -> None:
+        """Add requests until there are so many, or as many as the queue takes now."""
+        size = self.engine.target.config.vocab_size
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=self._longest - prompt_len)
         while self._num_open() < num_rows:
             ids = tuple((self._num_added * 7919 + i * 104729) % size for i in range(prompt_len))
-            e.add(Request(f"calibration-{self._num_added}", ids, params, seed=0))
+            try:
+                self.engine.add(Request(f"calibration-{self._num_added}", ids, params, seed=0))
+            except QueueFull:
+                return
             self._num_added += 1
-        while len(e.scheduler.decoding()) < num_rows:
-            step = self._step()
-            self.passes.append(TimedPass(step.work, step.target_s))
-            self._tell()
 
     def _num_open(self) -> int:
         return len(self.engine.scheduler.running) + len(self.engine.scheduler.waiting)
@@ -291,6 +333,15 @@ class _Timed(NamedTuple):
     target_s: float
     draft_s: float
     host_s: float
+    num_prefilled: int  # tokens of prompts
+    foreseen: bool  # they were as many as there was reason to expect; else `work` is not what was done
+
+
+def _decoding(rows: Sequence[tuple[BatchRow, int]]) -> Work:
+    """Return the work of rows that decode, each with so many drafts verified."""
+    lengths = [r.max_len - r.max_drafts - 1 for r, _ in rows]
+    pairs = sum(n + k * n + k * (k + 1) // 2 for n, (_, k) in zip(lengths, rows, strict=True))
+    return Work(len(rows) + sum(k for _, k in rows), 0, sum(lengths), pairs)
 
 
 def _more_rows(timed: Mapping[tuple[int, int], float], target: TargetCost) -> Mapping[tuple[int, int], float]:
