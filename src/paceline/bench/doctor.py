@@ -12,9 +12,9 @@ from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.draft.options import parse_drafters
 from paceline.engine.backends import NUM_BYTES
-from paceline.engine.calibrate import Always
 from paceline.engine.drafting import Drafting
 from paceline.engine.memory import available_bytes
+from paceline.engine.probes import Always
 from paceline.model.cost import num_weights
 from paceline.model.pull import resolve
 from paceline.model.weights import load_model, load_template, load_tokenizer
