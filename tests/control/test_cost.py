@@ -225,3 +225,9 @@ def test_a_drafter_that_is_dearer_than_was_measured_is_learnt() -> None:
 def test_numbers_of_rows_that_were_not_timed_whole_are_left_out() -> None:
     cost = fit_drafting({(1, 1): 1.0, (1, 2): 2.0, (4, 1): 9.0, (8, 1): 3.0, (8, 2): 4.0})
     assert cost.by_rows[0].counts.tolist() == [1.0, 8.0]
+
+
+def test_depths_at_which_the_fewest_rows_were_not_timed_are_left_out() -> None:
+    cost = fit_drafting({(1, 1): 1.0, (4, 1): 2.0, (4, 3): 9.0, (8, 3): 9.0})
+    assert cost.max_depth == 1
+    assert cost.by_rows[0].counts.tolist() == [1.0, 4.0]

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
+from paceline.core.nouns import Request
+from paceline.core.params import SamplingParams
 from paceline.draft.lookup.suffix import SuffixDrafter
-from paceline.engine.calibrate import Grid, calibrate
-from tests.engine.same_text import PLAIN, Settings, make_engine
+from paceline.engine.build import assemble
+from paceline.engine.calibrate import Grid, calibrate, room
+from paceline.engine.config import EngineConfig
+from paceline.engine.scheduler import Limits
+from tests.engine.same_text import PLAIN, Settings, draft_weights, make_engine, run, target
+from tests.engine.test_same_text import AUTO
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from paceline.engine.engine import Engine
 
 MANY = Grid(num_rows=(1, 4, 16), ks=(0, 1, 3), drafter_ks=(1, 3), repeats=2, seconds=60.0)
@@ -24,7 +34,7 @@ def shorten(engine: Engine, max_len: int) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("max_len", range(9, 14))
+@pytest.mark.parametrize("max_len", range(5, 14))
 def test_rows_that_end_in_the_last_step_leave_no_answer_behind(max_len: int) -> None:
     engine = shorten(make_engine("suffix:shared=4096,k=4", PLAIN), max_len)
     calibrate(engine, ONE)
@@ -34,12 +44,12 @@ def test_rows_that_end_in_the_last_step_leave_no_answer_behind(max_len: int) -> 
     assert not drafter._shared
 
 
-@pytest.mark.parametrize(("num_pages", "most"), [(10, 4), (20, 4), (31, 16)])
+@pytest.mark.parametrize(("num_pages", "most"), [(1, 1), (2, 1), (10, 4), (20, 4), (31, 16)])
 def test_rows_for_which_there_are_no_pages_are_left_out(num_pages: int, most: int) -> None:
     """A row is given a page to grow into beside its own, so that 31 pages are for 16 rows."""
     engine = make_engine("draft-model:model=noisy,k=4", Settings(num_pages=num_pages))
     found = calibrate(engine, MANY)
-    assert max(found.cost.drafters[0].by_rows[0].counts) == most
+    assert max(found.cost.drafters[0].by_rows[0].counts) == most or most == 1
     assert min(found.cost.target.by_tokens.counts) == 1
     assert engine.stats().preemptions == 0
     engine.check()
@@ -51,3 +61,48 @@ def test_a_short_queue_does_not_keep_rows_from_being_measured() -> None:
     found = calibrate(engine, MANY)
     assert 16 in found.cost.target.by_tokens.counts
     assert max(found.cost.drafters[0].by_rows[0].counts) == 16
+
+
+@pytest.mark.parametrize("max_len", [3, 5, 8, 16, 20, 32, 60])
+@pytest.mark.parametrize("prefill_tokens", [1, 512])
+def test_short_texts_end_in_the_middle_and_others_take_their_place(max_len: int, prefill_tokens: int) -> None:
+    settings = Settings(prefill_tokens=prefill_tokens)
+    engine = shorten(make_engine(AUTO, settings), max_len)
+    found = calibrate(engine, MANY)
+    curve, suffix_cost, drafting = found.cost.target.by_tokens, *found.cost.drafters
+    assert curve.counts[0] == 1
+    assert np.isfinite(curve.seconds).all()
+    assert (curve.seconds > 0).all()
+    assert all(p.work.tokens > 0 < p.seconds for p in found.passes)
+    assert suffix_cost.max_depth == 0
+    if max_len >= 16:
+        assert {1, 2, 4} <= set(curve.counts)
+        assert drafting.max_depth == 3
+    if max_len >= 16 and prefill_tokens == 512:
+        assert {1, 2, 4, 8, 16, 32, 64} == set(curve.counts)
+        assert max(drafting.by_rows[0].counts) == 16
+
+
+@pytest.mark.parametrize("max_len", [16, 32])
+def test_costs_of_short_texts_are_not_taken_for_those_of_long_ones(
+    max_len: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    base = EngineConfig(draft=AUTO, backend="native", weights="int8", kv="i16", threads=1)
+    for limits in (Limits(4, max_len), Limits(4, 256), Limits(4, max_len), Limits(4, max_len)):
+        built = assemble(replace(base, limits=limits), target("int8"), partial(draft_weights, types="int8"))
+        engine = built.engine
+        params = SamplingParams(temperature=0.0, max_tokens=max_len - 4, ignore_eos=True)
+        answers = run(engine, [Request(str(i), (5, 9, 13, 7), params, seed=i) for i in range(3)])
+        assert all(len(a.token_ids) == max_len - 4 for a in answers.values())
+        error = engine.stats().reckoned.error
+        assert error is not None
+        assert np.isfinite(error)
+    assert len(list((tmp_path / "profiles").iterdir())) == 2
+    assert any("measured on this machine before" in choice.why for choice in built.choices)
+
+
+def test_room_says_nothing_where_there_is_enough() -> None:
+    engines = [make_engine("off", Settings(num_pages=n)) for n in (16, 256, 512)]
+    assert room(engines[1]) == room(engines[2]) != room(engines[0])
+    assert room(shorten(engines[1], 60)) != room(engines[2])

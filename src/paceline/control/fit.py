@@ -50,11 +50,13 @@ def fit_target(passes: Sequence[TimedPass]) -> TargetCost:
 def fit_drafting(timed: Mapping[tuple[int, int], float]) -> DraftCost:
     """Return a drafter's prices from seconds by (rows, depth); what was not timed is put between the others.
 
-    The fewest rows must have been timed at every depth that any were. Without times it costs nothing.
+    Depths at which the fewest rows were not timed, and rows that were not timed at all the others, are left out.
+    Without times it costs nothing.
     """
     if not timed:
         return DraftCost(())
-    depths = sorted({d for _, d in timed})
+    fewest = min(rows for rows, _ in timed)
+    depths = sorted(d for r, d in timed if r == fewest)
     rows = [r for r in sorted({r for r, _ in timed}) if all((r, d) in timed for d in depths)]
     table = np.array([[timed[r, d] for d in depths] for r in rows])
     between = np.array([np.interp(range(depths[-1] + 1), [0, *depths], [0.0, *line]) for line in table])

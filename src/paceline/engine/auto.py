@@ -16,7 +16,7 @@ from paceline.control.setup import make_loop
 from paceline.control.trace import Tracer
 from paceline.core.errors import ConfigError
 from paceline.core.machine import processor
-from paceline.engine.calibrate import METHOD, QUICK, calibrate
+from paceline.engine.calibrate import METHOD, QUICK, calibrate, room
 from paceline.model.device import usable_cores
 from paceline.model.pull import cache_folder
 
@@ -115,6 +115,7 @@ def _key(engine: Engine, config: EngineConfig, model: str) -> dict[str, object]:
         "threads": config.threads,
         "draft_device": config.draft_device,
         "rows": config.limits.num_rows,
+        "room": room(engine),
         "machine": processor(),
         "cores": len(usable_cores()),
         "build": _build(),

@@ -32,11 +32,13 @@ if TYPE_CHECKING:
 
     Progress = Callable[[str, int, int], None]  # (what, done, total)
 
-METHOD = 2  # of measuring; what another found is not taken up
+METHOD = 3  # of measuring; what another found is not taken up
 WHAT = "measuring what steps cost"
 PROMPT_LEN = 4
 SHORTEST, LONGEST = 64, 512  # tokens of the context by which the price of a key is found
 CONTEXT_SHARE = 0.1  # of the time, to fill it
+ENOUGH = 4096  # tokens of KV, to measure all
+AHEAD = 4  # tokens that a row gains before a step with drafts: its first, two of a step that makes ready, its own
 MANY = 32  # rows in place of one
 NO_ROOM = (
     "there is no room to measure what a step costs: raise --max-len or --kv-tokens, or give a --profile that "
@@ -70,6 +72,22 @@ class Calibration:
     passes: tuple[TimedPass, ...]
 
 
+def room(engine: Engine) -> list[int]:
+    """Return what of an engine's limits bears on what can be measured, none of it above where all can be.
+
+    Tokens: of a text, of all texts, of prompts in a step, of prompts that wait.
+    """
+    limits, capacity = engine.scheduler.limits, engine.scheduler.capacity
+    at_once = MANY * PROMPT_LEN
+    longest = min(limits.max_len, capacity, 2 * LONGEST)
+    return [
+        longest,
+        min(capacity, ENOUGH),
+        min(limits.prefill_tokens, at_once),
+        min(limits.max_queued_tokens, at_once),
+    ]
+
+
 def calibrate(engine: Engine, grid: Grid = QUICK, progress: Progress | None = None) -> Calibration:
     """Time steps of an idle engine. Counters and caches are afterwards as if nothing had happened.
 
@@ -97,6 +115,19 @@ class _Kind(NamedTuple):
     k: int
 
 
+class _Rows(NamedTuple):
+    """Requests that are measured with."""
+
+    num: int
+    prompt_len: int  # of each
+
+
+def _told(kind: _Kind) -> Told:
+    if kind.drafter is not None:
+        return Told(kind.drafter, kind.k, verifies=False)
+    return Told(Always.name, kind.k) if kind.k else Told()
+
+
 class _Calibrator:
     def __init__(self, engine: Engine, grid: Grid, progress: Progress | None) -> None:
         self.engine, self.grid, self.progress = engine, grid, progress
@@ -106,46 +137,54 @@ class _Calibrator:
         self.drafting: dict[str, dict[tuple[int, int], float]] = {name: {} for name in self.drafters}
         self.hosts: list[float] = []
         self._num_added = 0
+        self._following: str | None = None  # the drafter that has taken in all there is
 
     def run(self) -> None:
         e, vocab_size = self.engine, self.engine.target.config.vocab_size
         e.drafting = Drafting([*self.drafters.values(), Always()], vocab_size, e.scheduler.pool.empty_store)
         most = e.scheduler.limits.num_rows
         fewest, *others = [n for n in self.grid.num_rows if n <= most] or [most]
-        stages: list[Callable[[float], None]] = [self._context, *(partial(self._rows, n) for n in others)]
+        stages: list[Callable[[float], None]] = [self._context, *(partial(self._stage, n) for n in others)]
         stages.insert(0, stages.pop())  # the most rows matter more than how long their texts are
-        self._rows(fewest, 1 / (1 + len(stages)))
+        self._stage(fewest, 1 / (1 + len(stages)))
         if not self.hosts:
             raise ConfigError(NO_ROOM)
         for index, stage in enumerate(stages, start=2):
             stage(index / (1 + len(stages)))
 
-    def _rows(self, num_rows: int, until: float) -> None:
+    def _stage(self, num_rows: int, until: float) -> None:
         """Measure with so many rows, if that is likely to end in time. until: as in `_measure`."""
         kinds = self._kinds(num_rows)
         if not self.passes or self._fits(num_rows, kinds):
-            self.clear()
-            if self._fill(num_rows, PROMPT_LEN):
-                self._measure(kinds, num_rows, until)
+            self._measure(kinds, _Rows(num_rows, self._prompt_len), until)
 
     def _context(self, until: float) -> None:
         """Measure one row with a longer text, as long as can be had in a share of the time."""
         token_s = max(self._token_s(), 1e-9)
         length = min(int(CONTEXT_SHARE * self.grid.seconds / token_s), self._longest // 2)
         if length >= SHORTEST and self._spent() + CONTEXT_SHARE < 1:
-            self.clear()
-            if self._fill(1, min(length, LONGEST)):
-                self._measure([_Kind(None, 0), _Kind(None, self.grid.ks[-1])], 1, until)
+            kinds = [_Kind(None, 0), _Kind(None, min(self.grid.ks[-1], self._deepest))]
+            self._measure(kinds, _Rows(1, min(length, LONGEST)), until)
 
     @property
     def _longest(self) -> int:
         """Tokens of prompt and answer that a request may have."""
         return min(self.engine.scheduler.limits.max_len, self.engine.scheduler.capacity)
 
+    @property
+    def _prompt_len(self) -> int:
+        """Tokens of a prompt: few, so that much of the text is left to measure with."""
+        return max(1, min(PROMPT_LEN, self._longest // PROMPT_LEN))
+
+    @property
+    def _deepest(self) -> int:
+        """The most drafts that a row has room for after its prompt and a step or two."""
+        return max(0, self._longest - self._prompt_len - AHEAD)
+
     def _fits(self, num_rows: int, kinds: Sequence[_Kind]) -> bool:
         """Whether a round of steps with so many rows is likely to end in time, by what a token has cost so far."""
         verified = sum(1 + (kind.k if kind.drafter is None else 0) for kind in kinds)
-        tokens = num_rows * (PROMPT_LEN + verified)
+        tokens = num_rows * (self._prompt_len + verified)
         seconds = len(kinds) * min(p.seconds for p in self.passes) + tokens * self._token_s()
         return self._spent() + seconds / self.grid.seconds < 1
 
@@ -165,34 +204,39 @@ class _Calibrator:
 
     def _kinds(self, num_rows: int) -> list[_Kind]:
         """Return what is timed; drafters whose proposals cost nothing need not be."""
-        verified = [k for k in self.grid.ks if num_rows * (1 + k) <= self.grid.most_tokens]
+        ks, drafter_ks = (
+            sorted({min(k, self._deepest) for k in of}) for of in (self.grid.ks, self.grid.drafter_ks)
+        )
+        verified = [k for k in ks if num_rows * (1 + k) <= self.grid.most_tokens]
         slow = [(name, d.needs.max_k) for name, d in self.drafters.items() if not d.needs.instant]
-        drafting = [_Kind(name, k) for name, most in slow for k in self.grid.drafter_ks if k <= most]
+        drafting = [_Kind(name, k) for name, most in slow for k in drafter_ks if 0 < k <= most]
         return [*(_Kind(None, k) for k in verified), *drafting]
 
-    def _measure(self, kinds: Sequence[_Kind], num_rows: int, until: float) -> None:
+    def _measure(self, kinds: Sequence[_Kind], rows: _Rows, until: float) -> None:
         """Time each kind in turn, plain steps first, so that a stall meets one of them once.
 
-        The first round only warms up.
+        The first round only warms up. A kind for which there is no room is left out.
 
         until: the share of the time after which no round is begun. With little time the first round counts.
         """
         timed: dict[_Kind, list[_Timed]] = {kind: [] for kind in kinds}
-        for drafter in {kind.drafter for kind in kinds} - {None}:
-            self._time(_Kind(drafter, 1))  # it catches up on the prompts
+        left = list(timed)
+        if not self._fill(rows, self.passes):
+            return
         for rounds in range(1 + self.grid.repeats):
             if rounds and self._spent() > until:
                 break
-            self._time(_Kind(None, 0))  # the next one finds caches as steps without drafts leave them
-            before = None
-            for kind in kinds:
-                if kind.drafter not in (None, before):
-                    self._time(_Kind(kind.drafter, 1))  # it catches up on what the others' steps brought
-                timed[kind].append(self._time(kind))
-                before = kind.drafter
+            self._time(_Kind(None, 0), rows)  # the next one finds caches as steps without drafts leave them
+            for kind in tuple(left):
+                step = self._time(kind, rows)
+                if step is None:
+                    left.remove(kind)
+                    continue
+                timed[kind].append(step)
                 self._tell()
         for kind, steps in timed.items():
-            self._keep(kind, num_rows, steps[1:] or steps)
+            if steps:
+                self._keep(kind, rows.num, steps[1:] or steps)
 
     def _keep(self, kind: _Kind, num_rows: int, steps: Sequence[_Timed]) -> None:
         if kind.drafter is not None:
@@ -201,10 +245,25 @@ class _Calibrator:
         self.passes.append(TimedPass(steps[-1].work, median(s.target_s for s in steps)))
         self.hosts.append(median(s.host_s for s in steps))
 
-    def _time(self, kind: _Kind) -> _Timed:
-        if kind.drafter is not None:
-            return self._step(Told(kind.drafter, kind.k, verifies=False))
-        return self._step(Told(Always.name, kind.k) if kind.k else Told())
+    def _time(self, kind: _Kind, rows: _Rows) -> _Timed | None:
+        """Time a step of a kind, with new rows if these come to their ends; None if there is no room for it."""
+        for _ in range(2):
+            if not self._ready(rows, kind.k) and not self._fill(rows):
+                break
+            if kind.drafter not in (None, self._following):
+                self._step(Told(kind.drafter, 1, verifies=False))  # it catches up on what others' steps brought
+            self._following = kind.drafter
+            step = self._step(_told(kind))
+            if step.ks == (kind.k,) * rows.num and not step.num_prefilled and step.target_s > 0:
+                return step
+            self.clear()  # rows have ended, or pages ran out as they grew
+        return None
+
+    def _ready(self, rows: _Rows, k: int) -> bool:
+        """Whether so many rows decode, none more, and are far enough from their ends to draft so much."""
+        decoding = self.engine.scheduler.decoding()
+        left = min((r.remaining for r in decoding), default=0)
+        return self._num_open() == len(decoding) == rows.num and left >= k + AHEAD - 1
 
     def _step(self, told: Told) -> _Timed:
         """Run a step and see what it did and how long that took."""
@@ -215,36 +274,40 @@ class _Calibrator:
         gained = e.stats().since(before)
         done = [(r, len(d)) for b, draft in told.seen for r, d in zip(b.rows, draft.rows, strict=True)]
         num_prefilled = sum(r.num_known for r, _ in done if not r.decodes)
-        work = _decoding([(r, k) for r, k in done if r.decodes])
+        decodes = [(r, k) for r, k in done if r.decodes]
+        work = _decoding(decodes)
         if num_prefilled:
             work += prefill
         foreseen = num_prefilled == int(prefill.tokens)
-        return _Timed(work, gained.target_s, gained.draft_s, gained.host_s, num_prefilled, foreseen)
+        ks = tuple(r.max_drafts for r, _ in decodes)
+        return _Timed(work, gained.target_s, gained.draft_s, gained.host_s, ks, num_prefilled, foreseen)
 
-    def _fill(self, num_rows: int, prompt_len: int) -> bool:
-        """Add requests until so many rows decode, and return whether they do; their prefill is timed too.
+    def _fill(self, rows: _Rows, passes: list[TimedPass] | None = None) -> bool:
+        """Put new rows in place of all, and return whether so many decode; their prefill is added to `passes`.
 
         They do not if there are pages for fewer, or if the first have ended before the last begin.
         """
-        chunks = -(-num_rows * prompt_len // self.engine.scheduler.limits.prefill_tokens)
-        for _ in range(num_rows + chunks):  # a short queue takes one request a step
-            self._add(num_rows, prompt_len)
+        self.clear()
+        self._following = None
+        chunks = -(-rows.num * rows.prompt_len // self.engine.scheduler.limits.prefill_tokens)
+        for _ in range(rows.num + chunks):  # a short queue takes one request a step
+            self._add(rows)
             step = self._step(Told())
-            if step.foreseen and step.target_s > 0:
-                self.passes.append(TimedPass(step.work, step.target_s))
+            if passes is not None and step.foreseen and step.target_s > 0:
+                passes.append(TimedPass(step.work, step.target_s))
             self._tell()
-            if len(self.engine.scheduler.decoding()) >= num_rows:
+            if len(self.engine.scheduler.decoding()) >= rows.num:
                 return True
             if not step.num_prefilled:  # nor will the next one bring a row more
                 break
         return False
 
-    def _add(self, num_rows: int, prompt_len: int) -> None:
+    def _add(self, rows: _Rows) -> None:
         """Add requests until there are so many, or as many as the queue takes now."""
         size = self.engine.target.config.vocab_size
-        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=self._longest - prompt_len)
-        while self._num_open() < num_rows:
-            ids = tuple((self._num_added * 7919 + i * 104729) % size for i in range(prompt_len))
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=self._longest - rows.prompt_len)
+        while self._num_open() < rows.num:
+            ids = tuple((self._num_added * 7919 + i * 104729) % size for i in range(rows.prompt_len))
             try:
                 self.engine.add(Request(f"calibration-{self._num_added}", ids, params, seed=0))
             except QueueFull:
@@ -278,6 +341,7 @@ class _Timed(NamedTuple):
     target_s: float
     draft_s: float
     host_s: float
+    ks: tuple[int, ...]  # of the rows that decoded: drafts that each might have
     num_prefilled: int  # tokens of prompts
     foreseen: bool  # they were as many as there was reason to expect; else `work` is not what was done
 
