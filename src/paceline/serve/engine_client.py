@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,7 @@ STOP_S = 5.0  # for the engine to leave by itself before it is killed
 MAX_SOCKET_CHARS = 90  # a unix socket's path has about 100
 
 GONE = "the engine process ended; it is being restarted, so try again"
+STOPPING = "the server is shutting down"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ class EngineClient:
         self._open |= dict.fromkeys(answers.index, answers)
         try:
             for request in requests:
-                await _send(life.socket, Submit.of(request))
+                await _send_now(life.socket, Submit.of(request))
         except BaseException:
             await self.cancel(answers)
             raise
@@ -142,7 +144,8 @@ class EngineClient:
             self._open.pop(request_id, None)
         for request_id in still_open:
             if self._life is not None:
-                await _send(self._life.socket, Cancel(request_id))
+                with suppress(EngineDied):
+                    await _send_now(self._life.socket, Cancel(request_id))
 
     async def stop(self) -> None:
         """End the engine and everything that is open. May be called twice."""
@@ -154,14 +157,21 @@ class EngineClient:
         else:
             await self._ask_to_stop(self._life)
         await asyncio.gather(self._supervisor, return_exceptions=True)
+        self.first_ready.cancel()  # does nothing if it is done
         self._context.destroy(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    def kill(self) -> None:
+        """End the engine and everything that is open at once, asking nobody. `stop` still has to be called."""
+        self._stopping = True
+        self._fail_open(EngineDied(STOPPING))
+        self._supervisor.cancel()  # it kills the process on its way out
+
     async def _ask_to_stop(self, life: Life) -> None:
-        await _send(life.socket, Stop())
         try:
+            await _send_now(life.socket, Stop())
             await asyncio.wait_for(life.process.wait(), STOP_S)
-        except TimeoutError:
+        except (EngineDied, TimeoutError):
             _kill(life.process)
 
     # Supervision -------------------------------------------------------------------------------------
@@ -171,17 +181,15 @@ class EngineClient:
         while True:
             born_s = time.monotonic()
             failed = await self._live()
-            self._fail_open(EngineDied("the server is shutting down" if self._stopping else GONE))
+            self._fail_open(EngineDied(STOPPING if self._stopping else GONE))
             if self._stopping:
-                break
+                return
             if not self.first_ready.done():
                 self.first_ready.set_exception(failed or EngineDied("the engine process ended while loading"))
                 return
             log.error("the engine process ended (%s); restarting it", failed or "killed or crashed")
             await asyncio.sleep(back_off.wait_s(time.monotonic() - born_s))
             self.restarts += 1
-        if not self.first_ready.done():
-            self.first_ready.cancel()
 
     async def _live(self) -> PacelineError | None:
         """Run one engine process to its end. Returns why it failed to load, if it did."""
@@ -203,8 +211,7 @@ class EngineClient:
             socket.close(linger=0)
 
     async def _listen(self, life: Life) -> None:
-        """Handle messages until the process has ended and its last words are read."""
-        await _send(life.socket, Load(self.config))
+        """Tell the process what to load and handle messages until it has ended and its last words are read."""
         ended = asyncio.create_task(life.process.wait())
         listening = asyncio.create_task(self._handle_forever(life))
         try:
@@ -219,6 +226,8 @@ class EngineClient:
             self._handle(life, await life.socket.recv())
 
     async def _handle_forever(self, life: Life) -> None:
+        # Waits for the process to connect, which it may never do.
+        await life.socket.send(encode(Load(self.config)))
         while True:
             self._handle(life, await life.socket.recv())
 
@@ -282,8 +291,12 @@ _HANDLERS: dict[type[ToServer], Callable[[EngineClient, Life, Any], None]] = {
 }
 
 
-async def _send(socket: zmq.asyncio.Socket, message: ToEngine) -> None:
-    await socket.send(encode(message))
+async def _send_now(socket: zmq.asyncio.Socket, message: ToEngine) -> None:
+    """Send to an engine that was ready. Raises `EngineDied` if it is gone: nothing would end a wait for it."""
+    try:
+        await socket.send(encode(message), zmq.DONTWAIT)
+    except zmq.Again:
+        raise EngineDied(GONE) from None
 
 
 def _prepare(socket: zmq.asyncio.Socket) -> zmq.asyncio.Socket:

@@ -135,6 +135,7 @@ class HttpServer:
         if self._drainer is None:
             self._drainer = self._loop.create_task(self._drain())
         else:
+            self.client.kill()
             self._server.should_exit = self._server.force_exit = True
 
     async def _drain(self) -> None:

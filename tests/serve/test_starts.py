@@ -1,0 +1,108 @@
+"""Starts that fail, and starts that are broken off."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import zmq
+
+from paceline.core.errors import EngineDied
+from paceline.core.nouns import Request
+from paceline.core.params import SamplingParams
+from paceline.engine.config import EngineConfig
+from paceline.serve import engine_client
+from paceline.serve.engine_client import EngineClient
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+HANGS_S = 20.0  # what takes so long never ends
+ENDS = "pass"
+NEVER_CONNECTS = "import time; time.sleep(600)"
+
+
+def engines_run(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Let every engine process run this code instead."""
+
+    async def spawn(_: str) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdin=asyncio.subprocess.PIPE)
+
+    monkeypatch.setattr(engine_client, "_spawn", spawn)
+
+
+def run(scenario: Callable[[], Awaitable[Any]]) -> None:
+    async def bounded() -> None:
+        await asyncio.wait_for(scenario(), HANGS_S)
+
+    asyncio.run(bounded())
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(0.01)
+
+
+def test_an_engine_that_ends_before_it_connects_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines_run(monkeypatch, ENDS)
+
+    async def scenario() -> None:
+        client = EngineClient(EngineConfig())
+        with pytest.raises(EngineDied, match="while loading"):
+            await client.first_ready
+        await client.stop()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("kill_first", [False, True])
+def test_an_engine_that_never_connects_can_be_stopped(monkeypatch: pytest.MonkeyPatch, kill_first: bool) -> None:
+    engines_run(monkeypatch, NEVER_CONNECTS)
+
+    async def scenario() -> None:
+        client = EngineClient(EngineConfig())
+        await until(lambda: client._life is not None)
+        process = client._life.process  # type: ignore[union-attr]
+        if kill_first:
+            client.kill()
+        await client.stop()
+        assert process.returncode is not None
+        assert client.first_ready.cancelled()
+
+    run(scenario)
+
+
+def test_an_engine_that_ends_at_every_restart_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    async def scenario() -> None:
+        client = EngineClient(EngineConfig(model=str(model), draft="off", threads=1))
+        await client.first_ready
+        engines_run(monkeypatch, ENDS)
+        client._life.process.kill()  # type: ignore[union-attr]
+        await until(lambda: client.restarts == 2)
+        await client.stop()
+
+    run(scenario)
+
+
+def test_nothing_waits_for_an_engine_that_is_gone(model: Path) -> None:
+    """Between an engine's end and the news of it, its socket has no peer."""
+
+    async def scenario() -> None:
+        client = EngineClient(EngineConfig(model=str(model), draft="off", threads=1))
+        await client.first_ready
+        life = client._life
+        assert life is not None
+        life.process.kill()
+        requests = [Request("r", (65,), SamplingParams(max_tokens=3), seed=1)]
+        while life.socket.get(zmq.EVENTS) & zmq.POLLOUT:
+            pass  # no other task runs, so the client knows nothing yet
+        with pytest.raises(EngineDied):
+            await client.submit(requests)
+        await client.stop()
+
+    run(scenario)
