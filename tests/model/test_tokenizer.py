@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import tokenizers
@@ -18,6 +18,9 @@ from paceline.model.tokenizer import Detokenizer, Tokenizer, byte_alphabet
 from paceline.model.weights import load_model, load_template, load_tokenizer
 from tests.model.helpers import byte_level_metadata
 from tests.tiny import END, tiny_raw_tokenizer, tiny_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PROMPTS = Path(__file__).parents[3] / "shared" / "data" / "spec_bench.jsonl"
 
@@ -126,6 +129,85 @@ def test_sentence_piece_merges_by_score_and_falls_back_to_bytes() -> None:
 def test_half_a_surrogate_pair_is_the_requests_fault() -> None:
     with pytest.raises(RequestError, match="surrogate"):
         BYTES.encode("a\ud800")
+
+
+class Unlocking:
+    """A tokenizer of the library without the call that holds the interpreter's lock."""
+
+    def __init__(self, raw: tokenizers.Tokenizer) -> None:
+        self.encode_batch_fast = raw.encode_batch_fast
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, SENTENCE], ids=["byte-level", "sentence-piece"])
+def test_a_long_text_leaves_other_threads_running(tokenizer: Tokenizer) -> None:
+    long = Tokenizer(tokenizer.raw)
+    long.raw = Unlocking(tokenizer.raw)
+    text = f"the cat \n in é{END} 漢 " * 500
+    for add_special in (True, False):
+        assert long.encode(text, add_special) == tokenizer.raw.encode(text, add_special_tokens=add_special).ids
+    with pytest.raises(RequestError, match="surrogate"):
+        long.encode("a\ud800" * 5000)
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, SENTENCE], ids=["byte-level", "sentence-piece"])
+@settings(max_examples=300)
+@given(st.text() | st.text("the anor▁ é\ud800"))
+def test_a_text_never_has_fewer_tokens_than_the_least(tokenizer: Tokenizer, text: str) -> None:
+    least = tokenizer.least_tokens(text)
+    assert (least > 0) == (text != "")
+    if "\ud800" not in text:
+        assert least <= len(tokenizer.encode(text, add_special=False))
+
+
+def test_the_least_number_of_tokens() -> None:
+    longest = len("<pad264>")
+    assert BYTES.least_tokens("a" * 10 * longest) == 10
+    raw = tiny_raw_tokenizer()
+    raw.normalizer = normalizers.NFC()
+    assert Tokenizer(raw).least_tokens("a" * 40 * longest) == 10
+
+
+def test_bytes_that_a_vocabulary_was_trained_without_are_not_counted() -> None:
+    words = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = tiny_raw_tokenizer()
+    raw.model = models.BPE(vocab={w: i for i, w in enumerate(words) if w != "ä"}, merges=[])  # 0xE4 begins 一
+    tokenizer = Tokenizer(raw)
+    text = "一" * 700
+    assert 0 < tokenizer.least_tokens(text) <= len(tokenizer.encode(text)) == 1400
+    raw.normalizer = normalizers.NFC()
+    assert Tokenizer(raw).least_tokens(text) == 0
+
+
+def _strips(raw: tokenizers.Tokenizer) -> None:
+    raw.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Strip()])
+
+
+def _replaces(raw: tokenizers.Tokenizer) -> None:
+    raw.normalizer = normalizers.Replace("b", "")
+
+
+def _removes(raw: tokenizers.Tokenizer) -> None:
+    cuts = [pre_tokenizers.Split(Regex("b+"), "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    raw.pre_tokenizer = pre_tokenizers.Sequence(cuts)
+
+
+def _truncates(raw: tokenizers.Tokenizer) -> None:
+    raw.enable_truncation(4)
+
+
+def _swallows_spaces(raw: tokenizers.Tokenizer) -> None:
+    raw.add_special_tokens([tokenizers.AddedToken("<|user|>", rstrip=True)])
+
+
+def _knows_no_bytes(raw: tokenizers.Tokenizer) -> None:
+    raw.model = models.BPE(vocab={"a": 0, "?": 1}, merges=[], unk_token="?", fuse_unk=True)
+
+
+@pytest.mark.parametrize("change", [_strips, _replaces, _removes, _truncates, _swallows_spaces, _knows_no_bytes])
+def test_nothing_is_said_of_a_tokenizer_that_may_drop_text(change: Callable[[tokenizers.Tokenizer], None]) -> None:
+    raw = tiny_raw_tokenizer()
+    change(raw)
+    assert Tokenizer(raw).least_tokens("b" * 100_000) == 0
 
 
 def test_the_byte_alphabet_is_the_librarys() -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.core.errors import BadModelFile, RequestError, UnsupportedModel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import tokenizers
 
+LONG_CHARS = 4096  # texts from here on are tokenised while other threads run
 _BEFORE = "\n"  # joins no token after it, where a tokenizer puts a space before a text
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -47,17 +48,66 @@ SPELLINGS: dict[str, Callable[[str], bytes]] = {
 }
 
 
+def _steps(part: Any, name: str) -> list[dict[str, Any]]:
+    """Return the steps of one of the tokenizer's own parts, from a Sequence of that name or a single one."""
+    whole = json.loads(part.__getstate__()) if part is not None else {}
+    return [step for step in whole.get(name, [whole]) if "type" in step]
+
+
 def _decoders(raw: tokenizers.Tokenizer) -> dict[str, dict[str, object]]:
-    """Return the tokenizer's own decoders by type, from a Sequence or a single one."""
-    decoder = json.loads(raw.decoder.__getstate__()) if raw.decoder is not None else {}
-    each = decoder.get("decoders", [decoder])
-    return {d["type"]: d for d in each if "type" in d}
+    """Return the tokenizer's own decoders by type."""
+    return {step["type"]: step for step in _steps(raw.decoder, "decoders")}
 
 
 def _strips_space(decoders: dict[str, dict[str, object]]) -> bool:
     """Whether the first space of a text is the tokenizer's own and not shown."""
     strip, metaspace = decoders.get("Strip", {}), decoders.get("Metaspace", {})
     return strip.get("start") == 1 or metaspace.get("prepend_scheme") in ("always", "first")
+
+
+# How much text one token may stand for ------------------------------------------------------------------
+
+_KEEPING = frozenset({"ByteLevel", "Digits", "Metaspace", "NFC", "Prepend"})  # steps that drop nothing of a text
+_NFC_BYTES = 4  # that may become one: 3.5 is the most, for a Greek letter with two marks
+
+
+class _Reach(NamedTuple):
+    """What the tokens of a text can stand for."""
+
+    most: int  # bytes for each token
+    dropped: bytes  # that no token stands for, as the vocabulary was trained without them
+
+
+def _reach(raw: tokenizers.Tokenizer) -> _Reach | None:
+    """Return how much text a token can stand for, or None if that is not certain.
+
+    A step that drops text, a token that takes the spaces around it or one for all that is unknown has no bound.
+    """
+    normalizing, cutting = _steps(raw.normalizer, "normalizers"), _steps(raw.pre_tokenizer, "pretokenizers")
+    vocab, added = raw.get_vocab(with_added_tokens=False), raw.get_added_tokens_decoder().values()
+    keeps = all(_keeps(step) for step in [*normalizing, *cutting]) and not any(t.lstrip or t.rstrip for t in added)
+    if not keeps or raw.truncation is not None or type(raw.model).__name__ != "BPE":
+        return None
+    dropped = b""
+    if any(step["type"] == "ByteLevel" for step in cutting):
+        dropped = bytes(byte for char, byte in _BYTE_OF.items() if char not in vocab)
+        most = max(map(len, vocab), default=1)  # a character stands for a byte
+    elif raw.model.byte_fallback and all(f"<0x{byte:02X}>" in vocab for byte in range(256)):
+        most = max(len(token.encode()) for token in vocab)
+    else:
+        return None
+    most = max([most, *(len(token.content.encode()) for token in added)])
+    if any(step["type"] == "NFC" for step in normalizing):
+        return None if dropped else _Reach(_NFC_BYTES * most, dropped)
+    return _Reach(most, dropped)
+
+
+def _keeps(step: Mapping[str, Any]) -> bool:
+    if step["type"] == "Split":
+        return bool(step["behavior"] != "Removed")
+    if step["type"] == "Replace":
+        return bool(step["pattern"] == {"String": " "} and step["content"] == "▁")
+    return step["type"] in _KEEPING
 
 
 class Tokenizer:
@@ -79,6 +129,7 @@ class Tokenizer:
         self._added = {i: (t.content, t.special) for i, t in raw.get_added_tokens_decoder().items()}
         self._bytes: dict[int, bytes] = {}  # filled as tokens are seen
         self._shown: dict[int, bytes] = {}  # likewise
+        self._reach = _reach(raw)
         self.vocab_size = 1 + max(raw.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def check_fits(self, vocab_size: int) -> None:
@@ -95,9 +146,20 @@ class Tokenizer:
         Raises `RequestError` for text that is not valid Unicode.
         """
         try:
-            return list(self.raw.encode(text, add_special_tokens=add_special).ids)
+            if len(text) < LONG_CHARS:
+                encoding = self.raw.encode(text, add_special_tokens=add_special)
+            else:  # the same ids; `encode` would hold the interpreter's lock to the end
+                encoding = self.raw.encode_batch_fast([text], add_special_tokens=add_special)[0]
+            return list(encoding.ids)
         except (UnicodeEncodeError, TypeError):  # the library says TypeError for a str it cannot encode
             raise RequestError("the text holds half a surrogate pair; send valid Unicode") from None
+
+    def least_tokens(self, text: str) -> int:
+        """Return how many tokens a text has at least, without tokenising it; 0 if that cannot be said."""
+        if self._reach is None:
+            return 0
+        most, dropped = self._reach
+        return -(-len(text.encode("utf-8", "replace").translate(None, dropped)) // most)
 
     def encode_within(self, text: str) -> list[int]:
         """Return the ids of a text that continues another: without a space that the tokenizer puts before a text.

@@ -28,6 +28,7 @@ class Prompts:
 
     def of_text(self, text: str) -> tuple[int, ...]:
         """Return a text's token ids. Raises `RequestError`, `PromptTooLong`."""
+        self._check_length(self.tokenizer.least_tokens(text), "prompt", "at least ")
         return self._checked(self.tokenizer.encode(text), "prompt")
 
     def of_ids(self, ids: Sequence[int]) -> tuple[int, ...]:
@@ -41,6 +42,7 @@ class Prompts:
         if not messages:
             raise RequestError("messages must hold at least one message", "messages")
         text = self.template.render(messages)
+        self._check_length(self.tokenizer.least_tokens(text), "messages", "at least ")
         return self._checked(self.tokenizer.encode(text, add_special=False), "messages")
 
     def room(self, prompt_ids: Sequence[int]) -> int:
@@ -50,11 +52,15 @@ class Prompts:
     def _checked(self, ids: Sequence[int], param: str) -> tuple[int, ...]:
         if not ids:
             raise RequestError("the prompt is empty, so there is nothing to continue", param)
-        if len(ids) >= self.max_len:
-            raise PromptTooLong(
-                f"the prompt has {len(ids)} tokens; prompt and answer together may have {self.max_len}", param
-            )
+        self._check_length(len(ids), param)
         return tuple(ids)
+
+    def _check_length(self, num_tokens: int, param: str, about: str = "") -> None:
+        if num_tokens >= self.max_len:
+            raise PromptTooLong(
+                f"the prompt has {about}{num_tokens} tokens; prompt and answer together may have {self.max_len}",
+                param,
+            )
 
 
 def seed_of(params: SamplingParams) -> int:

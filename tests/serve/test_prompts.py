@@ -1,0 +1,32 @@
+"""From texts and conversations to token ids: what is refused before it costs anything."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.core.errors import PromptTooLong
+from paceline.model.template import ChatTemplate, TemplateSource
+from paceline.model.tokenizer import Tokenizer
+from paceline.serve.prompts import Prompts
+from tests.serve.conftest import TEMPLATE
+from tests.tiny import tiny_raw_tokenizer
+
+MAX_LEN = 16
+
+
+class Unused(Tokenizer):
+    """A tokenizer that must not be used."""
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        raise AssertionError("this text is too long to be tokenised")
+
+
+def test_a_text_that_must_be_too_long_is_not_tokenised() -> None:
+    prompts = Prompts(Unused(tiny_raw_tokenizer()), ChatTemplate(TemplateSource(TEMPLATE, {})), MAX_LEN)
+    text = "a" * 1000
+    with pytest.raises(PromptTooLong, match="at least 125 tokens") as told:
+        prompts.of_text(text)
+    assert told.value.param == "prompt"
+    with pytest.raises(PromptTooLong, match="at least") as told:
+        prompts.of_messages([{"role": "user", "content": text}])
+    assert told.value.param == "messages"
