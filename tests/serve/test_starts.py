@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from paceline.core.params import SamplingParams
 from paceline.engine.config import EngineConfig
 from paceline.serve import engine_client
 from paceline.serve.engine_client import EngineClient
+from paceline.serve.http import HttpConfig, HttpServer
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -106,3 +108,26 @@ def test_nothing_waits_for_an_engine_that_is_gone(model: Path) -> None:
         await client.stop()
 
     run(scenario)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_signal_while_the_model_loads_ends_the_server_quietly(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals, times: int
+) -> None:
+    engines_run(monkeypatch, NEVER_CONNECTS)
+
+    async def scenario() -> None:
+        server = HttpServer(HttpConfig(port=0), EngineConfig())
+        running = asyncio.create_task(server.run(_never_ready))
+        await until(lambda: server._server.started and server.client.pid is not None)
+        for _ in range(times):
+            signal.raise_signal(number)
+        await running
+        assert server.client.pid is None
+
+    run(scenario)
+
+
+def _never_ready(*_: object) -> None:
+    raise AssertionError("no engine is ready")

@@ -118,7 +118,7 @@ class HttpServer:
         first_ready = self.client.first_ready
         try:
             await asyncio.wait((serving, asyncio.shield(first_ready)), return_when=asyncio.FIRST_COMPLETED)
-            if first_ready.done():
+            if first_ready.done() and not first_ready.cancelled():  # cancelled: told to stop while it loads
                 on_ready(url_of(self.socket), first_ready.result())
                 await serving
         finally:
