@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from paceline.engine.config import EngineConfig
 from paceline.serve import engine_client
 from paceline.serve.engine_client import EngineClient
 from paceline.serve.http import HttpConfig, HttpServer
+from tests.serve.conftest import COMMAND
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -131,3 +133,12 @@ def test_a_signal_while_the_model_loads_ends_the_server_quietly(
 
 def _never_ready(*_: object) -> None:
     raise AssertionError("no engine is ready")
+
+
+def test_a_start_that_fails_says_why_and_nothing_else(tmp_path: Path) -> None:
+    command = [*COMMAND, "serve", "--port", "0", "--model", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    *before, last = done.stderr.splitlines()
+    assert last.startswith("error: ")
+    assert before in ([], ["loading the model ..."])

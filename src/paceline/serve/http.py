@@ -117,7 +117,7 @@ class HttpServer:
         serving = asyncio.create_task(self._server.serve(sockets=[self.socket]))
         first_ready = self.client.first_ready
         try:
-            await asyncio.wait((serving, asyncio.shield(first_ready)), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((serving, first_ready), return_when=asyncio.FIRST_COMPLETED)
             if first_ready.done() and not first_ready.cancelled():  # cancelled: told to stop while it loads
                 on_ready(url_of(self.socket), first_ready.result())
                 await serving
