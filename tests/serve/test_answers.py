@@ -73,6 +73,19 @@ def test_a_chat_streams_what_it_would_have_said_at_once(client: OpenAI) -> None:
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
+def test_an_answer_can_be_sent_back_as_the_client_dumps_it(client: OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "default", "max_tokens": 5, "seed": 3}
+    message = client.chat.completions.create(messages=MESSAGES, **asked).choices[0].message.model_dump()
+    assert {"annotations", "audio", "function_call", "refusal", "tool_calls"} <= message.keys()
+    plain = {"role": "assistant", "content": message["content"]}
+    empty = message | {"tool_calls": [], "annotations": []}
+    texts = {
+        client.chat.completions.create(messages=[*MESSAGES, sent, *MESSAGES], **asked).choices[0].message.content
+        for sent in (plain, message, empty)
+    }
+    assert len(texts) == 1
+
+
 def test_completions_with_the_openai_client(client: OpenAI) -> None:
     done = client.completions.create(model="default", prompt="the then", max_tokens=6, temperature=0, logprobs=2)
     logprobs = done.choices[0].logprobs

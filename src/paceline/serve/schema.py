@@ -49,6 +49,8 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
+UNSERVED = ("annotations", "audio", "function_call", "refusal", "tool_calls")  # of a message
+
 
 class _Part(Struct, frozen=True, forbid_unknown_fields=True):
     """A part of a message's content."""
@@ -67,13 +69,18 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True):
     content: str | Annotated[list[_Part], Meta(max_length=MAX_PARTS)] | None = None
     name: Name | None = None
     tool_call_id: Name | None = None
+    # of OpenAI's answers; a client that sends one back as it came sends them empty
+    annotations: Any = None
+    audio: Any = None
+    function_call: Any = None
+    refusal: Any = None
     tool_calls: Any = None
-    refusal: str | None = None
 
     def for_template(self) -> dict[str, str]:
         """Return the message as chat templates take it; `developer` is today's name for `system`."""
-        if self.tool_calls:
-            raise RequestError("tool_calls are not supported yet", "messages")
+        for name in UNSERVED:
+            if getattr(self, name) not in (None, []):
+                raise RequestError(f"{name} in a message is not supported yet; leave it out", "messages")
         role = "system" if self.role == "developer" else self.role
         extra = {"name": self.name, "tool_call_id": self.tool_call_id}
         return {"role": role, "content": self._text()} | {k: v for k, v in extra.items() if v is not None}
