@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.errors import PromptTooLong
+from paceline.core.params import MAX_SEED, SamplingParams
 from paceline.model.template import ChatTemplate, TemplateSource
 from paceline.model.tokenizer import Tokenizer
-from paceline.serve.prompts import Prompts
+from paceline.serve.prompts import Prompts, seed_of
 from tests.serve.conftest import TEMPLATE
 from tests.tiny import tiny_raw_tokenizer
 
@@ -30,3 +31,10 @@ def test_a_text_that_must_be_too_long_is_not_tokenised() -> None:
     with pytest.raises(PromptTooLong, match="at least") as told:
         prompts.of_messages([{"role": "user", "content": text}])
     assert told.value.param == "messages"
+
+
+def test_a_drawn_seed_survives_doubles_and_an_asked_one_is_kept() -> None:
+    drawn = {seed_of(SamplingParams()) for _ in range(200)}
+    assert len(drawn) > 190
+    assert all(0 <= seed == int(float(seed)) < 1 << 53 for seed in drawn)
+    assert seed_of(SamplingParams(seed=MAX_SEED)) == MAX_SEED

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import PromptTooLong, RequestError
 from paceline.core.nouns import Request
-from paceline.core.params import MAX_SEED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -16,6 +15,8 @@ if TYPE_CHECKING:
     from paceline.core.params import SamplingParams, Speculation
     from paceline.model.template import ChatTemplate
     from paceline.model.tokenizer import Tokenizer
+
+DRAWN_SEEDS = 1 << 53  # doubles hold every integer below this
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,8 +65,8 @@ class Prompts:
 
 
 def seed_of(params: SamplingParams) -> int:
-    """Return the seed a request asks for, or draw one."""
-    return secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
+    """Return the seed a request asks for, or draw one that survives a client whose numbers are doubles."""
+    return secrets.randbelow(DRAWN_SEEDS) if params.seed is None else params.seed
 
 
 def requests_of(
