@@ -83,9 +83,11 @@ class Server:
     def health(self) -> int:
         return httpx.get(f"{self.url}/health", timeout=5.0).status_code
 
-    def metric(self, name: str) -> float:
-        text = httpx.get(f"{self.url}/metrics", timeout=5.0).text
-        return float(re.findall(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)[0])
+    def metric(self, name: str, **headers: str) -> float:
+        """A metric's value; 0 for a labelled one that has not been counted yet."""
+        text = httpx.get(f"{self.url}/metrics", timeout=5.0, headers=headers).text
+        found = re.findall(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
+        return float(found[0]) if found or "{" not in name else 0.0
 
 
 @contextmanager

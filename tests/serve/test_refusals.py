@@ -202,6 +202,24 @@ def test_other_types_wrong_routes_and_models(healthy: httpx.Client) -> None:
     assert error["code"] == "model_not_found"
 
 
+def test_every_refusal_is_counted_and_none_as_an_answer(server: Server, healthy: httpx.Client) -> None:
+    def counts() -> dict[int, float]:
+        return {
+            status: server.metric(f'paceline_refused_total{{status="{status}"}}') for status in (400, 404, 405)
+        }
+
+    errors = 'paceline_requests_total{finish_reason="error"}'
+    before, failed = counts(), server.metric(errors)
+    bad = {"prompt": "a", "logit_bias": {"99999": 1}, "n": 2}  # refused by the engine
+    for asked in (bad, bad | {"stream": True}):
+        explained(healthy.post(PLAIN, json=asked))
+    explained(healthy.get("/v2/nothing"), 404)
+    explained(healthy.get("/v1/models/gpt-9"), 404)
+    explained(healthy.get(PLAIN), 405)
+    assert counts() == {400: before[400] + 2, 404: before[404] + 2, 405: before[405] + 1}
+    assert server.metric(errors) == failed
+
+
 # Fuzz ------------------------------------------------------------------------------------------------
 
 VALUES = st.recursive(

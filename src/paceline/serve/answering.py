@@ -28,6 +28,7 @@ _STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+OUR_FAULT = 500  # statuses from here on
 
 
 class Answering:
@@ -53,8 +54,8 @@ class Answering:
                 await self._whole(events, scope, receive, send)
         except ClientGone:
             self._count_rest("cancelled")
-        except Problem:
-            self._count_rest("error")
+        except Problem as problem:
+            self._count_failed(problem)
             raise
         finally:
             watcher.cancel()
@@ -85,7 +86,8 @@ class Answering:
             if self.job.wants_usage:
                 pieces.append(self._data([], self._usage()))
         except Problem as problem:  # too late for a status
-            self._count_rest("error")
+            self._count_failed(problem)
+            self._metrics.refused(problem.status)
             pieces.append(_event(problem.body))
         await _send_body(send, b"".join([*pieces, b"data: [DONE]\n\n"]), more=False)
 
@@ -120,6 +122,11 @@ class Answering:
         self.answers[index].add(outcome)
         if outcome.finish_reason is not None:
             self._metrics.finished(outcome.finish_reason, self._first_s[index], outcome.figures, elapsed_s)
+
+    def _count_failed(self, problem: Problem) -> None:
+        """Count the answers that a fault of ours cut short; what the client did wrong is no answer."""
+        if problem.status >= OUR_FAULT:
+            self._count_rest("error")
 
     def _count_rest(self, reason: str) -> None:
         """Count the answers that will not end by themselves, once."""

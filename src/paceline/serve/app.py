@@ -7,7 +7,7 @@ import logging
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -83,7 +83,7 @@ class ModelRoute:
             pass
         except (Problem, PacelineError) as error:
             problem = error if isinstance(error, Problem) else problem_of(error)
-            self._state.metrics.problems.labels(str(problem.status)).inc()
+            self._state.metrics.refused(problem.status)
             await problem.response()(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -153,24 +153,27 @@ def _model(state: State) -> dict[str, object]:
     }
 
 
-async def _problem(_: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, Problem)
-    return error.response()
+def _handlers(metrics: Metrics) -> dict[Any, Any]:
+    """Return what answers the exceptions that leave a route, and counts them."""
 
+    async def problem(_: HttpRequest, error: Problem) -> Response:
+        metrics.refused(error.status)
+        return error.response()
 
-async def _http_error(request: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path[:256]}: {error.detail}"
-    return Problem(error.status_code, message).response(error.headers)
+    async def http_error(request: HttpRequest, error: HTTPException) -> Response:
+        metrics.refused(error.status_code)
+        message = f"{request.method} {request.url.path[:256]}: {error.detail}"
+        return Problem(error.status_code, message).response(error.headers)
 
+    async def bug(_: HttpRequest, __: Exception) -> Response:
+        metrics.refused(500)
+        return internal_problem().response()
 
-async def _bug(_: HttpRequest, __: Exception) -> Response:
-    return internal_problem().response()
+    return {Problem: problem, HTTPException: http_error, Exception: bug}
 
 
 def make_app(client: EngineClient, api_key: str | None = None, max_open: int = MAX_OPEN) -> tuple[ASGIApp, State]:
     """Return the ASGI application over an engine, and the state that draining it needs."""
     state = State(client, Metrics(client), TextSource(), max_open)
-    handlers = {Problem: _problem, HTTPException: _http_error, Exception: _bug}
-    app = Starlette(routes=_routes(state), exception_handlers=handlers)
-    return Guard(app, api_key), state
+    app = Starlette(routes=_routes(state), exception_handlers=_handlers(state.metrics))
+    return Guard(app, api_key, state.metrics.refused), state

@@ -10,6 +10,8 @@ from paceline.core.errors import ConfigError
 from paceline.serve.problems import Problem
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 OPEN_ROUTES = frozenset({"/health"})  # what a load balancer may ask without a key
@@ -28,8 +30,10 @@ def check_exposure(host: str, api_key: str | None, insecure: bool) -> None:
 class Guard:
     """ASGI wrapper that asks for `Authorization: Bearer KEY` on every route but /health."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+    def __init__(self, app: ASGIApp, api_key: str | None, on_refusal: Callable[[int], None]) -> None:
+        """Wrap `app`; `on_refusal` is called with the status of each refusal."""
         self._app = app
+        self._on_refusal = on_refusal
         self._digest = None if api_key is None else _digest(b"Bearer " + api_key.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -37,6 +41,7 @@ class Guard:
         if scope["type"] != "http" or self._allowed(scope):
             await self._app(scope, receive, send)
             return
+        self._on_refusal(401)
         problem = Problem(401, "missing or wrong API key; send Authorization: Bearer KEY", code="invalid_api_key")
         await problem.response({"www-authenticate": "Bearer"})(scope, receive, send)
 

@@ -127,7 +127,7 @@ class Metrics:
         self.answers = Counter(
             "paceline_requests", "Answers ended, by finish reason", ["finish_reason"], registry=self.registry
         )
-        self.problems = Counter(
+        self._refused = Counter(
             "paceline_refused", "Requests answered with an error", ["status"], registry=self.registry
         )
         self._ttft = self._histogram("paceline_time_to_first_token_seconds", "Arrival to first token", _SECONDS)
@@ -151,6 +151,10 @@ class Metrics:
         self._e2e.observe(total_s)
         if figures.completion_tokens > 1:
             self._tpot.observe((total_s - first_s) / (figures.completion_tokens - 1))
+
+    def refused(self, status: int) -> None:
+        """Count a request that was answered with an error."""
+        self._refused.labels(str(status)).inc()
 
     def text(self) -> bytes:
         """Return everything in Prometheus' text format."""
