@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core.errors import PromptTooLong
+from paceline.core.errors import PromptTooLong, RequestError
 from paceline.core.params import MAX_SEED, SamplingParams
 from paceline.model.template import ChatTemplate, TemplateSource
 from paceline.model.tokenizer import Tokenizer
+from paceline.serve.intake import completion_job
 from paceline.serve.prompts import Prompts, seed_of
 from tests.serve.conftest import TEMPLATE
-from tests.tiny import tiny_raw_tokenizer
+from tests.tiny import tiny_raw_tokenizer, tiny_tokenizer
 
 MAX_LEN = 16
 
@@ -38,3 +39,17 @@ def test_a_drawn_seed_survives_doubles_and_an_asked_one_is_kept() -> None:
     assert len(drawn) > 190
     assert all(0 <= seed == int(float(seed)) < 1 << 53 for seed in drawn)
     assert seed_of(SamplingParams(seed=MAX_SEED)) == MAX_SEED
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        (b'{"prompt": [[65], [320]]}', "vocabulary of 320"),
+        (b'{"prompt": ["a", "aaaaaaaa"], "max_tokens": 9}', "shorten either"),
+    ],
+)
+def test_a_bad_prompt_among_several_is_found_before_the_engine_has_any(body: bytes, what: str) -> None:
+    prompts = Prompts(tiny_tokenizer(), None, MAX_LEN, 320)
+    with pytest.raises(RequestError, match=what):
+        completion_job(body, prompts, "tiny", 0.0)
+    assert len(completion_job(b'{"prompt": [[65], [319]], "max_tokens": 15}', prompts, "tiny", 0.0).requests) == 2

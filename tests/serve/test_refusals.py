@@ -79,6 +79,8 @@ BAD_FIELDS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": [-1]}, "prompt", "token id"),
     ({"prompt": [10**12]}, "prompt", "token id"),
     ({"prompt": [5000]}, "prompt", "vocabulary"),
+    ({"prompt": [[65], [5000]]}, "prompt", "vocabulary"),
+    ({"prompt": ["a", "b " * 8000], "max_tokens": 12000}, "max_tokens", "shorten"),
     ({"prompt": [True]}, "prompt", "Expected"),
     ({"prompt": ["a"] * 200}, "prompt", "1 to 128"),
     ({"prompt": None}, "prompt", "Expected"),

@@ -112,10 +112,15 @@ def completion_job(data: bytes, prompts: Prompts, model: str, arrival_s: float) 
 def _requests(
     body: ChatBody | CompletionBody, all_ids: list[tuple[int, ...]], prompts: Prompts, arrival_s: float
 ) -> list[Request]:
-    """Return the requests for all answers to all prompts, under one seed."""
+    """Return the requests for all answers to all prompts, under one seed.
+
+    Raises `RequestError`, also for what the engine would say of one prompt when another is answered already.
+    """
     params = [body.params(prompts.room(ids)) for ids in all_ids]
     if len(all_ids) * params[0].n > MAX_ANSWERS:
         raise RequestError(f"one request may ask for at most {MAX_ANSWERS} answers (prompts times n)", "n")
+    for ids, asked in zip(all_ids, params, strict=True):
+        prompts.check_room(ids, asked.max_tokens)
     seed, name, salt = seed_of(params[0]), secrets.token_hex(12), body.cache_salt or ""
     speculation = body.speculation.asked() if body.speculation else None
     return [

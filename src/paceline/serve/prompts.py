@@ -26,6 +26,7 @@ class Prompts:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     max_len: int  # tokens of prompt and answer of one request
+    vocab_size: int | None = None  # rows of the model's embedding; None: token ids are not checked here
 
     def of_text(self, text: str) -> tuple[int, ...]:
         """Return a text's token ids. Raises `RequestError`, `PromptTooLong`."""
@@ -50,10 +51,22 @@ class Prompts:
         """Return how many tokens an answer to this prompt may have."""
         return self.max_len - len(prompt_ids)
 
+    def check_room(self, prompt_ids: Sequence[int], max_tokens: int) -> None:
+        """Raise `PromptTooLong` if an answer of so many tokens does not fit behind a prompt."""
+        if max_tokens > self.room(prompt_ids):
+            raise PromptTooLong(
+                f"the prompt has {len(prompt_ids)} tokens and max_tokens is {max_tokens}, together more than the "
+                f"{self.max_len} this engine holds for one request; shorten either",
+                "max_tokens",
+            )
+
     def _checked(self, ids: Sequence[int], param: str) -> tuple[int, ...]:
         if not ids:
             raise RequestError("the prompt is empty, so there is nothing to continue", param)
         self._check_length(len(ids), param)
+        size = self.vocab_size
+        if size is not None and not all(0 <= token_id < size for token_id in ids):
+            raise RequestError(f"the prompt has token ids outside the vocabulary of {size}", param)
         return tuple(ids)
 
     def _check_length(self, num_tokens: int, param: str, about: str = "") -> None:

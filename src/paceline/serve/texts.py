@@ -39,4 +39,4 @@ def _prompts(ready: Ready) -> Prompts:
     tokenizer = Tokenizer(raw, eos_ids=ready.eos_ids, bos_id=ready.bos_id)
     source = ready.template
     template = None if source is None else ChatTemplate(TemplateSource(source.source, source.tokens))
-    return Prompts(tokenizer, template, ready.max_len)
+    return Prompts(tokenizer, template, ready.max_len, ready.vocab_size)
