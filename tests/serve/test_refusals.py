@@ -51,6 +51,8 @@ BAD_FIELDS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": "a", "speculation": {"k": -1}}, "speculation", "between"),
     ({"prompt": "a", "speculation": {"draft": "nonesuch"}}, "speculation", "nonesuch"),
     ({"prompt": "a", "speculation": {"tpot_ms": 0}}, "speculation", "tpot_ms"),
+    ({"prompt": "a", "speculation": {"tpot_ms": 5e-324}}, "speculation", "between 0.001"),
+    ({"prompt": "a", "speculation": {"tpot_ms": 2e6}}, "speculation", "1e+06"),
     ({"prompt": "a", "speculation": {"draft": ""}}, "speculation", "auto"),
     ({"prompt": "a", "seed": 2**63}, "seed", "between"),
     ({"prompt": "a", "stop": [""]}, "stop", "characters"),

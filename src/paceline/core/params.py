@@ -128,7 +128,7 @@ def _check_token_id(name: str, value: object) -> None:
 
 AUTO, OFF = "auto", "off"
 MAX_NAME_CHARS = 64
-MAX_TPOT_MS = 1e6
+MIN_TPOT_MS, MAX_TPOT_MS = 1e-3, 1e6  # a pace still shorter is no number the controller can reckon with
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +144,9 @@ class Speculation:
             raise RequestError("speculation.draft must be auto, off or the name of a drafter", "speculation")
         if self.k is not None and not 0 <= self.k <= MAX_ASKED_K:
             raise RequestError(f"speculation.k must be between 0 and {MAX_ASKED_K}, not {self.k}", "speculation")
-        if self.tpot_ms is not None and not 0 < self.tpot_ms <= MAX_TPOT_MS:
-            raise RequestError(f"speculation.tpot_ms must be above 0, at most {MAX_TPOT_MS:g}", "speculation")
+        if self.tpot_ms is not None and not MIN_TPOT_MS <= self.tpot_ms <= MAX_TPOT_MS:
+            bounds = f"between {MIN_TPOT_MS:g} and {MAX_TPOT_MS:g}"
+            raise RequestError(f"speculation.tpot_ms must be {bounds}, not {self.tpot_ms}", "speculation")
 
     @property
     def most(self) -> int:
