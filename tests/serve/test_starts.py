@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import zmq
 
-from paceline.core.errors import EngineDied
+from paceline.core.errors import ConfigError, EngineDied
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.engine.config import EngineConfig
 from paceline.serve import engine_client
+from paceline.serve.commands.serve import log_level
 from paceline.serve.engine_client import EngineClient
-from paceline.serve.http import HttpConfig, HttpServer
+from paceline.serve.http import HttpConfig, HttpServer, listen
 from tests.serve.conftest import COMMAND
 
 if TYPE_CHECKING:
@@ -142,3 +143,24 @@ def test_a_start_that_fails_says_why_and_nothing_else(tmp_path: Path) -> None:
     *before, last = done.stderr.splitlines()
     assert last.startswith("error: ")
     assert before in ([], ["loading the model ..."])
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 64 + ".example", "nosuchhost.invalid", "203.0.113.1"])
+def test_a_host_that_cannot_be_had_is_named(host: str) -> None:
+    with pytest.raises(ConfigError, match="--host") as told:
+        listen(host, 0)
+    assert "--port" not in str(told.value)
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with listen("127.0.0.1", 0) as taken:
+        taken.listen()
+        with pytest.raises(ConfigError, match="another --port"):
+            listen("127.0.0.1", taken.getsockname()[1])
+
+
+def test_a_bad_log_level_is_told_with_the_good_ones() -> None:
+    assert log_level({}) == "WARNING"
+    assert [log_level({"PACELINE_LOG_LEVEL": name}) for name in ("debug", "WARN")] == ["DEBUG", "WARN"]
+    with pytest.raises(ConfigError, match="DEBUG, INFO, WARNING, ERROR, CRITICAL, not 'FOO'"):
+        log_level({"PACELINE_LOG_LEVEL": "foo"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import logging
 import socket
@@ -60,6 +61,11 @@ def listen(host: str, port: int) -> socket.socket:
     """Return a bound socket. Raises `ConfigError` if the address cannot be had."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError(f"--host {host} is no address of this machine: {error.strerror}") from None
+    except UnicodeError:  # an empty label, or one too long
+        raise ConfigError(f"--host {host} is no name that a machine can have") from None
+    try:
         bound = socket.socket(family, kind, protocol)
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -68,7 +74,8 @@ def listen(host: str, port: int) -> socket.socket:
             bound.close()
             raise
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from None
+        flag = "--host" if error.errno == errno.EADDRNOTAVAIL else "--port"
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another {flag}") from None
     return bound
 
 

@@ -8,17 +8,20 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from paceline.core.errors import ConfigError
 from paceline.engine.options import add_engine_arguments, engine_config
 from paceline.serve.banner import LoadingBar, show_choices, show_url
 from paceline.serve.http import HttpConfig, HttpServer
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
+    from collections.abc import Mapping
 
     from paceline.engine.config import EngineConfig
     from paceline.serve.messages import Progress, Ready
 
 DEFAULTS = HttpConfig()
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -55,9 +58,17 @@ def http_config(args: Namespace) -> HttpConfig:
     )
 
 
+def log_level(environ: Mapping[str, str]) -> str:
+    """Return the level of PACELINE_LOG_LEVEL. Raises `ConfigError`; the engine's processes read it, too."""
+    level = environ.get("PACELINE_LOG_LEVEL", "WARNING").upper()
+    if level not in logging.getLevelNamesMapping():  # which has some synonyms as well
+        raise ConfigError(f"PACELINE_LOG_LEVEL must be one of {', '.join(LOG_LEVELS)}, not {level!r}")
+    return level
+
+
 def run(args: Namespace) -> int:
     """Serve until told to stop."""
-    logging.basicConfig(level=os.environ.get("PACELINE_LOG_LEVEL", "WARNING").upper(), format="%(message)s")
+    logging.basicConfig(level=log_level(os.environ), format="%(message)s")
     if args.access_log:
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
     return asyncio.run(_serve(http_config(args), engine_config(args)))
