@@ -47,7 +47,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": "a", "n": 0}, "n", "between"),
     ({"prompt": "a", "n": 16384}, "n", "between"),
     ({"prompt": ["a"] * 100, "n": 64}, "n", "at most"),
-    ({"prompt": "a", "seed": -1}, "seed", "between"),
+    ({"prompt": "a", "seed": -(2**63) - 1}, "seed", "between"),
     ({"prompt": "a", "speculation": {"k": -1}}, "speculation", "between"),
     ({"prompt": "a", "speculation": {"draft": "nonesuch"}}, "speculation", "nonesuch"),
     ({"prompt": "a", "speculation": {"tpot_ms": 0}}, "speculation", "tpot_ms"),

@@ -12,7 +12,15 @@ import msgspec
 from msgspec import Meta, Struct
 
 from paceline.core.errors import RequestError, suggest
-from paceline.core.params import AUTO, MAX_BIASED, MAX_NAME_CHARS, MAX_TOKEN_ID, SamplingParams, Speculation
+from paceline.core.params import (
+    AUTO,
+    MAX_BIASED,
+    MAX_NAME_CHARS,
+    MAX_SEED,
+    MAX_TOKEN_ID,
+    SamplingParams,
+    Speculation,
+)
 from paceline.engine.wire import Salt, TokenId
 
 MAX_MESSAGES = 4096
@@ -182,7 +190,7 @@ class _Common(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
             "logit_bias": None if self.logit_bias is None else _bias(self.logit_bias),
-            "seed": self.seed,
+            "seed": None if self.seed is None else _seed(self.seed),
             "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             "stop_token_ids": tuple(self.stop_token_ids or ()),
             "include_stop": self.include_stop_str_in_output,
@@ -286,6 +294,11 @@ def _check_harmless(field: str, value: Any) -> None:
     values = ", ".join(msgspec.json.encode(v).decode() for v in allowed)
     hint = f"; leave it out or send {values}" if allowed else "; leave it out"
     raise RequestError(f"{field} is not supported yet{hint}", field)
+
+
+def _seed(given: int) -> int:
+    """Return a seed of OpenAI's range, all of int64, as one of ours: of a negative one the lower 63 bits."""
+    return given & MAX_SEED if -MAX_SEED - 1 <= given < 0 else given
 
 
 def _bias(given: dict[str, float]) -> dict[int, float]:
