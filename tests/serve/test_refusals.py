@@ -206,6 +206,16 @@ def test_other_types_wrong_routes_and_models(healthy: httpx.Client) -> None:
     assert error["code"] == "model_not_found"
 
 
+@pytest.mark.parametrize("origin", ["https://example.org", "null"])
+def test_a_web_page_has_to_say_that_it_sends_json(healthy: httpx.Client, origin: str) -> None:
+    """Only for that does a browser ask first; a Blob without a type goes out as it is."""
+    body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+    assert healthy.post(PLAIN, content=body).status_code == 200
+    assert healthy.post(PLAIN, content=body, headers=JSON | {"origin": origin}).status_code == 200
+    explained(healthy.post(PLAIN, content=body, headers={"origin": origin}), 415)
+    explained(healthy.post(PLAIN, content=body, headers={"origin": origin, "content-type": ""}), 415)
+
+
 def test_every_refusal_is_counted_and_none_as_an_answer(server: Server, healthy: httpx.Client) -> None:
     def counts() -> dict[int, float]:
         return {
