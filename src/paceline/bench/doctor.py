@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
+from paceline.bench.run import empty
 from paceline.control.fixed import FixedK
 from paceline.core.errors import ConfigError, ModelError
+from paceline.core.interrupts import uninterrupted
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.draft.options import parse_drafters
@@ -149,13 +151,12 @@ def _steps(engine: Engine, k: int) -> list[_Step]:
     steps: list[_Step] = []
     before = engine.stats()
     while engine.has_work and len(steps) < STEPS:
-        engine.step()
+        with uninterrupted():
+            engine.step()
         after = engine.stats()
         gained = after.since(before)
         if gained.decode_passes:
             steps.append(_Step(gained.step_s, gained.draft_s))
         before = after
-    engine.cancel("doctor")
-    while engine.has_work:
-        engine.step()
+    empty(engine, ["doctor"])
     return steps

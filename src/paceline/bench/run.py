@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 from paceline.bench.measure import Answer
 from paceline.core.errors import PacelineError
+from paceline.core.interrupts import uninterrupted
 from paceline.core.nouns import Request
 from paceline.core.params import MAX_SEED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from paceline.bench.prompts import Prompt
     from paceline.core.nouns import Outcome
@@ -63,27 +64,38 @@ def ask(
 ) -> list[Answer]:
     """Ask every question with `concurrency` in flight, and return the answers in the order of the questions.
 
-    Raises `PacelineError` if a request fails. The engine is then empty again.
+    Raises `PacelineError` if a request fails. The engine is then empty again, and also after Ctrl-C.
     """
     waiting, inflight, answers = deque(asked), dict[str, _Open](), dict[str, Answer]()
+    whole = True  # a step that raised has left rows half-way; such an engine never gets empty
     try:
         while waiting or inflight:
-            while waiting and len(inflight) < concurrency:
-                question = waiting.popleft()
-                engine.add(question.request)
-                inflight[question.request.request_id] = _Open(question, perf_counter())
-            outcomes, now_s = engine.step(), perf_counter()
+            with uninterrupted():
+                while waiting and len(inflight) < concurrency:
+                    question = waiting.popleft()
+                    engine.add(question.request)
+                    inflight[question.request.request_id] = _Open(question, perf_counter())
+                whole = False
+                outcomes, now_s = engine.step(), perf_counter()
+                whole = True
             for outcome in outcomes:
                 _take(outcome, now_s, inflight, answers)
             if tell is not None and any(o.finish_reason is not None for o in outcomes):
                 tell(len(answers))
     except BaseException:
-        for request_id in inflight:
-            engine.cancel(request_id)
-        while engine.has_work:
-            engine.step()
+        if whole:
+            empty(engine, inflight)
         raise
     return [answers[q.request.request_id] for q in asked]
+
+
+def empty(engine: Engine, request_ids: Iterable[str]) -> None:
+    """Let go of requests and take steps until nothing is open. No step may have raised before."""
+    for request_id in request_ids:
+        engine.cancel(request_id)
+    while engine.has_work:
+        with uninterrupted():
+            engine.step()
 
 
 def _take(outcome: Outcome, now_s: float, inflight: dict[str, _Open], answers: dict[str, Answer]) -> None:

@@ -9,9 +9,7 @@ with LLM() as llm:
 from __future__ import annotations
 
 import itertools
-import signal
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError, EngineDied, QueueFull, RequestError, suggest
+from paceline.core.interrupts import uninterrupted
 from paceline.core.params import SamplingParams
 from paceline.engine.build import build
 from paceline.engine.config import EngineConfig
@@ -307,7 +306,7 @@ class LLM:
         self._sinks[request.request_id] = sink
 
     def _step(self) -> None:
-        with _uninterrupted():
+        with uninterrupted():
             outcomes = self._engine.step()
         for outcome in outcomes:
             sink = self._sinks.get(outcome.request_id)
@@ -378,20 +377,3 @@ def _shown(progress: Progress | None) -> Iterator[Progress | None]:
 
     with LoadingBar() as bar:
         yield bar
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C back while a step runs: half a step would leave the engine in disorder."""
-    ours = threading.current_thread() is threading.main_thread()
-    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    pressed: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if pressed:
-        raise KeyboardInterrupt
