@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         required=True,
         metavar="FILE",
         help="what steps cost: of `paceline profile`, or of vLLM's format",
+    )
+    add(
+        "--drafter",
+        metavar="NAME",
+        help="of a profile with several, the one whose costs drafts have (default: the only one that takes time)",
     )
     add("--policy", action="append", metavar="NAME", help=f"one of {POLICIES}; may be repeated (default: all)")
     add("--rows", default="1,4,16,64,256", metavar="N[,N...]", help="requests that run at once, on each replica")
@@ -68,9 +74,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Simulate and print a table."""
     from paceline.bench.terminal import progress, table
-    from paceline.control.profile import read_profile
 
-    profile = read_profile(Path(args.profile))
+    profile = _profile(args)
     policies, sizes = args.policy or ALL, _sizes(args.rows)
     _check(args)
     found: list[dict[str, Any]] = []
@@ -93,7 +98,7 @@ def run(args: Namespace) -> int:
         for f in found
     ]
     columns = ("rows", "policy", "tokens/s", "of the best", "TPOT ms", "p99", "tokens a pass", "steps")
-    table(f"simulated on {args.profile}", columns, cells, num_left=2)
+    table(f"simulated on {args.profile}{_drafts_of(profile)}", columns, cells, num_left=2)
     if args.json:
         Path(args.json).write_text(
             json.dumps({"arguments": vars(args) | {"run": None}, "found": found}, default=str)
@@ -115,6 +120,53 @@ def _check(args: Namespace) -> None:
     ):
         if not low <= value <= high:
             raise ConfigError(f"{name} must be between {low} and {high}, not {value}")
+
+
+def _profile(args: Namespace) -> Profile:
+    """Return what steps cost and how often drafts are kept, of one drafter: policies here have no other.
+
+    Raises `ConfigError`.
+    """
+    from paceline.control.profile import read_profile
+
+    profile = of_drafter(read_profile(Path(args.profile)), args.drafter)
+    rates = tuple(float(p) for p in args.acceptance.split(",")) if args.acceptance else profile.accepted_at
+    if not rates:
+        raise ConfigError("this profile does not know how often drafts are kept; give --acceptance")
+    return replace(profile, accepted_at=rates)
+
+
+def of_drafter(profile: Profile, name: str | None) -> Profile:
+    """Return a profile with the costs of one drafter: that name, or the only one that takes time.
+
+    Raises `ConfigError` if that does not say which.
+    """
+    from paceline.control.cost import MeasuredCost, TableCost
+
+    cost, names = profile.cost, profile.drafters
+    known = ", ".join(names) or "none"
+    if name is not None and name not in names:
+        raise ConfigError(f"--drafter {name}: the profile's drafters are: {known}")
+    if isinstance(cost, TableCost) or not names:
+        return profile
+    slow = [n for n, drafter in zip(names, cost.drafters, strict=True) if drafter.max_depth]
+    usual = names if len(names) == 1 else slow
+    if name is None and len(usual) != 1:
+        raise ConfigError(f"this profile has several drafters; choose one with --drafter: {known}")
+    name = name or usual[0]
+    own = MeasuredCost(cost.target, (cost.drafters[names.index(name)],))
+    return replace(profile, cost=own, drafters=(name,), trained_to=(), minding=())
+
+
+def _drafts_of(profile: Profile) -> str:
+    """Say whose drafts a simulated engine has, and whether they are free: then their device says nothing."""
+    from paceline.control.cost import TableCost
+
+    if isinstance(profile.cost, TableCost):
+        return ""
+    free = not any(drafter.max_depth for drafter in profile.cost.drafters)
+    whose = f", drafts of {profile.drafters[0]}" if profile.drafters else ", drafts"
+    return f"{whose}{' that cost nothing' if free else ''}"
 
 
 def _sizes(text: str) -> list[int]:
@@ -173,10 +225,7 @@ def _workload(args: Namespace, profile: Profile, rows: int) -> Workload:
     from paceline.control import workloads
     from paceline.control.simulate import conditional
 
-    rates = [float(p) for p in args.acceptance.split(",")] if args.acceptance else profile.accepted_at
-    if not rates:
-        raise ConfigError("this profile does not know how often drafts are kept; give --acceptance")
-    chances = np.clip(conditional(tuple(rates)) * args.scale, 0.001, 0.999)
+    chances = np.clip(conditional(profile.accepted_at) * args.scale, 0.001, 0.999)
     if args.trace:
         return workloads.read_trace(Path(args.trace), chances, args.spread, args.seed)
     sizes = workloads.Sizes(args.prompt_tokens, args.output_tokens, args.tail)
@@ -185,15 +234,18 @@ def _workload(args: Namespace, profile: Profile, rows: int) -> Workload:
 
 
 def policy_of(name: str, profile: Profile, rows: int) -> Policy:
-    """Return a policy by name. Raises `ConfigError`."""
+    """Return a policy by name, which drafts as deep as the profile tells how often drafts are kept.
+
+    Raises `ConfigError`.
+    """
     import numpy as np
 
     from paceline.control.goodput import Goodput
     from paceline.control.others import BatchTable, MovingAverage, Static, TurboSpec
     from paceline.control.simulate import conditional
 
-    depth = max(len(profile.accepted_at), 1)
-    prior = np.clip(conditional(profile.accepted_at), 0.001, 0.999) if profile.accepted_at else None
+    depth = len(profile.accepted_at)
+    prior = np.clip(conditional(profile.accepted_at), 0.001, 0.999)
     makers: dict[str, Callable[[], Policy]] = {
         "off": lambda: Static(0),
         "table": BatchTable,

@@ -1,0 +1,77 @@
+"""`paceline simulate`: whose costs, how deep, and what it refuses before it begins."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from paceline import cli
+from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
+from paceline.control.profile import Profile, write_profile
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FLAT = TargetCost(Curve.of([1, 1000], [0.01, 0.01]))  # verifying more costs nothing more
+SLOW = DraftCost(tuple(Curve.of([1, 64], [0.002 * k, 0.004 * k]) for k in range(1, 6)))
+SLOWER = DraftCost(tuple(Curve.of([1, 64], [0.005 * k, 0.01 * k]) for k in range(1, 6)))
+FREE = DraftCost(())
+USUAL = ["--rows", "4", "--output-tokens", "32", "--requests", "16", "--acceptance", "0.9,0.8,0.7,0.6,0.5"]
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Any:
+    """A function that writes a profile of some drafters and returns the command that simulates it."""
+
+    def written(**drafters: DraftCost) -> list[str]:
+        cost = MeasuredCost(FLAT, tuple(drafters.values()))
+        write_profile(tmp_path / "profile.json", Profile(cost, tuple(drafters)))
+        return ["simulate", "--profile", str(tmp_path / "profile.json"), *USUAL]
+
+    return written
+
+
+def simulated(command: list[str], tmp_path: Path) -> dict[str, dict[str, Any]]:
+    """Return what was found of each policy."""
+    file = tmp_path / "found.json"
+    assert cli.main([*command, "--json", str(file)]) == 0
+    return {f["policy"]: f for f in json.loads(file.read_text())["found"]}
+
+
+def test_policies_draft_as_deep_as_acceptance_is_given(profile: Any, tmp_path: Path) -> None:
+    found = simulated(profile(lookup=FREE), tmp_path)
+    for name in ("turbospec", "ours"):
+        assert found[name]["tokens_per_pass"] > 2.5, "drafts are free and kept; one of them brings 2 at most"
+
+
+def test_drafting_takes_the_time_of_the_drafter_that_takes_any(
+    profile: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [*profile(lookup=FREE, slow=SLOW), "--policy", "static:5", "--overlap", "on"]
+    own, same = (
+        simulated([*command, "--draft-device", d], tmp_path)["static:5"]["tpot_s"] for d in ("own", "same")
+    )
+    assert own < 0.9 * same
+    assert "drafts of slow" in capsys.readouterr().out
+    simulated(profile(lookup=FREE), tmp_path)
+    assert "drafts of lookup that cost nothing" in capsys.readouterr().out
+    simulated(profile(), tmp_path)
+    assert "drafts that cost nothing" in capsys.readouterr().out
+
+
+def test_of_several_drafters_one_must_be_named(
+    profile: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [*profile(lookup=FREE, slow=SLOW, slower=SLOWER), "--policy", "static:3"]
+    assert cli.main(command) == 2
+    assert "choose one with --drafter: lookup, slow, slower" in capsys.readouterr().err
+    assert cli.main([*command, "--drafter", "slw"]) == 2
+    assert "lookup, slow, slower" in capsys.readouterr().err
+    rates = [
+        simulated([*command, "--drafter", name], tmp_path)["static:3"]["tokens_per_s"]
+        for name in ("lookup", "slow", "slower")
+    ]
+    assert rates == sorted(rates, reverse=True)
+    assert len(set(rates)) == 3
