@@ -75,3 +75,51 @@ def test_of_several_drafters_one_must_be_named(
     ]
     assert rates == sorted(rates, reverse=True)
     assert len(set(rates)) == 3
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_drafts_deeper_than_acceptance_is_known_are_not_kept(profile: Any, tmp_path: Path, overlap: str) -> None:
+    command = [*profile(slow=SLOW), "--acceptance", "1,0.9", "--overlap", overlap]
+    command += ["--policy", "static:2", "--policy", "static:3", "--policy", "static:16", "--policy", "average"]
+    found = simulated(command, tmp_path)
+    assert 2.6 < found["static:2"]["tokens_per_pass"] <= 3
+    assert {found[name]["tokens_per_pass"] for name in ("static:3", "static:16")} == {
+        found["static:2"]["tokens_per_pass"]
+    }
+    assert found["static:16"]["tpot_s"] > found["static:2"]["tpot_s"]
+
+
+def test_next_to_nothing_is_kept_behind_a_share_of_0(profile: Any, tmp_path: Path) -> None:
+    found = simulated([*profile(slow=SLOW), "--acceptance", "0.9,0,0"], tmp_path)
+    assert 1.8 < found["static:3"]["tokens_per_pass"] < 2
+    assert found["ours"]["tokens_per_pass"] < 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--acceptance", "2"], "between 0 and 1"),
+        (["--acceptance=-0.1"], "between 0 and 1"),
+        (["--acceptance", "nan"], "between 0 and 1"),
+        (["--acceptance", "0.5,0.6"], "never rise"),
+        (["--acceptance", "x"], "such as 0.7"),
+        (["--acceptance", ",".join(["0.5"] * 17)], "at most 16"),
+        (["--policy", "static:17"], "known are"),
+        (["--policy", "off", "--policy", "statc:3"], "known are"),
+        (["--seed", "-1"], "--seed must be between"),
+        (["--seed", str(1 << 64)], "--seed must be between"),
+        (["--json", "/nonexistent/x.json"], "cannot write into the folder"),
+        (["--json", "."], "is a folder"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused_before_it_begins(
+    profile: Any, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert cli.main([*profile(slow=SLOW), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "simulating" not in error
+
+
+def test_the_largest_seed_is_one(profile: Any, tmp_path: Path) -> None:
+    assert simulated([*profile(slow=SLOW), "--policy", "static:1", "--seed", str((1 << 63) - 1)], tmp_path)

@@ -29,7 +29,8 @@ class Workload:
     arrival_s: NDArray[float64]  # [n] ascending
     prompt_lens: NDArray[int64]  # [n]
     output_lens: NDArray[int64]  # [n]
-    chances: NDArray[float64]  # [n, num_drafters, max_depth] that a draft is kept, given that the one before was
+    # [n, num_drafters, max_depth] that a draft is kept, given that the one before was; deeper ones never are
+    chances: NDArray[float64]
 
     def __len__(self) -> int:
         return len(self.arrival_s)
@@ -174,9 +175,9 @@ class Simulator:
 
     def _kept(self, rows: NDArray[int64], ks: NDArray[int64], drafters: NDArray[int64]) -> NDArray[int64]:
         """Draw how many drafts of each row are kept."""
-        if not ks.any():
+        depth = min(int(ks.max(initial=0)), self.workload.chances.shape[2])
+        if not depth:
             return np.zeros(len(rows), np.int64)
-        depth = int(ks.max())
         requests, places = self._request[rows], np.arange(depth)
         chances = self.workload.chances[requests, np.maximum(drafters, 0), :depth]
         fate = _fate(self._seed, requests[:, None], self._length[rows][:, None] + places)
@@ -226,7 +227,11 @@ def mixed_ease(chances: NDArray[float64], ease: NDArray[float64]) -> NDArray[flo
 
 
 def conditional(accepted_at: NDArray[float64] | tuple[float, ...]) -> NDArray[float64]:
-    """Return the chance of each position given the one before, from the share of drafts kept at each."""
+    """Return the chance of each position given the one before, from the share of drafts kept at each.
+
+    Behind one at which none is kept it is 0.
+    """
     rates = np.asarray(accepted_at, np.float64)
-    found: NDArray[float64] = rates / np.concatenate(([1.0], rates[:-1]))
+    before = np.concatenate(([1.0], rates[:-1]))
+    found: NDArray[float64] = np.divide(rates, before, out=np.zeros(len(rates)), where=before > 0)
     return found

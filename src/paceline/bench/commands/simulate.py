@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError
+from paceline.core.params import MAX_SEED
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 ALL = ("off", *(f"static:{k}" for k in (1, 3, 5)), "table", "average", "turbospec", "ours")
 POLICIES = "off, static:K, table, average, turbospec, ours"
 MOST_REPLICAS = 4096
+DEEPEST = 16  # drafts of a row
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -75,9 +78,11 @@ def run(args: Namespace) -> int:
     """Simulate and print a table."""
     from paceline.bench.terminal import progress, table
 
+    _check(args)
     profile = _profile(args)
     policies, sizes = args.policy or ALL, _sizes(args.rows)
-    _check(args)
+    for name in policies:
+        policy_of(name, profile, 1)  # a bad one should not wait for those before it
     found: list[dict[str, Any]] = []
     with progress("simulating") as update:
         for number, (rows, name) in enumerate((r, p) for r in sizes for p in policies):
@@ -107,8 +112,10 @@ def run(args: Namespace) -> int:
 
 
 def _check(args: Namespace) -> None:
+    from paceline.bench.outputs import check_file
     from paceline.control.workloads import MOST_REQUESTS, MOST_TOKENS
 
+    check_file("--json", args.json)
     for name, value, low, high in (
         ("--replicas", args.replicas, 1, MOST_REPLICAS),
         ("--requests", args.requests or 1, 1, MOST_REQUESTS),
@@ -117,6 +124,7 @@ def _check(args: Namespace) -> None:
         ("--tail", args.tail, 0, 5),
         ("--scale", args.scale, 0, 100),
         ("--spread", args.spread, 0, 10),
+        ("--seed", args.seed, 0, MAX_SEED),
     ):
         if not low <= value <= high:
             raise ConfigError(f"{name} must be between {low} and {high}, not {value}")
@@ -130,10 +138,25 @@ def _profile(args: Namespace) -> Profile:
     from paceline.control.profile import read_profile
 
     profile = of_drafter(read_profile(Path(args.profile)), args.drafter)
-    rates = tuple(float(p) for p in args.acceptance.split(",")) if args.acceptance else profile.accepted_at
+    rates = _shares(args.acceptance) if args.acceptance else profile.accepted_at
     if not rates:
         raise ConfigError("this profile does not know how often drafts are kept; give --acceptance")
     return replace(profile, accepted_at=rates)
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    """Return how many of all drafts are kept at depth 1, 2, ... Raises `ConfigError`."""
+    try:
+        shares = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--acceptance must be shares such as 0.7,0.5,0.3, not {text!r}") from None
+    if not all(0 <= share <= 1 for share in shares) or any(b > a for a, b in pairwise(shares)):
+        raise ConfigError(
+            "--acceptance: shares of all drafts kept at depth 1, 2, ... lie between 0 and 1 and never rise"
+        )
+    if len(shares) > DEEPEST:
+        raise ConfigError(f"--acceptance: drafts are at most {DEEPEST} deep, not {len(shares)}")
+    return shares
 
 
 def of_drafter(profile: Profile, name: str | None) -> Profile:
@@ -254,7 +277,7 @@ def policy_of(name: str, profile: Profile, rows: int) -> Policy:
         "ours": lambda: Goodput(profile.cost, rows, (depth,), (prior,)),
     }
     kind, _, k = name.partition(":")
-    if kind == "static" and k.isdigit() and int(k) <= 16:
+    if kind == "static" and k.isdecimal() and int(k) <= DEEPEST:
         return Static(int(k))
     if name not in makers:
         raise ConfigError(f"--policy {name}: known are {POLICIES}")

@@ -1,0 +1,24 @@
+"""Files that commands write at the end: what cannot be written is refused before the work begins."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from paceline.core.errors import ConfigError
+
+
+def check_file(flag: str, name: str | None) -> None:
+    """Raise `ConfigError` if a flag's file cannot be written. None or an empty name: it was not given."""
+    if not name:
+        return
+    path = Path(name)
+    if path.is_dir():
+        raise ConfigError(f"{flag}: {name!r} is a folder; name a file in it")
+    if path.exists():
+        if not os.access(path, os.W_OK):
+            raise ConfigError(f"{flag}: cannot write to {name!r}")
+        if not path.is_file():
+            return  # a pipe or device, whose folder does not matter
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"{flag}: cannot write into the folder {str(path.parent)!r}")
