@@ -57,7 +57,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # over the answer
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     seed: int | None = None  # drawn, and told, when None
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()  # one string, a list or None will do, too
     stop_token_ids: tuple[int, ...] = ()
     include_stop: bool = False  # keep the stop string at the end of the text
     min_tokens: int = 0
@@ -69,6 +69,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, (low, high) in _BOUNDS.items():
             _check_number(name, getattr(self, name), low, high)
+        object.__setattr__(self, "stop", _stops(self.stop))
         self._check_stops()
         self._check_bias()
         if self.top_p == 0.0:
@@ -108,6 +109,15 @@ class SamplingParams:
     def filtered(self) -> bool:
         """Whether a filter may remove tokens. Filters keep the largest logit, so greedy needs none."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+
+def _stops(given: object) -> tuple[str, ...]:
+    """Return stop strings as a tuple; one string is not taken for its characters. Raises `RequestError`."""
+    if given is None or isinstance(given, str):
+        return () if given is None else (given,)
+    if not isinstance(given, list | tuple):
+        raise RequestError(f"stop must be a string or several, not {type(given).__name__}", "stop")
+    return tuple(given)
 
 
 def _check_number(name: str, value: object, low: float, high: float) -> None:

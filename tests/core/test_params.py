@@ -1,0 +1,24 @@
+"""What a request may ask: what is taken as what, and what is refused in which words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.core.errors import RequestError
+from paceline.core.params import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("given", "stops"),
+    [("four", ("four",)), (None, ()), (["a", "b"], ("a", "b")), (("a",), ("a",)), ((), ())],
+)
+def test_one_stop_string_is_not_taken_for_its_characters(given: Any, stops: tuple[str, ...]) -> None:
+    assert SamplingParams(stop=given).stop == stops
+
+
+@pytest.mark.parametrize("given", [4, "", [""], [4], {"a": 1}, ["a"] * 17])
+def test_other_stops_are_refused(given: Any) -> None:
+    with pytest.raises(RequestError, match="stop"):
+        SamplingParams(stop=given)
