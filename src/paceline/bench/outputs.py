@@ -22,3 +22,17 @@ def check_file(flag: str, name: str | None) -> None:
             return  # a pipe or device, whose folder does not matter
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise ConfigError(f"{flag}: cannot write into the folder {str(path.parent)!r}")
+
+
+def check_picture(flag: str, name: str | None) -> None:
+    """Raise `ConfigError` if a flag's picture cannot be drawn or written. None: it was not given."""
+    if not name:
+        return
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        raise ConfigError(f"{flag} needs matplotlib: pip install 'paceline[plot]'") from None
+    check_file(flag, name)
+    known = FigureCanvasBase.get_supported_filetypes()
+    if Path(name).suffix.removeprefix(".").lower() not in known:
+        raise ConfigError(f"{flag}: the name of a picture ends in one of {', '.join(sorted(known))}, not {name!r}")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline import __version__
+from paceline.bench.outputs import check_file, check_picture
 from paceline.bench.terminal import progress, say
 from paceline.core.errors import ConfigError
 from paceline.core.params import SamplingParams
@@ -67,6 +67,7 @@ def run(args: Namespace) -> int:
     if args.plot is not None:
         from paceline.bench.plot import plot
 
+        check_picture("--out", args.out)
         plot(Path(args.plot), Path(args.out))
         say(args.out)
         return 0
@@ -91,10 +92,8 @@ def _check(args: Namespace) -> None:
     if args.limit is not None and not 1 <= args.limit <= MAX_LIMIT:
         raise ConfigError(f"--limit must be between 1 and {MAX_LIMIT}, not {args.limit}")
     _check_server(args)
-    for flag, name in (("--json", args.json), ("--save-tokens", args.save_tokens)):
-        folder = Path(name or ".").parent
-        if not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise ConfigError(f"{flag}: cannot write into the folder {str(folder)!r}")
+    check_file("--json", args.json)
+    check_file("--save-tokens", args.save_tokens)
 
 
 def _check_server(args: Namespace) -> None:

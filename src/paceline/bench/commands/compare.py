@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.bench.outputs import check_file, check_picture
 from paceline.bench.terminal import progress, say, table
 from paceline.core.errors import ConfigError
 from paceline.core.params import SamplingParams
@@ -90,9 +90,8 @@ def run(args: Namespace) -> int:
     """Compare, and print what came of it."""
     if not (1 <= args.limit and 1 <= args.screen and 1 <= args.requests and 1 <= args.repeat):
         raise ConfigError("--limit, --screen, --requests and --repeat must be at least 1")
-    folder = Path(args.json).parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(f"--json: cannot write into the folder {str(folder)!r}")
+    check_file("--json", args.json)
+    check_picture("--plot", args.plot)
     args.sizes = args.sizes or SIZES.get(args.what, USUAL_SIZES)
     return RUNS[args.what](args)
 

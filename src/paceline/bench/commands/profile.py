@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.bench.outputs import check_file, check_picture
 from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ def run(args: Namespace) -> int:
     from paceline.engine.calibrate import QUICK, THOROUGH
     from paceline.engine.options import engine_config
 
+    check_file("--out", args.out)
+    check_picture("--plot", args.plot)
     config = engine_config(args)
     built = build(config)
     with progress("measuring what steps cost") as update:

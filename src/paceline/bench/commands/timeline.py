@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.bench.outputs import check_picture
 from paceline.core.errors import ConfigError
 from paceline.core.params import SamplingParams
 from paceline.draft.drafter import MAX_K
@@ -55,6 +56,7 @@ def _check(args: Namespace) -> None:
     for name, low, high in (("size", 2, MAX_ROWS), ("steps", 4, MAX_STEPS), ("shown", 1, MAX_SHOWN)):
         if not low <= getattr(args, name) <= high:
             raise ConfigError(f"--{name} must be between {low} and {high}, not {getattr(args, name)}")
+    check_picture("--plot", args.plot)
 
 
 def _record(args: Namespace, config: EngineConfig) -> dict[str, Timeline]:

@@ -1,0 +1,61 @@
+"""Files that could not be written in the end are refused before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline import cli
+from paceline.bench.outputs import check_file, check_picture
+from paceline.core.errors import ConfigError
+
+PROMPTS = ["--prompts", "prompts.jsonl"]
+COMMANDS = {
+    "bench": PROMPTS,
+    "profile": [],
+    "timeline": [*PROMPTS, "--draft", "draft-model"],
+    "compare batches": PROMPTS,
+}
+
+
+def test_what_can_be_written_passes(tmp_path: Path) -> None:
+    there = tmp_path / "there.png"
+    there.touch()
+    for name in (None, "", str(there), str(tmp_path / "new.png"), "/dev/null"):
+        check_file("--json", name)
+    for name in (None, str(there), str(tmp_path / "new.SVG")):
+        check_picture("--plot", name)
+
+
+@pytest.mark.parametrize("name", ["x.foo", "x", "x.json"])
+def test_a_picture_needs_a_name_that_says_its_format(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"--plot.*png"):
+        check_picture("--plot", str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "name"),
+    [
+        *(("bench", flag, name) for flag in ("--json", "--save-tokens") for name in (".", "/nonexistent/x.json")),
+        ("compare batches", "--json", "."),
+        ("profile", "--out", "."),
+        ("profile", "--out", "/nonexistent/x.json"),
+        *(
+            (command, "--plot", name)
+            for command in ("profile", "timeline", "compare batches")
+            for name in (".", "/nonexistent/x.png", "x.foo")
+        ),
+    ],
+)
+def test_commands_refuse_them_first(
+    command: str, flag: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("paceline.engine.build.load", lambda *_: pytest.fail("it is loading"))
+    assert cli.main([*command.split(), *COMMANDS[command], flag, name]) == 2
+    assert f"error: {flag}: " in capsys.readouterr().err
+
+
+def test_bench_refuses_where_it_could_not_draw(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--plot", "b.json", "--out", "b.foo"]) == 2
+    assert "error: --out: " in capsys.readouterr().err
