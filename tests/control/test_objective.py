@@ -25,6 +25,8 @@ def test_what_can_be_asked_for() -> None:
         "latency",
         "latency:",
         "latency:0",
+        "latency:5e-324",
+        "latency:1e300",
         "latency:-1",
         "latency:nan",
         "latency:inf",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -16,12 +18,14 @@ from paceline.engine.build import assemble
 from paceline.engine.calibrate import Grid, calibrate, room
 from paceline.engine.config import EngineConfig
 from paceline.engine.scheduler import Limits
-from tests.engine.same_text import PLAIN, Settings, draft_weights, make_engine, run, target
+from tests.engine.same_text import PLAIN, Settings, assert_same, draft_weights, make_engine, run, target
+from tests.engine.test_faults import REQUESTS
 from tests.engine.test_same_text import AUTO
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from paceline.core.nouns import Verdict
     from paceline.engine.engine import Engine
 
 MANY = Grid(num_rows=(1, 4, 16), ks=(0, 1, 3), drafter_ks=(1, 3), repeats=2, seconds=60.0)
@@ -106,3 +110,26 @@ def test_room_says_nothing_where_there_is_enough() -> None:
     engines = [make_engine("off", Settings(num_pages=n)) for n in (16, 256, 512)]
     assert room(engines[1]) == room(engines[2]) != room(engines[0])
     assert room(shorten(engines[1], 60)) != room(engines[2])
+
+
+def test_ctrl_c_waits_for_the_step_and_leaves_the_engine_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell starts jobs in the background with SIGINT ignored; here it must work as in the foreground."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    engine = make_engine("ngram:k=2", PLAIN)
+    judge, judged = engine.judge, []
+
+    def pressed(*arguments: Any) -> Verdict:
+        judged.append(1)
+        if len(judged) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        assert len(judged) < 200, "it spins"
+        return judge(*arguments)
+
+    try:
+        with monkeypatch.context() as within, pytest.raises(KeyboardInterrupt):
+            within.setattr(engine, "judge", pressed)
+            calibrate(engine, MANY)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not engine.has_work
+    assert_same(run(make_engine("off", PLAIN), REQUESTS), run(engine, REQUESTS))

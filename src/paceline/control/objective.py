@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.core.errors import ConfigError
+from paceline.core.params import MAX_TPOT_MS, MIN_TPOT_MS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -45,10 +46,10 @@ class Objective:
             tpot_ms = float(ms)
         except ValueError:
             tpot_ms = 0.0
-        if kind != LATENCY or not (isfinite(tpot_ms) and tpot_ms > 0):
+        if kind != LATENCY or not MIN_TPOT_MS <= tpot_ms <= MAX_TPOT_MS:
             raise ConfigError(
                 f"--objective {text!r}: it is throughput, or latency:MS with the milliseconds per output token "
-                "to keep to, such as latency:20"
+                f"to keep to, such as latency:20 ({MIN_TPOT_MS:g} to {MAX_TPOT_MS:g})"
             )
         return cls(tpot_ms / MS_PER_S)
 

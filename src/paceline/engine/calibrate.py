@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from paceline.control.cost import MeasuredCost, TargetCost, Work
 from paceline.control.fit import TimedPass, fit_drafting, fit_target
 from paceline.core.errors import ConfigError, QueueFull
+from paceline.core.interrupts import uninterrupted
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.engine.drafting import Drafting
@@ -270,7 +271,8 @@ class _Calibrator:
         e, before = self.engine, self.engine.stats()
         prefill = outlook(e.scheduler, e.drafting, looks=False).prefill
         e.controller = told
-        e.step()
+        with uninterrupted():  # half a step could not be cleared away
+            e.step()
         gained = e.stats().since(before)
         done = [(r, len(d)) for b, draft in told.seen for r, d in zip(b.rows, draft.rows, strict=True)]
         num_prefilled = sum(r.num_known for r, _ in done if not r.decodes)
@@ -321,9 +323,10 @@ class _Calibrator:
         """End all rows, and let the drafters hear of it now: what they keep of them is to be forgotten."""
         for request_id in [r.request.request_id for r in self.engine.scheduler.by_id.values()]:
             self.engine.cancel(request_id)
-        while self.engine.has_work:
-            self.engine.step()
-        self.engine.step()  # rows that ended by themselves are let go of in the step after
+        with uninterrupted():
+            while self.engine.has_work:
+                self.engine.step()
+            self.engine.step()  # rows that ended by themselves are let go of in the step after
 
     def result(self) -> Calibration:
         if self.progress:
