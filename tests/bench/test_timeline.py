@@ -98,3 +98,7 @@ def test_the_command_prints_both_loops_and_draws_them(
     assert "in turns" in out
     assert picture.stat().st_size > 0
     assert cli.main([*command, "--size", "1"]) == 2
+    assert cli.main([*command, "--steps", "2000"]) == 2
+    assert "--steps 2000: with --max-len 2048 it is 117 at most" in capsys.readouterr().err
+    assert cli.main([*command, "--steps", "2000", "--max-len", "40000"]) == 2
+    assert "answers of 34017 tokens leave no room for prompts in 16384" in capsys.readouterr().err

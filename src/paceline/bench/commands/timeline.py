@@ -53,10 +53,17 @@ def run(args: Namespace) -> int:
 
 
 def _check(args: Namespace) -> None:
+    from paceline.bench.session import SPARE_TOKENS
+
     for name, low, high in (("size", 2, MAX_ROWS), ("steps", 4, MAX_STEPS), ("shown", 1, MAX_SHOWN)):
         if not low <= getattr(args, name) <= high:
             raise ConfigError(f"--{name} must be between {low} and {high}, not {getattr(args, name)}")
     check_picture("--plot", args.plot)
+    most = (args.max_len - SPARE_TOKENS) // (MAX_K + 1) - 1  # no answer may end before, however much is kept
+    if args.steps > most:
+        raise ConfigError(
+            f"--steps {args.steps}: with --max-len {args.max_len} it is {most} at most; take fewer, or raise that"
+        )
 
 
 def _record(args: Namespace, config: EngineConfig) -> dict[str, Timeline]:

@@ -46,17 +46,23 @@ class Arena:
         self._engines = {name: self._engines[name] for name in policies if name in self._engines}
 
     def ask(self, prompts: Sequence[Prompt], count: int, params: SamplingParams) -> list[Question]:
-        """Return so many questions, evenly spaced over the prompts; with few prompts some come again."""
+        """Return so many questions, evenly spaced over the prompts; with few prompts some come again.
+
+        Raises `ConfigError` if no prompt fits.
+        """
         from paceline.serve.prompts import Prompts
 
         limits = self.config.limits
-        most = min(limits.max_len, self.loaded.decoder.config.max_context) - params.max_tokens - SPARE_TOKENS
+        room = min(limits.max_len, self.loaded.decoder.config.max_context)
+        most = room - params.max_tokens - SPARE_TOKENS
+        if most < 1:
+            raise ConfigError(f"answers of {params.max_tokens} tokens leave no room for prompts in {room}")
         encode = Prompts(self.loaded.tokenizer, self.loaded.template, limits.max_len)
         fitting = [
             p for p, q in zip(prompts, questions(prompts, encode, params, 0), strict=True) if _len(q) <= most
         ]
         if not fitting:
-            raise ConfigError(f"no prompt has fewer than {most} tokens; raise --max-len")
+            raise ConfigError(f"no prompt has at most {most} tokens; raise --max-len")
         asked = spread(fitting, count) * -(-count // len(fitting))
         return questions(asked[:count], encode, params, self.seed)
 
