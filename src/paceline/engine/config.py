@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import os
+from dataclasses import dataclass, field, fields
+from types import NoneType
 
 from paceline.control.objective import THROUGHPUT, Objective
 from paceline.core.errors import ConfigError
@@ -15,6 +17,8 @@ from paceline.model.device import SAME
 DEFAULT_DRAFT = "auto"
 MAX_ROWS = 1024
 MAX_THREADS = 1024
+_KINDS = {"str": (str,), "str | None": (str, NoneType), "bool": (bool,), "Limits": (Limits,)}
+_FILES = frozenset({"model", "profile", "trace"})  # a path will do, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +42,7 @@ class EngineConfig:
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
+        _check_kinds(self)
         _ = self.kv_type, Objective.parse(self.objective), self.placement
         check_overlap(self.overlap)
         _bounded("--max-rows", self.limits.num_rows, 1, MAX_ROWS)
@@ -78,6 +83,24 @@ class EngineConfig:
         return self.backend_spec.kv_type(self.kv, self.weight_type)
 
 
-def _bounded(name: str, value: int | None, low: int, high: int) -> None:
-    if value is not None and not low <= value <= high:
+def _check_kinds(config: EngineConfig) -> None:
+    """Raise `ConfigError` for values of the wrong type, which Python can give; `_bounded` sees to integers."""
+    for option in fields(config):
+        value, kinds = getattr(config, option.name), _KINDS.get(str(option.type))
+        path = option.name in _FILES and isinstance(value, os.PathLike)
+        if kinds and not path and not isinstance(value, kinds):
+            wanted = "a string" if kinds[0] is str else f"a {kinds[0].__name__}"
+            raise ConfigError(f"--{option.name.replace('_', '-')} must be {wanted}, not {_kind(value)}")
+
+
+def _bounded(name: str, value: object, low: int, high: int) -> None:
+    if value is None and name in ("--threads", "--kv-tokens"):
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name} must be an integer, not {_kind(value)}")
+    if not low <= value <= high:
         raise ConfigError(f"{name} must be between {low} and {high}, not {value}")
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else type(value).__name__
