@@ -22,3 +22,17 @@ def test_one_stop_string_is_not_taken_for_its_characters(given: Any, stops: tupl
 def test_other_stops_are_refused(given: Any) -> None:
     with pytest.raises(RequestError, match="stop"):
         SamplingParams(stop=given)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"max_tokens": 0}, "between 1 and 1048576, not 0"),
+        ({"seed": -1}, "between 0 and 9223372036854775807, not -1"),
+        ({"temperature": 11}, "between 0 and 10, not 11"),
+        ({"repetition_penalty": 0.0}, "between 0.01 and 100, not 0.0"),
+    ],
+)
+def test_bounds_are_told_in_full(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        SamplingParams(**given)

@@ -128,7 +128,12 @@ def _check_number(name: str, value: object, low: float, high: float) -> None:
         wanted = "an integer" if name in _INTEGERS else "a number"
         raise RequestError(f"{name} must be {wanted}, not {type(value).__name__}", name)
     if not math.isfinite(value) or not low <= value <= high:
-        raise RequestError(f"{name} must be between {low:g} and {high:g}, not {value!r}", name)
+        raise RequestError(f"{name} must be between {_plain(low)} and {_plain(high)}, not {value!r}", name)
+
+
+def _plain(bound: float) -> str:
+    """Write 1048576 as that, not as 1.04858e+06, and 2.0 as 2."""
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
 def _check_token_id(name: str, value: object) -> None:

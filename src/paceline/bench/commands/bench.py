@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from paceline.bench.session import Session
 
 MAX_LIMIT = 1 << 24
-MAX_RATE_PER_S = 1e6
+MAX_RATE_PER_S = 1_000_000
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -99,7 +99,7 @@ def _check(args: Namespace) -> None:
 def _check_server(args: Namespace) -> None:
     rate = args.request_rate
     if rate is not None and not (args.url and math.isfinite(rate) and 0.0 < rate <= MAX_RATE_PER_S):
-        raise ConfigError(f"--request-rate needs --url, and a number above 0 and at most {MAX_RATE_PER_S:g}")
+        raise ConfigError(f"--request-rate needs --url, and a number above 0 and at most {MAX_RATE_PER_S}")
     if args.url and len(args.draft or ()) > 1:
         raise ConfigError("--url: the server has one drafter; --draft can only be the name it gets in the table")
     if args.url and args.save_tokens:

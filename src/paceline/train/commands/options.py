@@ -204,9 +204,9 @@ def _check(args: Namespace) -> None:
             raise ConfigError(f"--{flag.replace('_', '-')} must be at least 1, not {value}")
     if getattr(args, "own_tokens", 0) < 0:
         raise ConfigError(f"--own-tokens must be at least 0, not {args.own_tokens}")
-    for flag, most in (("epochs", 1e6), ("lr", 1.0), ("held_out", 0.9), ("keep", 1.0), ("decay", 1.0)):
+    for flag, most in (("epochs", 1_000_000), ("lr", 1.0), ("held_out", 0.9), ("keep", 1.0), ("decay", 1.0)):
         value = getattr(args, flag, None)
         if value is not None and not 0.0 < value <= most:
-            raise ConfigError(f"--{flag.replace('_', '-')} must be above 0 and at most {most:g}, not {value}")
+            raise ConfigError(f"--{flag.replace('_', '-')} must be above 0 and at most {most}, not {value}")
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError("--device cuda: PyTorch finds no GPU here; train with --device cpu")
