@@ -7,7 +7,9 @@ variable, `--max-rows` by PACELINE_MAX_ROWS; the command line wins.
 from __future__ import annotations
 
 import argparse
+import codecs
 import importlib
+import io
 import os
 import shlex
 import sys
@@ -58,6 +60,8 @@ _SWITCHES = {
 }
 _INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 _PIPE_CLOSED = 141  # 128 + SIGPIPE
+_GOES_ON = ("train", "compare")  # commands that take up what they had done
+_REFUSE = "paceline-refuse"  # how standard input treats bytes that are no text
 
 
 class _Parser(argparse.ArgumentParser):
@@ -69,14 +73,17 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 2 for an error the user can mend, 130 when interrupted."""
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _main(list(sys.argv[1:] if argv is None else argv))
+        _check_stdin()
+        return _main(words)
     except PacelineError as error:
         if os.environ.get("PACELINE_DEBUG") == "1":
             traceback.print_exc()
         _print_error(str(error))
         return 2
     except KeyboardInterrupt:
+        _print_interrupted(words)
         return _INTERRUPTED
     except BrokenPipeError:  # the reader, such as `head`, has gone; keep the interpreter's last flush quiet
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -103,7 +110,8 @@ def _main(argv: list[str]) -> int:
 
 
 def _overview() -> str:
-    commands = "\n".join(f"  {name:<15}{about}" for name, (_, about) in COMMANDS.items())
+    width = 2 + max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:<{width}}{about}" for name, (_, about) in COMMANDS.items())
     return (
         "usage: paceline COMMAND [OPTIONS]\n\n"
         "An inference engine in which speculative decoding is how the engine decodes.\n\n"
@@ -179,6 +187,25 @@ def _switch(action: argparse.Action, value: str) -> list[str]:
 
 def _has_no(action: argparse.Action) -> bool:
     return isinstance(action, argparse.BooleanOptionalAction)
+
+
+def _check_stdin() -> None:
+    """Let standard input that is not UTF-8, or what the terminal has instead, end in an error of one line."""
+    if isinstance(sys.stdin, io.TextIOWrapper) and sys.stdin.errors != _REFUSE:
+        codecs.register_error(_REFUSE, _refuse)
+        sys.stdin.reconfigure(errors=_REFUSE)
+
+
+def _refuse(error: UnicodeError) -> NoReturn:
+    encoding = error.encoding if isinstance(error, UnicodeDecodeError) else "text"
+    raise ConfigError(f"standard input is not {encoding.upper()}")
+
+
+def _print_interrupted(words: Sequence[str]) -> None:
+    """Say that Ctrl-C was heard, behind the ^C of a terminal, and whether what was done is kept."""
+    kept = "; the same command goes on where it stopped" if words and words[0] in _GOES_ON else ""
+    before = "\n" if sys.stderr.isatty() else ""
+    sys.stderr.write(f"{before}interrupted{kept}\n")
 
 
 def _print_error(message: str) -> None:

@@ -85,12 +85,46 @@ def test_version():
     assert paceline("--version").stdout == f"paceline {__version__}\n"
 
 
-def test_interrupt(monkeypatch):
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["serve"], "interrupted\n"),
+        ([], "interrupted\n"),
+        (["train", "eagle3"], "interrupted; the same command goes on where it stopped\n"),
+        (["compare", "day"], "interrupted; the same command goes on where it stopped\n"),
+    ],
+)
+def test_interrupt(monkeypatch, capsys, argv, said):
     def interrupted(argv):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "_main", interrupted)
-    assert cli.main(["serve"]) == 130
+    assert cli.main(argv) == 130
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("locale", ["C.UTF-8", "C"])
+def test_input_that_is_not_utf_8_is_refused_in_one_line(model, locale):
+    options = ["--model", str(model), "--draft", "off", "--threads", "1", "--max-len", "512"]
+    for command, given in (("generate", b"caf\xe9"), ("chat", b"caf\xe9\n")):
+        done = subprocess.run(
+            [*COMMAND, command, *options],
+            input=given,
+            capture_output=True,
+            timeout=120,
+            check=False,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "LC_ALL": locale},
+        )
+        assert done.returncode == 2
+        assert done.stderr.splitlines()[-1] == b"error: standard input is not UTF-8"
+        assert b"Traceback" not in done.stderr
+
+
+def test_the_overview_keeps_names_and_what_they_do_apart(capsys):
+    cli.main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    for name, (_, about) in cli.COMMANDS.items():
+        assert any(line.startswith(f"  {name}  ") and line.endswith(f" {about}") for line in lines)
 
 
 # Environment -------------------------------------------------------------------------------------
