@@ -84,10 +84,14 @@ def add_target_arguments(parser: ArgumentParser) -> None:
 
 
 def engine_config(args: Namespace) -> EngineConfig:
-    """Return the config that parsed flags ask for. Raises `ConfigError`."""
+    """Return the config that parsed flags ask for. Raises `ConfigError`.
+
+    Of a command that takes several drafters it has the default one; what runs with which is the command's to say.
+    """
+    draft = getattr(args, "draft", DEFAULT_DRAFT)
     return EngineConfig(
         model=args.model,
-        draft=getattr(args, "draft", DEFAULT_DRAFT),
+        draft=draft if isinstance(draft, str) else DEFAULT_DRAFT,
         law=args.law,
         backend=args.backend,
         weights=args.weights,
