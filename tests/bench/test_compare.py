@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 
 import pytest
 
 from paceline import cli
 from paceline.bench.compare.arena import automatic, static
 from paceline.bench.compare.day import Day, Phase, phases, windows
+from paceline.bench.compare.picture import draw
 from paceline.bench.compare.results import Results
 from paceline.bench.compare.rollout import Rollout
 from paceline.core.errors import ConfigError
@@ -28,6 +30,30 @@ def test_phases_are_read():
     for bad in ("chat", "chat:0", ":3", "chat:x"):
         with pytest.raises(ConfigError, match="--phases"):
             phases(bad)
+
+
+@dataclass
+class Measured:
+    """What a picture is drawn from."""
+
+    sizes: tuple[int, ...] = (8, 1, 2)
+    auto: str = "auto:suffix"
+
+    def rates(self, size: int) -> dict[str, list[float]]:
+        return {"off": [10.0 * size], self.auto: [12.0 * size]}
+
+    def gains(self, size: int) -> dict[str, float]:
+        return {"suffix:k=1": 1.1}
+
+
+def test_a_picture_goes_from_few_requests_to_many(tmp_path, monkeypatch):
+    """In whatever order they were measured."""
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
+    draw(Measured(), tmp_path / "c.png")
+    for line in drawn[0].axes[0].lines:
+        assert line.get_xdata().tolist() == [1, 2, 8]
+        assert line.get_ydata().tolist() == sorted(line.get_ydata())
 
 
 def turn(ours: int, plain: int, machine_s: float = 0.01) -> dict[str, object]:

@@ -22,7 +22,7 @@ def draw(batches: Batches, target: Path) -> None:
         raise ConfigError("--plot needs matplotlib: pip install 'paceline[plot]'") from None
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    sizes = batches.sizes
+    sizes = sorted(batches.sizes)  # they play in the order that was asked for
     rates = {size: batches.rates(size) for size in sizes}
     plain = [median(rates[size][PLAIN]) for size in sizes]
     gains = [batches.gains(size) for size in sizes]
