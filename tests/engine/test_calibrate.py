@@ -133,3 +133,16 @@ def test_ctrl_c_waits_for_the_step_and_leaves_the_engine_empty(monkeypatch: pyte
         signal.signal(signal.SIGINT, before)
     assert not engine.has_work
     assert_same(run(make_engine("off", PLAIN), REQUESTS), run(engine, REQUESTS))
+
+
+def test_an_engine_whose_step_failed_is_not_stepped_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, steps = make_engine("ngram:k=2", PLAIN), []
+
+    def failing(*_: object) -> None:
+        steps.append(1)
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(engine, "score", failing)
+    with pytest.raises(RuntimeError, match="out of order"):
+        calibrate(engine, MANY)
+    assert len(steps) == 1

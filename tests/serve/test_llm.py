@@ -79,6 +79,12 @@ def test_bad_prompts(llm: LLM, prompt: Any) -> None:
         llm.generate([prompt], SHORT)
 
 
+@pytest.mark.parametrize("params", [{"max_tokens": 3}, [{"max_tokens": 3}], 3])
+def test_params_of_another_type(llm: LLM, params: Any) -> None:
+    with pytest.raises(RequestError, match="must be SamplingParams"):
+        llm.generate(["the"], params)
+
+
 def test_one_bad_request_leaves_nothing_behind(llm: LLM) -> None:
     with pytest.raises(PromptTooLong):
         llm.generate(["the", "in " * 3000], SHORT)

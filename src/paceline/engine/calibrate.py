@@ -101,7 +101,8 @@ def calibrate(engine: Engine, grid: Grid = QUICK, progress: Progress | None = No
     try:
         calibrator.run()
     finally:
-        calibrator.clear()
+        if calibrator.whole:
+            calibrator.clear()
         engine.drafting, engine.controller, engine.loop = kept
         engine.scheduler.num_preemptions = num_preemptions
         engine.forget()
@@ -133,6 +134,7 @@ class _Calibrator:
     def __init__(self, engine: Engine, grid: Grid, progress: Progress | None) -> None:
         self.engine, self.grid, self.progress = engine, grid, progress
         self.start = perf_counter()
+        self.whole = True  # a step that raised has left rows half-way; such an engine never gets empty
         self.drafters = dict(engine.drafting.drafters)
         self.passes: list[TimedPass] = []
         self.drafting: dict[str, dict[tuple[int, int], float]] = {name: {} for name in self.drafters}
@@ -271,8 +273,10 @@ class _Calibrator:
         e, before = self.engine, self.engine.stats()
         prefill = outlook(e.scheduler, e.drafting, looks=False).prefill
         e.controller = told
-        with uninterrupted():  # half a step could not be cleared away
+        with uninterrupted():
+            self.whole = False
             e.step()
+            self.whole = True
         gained = e.stats().since(before)
         done = [(r, len(d)) for b, draft in told.seen for r, d in zip(b.rows, draft.rows, strict=True)]
         num_prefilled = sum(r.num_known for r, _ in done if not r.decodes)

@@ -84,14 +84,10 @@ def add_target_arguments(parser: ArgumentParser) -> None:
 
 
 def engine_config(args: Namespace) -> EngineConfig:
-    """Return the config that parsed flags ask for. Raises `ConfigError`.
-
-    Of a command that takes several drafters it has the default one; what runs with which is the command's to say.
-    """
-    draft = getattr(args, "draft", DEFAULT_DRAFT)
+    """Return the config that parsed flags ask for. Raises `ConfigError`."""
     return EngineConfig(
         model=args.model,
-        draft=draft if isinstance(draft, str) else DEFAULT_DRAFT,
+        draft=getattr(args, "draft", DEFAULT_DRAFT),
         law=args.law,
         backend=args.backend,
         weights=args.weights,

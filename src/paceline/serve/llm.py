@@ -328,8 +328,13 @@ def _append_delta(deltas: deque[Delta], choice: int, outcome: Outcome) -> None:
     deltas.append(Delta(choice, outcome))
 
 
-def _or_default(params: SamplingParams | None) -> SamplingParams:
-    return _DEFAULT if params is None else params
+def _or_default(params: object) -> SamplingParams:
+    """Return parameters, the default ones for None. Raises `RequestError` for anything else, such as a dict."""
+    if params is None:
+        return _DEFAULT
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"params must be SamplingParams, not {type(params).__name__}")
+    return params
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
@@ -340,11 +345,11 @@ def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
 
 
 def _for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
+    if not isinstance(params, list | tuple):
         return [_or_default(params)] * count
     if len(params) != count:
         raise RequestError(f"{count} prompts need one SamplingParams or {count}, not {len(params)}")
-    return params
+    return [_or_default(each) for each in params]
 
 
 def _as_messages(prompt: Any) -> Sequence[Message] | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.bench.outputs import check_file, check_picture
+from paceline.bench.report import PLAIN
 from paceline.bench.terminal import progress, say, table
 from paceline.core.errors import ConfigError
 from paceline.core.params import SamplingParams
@@ -15,7 +17,7 @@ from paceline.draft.options import AUTO
 from paceline.engine.options import add_target_arguments, engine_config
 
 if TYPE_CHECKING:
-    from argparse import ArgumentParser, Namespace
+    from argparse import ArgumentParser
 
     from paceline.bench.compare.arena import Arena
     from paceline.bench.compare.results import Results
@@ -118,7 +120,7 @@ def _prompts(args: Namespace) -> list[Prompt]:
 
 
 def _config(args: Namespace, num_rows: int) -> EngineConfig:
-    config = engine_config(args)
+    config = engine_config(Namespace(**vars(args) | {"draft": PLAIN}))  # each engine has its own
     return replace(config, limits=replace(config.limits, num_rows=num_rows))
 
 
@@ -241,7 +243,6 @@ def _k(text: str) -> int | None:
 
 def _policies(args: Namespace, arena: Arena) -> tuple[str, ...]:
     from paceline.bench.compare.arena import automatic, drafters, static
-    from paceline.bench.report import PLAIN
 
     names = drafters(args.draft, arena.loaded)
     return (PLAIN, *(args.static or static(names, STATIC_KS)), automatic(names))
