@@ -47,7 +47,7 @@ def test_what_is_trained_is_what_is_loaded(layers: list[int], kind: str, tmp_pat
         g @ recipe.written(torch.empty(0, dtype=torch.int64)).T for g in recipe.guess(Tokens(), depths)
     )  # type: ignore[arg-type]
     assert torch.equal(depths[1].anchors, torch.tensor([1, 2, 3]))
-    assert torch.allclose(second, first[1:4])
+    assert torch.allclose(second, first[1:4], rtol=1e-4, atol=1e-4)  # processors sum in orders of their own
     write_drafter(tmp_path, recipe, kind)
     small = load_small(tmp_path, target.config)
     assert np.array_equal(small.token_ids, VOCABULARY)
