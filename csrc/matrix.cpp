@@ -20,7 +20,6 @@ constexpr size_t kAlignment = 64;
 constexpr size_t kHugePage = size_t{1} << 21;
 constexpr size_t kChunkBytes = size_t{1} << 24;
 constexpr size_t kBehind = size_t{1} << 13;  // kernels fetch a little beyond a matrix
-constexpr size_t kLeastTiles = 4;  // for each thread, so that a late one delays the others little
 constexpr size_t kChunkRows = 48;  // token rows of one tile of a product: with a panel they should fit the first cache
 
 uint16_t to_bfloat(float x) {
@@ -209,13 +208,6 @@ void Matrix::multiply(size_t panel, size_t num_panels, const Activations& x, siz
 
 namespace {
 
-// How many tiles `num_panels` are cut into: of two panels each where that pays and every thread keeps enough to share,
-// with as many panels to each thread.
-size_t num_tiles_of(size_t num_panels, size_t num_rows, size_t num_threads) {
-    const size_t pairs = round_up((num_panels + 1) / 2, num_threads);
-    return num_rows >= kLeastRowsOfPair && pairs >= kLeastTiles * num_threads ? std::min(pairs, num_panels) : num_panels;
-}
-
 void multiply_panels(const Product& p, size_t panel, size_t num_panels, size_t first, size_t end) {
     float* out = p.out + first * p.stride + panel * kPanel;
     p.matrix->multiply(panel, num_panels, *p.x, first, end, out, p.stride);
@@ -231,10 +223,9 @@ void multiply_all(Team& team, std::initializer_list<Product> products, size_t nu
     const size_t chunks = std::max<size_t>((num_tokens + kChunkRows - 1) / kChunkRows, 1);
     size_t num_panels = 0;
     for (const Product& p : products) num_panels += p.matrix->num_panels();
-    const size_t num_tiles = num_tiles_of(num_panels, num_tokens / chunks, team.size());
-    const auto multiply_tiles = [&](size_t tile, size_t end_tile, size_t chunk) {
+    const auto multiply_some = [&](size_t panel, size_t end_panel, size_t chunk) {
         const size_t first = num_tokens * chunk / chunks, end = num_tokens * (chunk + 1) / chunks;
-        size_t panel = tile * num_panels / num_tiles, left = end_tile * num_panels / num_tiles - panel;
+        size_t left = end_panel - panel;
         for (const Product* p = products.begin(); left > 0; panel -= std::min(panel, p->matrix->num_panels()), ++p) {
             if (panel >= p->matrix->num_panels()) continue;
             const size_t count = std::min(left, p->matrix->num_panels() - panel);
@@ -242,8 +233,12 @@ void multiply_all(Team& team, std::initializer_list<Product> products, size_t nu
             panel += count, left -= count;
         }
     };
-    if (chunks == 1) return team.each_run(num_tiles, [&](size_t tile, size_t end_tile) { multiply_tiles(tile, end_tile, 0); });
-    team.each(num_tiles * chunks, [&](size_t i) { multiply_tiles(i / chunks, i / chunks + 1, i % chunks); });
+    if (chunks == 1) return team.each_run(num_panels, [&](size_t panel, size_t end) { multiply_some(panel, end, 0); });
+    const size_t num_pairs = (num_panels + 1) / 2;  // of panels: a task of one is short beside what claiming it takes
+    team.each(num_pairs * chunks, [&](size_t i) {
+        const size_t panel = i / chunks * 2;
+        multiply_some(panel, std::min(panel + 2, num_panels), i % chunks);
+    });
 }
 
 void Matrix::row(size_t index, float* to) const {

@@ -25,6 +25,19 @@ PACELINE_INLINE void dot(i32v& sums, i32v weights, i32v activations) {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(weights), "v"(activations));
 }
 
+// The same with four activations spread from memory: `times` (up to 3) widths and a few bytes from a base on.
+PACELINE_INLINE void dot_spread(i32v& sums, i32v weights, const int8_t* base, int times, size_t width, int bytes) {
+    const size_t triple = 3 * width;
+    if (times == 0)
+        __asm__("vpdpbusd %c3(%2)%{1to16%}, %1, %0" : "+v"(sums) : "v"(weights), "r"(base), "i"(bytes));
+    else if (times == 1)
+        __asm__("vpdpbusd %c4(%2,%3)%{1to16%}, %1, %0" : "+v"(sums) : "v"(weights), "r"(base), "r"(width), "i"(bytes));
+    else if (times == 2)
+        __asm__("vpdpbusd %c4(%2,%3,2)%{1to16%}, %1, %0" : "+v"(sums) : "v"(weights), "r"(base), "r"(width), "i"(bytes));
+    else
+        __asm__("vpdpbusd %c4(%2,%3)%{1to16%}, %1, %0" : "+v"(sums) : "v"(weights), "r"(base), "r"(triple), "i"(bytes));
+}
+
 #elif defined(__AVXVNNI__)
 
 PACELINE_INLINE void dot(i32v& sums, i32v weights, i32v activations) {

@@ -18,11 +18,12 @@ namespace {
 #if defined(__AVX512F__)
 constexpr int kVectors = 2;  // accumulators per row; with kMostRows rows, twice that many must fit the registers
 constexpr int kMostRows = 6;
+constexpr int kMostInt8Rows = 8;  // with activations spread as they are read
 #else
 constexpr int kVectors = 1;
 constexpr int kMostRows = 4;
+constexpr int kMostInt8Rows = kMostRows;
 #endif
-constexpr int kMostRowsOfPair = kMostRows / 2;  // of two panels side by side
 // What a kernel fetches while it computes: so many cache lines for each 256 bytes of weights, from a place on. A few rows
 // are done with a panel in one piece and fetch what they soon read; more come in pieces, of which the first reads the
 // panel from memory and the others from the cache: together they fetch the next panel, so that memory is never idle.
@@ -43,7 +44,7 @@ PACELINE_INLINE void fetch(Ahead& ahead) {
 
 constexpr size_t kStep = kVectors * kLanes;  // outputs computed together
 
-#define PACELINE_UNROLL _Pragma("GCC unroll 8")
+#define PACELINE_UNROLL _Pragma("GCC unroll 32")
 
 template <int R>
 PACELINE_INLINE void finish(const f32v (&sums)[R][kVectors], float* out, size_t stride) {
@@ -51,42 +52,67 @@ PACELINE_INLINE void finish(const f32v (&sums)[R][kVectors], float* out, size_t 
         PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) store(out + r * stride + v * kLanes, sums[r][v]);
 }
 
-// R rows times P panels side by side. With two panels each spread activation serves twice as many products: the kernel
-// is then bound by how many instructions a core takes in, above all where another tenant shares it.
-template <int R, int P>
-PACELINE_APART void int8_rows(const Int8Panel& panel, const SplitRows& rows, size_t first, Ahead ahead, float* out,
-                              size_t stride) {
-    constexpr int kAll = P * kVectors;
+// R rows times a panel, kVectors vectors of outputs at a time.
+template <int R>
+PACELINE_APART void int8_rows(const Int8Panel& panel, const SplitRows& rows, size_t first, Ahead ahead, float* out, size_t stride) {
     const int8_t* const a = rows.values + first * 2 * rows.width;
-    const size_t width = rows.width, next = rows.width * kPanel;  // to the panel beside it
+    const size_t width = rows.width;
     for (size_t start = 0; start < kPanel; start += kStep) {
         const uint8_t* w = panel.weights + start * 4;
-        i32v highs[R][kAll], lows[R][kAll];
+        i32v highs[R][kVectors], lows[R][kVectors];
         PACELINE_UNROLL for (int r = 0; r < R; ++r)
-            PACELINE_UNROLL for (int v = 0; v < kAll; ++v) {
+            PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) {
                 highs[r][v] = splat(rows.sums[(first + r) * 2 * kTileLanes]);
                 lows[r][v] = splat(rows.sums[((first + r) * 2 + 1) * kTileLanes]);
             }
         for (size_t quad = 0; quad < width; quad += 4, w += kPanel * 4) {
             if (quad % 8 == 0) fetch(ahead);
-            i32v x[kAll];
-            PACELINE_UNROLL for (int v = 0; v < kAll; ++v)
-                x[v] = load_bytes(w + v / kVectors * next + v % kVectors * kLanes * 4);
+            i32v x[kVectors];
+            PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) x[v] = load_bytes(w + v * kLanes * 4);
             PACELINE_UNROLL for (int r = 0; r < R; ++r) {
                 const i32v high = splat_bytes(a + r * 2 * width + quad), low = splat_bytes(a + (r * 2 + 1) * width + quad);
-                PACELINE_UNROLL for (int v = 0; v < kAll; ++v) {
+                PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) {
                     dot(highs[r][v], x[v], high);
                     dot(lows[r][v], x[v], low);
                 }
             }
         }
         PACELINE_UNROLL for (int r = 0; r < R; ++r)
-            PACELINE_UNROLL for (int v = 0; v < kAll; ++v) {
-                const size_t at = start + v / kVectors * kPanel + v % kVectors * kLanes;
+            PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) {
+                const size_t at = start + v * kLanes;
                 store(out + r * stride + at, scaled_sum(highs[r][v], lows[r][v], splat(rows.scales[first + r]), load(panel.scales + at)));
             }
     }
 }
+
+#if defined(__AVX512F__)
+// More rows, times half a panel and then the other: one instruction for each product, which spreads activations as it
+// reads them. So it is the products that are waited for, where `int8_rows` waits for instructions, too.
+template <int R>
+PACELINE_APART void int8_many_rows(const Int8Panel& panel, const SplitRows& rows, size_t first, Ahead ahead, float* out,
+                                   size_t stride) {
+    constexpr int kHalves = 2 * R, kQuads = 4;  // halves of rows, and quads of inputs that are done together
+    const size_t width = rows.width;
+    for (size_t start = 0; start < kPanel; start += kLanes) {
+        const uint8_t* w = panel.weights + start * 4;
+        const int8_t* bases[(kHalves + 3) / 4];  // of every fourth half, as there are no registers for them all
+        i32v sums[kHalves];
+        PACELINE_UNROLL for (int h = 0; h < kHalves; h += 4) bases[h / 4] = rows.values + (2 * first + h) * width;
+        PACELINE_UNROLL for (int h = 0; h < kHalves; ++h) sums[h] = splat(rows.sums[(2 * first + h) * kTileLanes]);
+        for (size_t input = 0; input < width; input += 4 * kQuads, w += kPanel * 4 * kQuads) {
+            fetch(ahead);
+            PACELINE_UNROLL for (int quad = 0; quad < kQuads; ++quad) {
+                const i32v x = load_bytes(w + quad * kPanel * 4);
+                PACELINE_UNROLL for (int h = 0; h < kHalves; ++h) dot_spread(sums[h], x, bases[h / 4], h % 4, width, quad * 4);
+            }
+            PACELINE_UNROLL for (int h = 0; h < kHalves; h += 4) bases[h / 4] += 4 * kQuads;
+        }
+        PACELINE_UNROLL for (int r = 0; r < R; ++r)
+            store(out + r * stride + start,
+                  scaled_sum(sums[2 * r], sums[2 * r + 1], splat(rows.scales[first + r]), load(panel.scales + start)));
+    }
+}
+#endif
 
 template <int R>
 void int4_rows(const uint8_t* panel, const QuantisedRows& rows, size_t first, Ahead ahead, float* out, size_t stride) {
@@ -172,10 +198,10 @@ PACELINE_INLINE void in_pieces(size_t first, size_t end, const void* panel, size
     const size_t num_pieces = (end - first + Most - 1) / Most;
     for (size_t piece = 0; piece < num_pieces; ++piece) {
         const size_t pieces = num_pieces - piece, count = (end - first + pieces - 1) / pieces;
-        const size_t lines = num_pieces == 1 ? 4 : num_pieces == 2 ? 2 : 1, share = panel_bytes * lines / 4;
-        const bool helps = piece * lines < 4;
-        kernel(first, count, num_pieces == 1 ? Ahead{here + kSoon, lines}
-                                             : Ahead{helps ? here + panel_bytes + piece * share : here, lines});
+        const size_t lines = num_pieces == 1 ? 4 : num_pieces < 4 ? 2 : 1, share = panel_bytes * lines / 4;
+        const bool soon = num_pieces == 1 && count <= kMostRows, helps = piece * lines < 4;
+        kernel(first, count, soon ? Ahead{here + kSoon, lines}
+                                  : Ahead{helps ? here + panel_bytes + piece * share : here, lines});
         first += count;
     }
 }
@@ -200,12 +226,14 @@ PACELINE_INLINE void in_pieces(size_t first, size_t end, const void* panel, size
     }
 #endif
 
-template <int P>
-void int8_some_panels(const Int8Panel& panel, const SplitRows& rows, size_t first, size_t end, float* out, size_t stride) {
-    constexpr int kMost = P == 1 ? kMostRows : kMostRowsOfPair;
-    in_pieces<kMost>(first, end, panel.weights, P * rows.width * kPanel, [&, start = first](size_t at, size_t count, Ahead ahead) {
+void int8_panel(const Int8Panel& panel, const SplitRows& rows, size_t first, size_t end, float* out, size_t stride) {
+    in_pieces<kMostInt8Rows>(first, end, panel.weights, rows.width * kPanel, [&, start = first](size_t at, size_t count, Ahead ahead) {
         float* to = out + (at - start) * stride;
-#define PACELINE_CALL(R) int8_rows<R <= kMost ? R : kMost, P>(panel, rows, at, ahead, to, stride)
+#if defined(__AVX512F__)
+        if (count == 8) return int8_many_rows<8>(panel, rows, at, ahead, to, stride);
+        if (count == 7) return int8_many_rows<7>(panel, rows, at, ahead, to, stride);
+#endif
+#define PACELINE_CALL(R) int8_rows<R>(panel, rows, at, ahead, to, stride)
         PACELINE_FOR_ROWS(count, PACELINE_CALL)
 #undef PACELINE_CALL
     });
@@ -216,13 +244,8 @@ void int8_panels(const Int8Panel& panels, size_t num_panels, const SplitRows& ro
 #if defined(__AMX_INT8__)
     if (end - first >= kLeastRowsOfTile) return int8_in_tiles(panels, num_panels, rows, first, end, out, stride);
 #endif
-    size_t i = 0;
-    const auto panel = [&] { return Int8Panel{panels.weights + i * rows.width * kPanel, panels.scales + i * kPanel}; };
-#if defined(__AVX512F__)
-    for (; end - first >= kLeastRowsOfPair && i + 2 <= num_panels; i += 2)
-        int8_some_panels<2>(panel(), rows, first, end, out + i * kPanel, stride);
-#endif
-    for (; i < num_panels; ++i) int8_some_panels<1>(panel(), rows, first, end, out + i * kPanel, stride);
+    for (size_t i = 0; i < num_panels; ++i)
+        int8_panel({panels.weights + i * rows.width * kPanel, panels.scales + i * kPanel}, rows, first, end, out + i * kPanel, stride);
 }
 
 void int4_panel(const uint8_t* panel, const QuantisedRows& rows, size_t first, size_t end, float* out, size_t stride) {

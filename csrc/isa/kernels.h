@@ -69,7 +69,6 @@ struct Int8Panel {
 
 // How far ahead kernels fetch weights: how long memory takes under load. With 2048 bytes five rows took a tenth longer.
 constexpr size_t kSoon = 6144;
-constexpr size_t kLeastRowsOfPair = 12;  // for two panels at once to pay: fewer rows wait for memory
 
 // out[(row - first) * stride + o] for rows first..end and the 32 outputs of one panel, or of panels side by side.
 struct GemmKernels {

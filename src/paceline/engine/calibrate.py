@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     Progress = Callable[[str, int, int], None]  # (what, done, total)
 
-METHOD = 3  # of measuring; what another found is not taken up
+METHOD = 4  # of measuring; what another found is not taken up
 WHAT = "measuring what steps cost"
 PROMPT_LEN = 4
 SHORTEST, LONGEST = 64, 512  # tokens of the context by which the price of a key is found
@@ -52,7 +52,7 @@ class Grid:
     """What is measured, and how often."""
 
     num_rows: tuple[int, ...] = (1, 8, 32)
-    ks: tuple[int, ...] = (0, 1, 3, 7)  # to be verified
+    ks: tuple[int, ...] = (0, 1, 3, 5, 7)  # to be verified
     drafter_ks: tuple[int, ...] = (1, 8)
     most_tokens: int = 128  # of a pass
     repeats: int = 7
