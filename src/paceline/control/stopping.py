@@ -24,32 +24,35 @@ if TYPE_CHECKING:
     from paceline.core.nouns import Stop
 
 
-LONELY = 1.5  # by which a draft is dearer than when all rows go on: the deeper, the fewer share a drafter's pass
-
 
 class Prices:
-    """What drafts of all rows would cost, renewed now and then: contexts grow slowly."""
+    """What drafts would cost, renewed now and then: contexts grow slowly."""
 
     def __init__(self, num_drafters: int, max_k: int) -> None:
         self.table: NDArray[float64] = np.zeros((num_drafters, max_k))  # seconds of 1, 2, ... drafts of each row
+        self._of_half = self.table  # the same of half of the rows: the deeper, the fewer share a drafter's pass
+        self._half = 1  # rows
         self._tokens: Count = 0  # of the pass for which these hold
-        self._num_rows = 1
 
     def renew(self, cost: StepCost, base: Work, lengths: NDArray[int64], *, due: bool) -> None:
         """Price them again if that is due, or if rows came or went."""
-        if due or base.tokens != self._tokens:
-            found = cost.prices(base, lengths, *self.table.shape)
-            self.table, self._tokens, self._num_rows = found[:, 1:] - found[:, :1], base.tokens, len(lengths)
+        if not (due or base.tokens != self._tokens):
+            return
+        half = lengths[: (len(lengths) + 1) // 2]
+        found = cost.prices(base, lengths, *self.table.shape)
+        of_half = found if len(half) == len(lengths) else cost.prices(base, half, *self.table.shape)
+        self.table, self._of_half = found[:, 1:] - found[:, :1], of_half[:, 1:] - of_half[:, :1]
+        self._tokens, self._half = base.tokens, len(half)
 
     def of_one_more(self, drafter: int, k: int) -> float:
-        """Return the seconds of one draft more of a row, where rows have about so many.
+        """Return the seconds of one draft more of a row, where rows have about so many and half of them go on.
 
         What the first one costs beside that, of the host and of reading the target's features, is no draft's more.
         """
-        prices: list[float] = [0.0, *self.table[drafter].tolist()]
+        prices: list[float] = [0.0, *self._of_half[drafter].tolist()]
         high = min(max(k, 1) + 1, len(prices) - 1)
         low = max(min(k - 1, high - 1), min(1, high - 1))
-        return (prices[high] - prices[low]) / (high - low) / self._num_rows
+        return (prices[high] - prices[low]) / (high - low) / self._half
 
 
 def with_stops(
@@ -90,4 +93,4 @@ def bars_of(
         if k and drafter in minding:
             planned.setdefault(drafter, []).append(k)
     around = {drafter: round(sum(depths) / len(depths)) for drafter, depths in planned.items()}
-    return {drafter: LONELY * prices.of_one_more(drafter, k) * goodput for drafter, k in around.items()}
+    return {drafter: prices.of_one_more(drafter, k) * goodput for drafter, k in around.items()}
