@@ -72,7 +72,7 @@ class Engine:
 
     def step(self, rows: Sequence[int], targets: Mapping[int, float] | None = None) -> float:
         """Plan a step and take it; return the share of rows that draft."""
-        if not targets and self.policy.rest():
+        if not targets and self.policy.rest(len(rows)):
             return 0.0
         view = self.look(rows, targets=targets or {})
         decision = self.policy.decide(view)
@@ -86,7 +86,7 @@ def test_a_request_with_a_pace_of_its_own_leaves_nothing_behind(*, paced: bool) 
     engine = Engine(STEEP, (costs(5e-4, 1.6e-2),), (0.8,))
     for _ in range(300):
         engine.step(range(32))
-    assert engine.policy._cruise.rests(1)
+    assert engine.policy._cruise.rests(1, 32)
     for _ in range(20 if paced else 0):
         engine.step(range(32), {0: 0.02})
     assert np.mean([engine.step([3]) for _ in range(300)]) > 0.9

@@ -135,11 +135,11 @@ def test_while_a_choice_not_to_draft_holds_for_many_rows_nobody_is_asked() -> No
     looked(ours, MANY_ROWS, CRUISE)
     rests = []
     for _ in range(4 * CRUISE):
-        rests.append(ours.rest())
+        rests.append(ours.rest(MANY_ROWS))
         if not rests[-1]:
             looked(ours, MANY_ROWS, 1)
-    assert 3 * CRUISE <= sum(rests) < 4 * CRUISE, "one choice in eight, and probes"
+    assert 3 * CRUISE <= sum(rests) < 4 * CRUISE, "a choice in eight steps at most, and probes"
     paying = policy(BETTER)
     for _ in range(2 * CRUISE):
-        assert not paying.rest()
+        assert not paying.rest(MANY_ROWS)
         paying.decide(view(MANY_ROWS))

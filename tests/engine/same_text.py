@@ -89,7 +89,7 @@ class RestlessK:
 
     looks = False
 
-    def rests(self) -> bool:
+    def rests(self, rows: int) -> bool:
         return False
 
     @property

@@ -288,7 +288,7 @@ class Paired:
 
     looks = False
 
-    def rests(self) -> bool:
+    def rests(self, rows: int) -> bool:
         return False
 
     def __init__(self) -> None:

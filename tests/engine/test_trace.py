@@ -49,7 +49,7 @@ def test_a_replay_makes_the_same_choices(trace: Path) -> None:
 class RestAtFirst(Goodput):
     """Its first three steps need no plan."""
 
-    def rest(self) -> bool:
+    def rest(self, rows: int) -> bool:
         self._steps += 1
         return self._steps <= 3
 
@@ -59,8 +59,8 @@ def test_a_step_without_a_plan_is_written_though_nobody_had_a_row_in_it() -> Non
     tracer = Tracer(file, profile, ["suffix", "draft-model"], 4, [4, 4])
     policy = RestAtFirst(profile.cost, 4, [4, 4])
     loop = ClosedLoop(policy, OnlineCost(profile.cost), ["suffix", "draft-model"], tracer)
-    assert loop.rests()
-    assert loop.rests()
+    assert loop.rests(1)
+    assert loop.rests(1)
     none = np.zeros(1, np.int64)
     loop.plan(View(none, none + 9, none, Work(0)))
     lines = [json.loads(line) for line in file.getvalue().splitlines()[1:]]

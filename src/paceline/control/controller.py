@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from paceline.control.arrays import drafted_of, kept_of, nothing_of
 from paceline.control.cost import Work
+from paceline.control.cruise import MANY_ROWS
 from paceline.control.policy import NONE, Decision, Drafted, Outcomes, View
 from paceline.control.reckoning import Reckoning, learn_cost
 from paceline.core.nouns import Draft, Plan, RowPlan, noun
@@ -52,8 +54,8 @@ class Controller(Protocol):
         """A request begins in a row."""
         ...
 
-    def rests(self) -> bool:
-        """Begin a step without a plan, if nothing is drafted in it whatever its rows; return whether so."""
+    def rests(self, rows: int) -> bool:
+        """Begin a step of so many rows without a plan, if nothing is drafted in it; return whether so."""
         ...
 
     def plan(self, view: View) -> Plan:
@@ -132,10 +134,10 @@ class ClosedLoop:
         if self._watcher:
             self._watcher.admitted(row)
 
-    def rests(self) -> bool:
+    def rests(self, rows: int) -> bool:
         """Begin a step without a plan, if the last choice, to draft nothing, holds; return whether it does."""
         self._end_rest()
-        self._resting = self.policy.rest()
+        self._resting = self.policy.rest(rows)
         return self._resting
 
     def _end_rest(self) -> None:
@@ -211,12 +213,22 @@ class ClosedLoop:
         """Learn from what came of the last plan."""
         if self.view is None or self.decision is None:
             return None
-        self.policy.learn(self.view, outcomes)
+        self.policy.learn(self.view, self._as_it_rests(outcomes))
         had_drafts, self._had_drafts = self._had_drafts, bool(outcomes.num_verified.any())
         settled = self._had_drafts or not had_drafts
         if self.cost is None:
             return None
         return learn_cost(self.cost, self.view, self.decision, outcomes, prefill, settled=settled)
+
+    def _as_it_rests(self, outcomes: Outcomes) -> Outcomes:
+        """Return a plain step's outcomes with the host's time of those that will follow it without a plan.
+
+        Else what plain decoding of many rows takes would seem to hold what looking for drafts takes.
+        """
+        rows = len(outcomes.rows)
+        if self.cost is None or rows < MANY_ROWS or outcomes.num_verified.any():
+            return outcomes
+        return replace(outcomes, host_s=min(outcomes.host_s, self.cost.host(rows, drafts=False)))
 
 
 def _outcomes(drafted: Drafted, batch: Batch, draft: Draft, verdict: Verdict, times: StepTimes) -> Outcomes:

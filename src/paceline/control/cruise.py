@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 CRUISE = 8  # steps that a choice may hold for ...
 MUCH = 6  # ... unless so many drafts are offered: a drafter hardly makes more
 MANY_ROWS = 12  # from which choosing and looking take a twentieth of a step
-DRAFTING = 4  # steps that a choice to draft holds for such many rows; one not to does for `CRUISE`
+DRAFTING = 4  # steps that a choice to draft holds for such many rows; one not to does for `CRUISE` ...
+LONGEST = 32  # ... and each time that it is made again for twice as many, up to these
 
 
 class Cruise:
@@ -31,6 +32,7 @@ class Cruise:
         self._view = View(none, none, none, Work(0))
         self._chosen = plain(self._view)
         self._every = 1  # steps of many rows with the same choice
+        self._plainly = CRUISE  # the same of the next choice not to draft
         self._drafts = False
 
     @property
@@ -44,23 +46,26 @@ class Cruise:
         Where some of what was offered is taken, as where texts repeat themselves, every step is worth a look.
         """
         self._view, self._chosen = view, replace(chosen, given_up=()) if chosen.given_up else chosen
-        many = lasting and view.num_rows >= MANY_ROWS and view.offers.keys().isdisjoint(chosen.drafters.tolist())
-        self._drafts = any(chosen.ks.tolist())
-        self._every = 1 if not many else DRAFTING if self._drafts else CRUISE
+        many = view.num_rows >= MANY_ROWS and view.offers.keys().isdisjoint(chosen.drafters.tolist())
+        self._drafts, self._every = any(chosen.ks.tolist()), 1
+        if lasting and many:
+            self._every = DRAFTING if self._drafts else self._plainly
+        if lasting:
+            self._plainly = min(2 * self._plainly, LONGEST) if many and not self._drafts else CRUISE
 
     def carries_on(self, step: int) -> bool:
         """Whether nobody need look at what could be drafted in a step: a choice for many rows still holds."""
         return step % self._every != 0
 
-    def rests(self, step: int) -> bool:
-        """Whether nothing is drafted in a step, as that choice still holds."""
-        return self.carries_on(step) and not self._drafts
+    def rests(self, step: int, rows: int) -> bool:
+        """Whether nothing is drafted in a step of so many rows, as that choice still holds."""
+        return rows >= MANY_ROWS and self.carries_on(step) and not self._drafts
 
     def held(self, view: View, step: int) -> Decision | None:
         """Return the last choice if it holds for a step, too: for many rows, or for the same few with stops."""
         if view.out and not view.out.isdisjoint(self._chosen.drafters.tolist()):
             return None
-        if self.carries_on(step) and not (view.wishes or view.targets):
+        if view.num_rows >= MANY_ROWS and self.carries_on(step) and not (view.wishes or view.targets):
             return self._carried_on(view)
         return self._of_the_same(view, step)
 

@@ -36,7 +36,7 @@ class FixedK:
     def admit(self, row: int) -> None:
         """Rows are not told apart."""
 
-    def rests(self) -> bool:
+    def rests(self, rows: int) -> bool:
         """It never drafts, or always plans."""
         return self.drafter is None
 

@@ -110,9 +110,9 @@ class Goodput:
         """Whether it wants to see what drafters that cost nothing would propose in the next step."""
         return not self._cruise.carries_on(self._steps + 1)
 
-    def rest(self) -> bool:
-        """Take a step without a decision if the last one, to draft nothing, holds; return whether it does."""
-        if rests := self._cruise.rests(self._steps + 1):
+    def rest(self, rows: int) -> bool:
+        """As `Policy.rest`."""
+        if rests := self._cruise.rests(self._steps + 1, rows):
             self._steps += 1
             self._probes.earn(PROBE_SHARE * self._cruise.seconds)
         return rests
@@ -309,10 +309,9 @@ class Goodput:
         if self._steps % PROBE_EVERY:
             return *chosen, ()
         ks, drafters = chosen
-        alive = self.expected(view)
-        doubtful = [
-            d for d in self._asked(view) if self._hopes.look(d, self._could_pay(view, base, alive, chosen, d))
-        ]
+        alive, times = self.expected(view), self._probes.looks(self._steps, PROBE_EVERY)
+        could = {d: self._could_pay(view, base, alive, chosen, d) for d in self._asked(view)}
+        doubtful = [d for d, could_pay in could.items() if self._hopes.look(d, could_pay, times)]
         hoped = self._best(view, base, self.expected(view, OPTIMISM), drafters).ks
         further = hoped, drafters
         if doubtful and not (hoped > ks).any():
@@ -397,4 +396,5 @@ class Goodput:
         if not view.prefill.tokens:
             self._stance.learn(outcomes)
         self._hopes.learn(outcomes, self._probes.row)
+        self._probes.learn(self.cost, outcomes)
         learn_all(self.survival, outcomes)

@@ -58,9 +58,12 @@ class Hopes:
         alive: NDArray[float64] = np.multiply.accumulate(highest)
         return alive
 
-    def look(self, drafter: int, could_pay: bool) -> bool:
-        """Note whether a drafter could have paid at its best. Returns whether more must be known of it."""
-        self._looks[drafter] = 0 if could_pay else self._looks[drafter] + 1
+    def look(self, drafter: int, could_pay: bool, times: int = 1) -> bool:
+        """Note whether a drafter could have paid at its best. Returns whether more must be known of it.
+
+        times: looks that this one stands for, as choices that hold keep others from being made.
+        """
+        self._looks[drafter] = 0 if could_pay else self._looks[drafter] + times
         return could_pay or bool(self._tested[drafter, 0] < TRIES)
 
     def give_up(self) -> tuple[int, ...]:

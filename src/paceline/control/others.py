@@ -33,7 +33,7 @@ class _EveryStep:
         """It knows of no groups."""
         return self
 
-    def rest(self) -> bool:
+    def rest(self, rows: int) -> bool:
         """Never."""
         return False
 

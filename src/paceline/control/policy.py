@@ -104,8 +104,8 @@ class Policy(Protocol):
         """A request begins in a row."""
         ...
 
-    def rest(self) -> bool:
-        """Take a step without a decision if the last one, to draft nothing, holds; return whether it does."""
+    def rest(self, rows: int) -> bool:
+        """Take a step of so many rows without a decision if the last one, to draft nothing, holds; say whether."""
         ...
 
     def decide(self, view: View) -> Decision:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from paceline.control.policy import NONE
+
+if TYPE_CHECKING:
+    from paceline.control.cost import StepCost
+    from paceline.control.policy import Outcomes
 
 
 @dataclass(slots=True)
@@ -30,11 +35,23 @@ class Probes:
     row: int = NONE  # that goes further in this step to find out
     last_plain: int = 0  # the last step without drafts
     num_plain: int = 0
+    last_look: int = 0  # the last step that looked for what could pay
     once_more: bool = False  # the first step after drafts finds other things in the caches: the second tells
 
     def twin(self) -> Probes:
         """Return those of another group of rows, which spend out of the same budgets."""
         return Probes(self.budget, self.plain)
+
+    def looks(self, step: int, every: int) -> int:
+        """Return for how many looks one in a step stands, if there were to be one in so many steps."""
+        times, self.last_look = max((step - self.last_look) // every, 1), step
+        return times
+
+    def learn(self, cost: StepCost, outcomes: Outcomes) -> None:
+        """Let what a probe took beyond its price count, too: its drafter may have had to read the text first."""
+        if self.row != NONE and outcomes.num_drafted is not None:
+            foreseen_s = cost.drafting_s(outcomes.num_drafted, outcomes.drafters)
+            self.budget.seconds -= min(max(outcomes.draft_s - foreseen_s, 0.0), outcomes.target_s)
 
     def earn(self, seconds: float) -> None:
         """Let so much more time go into finding out, of either kind."""

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from paceline.core.nouns import Stop
 
 
-
 class Prices:
     """What drafts would cost, renewed now and then: contexts grow slowly."""
 

@@ -14,6 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.control.cost import Work
+from paceline.control.cruise import MANY_ROWS
 from paceline.control.goodput import Goodput
 from paceline.control.objective import THROUGHPUT, Objective
 from paceline.control.overlap import planned_turns
@@ -178,7 +179,7 @@ def _steps(
         if "admitted" in line:
             loop.admit(int(line["admitted"]))
         elif "rested" in line:
-            loop.rests()
+            loop.rests(MANY_ROWS)  # it did
             loop.rested(int(line["rested"]), float(line["host_s"]))
         elif "view" in line:
             planned[group] = Decision(np.array(line["ks"], np.int64), np.array(line["drafters"], np.int64))

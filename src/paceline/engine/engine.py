@@ -176,7 +176,7 @@ class Engine:
         """Plan a step for the rows of a group."""
         start = perf_counter()
         controller = self.controller_of(group)
-        if group is None and not self.scheduler.any_asks and controller.rests():
+        if group is None and not self.scheduler.any_asks and controller.rests(len(self.scheduler.running)):
             return NOTHING_TO_PLAN
         plan = controller.plan(outlook(self.scheduler, self.drafting, looks=controller.looks, group=group))
         self._stats.plan_s += perf_counter() - start
