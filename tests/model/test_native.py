@@ -247,7 +247,7 @@ def product_of_halves(w: np.ndarray, x: np.ndarray) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 6, 7, 12, 13, 16, 17, 40, 100])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 6, 7, 8, 12, 13, 15, 16, 17, 24, 40, 100])
 @pytest.mark.parametrize("shape", [(70, 90), (33, 64), (200, 576)])
 def test_products_of_bytes_are_the_twins_to_the_bit(shape: tuple[int, int], num_rows: int) -> None:
     random = np.random.default_rng(2)
