@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from paceline.control.controller import ClosedLoop
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost, Work
-from paceline.control.cruise import CRUISE, MANY_ROWS
+from paceline.control.cruise import CRUISE, LONGEST, MANY_ROWS
 from paceline.control.goodput import Goodput
 from paceline.control.host import HostTime
 from paceline.control.online import OnlineCost
@@ -143,3 +144,29 @@ def test_while_a_choice_not_to_draft_holds_for_many_rows_nobody_is_asked() -> No
     for _ in range(2 * CRUISE):
         assert not paying.rest(MANY_ROWS)
         paying.decide(view(MANY_ROWS))
+
+
+def test_a_choice_not_to_draft_holds_longer_each_time_while_rows_are_many() -> None:
+    ours, asked = policy(), []
+    for step in range(20 * LONGEST):
+        if not ours.rest(MANY_ROWS):
+            asked.append(step)
+            looked(ours, MANY_ROWS, 1)
+    gaps = np.diff(asked)
+    assert CRUISE < gaps.max() <= LONGEST
+    assert gaps.max() == gaps[len(gaps) // 2 :].max(), "also later: a probe in between changes nothing"
+    while not ours._cruise.rests(ours._steps + 1, MANY_ROWS):
+        looked(ours, MANY_ROWS, 1)
+    assert not ours.rest(MANY_ROWS - 1), "rows that are left are seen to at once"
+
+
+@pytest.mark.parametrize("drafts", [0, 1])
+@pytest.mark.parametrize("num_rows", [MANY_ROWS - 1, MANY_ROWS])
+def test_plain_steps_of_many_rows_count_as_those_that_follow_them_at_rest(num_rows: int, drafts: int) -> None:
+    cost = OnlineCost(COST, 1e-4)
+    for _ in range(100):
+        cost.host.observe(num_rows, 0.4e-3, drafts=False)
+    loop, rows = ClosedLoop(policy(), cost, ("offers", "asked")), np.arange(num_rows)
+    step = Outcomes(rows, np.zeros_like(rows), np.full_like(rows, drafts), np.zeros_like(rows), 0.0, 20e-3, 2e-3)
+    rests = num_rows >= MANY_ROWS and not drafts
+    assert loop._as_it_rests(step).host_s == pytest.approx(0.4e-3 if rests else 2e-3, rel=0.01)

@@ -1,0 +1,35 @@
+"""What one draft more of a row costs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost, Work
+from paceline.control.online import OnlineCost
+from paceline.control.stopping import Prices
+
+DEPTH, VERIFY_S, SHARED_S, ROW_S, FIRST_S = 4, 1e-4, 3e-4, 5e-5, 2e-3
+DRAFTS = DraftCost(
+    tuple(Curve.of([1, 64], [FIRST_S + d * (SHARED_S + n * ROW_S) for n in (1, 64)]) for d in range(1, DEPTH + 1))
+)
+COST = MeasuredCost(TargetCost(Curve.of([1, 513], [5e-3, 5e-3 + 512 * VERIFY_S])), (DRAFTS,))
+
+
+@pytest.mark.parametrize(("num_rows", "sharing"), [(1, 1), (2, 1), (3, 2), (8, 4), (64, 32)])
+@pytest.mark.parametrize("k", [0, 1, 2, 4])
+def test_half_of_the_rows_share_a_drafter_s_pass(num_rows: int, sharing: int, k: int) -> None:
+    """A pass is shared by those that go on; what the first draft costs beside is no draft's more."""
+    prices, lengths = Prices(1, DEPTH), np.full(num_rows, 100)
+    prices.renew(OnlineCost(COST), Work(num_rows), lengths, due=True)
+    assert prices.of_one_more(0, k) == pytest.approx(SHARED_S / sharing + ROW_S + VERIFY_S, rel=1e-6)
+
+
+def test_prices_hold_while_rows_stay() -> None:
+    cost, prices, lengths = OnlineCost(COST), Prices(1, DEPTH), np.full(4, 100)
+    prices.renew(cost, Work(4), lengths, due=False)
+    before = prices.table
+    prices.renew(cost, Work(4), lengths, due=False)
+    assert prices.table is before
+    prices.renew(cost, Work(3), lengths[:3], due=False)
+    assert prices.table is not before
