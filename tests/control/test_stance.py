@@ -60,6 +60,18 @@ def test_who_does_not_draft_forgets_that_it_did_not_pay() -> None:
     assert 30 < waits < 300
 
 
+def test_it_forgets_by_steps_however_long_choices_hold() -> None:
+    waits = []
+    for every in (8, 16, 32):
+        stance = Stance()
+        for _ in range(60):
+            step(stance, 2.0 * ROWS, 2.0, 3.0, drafts=True)
+            step(stance, 1.0 * ROWS, 1.0, 1.0, drafts=False)
+        waits.append(next(n for n in range(0, 10_000, every) if stance.take(choice(1.1), n)))
+    assert waits[0] == pytest.approx(waits[2], abs=33)
+    assert waits[1] == pytest.approx(waits[2], abs=33)
+
+
 def test_a_stall_is_one_step_and_other_numbers_of_rows_say_nothing() -> None:
     stance = Stance()
     for _ in range(60):

@@ -136,7 +136,7 @@ class Goodput:
         at_once = None if paced else self._at_once(view, base, unpaid_s)
         drafters, chosen = at_once or self._in_turn(view, base, unpaid_s)
         ks, seconds, speedup = np.zeros_like(chosen.ks), chosen.plain_seconds, 1.0
-        if self._stance.take(chosen):
+        if self._stance.take(chosen, self._steps):
             ks, seconds, speedup = chosen.ks, chosen.seconds, self._stance.speedup
         self._probes.earn(PROBE_SHARE * seconds)
         as_chosen = ks is chosen.ks and not paced

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 MARGIN = 0.01  # by which speculation must promise to win before it begins
 RATE = 0.05  # of what is known, that a step replaces ...
 ROWS = 200  # ... or as many rows of so many, if these are fewer: what one row brings varies from step to step
-FADE = 1 / 64  # of what is known of drafts, lost with each choice not to draft: who never drafts learns no more
+FADE = (
+    1 / 64
+)  # of what is known of drafts, lost with each choice not to draft: who never drafts learns no more ...
+OF_STEPS = 8  # ... and again for every so many steps that it held
 PRIOR = 8.0  # steps that brought what they promised, before any was seen
 
 
@@ -50,9 +53,9 @@ class _Kind:
         self.promised_tokens += rate * (promised_tokens - self.promised_tokens)
         self.promised_s += rate * (promised_s - self.promised_s)
 
-    def fade(self) -> None:
+    def fade(self, times: int) -> None:
         """Forget some of it."""
-        self.tokens += FADE * (self.tokens / self.came - self.tokens)
+        self.tokens += (1 - (1 - FADE) ** times) * (self.tokens / self.came - self.tokens)
 
 
 class Stance:
@@ -63,6 +66,7 @@ class Stance:
         self.speedup = 1.0  # that the last choice promises, by what came of others
         self._kinds = _Kind(), _Kind()  # without drafts and with some
         self._promised: tuple[int, float, float, bool] | None = None
+        self._step = 0  # of the last choice
 
     def twin(self) -> Stance:
         """Return another group's, which learns from both."""
@@ -70,14 +74,15 @@ class Stance:
         other._kinds = self._kinds
         return other
 
-    def take(self, chosen: Chosen) -> bool:
+    def take(self, chosen: Chosen, step: int = 0) -> bool:
         """Return whether to draft as chosen: to begin, it must win clearly, and then go on winning."""
+        held, self._step = step - self._step, step
         without, drafting = self._kinds
         known = drafting.came / without.came if drafting.seen and without.seen else 1.0
         self.speedup = chosen.speedup * known
         self.speculates = self.speedup > (1.0 if self.speculates else 1.0 + MARGIN)
         if not self.speculates and drafting.seen:
-            drafting.fade()
+            drafting.fade(max(held // OF_STEPS, 1))
         return self.speculates
 
     def promise(self, promised: tuple[int, float, float, bool] | None) -> None:
