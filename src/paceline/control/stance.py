@@ -18,10 +18,8 @@ if TYPE_CHECKING:
 MARGIN = 0.01  # by which speculation must promise to win before it begins
 RATE = 0.05  # of what is known, that a step replaces ...
 ROWS = 200  # ... or as many rows of so many, if these are fewer: what one row brings varies from step to step
-FADE = (
-    1 / 64
-)  # of what is known of drafts, lost with each choice not to draft: who never drafts learns no more ...
-OF_STEPS = 8  # ... and again for every so many steps that it held
+FADE = 1 / 64  # of what is known of drafts, lost with each choice not to draft: it learns no more of them ...
+OF_STEPS = 8  # ... and again for every so many steps that the choice held
 PRIOR = 8.0  # steps that brought what they promised, before any was seen
 
 
