@@ -25,17 +25,19 @@ PACELINE_INLINE void dot(i32v& sums, i32v weights, i32v activations) {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(weights), "v"(activations));
 }
 
-// The same with four activations spread from memory: `times` (up to 3) widths and a few bytes from a base on.
+// The same with four activations spread from memory: `times` (up to 3) widths and a few bytes from a base on. The last
+// operand tells the compiler that memory behind the base is read.
 PACELINE_INLINE void dot_spread(i32v& sums, i32v weights, const int8_t* base, int times, size_t width, int bytes) {
+    const auto& read = *reinterpret_cast<const int8_t(*)[]>(base);
     const size_t triple = 3 * width;
     if (times == 0)
-        __asm__("vpdpbusd %c3(%2)%{1to16%}, %1, %0" : "+v"(sums) : "v"(weights), "r"(base), "i"(bytes));
+        __asm__("vpdpbusd %c3(%2)%{1to16%}, %1, %0" : "+v"(sums) : "v"(weights), "r"(base), "i"(bytes), "m"(read));
     else if (times == 1)
-        __asm__("vpdpbusd %c4(%2,%3)%{1to16%}, %1, %0" : "+v"(sums) : "v"(weights), "r"(base), "r"(width), "i"(bytes));
+        __asm__("vpdpbusd %c4(%2,%3)%{1to16%}, %1, %0" : "+v"(sums) : "v"(weights), "r"(base), "r"(width), "i"(bytes), "m"(read));
     else if (times == 2)
-        __asm__("vpdpbusd %c4(%2,%3,2)%{1to16%}, %1, %0" : "+v"(sums) : "v"(weights), "r"(base), "r"(width), "i"(bytes));
+        __asm__("vpdpbusd %c4(%2,%3,2)%{1to16%}, %1, %0" : "+v"(sums) : "v"(weights), "r"(base), "r"(width), "i"(bytes), "m"(read));
     else
-        __asm__("vpdpbusd %c4(%2,%3)%{1to16%}, %1, %0" : "+v"(sums) : "v"(weights), "r"(base), "r"(triple), "i"(bytes));
+        __asm__("vpdpbusd %c4(%2,%3)%{1to16%}, %1, %0" : "+v"(sums) : "v"(weights), "r"(base), "r"(triple), "i"(bytes), "m"(read));
 }
 
 #elif defined(__AVXVNNI__)

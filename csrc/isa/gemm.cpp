@@ -191,7 +191,7 @@ void float_rows(const W* panel, const FloatRows& rows, size_t first, Ahead ahead
     }
 }
 
-// Cut rows into pieces of almost equal size that the kernels can take: 8 rows are 4 and 4 rather than 6 and 2.
+// Cut rows into pieces of almost equal size that the kernels can take: 10 rows are 5 and 5 rather than 6 and 4 or 8 and 2.
 template <size_t Most, class Kernel>
 PACELINE_INLINE void in_pieces(size_t first, size_t end, const void* panel, size_t panel_bytes, Kernel kernel) {
     const uint8_t* const here = static_cast<const uint8_t*>(panel);
