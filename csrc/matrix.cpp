@@ -36,6 +36,15 @@ float from_bfloat(uint16_t x) {
     return wide;
 }
 
+// What `hadamard` makes of a row [padded], until the thread's next call. A row's outliers are shared out over a block, so
+// that one scale of 8 bits serves all of it (arXiv 2404.00456).
+float* spread_of(const float* x, size_t padded) {
+    thread_local Lines<float> found;
+    if (found.size() < padded) found.resize(padded);
+    kernels().layer.hadamard(x, padded, found.data());
+    return found.data();
+}
+
 }  // namespace
 
 Buffer::Buffer(size_t bytes) : bytes_(bytes) {
@@ -63,10 +72,10 @@ Buffer::Buffer(size_t bytes) : bytes_(bytes) {
 
 void Activations::reserve(size_t num_rows, size_t width) {
     width = round_up(width, kInt8Group);
-    values_.resize(std::max(values_.size(), num_rows * 2 * width));
+    values_.resize(std::max(values_.size(), num_rows * width));
     floats_.resize(std::max(floats_.size(), num_rows * width));
     scales_.resize(std::max(scales_.size(), num_rows * width / kInt4Group));
-    sums_.resize(std::max(scales_.size(), num_rows * 2 * kTileLanes));
+    sums_.resize(std::max(scales_.size(), num_rows * kTileLanes));
 }
 
 void Activations::set(size_t row, const float* x, WeightType type, size_t width) {
@@ -76,8 +85,9 @@ void Activations::set(size_t row, const float* x, WeightType type, size_t width)
     }
     if (type == WeightType::int8) {
         const size_t padded = round_up(width, kInt8Group);
-        int8_t* high = values_.data() + row * 2 * padded;
-        return kernels().layer.split(x, padded, high, high + padded, &scales_[row], &sums_[row * 2 * kTileLanes]);
+        int32_t sum;
+        kernels().layer.quantise(spread_of(x, padded), padded, padded, values_.data() + row * padded, &scales_[row], &sum);
+        return (void)std::fill_n(&sums_[row * kTileLanes], kTileLanes, -128 * sum);
     }
     const size_t padded = round_up(width, kInt4Group), num_groups = padded / kInt4Group;
     kernels().layer.quantise(x, padded, kInt4Group, values_.data() + row * padded, scales_.data() + row * num_groups,
@@ -89,7 +99,7 @@ QuantisedRows Activations::quantised(size_t width) const {
     return {values_.data(), padded, padded / kInt4Group, scales_.data(), sums_.data()};
 }
 
-SplitRows Activations::split(size_t width) const {
+SpreadRows Activations::spread(size_t width) const {
     return {values_.data(), round_up(width, kInt8Group), scales_.data(), sums_.data()};
 }
 
@@ -135,13 +145,16 @@ void Matrix::put_row(size_t index, const float* weights) {
 
 void Matrix::pack_int8_row(const float* weights, size_t index) {
     const size_t padded = round_up(in_, kInt8Group);
-    thread_local std::vector<float> row;
+    thread_local Lines<float> row;
     thread_local std::vector<int8_t> values;
     row.assign(padded, 0.0f);
     values.resize(padded);
     std::copy_n(weights, in_, row.begin());
+    float* found = spread_of(row.data(), padded);
+    const float scale = 1.0f / static_cast<float>(padded & (~padded + 1));  // as activations are spread without one
+    for (size_t i = 0; i < padded; ++i) found[i] *= scale;
     int32_t sum;
-    kernels().layer.quantise(row.data(), padded, padded, values.data(), &scales_[index], &sum);
+    kernels().layer.quantise(found, padded, padded, values.data(), &scales_[index], &sum);
     uint8_t* panel = packed_.data() + index / kPanel * panel_bytes() + index % kPanel * 4;
     for (size_t i = 0; i < padded; i += 4, panel += kPanel * 4) {
         uint32_t four;
@@ -194,7 +207,7 @@ void Matrix::multiply(size_t panel, size_t num_panels, const Activations& x, siz
         const uint8_t* at = packed_.data() + panel * panel_bytes();
         switch (type_) {
             case WeightType::int8:
-                gemm.int8({at, scales_.data() + panel * kPanel}, num_panels, x.split(in_), first, end, to,
+                gemm.int8({at, scales_.data() + panel * kPanel}, num_panels, x.spread(in_), first, end, to,
                           stride);
                 break;
             case WeightType::int4: gemm.int4(at, x.quantised(in_), first, end, to, stride); break;
@@ -244,10 +257,15 @@ void multiply_all(Team& team, std::initializer_list<Product> products, size_t nu
 void Matrix::row(size_t index, float* to) const {
     const uint8_t* panel = packed_.data() + index / kPanel * panel_bytes();
     const size_t lane = index % kPanel;
+    if (type_ == WeightType::int8) {
+        const size_t padded = round_up(in_, kInt8Group);
+        thread_local Lines<float> found;
+        found.resize(padded);
+        for (size_t i = 0; i < padded; ++i)
+            found[i] = static_cast<float>(panel[(i / 4 * kPanel + lane) * 4 + i % 4] - 128) * scales_[index];
+        return (void)std::copy_n(spread_of(found.data(), padded), in_, to);
+    }
     for (size_t i = 0; i < in_; ++i) switch (type_) {
-            case WeightType::int8:
-                to[i] = (panel[(i / 4 * kPanel + lane) * 4 + i % 4] - 128) * scales_[index];
-                break;
             case WeightType::int4: {
                 const uint8_t* block = panel + i / kInt4Group * kInt4BlockBytes;
                 const uint16_t* halves = reinterpret_cast<const uint16_t*>(block);
@@ -259,6 +277,7 @@ void Matrix::row(size_t index, float* to) const {
             }
             case WeightType::bf16: to[i] = from_bfloat(reinterpret_cast<const uint16_t*>(panel)[i * kPanel + lane]); break;
             case WeightType::f32: to[i] = reinterpret_cast<const float*>(panel)[i * kPanel + lane]; break;
+            case WeightType::int8: break;
         }
 }
 

@@ -36,7 +36,7 @@ class Activations {
     void set(size_t row, const float* x, WeightType type, size_t width);  // x [padded to 64 with zeros]
 
     QuantisedRows quantised(size_t width) const;
-    SplitRows split(size_t width) const;
+    SpreadRows spread(size_t width) const;
     FloatRows floats(size_t width) const;
 
   private:
@@ -47,7 +47,7 @@ class Activations {
 
 class Matrix {
   public:
-    // From float32 [out, in]. int8: one scale per output; int4: a scale and a minimum for each 32 inputs.
+    // From float32 [out, in]. int8: spread by `hadamard`, one scale per output; int4: a scale and a minimum for each 32 inputs.
     static Matrix pack(const float* weights, size_t out, size_t in, WeightType type);
     // From 4-bit blocks as GGUF keeps them: values 0..15 one a byte [out, in], scales and minima float16 [out, in / 32].
     static Matrix pack_int4(const uint8_t* values, const uint16_t* scales, const uint16_t* minima, size_t out,

@@ -25,9 +25,9 @@ PACELINE_INLINE void dot(i32v& sums, i32v weights, i32v activations) {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(weights), "v"(activations));
 }
 
-// The same with four activations spread from memory: `times` (up to 3) widths and a few bytes from a base on. The last
+// The same with four activations broadcast from memory: `times` (up to 3) widths and a few bytes from a base on. The last
 // operand tells the compiler that memory behind the base is read.
-PACELINE_INLINE void dot_spread(i32v& sums, i32v weights, const int8_t* base, int times, size_t width, int bytes) {
+PACELINE_INLINE void dot_broadcast(i32v& sums, i32v weights, const int8_t* base, int times, size_t width, int bytes) {
     const auto& read = *reinterpret_cast<const int8_t(*)[]>(base);
     const size_t triple = 3 * width;
     if (times == 0)
@@ -69,9 +69,7 @@ PACELINE_INLINE void dot(i32v& sums, i32v weights, i32v activations) {
 
 #endif
 
-// What sums over the halves of `SplitRows` stand for: every kernel ends with these operations.
-PACELINE_INLINE f32v scaled_sum(i32v highs, i32v lows, f32v row_scale, f32v output_scale) {
-    return fma(to_float(highs), splat(256.0f), to_float(lows)) * row_scale * output_scale;
-}
+// What whole sums over `SpreadRows` stand for: every kernel ends with these operations.
+PACELINE_INLINE f32v scaled_sum(i32v sums, f32v row_scale, f32v output_scale) { return to_float(sums) * row_scale * output_scale; }
 
 }  // namespace paceline::PACELINE_ISA

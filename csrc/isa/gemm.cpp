@@ -18,11 +18,11 @@ namespace {
 #if defined(__AVX512F__)
 constexpr int kVectors = 2;  // accumulators per row; with kMostRows rows, twice that many must fit the registers
 constexpr int kMostRows = 6;
-constexpr int kMostInt8Rows = 8;  // with activations spread as they are read
+constexpr int kMostInt8Rows = 16;  // with activations broadcast as they are read
 #else
 constexpr int kVectors = 1;
 constexpr int kMostRows = 4;
-constexpr int kMostInt8Rows = kMostRows;
+constexpr int kMostInt8Rows = 8;  // whose sums have half the registers
 #endif
 // What a kernel fetches while it computes: so many cache lines for each 256 bytes of weights, from a place on. A few rows
 // are done with a panel in one piece and fetch what they soon read; more come in pieces, of which the first reads the
@@ -54,62 +54,55 @@ PACELINE_INLINE void finish(const f32v (&sums)[R][kVectors], float* out, size_t 
 
 // R rows times a panel, kVectors vectors of outputs at a time.
 template <int R>
-PACELINE_APART void int8_rows(const Int8Panel& panel, const SplitRows& rows, size_t first, Ahead ahead, float* out, size_t stride) {
-    const int8_t* const a = rows.values + first * 2 * rows.width;
+PACELINE_APART void int8_rows(const Int8Panel& panel, const SpreadRows& rows, size_t first, Ahead ahead, float* out, size_t stride) {
+    const int8_t* const a = rows.values + first * rows.width;
     const size_t width = rows.width;
     for (size_t start = 0; start < kPanel; start += kStep) {
         const uint8_t* w = panel.weights + start * 4;
-        i32v highs[R][kVectors], lows[R][kVectors];
+        i32v sums[R][kVectors];
         PACELINE_UNROLL for (int r = 0; r < R; ++r)
-            PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) {
-                highs[r][v] = splat(rows.sums[(first + r) * 2 * kTileLanes]);
-                lows[r][v] = splat(rows.sums[((first + r) * 2 + 1) * kTileLanes]);
-            }
+            PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) sums[r][v] = splat(rows.sums[(first + r) * kTileLanes]);
         for (size_t quad = 0; quad < width; quad += 4, w += kPanel * 4) {
             if (quad % 8 == 0) fetch(ahead);
             i32v x[kVectors];
             PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) x[v] = load_bytes(w + v * kLanes * 4);
             PACELINE_UNROLL for (int r = 0; r < R; ++r) {
-                const i32v high = splat_bytes(a + r * 2 * width + quad), low = splat_bytes(a + (r * 2 + 1) * width + quad);
-                PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) {
-                    dot(highs[r][v], x[v], high);
-                    dot(lows[r][v], x[v], low);
-                }
+                const i32v y = splat_bytes(a + r * width + quad);
+                PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) dot(sums[r][v], x[v], y);
             }
         }
         PACELINE_UNROLL for (int r = 0; r < R; ++r)
             PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) {
                 const size_t at = start + v * kLanes;
-                store(out + r * stride + at, scaled_sum(highs[r][v], lows[r][v], splat(rows.scales[first + r]), load(panel.scales + at)));
+                store(out + r * stride + at, scaled_sum(sums[r][v], splat(rows.scales[first + r]), load(panel.scales + at)));
             }
     }
 }
 
 #if defined(__AVX512F__)
-// More rows, times half a panel and then the other: one instruction for each product, which spreads activations as it
-// reads them. So it is the products that are waited for, where `int8_rows` waits for instructions, too.
+// More rows, times half a panel and then the other: one instruction for each product, which broadcasts activations as
+// it reads them. So it is the products that are waited for, where `int8_rows` waits for instructions, too.
 template <int R>
-PACELINE_APART void int8_many_rows(const Int8Panel& panel, const SplitRows& rows, size_t first, Ahead ahead, float* out,
+PACELINE_APART void int8_many_rows(const Int8Panel& panel, const SpreadRows& rows, size_t first, Ahead ahead, float* out,
                                    size_t stride) {
-    constexpr int kHalves = 2 * R, kQuads = 4;  // halves of rows, and quads of inputs that are done together
+    constexpr int kQuads = 4;  // of inputs, that are done together
     const size_t width = rows.width;
     for (size_t start = 0; start < kPanel; start += kLanes) {
         const uint8_t* w = panel.weights + start * 4;
-        const int8_t* bases[(kHalves + 3) / 4];  // of every fourth half, as there are no registers for them all
-        i32v sums[kHalves];
-        PACELINE_UNROLL for (int h = 0; h < kHalves; h += 4) bases[h / 4] = rows.values + (2 * first + h) * width;
-        PACELINE_UNROLL for (int h = 0; h < kHalves; ++h) sums[h] = splat(rows.sums[(2 * first + h) * kTileLanes]);
+        const int8_t* bases[(R + 3) / 4];  // of every fourth row, as there are no registers for them all
+        i32v sums[R];
+        PACELINE_UNROLL for (int r = 0; r < R; r += 4) bases[r / 4] = rows.values + (first + r) * width;
+        PACELINE_UNROLL for (int r = 0; r < R; ++r) sums[r] = splat(rows.sums[(first + r) * kTileLanes]);
         for (size_t input = 0; input < width; input += 4 * kQuads, w += kPanel * 4 * kQuads) {
             fetch(ahead);
             PACELINE_UNROLL for (int quad = 0; quad < kQuads; ++quad) {
                 const i32v x = load_bytes(w + quad * kPanel * 4);
-                PACELINE_UNROLL for (int h = 0; h < kHalves; ++h) dot_spread(sums[h], x, bases[h / 4], h % 4, width, quad * 4);
+                PACELINE_UNROLL for (int r = 0; r < R; ++r) dot_broadcast(sums[r], x, bases[r / 4], r % 4, width, quad * 4);
             }
-            PACELINE_UNROLL for (int h = 0; h < kHalves; h += 4) bases[h / 4] += 4 * kQuads;
+            PACELINE_UNROLL for (int r = 0; r < R; r += 4) bases[r / 4] += 4 * kQuads;
         }
         PACELINE_UNROLL for (int r = 0; r < R; ++r)
-            store(out + r * stride + start,
-                  scaled_sum(sums[2 * r], sums[2 * r + 1], splat(rows.scales[first + r]), load(panel.scales + start)));
+            store(out + r * stride + start, scaled_sum(sums[r], splat(rows.scales[first + r]), load(panel.scales + start)));
     }
 }
 #endif
@@ -206,40 +199,28 @@ PACELINE_INLINE void in_pieces(size_t first, size_t end, const void* panel, size
     }
 }
 
-#if defined(__AVX512F__)
-#define PACELINE_FOR_ROWS(count, call)         \
-    switch (count) {                           \
-        case 1: call(1); break;                \
-        case 2: call(2); break;                \
-        case 3: call(3); break;                \
-        case 4: call(4); break;                \
-        case 5: call(5); break;                \
-        default: call(6); break;               \
-    }
-#else
-#define PACELINE_FOR_ROWS(count, call)         \
-    switch (count) {                           \
-        case 1: call(1); break;                \
-        case 2: call(2); break;                \
-        case 3: call(3); break;                \
-        default: call(4); break;               \
-    }
-#endif
+// Call with a number of rows, at most `Most`, as a constant.
+template <int Most, int R = 1, class Call>
+PACELINE_INLINE void with_rows(size_t count, Call call) {
+    if constexpr (R < Most)
+        if (count > (size_t)R) return with_rows<Most, R + 1>(count, call);
+    call.template operator()<R>();
+}
 
-void int8_panel(const Int8Panel& panel, const SplitRows& rows, size_t first, size_t end, float* out, size_t stride) {
+void int8_panel(const Int8Panel& panel, const SpreadRows& rows, size_t first, size_t end, float* out, size_t stride) {
     in_pieces<kMostInt8Rows>(first, end, panel.weights, rows.width * kPanel, [&, start = first](size_t at, size_t count, Ahead ahead) {
         float* to = out + (at - start) * stride;
+        with_rows<kMostInt8Rows>(count, [&]<int R>() {
 #if defined(__AVX512F__)
-        if (count == 8) return int8_many_rows<8>(panel, rows, at, ahead, to, stride);
-        if (count == 7) return int8_many_rows<7>(panel, rows, at, ahead, to, stride);
+            if constexpr (R > kMostRows) return int8_many_rows<R>(panel, rows, at, ahead, to, stride);
+            else
 #endif
-#define PACELINE_CALL(R) int8_rows<R>(panel, rows, at, ahead, to, stride)
-        PACELINE_FOR_ROWS(count, PACELINE_CALL)
-#undef PACELINE_CALL
+            int8_rows<R>(panel, rows, at, ahead, to, stride);
+        });
     });
 }
 
-void int8_panels(const Int8Panel& panels, size_t num_panels, const SplitRows& rows, size_t first, size_t end, float* out,
+void int8_panels(const Int8Panel& panels, size_t num_panels, const SpreadRows& rows, size_t first, size_t end, float* out,
                  size_t stride) {
 #if defined(__AMX_INT8__)
     if (end - first >= kLeastRowsOfTile) return int8_in_tiles(panels, num_panels, rows, first, end, out, stride);
@@ -251,9 +232,7 @@ void int8_panels(const Int8Panel& panels, size_t num_panels, const SplitRows& ro
 void int4_panel(const uint8_t* panel, const QuantisedRows& rows, size_t first, size_t end, float* out, size_t stride) {
     in_pieces<kMostRows>(first, end, panel, rows.num_groups * kInt4BlockBytes, [&, start = first](size_t at, size_t count, Ahead ahead) {
         float* to = out + (at - start) * stride;
-#define PACELINE_CALL(R) int4_rows<R>(panel, rows, at, ahead, to, stride)
-        PACELINE_FOR_ROWS(count, PACELINE_CALL)
-#undef PACELINE_CALL
+        with_rows<kMostRows>(count, [&]<int R>() { int4_rows<R>(panel, rows, at, ahead, to, stride); });
     });
 }
 
@@ -261,9 +240,7 @@ template <class W>
 void float_panel(const W* panel, const FloatRows& rows, size_t first, size_t end, float* out, size_t stride) {
     in_pieces<kMostRows>(first, end, panel, rows.width * kPanel * sizeof(W), [&, start = first](size_t at, size_t count, Ahead ahead) {
         float* to = out + (at - start) * stride;
-#define PACELINE_CALL(R) float_rows<R, W>(panel, rows, at, ahead, to, stride)
-        PACELINE_FOR_ROWS(count, PACELINE_CALL)
-#undef PACELINE_CALL
+        with_rows<kMostRows>(count, [&]<int R>() { float_rows<R, W>(panel, rows, at, ahead, to, stride); });
     });
 }
 

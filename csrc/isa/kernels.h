@@ -52,13 +52,13 @@ struct QuantisedRows {
     const int32_t* sums;  // [num_rows, num_groups] sum of the values
 };
 
-// In 16 bits, 256 * high + low, both signed bytes, a scale for each row: beside int8 weights. All products of a row and
-// an output are then summed up exactly, in whole numbers, and scaled once.
-struct SplitRows {
-    const int8_t* values;  // [num_rows, 2, width] high halves, then low ones
+// In 8 bits, spread by `hadamard` and with one scale a row: beside int8 weights, which are spread alike. All products of a
+// row and an output are then summed up exactly, in whole numbers, and scaled once.
+struct SpreadRows {
+    const int8_t* values;  // [num_rows, width]
     size_t width;          // a multiple of 64
     const float* scales;   // [num_rows]
-    const int32_t* sums;   // [num_rows, 2, 16] sum of the halves, times -128, as weights are kept plus 128: 16 times, for tiles
+    const int32_t* sums;   // [num_rows, 16] sum of the values, times -128, as weights are kept plus 128: 16 times, for tiles
 };
 constexpr size_t kMostInputs = size_t{1} << 16;  // of a row, for 32 bits to hold every sum
 
@@ -72,7 +72,7 @@ constexpr size_t kSoon = 6144;
 
 // out[(row - first) * stride + o] for rows first..end and the 32 outputs of one panel, or of panels side by side.
 struct GemmKernels {
-    void (*int8)(const Int8Panel& panel, size_t num_panels, const SplitRows& rows, size_t first, size_t end,
+    void (*int8)(const Int8Panel& panel, size_t num_panels, const SpreadRows& rows, size_t first, size_t end,
                  float* out, size_t stride);
     void (*int4)(const uint8_t* panel, const QuantisedRows& rows, size_t first, size_t end, float* out, size_t stride);
     void (*f32)(const float* panel, const FloatRows& rows, size_t first, size_t end, float* out, size_t stride);
@@ -84,7 +84,9 @@ struct LayerKernels {
     void (*rms_norm)(const float* x, const float* weight, size_t n, float eps, float* out);
     void (*add)(float* x, const float* y, size_t n);
     void (*quantise)(const float* x, size_t width, size_t group, int8_t* q, float* scales, int32_t* sums);
-    void (*split)(const float* x, size_t width, int8_t* high, int8_t* low, float* scale, int32_t* sums);
+    // The Walsh-Hadamard transform of each block of x, not scaled. Blocks are as long as the largest power of two that
+    // divides the width, itself a multiple of 64. Twice is once times the length.
+    void (*hadamard)(const float* x, size_t width, float* out);
     void (*rotate)(float* x, const float* cosines, const float* sines, size_t n);
     void (*silu_mul)(float* gate, const float* up, size_t n);
     void (*gelu_mul)(float* gate, const float* up, size_t n);

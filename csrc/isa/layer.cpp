@@ -56,21 +56,41 @@ void quantise(const float* x, size_t width, size_t group, int8_t* q, float* scal
     }
 }
 
-// The same in 16 bits, one scale for all: x / scale = 256 * high + low. sums [2, 16]: of each half, times -128, 16 times.
-void split(const float* x, size_t width, int8_t* high, int8_t* low, float* scale, int32_t* sums) {
-    constexpr float most = 127 * 256 + 127;
-    const float top = bound(x, width), inverse = top > 0.0f ? most / top : 0.0f;
-    i32v highs = splat(0), lows = splat(0);
-    for (size_t i = 0; i < width; i += kLanes) {
-        const i32v v = rounded(x + i, inverse), near = ((v + 128) & 255) - 128, far = (v - near) >> 8;
-        highs += far;
-        lows += near;
-        store_bytes(high + i, far);
-        store_bytes(low + i, near);
+// Each lane and the one H lanes further: their sum and their difference.
+template <int H>
+PACELINE_INLINE f32v sum_and_difference(f32v v) {
+    f32v sign, other;
+    i32v places;
+    for (int lane = 0; lane < kLanes; ++lane) sign[lane] = lane & H ? -1.0f : 1.0f, places[lane] = lane ^ H;
+#if defined(__clang__)
+    for (int lane = 0; lane < kLanes; ++lane) other[lane] = v[lane ^ H];
+#else
+    other = __builtin_shuffle(v, places);
+#endif
+    return v * sign + other;
+}
+
+PACELINE_INLINE f32v within_lanes(f32v v) {
+    v = sum_and_difference<2>(sum_and_difference<1>(v));
+    if constexpr (kLanes > 4) v = sum_and_difference<4>(v);
+    if constexpr (kLanes > 8) v = sum_and_difference<8>(v);
+    return v;
+}
+
+// Neighbours first, then those two apart, and so on: the same sums in the same order whatever a vector holds.
+void hadamard(const float* x, size_t width, float* out) {
+    const size_t block = width & (~width + 1);
+    for (size_t start = 0; start < width; start += block) {
+        float* y = out + start;
+        for (size_t i = 0; i < block; i += kLanes) store(y + i, within_lanes(load(x + start + i)));
+        for (size_t apart = kLanes; apart < block; apart *= 2)
+            for (size_t pair = 0; pair < block; pair += 2 * apart)
+                for (size_t i = pair; i < pair + apart; i += kLanes) {
+                    const f32v a = load(y + i), b = load(y + i + apart);
+                    store(y + i, a + b);
+                    store(y + i + apart, a - b);
+                }
     }
-    *scale = top / most;
-    const int32_t offsets[] = {-128 * sum(highs), -128 * sum(lows)};
-    for (size_t i = 0; i < 2 * kTileLanes; ++i) sums[i] = offsets[i / kTileLanes];
 }
 
 // Turn a head of n numbers, number i paired with i + n / 2.
@@ -131,6 +151,6 @@ void from_halves(const uint16_t* x, size_t n, float* out) {
 }  // namespace
 
 extern const LayerKernels layer_kernels;
-const LayerKernels layer_kernels = {rms_norm, add, quantise, split, rotate, silu_mul, gelu_mul, to_halves, from_halves};
+const LayerKernels layer_kernels = {rms_norm, add, quantise, hadamard, rotate, silu_mul, gelu_mul, to_halves, from_halves};
 
 }  // namespace paceline::PACELINE_ISA

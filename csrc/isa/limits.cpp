@@ -24,10 +24,10 @@ uint64_t read(const uint8_t* p, size_t bytes) {
 size_t dot_products(size_t rounds) {
     load_shapes(kTile);
     for (size_t i = 0; i < rounds; ++i) {
-        _tile_dpbsud(PACELINE_HIGHS, PACELINE_ROWS_HIGH, PACELINE_WEIGHTS);
-        _tile_dpbsud(PACELINE_LOWS, PACELINE_ROWS_LOW, PACELINE_WEIGHTS);
-        _tile_dpbsud(PACELINE_OTHER_HIGHS, PACELINE_ROWS_HIGH, PACELINE_OTHER_WEIGHTS);
-        _tile_dpbsud(PACELINE_OTHER_LOWS, PACELINE_ROWS_LOW, PACELINE_OTHER_WEIGHTS);
+        _tile_dpbsud(PACELINE_SUMS, PACELINE_ROWS, PACELINE_WEIGHTS);
+        _tile_dpbsud(PACELINE_MORE_SUMS, PACELINE_MORE_ROWS, PACELINE_WEIGHTS);
+        _tile_dpbsud(PACELINE_OTHER_SUMS, PACELINE_ROWS, PACELINE_OTHER_WEIGHTS);
+        _tile_dpbsud(PACELINE_MORE_OTHER_SUMS, PACELINE_MORE_ROWS, PACELINE_OTHER_WEIGHTS);
     }
     _tile_release();
     return rounds * 4 * kTile * kTile * kInt8Group;

@@ -50,7 +50,7 @@ pytestmark = two_cores
 NAME = "draft-model"
 CONFIG = tiny_config(vocab_size=VOCAB, num_layers=3, eos_ids=(VOCAB - 1,))
 LIMITS = Limits(num_rows=4, max_len=128, prefill_tokens=24)
-FEW_PAGES = 14
+FEW_PAGES = 12
 PATIENCE_S = 60.0
 
 
