@@ -52,9 +52,10 @@ def test_without_draining_it_is_done_when_fewer_are_left_and_lets_go_of_them() -
 
 def test_each_plays_the_same_questions_from_a_cold_start() -> None:
     engines = {name: make_engine("ngram:k=2", PLAIN) for name in ("a", "b")}
-    found = rates(engines, questions(6, 6, 6, 6), 2)
+    found = rates(engines, questions(6, 6, 6, 9), 2)
     assert found.keys() == {"a", "b"}
     assert all(rate > 0 for rate in found.values())
+    assert {e.stats().output_tokens for e in engines.values()} == {12 + 27}, "all, and two to warm up"
     player = warm(engines["a"], questions(6, 6, 6), 2)
     race({"a": player})
     assert player.stats.cached_tokens == 0
@@ -83,7 +84,7 @@ def test_an_engine_is_played_where_it_lives() -> None:
         return step()
 
     engine.step = watched  # type: ignore[method-assign]
-    race({"a": warm(engine, questions(3, 3, 3), 2, Worker("elsewhere"))})
+    race({"a": warm(engine, questions(3, 3, 3), 2, worker=Worker("elsewhere"))})
     assert where == {"elsewhere"}
 
 

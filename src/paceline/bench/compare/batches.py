@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 FINALISTS = 2  # static policies that are measured again
-ROUNDS = 2  # questions for each request in flight, at least
+SCREENED, ROUNDS = 2, 4  # questions for each request in flight, at least: the last ones are ever fewer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,21 +53,23 @@ class Batches:
         for policy in policies:
             for size in self.sizes:
                 key = {"stage": "screen", "size": size, "of": policy}
-                self.results.once(key, partial(self._measure, (PLAIN, policy), size, self.screened))
+                self.results.once(
+                    key, partial(self._measure, (PLAIN, policy), size, max(self.screened, SCREENED * size))
+                )
                 done += 1
                 tell(done, total)
         for size in self.sizes:
             names = (PLAIN, *self._best(size), self.auto, TWIN)
             for repeat in range(self.repeat):
                 key = {"stage": "final", "size": size, "repeat": repeat}
-                self.results.once(key, partial(self._measure, names, size, self.limit))
+                self.results.once(key, partial(self._measure, names, size, max(self.limit, ROUNDS * size)))
                 done += 1
                 tell(done, total)
         return [line for size in self.sizes for line in self.lines(size)]
 
-    def _measure(self, names: Sequence[str], size: int, least: int) -> Json:
-        """Measure policies in turns."""
-        asked = self.arena.ask(self.prompts, max(least, ROUNDS * size), self.params)
+    def _measure(self, names: Sequence[str], size: int, count: int) -> Json:
+        """Measure policies in turns on so many questions."""
+        asked = self.arena.ask(self.prompts, count, self.params)
         self.arena.keep(names)
         return {"tokens_per_s": rates({name: self.arena.engine(name) for name in names}, asked, size)}
 

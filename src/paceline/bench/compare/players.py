@@ -105,13 +105,20 @@ class Player:
         return call() if self._worker is None else self._worker.call(call)
 
 
-def warm(engine: Engine, asked: Sequence[Question], in_flight: int, worker: Worker | None = None) -> Player:
+def warm(
+    engine: Engine,
+    asked: Sequence[Question],
+    in_flight: int,
+    *,
+    drains: bool = False,
+    worker: Worker | None = None,
+) -> Player:
     """Return a player whose engine has met this size and is cold again; it plays while as many are in flight."""
     before = Player(engine, asked[:in_flight], in_flight, worker=worker)
     while not before.done:
         before.play()
     before.there(engine.forget)
-    return Player(engine, asked, in_flight, drains=False, worker=worker)
+    return Player(engine, asked, in_flight, drains=drains, worker=worker)
 
 
 def race(players: Mapping[str, Player]) -> None:
@@ -125,10 +132,12 @@ def race(players: Mapping[str, Player]) -> None:
 
 
 def rates(engines: Mapping[str, Engine], asked: Sequence[Question], in_flight: int) -> dict[str, float]:
-    """Return the tokens per second of each policy on the same questions while so many are in flight, in turns.
+    """Return the tokens per second of each policy on the same questions, so many in flight, in turns.
 
-    Each begins cold. Raises `PacelineError` if a drafter failed.
+    Each begins cold and answers all of them. If it stopped where fewer are left, prompts would have been read that
+    nobody has answered yet, and of plain decoding, whose rows end together, others than of drafts. Raises
+    `PacelineError` if a drafter failed.
     """
-    players = {name: warm(engine, asked, in_flight) for name, engine in engines.items()}
+    players = {name: warm(engine, asked, in_flight, drains=True) for name, engine in engines.items()}
     race(players)
     return {name: player.rate for name, player in players.items()}

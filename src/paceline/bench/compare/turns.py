@@ -67,7 +67,7 @@ class Turns:
         for name, arm in self.arms.items():
             asked = arm.arena.ask(self.prompts, max(self.limit, ROUNDS * size), self.params)
             engine = arm.use(self.draft_of(name, drafter), lambda engine: engine)
-            players[name] = warm(engine, asked, size, arm.worker)
+            players[name] = warm(engine, asked, size, worker=arm.worker)
         race(players)
         return {"arms": {name: _figures(player) for name, player in players.items()}}
 
