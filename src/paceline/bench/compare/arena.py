@@ -41,8 +41,8 @@ class Arena:
             self._engines[policy] = assemble(config, self.loaded).engine
         return self._engines[policy]
 
-    def keep(self, policies: Iterable[str]) -> None:
-        """Let go of all other engines: each has KV of its own."""
+    def keep(self, policies: Iterable[str] = ()) -> None:
+        """Let go of all other engines: each has KV of its own, and what is older has it in other memory."""
         self._engines = {name: self._engines[name] for name in policies if name in self._engines}
 
     def ask(self, prompts: Sequence[Prompt], count: int, params: SamplingParams) -> list[Question]:

@@ -51,6 +51,7 @@ class Batches:
         policies = static(self.drafters)
         total, done = (len(policies) + self.repeat) * len(self.sizes), 0
         for policy in policies:
+            self.arena.keep()  # nobody's engine is older than another's
             for size in self.sizes:
                 key = {"stage": "screen", "size": size, "of": policy}
                 self.results.once(
@@ -60,6 +61,7 @@ class Batches:
                 tell(done, total)
         for size in self.sizes:
             names = (PLAIN, *self._best(size), self.auto, TWIN)
+            self.arena.keep()
             for repeat in range(self.repeat):
                 key = {"stage": "final", "size": size, "repeat": repeat}
                 self.results.once(key, partial(self._measure, names, size, max(self.limit, ROUNDS * size)))
@@ -70,7 +72,6 @@ class Batches:
     def _measure(self, names: Sequence[str], size: int, count: int) -> Json:
         """Measure policies in turns on so many questions."""
         asked = self.arena.ask(self.prompts, count, self.params)
-        self.arena.keep(names)
         return {"tokens_per_s": rates({name: self.arena.engine(name) for name in names}, asked, size)}
 
     def gains(self, size: int) -> dict[str, float]:
