@@ -2,7 +2,7 @@
 // the number of rows, adds the same products in the same order.
 //
 // A panel is 32 outputs. Its weights lie in the order they are read:
-//   int8   for each quad of inputs, 32 lanes of 4 bytes, weight + 128
+//   int8   for each quad of inputs, spread as activations are, 32 lanes of 4 bytes, weight + 128
 //   int4   for each block of 32 inputs: 32 scales and 32 minima (float16), then for each pair of quads 32 lanes of 4
 //          bytes, the first quad in the low halves
 //   f32, bf16   for each input, 32 numbers

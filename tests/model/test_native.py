@@ -272,6 +272,21 @@ def test_products_of_bytes_are_the_twins_to_the_bit(shape: tuple[int, int], num_
     np.testing.assert_array_equal(out, product_of_bytes(w, x))
 
 
+def test_an_outlier_is_shared_out_over_its_block() -> None:
+    """One number of 200 beside many of 1: with one scale a row these would be rounded to whole numbers."""
+    random = np.random.default_rng(6)
+    w, x = (
+        random.standard_normal((96, 576)).astype(np.float32),
+        random.standard_normal((4, 576)).astype(np.float32),
+    )
+    x[:, 5] = 200.0
+    out = np.empty((4, 96), np.float32)
+    kernels.multiply(kernels.Team(1), kernels.pack(w, "int8"), x, out)
+    rows, scales = quantised(x)
+    as_they_are = (rows * scales[:, None]) @ w.T
+    assert np.abs(out - x @ w.T).mean() < np.abs(as_they_are - x @ w.T).mean() / 4
+
+
 def test_others_may_use_the_same_registers_between_two_runs() -> None:
     """A library that trains shapes a thread's tiles for itself."""
     random = np.random.default_rng(2)
