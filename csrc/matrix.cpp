@@ -151,7 +151,7 @@ void Matrix::pack_int8_row(const float* weights, size_t index) {
     values.resize(padded);
     std::copy_n(weights, in_, row.begin());
     float* found = spread_of(row.data(), padded);
-    const float scale = 1.0f / static_cast<float>(padded & (~padded + 1));  // as activations are spread without one
+    const float scale = 1.0f / static_cast<float>(hadamard_block(padded));  // as activations are spread without one
     for (size_t i = 0; i < padded; ++i) found[i] *= scale;
     int32_t sum;
     kernels().layer.quantise(found, padded, padded, values.data(), &scales_[index], &sum);

@@ -16,6 +16,7 @@ constexpr size_t kBlock = 64;       // numbers per block of a padded vocabulary 
 constexpr size_t kPanel = 32;       // outputs of a matrix that are packed and computed together
 constexpr size_t kTileLanes = 16;   // sums side by side in a tile
 constexpr size_t kInt8Group = 64;   // to whose multiples rows beside int8 weights are padded: what one tile takes in
+constexpr size_t hadamard_block(size_t width) { return width & (~width + 1); }  // the largest power of two that divides it
 constexpr size_t kInt4Group = 32;   // inputs that share an activation scale beside int4 weights, whose blocks are as long
 constexpr size_t kInt4BlockBytes = kPanel * 4 + kPanel * kInt4Group / 2;  // of a panel, scales and minima included
 constexpr size_t kPageTokens = 16;  // KV slots of one page, as core/nouns.py
@@ -84,8 +85,8 @@ struct LayerKernels {
     void (*rms_norm)(const float* x, const float* weight, size_t n, float eps, float* out);
     void (*add)(float* x, const float* y, size_t n);
     void (*quantise)(const float* x, size_t width, size_t group, int8_t* q, float* scales, int32_t* sums);
-    // The Walsh-Hadamard transform of each block of x, not scaled. Blocks are as long as the largest power of two that
-    // divides the width, itself a multiple of 64. Twice is once times the length.
+    // The Walsh-Hadamard transform of each `hadamard_block` of x, not scaled: twice is once times the block's length.
+    // The width is a multiple of 64.
     void (*hadamard)(const float* x, size_t width, float* out);
     void (*rotate)(float* x, const float* cosines, const float* sines, size_t n);
     void (*silu_mul)(float* gate, const float* up, size_t n);

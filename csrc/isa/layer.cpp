@@ -79,7 +79,7 @@ PACELINE_INLINE f32v within_lanes(f32v v) {
 
 // Neighbours first, then those two apart, and so on: the same sums in the same order whatever a vector holds.
 void hadamard(const float* x, size_t width, float* out) {
-    const size_t block = width & (~width + 1);
+    const size_t block = hadamard_block(width);
     for (size_t start = 0; start < width; start += block) {
         float* y = out + start;
         for (size_t i = 0; i < block; i += kLanes) store(y + i, within_lanes(load(x + start + i)));

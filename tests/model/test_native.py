@@ -253,10 +253,8 @@ def quantised(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def product_of_bytes(w: np.ndarray, x: np.ndarray) -> np.ndarray:
     """The twin of products beside int8 weights: both spread and rounded to 8 bits, whole sums, scaled once."""
     wide = spread(w)
-    (q, w_scales), (rows, x_scales) = (
-        quantised(wide / np.float32(wide.shape[1] & -wide.shape[1])),
-        quantised(spread(x)),
-    )
+    q, w_scales = quantised(wide / np.float32(wide.shape[1] & -wide.shape[1]))
+    rows, x_scales = quantised(spread(x))
     found: np.ndarray = (rows @ q.T).astype(np.float32) * x_scales[:, None] * w_scales
     return found
 
@@ -275,10 +273,8 @@ def test_products_of_bytes_are_the_twins_to_the_bit(shape: tuple[int, int], num_
 def test_an_outlier_is_shared_out_over_its_block() -> None:
     """One number of 200 beside many of 1: with one scale a row these would be rounded to whole numbers."""
     random = np.random.default_rng(6)
-    w, x = (
-        random.standard_normal((96, 576)).astype(np.float32),
-        random.standard_normal((4, 576)).astype(np.float32),
-    )
+    w = random.standard_normal((96, 576)).astype(np.float32)
+    x = random.standard_normal((4, 576)).astype(np.float32)
     x[:, 5] = 200.0
     out = np.empty((4, 96), np.float32)
     kernels.multiply(kernels.Team(1), kernels.pack(w, "int8"), x, out)

@@ -113,7 +113,7 @@ def warm(
     drains: bool = False,
     worker: Worker | None = None,
 ) -> Player:
-    """Return a player whose engine has met this size and is cold again; it plays while as many are in flight."""
+    """Return a player whose engine has met this size and is cold again. drains, worker: see `Player`."""
     before = Player(engine, asked[:in_flight], in_flight, worker=worker)
     while not before.done:
         before.play()
