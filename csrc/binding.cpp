@@ -229,6 +229,16 @@ Layer layer_of(const Shape& shape, const nb::dict& matrices, const nb::dict& vec
     return layer;
 }
 
+Relay relay_of(const Shape& shape, const nb::dict& matrices, const nb::dict& vectors) {
+    const size_t size = nb::cast<std::shared_ptr<Matrix>>(matrices["written"])->in();
+    require(vectors.contains("embed_norm"), "a relay lacks the norm of the embedding");
+    require(matrices.contains("tell"), "a relay lacks the matrix tell");
+    const size_t inner = nb::cast<std::shared_ptr<Matrix>>(matrices["tell"])->in();
+    return {size, inner, vector_of(vectors["embed_norm"], shape.hidden, "embed_norm"),
+            matrix_of(matrices, "place", 2 * inner, 2 * shape.hidden), matrix_of(matrices, "known", 2 * inner, shape.hidden + size),
+            matrix_of(matrices, "tell", size, inner), matrix_of(matrices, "written", shape.head_size, size)};
+}
+
 void check_shape(const Shape& s) {
     for (size_t n : {s.vocab, s.hidden, s.intermediate, s.num_layers, s.num_heads, s.num_kv_heads, s.head_dim})
         require(0 < n && n <= kMostSide, "every size of a model is between 1 and 2**24");
@@ -259,8 +269,8 @@ Decoder make_decoder(Shape shape, const std::shared_ptr<Team>& team, const std::
                      const std::shared_ptr<Matrix>& head, const Array<float>& final_norm,
                      const Table<float>& inverse_frequencies, const nb::list& layers,
                      const std::vector<size_t>& windows, const std::vector<size_t>& ropes,
-                     const nb::dict& fusing_matrices, const nb::dict& fusing_vectors,
-                     const std::optional<Array<int64_t>>& token_ids) {
+                     const nb::dict& fusing_matrices, const nb::dict& fusing_vectors, const nb::dict& relay_matrices,
+                     const nb::dict& relay_vectors, const std::optional<Array<int64_t>>& token_ids) {
     check_shape(shape);
     require(embed->out() == shape.vocab && embed->in() == shape.hidden, "the wrong shape of the embedding");
     require(head->in() == shape.hidden, "the wrong shape of the head");
@@ -277,6 +287,7 @@ Decoder make_decoder(Shape shape, const std::shared_ptr<Team>& team, const std::
     if (fused) weights.fuse = matrix_of(fusing_matrices, "fc", shape.hidden, 2 * shape.hidden);
     weights.fuse_bias = maybe_vector(fusing_vectors, "fc_bias", shape.hidden);
     weights.embed_norm = maybe_vector(fusing_vectors, "embed_norm", shape.hidden);
+    if (relay_matrices.contains("written")) weights.relay = relay_of(shape, relay_matrices, relay_vectors);
     if (token_ids) weights.token_ids = checked_ids(*token_ids, shape);
     for (nb::handle layer : layers) {
         const auto parts = nb::cast<nb::tuple>(layer);
@@ -396,15 +407,18 @@ void forward(Decoder& decoder, const KVStore& kv, const PassArrays& read, const 
     if (num_tokens > 0) decoder.forward(pass, kv);
 }
 
-void check_turns(const Pass& pass, const Turns& turns) {
-    require(turns.depths.size() == pass.num_rows && pass.wanted.size() == pass.num_rows,
-            "every row needs its depth and one wanted token");
+void check_turns(const Pass& pass, const Turns& turns, bool relayed) {
+    require(turns.depths.size() == pass.num_rows, "every row needs its depth");
+    size_t at = 0;
     for (size_t row = 0; row < pass.num_rows; ++row) {
-        const int64_t end = pass.cu_len[row + 1];
-        require(pass.cu_len[row] < end && pass.wanted[row] == end - 1, "the wanted tokens are the last of their rows");
+        const int64_t end = pass.cu_len[row + 1], depth = turns.depths[row], num_wanted = relayed ? depth : 1;
+        require(1 <= depth && num_wanted <= end - pass.cu_len[row], "a row is at least as deep as one, and has a place for each guess");
+        for (int64_t i = end - num_wanted; i < end; ++i)
+            require(at < pass.wanted.size() && pass.wanted[at++] == i, "the wanted tokens are the last of their rows");
         const auto reach = static_cast<int64_t>(pass.max_pages * kPageTokens) - pass.positions[end - 1];
-        require(1 <= turns.depths[row] && turns.depths[row] <= reach, "a row goes on beyond its pages");
+        require(relayed || depth <= reach, "a row goes on beyond its pages");
     }
+    require(at == pass.wanted.size(), "every wanted token is a row's");
     require(std::none_of(turns.chooses.begin(), turns.chooses.end(), [](const Choose& c) { return c.kind == Kind::logits; }),
             "passes in turn choose every token themselves");
 }
@@ -416,7 +430,8 @@ void forward_in_turn(Decoder& decoder, const KVStore& kv, const PassArrays& read
     const size_t num_ids = decoder.maps_ids() ? decoder.shape().vocab : vocab;
     Turns turns{depths, stops.shape(0) ? stops.data() : nullptr, chooses.checked(chosen.size(), num_ids), chosen.data(),
                 margins.data()};
-    check_turns(pass, turns);
+    const bool relayed = decoder.relays().size > 0;
+    check_turns(pass, turns, relayed);
     size_t num_chosen = 0;
     for (int64_t depth : depths) num_chosen += static_cast<size_t>(depth);
     require(stops.shape(1) == 3 && (!stops.shape(0) || stops.shape(0) == num_chosen), "the stops have the wrong shape");
@@ -424,7 +439,44 @@ void forward_in_turn(Decoder& decoder, const KVStore& kv, const PassArrays& read
     std::fill_n(chosen.data(), num_chosen, kUnchosen);
     std::fill_n(margins.data(), num_chosen, NAN);
     nb::gil_scoped_release unlocked;
-    run_in_turn(decoder, pass, turns, kv);
+    relayed ? run_relayed(decoder, pass, turns, kv) : run_in_turn(decoder, pass, turns, kv);
+}
+
+// One place of guesses, see `Place`; without token_ids only what the first ones tell is computed.
+void relay(Decoder& decoder, const Table<float>& first, const Table<float>& normed, const Array<int64_t>& token_ids,
+           const Table<float>& before, const ChooseList& chooses, size_t vocab, const Out<int64_t>& chosen, const Out<float>& logits, const Out<float>& margins,
+           const Out<float>& told) {
+    const Shape& shape = decoder.shape();
+    const size_t n = normed.shape(0), size = decoder.relays().size, num_known = token_ids.size();
+    require(size > 0, "this decoder has no relay");
+    for (const auto* states : {&first, &normed})
+        require(n > 0 && states->shape(0) == n && states->shape(1) == shape.hidden, "states have the wrong shape");
+    require(told.size() == n * size, "what is told has the wrong shape");
+    require(num_known == 0 || num_known == n, "every guess but the first ones has one before it");
+    require(before.shape(0) == num_known && before.shape(1) == size, "what was told before has the wrong shape");
+    require(0 < vocab && vocab <= shape.head_size, "the model has fewer token ids");
+    Pass pass{};
+    pass.vocab = vocab;
+    pass.chooses = chooses.checked(num_known, decoder.maps_ids() ? shape.vocab : vocab);
+    require(chosen.size() == num_known && margins.size() == num_known && logits.size() == chooses.num_logit_rows() * vocab,
+            "the outputs have the wrong size");
+    Place place{n, num_known ? token_ids.data() : nullptr, before.data(), {}, {}, {}, told.data()};
+    std::vector<const float*> firsts;
+    for (size_t i = 0; i < n; ++i) {
+        firsts.push_back(first.data() + i * shape.hidden);
+        place.normed.push_back(normed.data() + i * shape.hidden);
+    }
+    for (size_t i = 0; i < num_known; ++i) {
+        require(0 <= token_ids.data()[i] && static_cast<size_t>(token_ids.data()[i]) < shape.vocab, "a token id lies outside the vocabulary");
+        pass.wanted.push_back(static_cast<int64_t>(i));
+    }
+    std::fill_n(margins.data(), num_known, NAN);
+    pass.chosen = chosen.data(), pass.logits = logits.data(), pass.margins = margins.data();
+    nb::gil_scoped_release unlocked;
+    Lines<float> sums;
+    decoder.relay_places(firsts, place.normed, sums);
+    for (size_t i = 0; i < n; ++i) place.sums.push_back(&sums[i * round_up(2 * decoder.relays().inner, kPanel)]);
+    decoder.relay(place, pass);
 }
 
 void multiply(Team& team, const Matrix& matrix, const Table<float>& x, const Out<float>& out) {
@@ -541,19 +593,21 @@ void bind_decoder(nb::module_& m) {
                             const nb::list& layers, const std::vector<size_t>& windows,
                             const std::vector<size_t>& ropes, float query_scale, float embed_scale,
                             const std::string& gate, bool norms_residual, bool feeds_normed, const nb::dict& fusing_matrices,
-                            const nb::dict& fusing_vectors, const std::optional<Array<int64_t>>& token_ids) {
+                            const nb::dict& fusing_vectors, const nb::dict& relay_matrices, const nb::dict& relay_vectors,
+                            const std::optional<Array<int64_t>>& token_ids) {
             Shape shape{vocab, hidden, intermediate, layers.size(), num_heads, num_kv_heads, head_dim, norm_eps,
                         query_scale, embed_scale, activation(gate)};
             shape.norms_residual = norms_residual, shape.feeds_normed = feeds_normed;
             require(std::isfinite(query_scale) && std::isfinite(embed_scale), "a scale is not a finite number");
             new (self) Decoder(make_decoder(shape, team, embed, head, final_norm, inverse_frequencies, layers, windows,
-                                            ropes, fusing_matrices, fusing_vectors, token_ids));
+                                            ropes, fusing_matrices, fusing_vectors, relay_matrices, relay_vectors, token_ids));
         }, "vocab"_a, "hidden"_a, "intermediate"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "norm_eps"_a,
            "team"_a, "embed"_a, "head"_a, "final_norm"_a, "inverse_frequencies"_a, "layers"_a,
            "windows"_a, "ropes"_a, "query_scale"_a, "embed_scale"_a, "activation"_a, "norms_residual"_a = false,
-           "feeds_normed"_a = false, "fusing_matrices"_a = nb::dict(), "fusing_vectors"_a = nb::dict(), "token_ids"_a = nb::none())
+           "feeds_normed"_a = false, "fusing_matrices"_a = nb::dict(), "fusing_vectors"_a = nb::dict(), "relay_matrices"_a = nb::dict(), "relay_vectors"_a = nb::dict(), "token_ids"_a = nb::none())
         .def_prop_ro("vocab", [](const Decoder& self) { return self.shape().vocab; })
         .def_prop_ro("maps_ids", &Decoder::maps_ids)
+        .def_prop_ro("relay_size", [](const Decoder& self) { return self.relays().size; })
         .def_prop_ro("hidden", [](const Decoder& self) { return self.shape().hidden; })
         .def_prop_ro("weight_bytes", &Decoder::weight_bytes)
         .def("set_token_id", [](Decoder& self, size_t index, size_t id) {
@@ -563,7 +617,9 @@ void bind_decoder(nb::module_& m) {
         .def("forward", &forward, "kv"_a, "read"_a, "chooses"_a, "vocab"_a, "num_layers"_a, "tap_layers"_a,
              "taps"_a.noconvert(), "chosen"_a.noconvert(), "logits"_a.noconvert(), "margins"_a.noconvert())
         .def("forward_in_turn", &forward_in_turn, "kv"_a, "read"_a, "chooses"_a, "vocab"_a, "num_layers"_a, "depths"_a,
-             "stops"_a.noconvert(), "chosen"_a.noconvert(), "margins"_a.noconvert());
+             "stops"_a.noconvert(), "chosen"_a.noconvert(), "margins"_a.noconvert())
+        .def("relay", &relay, "first"_a.noconvert(), "normed"_a.noconvert(), "token_ids"_a.noconvert(), "before"_a.noconvert(), "chooses"_a, "vocab"_a,
+             "chosen"_a.noconvert(), "logits"_a.noconvert(), "margins"_a.noconvert(), "told"_a.noconvert());
 }
 
 }  // namespace

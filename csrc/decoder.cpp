@@ -101,6 +101,10 @@ void choose_in_tile(const Choose& how, const float* logits, const TileIds& ids, 
     }
 }
 
+void grow(Lines<float>& v, size_t size) {
+    if (v.size() < size) v.resize(size);
+}
+
 // Norm a token's numbers, or copy them where there is no norm.
 void norm(const float* x, const std::vector<float>& weight, size_t size, float eps, float* to) {
     if (weight.empty())
@@ -165,7 +169,7 @@ struct Decoder::Scratch {
     std::vector<Best> best;                        // [threads, wanted]
     struct Own {                                   // of one thread
         Lines<float> normed, queries, query_units, scores, units, tops, totals, mixed, top_so_far, total_so_far, mixed_so_far;
-        Lines<float> tile, z, bounds, spread;
+        Lines<float> tile, also, z, bounds, spread;
         std::vector<int64_t> starts, limits;
         Sampler<float> sampler;
     };
@@ -176,7 +180,9 @@ Decoder::Decoder(const Shape& shape, Weights weights, std::shared_ptr<Team> team
     : shape_(shape), weights_(std::move(weights)), team_(std::move(team)),
       scratch_(new Scratch, [](Scratch* s) { delete s; }) {
     scratch_->own.resize(team_->size());
-    const size_t widest = round_up(std::max(2 * shape.hidden, shape.num_heads * shape.head_dim), kInt8Group);
+    const size_t read = std::max(2 * shape.hidden, shape.hidden + weights_.relay.size);
+    const size_t widest = std::max(round_up(std::max(read, shape.num_heads * shape.head_dim), kInt8Group),
+                                   2 * round_up(weights_.relay.inner, kInt8Group));
     for (auto& own : scratch_->own) own.normed.assign(widest, 0.0f);
     auto& ids = weights_.token_ids;
     if (!ids.empty()) ids.resize(round_up(ids.size(), kHeadTile), ids.back());  // as tiles of logits are padded
@@ -185,6 +191,8 @@ Decoder::Decoder(const Shape& shape, Weights weights, std::shared_ptr<Team> team
 size_t Decoder::weight_bytes() const {
     size_t total = weights_.embed->bytes() + (weights_.head == weights_.embed ? 0 : weights_.head->bytes());
     if (weights_.fuse) total += weights_.fuse->bytes();
+    if (const Relay& relay = weights_.relay; relay.size)
+        for (const auto* m : {&relay.place, &relay.known, &relay.tell, &relay.written}) total += (*m)->bytes();
     for (const Layer& layer : weights_.layers)
         for (const auto* m : {&layer.q, &layer.k, &layer.v, &layer.o, &layer.gate, &layer.up, &layer.down})
             total += (*m)->bytes();
@@ -195,9 +203,6 @@ void Decoder::plan(const Pass& pass, const KVStore& kv) {
     Scratch& s = *scratch_;
     const size_t n = pass.num_tokens, heads = shape_.num_heads, dim = kv.padded_dim();
     const size_t group = heads / shape_.num_kv_heads;
-    const auto grow = [](Lines<float>& v, size_t size) {
-        if (v.size() < size) v.resize(size);
-    };
     grow(s.hidden, n * shape_.hidden);
     grow(s.delta, n * round_up(shape_.hidden, kPanel));
     grow(s.cosines, n * num_angles());
@@ -251,6 +256,13 @@ void Decoder::plan(const Pass& pass, const KVStore& kv) {
         grow(own.scores, most * kSpan);
         own.starts.resize(most);
         own.limits.resize(most);
+    }
+    plan_choices(pass);
+}
+
+void Decoder::plan_choices(const Pass& pass) {
+    Scratch& s = *scratch_;
+    for (auto& own : s.own) {
         grow(own.tile, kHeadRows * kHeadTile);
         grow(own.z, kHeadTile);
         grow(own.bounds, kHeadTile);
@@ -267,6 +279,11 @@ void Decoder::plan(const Pass& pass, const KVStore& kv) {
 void Decoder::forward(const Pass& pass, const KVStore& kv) {
     plan(pass, kv);
     team_->run([&](size_t thread) { run(pass, kv, thread); });
+    finish_choices(pass);
+}
+
+// Put together what each thread found best.
+void Decoder::finish_choices(const Pass& pass) {
     const size_t num_wanted = pass.wanted.size();
     for (size_t i = 0; i < num_wanted; ++i) {
         if (pass.chooses[i].kind == Kind::sampled) continue;
@@ -561,7 +578,17 @@ void Decoder::choose(const Pass& pass, size_t thread) {
              shape_.norm_eps, normed.data());
         s.wide.set(i, normed.data(), weights_.head->type(), shape_.hidden);
     });
-    team_->each((pass.vocab + kHeadTile - 1) / kHeadTile, [&](size_t tile) { choose_tile(pass, tile, thread); });
+    const Matrix& head = *weights_.head;
+    choose_tiles(pass, thread, [&](size_t panel, size_t num_panels, size_t first, size_t end, float* tile) {
+        head.multiply(panel, num_panels, s.wide, first, end, tile, kHeadTile);
+    });
+}
+
+// Choose for every wanted token. fill(panel, num_panels, first, end, tile): writes the logits of some of the head's panels
+// for the wanted tokens first..end.
+template <class Fill>
+void Decoder::choose_tiles(const Pass& pass, size_t thread, const Fill& fill) {
+    team_->each((pass.vocab + kHeadTile - 1) / kHeadTile, [&](size_t tile) { choose_tile(pass, tile, thread, fill); });
     if (std::none_of(pass.chooses.begin(), pass.chooses.end(), [](const Choose& c) { return c.kind == Kind::sampled; })) return;
     team_->each(pass.wanted.size(), [&](size_t i) { choose_sampled(pass, i, thread); });
 }
@@ -587,16 +614,16 @@ void Decoder::choose_sampled(const Pass& pass, size_t index, size_t thread) {
             static_cast<float>(margin(how.temperature > 0.0 ? ahead : sampler.lead(), how.temperature));
 }
 
-void Decoder::choose_tile(const Pass& pass, size_t tile, size_t thread) {
+template <class Fill>
+void Decoder::choose_tile(const Pass& pass, size_t tile, size_t thread, const Fill& fill) {
     Scratch& s = *scratch_;
     Scratch::Own& own = s.own[thread];
-    const Matrix& head = *weights_.head;
     const size_t start = tile * kHeadTile, count = std::min(kHeadTile, pass.vocab - start);
     const TileIds ids{start, count, weights_.token_ids.empty() ? nullptr : &weights_.token_ids[start]};
-    const size_t first_panel = tile * kHeadPanels, end_panel = std::min(first_panel + kHeadPanels, head.num_panels());
+    const size_t panel = tile * kHeadPanels, num_panels = std::min(kHeadPanels, weights_.head->num_panels() - panel);
     for (size_t first = 0; first < pass.wanted.size(); first += kHeadRows) {
         const size_t end = std::min(first + kHeadRows, pass.wanted.size());
-        head.multiply(first_panel, end_panel - first_panel, s.wide, first, end, own.tile.data(), kHeadTile);
+        fill(panel, num_panels, first, end, own.tile.data());
         for (size_t i = first; i < end; ++i) {
             float* row = &own.tile[(i - first) * kHeadTile];
             std::fill(row + count, row + kHeadTile, -kInfinity);
@@ -607,6 +634,98 @@ void Decoder::choose_tile(const Pass& pass, size_t tile, size_t thread) {
                                s.best[thread * pass.wanted.size() + i]);
         }
     }
+}
+
+// The relay --------------------------------------------------------------------------------------
+
+void Decoder::relay_places(const std::vector<const float*>& first, const std::vector<const float*>& normed, Lines<float>& sums) {
+    Scratch& s = *scratch_;
+    const Relay& relay = weights_.relay;
+    const size_t n = normed.size(), hidden = shape_.hidden, stride = round_up(2 * relay.inner, kPanel);
+    s.wide.reserve(n, 2 * hidden);
+    grow(sums, n * stride);
+    team_->run([&](size_t thread) {
+        auto& row = s.own[thread].normed;
+        team_->each(n, [&](size_t i) {
+            std::fill(row.begin(), row.end(), 0.0f);
+            std::copy_n(first[i], hidden, row.data());
+            std::copy_n(normed[i], hidden, &row[hidden]);
+            s.wide.set(i, row.data(), relay.place->type(), 2 * hidden);
+        });
+        multiply_all(*team_, {{relay.place.get(), &s.wide, sums.data(), stride, nullptr}}, n);
+    });
+}
+
+void Decoder::relay(const Place& place, const Pass& pass) {
+    Scratch& s = *scratch_;
+    const Relay& relay = weights_.relay;
+    const size_t n = place.num_rows;
+    s.wide.reserve(n, shape_.hidden + relay.size);
+    s.long_.reserve(n, relay.inner);
+    s.narrow.reserve(n, relay.size);
+    grow(s.up, n * round_up(2 * relay.inner, kPanel));
+    grow(s.delta, n * round_up(relay.size, kPanel));
+    for (auto& own : s.own) grow(own.also, kHeadRows * kHeadTile);
+    plan_choices(pass);
+    team_->run([&](size_t thread) { run_relay(place, pass, thread); });
+    if (place.token_ids) finish_choices(pass);
+}
+
+void Decoder::run_relay(const Place& place, const Pass& pass, size_t thread) {
+    Scratch& s = *scratch_;
+    const Relay& relay = weights_.relay;
+    const Matrix& head = *weights_.head;
+    const auto& kernel = kernels().layer;
+    const size_t n = place.num_rows, size = relay.size, inner = relay.inner, hidden = shape_.hidden;
+    const size_t stride = round_up(2 * inner, kPanel), told_stride = round_up(size, kPanel);
+    auto& row = s.own[thread].normed;
+    if (place.token_ids) {
+        team_->each(n, [&](size_t i) {
+            std::fill(row.begin(), row.end(), 0.0f);
+            weights_.embed->row(static_cast<size_t>(place.token_ids[i]), row.data());
+            for (size_t j = 0; j < hidden; ++j) row[j] *= shape_.embed_scale;
+            norm(row.data(), relay.embed_norm, hidden, shape_.norm_eps, row.data());
+            std::copy_n(place.before + i * size, size, &row[hidden]);
+            s.wide.set(i, row.data(), relay.known->type(), hidden + size);
+        });
+        multiply_all(*team_, {{relay.known.get(), &s.wide, s.up.data(), stride, nullptr}}, n);
+    }
+    team_->each(n, [&](size_t i) {
+        const size_t padded = round_up(inner, kInt8Group);
+        const float *sums = place.sums[i], *known = &s.up[i * stride];
+        float *gate = row.data(), *value = gate + padded;
+        std::fill(row.begin(), row.end(), 0.0f);
+        std::copy_n(sums, inner, gate);
+        std::copy_n(sums + inner, inner, value);
+        if (place.token_ids) {
+            kernel.add(gate, known, inner);
+            kernel.add(value, known + inner, inner);
+        }
+        kernel.silu_mul(gate, value, padded);
+        s.long_.set(i, gate, relay.tell->type(), inner);
+    });
+    multiply_all(*team_, {{relay.tell.get(), &s.long_, s.delta.data(), told_stride, nullptr}}, n);
+    team_->each(n, [&](size_t i) {
+        float* told = place.told + i * size;
+        for (size_t j = 0; j < size; ++j) told[j] = std::tanh(s.delta[i * told_stride + j]);
+        std::fill(row.begin(), row.end(), 0.0f);
+        std::copy_n(told, size, row.data());
+        s.narrow.set(i, row.data(), relay.written->type(), size);
+        if (!place.logits.empty()) return;
+        std::fill(row.begin(), row.end(), 0.0f);
+        std::copy_n(place.normed[i], hidden, row.data());
+        s.wide.set(i, row.data(), head.type(), hidden);
+    });
+    if (!place.token_ids) return;
+    choose_tiles(pass, thread, [&](size_t panel, size_t num_panels, size_t first, size_t end, float* tile) {
+        const size_t start = panel * kPanel, count = std::min(num_panels * kPanel, pass.vocab - start);
+        float* also = s.own[thread].also.data();
+        relay.written->multiply(panel, num_panels, s.narrow, first, end, tile, kHeadTile);
+        if (place.logits.empty()) head.multiply(panel, num_panels, s.wide, first, end, also, kHeadTile);
+        for (size_t i = first; i < end; ++i)
+            kernels().layer.add(tile + (i - first) * kHeadTile,
+                                place.logits.empty() ? also + (i - first) * kHeadTile : place.logits[i] + start, count);
+    });
 }
 
 }  // namespace paceline

@@ -40,6 +40,16 @@ struct Layer {
     std::shared_ptr<const Matrix> q, k, v, o, gate, up, down;
 };
 
+// What tells each guess of a head that makes all of them in one pass of those before it: `relay` in draft/heads/forward.py.
+struct Relay {
+    size_t size = 0, inner = 0;             // numbers that are told, and of the gate they come from; 0: there is none
+    std::vector<float> embed_norm;          // [hidden]
+    std::shared_ptr<const Matrix> place;    // [2 * inner, 2 * hidden] of the row's first place and a guess' own
+    std::shared_ptr<const Matrix> known;    // [2 * inner, hidden + size] of the guess before and what that was told
+    std::shared_ptr<const Matrix> tell;     // [size, inner]
+    std::shared_ptr<const Matrix> written;  // [head_size, size] the head times what is told
+};
+
 struct Weights {
     std::shared_ptr<const Matrix> embed, head;  // one and the same where tied
     std::vector<float> final_norm;              // [hidden], or empty: there is none
@@ -48,6 +58,7 @@ struct Weights {
     std::shared_ptr<const Matrix> fuse;         // from embedding and feature to what the layers begin with, or null
     std::vector<float> fuse_bias, embed_norm;   // of it and of the embedding it reads, [hidden], or empty
     std::vector<uint32_t> token_ids;            // of the head's rows; empty: they are the rows' numbers
+    Relay relay;
 };
 
 // Keys and values of some layers, by page. Memory is taken only as pages are written.
@@ -109,6 +120,17 @@ struct Pass {
                      // not known; null: not asked for
 };
 
+// One of the places that some rows' guesses are made at, once a pass has run over all of them. Checked at the border.
+struct Place {
+    size_t num_rows;
+    const int64_t* token_ids;          // [num_rows] the guesses before; null: none, and the first ones are chosen already
+    const float* before;               // [num_rows, Relay::size] what those were told
+    std::vector<const float*> normed;  // [num_rows] -> [hidden] what the pass made of the place, as the head reads it
+    std::vector<const float*> sums;    // [num_rows] -> [2 * Relay::inner] of `Decoder::relay_places`
+    std::vector<const float*> logits;  // [num_rows] -> [vocab] the head's; empty: they are still to be computed
+    float* told;                       // [num_rows, Relay::size] out
+};
+
 constexpr int64_t kUnchosen = -1;  // as core/nouns.py: left to the law
 
 class Decoder {
@@ -121,7 +143,12 @@ class Decoder {
     size_t weight_bytes() const;
     bool maps_ids() const { return !weights_.token_ids.empty(); }
     void set_token_id(size_t index, uint32_t id) { weights_.token_ids[index] = id; }  // of a row of the head
+    const Relay& relays() const { return weights_.relay; }
     void forward(const Pass& pass, const KVStore& kv);
+    // What the places of guesses mean to the relay, [num places, 2 * Relay::inner padded to 32]: first, normed -> [hidden] each.
+    void relay_places(const std::vector<const float*>& first, const std::vector<const float*>& normed, Lines<float>& sums);
+    // Tell a place's guesses of those before, and choose them: `pass` says how, for as many wanted tokens as there are rows.
+    void relay(const Place& place, const Pass& pass);
     void norm_last(float* state) const;  // as the head reads it, [hidden]
 
   private:
@@ -146,10 +173,16 @@ class Decoder {
     void attend_span(const Pass& pass, const KVStore& kv, size_t index, const Tile& tile, size_t span, size_t from,
                      size_t thread, float* tops, float* totals, float* mixed);
     void finish_tile(const Tile& tile, const float* totals, const float* mixed);
+    void run_relay(const Place& place, const Pass& pass, size_t thread);
     void choose(const Pass& pass, size_t thread);
     void choose_sampled(const Pass& pass, size_t index, size_t thread);
-    void choose_tile(const Pass& pass, size_t tile, size_t thread);
+    template <class Fill>
+    void choose_tiles(const Pass& pass, size_t thread, const Fill& fill);
+    template <class Fill>
+    void choose_tile(const Pass& pass, size_t tile, size_t thread, const Fill& fill);
     void plan(const Pass& pass, const KVStore& kv);
+    void plan_choices(const Pass& pass);
+    void finish_choices(const Pass& pass);
 
     size_t num_angles() const { return weights_.inverse_frequencies.size(); }  // of a token
 

@@ -15,16 +15,65 @@ struct Row {
     double alive;      // chance that all its choices so far are kept
 };
 
-// The rows that are still at it, and the memory of the pass over them.
-class Round {
+// The rows that are still at it.
+class Going {
   public:
-    Round(Decoder& decoder, const Pass& first, const Turns& turns)
-        : decoder_(decoder), first_(first), turns_(turns), pass_(first) {
+    Going(const Pass& first, const Turns& turns) : turns_(turns) {
         for (size_t row = 0, at = 0; row < first.num_rows; at += static_cast<size_t>(turns.depths[row++]))
             rows_.push_back({row, at, first.positions[first.cu_len[row + 1] - 1], 1.0});
     }
 
-    bool over() const { return rows_.empty(); }
+    const std::vector<Row>& rows() const { return rows_; }
+
+    std::vector<Choose> chooses(size_t turn) const {
+        std::vector<Choose> found;
+        for (const Row& row : rows_) found.push_back(turns_.chooses[row.first + turn]);
+        return found;
+    }
+
+    // Hand out what a pass chose, and keep the rows that go on, as `go_on(place among them before)` is told.
+    template <class GoOn>
+    void take(size_t turn, const int64_t* chosen, const float* margins, const GoOn& go_on) {
+        std::vector<Row> going_on;
+        for (size_t i = 0; i < rows_.size(); ++i) {
+            const Row& row = rows_[i];
+            turns_.chosen[row.first + turn] = chosen[i];
+            turns_.margins[row.first + turn] = margins[i];
+            if (chosen[i] < 0 || turn + 1 >= static_cast<size_t>(turns_.depths[row.index])) continue;
+            const double alive = alive_with(row, turn, margins[i]);
+            if (stops(row, turn, alive)) continue;
+            going_on.push_back({row.index, row.first, row.position + 1, alive});
+            go_on(i);
+        }
+        rows_ = std::move(going_on);
+    }
+
+  private:
+    double alive_with(const Row& row, size_t turn, double margin) const {
+        if (!turns_.stops) return 1.0;
+        const double* stop = turns_.stops + 3 * (row.first + turn);
+        return row.alive / (1 + std::exp(-(stop[0] + stop[1] * (margin > kMostMargin ? kMostMargin : margin))));
+    }
+
+    bool stops(const Row& row, size_t turn, double alive) const {
+        return turns_.stops && alive < turns_.stops[3 * (row.first + turn) + 2];  // not so if a margin is not known
+    }
+
+    const Turns& turns_;
+    std::vector<Row> rows_;
+};
+
+size_t num_logit_rows(const std::vector<Choose>& chooses) {
+    return static_cast<size_t>(std::count_if(chooses.begin(), chooses.end(), [](const Choose& c) { return c.wants_logits(); }));
+}
+
+// Passes over one token of each row, and their memory.
+class Round {
+  public:
+    Round(Decoder& decoder, const Pass& first, const Turns& turns)
+        : decoder_(decoder), first_(first), going_(first, turns), pass_(first) {}
+
+    bool over() const { return going_.rows().empty(); }
 
     const Pass& pass(size_t turn) {
         if (turn > 0) read_newest();
@@ -37,46 +86,23 @@ class Round {
         return pass_;
     }
 
-    // Hand out what the pass chose, and keep the rows that go on.
     void take(size_t turn) {
         newest_.clear(), features_.clear();
-        std::vector<Row> going_on;
-        for (size_t i = 0; i < rows_.size(); ++i) {
-            const Row& row = rows_[i];
-            turns_.chosen[row.first + turn] = chosen_[i];
-            turns_.margins[row.first + turn] = margins_[i];
-            if (chosen_[i] < 0 || turn + 1 >= static_cast<size_t>(turns_.depths[row.index])) continue;
-            const double alive = alive_with(row, turn, margins_[i]);
-            if (stops(row, turn, alive)) continue;
-            going_on.push_back({row.index, row.first, row.position + 1, alive});
+        going_.take(turn, chosen_.data(), margins_.data(), [&](size_t i) {
             newest_.push_back(chosen_[i]);
             if (reads_features()) feed_back(static_cast<size_t>(pass_.wanted[i]));
-        }
-        rows_ = std::move(going_on);
+        });
     }
 
   private:
     size_t hidden() const { return decoder_.shape().hidden; }
     bool reads_features() const { return decoder_.shape().reads_features; }
 
-    double alive_with(const Row& row, size_t turn, double margin) const {
-        if (!turns_.stops) return 1.0;
-        const double* stop = turns_.stops + 3 * (row.first + turn);
-        return row.alive / (1 + std::exp(-(stop[0] + stop[1] * (margin > kMostMargin ? kMostMargin : margin))));
-    }
-
-    bool stops(const Row& row, size_t turn, double alive) const {
-        return turns_.stops && alive < turns_.stops[3 * (row.first + turn) + 2];  // not so if a margin is not known
-    }
-
     void choose(size_t turn) {
-        pass_.chooses.clear();
-        for (const Row& row : rows_) pass_.chooses.push_back(turns_.chooses[row.first + turn]);
-        const auto num_logit_rows = static_cast<size_t>(
-            std::count_if(pass_.chooses.begin(), pass_.chooses.end(), [](const Choose& c) { return c.wants_logits(); }));
-        logits_.resize(num_logit_rows * pass_.vocab);
-        chosen_.resize(rows_.size());
-        margins_.assign(rows_.size(), NAN);
+        pass_.chooses = going_.chooses(turn);
+        logits_.resize(num_logit_rows(pass_.chooses) * pass_.vocab);
+        chosen_.resize(pass_.chooses.size());
+        margins_.assign(pass_.chooses.size(), NAN);
         pass_.chosen = chosen_.data(), pass_.margins = margins_.data(), pass_.logits = logits_.data();
     }
 
@@ -87,9 +113,9 @@ class Round {
     }
 
     void read_newest() {
-        const size_t n = rows_.size(), max_pages = first_.max_pages;
+        const size_t n = going_.rows().size(), max_pages = first_.max_pages;
         positions_.clear(), slots_.clear(), first_keys_.clear(), pages_.clear(), cu_len_.assign(1, 0), pass_.wanted.clear();
-        for (const Row& row : rows_) {
+        for (const Row& row : going_.rows()) {
             const int64_t* pages = first_.pages + row.index * max_pages;
             const auto place = static_cast<size_t>(row.position);
             positions_.push_back(row.position);
@@ -107,14 +133,115 @@ class Round {
 
     Decoder& decoder_;
     const Pass& first_;
-    const Turns& turns_;
+    Going going_;
     Pass pass_;
-    std::vector<Row> rows_;
     std::vector<int64_t> chosen_, newest_, positions_, slots_, first_keys_, cu_len_, pages_;
     std::vector<float> margins_, logits_, states_, features_;
 };
 
+// One pass over all places of each row's guesses, and then their choices place by place, each told of those before.
+class Relayed {
+  public:
+    Relayed(Decoder& decoder, const Pass& first, const Turns& turns, const KVStore& kv)
+        : decoder_(decoder), going_(first, turns), pass_(first) {
+        run_all(turns, kv);
+        std::vector<int64_t> chosen;
+        std::vector<float> margins;
+        for (const Row& row : going_.rows()) {
+            chosen.push_back(chosen_[row.first]);
+            margins.push_back(margins_[row.first]);
+        }
+        tell(0, nullptr);
+        take(0, chosen, margins);
+    }
+
+    bool over() const { return going_.rows().empty(); }
+
+    void run(size_t turn) {
+        const std::vector<int64_t> before = std::move(newest_);
+        std::vector<int64_t> chosen(before.size());
+        std::vector<float> margins(before.size(), NAN), logits;
+        pass_.chooses = going_.chooses(turn);
+        logits.resize(num_logit_rows(pass_.chooses) * pass_.vocab);
+        pass_.wanted.resize(before.size());
+        pass_.chosen = chosen.data(), pass_.margins = margins.data(), pass_.logits = logits.data();
+        tell(turn, before.data());
+        take(turn, chosen, margins);
+    }
+
+  private:
+    // The pass: chooses the first guesses, and leaves states and logits of all.
+    void run_all(const Turns& turns, const KVStore& kv) {
+        pass_.chooses.assign(pass_.wanted.size(), Choose{Kind::logits, 0.0, {}, {}, {}});
+        for (const Row& row : going_.rows()) pass_.chooses[row.first] = turns.chooses[row.first];
+        for (const Choose& how : pass_.chooses) logit_row_.push_back(how.wants_logits() ? num_logits_++ : 0);
+        states_.resize(pass_.num_tokens * hidden());
+        logits_.resize(num_logits_ * pass_.vocab);
+        chosen_.resize(pass_.wanted.size());
+        margins_.assign(pass_.wanted.size(), NAN);
+        pass_.taps = {{pass_.num_layers, states_.data()}};
+        pass_.chosen = chosen_.data(), pass_.margins = margins_.data(), pass_.logits = logits_.data();
+        decoder_.forward(pass_, kv);
+        places_ = pass_.wanted;
+        for (int64_t place : places_) decoder_.norm_last(&states_[static_cast<size_t>(place) * hidden()]);
+        std::vector<const float*> first, normed;
+        for (const Row& row : going_.rows())
+            for (size_t turn = 0; turn < static_cast<size_t>(turns.depths[row.index]); ++turn) {
+                first.push_back(state(row.first));
+                normed.push_back(state(row.first + turn));
+            }
+        decoder_.relay_places(first, normed, sums_);
+    }
+
+    const float* state(size_t place) const { return &states_[static_cast<size_t>(places_[place]) * hidden()]; }
+
+    void tell(size_t turn, const int64_t* before) {
+        const size_t n = going_.rows().size();
+        const size_t stride = round_up(2 * decoder_.relays().inner, kPanel);
+        Place place{n, before, told_.data(), {}, {}, {}, nullptr};
+        for (const Row& row : going_.rows()) {
+            const size_t at = row.first + turn;
+            place.normed.push_back(state(at));
+            place.sums.push_back(&sums_[at * stride]);
+            if (before) place.logits.push_back(&logits_[logit_row_[at] * pass_.vocab]);
+        }
+        std::vector<float> told(n * decoder_.relays().size);
+        place.told = told.data();
+        decoder_.relay(place, pass_);
+        told_ = std::move(told);
+    }
+
+    void take(size_t turn, const std::vector<int64_t>& chosen, const std::vector<float>& margins) {
+        const size_t size = decoder_.relays().size;
+        std::vector<float> told;
+        newest_.clear();
+        going_.take(turn, chosen.data(), margins.data(), [&](size_t i) {
+            newest_.push_back(chosen[i]);
+            told.insert(told.end(), &told_[i * size], &told_[i * size] + size);
+        });
+        told_ = std::move(told);
+    }
+
+    size_t hidden() const { return decoder_.shape().hidden; }
+
+    Decoder& decoder_;
+    Going going_;
+    Pass pass_;
+    size_t num_logits_ = 0;
+    std::vector<size_t> logit_row_;              // [places]
+    std::vector<int64_t> places_;                // tokens of the pass that guesses are made at
+    std::vector<float> states_, logits_, told_;  // of the pass, of its places but the first, of the newest guesses
+    Lines<float> sums_;                          // [places, stride]
+    std::vector<int64_t> chosen_, newest_;
+    std::vector<float> margins_;
+};
+
 }  // namespace
+
+void run_relayed(Decoder& decoder, const Pass& first, const Turns& turns, const KVStore& kv) {
+    Relayed relayed(decoder, first, turns, kv);
+    for (size_t turn = 1; !relayed.over(); ++turn) relayed.run(turn);
+}
 
 void run_in_turn(Decoder& decoder, const Pass& first, const Turns& turns, const KVStore& kv) {
     Round round(decoder, first, turns);

@@ -21,4 +21,8 @@ struct Turns {
 // reach as far as its passes do. A decoder that reads features takes what a pass made of a token for its feature.
 void run_in_turn(Decoder& decoder, const Pass& first, const Turns& turns, const KVStore& kv);
 
+// Run `first`, whose wanted tokens are the places of each row's guesses, and choose these one after another, each told of
+// those before it: of a decoder with a relay.
+void run_relayed(Decoder& decoder, const Pass& first, const Turns& turns, const KVStore& kv);
+
 }  // namespace paceline

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from torch.nn import functional
 
 from paceline.draft.heads.config import HeadConfig, head_shapes, read_config
-from paceline.draft.heads.forward import fuse, read_out, run_layers
+from paceline.draft.heads.forward import fuse, last_norm, read_out, relay, relayed, run_layers
 from paceline.model.decoder import ReferenceDecoder
 from paceline.train.drafts import Bounds, plan_drafts
 from paceline.train.unroll import unroll
@@ -33,27 +33,36 @@ UNROLLED = 3  # steps of a draft that EAGLE-3 is trained for
 MASKS = 4  # mask tokens behind a text that P-EAGLE is trained for
 
 
+RELAY = "relay"  # kind: a P-EAGLE head whose guesses are told of those before them
+
+
+def drafter_of(kind: str) -> str:
+    """Return the name of the drafter that runs heads of a kind."""
+    return "peagle" if kind == RELAY else kind
+
+
 def head_values(kind: str, target: ModelConfig, **changes: Any) -> dict[str, Any]:
     """Return a config.json in the `speculators` format."""
+    relayed: dict[str, Any] = {"relay_size": 12, "norm_output": True} if kind == RELAY else {}
     layer = {
         **LAYER,
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,
         "intermediate_size": 72,
         "head_dim": 8,
-        "num_hidden_layers": 2 if kind == "peagle" else 1,
+        "num_hidden_layers": 2 if drafter_of(kind) == "peagle" else 1,
         "rope_theta": 10000.0,
     }
     values = {
-        "speculators_model_type": kind,
+        "speculators_model_type": drafter_of(kind),
         "transformer_layer_config": layer,
         "draft_vocab_size": DRAFT_VOCAB,
         "eagle_aux_hidden_state_layer_ids": [1, target.num_layers - 1, target.num_layers],
         "mask_token_id": 300,
         "fusion_bias": kind == "eagle",
-        "draft_own_tokens": kind == "eagle3",
+        "draft_own_tokens": kind in ("eagle3", RELAY),
     }
-    return values | changes
+    return values | relayed | changes
 
 
 def draft_ids(config: HeadConfig, vocab_size: int) -> np.ndarray:
@@ -120,7 +129,7 @@ def train(kind: str, values: dict[str, Any], target: ReferenceDecoder) -> dict[s
     soft = probs[:, ids] / probs[:, ids].sum(-1, keepdim=True)
     optimizer = torch.optim.Adam(weights.values(), 4e-3)
     mask = target.embed[config.mask_token_id or 0].float()
-    losses = {"eagle": _serial_loss, "eagle3": _serial_loss, "peagle": _peagle_loss}[kind]
+    losses = {"eagle": _serial_loss, "eagle3": _serial_loss, "peagle": _peagle_loss, RELAY: _peagle_loss}[kind]
     given = {"head": target.head[ids].float(), "target_norm": target.final_norm.float()} if kind == "eagle" else {}
     for _ in range(NUM_STEPS):
         optimizer.zero_grad()
@@ -166,6 +175,14 @@ def _peagle_loss(config: Any, weights: Any, embedded: Any, tapped: Any, soft: An
     positions = torch.arange(1, length + 1).repeat(NUM_TEXTS)
     hidden = run_layers(config, weights, tokens, inputs, positions, attend)
     logits = read_out(config, weights, hidden)[0].view(NUM_TEXTS, length, -1)
+    if config.relay_size:
+        normed = last_norm(config, weights, hidden).view(NUM_TEXTS, length, -1)
+        first = normed[:, cut - 1]
+        told = relay(config, weights, first, first, None)
+        for place in range(cut, length):
+            before = embedded.view(NUM_TEXTS, TEXT_LEN, -1)[:, place + 1]
+            told = relay(config, weights, first, normed[:, place], (before, told))
+            logits[:, place] = (normed[:, place] + relayed(weights, told)) @ weights["head"].T
     wanted = soft.view(NUM_TEXTS, TEXT_LEN, -1)[:, 1 : length + 1]
     return functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(0, 1))
 

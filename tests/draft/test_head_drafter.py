@@ -21,15 +21,16 @@ from paceline.core.params import SamplingParams
 from paceline.core.sampling import choose_token
 from paceline.draft import shipped
 from paceline.draft.chains import CATCH_UP_TOKENS, catch_up_tokens, share_out
-from paceline.draft.heads import drafter as heads
+from paceline.draft.heads import drafter
 from paceline.draft.heads.checkpoint import Head, load_head
+from paceline.draft.heads.config import read_config
 from paceline.draft.heads.features import Tapped
-from paceline.draft.heads.forward import fuse, read_out, run_layers
+from paceline.draft.heads.forward import fuse, read_out, relay, relayed, run_layers
 from paceline.draft.hints import MAX_MATCH, MIN_MATCH
 from paceline.draft.lookup.suffix import propose_slow
 from paceline.draft.options import parse_spec
 from paceline.engine.drafting import Drafting
-from tests.draft.heads import head_values, random_weights, trained_head, write_head
+from tests.draft.heads import RELAY, drafter_of, head_values, random_weights, trained_head, write_head
 from tests.draft.test_head_forward import causal
 from tests.engine.same_text import PLAIN, RestlessK, Settings, assert_same, make_engine, run, target
 from tests.model.helpers import pack
@@ -38,12 +39,12 @@ if TYPE_CHECKING:
     from paceline.engine.engine import Engine
     from paceline.model.decoder import ReferenceDecoder
 
-KINDS = ("eagle", "eagle3", "peagle")
+KINDS = ("eagle", "eagle3", "peagle", RELAY)
 
 
 def spec(kind: str, k: int = 4) -> str:
     decoder: ReferenceDecoder = target().decoder  # type: ignore[assignment]
-    return f"{kind}:model={trained_head(kind, decoder)},k={k}"
+    return f"{drafter_of(kind)}:model={trained_head(kind, decoder)},k={k}"
 
 
 def requests(count: int = 12, max_tokens: int = 40) -> list[Request]:
@@ -109,8 +110,15 @@ class Scratch:
         if self.config.algorithm.parallel:
             mask = fuse(self.config, self.weights, self.weights["mask_hidden"][None]).float().double()
             inputs = torch.cat([features, mask.expand(k - 1, -1)])
-            logits, _ = self.last(ids + [self.config.mask_token_id] * (k - 1), inputs, first, k)
-            for row in logits:
+            logits, normed = self.last(ids + [self.config.mask_token_id] * (k - 1), inputs, first, k)
+            tell = partial(relay, self.config, self.weights, normed[:1])
+            told = tell(normed[:1], None) if self.config.relay_size else None
+            for place, row in enumerate(logits):
+                if place and told is not None:
+                    before = self.decoder.embed[torch.tensor(guesses[-1:])]
+                    told = tell(normed[place : place + 1], (before, told))
+                    added = relayed(self.weights, told) @ self.weights["head"].T
+                    row[self.token_ids] += added[0].numpy()
                 guesses.append(choose(row, guesses))
             return guesses
         for _ in range(k):
@@ -185,15 +193,15 @@ def test_drafts_from_pages_are_drafts_from_scratch(
     kind: str, changed: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With K changing from step to step, rows that fell behind, cached pages and preempted requests."""
-    monkeypatch.setattr(heads, "catch_up_tokens", lambda *_: 30)
+    monkeypatch.setattr(drafter, "catch_up_tokens", lambda *_: 30)
     engine = make_engine(spec(kind), changed)
     if changed is not PLAIN:
-        engine.controller = RestlessK(kind, 4, seed=2)
+        engine.controller = RestlessK(drafter_of(kind), 4, seed=2)
     compared = watch(engine, every=3)
     assert_same(run(make_engine("off", PLAIN), requests()), run(engine, requests(), stagger=2))
     stats = engine.stats()
     assert len(compared) > 50
-    assert stats.drafters[kind].accepted > 10
+    assert stats.drafters[drafter_of(kind)].accepted > 10
     assert stats.drafter_failures == stats.untapped_tokens == 0
     assert (stats.cached_tokens > 0) == changed.prefix_cache
     assert (stats.preemptions > 0) == (changed.num_pages == 12)
@@ -202,7 +210,7 @@ def test_drafts_from_pages_are_drafts_from_scratch(
 @pytest.mark.parametrize("kind", KINDS)
 def test_cached_pages_are_not_computed_again(kind: str) -> None:
     engine = make_engine(spec(kind), Settings(prefix_cache=True))
-    head, computed = engine.drafting.drafters[kind]._head, []  # type: ignore[attr-defined]
+    head, computed = engine.drafting.drafters[drafter_of(kind)]._head, []  # type: ignore[attr-defined]
     inner = head.run
     head.run = lambda packed, *more: (computed.append(int(packed.positions.min())), inner(packed, *more))[1]
     prompt, params = tuple(range(40, 80)) * 2, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -231,7 +239,7 @@ def test_a_head_drafts_from_behind_a_hole(kind: str, types: str) -> None:
     plain = run(make_engine("off", PLAIN, types=types), again)
     assert_same(plain, run(engine, again))
     assert engine.stats().untapped_tokens == 64
-    assert engine.stats().drafters[kind].drafted > 20
+    assert engine.stats().drafters[drafter_of(kind)].drafted > 20
     assert bool(compared) == (types == "f64")
     fresh = [Request("new", (99, *prompt), params, seed=0)]
     run(engine, fresh)
@@ -241,7 +249,7 @@ def test_a_head_drafts_from_behind_a_hole(kind: str, types: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_lost_taps_cost_drafts_and_nothing_else(kind: str) -> None:
     engine = make_engine(spec(kind), Settings(num_rows=2, prefix_cache=True))
-    head: Any = engine.drafting.drafters[kind]
+    head: Any = engine.drafting.drafters[drafter_of(kind)]
     tapped_, calls = head._tapped, [0]
 
     def sometimes(*tapped: Any) -> Tapped:
@@ -256,7 +264,7 @@ def test_lost_taps_cost_drafts_and_nothing_else(kind: str) -> None:
     answers = run(engine, wanted)
     assert_same(run(make_engine("off", PLAIN), wanted), answers)
     assert engine.stats().drafter_failures == calls[0] // 9 > 3
-    assert engine.stats().drafters[kind].drafted > 50
+    assert engine.stats().drafters[drafter_of(kind)].drafted > 50
     longer = [r.prompt_ids + tuple(answers[r.request_id].token_ids) for r in wanted]
     run(engine, [replace(r, prompt_ids=ids) for r, ids in zip(wanted, longer, strict=True)])
     assert engine.stats().untapped_tokens > 0, "what was cached without features is a hole for later requests"
@@ -267,7 +275,7 @@ def test_lost_taps_cost_drafts_and_nothing_else(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_features_that_are_no_numbers_cost_drafts_only(kind: str, law: str, types: str) -> None:
     engine = make_engine(spec(kind), PLAIN, law, types)
-    head: Any = engine.drafting.drafters[kind]
+    head: Any = engine.drafting.drafters[drafter_of(kind)]
 
     def poison(tapped: list[Tapped], store: np.ndarray) -> None:
         for part in tapped:
@@ -287,7 +295,7 @@ def test_other_laws_get_the_distributions_they_need(kind: str, law: str) -> None
     got, expected = run(engine, requests()), run(make_engine("off", PLAIN), requests())
     assert all(got[r.request_id] == expected[r.request_id] for r in requests() if r.params.temperature == 0)
     assert engine.stats().drafter_failures == 0
-    assert engine.stats().drafters[kind].accepted > 20
+    assert engine.stats().drafters[drafter_of(kind)].accepted > 20
 
 
 # Specs -------------------------------------------------------------------------------------------
@@ -305,7 +313,7 @@ def test_a_head_without_a_name_is_the_one_that_ships(
     (tmp_path / target().fingerprint / kind).symlink_to(trained_head(kind, decoder))
     engine = make_engine(f"{kind}:k=3", PLAIN)
     assert_same(run(make_engine("off", PLAIN), requests(4)), run(engine, requests(4)))
-    assert engine.stats().drafters[kind].accepted > 0
+    assert engine.stats().drafters[drafter_of(kind)].accepted > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -317,10 +325,10 @@ def test_what_it_costs_is_known_from_its_files(kind: str) -> None:
     assert config.num_weights(model) == sum(w.size for w in weights.values())  # type: ignore[arg-type]
     engine = make_engine(spec(kind), PLAIN)
     per_token = engine.kv_bytes_per_token - engine.target.kv_bytes_per_token
-    assert per_token == 32 * 2 + (2 if kind == "peagle" else 1) * 2 * 2 * 8 * 8
+    assert per_token == 32 * 2 + (2 if drafter_of(kind) == "peagle" else 1) * 2 * 2 * 8 * 8
 
 
-@pytest.mark.parametrize(("kind", "other"), permutations(KINDS, 2))
+@pytest.mark.parametrize(("kind", "other"), permutations(KINDS[:3], 2))
 def test_a_head_of_another_kind_is_refused_with_its_spec(kind: str, other: str, tmp_path: Path) -> None:
     config = target().decoder.config
     values = head_values(other, config)
@@ -338,10 +346,10 @@ def test_a_head_of_another_target_is_refused_with_a_reason(kind: str, tmp_path: 
         values = head_values(kind, other, target_hidden_size=other.hidden_size, speculators_config=named)
         folder = tmp_path / reason
         folder.mkdir()
-        config = heads.read_config(values, other)
+        config = read_config(values, other)
         write_head(folder, values, other, random_weights(config))
         with pytest.raises(DrafterMismatch, match=f"{reason}.*another model, some/other-model"):
-            make_engine(f"{kind}:model={folder}", PLAIN)
+            make_engine(f"{drafter_of(kind)}:model={folder}", PLAIN)
 
 
 def test_an_eagle_head_may_write_some_tokens_only(tmp_path: Path) -> None:
@@ -365,8 +373,6 @@ def test_an_eagle_head_may_write_some_tokens_only(tmp_path: Path) -> None:
 
 
 def heads_config(values: dict[str, Any]) -> Any:
-    from paceline.draft.heads.config import read_config
-
     return read_config(values, target().decoder.config)
 
 

@@ -69,6 +69,7 @@ FORMATS = {
     "first": FIRST,
     "speculators": SPECULATORS,
     "peagle": PEAGLE,
+    "relay": {**PEAGLE, "relay_size": 6},
     "eagle, first": EAGLE_FIRST,
     "eagle, speculators": EAGLE_SPECULATORS,
 }

@@ -17,7 +17,7 @@ from paceline.draft.heads.config import read_config
 from paceline.draft.heads.native import NativeHead
 from paceline.draft.small.native import NativeSmall
 from paceline.model.native import NativeDecoder, forward_in_turn
-from tests.draft.heads import head_values, random_weights, write_head
+from tests.draft.heads import RELAY, drafter_of, head_values, random_weights, write_head
 from tests.draft.test_head_drafter import requests
 from tests.draft.test_small_drafter import write_small
 from tests.engine.same_text import PLAIN, make_engine, run, target
@@ -35,12 +35,13 @@ def head(folder: Path, kind: str, **changes: Any) -> str:
     config = target("int8").decoder.config
     values = head_values(kind, config, **changes)
     write_head(folder, values, config, random_weights(read_config(values, config), seed=3))
-    return f"{kind}:model={folder},k=5"
+    return f"{drafter_of(kind)}:model={folder},k=5"
 
 
 SPECS: dict[str, Callable[[Path], str]] = {
     "eagle3": lambda folder: head(folder, "eagle3"),
     "eagle": lambda folder: head(folder, "eagle"),
+    "relay": lambda folder: head(folder, RELAY),
     "small": lambda folder: f"draft-model:model={write_small(folder)},k=5",
     "first layers": lambda _: "draft-model:layers=1,k=5",
 }
@@ -147,7 +148,7 @@ def test_a_row_leaves_where_its_stop_says() -> None:
 @pytest.mark.parametrize(
     ("depths", "kind", "reason"),
     [
-        ([4, 0], "argmax", "beyond"),
+        ([4, 0], "argmax", "deep"),
         ([15, 1], "argmax", "beyond"),
         ([4], "argmax", "depth"),
         ([2, 2], "logits", "choose"),

@@ -14,7 +14,7 @@ from paceline.core.errors import RequestError
 from paceline.core.params import SamplingParams
 from paceline.engine.overlap import OverlappedLoop
 from paceline.engine.worker import Worker
-from tests.draft.heads import trained_head
+from tests.draft.heads import RELAY, drafter_of, trained_head
 from tests.engine.same_text import (
     PLAIN,
     Answer,
@@ -156,11 +156,13 @@ def test_two_groups_in_turn_write_the_same_text(draft: str, types: str) -> None:
     assert draft == "off" or (sum(tally.accepted_at) > 0 and tally.stats.drafter_failures > 0)
 
 
-@pytest.mark.parametrize(("kind", "types"), [("eagle", "f64"), ("eagle3", "int8"), ("peagle", "int8")])
+@pytest.mark.parametrize(
+    ("kind", "types"), [("eagle", "f64"), ("eagle3", "int8"), ("peagle", "int8"), (RELAY, "int8")]
+)
 def test_heads_read_what_was_tapped_for_their_own_rows(kind: str, types: str) -> None:
     decoder: ReferenceDecoder = target().decoder  # type: ignore[assignment]
     tally = Tally()
-    assert compare(f"{kind}:model={trained_head(kind, decoder)}", types, tally) > 100
+    assert compare(f"{drafter_of(kind)}:model={trained_head(kind, decoder)}", types, tally) > 100
     assert sum(tally.accepted_at) > 0
     assert tally.stats.untapped_tokens == 0
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from tests.draft.heads import trained_head
+from tests.draft.heads import RELAY, drafter_of, trained_head
 from tests.engine.same_text import (
     PLAIN,
     Request,
@@ -150,11 +150,11 @@ def assert_some_met(tally: Tally) -> None:
 
 
 @pytest.mark.parametrize("types", ["f64", "int8"])
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "peagle"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "peagle", RELAY])
 def test_same_text_with_draft_heads(kind: str, types: str) -> None:
     """Heads that were trained for a moment: right now and then."""
     decoder: ReferenceDecoder = target().decoder  # type: ignore[assignment]
-    tally = suite(f"{kind}:model={trained_head(kind, decoder)}", EXAMPLES // 2, assert_some_met, types)
+    tally = suite(f"{drafter_of(kind)}:model={trained_head(kind, decoder)}", EXAMPLES // 2, assert_some_met, types)
     assert tally.stats.drafter_failures == tally.stats.untapped_tokens == 0
 
 

@@ -15,12 +15,21 @@ from tests.draft.test_head_forward import weights_of
 from tests.train.test_unroll import BOUNDS, CPU, NUM_STEPS, TOTAL
 
 
-@pytest.mark.parametrize("has", [True, False])
-def test_a_processor_with_tiles_multiplies_in_bfloat16(has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has, raising=False)
+@pytest.mark.parametrize(
+    ("tiles", "vectors", "name", "why"),
+    [
+        (True, True, "bfloat16", "the processor has AMX"),
+        (False, True, "bfloat16", "the processor has AVX-512 BF16"),
+        (False, False, "float32", "the processor has no instructions for bfloat16"),
+    ],
+)
+def test_a_processor_with_instructions_for_it_multiplies_in_bfloat16(
+    tiles: bool, vectors: bool, name: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles, raising=False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: vectors, raising=False)
     choice = choose_compute("auto", CPU)
-    assert choice.name == ("bfloat16" if has else "float32")
-    assert choice.why == ("the processor has AMX" if has else "the processor has no AMX")
+    assert (choice.name, choice.why) == (name, why)
     assert [choose_compute(name, CPU).name for name in COMPUTES] == list(COMPUTES)
 
 

@@ -22,9 +22,9 @@ DRAFTERS = {
     "ngram": "paceline.draft.lookup.ngram:NgramConfig",
     "suffix": "paceline.draft.lookup.suffix:SuffixConfig",
     "draft-model": "paceline.draft.standalone:DraftModelConfig",
-    "eagle": "paceline.draft.heads.drafter:EagleConfig",
-    "eagle3": "paceline.draft.heads.drafter:Eagle3Config",
-    "peagle": "paceline.draft.heads.drafter:PEagleConfig",
+    "eagle": "paceline.draft.heads.options:EagleConfig",
+    "eagle3": "paceline.draft.heads.options:Eagle3Config",
+    "peagle": "paceline.draft.heads.options:PEagleConfig",
 }
 
 

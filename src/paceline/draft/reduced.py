@@ -11,7 +11,7 @@ from paceline import kernels
 from paceline.draft.own import MOST_OWN
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy import float32, int64
     from numpy.typing import NDArray
@@ -60,14 +60,16 @@ class ReducedVocabulary:
             self._target.head.row(token_id, row)
         return kernels.pack(rows, weight_type)
 
-    def write_also(self, own_ids: NDArray[int64], decoder: kernels.Decoder, head: kernels.Matrix) -> None:
-        """Let a decoder and its head, which has room for them, write own tokens, in the target's rows."""
+    def write_also(
+        self, own_ids: NDArray[int64], decoder: kernels.Decoder, put_row: Callable[[int, NDArray[float32]], None]
+    ) -> None:
+        """Let a decoder write own tokens. put_row: puts the target's row of one where its head has room."""
         places = self._token_ids[self._num_fixed :]
         row = np.empty(self._target.config.hidden_size, np.float32)
         for place in np.flatnonzero(places[: len(own_ids)] != own_ids).tolist():
             token_id = places[place] = int(own_ids[place])
             self._target.head.row(token_id, row)
-            head.put_row(self._num_fixed + place, row)
+            put_row(self._num_fixed + place, row)
             decoder.set_token_id(self._num_fixed + place, token_id)
         self.num_tokens = self._num_fixed + len(own_ids)
 

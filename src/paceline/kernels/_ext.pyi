@@ -147,8 +147,12 @@ class Decoder:
         feeds_normed: bool = False,
         fusing_matrices: dict[str, Matrix] = ...,
         fusing_vectors: dict[str, NDArray[float32]] = ...,
+        relay_matrices: dict[str, Matrix] = ...,
+        relay_vectors: dict[str, NDArray[float32]] = ...,
         token_ids: NDArray[int64] | None = None,
     ) -> None: ...
+    @property
+    def relay_size(self) -> int: ...
     @property
     def vocab(self) -> int: ...
     @property
@@ -182,6 +186,19 @@ class Decoder:
         stops: NDArray[float64],
         chosen: NDArray[int64],
         margins: NDArray[float32],
+    ) -> None: ...
+    def relay(
+        self,
+        first: NDArray[float32],
+        normed: NDArray[float32],
+        token_ids: NDArray[int64],
+        before: NDArray[float32],
+        chooses: Chooses,
+        vocab: int,
+        chosen: NDArray[int64],
+        logits: NDArray[float32],
+        margins: NDArray[float32],
+        told: NDArray[float32],
     ) -> None: ...
 
 class TextIndex:

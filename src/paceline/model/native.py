@@ -174,6 +174,7 @@ class Output:
     norm: NDArray[float32] | None  # [hidden]; only a decoder that fuses features can do without
     token_ids: NDArray[int64] | None = None  # [num_tokens] of the rows of `head`, ascending; None: their numbers
     feeds_normed: bool = False  # of passes in turn, the next reads a state as the head does
+    relay: PackedLayer | None = None  # what tells guesses that are made in one pass of those before them
 
 
 def compile_decoder(
@@ -193,6 +194,7 @@ def compile_decoder(
     """
     ropes = config.rope_of_window
     fusing_matrices, fusing_vectors = fusing or ({}, {})
+    relay_matrices, relay_vectors = output.relay or ({}, {})
     return kernels.Decoder(
         vocab=config.vocab_size,
         hidden=config.hidden_size,
@@ -218,6 +220,8 @@ def compile_decoder(
         feeds_normed=output.feeds_normed,
         fusing_matrices=fusing_matrices,
         fusing_vectors=fusing_vectors,
+        relay_matrices=relay_matrices,
+        relay_vectors=relay_vectors,
         token_ids=output.token_ids,
     )
 

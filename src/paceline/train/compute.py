@@ -44,12 +44,12 @@ def choose_compute(asked: str, device: torch.device) -> Choice:
 
 
 def _processor() -> tuple[bool, str]:
-    # Without tiles (AMX) bfloat16 is not reliably faster than float32, and on some processors far slower.
-    probe = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    if probe is None:
-        return False, "this PyTorch cannot tell whether the processor has AMX"
-    has = bool(probe())
-    return has, f"the processor has {'' if has else 'no '}AMX"
+    # Without instructions of its own bfloat16 is no faster than float32, and on some processors far slower.
+    probes = {name: getattr(torch.cpu, probe, None) for name, probe in _INSTRUCTIONS.items()}
+    if None in probes.values():
+        return False, "this PyTorch cannot tell what instructions the processor has"
+    found = next((name for name, probe in probes.items() if probe and probe()), None)
+    return found is not None, f"the processor has {found or 'no instructions for bfloat16'}"
 
 
 def _gpu() -> tuple[bool, str]:
@@ -61,6 +61,7 @@ def _unknown() -> tuple[bool, str]:
     return False, "nothing is known of this device"
 
 
+_INSTRUCTIONS = {"AMX": "_is_amx_tile_supported", "AVX-512 BF16": "_is_avx512_bf16_supported"}
 _HARDWARE = {"cpu": _processor, "cuda": _gpu}
 
 

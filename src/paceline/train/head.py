@@ -10,7 +10,7 @@ import torch
 
 from paceline.core.errors import UnsupportedModel
 from paceline.draft.heads.checkpoint import load_head
-from paceline.draft.heads.config import OWN_TOKENS, HeadConfig, head_shapes, read_config
+from paceline.draft.heads.config import OWN_TOKENS, RELAY_SIZE, HeadConfig, head_shapes, read_config
 from paceline.model.hf import LAYER_NAMES
 from paceline.train.export import hash_of
 from paceline.train.parallel import guess_at_once
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 DEVIATION = 0.02  # of a new matrix
 FIRST_NORM = 0.25  # of the target's: guesses begin near uniform, and not sure of what is wrong
+_LAYER_ENDS = ("attn_o", "mlp_down")  # what a layer adds to the residual stream comes from these
 _NORMS = {"fc_norm": True, "norm_output": True}
 _FILE_NAMES = {"fc": "fc.weight", "norm": "norm.weight", "head": "lm_head.weight", "mask_hidden": "mask_hidden"}
 
@@ -45,6 +46,7 @@ class HeadShape:
     num_steps: int
     taps: tuple[int, ...]
     mask_token_id: int | None = None
+    relay_size: int = 0  # of a parallel head, see `forward.relay`
     own_tokens: bool = False  # it was trained to write, with the target's rows, what its vocabulary leaves out
 
 
@@ -59,6 +61,7 @@ class HeadRecipe:
         self._vocabulary = vocabulary
         self._target = target
         self.weights = first_weights(self._config, target, vocabulary, seed)
+        self.taken_over: set[str] = set()
 
     def written(self, own_ids: torch.Tensor) -> torch.Tensor:
         """Return the head's own rows of the vocabulary and the target's of `own_ids`, see `Recipe`."""
@@ -77,10 +80,15 @@ class HeadRecipe:
         """Take over what a trained head has in common with this one; return the hash of its file.
 
         Weights of the same name and shape, and its rows for the tokens that both vocabularies have. So it may have
-        learnt from other data, or be of the other kind. Raises `ModelError`, `DrafterMismatch`.
+        learnt from other data, or be of the other kind. Further layers than it has do nothing at first, so that
+        what it guesses is not lost. Raises `ModelError`, `DrafterMismatch`.
         """
         trained = load_head(folder, self._target.config)
-        take_over({name: ours for name, ours in self.weights.items() if name != "head"}, trained.weights)
+        others = {name: ours for name, ours in self.weights.items() if name != "head"}
+        self.taken_over = {"head", *take_over(others, trained.weights)}
+        for name, ours in self.weights.items():
+            if name not in self.taken_over and name.endswith(_LAYER_ENDS):
+                ours.zero_()
         _, here, there = np.intersect1d(self._vocabulary, trained.token_ids, return_indices=True)
         ours = self.weights["head"]
         ours[here] = torch.tensor(trained.weights["head"][there], dtype=ours.dtype).to(ours.device)
@@ -115,6 +123,7 @@ def config_json(shape: HeadShape, target: Target, draft_vocab_size: int) -> dict
     proposal = {"proposal_type": "greedy", "speculative_tokens": shape.num_steps}
     some = {} if shape.mask_token_id is None else {"mask_token_id": shape.mask_token_id}
     some |= {OWN_TOKENS: True} if shape.own_tokens else {}
+    some |= {RELAY_SIZE: shape.relay_size} if shape.relay_size else {}
     return some | {
         "architectures": [shape.architecture],
         "speculators_model_type": shape.algorithm,
@@ -185,6 +194,8 @@ def first_weights(
             weights[name] = torch.ones(shape)
         else:
             weights[name] = torch.randn(shape, generator=random) * DEVIATION
+    if config.relay_size:
+        weights["relay.out"].zero_()  # at first it tells nothing
     weights["norm"] = target.final_norm * FIRST_NORM
     weights["head"] = target.head[torch.from_numpy(vocabulary).to(target.head.device)]
     return {name: w.to(target.embed.device) for name, w in weights.items()}

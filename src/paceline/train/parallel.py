@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.draft.heads.forward import fuse, run_layers
-from paceline.model.decoder import rms_norm
+from paceline.draft.heads.forward import fuse, last_norm, relay, relayed, run_layers
 from paceline.train.drafts import Bounds, Depth, Seen, attend, every_entry
 
 if TYPE_CHECKING:
@@ -54,6 +53,23 @@ def guess_at_once(
         torch.cat([places, *(places[depth.anchors] + d for d, depth in enumerate(depths[1:], 1))]),
         see,
     )
-    normed = rms_norm(hidden, weights["norm"], config.layers.norm_eps)
-    true, *masked = torch.split(normed, sizes)
-    return [true[depths[0].anchors], *masked]
+    true, *masked = torch.split(last_norm(config, weights, hidden), sizes)
+    normed = [true[depths[0].anchors], *masked]
+    return _relayed(config, weights, embedded, normed, depths) if config.relay_size else normed
+
+
+def _relayed(
+    config: HeadConfig,
+    weights: Weights,
+    embedded: torch.Tensor,
+    normed: list[torch.Tensor],
+    depths: Sequence[Depth],
+) -> list[torch.Tensor]:
+    """Tell every guess of those before it, which are the text's: it only counts where they were right."""
+    first, guesses = normed[0], normed[:1]
+    told = relay(config, weights, first, first, None)
+    for number, depth in enumerate(depths[1:], 1):
+        first, told = first[depth.kept], told[depth.kept]
+        told = relay(config, weights, first, normed[number], (embedded[depth.anchors + number], told))
+        guesses.append(normed[number] + relayed(weights, told))
+    return guesses

@@ -22,6 +22,7 @@ class Recipe(Protocol):
 
     num_steps: int  # depths that are trained
     weights: dict[str, torch.Tensor]  # what is trained, float32, by canonical name
+    taken_over: set[str]  # names of the weights that `start_from` brought
 
     def written(self, own_ids: torch.Tensor) -> torch.Tensor:
         """Return what turns guesses into logits [draft_vocab + num_own, width], `own_ids` last."""
@@ -43,8 +44,9 @@ class Recipe(Protocol):
         ...
 
 
-def take_over(weights: Mapping[str, torch.Tensor], trained: Mapping[str, NDArray[floating]]) -> None:
-    """Copy what has the same name and shape into the weights."""
-    for name, ours in weights.items():
-        if name in trained and trained[name].shape == tuple(ours.shape):
-            ours.copy_(torch.tensor(trained[name]))
+def take_over(weights: Mapping[str, torch.Tensor], trained: Mapping[str, NDArray[floating]]) -> set[str]:
+    """Copy what has the same name and shape into the weights; return the names."""
+    names = {n for n, ours in weights.items() if n in trained and trained[n].shape == tuple(ours.shape)}
+    for name in names:
+        weights[name].copy_(torch.tensor(trained[name]))
+    return names

@@ -43,6 +43,7 @@ class SmallRecipe:
         self._target = target
         self._layers = layers
         self._vocabulary = vocabulary
+        self.taken_over: set[str] = set()
         device = target.embed.device
         inverse = inverse_frequencies(target.config.rope, target.config.head_dim)
         self._inverse = torch.from_numpy(inverse).to(device)
@@ -77,7 +78,7 @@ class SmallRecipe:
     def start_from(self, folder: Path) -> str:
         """Take over the layers and the norm of a trained draft model, see `Recipe`."""
         trained = load_small(folder, self._target.config).weights
-        take_over(self.weights, {**trained, "norm": trained["final_norm"]})
+        self.taken_over = take_over(self.weights, {**trained, "norm": trained["final_norm"]})
         return hash_of(folder)
 
     def export(self) -> tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,6 +34,7 @@ class TrainConfig:
 
     steps: int
     lr: float = 1e-3
+    start_lr: float = 1.0  # share of `lr` at which weights learn that another drafter brought
     warmup: float = 0.04  # share of the steps
     weight_decay: float = 0.01  # of matrices
     clip: float = 1.0  # of the gradient's norm
@@ -83,13 +84,21 @@ class Trainer:
         self._numbers = numbers
         for weight in recipe.weights.values():
             weight.requires_grad_()
-        matrices = [w for w in recipe.weights.values() if w.ndim > 1]
-        others = [w for w in recipe.weights.values() if w.ndim < 2]
-        groups = [
-            {"params": matrices, "weight_decay": config.weight_decay},
-            {"params": others, "weight_decay": 0.0},
+        self._optimizer = torch.optim.AdamW(self._groups(), lr=config.lr, betas=BETAS, fused=True)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Return what the optimizer treats alike: matrices and vectors, taken over and new."""
+        groups: dict[tuple[bool, bool], list[torch.Tensor]] = {}
+        for name, weight in self.recipe.weights.items():
+            groups.setdefault((weight.ndim > 1, name in self.recipe.taken_over), []).append(weight)
+        return [
+            {
+                "params": weights,
+                "weight_decay": self.config.weight_decay if is_matrix else 0.0,
+                "share": self.config.start_lr if taken_over else 1.0,
+            }
+            for (is_matrix, taken_over), weights in groups.items()
         ]
-        self._optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=BETAS, fused=True)
 
     def run(self) -> Iterator[float]:
         """Take the steps that are left; yield the loss of each. Raises `PacelineError` if it is not finite."""
@@ -152,7 +161,7 @@ class Trainer:
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(recipe.weights.values(), config.clip)
         for group in self._optimizer.param_groups:
-            group["lr"] = config.lr_at(self.step)
+            group["lr"] = config.lr_at(self.step) * group["share"]
         self._optimizer.step()
         self._optimizer.zero_grad()
         self.step += 1

@@ -26,7 +26,7 @@ from paceline.bench.terminal import progress, say, table
 from paceline.core.errors import ConfigError
 from paceline.core.machine import commit, machine
 from paceline.core.nouns import PAGE_TOKENS
-from paceline.draft.heads.drafter import Eagle3Config, PEagleConfig
+from paceline.draft.heads.options import Eagle3Config, PEagleConfig
 from paceline.draft.options import parse_spec
 from paceline.engine.config import MAX_THREADS
 from paceline.model.backend import num_cores

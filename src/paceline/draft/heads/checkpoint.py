@@ -39,6 +39,7 @@ _NAMES = {
 }
 _LAYER_NAMES = {there: here for here, there in LAYER_NAMES.items()} | {"hidden_norm.weight": "hidden_norm"}
 _LAYER = re.compile(r"(?:layers\.(\d{1,3})|midlayer|transformer)\.(.+)")
+_RELAY = re.compile(r"relay\.(?:place|known|tell|out|embed_norm)(?=\.weight$)")
 _FC_NORM = re.compile(r"fc_norm\.(\d{1,2})\.weight")
 
 
@@ -96,6 +97,8 @@ def canonical_name(name: str) -> str | None:
         return _NAMES.get(name, name)
     if match := _FC_NORM.fullmatch(name):
         return f"fc_norm.{match[1]}"
+    if match := _RELAY.match(name):
+        return match[0]
     match = _LAYER.fullmatch(name)
     if match is None or match[2] not in _LAYER_NAMES:
         return None

@@ -54,6 +54,9 @@ _ALGORITHMS = {
 }
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 OWN_TOKENS = "draft_own_tokens"  # in config.json: Paceline's own addition, others read past it
+RELAY_SIZE = "relay_size"  # likewise
+MOST_RELAYED = 4096
+RELAY_FACTOR = 3  # a relay is so many times as wide inside as what it tells
 _MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 
 
@@ -71,6 +74,7 @@ class HeadConfig:
     fc_norm: bool = False  # a norm of its own for each tap (EAGLE-3.1, arXiv 2605.09992)
     norm_output: bool = False  # what is fed back is the normed output
     mask_token_id: int | None = None  # P-EAGLE: stands for a token that is not known yet
+    relay_size: int = 0  # P-EAGLE: numbers that tell each guess of those before it; 0: it is not told
     fusion_bias: bool = False  # EAGLE-1: `fc` adds a bias
     layernorms: bool = False  # EAGLE-1: norms of the embedding, before the layer and before the target's head
     own_tokens: bool = False  # its output goes with the target's head too: for tokens its vocabulary leaves out
@@ -106,6 +110,7 @@ def read_config(values: Mapping[str, Any], target: ModelConfig) -> HeadConfig:
             target_hidden_size=_integer(everywhere, "target_hidden_size", target.hidden_size),
             taps=_taps(everywhere, algorithm, target),
             mask_token_id=_mask_token(everywhere) if algorithm.parallel else None,
+            relay_size=_relay_size(everywhere) if algorithm.parallel else 0,
             own_tokens=_flag(everywhere, OWN_TOKENS),
             **{name: _flag(everywhere, name) for name in _FLAGS},
         )
@@ -148,7 +153,20 @@ def head_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     shapes |= {"layers.0.hidden_norm": (width,), "norm": (width,), "head": (c.draft_vocab_size, width)}
     if c.algorithm.parallel:
         shapes["mask_hidden"] = (c.tapped_size,)
-    return shapes
+    return shapes | _relay_shapes(width, c.relay_size)
+
+
+def _relay_shapes(width: int, size: int) -> dict[str, tuple[int, ...]]:
+    if not size:
+        return {}
+    inner = RELAY_FACTOR * size
+    return {
+        "relay.embed_norm": (width,),
+        "relay.place": (2 * inner, 2 * width),
+        "relay.known": (2 * inner, width + size),
+        "relay.tell": (size, inner),
+        "relay.out": (width, size),
+    }
 
 
 def _feature_head_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
@@ -201,6 +219,13 @@ def _mask_token(values: Mapping[str, Any]) -> int:
         if values.get(key) is not None:
             return _integer(values, key, 0)
     raise BadModelFile("a P-EAGLE head needs mask_token_id in its config.json")
+
+
+def _relay_size(values: Mapping[str, Any]) -> int:
+    size = _integer(values, RELAY_SIZE, 0)
+    if size > MOST_RELAYED:
+        raise BadModelFile(f"the head's {RELAY_SIZE} = {size} must be at most {MOST_RELAYED}")
+    return size
 
 
 def _integer(values: Mapping[str, Any], key: str, default: int) -> int:
@@ -256,5 +281,7 @@ def _check(config: HeadConfig, target: ModelConfig, made_for: str) -> None:
             "the head's config.json has no RoPE settings, and the target keeps its own as a tensor; write the "
             "rope_theta and rope_scaling that the head was trained with into its config.json"
         )
+    if config.relay_size and not config.norm_output:
+        raise BadModelFile(f"a head with {RELAY_SIZE} needs norm_output: guesses tell of what the norm made")
     if config.norm_before_fc and config.fc_norm:
         raise BadModelFile("the head asks for norm_before_fc and fc_norm, which exclude each other")

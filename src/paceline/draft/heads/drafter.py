@@ -1,4 +1,4 @@
-"""Draft heads as drafters: EAGLE-1 and EAGLE-3 draft token by token, P-EAGLE all tokens in one pass.
+"""What drafters with a head share: taps in, features kept, entries caught up.
 
 All read the target's hidden states (`needs.taps`) of every committed token and keep two stores over its page
 table: the fused features, and the keys and values of the head's own layers. The entry of a token is (the feature
@@ -9,138 +9,38 @@ again from its own features.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import partial
-from math import prod
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from paceline.core.errors import ConfigError, DrafterMismatch
 from paceline.core.nouns import NO_DRAFT, Draft
-from paceline.draft.chains import CATCH_UP_TOKENS, begin, catch_up_tokens, draft_in_turn, extend, share_out
-from paceline.draft.drafter import MAX_K, Needs
-from paceline.draft.heads.checkpoint import load_head, narrowed
-from paceline.draft.heads.config import EAGLE, EAGLE3, PEAGLE, head_shapes, read_config
+from paceline.draft.chains import CATCH_UP_TOKENS, begin, catch_up_tokens, share_out
+from paceline.draft.drafter import Needs
 from paceline.draft.heads.features import FeatureStore, Tapped, runs
-from paceline.draft.hints import hinted
-from paceline.draft.options import bounded
 from paceline.draft.own import OwnTokens
-from paceline.draft.shipped import shipped_folder
 from paceline.draft.training import trained_to
-from paceline.model.choosing import pick
-from paceline.model.hf import read_json
-from paceline.model.pull import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from numpy import float32, floating
     from numpy.typing import NDArray
 
-    from paceline.core.nouns import Batch, Choose, Plan, Request, Scores, Taps, Verdict
+    from paceline.core.nouns import Batch, Plan, Request, Scores, Taps, Verdict
     from paceline.draft.chains import Chain
     from paceline.draft.drafter import Target
     from paceline.draft.heads.checkpoint import Head
-    from paceline.draft.options import Loader
-    from paceline.model.backend import Chosen, End
+    from paceline.draft.heads.options import HeadOptions
     from paceline.model.packed import Packed
     from paceline.model.rows import Span
-    from paceline.model.weights import LoadedModel
-
 
 _MANY_ROWS = 16  # above which drafts hardly pay, and prompts are caught up on bit by bit
 _MANY_BEHIND = 16  # entries: more than the drafts of a step leave to be written again
 _MOST_UNFUSED = 256  # tokens: 1.8 MB of hidden states of the default model
-_VOCABULARY = 8192  # tokens that EAGLE-1 writes unless told: a larger target head would cost more than the layer
 
 
-@dataclass(frozen=True, slots=True)
-class HeadOptions:
-    """What the options of all heads share."""
-
-    name: ClassVar[str]
-    k: int = 4
-    model: str | None = None  # folder or Hugging Face id of the head; None: the one that ships for the target
-
-    def __post_init__(self) -> None:
-        bounded(self, "k", 1, MAX_K)
-
-    def num_weights(self, target: LoadedModel) -> int:
-        """Return the size of the head; an embedding of its own is not counted."""
-        config = read_config(read_json(self.folder(target) / "config.json"), target.config)
-        return sum(prod(shape) for shape in head_shapes(config).values())
-
-    @property
-    def stands_alone(self) -> bool:
-        """It reads the target's taps and embedding."""
-        return False
-
-    def folder(self, target: Target | LoadedModel) -> Path:
-        """Return where the head's files lie. Raises `ModelError`, or `ConfigError` if none ships."""
-        return resolve(self.model) if self.model else shipped_folder(self.name, target.fingerprint)
-
-    def load(self, target: Target) -> Head:
-        """Read the head. Raises `ModelError`, or `DrafterMismatch` if it is not the target's."""
-        folder = self.folder(target)
-        head = load_head(folder, target.config)
-        kind = head.config.algorithm.name
-        if kind != self.name:
-            raise DrafterMismatch(f"{folder} is a head of another kind; use --draft {kind}:model={folder}")
-        return head
-
-
-@dataclass(frozen=True, slots=True)
-class EagleConfig(HeadOptions):
-    """`eagle:model=FOLDER`, with `k` drafts per step among the `vocabulary` lowest token ids."""
-
-    name: ClassVar[str] = EAGLE.name
-    vocabulary: int | None = None  # None: those that the head's file names, or else a few thousand
-
-    def __post_init__(self) -> None:
-        HeadOptions.__post_init__(self)  # super() does not see through slots
-        if not self.model:  # nothing here trains one, so none ships
-            raise ConfigError(
-                f"{self.name} wants model=FOLDER, a head that was trained for this very target; "
-                f"`paceline train {EAGLE3.name}` makes a better one, for --draft {EAGLE3.name}:model=FOLDER"
-            )
-
-    def build(self, target: Target, load: Loader) -> SerialHeadDrafter:
-        """Make the drafter. Raises `ModelError`, or `DrafterMismatch` if the head is not the target's."""
-        head, size = self.load(target), target.config.vocab_size
-        if self.vocabulary is not None:
-            bounded(self, "vocabulary", 1, size)
-            head = narrowed(head, self.vocabulary)
-        elif head.config.draft_vocab_size == size:
-            head = narrowed(head, min(size, _VOCABULARY))
-        return SerialHeadDrafter(self, target, head)
-
-
-@dataclass(frozen=True, slots=True)
-class Eagle3Config(HeadOptions):
-    """`eagle3` or `eagle3:model=FOLDER`, with `k` drafts per step."""
-
-    name: ClassVar[str] = EAGLE3.name
-
-    def build(self, target: Target, load: Loader) -> SerialHeadDrafter:
-        """Make the drafter. Raises `ModelError`, or `DrafterMismatch` if the head is not the target's."""
-        return SerialHeadDrafter(self, target, self.load(target))
-
-
-@dataclass(frozen=True, slots=True)
-class PEagleConfig(HeadOptions):
-    """`peagle` or `peagle:model=FOLDER`, with `k` drafts per step."""
-
-    name: ClassVar[str] = PEAGLE.name
-    k: int = 6
-
-    def build(self, target: Target, load: Loader) -> ParallelHeadDrafter:
-        """Make the drafter. Raises `ModelError`, or `DrafterMismatch` if the head is not the target's."""
-        return ParallelHeadDrafter(self, target, self.load(target))
-
-
-class _HeadDrafter:
+class HeadDrafter:
     """What all kinds share: taps in, features kept, entries caught up."""
 
     hint_gain: ClassVar[float]
@@ -277,72 +177,3 @@ class _HeadDrafter:
 
     def _tapped(self, taps: Taps, places: Sequence[int]) -> Tapped:
         return Tapped(tuple(taps.states[layer] for layer in self._config.taps), places, taps.slots)
-
-
-class SerialHeadDrafter(_HeadDrafter):
-    """Drafts token by token: what the head makes of one entry stands for the feature of the next."""
-
-    hint_gain = 1.5
-
-    def __init__(self, options: HeadOptions, target: Target, head: Head) -> None:
-        super().__init__(options, target, head)
-        self._fed_back: dict[int, NDArray[floating]] = {}  # row -> [width] of its newest guess
-
-    def _draft(self, chains: Mapping[int, Chain], starts: Mapping[int, int]) -> None:
-        at_once = self._run_in_turn if self._head.in_turn else None
-        draft_in_turn(self._rows, chains, starts, self._run, at_once, dense=self._dense)
-
-    def _run_in_turn(self, spans: Sequence[Span], chooses: Sequence[Choose], ends: Sequence[End]) -> Chosen:
-        assert self._head.in_turn is not None
-        packed = self._pack(spans, [1] * len(spans), max(depth for depth, _ in ends) - 1)
-        return self._head.in_turn(packed, self._read(spans, None), self._kv, chooses, ends)
-
-    def _run(self, spans: Sequence[Span], chooses: Sequence[Choose]) -> Chosen:
-        packed, features = self._pack(spans, [1] * len(spans)), self._read(spans, self._fed_back)
-        chosen, fed_back = self._head.run(packed, features, self._kv, chooses)
-        self._fed_back = {row: feature for (row, *_), feature in zip(spans, fed_back, strict=True)}
-        return chosen
-
-
-class ParallelHeadDrafter(_HeadDrafter):
-    """Drafts all tokens in one pass, mask tokens with a learnt feature standing for those not known yet."""
-
-    hint_gain = 8.0  # it hardly knows what its own guesses were
-
-    def __init__(self, options: HeadOptions, target: Target, head: Head) -> None:
-        super().__init__(options, target, head)
-        assert head.config.mask_token_id is not None, "the config of a parallel head names it"
-        self._mask = head.config.mask_token_id
-        self._mask_feature = self._head.fuse(head.weights["mask_hidden"][None])[0]  # [width]
-
-    def _draft(self, chains: Mapping[int, Chain], starts: Mapping[int, int]) -> None:
-        chosen, first = self._run(chains, starts)
-        wanting = list(chains.values())
-        while wanting:
-            found = pick(chosen, [first[c.row] + len(c.token_ids) for c in wanting])
-            extend(self._rows, wanting, partial(_already, found), dense=self._dense)
-            wanting = [c for c in wanting if c.goes_on]
-
-    def _run(self, chains: Mapping[int, Chain], starts: Mapping[int, int]) -> tuple[Chosen, dict[int, int]]:
-        """Run the pass. Returns what it says of all guesses, and where each row's begin.
-
-        Under penalties a choice waits for the guesses before it, as they are counted.
-        """
-        spans: list[Span] = []
-        chooses: list[Choose] = []
-        first: dict[int, int] = {}
-        for row, start in starts.items():
-            guesses = [self._mask] * (chains[row].depth - 1)
-            spans.append((row, start, int(self._rows.length[row]) - start, guesses))
-            first[row] = len(chooses)
-            for choose in hinted(self._rows.row_chooses(row, guesses), chains[row].told):
-                waits = self._dense or choose.params.penalised
-                chooses.append(choose._replace(kind="logits" if waits else choose.kind, margin=True))
-        packed = self._pack(spans, [chains[row].depth for row in starts])
-        features = self._read(spans, dict.fromkeys(starts, self._mask_feature))
-        return self._head.run(packed, features, self._kv, chooses)[0], first
-
-
-def _already(found: Chosen, _: Sequence[Choose]) -> Chosen:
-    """Stand for a pass that has been run."""
-    return found

@@ -95,6 +95,37 @@ def read_out(config: HeadConfig, weights: Weights, hidden: torch.Tensor) -> tupl
     return functional.linear(normed, weights["head"]), normed if config.norm_output else hidden
 
 
+def relay(
+    config: HeadConfig,
+    weights: Weights,
+    first: torch.Tensor,
+    normed: torch.Tensor,
+    known: tuple[torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor:
+    """Return what guesses tell those after them, [n, relay_size], between -1 and 1.
+
+    A head that guesses all tokens at once does not know at one place what it guesses at the one before. This
+    recurrence over the places tells it, once the layers have been run (recurrent drafters: ReDrafter, arXiv
+    2403.09919; heads that see the guesses before: Hydra, arXiv 2402.05109). What a guess is told is added, as
+    `relayed`, to what the vocabulary is multiplied with.
+
+    first, normed: [n, width] of the rows' first places and of these guesses' own, as `last_norm` returns them.
+    known: the embeddings [n, width] of the guesses before, and what was told to these [n, relay_size]; None for
+    first guesses.
+    """
+    both = functional.linear(torch.cat([first, normed], dim=-1), weights["relay.place"])
+    if known is not None:
+        before = rms_norm(known[0], weights["relay.embed_norm"], config.layers.norm_eps)
+        both = both + functional.linear(torch.cat([before, known[1]], dim=-1), weights["relay.known"])
+    gate, value = both.chunk(2, dim=-1)
+    return torch.tanh(functional.linear(functional.silu(gate) * value, weights["relay.tell"]))
+
+
+def relayed(weights: Weights, told: torch.Tensor) -> torch.Tensor:
+    """Return what is added to what the vocabulary is multiplied with, [n, width], for what guesses were told."""
+    return functional.linear(told, weights["relay.out"])
+
+
 def _norm(weights: Weights, name: str, x: torch.Tensor, eps: float) -> torch.Tensor:
     """Norm where the head has that norm."""
     return rms_norm(x, weights[name], eps) if name in weights else x

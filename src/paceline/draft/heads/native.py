@@ -11,6 +11,8 @@ from paceline import kernels
 from paceline.draft.heads.config import head_shapes
 from paceline.draft.heads.features import write_each
 from paceline.draft.reduced import ReducedVocabulary, own_bytes
+from paceline.model.backend import Chosen
+from paceline.model.choosing import logit_rows
 from paceline.model.native import (
     NativeDecoder,
     Output,
@@ -34,8 +36,9 @@ if TYPE_CHECKING:
     from paceline.draft.heads.config import HeadConfig
     from paceline.draft.heads.features import Tapped
     from paceline.draft.heads.runner import HeadInTurn
-    from paceline.model.backend import KV, Chosen, Decoder, End
+    from paceline.model.backend import KV, Decoder, End
     from paceline.model.device import Device
+    from paceline.model.native import PackedLayer
     from paceline.model.packed import Packed
 
 _TYPES = {"int4": "int8"}  # a head is small: four bits would cost more drafts than they save time
@@ -67,6 +70,7 @@ class NativeHead:
             self._written = self._vocabulary.rows_of_target(weight_type)
         else:
             self._written = self._vocabulary.pack_rows(as_float32(head.weights["head"]), weight_type)
+        self._relay = _Relay(head, self._vocabulary, weight_type) if head.config.relay_size else None
         self._decoder = self._pack(head, weight_type)
 
     def _norms_of_taps(self) -> NDArray[float32] | None:
@@ -85,7 +89,11 @@ class NativeHead:
             self._team,
             embed=self._embed,
             output=Output(
-                self._written, self._vectors.get("norm"), self._vocabulary.mapped_ids, head.config.norm_output
+                self._written,
+                self._vectors.get("norm"),
+                self._vocabulary.mapped_ids,
+                head.config.norm_output,
+                self._relay.packed if self._relay else None,
             ),
             layers=[
                 pack_layer(i, _layer_shapes(head.config, i), head.weights, weight_type)
@@ -103,7 +111,12 @@ class NativeHead:
 
     def write_also(self, own_ids: NDArray[int64]) -> None:
         """Write these tokens, too, see `HeadRunner`."""
-        self._vocabulary.write_also(own_ids, self._decoder, self._written)
+        self._vocabulary.write_also(own_ids, self._decoder, self._put_row)
+
+    def _put_row(self, index: int, row: NDArray[float32]) -> None:
+        self._written.put_row(index, row)
+        if self._relay:
+            self._relay.put_row(index, row)
 
     def new_kv(self, num_pages: int) -> kernels.KVStore:
         """Return an empty store of `num_pages` pages for the head's layers."""
@@ -180,8 +193,54 @@ class NativeHead:
             features=as_float32(features),
         )
 
+    def relay(
+        self,
+        first: NDArray[floating],
+        normed: NDArray[floating],
+        known: tuple[NDArray[int64], NDArray[floating]] | None,
+        chooses: Sequence[Choose],
+    ) -> tuple[Chosen, NDArray[floating]]:
+        """Tell guesses of those before them, see `HeadRunner`."""
+        decoder, vocab = self._decoder, self._vocabulary.num_tokens
+        token_ids, before = known or (np.empty(0, np.int64), np.empty((0, self.config.relay_size)))
+        read_chooses = kernels.read_chooses(list(chooses), decoder.vocab if decoder.maps_ids else vocab)
+        logits = np.empty((read_chooses.num_logit_rows, vocab), np.float32)
+        chosen, margins = np.empty(len(chooses), np.int64), np.empty(len(chooses), np.float32)
+        told = np.empty((len(first), self.config.relay_size), np.float32)
+        decoder.relay(
+            as_float32(first),
+            as_float32(normed),
+            token_ids,
+            as_float32(before),
+            read_chooses,
+            vocab=vocab,
+            chosen=chosen,
+            logits=logits,
+            margins=margins,
+            told=told,
+        )
+        found = Chosen(chosen, None, None, margins=margins)
+        if len(logits):
+            found = replace(found, logits=logits, logit_idx=logit_rows(chooses))
+        return self._vocabulary.spread(found, chooses), told
+
     def _norm(self, name: str, rows: NDArray[float32]) -> NDArray[float32]:
         return _norm(self._vectors[name], rows, self.config.layers.norm_eps)
+
+
+class _Relay:
+    """What tells guesses of those before them; the head's rows are multiplied with `relay.out` beforehand."""
+
+    def __init__(self, head: Head, vocabulary: ReducedVocabulary, weight_type: str) -> None:
+        self._out = as_float32(head.weights["relay.out"])  # [width, relay_size]
+        self._written = vocabulary.pack_rows(as_float32(head.weights["head"]) @ self._out, weight_type)
+        matrices = {name: pack(head.weights, f"relay.{name}", weight_type) for name in ("place", "known", "tell")}
+        norm = as_float32(head.weights["relay.embed_norm"])
+        self.packed: PackedLayer = matrices | {"written": self._written}, {"embed_norm": norm}
+
+    def put_row(self, index: int, row: NDArray[float32]) -> None:
+        """Write another token, of this row [width] of the head."""
+        self._written.put_row(index, as_float32(row @ self._out))
 
 
 def _norm(weight: NDArray[float32], rows: NDArray[float32], eps: float) -> NDArray[float32]:
@@ -193,7 +252,7 @@ def _norm(weight: NDArray[float32], rows: NDArray[float32], eps: float) -> NDArr
 def _vector_names(config: HeadConfig) -> set[str]:
     """Return the norms and biases outside the layers."""
     shapes = head_shapes(config).items()
-    return {n for n, shape in shapes if len(shape) == 1 and not n.startswith(("layers.", "mask"))}
+    return {n for n, shape in shapes if len(shape) == 1 and not n.startswith(("layers.", "mask", "relay."))}
 
 
 def _layer_shapes(config: HeadConfig, index: int) -> dict[str, tuple[int, ...]]:

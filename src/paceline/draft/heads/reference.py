@@ -101,6 +101,27 @@ class ReferenceHead:
         hidden = forward.run_layers(self.config, self._weights, embedded, self._take(features), positions, paged)
         wanted = hidden[torch.from_numpy(packed.wanted).to(self._device)]
         logits, fed_back = forward.read_out(self.config, self._weights, wanted)
+        return self._choose(logits, chooses), to_numpy(fed_back)
+
+    @torch.inference_mode()
+    def relay(
+        self,
+        first: NDArray[floating],
+        normed: NDArray[floating],
+        known: tuple[NDArray[int64], NDArray[floating]] | None,
+        chooses: Sequence[Choose],
+    ) -> tuple[Chosen, NDArray[floating]]:
+        """Tell guesses of those before them, see `HeadRunner`."""
+        states, before = self._take(normed), None
+        if known is not None:
+            token_ids = torch.from_numpy(known[0]).to(self._device)
+            before = functional.embedding(token_ids, self._embed), self._take(known[1])
+        told = forward.relay(self.config, self._weights, self._take(first), states, before)
+        states = states[: len(chooses)] + forward.relayed(self._weights, told[: len(chooses)])
+        return self._choose(functional.linear(states, self._weights["head"]), chooses), to_numpy(told)
+
+    def _choose(self, logits: torch.Tensor, chooses: Sequence[Choose]) -> Chosen:
+        """Choose by rows of the draft vocabulary's logits."""
         spread = logits.new_full((len(logits), self._vocab_size), -torch.inf)
         spread[:, self._token_ids] = logits
-        return choose_from(spread, chooses), to_numpy(fed_back)
+        return choose_from(spread, chooses)

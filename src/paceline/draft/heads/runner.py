@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 class HeadInTurn(Protocol):
-    """Runs passes of a head in turn, see `backend.InTurn`; what one makes of a token is the next one's feature."""
+    """Runs passes of a head in turn, see `backend.InTurn`; what one makes of a token is the next one's feature.
+
+    A head with a relay runs one pass, over the places of all guesses, and then its relay in turn.
+    """
 
     def __call__(
         self,
@@ -75,6 +78,21 @@ class HeadRunner(Protocol):
 
         Writes their keys and values. Chosen tokens and rows of logits are the target's, whatever vocabulary the
         head has. The second result stands for the features of the wanted tokens, [num_wanted, width].
+        """
+        ...
+
+    def relay(
+        self,
+        first: NDArray[floating],
+        normed: NDArray[floating],
+        known: tuple[NDArray[int64], NDArray[floating]] | None,
+        chooses: Sequence[Choose],
+    ) -> tuple[Chosen, NDArray[floating]]:
+        """Tell guesses of those before them, and choose them: see `forward.relay`. Only of a head with a relay.
+
+        first, normed: [n, width], second results of a `run`. known: the guesses before [n] and what was told to
+        them [n, relay_size]; None where these are the first ones, of which none is chosen here. Returns what is
+        chosen, and what the guesses were told.
         """
         ...
 

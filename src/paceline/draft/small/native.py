@@ -74,7 +74,7 @@ class NativeSmall:
 
     def write_also(self, own_ids: NDArray[int64]) -> None:
         """Write these tokens, too, see `SmallDecoder`."""
-        self._vocabulary.write_also(own_ids, self._decoder, self._head)
+        self._vocabulary.write_also(own_ids, self._decoder, self._head.put_row)
 
     def new_kv(self, num_pages: int, num_layers: int | None = None) -> kernels.KVStore:
         """Return an empty store of `num_pages` pages for the first `num_layers` layers (all by default)."""

@@ -18,7 +18,7 @@ from paceline.train.progress import progress
 from paceline.train.run import Material
 from paceline.train.target import load_target, native_reader, reference_reader
 from paceline.train.trainer import TrainConfig
-from paceline.train.vocabulary import choose_vocabulary
+from paceline.train.vocabulary import choose_vocabulary, vocabulary_of
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from paceline.train.corpus import Text
     from paceline.train.recipe import Recipe
     from paceline.train.target import Reader, Target
+
+
+VOCABULARY = 8192  # tokens: nine tenths of what the target writes, for a quarter of a draft's time
 
 
 def add_data(parser: ArgumentParser) -> None:
@@ -68,7 +71,19 @@ def add_training(parser: ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, metavar="N", help="steps, in place of --epochs")
     parser.add_argument("--batch-tokens", type=int, default=2048, metavar="N", help="tokens of a step")
     parser.add_argument("--lr", type=float, default=1e-3, metavar="LR", help="the highest learning rate")
-    parser.add_argument("--vocab", type=int, default=8192, metavar="N", help="tokens the drafter can write")
+    parser.add_argument(
+        "--start-lr",
+        type=float,
+        default=1.0,
+        metavar="SHARE",
+        help="of --lr: the learning rate of what --start-from brings",
+    )
+    parser.add_argument(
+        "--vocab",
+        type=int,
+        metavar="N",
+        help=f"tokens the drafter can write (default: those of --start-from, or {VOCABULARY})",
+    )
     parser.add_argument(
         "--own-tokens",
         type=int,
@@ -136,9 +151,11 @@ def gather(args: Namespace, target: Target, taps: tuple[int, ...]) -> Material:
     """Read the data and compute what is missing of the target's hidden states."""
     corpus = read_corpus(args.data, target.config.vocab_size, args.max_len)
     training, held_out = split(corpus.texts, args.held_out)
-    vocabulary, coverage = choose_vocabulary(
-        (corpus.texts[n] for n in training), target.config.vocab_size, args.vocab
-    )
+    learnt, vocab_size = (corpus.texts[n] for n in training), target.config.vocab_size
+    if args.vocab is None and args.start_from is not None:
+        vocabulary, coverage = vocabulary_of(args.start_from, learnt, vocab_size)
+    else:
+        vocabulary, coverage = choose_vocabulary(learnt, vocab_size, args.vocab or VOCABULARY)
     store = features_of(args, target, taps, corpus.texts)
     return Material(target, corpus, training, held_out, store, vocabulary, coverage)
 
@@ -171,6 +188,7 @@ def train_config(args: Namespace, material: Material, **changes: float) -> Train
     return TrainConfig(
         steps=args.steps or max(1, round(args.epochs * per_epoch)),
         lr=args.lr,
+        start_lr=args.start_lr,
         batch_tokens=args.batch_tokens,
         own_tokens=args.own_tokens,
         seed=args.seed,
@@ -204,7 +222,14 @@ def _check(args: Namespace) -> None:
             raise ConfigError(f"--{flag.replace('_', '-')} must be at least 1, not {value}")
     if getattr(args, "own_tokens", 0) < 0:
         raise ConfigError(f"--own-tokens must be at least 0, not {args.own_tokens}")
-    for flag, most in (("epochs", 1_000_000), ("lr", 1.0), ("held_out", 0.9), ("keep", 1.0), ("decay", 1.0)):
+    for flag, most in (
+        ("epochs", 1_000_000),
+        ("lr", 1.0),
+        ("start_lr", 1.0),
+        ("held_out", 0.9),
+        ("keep", 1.0),
+        ("decay", 1.0),
+    ):
         value = getattr(args, flag, None)
         if value is not None and not 0.0 < value <= most:
             raise ConfigError(f"--{flag.replace('_', '-')} must be above 0 and at most {most}, not {value}")

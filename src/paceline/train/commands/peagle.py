@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
+from paceline.draft.heads.config import MOST_RELAYED
 from paceline.train.commands.heads import train_head
 from paceline.train.commands.options import add_depths, add_training, chosen_taps, gather, open_target
 from paceline.train.head import HeadShape
@@ -14,17 +15,29 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
 
+RELAY = 256
+
+
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the command's options."""
     add_training(parser)
     add_depths(parser, num_steps=8)
     parser.add_argument("--layers", type=int, default=2, metavar="N", help="of the head")
+    parser.add_argument(
+        "--relay",
+        type=int,
+        default=RELAY,
+        metavar="N",
+        help="numbers that tell each guess of those before it; 0 for a head as in the paper",
+    )
 
 
 def run(args: Namespace) -> int:
     """Train a head of some layers."""
     if args.layers < 1:
         raise ConfigError(f"--layers must be at least 1, not {args.layers}")
+    if not 0 <= args.relay <= MOST_RELAYED:
+        raise ConfigError(f"--relay must be between 0 and {MOST_RELAYED}, not {args.relay}")
     target = open_target(args)
     taps = chosen_taps(args, target)
     material = gather(args, target, taps)
@@ -33,6 +46,7 @@ def run(args: Namespace) -> int:
         architecture="PEagleDraftModel",
         num_layers=args.layers,
         num_steps=args.k,
+        relay_size=args.relay,
         taps=taps,
         mask_token_id=rarest_token(material.corpus.texts, target.config.vocab_size),
         own_tokens=args.own_tokens > 0,

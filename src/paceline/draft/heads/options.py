@@ -1,0 +1,115 @@
+"""The options of drafters with a head, and the drafters they make."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, ClassVar
+
+from paceline.core.errors import ConfigError, DrafterMismatch
+from paceline.draft.drafter import MAX_K
+from paceline.draft.heads.checkpoint import load_head, narrowed
+from paceline.draft.heads.config import EAGLE, EAGLE3, PEAGLE, head_shapes, read_config
+from paceline.draft.heads.parallel import ParallelHeadDrafter, RelayHeadDrafter
+from paceline.draft.heads.serial import SerialHeadDrafter
+from paceline.draft.options import bounded
+from paceline.draft.shipped import shipped_folder
+from paceline.model.hf import read_json
+from paceline.model.pull import resolve
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from paceline.draft.drafter import Target
+    from paceline.draft.heads.checkpoint import Head
+    from paceline.draft.heads.drafter import HeadDrafter
+    from paceline.draft.options import Loader
+    from paceline.model.weights import LoadedModel
+
+_VOCABULARY = 8192  # tokens that EAGLE-1 writes unless told: a larger target head would cost more than the layer
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOptions:
+    """What the options of all heads share."""
+
+    name: ClassVar[str]
+    k: int = 4
+    model: str | None = None  # folder or Hugging Face id of the head; None: the one that ships for the target
+
+    def __post_init__(self) -> None:
+        bounded(self, "k", 1, MAX_K)
+
+    def num_weights(self, target: LoadedModel) -> int:
+        """Return the size of the head; an embedding of its own is not counted."""
+        config = read_config(read_json(self.folder(target) / "config.json"), target.config)
+        return sum(prod(shape) for shape in head_shapes(config).values())
+
+    @property
+    def stands_alone(self) -> bool:
+        """It reads the target's taps and embedding."""
+        return False
+
+    def folder(self, target: Target | LoadedModel) -> Path:
+        """Return where the head's files lie. Raises `ModelError`, or `ConfigError` if none ships."""
+        return resolve(self.model) if self.model else shipped_folder(self.name, target.fingerprint)
+
+    def load(self, target: Target) -> Head:
+        """Read the head. Raises `ModelError`, or `DrafterMismatch` if it is not the target's."""
+        folder = self.folder(target)
+        head = load_head(folder, target.config)
+        kind = head.config.algorithm.name
+        if kind != self.name:
+            raise DrafterMismatch(f"{folder} is a head of another kind; use --draft {kind}:model={folder}")
+        return head
+
+
+@dataclass(frozen=True, slots=True)
+class EagleConfig(HeadOptions):
+    """`eagle:model=FOLDER`, with `k` drafts per step among the `vocabulary` lowest token ids."""
+
+    name: ClassVar[str] = EAGLE.name
+    vocabulary: int | None = None  # None: those that the head's file names, or else a few thousand
+
+    def __post_init__(self) -> None:
+        HeadOptions.__post_init__(self)  # super() does not see through slots
+        if not self.model:  # nothing here trains one, so none ships
+            raise ConfigError(
+                f"{self.name} wants model=FOLDER, a head that was trained for this very target; "
+                f"`paceline train {EAGLE3.name}` makes a better one, for --draft {EAGLE3.name}:model=FOLDER"
+            )
+
+    def build(self, target: Target, load: Loader) -> SerialHeadDrafter:
+        """Make the drafter. Raises `ModelError`, or `DrafterMismatch` if the head is not the target's."""
+        head, size = self.load(target), target.config.vocab_size
+        if self.vocabulary is not None:
+            bounded(self, "vocabulary", 1, size)
+            head = narrowed(head, self.vocabulary)
+        elif head.config.draft_vocab_size == size:
+            head = narrowed(head, min(size, _VOCABULARY))
+        return SerialHeadDrafter(self, target, head)
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Config(HeadOptions):
+    """`eagle3` or `eagle3:model=FOLDER`, with `k` drafts per step."""
+
+    name: ClassVar[str] = EAGLE3.name
+
+    def build(self, target: Target, load: Loader) -> SerialHeadDrafter:
+        """Make the drafter. Raises `ModelError`, or `DrafterMismatch` if the head is not the target's."""
+        return SerialHeadDrafter(self, target, self.load(target))
+
+
+@dataclass(frozen=True, slots=True)
+class PEagleConfig(HeadOptions):
+    """`peagle` or `peagle:model=FOLDER`, with `k` drafts per step."""
+
+    name: ClassVar[str] = PEAGLE.name
+    k: int = 6
+
+    def build(self, target: Target, load: Loader) -> HeadDrafter:
+        """Make the drafter. Raises `ModelError`, or `DrafterMismatch` if the head is not the target's."""
+        head = self.load(target)
+        make = RelayHeadDrafter if head.config.relay_size else ParallelHeadDrafter
+        return make(self, target, head)
