@@ -151,8 +151,10 @@ class Relayed {
             chosen.push_back(chosen_[row.first]);
             margins.push_back(margins_[row.first]);
         }
-        tell(0, nullptr);
         take(0, chosen, margins);
+        if (over()) return;
+        read_places(turns);
+        tell(0, nullptr);
     }
 
     bool over() const { return going_.rows().empty(); }
@@ -184,11 +186,16 @@ class Relayed {
         decoder_.forward(pass_, kv);
         places_ = pass_.wanted;
         for (int64_t place : places_) decoder_.norm_last(&states_[static_cast<size_t>(place) * hidden()]);
+    }
+
+    void read_places(const Turns& turns) {
         std::vector<const float*> first, normed;
+        sums_row_.resize(places_.size());
         for (const Row& row : going_.rows())
-            for (size_t turn = 0; turn < static_cast<size_t>(turns.depths[row.index]); ++turn) {
+            for (size_t at = row.first; at < row.first + static_cast<size_t>(turns.depths[row.index]); ++at) {
+                sums_row_[at] = normed.size();
                 first.push_back(state(row.first));
-                normed.push_back(state(row.first + turn));
+                normed.push_back(state(at));
             }
         decoder_.relay_places(first, normed, sums_);
     }
@@ -202,7 +209,7 @@ class Relayed {
         for (const Row& row : going_.rows()) {
             const size_t at = row.first + turn;
             place.normed.push_back(state(at));
-            place.sums.push_back(&sums_[at * stride]);
+            place.sums.push_back(&sums_[sums_row_[at] * stride]);
             if (before) place.logits.push_back(&logits_[logit_row_[at] * pass_.vocab]);
         }
         std::vector<float> told(n * decoder_.relays().size);
@@ -217,7 +224,7 @@ class Relayed {
         newest_.clear();
         going_.take(turn, chosen.data(), margins.data(), [&](size_t i) {
             newest_.push_back(chosen[i]);
-            told.insert(told.end(), &told_[i * size], &told_[i * size] + size);
+            if (turn > 0) told.insert(told.end(), &told_[i * size], &told_[i * size] + size);
         });
         told_ = std::move(told);
     }
@@ -228,10 +235,10 @@ class Relayed {
     Going going_;
     Pass pass_;
     size_t num_logits_ = 0;
-    std::vector<size_t> logit_row_;              // [places]
+    std::vector<size_t> logit_row_, sums_row_;   // [places]
     std::vector<int64_t> places_;                // tokens of the pass that guesses are made at
     std::vector<float> states_, logits_, told_;  // of the pass, of its places but the first, of the newest guesses
-    Lines<float> sums_;                          // [places, stride]
+    Lines<float> sums_;                          // of the places of rows that go on, [places, stride]
     std::vector<int64_t> chosen_, newest_;
     std::vector<float> margins_;
 };

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 from paceline.cli import main
 from paceline.draft.heads.checkpoint import load_head
@@ -103,12 +104,35 @@ def test_a_head_may_start_from_another(toy: Path, tmp_path: Path, capsys: Any) -
     assert main(command("eagle3", toy, first, "--steps", "60", "--eval-every", "60", "--k", "1")) == 0
     go_on = ["--start-from", str(first), "--steps", "1", "--eval-every", "1"]
     assert main(command("eagle3", toy, tmp_path / "more", *go_on, "--vocab", "200")) == 0
-    assert main(command("peagle", toy, second, *go_on)) == 0
+    assert main(command("peagle", toy, second, *go_on, "--start-lr", "1e-6")) == 0
     learnt = read_metrics(first)[-1]["accepted"][0]
     assert read_metrics(tmp_path / "more")[0]["accepted"][0] > learnt - 0.1
-    assert read_metrics(second)[0]["accepted"][0] > 0.1  # its second layer is new
+    assert read_metrics(second)[0]["accepted"][0] > learnt - 0.01  # its second layer does nothing yet
+    before, after = (load_head(folder, toy_config()).weights for folder in (first, second))
+    moved = {name: np.abs(after[name] - before[name]).max() for name in before}
+    assert max(moved.values()) < 1e-3  # of 16 bits
+    assert np.abs(after["layers.1.attn_o"]).max() > 1e-3
+    assert np.abs(after["relay.out"]).max() > 1e-3
     assert main(command("eagle3", toy, tmp_path / "none", "--start-from", str(tmp_path / "nowhere"))) == 2
     assert "nowhere" in capsys.readouterr().err
+
+
+def test_a_head_goes_on_with_the_tokens_it_has(toy: Path, tmp_path: Path, capsys: Any) -> None:
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    one_step = ["--steps", "1", "--eval-every", "1"]
+    assert main(command("peagle", toy, first, *one_step, "--vocab", "40", "--relay", "0")) == 0
+    words = command("peagle", toy, second, *one_step, "--relay", "8", "--start-from", str(first))
+    at = words.index("--vocab")
+    assert main(words[:at] + words[at + 2 :]) == 0
+    plain, told = (load_head(folder, toy_config()) for folder in (first, second))
+    assert (plain.config.relay_size, told.config.relay_size) == (0, 8)
+    np.testing.assert_array_equal(plain.token_ids, told.token_ids)
+    (first / "model.safetensors").unlink()
+    save_file({"norm.weight": np.ones(4, np.float32)}, first / "model.safetensors")
+    assert main(words[:at] + words[at + 2 :]) == 2
+    assert "--vocab" in capsys.readouterr().err
+    assert main(command("peagle", toy, third, "--relay", "5000")) == 2
+    assert "--relay must be between 0 and 4096" in capsys.readouterr().err
 
 
 def test_a_run_with_other_settings_is_not_resumed(toy: Path, tmp_path: Path, capsys: Any) -> None:

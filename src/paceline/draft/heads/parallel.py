@@ -86,7 +86,7 @@ def _already(found: Chosen, _: Sequence[Choose]) -> Chosen:
 class RelayHeadDrafter(ParallelHeadDrafter):
     """Drafts all tokens in one pass, and tells each of those before it."""
 
-    hint_gain = 2.0
+    hint_gain = 6.0
 
     def __init__(self, options: HeadOptions, target: Target, head: Head) -> None:
         super().__init__(options, target, head)
