@@ -235,8 +235,8 @@ Relay relay_of(const Shape& shape, const nb::dict& matrices, const nb::dict& vec
     require(matrices.contains("tell"), "a relay lacks the matrix tell");
     const size_t inner = nb::cast<std::shared_ptr<Matrix>>(matrices["tell"])->in();
     return {size, inner, vector_of(vectors["embed_norm"], shape.hidden, "embed_norm"),
-            matrix_of(matrices, "place", 2 * inner, 2 * shape.hidden), matrix_of(matrices, "known", 2 * inner, shape.hidden + size),
-            matrix_of(matrices, "tell", size, inner), matrix_of(matrices, "written", shape.head_size, size)};
+            matrix_of(matrices, "place", 2 * inner, 2 * shape.hidden),
+            matrix_of(matrices, "known", 2 * inner, shape.hidden + size), matrix_of(matrices, "tell", size, inner), matrix_of(matrices, "written", shape.head_size, size)};
 }
 
 void check_shape(const Shape& s) {
@@ -412,7 +412,7 @@ void check_turns(const Pass& pass, const Turns& turns, bool relayed) {
     size_t at = 0;
     for (size_t row = 0; row < pass.num_rows; ++row) {
         const int64_t end = pass.cu_len[row + 1], depth = turns.depths[row], num_wanted = relayed ? depth : 1;
-        require(1 <= depth && num_wanted <= end - pass.cu_len[row], "a row is at least as deep as one, and has a place for each guess");
+        require(1 <= depth && num_wanted <= end - pass.cu_len[row], "a row is one deep at least, with a place for each guess");
         for (int64_t i = end - num_wanted; i < end; ++i)
             require(at < pass.wanted.size() && pass.wanted[at++] == i, "the wanted tokens are the last of their rows");
         const auto reach = static_cast<int64_t>(pass.max_pages * kPageTokens) - pass.positions[end - 1];
@@ -444,8 +444,8 @@ void forward_in_turn(Decoder& decoder, const KVStore& kv, const PassArrays& read
 
 // One place of guesses, see `Place`; without token_ids only what the first ones tell is computed.
 void relay(Decoder& decoder, const Table<float>& first, const Table<float>& normed, const Array<int64_t>& token_ids,
-           const Table<float>& before, const ChooseList& chooses, size_t vocab, const Out<int64_t>& chosen, const Out<float>& logits, const Out<float>& margins,
-           const Out<float>& told) {
+           const Table<float>& before, const ChooseList& chooses, size_t vocab, const Out<int64_t>& chosen,
+           const Out<float>& logits, const Out<float>& margins, const Out<float>& told) {
     const Shape& shape = decoder.shape();
     const size_t n = normed.shape(0), size = decoder.relays().size, num_known = token_ids.size();
     require(size > 0, "this decoder has no relay");
@@ -467,7 +467,8 @@ void relay(Decoder& decoder, const Table<float>& first, const Table<float>& norm
         place.normed.push_back(normed.data() + i * shape.hidden);
     }
     for (size_t i = 0; i < num_known; ++i) {
-        require(0 <= token_ids.data()[i] && static_cast<size_t>(token_ids.data()[i]) < shape.vocab, "a token id lies outside the vocabulary");
+        const int64_t token = token_ids.data()[i];
+        require(0 <= token && static_cast<size_t>(token) < shape.vocab, "a token id lies outside the vocabulary");
         pass.wanted.push_back(static_cast<int64_t>(i));
     }
     std::fill_n(margins.data(), num_known, NAN);
@@ -604,7 +605,8 @@ void bind_decoder(nb::module_& m) {
         }, "vocab"_a, "hidden"_a, "intermediate"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "norm_eps"_a,
            "team"_a, "embed"_a, "head"_a, "final_norm"_a, "inverse_frequencies"_a, "layers"_a,
            "windows"_a, "ropes"_a, "query_scale"_a, "embed_scale"_a, "activation"_a, "norms_residual"_a = false,
-           "feeds_normed"_a = false, "fusing_matrices"_a = nb::dict(), "fusing_vectors"_a = nb::dict(), "relay_matrices"_a = nb::dict(), "relay_vectors"_a = nb::dict(), "token_ids"_a = nb::none())
+           "feeds_normed"_a = false, "fusing_matrices"_a = nb::dict(), "fusing_vectors"_a = nb::dict(),
+           "relay_matrices"_a = nb::dict(), "relay_vectors"_a = nb::dict(), "token_ids"_a = nb::none())
         .def_prop_ro("vocab", [](const Decoder& self) { return self.shape().vocab; })
         .def_prop_ro("maps_ids", &Decoder::maps_ids)
         .def_prop_ro("relay_size", [](const Decoder& self) { return self.relays().size; })
@@ -618,8 +620,9 @@ void bind_decoder(nb::module_& m) {
              "taps"_a.noconvert(), "chosen"_a.noconvert(), "logits"_a.noconvert(), "margins"_a.noconvert())
         .def("forward_in_turn", &forward_in_turn, "kv"_a, "read"_a, "chooses"_a, "vocab"_a, "num_layers"_a, "depths"_a,
              "stops"_a.noconvert(), "chosen"_a.noconvert(), "margins"_a.noconvert())
-        .def("relay", &relay, "first"_a.noconvert(), "normed"_a.noconvert(), "token_ids"_a.noconvert(), "before"_a.noconvert(), "chooses"_a, "vocab"_a,
-             "chosen"_a.noconvert(), "logits"_a.noconvert(), "margins"_a.noconvert(), "told"_a.noconvert());
+        .def("relay", &relay, "first"_a.noconvert(), "normed"_a.noconvert(), "token_ids"_a.noconvert(),
+             "before"_a.noconvert(), "chooses"_a, "vocab"_a, "chosen"_a.noconvert(), "logits"_a.noconvert(),
+             "margins"_a.noconvert(), "told"_a.noconvert());
 }
 
 }  // namespace

@@ -246,6 +246,7 @@ class Relayed {
 }  // namespace
 
 void run_relayed(Decoder& decoder, const Pass& first, const Turns& turns, const KVStore& kv) {
+    if (first.num_rows == 0) return;
     Relayed relayed(decoder, first, turns, kv);
     for (size_t turn = 1; !relayed.over(); ++turn) relayed.run(turn);
 }
