@@ -54,11 +54,14 @@ def head(tmp_path: Path) -> Path:
         "fc.weight": np.array([[127, -64], [1, 0]], np.int8),
         "fc.weight_scale": np.array([[0.5], [2.0]], np.float32),
         "norm.weight": np.array([1.0, 0.5], np.float16),
+        "relay.out.weight": np.array([[1, 0]], np.int8),
+        "relay.out.weight_scale": np.array([[0.5]], np.float32),
         "d2t": np.array([0, 3]),
         "t2d": np.array([True, False]),
     }
     save_file(tensors, folder / "model.safetensors")
     values = {"dtype": "float16", "quantization_config": {"format": "int-quantized"}, "norm_output": True}
+    values |= {"relay_size": 2, "draft_own_tokens": True}  # which others do not know
     (folder / "config.json").write_text(json.dumps(values))
     return folder
 
@@ -106,7 +109,9 @@ def test_both_are_asked_the_same(model, prompts, head, tmp_path, capsys, monkeyp
     assert len(workers["ours"].asked) == 2
     speculation = options["vllm_cpu"]["speculation"]
     assert (speculation["method"], speculation["parallel_drafting"]) == ("eagle3", True)
-    assert (speculation["num_speculative_tokens"], options["ours"]["draft"]) == (2, f"peagle:model={head},k=2")
+    copy = speculation["model"]
+    assert copy != str(head)
+    assert (speculation["num_speculative_tokens"], options["ours"]["draft"]) == (2, f"peagle:model={copy},k=2")
     assert json.loads((tmp_path / "out.json").read_text())["ratio"] == 1.0
     assert "of 2 prompts 2 have the same text" in capsys.readouterr().out
 

@@ -1,7 +1,8 @@
 """A head trained here, run by Paceline and by vLLM's build for CPUs: what each keeps of its drafts.
 
 `python -m paceline.bench.peers.acceptance --prompts FILE.jsonl --draft eagle3:k=4`. Both decode in float32,
-greedily, the end of text ignored, a prompt at a time. vLLM gets the head's folder, its weights written in float32.
+greedily, the end of text ignored, a prompt at a time. Both get the same copy of the head, its weights in float32,
+and without what only Paceline knows: a relay, a request's own tokens.
 """
 
 from __future__ import annotations
@@ -145,8 +146,10 @@ def _ask(
     longest = max(map(len, prompts)) + args.new_tokens + PAGE_TOKENS
     files = (model.path, unquantized(model, work))
     settings = [asdict(Setting(str(file), args.threads, 1, longest, 512)) for file in files]
-    drafts = {"model": str(unquantized_head(head.folder(model), work)), "num_speculative_tokens": head.k}
-    here = {"setting": settings[0], "weights": "f32", "kv": "f32", "draft": args.draft}
+    folder = unquantized_head(head.folder(model), work)
+    drafts = {"model": str(folder), "num_speculative_tokens": head.k}
+    same = f"{head.name}:model={folder},k={head.k}"
+    here = {"setting": settings[0], "weights": "f32", "kv": "f32", "draft": same}
     speculation = SPECULATION[type(head)] | drafts
     there = {"setting": settings[1], "dtype": "float32", "eager": True, "speculation": speculation}
     both = Kept(PACELINE.name), Kept(VLLM.name)

@@ -18,6 +18,8 @@ from paceline.bench.quality import load, log_probs, write_greedily
 from paceline.bench.run import questions
 from paceline.core.errors import ConfigError, UnsupportedModel
 from paceline.core.params import SamplingParams
+from paceline.draft.heads.checkpoint import RELAY
+from paceline.draft.heads.config import OWN_TOKENS, RELAY_SIZE
 from paceline.model import hf
 from paceline.model.weights import canonical_names, load_template, load_tokenizer
 from paceline.serve.prompts import Prompts
@@ -63,18 +65,19 @@ def unquantized(model: LoadedModel, folder: Path) -> Path:
 
 
 def unquantized_head(head: Path, folder: Path) -> Path:
-    """Return a copy of a head that was trained here, its weights in float32, its config.json else as it is."""
+    """Return a copy of a head that was trained here, its weights in float32, without what only Paceline knows."""
     target = folder / "head"
     target.mkdir(parents=True, exist_ok=True)
     stored = load_file(head / "model.safetensors")
     tensors = {}
     for name, tensor in stored.items():
-        if not name.endswith("_scale"):
+        if not name.endswith("_scale") and not name.startswith(RELAY):
             scaled = tensor * stored[f"{name}_scale"] if f"{name}_scale" in stored else tensor
             tensors[name] = scaled.astype(np.float32) if np.issubdtype(scaled.dtype, np.floating) else scaled
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     values = hf.read_json(head / "config.json") | {"dtype": "float32"}
-    values.pop("quantization_config", None)
+    for key in ("quantization_config", OWN_TOKENS, RELAY_SIZE):
+        values.pop(key, None)
     (target / "config.json").write_text(json.dumps(values, indent=1), encoding="utf-8")
     return target
 

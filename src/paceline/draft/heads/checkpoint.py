@@ -39,7 +39,8 @@ _NAMES = {
 }
 _LAYER_NAMES = {there: here for here, there in LAYER_NAMES.items()} | {"hidden_norm.weight": "hidden_norm"}
 _LAYER = re.compile(r"(?:layers\.(\d{1,3})|midlayer|transformer)\.(.+)")
-_RELAY = re.compile(r"relay\.(?:place|known|tell|out|embed_norm)(?=\.weight$)")
+RELAY = "relay."  # begins the names of what tells guesses of those before them
+_RELAY = re.compile(rf"{re.escape(RELAY)}(?:place|known|tell|out|embed_norm)(?=\.weight$)")
 _FC_NORM = re.compile(r"fc_norm\.(\d{1,2})\.weight")
 
 
