@@ -116,7 +116,7 @@ class RelayHeadDrafter(ParallelHeadDrafter):
         return chosen
 
     def _run_first(self, spans: Sequence[Span], chooses: Sequence[Choose], depths: Sequence[int]) -> Chosen:
-        """Run the pass; keep what it makes of all places but the first ones' choices."""
+        """Run the pass, keep what it makes of every place, and choose each row's first guess."""
         packed, features = self._masked([span[:3] for span in spans], depths)
         for_all = [choose for choose, depth in zip(chooses, depths, strict=True) for _ in range(depth)]
         chosen, normed = self._head.run(packed, features, self._kv, for_all)

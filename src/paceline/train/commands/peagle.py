@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
 
-RELAY = 256
+RELAY = 256  # numbers that a guess is told
 
 
 def add_arguments(parser: ArgumentParser) -> None:
