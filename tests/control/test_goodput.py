@@ -183,8 +183,7 @@ def test_without_news_nothing_that_was_planned_is_dropped() -> None:
         assert (ours.trim(view, silent) == decision.ks).all()
 
 
-def test_the_trim_is_the_best_of_all_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.control.goodput.LEAST_AT_STAKE", 0.0)
+def test_the_trim_is_the_best_of_all_cuts() -> None:
     rng = np.random.default_rng(3)
     ours = taught(policy(), rng)
     view = View(np.arange(3), np.full(3, 300), np.full(3, 100), Work(0))
@@ -202,8 +201,8 @@ def test_the_trim_is_the_best_of_all_cuts(monkeypatch: pytest.MonkeyPatch) -> No
     assert goodput(ours.trim(view, told)) == pytest.approx(best, rel=1e-3)
 
 
-@pytest.mark.parametrize(("slower", "kept"), [(1.0, [3, 3, 3]), (100.0, [0, 0, 0])])
-def test_where_little_is_at_stake_nothing_is_trimmed(slower: float, kept: list[int]) -> None:
+@pytest.mark.parametrize("slower", [1.0, 100.0])
+def test_where_little_is_at_stake_nothing_is_trimmed(slower: float) -> None:
     """Looking takes longer than it could save."""
     ours = taught(policy(), np.random.default_rng(3))
     assert isinstance(ours.cost, OnlineCost)
@@ -211,8 +210,9 @@ def test_where_little_is_at_stake_nothing_is_trimmed(slower: float, kept: list[i
     ours._stance = Stance()  # it was taught with times that have nothing to do with prices
     view = View(np.arange(3), np.full(3, 300), np.full(3, 100), Work(0))
     assert any(ours.decide(view).ks.any() for _ in range(4)), "all but the steps that find out"
-    told = drafted(ours, view, np.full((3, 3), 0.01))
-    assert ours.trim(view, told).tolist() == kept
+    assert ours.trims == (slower > 1.0)
+    if ours.trims:
+        assert not ours.trim(view, drafted(ours, view, np.full((3, 3), 0.01))).any()
 
 
 def test_what_is_not_verified_counts_as_said_but_not_as_tested() -> None:
@@ -260,7 +260,9 @@ def test_of_steps_without_drafts_the_first_after_drafts_does_not_tell() -> None:
         """Return by how much the price of a plain pass has changed."""
         before = cost.pass_s(Work(1))
         loop.plan(view)
-        loop.learn(Outcomes(rows, none + 1, none + num_drafts, none, 1e-3, target_s, 1e-3), Work(0))
+        assert loop.decision is not None
+        outcomes = Outcomes(rows, none + 1, none + num_drafts, none, 1e-3, target_s, 1e-3)
+        loop.learn(outcomes, Work(0), view, loop.decision)
         return cost.pass_s(Work(1)) - before
 
     take(3, cost.pass_s(Work(4)))

@@ -106,8 +106,10 @@ class RestlessK:
         rows = view.rows.tolist()
         return Plan({row: RowPlan(self._drafter, self._random.randint(0, self._k)) for row in rows})
 
-    def observe(self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes) -> None:
-        pass
+    def observe(
+        self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes
+    ) -> tuple[()]:
+        return ()
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         return Draft(tuple(self._trim_row(row) for row in draft.rows))

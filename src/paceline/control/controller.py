@@ -68,8 +68,8 @@ class Controller(Protocol):
 
     def observe(
         self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes
-    ) -> Reckoning | None:
-        """Learn from a step: drafts as proposed and as verified."""
+    ) -> Sequence[Reckoning]:
+        """Take in a step: drafts as proposed and as verified. Returns what was made of steps since the last."""
         ...
 
 
@@ -93,8 +93,25 @@ class Watcher(Protocol):
         ...
 
 
+@noun
+class _Over:
+    """A step that is over: what it was planned with, and what came of it."""
+
+    view: View
+    decision: Decision
+    batch: Batch
+    proposed: Draft
+    draft: Draft
+    verdict: Verdict
+    times: StepTimes
+
+
 class ClosedLoop:
-    """A policy in the engine's terms: rows of arrays become plans, verdicts become arrays."""
+    """A policy in the engine's terms: rows of arrays become plans, verdicts become arrays.
+
+    It learns from a step before it chooses the next time. Steps in which a choice holds wait until then: after a
+    pass, which sweeps the caches, learning from several costs little more than learning from one.
+    """
 
     def __init__(
         self,
@@ -110,6 +127,8 @@ class ClosedLoop:
         self._offered: frozenset[int] = frozenset()  # drafters whose proposals the last plan knew
         self._seen: tuple[Draft, Drafted] | None = None  # the last proposal, and the same as arrays
         self._index = {name: index for index, name in enumerate(names)}
+        self._over: list[_Over] = []  # steps that nothing was learnt from yet
+        self._reckoned: list[Reckoning] = []  # what was made of steps, and not yet told
         self._had_drafts = False  # the step before
         self._resting = False  # in this step
         self._group = group
@@ -130,6 +149,7 @@ class ClosedLoop:
 
     def admit(self, row: int) -> None:
         """A request begins in a row."""
+        self._settle()
         self.policy.admit(row)
         if self._watcher:
             self._watcher.admitted(row)
@@ -148,8 +168,11 @@ class ClosedLoop:
     def plan(self, view: View) -> Plan:
         """Plan a step."""
         self._end_rest()
-        self.view, self.decision, self._offered = view, self.policy.decide(view), frozenset(view.offers)
-        d = self.decision
+        d = self.policy.hold(view)
+        if d is None:
+            self._settle()
+            d = self.policy.decide(view)
+        self.view, self.decision, self._offered = view, d, frozenset(view.offers)
         if self._watcher:
             self._watcher.planned(view, d, self._group)
         planned = zip(view.rows.tolist(), d.drafters.tolist(), d.ks.tolist(), strict=True)
@@ -162,8 +185,9 @@ class ClosedLoop:
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         """Drop what is not worth verifying, where a drafter has said something that was not known to the plan."""
-        if self.view is None or self._resting or not self._says_more(draft):
+        if self.view is None or self._resting or not self.policy.trims or not self._says_more(draft):
             return draft
+        self._settle()
         drafted = self._drafted(batch, draft)
         ks = self.policy.trim(self.view, drafted)
         if ks is drafted.ks:
@@ -188,37 +212,54 @@ class ClosedLoop:
 
     def observe(
         self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes
-    ) -> Reckoning | None:
-        """Learn from a step; from one that was not planned, what the host took."""
+    ) -> Sequence[Reckoning]:
+        """Take in a step; of one that was not planned, what the host took.
+
+        Where somebody watches, or other rows are planned by what is learnt of these, it learns at once.
+        """
         if self._resting:
             decode = len(batch.rows) if batch.num_known_tokens == len(batch.rows) else 0
             self.rested(decode, times.host_s)
-            return None
+        elif self.view is not None and self.decision is not None:
+            self._over.append(_Over(self.view, self.decision, batch, proposed, draft, verdict, times))
+            if self._watcher or self._group or self._twin:
+                self._settle()
+        reckoned, self._reckoned = self._reckoned, []
+        return reckoned
+
+    def _settle(self) -> None:
+        """Learn from the steps that are over."""
+        over, self._over = self._over, []
+        for step in over:
+            self._learn_from(step)
+
+    def _learn_from(self, step: _Over) -> None:
+        batch, proposed = step.batch, step.proposed
         drafted = self._drafted(batch, proposed) if any(map(len, proposed.rows)) else nothing_of(batch)
-        outcomes, prefill = _outcomes(drafted, batch, draft, verdict, times), prefill_work(batch)
-        reckoning = self.learn(outcomes, prefill)
+        outcomes = _outcomes(drafted, batch, step.draft, step.verdict, step.times)
+        prefill = prefill_work(batch)
+        reckoning = self.learn(outcomes, prefill, step.view, step.decision)
+        self._reckoned += [reckoning] if reckoning else []
         if self._watcher:
             self._watcher.learnt(outcomes, prefill, self._group)
-        return reckoning
 
     def rested(self, rows: int, host_s: float) -> None:
         """Take in a step that was not planned; see `Watcher`."""
+        self._settle()
         self._resting = self._had_drafts = False
         if self.cost is not None and rows:
             self.cost.host.observe(rows, host_s, drafts=False)
         if self._watcher:
             self._watcher.rested(rows, host_s)
 
-    def learn(self, outcomes: Outcomes, prefill: Work) -> Reckoning | None:
-        """Learn from what came of the last plan."""
-        if self.view is None or self.decision is None:
-            return None
-        self.policy.learn(self.view, self._as_it_rests(outcomes))
+    def learn(self, outcomes: Outcomes, prefill: Work, view: View, decision: Decision) -> Reckoning | None:
+        """Learn from what came of a plan."""
+        self.policy.learn(view, self._as_it_rests(outcomes))
         had_drafts, self._had_drafts = self._had_drafts, bool(outcomes.num_verified.any())
         settled = self._had_drafts or not had_drafts
         if self.cost is None:
             return None
-        return learn_cost(self.cost, self.view, self.decision, outcomes, prefill, settled=settled)
+        return learn_cost(self.cost, view, decision, outcomes, prefill, settled=settled)
 
     def _as_it_rests(self, outcomes: Outcomes) -> Outcomes:
         """Return a plain step's outcomes with the host's time of those that will follow it without a plan.

@@ -53,6 +53,6 @@ class FixedK:
 
     def observe(
         self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes
-    ) -> Reckoning | None:
+    ) -> tuple[Reckoning, ...]:
         """Nothing to learn."""
-        return None
+        return ()

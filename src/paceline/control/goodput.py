@@ -21,7 +21,7 @@ from paceline.control.hopes import Hopes
 from paceline.control.objective import Objective, Pace
 from paceline.control.policy import NONE, Decision, Drafted, Outcomes, View, plain
 from paceline.control.probes import Probes
-from paceline.control.quick import Known, QuickSurvival, choose, learn_all, plan, trim
+from paceline.control.quick import Known, QuickSurvival, alive_now, choose, learn_all, plan, trim
 from paceline.control.stance import Stance
 from paceline.control.stopping import Prices, bars_of, with_stops
 from paceline.core.nouns import noun
@@ -117,20 +117,25 @@ class Goodput:
             self._probes.earn(PROBE_SHARE * self._cruise.seconds)
         return rests
 
+    def hold(self, view: View) -> Decision | None:
+        """As `Policy.hold`."""
+        held = self._cruise.held(view, self._steps + 1) if view.num_rows else None
+        if held is not None:
+            self._steps += 1
+            self._probes.row = NONE
+            self._probes.earn(PROBE_SHARE * held.seconds)
+        return held
+
     def decide(self, view: View) -> Decision:
         """Decide for every row of a step."""
         if not view.num_rows or not self.survival:
             return plain(view)
-        self._steps += 1
-        self._probes.row = NONE
-        held = self._cruise.held(view, self._steps)
-        if held is not None:
-            self._probes.earn(PROBE_SHARE * held.seconds)
-            return held
-        return self._choose(view)
+        return self.hold(view) or self._choose(view)
 
     def _choose(self, view: View) -> Decision:
         """Choose anew."""
+        self._steps += 1
+        self._probes.row = NONE
         base, unpaid_s = self._base(view)
         paced = self._pace.promise(view.targets)
         at_once = None if paced else self._at_once(view, base, unpaid_s)
@@ -295,11 +300,7 @@ class Goodput:
         return due
 
     def _find_out(
-        self,
-        view: View,
-        base: Work,
-        chosen: Choices,
-        seconds: float,
+        self, view: View, base: Work, chosen: Choices, seconds: float
     ) -> tuple[NDArray[int64], NDArray[int64], tuple[int, ...]]:
         """Now and then look for drafters without hope, and let a row go further than seems to pay, to find out.
 
@@ -355,15 +356,17 @@ class Goodput:
 
     # Between drafting and the pass ---------------------------------------------------------------
 
+    @property
+    def trims(self) -> bool:
+        """Whether so much is at stake that some of it may not be worth verifying."""
+        return self._planned.at_stake_s >= LEAST_AT_STAKE
+
     def trim(self, view: View, drafted: Drafted) -> NDArray[int64]:
         """Return how much of each row's draft is verified, now that drafters have said how sure they are. [n]
 
         The same choice as before, over what was proposed. The time of drafting is spent, but it is part of the
         step: without it, time would seem to bring more than it does, and too much would be dropped.
-        Where little is at stake, all of it is.
         """
-        if self._planned.at_stake_s < LEAST_AT_STAKE:
-            return drafted.ks
         base = self._planned.base
         unpaid_s = self._planned.prefill_s - self.cost.drafting_s(drafted.ks, drafted.drafters)
         weights = self._pace.urgency(drafted.rows)
@@ -381,12 +384,7 @@ class Goodput:
 
     def alive(self, drafted: Drafted) -> NDArray[float64]:
         """Return the chance of each draft to be kept, now that it is there. [n, max_k]"""
-        found = np.zeros((len(drafted.rows), self._max_k))
-        for index in set(drafted.drafters[drafted.drafters >= 0].tolist()):
-            own = drafted.drafters == index
-            said = drafted.confidence[own]
-            found[own] = self.survival[index].alive(drafted.rows[own], self._max_k, said, usual=True)
-        return found
+        return alive_now(self.survival, drafted, self._max_k)
 
     # After a step --------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ class _EveryStep:
 
     __slots__ = ()
     looks: ClassVar[bool] = True
+    trims: ClassVar[bool] = False
 
     def twin(self) -> Self:
         """It knows of no groups."""
@@ -36,6 +37,10 @@ class _EveryStep:
     def rest(self, rows: int) -> bool:
         """Never."""
         return False
+
+    def hold(self, view: View) -> Decision | None:
+        """Nothing is held."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,8 +108,17 @@ class Policy(Protocol):
         """Take a step of so many rows without a decision if the last one, to draft nothing, holds; say whether."""
         ...
 
+    def hold(self, view: View) -> Decision | None:
+        """Take a step with the last decision if that holds, whatever was learnt since; None if it does not."""
+        ...
+
     def decide(self, view: View) -> Decision:
-        """Decide for every row of a step."""
+        """Decide for every row of a step, anew if the last decision does not hold."""
+        ...
+
+    @property
+    def trims(self) -> bool:
+        """Whether some of what is drafted now may not be worth verifying."""
         ...
 
     def trim(self, view: View, drafted: Drafted) -> NDArray[int64]:

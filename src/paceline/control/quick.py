@@ -67,6 +67,15 @@ class QuickSurvival(Survival):
         return [Stop(odds, self.sureness, least) for odds, least in found], furthest
 
 
+def alive_now(survivals: Sequence[Survival], drafted: Drafted, max_k: int) -> NDArray[float64]:
+    """Return the chance of each draft to be kept, by what its drafter said of it. [n, max_k]"""
+    found = np.zeros((len(drafted.rows), max_k))
+    for index in set(drafted.drafters[drafted.drafters >= 0].tolist()):
+        own = drafted.drafters == index
+        found[own] = survivals[index].alive(drafted.rows[own], max_k, drafted.confidence[own], usual=True)
+    return found
+
+
 def learn_all(survivals: Sequence[QuickSurvival], outcomes: Outcomes) -> None:
     """Let the estimates for all drafters learn from a step."""
     _learn([s.estimates for s in survivals], list(range(len(survivals))), outcomes)

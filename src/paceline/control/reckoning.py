@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 class Reckoning:
     """What a controller that knows costs makes of a step that is over."""
 
+    measured_s: float  # that a step took
     predicted_s: float  # that such a step takes, by what was known before it
     plain_s: float  # that the same tokens would have taken without drafts
 
@@ -56,7 +57,7 @@ def learn_cost(
     share = min(
         (prefill_s + gained * plain_s) / predicted_s, gained
     )  # no step takes longer for what it leaves out
-    reckoning = Reckoning(predicted_s, measured_s * share)
+    reckoning = Reckoning(measured_s, predicted_s, measured_s * share)
     dear = [drafter for drafter, seconds in enumerate(drafting) if seconds > 0]
     if len(dear) == 1 and not prefill.tokens:  # else it is not told apart: other drafters', or taking in prompts
         cost.observe_drafting(dear[0], drafting[dear[0]], outcomes.draft_s)

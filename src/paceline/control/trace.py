@@ -192,7 +192,7 @@ def _steps(
             turns = planned_turns(loop, apart=apart, overlapped=overlapped)
             dropped, worth = _dropped(own, outcomes)
             now = own.decision
-            own.learn(outcomes, Work(*line["prefill"]))
+            own.learn(outcomes, Work(*line["prefill"]), own.view, now)
             yield Step(own.view, planned[group], now, outcomes, turns, overlapped, dropped, worth)
 
 

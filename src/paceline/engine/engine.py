@@ -243,9 +243,8 @@ class Engine:
     def learn(self, now: Round, verdict: Verdict, times: StepTimes) -> None:
         """Tell the controller what a round brought, before it plans for these rows again."""
         controller = self.controller_of(now.group)
-        reckoning = controller.observe(now.batch, now.proposed, now.draft, verdict, times)
-        if reckoning is not None:
-            self._stats.reckoned.count(times.total_s, reckoning)
+        for reckoning in controller.observe(now.batch, now.proposed, now.draft, verdict, times):
+            self._stats.reckoned.count(reckoning)
 
     def count_step(self, now: Round, step_s: float, target_s: float, hidden_s: float = 0.0) -> None:
         """Count a step that took so long. hidden_s: of its pass, while host and drafters were at work."""

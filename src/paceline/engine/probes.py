@@ -64,6 +64,9 @@ class Told(FixedK):
         """Keep everything or nothing."""
         return draft if self.verifies else Draft((NO_DRAFT,) * len(batch.rows))
 
-    def observe(self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes) -> None:
+    def observe(
+        self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes
+    ) -> tuple[()]:
         """Remember the step."""
         self.seen.append((batch, draft))
+        return ()

@@ -60,8 +60,9 @@ class Reckoned:
     plain_s: float = 0.0  # that the same tokens would have taken without drafts, as estimated
     errors: list[int] = field(default_factory=list)  # [percent] steps whose prediction was off by so much
 
-    def count(self, step_s: float, reckoning: Reckoning) -> None:
+    def count(self, reckoning: Reckoning) -> None:
         """Add a step. A prediction that is no number is as wrong as any, and says nothing of what drafts bring."""
+        step_s = reckoning.measured_s
         self.step_s += step_s
         error_s = abs(reckoning.predicted_s - step_s)
         if not isfinite(error_s):
