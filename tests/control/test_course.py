@@ -156,13 +156,16 @@ def test_a_drafter_that_is_out_leaves_the_work_to_another() -> None:
     assert (np.array(back) == 0).any(), "what was known of it is not lost"
 
 
-def test_rows_are_fresh_once_also_where_all_drafters_offer() -> None:
+@pytest.mark.parametrize("gone", [False, True])
+def test_rows_of_one_drafter_beside_those_that_offer_have_it(gone: bool) -> None:
+    """There is nothing to choose, for new rows or now and then: one call does all of it."""
     engine = Engine(STEEP, (DraftCost(()), costs(5e-4, 1e-2)), (0.3, 0.3))
-    engine.policy._hopes.gone[1] = True
+    engine.policy._hopes.gone[1] = gone
     for _ in range(40):
         view = engine.look(range(4), offered={0})
+        assert engine.policy._at_once(view, Work(4), 0.0) is not None
         engine.end(engine.policy, view, engine.policy.decide(view))
-    assert engine.policy._fresh.isdisjoint(range(4))
+        assert (engine.policy._own[:4] == (0 if gone else 1)).all()
 
 
 # Large passes ------------------------------------------------------------------------------------

@@ -168,8 +168,11 @@ class Goodput:
 
     def _at_once(self, view: View, base: Work, unpaid_s: float) -> tuple[NDArray[int64], Chosen] | None:
         """Choose drafters and drafts in one call, where no row's own drafter is to be chosen; else None."""
-        if len(self.survival) == 1 or view.wishes or self._renews(view):
+        asked = self._asked(view)
+        if len(self.survival) == 1 or view.wishes or (len(asked) > 1 and self._renews(view)):
             return None
+        if len(asked) == 1:
+            self._own[view.rows] = asked
         self._prices.renew(self.cost, base, view.lengths, due=False)
         return plan(self.cost, base, view, self._known(view), self._own[view.rows], unpaid_s)
 
@@ -327,8 +330,8 @@ class Goodput:
 
         What does not pay for many rows may pay for one, which is yet to come.
         """
-        if drafter in view.wishes.values() or not (view.most >= ROOM).any():
-            return True  # it is wanted anyhow, or nobody can tell
+        if drafter in view.wishes.values() or not (view.most >= ROOM).any() or drafter in chosen[1][chosen[0] > 0]:
+            return True  # it is wanted anyhow, or nobody can tell, or it does
         best_case = self._hopes.best_case(drafter)
         supposed = alive.copy()
         supposed[drafter] = best_case
@@ -336,8 +339,7 @@ class Goodput:
         if self._best(view, base, supposed, whose).ks[whose == drafter].any():
             return True
         keys = int(view.lengths.min())
-        one, room = np.full(1, keys), np.full(1, self._max_k)
-        among = Candidates(best_case[None], room, one, np.full(1, drafter), 1.0)
+        among = Candidates(best_case[None], np.full(1, self._max_k), np.full(1, keys), np.full(1, drafter), 1.0)
         return bool(choose(self.cost, Work(1, 0, keys, keys), among).ks.any())
 
     def _probe(self, view: View, base: Work, chosen: Choices, further: Choices, seconds: float) -> Choices:
