@@ -104,7 +104,7 @@ class SuffixDrafter:
         tokens, shared = self._tokens.tokens(row), self._shared.get(self._requests[row].salt)
         indices = [self._tokens.text(row)] if shared is None else [self._tokens.text(row), shared]
         found = [self._ask(index, tokens, k) for index in indices]
-        token_ids, shares, match = max(found, key=lambda f: expected(f[1]))
+        token_ids, shares, match = found[0] if shared is None else max(found, key=lambda f: expected(f[1]))
         trust = match / (match + 1)
         return RowDraft(token_ids, self.name, [s * trust for s in shares]) if token_ids else NO_DRAFT
 
