@@ -293,11 +293,11 @@ def test_too_long_and_too_many_are_refused_and_change_nothing() -> None:
 
 
 def test_stores_have_their_own_valid_counts() -> None:
-    pool = PagePool(8, ("target", "drafter"))
+    pool = PagePool(8, ("features", "drafter"))
     pages = pool.take(3)
-    pool.mark_valid("target", pages, 40)
+    pool.mark_valid("features", pages, 40)
     pool.mark_valid("drafter", pages, 20)
-    assert pool.valid_len("target", pages) == 40
+    assert pool.valid_len("features", pages) == 40
     assert pool.valid_len("drafter", pages) == 20
     parent = root_hash("model", "")
     for page in pages[:2]:

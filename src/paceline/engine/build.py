@@ -18,7 +18,7 @@ from paceline.engine.auto import close_loop
 from paceline.engine.engine import Engine
 from paceline.engine.loops import choose_loop
 from paceline.engine.memory import choose_num_pages
-from paceline.engine.pages import TARGET, PagePool
+from paceline.engine.pages import PagePool
 from paceline.model.backend import Backend, num_cores
 from paceline.model.cost import num_weights
 from paceline.model.pull import resolve
@@ -140,7 +140,7 @@ def assemble(
         ),
     )
     drafters = _drafters(config, target, asked.configs, load_drafter)
-    stores = [TARGET, *(store for d in drafters for store in d.needs.stores)]
+    stores = [store for d in drafters for store in d.needs.stores]
     pool = PagePool(num_pages, stores, caching=config.prefix_cache)
     controller = FixedK(asked.configs[0].name, asked.configs[0].k) if asked.configs else FixedK()
     fingerprint = "\0".join((loaded.name, config.backend, config.weight_type, config.kv_type))

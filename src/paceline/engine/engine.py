@@ -15,7 +15,6 @@ from paceline.core.nouns import PAGE_TOKENS, Figures, Outcome, Plan
 from paceline.core.params import AUTO, OFF
 from paceline.engine.drafting import Drafting
 from paceline.engine.outlook import outlook
-from paceline.engine.pages import TARGET
 from paceline.engine.rounds import Round, Scored
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.serial import SerialLoop
@@ -284,7 +283,7 @@ class Engine:
 
     def _valid_lens(self, pages: Sequence[int]) -> dict[str, int]:
         pool = self.scheduler.pool
-        return {store: pool.valid_len(store, pages) for store in pool.stores if store != TARGET}
+        return {store: pool.valid_len(store, pages) for store in pool.stores}
 
     def _end(
         self,

@@ -17,8 +17,6 @@ from paceline.core.nouns import PAGE_TOKENS
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-TARGET = "target"  # the store of the target's KV
-
 
 def pages_for(num_tokens: int) -> int:
     """Return how many pages hold that many tokens."""
@@ -40,7 +38,7 @@ def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
 class PagePool:
     """The pages of an engine, with reference counts and a prefix cache evicted in LRU order."""
 
-    def __init__(self, num_pages: int, stores: Sequence[str] = (TARGET,), *, caching: bool = True) -> None:
+    def __init__(self, num_pages: int, stores: Sequence[str] = (), *, caching: bool = True) -> None:
         self.num_pages = num_pages
         self.caching = caching
         self._free = list(range(num_pages - 1, -1, -1))  # a stack; page 0 goes out first
@@ -52,7 +50,7 @@ class PagePool:
 
     @property
     def stores(self) -> tuple[str, ...]:
-        """Names of the stores over this page table."""
+        """Names of the drafters' stores over this page table; of the target, published pages are full."""
         return tuple(self._valid)
 
     @property

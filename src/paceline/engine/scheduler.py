@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.errors import PromptTooLong, QueueFull
 from paceline.core.nouns import PAGE_TOKENS, Admission, Batch, BatchRow
-from paceline.engine.pages import TARGET, PagePool, chain_hash, pages_for, root_hash
+from paceline.engine.pages import PagePool, chain_hash, pages_for, root_hash
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -272,17 +272,16 @@ class Scheduler:
                 self._leave(running)
             return
         running.token_ids.extend(token_ids)
-        old_len = running.valid_len
+        first = running.valid_len // PAGE_TOKENS
         running.valid_len += batch_row.num_known + max(0, len(token_ids) - 1)
-        self._publish(running, old_len)
+        full = running.valid_len // PAGE_TOKENS
+        if full > first and self.pool.caching:
+            self._publish(running, first, full)
         if not running.in_flight:
             self._return_spare(running)
 
-    def _publish(self, running: Running, old_len: int) -> None:
-        self.pool.mark_valid(TARGET, running.pages, running.valid_len, start=old_len)
-        first, full = old_len // PAGE_TOKENS, running.valid_len // PAGE_TOKENS
-        if not self.pool.caching or first == full:
-            return
+    def _publish(self, running: Running, first: int, full: int) -> None:
+        """Offer the pages from `first` to before `full`, which a pass has filled."""
         hashes = running.page_hashes(full)
         for index in range(first, full):
             self.pool.publish(running.pages[index], hashes[index])
