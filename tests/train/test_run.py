@@ -117,6 +117,27 @@ def test_a_head_may_start_from_another(toy: Path, tmp_path: Path, capsys: Any) -
     assert "nowhere" in capsys.readouterr().err
 
 
+def test_what_a_head_started_from_may_be_kept_in_part(toy: Path, tmp_path: Path, capsys: Any) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert main(command("eagle3", toy, first, "--steps", "20", "--eval-every", "20")) == 0
+    go_on = command("eagle3", toy, second, "--start-from", str(first), "--steps", "20", "--eval-every", "20")
+    assert main(go_on) == 0
+    began, ended = (load_head(folder, toy_config()).weights for folder in (first, second))
+    for share in (0.25, 0.5):  # also of a run that is over
+        assert main([*go_on, "--keep-start", str(share)]) == 0
+        mixed = load_head(second, toy_config()).weights
+        for name, weight in mixed.items():
+            expected = (1 - share) * ended[name] + share * began[name]
+            np.testing.assert_allclose(weight, expected, atol=4e-3 * max(1.0, float(np.abs(expected).max())))
+            assert np.abs(weight - ended[name]).max() > 0 or np.array_equal(began[name], ended[name])
+    assert [row["step"] for row in read_metrics(second)] == [0, 20, 21]
+    assert json.loads((second / "provenance.json").read_text())["settings"]["keep_start"] == 0.5
+    assert main([*go_on, "--keep-start", "1.5"]) == 2
+    assert "--keep-start 1.5 must be between 0 and 1" in capsys.readouterr().err
+    assert main([*command("eagle3", toy, tmp_path / "third"), "--keep-start", "0.5"]) == 2
+    assert "--start-from" in capsys.readouterr().err
+
+
 def test_a_head_goes_on_with_the_tokens_it_has(toy: Path, tmp_path: Path, capsys: Any) -> None:
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     one_step = ["--steps", "1", "--eval-every", "1"]

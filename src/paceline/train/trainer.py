@@ -30,11 +30,12 @@ LAST_LR = 0.05  # of the peak, at the end of the cosine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """How to train. All but `eval_every` and `save_every` must be the same where a run resumes."""
+    """How to train. Where a run resumes all is the same, but for how it is watched and what is kept at the end."""
 
     steps: int
     lr: float = 1e-3
     start_lr: float = 1.0  # share of `lr` at which weights learn that another drafter brought
+    keep_start: float = 0.0  # share of these, as they were brought, in what is written at the end
     warmup: float = 0.04  # share of the steps
     weight_decay: float = 0.01  # of matrices
     clip: float = 1.0  # of the gradient's norm

@@ -79,6 +79,14 @@ def add_training(parser: ArgumentParser) -> None:
         help="of --lr: the learning rate of what --start-from brings",
     )
     parser.add_argument(
+        "--keep-start",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="of what --start-from brings, in the weights that are written at the end: such means often guess "
+        "better than either",
+    )
+    parser.add_argument(
         "--vocab",
         type=int,
         metavar="N",
@@ -189,6 +197,7 @@ def train_config(args: Namespace, material: Material, **changes: float) -> Train
         steps=args.steps or max(1, round(args.epochs * per_epoch)),
         lr=args.lr,
         start_lr=args.start_lr,
+        keep_start=args.keep_start,
         batch_tokens=args.batch_tokens,
         own_tokens=args.own_tokens,
         seed=args.seed,
@@ -220,6 +229,9 @@ def _check(args: Namespace) -> None:
         value = getattr(args, flag, None)
         if value is not None and value < 1:
             raise ConfigError(f"--{flag.replace('_', '-')} must be at least 1, not {value}")
+    keep_start = getattr(args, "keep_start", 0.0)
+    if keep_start and (args.start_from is None or not 0.0 < keep_start < 1.0):
+        raise ConfigError(f"--keep-start {keep_start} must be between 0 and 1, and goes with --start-from")
     if getattr(args, "own_tokens", 0) < 0:
         raise ConfigError(f"--own-tokens must be at least 0, not {args.own_tokens}")
     for flag, most in (
