@@ -313,8 +313,9 @@ class Paired:
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         return draft
 
-    def observe(self, batch: Batch, *rest: object) -> None:
+    def observe(self, batch: Batch, *rest: object) -> tuple[()]:
         assert {r.row for r in batch.rows if r.decodes} <= set(self.open.pop().rows.tolist())
+        return ()
 
 
 def test_a_group_s_outcome_is_learnt_before_its_next_round_is_planned() -> None:

@@ -72,7 +72,7 @@ def test_one_that_never_pays_is_unloaded(caplog: pytest.LogCaptureFixture) -> No
     assert drafter() is None
     assert engine.gauges().kv_bytes < before.kv_bytes
     assert engine.gauges().num_drafters == before.num_drafters - 1
-    assert engine.scheduler.pool.stores == ("target",)
+    assert engine.scheduler.pool.stores == ()
     with pytest.raises(RequestError, match="unloaded"):
         engine.add(Request("late", (1, 2), PARAMS, seed=0, speculation=Speculation(NAME)))
     later = run(engine, REQUESTS[:4])
