@@ -236,7 +236,8 @@ Relay relay_of(const Shape& shape, const nb::dict& matrices, const nb::dict& vec
     const size_t inner = nb::cast<std::shared_ptr<Matrix>>(matrices["tell"])->in();
     return {size, inner, vector_of(vectors["embed_norm"], shape.hidden, "embed_norm"),
             matrix_of(matrices, "place", 2 * inner, 2 * shape.hidden),
-            matrix_of(matrices, "known", 2 * inner, shape.hidden + size), matrix_of(matrices, "tell", size, inner), matrix_of(matrices, "written", shape.head_size, size)};
+            matrix_of(matrices, "known", 2 * inner, shape.hidden + size), matrix_of(matrices, "tell", size, inner),
+            matrix_of(matrices, "written", shape.head_size, size)};
 }
 
 void check_shape(const Shape& s) {

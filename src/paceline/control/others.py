@@ -42,6 +42,10 @@ class _EveryStep:
         """Nothing is held."""
         return None
 
+    def trim(self, view: View, drafted: Drafted) -> NDArray[int64]:
+        """Verify everything."""
+        return drafted.ks
+
 
 @dataclass(frozen=True, slots=True)
 class Static(_EveryStep):
@@ -56,10 +60,6 @@ class Static(_EveryStep):
     def decide(self, view: View) -> Decision:
         """Draft `k` tokens for every row."""
         return alike(view, self.drafter, self.k) if self.k else plain(view)
-
-    def trim(self, view: View, drafted: Drafted) -> NDArray[int64]:
-        """Verify everything."""
-        return drafted.ks
 
     def learn(self, view: View, outcomes: Outcomes) -> None:
         """Nothing to learn."""
@@ -98,10 +98,6 @@ class MovingAverage(_EveryStep):
         k = next((k for k in self.ks if k >= self.average + self.margin), self.ks[-1])
         return alike(view, self.drafter, k)
 
-    def trim(self, view: View, drafted: Drafted) -> NDArray[int64]:
-        """Verify everything."""
-        return drafted.ks
-
     def learn(self, view: View, outcomes: Outcomes) -> None:
         """Move the average."""
         drafted = outcomes.num_verified > 0
@@ -134,10 +130,6 @@ class TurboSpec(_EveryStep):
             self.k = self._scan(view)
         self._steps += 1
         return alike(view, self.drafter, self.k) if self.k else plain(view)
-
-    def trim(self, view: View, drafted: Drafted) -> NDArray[int64]:
-        """Verify everything."""
-        return drafted.ks
 
     def learn(self, view: View, outcomes: Outcomes) -> None:
         """Average accepted over drafted."""
