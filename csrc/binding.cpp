@@ -410,6 +410,7 @@ void forward(Decoder& decoder, const KVStore& kv, const PassArrays& read, const 
 
 void check_turns(const Pass& pass, const Turns& turns, bool relayed) {
     require(turns.depths.size() == pass.num_rows, "every row needs its depth");
+    require(turns.pointers.size() == pass.num_rows, "every row needs its pointer, or none in its place");
     size_t at = 0;
     for (size_t row = 0; row < pass.num_rows; ++row) {
         const int64_t end = pass.cu_len[row + 1], depth = turns.depths[row], num_wanted = relayed ? depth : 1;
@@ -426,11 +427,11 @@ void check_turns(const Pass& pass, const Turns& turns, bool relayed) {
 
 void forward_in_turn(Decoder& decoder, const KVStore& kv, const PassArrays& read, const ChooseList& chooses,
                      size_t vocab, size_t num_layers, const std::vector<int64_t>& depths, const Table<double>& stops,
-                     const Out<int64_t>& chosen, const Out<float>& margins) {
+                     const std::vector<const Pointer*>& pointers, const Out<int64_t>& chosen, const Out<float>& margins) {
     const Pass pass = checked_pass(decoder.shape(), kv, read, vocab, num_layers);
     const size_t num_ids = decoder.maps_ids() ? decoder.shape().vocab : vocab;
-    Turns turns{depths, stops.shape(0) ? stops.data() : nullptr, chooses.checked(chosen.size(), num_ids), chosen.data(),
-                margins.data()};
+    Turns turns{depths, stops.shape(0) ? stops.data() : nullptr, chooses.checked(chosen.size(), num_ids), pointers, num_ids,
+                chosen.data(), margins.data()};
     const bool relayed = decoder.relays().size > 0;
     check_turns(pass, turns, relayed);
     size_t num_chosen = 0;
@@ -620,7 +621,7 @@ void bind_decoder(nb::module_& m) {
         .def("forward", &forward, "kv"_a, "read"_a, "chooses"_a, "vocab"_a, "num_layers"_a, "tap_layers"_a,
              "taps"_a.noconvert(), "chosen"_a.noconvert(), "logits"_a.noconvert(), "margins"_a.noconvert())
         .def("forward_in_turn", &forward_in_turn, "kv"_a, "read"_a, "chooses"_a, "vocab"_a, "num_layers"_a, "depths"_a,
-             "stops"_a.noconvert(), "chosen"_a.noconvert(), "margins"_a.noconvert())
+             "stops"_a.noconvert(), "pointers"_a, "chosen"_a.noconvert(), "margins"_a.noconvert())
         .def("relay", &relay, "first"_a.noconvert(), "normed"_a.noconvert(), "token_ids"_a.noconvert(),
              "before"_a.noconvert(), "chooses"_a, "vocab"_a, "chosen"_a.noconvert(), "logits"_a.noconvert(),
              "margins"_a.noconvert(), "told"_a.noconvert());

@@ -1,9 +1,11 @@
 // The text index, as Python sees it. Everything that comes in is checked here.
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "binding.h"
 #include "lookup.h"
@@ -34,6 +36,18 @@ std::tuple<std::vector<int32_t>, std::vector<double>, size_t> propose(const Text
     return {std::move(found.token_ids), std::move(found.shares), found.match};
 }
 
+void make_pointer(Pointer* self, const TextIndex& text, const Ids& tail, double gain, size_t min_match, size_t max_match) {
+    require(2 <= min_match && min_match <= max_match && max_match <= 1024, "2 <= min_match <= max_match <= 1024");
+    require(std::isfinite(gain), "the gain is not a finite number");
+    new (self) Pointer(text, {tail.data(), tail.data() + tail.size()}, gain, min_match, max_match);
+}
+
+std::optional<std::tuple<int64_t, float>> look(const Pointer& pointer, const Ids& guesses) {
+    const auto found = pointer.look(guesses.data(), guesses.size());
+    if (!found) return {};
+    return std::tuple{found->token_id, found->add};
+}
+
 }  // namespace
 
 void bind_lookup(nb::module_& m) {
@@ -45,6 +59,9 @@ void bind_lookup(nb::module_& m) {
         .def("extend", &extend, "token_ids"_a.noconvert())
         .def("end_text", &TextIndex::end_text)
         .def("propose", &propose, "tail"_a.noconvert(), "most"_a, "min_match"_a, "max_match"_a, "reach"_a, "least_share"_a);
+    nb::class_<Pointer>(m, "Pointer")
+        .def("__init__", &make_pointer, "text"_a, "tail"_a.noconvert(), "gain"_a, "min_match"_a, "max_match"_a, nb::keep_alive<1, 2>())
+        .def("look", &look, "guesses"_a.noconvert());
 }
 
 }  // namespace paceline

@@ -1,6 +1,7 @@
 #include "lookup.h"
 
 #include <algorithm>
+#include <cmath>
 
 namespace paceline {
 namespace {
@@ -115,6 +116,14 @@ Proposal TextIndex::propose(const int64_t* tail, size_t length, const Wish& wish
         if (expected > most) most = expected, best = std::move(one);
     }
     return best;
+}
+
+std::optional<Pointed> Pointer::look(const int64_t* guesses, size_t count) const {
+    std::vector<int64_t> tail = tail_;
+    tail.insert(tail.end(), guesses, guesses + count);
+    const Proposal found = text_.propose(tail.data(), tail.size(), wish_);
+    if (found.token_ids.empty()) return {};
+    return Pointed{found.token_ids[0], static_cast<float>(gain_ * std::log(static_cast<double>(found.match)))};
 }
 
 }  // namespace paceline

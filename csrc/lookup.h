@@ -3,6 +3,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
+#include <utility>
 #include <vector>
 
 namespace paceline {
@@ -54,6 +56,29 @@ class TextIndex {
     std::vector<int32_t> text_;     // ring
     std::vector<uint32_t> before_;  // ring: distance to the position before with the same slot, 0: none
     std::vector<uint64_t> latest_;  // by slot: 1 + the last position behind such a pair of tokens, 0: none
+};
+
+// A token that a text went on with, and the logits that drafters give it for that.
+struct Pointed {
+    int64_t token_id;
+    float add;
+};
+
+// Points drafters of a row to what its text went on with, see draft/hints.py.
+class Pointer {
+  public:
+    // tail: the text's newest tokens. gain: logits for a match that is e times as long.
+    Pointer(const TextIndex& text, std::vector<int64_t> tail, double gain, size_t min_match, size_t max_match)
+        : text_(text), tail_(std::move(tail)), gain_(gain), wish_{1, min_match, max_match, 1.0, 0.0} {}
+
+    // What comes after these guesses, if anything like it occurred.
+    std::optional<Pointed> look(const int64_t* guesses, size_t count) const;
+
+  private:
+    const TextIndex& text_;
+    std::vector<int64_t> tail_;
+    double gain_;
+    Wish wish_;
 };
 
 }  // namespace paceline

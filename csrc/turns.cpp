@@ -25,9 +25,12 @@ class Going {
 
     const std::vector<Row>& rows() const { return rows_; }
 
-    std::vector<Choose> chooses(size_t turn) const {
+    // How the rows choose; what is pointed to is kept until it is asked again.
+    std::vector<Choose> chooses(size_t turn) {
         std::vector<Choose> found;
-        for (const Row& row : rows_) found.push_back(turns_.chooses[row.first + turn]);
+        pointed_.clear();
+        pointed_.reserve(rows_.size());
+        for (const Row& row : rows_) found.push_back(choose(row, turn));
         return found;
     }
 
@@ -49,6 +52,19 @@ class Going {
     }
 
   private:
+    Choose choose(const Row& row, size_t turn) {
+        Choose how = turns_.chooses[row.first + turn];
+        const Pointer* pointer = turns_.pointers[row.index];
+        if (!pointer || how.edits.count) return how;
+        const auto found = pointer->look(turns_.chosen + row.first, turn);
+        if (!found || static_cast<size_t>(found->token_id) >= turns_.num_ids) return how;
+        pointed_.push_back(*found);
+        static constexpr float kUnscaled = 1.0f;
+        how.edits = {&pointed_.back().token_id, &kUnscaled, &pointed_.back().add, 1};
+        if (how.kind == Kind::argmax) how.kind = Kind::noisy;  // argmax looks at no edits
+        return how;
+    }
+
     double alive_with(const Row& row, size_t turn, double margin) const {
         if (!turns_.stops) return 1.0;
         const double* stop = turns_.stops + 3 * (row.first + turn);
@@ -61,6 +77,7 @@ class Going {
 
     const Turns& turns_;
     std::vector<Row> rows_;
+    std::vector<Pointed> pointed_;
 };
 
 size_t num_logit_rows(const std::vector<Choose>& chooses) {
@@ -144,7 +161,7 @@ class Relayed {
   public:
     Relayed(Decoder& decoder, const Pass& first, const Turns& turns, const KVStore& kv)
         : decoder_(decoder), going_(first, turns), pass_(first) {
-        run_all(turns, kv);
+        run_all(kv);
         std::vector<int64_t> chosen;
         std::vector<float> margins;
         for (const Row& row : going_.rows()) {
@@ -173,9 +190,10 @@ class Relayed {
 
   private:
     // The pass: chooses the first guesses, and leaves states and logits of all.
-    void run_all(const Turns& turns, const KVStore& kv) {
+    void run_all(const KVStore& kv) {
         pass_.chooses.assign(pass_.wanted.size(), Choose{Kind::logits, 0.0, {}, {}, {}});
-        for (const Row& row : going_.rows()) pass_.chooses[row.first] = turns.chooses[row.first];
+        const std::vector<Choose> first = going_.chooses(0);
+        for (size_t i = 0; i < first.size(); ++i) pass_.chooses[going_.rows()[i].first] = first[i];
         for (const Choose& how : pass_.chooses) logit_row_.push_back(how.wants_logits() ? num_logits_++ : 0);
         states_.resize(pass_.num_tokens * hidden());
         logits_.resize(num_logits_ * pass_.vocab);

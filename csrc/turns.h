@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "decoder.h"
+#include "lookup.h"
 
 namespace paceline {
 
@@ -13,6 +14,8 @@ struct Turns {
     std::vector<int64_t> depths;  // [num_rows] passes that each row takes part in, at least 1
     const double* stops;          // [sum of depths, 3] where a row leaves before, see `Stop` in core/nouns.py; or null
     std::vector<Choose> chooses;  // [sum of depths] a row's one after another; none wants logits back
+    std::vector<const Pointer*> pointers;  // [num_rows] to what choices without edits are given besides, or null
+    size_t num_ids;               // what pointers give lies below it
     int64_t* chosen = nullptr;    // [sum of depths] out, as `Pass::chosen`; behind a row's last they are left alone
     float* margins = nullptr;     // [sum of depths] out, as `Pass::margins`
 };

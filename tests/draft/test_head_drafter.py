@@ -26,6 +26,7 @@ from paceline.draft.heads.checkpoint import Head, load_head
 from paceline.draft.heads.config import read_config
 from paceline.draft.heads.features import Tapped
 from paceline.draft.heads.forward import fuse, read_out, relay, relayed, run_layers
+from paceline.draft.heads.parallel import UNKNOWING_GAIN
 from paceline.draft.hints import MAX_MATCH, MIN_MATCH
 from paceline.draft.lookup.suffix import propose_slow
 from paceline.draft.options import parse_spec
@@ -153,7 +154,8 @@ def watch(engine: Engine, every: int = 1, first: int | None = None) -> list[int]
         for r, d in zip(batch.rows, draft.rows, strict=True):
             if len(d) and (batch.step + r.row) % every == 0:
                 ids = rows.tokens(r.row).tolist()
-                choose = partial(chosen_after, rows, r.row, hinted_tokens(ids, len(d), drafter.hint_gain))
+                hint = partial(hinted_after, ids, len(d), drafter.hint_gain)
+                choose = partial(chosen_after, rows, r.row, hint)
                 assert list(d.token_ids) == scratch.draft(ids, len(d), choose, first or 1)
                 compared.append(len(d))
         return draft
@@ -162,20 +164,24 @@ def watch(engine: Engine, every: int = 1, first: int | None = None) -> list[int]
     return compared
 
 
-def hinted_tokens(ids: list[int], k: int, gain: float) -> list[tuple[int, float]]:
-    """What followed where the text looked like its end before, and what that adds to their logits."""
+def hinted_after(ids: list[int], k: int, gain: float, guesses: list[int]) -> tuple[int, float] | None:
+    """What followed where the text looked like its end before, and what that adds to its logits.
+
+    gain: 0 for drafters none of whose guesses knows the others; all look at the end of what is committed.
+    """
+    if gain:
+        token_ids, _, match = propose_slow(ids, (ids + guesses)[-MAX_MATCH:], 1, MIN_MATCH, MAX_MATCH, 1, 0)
+        return (token_ids[0], gain * math.log(match)) if token_ids else None
     token_ids, _, match = propose_slow(ids, ids[-MAX_MATCH:], k, MIN_MATCH, MAX_MATCH, MAX_MATCH, 0.05)
-    return [(token_id, gain * math.log(match)) for token_id in token_ids]
+    place = len(guesses)
+    return (token_ids[place], UNKNOWING_GAIN * math.log(match)) if place < len(token_ids) else None
 
 
-def chosen_after(
-    rows: Any, row: int, told: list[tuple[int, float]], logits: np.ndarray, guesses: list[int]
-) -> int:
-    choose = rows.choose_after(row, guesses)
-    if choose.edits is None:
+def chosen_after(rows: Any, row: int, hint: Any, logits: np.ndarray, guesses: list[int]) -> int:
+    choose, hinted = rows.choose_after(row, guesses), hint(guesses)
+    if choose.edits is None and hinted:
         logits = logits.copy()
-        for token_id, gain in told[len(guesses) : len(guesses) + 1]:
-            logits[token_id] += gain
+        logits[hinted[0]] += hinted[1]
     return choose_token(logits, choose)
 
 

@@ -16,6 +16,7 @@ from paceline.core.params import SamplingParams
 from paceline.draft.heads.config import read_config
 from paceline.draft.heads.native import NativeHead
 from paceline.draft.small.native import NativeSmall
+from paceline.model.backend import End
 from paceline.model.native import NativeDecoder, forward_in_turn
 from tests.draft.heads import RELAY, drafter_of, head_values, random_weights, write_head
 from tests.draft.test_head_drafter import requests
@@ -105,6 +106,7 @@ def in_turn(
     chooses: list[Choose] | None = None,
     weight: float = 1.0,
     stops: tuple[Stop | None, ...] = (None, None),
+    pointers: tuple[kernels.Pointer | None, ...] = (None, None),
 ) -> np.ndarray:
     weights = tiny_weights(CONFIG, dtype=torch.float32)
     weights["final_norm"] = weights["final_norm"] * weight
@@ -115,7 +117,7 @@ def in_turn(
         packed,
         decoder.new_kv(3),
         chooses or [GREEDY] * sum(depths),
-        [*zip(depths, stops, strict=False)],
+        [End(*of) for of in zip(depths, stops, pointers, strict=False)],
         vocab=CONFIG.vocab_size,
         num_layers=2,
     )
@@ -133,6 +135,38 @@ def test_a_broken_row_ends_there() -> None:
     found = in_turn([3, 2], weight=np.nan)
     assert (found[[0, 3]] < UNCHOSEN).all()
     assert (found[[1, 2, 4]] == UNCHOSEN).all()
+
+
+def pointer_to(text: list[int], gain: float) -> kernels.Pointer:
+    index = kernels.TextIndex(len(text))
+    index.extend(np.array(text))
+    return kernels.Pointer(index, np.array(text[-4:]), gain, 2, 32)
+
+
+def test_a_pointer_leads_a_row_on_from_what_was_chosen() -> None:
+    """Its next tokens are those of the text, each found by the ones before it, and no other row's."""
+    plain = in_turn([4, 2])
+    text = [6, 7, 20, 21, 22, 6, 7]  # ends as the row does
+    np.testing.assert_array_equal(
+        in_turn([4, 2], pointers=(pointer_to(text, 1e4), None)), [20, 21, 22, 6, *plain[4:]]
+    )
+    np.testing.assert_array_equal(in_turn([4, 2], pointers=(pointer_to(text, 0.0), None)), plain)
+    elsewhere = pointer_to([int(plain[0]), int(plain[1]), 30, 8, 9], 1e4)  # the first two choices are its own
+    np.testing.assert_array_equal(in_turn([3, 2], pointers=(elsewhere, None))[:3], [*plain[:2], 30])
+
+
+def test_what_lies_outside_the_vocabulary_is_not_pointed_to() -> None:
+    text = [6, 7, CONFIG.vocab_size + 5, 6, 7]
+    np.testing.assert_array_equal(in_turn([2, 2], pointers=(pointer_to(text, 1e4), None)), in_turn([2, 2]))
+
+
+@pytest.mark.parametrize(
+    ("gain", "bounds", "reason"),
+    [(np.nan, (2, 32), "gain"), (1.0, (1, 32), "min_match"), (1.0, (5, 4), "min_match")],
+)
+def test_a_pointer_that_cannot_be_is_refused(gain: float, bounds: tuple[int, int], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        kernels.Pointer(kernels.TextIndex(8), np.array([1, 2]), gain, *bounds)
 
 
 def test_a_row_leaves_where_its_stop_says() -> None:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.core.nouns import UNCHOSEN, RowDraft
-from paceline.draft.hints import hinted, hints
+from paceline.draft.hints import pointed, pointer_of
+from paceline.model.backend import End
 from paceline.model.choosing import draw
 
 if TYPE_CHECKING:
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
     from numpy import floating
     from numpy.typing import NDArray
 
-    from paceline.core.nouns import Choose, Edits, Plan, Stop
-    from paceline.model.backend import Chosen, End
+    from paceline import kernels
+    from paceline.core.nouns import Choose, Plan, Stop
+    from paceline.model.backend import Chosen
     from paceline.model.config import ModelConfig
     from paceline.model.rows import Rows, Span
 
@@ -38,9 +40,11 @@ CATCH_UP_TOKENS = 512  # known tokens read per step for rows that fell behind, b
 class Chain:
     """A row's guesses so far."""
 
-    def __init__(self, row: int, depth: int, told: Sequence[Edits] = (), stop: Stop | None = None) -> None:
-        """depth: guesses wanted, at most. told: the hints to them. stop: where there are fewer."""
-        self.row, self.depth, self.told, self.stop = row, depth, told, stop
+    def __init__(
+        self, row: int, depth: int, pointer: kernels.Pointer | None = None, stop: Stop | None = None
+    ) -> None:
+        """depth: guesses wanted, at most. pointer: gives them hints. stop: where there are fewer."""
+        self.row, self.depth, self.pointer, self.stop = row, depth, pointer, stop
         self.token_ids: list[int] = []
         self.probs: list[NDArray[floating]] = []  # [vocab] each, if the law needs them
         self.margins: list[float] = []  # logits by which each was ahead of the next, NaN where not known
@@ -96,7 +100,7 @@ def share_out(behind: Mapping[int, int], allowance: int) -> tuple[list[int], dic
 
 def extend(rows: Rows, chains: Sequence[Chain], run: Callable[[Sequence[Choose]], Chosen], *, dense: bool) -> None:
     """Draw one more token for each chain. `dense` also keeps the distributions they were drawn from."""
-    chooses = [hinted([rows.choose_after(c.row, c.token_ids)], c.told[len(c.token_ids) :][:1])[0] for c in chains]
+    chooses = [pointed(rows.choose_after(c.row, c.token_ids), c.pointer, c.token_ids) for c in chains]
     drawn = draw(run, chooses, [len(chain.token_ids) for chain in chains], dense=dense)
     for index, chain in enumerate(chains):
         chain.token_ids.append(drawn.token_ids[index])
@@ -110,7 +114,7 @@ def begin(
     rows: Rows, starts: Iterable[int], depth: Mapping[int, int], plan: Plan, hint_gain: float
 ) -> dict[int, Chain]:
     """Begin a chain for each of some rows, `depth[row]` deep, with the plan's stops and hints of this gain."""
-    return {row: Chain(row, depth[row], hints(rows, row, depth[row], hint_gain), plan.stop(row)) for row in starts}
+    return {row: Chain(row, depth[row], pointer_of(rows, row, hint_gain), plan.stop(row)) for row in starts}
 
 
 def draft_in_turn(
@@ -147,11 +151,9 @@ def _draft_at_once(
     """Fill chains in one call."""
     # Without penalties it only counts how many guesses come before, not which.
     chooses = [
-        choose
-        for chain in chains
-        for choose in hinted(rows.row_chooses(chain.row, [0] * (chain.depth - 1), margin=True), chain.told)
+        choose for chain in chains for choose in rows.row_chooses(chain.row, [0] * (chain.depth - 1), margin=True)
     ]
-    drawn = run(chooses, [(chain.depth, chain.stop) for chain in chains])
+    drawn = run(chooses, [End(chain.depth, chain.stop, chain.pointer) for chain in chains])
     assert drawn.margins is not None
     token_ids, margins = drawn.token_ids.tolist(), drawn.margins.tolist()
     done = 0

@@ -250,7 +250,7 @@ class DraftModel:
 
     def _run_in_turn(self, spans: Sequence[Span], chooses: Sequence[Choose], ends: Sequence[End]) -> Chosen:
         assert self._decoder.in_turn is not None
-        packed = self._rows.pack_spans(spans, [1] * len(spans), max(depth for depth, _ in ends) - 1)
+        packed = self._rows.pack_spans(spans, [1] * len(spans), max(end.depth for end in ends) - 1)
         return self._decoder.in_turn(
             packed, self._kv, chooses, ends, num_layers=self._num_layers, vocab_size=self._vocab_size
         )

@@ -184,6 +184,7 @@ class Decoder:
         num_layers: int,
         depths: list[int],
         stops: NDArray[float64],
+        pointers: list[Pointer | None],
         chosen: NDArray[int64],
         margins: NDArray[float32],
     ) -> None: ...
@@ -214,6 +215,12 @@ class TextIndex:
         reach: float,
         least_share: float,
     ) -> tuple[list[int], list[float], int]: ...
+
+class Pointer:
+    def __init__(
+        self, text: TextIndex, tail: NDArray[int64], gain: float, min_match: int, max_match: int
+    ) -> None: ...
+    def look(self, guesses: NDArray[int64]) -> tuple[int, float] | None: ...
 
 class Estimates:
     def __init__(

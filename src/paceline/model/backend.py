@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from paceline.core.nouns import Scores, Taps, noun
 from paceline.model.device import usable_cores
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from numpy import floating, int64
     from numpy.typing import NDArray
 
+    from paceline import kernels
     from paceline.core.nouns import Batch, Choose, Draft, Stop, Verdict
     from paceline.model.config import ModelConfig
     from paceline.model.packed import Packed
@@ -46,7 +47,12 @@ class Chosen:
     margins: NDArray[floating] | None = None  # [num_wanted] logits by which each is ahead, NaN where not known
 
 
-End = tuple[int, "Stop | None"]  # of a row's passes in turn
+class End(NamedTuple):
+    """How a row takes part in passes in turn."""
+
+    depth: int  # passes, at most
+    stop: Stop | None = None  # where it leaves before
+    pointer: kernels.Pointer | None = None  # to what its choices are told, where nothing else edits them
 
 
 class InTurn(Protocol):
@@ -64,8 +70,8 @@ class InTurn(Protocol):
     ) -> Chosen:
         """Run passes for each row, the first over `packed`, which wants the last token of every row.
 
-        ends: how many a row takes part in at most, and where it leaves before. chooses: [sum of these], a row's
-        one after another, none of the kind `logits`; so are the tokens and margins that come back, UNCHOSEN behind
+        ends: how each row takes part. chooses: [sum of depths], a row's one after another, none of the kind
+        `logits`; so are the tokens and margins that come back, UNCHOSEN behind
         the last and behind one that is BROKEN. `packed.pages` reach as far as the passes do.
         """
         ...

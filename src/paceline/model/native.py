@@ -284,8 +284,9 @@ def forward_in_turn(
         kernels.read_chooses(list(chooses), decoder.vocab if decoder.maps_ids else vocab),
         vocab=vocab,
         num_layers=num_layers,
-        depths=[depth for depth, _ in ends],
+        depths=[end.depth for end in ends],
         stops=_stop_table(ends),
+        pointers=[end.pointer for end in ends],
         chosen=chosen,
         margins=margins,
     )
@@ -294,10 +295,10 @@ def forward_in_turn(
 
 def _stop_table(ends: Sequence[End]) -> NDArray[float64]:
     """Return what tells rows to leave: odds, sureness, least, 0 for those that stay. [sum of depths, 3]"""
-    if not any(stop for _, stop in ends):
+    if not any(end.stop for end in ends):
         return np.empty((0, 3))
     table: list[float] = []
-    for depth, stop in ends:
+    for depth, stop, _ in ends:
         if stop is None:
             table += [0.0] * (3 * depth)
         else:

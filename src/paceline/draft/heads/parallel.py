@@ -32,10 +32,13 @@ if TYPE_CHECKING:
     from paceline.model.rows import Span
 
 
+UNKNOWING_GAIN = 8.0  # of hints to guesses that do not know those before them
+
+
 class ParallelHeadDrafter(HeadDrafter):
     """Drafts all tokens in one pass."""
 
-    hint_gain = 8.0  # it hardly knows what its own guesses were
+    hint_gain = 0.0  # none by guesses
 
     def __init__(self, options: HeadOptions, target: Target, head: Head) -> None:
         super().__init__(options, target, head)
@@ -61,7 +64,7 @@ class ParallelHeadDrafter(HeadDrafter):
         for row in starts:
             first[row] = len(chooses)
             masks = [self._mask] * (chains[row].depth - 1)
-            for choose in hinted(self._rows.row_chooses(row, masks), chains[row].told):
+            for choose in hinted(self._rows.row_chooses(row, masks), self._rows, row, UNKNOWING_GAIN):
                 waits = self._dense or choose.params.penalised
                 chooses.append(choose._replace(kind="logits" if waits else choose.kind, margin=True))
         spans = [(row, start, int(self._rows.length[row]) - start) for row, start in starts.items()]
@@ -99,7 +102,7 @@ class RelayHeadDrafter(ParallelHeadDrafter):
 
     def _run_in_turn(self, spans: Sequence[Span], chooses: Sequence[Choose], ends: Sequence[End]) -> Chosen:
         assert self._head.in_turn is not None
-        packed, features = self._masked([span[:3] for span in spans], [depth for depth, _ in ends])
+        packed, features = self._masked([span[:3] for span in spans], [end.depth for end in ends])
         return self._head.in_turn(packed, features, self._kv, chooses, ends)
 
     def _run_next(self, chains: Mapping[int, Chain], spans: Sequence[Span], chooses: Sequence[Choose]) -> Chosen:

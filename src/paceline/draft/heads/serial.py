@@ -37,7 +37,7 @@ class SerialHeadDrafter(HeadDrafter):
 
     def _run_in_turn(self, spans: Sequence[Span], chooses: Sequence[Choose], ends: Sequence[End]) -> Chosen:
         assert self._head.in_turn is not None
-        packed = self._pack(spans, [1] * len(spans), max(depth for depth, _ in ends) - 1)
+        packed = self._pack(spans, [1] * len(spans), max(end.depth for end in ends) - 1)
         return self._head.in_turn(packed, self._read(spans, None), self._kv, chooses, ends)
 
     def _run(self, spans: Sequence[Span], chooses: Sequence[Choose]) -> Chosen:
