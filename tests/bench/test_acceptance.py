@@ -117,7 +117,14 @@ def test_both_are_asked_the_same(model, prompts, head, tmp_path, capsys, monkeyp
 
 
 @pytest.mark.parametrize(
-    "flags", [["--draft", "ngram"], ["--draft", "off"], ["--limit", "0"], ["--new-tokens", "2"]]
+    "flags",
+    [
+        ["--draft", "ngram"],
+        ["--draft", "off"],
+        ["--limit", "0"],
+        ["--new-tokens", "2"],
+        ["--json", "not/there.json"],
+    ],
 )
 def test_bad_flags_are_refused(flags, prompts, capsys):
     assert acceptance.main(["--prompts", str(prompts), *flags]) == 1

@@ -274,7 +274,14 @@ def test_rows_that_fail_are_reported_and_the_others_go_on(model, prompts, tmp_pa
 
 @pytest.mark.parametrize(
     "flags",
-    [["--rows", "nothing"], ["--batches", "0"], ["--batches", "a"], ["--repeat", "0"], ["--threads", "0"]],
+    [
+        ["--rows", "nothing"],
+        ["--batches", "0"],
+        ["--batches", "a"],
+        ["--repeat", "0"],
+        ["--threads", "0"],
+        ["--json", "not/there.json"],
+    ],
 )
 def test_bad_flags_are_refused(flags, model, prompts, tmp_path, capsys):
     first = ["--prompts", str(prompts), "--model", str(model), "--engines", str(tmp_path), "--rows", "paceline"]

@@ -16,6 +16,7 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.bench.outputs import check_file
 from paceline.bench.peers.install import install, preloads, python_of
 from paceline.bench.peers.prepare import chat_prompts, unquantized, unquantized_head
 from paceline.bench.peers.protocol import Setting
@@ -127,6 +128,7 @@ def _compare(args: Namespace) -> int:
 
 
 def _check(args: Namespace) -> Head:
+    check_file("--json", args.json)
     for name, (low, high) in _BOUNDS.items():
         if not low <= getattr(args, name) <= high:
             raise ConfigError(f"--{name.replace('_', '-')} must be between {low} and {high}")

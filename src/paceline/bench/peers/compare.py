@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.bench.outputs import check_file
 from paceline.bench.peers.install import install, preloads, python_of
 from paceline.bench.peers.prepare import chat_prompts, judged_texts, prompts_of, requantized, unquantized
 from paceline.bench.peers.protocol import Setting
@@ -154,6 +155,7 @@ def _compare(args: Namespace) -> int:
 
 
 def _check(args: Namespace) -> None:
+    check_file("--json", args.json)
     for name, (low, high) in _BOUNDS.items():
         if not low <= (low if getattr(args, name) is None else getattr(args, name)) <= high:
             raise ConfigError(f"--{name.replace('_', '-')} must be between {low} and {high}")
