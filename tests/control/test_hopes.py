@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from paceline.control import goodput, hopes
+from paceline.control import goodput, hopes, probes
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost, Work
 from paceline.control.goodput import Goodput
 from paceline.control.online import OnlineCost
@@ -28,7 +28,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopes, "LOOKS", 32)
     monkeypatch.setattr(hopes, "TRIES", 16)
     monkeypatch.setattr(goodput, "PROBE_EVERY", 2)
-    monkeypatch.setattr(goodput, "PROBE_SHARE", 0.05)
+    monkeypatch.setattr(probes, "SHARE", 0.05)
 
 
 def serve(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from paceline.control import goodput, hopes
+from paceline.control import goodput, hopes, probes
 from paceline.control.host import HostTime
 from paceline.control.online import OnlineCost
 from paceline.core.errors import RequestError
@@ -34,7 +34,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopes, "REQUESTS", 4)
     monkeypatch.setattr(hopes, "TRIES", 8)
     monkeypatch.setattr(hopes, "DEVIATIONS", 0.5)
-    monkeypatch.setattr(goodput, "PROBE_SHARE", 1.0)  # enough probes, however fast the machine is
+    monkeypatch.setattr(probes, "SHARE", 1.0)  # enough probes, however fast the machine is
     monkeypatch.setattr(goodput, "PROBE_EVERY", 1)
     for learns in ("observe_pass", "observe_drafting"):  # no clock decides
         monkeypatch.setattr(OnlineCost, learns, lambda *_: None)

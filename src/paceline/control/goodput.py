@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     Choices = tuple[NDArray[int64], NDArray[int64]]  # drafts of each row, and their drafter
 
-PROBE_SHARE = 0.01  # of the time, for drafts that do not seem to pay; as much for none where they do
 PROBE_EVERY = 8  # steps between two looks at whether to probe
 PLAIN_EVERY = 96  # steps after which two without drafts are due: what speculation is measured against
 FIRST_PLAIN = 8  # such steps, in ever longer intervals, cost what they may
@@ -114,7 +113,7 @@ class Goodput:
         """As `Policy.rest`."""
         if rests := self._cruise.rests(self._steps + 1, rows):
             self._steps += 1
-            self._probes.earn(PROBE_SHARE * self._cruise.seconds)
+            self._probes.earn(self._cruise.seconds)
         return rests
 
     def hold(self, view: View) -> Decision | None:
@@ -123,7 +122,7 @@ class Goodput:
         if held is not None:
             self._steps += 1
             self._probes.row = NONE
-            self._probes.earn(PROBE_SHARE * held.seconds)
+            self._probes.earn(held.seconds)
         return held
 
     def decide(self, view: View) -> Decision:
@@ -143,7 +142,7 @@ class Goodput:
         ks, seconds, speedup = np.zeros_like(chosen.ks), chosen.plain_seconds, 1.0
         if self._stance.take(chosen, self._steps):
             ks, seconds, speedup = chosen.ks, chosen.seconds, self._stance.speedup
-        self._probes.earn(PROBE_SHARE * seconds)
+        self._probes.earn(seconds)
         as_chosen = ks is chosen.ks and not paced
         given_up: tuple[int, ...] = ()
         if self._plain_is_due(view, ks, chosen):

@@ -12,11 +12,23 @@ if TYPE_CHECKING:
     from paceline.control.policy import Outcomes
 
 
+SHARE = 0.01  # of all time, for finding out
+MOST_DRAFTS, MOST_PLAIN = (
+    4,
+    16,
+)  # steps' time that is saved up at most: a long good spell must not pay for a bad one
+
+
 @dataclass(slots=True)
 class Budget:
     """Time that may still go into finding out."""
 
+    most: int  # steps' time that is saved up
     seconds: float = 0.0
+
+    def earn(self, step_s: float) -> None:
+        """Let a share of a step's time go into finding out."""
+        self.seconds = min(self.seconds + SHARE * step_s, self.most * step_s)
 
     def afford(self, seconds: float) -> bool:
         """Pay so many seconds if they are there."""
@@ -30,8 +42,8 @@ class Budget:
 class Probes:
     """What may be spent on finding out, and what was."""
 
-    budget: Budget = field(default_factory=Budget)  # for drafts that do not seem to pay
-    plain: Budget = field(default_factory=Budget)  # for steps without drafts, which are dearer
+    budget: Budget = field(default_factory=lambda: Budget(MOST_DRAFTS))  # for drafts that do not seem to pay
+    plain: Budget = field(default_factory=lambda: Budget(MOST_PLAIN))  # for steps without drafts, which are dearer
     row: int = NONE  # that goes further in this step to find out
     last_plain: int = 0  # the last step without drafts
     num_plain: int = 0
@@ -53,7 +65,7 @@ class Probes:
             foreseen_s = cost.drafting_s(outcomes.num_drafted, outcomes.drafters)
             self.budget.seconds -= min(max(outcomes.draft_s - foreseen_s, 0.0), outcomes.target_s)
 
-    def earn(self, seconds: float) -> None:
-        """Let so much more time go into finding out, of either kind."""
-        self.budget.seconds += seconds
-        self.plain.seconds += seconds
+    def earn(self, step_s: float) -> None:
+        """Let a share of a step's time go into finding out, of either kind."""
+        self.budget.earn(step_s)
+        self.plain.earn(step_s)
