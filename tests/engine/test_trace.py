@@ -22,6 +22,7 @@ from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams, Speculation
 from paceline.engine import auto
 from paceline.engine.config import EngineConfig
+from paceline.engine.engine import Engine
 from tests.engine.same_text import PLAIN, STAIRCASE, make_engine, run
 
 
@@ -44,6 +45,36 @@ def test_a_replay_makes_the_same_choices(trace: Path) -> None:
         assert (step.now.ks == step.then.ks).all()
         assert (step.now.drafters == step.then.drafters).all()
     assert sum(step.outcomes.num_verified.sum() for step in steps) > 0
+
+
+def test_what_was_learnt_is_forgotten_between_runs_and_in_their_replay(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    engine = make_engine("auto:suffix+draft-model:model=noisy,k=4", PLAIN)
+    config = EngineConfig(draft="auto", profile=STAIRCASE, trace=str(file))
+    auto.close_loop(engine, config, "tiny")
+    params = SamplingParams(temperature=0.7, max_tokens=40, ignore_eos=True)
+    requests = [Request(str(i), (5, 9, 13, 7) * 5, params, seed=i) for i in range(3)]
+    cold = habits(engine)
+    run(engine, requests)
+    learnt = habits(engine)
+    assert learnt != cold
+    engine.forget()
+    assert habits(engine) == cold
+    run(engine, requests)
+    assert habits(engine) != cold
+    steps = list(replay(file))
+    assert len(steps) > 20
+    for step in steps:
+        assert (step.now.ks == step.then.ks).all()
+        assert (step.now.drafters == step.then.drafters).all()
+
+
+def habits(engine: Engine) -> list[list[float]]:
+    """What the controller expects of new requests, by drafter and depth."""
+    assert isinstance(engine.controller, ClosedLoop)
+    policy = engine.controller.policy
+    assert isinstance(policy, Goodput)
+    return [s.alive(np.array([3]), 4).ravel().tolist() for s in policy.survival]
 
 
 class RestAtFirst(Goodput):

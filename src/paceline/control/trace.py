@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
@@ -61,6 +62,10 @@ class Tracer:
             objective=objective,
             apart=apart,
         )
+
+    def begun(self) -> None:
+        """A loop begins that has learnt nothing yet."""
+        self._write(begun=True)
 
     def admitted(self, row: int) -> None:
         """A request begins in a row."""
@@ -145,8 +150,8 @@ def replay(path: Path, on_step: Callable[[ClosedLoop], None] | None = None) -> I
             raise ValueError(f"format {header.get('format')!r}, known: {FORMAT!r}")
         profile, max_ks = from_json(header["profile"]), [int(k) for k in header["max_ks"]]
         objective = Objective.parse(header.get("objective", THROUGHPUT))
-        loop = make_loop(profile, header["names"], int(header["num_rows"]), max_ks, objective=objective)
-        yield from _steps(loop, lines, on_step, apart=bool(header.get("apart", False)))
+        new = partial(make_loop, profile, header["names"], int(header["num_rows"]), max_ks, objective=objective)
+        yield from _steps(new, lines, on_step, apart=bool(header.get("apart", False)))
     except (KeyError, TypeError, ValueError, StopIteration) as error:
         raise ConfigError(f"{path} is no trace this version reads: {type(error).__name__} {error}") from None
 
@@ -166,17 +171,20 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _steps(
-    loop: ClosedLoop,
+    new_loop: Callable[[], ClosedLoop],
     lines: Iterator[dict[str, Any]],
     on_step: Callable[[ClosedLoop], None] | None,
     *,
     apart: bool,
 ) -> Iterator[Step]:
     planned: dict[int, Decision] = {}  # by group, when it ran
+    loop = new_loop()
     for line in lines:
         group = int(line.get("group", 0))
         own = loop.twin if group else loop
-        if "admitted" in line:
+        if "begun" in line:
+            loop = new_loop()
+        elif "admitted" in line:
             loop.admit(int(line["admitted"]))
         elif "rested" in line:
             loop.rests(MANY_ROWS)  # it did

@@ -21,6 +21,7 @@ from paceline.model.device import usable_cores
 from paceline.model.pull import cache_folder
 
 if TYPE_CHECKING:
+    from paceline.control.controller import ClosedLoop
     from paceline.engine.calibrate import Grid, Progress
     from paceline.engine.config import EngineConfig
     from paceline.engine.engine import Engine
@@ -53,7 +54,13 @@ def close_loop(engine: Engine, config: EngineConfig, model: str, progress: Progr
             _opened(config.trace), profile, names, num_rows, max_ks, config.objective, config.placement.apart
         )
     objective = Objective.parse(config.objective)
-    engine.controller = make_loop(profile, names, num_rows, max_ks, tracer, objective)
+
+    def begin() -> ClosedLoop:
+        if tracer:
+            tracer.begun()
+        return make_loop(profile, names, num_rows, max_ks, tracer, objective)
+
+    engine.control_by(begin)
     return f"K by the controller, which knows what steps cost: {known}"
 
 

@@ -23,7 +23,7 @@ from paceline.engine.writer import Writer, Written
 from paceline.model.tokenizer import Detokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from paceline.control.controller import Controller, StepTimes
     from paceline.core.nouns import (
@@ -110,6 +110,7 @@ class Engine:
         self.drafting = Drafting(drafters, target.config.vocab_size, pool.empty_store)
         self.target.taps = self.drafting.taps
         self.controller = controller
+        self._new_controller: Callable[[], Controller] = lambda: controller
         self.law = law
         self.scheduler = Scheduler(limits, pool, fingerprint)
         self.loop: Loop = SerialLoop()
@@ -337,10 +338,19 @@ class Engine:
         own = sum(d.needs.kv_bytes_per_token for d in self.drafting.drafters.values())
         return self.target.kv_bytes_per_token + own
 
+    def control_by(self, new_controller: Callable[[], Controller]) -> None:
+        """Let what it makes decide from now on, and another one it makes whenever the engine forgets."""
+        self._new_controller = new_controller
+        self.controller = new_controller()
+
     def forget(self) -> None:
-        """Start cold: empty the prefix cache and whatever drafters learnt across requests."""
+        """Start cold: empty the prefix cache and what drafters and controller learnt across requests.
+
+        A drafter that was given up stays so: what it held is gone.
+        """
         self.scheduler.pool.forget()
         self.drafting.forget()
+        self.controller = self._new_controller()
 
     def reset_stats(self) -> None:
         """Begin to count anew."""
