@@ -12,6 +12,7 @@ from functools import cache, partial
 from pathlib import Path
 from random import Random
 from tempfile import mkdtemp
+from threading import Event
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
@@ -34,6 +35,7 @@ from paceline.engine.wire import encode
 from paceline.model import hf
 from paceline.model.weights import canonical_names
 from tests.engine.same_text import DRAFTER_NOISE, SHARP, STAIRCASE, VOCAB, assert_same, run
+from tests.engine.test_faults import spoil
 from tests.engine.test_overlap import serve
 from tests.engine.test_placement import CORES, two_cores
 from tests.model.test_safetensors import config_json
@@ -225,6 +227,34 @@ def test_requests_that_lived_on_are_drafted_for_again_and_nothing_is_taken_for_k
     assert any(pool._valid[NAME])
     assert len(engine.scheduler.running) == 3
     assert engine.stats().drafter_failures == failures
+
+
+def test_a_target_without_numbers_for_one_request_does_not_end_the_process() -> None:
+    engine = engine_of(config(kv_tokens=64 * 16))
+    drafter = drafter_of(engine)
+    spoil(engine, "bad", least=30)
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    asked = [
+        Request("bad", tuple(range(40, 60)), params, seed=1),
+        Request("good", tuple(range(50, 75)), params, seed=1),
+    ]
+    pid = drafter.lives.pid
+    answers = run(engine, asked)
+    assert (answers["bad"].ending[0], answers["good"].ending[0]) == ("error", "length")
+    assert (drafter.lives.pid, engine.stats().drafter_failures) == (pid, 0)
+
+
+def test_one_that_does_not_come_back_is_counted_where_it_was_to_draft() -> None:
+    engine = engine_of(config(kv_tokens=64 * 16), thread=True)
+    (drafter,) = engine.drafting.drafters.values()
+    assert isinstance(drafter, PlacedDrafter)
+    drafter._deadline_s = 0.05
+    come_back = Event()
+    drafter._drafter.propose = lambda batch, plan: come_back.wait(PATIENCE_S)  # type: ignore
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    run(engine, [Request("a", tuple(range(40, 60)), params, seed=1)])
+    come_back.set()
+    assert 0 < engine.stats().drafter_failures <= engine.stats().steps
 
 
 def test_one_of_several_drafters_and_once_unloaded_it_ends() -> None:

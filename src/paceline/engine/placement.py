@@ -71,7 +71,10 @@ class DrafterGone(Exception):  # noqa: N818 (it is a state, not an error of the 
 
 
 class PlacedDrafter:
-    """A drafter whose passes run in a thread on its own device, each call with a deadline; see `Drafter`."""
+    """A drafter whose passes run in a thread on its own device, each call with a deadline; see `Drafter`.
+
+    One that has not come back from a call is given up: it refuses to draft, and is told nothing any more.
+    """
 
     def __init__(self, drafter: Drafter, worker: Worker, deadline_s: float = DEADLINE_S) -> None:
         self.name, self.needs = drafter.name, drafter.needs
@@ -80,15 +83,19 @@ class PlacedDrafter:
 
     def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
         """A request was born in a row."""
-        self._present().admit(row, request, valid_lens)
+        if not self._gone:
+            self._drafter.admit(row, request, valid_lens)
 
     def propose(self, batch: Batch, plan: Plan) -> Draft:
         """Draft on the device."""
-        return self._call(partial(self._present().propose, batch, plan))
+        if self._gone:
+            raise DrafterGone("it did not come back from an earlier call, and is not asked any more")
+        return self._call(partial(self._drafter.propose, batch, plan))
 
     def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
         """Take in on the device what was kept."""
-        self._call(partial(self._present().commit, batch, scores, verdict))
+        if not self._gone:
+            self._call(partial(self._drafter.commit, batch, scores, verdict))
 
     def valid_lens(self, row: int) -> Mapping[str, int]:
         """Leading tokens of a row in each store; nobody knows once it is gone."""
@@ -96,21 +103,18 @@ class PlacedDrafter:
 
     def release(self, row: int) -> None:
         """The row's request has ended or was preempted."""
-        self._present().release(row)
+        if not self._gone:
+            self._drafter.release(row)
 
     def forget(self) -> None:
         """Drop whatever was learnt across requests."""
-        self._present().forget()
+        if not self._gone:
+            self._drafter.forget()
 
     def report(self) -> Mapping[str, Any]:
         """Tell what was chosen."""
         on = {"on": f"cores {sorted(self._worker.cores)}"} if self._worker.cores else {}
         return {**self._drafter.report(), **on}
-
-    def _present(self) -> Drafter:
-        if self._gone:
-            raise DrafterGone("it did not come back from an earlier call, and is not asked any more")
-        return self._drafter
 
     def _call(self, call: Callable[[], T]) -> T:
         try:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.core.errors import PacelineError
-from paceline.core.nouns import NO_DRAFT, PAGE_TOKENS, Draft, RowDraft
+from paceline.core.nouns import BROKEN, NO_DRAFT, PAGE_TOKENS, Draft, RowDraft
 from paceline.draft.drafter import Away, StoresLost
 from paceline.engine.apart.channel import LineDead
 from paceline.engine.apart.life import Lives
@@ -122,7 +122,8 @@ class DrafterApart:
     def _news(self, row: int, ahead: int | None = None) -> RowNews:
         """Return what a row has gained. ahead: tokens behind it that need a page; None: pages are not told."""
         told, known = self._told[row], self._rows.tokens(row)
-        gained = tuple(known[told.length :].tolist())
+        new = known[told.length :]
+        gained = tuple(new[new != BROKEN].tolist())  # behind an answer that ends with an error
         told.length = len(known)
         if ahead is None:
             return RowNews(row, gained)
