@@ -38,4 +38,4 @@ def test_options_of_a_wrong_type_are_refused(options: dict[str, Any], said: str)
 
 def test_files_may_be_paths() -> None:
     config = EngineConfig(model=Path("folder"), trace=Path("trace.jsonl"))  # type: ignore[arg-type]
-    assert config.model == Path("folder")
+    assert (config.model, config.trace) == ("folder", "trace.jsonl")  # strings, as other processes are sent them

@@ -42,6 +42,9 @@ class EngineConfig:
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
+        for name in _FILES:
+            if isinstance(path := getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(path))
         _check_kinds(self)
         _ = self.kv_type, Objective.parse(self.objective), self.placement
         check_overlap(self.overlap)
@@ -87,8 +90,7 @@ def _check_kinds(config: EngineConfig) -> None:
     """Raise `ConfigError` for values of the wrong type, which Python can give; `_bounded` sees to integers."""
     for option in fields(config):
         value, kinds = getattr(config, option.name), _KINDS.get(str(option.type))
-        path = option.name in _FILES and isinstance(value, os.PathLike)
-        if kinds and not path and not isinstance(value, kinds):
+        if kinds and not isinstance(value, kinds):
             wanted = "a string" if kinds[0] is str else f"a {kinds[0].__name__}"
             raise ConfigError(f"--{option.name.replace('_', '-')} must be {wanted}, not {_kind(value)}")
 
