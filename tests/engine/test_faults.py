@@ -48,6 +48,9 @@ def broken(engine: Engine, row: RowDraft | Exception) -> None:
         RowDraft([-1], "ngram"),
         RowDraft([1] * 9, "ngram"),
         RowDraft([1], "ngram", probs=np.full((1, 320), nan)),
+        RowDraft([1.5], "ngram"),  # type: ignore[list-item]
+        RowDraft([1, 2], "ngram", probs=np.full((1, 320), 1 / 320)),
+        RowDraft([1], "ngram", probs=np.full((1, 100), 0.01)),
     ],
 )
 def test_a_broken_drafter_costs_speculation_only(
@@ -81,6 +84,14 @@ def spoil(engine: Engine, request_id: str, least: int = 0) -> None:
         return scores
 
     engine.target.score = spoilt  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("answer", [None, 5, Draft((RowDraft([1], "ngram"),) * 9), Draft(())])
+def test_an_answer_that_is_no_draft_of_these_rows_costs_speculation_only(answer: Any) -> None:
+    engine = make_engine("ngram:k=4", PLAIN)
+    (drafter,) = engine.drafting.drafters.values()
+    drafter.propose = lambda batch, plan: answer  # type: ignore[method-assign]
+    assert_same(run(make_engine("off", PLAIN), REQUESTS), run(engine, REQUESTS))
 
 
 def test_a_drafter_that_cannot_say_what_it_holds_costs_speculation_only() -> None:
@@ -209,10 +220,13 @@ def test_one_request_that_cannot_be_written_disturbs_no_other(monkeypatch: pytes
         engine.add(request)
     doomed = engine._accounts["2"]
     monkeypatch.setattr(Detokenizer, "push", broken_push)
-    errors = {}
+    errors, written = {}, dict.fromkeys(expected, 0)
     while engine.has_work:
         for outcome in engine.step():
             answers[outcome.request_id] += outcome.text
+            written[outcome.request_id] += len(outcome.token_ids)
+            if outcome.figures:
+                assert outcome.figures.completion_tokens == written[outcome.request_id]
             errors[outcome.request_id] = outcome.error
         engine.check()
     assert errors["2"] is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from math import isfinite
+from operator import index as integer
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -16,7 +17,7 @@ from paceline.engine.patience import Patience
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from numpy import float64
+    from numpy import float64, floating
     from numpy.typing import NDArray
 
     from paceline.core.nouns import Batch, Plan, Request, Scores, Verdict
@@ -110,11 +111,17 @@ class Drafting:
             own = plan.only(name)
             self._troubled.discard(name)
             draft = self._offered(batch, own, name) or self._guard(drafter, drafter.propose, batch, own)
-            for index, row_draft in enumerate(draft.rows if draft is not None else ()):
-                if len(row_draft) and self._fits(drafter, row_draft, batch.rows[index].max_drafts):
-                    rows[index] = row_draft
+            self._guard(drafter, self._take, drafter, draft, batch, rows)
             self._patience.note(name, failed=name in self._troubled)
         return Draft(tuple(rows))
+
+    def _take(self, drafter: Drafter, draft: Draft | None, batch: Batch, rows: list[RowDraft]) -> None:
+        """Put what fits of a drafter's answer into `rows`. Whatever is wrong with the answer may raise."""
+        if draft is None:
+            return
+        for index, (row_draft, asked) in enumerate(zip(draft.rows, batch.rows, strict=True)):
+            if len(row_draft) and self._fits(drafter, row_draft, asked.max_drafts):
+                rows[index] = row_draft
 
     def out(self) -> frozenset[int]:
         """Return the drafters, by their index, that a step is to be planned without, see `View.out`."""
@@ -166,12 +173,16 @@ class Drafting:
             self._empty_store(store)
 
     def _fits(self, drafter: Drafter, draft: RowDraft, max_drafts: int) -> bool:
-        fits = len(draft) <= max_drafts and all(0 <= token_id < self._vocab_size for token_id in draft.token_ids)
+        token_ids = map(integer, draft.token_ids)
+        fits = len(draft) <= max_drafts and all(0 <= token_id < self._vocab_size for token_id in token_ids)
         fits = fits and all(isfinite(c) for c in draft.confidence or ())
-        fits = fits and (draft.probs is None or bool(np.isfinite(draft.probs).all()))
+        fits = fits and (draft.probs is None or self._are_chances(draft.probs, len(draft)))
         if not fits:
-            self._failed(drafter, "it proposed too many tokens, tokens out of range or NaN")
+            self._failed(drafter, "it proposed too many tokens, tokens out of range, NaN or ill-shaped chances")
         return fits
+
+    def _are_chances(self, probs: NDArray[floating], count: int) -> bool:
+        return probs.shape == (count, self._vocab_size) and bool(np.isfinite(probs).all())
 
     def _failed(self, drafter: Drafter, reason: str) -> None:
         self.num_failures += 1

@@ -45,8 +45,9 @@ class Writer:
         after = self._num_tokens + len(token_ids)
         if self._params.stop or after >= self._params.max_tokens or not self._ends.isdisjoint(token_ids):
             return self.write_slow(token_ids)
+        text = self._detokenizer.push(token_ids)
         self._num_tokens = after  # none of them ends it, as nearly always
-        return Written(len(token_ids), self._detokenizer.push(token_ids))
+        return Written(len(token_ids), text)
 
     def write_slow(self, token_ids: Sequence[int]) -> Written:
         """Do what `write` does, looking at every token."""
