@@ -89,7 +89,7 @@ class ForeignDraftModel:
         self._kv = decoder.new_kv(num_pages, num_layers)
         self._streams = Streams(target.rows.num_rows, num_pages, min(width, decoder.config.max_context))
         self._spellings: dict[int, Spelling] = {}  # of rows whose text the drafter can follow
-        self.needs = Needs(pages="own", kv_bytes_per_token=self._kv.bytes_per_token)
+        self.needs = Needs(pages="own", kv_bytes_per_token=PAGES_PER_PAGE * self._kv.bytes_per_token)
 
     def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
         """Start from nothing: pages of one's own know of no cached prefix."""
