@@ -1,7 +1,7 @@
 """What drafters with a forward pass share: catching up on known tokens, and drawing tokens into chains.
 
-Tokens are drawn with the noise of the target's own choice (DESIGN section 5): draft and target then agree with
-probability at least (1 - TV) / (1 + TV) (Daliri et al., arXiv 2408.07978).
+Tokens are drawn with the noise of the target's own choice: draft and target then agree with probability at least
+(1 - TV) / (1 + TV) (Daliri et al., arXiv 2408.07978).
 """
 
 from __future__ import annotations
