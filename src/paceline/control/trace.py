@@ -131,12 +131,13 @@ class Step:
     overlapped: bool  # whether they did
     dropped: NDArray[int64]  # [n] drafts of each row of the outcomes that were made and not verified
     dropped_tokens: float  # of these, believed to be kept if they had been verified
+    group: int = 0  # of rows: 1 is the one that takes turns with 0
 
 
-def replay(path: Path, on_step: Callable[[ClosedLoop], None] | None = None) -> Iterator[Step]:
+def replay(path: Path, on_step: Callable[[ClosedLoop, int], None] | None = None) -> Iterator[Step]:
     """Yield the steps of a trace, chosen again. Raises `ConfigError`.
 
-    on_step: called between choice and outcome, to look into the loop.
+    on_step: called between choice and outcome with a loop and its group, to look into it.
     """
     lines = _read(path)
     try:
@@ -168,7 +169,7 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
 def _steps(
     loop: ClosedLoop,
     lines: Iterator[dict[str, Any]],
-    on_step: Callable[[ClosedLoop], None] | None,
+    on_step: Callable[[ClosedLoop, int], None] | None,
     *,
     apart: bool,
 ) -> Iterator[Step]:
@@ -185,7 +186,7 @@ def _steps(
             planned[group] = Decision(np.array(line["ks"], np.int64), np.array(line["drafters"], np.int64))
             own.plan(_view(line["view"]))
             if on_step:
-                on_step(own)
+                on_step(own, group)
         elif own.view is not None and own.decision is not None:
             outcomes = _outcomes(line["outcomes"])
             overlapped = outcomes.wait_s > 0
@@ -193,7 +194,7 @@ def _steps(
             dropped, worth = _dropped(own, outcomes)
             now = own.decision
             own.learn(outcomes, Work(*line["prefill"]), own.view, now)
-            yield Step(own.view, planned[group], now, outcomes, turns, overlapped, dropped, worth)
+            yield Step(own.view, planned[group], now, outcomes, turns, overlapped, dropped, worth, group)
 
 
 def _dropped(loop: ClosedLoop, o: Outcomes) -> tuple[NDArray[int64], float]:
