@@ -142,13 +142,38 @@ def _view(*rows: int) -> View:
     return View(index, index * 0 + 50, index * 0 + 8, Work(0))
 
 
+def test_a_trace_that_ends_in_the_middle_of_a_line_is_read_up_to_there(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = len(list(replay(trace)))
+    whole = trace.read_text()
+    trace.write_text(whole + whole.splitlines()[-1][:30])
+    assert len(list(replay(trace))) == steps
+    trace.write_text(whole.removesuffix("\n"))  # this one is whole but for its end
+    assert len(list(replay(trace))) == steps
+    trace.write_text(whole[:-30])
+    assert len(list(replay(trace))) == steps - 1
+    assert cli.main(["explain", str(trace)]) == 0
+    assert f"{steps - 1} steps" in capsys.readouterr().out
+
+
 def test_what_is_no_trace_is_refused(trace: Path, tmp_path: Path) -> None:
     lines = trace.read_text().splitlines()
+    begun = lines[0] + "\n"
+    view = next(line for line in map(json.loads, lines) if line.get("view", {}).get("rows"))
+    far = {**view, "view": {**view["view"], "rows": [99 for _ in view["view"]["rows"]]}}
     bad = {
+        "list": "[]\n",
+        "later list": begun + "[1]\n",
+        "row": begun + '{"admitted": 99}\n',
+        "rows": begun + json.dumps(far) + "\n",
+        "large": begun + '{"rested": 1, "host_s": 1' + "0" * 400 + "}\n",
+        "offers": begun + json.dumps({**view, "view": {**view["view"], "offers": []}}) + "\n",
+        "deep": begun + "[" * 200_000 + "\n",
         "empty": "",
         "text": "x",
         "other": '{"format": "y"}',
-        "cut": "\n".join(lines[:3]) + '\n{"view": {"rows"',
+        "cut": "\n".join(lines[:3]) + '\n{"view": {"rows"\n',
     }
     for name, text in bad.items():
         (tmp_path / name).write_text(text)

@@ -146,24 +146,44 @@ def replay(path: Path, on_step: Callable[[ClosedLoop, int], None] | None = None)
             raise ValueError(f"format {header.get('format')!r}, known: {FORMAT!r}")
         profile, max_ks = from_json(header["profile"]), [int(k) for k in header["max_ks"]]
         objective = Objective.parse(header.get("objective", THROUGHPUT))
-        loop = make_loop(profile, header["names"], int(header["num_rows"]), max_ks, objective=objective)
-        yield from _steps(loop, lines, on_step, apart=bool(header.get("apart", False)))
-    except (KeyError, TypeError, ValueError, StopIteration) as error:
+        num_rows = int(header["num_rows"])
+        loop = make_loop(profile, header["names"], num_rows, max_ks, objective=objective)
+        known = (_with_rows(line, num_rows) for line in lines)
+        yield from _steps(loop, known, on_step, apart=bool(header.get("apart", False)))
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, StopIteration) as error:
         raise ConfigError(f"{path} is no trace this version reads: {type(error).__name__} {error}") from None
 
 
 def drafter_names(path: Path) -> tuple[str, ...]:
     """Return the drafters of a trace by their index. Raises `ConfigError`."""
-    return tuple(next(_read(path)).get("names", ()))
+    return tuple(next(_read(path), {}).get("names", ()))
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines, but for a half-written last one: of an engine that was killed, or of a full disk."""
     try:
         with path.open() as file:
             for line in file:
-                yield json.loads(line)
-    except (OSError, ValueError) as error:
+                try:
+                    found = json.loads(line)
+                except ValueError:
+                    if line.endswith("\n"):
+                        raise
+                    return
+                if not isinstance(found, dict):
+                    raise ValueError(f"a line is no object: {line.strip()[:40]}")
+                yield found
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as a trace: {error}") from None
+
+
+def _with_rows(line: dict[str, Any], num_rows: int) -> dict[str, Any]:
+    """Return a line as it is. Raises `ValueError` if it is of a row that the engine did not have."""
+    rows = [*line.get("view", {}).get("rows", ()), *line.get("outcomes", {}).get("rows", ())]
+    for row in (*rows, line.get("admitted", 0)):
+        if not 0 <= row < num_rows:
+            raise ValueError(f"row {row}: the engine had {num_rows}")
+    return line
 
 
 def _steps(
