@@ -1,0 +1,63 @@
+"""Runs that go on where they stopped: with other drafts to look at, with weights at rest, with a broken log."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from paceline.cli import main
+from paceline.train.trainer import TrainConfig, Trainer
+from tests.train.test_run import command
+from tests.train.toy import write_answers, write_target
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+OFTEN = ("--steps", "4", "--save-every", "2", "--eval-every", "2")
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("toy")
+    write_target(folder / "target")
+    write_answers(folder / "data", 60)
+    return folder
+
+
+def stop(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a command that is interrupted in its fourth step."""
+    take = Trainer._take_step
+
+    def stumble(self: Trainer, batch: Any) -> float:
+        if self.step == 3:
+            raise KeyboardInterrupt
+        return take(self, batch)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "_take_step", stumble)
+        assert main(words) == 130
+
+
+def test_a_head_whose_relay_has_nothing_to_tell_goes_on(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one draft no guess comes after another: the relay's weights have no gradients, and so no moments."""
+    straight, halves = ([*command("peagle", toy, tmp_path / name), *OFTEN, "--k", "1"] for name in "sh")
+    assert main(straight) == 0
+    stop(halves, monkeypatch)
+    assert main(halves) == 0
+    for name in ("checkpoint.safetensors", "model.safetensors"):
+        assert (tmp_path / "s" / name).read_bytes() == (tmp_path / "h" / name).read_bytes()
+
+
+def test_moments_and_their_step_are_put_where_the_weight_is() -> None:
+    recipe = SimpleNamespace(weights={"w": torch.ones(2)}, taken_over=set())
+    trainer = Trainer(recipe, TrainConfig(steps=1), None, [])  # type: ignore[arg-type]
+    saved = {"weight.w": torch.ones(2), "step.w": torch.tensor(3.0)}
+    saved |= {"exp_avg.w": torch.ones(2), "exp_avg_sq.w": torch.ones(2)}
+    trainer.recipe.weights["w"] = torch.ones(2, device="meta")  # as far away as a GPU
+    trainer.restore(3, saved)
+    assert {name: tensor.device.type for name, tensor in trainer.state().items()} == dict.fromkeys(saved, "meta")
