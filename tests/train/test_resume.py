@@ -41,6 +41,19 @@ def stop(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         assert main(words) == 130
 
 
+@pytest.mark.parametrize(("before", "after"), [("2", "4"), ("4", "2")])
+def test_a_draft_model_may_be_looked_at_in_other_depths_from_there(
+    before: str, after: str, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    words = [*command("draft-model", toy, tmp_path), *OFTEN, "--layers", "2"]
+    stop([*words, "--k", before], monkeypatch)
+    assert main([*words, "--k", after]) == 0
+    cells = [line.split() for line in capsys.readouterr().out.splitlines()]
+    numbers = [line[1] for line in cells if len(line) > 5 and line[1].isdecimal()]
+    assert numbers == ["1", "2"]
+    assert (tmp_path / "acceptance.png").is_file()
+
+
 def test_a_head_whose_relay_has_nothing_to_tell_goes_on(
     toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
