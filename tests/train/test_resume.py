@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from paceline.cli import main
+from paceline.train.checkpoint import METRICS
 from paceline.train.trainer import TrainConfig, Trainer
 from tests.train.test_run import command
 from tests.train.toy import write_answers, write_target
@@ -74,3 +76,21 @@ def test_moments_and_their_step_are_put_where_the_weight_is() -> None:
     trainer.recipe.weights["w"] = torch.ones(2, device="meta")  # as far away as a GPU
     trainer.restore(3, saved)
     assert {name: tensor.device.type for name, tensor in trainer.state().items()} == dict.fromkeys(saved, "meta")
+
+
+@pytest.mark.parametrize("line", ["\0\0garbage", "[1]", '{"loss": 1}', '{"step": "x", "accepted": []}'])
+def test_a_log_with_a_line_that_is_not_ours_is_refused(
+    line: str, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    words = [*command("eagle3", toy, tmp_path), *OFTEN]
+    stop(words, monkeypatch)
+    log = tmp_path / METRICS
+    whole = log.read_text()
+    log.write_text(line + "\n" + whole)
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert "line 1" in told
+    assert "remove that line" in told
+    log.write_text(whole + line[:3])  # half a line is of a run that was killed
+    assert main(words) == 0
+    assert [json.loads(row)["step"] for row in log.read_text().splitlines()] == [0, 2, 4]
