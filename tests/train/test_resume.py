@@ -94,3 +94,13 @@ def test_a_log_with_a_line_that_is_not_ours_is_refused(
     log.write_text(whole + line[:3])  # half a line is of a run that was killed
     assert main(words) == 0
     assert [json.loads(row)["step"] for row in log.read_text().splitlines()] == [0, 2, 4]
+
+
+@pytest.mark.parametrize("seed", [-1, 1 << 31, 1 << 32])
+def test_seeds_that_are_too_large_are_refused(seed: int, toy: Path, tmp_path: Path, capsys: Any) -> None:
+    assert main([*command("eagle3", toy, tmp_path), "--seed", str(seed)]) == 2
+    assert f"--seed must be between 0 and 2147483647, not {seed}" in capsys.readouterr().err
+
+
+def test_the_largest_seed_trains(toy: Path, tmp_path: Path) -> None:
+    assert main([*command("eagle3", toy, tmp_path), "--steps", "2", "--seed", str((1 << 31) - 1)]) == 0
