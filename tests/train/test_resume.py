@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -104,3 +105,13 @@ def test_seeds_that_are_too_large_are_refused(seed: int, toy: Path, tmp_path: Pa
 
 def test_the_largest_seed_trains(toy: Path, tmp_path: Path) -> None:
     assert main([*command("eagle3", toy, tmp_path), "--steps", "2", "--seed", str((1 << 31) - 1)]) == 0
+
+
+def test_a_run_without_matplotlib_leaves_the_picture_out(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main([*command("eagle3", toy, tmp_path), "--steps", "1"]) == 0
+    assert "acceptance.png is left out: the picture needs matplotlib: pip install" in capsys.readouterr().err
+    assert (tmp_path / "provenance.json").is_file()
+    assert not (tmp_path / "acceptance.png").exists()
