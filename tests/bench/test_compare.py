@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from paceline import cli
+from paceline.bench.commands.compare import SETTINGS
 from paceline.bench.compare.arena import automatic, static
 from paceline.bench.compare.day import Day, Phase, phases, windows
 from paceline.bench.compare.picture import draw
@@ -94,6 +95,37 @@ def test_a_run_is_made_once(tmp_path):
     file.write_text("{")
     with pytest.raises(ConfigError, match="no comparison"):
         Results(file, {"sizes": (1,)}, {})
+
+
+def test_runs_of_other_builds_machines_and_settings_are_not_mixed(tmp_path):
+    file = tmp_path / "c.json"
+    head = {
+        "command": "x",
+        "git": "a",
+        "version": "1",
+        "machine": {"cpu": "A", "cores": 2},
+        "model": {"name": "m"},
+    }
+    Results(file, {"max_len": 8}, head).write()
+    assert Results(file, {"max_len": 8}, {**head, "command": "y"}).runs == []
+    for change, told in (
+        ({"git": "b"}, r"git \(was a, is b\)"),
+        ({"version": "2"}, "version"),
+        ({"machine": {"cpu": "B", "cores": 2}}, r"machine or model: cpu \(was A, is B\); name another file"),
+        ({"model": {"name": "n"}}, "name"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            Results(file, {"max_len": 8}, head | change)
+    with pytest.raises(ConfigError, match=r"max_len \(was 8, is 9\)"):
+        Results(file, {"max_len": 9}, head)
+    file.write_text("[]")
+    with pytest.raises(ConfigError, match="no comparison"):
+        Results(file, {}, head)
+
+
+def test_limits_of_the_engine_are_settings_of_a_comparison():
+    """A run under another of them is another comparison."""
+    assert {"max_len", "prefill_tokens", "prefix_cache", "kv_tokens", "draft_device"} <= set(SETTINGS)
 
 
 def test_the_time_of_a_rollout_is_set_against_the_best_that_was_chosen_by_hand(tmp_path):

@@ -14,8 +14,9 @@ from paceline.control.controller import ClosedLoop
 from paceline.control.cost import Work
 from paceline.control.goodput import Goodput
 from paceline.control.online import OnlineCost
-from paceline.control.policy import View
+from paceline.control.policy import Outcomes, View
 from paceline.control.profile import read_profile
+from paceline.control.setup import make_loop
 from paceline.control.trace import Tracer, replay
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import Request
@@ -137,13 +138,73 @@ def test_explain_tells_it(trace: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "suffix: " in capsys.readouterr().out
 
 
+def test_explain_tells_what_was_known_of_the_group_whose_step_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Group 0 has a row whose drafts are kept, group 1 two whose drafts are not, and its plan comes in between."""
+    file = tmp_path / "turns.jsonl"
+    with file.open("w") as lines:
+        profile = read_profile(Path(STAIRCASE))
+        tracer = Tracer(lines, profile, ["suffix"], 3, [4])
+        loop = make_loop(profile, ["suffix"], 3, [4], tracer)
+        for row in range(3):
+            loop.admit(row)
+        views = [_view(0), _view(1, 2)]
+        loop.plan(views[0])
+        for _ in range(20):
+            for group, kept in ((0, 4), (1, 0)):
+                (loop, loop.twin)[1 - group].plan(views[1 - group])
+                ended, rows = (loop, loop.twin)[group], views[group].rows
+                four = np.full(len(rows), 4)
+                outcomes = Outcomes(rows, four * 0, four, four * 0 + kept, 0.001, 0.01, num_drafted=four)
+                ended.learn(outcomes, Work(0), ended.view, ended.decision)
+                tracer.learnt(outcomes, Work(0), group)
+    tables = []
+    for step in ("39", "40"):
+        assert cli.main(["explain", str(file), "--step", step]) == 0
+        tables.append([line for line in capsys.readouterr().out.splitlines() if "suffix: " in line])
+    assert [len(table) for table in tables] == [1, 2]
+    first = [[float(line.split("suffix: ")[1].split()[0]) for line in table] for table in tables]
+    assert min(first[0]) > 0.6 > max(first[1])
+
+
+def _view(*rows: int) -> View:
+    index = np.array(rows, np.int64)
+    return View(index, index * 0 + 50, index * 0 + 8, Work(0))
+
+
+def test_a_trace_that_ends_in_the_middle_of_a_line_is_read_up_to_there(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = len(list(replay(trace)))
+    whole = trace.read_text()
+    trace.write_text(whole + whole.splitlines()[-1][:30])
+    assert len(list(replay(trace))) == steps
+    trace.write_text(whole.removesuffix("\n"))  # this one is whole but for its end
+    assert len(list(replay(trace))) == steps
+    trace.write_text(whole[:-30])
+    assert len(list(replay(trace))) == steps - 1
+    assert cli.main(["explain", str(trace)]) == 0
+    assert f"{steps - 1} steps" in capsys.readouterr().out
+
+
 def test_what_is_no_trace_is_refused(trace: Path, tmp_path: Path) -> None:
     lines = trace.read_text().splitlines()
+    begun = lines[0] + "\n"
+    view = next(line for line in map(json.loads, lines) if line.get("view", {}).get("rows"))
+    far = {**view, "view": {**view["view"], "rows": [99 for _ in view["view"]["rows"]]}}
     bad = {
+        "list": "[]\n",
+        "later list": begun + "[1]\n",
+        "row": begun + '{"admitted": 99}\n',
+        "rows": begun + json.dumps(far) + "\n",
+        "large": begun + '{"rested": 1, "host_s": 1' + "0" * 400 + "}\n",
+        "offers": begun + json.dumps({**view, "view": {**view["view"], "offers": []}}) + "\n",
+        "deep": begun + "[" * 200_000 + "\n",
         "empty": "",
         "text": "x",
         "other": '{"format": "y"}',
-        "cut": "\n".join(lines[:3]) + '\n{"view": {"rows"',
+        "cut": "\n".join(lines[:3]) + '\n{"view": {"rows"\n',
     }
     for name, text in bad.items():
         (tmp_path / name).write_text(text)

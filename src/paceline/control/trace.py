@@ -136,12 +136,13 @@ class Step:
     overlapped: bool  # whether they did
     dropped: NDArray[int64]  # [n] drafts of each row of the outcomes that were made and not verified
     dropped_tokens: float  # of these, believed to be kept if they had been verified
+    group: int = 0  # of rows: 1 is the one that takes turns with 0
 
 
-def replay(path: Path, on_step: Callable[[ClosedLoop], None] | None = None) -> Iterator[Step]:
+def replay(path: Path, on_step: Callable[[ClosedLoop, int], None] | None = None) -> Iterator[Step]:
     """Yield the steps of a trace, chosen again. Raises `ConfigError`.
 
-    on_step: called between choice and outcome, to look into the loop.
+    on_step: called between choice and outcome with a loop and its group, to look into it.
     """
     lines = _read(path)
     try:
@@ -150,30 +151,50 @@ def replay(path: Path, on_step: Callable[[ClosedLoop], None] | None = None) -> I
             raise ValueError(f"format {header.get('format')!r}, known: {FORMAT!r}")
         profile, max_ks = from_json(header["profile"]), [int(k) for k in header["max_ks"]]
         objective = Objective.parse(header.get("objective", THROUGHPUT))
-        new = partial(make_loop, profile, header["names"], int(header["num_rows"]), max_ks, objective=objective)
-        yield from _steps(new, lines, on_step, apart=bool(header.get("apart", False)))
-    except (KeyError, TypeError, ValueError, StopIteration) as error:
+        num_rows = int(header["num_rows"])
+        new = partial(make_loop, profile, header["names"], num_rows, max_ks, objective=objective)
+        known = (_with_rows(line, num_rows) for line in lines)
+        yield from _steps(new, known, on_step, apart=bool(header.get("apart", False)))
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, StopIteration) as error:
         raise ConfigError(f"{path} is no trace this version reads: {type(error).__name__} {error}") from None
 
 
 def drafter_names(path: Path) -> tuple[str, ...]:
     """Return the drafters of a trace by their index. Raises `ConfigError`."""
-    return tuple(next(_read(path)).get("names", ()))
+    return tuple(next(_read(path), {}).get("names", ()))
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines, but for a half-written last one: of an engine that was killed, or of a full disk."""
     try:
         with path.open() as file:
             for line in file:
-                yield json.loads(line)
-    except (OSError, ValueError) as error:
+                try:
+                    found = json.loads(line)
+                except ValueError:
+                    if line.endswith("\n"):
+                        raise
+                    return
+                if not isinstance(found, dict):
+                    raise ValueError(f"a line is no object: {line.strip()[:40]}")
+                yield found
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as a trace: {error}") from None
+
+
+def _with_rows(line: dict[str, Any], num_rows: int) -> dict[str, Any]:
+    """Return a line as it is. Raises `ValueError` if it is of a row that the engine did not have."""
+    rows = [*line.get("view", {}).get("rows", ()), *line.get("outcomes", {}).get("rows", ())]
+    for row in (*rows, line.get("admitted", 0)):
+        if not 0 <= row < num_rows:
+            raise ValueError(f"row {row}: the engine had {num_rows}")
+    return line
 
 
 def _steps(
     new_loop: Callable[[], ClosedLoop],
     lines: Iterator[dict[str, Any]],
-    on_step: Callable[[ClosedLoop], None] | None,
+    on_step: Callable[[ClosedLoop, int], None] | None,
     *,
     apart: bool,
 ) -> Iterator[Step]:
@@ -193,7 +214,7 @@ def _steps(
             planned[group] = Decision(np.array(line["ks"], np.int64), np.array(line["drafters"], np.int64))
             own.plan(_view(line["view"]))
             if on_step:
-                on_step(own)
+                on_step(own, group)
         elif own.view is not None and own.decision is not None:
             outcomes = _outcomes(line["outcomes"])
             overlapped = outcomes.wait_s > 0
@@ -201,7 +222,7 @@ def _steps(
             dropped, worth = _dropped(own, outcomes)
             now = own.decision
             own.learn(outcomes, Work(*line["prefill"]), own.view, now)
-            yield Step(own.view, planned[group], now, outcomes, turns, overlapped, dropped, worth)
+            yield Step(own.view, planned[group], now, outcomes, turns, overlapped, dropped, worth, group)
 
 
 def _dropped(loop: ClosedLoop, o: Outcomes) -> tuple[NDArray[int64], float]:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from paceline.core.errors import BadModelFile, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     import torch
@@ -73,24 +73,39 @@ def append_metrics(folder: Path, row: Mapping[str, Any]) -> None:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Return the log's whole lines. Raises `ConfigError` if there are none."""
+    """Return the log's whole lines. Raises `ConfigError` if there are none, or one is not training's."""
     path = folder / METRICS
-    try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines(keepends=True)
-                if line.endswith("\n")]  # fmt: skip
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
+    rows = [row for _, row in _logged(path)]
     if not rows:
         raise ConfigError(f"{path} is empty; training writes it")
     return rows
 
 
 def keep_metrics(folder: Path, step: int) -> None:
-    """Drop what was logged after a step: the steps behind it are taken again."""
+    """Drop what was logged after a step: the steps behind it are taken again. Raises `ConfigError`."""
     path = folder / METRICS
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
-    kept: Iterable[str] = (line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step)
-    text = "".join(kept)
+    lines = _logged(path) if path.is_file() else []
+    text = "".join(line for line, row in lines if row["step"] <= step)
     partial = path.with_suffix(".partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
+
+
+def _logged(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Return the whole lines of a log, as they are and as rows. Raises `ConfigError`."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}; train into another --out") from None
+    return [(line, _row(path, n, line)) for n, line in enumerate(lines, start=1) if line.endswith("\n")]
+
+
+def _row(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        row: dict[str, Any] = json.loads(line)
+        if not (isinstance(row["step"], int) and isinstance(row["accepted"], list)):
+            raise TypeError("step is a number, accepted a list")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        advice = "remove that line, or train into another --out"
+        raise ConfigError(f"{path}: line {number} is none that training writes ({error!r}); {advice}") from None
+    return row

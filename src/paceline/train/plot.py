@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 def plot(folder: Path, target: Path) -> None:
     """Draw a run's log; the untrained drafter is its first point and a dotted line.
 
+    A run may be resumed with another number of drafts to evaluate: those are drawn that all its rows have.
+
     Raises `ConfigError` if there is no log or matplotlib is missing.
     """
     try:
@@ -21,18 +23,19 @@ def plot(folder: Path, target: Path) -> None:
     except ImportError:
         raise ConfigError("the picture needs matplotlib: pip install 'paceline[plot]'") from None
     rows = read_metrics(folder)
-    steps = [row["step"] for row in rows]
+    steps, num_drafts = [row["step"] for row in rows], min(len(row["accepted"]) for row in rows)
+    tokens = [1.0 + sum(row["accepted"][:num_drafts]) for row in rows]
     figure = Figure(figsize=(9.0, 4.0), layout="constrained")
     by_position, lengths = figure.subplots(1, 2)
-    for position in range(len(rows[0]["accepted"])):
+    for position in range(num_drafts):
         accepted = [row["accepted"][position] for row in rows]
         (line,) = by_position.plot(steps, accepted, label=f"draft {position + 1}")
         by_position.axhline(accepted[0], color=line.get_color(), linestyle=":", linewidth=0.8)
     by_position.set_ylim(0.0, 1.0)
     by_position.set_ylabel("share of drafts accepted up to here")
     by_position.legend()
-    lengths.plot(steps, [row["acceptance_length"] for row in rows], color="black")
-    lengths.axhline(rows[0]["acceptance_length"], color="black", linestyle=":", linewidth=0.8)
+    lengths.plot(steps, tokens, color="black")
+    lengths.axhline(tokens[0], color="black", linestyle=":", linewidth=0.8)
     lengths.set_ylabel("acceptance length, tokens per pass")
     for axes in (by_position, lengths):
         axes.set_xlabel("training steps")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paceline.core.errors import ConfigError
 from paceline.core.machine import commit, machine
 from paceline.train.batch import Batcher
 from paceline.train.checkpoint import (
@@ -89,8 +90,16 @@ def run(
     write_drafter(folder, recipe, kind)
     settings["keep_start"] = config.keep_start
     write_json(folder / "provenance.json", _provenance(settings, material, folder))
-    plot(folder, folder / "acceptance.png")
+    _draw(folder)
     return watch.last
+
+
+def _draw(folder: Path) -> None:
+    """Draw the run, or say why not: nobody asked for the picture, and the drafter is there without it."""
+    try:
+        plot(folder, folder / "acceptance.png")
+    except ConfigError as error:
+        sys.stderr.write(f"acceptance.png is left out: {error}\n")
 
 
 def _brought(recipe: Recipe) -> dict[str, torch.Tensor]:

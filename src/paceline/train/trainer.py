@@ -120,10 +120,10 @@ class Trainer:
         for name, weight in self.recipe.weights.items():
             with torch.no_grad():
                 weight.copy_(tensors[f"weight.{name}"])
-            moments = {key: tensors[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
-            self._optimizer.state[weight] = {
-                key: value if key == "step" else value.to(weight.device) for key, value in moments.items()
-            }
+            if f"step.{name}" in tensors:  # one that nothing has pulled at yet has no moments
+                moments = {key: tensors[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+                # The step too: AdamW in one kernel wants it where the weight is.
+                self._optimizer.state[weight] = {key: v.to(weight.device) for key, v in moments.items()}
 
     def _batches(self) -> Iterator[list[int]]:
         """Yield the texts of the steps that are left, epoch after epoch."""

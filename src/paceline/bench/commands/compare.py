@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 SETTINGS: tuple[str, ...] = (
     *("what", "prompts", "category", "draft", "static", "sizes", "phases", "max_tokens", "limit", "screen"),
     *("repeat", "requests", "temperature", "seed", "model", "law", "backend", "weights", "kv", "threads"),
+    *("max_len", "prefill_tokens", "prefix_cache", "kv_tokens", "draft_device"),
 )
-SETTINGS_OF_TURNS = ("k", "draft_device")
+SETTINGS_OF_TURNS = ("k",)
 SIZES = {"turns": "2,8,32"}
 USUAL_SIZES = "1,2,4,8,16,32,64"
 STATIC_KS = (1, 3, 6)  # of which the best is known afterwards only

@@ -99,10 +99,10 @@ def _one_step(path: str, number: int) -> None:
     from paceline.bench.terminal import say, table
     from paceline.control.trace import replay
 
-    known: list[list[list[str]]] = []
+    known: dict[int, list[list[str]]] = {}  # by group: the other's plan may lie between a plan and its outcome
 
-    def look(loop: ClosedLoop) -> None:
-        known.append(_survival(loop))
+    def look(loop: ClosedLoop, group: int) -> None:
+        known[group] = _survival(loop)
 
     step = next((s for i, s in enumerate(replay(Path(path), look), start=1) if i == number), None)
     if step is None:
@@ -112,7 +112,7 @@ def _one_step(path: str, number: int) -> None:
     cells = [
         [str(row), str(length), str(drafter), str(k), " ".join(chances)]
         for row, length, drafter, k, chances in zip(
-            v.rows, v.lengths, d.drafters, d.ks, known[-1] if known else [], strict=False
+            v.rows, v.lengths, d.drafters, d.ks, known[step.group], strict=True
         )
     ]
     table("chosen", ("row", "tokens", "drafter", "k", "chance of each depth, by drafter"), cells[:MOST_ROWS_SHOWN])
@@ -127,12 +127,14 @@ def _one_step(path: str, number: int) -> None:
 
 
 def _survival(loop: ClosedLoop) -> list[list[str]]:
-    """Return for each row of the plan what was believed of every drafter."""
+    """Return for each row of the plan what was believed of every drafter, if the policy believes anything."""
     from paceline.control.goodput import Goodput
 
     policy, view = loop.policy, loop.view
-    if not isinstance(policy, Goodput) or view is None:
+    if view is None:
         return []
+    if not isinstance(policy, Goodput):
+        return [[] for _ in range(view.num_rows)]
     chances: Sequence[list[list[float]]] = policy.expected(view).tolist()
     return [
         [f"{loop.names[d]}: " + " ".join(f"{c:.2f}" for c in rows[i] if c) for d, rows in enumerate(chances)]

@@ -14,14 +14,21 @@ if TYPE_CHECKING:
     Json = dict[str, Any]
 
 
+# What of the head all runs of a file share: figures of two builds or machines are not one comparison.
+SAME = ("git", "version", "machine", "model", "backend")
+
+
 class Results:
     """The runs of a comparison, each known by what it is of."""
 
     def __init__(self, file: Path, settings: Mapping[str, Any], head: Mapping[str, Any]) -> None:
-        """Take up a file with the same settings. Raises `ConfigError` if it is of another comparison."""
+        """Take up a file with the same settings, of the same build and machine.
+
+        head: what the file begins with. Raises `ConfigError` if the file is of another comparison.
+        """
         self.file, self._document = file, {**head, "settings": dict(settings), "runs": []}
         if file.exists():
-            self._document |= {"runs": _runs(file, self._document["settings"])}
+            self._document |= {"runs": _runs(file, self._document)}
 
     @property
     def runs(self) -> list[Json]:
@@ -46,12 +53,32 @@ class Results:
         part.replace(self.file)
 
 
-def _runs(file: Path, settings: Json) -> list[Json]:
+def _runs(file: Path, document: Json) -> list[Json]:
+    """Return the runs of a file. Raises `ConfigError` if they are not of the comparison that is asked for."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if found["settings"] != json.loads(json.dumps(settings)):
-            raise ConfigError(f"--json {file} is of other settings; name another file, or the same settings")
+        found, ours = json.loads(file.read_text(encoding="utf-8")), json.loads(json.dumps(document))
+        changed = _changed(found["settings"], ours["settings"])
+        if changed:
+            raise ConfigError(f"--json {file} is of other settings: {changed}; name another file, or the same")
+        changed = _changed(*({name: head.get(name) for name in SAME} for head in (found, ours)))
+        if changed:
+            raise ConfigError(
+                f"--json {file} is of another build, machine or model: {changed}; name another file, as such runs "
+                "are not comparable"
+            )
         runs: list[Json] = found["runs"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"--json {file} is no comparison to go on with: {error}") from None
     return runs
+
+
+def _changed(theirs: Json, ours: Json) -> str:
+    """Return what differs, in words; empty if nothing does."""
+    told = []
+    for name in sorted({**theirs, **ours}):
+        was, now = theirs.get(name), ours.get(name)
+        if was != now and isinstance(was, dict) and isinstance(now, dict):
+            told.append(_changed(was, now))
+        elif was != now:
+            told.append(f"{name} (was {was}, is {now})")
+    return ", ".join(told)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from paceline.train.target import Reader, Target
 
 
+MOST_SEED = (1 << 31) - 1  # with a step's number behind it it still fits in 64 bits
 VOCABULARY = 8192  # tokens: nine tenths of what the target writes, for a quarter of a draft's time
 
 
@@ -229,6 +230,9 @@ def _check(args: Namespace) -> None:
         value = getattr(args, flag, None)
         if value is not None and value < 1:
             raise ConfigError(f"--{flag.replace('_', '-')} must be at least 1, not {value}")
+    seed = getattr(args, "seed", 0)
+    if not 0 <= seed <= MOST_SEED:
+        raise ConfigError(f"--seed must be between 0 and {MOST_SEED}, not {seed}")
     keep_start = getattr(args, "keep_start", 0.0)
     if keep_start and (args.start_from is None or not 0.0 < keep_start < 1.0):
         raise ConfigError(f"--keep-start {keep_start} must be between 0 and 1, and goes with --start-from")

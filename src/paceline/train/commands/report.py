@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 def report(folder: Path, material: Material, last: Evaluation) -> None:
-    """Print the acceptance by position, at the start and at the end."""
-    first = read_metrics(folder)[0]["accepted"]
+    """Print the acceptance by position, at the start and at the end: of those that were evaluated at both."""
+    pairs = list(zip(read_metrics(folder)[0]["accepted"], last.accepted, strict=False))
     title = f"{folder}, {len(material.vocabulary)} tokens ({material.coverage:.1%} of the answers)"
     table = Table("draft", "at the start", "trained", title=title)
-    for position, (before, after) in enumerate(zip(first, last.accepted, strict=True), 1):
+    for position, (before, after) in enumerate(pairs, 1):
         table.add_row(str(position), f"{before:.3f}", f"{after:.3f}")
-    table.add_row("length", f"{1 + sum(first):.2f}", f"{last.acceptance_length:.2f}")
+    table.add_row("length", *(f"{1 + sum(shares):.2f}" for shares in zip(*pairs, strict=True)))
     Console().print(table)
