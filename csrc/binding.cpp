@@ -322,8 +322,8 @@ void check_tokens(const Shape& shape, const KVStore& kv, const Pass& pass) {
     require(pass.cu_len[0] == 0 && pass.cu_len[pass.num_rows] == static_cast<int64_t>(pass.num_tokens),
             "cu_len must lead from 0 to the number of tokens");
     for (size_t row = 0; row < pass.num_rows; ++row) {
-        require(pass.cu_len[row] <= pass.cu_len[row + 1] && below(pass.cu_len[row], pass.num_tokens + 1),
-                "cu_len must not fall");
+        require(pass.cu_len[row] <= pass.cu_len[row + 1] && below(pass.cu_len[row + 1], pass.num_tokens + 1),
+                "cu_len must not fall");  // both ends bounded before a position is read: it starts from 0
         require(pass.first_keys[row] >= 0 && (pass.cu_len[row] == pass.cu_len[row + 1] ||
                                               pass.first_keys[row] <= pass.positions[pass.cu_len[row]]),
                 "a row's first key must not lie behind its tokens");

@@ -80,5 +80,8 @@ def test_the_border_refuses_what_could_crash(field: str) -> None:
             decoder.run(Packed(**(fields | {field: wrong})), kv, [GREEDY])
     with pytest.raises(TypeError):
         decoder.run(Packed(**(fields | {field: fields[field].astype(np.int32)})), kv, [GREEDY])
+    far = {"cu_len": np.array([0, 10**6, 2]), "pages": np.array([[0], [1]]), "first_keys": np.array([0, 0])}
+    with pytest.raises(ValueError, match="must not fall"):  # before positions are read up to there
+        decoder.run(Packed(**(fields | far)), kv, [GREEDY])
     with pytest.raises(ValueError, match="another model"):
         decoder.run(Packed(**fields), native("qwen3", "f32", head_dim=24).new_kv(2), [GREEDY])
