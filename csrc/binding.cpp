@@ -575,6 +575,8 @@ void bind_decoder(nb::module_& m) {
                     "whole-number KV wants heads of at most 256 dimensions; f16 takes any");
             for (size_t n : {num_layers, num_kv_heads, head_dim}) require(0 < n && n <= kMostSide, "a size out of bounds");
             require(0 < num_pages && num_pages < size_t{1} << 40, "a KV store has at least one page");
+            require(KVStore::fits(chosen, num_layers, num_pages, num_kv_heads, head_dim),
+                    "a KV store of this many pages is larger than any memory");
             new (self) KVStore(chosen, num_layers, num_pages, num_kv_heads, head_dim);
         }, "dtype"_a, "num_layers"_a, "num_pages"_a, "num_kv_heads"_a, "head_dim"_a)
         .def_prop_ro("num_pages", &KVStore::num_pages)

@@ -49,6 +49,12 @@ def test_the_widest_that_types_take(types: tuple[str, str]) -> None:
     decoder.run(pack([([1, 2], 0, [0])]), decoder.new_kv(1), [GREEDY] * 2)
 
 
+def test_a_store_too_large_to_count_is_refused() -> None:
+    for sizes in ((2, 1 << 39, 1 << 20, 64), (1 << 24, 1 << 36, 2, 64)):
+        with pytest.raises(ValueError, match="larger than any memory"):
+            kernels.KVStore("f32", *sizes)
+
+
 BAD = {
     "token_ids": (np.array([0, 320]), "vocabulary"),
     "slots": (np.array([0, 32]), "slot"),
