@@ -322,8 +322,8 @@ void check_tokens(const Shape& shape, const KVStore& kv, const Pass& pass) {
     require(pass.cu_len[0] == 0 && pass.cu_len[pass.num_rows] == static_cast<int64_t>(pass.num_tokens),
             "cu_len must lead from 0 to the number of tokens");
     for (size_t row = 0; row < pass.num_rows; ++row) {
-        require(pass.cu_len[row] <= pass.cu_len[row + 1] && below(pass.cu_len[row], pass.num_tokens + 1),
-                "cu_len must not fall");
+        require(pass.cu_len[row] <= pass.cu_len[row + 1] && below(pass.cu_len[row + 1], pass.num_tokens + 1),
+                "cu_len must not fall");  // both ends bounded before a position is read: it starts from 0
         require(pass.first_keys[row] >= 0 && (pass.cu_len[row] == pass.cu_len[row + 1] ||
                                               pass.first_keys[row] <= pass.positions[pass.cu_len[row]]),
                 "a row's first key must not lie behind its tokens");
@@ -575,6 +575,8 @@ void bind_decoder(nb::module_& m) {
                     "whole-number KV wants heads of at most 256 dimensions; f16 takes any");
             for (size_t n : {num_layers, num_kv_heads, head_dim}) require(0 < n && n <= kMostSide, "a size out of bounds");
             require(0 < num_pages && num_pages < size_t{1} << 40, "a KV store has at least one page");
+            require(KVStore::fits(chosen, num_layers, num_pages, num_kv_heads, head_dim),
+                    "a KV store of this many pages is larger than any memory");
             new (self) KVStore(chosen, num_layers, num_pages, num_kv_heads, head_dim);
         }, "dtype"_a, "num_layers"_a, "num_pages"_a, "num_kv_heads"_a, "head_dim"_a)
         .def_prop_ro("num_pages", &KVStore::num_pages)

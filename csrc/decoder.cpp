@@ -123,13 +123,21 @@ KVStore::KVStore(KVType type, size_t num_layers, size_t num_pages, size_t num_kv
     for (size_t i = 0; i < num_layers; ++i) layers_.emplace_back(lazy_zeros(bytes), lazy_zeros(bytes));
 }
 
+bool KVStore::fits(KVType type, size_t num_layers, size_t num_pages, size_t num_kv_heads, size_t head_dim) {
+    constexpr size_t kMostBytes = size_t{1} << 56;
+    size_t bytes = kernels_of(type).page_bytes(round_up(head_dim, kPageTokens));
+    for (size_t times : {num_kv_heads, num_pages, 2 * num_layers})
+        if (__builtin_mul_overflow(bytes, times, &bytes) || bytes > kMostBytes) return false;
+    return true;
+}
+
 size_t KVStore::bytes_per_token() const {
     return 2 * num_layers() * num_kv_heads_ * kernels().page_bytes(padded_dim()) / kPageTokens;
 }
 
-const KVKernels& KVStore::kernels() const {
+const KVKernels& KVStore::kernels_of(KVType type) {
     const AttentionKernels& all = paceline::kernels().attention;
-    switch (type_) {
+    switch (type) {
         case KVType::i16: return *all.i16;
         case KVType::i8: return *all.i8;
         case KVType::f16: return all.f16;

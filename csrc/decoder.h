@@ -65,6 +65,8 @@ struct Weights {
 class KVStore {
   public:
     KVStore(KVType type, size_t num_layers, size_t num_pages, size_t num_kv_heads, size_t head_dim);
+    // Whether the bytes of such a store can be counted: what wraps around would be allocated too small.
+    static bool fits(KVType type, size_t num_layers, size_t num_pages, size_t num_kv_heads, size_t head_dim);
     KVStore(KVStore&&) = default;
     KVStore(const KVStore&) = delete;
 
@@ -74,7 +76,7 @@ class KVStore {
     size_t head_dim() const { return head_dim_; }
     size_t padded_dim() const { return round_up(head_dim_, kPageTokens); }
     size_t bytes_per_token() const;
-    const KVKernels& kernels() const;
+    const KVKernels& kernels() const { return kernels_of(type_); }
     void* keys(size_t layer) const { return layers_[layer].first.get(); }
     void* values(size_t layer) const { return layers_[layer].second.get(); }
     // Bytes from the start of a layer's keys or values to a head's part of a page.
@@ -83,6 +85,8 @@ class KVStore {
     }
 
   private:
+    static const KVKernels& kernels_of(KVType type);
+
     KVType type_;
     size_t num_pages_, num_kv_heads_, head_dim_;
     std::vector<std::pair<Lazy, Lazy>> layers_;

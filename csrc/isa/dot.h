@@ -25,6 +25,16 @@ PACELINE_INLINE void dot(i32v& sums, i32v weights, i32v activations) {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(weights), "v"(activations));
 }
 
+#if defined(PACELINE_SANITIZE)
+
+// As below, in words that sanitizers can follow: they see no reads of assembly, and where they have been at work `bytes`
+// is no constant any more, which an immediate operand needs.
+PACELINE_INLINE void dot_broadcast(i32v& sums, i32v weights, const int8_t* base, int times, size_t width, int bytes) {
+    dot(sums, weights, splat_bytes(base + times * width + bytes));
+}
+
+#else
+
 // The same with four activations broadcast from memory: `times` (up to 3) widths and a few bytes from a base on. The last
 // operand tells the compiler that memory behind the base is read.
 PACELINE_INLINE void dot_broadcast(i32v& sums, i32v weights, const int8_t* base, int times, size_t width, int bytes) {
@@ -39,6 +49,8 @@ PACELINE_INLINE void dot_broadcast(i32v& sums, i32v weights, const int8_t* base,
     else
         __asm__("vpdpbusd %c4(%2,%3)%{1to16%}, %1, %0" : "+v"(sums) : "v"(weights), "r"(base), "r"(triple), "i"(bytes), "m"(read));
 }
+
+#endif
 
 #elif defined(__AVXVNNI__)
 

@@ -123,6 +123,8 @@ def test_sizes_agree_with_the_gguf_package() -> None:
     ("changes", "error", "why"),
     [
         ({"tokenizer.ggml.tokens": [str(i) for i in range(321)]}, BadModelFile, "321 tokens"),
+        ({"tokenizer.ggml.tokens": 7}, BadModelFile, "must be a list of texts"),
+        ({"tokenizer.ggml.tokens": True}, BadModelFile, "must be a list of texts"),
         ({"llama.expert_count": 8}, UnsupportedModel, "mixture"),
         ({"llama.rope.scaling.type": "yarn"}, UnsupportedModel, "yarn"),
         ({"llama.rope.dimension_count": 4}, UnsupportedModel, "differ in size"),

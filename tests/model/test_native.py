@@ -21,7 +21,6 @@ from paceline.model.config import ModelConfig, Rope, Sliding
 from paceline.model.decoder import ReferenceDecoder
 from paceline.model.gguf_file import GgufTensor
 from paceline.model.native import NativeDecoder
-from paceline.model.packed import Packed
 from tests.model.helpers import pack
 from tests.tiny import tiny_config, tiny_weights
 
@@ -310,41 +309,6 @@ def test_nothing_finite_is_told_apart() -> None:
             if types in ("f32", "bf16"):
                 got = decoder.run(pack([(IDS[:2], 0, [0])]), decoder.new_kv(1), [choose] * 2)
                 assert got.token_ids.tolist() == [BROKEN, BROKEN]
-
-
-BAD = {
-    "token_ids": (np.array([0, 320]), "vocabulary"),
-    "slots": (np.array([0, 32]), "slot"),
-    "positions": (np.array([0, 16]), "position"),
-    "cu_len": (np.array([0, 3]), "cu_len"),
-    "pages": (np.array([[2]]), "page"),
-    "wanted": (np.array([2]), "wanted"),
-    "first_keys": (np.array([1]), "first key"),
-}
-
-
-@pytest.mark.parametrize("field", BAD)
-def test_the_border_refuses_what_could_crash(field: str) -> None:
-    decoder = native(FAMILY_CASES["llama"], "int8")
-    fields = {
-        "token_ids": np.array([1, 2]),
-        "positions": np.array([0, 1]),
-        "slots": np.array([0, 1]),
-        "cu_len": np.array([0, 2]),
-        "pages": np.array([[0]]),
-        "wanted": np.array([1]),
-        "first_keys": np.array([0]),
-    }
-    kv = decoder.new_kv(2)
-    decoder.run(Packed(**fields), kv, [GREEDY])
-    value, message = BAD[field]
-    for wrong in (value, -value - 1):
-        with pytest.raises(ValueError, match=message if wrong is value else None):
-            decoder.run(Packed(**(fields | {field: wrong})), kv, [GREEDY])
-    with pytest.raises(TypeError):
-        decoder.run(Packed(**(fields | {field: fields[field].astype(np.int32)})), kv, [GREEDY])
-    with pytest.raises(ValueError, match="another model"):
-        decoder.run(Packed(**fields), native(FAMILY_CASES["qwen3"], "f32").new_kv(2), [GREEDY])
 
 
 @pytest.mark.parametrize("types", WEIGHTS)

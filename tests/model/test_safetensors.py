@@ -126,6 +126,10 @@ def test_a_file_cut_after_opening_is_noticed(tmp_path: Path) -> None:
     [
         ({"model_type": "lama"}, UnsupportedModel, "did you mean 'llama'"),
         ({"hidden_act": "gelu"}, UnsupportedModel, "gelu"),
+        ({"hidden_act": ["silu"]}, UnsupportedModel, "activation"),
+        ({"hidden_activation": {"silu": 1}}, UnsupportedModel, "activation"),
+        ({"rms_norm_eps": 10**400}, BadModelFile, "finite number"),
+        ({"rope_theta": -(10**310)}, BadModelFile, "finite number"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, UnsupportedModel, "yarn"),
         ({"partial_rotary_factor": 0.5}, UnsupportedModel, "part of each head"),
         ({"vocab_size": 319}, BadModelFile, "asks for"),

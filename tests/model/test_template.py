@@ -88,7 +88,7 @@ def test_where_a_folder_keeps_its_template(tmp_path: Path) -> None:
     found = text.template()
     assert found is not None
     assert (found.text, found.special["bos_token"], found.special["eos_token"]) == ("one", "<s>", "</s>")
-    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}, {"name": []}, 7]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": named}))
     found = text.template()
     assert found is not None
@@ -97,3 +97,6 @@ def test_where_a_folder_keeps_its_template(tmp_path: Path) -> None:
     found = text.template()
     assert found is not None
     assert found.text == "own file"
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(BadModelFile, match="UTF-8"):
+        text.template()

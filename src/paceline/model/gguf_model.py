@@ -186,7 +186,9 @@ def _ids(file: GgufFile, *keys: str) -> tuple[int, ...]:
 
 def _check_vocabulary(file: GgufFile, config: ModelConfig) -> None:
     tokens = file.metadata.get("tokenizer.ggml.tokens", [])
-    if not isinstance(tokens, list) or len(tokens) > config.vocab_size:
+    if not isinstance(tokens, list):
+        raise BadModelFile(f"{file.path}: tokenizer.ggml.tokens = {str(tokens)[:80]} must be a list of texts")
+    if len(tokens) > config.vocab_size:
         raise BadModelFile(
             f"{file.path} lists {len(tokens)} tokens, but its embedding has only {config.vocab_size} rows"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -103,8 +104,9 @@ class _Reader:
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default)
-        if type(value) not in (int, float) or not abs(value) < float("inf"):
-            raise BadModelFile(f"{self.where}: {key} = {value!r} must be a finite number")
+        # The bound is a float's: an integer of JSON may be longer than any, which float() would not take.
+        if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
+            raise BadModelFile(f"{self.where}: {key} = {str(value)[:80]} must be a finite number")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
@@ -167,8 +169,11 @@ def config_from_json(values: dict[str, Any], generation: dict[str, Any] | None =
 def _refuse_lacking(values: dict[str, Any], facts: Family) -> None:
     """Raise `UnsupportedModel` for what we would silently compute otherwise than the model was trained."""
     activation = values.get("hidden_activation") or values.get("hidden_act") or facts.activation
-    if _ACTIVATIONS.get(activation, activation) != facts.activation:
-        raise UnsupportedModel(f"a {facts.name} model with the activation {activation!r} is not supported")
+    if not isinstance(activation, str) or _ACTIVATIONS.get(activation, activation) != facts.activation:
+        raise UnsupportedModel(
+            f"a {facts.name} model with the activation {str(activation)[:80]!r} is not supported; it has"
+            f" {facts.activation}"
+        )
     for key in _LACKING:
         if values.get(key):
             raise UnsupportedModel(f"config.json has {key} = {str(values[key])[:80]}, which is not supported")
@@ -313,7 +318,10 @@ class FolderText:
             raise BadModelFile(f"{path} is no proper tokenizer: {str(error)[:200]}") from None
 
     def template(self) -> TemplateSource | None:
-        """Return chat_template.jinja, else the template in tokenizer_config.json, else None."""
+        """Return chat_template.jinja, else the template in tokenizer_config.json, else None.
+
+        Raises `BadModelFile` for a file that cannot be read as text or JSON.
+        """
         path = self.folder / "tokenizer_config.json"
         values = read_json(path) if path.is_file() else {}
         special = {key: _content(values.get(key)) for key in ("bos_token", "eos_token", "unk_token", "pad_token")}
@@ -321,7 +329,10 @@ class FolderText:
         if own.is_file():
             if own.stat().st_size > MAX_TEMPLATE_CHARS:
                 raise BadModelFile(f"{own} is longer than any real chat template")
-            return TemplateSource(own.read_text(encoding="utf-8"), special)
+            try:
+                return TemplateSource(own.read_text(encoding="utf-8"), special)
+            except UnicodeDecodeError:
+                raise BadModelFile(f"{own} is not UTF-8 text; download it again or convert it") from None
         text = _default_template(values.get("chat_template"))
         return None if text is None else TemplateSource(text, special)
 
@@ -332,9 +343,12 @@ def _content(token: object) -> str:
     return value if isinstance(value, str) else ""
 
 
+def _is_default(entry: object) -> bool:
+    return isinstance(entry, dict) and entry.get("name") == "default"
+
+
 def _default_template(value: object) -> str | None:
     """A template is a string, or the one named "default" in a list."""
     if isinstance(value, list):
-        named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
-        value = named.get("default")
+        value = next((t.get("template") for t in reversed(value) if _is_default(t)), None)
     return value if isinstance(value, str) else None

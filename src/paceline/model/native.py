@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 
 _KINDS = {"argmax": 0, "noisy": 1, "logits": 2, "sampled": 3}  # as csrc/decoder.h
 
-
 _TABLE_TYPES = {"int4": "int8"}  # of embedding and head, where four bits would cost too much of the choice
+_MOST_INT8_COLUMNS = 1 << 16  # as the border of the kernels has it, and the next
+_MOST_WHOLE_HEAD_DIM = 256
 
 
 @runtime_checkable
@@ -73,6 +74,23 @@ def _team(num_threads: int, cores: frozenset[int]) -> kernels.Team:
     return on_cores(cores, partial(kernels.Team, num_threads))
 
 
+def check_types(config: ModelConfig, weight_type: str, kv_type: str) -> None:
+    """Raise `ConfigError` for sizes that whole numbers of these types cannot sum up, before any weight is read."""
+    widest = config.hidden_size  # columns of embedding and head, whatever the others' type
+    if weight_type == "int8":
+        widest = max(widest, config.intermediate_size, config.num_heads * config.head_dim)
+    if _TABLE_TYPES.get(weight_type, weight_type) == "int8" and widest > _MOST_INT8_COLUMNS:
+        raise ConfigError(
+            f"{weight_type} weights take rows of at most {_MOST_INT8_COLUMNS} numbers, and this model has rows of"
+            f" {widest}: use --weights bf16"
+        )
+    if kv_type in ("i16", "i8") and config.head_dim > _MOST_WHOLE_HEAD_DIM:
+        raise ConfigError(
+            f"a KV cache of {kv_type} takes heads of at most {_MOST_WHOLE_HEAD_DIM} numbers, and this model has"
+            f" heads of {config.head_dim}: use --kv f16"
+        )
+
+
 class NativeDecoder:
     """A Llama-family decoder over packed weights: a token's numbers depend on its own row only."""
 
@@ -86,8 +104,12 @@ class NativeDecoder:
         weight_type: str = "int8",
         kv_type: str = "i16",
     ) -> None:
-        """Pack the tensors named by `tensor_shapes(config)`; `team` is shared by all decoders of a process."""
+        """Pack the tensors named by `tensor_shapes(config)`; `team` is shared by all decoders of a process.
+
+        Raises `ConfigError` for types that the model is too wide for.
+        """
         config.check()
+        check_types(config, weight_type, kv_type)
         self.config = config
         self.team = team
         self.weight_type, self.kv_type = weight_type, kv_type

@@ -17,6 +17,7 @@ from paceline.model.native import (
     NativeDecoder,
     Output,
     as_float32,
+    check_types,
     compile_decoder,
     forward,
     forward_in_turn,
@@ -57,6 +58,7 @@ class NativeHead:
         self.config = head.config
         self._team = target.team if device is None else team_of(device)
         weight_type = _TYPES.get(target.weight_type, target.weight_type)
+        check_types(head.config.layers, weight_type, target.kv_type)
         self._target = target
         self._vectors = {name: as_float32(head.weights[name]) for name in _vector_names(head.config)}
         if head.config.fc_norm:

@@ -11,6 +11,7 @@ from paceline.model.native import (
     NativeDecoder,
     Output,
     as_float32,
+    check_types,
     compile_decoder,
     forward,
     forward_in_turn,
@@ -46,9 +47,10 @@ class NativeSmall:
 
     def __init__(self, small: SmallModel, target: NativeDecoder, device: Device | None = None) -> None:
         c = self.config = small.config
+        weight_type = _TYPES.get(target.weight_type, target.weight_type)
+        check_types(c, weight_type, target.kv_type)
         self._target = target
         self._vocabulary = ReducedVocabulary(small.token_ids, target, own=True)
-        weight_type = _TYPES.get(target.weight_type, target.weight_type)
         self._head = self._vocabulary.rows_of_target(weight_type)
         self._decoder = compile_decoder(
             c,
