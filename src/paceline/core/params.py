@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -21,6 +20,8 @@ MAX_BIASED = 1024
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_SEED = (1 << 63) - 1
 MAX_ASKED_K = 64  # drafts of a step; no drafter goes so far
+MAX_SHOWN_CHARS = 64  # of a value in a message that refuses it
+MAX_SHOWN_BITS = 200  # of an integer, likewise: 60 digits
 
 _BOUNDS: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 10.0),
@@ -127,8 +128,18 @@ def _check_number(name: str, value: object, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, kind):
         wanted = "an integer" if name in _INTEGERS else "a number"
         raise RequestError(f"{name} must be {wanted}, not {type(value).__name__}", name)
-    if not math.isfinite(value) or not low <= value <= high:
-        raise RequestError(f"{name} must be between {_plain(low)} and {_plain(high)}, not {value!r}", name)
+    if not low <= value <= high:  # so for NaN, too; an int may be too long for a float
+        raise RequestError(f"{name} must be between {_plain(low)} and {_plain(high)}, not {shown(value)}", name)
+
+
+def shown(value: object) -> str:
+    """Return a value that was sent to us, for a message about it: not all of it if it is long."""
+    if isinstance(value, int) and value.bit_length() > MAX_SHOWN_BITS:  # Python itself refuses to write some
+        return f"a number of {value.bit_length()} bits"
+    if isinstance(value, str):
+        return repr(value if len(value) <= MAX_SHOWN_CHARS else value[:MAX_SHOWN_CHARS] + "...")
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "..."
 
 
 def _plain(bound: float) -> str:
@@ -138,7 +149,7 @@ def _plain(bound: float) -> str:
 
 def _check_token_id(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_TOKEN_ID:
-        raise RequestError(f"{name}: {value!r} is not a token id", name)
+        raise RequestError(f"{name}: {shown(value)} is not a token id", name)
 
 
 AUTO, OFF = "auto", "off"
@@ -158,10 +169,11 @@ class Speculation:
         if not 0 < len(self.draft) <= MAX_NAME_CHARS:
             raise RequestError("speculation.draft must be auto, off or the name of a drafter", "speculation")
         if self.k is not None and not 0 <= self.k <= MAX_ASKED_K:
-            raise RequestError(f"speculation.k must be between 0 and {MAX_ASKED_K}, not {self.k}", "speculation")
+            bounds = f"between 0 and {MAX_ASKED_K}"
+            raise RequestError(f"speculation.k must be {bounds}, not {shown(self.k)}", "speculation")
         if self.tpot_ms is not None and not MIN_TPOT_MS <= self.tpot_ms <= MAX_TPOT_MS:
             bounds = f"between {MIN_TPOT_MS:g} and {MAX_TPOT_MS:g}"
-            raise RequestError(f"speculation.tpot_ms must be {bounds}, not {self.tpot_ms}", "speculation")
+            raise RequestError(f"speculation.tpot_ms must be {bounds}, not {shown(self.tpot_ms)}", "speculation")
 
     @property
     def most(self) -> int:
