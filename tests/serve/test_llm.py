@@ -42,6 +42,17 @@ def test_generate_from_texts_and_ids(llm: LLM) -> None:
     assert llm.generate(one[0].prompt_ids, SHORT)[0].token_ids == one[0].token_ids
 
 
+def test_generate_takes_every_prompt_of_an_iterator(llm: LLM) -> None:
+    texts = ["in", "the cat", "on"]
+    found = llm.generate((text for text in texts), SHORT)
+    assert [c.token_ids for c in found] == [c.token_ids for c in llm.generate(texts, SHORT)]
+    ids = found[1].prompt_ids
+    assert llm.generate(iter(ids), SHORT)[0].token_ids == found[1].token_ids
+    assert llm.generate(iter([]), SHORT) == []
+    with pytest.raises(RequestError, match="one or several"):
+        llm.generate(5, SHORT)  # type: ignore[arg-type]
+
+
 def test_more_prompts_than_the_queue_holds(llm: LLM) -> None:
     done: list[int] = []
     prompts = [f"the cat number {i} in the hat" for i in range(24)]

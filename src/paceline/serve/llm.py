@@ -12,7 +12,7 @@ import itertools
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -200,7 +200,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_done: Callable[[int, Completion], None] | None = None,
     ) -> list[Completion]:
@@ -337,11 +337,14 @@ def _or_default(params: object) -> SamplingParams:
     return params
 
 
-def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """Return a list of prompts, from one or several."""
-    if isinstance(prompts, str) or (prompts and all(isinstance(p, int) for p in prompts)):
-        return [prompts]  # type: ignore[list-item]
-    return prompts  # type: ignore[return-value]
+def _several(prompts: Prompt | Iterable[Prompt]) -> Sequence[Prompt]:
+    """Return a list of prompts, from one or several. Raises `RequestError` for what is neither."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts must be one or several, not {type(prompts).__name__}", "prompt")
+    many = list(prompts)  # before a look at its items, which would be the last of an iterator's
+    return [many] if many and all(isinstance(p, int) for p in many) else many  # type: ignore[list-item, return-value]
 
 
 def _for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
