@@ -77,11 +77,26 @@ def test_streams_may_be_mixed_and_left(llm: LLM) -> None:
     first, second = llm.stream(messages, SHORT), llm.stream("the", SHORT)
     text = next(first).text
     next(second)
-    second.close()  # type: ignore[attr-defined]
+    second.close()
     deltas = list(first)
     assert text + "".join(d.text for d in deltas) == whole.text
     assert deltas[-1].finish_reason == whole.finish_reason
     assert deltas[-1].figures is not None
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_stream_that_is_left_is_cancelled(llm: LLM, begun: bool, closed: bool) -> None:
+    stream = llm.stream("the", SamplingParams(max_tokens=500, n=2, ignore_eos=True))
+    if begun:
+        next(stream)
+    assert len(llm.built.engine.scheduler.by_id) == 2
+    if closed:
+        stream.close()
+    del stream
+    llm.generate("in", SHORT)
+    assert not llm.built.engine.scheduler.by_id
+    assert not llm._sinks
 
 
 @pytest.mark.parametrize("prompt", [5.5, [1, "a"], [-1], None, [1.5]])

@@ -27,7 +27,7 @@ from paceline.engine.scheduler import Limits
 from paceline.serve.prompts import Prompts, requests_of, seed_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from paceline.core.nouns import Figures, FinishReason, Outcome, Request, TokenLogprobs
     from paceline.engine.build import Built, Progress
@@ -255,26 +255,27 @@ class LLM:
 
     # Streams -----------------------------------------------------------------------------------------
 
-    def stream(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(
+        self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None
+    ) -> Generator[Delta, None, None]:
         """Yield what each step adds to the answer of a prompt or conversation; n answers come mixed.
 
-        Raises `RequestError` at once. An iterator that is closed early cancels what is open.
+        Raises `RequestError` at once. One that is closed or dropped early cancels what is open.
         """
         messages = _as_messages(prompt)
         prompt_ids = self._prompt_ids(prompt) if messages is None else self.prompts.of_messages(messages)
-        requests = self._requests(prompt_ids, _or_default(params))
+        stream = self._deltas(self._requests(prompt_ids, _or_default(params)))
+        next(stream)  # into its `try`: a generator that has not begun would not run its `finally`
+        return stream
+
+    def _deltas(self, requests: Sequence[Request]) -> Generator[Delta, None, None]:
+        """Queue requests and yield None for that, then what each step adds. Raises `RequestError`."""
         deltas: deque[Delta] = deque()
+        num_open = len(requests)
         try:
             for request in requests:
                 self._add(request, partial(_append_delta, deltas, request.choice))
-        except RequestError:
-            self._drop([r.request_id for r in requests])
-            raise
-        return self._deltas([r.request_id for r in requests], deltas)
-
-    def _deltas(self, request_ids: Sequence[str], deltas: deque[Delta]) -> Iterator[Delta]:
-        num_open = len(request_ids)
-        try:
+            yield None  # type: ignore[misc]
             while num_open:
                 while not deltas:
                     self._step()
@@ -282,7 +283,7 @@ class LLM:
                 num_open -= delta.finish_reason is not None
                 yield delta
         finally:
-            self._drop(request_ids)
+            self._drop([r.request_id for r in requests])
 
     # The engine --------------------------------------------------------------------------------------
 
