@@ -121,6 +121,14 @@ def test_one_bad_request_leaves_nothing_behind(llm: LLM) -> None:
     assert llm.generate("the", SHORT)[0].token_ids
 
 
+@pytest.mark.parametrize("bad", [[65] * 2040, [70_000]])
+def test_a_bad_prompt_late_in_a_batch_is_found_before_any_is_answered(llm: LLM, bad: list[int]) -> None:
+    done: list[int] = []
+    with pytest.raises(RequestError):
+        llm.generate([*["the cat number"] * 30, bad], SHORT, lambda index, _: done.append(index))
+    assert done == []
+
+
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
     """A shell starts jobs in the background with SIGINT ignored; here it must work as in the foreground."""
@@ -236,6 +244,19 @@ def test_generate_refuses_bad_files(model: Path, tmp_path: Path, line: str) -> N
     path = tmp_path / "p.jsonl"
     path.write_text(line, encoding="latin-1")
     assert command(model, "generate", "--prompts", str(path)) == 2
+
+
+@pytest.mark.parametrize("flags", [[], ["--capture", "answers"], ["--json"]])
+def test_generate_names_the_line_of_a_prompt_that_is_too_long(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    path, capture = tmp_path / "p.jsonl", str(tmp_path / "answers")
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("the cat", "the cat " * 400)))
+    flags = [capture if flag == "answers" else flag for flag in flags]
+    assert command(model, "generate", "--prompts", str(path), "--max-tokens", "1800", *flags) == 2
+    written = capsys.readouterr()
+    assert written.out == ""
+    assert f"{path}, line 2: the prompt has" in written.err
 
 
 def test_chat_and_generate_read_standard_input(

@@ -190,7 +190,8 @@ class LLM:
     @property
     def prompts(self) -> Prompts:
         """What turns prompts into token ids."""
-        return Prompts(self._engine.tokenizer, self.built.template, self.built.max_len)
+        size = self._engine.target.config.vocab_size
+        return Prompts(self._engine.tokenizer, self.built.template, self.built.max_len, size)
 
     @property
     def _engine(self) -> Engine:
@@ -295,10 +296,11 @@ class LLM:
         raise RequestError(f"a prompt must be a text or token ids, not {type(prompt).__name__}", "prompt")
 
     def _requests(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> list[Request]:
-        """Return the requests for one prompt's answers, cut to what fits behind it."""
+        """Return the requests for one prompt's answers; by default as long as fits. Raises `PromptTooLong`."""
         room = self.prompts.room(prompt_ids)
         if params is _DEFAULT and params.max_tokens > room:
             params = replace(params, max_tokens=room)
+        self.prompts.check_room(prompt_ids, params.max_tokens)  # now, while no other prompt's answers can be lost
         name = f"llm-{next(self._numbers)}"
         return requests_of(name, prompt_ids, params, seed_of(params), time.monotonic())
 
