@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,6 +20,8 @@ from paceline.serve.chat import Chat
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from paceline.core.nouns import Outcome
 
 SHORT = SamplingParams(max_tokens=12, seed=4, temperature=0.9)
 NGRAM = "ngram:k=4"  # the usual `auto` first measures what steps cost
@@ -201,6 +204,28 @@ def test_chat_survives_ctrl_c_and_a_conversation_that_is_too_long(llm: LLM) -> N
     assert "[stopped]" in sink.getvalue()
     assert "error: the prompt has" in sink.getvalue()
     assert [m["role"] for m in chat.messages] == ["user", "assistant"] * 2
+
+
+def test_chat_tells_an_answer_that_failed_and_forgets_it(llm: LLM) -> None:
+    sink = io.StringIO()
+    chat = Chat(llm, SHORT, "be kind", io.StringIO("hello\n"), sink)
+    chat.reset()
+    before = list(chat.messages)
+    step = llm.built.engine.step
+
+    def failing() -> list[Outcome]:
+        return [replace(o, finish_reason="error", error="no more memory") for o in step()]
+
+    llm.built.engine.step = failing  # type: ignore[method-assign]
+    try:
+        chat._answer("hello")
+    finally:
+        llm.built.engine.step = step  # type: ignore[method-assign]
+    assert "error: no more memory" in sink.getvalue()
+    assert "tokens/s" not in sink.getvalue()
+    assert chat.messages == before
+    chat._answer("hello")
+    assert len(chat.messages) == 3
 
 
 def test_a_model_cannot_steer_the_terminal() -> None:
