@@ -23,6 +23,7 @@ from paceline.core.params import (
     shown,
 )
 from paceline.engine.wire import Salt, TokenId
+from paceline.serve.prompts import part_text
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
@@ -101,15 +102,7 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True):
             return ""
         if isinstance(self.content, str):
             return self.content
-        return "".join(_part_text(part) for part in self.content)
-
-
-def _part_text(part: _Part) -> str:
-    if part.type != "text":
-        raise RequestError(f"content of type {shown(part.type)} is not supported; send text", "messages")
-    if part.text is None:
-        raise RequestError("a content part of type 'text' needs the field text", "messages")
-    return part.text
+        return "".join(part_text(part.type, part.text) for part in self.content)
 
 
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
