@@ -10,6 +10,7 @@ import argparse
 import codecs
 import importlib
 import io
+import json
 import os
 import shlex
 import sys
@@ -62,6 +63,7 @@ _INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 _PIPE_CLOSED = 141  # 128 + SIGPIPE
 _GOES_ON = ("train", "compare")  # commands that take up what they had done
 _REFUSE = "paceline-refuse"  # how standard input treats bytes that are no text
+_ESCAPE = "paceline-escape"  # how standard output writes characters that its encoding lacks
 
 
 class _Parser(argparse.ArgumentParser):
@@ -76,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         _check_stdin()
+        _open_stdout()
         return _main(words)
     except PacelineError as error:
         if os.environ.get("PACELINE_DEBUG") == "1":
@@ -170,8 +173,16 @@ def _as_arguments(action: argparse.Action, value: str, argv: list[str]) -> list[
         return _switch(action, value)
     if isinstance(action, argparse._AppendAction):  # a list on the command line replaces the whole list
         given = any(a == option or a.startswith(f"{option}=") for a in argv for option in action.option_strings)
-        return [] if given else [f"{flag}={part}" for part in shlex.split(value)]
+        return [] if given else [f"{flag}={part}" for part in _words(action, value)]
     return [f"{flag}={value}"]
+
+
+def _words(action: argparse.Action, value: str) -> list[str]:
+    try:
+        return shlex.split(value)
+    except ValueError as error:
+        hint = "write it as a shell would, a quotation mark of its own as \\' or \\\""
+        raise ConfigError(f"{_variable(action)}: {str(error).lower()} in {value[:64]!r}; {hint}") from None
 
 
 def _switch(action: argparse.Action, value: str) -> list[str]:
@@ -199,6 +210,19 @@ def _check_stdin() -> None:
 def _refuse(error: UnicodeError) -> NoReturn:
     encoding = error.encoding if isinstance(error, UnicodeDecodeError) else "text"
     raise ConfigError(f"standard input is not {encoding.upper()}")
+
+
+def _open_stdout() -> None:
+    """Let standard output take any text, whatever its encoding: what it lacks is escaped as in JSON."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        codecs.register_error(_ESCAPE, _escape)
+        sys.stdout.reconfigure(errors=_ESCAPE)
+
+
+def _escape(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
 
 
 def _print_interrupted(words: Sequence[str]) -> None:

@@ -120,6 +120,20 @@ def test_input_that_is_not_utf_8_is_refused_in_one_line(model, locale):
         assert b"Traceback" not in done.stderr
 
 
+def test_output_that_cannot_say_everything_escapes_it_as_json_does(model):
+    options = ["--model", model, "--draft", "off", "--threads", "1", "--max-len", "512", "--seed", "1"]
+    asked = ["generate", "the", *options, "--temperature", "9", "--max-tokens", "60"]
+    for flags in ([], ["--json"]):
+        plain, escaped = (
+            paceline(*asked, *flags, PYTHONIOENCODING=encoding, PYTHONUTF8="0") for encoding in ("utf-8", "ascii")
+        )
+        assert (plain.returncode, escaped.returncode) == (0, 0), escaped.stderr
+        assert not plain.stdout.isascii()
+        assert escaped.stdout.isascii()
+        if flags:
+            assert json.loads(escaped.stdout)["text"] == json.loads(plain.stdout)["text"]
+
+
 def test_the_overview_keeps_names_and_what_they_do_apart(capsys):
     cli.main(["--help"])
     lines = capsys.readouterr().out.splitlines()
@@ -154,6 +168,11 @@ def test_a_list_on_the_command_line_replaces_that_of_the_environment():
 def test_the_environment_is_checked_too(environment):
     with pytest.raises(ConfigError):
         parsed([], **environment)
+
+
+def test_a_list_in_the_environment_that_does_not_end_is_named():
+    with pytest.raises(ConfigError, match='PACELINE_DRAFT: no closing quotation in "it\'s"; write'):
+        parsed([], DRAFT="it's")
 
 
 # Commands on a tiny model ------------------------------------------------------------------------

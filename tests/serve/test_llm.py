@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,6 +20,8 @@ from paceline.serve.chat import Chat
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from paceline.core.nouns import Outcome
 
 SHORT = SamplingParams(max_tokens=12, seed=4, temperature=0.9)
 NGRAM = "ngram:k=4"  # the usual `auto` first measures what steps cost
@@ -40,6 +43,17 @@ def test_generate_from_texts_and_ids(llm: LLM) -> None:
     assert one[0].seed == 4
     assert one[0].figures.completion_tokens == len(one[0].token_ids)
     assert llm.generate(one[0].prompt_ids, SHORT)[0].token_ids == one[0].token_ids
+
+
+def test_generate_takes_every_prompt_of_an_iterator(llm: LLM) -> None:
+    texts = ["in", "the cat", "on"]
+    found = llm.generate((text for text in texts), SHORT)
+    assert [c.token_ids for c in found] == [c.token_ids for c in llm.generate(texts, SHORT)]
+    ids = found[1].prompt_ids
+    assert llm.generate(iter(ids), SHORT)[0].token_ids == found[1].token_ids
+    assert llm.generate(iter([]), SHORT) == []
+    with pytest.raises(RequestError, match="one or several"):
+        llm.generate(5, SHORT)  # type: ignore[arg-type]
 
 
 def test_more_prompts_than_the_queue_holds(llm: LLM) -> None:
@@ -66,11 +80,26 @@ def test_streams_may_be_mixed_and_left(llm: LLM) -> None:
     first, second = llm.stream(messages, SHORT), llm.stream("the", SHORT)
     text = next(first).text
     next(second)
-    second.close()  # type: ignore[attr-defined]
+    second.close()
     deltas = list(first)
     assert text + "".join(d.text for d in deltas) == whole.text
     assert deltas[-1].finish_reason == whole.finish_reason
     assert deltas[-1].figures is not None
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_stream_that_is_left_is_cancelled(llm: LLM, begun: bool, closed: bool) -> None:
+    stream = llm.stream("the", SamplingParams(max_tokens=500, n=2, ignore_eos=True))
+    if begun:
+        next(stream)
+    assert len(llm.built.engine.scheduler.by_id) == 2
+    if closed:
+        stream.close()
+    del stream
+    llm.generate("in", SHORT)
+    assert not llm.built.engine.scheduler.by_id
+    assert not llm._sinks
 
 
 @pytest.mark.parametrize("prompt", [5.5, [1, "a"], [-1], None, [1.5]])
@@ -93,6 +122,14 @@ def test_one_bad_request_leaves_nothing_behind(llm: LLM) -> None:
     with pytest.raises(RequestError, match="need one"):
         llm.generate(["the", "in"], [SHORT])
     assert llm.generate("the", SHORT)[0].token_ids
+
+
+@pytest.mark.parametrize("bad", [[65] * 2040, [70_000]])
+def test_a_bad_prompt_late_in_a_batch_is_found_before_any_is_answered(llm: LLM, bad: list[int]) -> None:
+    done: list[int] = []
+    with pytest.raises(RequestError):
+        llm.generate([*["the cat number"] * 30, bad], SHORT, lambda index, _: done.append(index))
+    assert done == []
 
 
 @pytest.fixture
@@ -169,6 +206,28 @@ def test_chat_survives_ctrl_c_and_a_conversation_that_is_too_long(llm: LLM) -> N
     assert [m["role"] for m in chat.messages] == ["user", "assistant"] * 2
 
 
+def test_chat_tells_an_answer_that_failed_and_forgets_it(llm: LLM) -> None:
+    sink = io.StringIO()
+    chat = Chat(llm, SHORT, "be kind", io.StringIO("hello\n"), sink)
+    chat.reset()
+    before = list(chat.messages)
+    step = llm.built.engine.step
+
+    def failing() -> list[Outcome]:
+        return [replace(o, finish_reason="error", error="no more memory") for o in step()]
+
+    llm.built.engine.step = failing  # type: ignore[method-assign]
+    try:
+        chat._answer("hello")
+    finally:
+        llm.built.engine.step = step  # type: ignore[method-assign]
+    assert "error: no more memory" in sink.getvalue()
+    assert "tokens/s" not in sink.getvalue()
+    assert chat.messages == before
+    chat._answer("hello")
+    assert len(chat.messages) == 3
+
+
 def test_a_model_cannot_steer_the_terminal() -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -210,6 +269,19 @@ def test_generate_refuses_bad_files(model: Path, tmp_path: Path, line: str) -> N
     path = tmp_path / "p.jsonl"
     path.write_text(line, encoding="latin-1")
     assert command(model, "generate", "--prompts", str(path)) == 2
+
+
+@pytest.mark.parametrize("flags", [[], ["--capture", "answers"], ["--json"]])
+def test_generate_names_the_line_of_a_prompt_that_is_too_long(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    path, capture = tmp_path / "p.jsonl", str(tmp_path / "answers")
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("the cat", "the cat " * 400)))
+    flags = [capture if flag == "answers" else flag for flag in flags]
+    assert command(model, "generate", "--prompts", str(path), "--max-tokens", "1800", *flags) == 2
+    written = capsys.readouterr()
+    assert written.out == ""
+    assert f"{path}, line 2: the prompt has" in written.err
 
 
 def test_chat_and_generate_read_standard_input(

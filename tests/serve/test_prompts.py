@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from paceline.core.errors import PromptTooLong, RequestError
@@ -53,3 +55,32 @@ def test_a_bad_prompt_among_several_is_found_before_the_engine_has_any(body: byt
     with pytest.raises(RequestError, match=what):
         completion_job(body, prompts, "tiny", 0.0)
     assert len(completion_job(b'{"prompt": [[65], [319]], "max_tokens": 15}', prompts, "tiny", 0.0).requests) == 2
+
+
+def chat_prompts() -> Prompts:
+    return Prompts(tiny_tokenizer(), ChatTemplate(TemplateSource(TEMPLATE, {})), 512)
+
+
+def test_parts_of_a_content_are_one_text() -> None:
+    parts = [{"type": "text", "text": "the cat"}, {"type": "text", "text": " in"}]
+    system = {"role": "system", "content": "be kind"}
+    found = chat_prompts().of_messages([system, {"role": "user", "content": parts}])
+    assert found == chat_prompts().of_messages([system, {"role": "user", "content": "the cat in"}])
+
+
+@pytest.mark.parametrize(
+    ("message", "what"),
+    [
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "content of type 'image_url'"),
+        ({"role": "user", "content": [{"type": "text"}]}, "needs the field text"),
+        ({"role": "user", "content": [{"type": "text", "text": 5}]}, "needs the field text"),
+        ({"role": "user", "content": ["hi"]}, "list of text parts"),
+        ({"role": "user", "content": 5}, "list of text parts"),
+        ({"role": "user", "content": {"type": "text", "text": "hi"}}, "list of text parts"),
+        ("hi", "must be a mapping, not str"),
+    ],
+)
+def test_other_contents_are_refused(message: Any, what: str) -> None:
+    with pytest.raises(RequestError, match=what) as told:
+        chat_prompts().of_messages([message])
+    assert told.value.param == "messages"

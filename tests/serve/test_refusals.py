@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 JSON = {"content-type": "application/json"}
 USER = {"role": "user", "content": "a"}
+LONG = int("9" * 400)  # valid JSON, but no float is as large
 DEEP = "[" * 100_000 + "]" * 100_000
 
 # body, field that is blamed, a word of the explanation
@@ -110,6 +111,16 @@ BAD_FIELDS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"messages": [USER], "response_format": {"type": "json_object"}}, "response_format", "not supported"),
     ({"messages": [USER], "max_completion_tokens": 0}, "max_tokens", "between"),
     ({"messages": [USER], "prompt": "a"}, "prompt", "unknown field"),
+    *(
+        ({"prompt": "a", name: LONG}, name, "between")
+        for name in ("seed", "max_tokens", "min_tokens", "n", "top_k", "logprobs")
+    ),
+    *(({"prompt": "a", name: -LONG}, name, "between") for name in ("seed", "n", "top_k")),
+    ({"messages": [USER], "logprobs": True, "top_logprobs": LONG}, "top_logprobs", "between"),
+    ({"messages": [USER], "max_completion_tokens": LONG}, "max_tokens", "between"),
+    ({"prompt": "a", "speculation": {"k": LONG}}, "speculation", "between"),
+    ({"prompt": "a", "stop_token_ids": [LONG]}, "stop_token_ids", "token id"),
+    ({"prompt": [LONG]}, "prompt", "token id"),
 ]
 
 
@@ -137,6 +148,7 @@ def test_bad_fields_are_named(
     error = explained(healthy.post(CHAT if "messages" in body else PLAIN, json=asked))
     assert error["param"] == param
     assert word in error["message"]
+    assert "9" * 99 not in error["message"]
     assert error["type"] == "invalid_request_error"
 
 

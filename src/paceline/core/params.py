@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import Any
 
 from paceline.core.errors import RequestError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 MAX_TOKENS = 1 << 20  # an answer longer than this is a mistake
 MAX_CHOICES = 64  # n
@@ -21,6 +18,8 @@ MAX_BIASED = 1024
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_SEED = (1 << 63) - 1
 MAX_ASKED_K = 64  # drafts of a step; no drafter goes so far
+MAX_SHOWN_CHARS = 64  # of a value in a message that refuses it
+MAX_SHOWN_BITS = 200  # of an integer, likewise: 60 digits
 
 _BOUNDS: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 10.0),
@@ -58,7 +57,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     seed: int | None = None  # drawn, and told, when None
     stop: tuple[str, ...] = ()  # one string, a list or None will do, too
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # a list or None will do, too
     include_stop: bool = False  # keep the stop string at the end of the text
     min_tokens: int = 0
     max_tokens: int = 256
@@ -70,6 +69,10 @@ class SamplingParams:
         for name, (low, high) in _BOUNDS.items():
             _check_number(name, getattr(self, name), low, high)
         object.__setattr__(self, "stop", _stops(self.stop))
+        object.__setattr__(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _mapping("logit_bias", self.logit_bias))
+        _check_switch("include_stop", self.include_stop)
+        _check_switch("ignore_eos", self.ignore_eos)
         self._check_stops()
         self._check_bias()
         if self.top_p == 0.0:
@@ -113,11 +116,28 @@ class SamplingParams:
 
 def _stops(given: object) -> tuple[str, ...]:
     """Return stop strings as a tuple; one string is not taken for its characters. Raises `RequestError`."""
-    if given is None or isinstance(given, str):
-        return () if given is None else (given,)
+    return (given,) if isinstance(given, str) else _tuple("stop", given)
+
+
+def _tuple(name: str, given: object) -> tuple[Any, ...]:
+    if given is None:
+        return ()
     if not isinstance(given, list | tuple):
-        raise RequestError(f"stop must be a string or several, not {type(given).__name__}", "stop")
+        raise RequestError(f"{name} must be a list, not {type(given).__name__}", name)
     return tuple(given)
+
+
+def _mapping(name: str, given: object) -> Mapping[Any, Any]:
+    if given is None:
+        return MappingProxyType({})
+    if not isinstance(given, Mapping):
+        raise RequestError(f"{name} must map token ids to numbers, not be {type(given).__name__}", name)
+    return given
+
+
+def _check_switch(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} must be True or False, not {shown(value)}", name)
 
 
 def _check_number(name: str, value: object, low: float, high: float) -> None:
@@ -127,8 +147,18 @@ def _check_number(name: str, value: object, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, kind):
         wanted = "an integer" if name in _INTEGERS else "a number"
         raise RequestError(f"{name} must be {wanted}, not {type(value).__name__}", name)
-    if not math.isfinite(value) or not low <= value <= high:
-        raise RequestError(f"{name} must be between {_plain(low)} and {_plain(high)}, not {value!r}", name)
+    if not low <= value <= high:  # so for NaN, too; an int may be too long for a float
+        raise RequestError(f"{name} must be between {_plain(low)} and {_plain(high)}, not {shown(value)}", name)
+
+
+def shown(value: object) -> str:
+    """Return a value that was sent to us, for a message about it: not all of it if it is long."""
+    if isinstance(value, int) and value.bit_length() > MAX_SHOWN_BITS:  # Python itself refuses to write some
+        return f"a number of {value.bit_length()} bits"
+    if isinstance(value, str):
+        return repr(value if len(value) <= MAX_SHOWN_CHARS else value[:MAX_SHOWN_CHARS] + "...")
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "..."
 
 
 def _plain(bound: float) -> str:
@@ -138,7 +168,7 @@ def _plain(bound: float) -> str:
 
 def _check_token_id(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_TOKEN_ID:
-        raise RequestError(f"{name}: {value!r} is not a token id", name)
+        raise RequestError(f"{name}: {shown(value)} is not a token id", name)
 
 
 AUTO, OFF = "auto", "off"
@@ -155,15 +185,26 @@ class Speculation:
     tpot_ms: float | None = None  # time per output token to keep to, if the controller can
 
     def __post_init__(self) -> None:
-        if not 0 < len(self.draft) <= MAX_NAME_CHARS:
-            raise RequestError("speculation.draft must be auto, off or the name of a drafter", "speculation")
-        if self.k is not None and not 0 <= self.k <= MAX_ASKED_K:
-            raise RequestError(f"speculation.k must be between 0 and {MAX_ASKED_K}, not {self.k}", "speculation")
-        if self.tpot_ms is not None and not MIN_TPOT_MS <= self.tpot_ms <= MAX_TPOT_MS:
-            bounds = f"between {MIN_TPOT_MS:g} and {MAX_TPOT_MS:g}"
-            raise RequestError(f"speculation.tpot_ms must be {bounds}, not {self.tpot_ms}", "speculation")
+        object.__setattr__(self, "draft", _draft(self.draft))
+        self._check("k", self.k, int, (0, MAX_ASKED_K))
+        self._check("tpot_ms", self.tpot_ms, (int, float), (MIN_TPOT_MS, MAX_TPOT_MS))
+
+    def _check(self, name: str, value: Any, kind: Any, bounds: tuple[float, float]) -> None:
+        if value is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, kind) or not bounds[0] <= value <= bounds[1]:
+            wanted = f"{'an integer' if kind is int else 'a number'} between {bounds[0]:g} and {bounds[1]:g}"
+            raise RequestError(f"speculation.{name} must be {wanted}, not {shown(value)}", "speculation")
 
     @property
     def most(self) -> int:
         """Drafts it allows in a step."""
         return 0 if self.draft == OFF else MAX_ASKED_K if self.k is None else self.k
+
+
+def _draft(given: object) -> str:
+    """Return the name of a drafter, AUTO for None. Raises `RequestError`."""
+    name = AUTO if given is None else given
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
+        raise RequestError("speculation.draft must be auto, off or the name of a drafter", "speculation")
+    return name

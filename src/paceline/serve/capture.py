@@ -36,7 +36,7 @@ def capture(llm: LLM, items: Sequence[Item], params: SamplingParams, folder: Pat
     """
     wanted: dict[str, tuple[Item, tuple[int, ...]]] = {}
     for item in items:
-        prompt_ids = item.ids(llm, chat)
+        prompt_ids = item.ids(llm, params, chat=chat)
         wanted.setdefault(key_of(prompt_ids, params), (item, prompt_ids))
     with open_for_more(folder / FILE) as (file, done):
         left = [key for key in wanted if key not in done]

@@ -71,17 +71,20 @@ class Chat:
     def _answer(self, line: str) -> None:
         conversation = [*self.messages, {"role": "user", "content": line}]
         text, start_s = "", time.monotonic()
-        figures, first_s = None, start_s
+        figures, failed, first_s = None, None, start_s
         try:
             for delta in self.llm.stream(conversation, self.params):
                 first_s = first_s if text else time.monotonic()
                 text += delta.text
-                figures = delta.figures or figures
+                figures, failed = delta.figures or figures, delta.outcome.error
                 self._write(printable(delta.text, self.sink))
         except KeyboardInterrupt:
             self._write(" [stopped]")
         except RequestError as error:
             self._write(f"error: {error}\n/reset begins a new conversation\n")
+            return
+        if failed is not None:
+            self._write(f"\nerror: {failed}\nthe conversation is as it was before this message\n")
             return
         self.messages = [*conversation, {"role": "assistant", "content": text}]
         self._write(f"\n{_summary(figures, time.monotonic() - first_s)}\n")

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from paceline.model.tokenizer import Detokenizer
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from paceline.core.nouns import Figures, Outcome, TokenLogprobs
     from paceline.model.tokenizer import Tokenizer
@@ -55,7 +57,9 @@ class Answer:
         """Take in what a step brought."""
         self.texts.append(outcome.text)
         if outcome.logprobs is not None:
-            self.logprobs = [*(self.logprobs or ()), *outcome.logprobs]
+            if self.logprobs is None:
+                self.logprobs = []
+            self.logprobs.extend(outcome.logprobs)
         if outcome.finish_reason is not None:
             self.last = outcome
 
@@ -134,6 +138,24 @@ class ChatFormat:
         }
 
 
+class _Place:
+    """Where in an answer's text its tokens stand, one after the other.
+
+    A part of a character stands where the character will: it counts with the token that completes it. A special
+    token, which the text leaves out, takes no room.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._text = Detokenizer(tokenizer)
+        self._offset = 0  # characters
+
+    def passed(self, token_id: int) -> int:
+        """Return where the next token stands, and go past it."""
+        start = self._offset
+        self._offset += len(self._text.push((token_id,)))
+        return start
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class CompletionFormat:
     """POST /v1/completions."""
@@ -141,39 +163,35 @@ class CompletionFormat:
     tokenizer: Tokenizer
     echoes: Sequence[str] = ()  # [num_prompts] text to begin each prompt's answers with
     n: int = 1
+    _places: dict[int, _Place] = field(default_factory=dict, init=False)  # of the choices that are streamed
     prefix = "cmpl-"
     kind = "text_completion"
     chunk_kind = "text_completion"
 
     def choice(self, index: int, answer: Answer) -> Json:
         """Return a whole choice."""
-        text = self._echo(index) + answer.text
-        return {
-            "index": index,
-            "text": text,
-            "logprobs": self._logprobs(answer.logprobs, 0),
-            **answer.ending(),
-        }
+        text, scored = self._echo(index) + answer.text, answer.logprobs
+        logprobs = None if scored is None else self._logprobs(scored, _Place(self.tokenizer))
+        return {"index": index, "text": text, "logprobs": logprobs, **answer.ending()}
 
     def delta(self, index: int, answer: Answer, outcome: Outcome) -> Json:
         """Return what an outcome adds to a choice."""
         text = outcome.text if answer.started else self._echo(index) + outcome.text
-        start = sum(len(self.tokenizer.token_text(entry.token_id)) for entry in answer.logprobs or ())
-        logprobs = self._logprobs(outcome.logprobs, start)
+        logprobs = None if outcome.logprobs is None else self._logprobs(outcome.logprobs, self._place(index))
         return {"index": index, "text": text, "logprobs": logprobs, **_ending_of(outcome)}
+
+    def _place(self, index: int) -> _Place:
+        return self._places.setdefault(index, _Place(self.tokenizer))
 
     def _echo(self, index: int) -> str:
         return self.echoes[index // self.n] if self.echoes else ""
 
-    def _logprobs(self, logprobs: Sequence[TokenLogprobs] | None, start: int) -> Json | None:
-        if logprobs is None:
-            return None
-        tokens = [self.tokenizer.token_text(entry.token_id) for entry in logprobs]
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs], place: _Place) -> Json:
         return {
-            "tokens": tokens,
+            "tokens": [self.tokenizer.token_text(entry.token_id) for entry in logprobs],
             "token_logprobs": [max(entry.logprob, LEAST_LOGPROB) for entry in logprobs],
             "top_logprobs": [self._alternatives(entry) for entry in logprobs],
-            "text_offset": _offsets(tokens, start),
+            "text_offset": [place.passed(entry.token_id) for entry in logprobs],
         }
 
     def _alternatives(self, entry: TokenLogprobs) -> dict[str, float]:
@@ -186,14 +204,6 @@ class CompletionFormat:
 
 def _ending_of(outcome: Outcome) -> Json:
     return {"finish_reason": outcome.finish_reason, "stop_reason": outcome.stop_reason}
-
-
-def _offsets(tokens: Iterable[str], start: int) -> list[int]:
-    offsets = []
-    for token in tokens:
-        offsets.append(start)
-        start += len(token)
-    return offsets
 
 
 def usage(figures: Sequence[Figures], n: int) -> Json:

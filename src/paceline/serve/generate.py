@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.errors import ConfigError, PacelineError, RequestError
 from paceline.serve.banner import printable
 from paceline.serve.formats import to_json
 
@@ -31,9 +31,23 @@ class Item:
     name: str | int
     prompt: str | None = None
     messages: tuple[dict[str, str], ...] = ()
+    where: str = field(default="", compare=False)  # file and line
 
-    def ids(self, llm: LLM, chat: bool) -> tuple[int, ...]:
-        """Return the prompt's token ids; with `chat` a text becomes a user's message."""
+    def ids(self, llm: LLM, params: SamplingParams, *, chat: bool) -> tuple[int, ...]:
+        """Return the prompt's token ids; with `chat` a text becomes a user's message.
+
+        Raises `RequestError` that names the item, also if the answer has no room.
+        """
+        try:
+            prompt_ids = self._ids(llm, chat)
+            llm.prompts.check_room(prompt_ids, params.max_tokens)
+        except RequestError as error:
+            if not self.where:
+                raise
+            raise type(error)(f"{self.where}: {error}", error.param) from None
+        return prompt_ids
+
+    def _ids(self, llm: LLM, chat: bool) -> tuple[int, ...]:
         if self.prompt is not None and not chat:
             return llm.prompts.of_text(self.prompt)
         return llm.prompts.of_messages(self.messages or ({"role": "user", "content": self.prompt or ""},))
@@ -64,13 +78,13 @@ def _item(line: str, number: int, path: Path) -> Item:
     given = row.get("question_id", row.get("id"))
     name = given if isinstance(given, str | int) else number
     if isinstance(row.get("prompt"), str):
-        return Item(name, row["prompt"])
+        return Item(name, row["prompt"], where=where)
     turns = row.get("turns")
     if isinstance(turns, list) and turns and isinstance(turns[0], str):
-        return Item(name, messages=({"role": "user", "content": turns[0]},))
+        return Item(name, messages=({"role": "user", "content": turns[0]},), where=where)
     messages = row.get("messages")
     if isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages):
-        return Item(name, messages=tuple(messages))
+        return Item(name, messages=tuple(messages), where=where)
     raise ConfigError(f"{where} needs a prompt, messages or turns")
 
 
@@ -81,7 +95,7 @@ def generate(
     if len(items) == 1 and not as_json and params.n == 1:
         return _stream_one(llm, items[0], params, chat, sink)
     with AnswersBar(len(items)) as bar:
-        prompts = [item.ids(llm, chat) for item in items]
+        prompts = [item.ids(llm, params, chat=chat) for item in items]
         completions = llm.generate(prompts, params, lambda *_: bar.advance())
     for item, completion in zip(items, completions, strict=True):
         for piece in _json_lines(item, completion) if as_json else _texts(completion):
@@ -91,7 +105,7 @@ def generate(
 
 def _stream_one(llm: LLM, item: Item, params: SamplingParams, chat: bool, sink: TextIO) -> int:
     error = None
-    for delta in llm.stream(item.ids(llm, chat), params):
+    for delta in llm.stream(item.ids(llm, params, chat=chat), params):
         sink.write(printable(delta.text, sink))
         sink.flush()
         error = delta.outcome.error

@@ -12,7 +12,7 @@ import itertools
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -27,7 +27,7 @@ from paceline.engine.scheduler import Limits
 from paceline.serve.prompts import Prompts, requests_of, seed_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from paceline.core.nouns import Figures, FinishReason, Outcome, Request, TokenLogprobs
     from paceline.engine.build import Built, Progress
@@ -190,7 +190,8 @@ class LLM:
     @property
     def prompts(self) -> Prompts:
         """What turns prompts into token ids."""
-        return Prompts(self._engine.tokenizer, self.built.template, self.built.max_len)
+        size = self._engine.target.config.vocab_size
+        return Prompts(self._engine.tokenizer, self.built.template, self.built.max_len, size)
 
     @property
     def _engine(self) -> Engine:
@@ -200,7 +201,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_done: Callable[[int, Completion], None] | None = None,
     ) -> list[Completion]:
@@ -255,26 +256,27 @@ class LLM:
 
     # Streams -----------------------------------------------------------------------------------------
 
-    def stream(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(
+        self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None
+    ) -> Generator[Delta, None, None]:
         """Yield what each step adds to the answer of a prompt or conversation; n answers come mixed.
 
-        Raises `RequestError` at once. An iterator that is closed early cancels what is open.
+        Raises `RequestError` at once. One that is closed or dropped early cancels what is open.
         """
         messages = _as_messages(prompt)
         prompt_ids = self._prompt_ids(prompt) if messages is None else self.prompts.of_messages(messages)
-        requests = self._requests(prompt_ids, _or_default(params))
+        stream = self._deltas(self._requests(prompt_ids, _or_default(params)))
+        next(stream)  # into its `try`: a generator that has not begun would not run its `finally`
+        return stream
+
+    def _deltas(self, requests: Sequence[Request]) -> Generator[Delta, None, None]:
+        """Queue requests and yield None for that, then what each step adds. Raises `RequestError`."""
         deltas: deque[Delta] = deque()
+        num_open = len(requests)
         try:
             for request in requests:
                 self._add(request, partial(_append_delta, deltas, request.choice))
-        except RequestError:
-            self._drop([r.request_id for r in requests])
-            raise
-        return self._deltas([r.request_id for r in requests], deltas)
-
-    def _deltas(self, request_ids: Sequence[str], deltas: deque[Delta]) -> Iterator[Delta]:
-        num_open = len(request_ids)
-        try:
+            yield None  # type: ignore[misc]
             while num_open:
                 while not deltas:
                     self._step()
@@ -282,7 +284,7 @@ class LLM:
                 num_open -= delta.finish_reason is not None
                 yield delta
         finally:
-            self._drop(request_ids)
+            self._drop([r.request_id for r in requests])
 
     # The engine --------------------------------------------------------------------------------------
 
@@ -294,10 +296,11 @@ class LLM:
         raise RequestError(f"a prompt must be a text or token ids, not {type(prompt).__name__}", "prompt")
 
     def _requests(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> list[Request]:
-        """Return the requests for one prompt's answers, cut to what fits behind it."""
+        """Return the requests for one prompt's answers; by default as long as fits. Raises `PromptTooLong`."""
         room = self.prompts.room(prompt_ids)
         if params is _DEFAULT and params.max_tokens > room:
             params = replace(params, max_tokens=room)
+        self.prompts.check_room(prompt_ids, params.max_tokens)  # now, while no other prompt's answers can be lost
         name = f"llm-{next(self._numbers)}"
         return requests_of(name, prompt_ids, params, seed_of(params), time.monotonic())
 
@@ -337,11 +340,14 @@ def _or_default(params: object) -> SamplingParams:
     return params
 
 
-def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """Return a list of prompts, from one or several."""
-    if isinstance(prompts, str) or (prompts and all(isinstance(p, int) for p in prompts)):
-        return [prompts]  # type: ignore[list-item]
-    return prompts  # type: ignore[return-value]
+def _several(prompts: Prompt | Iterable[Prompt]) -> Sequence[Prompt]:
+    """Return a list of prompts, from one or several. Raises `RequestError` for what is neither."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts must be one or several, not {type(prompts).__name__}", "prompt")
+    many = list(prompts)  # before a look at its items, which would be the last of an iterator's
+    return [many] if many and all(isinstance(p, int) for p in many) else many  # type: ignore[list-item, return-value]
 
 
 def _for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import PromptTooLong, RequestError
 from paceline.core.nouns import Request
+from paceline.core.params import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from paceline.core.params import SamplingParams, Speculation
     from paceline.model.template import ChatTemplate
@@ -38,12 +40,15 @@ class Prompts:
         return self._checked(ids, "prompt")
 
     def of_messages(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Return the token ids of a conversation. Raises `RequestError`, `PromptTooLong`."""
+        """Return the token ids of a conversation; a content may be a text or parts of type text.
+
+        Raises `RequestError`, `PromptTooLong`.
+        """
         if self.template is None:
             raise RequestError("this model has no chat template; send a prompt to /v1/completions", "messages")
         if not messages:
             raise RequestError("messages must hold at least one message", "messages")
-        text = self.template.render(messages)
+        text = self.template.render([_flat(message) for message in messages])
         self._check_length(self.tokenizer.least_tokens(text), "messages", "at least ")
         return self._checked(self.tokenizer.encode(text, add_special=False), "messages")
 
@@ -75,6 +80,27 @@ class Prompts:
                 f"the prompt has {about}{num_tokens} tokens; prompt and answer together may have {self.max_len}",
                 param,
             )
+
+
+def part_text(kind: object, text: object) -> str:
+    """Return the text of one part of a message's content. Raises `RequestError` for a part that is no text."""
+    if kind != "text":
+        raise RequestError(f"content of type {shown(kind)} is not supported; send text", "messages")
+    if not isinstance(text, str):
+        raise RequestError("a content part of type 'text' needs the field text", "messages")
+    return text
+
+
+def _flat(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message as templates take it: its content one text, not a list of parts."""
+    if not isinstance(message, Mapping):
+        raise RequestError(f"a message must be a mapping, not {type(message).__name__}", "messages")
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return message
+    if not isinstance(content, list | tuple) or not all(isinstance(part, Mapping) for part in content):
+        raise RequestError("the content of a message must be a text or a list of text parts", "messages")
+    return {**message, "content": "".join(part_text(part.get("type"), part.get("text")) for part in content)}
 
 
 def seed_of(params: SamplingParams) -> int:

@@ -20,8 +20,10 @@ from paceline.core.params import (
     MAX_TOKEN_ID,
     SamplingParams,
     Speculation,
+    shown,
 )
 from paceline.engine.wire import Salt, TokenId
+from paceline.serve.prompts import part_text
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
@@ -100,15 +102,7 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True):
             return ""
         if isinstance(self.content, str):
             return self.content
-        return "".join(_part_text(part) for part in self.content)
-
-
-def _part_text(part: _Part) -> str:
-    if part.type != "text":
-        raise RequestError(f"content of type {_shown(part.type)} is not supported; send text", "messages")
-    if part.text is None:
-        raise RequestError("a content part of type 'text' needs the field text", "messages")
-    return part.text
+        return "".join(part_text(part.type, part.text) for part in self.content)
 
 
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
@@ -275,7 +269,7 @@ Body = TypeVar("Body", bound=ChatBody | CompletionBody)
 
 def _token_id(value: object) -> int:
     if not isinstance(value, int) or not 0 <= value <= MAX_TOKEN_ID:
-        raise RequestError(f"prompt: {value!r} is not a token id", "prompt")
+        raise RequestError(f"prompt: {shown(value)} is not a token id", "prompt")
     return value
 
 
@@ -304,7 +298,7 @@ def _seed(given: int) -> int:
 def _bias(given: dict[str, float]) -> dict[int, float]:
     for key in given:
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
-            raise RequestError(f"logit_bias: {_shown(key)} is not a token id", "logit_bias")
+            raise RequestError(f"logit_bias: {shown(key)} is not a token id", "logit_bias")
     return {int(key): bias for key, bias in given.items()}
 
 
@@ -336,7 +330,3 @@ def _explained(message: str, kind: type[Struct]) -> RequestError:
     param = at[1] if at else unknown[1] if unknown else None
     text = message if len(message) <= MAX_SHOWN_CHARS else message[:MAX_SHOWN_CHARS] + "..."
     return RequestError(text + hint, param[:64] if param else None)
-
-
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= 64 else text[:64] + "...")

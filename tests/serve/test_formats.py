@@ -1,0 +1,67 @@
+"""How responses are worded: log-probabilities of /v1/completions."""
+
+from __future__ import annotations
+
+import codecs
+import time
+from typing import TYPE_CHECKING, Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.nouns import Outcome, TokenLogprobs
+from paceline.serve.formats import Answer, CompletionFormat
+from tests.tiny import END, tiny_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+TOKENIZER = tiny_tokenizer()
+CHARACTERS = st.text(st.sampled_from("a the\n\u00e9\u20ac\U0001f600"), max_size=12)
+IDS = st.lists(CHARACTERS.map(TOKENIZER.encode) | st.lists(st.integers(0, 319), max_size=4), max_size=8)
+
+
+def outcome(ids: Sequence[int]) -> Outcome:
+    return Outcome("r", tuple(ids), "", tuple(TokenLogprobs(i, -1.0) for i in ids))
+
+
+def streamed(steps: Sequence[Sequence[int]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The log-probabilities of a stream's chunks, and those of the whole answer."""
+    form, answer = CompletionFormat(TOKENIZER), Answer()
+    chunks = []
+    for ids in steps:
+        chunks.append(form.delta(0, answer, outcome(ids))["logprobs"])
+        answer.add(outcome(ids))
+    return chunks, form.choice(0, answer)["logprobs"]
+
+
+def offset_before(ids: Sequence[int]) -> int:
+    """Characters that are whole before the next token."""
+    data = b"".join(TOKENIZER.token_bytes(i) for i in ids if not TOKENIZER.is_special(i))
+    return len(codecs.getincrementaldecoder("utf-8")("replace").decode(data))
+
+
+def test_parts_of_a_character_stand_where_it_stands_and_special_tokens_take_no_room() -> None:
+    end = TOKENIZER.encode(END)
+    ids = [*TOKENIZER.encode("a\u20acb"), *end, *TOKENIZER.encode("c")]
+    assert len(ids) == 7
+    assert streamed([ids])[1]["text_offset"] == [0, 1, 1, 1, 2, 3, 3]
+
+
+@given(steps=IDS.filter(bool))
+def test_offsets_are_places_in_the_text_streamed_or_whole(steps: list[list[int]]) -> None:
+    chunks, whole = streamed(steps)
+    ids = [i for step in steps for i in step]
+    assert whole["text_offset"] == [offset_before(ids[:k]) for k in range(len(ids))]
+    for key, values in whole.items():
+        assert [v for chunk in chunks for v in chunk[key]] == values
+
+
+def test_a_long_stream_costs_no_more_at_its_end() -> None:
+    def seconds(count: int) -> float:
+        start_s = time.process_time()
+        streamed([[65]] * count)
+        return time.process_time() - start_s
+
+    seconds(100)
+    assert seconds(16000) < 40 * max(seconds(1000), 1e-3)  # 16 in a straight line, 256 where it is quadratic
