@@ -45,7 +45,14 @@ def test_an_error_in_a_stream_is_told():
         answer_of(PROMPT, 0.0, iter([(1.0, chunk("a"))]))
 
 
-@pytest.mark.parametrize("url", ["", "127.0.0.1:80", "ftp://x", "http://"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("", "127.0.0.1:80", "ftp://x", "http://"),
+        *("http://127.0.0.1:99999", "http://127.0.0.1:abc", "http://[::1", "http://127.0.0.1:0"),
+        *("http://a..b", "http://a b", "http://x/\u00e4"),
+    ],
+)
 def test_a_bad_url_is_refused(url):
     with pytest.raises(ConfigError, match="--url"):
         Server(url, {})

@@ -121,5 +121,19 @@ def test_what_cannot_be_simulated_is_refused_before_it_begins(
     assert "simulating" not in error
 
 
+def test_answers_of_one_token_do_not_count_in_the_time_per_token(
+    profile: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a bench: there is no token after the first."""
+    trace = tmp_path / "requests.jsonl"
+    command = [*profile(slow=SLOW), "--policy", "off", "--trace", str(trace)]
+    for lengths, expected in (((1, 1, 1, 9), 0.01), ((1, 1), None)):
+        rows = [{"arrival_s": 0.0, "prompt_tokens": 1, "output_tokens": n} for n in lengths]
+        trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        found = simulated(command, tmp_path)["off"]
+        assert [found[name] for name in ("tpot_s", "tpot_p99_s")] == [expected and pytest.approx(expected)] * 2
+    assert " - " in capsys.readouterr().out
+
+
 def test_the_largest_seed_is_one(profile: Any, tmp_path: Path) -> None:
     assert simulated([*profile(slow=SLOW), "--policy", "static:1", "--seed", str((1 << 63) - 1)], tmp_path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -37,9 +37,14 @@ def test_curves_are_lifted_never_fall_and_go_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("counts", "seconds"), [([], []), ([1, 1], [1, 2]), ([1, 2], [1]), ([1], [float("nan")]), ([1], [-1])]
+    ("counts", "seconds"),
+    [
+        *(([], []), ([1, 1], [1, 2]), ([1, 2], [1]), ([1], [float("nan")]), ([1], [-1])),
+        *((1, 1.0), ([[1], [2]], [[1], [2]]), ([[1, 2]], [[1, 2]]), ([1, [2]], [1, 2])),
+        *(([1, 10**400], [1, 2]), ({}, {}), (["a"], [1]), (None, None)),
+    ],
 )
-def test_nonsense_is_no_curve(counts: list[float], seconds: list[float]) -> None:
+def test_nonsense_is_no_curve(counts: Any, seconds: Any) -> None:
     with pytest.raises(ConfigError):
         Curve.of(counts, seconds)
 
@@ -116,6 +121,7 @@ def test_profiles_come_back_from_disk(tmp_path_factory: pytest.TempPathFactory, 
 def test_files_that_are_no_profiles_are_refused(tmp_path: Path) -> None:
     good = json.loads(H100.read_text())
     bad: list[object] = [[], {}, {"format": "other"}, good | {"batch_stats": {"1": {"3": 1.0}}}]
+    bad += [good | {"batch_stats": table} for table in ({"1": {"0": 0.0}}, {"1": {"0": 10**400}}, {}, {"1": 1})]
     bad += [good | {"batch_stats": {"1": {"0": "x"}}}, good | {"acceptance_rate_per_pos": [2.0]}]
     for index, document in enumerate(bad):
         file = tmp_path / f"{index}.json"
@@ -124,6 +130,9 @@ def test_files_that_are_no_profiles_are_refused(tmp_path: Path) -> None:
             read_profile(file)
     with pytest.raises(ConfigError):
         read_profile(tmp_path / "missing.json")
+    (tmp_path / "deep.json").write_text("[" * 200_000)
+    with pytest.raises(ConfigError, match="cannot be read as a profile"):
+        read_profile(tmp_path / "deep.json")
 
 
 def test_prices_that_cannot_be_are_refused(tmp_path: Path) -> None:
@@ -146,7 +155,10 @@ def test_prices_that_cannot_be_are_refused(tmp_path: Path) -> None:
     bad += [target(seconds=[-1.0, 1.0]), target(counts=[], seconds=[])]
     bad += [good | {"drafters": {"a": [curve | {"counts": [0.5, 1.0]}]}}]
     bad += [good | {"about": {"host_s": host_s}} for host_s in (nan, -1.0)]
-    bad += [good | {"accepted_at": [share]} for share in (nan, -0.1, 1.1)]
+    bad += [good | {"accepted_at": [share]} for share in (nan, -0.1, 1.1, 10**400)]
+    bad += [target(counts=1, seconds=1.0), target(counts=[[1], [4]], seconds=[[1], [4]])]
+    bad += [target(kv_token_s=10**400), target(counts=[1, 10**400]), target(seconds=[0, 0]), target(kv_token_s=[])]
+    bad += [good | {"drafters": {"a": [curve | {"counts": 1}]}}, good | {"minding": [10**400]}]
     file.write_text(json.dumps(good))
     read_profile(file)
     for document in bad:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from tests.control.costs import H100
@@ -44,6 +46,15 @@ def test_plain_decoding_takes_a_step_a_token() -> None:
     assert sorted(done.end_s) == [10.0, 10.0, 20.0, 20.0, 30.0, 30.0]
     assert done.throughput == 2.0
     assert done.tpot_s.tolist() == [1.0] * 6
+
+
+def test_an_answer_of_one_token_has_no_time_per_token() -> None:
+    work = replace(closed(3, 10, CHANCES), output_lens=np.array([1, 10, 10]))
+    done = Simulator(work, Replica(3, 512), FLAT, Static(0)).run()
+    assert np.isnan(done.tpot_s).tolist() == [True, False, False]
+    assert done.tpot_s[1:].tolist() == [1.0, 1.0]
+    assert done.goodput(ttft_s=100.0, tpot_s=1.0) * float(done.end_s.max()) == pytest.approx(3)
+    assert done.goodput(ttft_s=100.0, tpot_s=0.5) * float(done.end_s.max()) == pytest.approx(1)
 
 
 def test_drafts_are_kept_as_often_as_they_should_be() -> None:

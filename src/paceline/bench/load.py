@@ -44,8 +44,7 @@ class Server:
     api_key: str | None = None
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        if parts.scheme not in _CONNECTIONS or not parts.hostname:
+        if not _is_address(self.url):
             raise ConfigError(f"--url must look like http://127.0.0.1:8000, not {self.url!r}")
 
     def connect(self) -> HTTPConnection:
@@ -64,6 +63,18 @@ class Server:
         """Return the headers of every request."""
         key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         return {"Content-Type": "application/json"} | key
+
+
+def _is_address(url: str) -> bool:
+    """Whether a connection can be opened to it, which may still fail."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+        host.encode("idna")
+        HTTPConnection(host, port)
+    except (ValueError, HTTPException):
+        return False
+    return parts.scheme in _CONNECTIONS and bool(host) and port != 0 and parts.path.isascii()
 
 
 def server(url: str, params: Mapping[str, Any]) -> Server:

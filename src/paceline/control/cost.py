@@ -59,7 +59,12 @@ class Curve:
     @classmethod
     def of(cls, counts: Sequence[float], seconds: Sequence[float], *, stepped: bool = False) -> Curve:
         """Make a curve of measured points, lifted where noise made it fall. Raises `ConfigError`."""
-        x, y = np.array(counts, np.float64), np.array(seconds, np.float64)
+        try:
+            x, y = np.array(counts, np.float64), np.array(seconds, np.float64)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise ConfigError(f"a profile needs lists of numbers: {error}") from None
+        if not x.ndim == y.ndim == 1:
+            raise ConfigError("a profile needs plain lists of counts and of seconds")
         if not (0 < x.size == y.size and np.isfinite(x).all() and np.isfinite(y).all() and (y >= 0).all()):
             raise ConfigError("a profile needs a time, finite and not negative, for every count")
         if (x < 1).any():

@@ -39,7 +39,7 @@ def read_profile(path: Path) -> Profile:
         if path.stat().st_size > MOST_BYTES:
             raise ConfigError(f"{path} is larger than {MOST_BYTES >> 20} MiB; is it a profile?")
         values = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as a profile: {error}") from None
     try:
         return from_json(values)
@@ -52,7 +52,7 @@ def from_json(values: Any) -> Profile:
     read = _read_table if isinstance(values, dict) and "batch_stats" in values else _read_ours
     try:
         return read(values)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ConfigError(f"is not a profile this version reads: {type(error).__name__} {error}") from None
 
 
@@ -101,6 +101,13 @@ def _read_curve(values: Mapping[str, Any]) -> Curve:
     return Curve.of(values["counts"], values["seconds"], stepped=bool(values["stepped"]))
 
 
+def _takes_time(passes: Curve) -> Curve:
+    """Return what passes of the target cost. Raises `ValueError` if some cost nothing."""
+    if passes.seconds[0] <= 0:
+        raise ValueError("a pass of the target takes no time: its seconds are above 0")
+    return passes
+
+
 def _price(values: Mapping[str, Any], name: str) -> float:
     """Return a price in seconds. Raises `ValueError` unless it is finite and not negative."""
     seconds = float(values[name])
@@ -113,7 +120,9 @@ def _read_ours(values: Mapping[str, Any]) -> Profile:
     if values["format"] != FORMAT:
         raise ValueError(f"format {values['format']!r}, known: {FORMAT!r}")
     t = values["target"]
-    target = TargetCost(_read_curve(t), *(_price(t, name) for name in ("unscored_s", "kv_token_s", "pair_s")))
+    target = TargetCost(
+        _takes_time(_read_curve(t)), *(_price(t, name) for name in ("unscored_s", "kv_token_s", "pair_s"))
+    )
     _price({"host_s": 0.0} | values["about"], "host_s")
     drafters = {
         name: DraftCost(tuple(_read_curve(c) for c in curves)) for name, curves in values["drafters"].items()
@@ -137,6 +146,7 @@ def _read_table(values: Mapping[str, Any]) -> Profile:
         raise ValueError("batch_stats must have times for K = 0 at every batch size")
     sizes = sorted(stats)
     curves = tuple(Curve.of(sizes, [stats[rows][k] for rows in sizes]) for k in ks)
+    _takes_time(curves[0])
     rates = _shares(values["acceptance_rate_per_pos"])
     return Profile(TableCost(np.array(ks, np.float64), curves), (ANY_DRAFTER,), rates)
 

@@ -68,12 +68,15 @@ class Simulated:
 
     @property
     def tpot_s(self) -> NDArray[float64]:
-        """Seconds per token after the first, of each request."""
-        return (self.end_s - self.first_token_s) / np.maximum(self.workload.output_lens - 1, 1)
+        """Seconds per token after the first, of each request; NaN of one that has no other. [n]"""
+        after = np.where(self.workload.output_lens > 1, self.workload.output_lens - 1, np.nan)
+        found: NDArray[float64] = (self.end_s - self.first_token_s) / after
+        return found
 
     def goodput(self, ttft_s: float, tpot_s: float) -> float:
-        """Requests per second that kept to both limits."""
-        good = (self.first_token_s - self.workload.arrival_s <= ttft_s) & (self.tpot_s <= tpot_s)
+        """Requests per second that kept to both limits; an answer of one token keeps to the second."""
+        slow = self.tpot_s > tpot_s
+        good = (self.first_token_s - self.workload.arrival_s <= ttft_s) & ~slow
         return float(good.sum() / (self.end_s.max() - self.workload.arrival_s[0]))
 
 

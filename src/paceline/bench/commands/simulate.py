@@ -95,8 +95,8 @@ def run(args: Namespace) -> int:
             f["policy"],
             f"{f['tokens_per_s']:.1f}",
             f"{f['tokens_per_s'] / best[f['rows']]:.3f}",
-            f"{1e3 * f['tpot_s']:.2f}",
-            f"{1e3 * f['tpot_p99_s']:.2f}",
+            _milliseconds(f["tpot_s"]),
+            _milliseconds(f["tpot_p99_s"]),
             f"{f['tokens_per_pass']:.2f}",
             str(f["steps"]),
         )
@@ -109,6 +109,10 @@ def run(args: Namespace) -> int:
             json.dumps({"arguments": vars(args) | {"run": None}, "found": found}, default=str)
         )
     return 0
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.2f}"
 
 
 def _check(args: Namespace) -> None:
@@ -231,12 +235,13 @@ def _figures(done: list[Simulated]) -> dict[str, Any]:
     import numpy as np
 
     tpot = np.concatenate([d.tpot_s for d in done])
+    tpot = tpot[~np.isnan(tpot)]  # answers of one token have none
     start, end = (min(d.workload.arrival_s[0] for d in done), max(d.end_s.max() for d in done))
     tokens, passes = (sum(int(getattr(d, n)) for d in done) for n in ("num_tokens", "passes"))
     return {
         "tokens_per_s": tokens / float(end - start),
-        "tpot_s": float(tpot.mean()),
-        "tpot_p99_s": float(np.percentile(tpot, 99)),
+        "tpot_s": float(tpot.mean()) if len(tpot) else None,
+        "tpot_p99_s": float(np.percentile(tpot, 99)) if len(tpot) else None,
         "tokens_per_pass": 1 + sum(d.accepted for d in done) / max(passes, 1),
         "steps": sum(d.num_steps for d in done),
     }
