@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,40 @@ def test_output_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_RENDER_S", 0.0)
     with pytest.raises(RequestError, match="end"):
         render(endless)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
+        "{% for i in range(90000) %}{% for j in range(90000) if false %}{% endfor %}{% endfor %}",
+        "{% set x %}{% for i in range(90000) %}{% for j in range(90000) %}{% set y = j %}{% endfor %}{% endfor %}"
+        "{% endset %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{% set x = f(60) %}",
+        "{% for i in [[]] recursive %}{% for j in range(90000) %}{% for k in range(90000) %}{% endfor %}"
+        "{% endfor %}{{ loop(i) }}{% endfor %}",
+    ],
+)
+def test_silence_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(module, "MAX_RENDER_S", 0.05)
+    start_s = time.monotonic()
+    with pytest.raises(RequestError, match="does not come to an end"):
+        render(text)
+    assert time.monotonic() - start_s < 5.0
+
+
+def test_looks_at_the_clock_leave_no_trace() -> None:
+    assert (
+        render("{% for i in [1, 2] %}{{ loop.index }}{{ loop.last }}{% else %}none{% endfor %}") == "1False2True"
+    )
+    assert render("{% for i in [] %}x{% else %}none{% endfor %}") == "none"
+    assert (
+        render("{% macro f(a, b=2) %}{{ a }}{{ b }}{{ caller is defined }}{% endmacro %}{{ f(1) }}") == "12False"
+    )
+    assert (
+        render("{% for i in [1, [2, [3]]] recursive %}{{ loop(i) if i is iterable else i }}{% endfor %}") == "123"
+    )
+    assert render("{% for i in [1, 2, 3] if i != 2 %}\n{{ i }}\n{% endfor %}") == "1\n3\n"
 
 
 @pytest.mark.parametrize("text", ["{% if %}", "{{ x", "{% nonsense %}", "x" * ((1 << 20) + 1)])

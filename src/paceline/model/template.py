@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -25,6 +26,7 @@ MAX_TEMPLATE_CHARS = 1 << 20
 MAX_OUTPUT_CHARS = 1 << 26
 MAX_REPEAT = 1 << 16  # of a text by a number
 MAX_RENDER_S = 10.0
+_deadline_s: ContextVar[float] = ContextVar("_deadline_s")  # of the rendering under way, on the monotonic clock
 _WIDE_FORMAT = re.compile(r"%[^a-zA-Z%]*(\d{4}|\*)")
 
 
@@ -37,6 +39,22 @@ class _Generation(Extension):
         """Return the body between the tags."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Clock(Extension):
+    """Looks at the clock in every round of a loop and call of a macro: they may run for long without a word."""
+
+    def watch(self, template: nodes.Template) -> nodes.Template:
+        """Return the template with a look at the clock before what may be done over and over."""
+        repeating: list[nodes.For | nodes.Macro] = [*template.find_all(nodes.For), *template.find_all(nodes.Macro)]
+        for repeated in repeating:
+            repeated.body.insert(0, nodes.ExprStmt(self.call_method("tick"), lineno=repeated.lineno))
+        return template.set_environment(self.environment)  # type: ignore[return-value]
+
+    def tick(self) -> None:
+        """Raise `RequestError` after the deadline."""
+        if time.monotonic() > _deadline_s.get():
+            _raise_endless()
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
@@ -54,6 +72,10 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
+def _raise_endless() -> NoReturn:
+    raise RequestError("the model's chat template does not come to an end", "messages")
+
+
 def _raise(message: object) -> NoReturn:
     raise TemplateError(str(message))
 
@@ -68,7 +90,7 @@ def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
 
 
 def _environment() -> _Sandbox:
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, _Clock, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = _now
@@ -91,7 +113,9 @@ class ChatTemplate:
         if len(source.text) > MAX_TEMPLATE_CHARS:
             raise BadModelFile("the model's chat template is longer than any real one")
         try:
-            self._template = _environment().from_string(source.text)
+            environment = _environment()
+            clock = _Clock(environment)
+            self._template = environment.from_string(clock.watch(environment.parse(source.text)))
         except (TemplateError, RecursionError, SyntaxError) as error:
             raise BadModelFile(f"the model's chat template is not valid: {str(error)[:200]}") from None
         self.source = source
@@ -110,6 +134,15 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
         deadline_s = time.monotonic() + MAX_RENDER_S
+        before = _deadline_s.set(deadline_s)
+        try:
+            return self._joined(messages, add_generation_prompt, deadline_s)
+        finally:
+            _deadline_s.reset(before)
+
+    def _joined(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, deadline_s: float
+    ) -> str:
         pieces: list[str] = []
         num_chars = 0
         values = {**self._special, "messages": messages, "tools": None, "documents": None}
@@ -117,5 +150,5 @@ class ChatTemplate:
             pieces.append(piece)
             num_chars += len(piece)
             if num_chars > MAX_OUTPUT_CHARS or time.monotonic() > deadline_s:
-                raise RequestError("the model's chat template does not come to an end", "messages")
+                _raise_endless()
         return "".join(pieces)
