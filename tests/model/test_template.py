@@ -28,6 +28,12 @@ def test_what_templates_use() -> None:
     assert render("{% for m in [1, 2, 3] %}{% if m == 2 %}{% break %}{% endif %}{{ m }}{% endfor %}") == "1"
     assert render("{% generation %}{{ 'body' }}{% endgeneration %}!") == "body!"
     assert render("{{ tools is none }}{{ '%d%%' % 5 }}{{ 'ab' * 3 }}{{ 7 % 4 }}{{ missing }}") == "True5%ababab3"
+    assert (
+        render("{{ 'a'.ljust(3, '.') }}{{ 'a'|center(3) }}{{ 'a\nb'|indent(2) }}{{ 7.26|round(1) }}")
+        == "a.. a a\n  b7.3"
+    )
+    assert render("{{ 900000|round }}{{ '{:>3}'.format('a') }}{{ '%d'|format(70000) }}") == "900000  a70000"
+    assert render("{{ 'a b'.split(' ', 90000) }}{{ [1, 2, 3]|slice(2)|list }}") == "['a', 'b'][[1, 2], [3]]"
     assert len(render("{{ strftime_now('%Y') }}")) == 4
 
 
@@ -45,6 +51,23 @@ def test_what_templates_use() -> None:
         "{{ 9 ** 9 ** 9 }}",
         "{{ '%1000000000d' % 1 }}",
         "{{ '%*d' % (1000000000, 1) }}",
+        "{{ ('x' * 60000) * 60000 }}",
+        "{{ 'a'.ljust(300000000) }}",
+        "{{ 'a'.rjust(width=300000000) }}",
+        "{{ 'a'.center(300000000, '-') }}",
+        "{{ 'a'.zfill(300000000) }}",
+        "{{ '\t'.expandtabs(300000000) }}",
+        "{{ ('\t' * 60000).expandtabs(60000) }}",
+        "{{ 'a'|center(400000000) }}",
+        "{{ messages[0].role|center(width=400000000) }}",
+        "{{ 'a'|indent(400000000, true) }}",
+        "{{ ('a\n' * 9000)|indent('x' * 60000) }}",
+        "{{ [1]|batch(400000000, 'x')|list }}",
+        "{{ [1]|slice(400000000)|list }}",
+        "{{ 1|round(400000000, 'ceil') }}",
+        "{{ '%400000000d'|format(1) }}",
+        "{{ '{:400000000d}'.format(1) }}",
+        "{{ '{:{w}}'.format(1, w=400000000) }}",
         "{% for i in range(1000000000) %}x{% endfor %}",
         "{{ 1 / 0 }}",
         "{% include '/etc/passwd' %}",
