@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,12 @@ def test_what_templates_use() -> None:
     assert render("{% for m in [1, 2, 3] %}{% if m == 2 %}{% break %}{% endif %}{{ m }}{% endfor %}") == "1"
     assert render("{% generation %}{{ 'body' }}{% endgeneration %}!") == "body!"
     assert render("{{ tools is none }}{{ '%d%%' % 5 }}{{ 'ab' * 3 }}{{ 7 % 4 }}{{ missing }}") == "True5%ababab3"
+    assert (
+        render("{{ 'a'.ljust(3, '.') }}{{ 'a'|center(3) }}{{ 'a\nb'|indent(2) }}{{ 7.26|round(1) }}")
+        == "a.. a a\n  b7.3"
+    )
+    assert render("{{ 900000|round }}{{ '{:>3}'.format('a') }}{{ '%d'|format(70000) }}") == "900000  a70000"
+    assert render("{{ 'a b'.split(' ', 90000) }}{{ [1, 2, 3]|slice(2)|list }}") == "['a', 'b'][[1, 2], [3]]"
     assert len(render("{{ strftime_now('%Y') }}")) == 4
 
 
@@ -44,6 +51,23 @@ def test_what_templates_use() -> None:
         "{{ 9 ** 9 ** 9 }}",
         "{{ '%1000000000d' % 1 }}",
         "{{ '%*d' % (1000000000, 1) }}",
+        "{{ ('x' * 60000) * 60000 }}",
+        "{{ 'a'.ljust(300000000) }}",
+        "{{ 'a'.rjust(width=300000000) }}",
+        "{{ 'a'.center(300000000, '-') }}",
+        "{{ 'a'.zfill(300000000) }}",
+        "{{ '\t'.expandtabs(300000000) }}",
+        "{{ ('\t' * 60000).expandtabs(60000) }}",
+        "{{ 'a'|center(400000000) }}",
+        "{{ messages[0].role|center(width=400000000) }}",
+        "{{ 'a'|indent(400000000, true) }}",
+        "{{ ('a\n' * 9000)|indent('x' * 60000) }}",
+        "{{ [1]|batch(400000000, 'x')|list }}",
+        "{{ [1]|slice(400000000)|list }}",
+        "{{ 1|round(400000000, 'ceil') }}",
+        "{{ '%400000000d'|format(1) }}",
+        "{{ '{:400000000d}'.format(1) }}",
+        "{{ '{:{w}}'.format(1, w=400000000) }}",
         "{% for i in range(1000000000) %}x{% endfor %}",
         "{{ 1 / 0 }}",
         "{% include '/etc/passwd' %}",
@@ -72,6 +96,40 @@ def test_output_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_RENDER_S", 0.0)
     with pytest.raises(RequestError, match="end"):
         render(endless)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
+        "{% for i in range(90000) %}{% for j in range(90000) if false %}{% endfor %}{% endfor %}",
+        "{% set x %}{% for i in range(90000) %}{% for j in range(90000) %}{% set y = j %}{% endfor %}{% endfor %}"
+        "{% endset %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{% set x = f(60) %}",
+        "{% for i in [[]] recursive %}{% for j in range(90000) %}{% for k in range(90000) %}{% endfor %}"
+        "{% endfor %}{{ loop(i) }}{% endfor %}",
+    ],
+)
+def test_silence_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(module, "MAX_RENDER_S", 0.05)
+    start_s = time.monotonic()
+    with pytest.raises(RequestError, match="does not come to an end"):
+        render(text)
+    assert time.monotonic() - start_s < 5.0
+
+
+def test_looks_at_the_clock_leave_no_trace() -> None:
+    assert (
+        render("{% for i in [1, 2] %}{{ loop.index }}{{ loop.last }}{% else %}none{% endfor %}") == "1False2True"
+    )
+    assert render("{% for i in [] %}x{% else %}none{% endfor %}") == "none"
+    assert (
+        render("{% macro f(a, b=2) %}{{ a }}{{ b }}{{ caller is defined }}{% endmacro %}{{ f(1) }}") == "12False"
+    )
+    assert (
+        render("{% for i in [1, [2, [3]]] recursive %}{{ loop(i) if i is iterable else i }}{% endfor %}") == "123"
+    )
+    assert render("{% for i in [1, 2, 3] if i != 2 %}\n{{ i }}\n{% endfor %}") == "1\n3\n"
 
 
 @pytest.mark.parametrize("text", ["{% if %}", "{{ x", "{% nonsense %}", "x" * ((1 << 20) + 1)])

@@ -5,26 +5,34 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Sized
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
+from functools import wraps
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jinja2 import TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import FILTERS
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from paceline.core.errors import BadModelFile, RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from jinja2.parser import Parser
+    from jinja2.runtime import Context
 
 MAX_TEMPLATE_CHARS = 1 << 20
 MAX_OUTPUT_CHARS = 1 << 26
 MAX_REPEAT = 1 << 16  # of a text by a number
 MAX_RENDER_S = 10.0
+_deadline_s: ContextVar[float] = ContextVar("_deadline_s")  # of the rendering under way, on the monotonic clock
+_PADDING = frozenset({"ljust", "rjust", "center", "zfill", "expandtabs"})
+_WIDE_FIELD = re.compile(r":[^}]*(\d{5}|\{)")  # of `format`, whose fields may take their width from another
 _WIDE_FORMAT = re.compile(r"%[^a-zA-Z%]*(\d{4}|\*)")
 
 
@@ -39,19 +47,80 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Clock(Extension):
+    """Looks at the clock in every round of a loop and call of a macro: they may run for long without a word."""
+
+    def watch(self, template: nodes.Template) -> nodes.Template:
+        """Return the template with a look at the clock before what may be done over and over."""
+        repeating: list[nodes.For | nodes.Macro] = [*template.find_all(nodes.For), *template.find_all(nodes.Macro)]
+        for repeated in repeating:
+            repeated.body.insert(0, nodes.ExprStmt(self.call_method("tick"), lineno=repeated.lineno))
+        return template.set_environment(self.environment)  # type: ignore[return-value]
+
+    def tick(self) -> None:
+        """Raise `RequestError` after the deadline."""
+        if time.monotonic() > _deadline_s.get():
+            _raise_endless()
+
+
 class _Sandbox(ImmutableSandboxedEnvironment):
     """The immutable sandbox, with the operators that could fill memory at a stroke held back."""
 
     intercepted_binops = frozenset({"*", "**", "%"})
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as there
+        """Refuse methods that would pad a text, or write a number, very wide."""
+        name, text = getattr(__obj, "__name__", ""), getattr(__obj, "__self__", None)
+        if name in _PADDING and isinstance(text, str):
+            _check_widths(text, args, kwargs)
+        if name in ("format", "format_map"):
+            written = getattr(getattr(__obj, "__wrapped__", None), "__self__", "")
+            if _WIDE_FIELD.search(str(written)):
+                raise SecurityError("a chat template pads a text too far")
+        return super().call(__context, __obj, *args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Refuse powers, wide formats, and long repeats of sequences."""
         numbers = all(isinstance(v, int | float) for v in (left, right))
         if operator == "**" or (operator == "%" and not numbers and _WIDE_FORMAT.search(str(left))):
             raise SecurityError(f"a chat template may not use {operator} here")
-        if operator == "*" and not numbers and max(v for v in (left, right, 0) if isinstance(v, int)) > MAX_REPEAT:
-            raise SecurityError("a chat template repeats a text too often")
+        if operator == "*" and not numbers:
+            times = max(v for v in (left, right, 0) if isinstance(v, int))
+            length = max((len(v) for v in (left, right) if isinstance(v, Sized)), default=0)
+            if times > MAX_REPEAT or times * length > MAX_OUTPUT_CHARS:
+                raise SecurityError("a chat template repeats a text too often")
         return super().call_binop(context, operator, left, right)
+
+
+def _check_widths(text: object, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+    """Raise `SecurityError` if a text's lines and tabs, padded by so much, could fill memory."""
+    places = max(len(text.splitlines()) + text.count("\t"), 1) if isinstance(text, str) else 1
+    for given in (*args, *kwargs.values()):
+        width = len(given) if isinstance(given, str) else given  # `indent` takes either
+        if isinstance(width, int) and (width > MAX_REPEAT or width * places > MAX_OUTPUT_CHARS):
+            raise SecurityError("a chat template pads a text too far")
+
+
+def _with_widths_checked(filter_: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a filter that looks at its numbers first: all but the value, or the context, that it begins with."""
+
+    @wraps(filter_)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        _check_widths(args[0], args[1:], kwargs)
+        return filter_(*args, **kwargs)
+
+    return checked
+
+
+def _format(text: object, *args: Any, **kwargs: Any) -> Any:
+    """Jinja's `format`, which writes as % does and is held back as that is."""
+    if _WIDE_FORMAT.search(str(text)):
+        raise SecurityError("a chat template pads a text too far")
+    return FILTERS["format"](text, *args, **kwargs)
+
+
+def _raise_endless() -> NoReturn:
+    raise RequestError("the model's chat template does not come to an end", "messages")
 
 
 def _raise(message: object) -> NoReturn:
@@ -68,8 +137,11 @@ def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
 
 
 def _environment() -> _Sandbox:
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, _Clock, loopcontrols])
     environment.filters["tojson"] = _to_json
+    environment.filters["format"] = _format
+    for name in ("center", "indent", "batch", "slice", "round"):
+        environment.filters[name] = _with_widths_checked(FILTERS[name])
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = _now
     return environment
@@ -91,7 +163,9 @@ class ChatTemplate:
         if len(source.text) > MAX_TEMPLATE_CHARS:
             raise BadModelFile("the model's chat template is longer than any real one")
         try:
-            self._template = _environment().from_string(source.text)
+            environment = _environment()
+            clock = _Clock(environment)
+            self._template = environment.from_string(clock.watch(environment.parse(source.text)))
         except (TemplateError, RecursionError, SyntaxError) as error:
             raise BadModelFile(f"the model's chat template is not valid: {str(error)[:200]}") from None
         self.source = source
@@ -110,6 +184,15 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
         deadline_s = time.monotonic() + MAX_RENDER_S
+        before = _deadline_s.set(deadline_s)
+        try:
+            return self._joined(messages, add_generation_prompt, deadline_s)
+        finally:
+            _deadline_s.reset(before)
+
+    def _joined(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, deadline_s: float
+    ) -> str:
         pieces: list[str] = []
         num_chars = 0
         values = {**self._special, "messages": messages, "tools": None, "documents": None}
@@ -117,5 +200,5 @@ class ChatTemplate:
             pieces.append(piece)
             num_chars += len(piece)
             if num_chars > MAX_OUTPUT_CHARS or time.monotonic() > deadline_s:
-                raise RequestError("the model's chat template does not come to an end", "messages")
+                _raise_endless()
         return "".join(pieces)
