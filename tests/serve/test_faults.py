@@ -142,6 +142,21 @@ def test_the_drain_has_an_end(model: Path) -> None:
         assert server.process.wait(15) == 0
 
 
+def test_a_job_larger_than_max_open_is_not_told_to_try_again(model: Path) -> None:
+    with running(model, "--max-open", "2") as server, server.client() as http:
+        for asked in (
+            {"prompt": "the", "n": 3},
+            {"prompt": ["the"] * 3},
+            {"prompt": "the", "n": 3, "stream": True},
+        ):
+            refused = http.post("/v1/completions", json={"max_tokens": 2} | asked)
+            assert refused.status_code == 400, refused.text
+            assert refused.json()["error"]["param"] == "n"
+            assert "--max-open 2" in refused.json()["error"]["message"]
+        fits = {"prompt": "the", "n": 2, "max_tokens": 2}
+        assert http.post("/v1/completions", json=fits).status_code == 200
+
+
 def test_the_key_guards_every_route_but_health(model: Path) -> None:
     with running(model, "--max-open", "2", env={"PACELINE_API_KEY": "sesame"}) as server:
         assert server.health() == 200
@@ -155,8 +170,13 @@ def test_the_key_guards_every_route_but_health(model: Path) -> None:
         assert server.metric('paceline_refused_total{status="401"}', authorization="Bearer sesame") == 9
         with server.client(headers={"authorization": "Bearer sesame"}) as client:
             assert client.get("/v1/models").status_code == 200
-            full = client.post("/v1/completions", json={"prompt": "a", "n": 3})
-            assert (full.status_code, full.headers["retry-after"]) == (429, "1")
+            long = {"prompt": "a", "n": 2, "stream": True, "max_tokens": 16000, "ignore_eos": True}
+            with client.stream("POST", "/v1/completions", json=long) as answers:
+                lines = answers.iter_lines()  # dropped, it would close the stream
+                next(lines)
+                full = client.post("/v1/completions", json={"prompt": "a"})
+            assert full.status_code == 429, full.text
+            assert full.headers["retry-after"] == "1"
         # the engine lives no longer than its server
         engine = server.engine_pid()
         os.kill(server.process.pid, signal.SIGKILL)

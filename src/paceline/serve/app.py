@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from paceline import __version__
-from paceline.core.errors import EngineDied, PacelineError, QueueFull
+from paceline.core.errors import EngineDied, PacelineError, QueueFull, RequestError
 from paceline.serve.answering import Answering
 from paceline.serve.formats import to_json
 from paceline.serve.guard import Guard
@@ -90,6 +90,11 @@ class ModelRoute:
         state = self._state
         data = await read_body(scope, receive)
         job = await self._job(data, time.monotonic())
+        if len(job.requests) > state.max_open:  # however often it is tried
+            asked = f"{len(job.requests)} answers (prompts times n)"
+            raise RequestError(
+                f"{asked} are more than this server's --max-open {state.max_open}; ask for fewer", "n"
+            )
         if state.client.num_open + len(job.requests) > state.max_open:
             raise QueueFull(f"{state.client.num_open} answers are open already; try again later")
         await Answering(job, state.metrics).run(state.client, scope, receive, send)
