@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from paceline.serve.http import HttpConfig
 from paceline.serve.schema import ChatBody, CompletionBody
 
 if TYPE_CHECKING:
@@ -199,13 +200,13 @@ def raw(server: Server, data: bytes) -> bytes:
 
 
 def test_an_announced_giant_is_not_read(server: Server) -> None:
-    head = f"POST {PLAIN} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+    head = f"POST {PLAIN} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     assert b" 413 " in raw(server, f"{head}content-length: {1 << 40}\r\n\r\n".encode())
     assert b" 400 " in raw(server, f"{head}content-length: -1\r\n\r\n".encode())
 
 
 def test_huge_headers(server: Server, healthy: httpx.Client) -> None:
-    assert b" 400 " in raw(server, b"GET /version HTTP/1.1\r\nhost: a\r\nx: " + b"a" * 100_000)
+    assert b" 400 " in raw(server, b"GET /version HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 100_000)
     assert healthy.get("/version").status_code == 200
 
 
@@ -226,6 +227,28 @@ def test_a_web_page_has_to_say_that_it_sends_json(healthy: httpx.Client, origin:
     assert healthy.post(PLAIN, content=body, headers=JSON | {"origin": origin}).status_code == 200
     explained(healthy.post(PLAIN, content=body, headers={"origin": origin}), 415)
     explained(healthy.post(PLAIN, content=body, headers={"origin": origin, "content-type": ""}), 415)
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "localhost.evil.example", "[::2]:1", "192.0.2.1"]
+)
+def test_a_name_that_somebody_else_let_point_here_is_refused(healthy: httpx.Client, host: str) -> None:
+    error = explained(healthy.post(PLAIN, json={"prompt": "a"}, headers={"host": host}), 421)
+    assert "--api-key" in error["message"]
+    assert healthy.get("/health", headers={"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "localhost.", "127.0.0.1:80", "[::1]", "[::1]:8000"])
+def test_every_name_of_this_machine_is_taken(healthy: httpx.Client, host: str) -> None:
+    assert healthy.get("/version", headers={"host": host}).status_code == 200
+
+
+def test_a_server_that_others_may_use_has_any_name() -> None:
+    assert HttpConfig().local
+    assert HttpConfig(host="localhost").local
+    assert not HttpConfig(host="0.0.0.0", insecure=True).local
+    assert not HttpConfig(insecure=True).local
+    assert not HttpConfig(api_key="sesame").local
 
 
 def test_every_refusal_is_counted_and_none_as_an_answer(server: Server, healthy: httpx.Client) -> None:

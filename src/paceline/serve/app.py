@@ -177,8 +177,10 @@ def _handlers(metrics: Metrics) -> dict[Any, Any]:
     return {Problem: problem, HTTPException: http_error, Exception: bug}
 
 
-def make_app(client: EngineClient, api_key: str | None = None, max_open: int = MAX_OPEN) -> tuple[ASGIApp, State]:
-    """Return the ASGI application over an engine, and the state that draining it needs."""
+def make_app(
+    client: EngineClient, api_key: str | None = None, max_open: int = MAX_OPEN, local: bool = False
+) -> tuple[ASGIApp, State]:
+    """Return the ASGI application over an engine, and the state that draining it needs. `local` as for `Guard`."""
     state = State(client, Metrics(client), TextSource(), max_open)
     app = Starlette(routes=_routes(state), exception_handlers=_handlers(state.metrics))
-    return Guard(app, api_key, state.metrics.refused), state
+    return Guard(app, api_key, state.metrics.refused, local), state

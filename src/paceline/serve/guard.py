@@ -28,28 +28,56 @@ def check_exposure(host: str, api_key: str | None, insecure: bool) -> None:
 
 
 class Guard:
-    """ASGI wrapper that asks for `Authorization: Bearer KEY` on every route but /health."""
+    """ASGI wrapper that asks for `Authorization: Bearer KEY` on every route but /health.
 
-    def __init__(self, app: ASGIApp, api_key: str | None, on_refusal: Callable[[int], None]) -> None:
+    If `local`, it asks instead that a request be addressed to this machine: a foreign web page may let its own
+    name point here, and its browser then takes the server for the page's.
+    """
+
+    def __init__(
+        self, app: ASGIApp, api_key: str | None, on_refusal: Callable[[int], None], local: bool = False
+    ) -> None:
         """Wrap `app`; `on_refusal` is called with the status of each refusal."""
         self._app = app
+        self._local = local
         self._on_refusal = on_refusal
         self._digest = None if api_key is None else _digest(b"Bearer " + api_key.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 401 or pass the request on."""
-        if scope["type"] != "http" or self._allowed(scope):
+        """Answer 401 or 421, or pass the request on."""
+        if scope["type"] != "http" or scope["path"] in OPEN_ROUTES:
             await self._app(scope, receive, send)
-            return
+        elif self._local and not _addresses_us(_header(scope, b"host")):
+            self._on_refusal(421)
+            message = (
+                "this server answers only to localhost; for another name start it with --api-key or --insecure"
+            )
+            await Problem(421, message, code="unknown_host").response()(scope, receive, send)
+        elif self._allowed(scope):
+            await self._app(scope, receive, send)
+        else:
+            await self._ask_for_key(scope, receive, send)
+
+    async def _ask_for_key(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._on_refusal(401)
         problem = Problem(401, "missing or wrong API key; send Authorization: Bearer KEY", code="invalid_api_key")
         await problem.response({"www-authenticate": "Bearer"})(scope, receive, send)
 
     def _allowed(self, scope: Scope) -> bool:
-        if self._digest is None or scope["path"] in OPEN_ROUTES:
+        if self._digest is None:
             return True
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return hmac.compare_digest(_digest(given), self._digest)
+        return hmac.compare_digest(_digest(_header(scope, b"authorization")), self._digest)
+
+
+def _header(scope: Scope, wanted: bytes) -> bytes:
+    return next((bytes(value) for name, value in scope["headers"] if name == wanted), b"")
+
+
+def _addresses_us(host: bytes) -> bool:
+    """Whether a `Host`, with or without a port, is a name of this machine; browsers always send one."""
+    name = host.decode("latin-1").strip().lower()
+    name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+    return not host or name.removesuffix(".") in LOOPBACK
 
 
 def _digest(value: bytes) -> bytes:

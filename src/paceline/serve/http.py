@@ -15,7 +15,7 @@ import uvicorn
 from paceline.core.errors import ConfigError
 from paceline.serve.app import MAX_OPEN, make_app
 from paceline.serve.engine_client import EngineClient
-from paceline.serve.guard import check_exposure
+from paceline.serve.guard import LOOPBACK, check_exposure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,6 +55,11 @@ class HttpConfig:
         if not 1 <= self.max_open <= 1 << 20:
             raise ConfigError(f"--max-open must be between 1 and {1 << 20}, not {self.max_open}")
         check_exposure(self.host, self.api_key, self.insecure)
+
+    @property
+    def local(self) -> bool:
+        """Whether only this machine is meant, so that a request must be addressed to it."""
+        return self.host in LOOPBACK and not self.api_key and not self.insecure
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -111,7 +116,7 @@ class HttpServer:
         self.config = config
         self.socket = listen(config.host, config.port)
         self.client = EngineClient(engine, on_progress)
-        app, self.state = make_app(self.client, config.api_key, config.max_open)
+        app, self.state = make_app(self.client, config.api_key, config.max_open, config.local)
         self._server = _Server(_uvicorn_config(app, config), self._signalled)
         self._loop = asyncio.get_running_loop()
         self._drainer: asyncio.Task[None] | None = None
