@@ -30,7 +30,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     group.add_argument("--host", default=DEFAULTS.host, help="address to listen on")
     group.add_argument("--port", type=int, default=DEFAULTS.port, help="port to listen on; 0 takes a free one")
     group.add_argument("--api-key", metavar="KEY", help="ask for this key on every route but /health")
-    group.add_argument("--insecure", action="store_true", help="let other machines in without a key")
+    group.add_argument(
+        "--insecure", action="store_true", help="let other machines in without a key, and answer to any name"
+    )
     group.add_argument(
         "--drain-seconds",
         type=float,
