@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -111,11 +110,10 @@ def test_output_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_silence_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Each would go on for minutes or for ever."""
     monkeypatch.setattr(module, "MAX_RENDER_S", 0.05)
-    start_s = time.monotonic()
     with pytest.raises(RequestError, match="does not come to an end"):
         render(text)
-    assert time.monotonic() - start_s < 5.0
 
 
 def test_looks_at_the_clock_leave_no_trace() -> None:

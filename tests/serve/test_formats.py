@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import codecs
-import time
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.nouns import Outcome, TokenLogprobs
+from paceline.model.tokenizer import Detokenizer
 from paceline.serve.formats import Answer, CompletionFormat
 from tests.tiny import END, tiny_tokenizer
 
@@ -57,11 +58,15 @@ def test_offsets_are_places_in_the_text_streamed_or_whole(steps: list[list[int]]
         assert [v for chunk in chunks for v in chunk[key]] == values
 
 
-def test_a_long_stream_costs_no_more_at_its_end() -> None:
-    def seconds(count: int) -> float:
-        start_s = time.process_time()
-        streamed([[65]] * count)
-        return time.process_time() - start_s
+def test_every_token_of_a_stream_is_spelled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And once more for the whole answer: a stream that began anew with each chunk would grow with its square."""
+    spelled: list[int] = []
+    push = Detokenizer.push
 
-    seconds(100)
-    assert seconds(16000) < 40 * max(seconds(1000), 1e-3)  # 16 in a straight line, 256 where it is quadratic
+    def counted(self: Detokenizer, ids: Sequence[int]) -> str:
+        spelled.extend(ids)
+        return push(self, ids)
+
+    monkeypatch.setattr(Detokenizer, "push", counted)
+    streamed([[65]] * 200)
+    assert len(spelled) == 2 * 200
