@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from paceline import cli
+from paceline.bench import turns
 from paceline.bench.outputs import check_file, check_picture
+from paceline.bench.told import told
 from paceline.core.errors import ConfigError
 
 PROMPTS = ["--prompts", "prompts.jsonl"]
@@ -59,3 +61,14 @@ def test_commands_refuse_them_first(
 def test_bench_refuses_where_it_could_not_draw(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "--plot", "b.json", "--out", "b.foo"]) == 2
     assert "error: --out: " in capsys.readouterr().err
+
+
+def test_modules_tell_in_a_line_what_can_be_mended_before_they_measure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert told(lambda: turns.main(["--plot", str(tmp_path / "nowhere" / "gains.png")])) == 1
+    said = capsys.readouterr()
+    assert not said.out
+    assert said.err.startswith("error: --plot: cannot write into the folder")
+    assert told(lambda: turns.main(["--plot", str(tmp_path / "gains.png")])) == 0
+    assert (tmp_path / "gains.png").stat().st_size

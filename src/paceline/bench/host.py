@@ -1,7 +1,7 @@
 """What a step costs beside drafting and the target: `python -m paceline.bench.host --prompts FILE.jsonl`.
 
-Fills 1 and 32 rows, waits until all of them decode, then takes the median over steps of the host's time: admit,
-plan, judge, commit, detokenise. Greedy, and with temperature, top_p, penalties and log-probabilities.
+Fills 1, 16 and 32 rows, waits until all of them decode, then takes the median over steps of the host's time:
+admit, plan, judge, commit, detokenise. Greedy, and with temperature, top_p, penalties and log-probabilities.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from rich.progress import track
 from rich.table import Table
 
 from paceline.bench.prompts import read_prompts, spread
+from paceline.bench.told import told
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.engine.build import Built, build
@@ -24,7 +25,7 @@ from paceline.engine.options import add_engine_arguments, engine_config
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-ROWS = (1, 32)
+ROWS = (1, 16, 32)
 
 
 def sampling(steps: int) -> dict[str, SamplingParams]:
@@ -85,4 +86,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(told(main))

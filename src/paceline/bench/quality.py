@@ -19,6 +19,7 @@ from rich.table import Table
 
 from paceline.bench.prompts import read_prompts, spread
 from paceline.bench.run import questions
+from paceline.bench.told import told
 from paceline.core.nouns import PAGE_TOKENS, Choose
 from paceline.core.params import SamplingParams
 from paceline.engine.backends import BACKENDS
@@ -163,4 +164,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(told(main))

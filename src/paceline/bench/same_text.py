@@ -20,6 +20,7 @@ from rich.progress import track
 
 from paceline.bench.prompts import read_prompts, spread
 from paceline.bench.run import questions
+from paceline.bench.told import told
 from paceline.core.params import SamplingParams
 from paceline.engine.build import assemble, load
 from paceline.engine.config import EngineConfig
@@ -196,4 +197,4 @@ def _requests(args: Namespace, loaded: Loaded) -> list[Request]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(told(main))

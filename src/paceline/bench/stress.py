@@ -25,6 +25,7 @@ from rich.table import Table
 from paceline.bench.load import Server, drive, server
 from paceline.bench.prompts import Prompt, read_prompts
 from paceline.bench.statistics import percentile
+from paceline.bench.told import told
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,4 +109,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(told(main))

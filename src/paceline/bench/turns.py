@@ -7,6 +7,7 @@ and the other pairs are predicted. The same prices then say what is left at equa
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentParser
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +17,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from paceline.bench.outputs import check_picture
+from paceline.bench.told import told
 from paceline.control.roofline import Hardware, Pair, Sizes, fit
-from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -83,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(prog="python -m paceline.bench.turns", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--plot", metavar="FILE.png", help="draw predictions over both constants")
     args = parser.parse_args(argv)
+    check_picture("--plot", args.plot)
     console = Console()
     for name, rule in (("largest gain over k = 1 to 5", best), ("gain at k = 5", deepest)):
         launch_s = fitted_launch_s(rule)
@@ -104,10 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _plot(path: Path) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'paceline[plot]'") from None
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(10.0, 4.0), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     launches_us = np.linspace(1, 25, 97)
@@ -126,4 +127,4 @@ def _plot(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(told(main))

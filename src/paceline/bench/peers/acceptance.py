@@ -22,9 +22,9 @@ from paceline.bench.peers.prepare import chat_prompts, unquantized, unquantized_
 from paceline.bench.peers.protocol import Setting
 from paceline.bench.peers.remote import Remote
 from paceline.bench.peers.rows import PACELINE, VLLM
-from paceline.bench.peers.told import told
 from paceline.bench.report import write_json
 from paceline.bench.terminal import progress, say, table
+from paceline.bench.told import told
 from paceline.core.errors import ConfigError
 from paceline.core.machine import commit, machine
 from paceline.core.nouns import PAGE_TOKENS
@@ -90,7 +90,7 @@ def whole_passes(arrivals: Sequence[float]) -> list[int]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Install, prepare, ask both, print."""
-    return told(_compare, _arguments(argv))
+    return told(lambda: _compare(_arguments(argv)))
 
 
 def _arguments(argv: Sequence[str] | None) -> Namespace:

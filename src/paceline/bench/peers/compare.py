@@ -27,9 +27,9 @@ from paceline.bench.peers.rows import AS_IS, DECODING, LLAMA_CPP, REQUANTIZED, U
 from paceline.bench.peers.speculation import DRAFT_MODEL, SPECULATION, draft_gguf
 from paceline.bench.peers.table import Measured, document, print_tables
 from paceline.bench.peers.timing import rate
-from paceline.bench.peers.told import told
 from paceline.bench.report import write_json
 from paceline.bench.terminal import progress, say
+from paceline.bench.told import told
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.machine import commit, machine
 from paceline.core.nouns import PAGE_TOKENS
@@ -84,7 +84,7 @@ class Comparison:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Install, prepare, measure, print."""
-    return told(_compare, _arguments(argv))
+    return told(lambda: _compare(_arguments(argv)))
 
 
 def _arguments(argv: Sequence[str] | None) -> Namespace:

@@ -1,4 +1,4 @@
-"""A comparison as a command."""
+"""What is run as `python -m` ends as commands do."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 from paceline.core.errors import PacelineError
 
 if TYPE_CHECKING:
-    from argparse import Namespace
     from collections.abc import Callable
 
 
-def told(compare: Callable[[Namespace], int], args: Namespace) -> int:
-    """Return a comparison's exit status; what the user can mend is told in a line."""
+def told(work: Callable[[], int]) -> int:
+    """Return the exit status of some work; what the user can mend is told in a line, and 1."""
     try:
-        return compare(args)
+        return work()
     except PacelineError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
