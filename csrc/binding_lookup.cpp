@@ -36,10 +36,26 @@ std::tuple<std::vector<int32_t>, std::vector<double>, size_t> propose(const Text
     return {std::move(found.token_ids), std::move(found.shares), found.match};
 }
 
+// drafted: the text's newest token and the drafts of a pass that were verified. chosen: what the target said after each,
+// from this place of the text on. Keeps what it said behind the first draft that differs from it, `num_kept`.
+void learn(Recycled& self, const std::vector<int64_t>& drafted, const Ids& chosen, size_t num_kept, int64_t place) {
+    require(chosen.size() == drafted.size(), "the target says something after every token");
+    require(0 <= place && place < kMostId, "a place of a text lies between 0 and 2**31");
+    for (size_t i = num_kept + 1; i < drafted.size(); ++i)
+        if (chosen(i) >= 0) self.learn(drafted[i - 1], drafted[i], chosen(i), place + static_cast<int64_t>(i));
+}
+
 void make_pointer(Pointer* self, const TextIndex& text, const Ids& tail, double gain, size_t min_match, size_t max_match) {
     require(2 <= min_match && min_match <= max_match && max_match <= 1024, "2 <= min_match <= max_match <= 1024");
     require(std::isfinite(gain), "the gain is not a finite number");
     new (self) Pointer(text, {tail.data(), tail.data() + tail.size()}, gain, min_match, max_match);
+}
+
+void recycle(Pointer& self, const Recycled& recycled, const std::tuple<double, double, double>& gains, int64_t length) {
+    const auto [pair, far_pair, token] = gains;
+    require(std::isfinite(pair) && std::isfinite(far_pair) && std::isfinite(token), "a gain is not a finite number");
+    require(0 <= length && length < kMostId, "a text has less than 2**31 tokens");
+    self.recycle(recycled, {pair, far_pair, token}, length);
 }
 
 std::optional<std::tuple<int64_t, float>> look(const Pointer& pointer, const Ids& guesses) {
@@ -59,8 +75,12 @@ void bind_lookup(nb::module_& m) {
         .def("extend", &extend, "token_ids"_a.noconvert())
         .def("end_text", &TextIndex::end_text)
         .def("propose", &propose, "tail"_a.noconvert(), "most"_a, "min_match"_a, "max_match"_a, "reach"_a, "least_share"_a);
+    nb::class_<Recycled>(m, "Recycled")
+        .def(nb::init<>())
+        .def("learn", &learn, "drafted"_a, "chosen"_a.noconvert(), "num_kept"_a, "place"_a);
     nb::class_<Pointer>(m, "Pointer")
         .def("__init__", &make_pointer, "text"_a, "tail"_a.noconvert(), "gain"_a, "min_match"_a, "max_match"_a, nb::keep_alive<1, 2>())
+        .def("recycle", &recycle, "recycled"_a, "gains"_a, "length"_a, nb::keep_alive<1, 2>())
         .def("look", &look, "guesses"_a.noconvert());
 }
 

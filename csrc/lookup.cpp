@@ -118,12 +118,45 @@ Proposal TextIndex::propose(const int64_t* tail, size_t length, const Wish& wish
     return best;
 }
 
-std::optional<Pointed> Pointer::look(const int64_t* guesses, size_t count) const {
-    std::vector<int64_t> tail = tail_;
-    tail.insert(tail.end(), guesses, guesses + count);
+size_t Recycled::slot(int64_t before, int64_t last) {
+    const uint64_t pair = static_cast<uint64_t>(before) * 0x9E3779B97F4A7C15u ^ static_cast<uint64_t>(last);
+    return static_cast<size_t>(pair * 0xD1B54A32D192ED03u >> 32) % kEntries;
+}
+
+void Recycled::learn(int64_t before, int64_t last, int64_t next, int64_t place) {
+    for (int64_t known : {before, kAny}) entries_[slot(known, last)] = {known, last, next, place};
+}
+
+const Recycled::Entry* Recycled::find(int64_t before, int64_t last) const {
+    const Entry& entry = entries_[slot(before, last)];
+    return entry.before == before && entry.last == last ? &entry : nullptr;
+}
+
+std::optional<Pointed> Recycled::look(int64_t before, int64_t last, int64_t place, const RecycledGains& gains) const {
+    const auto near = [&](const Entry& entry) { return std::abs(entry.place - place) <= kNear; };
+    if (const Entry* entry = find(before, last))
+        return Pointed{entry->next, static_cast<float>(near(*entry) ? gains.pair : gains.far_pair)};
+    const Entry* entry = find(kAny, last);
+    if (!entry || !near(*entry)) return {};
+    return Pointed{entry->next, static_cast<float>(gains.token)};
+}
+
+std::optional<Pointed> Pointer::repeated(const std::vector<int64_t>& tail) const {
     const Proposal found = text_.propose(tail.data(), tail.size(), wish_);
     if (found.token_ids.empty()) return {};
     return Pointed{found.token_ids[0], static_cast<float>(gain_ * std::log(static_cast<double>(found.match)))};
+}
+
+std::optional<Pointed> Pointer::look(const int64_t* guesses, size_t count) const {
+    std::vector<int64_t> tail = tail_;
+    tail.insert(tail.end(), guesses, guesses + count);
+    const std::optional<Pointed> found = repeated(tail);
+    if (!recycled_ || tail.size() < 2) return found;
+    const auto place = length_ + static_cast<int64_t>(count);
+    const std::optional<Pointed> said = recycled_->look(tail.end()[-2], tail.end()[-1], place, gains_);
+    if (!said) return found;
+    if (found && found->token_id == said->token_id) return Pointed{said->token_id, found->add + said->add};
+    return found && found->add >= said->add ? found : said;
 }
 
 }  // namespace paceline

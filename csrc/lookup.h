@@ -1,6 +1,7 @@
 // A text with an index of where its pairs of tokens stand, and what followed the places that look like its end.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -64,21 +65,63 @@ struct Pointed {
     float add;
 };
 
-// Points drafters of a row to what its text went on with, see draft/hints.py.
+// Logits for what a target said behind drafts that it did not keep, see draft/hints.py.
+struct RecycledGains {
+    double pair;      // behind the same two tokens, at most `kNear` places from here
+    double far_pair;  // and anywhere else
+    double token;     // behind the same token, at most `kNear` places from here
+};
+
+// What a target said behind drafts that it did not keep, by the token or two before it; the newest of what collides.
+class Recycled {
+  public:
+    // `next` was said at this place of the text, counted in tokens. No token is negative.
+    void learn(int64_t before, int64_t last, int64_t next, int64_t place);
+
+    // What it said behind these two tokens, or the last of them, and the logits for that here.
+    std::optional<Pointed> look(int64_t before, int64_t last, int64_t place, const RecycledGains& gains) const;
+
+  private:
+    struct Entry {
+        int64_t before = -1, last = -1, next = -1, place = 0;
+    };
+
+    static constexpr size_t kEntries = 512;  // of one request; a pass that keeps nothing brings as many as it had drafts
+    static constexpr int64_t kNear = 3;
+    static constexpr int64_t kAny = -2;  // stands for the token before, where the last alone counts
+
+    static size_t slot(int64_t before, int64_t last);
+    const Entry* find(int64_t before, int64_t last) const;
+
+    std::array<Entry, kEntries> entries_{};
+};
+
+// Points drafters of a row to what its text went on with and to what its target said, see draft/hints.py.
 class Pointer {
   public:
     // tail: the text's newest tokens. gain: logits for a match that is e times as long.
     Pointer(const TextIndex& text, std::vector<int64_t> tail, double gain, size_t min_match, size_t max_match)
         : text_(text), tail_(std::move(tail)), gain_(gain), wish_{1, min_match, max_match, 1.0, 0.0} {}
 
+    // Tell of what the target said, too. length: tokens of the text.
+    // What both name gets what both give, else it is the one that gives more.
+    void recycle(const Recycled& recycled, const RecycledGains& gains, int64_t length) {
+        recycled_ = &recycled, gains_ = gains, length_ = length;
+    }
+
     // What comes after these guesses, if anything like it occurred.
     std::optional<Pointed> look(const int64_t* guesses, size_t count) const;
 
   private:
+    std::optional<Pointed> repeated(const std::vector<int64_t>& tail) const;
+
     const TextIndex& text_;
     std::vector<int64_t> tail_;
     double gain_;
     Wish wish_;
+    const Recycled* recycled_ = nullptr;
+    RecycledGains gains_{};
+    int64_t length_ = 0;
 };
 
 }  // namespace paceline

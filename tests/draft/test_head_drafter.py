@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from itertools import permutations
@@ -16,7 +17,7 @@ import torch
 
 from paceline.control.fixed import FixedK
 from paceline.core.errors import ConfigError, DrafterMismatch
-from paceline.core.nouns import Batch, Draft, Plan, Request
+from paceline.core.nouns import Batch, Draft, Plan, Request, Scores, Verdict
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import choose_token
 from paceline.draft import shipped
@@ -27,11 +28,12 @@ from paceline.draft.heads.config import read_config
 from paceline.draft.heads.features import Tapped
 from paceline.draft.heads.forward import fuse, read_out, relay, relayed, run_layers
 from paceline.draft.heads.parallel import UNKNOWING_GAIN
-from paceline.draft.hints import MAX_MATCH, MIN_MATCH
+from paceline.draft.hints import MAX_MATCH, MIN_MATCH, Hints
 from paceline.draft.lookup.suffix import propose_slow
 from paceline.draft.options import parse_spec
 from paceline.engine.drafting import Drafting
 from tests.draft.heads import RELAY, drafter_of, head_values, random_weights, trained_head, write_head
+from tests.draft.recycled import PlainRecycled, merged
 from tests.draft.test_head_forward import causal
 from tests.engine.same_text import PLAIN, RestlessK, Settings, assert_same, make_engine, run, target
 from tests.model.helpers import pack
@@ -138,13 +140,24 @@ def watch(engine: Engine, every: int = 1, first: int | None = None) -> list[int]
     rows, propose, compared = engine.target.rows, drafter.propose, list[int]()
     fixed = set(scratch.token_ids.tolist())
     own: dict[int, set[int]] = {}  # of the rows that drafted since they were admitted
-    release = drafter.release
+    release, commit = drafter.release, drafter.commit
+    said: defaultdict[int, PlainRecycled] = defaultdict(PlainRecycled)
+    drafted: dict[int, list[int]] = {}
 
     def released(row: int) -> None:
         own.pop(row, None)
+        said.pop(row, None)
         release(row)
 
-    drafter.release = released  # type: ignore[method-assign]
+    def committed(batch: Batch, scores: Scores, verdict: Verdict) -> None:
+        for i, (r, v) in enumerate(zip(batch.rows, verdict.rows, strict=True)):
+            chosen = scores.chosen[scores.cu_len[i] : scores.cu_len[i + 1]].tolist()
+            if r.row in drafted:
+                place = int(rows.length[r.row]) - len(v.token_ids)
+                said[r.row].learn(drafted.pop(r.row)[: len(chosen)], chosen, v.num_accepted, place)
+        commit(batch, scores, verdict)
+
+    drafter.release, drafter.commit = released, committed  # type: ignore[method-assign]
 
     def watched(batch: Batch, plan: Plan) -> Draft:
         draft = propose(batch, plan)
@@ -154,24 +167,30 @@ def watch(engine: Engine, every: int = 1, first: int | None = None) -> list[int]
         for r, d in zip(batch.rows, draft.rows, strict=True):
             if len(d) and (batch.step + r.row) % every == 0:
                 ids = rows.tokens(r.row).tolist()
-                hint = partial(hinted_after, ids, len(d), drafter.hint_gain)
+                hint = partial(hinted_after, ids, len(d), drafter.hints, said[r.row])
                 choose = partial(chosen_after, rows, r.row, hint)
                 assert list(d.token_ids) == scratch.draft(ids, len(d), choose, first or 1)
                 compared.append(len(d))
+            if len(d):
+                drafted[r.row] = [int(rows.tokens(r.row)[-1]), *d.token_ids]
         return draft
 
     drafter.propose = watched  # type: ignore[method-assign]
     return compared
 
 
-def hinted_after(ids: list[int], k: int, gain: float, guesses: list[int]) -> tuple[int, float] | None:
-    """What followed where the text looked like its end before, and what that adds to its logits.
+def hinted_after(
+    ids: list[int], k: int, hints: Hints, said: PlainRecycled, guesses: list[int]
+) -> tuple[int, float] | None:
+    """What followed where the text looked like its end before, or the target said, and what that is given.
 
-    gain: 0 for drafters none of whose guesses knows the others; all look at the end of what is committed.
+    A gain of 0: of drafters none of whose guesses knows the others; all look at the end of what is committed.
     """
-    if gain:
-        token_ids, _, match = propose_slow(ids, (ids + guesses)[-MAX_MATCH:], 1, MIN_MATCH, MAX_MATCH, 1, 0)
-        return (token_ids[0], gain * math.log(match)) if token_ids else None
+    if hints.gain:
+        tail = (ids + guesses)[-MAX_MATCH:]
+        token_ids, _, match = propose_slow(ids, tail, 1, MIN_MATCH, MAX_MATCH, 1, 0)
+        found = (token_ids[0], hints.gain * math.log(match)) if token_ids else None
+        return merged(found, said.look(tail[-2], tail[-1], len(ids) + len(guesses), hints.recycled_gains))
     token_ids, _, match = propose_slow(ids, ids[-MAX_MATCH:], k, MIN_MATCH, MAX_MATCH, MAX_MATCH, 0.05)
     place = len(guesses)
     return (token_ids[place], UNKNOWING_GAIN * math.log(match)) if place < len(token_ids) else None

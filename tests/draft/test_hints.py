@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from paceline.core.nouns import Admission, Batch, Choose, Edits, Request
+from paceline import kernels
+from paceline.core.nouns import (
+    BROKEN,
+    UNCHOSEN,
+    Admission,
+    Batch,
+    BatchRow,
+    Choose,
+    Edits,
+    Request,
+    RowVerdict,
+    Scores,
+    Verdict,
+)
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import choose_token
-from paceline.draft.hints import hinted, pointed, pointer_of
+from paceline.draft.hints import Hints, RecycledGains, hinted, pointed
 from paceline.model.rows import Rows
+from tests.draft.recycled import PlainRecycled
 from tests.engine.same_text import PLAIN, make_engine, run
 
 TEXT = (4, 5, 6, 7, 8, 9, 4, 5, 6)  # the last three were followed by 7 8 9 4 before
@@ -45,7 +62,7 @@ def test_who_knows_no_guess_is_told_what_followed_the_longest_match() -> None:
 
 
 def test_who_knows_the_guesses_is_told_what_followed_them() -> None:
-    pointer = pointer_of(rows_of(TEXT), 0, 2.0)
+    pointer = Hints(rows_of(TEXT), 2.0).pointer(0)
     cases: list[tuple[list[int], tuple[int, int] | None]] = [
         ([], (7, 3)),
         ([7, 8], (9, 5)),
@@ -55,14 +72,14 @@ def test_who_knows_the_guesses_is_told_what_followed_them() -> None:
     for guesses, expected in cases:
         found = told([pointed(choose(), pointer, guesses)])
         assert found == ([(expected[0], pytest.approx(2 * math.log(expected[1])))] if expected else [])
-    assert pointer_of(rows_of(TEXT), 0, 0.0) is None
+    assert Hints(rows_of(TEXT), 0.0).pointer(0) is None
     assert pointed(choose(), None, []) == choose()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_hint_is_taken_unless_the_drafter_knows_better(temperature: float) -> None:
     chooses = [
-        pointed(choose(2, temperature), pointer_of(rows_of(TEXT), 0, 5.0), guesses) for guesses in ([], [7])
+        pointed(choose(2, temperature), Hints(rows_of(TEXT), 5.0).pointer(0), guesses) for guesses in ([], [7])
     ]
     unsure, sure = np.zeros(20, np.float32), np.zeros(20, np.float32)
     sure[11] = 30.0
@@ -74,7 +91,7 @@ def test_what_penalties_edit_already_is_left_alone() -> None:
     rows, edits = rows_of(TEXT), Edits(np.array([3]), np.ones(1, np.float32), np.ones(1, np.float32))
     edited = choose(edits=edits)
     assert hinted([edited], rows, 0, gain=1.0) == [edited]
-    assert pointed(edited, pointer_of(rows, 0, 1.0), []) is edited
+    assert pointed(edited, Hints(rows, 1.0).pointer(0), []) is edited
 
 
 @pytest.mark.parametrize("types", ["f64", "int8"])
@@ -86,7 +103,105 @@ def test_a_drafter_that_is_always_wrong_repeats_what_the_text_repeats(types: str
     for gain in (0.0, 50.0):
         engine = make_engine(spec, PLAIN, types=types)
         (drafter,) = engine.drafting.drafters.values()
-        drafter.hint_gain = gain  # type: ignore[attr-defined]
+        drafter.hints.gain = gain  # type: ignore[attr-defined]
         run(engine, requests)
         accepted.append(engine.stats().drafters["draft-model"].accepted)
     assert accepted[1] > accepted[0]
+
+
+# What the target said ----------------------------------------------------------------------------
+
+GAINS = RecycledGains(pair=6.0, far_pair=2.0, token=3.0)
+
+
+def scored(drafted: tuple[int, ...], chosen: list[int], num_kept: int) -> tuple[Batch, Scores, Verdict]:
+    """A pass of one row: what its target said after the newest token and after each draft."""
+    row = BatchRow(0, "r", 1, len(drafted), samples=True, max_len=64, num_kept_pages=0, new_pages=(), decodes=True)
+    verdict = Verdict((RowVerdict(chosen[: num_kept + 1], num_kept),))
+    return Batch(1, (row,), ()), Scores((0, len(chosen)), (), np.array(chosen)), verdict
+
+
+def test_what_was_said_behind_a_refused_draft_is_told_where_its_tokens_come_again() -> None:
+    rows = rows_of((1, 2, 3))
+    hints = Hints(rows, 0.0, GAINS)
+    hints.note({0: (10, 11, 12)})
+    batch, scores, verdict = scored((10, 11, 12), [20, 21, 22, 23], num_kept=0)
+    rows.commit(batch, verdict)
+    hints.learn(batch, scores, verdict)
+    pointer = hints.pointer(0)
+    cases = {
+        (): None,  # behind 3 20 nothing was scored
+        (10,): (21, 3),  # behind 10, which followed another token
+        (9, 10, 11): (22, 6),
+        (9, 9, 11, 12): (23, 6),
+        (9, 9, 9, 9, 9, 9, 11, 12): (23, 2),  # far from there
+        (9, 9, 9, 9, 9, 9, 12): None,
+    }
+    for guesses, expected in cases.items():
+        assert told([pointed(choose(), pointer, guesses)]) == ([expected] if expected else [])
+
+
+def test_what_text_and_target_both_say_gets_what_both_give() -> None:
+    rows = rows_of(TEXT)  # 7 8 9 follow
+    hints = Hints(rows, 2.0, GAINS)
+    hints.note({0: (7, 11, 8)})
+    batch, scores, verdict = scored((7, 11, 8), [7, 8, 8, 9], num_kept=1)
+    rows.commit(batch, verdict)
+    hints.learn(batch, scores, verdict)
+    ((token_id, add),) = told([pointed(choose(), hints.pointer(0), ())])
+    assert (token_id, add) == (9, pytest.approx(2 * math.log(5) + GAINS.token))
+
+
+def test_nothing_is_learnt_where_nothing_more_was_scored() -> None:
+    rows = rows_of((1, 2, 3))
+    hints = Hints(rows, 0.0, GAINS)
+    for chosen, num_kept in (([10, 11, 12], 2), ([4, UNCHOSEN, BROKEN], 0), ([5], 0)):
+        hints.note({0: (10, 11)})
+        hints.learn(*scored((10, 11), chosen, num_kept))
+        assert hints.pointer(0) is not None
+        assert told([pointed(choose(), hints.pointer(0), guesses) for guesses in ((10,), (10, 11))]) == []
+    hints.note({0: (10, 11)})
+    batch, _, verdict = scored((10, 11), [4, 5, 6], 0)
+    hints.learn(batch, Scores((0,), (), np.empty(0, np.int64)), verdict)  # as in a process of its own
+    hints.learn(*scored((10, 11), [4, 5, 6], 0))
+    assert told([pointed(choose(), hints.pointer(0), (10,))]) == []
+
+
+def test_a_row_that_is_released_takes_what_was_said_along() -> None:
+    hints = Hints(rows_of((1, 2, 3)), 0.0, GAINS)
+    hints.note({0: (10, 11)})
+    hints.learn(*scored((10, 11), [4, 5, 6], 0))
+    assert told([pointed(choose(), hints.pointer(0), (10,))]) == [(5, 6)]
+    hints.release(0)
+    assert told([pointed(choose(), hints.pointer(0), (10,))]) == []
+
+
+@given(data=st.data())
+def test_the_kernel_keeps_what_its_plain_twin_keeps(data: st.DataObject) -> None:
+    rows, twin, fast = rows_of((1, 2, 3)), PlainRecycled(), kernels.Recycled()
+    tokens = st.integers(0, 6)
+    for _ in range(data.draw(st.integers(1, 8))):
+        drafted = data.draw(st.lists(tokens, min_size=1, max_size=6))
+        chosen = data.draw(st.lists(st.integers(-2, 6), min_size=len(drafted), max_size=len(drafted)))
+        num_kept, place = data.draw(st.integers(0, len(drafted) - 1)), data.draw(st.integers(0, 12))
+        twin.learn(drafted, chosen, num_kept, place)
+        fast.learn(drafted, np.array(chosen), num_kept, place)
+    index = rows.text(0)
+    for before, last, place in product(range(7), range(7), (0, 5, 12)):
+        pointer = kernels.Pointer(index, np.array([before, last]), 0.0, 2, 32)
+        pointer.recycle(fast, GAINS, place)
+        expected, found = twin.look(before, last, place, GAINS), pointer.look(np.empty(0, np.int64))
+        assert found == expected or (expected is None and found is not None and found[1] == 0)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    recycled, nothing = kernels.Recycled(), np.empty(0, np.int64)
+    with pytest.raises(ValueError, match="after every token"):
+        recycled.learn([1, 2], np.array([3]), 0, 4)
+    with pytest.raises(ValueError, match="place"):
+        recycled.learn([1], np.array([3]), 0, -1)
+    pointer = kernels.Pointer(kernels.TextIndex(8), nothing, 1.0, 2, 32)
+    with pytest.raises(ValueError, match="finite"):
+        pointer.recycle(recycled, (1.0, math.nan, 1.0), 4)
+    with pytest.raises(ValueError, match="2\\*\\*31"):
+        pointer.recycle(recycled, GAINS, -1)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.core.nouns import UNCHOSEN, RowDraft
-from paceline.draft.hints import pointed, pointer_of
+from paceline.draft.hints import pointed
 from paceline.model.backend import End
 from paceline.model.choosing import draw
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from paceline import kernels
     from paceline.core.nouns import Choose, Plan, Stop
+    from paceline.draft.hints import Hints
     from paceline.model.backend import Chosen
     from paceline.model.config import ModelConfig
     from paceline.model.rows import Rows, Span
@@ -110,11 +111,9 @@ def extend(rows: Rows, chains: Sequence[Chain], run: Callable[[Sequence[Choose]]
             chain.margins.append(drawn.margins[index])
 
 
-def begin(
-    rows: Rows, starts: Iterable[int], depth: Mapping[int, int], plan: Plan, hint_gain: float
-) -> dict[int, Chain]:
-    """Begin a chain for each of some rows, `depth[row]` deep, with the plan's stops and hints of this gain."""
-    return {row: Chain(row, depth[row], pointer_of(rows, row, hint_gain), plan.stop(row)) for row in starts}
+def begin(starts: Iterable[int], depth: Mapping[int, int], plan: Plan, hints: Hints) -> dict[int, Chain]:
+    """Begin a chain for each of some rows, `depth[row]` deep, with the plan's stops and a drafter's hints."""
+    return {row: Chain(row, depth[row], hints.pointer(row), plan.stop(row)) for row in starts}
 
 
 def draft_in_turn(

@@ -5,6 +5,10 @@ last tokens, guesses among them, occurred before, the token that followed there 
 drafter draws, the more of them, the longer the match. A drafter that is sure of something else still has its way.
 The idea is that of pointer networks for summaries (See et al., arXiv 1704.04368), the index suffix decoding's.
 
+Behind a draft that it refuses, the target has scored more drafts, and what it says there is often what it says in
+the end, a place before or after. So what it said is kept by the token or two before it, and is given some logits,
+too, where a guess comes behind them. This use of it is token recycling's (Luo et al., arXiv 2408.08696).
+
 A gain is the logits for a match that is e times as long. The better a drafter guesses by itself, the smaller is
 the one that serves it best; those that drafters declare come from prompts made for training (docs/log.md).
 """
@@ -12,7 +16,7 @@ the one that serves it best; those that drafters declare come from prompts made 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -20,9 +24,9 @@ from paceline import kernels
 from paceline.core.nouns import Edits
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from paceline.core.nouns import Choose, ChooseKind
+    from paceline.core.nouns import Batch, Choose, ChooseKind, Scores, Verdict
     from paceline.model.rows import Rows
 
 MIN_MATCH, MAX_MATCH = 2, 32  # tokens
@@ -30,11 +34,63 @@ _REACH = MAX_MATCH  # tokens of a path per token matched: as many as are drafted
 _LEAST_SHARE = 0.05  # a path goes on while so few of its places do
 
 
-def pointer_of(rows: Rows, row: int, gain: float) -> kernels.Pointer | None:
-    """Return what points the drafts of a row to its text; none without a gain."""
-    if not gain:
-        return None
-    return kernels.Pointer(rows.text(row), rows.tokens(row)[-MAX_MATCH:], gain, MIN_MATCH, MAX_MATCH)
+class RecycledGains(NamedTuple):
+    """Logits for what the target said behind drafts that it did not keep."""
+
+    pair: float = 0.0  # behind the same two tokens, at most three places from here
+    far_pair: float = 0.0  # and anywhere else
+    token: float = 0.0  # behind the same token, at most three places from here
+
+
+NO_GAINS = RecycledGains()
+
+
+class Hints:
+    """What the guesses of a drafter are told, row by row: of the text, and of what the target said besides."""
+
+    def __init__(self, rows: Rows, gain: float, recycled: RecycledGains = NO_GAINS) -> None:
+        """gain: logits for a match that is e times as long. Where all are 0, nothing is told."""
+        self.gain, self.recycled_gains = gain, recycled
+        self._rows = rows
+        self._drafted: dict[int, list[int]] = {}  # row -> its newest token, and the drafts behind it
+        self._recycled: dict[int, kernels.Recycled] = {}
+
+    def pointer(self, row: int) -> kernels.Pointer | None:
+        """Return what points the drafts of a row to the tokens that get something; None if none does."""
+        if not (self.gain or any(self.recycled_gains)):
+            return None
+        tail = self._rows.tokens(row)[-MAX_MATCH:]
+        pointer = kernels.Pointer(self._rows.text(row), tail, self.gain, MIN_MATCH, MAX_MATCH)
+        if row in self._recycled:
+            pointer.recycle(self._recycled[row], self.recycled_gains, self._rows.length.item(row))
+        return pointer
+
+    def note(self, drafts: Mapping[int, Sequence[int]]) -> None:
+        """Take in what is drafted for some rows, before it is scored."""
+        if any(self.recycled_gains):
+            newest = {row: self._rows.tokens(row)[-1].item() for row in drafts}
+            self._drafted |= {row: [newest[row], *token_ids] for row, token_ids in drafts.items()}
+
+    def learn(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
+        """Keep what the target said behind the first draft that it refused.
+
+        The rows have taken in what it kept. A drafter in a process of its own is not told, and so learns nothing.
+        """
+        if len(scores.cu_len) <= len(batch.rows):
+            self._drafted.clear()
+            return
+        for index, (r, v) in enumerate(zip(batch.rows, verdict.rows, strict=True)):
+            drafted = self._drafted.pop(r.row, None)
+            start, end = scores.cu_len[index], scores.cu_len[index + 1]
+            if drafted and start + v.num_accepted + 1 < end <= start + len(drafted):
+                recycled = self._recycled.setdefault(r.row, kernels.Recycled())
+                place = self._rows.length.item(r.row) - len(v.token_ids)
+                recycled.learn(drafted[: end - start], scores.chosen[start:end], v.num_accepted, place)
+
+    def release(self, row: int) -> None:
+        """Forget a row."""
+        self._drafted.pop(row, None)
+        self._recycled.pop(row, None)
 
 
 def pointed(choose: Choose, pointer: kernels.Pointer | None, guesses: Sequence[int]) -> Choose:

@@ -22,6 +22,7 @@ from paceline.core.nouns import NO_DRAFT, Draft
 from paceline.draft.chains import begin, catch_up_tokens, draft_in_turn, share_out
 from paceline.draft.drafter import MAX_K, Needs
 from paceline.draft.foreign import ForeignDraftModel
+from paceline.draft.hints import Hints, RecycledGains
 from paceline.draft.options import bounded
 from paceline.draft.own import OwnTokens
 from paceline.draft.places import TranslatedDecoder
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from paceline.model.weights import LoadedModel
 
 ENOUGH_SHARED = 0.999  # of the target's tokens, for token by token to lose nothing
+RECYCLED_GAINS = RecycledGains(pair=4.0, far_pair=1.0, token=2.0)
 CUT_GAIN = 4.0  # of hints to what was cut from the target, see `hints`
 by_token, by_string = SPELLINGS
 
@@ -102,7 +104,7 @@ class DraftModelConfig:
         memory = target.memory
         needs = Needs(pages="shared", stops=not target.law_needs_probs)
         drafter = DraftModel(target, memory.decoder, memory.kv, needs, report, self.layers)
-        drafter.hint_gain = CUT_GAIN
+        drafter.hints.gain = CUT_GAIN
         return drafter
 
     def _small_model(self, folder: Path, target: Target) -> Drafter:
@@ -150,7 +152,7 @@ class DraftModelConfig:
         )
         drafter = DraftModel(target, decoder, kv, needs, report, self.layers, own)
         if own:
-            drafter.hint_gain = CUT_GAIN
+            drafter.hints.gain = CUT_GAIN
         return drafter
 
 
@@ -158,7 +160,6 @@ class DraftModel:
     """Drafts token by token with a decoder of its own or the target's first layers."""
 
     name = DraftModelConfig.name
-    hint_gain = 0.0  # a whole model reads the text for itself
 
     def __init__(
         self,
@@ -177,6 +178,7 @@ class DraftModel:
         self._num_layers = num_layers
         self._report = report
         self._rows: Rows = target.rows
+        self.hints = Hints(target.rows, 0.0, RECYCLED_GAINS)  # a whole model reads the text for itself
         self._vocab_size = target.config.vocab_size
         self._dense = target.law_needs_probs
         layers = num_layers or decoder.config.num_layers
@@ -196,14 +198,16 @@ class DraftModel:
         starts = {row: self._start(row) for row in ready}
         if self._own:
             self._own.follow(starts)
-        chains = begin(self._rows, starts, depth, plan, self.hint_gain)
+        chains = begin(starts, depth, plan, self.hints)
         at_once = self._run_in_turn if self._decoder.in_turn else None
         draft_in_turn(self._rows, chains, starts, self._run, at_once, dense=self._dense)
         self._seen |= {row: int(self._rows.length[row]) + len(c.token_ids) - 1 for row, c in chains.items()}
+        self.hints.note({row: chain.token_ids for row, chain in chains.items()})
         return Draft(tuple(chains[r.row].draft(self.name) if r.row in chains else NO_DRAFT for r in batch.rows))
 
     def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
         """Keep the entries of kept tokens: all but the newest token, as far as they were seen."""
+        self.hints.learn(batch, scores, verdict)
         for row in self._seen.keys() & {r.row for r in batch.rows}:
             self._valid[row] = min(self._seen.pop(row), int(self._rows.length[row]) - 1)
 
@@ -216,6 +220,7 @@ class DraftModel:
         self._valid[row] = 0
         if self._own:
             self._own.release(row)
+        self.hints.release(row)
         self._seen.pop(row, None)
 
     def forget(self) -> None:

@@ -18,6 +18,7 @@ from paceline.core.nouns import NO_DRAFT, Draft
 from paceline.draft.chains import CATCH_UP_TOKENS, begin, catch_up_tokens, share_out
 from paceline.draft.drafter import Needs
 from paceline.draft.heads.features import FeatureStore, Tapped, runs
+from paceline.draft.hints import NO_GAINS, Hints, RecycledGains
 from paceline.draft.own import OwnTokens
 from paceline.draft.training import trained_to
 
@@ -44,6 +45,7 @@ class HeadDrafter:
     """What all kinds share: taps in, features kept, entries caught up."""
 
     hint_gain: ClassVar[float]
+    recycled_gains: ClassVar[RecycledGains] = NO_GAINS
 
     def __init__(self, options: HeadOptions, target: Target, head: Head) -> None:
         self.name = options.name
@@ -54,6 +56,7 @@ class HeadDrafter:
         self._dense = target.law_needs_probs
         fixed = head.token_ids if head.config.own_tokens else np.arange(target.config.vocab_size)
         self._own = OwnTokens(target.rows, fixed, target.config.vocab_size, self._head.write_also)
+        self.hints = Hints(target.rows, self.hint_gain, self.recycled_gains)
         self._kv = self._head.new_kv(target.num_pages)
         self._features = FeatureStore(target.rows, target.num_pages, head.config.layers.hidden_size)
         layers = head.config.layers
@@ -83,15 +86,17 @@ class HeadDrafter:
         ready = self._catch_up([row for row, k in depth.items() if k > 0], allowance)
         starts = {row: self._start(row) for row in ready}
         self._own.follow(starts)
-        chains = begin(self._rows, starts, depth, plan, self.hint_gain)
+        chains = begin(starts, depth, plan, self.hints)
         if chains:
             self._draft(chains, starts)
+        self.hints.note({row: chain.token_ids for row, chain in chains.items()})
         for row in chains:
             self._valid[row] = self._rows.length[row]
         return Draft(tuple(chains[r.row].draft(self.name) if r.row in chains else NO_DRAFT for r in batch.rows))
 
     def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
         """Keep the features of all tokens that are now committed."""
+        self.hints.learn(batch, scores, verdict)
         taps = scores.taps
         assert taps is not None, "the engine tells every pass to hand out what drafters need"
         gained = [
@@ -119,6 +124,7 @@ class HeadDrafter:
         """Forget the row."""
         self._valid[row] = 0
         self._own.release(row)
+        self.hints.release(row)
 
     def forget(self) -> None:
         """Nothing is learnt across requests."""

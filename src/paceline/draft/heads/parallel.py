@@ -13,7 +13,7 @@ import numpy as np
 
 from paceline.draft.chains import draft_in_turn, extend
 from paceline.draft.heads.drafter import HeadDrafter
-from paceline.draft.hints import hinted
+from paceline.draft.hints import RecycledGains, hinted
 from paceline.model.choosing import pick
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ class RelayHeadDrafter(ParallelHeadDrafter):
     """Drafts all tokens in one pass, and tells each of those before it."""
 
     hint_gain = 6.0
+    recycled_gains = RecycledGains(pair=6.0, far_pair=2.0, token=3.0)
 
     def __init__(self, options: HeadOptions, target: Target, head: Head) -> None:
         super().__init__(options, target, head)

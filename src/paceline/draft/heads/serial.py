@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from paceline.draft.chains import draft_in_turn
 from paceline.draft.heads.drafter import HeadDrafter
+from paceline.draft.hints import RecycledGains
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ class SerialHeadDrafter(HeadDrafter):
     """Drafts token by token: what the head makes of one entry stands for the feature of the next."""
 
     hint_gain = 1.5
+    recycled_gains = RecycledGains(pair=4.0, far_pair=1.0, token=2.0)
 
     def __init__(self, options: HeadOptions, target: Target, head: Head) -> None:
         super().__init__(options, target, head)
