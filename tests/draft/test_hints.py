@@ -160,10 +160,7 @@ def test_nothing_is_learnt_where_nothing_more_was_scored() -> None:
         hints.learn(*scored((10, 11), chosen, num_kept))
         assert hints.pointer(0) is not None
         assert told([pointed(choose(), hints.pointer(0), guesses) for guesses in ((10,), (10, 11))]) == []
-    hints.note({0: (10, 11)})
-    batch, _, verdict = scored((10, 11), [4, 5, 6], 0)
-    hints.learn(batch, Scores((0,), (), np.empty(0, np.int64)), verdict)  # as in a process of its own
-    hints.learn(*scored((10, 11), [4, 5, 6], 0))
+    hints.learn(*scored((10, 11), [4, 5, 6], 0))  # another drafter's
     assert told([pointed(choose(), hints.pointer(0), (10,))]) == []
 
 

@@ -72,13 +72,7 @@ class Hints:
             self._drafted |= {row: [newest[row], *token_ids] for row, token_ids in drafts.items()}
 
     def learn(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
-        """Keep what the target said behind the first draft that it refused.
-
-        The rows have taken in what it kept. A drafter in a process of its own is not told, and so learns nothing.
-        """
-        if len(scores.cu_len) <= len(batch.rows):
-            self._drafted.clear()
-            return
+        """Keep what the target said behind the first draft that it refused; the rows know what it kept."""
         for index, (r, v) in enumerate(zip(batch.rows, verdict.rows, strict=True)):
             drafted = self._drafted.pop(r.row, None)
             start, end = scores.cu_len[index], scores.cu_len[index + 1]

@@ -86,10 +86,12 @@ class DrafterApart:
 
     def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
         """Tell what became of rows that were drafted for; of others there is nothing to trim."""
-        rows = [r.row for r in batch.rows if r.row in self._open]
+        places = {r.row: index for index, r in enumerate(batch.rows) if r.row in self._open}
+        rows = list(places)
         self._open.difference_update(rows)
         if rows and self.lives.living() is not None:
-            held = self._ask(Commit(tuple(self._news(row) for row in rows)), Held, len(rows))
+            said = tuple(tuple(scores.chosen[slice(*scores.cu_len[i : i + 2])].tolist()) for i in places.values())
+            held = self._ask(Commit(tuple(self._news(row) for row in rows), said), Held, len(rows))
             for row, lens in zip(rows, held.rows, strict=True):
                 self._held[row] = dict(zip(self.needs.stores, lens, strict=False))
 

@@ -66,9 +66,10 @@ class Propose(Message, frozen=True):
 
 
 class Commit(Message, frozen=True):
-    """These rows' rounds are over."""
+    """These rows' rounds are over. said: the target's choices behind each one's newest token and its drafts."""
 
     rows: tuple[RowNews, ...]
+    said: tuple[tuple[int, ...], ...]
 
 
 class Forget(Message, frozen=True):

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,8 +48,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_NO_SCORES = Scores((0,), (), np.empty(0, np.int64))  # a drafter that stands alone reads none
-
 
 class Host:
     """A drafter, the rows that it knows of, and what it is asked."""
@@ -83,9 +82,11 @@ class Host:
 
     def _commit(self, message: Commit) -> Answer:
         batch, verdict = self._take(message.rows)
+        cu_len = (0, *accumulate(map(len, message.said)))
+        scores = Scores(cu_len, (), np.array([*chain.from_iterable(message.said)], np.int64))
 
         def commit() -> Held:
-            self._drafter.commit(batch, _NO_SCORES, verdict)
+            self._drafter.commit(batch, scores, verdict)
             return Held(tuple(tuple(self._drafter.valid_lens(n.row).values()) for n in message.rows))
 
         return commit
