@@ -142,6 +142,7 @@ std::optional<Pointed> Recycled::look(int64_t before, int64_t last, int64_t plac
 }
 
 std::optional<Pointed> Pointer::repeated(const std::vector<int64_t>& tail) const {
+    if (gain_ == 0.0) return {};
     const Proposal found = text_.propose(tail.data(), tail.size(), wish_);
     if (found.token_ids.empty()) return {};
     return Pointed{found.token_ids[0], static_cast<float>(gain_ * std::log(static_cast<double>(found.match)))};

@@ -57,7 +57,7 @@ class Hints:
 
     def pointer(self, row: int) -> kernels.Pointer | None:
         """Return what points the drafts of a row to the tokens that get something; None if none does."""
-        if not (self.gain or any(self.recycled_gains)):
+        if not self.gain and row not in self._recycled:
             return None
         tail = self._rows.tokens(row)[-MAX_MATCH:]
         pointer = kernels.Pointer(self._rows.text(row), tail, self.gain, MIN_MATCH, MAX_MATCH)
