@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.control.costs import measured_costs
 
@@ -131,7 +131,15 @@ def a_step(rng: np.random.Generator, num_drafters: int) -> View:
     return View(rows, lengths, most, Work(0), offers)
 
 
+FREE = Curve.of([1, 16], [0.0, 0.0])
+DEAR_FIRST = MeasuredCost(  # by the step at which prices are due again, what is worth more has changed
+    TargetCost(Curve.of([1, 4, 8, 128], [1.0, 1.0, 3.0, 3.0]), unscored_s=0.01, kv_token_s=6e-4, pair_s=5e-4),
+    (DraftCost((Curve.of([1, 4, 16], [1.0, 3.0, 5.0]), FREE, FREE, FREE)), DraftCost((FREE, FREE, FREE, FREE))),
+)
+
+
 @given(measured_costs(), st.integers(0, 2**32 - 1))
+@example(DEAR_FIRST, 14275362)
 def test_plans_and_trims_are_the_same_in_one_call_and_in_turn(measured: MeasuredCost, seed: int) -> None:
     rng = np.random.default_rng(seed)
     ours = Goodput(OnlineCost(measured, 1e-3), ROWS, [DEPTH] * len(measured.drafters))

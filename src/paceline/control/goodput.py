@@ -172,7 +172,7 @@ class Goodput:
             return None
         if len(asked) == 1:
             self._own[view.rows] = asked
-        self._prices.renew(self.cost, base, view.lengths, due=False)
+        self._prices.renew(self.cost, base, view.lengths, self._steps)
         return plan(self.cost, base, view, self._known(view), self._own[view.rows], unpaid_s)
 
     def _known(self, view: View) -> Known:
@@ -200,7 +200,7 @@ class Goodput:
         """Let rows go as deep as drafters say that it pays; the one that finds out goes as far as planned."""
         if not self._minding:
             return ks, {}
-        self._prices.renew(self.cost, base, view.lengths, due=self._steps % ASSIGN_EVERY == 0)
+        self._prices.renew(self.cost, base, view.lengths, self._steps)
         bars = bars_of(self._minding, self._prices, ks, drafters, self._goodput)
         return with_stops(view, ks, drafters, self._probes.row, bars, self.survival)
 
@@ -279,7 +279,7 @@ class Goodput:
 
         [num_drafters, num_rows]
         """
-        self._prices.renew(self.cost, base, view.lengths, due=self._steps % ASSIGN_EVERY == 0)
+        self._prices.renew(self.cost, base, view.lengths, self._steps)
         tokens = np.add.accumulate(alive, axis=2)
         tokens -= (self._prices.table * (self._goodput / view.num_rows))[:, None]
         found: NDArray[float64] = tokens.max(axis=2)

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from paceline.core.nouns import Stop
 
 
+PRICE_EVERY = 8  # steps
+
+
 class Prices:
     """What drafts would cost, renewed now and then: contexts grow slowly."""
 
@@ -31,17 +34,18 @@ class Prices:
         self.table: NDArray[float64] = np.zeros((num_drafters, max_k))  # seconds of 1, 2, ... drafts of each row
         self._of_half = self.table  # the same of half of the rows: the deeper, the fewer share a drafter's pass
         self._half = 1  # rows
-        self._tokens: Count = 0  # of the pass for which these hold
+        self._holds_for: tuple[Count, int] = 0, 0  # tokens of the pass, and when
 
-    def renew(self, cost: StepCost, base: Work, lengths: NDArray[int64], *, due: bool) -> None:
-        """Price them again if that is due, or if rows came or went."""
-        if not (due or base.tokens != self._tokens):
+    def renew(self, cost: StepCost, base: Work, lengths: NDArray[int64], step: int) -> None:
+        """Price them again if they are old, or if rows came or went."""
+        now = base.tokens, step // PRICE_EVERY
+        if now == self._holds_for:
             return
         half = lengths[: (len(lengths) + 1) // 2]
         found = cost.prices(base, lengths, *self.table.shape)
         of_half = found if len(half) == len(lengths) else cost.prices(base, half, *self.table.shape)
         self.table, self._of_half = found[:, 1:] - found[:, :1], of_half[:, 1:] - of_half[:, :1]
-        self._tokens, self._half = base.tokens, len(half)
+        self._holds_for, self._half = now, len(half)
 
     def of_one_more(self, drafter: int, k: int) -> float:
         """Return the seconds of one draft more of a row, where rows have about so many and half of them go on.
