@@ -21,7 +21,7 @@ from paceline.core.nouns import Batch, Draft, Plan, Request, Scores, Verdict
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import choose_token
 from paceline.draft import shipped
-from paceline.draft.chains import CATCH_UP_TOKENS, catch_up_tokens, share_out
+from paceline.draft.chains import CATCH_UP_TOKENS, catch_up_tokens, in_pieces, share_out
 from paceline.draft.heads import drafter
 from paceline.draft.heads.checkpoint import Head, load_head
 from paceline.draft.heads.config import read_config
@@ -406,6 +406,12 @@ def test_what_fits_is_shared_out_nearest_first() -> None:
     assert share_out({1: 5, 2: 100, 3: 7}, 12) == ([1, 3], {})
     assert share_out({4: 50}, 20) == ([], {4: 20})
     assert share_out({}, 20) == ([], {})
+
+
+def test_what_is_caught_up_on_comes_in_pieces() -> None:
+    assert list(in_pieces({1: 5, 2: 9, 3: 2}, 6)) == [{1: 5, 2: 1}, {2: 6}, {2: 2, 3: 2}]
+    assert list(in_pieces({1: 6, 2: 0}, 6)) == [{1: 6}]
+    assert not list(in_pieces({}, 6))
 
 
 def test_a_small_drafter_catches_up_on_more_tokens() -> None:

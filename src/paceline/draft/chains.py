@@ -18,7 +18,7 @@ from paceline.model.backend import End
 from paceline.model.choosing import draw
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from numpy import floating
     from numpy.typing import NDArray
@@ -97,6 +97,22 @@ def share_out(behind: Mapping[int, int], allowance: int) -> tuple[list[int], dic
             nearer[row] = allowance
         allowance -= min(behind[row], allowance)
     return ready, nearer
+
+
+def in_pieces(counts: Mapping[int, int], most: int) -> Iterator[dict[int, int]]:
+    """Cut so many tokens of each row, in order, into pieces of at most `most` tokens, of one row or of several."""
+    piece: dict[int, int] = {}
+    room = most
+    for row, left in counts.items():
+        done = 0
+        while done < left:
+            piece[row] = min(left - done, room)
+            done, room = done + piece[row], room - piece[row]
+            if not room:
+                yield piece
+                piece, room = {}, most
+    if piece:
+        yield piece
 
 
 def extend(rows: Rows, chains: Sequence[Chain], run: Callable[[Sequence[Choose]], Chosen], *, dense: bool) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from paceline.core.nouns import NO_DRAFT, Draft
-from paceline.draft.chains import CATCH_UP_TOKENS, begin, catch_up_tokens, share_out
+from paceline.draft.chains import CATCH_UP_TOKENS, begin, catch_up_tokens, in_pieces, share_out
 from paceline.draft.drafter import Needs
 from paceline.draft.heads.features import FeatureStore, Tapped, runs
 from paceline.draft.hints import NO_GAINS, Hints, RecycledGains
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 _MANY_ROWS = 16  # above which drafts hardly pay, and prompts are caught up on bit by bit
 _MANY_BEHIND = 16  # entries: more than the drafts of a step leave to be written again
+_AT_ONCE = 256  # tokens caught up on in a pass: for more, scratch grows by memory that is slow at first touch
 _MOST_UNFUSED = 256  # tokens: 1.8 MB of hidden states of the default model
 
 
@@ -157,12 +158,11 @@ class HeadDrafter:
         behind = {row: int(self._rows.length[row]) - self._start(row) for row in rows}
         ready, nearer = share_out({row: n for row, n in behind.items() if n > 0}, allowance)
         nearer |= {row: behind[row] - 1 for row in ready if behind[row] > _MANY_BEHIND}
-        if nearer:
-            spans: list[Span] = [(row, self._start(row), count, ()) for row, count in nearer.items()]
-            packed = self._pack(spans, [0] * len(spans))
-            self._head.run(packed, self._read(spans, None), self._kv, ())
-        for row, count in nearer.items():
-            self._valid[row] = self._start(row) + count
+        for piece in in_pieces(nearer, _AT_ONCE):
+            spans: list[Span] = [(row, self._start(row), count, ()) for row, count in piece.items()]
+            self._head.run(self._pack(spans, [0] * len(spans)), self._read(spans, None), self._kv, ())
+            for row, count in piece.items():
+                self._valid[row] = self._start(row) + count
         return ready
 
     def _pack(self, spans: Sequence[Span], wanted: Sequence[int], ahead: int = 0) -> Packed:
