@@ -498,34 +498,12 @@ void multiply(Team& team, const Matrix& matrix, const Table<float>& x, const Out
         std::copy_n(&found[row * stride], matrix.out(), out.data() + row * matrix.out());
 }
 
-using Halves = nb::ndarray<uint16_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-
-// Adds the tokens of a pass, as (states of each tap, places, slots of the pass): see `Tapped` in draft/heads/features.py.
-void add_tapped(TappedTokens& tokens, const nb::handle& part, size_t num_slots) {
-    const nb::sequence taps = part[0], places = part[1];
-    const auto slots = nb::cast<Array<int64_t>>(part[2]);
-    std::vector<Table<float>> states;
-    for (nb::handle tap : taps) states.push_back(nb::cast<Table<float>>(tap, false));
-    const auto same = [&](const Table<float>& t) { return t.shape(0) == slots.size() && t.shape(1) == tokens.hidden; };
-    require(states.size() == tokens.num_taps && std::all_of(states.begin(), states.end(), same), "every tap has the same tokens");
-    for (nb::handle one : places) {
-        const auto place = nb::cast<int64_t>(one);
-        require(0 <= place && static_cast<size_t>(place) < slots.size(), "a place out of range");
-        const int64_t slot = slots.data()[place];
-        require(0 <= slot && static_cast<size_t>(slot) < num_slots, "a slot out of range");
-        for (const Table<float>& tap : states) tokens.states.push_back(tap.data() + place * tokens.hidden);
-        tokens.slots.push_back(slot);
-    }
-}
-
-void fuse_states(Team& team, const Matrix& fc, size_t num_taps, const nb::list& parts, const Table<float>& norms, float eps,
-                 const Halves& store) {
-    require(num_taps > 0 && fc.in() % num_taps == 0 && store.shape(1) == fc.out(), "the states do not fit the matrix");
+void fuse_states(Team& team, const Matrix& fc, const Table<float>& states, const Table<float>& norms, float eps,
+                 const Out<float>& features) {
+    require(states.shape(1) == fc.in() && features.size() == states.shape(0) * fc.out(), "the states do not fit the matrix");
     require(norms.shape(0) == 0 || norms.shape(0) * norms.shape(1) == fc.in(), "the norms do not fit the states");
-    TappedTokens tokens{num_taps, fc.in() / num_taps, {}, {}};
-    for (nb::handle part : parts) add_tapped(tokens, part, store.shape(0));
     nb::gil_scoped_release unlocked;
-    fuse(team, {&fc, norms.data(), norms.shape(0), eps}, tokens, store.data());
+    fuse(team, {&fc, norms.data(), norms.shape(0), eps}, states.data(), states.shape(0), features.data());
 }
 
 void bind_measures(nb::module_& m) {
@@ -565,8 +543,8 @@ void bind_decoder(nb::module_& m) {
     m.def("pack", &pack, "weights"_a.noconvert(), "dtype"_a);
     m.def("pack_int4", &pack_int4, "values"_a.noconvert(), "scales"_a.noconvert(), "minima"_a.noconvert());
     m.def("multiply", &multiply, "team"_a, "matrix"_a, "x"_a.noconvert(), "out"_a.noconvert());
-    m.def("fuse", &fuse_states, "team"_a, "fc"_a, "num_taps"_a, "parts"_a,
-          "norms"_a.noconvert(), "eps"_a, "store"_a.noconvert());
+    m.def("fuse", &fuse_states, "team"_a, "fc"_a, "states"_a.noconvert(), "norms"_a.noconvert(), "eps"_a,
+          "features"_a.noconvert());
     nb::class_<KVStore>(m, "KVStore")
         .def("__init__", [](KVStore* self, const std::string& type, size_t num_layers, size_t num_pages,
                             size_t num_kv_heads, size_t head_dim) {

@@ -10,6 +10,7 @@
 
 #include "binding.h"
 #include "decoder.h"
+#include "isa/kernels.h"
 #include "noise.h"
 
 namespace nb = nanobind;
@@ -99,6 +100,32 @@ void append_tokens(const OutTable& token_ids, const Out& length, const Out& comp
         for (int64_t i = 0; i < count; ++i) to[i] = nb::cast<int64_t>(tokens[i]);
         end += count;
         computed.data()[row] += num_known + std::max<int64_t>(0, count - 1);
+    }
+}
+
+// Writes some tokens of a pass to their slots, halved, what was tapped of them side by side: see `FeatureStore.write`.
+void write_halves(const nb::list& taps, const nb::list& starts, const nb::list& counts,
+                  const nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& slots,
+                  const nb::ndarray<uint16_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>& store) {
+    using States = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+    const size_t width = store.shape(1), part = taps.size() ? width / taps.size() : 0;
+    require(part * taps.size() == width, "the taps do not fit the store");
+    std::vector<States> states;
+    for (nb::handle tap : taps) {
+        states.push_back(nb::cast<States>(tap, false));
+        require(states.back().shape(0) == slots.size() && states.back().shape(1) == part, "the taps do not fit the store");
+    }
+    require(starts.size() == counts.size(), "as many starts as counts");
+    for (size_t run = 0; run < starts.size(); ++run) {
+        const auto start = nb::cast<int64_t>(starts[run]), count = nb::cast<int64_t>(counts[run]);
+        const auto most = static_cast<int64_t>(slots.size());
+        require(0 <= start && start <= most && 0 <= count && count <= most - start, "a run beyond the tokens of the pass");
+        for (int64_t token = start; token < start + count; ++token) {
+            const int64_t slot = slots.data()[token];
+            require(0 <= slot && static_cast<size_t>(slot) < store.shape(0), "a slot out of range");
+            for (size_t tap = 0; tap < states.size(); ++tap)
+                kernels().layer.to_halves(states[tap].data() + token * part, part, store.data() + slot * width + tap * part);
+        }
     }
 }
 
@@ -219,6 +246,7 @@ void bind_rows(nb::module_& m) {
           "block"_a.noconvert(), "out_pages"_a.noconvert());
     m.def("append_tokens", &append_tokens, "token_ids"_a.noconvert(), "length"_a.noconvert(), "computed"_a.noconvert(),
           "gained"_a);
+    m.def("write_halves", &write_halves, "taps"_a, "starts"_a, "counts"_a, "slots"_a.noconvert(), "store"_a.noconvert());
     m.def("read_halves", &read_halves, "store"_a.noconvert(), "pages"_a.noconvert(), "pieces"_a, "out"_a.noconvert());
 }
 

@@ -2,8 +2,6 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
-#include <vector>
 
 #include "matrix.h"
 #include "team.h"
@@ -17,15 +15,7 @@ struct Fusing {
     float eps;
 };
 
-struct TappedTokens {
-    size_t num_taps, hidden;
-    std::vector<const float*> states;  // [count, num_taps] of each [hidden]
-    std::vector<int64_t> slots;        // [count] where a token's feature goes
-
-    size_t count() const { return slots.size(); }
-};
-
-// store[slots[i]] = the feature of token i, in half precision and bounded by it. Of equal slots the last token counts.
-void fuse(Team& team, const Fusing& fusing, const TappedTokens& tokens, uint16_t* store);
+// features[i] [fc out] = that of a token with the states[i] [fc in].
+void fuse(Team& team, const Fusing& fusing, const float* states, size_t count, float* features);
 
 }  // namespace paceline

@@ -1,6 +1,8 @@
-"""The store of features: what is read is what lies in a row's slots, by the compiled reading as by its twin."""
+"""The store of what features are made of: compiled writing and reading do what their twins do."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from paceline.model.rows import Rows
 
 
 @pytest.mark.parametrize("width", [1, 7, 64, 577])
-def test_features_are_read_alike(width: int) -> None:
+def test_states_are_read_alike(width: int) -> None:
     random = np.random.default_rng(width)
     rows = Rows(4, 100, frozenset())
     rows.pages[:] = random.permutation(rows.pages.size).reshape(rows.pages.shape)
@@ -27,6 +29,64 @@ def test_pieces_beyond_the_pages_are_refused(piece: tuple[int, int, int]) -> Non
     store = FeatureStore(rows, 8, 4)
     with pytest.raises((ValueError, MemoryError), match=r"row|array"):
         store.read([piece])
+
+
+@pytest.mark.parametrize("hidden", [1, 7, 64, 577])
+@pytest.mark.parametrize("num_taps", [1, 3])
+def test_states_are_written_alike(num_taps: int, hidden: int) -> None:
+    random = np.random.default_rng(hidden)
+    rows = Rows(4, 100, frozenset())
+    fast, slow = (FeatureStore(rows, rows.pages.size, num_taps * hidden) for _ in range(2))
+    for store in (fast, slow):
+        store._data[:] = 7
+    taps = [random.standard_normal((60, hidden)).astype(np.float32) * 30 for _ in range(num_taps)]
+    taps[0][:5, 0] = 1e6, -1e6, np.nan, np.inf, -np.inf
+    slots = random.permutation(len(fast._data))[:60].astype(np.int64)
+    runs_of = [0, 20, 21, 60], [20, 1, 30, 0]
+    fast.write(taps, *runs_of, slots)
+    slow.write_slow(taps, *runs_of, slots)
+    np.testing.assert_array_equal(fast._data, slow._data)
+    assert (fast._data == 7).all(axis=1).sum() == len(fast._data) - 51, "no other slot is written"
+    assert fast._data[slots[:2], 0].tolist() == [65504, -65504]
+    assert np.isnan(fast._data[slots[2], 0])
+
+
+def test_what_another_backend_tapped_is_written_too() -> None:
+    store = FeatureStore(Rows(1, 16, frozenset()), 1, 4)
+    store.write([np.full((2, 4), 0.5, np.float64)[:, ::2], np.full((2, 2), 3, np.float16)], [0], [2], np.arange(2))
+    assert store._data[:2].tolist() == [[0.5, 0.5, 3, 3]] * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"starts": [2], "counts": [1]}, "beyond the tokens"),
+        ({"starts": [1], "counts": [2]}, "beyond the tokens"),
+        ({"starts": [-1], "counts": [1]}, "beyond the tokens"),
+        ({"starts": [0], "counts": [-1]}, "beyond the tokens"),
+        ({"starts": [0, 1]}, "as many"),
+        ({"slots": np.array([0, 16])}, "out of range"),
+        ({"slots": np.array([0, -1])}, "out of range"),
+        ({"slots": np.array([0, 1, 2])}, "do not fit"),
+        ({"taps": [np.zeros((2, 4), np.float32)]}, "do not fit"),
+        ({"taps": [np.zeros((2, 8), np.float32), np.zeros((2, 0), np.float32)]}, "do not fit"),
+        ({"taps": [np.zeros((2, 4), np.float32), np.zeros((1, 4), np.float32)]}, "do not fit"),
+        ({"taps": []}, "do not fit"),
+        ({"taps": [np.zeros((2, 2), np.float32)] * 3}, "do not fit"),
+    ],
+)
+def test_what_does_not_fit_the_store_is_not_written(change: dict[str, Any], reason: str) -> None:
+    store = FeatureStore(Rows(1, 16, frozenset()), 1, 8)
+    fitting: dict[str, Any] = {
+        "taps": [np.ones((2, 4), np.float32)] * 2,
+        "starts": [0],
+        "counts": [2],
+        "slots": np.array([0, 15]),
+    }
+    store.write(**fitting)
+    assert store._data.sum() == 16
+    with pytest.raises(ValueError, match=reason):
+        store.write(**(fitting | change))
 
 
 def test_runs_are_numbers_one_after_another() -> None:

@@ -25,7 +25,6 @@ from paceline.draft.chains import CATCH_UP_TOKENS, catch_up_tokens, in_pieces, s
 from paceline.draft.heads import drafter
 from paceline.draft.heads.checkpoint import Head, load_head
 from paceline.draft.heads.config import read_config
-from paceline.draft.heads.features import Tapped
 from paceline.draft.heads.forward import fuse, read_out, relay, relayed, run_layers
 from paceline.draft.heads.parallel import UNKNOWING_GAIN
 from paceline.draft.hints import MAX_MATCH, MIN_MATCH, Hints
@@ -275,16 +274,15 @@ def test_a_head_drafts_from_behind_a_hole(kind: str, types: str) -> None:
 def test_lost_taps_cost_drafts_and_nothing_else(kind: str) -> None:
     engine = make_engine(spec(kind), Settings(num_rows=2, prefix_cache=True))
     head: Any = engine.drafting.drafters[drafter_of(kind)]
-    tapped_, calls = head._tapped, [0]
+    write, calls = head._features.write, [0]
 
-    def sometimes(*tapped: Any) -> Tapped:
+    def sometimes(*tapped: Any) -> None:
         calls[0] += 1
         if calls[0] % 9 == 0:
             raise RuntimeError("lost")
-        found: Tapped = tapped_(*tapped)
-        return found
+        write(*tapped)
 
-    head._tapped = sometimes
+    head._features.write = sometimes
     wanted = requests(6)
     answers = run(engine, wanted)
     assert_same(run(make_engine("off", PLAIN), wanted), answers)
@@ -302,11 +300,8 @@ def test_features_that_are_no_numbers_cost_drafts_only(kind: str, law: str, type
     engine = make_engine(spec(kind), PLAIN, law, types)
     head: Any = engine.drafting.drafters[drafter_of(kind)]
 
-    def poison(tapped: list[Tapped], store: np.ndarray) -> None:
-        for part in tapped:
-            store[part.slots[part.places]] = np.nan
-
-    head._head.keep = poison
+    write = head._features.write
+    head._features.write = lambda taps, *places: write([tap * np.nan for tap in taps], *places)
     wanted = [r for r in requests(6) if r.params.temperature == 0 or law == "coupled"]
     assert_same(run(make_engine("off", PLAIN, types=types), wanted), run(engine, wanted))
     assert engine.stats().drafter_failures > 10
@@ -350,7 +345,7 @@ def test_what_it_costs_is_known_from_its_files(kind: str) -> None:
     assert config.num_weights(model) == sum(w.size for w in weights.values())  # type: ignore[arg-type]
     engine = make_engine(spec(kind), PLAIN)
     per_token = engine.kv_bytes_per_token - engine.target.kv_bytes_per_token
-    assert per_token == 32 * 2 + (2 if drafter_of(kind) == "peagle" else 1) * 2 * 2 * 8 * 8
+    assert per_token == len(engine.target.taps) * 32 * 2 + (2 if drafter_of(kind) == "peagle" else 1) * 2 * 2 * 8 * 8
 
 
 @pytest.mark.parametrize(("kind", "other"), permutations(KINDS[:3], 2))

@@ -15,8 +15,7 @@ from paceline.core.nouns import BROKEN, UNCHOSEN, Choose, Edits
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import choose_token
 from paceline.draft.heads.checkpoint import Head
-from paceline.draft.heads.config import HeadConfig, read_config
-from paceline.draft.heads.features import Tapped
+from paceline.draft.heads.config import read_config
 from paceline.draft.heads.native import NativeHead
 from paceline.draft.heads.reference import ReferenceHead
 from paceline.model.decoder import ReferenceDecoder
@@ -133,88 +132,40 @@ def test_rounded_weights_come_close_and_chunks_do_not_matter(case: str, types: s
         np.testing.assert_array_equal(fed_again, fed)
 
 
-def tapped_tokens(config: HeadConfig, num_tokens: int, *, equal_slots: bool = False) -> Tapped:
-    """Every other token of a pass, to slots in no order."""
-    random, taps = np.random.default_rng(5), len(config.taps)
-    shape = (2 * num_tokens, config.tapped_size // taps)
-    states = tuple(random.standard_normal(shape).astype(np.float32) * 30 for _ in range(taps))
-    slots = np.zeros(2 * num_tokens, np.int64)
-    slots[::2] = 3 if equal_slots else random.permutation(num_tokens + 4)[:num_tokens]
-    return Tapped(states, range(0, 2 * num_tokens, 2), slots)
-
-
-def some_of(tapped: Tapped, *which: int) -> Tapped:
-    return Tapped(tapped.states, [tapped.places[i] for i in which], tapped.slots)
-
-
-@pytest.mark.parametrize("num_tokens", [1, 5, 300])
+@pytest.mark.parametrize("num_tokens", [0, 1, 5, 300])
 @pytest.mark.parametrize("case", CASES)
-def test_features_are_kept_as_the_twin_keeps_them(case: str, num_tokens: int) -> None:
+def test_features_are_the_twins(case: str, num_tokens: int) -> None:
     reference, native = runners(make_head(CASES[case]))
-    tapped, width = tapped_tokens(native.config, num_tokens), native.config.layers.hidden_size
-    kept, expected = np.full((2, num_tokens + 4, width), 7, np.float16)
-    native.keep([tapped], kept)
-    reference.keep([tapped], expected)
-    np.testing.assert_allclose(kept.astype(np.float32), expected.astype(np.float32), rtol=2e-3, atol=2e-3)
-    assert (kept == 7).all(axis=1).sum() == 4, "no other slot is written"
-    again, one = np.zeros((2, *kept.shape), np.float16)
-    for i in range(num_tokens):
-        native.keep([some_of(tapped, i)], again)
-    native.keep(
-        [some_of(tapped, *range(num_tokens // 2)), some_of(tapped, *range(num_tokens // 2, num_tokens))], one
-    )
-    np.testing.assert_array_equal(again, one, "how many there are at once changes no bit")
-
-
-def test_the_last_of_equal_slots_counts_and_large_features_are_bounded() -> None:
-    _, native = runners(make_head(CASES["first"]))
-    tapped = tapped_tokens(native.config, 290, equal_slots=True)
-    store = np.zeros((4, native.config.layers.hidden_size), np.float16)
-    native.keep([tapped], store)
-    last = np.zeros_like(store)
-    native.keep([some_of(tapped, -1)], last)
-    np.testing.assert_array_equal(store, last)
-    huge = tuple(s * np.float32(1e6) for s in tapped.states)
-    native.keep([Tapped(huge, tapped.places, tapped.slots)], store)
-    assert np.isfinite(store).all()
-    assert np.abs(store).max() == np.finfo(np.float16).max
-    native.keep([Tapped((huge[0] * np.float32(np.nan), *huge[1:]), tapped.places, tapped.slots)], store)
-    assert np.isnan(store[3]).all()
+    random, shape = np.random.default_rng(5), (num_tokens, native.config.tapped_size)
+    states = random.standard_normal(shape).astype(np.float32) * 30
+    features = native.fuse(states)
+    assert features.shape == (num_tokens, native.config.layers.hidden_size)
+    np.testing.assert_allclose(features, reference.fuse(states), rtol=1e-3, atol=1e-3)
+    alone = [native.fuse(states[i : i + 1]) for i in range(num_tokens)]
+    np.testing.assert_array_equal(features, np.concatenate([features[:0], *alone]), "how many at once: no matter")
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"places": [2]}, "out of range"),
-        ({"places": [-1]}, "out of range"),
-        ({"slots": np.array([0, 4])}, "out of range"),
-        ({"slots": np.array([0, -1])}, "out of range"),
-        ({"slots": np.array([0, 1, 2])}, "the same tokens"),
-        ({"states": [np.zeros((2, 64), np.float32)]}, "the same tokens"),
-        ({"states": [np.zeros((2, 64), np.float32), np.zeros((1, 64), np.float32)]}, "the same tokens"),
-        ({"num_taps": 3}, "do not fit the matrix"),
+        ({"states": np.zeros((2, 127), np.float32)}, "do not fit the matrix"),
+        ({"features": np.zeros((2, 65), np.float32)}, "do not fit the matrix"),
+        ({"features": np.zeros((1, 64), np.float32)}, "do not fit the matrix"),
         ({"norms": np.ones((3, 64), np.float32)}, "do not fit the states"),
-        ({"store": np.zeros((4, 65), np.uint16)}, "do not fit the matrix"),
     ],
 )
-def test_features_that_do_not_fit_are_refused(change: dict[str, Any], reason: str) -> None:
-    tapped: dict[str, Any] = {
-        "states": [np.zeros((2, 64), np.float32)] * 2,
-        "places": [1],
-        "slots": np.array([0, 3]),
-    }
+def test_states_that_do_not_fit_are_refused(change: dict[str, Any], reason: str) -> None:
     fitting: dict[str, Any] = {
         "fc": kernels.pack(np.zeros((64, 128), np.float32), "int8"),
-        "num_taps": 2,
+        "states": np.zeros((2, 128), np.float32),
         "norms": np.ones((2, 64), np.float32),
         "eps": 1e-5,
-        "store": np.zeros((4, 64), np.uint16),
+        "features": np.ones((2, 64), np.float32),
     }
-    kernels.fuse(kernels.Team(1), **fitting, parts=[tuple(tapped.values())])
-    parts = [tuple(tapped.values()), tuple((tapped | {k: v for k, v in change.items() if k in tapped}).values())]
-    others = fitting | {k: v for k, v in change.items() if k not in tapped}
+    kernels.fuse(kernels.Team(1), **fitting)
+    assert not fitting["features"].any()
     with pytest.raises(ValueError, match=reason):
-        kernels.fuse(kernels.Team(1), **others, parts=parts)
+        kernels.fuse(kernels.Team(1), **(fitting | change))
 
 
 @pytest.mark.parametrize("case", ["first", "eagle, first", "normed heads"])

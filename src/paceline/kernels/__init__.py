@@ -43,6 +43,7 @@ from paceline.kernels._ext import (
     stops_of,
     time_products,
     trim_drafts,
+    write_halves,
 )
 
 EXTENSION = Path(_ext.__file__)  # the compiled file
@@ -88,4 +89,5 @@ __all__ = [
     "stops_of",
     "time_products",
     "trim_drafts",
+    "write_halves",
 ]

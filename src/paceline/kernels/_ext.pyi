@@ -52,11 +52,10 @@ def multiply(team: Team, matrix: Matrix, x: NDArray[float32], out: NDArray[float
 def fuse(
     team: Team,
     fc: Matrix,
-    num_taps: int,
-    parts: list[tuple[list[NDArray[float32]], Sequence[int], NDArray[int64]]],
+    states: NDArray[float32],
     norms: NDArray[float32],
     eps: float,
-    store: NDArray[uint16],
+    features: NDArray[float32],
 ) -> None: ...
 def read_bandwidth(team: Team, bytes: int) -> float: ...  # noqa: A002
 def dot_peak(team: Team) -> float: ...
@@ -332,6 +331,13 @@ def drafted_of(
 ) -> tuple[NDArray[int64], NDArray[float64]]: ...
 def kept_of(rows: tuple[Any, ...], drafts: tuple[Any, ...], verdicts: tuple[Any, ...]) -> NDArray[int64]: ...
 def kept_while_chosen(drafts: tuple[Any, ...], cu_len: list[int], chosen: NDArray[int64]) -> list[list[int]]: ...
+def write_halves(
+    taps: list[NDArray[float32]],
+    starts: list[int],
+    counts: list[int],
+    slots: NDArray[int64],
+    store: NDArray[uint16],
+) -> None: ...
 def read_halves(
     store: NDArray[uint16],
     pages: NDArray[int64],

@@ -1,10 +1,10 @@
 """What drafters with a head share: taps in, features kept, entries caught up.
 
 All read the target's hidden states (`needs.taps`) of every committed token and keep two stores over its page
-table: the fused features, and the keys and values of the head's own layers. The entry of a token is (the feature
-of the token before it, the token itself) and lies in the token's slot, so that a page's entries depend only on
-the tokens its hash covers. Entries of guesses are never valid: once the target has kept them, they are written
-again from its own features.
+table: those states, and the keys and values of the head's own layers. The entry of a token is (the feature of the
+token before it, made of its states; the token itself) and lies in the token's slot, so that a page's entries depend
+only on the tokens its hash covers. Entries of guesses are never valid: once the target has kept them, they are
+written again from its own features.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from paceline.core.nouns import NO_DRAFT, Draft
 from paceline.draft.chains import CATCH_UP_TOKENS, begin, catch_up_tokens, in_pieces, share_out
 from paceline.draft.drafter import Needs
-from paceline.draft.heads.features import FeatureStore, Tapped, runs
+from paceline.draft.heads.features import FeatureStore
 from paceline.draft.hints import NO_GAINS, Hints, RecycledGains
 from paceline.draft.own import OwnTokens
 from paceline.draft.training import trained_to
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from numpy import float32, floating
     from numpy.typing import NDArray
 
-    from paceline.core.nouns import Batch, Plan, Request, Scores, Taps, Verdict
+    from paceline.core.nouns import Batch, Plan, Request, Scores, Verdict
     from paceline.draft.chains import Chain
     from paceline.draft.drafter import Target
     from paceline.draft.heads.checkpoint import Head
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 _MANY_ROWS = 16  # above which drafts hardly pay, and prompts are caught up on bit by bit
 _MANY_BEHIND = 16  # entries: more than the drafts of a step leave to be written again
 _AT_ONCE = 256  # tokens caught up on in a pass: for more, scratch grows by memory that is slow at first touch
-_MOST_UNFUSED = 256  # tokens: 1.8 MB of hidden states of the default model
 
 
 class HeadDrafter:
@@ -59,10 +58,9 @@ class HeadDrafter:
         self._own = OwnTokens(target.rows, fixed, target.config.vocab_size, self._head.write_also)
         self.hints = Hints(target.rows, self.hint_gain, self.recycled_gains)
         self._kv = self._head.new_kv(target.num_pages)
-        self._features = FeatureStore(target.rows, target.num_pages, head.config.layers.hidden_size)
+        self._features = FeatureStore(target.rows, target.num_pages, head.config.tapped_size)
         layers = head.config.layers
         self._allowance = catch_up_tokens(layers, layers.num_layers, target.config)
-        self._unfused: list[Tapped] = []  # since features were last read
         self._valid = np.zeros(self._rows.num_rows, np.int64)  # [num_rows] tokens behind the last valid entry
         self._feature_store = f"{options.name} features"
         self.needs = Needs(
@@ -96,7 +94,7 @@ class HeadDrafter:
         return Draft(tuple(chains[r.row].draft(self.name) if r.row in chains else NO_DRAFT for r in batch.rows))
 
     def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
-        """Keep the features of all tokens that are now committed."""
+        """Keep the states of all tokens that are now committed."""
         self.hints.learn(batch, scores, verdict)
         taps = scores.taps
         assert taps is not None, "the engine tells every pass to hand out what drafters need"
@@ -104,17 +102,9 @@ class HeadDrafter:
             (r.row, r.num_known + max(0, len(v.token_ids) - 1))
             for r, v in zip(batch.rows, verdict.rows, strict=True)
         ]
-        places = runs(taps.cu_len[:-1].tolist(), [count for _, count in gained])
-        self._unfused.append(self._tapped(taps, places))
+        states = [taps.states[layer] for layer in self._config.taps]
+        self._features.write(states, taps.cu_len[:-1].tolist(), [count for _, count in gained], taps.slots)
         self._features.add(gained)
-        if sum(len(tapped.places) for tapped in self._unfused) >= _MOST_UNFUSED:
-            self._fuse()
-
-    def _fuse(self) -> None:
-        """Make features of what was tapped since they were last read: of many steps at once, as few may draft."""
-        parts, self._unfused = self._unfused, []
-        if parts:
-            self._features.fill(parts, self._head.keep)
 
     def valid_lens(self, row: int) -> Mapping[str, int]:
         """Leading tokens of a row that the stores hold. Entries behind a hole are nobody else's."""
@@ -170,9 +160,9 @@ class HeadDrafter:
         return replace(self._rows.pack_spans(spans, wanted, ahead), first_keys=first)
 
     def _read(self, spans: Sequence[Span], guessed: Mapping[int, NDArray[floating]] | None) -> NDArray[float32]:
-        """Return the features of spans: kept ones for known tokens, `guessed[row]` [width] for each guess."""
-        self._fuse()
-        known = self._features.read([(row, start - 1, num_known) for row, start, num_known, _ in spans])
+        """Return the features of spans: of known tokens from their states, of guesses `guessed[row]` [width]."""
+        states = self._features.read([(row, start - 1, num_known) for row, start, num_known, _ in spans])
+        known = self._head.fuse(states)
         if guessed is None:
             return known
         parts, done = [], 0
@@ -180,6 +170,3 @@ class HeadDrafter:
             parts += [known[done : done + num_known], *(guessed[row][None] for _ in guesses)]
             done += num_known
         return np.concatenate(parts, dtype=np.float32)
-
-    def _tapped(self, taps: Taps, places: Sequence[int]) -> Tapped:
-        return Tapped(tuple(taps.states[layer] for layer in self._config.taps), places, taps.slots)

@@ -9,7 +9,6 @@ import numpy as np
 
 from paceline import kernels
 from paceline.draft.heads.config import head_shapes
-from paceline.draft.heads.features import write_each
 from paceline.draft.reduced import ReducedVocabulary, own_bytes
 from paceline.model.backend import Chosen
 from paceline.model.choosing import logit_rows
@@ -29,13 +28,12 @@ from paceline.model.native import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy import float16, float32, floating, int64
+    from numpy import float32, floating, int64
     from numpy.typing import NDArray
 
     from paceline.core.nouns import Choose
     from paceline.draft.heads.checkpoint import Head
     from paceline.draft.heads.config import HeadConfig
-    from paceline.draft.heads.features import Tapped
     from paceline.draft.heads.runner import HeadInTurn
     from paceline.model.backend import KV, Decoder, End
     from paceline.model.device import Device
@@ -61,10 +59,7 @@ class NativeHead:
         check_types(head.config.layers, weight_type, target.kv_type)
         self._target = target
         self._vectors = {name: as_float32(head.weights[name]) for name in _vector_names(head.config)}
-        if head.config.fc_norm:
-            names = [f"fc_norm.{i}" for i in range(len(head.config.taps))]
-            self._tap_norms = np.stack([self._vectors[name] for name in names])  # [num_taps, hidden]
-        self._fusing = self._norms_of_taps()
+        self._norms = self._last_norms()
         self._fc = pack(head.weights, "fc", weight_type)
         self._embed = pack(head.weights, "embed", weight_type) if "embed" in head.weights else target.embed
         self._vocabulary = ReducedVocabulary(head.token_ids, target, own=head.config.own_tokens)
@@ -75,14 +70,11 @@ class NativeHead:
         self._relay = _Relay(head, self._vocabulary, weight_type) if head.config.relay_size else None
         self._decoder = self._pack(head, weight_type)
 
-    def _norms_of_taps(self) -> NDArray[float32] | None:
-        """Return the norms of what is tapped [num_norms, their size]; None if `fc` needs more than these."""
-        c = self.config
-        if c.algorithm.guesses_features or (c.norm_before_fc and c.fc_norm):
-            return None
-        if c.norm_before_fc:
-            return self._vectors["input_norm"][None]
-        return self._tap_norms if c.fc_norm else np.empty((0, 1), np.float32)
+    def _last_norms(self) -> NDArray[float32]:
+        """Return what norms states right before `fc`: [num_norms, the part of them that each norms]."""
+        if self.config.fc_norm:
+            return np.stack([self._vectors[f"fc_norm.{i}"] for i in range(len(self.config.taps))])
+        return self._vectors["input_norm"][None] if self.config.norm_before_fc else np.empty((0, 1), np.float32)
 
     def _pack(self, head: Head, weight_type: str) -> kernels.Decoder:
         c, fuses = head.config.layers, head.config.algorithm.guesses_features
@@ -130,23 +122,11 @@ class NativeHead:
         c, rows = self.config, as_float32(tapped)
         if c.algorithm.guesses_features:
             return _norm(self._target.final_norm, rows, c.target_norm_eps)
-        if c.norm_before_fc:
+        if c.norm_before_fc and c.fc_norm:
             rows = self._norm("input_norm", rows)
-        if c.fc_norm:
-            parts = rows.reshape(len(rows), len(c.taps), -1)
-            rows = _norm(self._tap_norms, parts, c.layers.norm_eps).reshape(rows.shape)
         features = np.empty((len(rows), c.layers.hidden_size), np.float32)
-        kernels.multiply(self._team, self._fc, rows, features)
+        kernels.fuse(self._team, self._fc, rows, self._norms, c.layers.norm_eps, features)
         return features
-
-    def keep(self, tapped: list[Tapped], store: NDArray[float16]) -> None:
-        """Write features to a store, see `HeadRunner`: for most heads in one call."""
-        if self._fusing is None:
-            return write_each(self.fuse, tapped, store)
-        parts = [([as_float32(s) for s in part.states], part.places, part.slots) for part in tapped]
-        norms, eps, num_taps = self._fusing, self.config.layers.norm_eps, len(self.config.taps)
-        kernels.fuse(self._team, self._fc, num_taps, parts, norms, eps, store.view(np.uint16))
-        return None
 
     def run(
         self, packed: Packed, features: NDArray[floating], kv: KV, chooses: Sequence[Choose]

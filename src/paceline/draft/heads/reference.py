@@ -9,7 +9,6 @@ from torch.nn import functional
 
 from paceline.core.nouns import PAGE_TOKENS
 from paceline.draft.heads import forward
-from paceline.draft.heads.features import write_each
 from paceline.model.attention import KVStore, attend, lazy_zeros, plan_tiles
 from paceline.model.choosing import choose_from
 from paceline.model.decoder import ReferenceDecoder, to_numpy, torch_device
@@ -17,12 +16,11 @@ from paceline.model.decoder import ReferenceDecoder, to_numpy, torch_device
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy import float16, floating, int64
+    from numpy import floating, int64
     from numpy.typing import NDArray
 
     from paceline.core.nouns import Choose
     from paceline.draft.heads.checkpoint import Head
-    from paceline.draft.heads.features import Tapped
     from paceline.model.backend import KV, Chosen, Decoder
     from paceline.model.device import Device
     from paceline.model.packed import Packed
@@ -76,10 +74,6 @@ class ReferenceHead:
     def fuse(self, tapped: NDArray[floating]) -> NDArray[floating]:
         """Return the feature of each token, see `HeadRunner`."""
         return to_numpy(forward.fuse(self.config, self._weights, self._take(tapped)))
-
-    def keep(self, tapped: list[Tapped], store: NDArray[float16]) -> None:
-        """Write features to a store, see `HeadRunner`."""
-        write_each(self.fuse, tapped, store)
 
     @torch.inference_mode()
     def run(

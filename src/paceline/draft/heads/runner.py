@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy import float16, floating, int64
+    from numpy import floating, int64
     from numpy.typing import NDArray
 
     from paceline.core.nouns import Choose
     from paceline.draft.heads.checkpoint import Head
     from paceline.draft.heads.config import HeadConfig
-    from paceline.draft.heads.features import Tapped
     from paceline.model.backend import KV, Chosen, Decoder, End
     from paceline.model.device import Device
     from paceline.model.packed import Packed
@@ -65,10 +64,6 @@ class HeadRunner(Protocol):
 
     def fuse(self, tapped: NDArray[floating]) -> NDArray[floating]:
         """Return the feature [n, width] of each token from its taps, one after another [n, tapped_size]."""
-        ...
-
-    def keep(self, tapped: list[Tapped], store: NDArray[float16]) -> None:
-        """Write the feature of each token to its slot of a store [num_slots, width], see `write_each`."""
         ...
 
     def run(
