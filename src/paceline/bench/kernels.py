@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 COLD_BYTES = 200 << 20  # so many bytes of one shape are multiplied in turn that no cache holds them
 MOST_COPIES = 1000
-DOTS = {"int8": 2, "int4": 1}  # products of bytes for each weight and token; the others have no measured peak
+DOTS = {"int8": 1, "int4": 1}  # products of bytes for each weight and token; the others have no measured peak
 
 
 @dataclass(frozen=True, slots=True)
