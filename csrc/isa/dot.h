@@ -29,25 +29,27 @@ PACELINE_INLINE void dot(i32v& sums, i32v weights, i32v activations) {
 
 // As below, in words that sanitizers can follow: they see no reads of assembly, and where they have been at work `bytes`
 // is no constant any more, which an immediate operand needs.
-PACELINE_INLINE void dot_broadcast(i32v& sums, i32v weights, const int8_t* base, int times, size_t width, int bytes) {
-    dot(sums, weights, splat_bytes(base + times * width + bytes));
+PACELINE_INLINE i32v broadcast(const int8_t* base, int times, size_t width, int bytes) {
+    return splat_bytes(base + times * width + bytes);
 }
 
 #else
 
-// The same with four activations broadcast from memory: `times` (up to 3) widths and a few bytes from a base on. The last
-// operand tells the compiler that memory behind the base is read.
-PACELINE_INLINE void dot_broadcast(i32v& sums, i32v weights, const int8_t* base, int times, size_t width, int bytes) {
+// The four activations that lie `times` (up to 3) widths and a few bytes from a base on, in every lane. The compiler would
+// compute the address of each row; the last operand tells it that memory behind the base is read.
+PACELINE_INLINE i32v broadcast(const int8_t* base, int times, size_t width, int bytes) {
     const auto& read = *reinterpret_cast<const int8_t(*)[]>(base);
     const size_t triple = 3 * width;
+    i32v y;
     if (times == 0)
-        __asm__("vpdpbusd %c3(%2)%{1to16%}, %1, %0" : "+v"(sums) : "v"(weights), "r"(base), "i"(bytes), "m"(read));
+        __asm__("vpbroadcastd %c2(%1), %0" : "=v"(y) : "r"(base), "i"(bytes), "m"(read));
     else if (times == 1)
-        __asm__("vpdpbusd %c4(%2,%3)%{1to16%}, %1, %0" : "+v"(sums) : "v"(weights), "r"(base), "r"(width), "i"(bytes), "m"(read));
+        __asm__("vpbroadcastd %c3(%1,%2), %0" : "=v"(y) : "r"(base), "r"(width), "i"(bytes), "m"(read));
     else if (times == 2)
-        __asm__("vpdpbusd %c4(%2,%3,2)%{1to16%}, %1, %0" : "+v"(sums) : "v"(weights), "r"(base), "r"(width), "i"(bytes), "m"(read));
+        __asm__("vpbroadcastd %c3(%1,%2,2), %0" : "=v"(y) : "r"(base), "r"(width), "i"(bytes), "m"(read));
     else
-        __asm__("vpdpbusd %c4(%2,%3)%{1to16%}, %1, %0" : "+v"(sums) : "v"(weights), "r"(base), "r"(triple), "i"(bytes), "m"(read));
+        __asm__("vpbroadcastd %c3(%1,%2), %0" : "=v"(y) : "r"(base), "r"(triple), "i"(bytes), "m"(read));
+    return y;
 }
 
 #endif

@@ -18,7 +18,7 @@ namespace {
 #if defined(__AVX512F__)
 constexpr int kVectors = 2;  // accumulators per row; with kMostRows rows, twice that many must fit the registers
 constexpr int kMostRows = 6;
-constexpr int kMostInt8Rows = 16;  // with activations broadcast as they are read
+constexpr int kMostInt8Rows = 12;
 #else
 constexpr int kVectors = 1;
 constexpr int kMostRows = 4;
@@ -80,30 +80,36 @@ PACELINE_APART void int8_rows(const Int8Panel& panel, const SpreadRows& rows, si
 }
 
 #if defined(__AVX512F__)
-// More rows, times half a panel and then the other: one instruction for each product, which broadcasts activations as
-// it reads them. So it is the products that are waited for, where `int8_rows` waits for instructions, too.
+// More rows: each quad of activations is spread once and serves both vectors of weights, so that there are 14 loads for 24
+// products of 12 rows, and it is the products that are waited for.
 template <int R>
 PACELINE_APART void int8_many_rows(const Int8Panel& panel, const SpreadRows& rows, size_t first, Ahead ahead, float* out,
                                    size_t stride) {
-    constexpr int kQuads = 4;  // of inputs, that are done together
+    constexpr int kQuads = 2;  // of inputs, that are done together
     const size_t width = rows.width;
-    for (size_t start = 0; start < kPanel; start += kLanes) {
-        const uint8_t* w = panel.weights + start * 4;
-        const int8_t* bases[(R + 3) / 4];  // of every fourth row, as there are no registers for them all
-        i32v sums[R];
-        PACELINE_UNROLL for (int r = 0; r < R; r += 4) bases[r / 4] = rows.values + (first + r) * width;
-        PACELINE_UNROLL for (int r = 0; r < R; ++r) sums[r] = splat(rows.sums[(first + r) * kTileLanes]);
-        for (size_t input = 0; input < width; input += 4 * kQuads, w += kPanel * 4 * kQuads) {
-            fetch(ahead);
-            PACELINE_UNROLL for (int quad = 0; quad < kQuads; ++quad) {
-                const i32v x = load_bytes(w + quad * kPanel * 4);
-                PACELINE_UNROLL for (int r = 0; r < R; ++r) dot_broadcast(sums[r], x, bases[r / 4], r % 4, width, quad * 4);
+    const uint8_t* w = panel.weights;
+    const int8_t* bases[(R + 3) / 4];  // of every fourth row, as there are no registers for them all
+    i32v sums[R][kVectors];
+    PACELINE_UNROLL for (int r = 0; r < R; r += 4) bases[r / 4] = rows.values + (first + r) * width;
+    PACELINE_UNROLL for (int r = 0; r < R; ++r)
+        PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) sums[r][v] = splat(rows.sums[(first + r) * kTileLanes]);
+    for (size_t input = 0; input < width; input += 4 * kQuads, w += kPanel * 4 * kQuads) {
+        fetch(ahead);
+        PACELINE_UNROLL for (int quad = 0; quad < kQuads; ++quad) {
+            i32v x[kVectors];
+            PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) x[v] = load_bytes(w + quad * kPanel * 4 + v * kLanes * 4);
+            PACELINE_UNROLL for (int r = 0; r < R; ++r) {
+                const i32v y = broadcast(bases[r / 4], r % 4, width, quad * 4);
+                PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) dot(sums[r][v], x[v], y);
             }
-            PACELINE_UNROLL for (int r = 0; r < R; r += 4) bases[r / 4] += 4 * kQuads;
         }
-        PACELINE_UNROLL for (int r = 0; r < R; ++r)
-            store(out + r * stride + start, scaled_sum(sums[r], splat(rows.scales[first + r]), load(panel.scales + start)));
+        PACELINE_UNROLL for (int r = 0; r < R; r += 4) bases[r / 4] += 4 * kQuads;
     }
+    PACELINE_UNROLL for (int r = 0; r < R; ++r)
+        PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) {
+            const f32v scale = load(panel.scales + v * kLanes);
+            store(out + r * stride + v * kLanes, scaled_sum(sums[r][v], splat(rows.scales[first + r]), scale));
+        }
 }
 #endif
 
