@@ -32,7 +32,7 @@ class Team {
     // others. A late thread finds phases that are over and passes them by.
     template <class Tile>
     void each(size_t count, const Tile& tile) {
-        each_run(count, [&](size_t index, size_t) { tile(index); }, count);
+        each_run(count, [&](size_t first, size_t end) { for (; first < end; ++first) tile(first); }, 8);
     }
 
     // The same with `tiles(first, end)`, for tiles that take alike: a thread claims half of what is left of a range, or one
