@@ -1,6 +1,7 @@
 #include "team.h"
 
 #include <algorithm>
+#include <chrono>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -12,8 +13,11 @@ namespace paceline {
 namespace {
 
 // A phase takes microseconds, and what the host does between two runs some tenths of a millisecond, so a thread that waits
-// looks again for about half of one before it lets the system put it to sleep: to be woken takes as long as a small product.
-constexpr int kSpins = 8000;
+// looks again for one before it lets the system put it to sleep: to be woken takes as long as a small product. By the clock,
+// as a pause takes 20 ns on one processor and 60 on another.
+constexpr std::chrono::milliseconds kSpinning{1};
+constexpr int kLooks = 64;  // between two looks at the clock
+using Clock = std::chrono::steady_clock;
 constexpr int32_t kClosed = -(1 << 30);
 
 inline void pause() {
@@ -26,10 +30,14 @@ inline void pause() {
 
 template <class T>
 void wait_while(const std::atomic<T>& value, T old) {
-    for (int i = 0; i < kSpins; ++i) {
-        if (value.load(std::memory_order_acquire) != old) return;
-        pause();
-    }
+    const auto changes = [&] {
+        for (int i = 0; i < kLooks; ++i, pause())
+            if (value.load(std::memory_order_acquire) != old) return true;
+        return false;
+    };
+    if (changes()) return;
+    for (const auto end = Clock::now() + kSpinning; Clock::now() < end;)
+        if (changes()) return;
     while (value.load(std::memory_order_acquire) == old) value.wait(old, std::memory_order_acquire);
 }
 

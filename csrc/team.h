@@ -29,7 +29,8 @@ class Team {
 
     // Inside `run`, in the same order on every thread: call `tile(index)` once for each index below `count`, and go on
     // when all are done. A thread begins with a range of its own, so that it reads memory in order, and then helps the
-    // others. A late thread finds phases that are over and passes them by.
+    // others; it claims an eighth of what is left at a time, as a claim waits for what was written before. A late thread
+    // finds phases that are over and passes them by.
     template <class Tile>
     void each(size_t count, const Tile& tile) {
         each_run(count, [&](size_t first, size_t end) { for (; first < end; ++first) tile(first); }, 8);
