@@ -198,9 +198,9 @@ PACELINE_INLINE void in_pieces(size_t first, size_t end, const void* panel, size
     for (size_t piece = 0; piece < num_pieces; ++piece) {
         const size_t pieces = num_pieces - piece, count = (end - first + pieces - 1) / pieces;
         const size_t lines = num_pieces == 1 ? 4 : num_pieces < 4 ? 2 : 1, share = panel_bytes * lines / 4;
-        const bool soon = num_pieces == 1 && count <= kMostRows, helps = piece * lines < 4;
-        kernel(first, count, soon ? Ahead{here + kSoon, lines}
-                                  : Ahead{helps ? here + panel_bytes + piece * share : here, lines});
+        const bool helps = piece * lines < 4;
+        kernel(first, count, num_pieces == 1 ? Ahead{here + kSoon, lines}
+                                             : Ahead{helps ? here + panel_bytes + piece * share : here, lines});
         first += count;
     }
 }
