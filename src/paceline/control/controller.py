@@ -255,7 +255,7 @@ class ClosedLoop:
     def learn(self, outcomes: Outcomes, prefill: Work, view: View, decision: Decision) -> Reckoning | None:
         """Learn from what came of a plan."""
         self.policy.learn(view, self._as_it_rests(outcomes))
-        had_drafts, self._had_drafts = self._had_drafts, bool(outcomes.num_verified.any())
+        had_drafts, self._had_drafts = self._had_drafts, any(outcomes.num_verified.tolist())
         settled = self._had_drafts or not had_drafts
         if self.cost is None:
             return None
@@ -267,7 +267,7 @@ class ClosedLoop:
         Else what plain decoding of many rows takes would seem to hold what looking for drafts takes.
         """
         rows = len(outcomes.rows)
-        if self.cost is None or rows < MANY_ROWS or outcomes.num_verified.any():
+        if self.cost is None or rows < MANY_ROWS or any(outcomes.num_verified.tolist()):
             return outcomes
         return replace(outcomes, host_s=min(outcomes.host_s, self.cost.host(rows, drafts=False)))
 

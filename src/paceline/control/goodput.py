@@ -139,14 +139,15 @@ class Goodput:
         paced = self._pace.promise(view.targets)
         at_once = None if paced else self._at_once(view, base, unpaid_s)
         drafters, chosen = at_once or self._in_turn(view, base, unpaid_s)
-        ks, seconds, speedup = np.zeros_like(chosen.ks), chosen.plain_seconds, 1.0
+        no_ks = np.zeros(view.num_rows, np.int64)
+        ks, seconds, speedup = no_ks, chosen.plain_seconds, 1.0
         if self._stance.take(chosen, self._steps):
             ks, seconds, speedup = chosen.ks, chosen.seconds, self._stance.speedup
         self._probes.earn(seconds)
         as_chosen = ks is chosen.ks and not paced
         given_up: tuple[int, ...] = ()
         if self._plain_is_due(view, ks, chosen):
-            ks, seconds, speedup, as_chosen = np.zeros_like(ks), chosen.plain_seconds, 1.0, False
+            ks, seconds, speedup, as_chosen = no_ks, chosen.plain_seconds, 1.0, False
         else:
             ks, drafters, given_up = self._find_out(view, base, (ks, drafters), seconds + unpaid_s)
         gained = None if as_chosen and self._probes.row == NONE else gained_by(self.expected(view), drafters, ks)

@@ -32,21 +32,25 @@ class Hopes:
         self._looks: NDArray[int64] = np.zeros(num_drafters, np.int64)
         self._requests: NDArray[int64] = np.zeros(num_drafters, np.int64)
         self._tested, self._kept = np.zeros((2, num_drafters, max_k))  # [num_drafters, max_k] each
+        self._doubted: set[int] = set()  # those that anything has been noted of since they last seemed to pay
 
     def admit(self) -> None:
         """A request begins."""
         self._requests += 1
+        self._doubted.update(range(len(self.gone)))
 
     def learn(self, outcomes: Outcomes, probed: int) -> None:
         """Take in a step. A drafter that drafted for other rows than the one that was probed seemed to pay."""
         rows, drafters = outcomes.rows.tolist(), outcomes.drafters.tolist()
         seemed = {d for row, d in zip(rows, drafters, strict=True) if d >= 0 and row != probed}
-        for drafter in seemed:
+        for drafter in seemed & self._doubted:
             self._looks[drafter] = self._requests[drafter] = 0
             self._tested[drafter] = self._kept[drafter] = 0.0
+        self._doubted -= seemed
         index = rows.index(probed) if probed in rows else NONE
         if index != NONE and drafters[index] != NONE and drafters[index] not in seemed:
             kept, verified = int(outcomes.num_accepted[index]), int(outcomes.num_verified[index])
+            self._doubted.add(drafters[index])
             self._tested[drafters[index], : min(kept + 1, verified)] += 1.0
             self._kept[drafters[index], :kept] += 1.0
 
@@ -64,6 +68,7 @@ class Hopes:
         times: looks that this one stands for, as choices that hold keep others from being made.
         """
         self._looks[drafter] = 0 if could_pay else self._looks[drafter] + times
+        self._doubted.add(drafter)
         return could_pay or bool(self._tested[drafter, 0] < TRIES)
 
     def give_up(self) -> tuple[int, ...]:

@@ -86,8 +86,10 @@ class OnlineCost:
         )
 
     def _pass_s_from(self, first: int, count: int) -> NDArray[float64]:
-        """Return passes of so many sizes. [count]"""
+        """Return passes of so many sizes, an array of one's own. [count]"""
         known = self._pass_s[first : first + count]
+        if first + count <= MOST_TOKENS:
+            return known.copy()
         beyond = np.arange(max(first, MOST_TOKENS), first + count)
         return np.concatenate((known, self.measured.target.by_tokens(beyond) * exp(self._own[self._size[-1]])))
 
