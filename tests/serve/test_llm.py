@@ -141,8 +141,10 @@ def ctrl_c() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c_waits_for_the_step(llm: LLM) -> None:
-    stream = llm.stream("the", SamplingParams(max_tokens=500, ignore_eos=True))
+@pytest.mark.parametrize("way", ["stream", "generate"])
+def test_ctrl_c_waits_for_the_step(llm: LLM, way: str) -> None:
+    params = SamplingParams(max_tokens=500, ignore_eos=True)
+    stream = llm.stream("the", params)
     next(stream)
     step = llm.built.engine.step
 
@@ -154,7 +156,8 @@ def test_ctrl_c_waits_for_the_step(llm: LLM) -> None:
 
     llm.built.engine.step = pressed  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        list(stream)
+        list(stream) if way == "stream" else llm.generate("the", params)
+    stream.close()
     llm.built.engine.check()
     assert llm.generate("the", SHORT)[0].token_ids
 

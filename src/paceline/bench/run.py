@@ -69,8 +69,8 @@ def ask(
     waiting, inflight, answers = deque(asked), dict[str, _Open](), dict[str, Answer]()
     whole = True  # a step that raised has left rows half-way; such an engine never gets empty
     try:
-        while waiting or inflight:
-            with uninterrupted():
+        with uninterrupted() as look_up:
+            while waiting or inflight:
                 while waiting and len(inflight) < concurrency:
                     question = waiting.popleft()
                     engine.add(question.request)
@@ -78,10 +78,11 @@ def ask(
                 whole = False
                 outcomes, now_s = engine.step(), perf_counter()
                 whole = True
-            for outcome in outcomes:
-                _take(outcome, now_s, inflight, answers)
-            if tell is not None and any(o.finish_reason is not None for o in outcomes):
-                tell(len(answers))
+                for outcome in outcomes:
+                    _take(outcome, now_s, inflight, answers)
+                if tell is not None and any(o.finish_reason is not None for o in outcomes):
+                    tell(len(answers))
+                look_up()
     except BaseException:
         if whole:
             empty(engine, inflight)

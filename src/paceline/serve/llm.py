@@ -231,9 +231,7 @@ class LLM:
         finished: dict[int, Completion] = {}
         try:
             while left:
-                self._queue(waiting)
-                self._step()
-                for index in [i for i in left if all(w.done for w in written[i])]:
+                for index in self._until_one_is_done(waiting, {i: written[i] for i in left}):
                     left.discard(index)
                     finished[index] = Completion(prompts[index], tuple(w.answer() for w in written[index]))
                     if on_done is not None:
@@ -241,6 +239,18 @@ class LLM:
         finally:
             self._drop(open_ids)
         return [finished[index] for index in range(len(prompts))]
+
+    def _until_one_is_done(
+        self, waiting: deque[tuple[Request, _Written]], written: Mapping[int, Sequence[_Written]]
+    ) -> list[int]:
+        """Take steps until some prompts have all their answers, and return which."""
+        with uninterrupted() as look_up:
+            while True:
+                self._queue(waiting)
+                self._step()
+                if done := [i for i, answers in written.items() if all(w.done for w in answers)]:
+                    return done
+                look_up()
 
     def _queue(self, waiting: deque[tuple[Request, _Written]]) -> None:
         """Hand over as many requests as the engine's queue holds."""
@@ -279,7 +289,8 @@ class LLM:
             yield None  # type: ignore[misc]
             while num_open:
                 while not deltas:
-                    self._step()
+                    with uninterrupted():
+                        self._step()
                 delta = deltas.popleft()
                 num_open -= delta.finish_reason is not None
                 yield delta
@@ -309,9 +320,7 @@ class LLM:
         self._sinks[request.request_id] = sink
 
     def _step(self) -> None:
-        with uninterrupted():
-            outcomes = self._engine.step()
-        for outcome in outcomes:
+        for outcome in self._engine.step():
             sink = self._sinks.get(outcome.request_id)
             if sink is not None:
                 sink(outcome)
