@@ -2,9 +2,9 @@
 
 All read the target's hidden states (`needs.taps`) of every committed token and keep two stores over its page
 table: those states, and the keys and values of the head's own layers. The entry of a token is (the feature of the
-token before it, made of its states; the token itself) and lies in the token's slot, so that a page's entries depend
-only on the tokens its hash covers. Entries of guesses are never valid: once the target has kept them, they are
-written again from its own features.
+token before it, made of its states; the token itself) and lies in the token's slot, so that a page's entries
+depend only on the tokens its hash covers. Entries of guesses are never valid: once the target has kept them, they
+are written again from its own features.
 """
 
 from __future__ import annotations
