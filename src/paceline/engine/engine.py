@@ -268,8 +268,10 @@ class Engine:
             account.count_pass(num_drafted, num_verified, num_accepted, written.num_tokens)
             self._stats.decoded_tokens += written.num_tokens
         self._stats.output_tokens += written.num_tokens
+        num_full = running.valid_len // PAGE_TOKENS
         self.scheduler.reveal(r, running, token_ids)
-        self._mark_stores(running)
+        if written.finish_reason is not None or running.valid_len // PAGE_TOKENS > num_full:
+            self._mark_stores(running)  # others only ever read pages that are full
         if written.finish_reason is not None:
             self._end(r.request_id, written.finish_reason, token_ids, verdict, written)
         elif token_ids:
