@@ -73,6 +73,8 @@ class Hints:
 
     def learn(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
         """Keep what the target said behind the first draft that it refused; the rows know what it kept."""
+        if not self._drafted:
+            return
         for index, (r, v) in enumerate(zip(batch.rows, verdict.rows, strict=True)):
             drafted = self._drafted.pop(r.row, None)
             start, end = scores.cu_len[index], scores.cu_len[index + 1]
