@@ -203,6 +203,14 @@ def test_no_request_notices_that_drafters_are_killed(turns: bool) -> None:
     assert engine.stats().drafters[NAME].accepted > 0
 
 
+def step_until_a_page_is_full(engine: Engine) -> None:
+    """It is noted then what a store holds of a row."""
+    for _ in range(20):
+        if not any(engine.scheduler.pool._valid[NAME]):
+            engine.step()
+            engine.check()
+
+
 def test_requests_that_lived_on_are_drafted_for_again_and_nothing_is_taken_for_known() -> None:
     engine = engine_of(config(kv_tokens=64 * 16))
     drafter, pool = drafter_of(engine), engine.scheduler.pool
@@ -210,8 +218,7 @@ def test_requests_that_lived_on_are_drafted_for_again_and_nothing_is_taken_for_k
     work = [Request(str(i), tuple(range(40, 60 + i)), params, seed=i) for i in range(3)]
     for request in work:
         engine.add(request)
-    for _ in range(4):
-        engine.step()
+    step_until_a_page_is_full(engine)
     assert any(pool._valid[NAME])
     kill(drafter)
     while drafter.lives.pid is not None:
@@ -220,9 +227,7 @@ def test_requests_that_lived_on_are_drafted_for_again_and_nothing_is_taken_for_k
     failures, before = engine.stats().drafter_failures, engine.stats().drafters[NAME].accepted
     assert failures == 1
     back(drafter)
-    for _ in range(3):
-        engine.step()
-        engine.check()
+    step_until_a_page_is_full(engine)
     assert engine.stats().drafters[NAME].accepted > before
     assert any(pool._valid[NAME])
     assert len(engine.scheduler.running) == 3
