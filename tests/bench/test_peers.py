@@ -289,6 +289,14 @@ def test_bad_flags_are_refused(flags, model, prompts, tmp_path, capsys):
     assert flags[0] in capsys.readouterr().err
 
 
+def test_prompts_are_asked_for_but_to_install(tmp_path, capsys):
+    flags = ["--rows", "paceline int8", "--engines", str(tmp_path)]
+    assert compare.main([*flags, "--install-only"]) == 0
+    with pytest.raises(SystemExit):
+        compare.main(flags)
+    assert "--prompts FILE.jsonl" in capsys.readouterr().err
+
+
 def test_table_shows_ratios_with_their_bars(capsys):
     def measured(row: rows.Row, decode: float) -> table.Measured:
         rate = timing.Rate(100.0, decode, 1.0)

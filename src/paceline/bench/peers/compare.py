@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _arguments(argv: Sequence[str] | None) -> Namespace:
     parser = ArgumentParser(prog="compare-peers", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--prompts", required=True, metavar="FILE.jsonl")
+    parser.add_argument("--prompts", metavar="FILE.jsonl", help="needed but for --install-only")
     parser.add_argument("--model", default="default", help="the default model or a .gguf file")
     parser.add_argument("--rows", default="", metavar="WORDS", help="only rows whose names hold one of these, a,b")
     parser.add_argument(
@@ -112,6 +112,8 @@ def _arguments(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--install-only", action="store_true", help="install the other engines and stop")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(argv)
+    if not (args.prompts or args.install_only):
+        parser.error("--prompts FILE.jsonl: what to ask; --install-only does without")
     args.command = " ".join(["python -m paceline.bench.peers.compare", *(sys.argv[1:] if argv is None else argv)])
     return args
 
