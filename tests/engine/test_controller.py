@@ -92,7 +92,7 @@ def trim_half(engine: Engine, patch: pytest.MonkeyPatch) -> None:
 def test_drafts_are_trimmed_where_the_law_admits_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the other laws a budget that looks at this step's drafts would bias the text."""
     params = SamplingParams(temperature=0.8, max_tokens=60, ignore_eos=True)
-    requests = [Request(str(i), (*LOOPING, i), params, seed=i) for i in range(8)]
+    requests = [Request(str(i), (*LOOPING, i), params, seed=i) for i in range(4)]
     for law in LAWS:
         engine = make_engine(f"{AUTO},k=4", PLAIN, law=law)
         trim_half(engine, monkeypatch)
