@@ -23,7 +23,7 @@ void score_rows(const T* const* pages, size_t head_dim, const float* queries, fl
     for (size_t d = 0; d < head_dim; ++d) {
         f32v k[P][kVectors];
         PACELINE_UNROLL for (int p = 0; p < P; ++p) {
-            fetch(pages[p + kPagesAtOnce] + d * kPageTokens);
+            fetch_once(pages[p + kPagesAtOnce] + d * kPageTokens);
             PACELINE_UNROLL for (int v = 0; v < kVectors; ++v)
                 k[p][v] = load_kv(pages[p] + d * kPageTokens + v * kLanes);
         }
@@ -55,7 +55,7 @@ void mix_rows(const T* const* pages, size_t offset, size_t hidden, size_t count,
             f32v x[W];
             PACELINE_UNROLL for (int v = 0; v < W; ++v) {
                 x[v] = load_kv(values + v * kLanes);
-                fetch(next + v * kLanes);
+                fetch_once(next + v * kLanes);
             }
             PACELINE_UNROLL for (int r = 0; r < R; ++r) {
                 const f32v w = splat(weights[r * kSpan]);

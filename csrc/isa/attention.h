@@ -33,8 +33,6 @@ PACELINE_INLINE void by_queries(size_t num_queries, Kernel kernel) {
     run_of<1>(num_queries, first, kernel);
 }
 
-PACELINE_INLINE void fetch(const void* p) { __builtin_prefetch(p, 0, 3); }
-
 // The pages of a span, as addresses, and what is read after each kind: pages lie anywhere, so the machine cannot guess
 // it. While one page is read, the kernels fetch the one `kPagesAtOnce` places on.
 template <class T>

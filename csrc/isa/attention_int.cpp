@@ -83,7 +83,7 @@ PACELINE_APART void score_rows(const T* const* pages, size_t head_dim, const int
     for (size_t d = 0; d < head_dim; d += 2) {
         i32v k[P][kVectors];
         PACELINE_UNROLL for (int p = 0; p < P; ++p) {
-            fetch(pages[p + kPagesAtOnce] + d * kPageTokens);
+            fetch_once(pages[p + kPagesAtOnce] + d * kPageTokens);
             PACELINE_UNROLL for (int v = 0; v < kVectors; ++v)
                 k[p][v] = load_pairs(pages[p] + d * kPageTokens + 2 * v * kLanes);
         }
@@ -127,7 +127,7 @@ PACELINE_APART void mix_rows(const T* const* pages, size_t offset, size_t count,
             i32v x[W];
             PACELINE_UNROLL for (int v = 0; v < W; ++v) {
                 x[v] = load_pairs(values + 2 * v * kLanes);
-                fetch(next + 2 * v * kLanes);
+                fetch_once(next + 2 * v * kLanes);
             }
             PACELINE_UNROLL for (int r = 0; r < R; ++r) {
                 const i32v pair = splat_pair(w + r * 2 * kSpan);
@@ -218,7 +218,7 @@ void attend(const AttentionSpan& span) {
     const size_t head_dim = span.head_dim;
     const Pages<T> pages(span, page_bytes<T>(head_dim));
     for (size_t page = 0; page < pages.count; ++page)
-        fetch(scales_of(pages.keys[page], head_dim)), fetch(scales_of(pages.values[page], head_dim));
+        fetch_once(scales_of(pages.keys[page], head_dim)), fetch_once(scales_of(pages.values[page], head_dim));
     const int16_t* const queries = reinterpret_cast<const int16_t*>(span.queries);
     for (size_t first_page = 0; first_page < pages.count; first_page += kPagesAtOnce) {  // they stay in the first cache
         const size_t left = pages.count - first_page, count = left < kPagesAtOnce ? left : kPagesAtOnce;

@@ -32,12 +32,15 @@ struct Ahead {
     size_t lines;
 };
 
+// Weights that soon have been read for good are fetched past the larger caches, which keep what the next layer, the
+// drafter and the host work with. Panels that many pieces read are not: they would have to be fetched again.
 PACELINE_INLINE void fetch(Ahead& ahead) {
-    __builtin_prefetch(ahead.from, 0, 2);
-    if (ahead.lines > 1) __builtin_prefetch(ahead.from + 64, 0, 2);
-    if (ahead.lines > 2) {
-        __builtin_prefetch(ahead.from + 128, 0, 2);
-        __builtin_prefetch(ahead.from + 192, 0, 2);
+    if (ahead.lines == 1) {
+        __builtin_prefetch(ahead.from, 0, 2);
+    } else {
+        fetch_once(ahead.from);
+        fetch_once(ahead.from + 64);
+        if (ahead.lines > 2) fetch_once(ahead.from + 128), fetch_once(ahead.from + 192);
     }
     ahead.from += ahead.lines * 64;
 }

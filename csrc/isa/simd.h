@@ -38,6 +38,9 @@ PACELINE_INLINE f32v load(const float* p) {
 
 PACELINE_INLINE void store(float* p, f32v v) { __builtin_memcpy(p, &v, sizeof v); }
 
+// Fetch a cache line that is read soon, and then not again for longer than any cache keeps it: it shall drive nothing out.
+PACELINE_INLINE void fetch_once(const void* p) { __builtin_prefetch(p, 0, 0); }
+
 PACELINE_INLINE f32v splat(float x) { return x - f32v{}; }  // which the compiler folds, as it may not fold 0 + x
 PACELINE_INLINE i32v splat(int32_t x) { return i32v{} + x; }
 
