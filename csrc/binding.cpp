@@ -617,6 +617,7 @@ NB_MODULE(_ext, m) {
     paceline::bind_sampling<double>(m);
     paceline::bind_decoder(m);
     paceline::bind_control(m);
+    paceline::bind_costs(m);
     paceline::bind_rounds(m);
     paceline::bind_lookup(m);
     paceline::bind_rows(m);

@@ -49,6 +49,7 @@ struct ChooseList {
 std::vector<std::vector<double>> told(const ChooseList& list);
 
 void bind_control(nanobind::module_& m);
+void bind_costs(nanobind::module_& m);
 void bind_lookup(nanobind::module_& m);
 void bind_rounds(nanobind::module_& m);
 void bind_rows(nanobind::module_& m);

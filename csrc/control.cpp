@@ -6,8 +6,6 @@
 namespace paceline {
 namespace {
 
-constexpr double kLeastSeconds = 1e-9;
-
 double sigmoid(double z) { return 1 / (std::exp(-z) + 1); }
 
 double within(double x, double most) { return std::min(std::max(x, -most), most); }
@@ -126,60 +124,6 @@ Spread observe(const Habits& h, Spread spread, const Rates& rates, const Said& s
     spread.sureness_var = 1 / (1 / (spread.sureness_var + rates.sureness_drift) + sure_weight);
     spread.sureness = std::max(0.0, spread.sureness + spread.sureness_var * sure_error);
     return spread;
-}
-
-namespace {
-
-struct Rung {
-    double alive;
-    size_t row, depth;  // depth from 1
-};
-
-// The likeliest first; of equally likely ones the shallower, then the earlier row.
-std::vector<Rung> in_order(const Candidates& c) {
-    std::vector<Rung> rungs;
-    for (size_t d = 0; d < c.depth; ++d)
-        for (size_t i = 0; i < c.n; ++i)
-            if (const double a = c.alive[i * c.depth + d]; static_cast<int64_t>(d) < c.most[i] && a > 0)
-                rungs.push_back({a, i, d + 1});
-    std::stable_sort(rungs.begin(), rungs.end(), [](const Rung& a, const Rung& b) { return a.alive > b.alive; });
-    return rungs;
-}
-
-}  // namespace
-
-Best best_drafts(const Ladder& ladder, const Candidates& c) {
-    const auto pass_s = [&](size_t drafts) { return ladder.pass_s[std::min(ladder.first + drafts, ladder.sizes - 1)]; };
-    const auto seconds_of = [&](double pass, double drafting, double host_s) {
-        return std::max((pass + drafting) * ladder.scale + host_s - c.unpaid_s, kLeastSeconds);
-    };
-    std::vector<size_t> going(ladder.drafters * ladder.width);  // rows that go so deep with a drafter
-    double pass = std::max(pass_s(0) + ladder.besides_s, 0.0), drafting = 0, tokens = c.plain_tokens, keys = 0;
-    const double plain_s = seconds_of(pass, 0, ladder.host_s);
-    Best best{std::vector<int64_t>(c.n), tokens, plain_s, plain_s};
-    double highest = best.tokens / best.seconds;
-    size_t count = 0;
-    const std::vector<Rung> rungs = in_order(c);
-    for (size_t n = 0; n < rungs.size(); ++n) {
-        const Rung& rung = rungs[n];
-        keys += static_cast<double>(c.lengths[rung.row]) + static_cast<double>(rung.depth);
-        pass = std::max(pass, pass_s(n + 1) + ladder.pair_s * keys + ladder.besides_s);
-        if (ladder.added) {
-            const size_t drafter = c.drafters[rung.row], depth = std::min(rung.depth, ladder.width - 1);
-            const size_t nth = std::min(++going[drafter * ladder.width + depth], ladder.most_rows);
-            drafting += ladder.added[(drafter * (ladder.most_rows + 1) + nth) * ladder.width + depth] * ladder.factors[drafter];
-        }
-        tokens += rung.alive;
-        const double seconds = seconds_of(pass, drafting, ladder.host_s + ladder.fee_s);
-        if (tokens / seconds > highest) {
-            highest = tokens / seconds;
-            best.tokens = tokens;
-            best.seconds = seconds;
-            count = n + 1;
-        }
-    }
-    for (size_t n = 0; n < count; ++n) ++best.ks[rungs[n].row];
-    return best;
 }
 
 double correct(const Corrections& table, size_t size, double rate, double surprise) {

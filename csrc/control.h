@@ -70,29 +70,4 @@ struct Corrections {
 // Returns what all sizes share, which is the hour's.
 double correct(const Corrections& table, size_t size, double rate, double surprise);
 
-// The fast twin of control/choice.py's `best`, for prices that are sums.
-struct Ladder {
-    const double* pass_s;  // [sizes] of a pass with so many token rows
-    size_t sizes, first;   // the pass without drafts has `first`
-    double pair_s, besides_s;
-    const double* added;    // [drafters, most_rows + 1, width] one row more at a depth; null: drafting is paid
-    const double* factors;  // [drafters]
-    size_t drafters, most_rows, width;
-    double scale, host_s, fee_s;  // of the host: of any step, and with any draft besides
-};
-
-struct Candidates {
-    const double* alive;                        // [n, depth] not rising along a row
-    const int64_t *most, *lengths, *drafters;   // [n]
-    size_t n, depth;
-    double plain_tokens, unpaid_s;
-};
-
-struct Best {
-    std::vector<int64_t> ks;  // [n]
-    double tokens, seconds, plain_seconds;
-};
-
-Best best_drafts(const Ladder& ladder, const Candidates& candidates);
-
 }  // namespace paceline

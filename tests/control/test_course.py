@@ -163,7 +163,7 @@ def test_rows_of_one_drafter_beside_those_that_offer_have_it(gone: bool) -> None
     engine.policy._hopes.gone[1] = gone
     for _ in range(40):
         view = engine.look(range(4), offered={0})
-        assert engine.policy._at_once(view, Work(4), 0.0) is not None
+        assert engine.policy._at_once(view) is not None
         engine.end(engine.policy, view, engine.policy.decide(view))
         assert (engine.policy._own[:4] == (0 if gone else 1)).all()
 

@@ -92,9 +92,8 @@ def test_prices_are_renewed_when_rows_come_and_go() -> None:
     step(ours, MAX_ROWS, rng)
     ours._goodput = fresh._goodput = 100.0
     view = view_of(2, rng)
-    base = Work(2, 0, 600, 600)
     alive = np.multiply.accumulate(np.full((2, 2, DEPTH), 0.7), axis=2)
-    assert (ours._worth(view, base, alive) == fresh._worth(view, base, alive)).all()
+    assert (ours._worth(view, alive) == fresh._worth(view, alive)).all()
 
 
 def test_what_is_held_back_is_not_expected() -> None:

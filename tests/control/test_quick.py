@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 from tests.control.costs import measured_costs
 
 from paceline.control.choice import Candidates, best, in_order
-from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost, Work
+from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost, Work, prices_one_by_one
 from paceline.control.goodput import Goodput
 from paceline.control.online import OnlineCost
-from paceline.control.policy import NONE, Drafted, Outcomes, View
-from paceline.control.quick import QuickSurvival, choose, trim
+from paceline.control.policy import NONE, Decision, Drafted, Outcomes, View
+from paceline.control.quick import QuickSurvival, choose, stops, trim
+from paceline.control.reckoning import learn_cost, learn_cost_slow
+from paceline.control.stopping import bars_of, with_stops
 from paceline.control.survival import Survival
 
 ROWS, DEPTH = 12, 5
@@ -90,13 +92,76 @@ def test_choices_are_the_same(
     assert quick.speedup == pytest.approx(plain.speedup)
 
 
-@given(measured_costs(), st.lists(st.tuples(st.integers(0, 23), st.floats(-0.5, 0.5)), max_size=30))
-def test_corrections_are_the_same(measured: MeasuredCost, seen: list[tuple[int, float]]) -> None:
-    quick, plain = OnlineCost(measured), OnlineCost(measured)
-    for size, surprise in seen:
-        assert quick._correct(size, 0.1, surprise) == pytest.approx(plain.correct_slow(size, 0.1, surprise))
-    assert quick.pass_s(Work(5)) == pytest.approx(plain.pass_s(Work(5)))
-    assert quick.pass_s(Work(300)) == pytest.approx(plain.pass_s(Work(300)))
+def chunks(rng: np.random.Generator, most: int) -> Work:
+    """Return some prefill."""
+    unscored, *tokens = sorted(rng.integers(1, most, 4).tolist())
+    return Work(tokens[0], unscored, *tokens[1:])
+
+
+def learnt(cost: OnlineCost) -> list[float]:
+    """Return all that prices know."""
+    tables = cost._own, cost._pass_s, cost._factors, cost.host.of_row, cost._seen, cost._last, cost._drafted
+    return [cost.hour, *np.concatenate([*tables, cost.host.seen, cost._steps]).tolist()]
+
+
+@given(measured_costs(), st.integers(0, 2**32 - 1))
+def test_steps_teach_the_same(measured: MeasuredCost, seed: int) -> None:
+    """With rows that are gone, prompts of any length, and all kinds of surprise."""
+    rng = np.random.default_rng(seed)
+    quick, plain = OnlineCost(measured, 1e-3), OnlineCost(measured, 1e-3)
+    for _ in range(12):
+        n, told = int(rng.integers(0, ROWS + 1)), bool(rng.integers(0, 2))
+        rows, known = rng.permutation(ROWS)[:n], rng.permutation(ROWS)[: int(rng.integers(0, ROWS + 1))]
+        drafted = rng.integers(0, DEPTH + 2, n) * rng.integers(0, 2, n)
+        verified = np.minimum(rng.integers(0, DEPTH + 2, n), drafted)
+        drafters = np.where(drafted > 0, rng.integers(0, 2, n), NONE)
+        seconds = [float(s) for s in rng.lognormal(0, 1, 3) * (1e-3, 1.0, 1e-3)]
+        kept = np.minimum(rng.integers(0, DEPTH + 2, n), verified)
+        found = Outcomes(rows, drafters, verified, kept, *seconds, num_drafted=drafted if told else None)
+        prefill = chunks(rng, 4000) if rng.random() < 0.4 else Work(0)
+        view = View(known, rng.integers(1, 400, len(known)), np.zeros(len(known), np.int64), prefill)
+        step, settled = (view, Decision(drafted, drafters), found, prefill), bool(rng.integers(0, 2))
+        ours = learn_cost(quick, *step, settled=settled)
+        twin = learn_cost_slow(plain, *step, settled=settled)
+        assert (ours.measured_s, ours.predicted_s, ours.plain_s) == pytest.approx(
+            (twin.measured_s, twin.predicted_s, twin.plain_s)
+        )
+        assert learnt(quick) == pytest.approx(learnt(plain))
+
+
+@given(measured_costs(), st.integers(0, 2**32 - 1))
+def test_prices_are_the_same(measured: MeasuredCost, seed: int) -> None:
+    rng, cost = np.random.default_rng(seed), OnlineCost(measured, 1e-3)
+    for drafts in (False, True):
+        cost.host.observe(4, float(rng.uniform(0, 0.1)), drafts=drafts)
+    cost.observe_pass(Work(5), 3.0)
+    n = int(rng.integers(1, ROWS))
+    tokens, keys = n + int(rng.integers(0, 4000)), int(rng.integers(0, 4000))
+    given_ = cost, Work(tokens, 0, keys, keys), rng.integers(1, 400, n), len(measured.drafters), DEPTH
+    assert cost.prices(*given_[1:]) == pytest.approx(prices_one_by_one(*given_))
+
+
+@given(measured_costs(), st.integers(0, 2**32 - 1))
+def test_rows_stop_at_the_same_places_in_one_call_and_in_turn(measured: MeasuredCost, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    ours = Goodput(OnlineCost(measured, 1e-3), ROWS, [DEPTH] * 2, minding=[1])
+    for step in range(1, 12):
+        view = a_step(rng, 2)
+        n, goodput = view.num_rows, float(rng.uniform(0, 2))
+        ks, drafters = rng.integers(0, DEPTH + 1, n), rng.integers(-1, 2, n)
+        ours._prices.renew(ours.cost, view, step)
+        alone = int(view.rows[rng.integers(0, n)]) if rng.random() < 0.5 else NONE
+        deeper, whose, ends = stops(ours._minding, ours._prices, goodput, view, (ks, drafters), alone)
+        bars = bars_of([1], ours._prices, ks, drafters, goodput)
+        further, twins = with_stops(view, ks, drafters, alone, bars, ours.survival)
+        assert deeper.tolist() == further.tolist()
+        assert whose.tolist() == np.where(further > 0, drafters, NONE).tolist()
+        assert ends.keys() == twins.keys()
+        for row, stop in ends.items():
+            assert stop.odds == pytest.approx(twins[row].odds)
+            assert stop.least == pytest.approx(twins[row].least)
+            assert stop.sureness == pytest.approx(twins[row].sureness)
+        ours.learn(view, Outcomes(view.rows, drafters, ks, np.minimum(ks, 1), 1e-3, 1e-2))
 
 
 def test_more_rows_and_tokens_than_the_tables_have_cost_what_the_last_ones_do() -> None:
@@ -128,7 +193,8 @@ def a_step(rng: np.random.Generator, num_drafters: int) -> View:
     rows, lengths = rng.permutation(ROWS)[:n], rng.integers(1, 400, n)
     most = rng.integers(0, DEPTH + 2, n)
     offers = {0: said(rng, n, int(rng.integers(0, DEPTH + 2)))} if num_drafters > 1 and rng.random() < 0.8 else {}
-    return View(rows, lengths, most, Work(0), offers)
+    prefill = chunks(rng, 400) if rng.random() < 0.3 else Work(0)
+    return View(rows, lengths, most, prefill, offers)
 
 
 FREE = Curve.of([1, 16], [0.0, 0.0])
@@ -147,9 +213,10 @@ def test_plans_and_trims_are_the_same_in_one_call_and_in_turn(measured: Measured
         view = a_step(rng, len(measured.drafters))
         ours.decide(view)
         base, _ = ours._base(view)
-        at_once = ours._at_once(view, base, 0.0)
+        at_once = ours._at_once(view)
         if at_once is not None:
-            drafters, chosen = ours._in_turn(view, base, 0.0)
+            drafters, chosen, prefill_s = ours._in_turn(view)
+            assert at_once[2] == pytest.approx(prefill_s, abs=1e-9)
             assert at_once[0].tolist() == drafters.tolist()
             assert at_once[1].ks.tolist() == chosen.ks.tolist()
             assert at_once[1].tokens == pytest.approx(chosen.tokens)
@@ -187,9 +254,9 @@ def test_drafting_stops_at_the_same_places(bar: float) -> None:
         found = outcomes(rng, 1)
         plain.learn(found, 1), quick.learn(found, 1)
         rows = rng.permutation(ROWS)[: int(rng.integers(0, ROWS + 1))]
-        (stops, furthest), (twins, far) = quick.stops(rows, bar), plain.stops(rows, bar)
+        (ends, furthest), (twins, far) = quick.stops(rows, bar), plain.stops(rows, bar)
         assert furthest == far
-        for stop, twin in zip(stops, twins, strict=True):
+        for stop, twin in zip(ends, twins, strict=True):
             assert stop.odds == pytest.approx(twin.odds)
             assert stop.least == pytest.approx(twin.least)
             assert stop.sureness == pytest.approx(twin.sureness)

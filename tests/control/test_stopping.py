@@ -7,6 +7,7 @@ import pytest
 
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost, Work
 from paceline.control.online import OnlineCost
+from paceline.control.policy import View
 from paceline.control.stopping import PRICE_EVERY, Prices
 
 DEPTH, VERIFY_S, SHARED_S, ROW_S, FIRST_S = 4, 1e-4, 3e-4, 5e-5, 2e-3
@@ -16,23 +17,27 @@ DRAFTS = DraftCost(
 COST = MeasuredCost(TargetCost(Curve.of([1, 513], [5e-3, 5e-3 + 512 * VERIFY_S])), (DRAFTS,))
 
 
+def rows(count: int) -> View:
+    return View(np.arange(count), np.full(count, 100), np.full(count, 9), Work(0))
+
+
 @pytest.mark.parametrize(("num_rows", "sharing"), [(1, 1), (2, 1), (3, 2), (8, 4), (64, 32)])
 @pytest.mark.parametrize("k", [0, 1, 2, 4])
 def test_half_of_the_rows_share_a_drafter_s_pass(num_rows: int, sharing: int, k: int) -> None:
     """A pass is shared by those that go on; what the first draft costs beside is no draft's more."""
-    prices, lengths = Prices(1, DEPTH), np.full(num_rows, 100)
-    prices.renew(OnlineCost(COST), Work(num_rows), lengths, 1)
+    prices = Prices(1, DEPTH)
+    prices.renew(OnlineCost(COST), rows(num_rows), 1)
     assert prices.of_one_more(0, k) == pytest.approx(SHARED_S / sharing + ROW_S + VERIFY_S, rel=1e-6)
 
 
 def test_prices_hold_for_a_while_if_rows_stay() -> None:
-    cost, prices, lengths = OnlineCost(COST), Prices(1, DEPTH), np.full(4, 100)
-    prices.renew(cost, Work(4), lengths, PRICE_EVERY)
+    cost, prices = OnlineCost(COST), Prices(1, DEPTH)
+    prices.renew(cost, rows(4), PRICE_EVERY)
     before = prices.table
-    prices.renew(cost, Work(4), lengths, 2 * PRICE_EVERY - 1)
+    prices.renew(cost, rows(4), 2 * PRICE_EVERY - 1)
     assert prices.table is before
-    prices.renew(cost, Work(4), lengths, 2 * PRICE_EVERY)
+    prices.renew(cost, rows(4), 2 * PRICE_EVERY)
     assert prices.table is not before
     before = prices.table
-    prices.renew(cost, Work(3), lengths[:3], 2 * PRICE_EVERY)
+    prices.renew(cost, rows(3), 2 * PRICE_EVERY)
     assert prices.table is not before

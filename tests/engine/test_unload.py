@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from paceline.control import goodput, hopes, probes
+from paceline.control import controller, goodput, hopes, probes
 from paceline.control.host import HostTime
-from paceline.control.online import OnlineCost
 from paceline.core.errors import RequestError
 from paceline.core.nouns import Draft, Request, RowDraft
 from paceline.core.params import SamplingParams, Speculation
@@ -36,8 +35,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopes, "DEVIATIONS", 0.5)
     monkeypatch.setattr(probes, "SHARE", 1.0)  # enough probes, however fast the machine is
     monkeypatch.setattr(goodput, "PROBE_EVERY", 1)
-    for learns in ("observe_pass", "observe_drafting"):  # no clock decides
-        monkeypatch.setattr(OnlineCost, learns, lambda *_: None)
+    monkeypatch.setattr(controller, "learn_cost", lambda *_, **__: None)  # no clock decides
     monkeypatch.setattr(HostTime, "observe", lambda *_, **__: None)
 
 

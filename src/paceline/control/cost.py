@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy import float64, int64
     from numpy.typing import NDArray
 
-    from paceline.kernels import Steps
+    from paceline.kernels import Costs
 
     Count = int | NDArray[int64]  # of one pass, or of each of several
 
@@ -46,6 +46,11 @@ class Work:
             self.kv_tokens + other.kv_tokens,
             self.pairs + other.pairs,
         )
+
+    @property
+    def of_one(self) -> tuple[int, int, int, int]:
+        """The same numbers of one pass, as compiled calls read them."""
+        return int(self.tokens), int(self.unscored), int(self.kv_tokens), int(self.pairs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -181,8 +186,9 @@ class StepCost(Protocol):
         """
         ...
 
-    def ladder(self, base: Work, num_rows: int, *, drafted: bool = False) -> Steps | None:
-        """Return what `times` is made of, if it is a sum: for the compiled choice."""
+    @property
+    def compiled(self) -> Costs | None:
+        """The same prices where they are sums, for compiled choices."""
         ...
 
     def price(self, base: Work, lengths: NDArray[int64], ks: NDArray[int64], drafters: NDArray[int64]) -> float:
@@ -213,7 +219,8 @@ class MeasuredCost:
         seconds = self.target(self.passes(base, drafts))
         return seconds if drafted else seconds + self.drafting(drafts)
 
-    def ladder(self, base: Work, num_rows: int, *, drafted: bool = False) -> None:
+    @property
+    def compiled(self) -> None:
         """Nothing: it is for measuring, not for every step."""
 
     def price(self, base: Work, lengths: NDArray[int64], ks: NDArray[int64], drafters: NDArray[int64]) -> float:
@@ -233,7 +240,7 @@ class MeasuredCost:
     def drafting_of(self, ks: NDArray[int64], drafters: NDArray[int64]) -> NDArray[float64]:
         """Return the seconds that each drafter takes for rows that draft so much. [num_drafters]
 
-        `kernels.drafting_of` is its compiled twin.
+        `kernels.Costs.drafting_of` is its compiled twin.
         """
         found = np.zeros(len(self.drafters))
         if self.drafters:
@@ -280,7 +287,8 @@ class TableCost:
         """As `StepCost.times`; what part of a step is drafting is not known, so all of it is still to come."""
         return self._seconds(num_rows, np.arange(len(drafts) + 1) / max(num_rows, 1))
 
-    def ladder(self, base: Work, num_rows: int, *, drafted: bool = False) -> None:
+    @property
+    def compiled(self) -> None:
         """Nothing: these are times of whole steps."""
 
     def price(self, base: Work, lengths: NDArray[int64], ks: NDArray[int64], drafters: NDArray[int64]) -> float:

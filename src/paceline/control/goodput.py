@@ -21,9 +21,9 @@ from paceline.control.hopes import Hopes
 from paceline.control.objective import Objective, Pace
 from paceline.control.policy import NONE, Decision, Drafted, Outcomes, View, plain
 from paceline.control.probes import Probes
-from paceline.control.quick import Known, QuickSurvival, alive_now, choose, learn_all, plan, trim
+from paceline.control.quick import Known, QuickSurvival, alive_now, choose, learn_all, plan, stops, trim
 from paceline.control.stance import Stance
-from paceline.control.stopping import Prices, bars_of, with_stops
+from paceline.control.stopping import Prices
 from paceline.core.nouns import noun
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ LEAST_AT_STAKE = 0.006  # seconds that a step's drafts cost, for trimming to sav
 class _Planned:
     """What a step was planned with."""
 
-    base: Work  # its pass without drafts
     prefill_s: float = 0.0
     at_stake_s: float = np.inf  # what its drafts cost
 
@@ -77,11 +76,11 @@ class Goodput:
         self._own = np.zeros(num_rows, np.int64)  # drafter of each row, of those that offer nothing
         self._fresh = set(range(num_rows))  # rows that nobody has chosen a drafter for
         self._prices = Prices(len(max_ks), self._max_k)
-        self._minding = frozenset(minding)
+        self._minding = [s.estimates if index in minding else None for index, s in enumerate(self.survival)]
         self._stance = Stance()
         self._goodput = 0.0  # tokens per second expected of the last step
         self._hopes = Hopes(len(max_ks), self._max_k)
-        self._planned = _Planned(Work(0))
+        self._planned = _Planned()
         self._probes = Probes()
         self._steps = 0
         self._cruise = Cruise()
@@ -89,7 +88,7 @@ class Goodput:
     def twin(self) -> Goodput:
         """As `Policy.twin`."""
         other = copy(self)
-        other._cruise, other._planned = Cruise(), _Planned(Work(0))
+        other._cruise, other._planned = Cruise(), _Planned()
         other._probes, other._stance = self._probes.twin(), self._stance.twin()
         other._steps, other._goodput = 0, 0.0
         return other
@@ -135,10 +134,8 @@ class Goodput:
         """Choose anew."""
         self._steps += 1
         self._probes.row = NONE
-        base, unpaid_s = self._base(view)
         paced = self._pace.promise(view.targets)
-        at_once = None if paced else self._at_once(view, base, unpaid_s)
-        drafters, chosen = at_once or self._in_turn(view, base, unpaid_s)
+        drafters, chosen, unpaid_s = (None if paced else self._at_once(view)) or self._in_turn(view)
         no_ks = np.zeros(view.num_rows, np.int64)
         ks, seconds, speedup = no_ks, chosen.plain_seconds, 1.0
         if self._stance.take(chosen, self._steps):
@@ -149,15 +146,14 @@ class Goodput:
         if self._plain_is_due(view, ks, chosen):
             ks, seconds, speedup, as_chosen = no_ks, chosen.plain_seconds, 1.0, False
         else:
-            ks, drafters, given_up = self._find_out(view, base, (ks, drafters), seconds + unpaid_s)
+            ks, drafters, given_up = self._find_out(view, (ks, drafters), seconds + unpaid_s)
         gained = None if as_chosen and self._probes.row == NONE else gained_by(self.expected(view), drafters, ks)
         tokens = chosen.tokens if gained is None else float(gained.sum())
         self._goodput = tokens / seconds
-        self._planned = _Planned(base, unpaid_s, np.inf if paced else seconds - chosen.plain_seconds)
+        self._planned = _Planned(unpaid_s, np.inf if paced else seconds - chosen.plain_seconds)
         budget, prefill_s = self._pace.budget(view, gained, seconds, unpaid_s) if paced else (None, unpaid_s)
-        ks, stops = self._with_stops(view, base, ks, drafters)
-        drafters = np.where(ks > 0, drafters, NONE)
-        decision = Decision(ks, drafters, seconds + prefill_s, tokens, speedup, budget, given_up, stops)
+        ks, drafters, ends = self._with_stops(view, ks, drafters)
+        decision = Decision(ks, drafters, seconds + prefill_s, tokens, speedup, budget, given_up, ends)
         drafts, usual = any(ks.tolist()), self._probes.row == NONE and not self._probes.once_more
         self._stance.promise((view.num_rows, tokens, seconds, drafts) if usual and not paced else None)
         if paced:  # who is in haste changes from step to step
@@ -166,15 +162,13 @@ class Goodput:
             self._cruise.keep(view, decision, lasting=usual and drafts == self._stance.speculates)
         return decision
 
-    def _at_once(self, view: View, base: Work, unpaid_s: float) -> tuple[NDArray[int64], Chosen] | None:
+    def _at_once(self, view: View) -> tuple[NDArray[int64], Chosen, float] | None:
         """Choose drafters and drafts in one call, where no row's own drafter is to be chosen; else None."""
-        asked = self._asked(view)
-        if len(self.survival) == 1 or view.wishes or (len(asked) > 1 and self._renews(view)):
+        asked, costs = self._asked(view), self.cost.compiled
+        if costs is None or len(self.survival) == 1 or view.wishes or (len(asked) > 1 and self._renews(view)):
             return None
-        if len(asked) == 1:
-            self._own[view.rows] = asked
-        self._prices.renew(self.cost, base, view.lengths, self._steps)
-        return plan(self.cost, base, view, self._known(view), self._own[view.rows], unpaid_s)
+        self._prices.renew(self.cost, view, self._steps)
+        return plan(costs, view, self._known(view), self._own, asked[0] if len(asked) == 1 else NONE)
 
     def _known(self, view: View) -> Known:
         out = self._out(view)
@@ -185,25 +179,26 @@ class Goodput:
         """Return the drafters that nothing can be had from, in this step or for good."""
         return view.out.union(self._hopes.gone.nonzero()[0].tolist())
 
-    def _in_turn(self, view: View, base: Work, unpaid_s: float) -> tuple[NDArray[int64], Chosen]:
-        """Choose each row's drafter, then how far each goes."""
+    def _in_turn(self, view: View) -> tuple[NDArray[int64], Chosen, float]:
+        """Choose each row's drafter, then how far each goes; and tell the seconds of the prefill."""
+        base, unpaid_s = self._base(view)
         alive = self.expected(view)
-        drafters = self._assign(view, base, alive)
-        return drafters, self._best(view, base, alive, drafters, unpaid_s, self._pace.urgency(view.rows))
+        drafters = self._assign(view, alive)
+        chosen = self._best(view, base, alive, drafters, unpaid_s, self._pace.urgency(view.rows))
+        return drafters, chosen, unpaid_s
 
     def _renews(self, view: View) -> bool:
         """Whether rows' own drafters are chosen again."""
         return self._steps % ASSIGN_EVERY == 0 or not self._fresh.isdisjoint(view.rows.tolist())
 
     def _with_stops(
-        self, view: View, base: Work, ks: NDArray[int64], drafters: NDArray[int64]
-    ) -> tuple[NDArray[int64], dict[int, Stop]]:
+        self, view: View, ks: NDArray[int64], drafters: NDArray[int64]
+    ) -> tuple[NDArray[int64], NDArray[int64], dict[int, Stop]]:
         """Let rows go as deep as drafters say that it pays; the one that finds out goes as far as planned."""
-        if not self._minding:
-            return ks, {}
-        self._prices.renew(self.cost, base, view.lengths, self._steps)
-        bars = bars_of(self._minding, self._prices, ks, drafters, self._goodput)
-        return with_stops(view, ks, drafters, self._probes.row, bars, self.survival)
+        if not any(self._minding) or not any(ks.tolist()):
+            return ks, np.where(ks > 0, drafters, NONE), {}
+        self._prices.renew(self.cost, view, self._steps)
+        return stops(self._minding, self._prices, self._goodput, view, (ks, drafters), self._probes.row)
 
     def _best(
         self,
@@ -223,8 +218,7 @@ class Goodput:
 
     def _base(self, view: View) -> tuple[Work, float]:
         """Return the pass without drafts, and its seconds that are the prefill's."""
-        keys = int(view.lengths.sum())
-        own = Work(view.num_rows, 0, keys, keys)
+        own = view.work
         if not view.prefill.tokens:
             return own, 0.0
         whole = own + view.prefill
@@ -245,7 +239,7 @@ class Goodput:
                 found[index] = survival.alive(view.rows, self._max_k, offer, optimism=hope)
         return found
 
-    def _assign(self, view: View, base: Work, alive: NDArray[float64]) -> NDArray[int64]:
+    def _assign(self, view: View, alive: NDArray[float64]) -> NDArray[int64]:
         """Return each row's drafter: what was offered if it is worth more than the row's own drafter, or that."""
         if len(self.survival) == 1:
             return np.zeros(view.num_rows, np.int64)
@@ -253,7 +247,7 @@ class Goodput:
         if not renews and not any(offer.size for offer in view.offers.values()):
             drafters = self._own[view.rows]
         else:
-            drafters = self._compare(view, self._worth(view, base, alive), renews=renews)
+            drafters = self._compare(view, self._worth(view, alive), renews=renews)
         for row, wish in view.wishes.items():
             drafters[view.rows == row] = wish
         return drafters
@@ -275,12 +269,12 @@ class Goodput:
         out = self._out(view)
         return [d for d in range(len(self.survival)) if d not in view.offers and d not in out]
 
-    def _worth(self, view: View, base: Work, alive: NDArray[float64]) -> NDArray[float64]:
+    def _worth(self, view: View, alive: NDArray[float64]) -> NDArray[float64]:
         """Return how many tokens each drafter is worth to each row, its time priced at the goodput.
 
         [num_drafters, num_rows]
         """
-        self._prices.renew(self.cost, base, view.lengths, self._steps)
+        self._prices.renew(self.cost, view, self._steps)
         tokens = np.add.accumulate(alive, axis=2)
         tokens -= (self._prices.table * (self._goodput / view.num_rows))[:, None]
         found: NDArray[float64] = tokens.max(axis=2)
@@ -303,7 +297,7 @@ class Goodput:
         return due
 
     def _find_out(
-        self, view: View, base: Work, chosen: Choices, seconds: float
+        self, view: View, chosen: Choices, seconds: float
     ) -> tuple[NDArray[int64], NDArray[int64], tuple[int, ...]]:
         """Now and then look for drafters without hope, and let a row go further than seems to pay, to find out.
 
@@ -312,7 +306,7 @@ class Goodput:
         self._probes.row = NONE
         if self._steps % PROBE_EVERY:
             return *chosen, ()
-        ks, drafters = chosen
+        (ks, drafters), (base, _) = chosen, self._base(view)
         alive, times = self.expected(view), self._probes.looks(self._steps, PROBE_EVERY)
         could = {d: self._could_pay(view, base, alive, chosen, d) for d in self._asked(view)}
         doubtful = [d for d, could_pay in could.items() if self._hopes.look(d, could_pay, times)]
@@ -369,7 +363,7 @@ class Goodput:
         The same choice as before, over what was proposed. The time of drafting is spent, but it is part of the
         step: without it, time would seem to bring more than it does, and too much would be dropped.
         """
-        base = self._planned.base
+        base, _ = self._base(view)
         unpaid_s = self._planned.prefill_s - self.cost.drafting_s(drafted.ks, drafted.drafters)
         weights = self._pace.urgency(drafted.rows)
         if weights is None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from paceline import kernels
 from paceline.control.cost import Work, draft_tables
-from paceline.control.host import FIRST_RATE, RATE, HostTime, rate_after
+from paceline.control.host import FIRST_RATE, RATE, ROWS_OF_A_STEP, HostTime, rate_after
 
 if TYPE_CHECKING:
     from numpy import float64, int64
@@ -29,7 +29,6 @@ HOUR_RATE = 0.2  # of the way to what a step says; a size's and a drafter's own 
 RARE = 16  # steps without a size, for its next one to count `RATE` more: what is rare is known less
 MOST_SURPRISE = 0.5  # in log seconds, of one step; shared machines slow down by as much within a second
 SIZES = 24  # two to every doubling of the tokens
-MOST_DRAFTS = 1 << 10  # of a step; more are priced as so many
 MOST_TOKENS = 1 << 11  # of a pass, in the table; above, what was measured, as far off as the last size is
 
 
@@ -39,17 +38,40 @@ class OnlineCost:
     def __init__(self, measured: MeasuredCost, host_s: float = 0.0) -> None:
         self.measured = measured
         self.host = HostTime(host_s)
-        self.hour = 0.0  # log of how much slower everything is than when it was measured
+        self._hour = np.zeros(1)  # log of how much slower everything is than when it was measured
+        self._steps = np.zeros(1, np.int64)
         self._size = np.minimum(np.log2(np.maximum(np.arange(MOST_TOKENS), 1)) * 2, SIZES - 1).astype(np.int64)
         self._own = np.zeros(SIZES)  # log of what is left, by size of the pass
-        self._seen = np.zeros(SIZES, np.int64)  # steps of each size
-        self._last = [0] * SIZES  # the last of them
-        self._steps = 0
-        self._tables = draft_tables(measured.drafters)
+        self._seen, self._last = np.zeros((2, SIZES), np.int64)  # steps of each size, and the last of them
         self._factors = np.ones(len(measured.drafters))  # by which each drafter is slower than it was measured
         self._drafted = np.zeros(len(measured.drafters), np.int64)  # steps of each drafter
         self._measured_s = measured.target.by_tokens(np.arange(MOST_TOKENS))
         self._pass_s = self._measured_s.copy()  # [tokens] corrected, but for the hour
+        self.compiled = self._compiled()
+
+    def _compiled(self) -> kernels.Costs:
+        """Return the compiled twin, which reads and corrects the same arrays."""
+        t, tables = self.measured.target, draft_tables(self.measured.drafters)
+        return kernels.Costs(
+            sizes=(self._own, self._seen, self._last),
+            passes=(self._size, self._measured_s, self._pass_s),
+            curve=(t.by_tokens.counts, t.by_tokens.seconds, t.by_tokens.stepped),
+            prices=(t.pair_s, t.kv_token_s, t.unscored_s),
+            drafting=(tables.added, tables.deepening, tables.seconds),
+            drafters=(self._factors, self._drafted),
+            host=(self.host.of_row, self.host.seen),
+            hour=(self._hour, self._steps),
+            rates=np.array([HOUR_RATE, RARE, MOST_SURPRISE, RATE, FIRST_RATE, ROWS_OF_A_STEP]),
+        )
+
+    @property
+    def hour(self) -> float:
+        """Log of how much slower everything is than when it was measured."""
+        return self._hour.item()
+
+    @hour.setter
+    def hour(self, log_factor: float) -> None:
+        self._hour[0] = log_factor
 
     def times(self, base: Work, num_rows: int, drafts: Drafts, *, drafted: bool = False) -> NDArray[float64]:
         """As `StepCost.times`."""
@@ -67,23 +89,6 @@ class OnlineCost:
         if not drafted:
             seconds[1:] += self.host.fee(num_rows)
         return seconds
-
-    def ladder(self, base: Work, num_rows: int, *, drafted: bool = False) -> kernels.Steps:
-        """As `StepCost.ladder`."""
-        t, first, table = self.measured.target, int(base.tokens), self._pass_s
-        if first + MOST_DRAFTS > MOST_TOKENS:
-            table, first = self._pass_s_from(first, MOST_DRAFTS), 0
-        return kernels.Steps(
-            table,
-            first=first,
-            pair_s=t.pair_s,
-            besides_s=t.besides_s(base),
-            added=None if drafted else self._tables.added,
-            factors=self._factors,
-            scale=exp(self.hour),
-            host_s=self.host(num_rows, drafts=drafted),
-            fee_s=0.0 if drafted else self.host.fee(num_rows),
-        )
 
     def _pass_s_from(self, first: int, count: int) -> NDArray[float64]:
         """Return passes of so many sizes, an array of one's own. [count]"""
@@ -108,20 +113,11 @@ class OnlineCost:
 
     def prices(self, base: Work, lengths: NDArray[int64], num_drafters: int, max_k: int) -> NDArray[float64]:
         """As `StepCost.prices`."""
-        n, ks = len(lengths), np.arange(max_k + 1)
-        t, tables = self.measured.target, self._tables
-        pairs = ks * int(lengths.sum()) + n * (ks * (ks + 1) // 2)
-        verify_s = self._pass_s_from(int(base.tokens), n * max_k + 1)[n * ks] + t.pair_s * pairs + t.besides(base)
-        drafting_s = tables.seconds[:num_drafters, n, np.minimum(ks, tables.width - 1)]
-        seconds: NDArray[float64] = drafting_s * self._factors[:num_drafters, None] + verify_s
-        seconds *= exp(self.hour)
-        seconds += self.host(n, drafts=False)
-        seconds[:, 1:] += self.host.fee(n)
-        return seconds
+        return self.compiled.prices(base.of_one, lengths, num_drafters, max_k)
 
     def drafting_of(self, ks: NDArray[int64], drafters: NDArray[int64]) -> list[float]:
         """Return the seconds that each drafter takes for rows that draft so much. [num_drafters]"""
-        return kernels.drafting_of(self._tables.deepening, self._factors, exp(self.hour), ks, drafters)
+        return self.compiled.drafting_of(ks, drafters)
 
     def pass_s(self, work: Work) -> float:
         """Return the seconds of one pass."""
@@ -134,17 +130,12 @@ class OnlineCost:
         size = self._size.item(min(int(work.tokens), MOST_TOKENS - 1))
         surprise = _bounded(log(max(seconds, 1e-6) / max(self.pass_s(work), 1e-6)))
         self._steps += 1
-        gap, self._last[size] = self._steps - self._last[size], self._steps
+        gap, self._last[size] = self._steps.item() - self._last.item(size), self._steps.item()
         rate = max(rate_after(self._seen.item(size)), min(FIRST_RATE, RATE * (1 + gap / RARE)))
         self.hour += HOUR_RATE * surprise + self._correct(size, rate, surprise)
 
     def _correct(self, size: int, rate: float, surprise: float) -> float:
         """Learn what is a size's own, and return what all sizes share: that is the hour's."""
-        tables = self._own, self._seen, self._size, self._measured_s, self._pass_s
-        return kernels.correct_passes(*tables, size, rate, surprise)
-
-    def correct_slow(self, size: int, rate: float, surprise: float) -> float:
-        """Do what `_correct` does, plainly."""
         self._seen[size] += 1
         self._own[size] += rate * surprise
         seen = self._seen > 0

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from paceline.control.cost import Work
 from paceline.core.nouns import noun
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from numpy import float64, int64
     from numpy.typing import NDArray
 
-    from paceline.control.cost import Work
     from paceline.core.nouns import Stop
 
 NONE = -1  # in place of a drafter: the row decodes plainly
@@ -46,6 +46,12 @@ class View:
     def num_rows(self) -> int:
         """Rows that decode."""
         return len(self.rows)
+
+    @property
+    def work(self) -> Work:
+        """A pass of these rows without drafts, and without prefill."""
+        keys = int(self.lengths.sum())
+        return Work(self.num_rows, 0, keys, keys)
 
 
 @noun

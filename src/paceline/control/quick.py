@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from paceline.control.choice import Candidates
     from paceline.control.cost import StepCost, Work
     from paceline.control.policy import Drafted, Outcomes, View
+    from paceline.control.stopping import Prices
+
+    Choices = tuple[NDArray[int64], NDArray[int64]]
 
 RATES = np.array(
     [
@@ -96,51 +99,61 @@ class Known(NamedTuple):
 
 
 def plan(
-    cost: StepCost, base: Work, view: View, known: Known, own: NDArray[int64], unpaid_s: float
-) -> tuple[NDArray[int64], Chosen] | None:
-    """Return each row's drafter, its own or one that offers more, and how far it goes; None if prices are no sums.
+    costs: kernels.Costs, view: View, known: Known, own: NDArray[int64], asked: int
+) -> tuple[NDArray[int64], Chosen, float]:
+    """Return each row's drafter, its own or one that offers more, how far it goes, and the prefill's seconds.
 
-    own: [n]. What `Goodput` does in several steps, in one.
+    own: [num_rows] drafter of every row there is; `asked`, unless it is NONE, becomes that of the step's.
+    What `Goodput` does in several steps, in one.
     """
-    steps = cost.ladder(base, view.num_rows)
-    if steps is None:
-        return None
     offers = tuple(map(view.offers.get, range(len(known.estimates))))
-    of_rows = view.rows, view.lengths, view.most, own
-    drafters, ks, tokens, seconds, plain_s = kernels.plan_drafts(
-        steps, known.estimates, survival.LARGEST_LOGIT, offers, known.prices, known.worth_s, *of_rows, unpaid_s
+    of_rows = view.rows, view.lengths, view.most, own, asked
+    drafters, ks, tokens, seconds, plain_s, prefill_s = costs.plan(
+        known.estimates, survival.LARGEST_LOGIT, offers, known.prices, known.worth_s, *of_rows, view.prefill.of_one
     )
-    return drafters, Chosen(ks, tokens, seconds, float(view.num_rows), plain_s)
+    return drafters, Chosen(ks, tokens, seconds, float(view.num_rows), plain_s), prefill_s
 
 
 def trim(
     cost: StepCost, base: Work, view: View, known: Known, drafted: Drafted, unpaid_s: float, left_alone: int
 ) -> NDArray[int64] | None:
     """Return how much of each row's draft is verified, all of one row's; None if prices are no sums. [n]"""
-    steps = cost.ladder(base, len(drafted.rows), drafted=True)
-    if steps is None:
+    if cost.compiled is None:
         return None
     proposed = drafted.rows, drafted.drafters, drafted.ks, drafted.confidence
     of_rows = view.rows, view.lengths, *proposed
-    return kernels.trim_drafts(steps, known.estimates, survival.LARGEST_LOGIT, *of_rows, unpaid_s, left_alone)
+    return cost.compiled.trim(base.of_one, known.estimates, survival.LARGEST_LOGIT, *of_rows, unpaid_s, left_alone)
+
+
+def stops(
+    minding: list[kernels.Estimates | None],
+    prices: Prices,
+    goodput: float,
+    view: View,
+    chosen: Choices,
+    left_alone: int,
+) -> tuple[NDArray[int64], NDArray[int64], dict[int, Stop]]:
+    """Return how far rows may go now, with which drafter, and where they stop: `bars_of` and `with_stops` in one.
+
+    minding: by drafter, None where it heeds no stops. chosen: drafts of each row, and their drafter, [n] each.
+    """
+    ks, drafters, found = kernels.stop_drafts(
+        minding, prices.of_half, prices.half, goodput, view.rows, view.most, *chosen, left_alone
+    )
+    return ks, drafters, {row: Stop(odds, sureness, least) for row, odds, sureness, least in found}
 
 
 def choose(
     cost: StepCost, base: Work, among: Candidates, *, unpaid_s: float = 0.0, drafted: bool = False
 ) -> Chosen:
     """Return the number of drafts with the highest goodput, as `best` of `in_order`; see there."""
-    steps = cost.ladder(base, len(among.most), drafted=drafted)
-    if steps is not None:
-        return climb(steps, among, unpaid_s)
-    drafts = in_order(among.alive, among.most, among.lengths, among.drafters)
-    options = {"unpaid_s": unpaid_s, "plain_tokens": among.plain_tokens}
-    return best(base, len(among.most), drafts, cost, drafted=drafted, **options)
-
-
-def climb(steps: kernels.Steps, among: Candidates, unpaid_s: float = 0.0) -> Chosen:
-    """Return the choice by prices that are sums."""
     a = among
-    ks, tokens, seconds, plain_s = kernels.choose_drafts(
-        steps, a.alive, a.most, a.lengths, a.drafters, a.plain_tokens, unpaid_s
-    )
-    return Chosen(ks, tokens, seconds, max(a.plain_tokens, 1e-9), plain_s)
+    if cost.compiled is not None:
+        of_rows = a.alive, a.most, a.lengths, a.drafters
+        ks, tokens, seconds, plain_s = cost.compiled.choose(
+            base.of_one, drafted, *of_rows, a.plain_tokens, unpaid_s
+        )
+        return Chosen(ks, tokens, seconds, max(a.plain_tokens, 1e-9), plain_s)
+    drafts = in_order(a.alive, a.most, a.lengths, a.drafters)
+    options = {"unpaid_s": unpaid_s, "plain_tokens": a.plain_tokens}
+    return best(base, len(a.most), drafts, cost, drafted=drafted, **options)

@@ -11,6 +11,9 @@ from paceline.core.nouns import noun
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy import int64
+    from numpy.typing import NDArray
+
     from paceline.control.online import OnlineCost
     from paceline.control.policy import Decision, Outcomes, View
 
@@ -33,6 +36,29 @@ def learn_cost(
     *,
     settled: bool = True,
 ) -> Reckoning:
+    """Do what `learn_cost_slow` does in one compiled call."""
+    ks, drafters = _drafted(decision, outcomes)
+    o, seconds = outcomes, (outcomes.draft_s, outcomes.target_s, outcomes.host_s)
+    rows = view.rows, view.lengths, o.rows, o.num_verified, o.num_accepted, ks, drafters
+    return Reckoning(*cost.compiled.learn(*rows, prefill.of_one, seconds, settled, len(o.rows) < MANY_ROWS))
+
+
+def _drafted(decision: Decision, outcomes: Outcomes) -> tuple[NDArray[int64], NDArray[int64]]:
+    """Return how many drafts were made for each row, and by whom; if nobody says, as planned."""
+    if outcomes.num_drafted is None:
+        return decision.ks, decision.drafters
+    return outcomes.num_drafted, outcomes.drafters
+
+
+def learn_cost_slow(
+    cost: OnlineCost,
+    view: View,
+    decision: Decision,
+    outcomes: Outcomes,
+    prefill: Work,
+    *,
+    settled: bool = True,
+) -> Reckoning:
     """Compare a step with what it was to cost, its prefill being known now, and correct the prices.
 
     settled: the step before was of its kind. A pass without drafts takes longer after one with them, as drafting
@@ -43,10 +69,7 @@ def learn_cost(
     verified = outcomes.num_verified.tolist()
     done, plain = _passes(lengths, verified)
     done = done + prefill if prefill.tokens else done
-    if outcomes.num_drafted is None:
-        drafting = cost.drafting_of(decision.ks, decision.drafters)
-    else:
-        drafting = cost.drafting_of(outcomes.num_drafted, outcomes.drafters)
+    drafting = cost.drafting_of(*_drafted(decision, outcomes))
     plain_s, done_s = cost.pass_s(plain), cost.pass_s(done)
     prefill_s = max(cost.pass_s(plain + prefill) - plain_s, 0.0) if prefill.tokens else 0.0
     rows, drafts = len(lengths), sum(drafting) > 0 or any(verified)

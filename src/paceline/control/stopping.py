@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy import float64, int64
     from numpy.typing import NDArray
 
-    from paceline.control.cost import Count, StepCost, Work
+    from paceline.control.cost import Count, StepCost
     from paceline.control.policy import View
     from paceline.control.survival import Survival
     from paceline.core.nouns import Stop
@@ -32,30 +32,31 @@ class Prices:
 
     def __init__(self, num_drafters: int, max_k: int) -> None:
         self.table: NDArray[float64] = np.zeros((num_drafters, max_k))  # seconds of 1, 2, ... drafts of each row
-        self._of_half = self.table  # the same of half of the rows: the deeper, the fewer share a drafter's pass
-        self._half = 1  # rows
+        self.of_half = self.table  # the same of half of the rows: the deeper, the fewer share a drafter's pass
+        self.half = 1  # rows
         self._holds_for: tuple[Count, int] = 0, 0  # tokens of the pass, and when
 
-    def renew(self, cost: StepCost, base: Work, lengths: NDArray[int64], step: int) -> None:
+    def renew(self, cost: StepCost, view: View, step: int) -> None:
         """Price them again if they are old, or if rows came or went."""
-        now = base.tokens, step // PRICE_EVERY
+        now = view.num_rows + view.prefill.tokens, step // PRICE_EVERY
         if now == self._holds_for:
             return
+        base, lengths = view.work + view.prefill, view.lengths
         half = lengths[: (len(lengths) + 1) // 2]
         found = cost.prices(base, lengths, *self.table.shape)
         of_half = found if len(half) == len(lengths) else cost.prices(base, half, *self.table.shape)
-        self.table, self._of_half = found[:, 1:] - found[:, :1], of_half[:, 1:] - of_half[:, :1]
-        self._holds_for, self._half = now, len(half)
+        self.table, self.of_half = found[:, 1:] - found[:, :1], of_half[:, 1:] - of_half[:, :1]
+        self._holds_for, self.half = now, len(half)
 
     def of_one_more(self, drafter: int, k: int) -> float:
         """Return the seconds of one draft more of a row, where rows have about so many and half of them go on.
 
         What the first one costs beside that, of the host and of reading the target's features, is no draft's more.
         """
-        prices: list[float] = [0.0, *self._of_half[drafter].tolist()]
+        prices: list[float] = [0.0, *self.of_half[drafter].tolist()]
         high = min(max(k, 1) + 1, len(prices) - 1)
         low = max(min(k - 1, high - 1), min(1, high - 1))
-        return (prices[high] - prices[low]) / (high - low) / self._half
+        return (prices[high] - prices[low]) / (high - low) / self.half
 
 
 def with_stops(

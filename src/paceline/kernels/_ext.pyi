@@ -238,19 +238,78 @@ class Estimates:
         spread: NDArray[float64],
     ) -> None: ...
 
-class Steps:
+PassWork = tuple[int, int, int, int]  # tokens, unscored, kv_tokens, pairs: see `Work` in control/cost.py
+
+class Costs:
     def __init__(
         self,
-        pass_s: NDArray[float64],
-        first: int,
-        pair_s: float,
-        besides_s: float,
-        added: NDArray[float64] | None,
-        factors: NDArray[float64],
-        scale: float,
-        host_s: float,
-        fee_s: float,
+        sizes: tuple[NDArray[float64], NDArray[int64], NDArray[int64]],
+        passes: tuple[NDArray[int64], NDArray[float64], NDArray[float64]],
+        curve: tuple[NDArray[float64], NDArray[float64], bool],
+        prices: tuple[float, float, float],
+        drafting: tuple[NDArray[float64], NDArray[float64], NDArray[float64]],
+        drafters: tuple[NDArray[float64], NDArray[int64]],
+        host: tuple[NDArray[float64], NDArray[int64]],
+        hour: tuple[NDArray[float64], NDArray[int64]],
+        rates: NDArray[float64],
     ) -> None: ...
+    def drafting_of(self, ks: NDArray[int64], drafters: NDArray[int64]) -> list[float]: ...
+    def prices(
+        self, base: PassWork, lengths: NDArray[int64], num_drafters: int, depth: int
+    ) -> NDArray[float64]: ...
+    def choose(
+        self,
+        base: PassWork,
+        drafted: bool,
+        alive: NDArray[float64],
+        most: NDArray[int64],
+        lengths: NDArray[int64],
+        drafters: NDArray[int64],
+        plain_tokens: float,
+        unpaid_s: float,
+    ) -> tuple[NDArray[int64], float, float, float]: ...
+    def plan(
+        self,
+        estimates: Sequence[Estimates | None],
+        largest_logit: float,
+        offers: tuple[NDArray[float64] | None, ...],
+        prices: NDArray[float64],
+        per_s: float,
+        rows: NDArray[int64],
+        lengths: NDArray[int64],
+        most: NDArray[int64],
+        own: NDArray[int64],
+        asked: int,
+        prefill: PassWork,
+    ) -> tuple[NDArray[int64], NDArray[int64], float, float, float, float]: ...
+    def trim(
+        self,
+        base: PassWork,
+        estimates: Sequence[Estimates | None],
+        largest_logit: float,
+        known_rows: NDArray[int64],
+        known_lengths: NDArray[int64],
+        rows: NDArray[int64],
+        drafters: NDArray[int64],
+        ks: NDArray[int64],
+        confidence: NDArray[float64],
+        unpaid_s: float,
+        left_alone: int,
+    ) -> NDArray[int64]: ...
+    def learn(
+        self,
+        known_rows: NDArray[int64],
+        known_lengths: NDArray[int64],
+        rows: NDArray[int64],
+        num_verified: NDArray[int64],
+        num_accepted: NDArray[int64],
+        num_drafted: NDArray[int64],
+        drafters: NDArray[int64],
+        prefill: PassWork,
+        seconds: tuple[float, float, float],
+        settled: bool,
+        tells_of_host: bool,
+    ) -> tuple[float, float, float]: ...
 
 def alive_of(
     estimates: Estimates,
@@ -274,58 +333,17 @@ def observe_drafts(
 def stops_of(
     estimates: Estimates, rows: NDArray[int64], bar: float
 ) -> tuple[list[tuple[list[float], list[float]]], list[int]]: ...
-def correct_passes(
-    own: NDArray[float64],
-    seen: NDArray[int64],
-    sizes: NDArray[int64],
-    measured_s: NDArray[float64],
-    pass_s: NDArray[float64],
-    size: int,
-    rate: float,
-    surprise: float,
-) -> float: ...
-def choose_drafts(
-    steps: Steps,
-    alive: NDArray[float64],
-    most: NDArray[int64],
-    lengths: NDArray[int64],
-    drafters: NDArray[int64],
-    plain_tokens: float,
-    unpaid_s: float,
-) -> tuple[NDArray[int64], float, float, float]: ...
-def plan_drafts(
-    steps: Steps,
-    estimates: Sequence[Estimates | None],
-    largest_logit: float,
-    offers: tuple[NDArray[float64] | None, ...],
-    prices: NDArray[float64],
+def stop_drafts(
+    minding: Sequence[Estimates | None],
+    of_half: NDArray[float64],
+    half: int,
     per_s: float,
     rows: NDArray[int64],
-    lengths: NDArray[int64],
     most: NDArray[int64],
-    own: NDArray[int64],
-    unpaid_s: float,
-) -> tuple[NDArray[int64], NDArray[int64], float, float, float]: ...
-def trim_drafts(
-    steps: Steps,
-    estimates: Sequence[Estimates | None],
-    largest_logit: float,
-    known_rows: NDArray[int64],
-    known_lengths: NDArray[int64],
-    rows: NDArray[int64],
-    drafters: NDArray[int64],
     ks: NDArray[int64],
-    confidence: NDArray[float64],
-    unpaid_s: float,
+    drafters: NDArray[int64],
     left_alone: int,
-) -> NDArray[int64]: ...
-def drafting_of(
-    deepening: NDArray[float64],
-    factors: NDArray[float64],
-    scale: float,
-    ks: NDArray[int64],
-    drafters: NDArray[int64],
-) -> list[float]: ...
+) -> tuple[NDArray[int64], NDArray[int64], list[tuple[int, list[float], float, list[float]]]]: ...
 def drafted_of(
     rows: tuple[Any, ...], drafts: tuple[Any, ...], indices: dict[str, int], none: int
 ) -> tuple[NDArray[int64], NDArray[float64]]: ...

@@ -1,0 +1,130 @@
+#include "costs.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+namespace paceline {
+namespace {
+
+constexpr double kLeastSeconds = 1e-6;
+
+int64_t pairs_of(int64_t k, int64_t length) { return k * length + k * (k + 1) / 2; }
+
+}  // namespace
+
+double PriceCurve::operator()(double count) const {
+    const double last = counts[size - 1];
+    const auto above = static_cast<size_t>(std::lower_bound(counts, counts + size, count) - counts);
+    double inside = seconds[std::min(above, size - 1)];
+    if (!stepped && above > 0 && above < size) {
+        const double slope = (seconds[above] - seconds[above - 1]) / (counts[above] - counts[above - 1]);
+        inside = seconds[above - 1] + slope * (count - counts[above - 1]);
+    }
+    const double slope = size > 1 ? (seconds[size - 1] - seconds[size - 2]) / (last - counts[size - 2]) : seconds[0] / counts[0];
+    return inside + slope * std::max(count - last, 0.0);
+}
+
+double Costs::table_s(size_t tokens) const {
+    if (tokens < passes.tokens) return passes.pass_s[tokens];
+    return by_tokens(static_cast<double>(tokens)) * std::exp(passes.own[passes.size[passes.tokens - 1]]);
+}
+
+double Costs::besides_s(const PassWork& work) const {
+    return kv_token_s * static_cast<double>(work.kv_tokens) + pair_s * static_cast<double>(work.pairs) -
+           unscored_s * static_cast<double>(work.unscored);
+}
+
+double Costs::pass_s(const PassWork& work) const {
+    return std::max(table_s(static_cast<size_t>(work.tokens)) + besides_s(work), 0.0) * std::exp(*hour);
+}
+
+double Costs::host_s(size_t rows, bool drafts) const { return host[drafts] * (rates.rows_of_a_step + static_cast<double>(rows)); }
+
+double Costs::fee_s(size_t rows) const { return std::max(host_s(rows, true) - host_s(rows, false), 0.0); }
+
+std::vector<double> Costs::drafting_s(const StepRows& rows) const {
+    std::vector<size_t> going(drafters * width);  // rows that go so deep with a drafter
+    for (size_t i = 0; i < rows.n; ++i) {
+        const int64_t k = std::min<int64_t>(rows.ks[i], static_cast<int64_t>(width) - 1);
+        for (int64_t depth = 1; depth <= k; ++depth) ++going[rows.drafters[i] * width + depth];
+    }
+    std::vector<double> found(drafters);
+    for (size_t d = 0; d < drafters; ++d) {
+        for (size_t depth = 1; depth < width; ++depth)
+            if (const size_t count = going[d * width + depth])
+                found[d] += deepening[(d * (most_rows + 1) + std::min(count, most_rows)) * width + depth];
+        found[d] *= factors[d] * std::exp(*hour);
+    }
+    return found;
+}
+
+void Costs::prices(const PassWork& base, size_t n, int64_t sum_of_lengths, size_t num_drafters, size_t depth, double* out) const {
+    const double scale = std::exp(*hour), plain_host_s = host_s(n, false), fee = fee_s(n), besides = besides_s(base);
+    for (size_t k = 0; k <= depth; ++k) {
+        const auto drafts = static_cast<int64_t>(k), rows = static_cast<int64_t>(n);
+        const auto pairs = static_cast<double>(drafts * sum_of_lengths + rows * (drafts * (drafts + 1) / 2));
+        const double verify_s = table_s(static_cast<size_t>(base.tokens) + n * k) + pair_s * pairs + besides;
+        for (size_t d = 0; d < num_drafters; ++d) {
+            const double drafting = whole[(d * (most_rows + 1) + std::min(n, most_rows)) * width + std::min(k, width - 1)];
+            out[d * (depth + 1) + k] = (drafting * factors[d] + verify_s) * scale + plain_host_s + (k ? fee : 0.0);
+        }
+    }
+}
+
+Reckoned Costs::learn(const StepDone& step) const {
+    const size_t n = step.drafted.n;
+    PassWork plain{static_cast<int64_t>(n), 0, 0, 0};
+    int64_t verified = 0, accepted = 0, pairs = 0;
+    for (size_t i = 0; i < n; ++i) {
+        plain.kv_tokens += step.lengths[i];
+        pairs += pairs_of(step.num_verified[i], step.lengths[i]);
+        verified += step.num_verified[i];
+        accepted += step.num_accepted[i];
+    }
+    plain.pairs = plain.kv_tokens;
+    const PassWork done = plain + PassWork{verified, 0, 0, pairs} + step.prefill;
+    const bool prefills = step.prefill.tokens > 0;
+    const std::vector<double> drafting = drafting_s(step.drafted);
+    const double all_drafting_s = std::accumulate(drafting.begin(), drafting.end(), 0.0);
+    const double plain_pass_s = pass_s(plain), prefill_s = prefills ? std::max(pass_s(plain + step.prefill) - plain_pass_s, 0.0) : 0.0;
+    const bool drafts = all_drafting_s > 0 || verified > 0;
+    const double plain_s = plain_pass_s + host_s(n, false);
+    const double predicted_s = std::max(all_drafting_s + pass_s(done) + host_s(n, drafts), 1e-9);
+    const double measured_s = step.draft_s + step.target_s + step.host_s;
+    const double gained = 1 + static_cast<double>(accepted) / static_cast<double>(std::max<size_t>(n, 1));
+    const double share = std::min((prefill_s + gained * plain_s) / predicted_s, gained);
+    const auto is_dear = [](double seconds) { return seconds > 0; };
+    if (!prefills && std::count_if(drafting.begin(), drafting.end(), is_dear) == 1) {
+        const auto dear = static_cast<size_t>(std::find_if(drafting.begin(), drafting.end(), is_dear) - drafting.begin());
+        observe_drafting(dear, drafting[dear], step.draft_s);
+    }
+    if (step.settled) observe_pass(done, step.target_s);
+    if (!prefills && (drafts || step.tells_of_host)) observe_host(n, step.host_s, drafts);
+    return {measured_s, predicted_s, measured_s * share};
+}
+
+double Costs::rate_after(int64_t seen) const { return std::max(rates.least, 1 / (1 / rates.first + static_cast<double>(seen))); }
+
+void Costs::observe_pass(const PassWork& work, double seconds) const {
+    const auto size = static_cast<size_t>(passes.size[std::min(static_cast<size_t>(work.tokens), passes.tokens - 1)]);
+    const double off = std::log(std::max(seconds, kLeastSeconds) / std::max(pass_s(work), kLeastSeconds));
+    const double surprise = std::clamp(off, -rates.most_surprise, rates.most_surprise);
+    const int64_t gap = ++*steps - last[size];
+    last[size] = *steps;
+    const double of_rare = std::min(rates.first, rates.least * (1 + static_cast<double>(gap) / rates.rare));
+    *hour += rates.hour * surprise + correct(passes, size, std::max(rate_after(passes.seen[size]), of_rare), surprise);
+}
+
+void Costs::observe_drafting(size_t drafter, double predicted_s, double seconds) const {
+    const double off = std::log(std::max(seconds, kLeastSeconds) / predicted_s);
+    factors[drafter] *= std::exp(rate_after(drafted[drafter]++) * std::clamp(off, -rates.most_surprise, rates.most_surprise));
+}
+
+void Costs::observe_host(size_t rows, double seconds, bool drafts) const {
+    const double known = host_s(rows, drafts), rate = rate_after(host_seen[drafts]++);
+    host[drafts] += rate * (std::min(seconds, 2 * known + 1e-3) - known) / (rates.rows_of_a_step + static_cast<double>(rows));
+    if (!host_seen[true]) host[true] = host[false];
+}
+
+}  // namespace paceline
