@@ -16,7 +16,10 @@ namespace {
 
 struct Names {
     nb::object row = name("row"), decodes = name("decodes"), drafter = name("drafter"), token_ids = name("token_ids"),
-               confidence = name("confidence"), num_accepted = name("num_accepted");
+               confidence = name("confidence"), num_accepted = name("num_accepted"), num_known = name("num_known"),
+               samples = name("samples"), max_len = name("max_len"), in_flight = name("in_flight"),
+               in_flight_tokens = name("in_flight_tokens"), request = name("request"), speculation = name("speculation"),
+               prompt_ids = name("prompt_ids"), params = name("params"), max_tokens = name("max_tokens"), most = name("most");
 
     static nb::object name(const char* text) { return nb::steal(PyUnicode_InternFromString(text)); }
 };
@@ -50,6 +53,11 @@ Handed<double, 2> padded(const std::vector<std::vector<double>>& lines) {
 
 int64_t num_drafts(nb::handle draft) { return static_cast<int64_t>(nb::len(nb::object(draft.attr(names().token_ids)))); }
 
+int64_t drafter_of(nb::handle draft, const nb::dict& indices, int64_t none) {
+    const nb::object drafter = draft.attr(names().drafter);
+    return !drafter.is_none() && indices.contains(drafter) ? nb::cast<int64_t>(indices[drafter]) : none;
+}
+
 std::vector<double> numbers_of(const nb::object& sequence) {
     std::vector<double> found;
     if (sequence.is_none()) return found;
@@ -65,24 +73,60 @@ nb::tuple drafted_of(const nb::tuple& rows, const nb::tuple& drafts, const nb::d
     for (size_t i = 0; i < nb::len(rows); ++i) {
         if (!decodes(rows[i])) continue;
         const nb::handle draft = drafts[i];
-        const nb::object drafter = draft.attr(names().drafter);
         numbers.push_back(nb::cast<int64_t>(rows[i].attr(names().row)));
-        numbers.push_back(!drafter.is_none() && indices.contains(drafter) ? nb::cast<int64_t>(indices[drafter]) : none);
+        numbers.push_back(drafter_of(draft, indices, none));
         numbers.push_back(num_drafts(draft));
         confidence.push_back(numbers_of(draft.attr(names().confidence)));
     }
     return nb::make_tuple(table(numbers, 3, confidence.size()), padded(confidence));
 }
 
-Handed<int64_t, 2> kept_of(const nb::tuple& rows, const nb::tuple& drafts, const nb::tuple& verdicts) {
-    require(nb::len(rows) == nb::len(drafts) && nb::len(rows) == nb::len(verdicts), "every row has a draft and a verdict");
+// What came of a round: of the rows that decode the row, its drafter, drafts proposed, verified and kept; how sure the
+// drafter was; and the work of the others, which are prefill.
+nb::tuple outcomes_of(const nb::tuple& rows, const nb::tuple& proposed, const nb::tuple& verified, const nb::tuple& verdicts,
+                      const nb::dict& indices, int64_t none) {
+    const size_t n = nb::len(rows);
+    require(nb::len(proposed) == n && nb::len(verified) == n && nb::len(verdicts) == n, "every row has drafts and a verdict");
     std::vector<int64_t> numbers;
-    for (size_t i = 0; i < nb::len(rows); ++i) {
-        if (!decodes(rows[i])) continue;
-        numbers.push_back(num_drafts(drafts[i]));
-        numbers.push_back(nb::cast<int64_t>(verdicts[i].attr(names().num_accepted)));
+    std::vector<std::vector<double>> confidence;
+    int64_t tokens = 0, unscored = 0, keys = 0, pairs = 0;
+    for (size_t i = 0; i < n; ++i) {
+        const nb::handle row = rows[i], draft = proposed[i];
+        if (!decodes(row)) {
+            const auto known = nb::cast<int64_t>(row.attr(names().num_known));
+            const int64_t samples = nb::cast<bool>(row.attr(names().samples)) ? 1 : 0;
+            const int64_t end = std::max(nb::cast<int64_t>(row.attr(names().max_len)) - samples, known);
+            tokens += known, unscored += known - samples, keys += end;
+            pairs += known * (end - known) + known * (known + 1) / 2;
+            continue;
+        }
+        const int64_t drafted = num_drafts(draft), kept = nb::cast<int64_t>(verdicts[i].attr(names().num_accepted));
+        numbers.push_back(nb::cast<int64_t>(row.attr(names().row)));
+        numbers.push_back(drafted ? drafter_of(draft, indices, none) : none);
+        numbers.push_back(drafted);
+        numbers.push_back(num_drafts(verified[i]));
+        numbers.push_back(kept);
+        confidence.push_back(drafted ? numbers_of(draft.attr(names().confidence)) : std::vector<double>());
     }
-    return table(numbers, 2, numbers.size() / 2);
+    return nb::make_tuple(table(numbers, 5, confidence.size()), padded(confidence), nb::make_tuple(tokens, unscored, keys, pairs));
+}
+
+// The rows of requests that run, the most tokens that each may have by now, and the drafts that it may have.
+Handed<int64_t, 2> bounds_of(const nb::list& running) {
+    const Names& name = names();
+    std::vector<int64_t> numbers;
+    for (nb::handle one : running) {
+        const auto in_flight = nb::cast<int64_t>(one.attr(name.in_flight)), more = nb::cast<int64_t>(one.attr(name.in_flight_tokens));
+        const nb::object request = one.attr(name.request), asked = request.attr(name.speculation);
+        const auto known = static_cast<int64_t>(nb::len(nb::object(one.attr(name.token_ids))));
+        const auto prompt = static_cast<int64_t>(nb::len(nb::object(request.attr(name.prompt_ids))));
+        const auto most = nb::cast<int64_t>(request.attr(name.params).attr(name.max_tokens));
+        const int64_t left = prompt + most - known - std::min(in_flight, more) - 1;
+        numbers.push_back(nb::cast<int64_t>(one.attr(name.row)));
+        numbers.push_back(known + more);
+        numbers.push_back(asked.is_none() ? left : std::min(left, nb::cast<int64_t>(asked.attr(name.most))));
+    }
+    return table(numbers, 3, numbers.size() / 3);
 }
 
 // What is kept of each row's drafts, where the target has chosen every token: see verify/coupled.py.
@@ -114,7 +158,8 @@ nb::list kept_while_chosen(const nb::tuple& drafts, const nb::list& cu_len,
 void bind_rounds(nb::module_& m) {
     m.def("drafted_of", &drafted_of, "rows"_a, "drafts"_a, "indices"_a, "none"_a);
     m.def("kept_while_chosen", &kept_while_chosen, "drafts"_a, "cu_len"_a, "chosen"_a);
-    m.def("kept_of", &kept_of, "rows"_a, "drafts"_a, "verdicts"_a);
+    m.def("outcomes_of", &outcomes_of, "rows"_a, "proposed"_a, "verified"_a, "verdicts"_a, "indices"_a, "none"_a);
+    m.def("bounds_of", &bounds_of, "running"_a);
 }
 
 }  // namespace paceline

@@ -118,6 +118,13 @@ Proposal TextIndex::propose(const int64_t* tail, size_t length, const Wish& wish
     return best;
 }
 
+Proposal TextIndex::go_on(const Wish& wish) const {
+    std::vector<int64_t> tail;
+    for (uint64_t p = end_; p > 0 && tail.size() < wish.max_match && kept(p - 1) && at(p - 1) != kBorder; --p) tail.push_back(at(p - 1));
+    std::reverse(tail.begin(), tail.end());
+    return propose(tail.data(), tail.size(), wish);
+}
+
 size_t Recycled::slot(int64_t before, int64_t last) {
     const uint64_t pair = static_cast<uint64_t>(before) * 0x9E3779B97F4A7C15u ^ static_cast<uint64_t>(last);
     return static_cast<size_t>(pair * 0xD1B54A32D192ED03u >> 32) % kEntries;

@@ -33,11 +33,16 @@ class TextIndex {
     // Append tokens, none negative.
     void extend(const int64_t* token_ids, size_t count);
 
+    uint64_t size() const { return end_; }  // tokens and borders that were appended
+
     // Mark a border: no match goes across it.
     void end_text();
 
     // What followed the places where the text before looks like the end of `tail`, which may be this text's own.
     Proposal propose(const int64_t* tail, size_t length, const Wish& wish) const;
+
+    // The same for the text's own end.
+    Proposal go_on(const Wish& wish) const;
 
   private:
     struct Place {

@@ -15,7 +15,7 @@ from paceline.core.nouns import BROKEN, Admission, Batch, BatchRow, Plan, Reques
 from paceline.core.params import SamplingParams
 from paceline.draft.lookup.suffix import BORDER, SuffixConfig, SuffixDrafter, propose_slow
 from paceline.draft.options import parse_spec
-from paceline.kernels import TextIndex
+from paceline.kernels import TextIndex, extend_rows, go_on
 from paceline.model.rows import Rows
 
 texts = st.lists(st.lists(st.integers(0, 3), max_size=40), max_size=4)
@@ -192,3 +192,23 @@ def test_only_so_many_salts_are_remembered() -> None:
     assert len(drafter._shared) == 64
     admit(rows, drafter, 0, [5, 6], "0")
     assert propose(drafter, 0) == []
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(0, 8), st.integers(16, 64))
+def test_a_text_goes_on_as_its_own_end_is_continued(tokens: list[int], k: int, capacity: int) -> None:
+    """Also where it has forgotten how it began."""
+    text, ids = TextIndex(capacity), np.array([tokens])
+    extend_rows([text], [0], ids, np.array([len(tokens) // 2]))
+    extend_rows([text], [0], ids, np.array([len(tokens)]))
+    tail = np.array(tokens[-8:])
+    assert go_on([text], [k], 2, 8, 2.0, 0.1) == [text.propose(tail, k, 2, 8, 2.0, 0.1)]
+
+
+def test_rows_that_do_not_fit_their_texts_are_refused() -> None:
+    ids = np.zeros((2, 4), np.int64)
+    with pytest.raises(ValueError, match="no such row"):
+        extend_rows([TextIndex(8)], [2], ids, np.zeros(2, np.int64))
+    with pytest.raises(ValueError, match="longer than its room"):
+        extend_rows([TextIndex(8)], [0], ids, np.full(2, 5))
+    with pytest.raises(ValueError, match="number for each text"):
+        go_on([TextIndex(8)], [], 2, 8, 2.0, 0.1)

@@ -15,9 +15,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from paceline import kernels
 from paceline.core.errors import PromptTooLong, QueueFull
 from paceline.core.nouns import PAGE_TOKENS, Admission, Batch, BatchRow, Plan, Request, RowPlan
-from paceline.core.params import SamplingParams
+from paceline.core.params import SamplingParams, Speculation
+from paceline.engine.outlook import bounds_of_slow
 from paceline.engine.pages import PagePool, chain_hash, pages_for, root_hash
 from paceline.engine.scheduler import Limits, Scheduler
 
@@ -130,7 +132,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt = tuple([stem] * (length * 2 // 3) + [self.random.randrange(VOCAB) for _ in range(length // 3 + 1)])
         params = SamplingParams(max_tokens=max_tokens)
         name = f"r{len(self.written)}"
-        request = Request(name, prompt, params, seed=0, salt="salt" if salt else "")
+        asks = self.random.choice([None, Speculation("off"), Speculation(k=2)])
+        request = Request(name, prompt, params, seed=0, salt="salt" if salt else "", speculation=asks)
         try:
             self.scheduler.add(request)
         except PromptTooLong:
@@ -188,6 +191,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def adds_up(self) -> None:
         self.scheduler.check()
+
+    @invariant()
+    def bounds_are_read_alike(self) -> None:
+        decoding = self.scheduler.decoding()
+        assert kernels.bounds_of(decoding).tolist() == bounds_of_slow(decoding).tolist()
 
     def teardown(self) -> None:
         """Nothing starves: once arrivals stop, everything ends and every page comes back."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from math import nan
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from paceline import kernels
+from paceline.control.cost import Work
 from paceline.control.policy import NONE, Drafted
+from paceline.core.nouns import NO_DRAFT, Draft
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,9 +18,9 @@ if TYPE_CHECKING:
     from numpy import float64, int64
     from numpy.typing import NDArray
 
-    from paceline.core.nouns import Batch, Draft, Verdict
+    from paceline.core.nouns import Batch, Verdict
 
-_NO_CONFIDENCE = np.empty((0, 0))
+NO_WORK = Work(0)
 
 
 def drafted_of(batch: Batch, draft: Draft, indices: dict[str, int]) -> Drafted:
@@ -36,23 +38,41 @@ def drafted_of_slow(batch: Batch, draft: Draft, indices: dict[str, int]) -> Draf
     return Drafted(rows, drafters, ks, padded([d.confidence or () for _, d in found]))
 
 
-def nothing_of(batch: Batch) -> Drafted:
-    """Return what was proposed where nothing was."""
-    rows = np.array([r.row for r in batch.rows if r.decodes], np.int64)
-    zeros = np.zeros(len(rows), np.int64)
-    return Drafted(rows, zeros + NONE, zeros, _NO_CONFIDENCE)
+class Came(NamedTuple):
+    """What came of a round. Of the rows that decode, [n] each, but `confidence`, see `Outcomes`."""
+
+    rows: NDArray[int64]
+    drafters: NDArray[int64]  # NONE where nothing was proposed
+    num_drafted: NDArray[int64]
+    num_verified: NDArray[int64]
+    num_accepted: NDArray[int64]
+    confidence: NDArray[float64]
+    prefill: Work
 
 
-def kept_of(batch: Batch, draft: Draft, verdict: Verdict) -> NDArray[int64]:
-    """Return how many drafts of each row that decodes were verified, and how many kept. [2, n]"""
-    return kernels.kept_of(batch.rows, draft.rows, verdict.rows)
+def came_of(batch: Batch, proposed: Draft, verified: Draft, verdict: Verdict, indices: dict[str, int]) -> Came:
+    """Return what came of a round: its drafts as proposed and as verified. indices: as `drafted_of`."""
+    rounds = batch.rows, proposed.rows, verified.rows, verdict.rows
+    numbers, confidence, prefill = kernels.outcomes_of(*rounds, indices, NONE)
+    rows, drafters, num_drafted, num_verified, num_accepted = numbers
+    work = Work(*prefill) if prefill[0] else NO_WORK
+    return Came(rows, drafters, num_drafted, num_verified, num_accepted, confidence, work)
 
 
-def kept_of_slow(batch: Batch, draft: Draft, verdict: Verdict) -> NDArray[int64]:
-    """Return what `kept_of` returns, plainly."""
-    outcomes = zip(batch.rows, draft.rows, verdict.rows, strict=True)
-    found = [(len(d), v.num_accepted) for r, d, v in outcomes if r.decodes]
-    return np.array(found, np.int64).reshape(-1, 2).T
+def came_of_slow(
+    batch: Batch, proposed: Draft, verified: Draft, verdict: Verdict, indices: dict[str, int]
+) -> Came:
+    """Return what `came_of` returns, plainly."""
+    drafted = drafted_of_slow(batch, Draft(tuple(d if len(d) else NO_DRAFT for d in proposed.rows)), indices)
+    found = zip(batch.rows, verified.rows, verdict.rows, strict=True)
+    kept = np.array([(len(d), v.num_accepted) for r, d, v in found if r.decodes], np.int64).reshape(-1, 2)
+    prefill = NO_WORK
+    for r in batch.rows:
+        if not r.decodes:
+            keys = max(r.max_len - int(r.samples), r.num_known)
+            pairs = r.num_known * (keys - r.num_known) + r.num_known * (r.num_known + 1) // 2
+            prefill += Work(r.num_known, r.num_known - int(r.samples), keys, pairs)
+    return Came(drafted.rows, drafted.drafters, drafted.ks, kept[:, 0], kept[:, 1], drafted.confidence, prefill)
 
 
 def padded(rows: Sequence[Sequence[float]]) -> NDArray[float64]:

@@ -5,21 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from paceline.control.arrays import drafted_of, kept_of, nothing_of
-from paceline.control.cost import Work
+from paceline.control.arrays import came_of, drafted_of
 from paceline.control.cruise import MANY_ROWS
-from paceline.control.policy import NONE, Decision, Drafted, Outcomes, View
+from paceline.control.policy import NONE, Decision, Outcomes, View
 from paceline.control.reckoning import Reckoning, learn_cost
 from paceline.core.nouns import Draft, Plan, RowPlan, noun
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from paceline.control.cost import Work
     from paceline.control.online import OnlineCost
     from paceline.control.policy import Policy
     from paceline.core.nouns import Batch, Verdict
-
-NO_WORK = Work(0)
 
 
 @noun
@@ -125,7 +123,6 @@ class ClosedLoop:
         self.view: View | None = None  # of the last plan
         self.decision: Decision | None = None
         self._offered: frozenset[int] = frozenset()  # drafters whose proposals the last plan knew
-        self._seen: tuple[Draft, Drafted] | None = None  # the last proposal, and the same as arrays
         self._index = {name: index for index, name in enumerate(names)}
         self._over: list[_Over] = []  # steps that nothing was learnt from yet
         self._reckoned: list[Reckoning] = []  # what was made of steps, and not yet told
@@ -188,7 +185,7 @@ class ClosedLoop:
         if self.view is None or self._resting or not self.policy.trims or not self._says_more(draft):
             return draft
         self._settle()
-        drafted = self._drafted(batch, draft)
+        drafted = drafted_of(batch, draft, self._index)
         ks = self.policy.trim(self.view, drafted)
         if ks is drafted.ks:
             return draft
@@ -203,12 +200,6 @@ class ClosedLoop:
         return any(
             d.confidence and self._index.get(d.drafter or "", NONE) not in self._offered for d in draft.rows
         )
-
-    def _drafted(self, batch: Batch, draft: Draft) -> Drafted:
-        """Return what was proposed, as arrays over the rows that decode."""
-        if self._seen is None or self._seen[0] is not draft:
-            self._seen = draft, drafted_of(batch, draft, self._index)
-        return self._seen[1]
 
     def observe(
         self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes
@@ -234,14 +225,23 @@ class ClosedLoop:
             self._learn_from(step)
 
     def _learn_from(self, step: _Over) -> None:
-        batch, proposed = step.batch, step.proposed
-        drafted = self._drafted(batch, proposed) if any(map(len, proposed.rows)) else nothing_of(batch)
-        outcomes = _outcomes(drafted, batch, step.draft, step.verdict, step.times)
-        prefill = prefill_work(batch)
-        reckoning = self.learn(outcomes, prefill, step.view, step.decision)
+        came, times = came_of(step.batch, step.proposed, step.draft, step.verdict, self._index), step.times
+        outcomes = Outcomes(
+            came.rows,
+            came.drafters,
+            came.num_verified,
+            came.num_accepted,
+            times.draft_s,
+            times.target_s,
+            times.host_s,
+            came.confidence if came.confidence.size else None,
+            times.wait_s,
+            came.num_drafted,
+        )
+        reckoning = self.learn(outcomes, came.prefill, step.view, step.decision)
         self._reckoned += [reckoning] if reckoning else []
         if self._watcher:
-            self._watcher.learnt(outcomes, prefill, self._group)
+            self._watcher.learnt(outcomes, came.prefill, self._group)
 
     def rested(self, rows: int, host_s: float) -> None:
         """Take in a step that was not planned; see `Watcher`."""
@@ -270,24 +270,3 @@ class ClosedLoop:
         if self.cost is None or rows < MANY_ROWS or any(outcomes.num_verified.tolist()):
             return outcomes
         return replace(outcomes, host_s=min(outcomes.host_s, self.cost.host(rows, drafts=False)))
-
-
-def _outcomes(drafted: Drafted, batch: Batch, draft: Draft, verdict: Verdict, times: StepTimes) -> Outcomes:
-    verified, accepted = kept_of(batch, draft, verdict) if len(drafted.confidence) else (drafted.ks,) * 2
-    seconds = times.draft_s, times.target_s, times.host_s
-    confidence = drafted.confidence if drafted.confidence.size else None
-    return Outcomes(
-        drafted.rows, drafted.drafters, verified, accepted, *seconds, confidence, times.wait_s, drafted.ks
-    )
-
-
-def prefill_work(batch: Batch) -> Work:
-    """Return the work of a batch's prefill chunks."""
-    total = NO_WORK
-    for r in batch.rows:
-        if not r.decodes:
-            end = r.max_len - (1 if r.samples else 0)
-            keys = max(end, r.num_known)
-            pairs = r.num_known * (keys - r.num_known) + r.num_known * (r.num_known + 1) // 2
-            total += Work(r.num_known, r.num_known - int(r.samples), keys, pairs)
-    return total

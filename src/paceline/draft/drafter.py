@@ -95,8 +95,8 @@ class StoresLost(Exception):  # noqa: N818 (it is news, not an error of the user
 class Lookup(Protocol):
     """What a drafter has whose proposals cost next to nothing: they can be looked at before a step is planned."""
 
-    def look(self, row: int, k: int) -> RowDraft:
-        """Propose up to k tokens for a row, with a confidence for each."""
+    def look(self, most: Mapping[int, int]) -> dict[int, RowDraft]:
+        """Propose up to so many tokens for rows, with a confidence for each; rows may be left out."""
         ...
 
 

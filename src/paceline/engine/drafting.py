@@ -93,13 +93,10 @@ class Drafting:
         for name, drafter in self.drafters.items():
             if drafter.needs.instant:
                 k = drafter.needs.max_k
-                offers = self._guard(
-                    drafter, _look, drafter, [(r, min(k, m)) for r, m in zip(rows, most, strict=True)]
-                )
-                self._offers[name] = offers or {}
-                found[self._index[name]] = padded(
-                    [self._offers[name].get(row, NO_DRAFT).confidence or () for row in rows]
-                )
+                asked = {row: min(k, m) for row, m in zip(rows, most, strict=True)}
+                offers = self._guard(drafter, _look, drafter, asked) or {}
+                self._offers[name] = offers
+                found[self._index[name]] = padded([offers.get(row, NO_DRAFT).confidence or () for row in rows])
         return found
 
     def propose(self, batch: Batch, plan: Plan) -> Draft:
@@ -192,5 +189,5 @@ class Drafting:
             log.warning("drafter %s failed, so its rows decode plainly: %s", drafter.name, reason)
 
 
-def _look(drafter: Lookup, asked: Sequence[tuple[int, int]]) -> dict[int, RowDraft]:
-    return {row: drafter.look(row, k) for row, k in asked if k > 0}
+def _look(drafter: Lookup, most: Mapping[int, int]) -> dict[int, RowDraft]:
+    return drafter.look(most)

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.control.controller import NO_WORK
+from paceline import kernels
+from paceline.control.arrays import NO_WORK
 from paceline.control.cost import Work
 from paceline.control.objective import MS_PER_S
 from paceline.control.policy import View
@@ -27,7 +28,7 @@ def outlook(scheduler: Scheduler, drafting: Drafting, *, looks: bool, group: Gro
     looks: asks the drafters that cost nothing what they would propose; rows with wishes of their own do so anyhow.
     """
     decoding = scheduler.decoding(group)
-    rows, lengths, most = _bounds(decoding)
+    rows, lengths, most = kernels.bounds_of(decoding)
     special = [r for r in decoding if r.request.speculation is not None]
     offers = drafting.look(rows.tolist(), most.tolist()) if looks or special else {}
     wishes, targets = dict(_wishes(special, drafting.names)), dict(_targets(special))
@@ -35,17 +36,15 @@ def outlook(scheduler: Scheduler, drafting: Drafting, *, looks: bool, group: Gro
     return View(rows, lengths, most, prefill, offers, wishes, waiting, targets, drafting.out())
 
 
-def _bounds(decoding: Sequence[Running]) -> NDArray[int64]:
-    """Return the rows, their lengths and the drafts that each may have. [3, num_rows]"""
-    return np.array(
-        [[r.row for r in decoding], [r.upper_len for r in decoding], [_most(r) for r in decoding]], np.int64
-    )
+def bounds_of_slow(decoding: Sequence[Running]) -> NDArray[int64]:
+    """Return what `kernels.bounds_of` returns: rows, lengths and the drafts that each may have. [3, num_rows]
 
-
-def _most(running: Running) -> int:
-    """Return how many drafts a row may have: its answer's end and its request bound them."""
-    asked = running.request.speculation
-    return running.remaining - 1 if asked is None else min(running.remaining - 1, asked.most)
+    An answer's end and its request bound these.
+    """
+    asked = [r.request.speculation for r in decoding]
+    left = [r.remaining - 1 for r in decoding]
+    most = [m if a is None else min(m, a.most) for m, a in zip(left, asked, strict=True)]
+    return np.array([[r.row for r in decoding], [r.upper_len for r in decoding], most], np.int64)
 
 
 def _wishes(decoding: Sequence[Running], names: Sequence[str]) -> Iterator[tuple[int, int]]:

@@ -347,7 +347,26 @@ def stop_drafts(
 def drafted_of(
     rows: tuple[Any, ...], drafts: tuple[Any, ...], indices: dict[str, int], none: int
 ) -> tuple[NDArray[int64], NDArray[float64]]: ...
-def kept_of(rows: tuple[Any, ...], drafts: tuple[Any, ...], verdicts: tuple[Any, ...]) -> NDArray[int64]: ...
+def outcomes_of(
+    rows: tuple[Any, ...],
+    proposed: tuple[Any, ...],
+    verified: tuple[Any, ...],
+    verdicts: tuple[Any, ...],
+    indices: dict[str, int],
+    none: int,
+) -> tuple[NDArray[int64], NDArray[float64], PassWork]: ...
+def bounds_of(running: list[Any]) -> NDArray[int64]: ...
+def extend_rows(
+    texts: Sequence[TextIndex], rows: Sequence[int], token_ids: NDArray[int64], lengths: NDArray[int64]
+) -> None: ...
+def go_on(
+    texts: Sequence[TextIndex],
+    most: Sequence[int],
+    min_match: int,
+    max_match: int,
+    reach: float,
+    least_share: float,
+) -> list[tuple[list[int], list[float], int]]: ...
 def kept_while_chosen(drafts: tuple[Any, ...], cu_len: list[int], chosen: NDArray[int64]) -> list[list[int]]: ...
 def write_halves(
     taps: list[NDArray[float32]],

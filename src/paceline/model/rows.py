@@ -54,14 +54,6 @@ class _How:
         return [Choose(*of_all, length + n, None, margin) for n in range(len(guesses) + 1)]
 
 
-@dataclass(slots=True, eq=False)
-class _Text:
-    """The index of a row's tokens."""
-
-    index: kernels.TextIndex
-    known: int = 0  # tokens that are in it
-
-
 class Rows:
     """Tokens, lengths and page tables of the rows of an engine.
 
@@ -78,7 +70,7 @@ class Rows:
         self.pages = np.zeros((num_rows, -(-width // PAGE_TOKENS)), np.int64)
         self.requests: list[Request | None] = [None] * num_rows
         self._how: list[_How | None] = [None] * num_rows
-        self._texts: list[_Text | None] = [None] * num_rows
+        self._texts: list[kernels.TextIndex | None] = [None] * num_rows
         self._eos_ids = eos_ids
         self._law_needs_probs = law_needs_probs
 
@@ -93,16 +85,20 @@ class Rows:
 
     def text(self, row: int) -> kernels.TextIndex:
         """Return the index of a row's committed tokens: who asks for none pays for none."""
-        text = self._texts[row]
-        if text is None:
-            request = self.requests[row]
-            assert request is not None
-            most = len(request.prompt_ids) + (request.params.max_tokens or 0)
-            text = self._texts[row] = _Text(kernels.TextIndex(min(most, self.token_ids.shape[1])))
-        length = self.length.item(row)
-        text.index.extend(self.token_ids[row, text.known : length])
-        text.known = length
-        return text.index
+        return self.texts([row])[0]
+
+    def texts(self, rows: Sequence[int]) -> list[kernels.TextIndex]:
+        """Return the same of several rows."""
+        texts = [self._texts[row] or self._new_text(row) for row in rows]
+        kernels.extend_rows(texts, rows, self.token_ids, self.length)
+        return texts
+
+    def _new_text(self, row: int) -> kernels.TextIndex:
+        request = self.requests[row]
+        assert request is not None
+        most = len(request.prompt_ids) + (request.params.max_tokens or 0)
+        text = self._texts[row] = kernels.TextIndex(min(most, self.token_ids.shape[1]))
+        return text
 
     def apply(self, batch: Batch) -> None:
         """Take in the births and the new pages of a step."""

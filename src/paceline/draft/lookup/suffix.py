@@ -21,15 +21,14 @@ from paceline.draft.options import bounded
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from numpy import int64
-    from numpy.typing import NDArray
-
     from paceline.core.nouns import Batch, Plan, Request, Scores, Verdict
     from paceline.draft.drafter import Target
     from paceline.draft.options import Loader
     from paceline.kernels import TextIndex
     from paceline.model.rows import Rows
     from paceline.model.weights import LoadedModel
+
+    Path = tuple[list[int], list[float], int]  # tokens, their shares, and the match that they follow
 
 MAX_MATCH = 64
 MOST_SHARED_TOKENS = 1 << 26
@@ -95,22 +94,31 @@ class SuffixDrafter:
 
     def propose(self, batch: Batch, plan: Plan) -> Draft:
         """Ask every row that may draft; a row without a match drafts nothing."""
-        return Draft(tuple(self.look(r.row, min(plan.k(r.row), r.max_drafts)) for r in batch.rows))
+        found = self.look({r.row: min(plan.k(r.row), r.max_drafts) for r in batch.rows})
+        return Draft(tuple(found.get(r.row, NO_DRAFT) for r in batch.rows))
 
-    def look(self, row: int, k: int) -> RowDraft:
-        """Propose up to k tokens for a row, with a confidence for each."""
-        if k == 0:
-            return NO_DRAFT
-        tokens, shared = self._tokens.tokens(row), self._shared.get(self._requests[row].salt)
-        indices = [self._tokens.text(row)] if shared is None else [self._tokens.text(row), shared]
-        found = [self._ask(index, tokens, k) for index in indices]
-        token_ids, shares, match = found[0] if shared is None else max(found, key=lambda f: expected(f[1]))
-        trust = match / (match + 1)
-        return RowDraft(token_ids, self.name, [s * trust for s in shares]) if token_ids else NO_DRAFT
+    def look(self, most: Mapping[int, int]) -> dict[int, RowDraft]:
+        """Propose up to so many tokens for rows, with a confidence for each; rows without a match are left out."""
+        from paceline.kernels import go_on
 
-    def _ask(self, index: TextIndex, tokens: NDArray[int64], k: int) -> tuple[list[int], list[float], int]:
-        c = self.config
-        return index.propose(tokens[-c.max :], k, c.min, c.max, c.reach, c.share)
+        rows, c = [row for row, k in most.items() if k > 0], self.config
+        found = go_on(self._tokens.texts(rows), [most[row] for row in rows], c.min, c.max, c.reach, c.share)
+        if self._shared:
+            found = [self._or_shared(row, most[row], own) for row, own in zip(rows, found, strict=True)]
+        drafts = {}
+        for row, (token_ids, shares, match) in zip(rows, found, strict=True):
+            if token_ids:
+                trust = match / (match + 1)
+                drafts[row] = RowDraft(token_ids, self.name, [s * trust for s in shares])
+        return drafts
+
+    def _or_shared(self, row: int, k: int, own: Path) -> Path:
+        """Return what past answers say where that promises more than the row's own text."""
+        shared, c = self._shared.get(self._requests[row].salt), self.config
+        if shared is None:
+            return own
+        tail = self._tokens.tokens(row)[-c.max :]
+        return max(own, shared.propose(tail, k, c.min, c.max, c.reach, c.share), key=lambda f: expected(f[1]))
 
     def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
         """Nothing to trim: drafts never enter an index."""
@@ -166,7 +174,7 @@ def propose_slow(
     max_match: int,
     reach: float,
     least_share: float,
-) -> tuple[list[int], list[float], int]:
+) -> Path:
     """Return what `TextIndex.propose` returns, plainly: tokens, their shares, and the match they follow.
 
     text: tokens and borders. tail: what is to be continued, the end of `text` or another text.
@@ -179,7 +187,7 @@ def propose_slow(
         if text[place] != BORDER and match >= min_match:
             places.append((place, match))
     places = places[:MOST_PLACES]
-    best: tuple[list[int], list[float], int] = ([], [], 0)
+    best: Path = ([], [], 0)
     for match in sorted({m for _, m in places}, reverse=True)[:MOST_MATCHES]:
         path = _follow(text, [p for p, m in places if m >= match], min(most, int(reach * match)), least_share)
         if expected(path[1]) > expected(best[1]):
