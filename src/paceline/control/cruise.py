@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 CRUISE = 8  # steps that a choice may hold for ...
 MUCH = 6  # ... unless so many drafts are offered: a drafter hardly makes more
-MANY_ROWS = 6  # from which choosing and looking take a tenth of a plain step
+MANY_ROWS = 12  # from which it pays to hold choices: what drafts bring there is little more than choosing costs
 DRAFTING = 4  # steps that a choice to draft holds for such many rows; one not to does for `CRUISE` ...
 LONGEST = 16  # ... and twice as many when it is made again: longer, and what begins to repeat itself is missed
 

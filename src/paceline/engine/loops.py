@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 from paceline.control.controller import ClosedLoop
@@ -38,6 +39,6 @@ def choose_loop(asked: str, engine: Engine, placement: Placement) -> tuple[Loop,
 
     def wanted(engine: Engine) -> bool:
         controller = engine.controller
-        return isinstance(controller, ClosedLoop) and switch.ask(controller)
+        return isinstance(controller, ClosedLoop) and switch.ask(controller, perf_counter())
 
     return OverlappedLoop(placement.worker(), wanted), "where drafting takes longer than a pass's fixed cost"
