@@ -130,6 +130,12 @@ class ClosedLoop:
         self._resting = False  # in this step
         self._group = group
         self._twin: ClosedLoop | None = None
+        self._num_gained = 0
+
+    @property
+    def num_gained(self) -> int:
+        """Tokens written in the steps that were observed, of both groups."""
+        return self._num_gained + (self._twin._num_gained if self._twin else 0)
 
     @property
     def twin(self) -> ClosedLoop:
@@ -208,6 +214,7 @@ class ClosedLoop:
 
         Where somebody watches, or other rows are planned by what is learnt of these, it learns at once.
         """
+        self._num_gained += sum(len(v.token_ids) for v in verdict.rows)
         if self._resting:
             decode = len(batch.rows) if batch.num_known_tokens == len(batch.rows) else 0
             self.rested(decode, times.host_s)

@@ -9,7 +9,6 @@ halves and t <= V, just where t > A. So they do not pay for drafters that cost l
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import exp, log
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,10 +28,9 @@ if TYPE_CHECKING:
 
 MARGIN = 0.03  # by which turns must promise to win before they begin
 ASK_EVERY = 8  # steps between two looks
-RATE = 0.05  # of what is known of steps of a kind, that one replaces ...
-PRIOR = 4.0  # ... when more than a few were seen: so many count as on time
-MOST_SURPRISE = 0.7  # in log seconds, of one step
-FADE = 1 / 64  # of what is known of turns, lost with each look while they are not taken
+RATE = 0.02  # of what is known of steps of a kind, that one replaces
+MOST_TIMES = 4.0  # of what a step takes, that a single one may count for
+FADE = 1 / 256  # of what is known of turns, lost with each look while they are not taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,68 +132,73 @@ def _halves(whole: Sequence[Part]) -> list[Part]:
 class Switch:
     """Says whether two groups take turns: from when it promises to win clearly until it does not win any more.
 
-    A promise counts by what came of others of its kind: two passes at once also share memory and caches, which is
-    in no price. What is known of turns fades while they are not taken, so that they are tried again.
+    What tells is tokens per second by the clock, once turns were taken: two passes at once also share memory and
+    caches, which is in no price. What is known of turns fades while they are not taken: they are tried again.
     """
 
     def __init__(self, *, apart: bool) -> None:
         self.on = False
         self._apart = apart
         self._asked = 0
-        self._turns: Turns | None = None  # of the last look
-        self._since = 0.0, 0  # when it last answered, and for how many rows
-        self._late = {False: _Late(), True: _Late()}  # all rows together, and in turns
+        self._since = 0.0, 0, 0  # when it last answered, tokens written by then, and rows
+        self._rates: dict[tuple[bool, int], _Rate] = {}  # by whether in turns, and the order of the rows' number
 
     def ask(self, loop: ClosedLoop, now_s: float) -> bool:
-        """Answer, with a new look at prices now and then. now_s: by any clock that goes on."""
+        """Answer, with a new look now and then. now_s: by any clock that goes on."""
         self._note(loop, now_s)
         if self._asked % ASK_EVERY == 0:
-            turns = self._turns = planned_turns(loop, apart=self._apart, overlapped=self.on)
-            gain = turns.gain * self._came() if turns else 0.0
-            on = gain > (1.0 if self.on else 1.0 + MARGIN)
-            if on != self.on:
-                self.on, self._turns = on, None  # what was planned was planned for the other
-            if not self.on:
-                self._late[True].fade(self._late[False])
+            turns = planned_turns(loop, apart=self._apart, overlapped=self.on)
+            together, in_turns = (self._of(on, self._since[2]) for on in (False, True))
+            gain = _gain(turns.gain, together, in_turns) if turns else 0.0
+            self.on = gain > (1.0 if self.on else 1.0 + MARGIN)
+            if turns and not self.on:
+                in_turns.fade(turns.gain * together.tokens_per_s)
         self._asked += 1
         return self.on
 
-    def _came(self) -> float:
-        """Return what is left of a promised gain, as far as anything is known of turns."""
-        together, in_turns = self._late[False], self._late[True]
-        return exp(together.log - in_turns.log) if in_turns.seen else 1.0
+    def _of(self, on: bool, rows: int) -> _Rate:
+        return self._rates.setdefault((on, rows.bit_length()), _Rate())
 
     def _note(self, loop: ClosedLoop, now_s: float) -> None:
-        """Compare the step since the last answer with its price, if it was of the same rows, without prefill."""
-        rows, (since_s, before) = self._rows(loop), self._since
-        if self._turns is not None and rows and rows == before:
-            priced_s = self._turns.turns_s / 2 if self.on else self._turns.serial_s
-            self._late[self.on].learn(now_s - since_s, priced_s)
-        self._since = now_s, rows
-
-    def _rows(self, loop: ClosedLoop) -> int:
-        """Return the rows of the last plans, 0 if there was prefill besides."""
+        """Take in the step since the last answer, if it was of the same rows, without prefill."""
         views = [one.view for one in ((loop, loop.twin) if self.on else (loop,)) if one.view is not None]
-        return 0 if any(view.prefill.tokens for view in views) else sum(view.num_rows for view in views)
+        rows, tokens, (since_s, before, rows_before) = sum(v.num_rows for v in views), loop.num_gained, self._since
+        if rows == rows_before and not any(view.prefill.tokens for view in views):
+            self._of(self.on, rows).learn(tokens - before, now_s - since_s)
+        self._since = now_s, tokens, rows
+
+
+def _gain(promised: float, together: _Rate, in_turns: _Rate) -> float:
+    """Return what turns gain: as promised, until some of them were seen."""
+    if not together.seen or in_turns.seen < ASK_EVERY:
+        return promised
+    return in_turns.tokens_per_s / together.tokens_per_s
 
 
 @dataclass(slots=True)
-class _Late:
-    """By how much steps of a kind take longer than their price."""
+class _Rate:
+    """Tokens and seconds of the last steps of a kind."""
 
-    log: float = 0.0
+    tokens: float = 0.0
+    seconds: float = 0.0
     seen: int = 0
 
-    def learn(self, seconds: float, priced_s: float) -> None:
-        """Take in a step; a stall counts for no more than twice its price."""
-        if seconds > 0 and priced_s > 0:
-            self.seen += 1
-            self.log += max(RATE, 1 / (PRIOR + self.seen)) * (_bounded(log(seconds / priced_s)) - self.log)
+    @property
+    def tokens_per_s(self) -> float:
+        """0 if none was seen."""
+        return self.tokens / self.seconds if self.seconds else 0.0
 
-    def fade(self, other: _Late) -> None:
-        """Forget some of what sets it apart from another kind."""
-        self.log += FADE * (other.log - self.log)
+    def learn(self, tokens: int, seconds: float) -> None:
+        """Take in a step; a stall counts for no more than a few of them."""
+        if seconds <= 0:
+            return
+        self.seen += 1
+        rate = max(RATE, 1 / self.seen)
+        self.tokens += rate * (tokens - self.tokens)
+        self.seconds += rate * (
+            (min(seconds, MOST_TIMES * self.seconds) if self.seconds else seconds) - self.seconds
+        )
 
-
-def _bounded(surprise: float) -> float:
-    return max(-MOST_SURPRISE, min(MOST_SURPRISE, surprise))
+    def fade(self, tokens_per_s: float) -> None:
+        """Forget some of it for what is promised."""
+        self.tokens += FADE * (tokens_per_s * self.seconds - self.tokens)
