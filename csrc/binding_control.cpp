@@ -42,23 +42,10 @@ void observe_drafts(const All& all, const Numbers& rates, const Ids& rows, const
                             {rows.data(), num_verified.data(), num_accepted.data(), drafters.data(), own[d], n});
 }
 
-nb::tuple stops_of(const Estimates& estimates, const Ids& rows, double bar) {
-    require_rows(rows, {&estimates});
-    const Habits habits = estimates.habits();
-    nb::list found, furthest;
-    std::vector<double> odds(habits.depth), least(habits.depth);
-    for (size_t i = 0; i < rows.size(); ++i) {
-        furthest.append(stops(habits, estimates.sureness(), rows.data()[i], bar, odds.data(), least.data()));
-        found.append(nb::make_tuple(odds, least));
-    }
-    return nb::make_tuple(found, furthest);
-}
-
-// How dear one draft more of a row is, where rows have about `k` and half of them go on: see control/stopping.py.
-double one_more_s(const double* of_half, size_t depth, double k, size_t half) {
+// How dear one draft more of a row is, where rows have about `k`, 1 or more, and half of them go on: see control/stopping.py.
+double one_more_s(const double* of_half, size_t depth, size_t k, size_t half) {
     const auto price = [&](size_t drafts) { return drafts ? of_half[drafts - 1] : 0.0; };
-    const size_t planned = static_cast<size_t>(std::max(k, 1.0)), high = std::min(planned + 1, depth);
-    const size_t low = std::max(std::min(k > 0 ? static_cast<size_t>(k) - 1 : 0, high - 1), std::min<size_t>(1, high - 1));
+    const size_t high = std::min(k + 1, depth), low = std::max(std::min(k - 1, high - 1), std::min<size_t>(1, high - 1));
     return (price(high) - price(low)) / static_cast<double>(high - low) / static_cast<double>(half);
 }
 
@@ -84,7 +71,7 @@ nb::tuple stop_drafts(const All& minding, const Table& of_half, size_t half, dou
         const int64_t d = drafters.data()[i];
         if (minds(i) && rows.data()[i] != left_alone) {
             const Habits habits = minding[d]->habits();
-            const double mean = std::nearbyint(planned[d] / count[d]);
+            const auto mean = static_cast<size_t>(std::nearbyint(planned[d] / count[d]));
             std::vector<double> odds(habits.depth), least(habits.depth);
             const size_t furthest = stops(habits, minding[d]->sureness(), rows.data()[i],
                                           one_more_s(of_half.data() + d * depth, depth, mean, half) * per_s, odds.data(), least.data());
@@ -109,7 +96,6 @@ void bind_control(nb::module_& m) {
           "drafters"_a, "own"_a, "confidence"_a.none());
     m.def("stop_drafts", &stop_drafts, "minding"_a, "of_half"_a, "half"_a, "per_s"_a, "rows"_a, "most"_a, "ks"_a, "drafters"_a,
           "left_alone"_a);
-    m.def("stops_of", &stops_of, "estimates"_a, "rows"_a, "bar"_a);
 }
 
 }  // namespace paceline

@@ -40,27 +40,28 @@ class CostTables {
         const auto& [counts, seconds, stepped] = curve_;
         const auto& [added, deepening, whole] = drafting_;
         const auto& [factors, drafted] = drafters_;
+        const auto& [host_s, host_seen] = host_;
+        const auto& [hour_log, num_passes] = hour_;
         require(own.size() > 0 && seen.size() == own.size() && last.size() == own.size(), "tables of sizes differ");
         require(size.size() > 0 && measured_s.size() == size.size() && pass_s.size() == size.size(), "tables of passes differ");
-        require(std::all_of(size.data(), size.data() + size.size(),
-                            [&](int64_t s) { return 0 <= s && static_cast<size_t>(s) < own.size(); }), "a size lies outside its table");
+        require(within(size, own.size()), "a size lies outside its table");
         require(counts.size() > 0 && seconds.size() == counts.size(), "no pass has a price");
         require(added.shape(0) == factors.size() && drafted.size() == factors.size(), "prices of drafting do not fit");
         for (size_t axis = 0; axis < 3; ++axis)
             require(deepening.shape(axis) == added.shape(axis) && whole.shape(axis) == added.shape(axis), "prices of drafting do not fit");
         require(added.shape(1) > 1 && added.shape(2) > 0, "prices of drafting do not fit");
-        require(std::get<0>(host_).size() == 2 && std::get<1>(host_).size() == 2, "the host has two kinds of steps");
-        require(std::get<0>(hour_).size() == 1 && std::get<1>(hour_).size() == 1, "there is one hour, and one count of passes");
+        require(host_s.size() == 2 && host_seen.size() == 2, "the host has two kinds of steps");
+        require(hour_log.size() == 1 && num_passes.size() == 1, "there is one hour, and one count of passes");
         require(rates.size() == 6, "six rates");
         const auto [pair_s, kv_token_s, unscored_s] = prices;
         const double* r = rates.data();
         costs = {{own.data(), seen.data(), own.size(), size.data(), measured_s.data(), pass_s.data(), size.size()},
-                 last.data(), std::get<1>(hour_).data(), std::get<0>(hour_).data(),
+                 last.data(), num_passes.data(), hour_log.data(),
                  {counts.data(), seconds.data(), counts.size(), stepped},
                  pair_s, kv_token_s, unscored_s,
                  added.data(), deepening.data(), whole.data(), factors.data(), drafted.data(),
                  added.shape(0), added.shape(1) - 1, added.shape(2),
-                 std::get<0>(host_).data(), std::get<1>(host_).data(),
+                 host_s.data(), host_seen.data(),
                  {r[0], r[1], r[2], r[3], r[4], r[5]}};
     }
 
@@ -71,7 +72,7 @@ class CostTables {
     }
 
     Best best(const Ladder& ladder, const Candidates& c) const {
-        for (size_t i = 0; i < c.n && ladder.with_drafting; ++i) priced(c.most[i], c.drafters[i]);
+        for (size_t i = 0; i < c.n && ladder.with_drafting && costs.drafters; ++i) priced(c.most[i], c.drafters[i]);
         return best_drafts(ladder, c);
     }
 
@@ -79,10 +80,10 @@ class CostTables {
 
   private:
     void priced(int64_t k, int64_t drafter) const {
-        require(k <= 0 || !costs.drafters || (0 <= drafter && static_cast<size_t>(drafter) < costs.drafters), "a row's drafter has no price");
+        require(k <= 0 || (0 <= drafter && static_cast<size_t>(drafter) < costs.drafters), "a row's drafter has no price");
     }
 
-    std::tuple<State, Tally, Tally> sizes_;
+    std::tuple<State, Tally, Tally> sizes_;  // these and the next: held as long as `costs` reads them
     std::tuple<Ids, Numbers, State> passes_;
     std::tuple<Numbers, Numbers, bool> curve_;
     std::tuple<Prices, Prices, Prices> drafting_;

@@ -17,7 +17,7 @@ namespace paceline {
 namespace {
 
 using Ids = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Lines = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using TokenTable = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 constexpr size_t kMostCapacity = size_t{1} << 30;
 constexpr int64_t kMostId = int64_t{1} << 31;
@@ -30,7 +30,7 @@ void append(TextIndex& index, const int64_t* ids, size_t count) {
 void extend(TextIndex& index, const Ids& ids) { append(index, ids.data(), ids.size()); }
 
 // Bring the texts of some rows up to their lengths. token_ids: [rows there are, most tokens]; lengths: of all rows.
-void extend_rows(const std::vector<TextIndex*>& texts, const std::vector<int64_t>& rows, const Lines& token_ids, const Ids& lengths) {
+void extend_rows(const std::vector<TextIndex*>& texts, const std::vector<int64_t>& rows, const TokenTable& token_ids, const Ids& lengths) {
     require(texts.size() == rows.size() && lengths.size() == token_ids.shape(0), "every row has a text and a length");
     for (size_t i = 0; i < rows.size(); ++i) {
         require(texts[i] && 0 <= rows[i] && static_cast<size_t>(rows[i]) < lengths.size(), "there is no such row");

@@ -126,22 +126,4 @@ Spread observe(const Habits& h, Spread spread, const Rates& rates, const Said& s
     return spread;
 }
 
-double correct(const Corrections& table, size_t size, double rate, double surprise) {
-    ++table.seen[size];
-    table.own[size] += rate * surprise;
-    double total = 0;
-    size_t count = 0;
-    for (size_t i = 0; i < table.sizes; ++i)
-        if (table.seen[i]) total += table.own[i], ++count;
-    const double common = total / static_cast<double>(count);
-    std::vector<double> factors(table.sizes);
-    for (size_t i = 0; i < table.sizes; ++i) {
-        if (table.seen[i]) table.own[i] -= common;
-        factors[i] = std::exp(table.own[i]);
-    }
-    for (size_t i = 0; i < table.tokens; ++i)
-        table.pass_s[i] = table.measured_s[i] * factors[static_cast<size_t>(table.size[i])];
-    return common;
-}
-
 }  // namespace paceline

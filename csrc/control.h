@@ -56,18 +56,4 @@ Spread observe(const Habits& habits, Spread spread, const Rates& rates, const Sa
 // Returns how far it can come: behind a depth where even certainty is too little there is nothing.
 size_t stops(const Habits& habits, double sureness, size_t row, double bar, double* odds, double* least);
 
-// The fast twin of control/online.py's `correct_slow`: what passes of some size took beyond what was expected, learnt.
-struct Corrections {
-    double* own;           // [sizes] log of what is a size's own
-    int64_t* seen;         // [sizes] passes of each
-    size_t sizes;
-    const int64_t* size;   // [tokens] of a pass with so many token rows
-    const double* measured_s;
-    double* pass_s;        // [tokens] corrected
-    size_t tokens;
-};
-
-// Returns what all sizes share, which is the hour's.
-double correct(const Corrections& table, size_t size, double rate, double surprise);
-
 }  // namespace paceline

@@ -11,6 +11,25 @@ constexpr double kLeastSeconds = 1e-6;
 
 int64_t pairs_of(int64_t k, int64_t length) { return k * length + k * (k + 1) / 2; }
 
+// Learn what is a size's own, and return what all sizes share: that is the hour's.
+double correct(const Corrections& table, size_t size, double rate, double surprise) {
+    ++table.seen[size];
+    table.own[size] += rate * surprise;
+    double total = 0;
+    size_t count = 0;
+    for (size_t i = 0; i < table.sizes; ++i)
+        if (table.seen[i]) total += table.own[i], ++count;
+    const double common = total / static_cast<double>(count);
+    std::vector<double> factors(table.sizes);
+    for (size_t i = 0; i < table.sizes; ++i) {
+        if (table.seen[i]) table.own[i] -= common;
+        factors[i] = std::exp(table.own[i]);
+    }
+    for (size_t i = 0; i < table.tokens; ++i)
+        table.pass_s[i] = table.measured_s[i] * factors[static_cast<size_t>(table.size[i])];
+    return common;
+}
+
 }  // namespace
 
 double PriceCurve::operator()(double count) const {

@@ -6,9 +6,18 @@
 #include <cstdint>
 #include <vector>
 
-#include "control.h"
-
 namespace paceline {
+
+// What passes of each size took beyond what was expected.
+struct Corrections {
+    double* own;           // [sizes] log of what is a size's own
+    int64_t* seen;         // [sizes] passes of each
+    size_t sizes;
+    const int64_t* size;   // [tokens] of a pass with so many token rows
+    const double* measured_s;
+    double* pass_s;        // [tokens] corrected
+    size_t tokens;
+};
 
 struct PassWork {
     int64_t tokens, unscored, kv_tokens, pairs;

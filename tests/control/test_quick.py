@@ -185,6 +185,9 @@ def test_numbers_from_outside_are_refused_with_a_sentence() -> None:
     among = Candidates(np.full((1, 1), 0.9), np.ones(1, np.int64), np.ones(1, np.int64), np.array([7]), 1.0)
     with pytest.raises(ValueError, match="no price"):
         choose(cost, Work(1), among)
+    nobody = OnlineCost(MeasuredCost(TargetCost(Curve.of([1, 8], [1.0, 2.0])), ()))
+    with pytest.raises(ValueError, match="no price"):
+        nobody.drafting_of(np.array([3]), np.array([0]))
 
 
 def a_step(rng: np.random.Generator, num_drafters: int) -> View:
@@ -244,19 +247,3 @@ def test_drafting_costs_the_same(measured: MeasuredCost, seed: int) -> None:
     drafters = np.where(ks > 0, drafters, NONE) if num_drafters else np.full(n, NONE)
     ks = ks if num_drafters else np.zeros(n, np.int64)
     assert cost.drafting_of(ks, drafters) == pytest.approx(measured.drafting_of(ks, drafters).tolist())
-
-
-@pytest.mark.parametrize("bar", [0.05, 0.3, 0.9])
-def test_drafting_stops_at_the_same_places(bar: float) -> None:
-    rng = np.random.default_rng(0)
-    plain, quick = Survival(ROWS, DEPTH), QuickSurvival(ROWS, DEPTH)
-    for _ in range(50):
-        found = outcomes(rng, 1)
-        plain.learn(found, 1), quick.learn(found, 1)
-        rows = rng.permutation(ROWS)[: int(rng.integers(0, ROWS + 1))]
-        (ends, furthest), (twins, far) = quick.stops(rows, bar), plain.stops(rows, bar)
-        assert furthest == far
-        for stop, twin in zip(ends, twins, strict=True):
-            assert stop.odds == pytest.approx(twin.odds)
-            assert stop.least == pytest.approx(twin.least)
-            assert stop.sureness == pytest.approx(twin.sureness)

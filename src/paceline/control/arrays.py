@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from paceline import kernels
-from paceline.control.cost import Work
+from paceline.control.cost import NO_WORK, Work
 from paceline.control.policy import NONE, Drafted
 from paceline.core.nouns import NO_DRAFT, Draft
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.core.nouns import Batch, Verdict
-
-NO_WORK = Work(0)
 
 
 def drafted_of(batch: Batch, draft: Draft, indices: dict[str, int]) -> Drafted:

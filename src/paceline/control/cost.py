@@ -53,6 +53,9 @@ class Work:
         return int(self.tokens), int(self.unscored), int(self.kv_tokens), int(self.pairs)
 
 
+NO_WORK = Work(0)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Curve:
     """Seconds against a count: never falling, straight between measured counts or constant up to each."""

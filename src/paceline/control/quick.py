@@ -64,11 +64,6 @@ class QuickSurvival(Survival):
         """As `Survival.learn`."""
         _learn([self.estimates], [drafter], outcomes)
 
-    def stops(self, rows: NDArray[int64], bar: float) -> tuple[list[Stop], list[int]]:
-        """As `Survival.stops`."""
-        found, furthest = kernels.stops_of(self.estimates, rows, bar)
-        return [Stop(odds, self.sureness, least) for odds, least in found], furthest
-
 
 def alive_now(survivals: Sequence[Survival], drafted: Drafted, max_k: int) -> NDArray[float64]:
     """Return the chance of each draft to be kept, by what its drafter said of it. [n, max_k]"""

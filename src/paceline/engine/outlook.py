@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline import kernels
-from paceline.control.arrays import NO_WORK
-from paceline.control.cost import Work
+from paceline.control.cost import NO_WORK, Work
 from paceline.control.objective import MS_PER_S
 from paceline.control.policy import View
 

@@ -40,7 +40,6 @@ from paceline.kernels._ext import (
     read_chooses,
     read_halves,
     stop_drafts,
-    stops_of,
     time_products,
     write_halves,
 )
@@ -85,7 +84,6 @@ __all__ = [
     "read_chooses",
     "read_halves",
     "stop_drafts",
-    "stops_of",
     "time_products",
     "write_halves",
 ]

@@ -330,9 +330,6 @@ def observe_drafts(
     own: Sequence[int],
     confidence: NDArray[float64] | None,
 ) -> None: ...
-def stops_of(
-    estimates: Estimates, rows: NDArray[int64], bar: float
-) -> tuple[list[tuple[list[float], list[float]]], list[int]]: ...
 def stop_drafts(
     minding: Sequence[Estimates | None],
     of_half: NDArray[float64],

@@ -14,6 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from paceline import kernels
 from paceline.core.nouns import BROKEN, NO_DRAFT, Draft, RowDraft
 from paceline.draft.drafter import MAX_K, Needs
 from paceline.draft.options import bounded
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from paceline.core.nouns import Batch, Plan, Request, Scores, Verdict
     from paceline.draft.drafter import Target
     from paceline.draft.options import Loader
-    from paceline.kernels import TextIndex
     from paceline.model.rows import Rows
     from paceline.model.weights import LoadedModel
 
@@ -86,7 +86,7 @@ class SuffixDrafter:
         self.needs = Needs(max_k=config.k, instant=True)
         self._tokens = rows
         self._requests: dict[int, Request] = {}  # by row
-        self._shared: dict[str, TextIndex] = {}  # by salt, the longest unused first
+        self._shared: dict[str, kernels.TextIndex] = {}  # by salt, the longest unused first
 
     def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
         """Keep in mind whose answers it may share."""
@@ -99,10 +99,10 @@ class SuffixDrafter:
 
     def look(self, most: Mapping[int, int]) -> dict[int, RowDraft]:
         """Propose up to so many tokens for rows, with a confidence for each; rows without a match are left out."""
-        from paceline.kernels import go_on
-
         rows, c = [row for row, k in most.items() if k > 0], self.config
-        found = go_on(self._tokens.texts(rows), [most[row] for row in rows], c.min, c.max, c.reach, c.share)
+        found = kernels.go_on(
+            self._tokens.texts(rows), [most[row] for row in rows], c.min, c.max, c.reach, c.share
+        )
         if self._shared:
             found = [self._or_shared(row, most[row], own) for row, own in zip(rows, found, strict=True)]
         drafts = {}
@@ -137,12 +137,10 @@ class SuffixDrafter:
             shared.extend(answer)
             shared.end_text()
 
-    def _past_answers(self, salt: str) -> TextIndex:
-        from paceline.kernels import TextIndex
-
+    def _past_answers(self, salt: str) -> kernels.TextIndex:
         if salt not in self._shared and len(self._shared) == MOST_SALTS:
             del self._shared[next(iter(self._shared))]
-        found = self._shared.pop(salt) if salt in self._shared else TextIndex(self.config.shared)
+        found = self._shared.pop(salt) if salt in self._shared else kernels.TextIndex(self.config.shared)
         self._shared[salt] = found  # now the last one used
         return found
 
