@@ -13,7 +13,7 @@ uint64_t read(const uint8_t* p, size_t bytes) {
     constexpr size_t step = 4 * sizeof(i32v);
     for (size_t i = 0; i + step <= bytes; i += step) {
         for (size_t v = 0; v < 4; ++v) sums[v] += load_bytes(p + i + v * sizeof(i32v));
-        for (size_t line = 0; line < step; line += 64) fetch_once(p + i + kSoon + line);  // else it reads a third less
+        for (size_t line = 0; line < step; line += 64) __builtin_prefetch(p + i + kSoon + line, 0, 2);  // else it reads a third less
     }
     const i32v all = sums[0] + sums[1] + sums[2] + sums[3];
     return (uint64_t)(uint32_t)all[0];
