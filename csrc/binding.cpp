@@ -134,9 +134,10 @@ void require(bool holds, const std::string& message) {
 
 WeightType weight_type(const std::string& name) {
     if (name == "int8") return WeightType::int8;
+    if (name == "int4_row") return WeightType::int4_row;
     if (name == "int4") return WeightType::int4;
     if (name == "bf16") return WeightType::bf16;
-    require(name == "f32", "weights are int8, int4, bf16 or f32, not " + name);
+    require(name == "f32", "weights are int8, int4_row, int4, bf16 or f32, not " + name);
     return WeightType::f32;
 }
 
@@ -156,7 +157,7 @@ KVType kv_type(const std::string& name) {
 
 void check_sides(size_t out, size_t in, WeightType type) {
     require(0 < out && out <= kMostSide && 0 < in && in <= kMostSide, "a matrix has 1 to 2**24 rows and columns");
-    require(type != WeightType::int8 || in <= kMostInputs, "a matrix of int8 has at most 2**16 columns");
+    require(!is_spread(type) || in <= kMostInputs, "a matrix of int8 or int4_row has at most 2**16 columns");
 }
 
 std::shared_ptr<Matrix> pack(const Table<float>& weights, const std::string& type) {

@@ -45,6 +45,31 @@ float* spread_of(const float* x, size_t padded) {
     return found.data();
 }
 
+// The whole number q of 0 to 15 for which (q - 7.5) * step is nearest to x; any for NaN.
+int half_byte(float x, float step) {
+    const float q = step > 0.0f ? std::floor(x / step) + 8.0f : 8.0f;
+    return static_cast<int>(std::clamp(q == q ? q : 0.0f, 0.0f, 15.0f));
+}
+
+// The step with which 16 values come nearest to numbers, by squares: what is far out is cut off. Begun at the best step for
+// a normal distribution, of which spread rows are about, and found as in Lloyd's method.
+float step_of_halves(const float* x, size_t n) {
+    constexpr float normal = 0.335f;  // of the deviation
+    constexpr int rounds = 4;
+    double squares = 0.0;
+    for (size_t i = 0; i < n; ++i) squares += double{x[i]} * x[i];
+    float step = normal * static_cast<float>(std::sqrt(squares / static_cast<double>(n)));
+    for (int round = 0; round < rounds && step > 0.0f; ++round) {
+        double both = 0.0, values = 0.0;
+        for (size_t i = 0; i < n; ++i) {
+            const double value = half_byte(x[i], step) - 7.5;
+            both += value * x[i], values += value * value;
+        }
+        step = static_cast<float>(both / values);
+    }
+    return step;
+}
+
 }  // namespace
 
 Buffer::Buffer(size_t bytes) : bytes_(bytes) {
@@ -83,7 +108,7 @@ void Activations::set(size_t row, const float* x, WeightType type, size_t width)
         std::memcpy(floats_.data() + row * width, x, width * sizeof(float));
         return;
     }
-    if (type == WeightType::int8) {
+    if (is_spread(type)) {
         const size_t padded = round_up(width, kInt8Group);
         int32_t sum;
         kernels().layer.quantise(spread_of(x, padded), padded, padded, values_.data() + row * padded, &scales_[row], &sum);
@@ -107,15 +132,14 @@ FloatRows Activations::floats(size_t width) const { return {floats_.data(), widt
 
 Matrix::Matrix(WeightType type, size_t out, size_t in) : type_(type), out_(out), in_(in) {
     packed_ = Buffer(num_panels() * panel_bytes());
-    if (type == WeightType::int8) {
-        scales_.resize(num_panels() * kPanel);
-        std::memset(packed_.data(), 128, packed_.size());  // zeros, in the padding too
-    }
+    if (is_spread(type)) scales_.resize(num_panels() * kPanel);  // of the padding zero
+    if (type == WeightType::int8) std::memset(packed_.data(), 128, packed_.size());  // zeros, in the padding too
 }
 
 size_t Matrix::panel_bytes() const {
     switch (type_) {
         case WeightType::int8: return round_up(in_, kInt8Group) * kPanel;
+        case WeightType::int4_row: return round_up(in_, kInt8Group) * kPanel / 2;
         case WeightType::int4: return round_up(in_, kInt4Group) / kInt4Group * kInt4BlockBytes;
         case WeightType::bf16: return in_ * kPanel * sizeof(uint16_t);
         case WeightType::f32: break;
@@ -133,7 +157,8 @@ void Matrix::put_row(size_t index, const float* weights) {
     uint8_t* panel = packed_.data() + index / kPanel * panel_bytes();
     const size_t lane = index % kPanel;
     switch (type_) {
-        case WeightType::int8: return pack_int8_row(weights, index);
+        case WeightType::int8:
+        case WeightType::int4_row: return pack_spread_row(weights, index);
         case WeightType::int4: return pack_int4_row(weights, index);
         case WeightType::bf16:
             for (size_t i = 0; i < in_; ++i) reinterpret_cast<uint16_t*>(panel)[i * kPanel + lane] = to_bfloat(weights[i]);
@@ -143,18 +168,22 @@ void Matrix::put_row(size_t index, const float* weights) {
     }
 }
 
-void Matrix::pack_int8_row(const float* weights, size_t index) {
+void Matrix::pack_spread_row(const float* weights, size_t index) {
     const size_t padded = round_up(in_, kInt8Group);
     thread_local Lines<float> row;
-    thread_local std::vector<int8_t> values;
     row.assign(padded, 0.0f);
-    values.resize(padded);
     std::copy_n(weights, in_, row.begin());
     float* found = spread_of(row.data(), padded);
     const float scale = 1.0f / static_cast<float>(hadamard_block(padded));  // as activations are spread without one
     for (size_t i = 0; i < padded; ++i) found[i] *= scale;
+    type_ == WeightType::int8 ? put_bytes(index, found, padded) : put_halves(index, found, padded);
+}
+
+void Matrix::put_bytes(size_t index, const float* spread, size_t padded) {
+    thread_local std::vector<int8_t> values;
+    values.resize(padded);
     int32_t sum;
-    kernels().layer.quantise(found, padded, padded, values.data(), &scales_[index], &sum);
+    kernels().layer.quantise(spread, padded, padded, values.data(), &scales_[index], &sum);
     uint8_t* panel = packed_.data() + index / kPanel * panel_bytes() + index % kPanel * 4;
     for (size_t i = 0; i < padded; i += 4, panel += kPanel * 4) {
         uint32_t four;
@@ -162,6 +191,15 @@ void Matrix::pack_int8_row(const float* weights, size_t index) {
         four ^= 0x80808080u;  // each plus 128
         std::memcpy(panel, &four, sizeof four);
     }
+}
+
+void Matrix::put_halves(size_t index, const float* spread, size_t padded) {
+    const float step = step_of_halves(spread, padded);
+    scales_[index] = step / 2.0f;
+    uint8_t* panel = packed_.data() + index / kPanel * panel_bytes() + index % kPanel * 4;
+    for (size_t i = 0; i < padded; i += 8, panel += kPanel * 4)
+        for (size_t j = 0; j < 4; ++j)
+            panel[j] = static_cast<uint8_t>(half_byte(spread[i + j], step) | half_byte(spread[i + 4 + j], step) << 4);
 }
 
 void Matrix::pack_int4_row(const float* weights, size_t index) {
@@ -202,13 +240,14 @@ void Matrix::put_int4_block(size_t index, size_t block, const uint8_t* values, u
 void Matrix::multiply(size_t panel, size_t num_panels, const Activations& x, size_t first, size_t end, float* to,
                       size_t stride) const {
     const GemmKernels& gemm = kernels().gemm;
-    const size_t step = type_ == WeightType::int8 ? num_panels : 1;
+    const size_t step = is_spread(type_) ? num_panels : 1;
     for (const size_t last = panel + num_panels; panel < last; panel += step, to += step * kPanel) {
         const uint8_t* at = packed_.data() + panel * panel_bytes();
         switch (type_) {
             case WeightType::int8:
-                gemm.int8({at, scales_.data() + panel * kPanel}, num_panels, x.spread(in_), first, end, to,
-                          stride);
+            case WeightType::int4_row:
+                (type_ == WeightType::int8 ? gemm.int8 : gemm.int4_row)({at, scales_.data() + panel * kPanel}, num_panels,
+                                                                        x.spread(in_), first, end, to, stride);
                 break;
             case WeightType::int4: gemm.int4(at, x.quantised(in_), first, end, to, stride); break;
             case WeightType::bf16:
@@ -254,17 +293,24 @@ void multiply_all(Team& team, std::initializer_list<Product> products, size_t nu
     });
 }
 
+void Matrix::spread_row(size_t index, float* to) const {
+    const uint8_t* panel = packed_.data() + index / kPanel * panel_bytes() + index % kPanel * 4;
+    const size_t padded = round_up(in_, kInt8Group);
+    thread_local Lines<float> found;
+    found.resize(padded);
+    for (size_t i = 0; i < padded; ++i) {
+        const int whole = type_ == WeightType::int8
+                              ? panel[i / 4 * kPanel * 4 + i % 4] - 128
+                              : 2 * (panel[i / 8 * kPanel * 4 + i % 4] >> (i % 8 < 4 ? 0 : 4) & 15) - 15;
+        found[i] = static_cast<float>(whole) * scales_[index];
+    }
+    std::copy_n(spread_of(found.data(), padded), in_, to);
+}
+
 void Matrix::row(size_t index, float* to) const {
     const uint8_t* panel = packed_.data() + index / kPanel * panel_bytes();
     const size_t lane = index % kPanel;
-    if (type_ == WeightType::int8) {
-        const size_t padded = round_up(in_, kInt8Group);
-        thread_local Lines<float> found;
-        found.resize(padded);
-        for (size_t i = 0; i < padded; ++i)
-            found[i] = static_cast<float>(panel[(i / 4 * kPanel + lane) * 4 + i % 4] - 128) * scales_[index];
-        return (void)std::copy_n(spread_of(found.data(), padded), in_, to);
-    }
+    if (is_spread(type_)) return spread_row(index, to);
     for (size_t i = 0; i < in_; ++i) switch (type_) {
             case WeightType::int4: {
                 const uint8_t* block = panel + i / kInt4Group * kInt4BlockBytes;
@@ -277,7 +323,8 @@ void Matrix::row(size_t index, float* to) const {
             }
             case WeightType::bf16: to[i] = from_bfloat(reinterpret_cast<const uint16_t*>(panel)[i * kPanel + lane]); break;
             case WeightType::f32: to[i] = reinterpret_cast<const float*>(panel)[i * kPanel + lane]; break;
-            case WeightType::int8: break;
+            case WeightType::int8:
+            case WeightType::int4_row: break;
         }
 }
 

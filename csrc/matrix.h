@@ -13,7 +13,10 @@
 
 namespace paceline {
 
-enum class WeightType { int8, int4, bf16, f32 };
+enum class WeightType { int8, int4_row, int4, bf16, f32 };
+
+// Whether weights are spread by `hadamard`, one scale an output, and read beside `SpreadRows`.
+constexpr bool is_spread(WeightType type) { return type == WeightType::int8 || type == WeightType::int4_row; }
 
 // Memory for packed weights, aligned to cache lines. What is asked for one after another lies one after another, in
 // large chunks that the system may back with huge pages; a chunk is freed with the last buffer in it.
@@ -47,7 +50,8 @@ class Activations {
 
 class Matrix {
   public:
-    // From float32 [out, in]. int8: spread by `hadamard`, one scale per output; int4: a scale and a minimum for each 32 inputs.
+    // From float32 [out, in]. int8 and int4_row: spread by `hadamard`, one scale per output; int4: a scale and a minimum for
+    // each 32 inputs.
     static Matrix pack(const float* weights, size_t out, size_t in, WeightType type);
     // From 4-bit blocks as GGUF keeps them: values 0..15 one a byte [out, in], scales and minima float16 [out, in / 32].
     static Matrix pack_int4(const uint8_t* values, const uint16_t* scales, const uint16_t* minima, size_t out,
@@ -74,14 +78,17 @@ class Matrix {
   private:
     Matrix(WeightType type, size_t out, size_t in);
     size_t panel_bytes() const;
-    void pack_int8_row(const float* weights, size_t index);
+    void pack_spread_row(const float* weights, size_t index);
+    void put_bytes(size_t index, const float* spread, size_t padded);
+    void put_halves(size_t index, const float* spread, size_t padded);
+    void spread_row(size_t index, float* to) const;
     void pack_int4_row(const float* weights, size_t index);
     void put_int4_block(size_t index, size_t block, const uint8_t* values, uint16_t scale, uint16_t minimum);
 
     WeightType type_;
     size_t out_, in_;
     Buffer packed_;
-    Lines<float> scales_;  // [num_panels * 32], int8 only
+    Lines<float> scales_;  // [num_panels * 32], of spread weights only
 };
 
 // One product of a phase: x times a matrix, plus a bias if there is one.

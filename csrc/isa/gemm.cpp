@@ -3,6 +3,7 @@
 //
 // A panel is 32 outputs. Its weights lie in the order they are read:
 //   int8   for each quad of inputs, spread as activations are, 32 lanes of 4 bytes, weight + 128
+//   int4_row   for each pair of such quads 32 lanes of 4 bytes, weight + 7.5, the first quad in the low halves
 //   int4   for each block of 32 inputs: 32 scales and 32 minima (float16), then for each pair of quads 32 lanes of 4
 //          bytes, the first quad in the low halves
 //   f32, bf16   for each input, 32 numbers
@@ -18,11 +19,11 @@ namespace {
 #if defined(__AVX512F__)
 constexpr int kVectors = 2;  // accumulators per row; with kMostRows rows, twice that many must fit the registers
 constexpr int kMostRows = 6;
-constexpr int kMostInt8Rows = 12;
+constexpr int kMostSpreadRows = 12;
 #else
 constexpr int kVectors = 1;
 constexpr int kMostRows = 4;
-constexpr int kMostInt8Rows = 8;  // whose sums have half the registers
+constexpr int kMostSpreadRows = 8;  // whose sums have half the registers
 #endif
 // What a kernel fetches while it computes: so many cache lines for each 256 bytes of weights, from a place on. A few rows
 // are done with a panel in one piece and fetch what they soon read; more come in pieces, of which the first reads the
@@ -46,6 +47,7 @@ PACELINE_INLINE void fetch(Ahead& ahead) {
 }
 
 constexpr size_t kStep = kVectors * kLanes;  // outputs computed together
+constexpr size_t kFetched = 256;             // bytes of weights that are read between two fetches
 
 #define PACELINE_UNROLL _Pragma("GCC unroll 32")
 
@@ -55,64 +57,86 @@ PACELINE_INLINE void finish(const f32v (&sums)[R][kVectors], float* out, size_t 
         PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) store(out + r * stride + v * kLanes, sums[r][v]);
 }
 
+// How weights beside `SpreadRows` are kept. Inputs are read eight at a time: two quads.
+struct Bytes {
+    static constexpr size_t kPairBytes = 2 * kPanel * 4;
+
+    PACELINE_INLINE i32v load(const uint8_t* pair, int quad) { return load_bytes(pair + quad * kPanel * 4); }
+    PACELINE_INLINE i32v start(int32_t row_sum) { return splat(row_sum); }
+    PACELINE_INLINE i32v whole(i32v sums, int32_t) { return sums; }
+};
+
+// Weights of 4 bits are odd halves, so that what is summed up is doubled.
+struct Halves {
+    static constexpr size_t kPairBytes = kPanel * 4;
+
+    PACELINE_INLINE i32v load(const uint8_t* pair, int quad) { return (load_bytes(pair) >> 4 * quad) & splat(0x0F0F0F0F); }
+    PACELINE_INLINE i32v start(int32_t) { return splat(0); }
+    PACELINE_INLINE i32v whole(i32v sums, int32_t row_sum) { return sums + sums + splat(row_sum / 128 * 15); }
+};
+
+template <class Form, int R, int V>
+PACELINE_INLINE void finish_spread(const i32v (&sums)[R][V], const SpreadPanel& panel, const SpreadRows& rows, size_t first, size_t start,
+                                   float* out, size_t stride) {
+    PACELINE_UNROLL for (int r = 0; r < R; ++r)
+        PACELINE_UNROLL for (int v = 0; v < V; ++v) {
+            const size_t at = start + v * kLanes;
+            const i32v whole = Form::whole(sums[r][v], rows.sums[(first + r) * kTileLanes]);
+            store(out + r * stride + at, scaled_sum(whole, splat(rows.scales[first + r]), load(panel.scales + at)));
+        }
+}
+
 // R rows times a panel, kVectors vectors of outputs at a time.
-template <int R>
-PACELINE_APART void int8_rows(const Int8Panel& panel, const SpreadRows& rows, size_t first, Ahead ahead, float* out, size_t stride) {
+template <class Form, int R>
+PACELINE_APART void spread_rows(const SpreadPanel& panel, const SpreadRows& rows, size_t first, Ahead ahead, float* out, size_t stride) {
     const int8_t* const a = rows.values + first * rows.width;
     const size_t width = rows.width;
     for (size_t start = 0; start < kPanel; start += kStep) {
         const uint8_t* w = panel.weights + start * 4;
         i32v sums[R][kVectors];
         PACELINE_UNROLL for (int r = 0; r < R; ++r)
-            PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) sums[r][v] = splat(rows.sums[(first + r) * kTileLanes]);
-        for (size_t quad = 0; quad < width; quad += 4, w += kPanel * 4) {
-            if (quad % 8 == 0) fetch(ahead);
-            i32v x[kVectors];
-            PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) x[v] = load_bytes(w + v * kLanes * 4);
-            PACELINE_UNROLL for (int r = 0; r < R; ++r) {
-                const i32v y = splat_bytes(a + r * width + quad);
-                PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) dot(sums[r][v], x[v], y);
+            PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) sums[r][v] = Form::start(rows.sums[(first + r) * kTileLanes]);
+        for (size_t input = 0; input < width; input += 8, w += Form::kPairBytes) {
+            if (input * Form::kPairBytes % (8 * kFetched) == 0) fetch(ahead);
+            PACELINE_UNROLL for (int quad = 0; quad < 2; ++quad) {
+                i32v x[kVectors];
+                PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) x[v] = Form::load(w + v * kLanes * 4, quad);
+                PACELINE_UNROLL for (int r = 0; r < R; ++r) {
+                    const i32v y = splat_bytes(a + r * width + input + quad * 4);
+                    PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) dot(sums[r][v], x[v], y);
+                }
             }
         }
-        PACELINE_UNROLL for (int r = 0; r < R; ++r)
-            PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) {
-                const size_t at = start + v * kLanes;
-                store(out + r * stride + at, scaled_sum(sums[r][v], splat(rows.scales[first + r]), load(panel.scales + at)));
-            }
+        finish_spread<Form>(sums, panel, rows, first, start, out, stride);
     }
 }
 
 #if defined(__AVX512F__)
 // More rows: each quad of activations is spread once and serves both vectors of weights, so that there are 14 loads for 24
 // products of 12 rows, and it is the products that are waited for.
-template <int R>
-PACELINE_APART void int8_many_rows(const Int8Panel& panel, const SpreadRows& rows, size_t first, Ahead ahead, float* out,
-                                   size_t stride) {
-    constexpr int kQuads = 2;  // of inputs, that are done together
+template <class Form, int R>
+PACELINE_APART void spread_many_rows(const SpreadPanel& panel, const SpreadRows& rows, size_t first, Ahead ahead, float* out,
+                                     size_t stride) {
     const size_t width = rows.width;
     const uint8_t* w = panel.weights;
     const int8_t* bases[(R + 3) / 4];  // of every fourth row, as there are no registers for them all
     i32v sums[R][kVectors];
     PACELINE_UNROLL for (int r = 0; r < R; r += 4) bases[r / 4] = rows.values + (first + r) * width;
     PACELINE_UNROLL for (int r = 0; r < R; ++r)
-        PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) sums[r][v] = splat(rows.sums[(first + r) * kTileLanes]);
-    for (size_t input = 0; input < width; input += 4 * kQuads, w += kPanel * 4 * kQuads) {
-        fetch(ahead);
-        PACELINE_UNROLL for (int quad = 0; quad < kQuads; ++quad) {
+        PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) sums[r][v] = Form::start(rows.sums[(first + r) * kTileLanes]);
+    for (size_t input = 0; input < width; input += 8, w += Form::kPairBytes) {
+        if (input * Form::kPairBytes % (8 * kFetched) == 0) fetch(ahead);
+        PACELINE_UNROLL for (int quad = 0; quad < 2; ++quad) {
             i32v x[kVectors];
-            PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) x[v] = load_bytes(w + quad * kPanel * 4 + v * kLanes * 4);
+            PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) x[v] = Form::load(w + v * kLanes * 4, quad);
             PACELINE_UNROLL for (int r = 0; r < R; ++r) {
                 const i32v y = broadcast(bases[r / 4], r % 4, width, quad * 4);
                 PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) dot(sums[r][v], x[v], y);
             }
         }
-        PACELINE_UNROLL for (int r = 0; r < R; r += 4) bases[r / 4] += 4 * kQuads;
+        PACELINE_UNROLL for (int r = 0; r < R; r += 4) bases[r / 4] += 8;
     }
-    PACELINE_UNROLL for (int r = 0; r < R; ++r)
-        PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) {
-            const f32v scale = load(panel.scales + v * kLanes);
-            store(out + r * stride + v * kLanes, scaled_sum(sums[r][v], splat(rows.scales[first + r]), scale));
-        }
+    finish_spread<Form>(sums, panel, rows, first, 0, out, stride);
 }
 #endif
 
@@ -182,7 +206,7 @@ void float_rows(const W* panel, const FloatRows& rows, size_t first, Ahead ahead
             PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) sums[r][v] = splat(0.0f);
         for (size_t k = 0; k < rows.width; ++k, w += kPanel) {
             f32v x[kVectors];
-            if (k % (256 / (kPanel * sizeof(W))) == 0) fetch(ahead);
+            if (k % (kFetched / (kPanel * sizeof(W))) == 0) fetch(ahead);
             PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) x[v] = load_weight(w + v * kLanes);
             PACELINE_UNROLL for (int r = 0; r < R; ++r) {
                 const f32v y = splat(a[r][k]);
@@ -216,29 +240,37 @@ PACELINE_INLINE void with_rows(size_t count, Call call) {
     call.template operator()<R>();
 }
 
-void int8_panel(const Int8Panel& panel, const SpreadRows& rows, size_t first, size_t end, float* out, size_t stride) {
+template <class Form>
+void spread_panel(const SpreadPanel& panel, const SpreadRows& rows, size_t first, size_t end, float* out, size_t stride) {
     // In two pieces of twelve rows half of the next panel is fetched in bursts that come too late: in three, 24 rows of 576
     // inputs take a sixth less. With four pieces and more there is time enough.
-    const size_t total = end - first, most = kMostInt8Rows < total && total <= 2 * kMostInt8Rows ? 8 : kMostInt8Rows;
-    in_pieces(most, first, end, panel.weights, rows.width * kPanel, [&, start = first](size_t at, size_t count, Ahead ahead) {
+    const size_t total = end - first, most = kMostSpreadRows < total && total <= 2 * kMostSpreadRows ? 8 : kMostSpreadRows;
+    in_pieces(most, first, end, panel.weights, rows.width / 8 * Form::kPairBytes, [&, start = first](size_t at, size_t count, Ahead ahead) {
         float* to = out + (at - start) * stride;
-        with_rows<kMostInt8Rows>(count, [&]<int R>() {
+        with_rows<kMostSpreadRows>(count, [&]<int R>() {
 #if defined(__AVX512F__)
-            if constexpr (R > kMostRows) return int8_many_rows<R>(panel, rows, at, ahead, to, stride);
+            if constexpr (R > kMostRows) return spread_many_rows<Form, R>(panel, rows, at, ahead, to, stride);
             else
 #endif
-            int8_rows<R>(panel, rows, at, ahead, to, stride);
+            spread_rows<Form, R>(panel, rows, at, ahead, to, stride);
         });
     });
 }
 
-void int8_panels(const Int8Panel& panels, size_t num_panels, const SpreadRows& rows, size_t first, size_t end, float* out,
+template <class Form>
+void spread_panels(const SpreadPanel& panels, size_t num_panels, const SpreadRows& rows, size_t first, size_t end, float* out,
+                   size_t stride) {
+    const size_t panel_bytes = rows.width / 8 * Form::kPairBytes;
+    for (size_t i = 0; i < num_panels; ++i)
+        spread_panel<Form>({panels.weights + i * panel_bytes, panels.scales + i * kPanel}, rows, first, end, out + i * kPanel, stride);
+}
+
+void int8_panels(const SpreadPanel& panels, size_t num_panels, const SpreadRows& rows, size_t first, size_t end, float* out,
                  size_t stride) {
 #if defined(__AMX_INT8__)
     if (end - first >= kLeastRowsOfTile) return int8_in_tiles(panels, num_panels, rows, first, end, out, stride);
 #endif
-    for (size_t i = 0; i < num_panels; ++i)
-        int8_panel({panels.weights + i * rows.width * kPanel, panels.scales + i * kPanel}, rows, first, end, out + i * kPanel, stride);
+    spread_panels<Bytes>(panels, num_panels, rows, first, end, out, stride);
 }
 
 void int4_panel(const uint8_t* panel, const QuantisedRows& rows, size_t first, size_t end, float* out, size_t stride) {
@@ -265,6 +297,6 @@ void leave() {
 }  // namespace
 
 extern const GemmKernels gemm_kernels;
-const GemmKernels gemm_kernels = {int8_panels, int4_panel, float_panel<float>, float_panel<uint16_t>, leave};
+const GemmKernels gemm_kernels = {int8_panels, spread_panels<Halves>, int4_panel, float_panel<float>, float_panel<uint16_t>, leave};
 
 }  // namespace paceline::PACELINE_ISA

@@ -15,7 +15,7 @@ constexpr size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1)
 constexpr size_t kBlock = 64;       // numbers per block of a padded vocabulary row
 constexpr size_t kPanel = 32;       // outputs of a matrix that are packed and computed together
 constexpr size_t kTileLanes = 16;   // sums side by side in a tile
-constexpr size_t kInt8Group = 64;   // to whose multiples rows beside int8 weights are padded: what one tile takes in
+constexpr size_t kInt8Group = 64;   // to whose multiples rows beside spread weights are padded: what one tile takes in
 constexpr size_t hadamard_block(size_t width) { return width & (~width + 1); }  // the largest power of two that divides it
 constexpr size_t kInt4Group = 32;   // inputs that share an activation scale beside int4 weights, whose blocks are as long
 constexpr size_t kInt4BlockBytes = kPanel * 4 + kPanel * kInt4Group / 2;  // of a panel, scales and minima included
@@ -53,8 +53,8 @@ struct QuantisedRows {
     const int32_t* sums;  // [num_rows, num_groups] sum of the values
 };
 
-// In 8 bits, spread by `hadamard` and with one scale a row: beside int8 weights, which are spread alike. All products of a
-// row and an output are then summed up exactly, in whole numbers, and scaled once.
+// In 8 bits, spread by `hadamard` and with one scale a row: beside weights of int8 and int4_row, which are spread alike. All
+// products of a row and an output are then summed up exactly, in whole numbers, and scaled once.
 struct SpreadRows {
     const int8_t* values;  // [num_rows, width]
     size_t width;          // a multiple of 64
@@ -63,9 +63,9 @@ struct SpreadRows {
 };
 constexpr size_t kMostInputs = size_t{1} << 16;  // of a row, for 32 bits to hold every sum
 
-struct Int8Panel {
+struct SpreadPanel {
     const uint8_t* weights;
-    const float* scales;  // [32]
+    const float* scales;  // [32]; of int4_row half of what its steps are worth
 };
 
 // How far ahead kernels fetch weights: how long memory takes under load. With 2048 bytes five rows took a tenth longer.
@@ -73,8 +73,9 @@ constexpr size_t kSoon = 6144;
 
 // out[(row - first) * stride + o] for rows first..end and the 32 outputs of one panel, or of panels side by side.
 struct GemmKernels {
-    void (*int8)(const Int8Panel& panel, size_t num_panels, const SpreadRows& rows, size_t first, size_t end,
-                 float* out, size_t stride);
+    using Spread = void (*)(const SpreadPanel& panel, size_t num_panels, const SpreadRows& rows, size_t first, size_t end, float* out,
+                            size_t stride);
+    Spread int8, int4_row;
     void (*int4)(const uint8_t* panel, const QuantisedRows& rows, size_t first, size_t end, float* out, size_t stride);
     void (*f32)(const float* panel, const FloatRows& rows, size_t first, size_t end, float* out, size_t stride);
     void (*bf16)(const uint16_t* panel, const FloatRows& rows, size_t first, size_t end, float* out, size_t stride);

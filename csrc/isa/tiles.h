@@ -128,7 +128,7 @@ PACELINE_INLINE void int8_tiles(const uint8_t* w, const SpreadRows& rows, size_t
 // Rows first..end times panels side by side, as `GemmKernels::int8`. Rows come in pieces of one size, of which the last
 // repeats some of the one before; together they fetch the next panel.
 template <bool Two>
-PACELINE_INLINE void int8_in_pieces(const Int8Panel& panel, size_t num_panels, const SpreadRows& rows, size_t first, size_t end,
+PACELINE_INLINE void int8_in_pieces(const SpreadPanel& panel, size_t num_panels, const SpreadRows& rows, size_t first, size_t end,
                                     float* out, size_t stride) {
     constexpr size_t most = Two ? 2 * kTile : kTile, all_lines = kInt8Group * kPanel / 64 / 4;
     const size_t num_rows = end - first, num_pieces = (num_rows + most - 1) / most, bytes = rows.width * kPanel;
@@ -151,7 +151,7 @@ PACELINE_INLINE void int8_in_pieces(const Int8Panel& panel, size_t num_panels, c
     if (done) scale_sums<Two>(sums, out_of[(done + 1) % 2], piece, rows, stride);
 }
 
-PACELINE_INLINE void int8_in_tiles(const Int8Panel& panel, size_t num_panels, const SpreadRows& rows, size_t first, size_t end,
+PACELINE_INLINE void int8_in_tiles(const SpreadPanel& panel, size_t num_panels, const SpreadRows& rows, size_t first, size_t end,
                                    float* out, size_t stride) {
     const auto multiply = end - first <= kTile ? int8_in_pieces<false> : int8_in_pieces<true>;
     multiply(panel, num_panels, rows, first, end, out, stride);

@@ -30,7 +30,7 @@ def sliding(window: int) -> Sliding:
     return Sliding(window, frozenset({0, 2}), Rope(theta=900.0, scaling="linear", factor=2.0))
 
 
-WEIGHTS = ["f32", "bf16", "int8", "int4"]
+WEIGHTS = ["f32", "bf16", "int8", "int4", "int4_row"]
 FAMILY_CASES = {
     "llama": tiny_config("llama"),
     "untied": tiny_config("llama", tie_embeddings=False),
@@ -80,7 +80,7 @@ def test_rounded_kv_comes_close(case: str, kv: str, most: float) -> None:
     assert np.sqrt(((got - expected) ** 2).mean()) < most * expected.std()
 
 
-@pytest.mark.parametrize(("types", "most"), [("bf16", 0.05), ("int8", 0.08), ("int4", 0.9)])
+@pytest.mark.parametrize(("types", "most"), [("bf16", 0.05), ("int8", 0.08), ("int4", 0.9), ("int4_row", 0.9)])
 def test_rounded_weights_come_close(types: str, most: float) -> None:
     config = FAMILY_CASES["wide"]
     expected = logits_of(ReferenceDecoder(config, tiny_weights(config, dtype=torch.float32)))
@@ -249,10 +249,29 @@ def quantised(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.rint(x * (single(127) / top)[:, None]).astype(np.int64), top / single(127)
 
 
-def product_of_bytes(w: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """The twin of products beside int8 weights: both spread and rounded to 8 bits, whole sums, scaled once."""
+def odd_halves(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Weights as odd numbers from -15 to 15, and half the step of each row, which comes nearest by squares."""
+    single = np.float32
+    step = single(0.335) * np.sqrt(in_order(w.astype(float) ** 2) / w.shape[1]).astype(single)
+    odd = np.zeros(w.shape, np.int64)
+    for last in (False, False, False, False, True):
+        odd = 2 * np.clip(np.floor(w / step[:, None]) + 8, 0, 15).astype(np.int64) - 15
+        if not last:
+            step = (in_order(odd / 2 * w) / in_order((odd / 2) ** 2)).astype(single)
+    return odd, step / single(2)
+
+
+def in_order(rows: np.ndarray) -> np.ndarray:
+    """The sum of each row, its first number first."""
+    sums: np.ndarray = np.cumsum(rows, axis=1)[:, -1]
+    return sums
+
+
+def spread_product(types: str, w: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """The twin of products beside int8 and int4_row weights: both spread and rounded, whole sums, scaled once."""
     wide = spread(w)
-    q, w_scales = quantised(wide / np.float32(wide.shape[1] & -wide.shape[1]))
+    rounded = quantised if types == "int8" else odd_halves
+    q, w_scales = rounded(wide / np.float32(wide.shape[1] & -wide.shape[1]))
     rows, x_scales = quantised(spread(x))
     found: np.ndarray = (rows @ q.T).astype(np.float32) * x_scales[:, None] * w_scales
     return found
@@ -260,13 +279,14 @@ def product_of_bytes(w: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 6, 7, 8, 9, 12, 13, 15, 16, 17, 24, 31, 33, 40, 100])
 @pytest.mark.parametrize("shape", [(70, 90), (33, 64), (200, 576), (64, 1536)])
-def test_products_of_bytes_are_the_twins_to_the_bit(shape: tuple[int, int], num_rows: int) -> None:
+@pytest.mark.parametrize("types", ["int8", "int4_row"])
+def test_whole_products_are_the_twins_to_the_bit(types: str, shape: tuple[int, int], num_rows: int) -> None:
     random = np.random.default_rng(2)
     w = random.standard_normal(shape).astype(np.float32)
     x = (random.standard_normal((num_rows, shape[1])) * random.uniform(0.1, 30, shape[1])).astype(np.float32)
     out = np.empty((num_rows, shape[0]), np.float32)
-    kernels.multiply(kernels.Team(2), kernels.pack(w, "int8"), x, out)
-    np.testing.assert_array_equal(out, product_of_bytes(w, x))
+    kernels.multiply(kernels.Team(2), kernels.pack(w, types), x, out)
+    np.testing.assert_array_equal(out, spread_product(types, w, x))
 
 
 def test_an_outlier_is_shared_out_over_its_block() -> None:
@@ -290,7 +310,7 @@ def test_others_may_use_the_same_registers_between_two_runs() -> None:
     for num_rows in (16, 9, 16, 9):
         out = np.empty((num_rows, 64), np.float32)
         kernels.multiply(team, packed, x[:num_rows].copy(), out)
-        np.testing.assert_array_equal(out, product_of_bytes(w, x[:num_rows]))
+        np.testing.assert_array_equal(out, spread_product("int8", w, x[:num_rows]))
         assert (wide @ wide == 256).all()
         kernels.dot_peak(team)
         again = np.empty_like(out)
@@ -315,9 +335,28 @@ def test_nothing_finite_is_told_apart() -> None:
 def test_packed_rows_can_be_read_back(types: str) -> None:
     weights = np.random.default_rng(1).standard_normal((70, 96)).astype(np.float32)
     matrix, row = kernels.pack(weights, types), np.empty(96, np.float32)
+    most = {"f32": 1e-9, "bf16": 0.02, "int8": 0.02, "int4": 0.25, "int4_row": 0.6}[types]
     for index in (0, 31, 32, 69):
         matrix.row(index, row)
-        assert np.abs(row - weights[index]).max() < {"f32": 1e-9, "bf16": 0.02, "int8": 0.02, "int4": 0.25}[types]
+        assert np.abs(row - weights[index]).max() < most
+
+
+def test_sixteen_values_lose_what_sixteen_must() -> None:
+    """The best 16 values in equal steps lose 0.01154 of the squares of normal numbers (Max, 1960)."""
+    weights = np.random.default_rng(3).standard_normal((64, 512)).astype(np.float32)
+    matrix, rows = kernels.pack(weights, "int4_row"), np.empty((64, 512), np.float32)
+    for index, row in enumerate(rows):
+        matrix.row(index, row)
+    assert 0.010 < ((rows - weights) ** 2).sum() / (weights**2).sum() < 0.0120
+
+
+def test_rows_without_a_finite_step_stay_what_they_are() -> None:
+    weights = np.zeros((2, 64), np.float32)
+    weights[1, 5] = np.nan
+    out = np.empty((1, 2), np.float32)
+    kernels.multiply(kernels.Team(1), kernels.pack(weights, "int4_row"), np.ones((1, 64), np.float32), out)
+    assert out[0, 0] == 0.0
+    assert np.isnan(out[0, 1])
 
 
 @pytest.mark.skipif("PACELINE_ISA" in os.environ, reason="one level is enough")

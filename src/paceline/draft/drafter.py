@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from paceline.model.rows import Rows
     from paceline.model.tokenizer import Tokenizer
 
-    RunHead = Callable[[Head], HeadRunner]
-    RunSmall = Callable[[SmallModel], SmallDecoder]
+    RunHead = Callable[[Head, str | None], HeadRunner]  # with weights of a type, None for the usual one
+    RunSmall = Callable[[SmallModel, str | None], SmallDecoder]
 
 MAX_K = 16  # drafts per row and step
 

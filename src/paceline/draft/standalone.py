@@ -64,6 +64,7 @@ class DraftModelConfig:
     layers: int | None = None  # how many of the first layers; without a model, of the target's own
     model: str | None = None  # a model of its own: folder, .gguf or Hugging Face id
     vocabulary: str | None = None  # a key of SPELLINGS; None: as the two tokenizers suggest
+    weights: str | None = None  # their type in memory where tables are the target's, see `weight_type`
 
     def __post_init__(self) -> None:
         bounded(self, "k", 1, MAX_K)
@@ -88,11 +89,17 @@ class DraftModelConfig:
     def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter. Raises `ConfigError`."""
         if self.layers is not None and self.model is None:
+            self._refuse_weights("the target's own layers have")
             return self._own_layers(target)
         folder = Path(self.model) if self.model else shipped_folder(self.name, target.fingerprint)
         if self.model is None or shares_tables(folder):
             return self._small_model(folder, target)
+        self._refuse_weights("a whole model has")
         return self._own_model(self.model, target, load)
+
+    def _refuse_weights(self, what: str) -> None:
+        if self.weights is not None:
+            raise ConfigError(f"leave out {self.name}:weights={self.weights}: {what} the type that --weights says")
 
     def _check_layers(self, most: int) -> None:
         if self.layers is not None and not 1 <= self.layers <= most:
@@ -111,8 +118,9 @@ class DraftModelConfig:
         """Return a model that was cut from the target and shares its tables."""
         small = load_small(folder, target.config)
         self._check_layers(small.config.num_layers)
-        report = {"drafter": self.name, "k": self.k, "model": self.model or "ships for this target"}
-        decoder = target.memory.run_small(small)
+        decoder = target.memory.run_small(small, self.weights)
+        model = self.model or "ships for this target"
+        report = {"drafter": self.name, "k": self.k, "model": model, "weights": decoder.weight_type}
         own = OwnTokens(target.rows, small.token_ids, target.config.vocab_size, decoder.write_also)
         return self._over_shared_pages(target, decoder, report, own, trained_to(folder))
 

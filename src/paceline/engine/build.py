@@ -248,12 +248,12 @@ def _load_drafter(config: EngineConfig, name: str) -> DraftWeights:
     return DraftWeights(_decoder(model, config, config.threads if device is None else None, device), vocabulary)
 
 
-def _run_head(config: EngineConfig, target: Decoder, head: Head) -> HeadRunner:
-    return config.backend_spec.load_head()(head, target, config.placement.draft)
+def _run_head(config: EngineConfig, target: Decoder, head: Head, weight_type: str | None) -> HeadRunner:
+    return config.backend_spec.load_head()(head, target, config.placement.draft, weight_type)
 
 
-def _run_small(config: EngineConfig, target: Decoder, small: SmallModel) -> SmallDecoder:
-    return config.backend_spec.load_small()(small, target, config.placement.draft)
+def _run_small(config: EngineConfig, target: Decoder, small: SmallModel, weight_type: str | None) -> SmallDecoder:
+    return config.backend_spec.load_small()(small, target, config.placement.draft, weight_type)
 
 
 # What the banner says ----------------------------------------------------------------------------

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _KINDS = {"argmax": 0, "noisy": 1, "logits": 2, "sampled": 3}  # as csrc/decoder.h
 
-_TABLE_TYPES = {"int4": "int8"}  # of embedding and head, where four bits would cost too much of the choice
+_TABLE_TYPES = {"int4": "int8", "int4_row": "int8"}  # where four bits would cost too much of the choice
 _MOST_INT8_COLUMNS = 1 << 16  # as the border of the kernels has it, and the next
 _MOST_WHOLE_HEAD_DIM = 256
 
@@ -74,12 +74,17 @@ def _team(num_threads: int, cores: frozenset[int]) -> kernels.Team:
     return on_cores(cores, partial(kernels.Team, num_threads))
 
 
+def table_type(weight_type: str) -> str:
+    """Return the type of embedding and head beside layers of a type."""
+    return _TABLE_TYPES.get(weight_type, weight_type)
+
+
 def check_types(config: ModelConfig, weight_type: str, kv_type: str) -> None:
     """Raise `ConfigError` for sizes that whole numbers of these types cannot sum up, before any weight is read."""
     widest = config.hidden_size  # columns of embedding and head, whatever the others' type
-    if weight_type == "int8":
+    if weight_type in ("int8", "int4_row"):
         widest = max(widest, config.intermediate_size, config.num_heads * config.head_dim)
-    if _TABLE_TYPES.get(weight_type, weight_type) == "int8" and widest > _MOST_INT8_COLUMNS:
+    if table_type(weight_type) == "int8" and widest > _MOST_INT8_COLUMNS:
         raise ConfigError(
             f"{weight_type} weights take rows of at most {_MOST_INT8_COLUMNS} numbers, and this model has rows of"
             f" {widest}: use --weights bf16"
@@ -114,9 +119,9 @@ class NativeDecoder:
         self.team = team
         self.weight_type, self.kv_type = weight_type, kv_type
         self._alone = Lock()  # compiled layers have room for one pass: a drafter may use the target's own
-        table_type = _TABLE_TYPES.get(weight_type, weight_type)
-        self.embed = pack(weights, "embed", table_type)
-        self.head = self.embed if config.tie_embeddings else pack(weights, "head", table_type)
+        of_tables = table_type(weight_type)
+        self.embed = pack(weights, "embed", of_tables)
+        self.head = self.embed if config.tie_embeddings else pack(weights, "head", of_tables)
         self.final_norm = as_float32(weights["final_norm"])
         factors = weights["rope_factors"] if config.rope.scaling == "factors" else None
         self._decoder = compile_decoder(

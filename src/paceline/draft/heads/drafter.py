@@ -51,7 +51,7 @@ class HeadDrafter:
         self.name = options.name
         self._options = options
         self._config = head.config
-        self._head = target.memory.run_head(head)
+        self._head = target.memory.run_head(head, options.weights)
         self._rows = target.rows
         self._dense = target.law_needs_probs
         fixed = head.token_ids if head.config.own_tokens else np.arange(target.config.vocab_size)
@@ -130,7 +130,7 @@ class HeadDrafter:
             "taps after layers": " ".join(map(str, c.taps)),
             "tokens": c.draft_vocab_size,
             "of the text besides": "all" if c.own_tokens else "none",
-            "weights": f"{self._head.weight_bytes / 2**20:.1f} MiB",
+            "weights": f"{self._head.weight_bytes / 2**20:.1f} MiB of {self._head.weight_type}",
         }
 
     def _draft(self, chains: Mapping[int, Chain], starts: Mapping[int, int]) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from paceline import kernels
 from paceline.draft.heads.config import head_shapes
 from paceline.draft.reduced import ReducedVocabulary, own_bytes
+from paceline.draft.weight_type import native_type
 from paceline.model.backend import Chosen
 from paceline.model.choosing import logit_rows
 from paceline.model.native import (
@@ -22,6 +23,7 @@ from paceline.model.native import (
     forward_in_turn,
     pack,
     pack_layer,
+    table_type,
     team_of,
 )
 
@@ -40,28 +42,30 @@ if TYPE_CHECKING:
     from paceline.model.native import PackedLayer
     from paceline.model.packed import Packed
 
-_TYPES = {"int4": "int8"}  # a head is small: four bits would cost more drafts than they save time
 
-
-def load_runner(head: Head, target: Decoder, device: Device | None) -> NativeHead:
+def load_runner(head: Head, target: Decoder, device: Device | None, weight_type: str | None) -> NativeHead:
     """Make a head's runner, see `engine/backends.py`."""
     assert isinstance(target, NativeDecoder)
-    return NativeHead(head, target, device)
+    return NativeHead(head, target, device, weight_type)
 
 
 class NativeHead:
-    """A head over packed weights and KV of the target's types."""
+    """A head over packed weights, and KV of the target's type."""
 
-    def __init__(self, head: Head, target: NativeDecoder, device: Device | None = None) -> None:
+    def __init__(
+        self, head: Head, target: NativeDecoder, device: Device | None = None, weight_type: str | None = None
+    ) -> None:
         self.config = head.config
         self._team = target.team if device is None else team_of(device)
-        weight_type = _TYPES.get(target.weight_type, target.weight_type)
+        weight_type = self.weight_type = native_type(weight_type, target.weight_type)
         check_types(head.config.layers, weight_type, target.kv_type)
         self._target = target
         self._vectors = {name: as_float32(head.weights[name]) for name in _vector_names(head.config)}
         self._norms = self._last_norms()
         self._fc = pack(head.weights, "fc", weight_type)
-        self._embed = pack(head.weights, "embed", weight_type) if "embed" in head.weights else target.embed
+        self._embed = (
+            pack(head.weights, "embed", table_type(weight_type)) if "embed" in head.weights else target.embed
+        )
         self._vocabulary = ReducedVocabulary(head.token_ids, target, own=head.config.own_tokens)
         if head.config.algorithm.guesses_features:
             self._written = self._vocabulary.rows_of_target(weight_type)

@@ -36,6 +36,7 @@ class HeadOptions:
     name: ClassVar[str]
     k: int = 4
     model: str | None = None  # folder or Hugging Face id of the head; None: the one that ships for the target
+    weights: str | None = None  # their type in memory, see `weight_type`; None: the backend's usual one
 
     def __post_init__(self) -> None:
         bounded(self, "k", 1, MAX_K)

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from paceline.core.nouns import PAGE_TOKENS
 from paceline.draft.heads import forward
+from paceline.draft.weight_type import check_target_type
 from paceline.model.attention import KVStore, attend, lazy_zeros, plan_tiles
 from paceline.model.choosing import choose_from
 from paceline.model.decoder import ReferenceDecoder, to_numpy, torch_device
@@ -26,9 +27,10 @@ if TYPE_CHECKING:
     from paceline.model.packed import Packed
 
 
-def load_runner(head: Head, target: Decoder, device: Device | None) -> ReferenceHead:
+def load_runner(head: Head, target: Decoder, device: Device | None, weight_type: str | None) -> ReferenceHead:
     """Make a head's runner, see `engine/backends.py`."""
     assert isinstance(target, ReferenceDecoder)
+    check_target_type(weight_type)
     return ReferenceHead(head, target, device)
 
 
@@ -39,6 +41,7 @@ class ReferenceHead:
 
     def __init__(self, head: Head, target: ReferenceDecoder, device: Device | None = None) -> None:
         self.config = head.config
+        self.weight_type = str(target.dtype).removeprefix("torch.")
         self._dtype, self._device = target.dtype, target.device if device is None else torch_device(device)
         self._weights = {name: self._take(tensor) for name, tensor in head.weights.items()}
         self._embed = self._weights.pop("embed", target.embed.to(self._device))  # [vocab, width]

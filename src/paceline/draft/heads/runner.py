@@ -40,6 +40,7 @@ class HeadRunner(Protocol):
     """Executes a head beside its target. Holds the head's weights; all other state is in the stores it makes."""
 
     config: HeadConfig
+    weight_type: str  # of its matrices
 
     @property
     def weight_bytes(self) -> int:
@@ -95,9 +96,10 @@ class HeadRunner(Protocol):
 class LoadHeadRunner(Protocol):
     """Makes what executes a head on its target's backend."""
 
-    def __call__(self, head: Head, target: Decoder, device: Device | None) -> HeadRunner:
+    def __call__(self, head: Head, target: Decoder, device: Device | None, weight_type: str | None) -> HeadRunner:
         """Embeds tokens as the target does, unless the head brings an embedding of its own.
 
-        device: where it runs, None for where the target does.
+        device: where it runs, None for where the target does. weight_type: of its matrices, None for the usual
+        one. Raises `ConfigError` if the backend has no drafters of that type.
         """
         ...

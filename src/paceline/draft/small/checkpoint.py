@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from paceline.model.safetensors_file import StoredTensor
 
     # From the target's, whose tables it shares, and where it runs: None is where the target does.
-    LoadSmallDecoder = Callable[["SmallModel", Decoder, Device | None], "SmallDecoder"]
+    LoadSmallDecoder = Callable[["SmallModel", Decoder, Device | None, str | None], "SmallDecoder"]
 
 SHARED = ("embed", "head")
 VOCABULARY_TENSORS = ("d2t", "t2d")
@@ -47,6 +47,8 @@ class SmallModel:
 
 class SmallDecoder(Decoder, Protocol):
     """A decoder that writes some of its target's tokens."""
+
+    weight_type: str
 
     def write_also(self, own_ids: NDArray[int64]) -> None:
         """From now on, write these tokens [n], too, and no others beside the vocabulary: see `draft/own.py`."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from paceline import kernels
 from paceline.draft.reduced import ReducedVocabulary, own_bytes
+from paceline.draft.weight_type import native_type
 from paceline.model.config import layer_shapes
 from paceline.model.native import (
     NativeDecoder,
@@ -31,13 +32,13 @@ if TYPE_CHECKING:
     from paceline.model.device import Device
     from paceline.model.packed import Packed
 
-_TYPES = {"int4": "int8"}  # a draft model is small: four bits would cost more drafts than they save time
 
-
-def load_decoder(small: SmallModel, target: Decoder, device: Device | None) -> NativeSmall:
+def load_decoder(
+    small: SmallModel, target: Decoder, device: Device | None, weight_type: str | None
+) -> NativeSmall:
     """Make a draft model's decoder, see `engine/backends.py`."""
     assert isinstance(target, NativeDecoder)
-    return NativeSmall(small, target, device)
+    return NativeSmall(small, target, device, weight_type)
 
 
 class NativeSmall:
@@ -45,9 +46,15 @@ class NativeSmall:
 
     name = NativeDecoder.name
 
-    def __init__(self, small: SmallModel, target: NativeDecoder, device: Device | None = None) -> None:
+    def __init__(
+        self,
+        small: SmallModel,
+        target: NativeDecoder,
+        device: Device | None = None,
+        weight_type: str | None = None,
+    ) -> None:
         c = self.config = small.config
-        weight_type = _TYPES.get(target.weight_type, target.weight_type)
+        weight_type = self.weight_type = native_type(weight_type, target.weight_type)
         check_types(c, weight_type, target.kv_type)
         self._target = target
         self._vocabulary = ReducedVocabulary(small.token_ids, target, own=True)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from paceline.draft.weight_type import check_target_type
 from paceline.model.attention import KVStore
 from paceline.model.choosing import choose_from
 from paceline.model.decoder import ReferenceDecoder, to_numpy, torch_device
@@ -24,9 +25,12 @@ if TYPE_CHECKING:
     from paceline.model.packed import Packed
 
 
-def load_decoder(small: SmallModel, target: Decoder, device: Device | None) -> ReferenceSmall:
+def load_decoder(
+    small: SmallModel, target: Decoder, device: Device | None, weight_type: str | None
+) -> ReferenceSmall:
     """Make a draft model's decoder, see `engine/backends.py`."""
     assert isinstance(target, ReferenceDecoder)
+    check_target_type(weight_type)
     return ReferenceSmall(small, target, device)
 
 
@@ -38,6 +42,7 @@ class ReferenceSmall:
 
     def __init__(self, small: SmallModel, target: ReferenceDecoder, device: Device | None = None) -> None:
         self.config = small.config
+        self.weight_type = str(target.dtype).removeprefix("torch.")
         self._target, self._fixed_ids = target, torch.from_numpy(small.token_ids).to(target.device)
         self._token_ids = self._fixed_ids  # [draft_vocab] and own ones
         tables = {"embed": target.embed, "head": target.head[self._token_ids]}
