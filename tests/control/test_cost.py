@@ -151,6 +151,7 @@ def test_prices_that_cannot_be_are_refused(tmp_path: Path) -> None:
         return good | {"target": curve | prices | changes}
 
     bad = [target(**{name: price}) for name in prices for price in (nan, float("inf"), -1e-9)]
+    bad += [target(unscored_s=1e-3), target(unscored_s=1.0)]
     bad += [target(counts=[0.0, 4.0]), target(counts=[nan, 4.0]), target(seconds=[nan, 1.0])]
     bad += [target(seconds=[-1.0, 1.0]), target(counts=[], seconds=[])]
     bad += [good | {"drafters": {"a": [curve | {"counts": [0.5, 1.0]}]}}]

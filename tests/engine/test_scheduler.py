@@ -300,6 +300,17 @@ def test_too_long_and_too_many_are_refused_and_change_nothing() -> None:
     scheduler.check()
 
 
+def test_further_choices_of_a_text_are_not_refused_for_their_first() -> None:
+    scheduler = Scheduler(Limits(num_rows=1, max_queued_tokens=50), PagePool(9))
+    params = SamplingParams(max_tokens=4, n=3)
+    for choice in range(3):
+        scheduler.add(Request(f"text-{choice}", (1,) * 40, params, seed=0, choice=choice))
+    assert len(scheduler.waiting) == 3
+    with pytest.raises(QueueFull):
+        scheduler.add(_request("other", (1,)))
+    scheduler.check()
+
+
 def test_stores_have_their_own_valid_counts() -> None:
     pool = PagePool(8, ("features", "drafter"))
     pages = pool.take(3)

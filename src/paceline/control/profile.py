@@ -120,9 +120,10 @@ def _read_ours(values: Mapping[str, Any]) -> Profile:
     if values["format"] != FORMAT:
         raise ValueError(f"format {values['format']!r}, known: {FORMAT!r}")
     t = values["target"]
-    target = TargetCost(
-        _takes_time(_read_curve(t)), *(_price(t, name) for name in ("unscored_s", "kv_token_s", "pair_s"))
-    )
+    passes, unscored_s = _takes_time(_read_curve(t)), _price(t, "unscored_s")
+    if passes.seconds[0] <= unscored_s * passes.counts[0]:
+        raise ValueError(f"unscored_s is {unscored_s}: not to score a token saves more than its pass takes")
+    target = TargetCost(passes, unscored_s, _price(t, "kv_token_s"), _price(t, "pair_s"))
     _price({"host_s": 0.0} | values["about"], "host_s")
     drafters = {
         name: DraftCost(tuple(_read_curve(c) for c in curves)) for name, curves in values["drafters"].items()

@@ -101,7 +101,10 @@ class Scheduler:
     # Arrivals and ends ---------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises `PromptTooLong` or `QueueFull`, and then nothing has changed."""
+        """Queue a request. Raises `PromptTooLong` or `QueueFull`, and then nothing has changed.
+
+        Further choices of one text follow their first: they read its pages, and half of them would be no answer.
+        """
         prompt_len, most = len(request.prompt_ids), min(self.limits.max_len, self.capacity)
         if prompt_len + request.params.max_tokens > most:
             raise PromptTooLong(
@@ -109,7 +112,8 @@ class Scheduler:
                 f"together more than the {most} this engine holds for one request; shorten either",
                 "max_tokens" if prompt_len < most else "messages",
             )
-        if self.num_queued_tokens + prompt_len > self.limits.max_queued_tokens and self.waiting:
+        is_first = request.choice == 0
+        if is_first and self.waiting and self.num_queued_tokens + prompt_len > self.limits.max_queued_tokens:
             raise QueueFull(f"{self.num_queued_tokens} prompt tokens are waiting already; try again later")
         root = root_hash(self.fingerprint, request.salt)
         running = Running(request, self._num_arrived, [root], list(request.prompt_ids))
