@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import resource
@@ -38,21 +39,23 @@ def machine() -> dict[str, Any]:
     }
 
 
-def commit() -> str | None:
-    """Return the commit of the code that runs, with -dirty if it was changed; None outside a checkout."""
-    folder = Path(__file__).parent
+def commit(folder: Path = Path(__file__).parent) -> str | None:
+    """Return the commit of the code that runs; None outside a checkout.
+
+    If it was changed, with -dirty and a hash of the changes: two of them are two builds.
+    """
     try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"],  # noqa: S607 (wherever git is)
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
+        found = _git(folder, "describe", "--always", "--dirty", "--abbrev=12").decode().strip()
+        changes = _git(folder, "diff", "HEAD") if found.endswith("-dirty") else b""
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() or None
+    return f"{found}-{hashlib.sha256(changes).hexdigest()[:8]}" if changes else found or None
+
+
+def _git(folder: Path, *arguments: str) -> bytes:
+    command = ["git", *arguments]  # wherever git is
+    done = subprocess.run(command, cwd=folder, capture_output=True, timeout=10, check=True)  # noqa: S603 (our own)
+    return done.stdout
 
 
 def memory_bytes() -> int:

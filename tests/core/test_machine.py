@@ -1,0 +1,39 @@
+"""Where a figure was measured."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import TYPE_CHECKING
+
+from paceline.core.machine import commit
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def git(folder: Path, *arguments: str) -> None:
+    someone = ("-c", "user.name=someone", "-c", "user.email=someone@localhost")
+    subprocess.run(["git", *someone, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+def test_changed_builds_of_one_commit_have_names_of_their_own(tmp_path: Path) -> None:
+    file = tmp_path / "code"
+    git(tmp_path, "init")
+    file.write_text("as it was")
+    git(tmp_path, "add", "code")
+    git(tmp_path, "commit", "-m", "first")
+    clean = commit(tmp_path)
+    assert clean is not None
+    names = []
+    for change in ("changed", "changed otherwise"):
+        file.write_text(change)
+        names.append(commit(tmp_path))
+    assert len({clean, *names}) == 3
+    assert all(name and name.startswith(f"{clean}-dirty-") for name in names)
+    file.write_text("as it was")
+    assert commit(tmp_path) == clean
+
+
+def test_code_outside_of_a_checkout_has_no_commit(tmp_path: Path) -> None:
+    assert commit(tmp_path) is None
+    assert commit(tmp_path / "nowhere") is None
