@@ -45,10 +45,10 @@ float* spread_of(const float* x, size_t padded) {
     return found.data();
 }
 
-// The whole number q of 0 to 15 for which (q - 7.5) * step is nearest to x; any for NaN.
+// The whole number q of 0 to 15 for which (q - 7.5) * step is nearest to x; 0 if there is none.
 int half_byte(float x, float step) {
-    const float q = step > 0.0f ? std::floor(x / step) + 8.0f : 8.0f;
-    return static_cast<int>(std::clamp(q == q ? q : 0.0f, 0.0f, 15.0f));
+    const float q = x / step + 8.0f;
+    return q > 0.0f ? static_cast<int>(q < 15.0f ? q : 15.0f) : 0;  // cut off, which from 0 on is to round down
 }
 
 // The step with which 16 values come nearest to numbers, by squares: what is far out is cut off. Begun at the best step for
@@ -176,7 +176,10 @@ void Matrix::pack_spread_row(const float* weights, size_t index) {
     float* found = spread_of(row.data(), padded);
     const float scale = 1.0f / static_cast<float>(hadamard_block(padded));  // as activations are spread without one
     for (size_t i = 0; i < padded; ++i) found[i] *= scale;
-    type_ == WeightType::int8 ? put_bytes(index, found, padded) : put_halves(index, found, padded);
+    if (type_ == WeightType::int8)
+        put_bytes(index, found, padded);
+    else
+        put_halves(index, found, padded);
 }
 
 void Matrix::put_bytes(size_t index, const float* spread, size_t padded) {

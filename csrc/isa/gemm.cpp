@@ -75,11 +75,24 @@ struct Halves {
     PACELINE_INLINE i32v whole(i32v sums, int32_t row_sum) { return sums + sums + splat(row_sum / 128 * 15); }
 };
 
-template <class Form, int R, int V>
-PACELINE_INLINE void finish_spread(const i32v (&sums)[R][V], const SpreadPanel& panel, const SpreadRows& rows, size_t first, size_t start,
-                                   float* out, size_t stride) {
+template <class Form, int R>
+PACELINE_INLINE void start_spread(i32v (&sums)[R][kVectors], const SpreadRows& rows, size_t first) {
     PACELINE_UNROLL for (int r = 0; r < R; ++r)
-        PACELINE_UNROLL for (int v = 0; v < V; ++v) {
+        PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) sums[r][v] = Form::start(rows.sums[(first + r) * kTileLanes]);
+}
+
+// Fetch if it is time to, and load a quad of the pair of quads that begins with an input.
+template <class Form>
+PACELINE_INLINE void load_quad(i32v (&x)[kVectors], const uint8_t* pair, size_t input, int quad, Ahead& ahead) {
+    if (quad == 0 && input * Form::kPairBytes % (8 * kFetched) == 0) fetch(ahead);
+    PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) x[v] = Form::load(pair + v * kLanes * 4, quad);
+}
+
+template <class Form, int R>
+PACELINE_INLINE void finish_spread(const i32v (&sums)[R][kVectors], const SpreadPanel& panel, const SpreadRows& rows, size_t first,
+                                   size_t start, float* out, size_t stride) {
+    PACELINE_UNROLL for (int r = 0; r < R; ++r)
+        PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) {
             const size_t at = start + v * kLanes;
             const i32v whole = Form::whole(sums[r][v], rows.sums[(first + r) * kTileLanes]);
             store(out + r * stride + at, scaled_sum(whole, splat(rows.scales[first + r]), load(panel.scales + at)));
@@ -94,13 +107,11 @@ PACELINE_APART void spread_rows(const SpreadPanel& panel, const SpreadRows& rows
     for (size_t start = 0; start < kPanel; start += kStep) {
         const uint8_t* w = panel.weights + start * 4;
         i32v sums[R][kVectors];
-        PACELINE_UNROLL for (int r = 0; r < R; ++r)
-            PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) sums[r][v] = Form::start(rows.sums[(first + r) * kTileLanes]);
+        start_spread<Form>(sums, rows, first);
         for (size_t input = 0; input < width; input += 8, w += Form::kPairBytes) {
-            if (input * Form::kPairBytes % (8 * kFetched) == 0) fetch(ahead);
             PACELINE_UNROLL for (int quad = 0; quad < 2; ++quad) {
                 i32v x[kVectors];
-                PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) x[v] = Form::load(w + v * kLanes * 4, quad);
+                load_quad<Form>(x, w, input, quad, ahead);
                 PACELINE_UNROLL for (int r = 0; r < R; ++r) {
                     const i32v y = splat_bytes(a + r * width + input + quad * 4);
                     PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) dot(sums[r][v], x[v], y);
@@ -122,13 +133,11 @@ PACELINE_APART void spread_many_rows(const SpreadPanel& panel, const SpreadRows&
     const int8_t* bases[(R + 3) / 4];  // of every fourth row, as there are no registers for them all
     i32v sums[R][kVectors];
     PACELINE_UNROLL for (int r = 0; r < R; r += 4) bases[r / 4] = rows.values + (first + r) * width;
-    PACELINE_UNROLL for (int r = 0; r < R; ++r)
-        PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) sums[r][v] = Form::start(rows.sums[(first + r) * kTileLanes]);
+    start_spread<Form>(sums, rows, first);
     for (size_t input = 0; input < width; input += 8, w += Form::kPairBytes) {
-        if (input * Form::kPairBytes % (8 * kFetched) == 0) fetch(ahead);
         PACELINE_UNROLL for (int quad = 0; quad < 2; ++quad) {
             i32v x[kVectors];
-            PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) x[v] = Form::load(w + v * kLanes * 4, quad);
+            load_quad<Form>(x, w, input, quad, ahead);
             PACELINE_UNROLL for (int r = 0; r < R; ++r) {
                 const i32v y = broadcast(bases[r / 4], r % 4, width, quad * 4);
                 PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) dot(sums[r][v], x[v], y);

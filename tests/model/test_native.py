@@ -255,7 +255,7 @@ def odd_halves(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     step = single(0.335) * np.sqrt(in_order(w.astype(float) ** 2) / w.shape[1]).astype(single)
     odd = np.zeros(w.shape, np.int64)
     for last in (False, False, False, False, True):
-        odd = 2 * np.clip(np.floor(w / step[:, None]) + 8, 0, 15).astype(np.int64) - 15
+        odd = 2 * np.clip(w / step[:, None] + single(8), 0, 15).astype(np.int64) - 15
         if not last:
             step = (in_order(odd / 2 * w) / in_order((odd / 2) ** 2)).astype(single)
     return odd, step / single(2)
