@@ -2,6 +2,9 @@
 #include <cstdlib>
 #include <cstring>
 
+#ifdef PACELINE_X86
+#include <cpuid.h>
+#endif
 #if defined(PACELINE_X86) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -74,6 +77,18 @@ Kernels with_tiles() {
     return table;
 }
 
+// AMD's family 1Ah, and what comes after it.
+bool is_zen5_or_newer() {
+    unsigned signature, b, c, d;
+    if (!__builtin_cpu_is("amd") || !__get_cpuid(1, &signature, &b, &c, &d)) return false;
+    const unsigned family = (signature >> 8 & 0xF) + (signature >> 20 & 0xFF);
+    return family >= 0x1A;
+}
+
+#else
+
+bool is_zen5_or_newer() { return false; }
+
 #endif
 
 Kernels choose() {
@@ -93,6 +108,8 @@ Kernels choose() {
 }
 
 }  // namespace
+
+const bool kFetchesPastCaches = is_zen5_or_newer();
 
 const Kernels& kernels() {
     static const Kernels chosen = choose();

@@ -30,19 +30,22 @@ constexpr int kMostSpreadRows = 8;  // whose sums have half the registers
 // panel from memory and the others from the cache: together they fetch the next panel, so that memory is never idle.
 struct Ahead {
     const uint8_t* from;
-    size_t lines;
+    size_t lines;  // 1, 2 or 4
+    bool once;     // they will soon have been read for good; what many pieces read would have to be fetched again
 };
 
-// Weights that soon have been read for good are fetched past the larger caches, which keep what the next layer, the
-// drafter and the host work with. Panels that many pieces read are not: they would have to be fetched again.
+template <Level To>
+PACELINE_INLINE void fetch_lines(const Ahead& ahead) {
+    fetch<To>(ahead.from);
+    if (ahead.lines > 1) fetch<To>(ahead.from + 64);
+    if (ahead.lines > 2) fetch<To>(ahead.from + 128), fetch<To>(ahead.from + 192);
+}
+
 PACELINE_INLINE void fetch(Ahead& ahead) {
-    if (ahead.lines == 1) {
-        __builtin_prefetch(ahead.from, 0, 2);
-    } else {
-        fetch_once(ahead.from);
-        fetch_once(ahead.from + 64);
-        if (ahead.lines > 2) fetch_once(ahead.from + 128), fetch_once(ahead.from + 192);
-    }
+    if (ahead.once)
+        fetch_lines<Level::past>(ahead);
+    else
+        fetch_lines<Level::second>(ahead);
     ahead.from += ahead.lines * 64;
 }
 
@@ -235,8 +238,8 @@ PACELINE_INLINE void in_pieces(size_t most, size_t first, size_t end, const void
         const size_t pieces = num_pieces - piece, count = (end - first + pieces - 1) / pieces;
         const size_t lines = num_pieces == 1 ? 4 : num_pieces < 4 ? 2 : 1, share = panel_bytes * lines / 4;
         const bool helps = piece * lines < 4;
-        kernel(first, count, num_pieces == 1 ? Ahead{here + kSoon, lines}
-                                             : Ahead{helps ? here + panel_bytes + piece * share : here, lines});
+        const uint8_t* const from = num_pieces == 1 ? here + kSoon : helps ? here + panel_bytes + piece * share : here;
+        kernel(first, count, Ahead{from, lines, kFetchesPastCaches && num_pieces < 4});
         first += count;
     }
 }

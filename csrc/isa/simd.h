@@ -7,6 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels.h"
+
 #if defined(__x86_64__) && (defined(__AVX512F__) || defined(__AVX2__))
 #include <immintrin.h>
 #endif
@@ -38,8 +40,16 @@ PACELINE_INLINE f32v load(const float* p) {
 
 PACELINE_INLINE void store(float* p, f32v v) { __builtin_memcpy(p, &v, sizeof v); }
 
-// Fetch a cache line that is read soon, and then not again for longer than any cache keeps it: it shall drive nothing out.
-PACELINE_INLINE void fetch_once(const void* p) { __builtin_prefetch(p, 0, 0); }
+enum class Level { second, past };  // of the caches; past: the larger ones keep nothing
+
+// Fetch a cache line.
+template <Level To>
+PACELINE_INLINE void fetch(const void* p) {
+    __builtin_prefetch(p, 0, To == Level::past ? 0 : 2);
+}
+
+// Fetch a cache line that is read soon, and then not again for longer than any cache keeps it.
+PACELINE_INLINE void fetch_once(const void* p) { kFetchesPastCaches ? fetch<Level::past>(p) : fetch<Level::second>(p); }
 
 PACELINE_INLINE f32v splat(float x) { return x - f32v{}; }  // which the compiler folds, as it may not fold 0 + x
 PACELINE_INLINE i32v splat(int32_t x) { return i32v{} + x; }
