@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
     Progress = Callable[[str, int, int], None]  # (what, done, total)
 
-METHOD = 4  # of measuring; what another found is not taken up
+METHOD = 5  # of measuring; what another found is not taken up
 WHAT = "measuring what steps cost"
 PROMPT_LEN = 4
-SHORTEST, LONGEST = 64, 512  # tokens of the context by which the price of a key is found
+SHORTEST, LONGEST = 64, 1024  # tokens of the context by which the price of a key is found
 CONTEXT_SHARE = 0.1  # of the time, to fill it
 ENOUGH = 4096  # tokens of KV, to measure all
 AHEAD = 4  # tokens that a row gains before a step with drafts: its first, two of a step that makes ready, its own
@@ -122,6 +122,7 @@ class _Rows(NamedTuple):
 
     num: int
     prompt_len: int  # of each
+    again: bool = False  # the same prompts each time, which the prefix cache remembers
 
 
 def _told(kind: _Kind) -> Told:
@@ -140,6 +141,7 @@ class _Calibrator:
         self.drafting: dict[str, dict[tuple[int, int], float]] = {name: {} for name in self.drafters}
         self.hosts: list[float] = []
         self._num_added = 0
+        self._rows: _Rows | None = None  # that were put in last
         self._following: str | None = None  # the drafter that has taken in all there is
 
     def run(self) -> None:
@@ -159,15 +161,30 @@ class _Calibrator:
         """Measure with so many rows, if that is likely to end in time. until: as in `_measure`."""
         kinds = self._kinds(num_rows)
         if not self.passes or self._fits(num_rows, kinds):
-            self._measure(kinds, _Rows(num_rows, self._prompt_len), until)
+            rows = _Rows(num_rows, self._prompt_len)
+            for (_, kind), steps in self._measure(kinds, (rows,), until).items():
+                self._keep(kind, num_rows, steps)
 
     def _context(self, until: float) -> None:
-        """Measure one row with a longer text, as long as can be had in a share of the time."""
+        """Measure one row with a longer text, as long as can be had in a share of the time.
+
+        In turns with a short one: a shared machine drifts by more than some hundred keys cost. So it is how many
+        times as long as with the short text, of what that took before.
+        """
         token_s = max(self._token_s(), 1e-9)
         length = min(int(CONTEXT_SHARE * self.grid.seconds / token_s), self._longest // 2)
-        if length >= SHORTEST and self._spent() + CONTEXT_SHARE < 1:
-            kinds = [_Kind(None, 0), _Kind(None, min(self.grid.ks[-1], self._deepest))]
-            self._measure(kinds, _Rows(1, min(length, LONGEST)), until)
+        if length < SHORTEST or self._spent() + CONTEXT_SHARE >= 1:
+            return
+        long, short = _Rows(1, min(length, LONGEST), again=True), _Rows(1, self._prompt_len)
+        kinds = [_Kind(None, 0), _Kind(None, min(self.grid.ks[-1], self._deepest))]
+        timed = self._measure(kinds, (long, short), until)
+        known = {int(p.work.tokens): p.seconds for p in self.passes if not p.work.unscored and p.work.kv_tokens}
+        for kind in kinds:
+            before = known.get(1 + kind.k)
+            steps, beside = timed.get((long, kind), []), timed.get((short, kind), [])
+            if before and steps and beside:
+                times = median(a.target_s / b.target_s for a, b in zip(steps, beside, strict=False))
+                self.passes.append(TimedPass(steps[-1].work, before * times))
 
     @property
     def _longest(self) -> int:
@@ -215,31 +232,32 @@ class _Calibrator:
         drafting = [_Kind(name, k) for name, most in slow for k in drafter_ks if 0 < k <= most]
         return [*(_Kind(None, k) for k in verified), *drafting]
 
-    def _measure(self, kinds: Sequence[_Kind], rows: _Rows, until: float) -> None:
-        """Time each kind in turn, plain steps first, so that a stall meets one of them once.
+    def _measure(
+        self, kinds: Sequence[_Kind], each: Sequence[_Rows], until: float
+    ) -> Mapping[tuple[_Rows, _Kind], list[_Timed]]:
+        """Time each kind in turn with each of some rows, plain steps first: so a stall meets one of them once.
 
         The first round only warms up. A kind for which there is no room is left out.
 
         until: the share of the time after which no round is begun. With little time the first round counts.
         """
-        timed: dict[_Kind, list[_Timed]] = {kind: [] for kind in kinds}
-        left = list(timed)
-        if not self._fill(rows, self.passes):
-            return
+        timed: dict[tuple[_Rows, _Kind], list[_Timed]] = {}
+        left = [(rows, kind) for rows in each for kind in kinds]
+        if not self._fill(each[0], self.passes):
+            return timed
         for rounds in range(1 + self.grid.repeats):
             if rounds and self._spent() > until:
                 break
-            self._time(_Kind(None, 0), rows)  # the next one finds caches as steps without drafts leave them
-            for kind in tuple(left):
+            for rows, kind in tuple(left):
+                if kind == kinds[0]:  # the next one finds caches as steps without drafts leave them
+                    self._time(_Kind(None, 0), rows)
                 step = self._time(kind, rows)
                 if step is None:
-                    left.remove(kind)
+                    left.remove((rows, kind))
                     continue
-                timed[kind].append(step)
+                timed.setdefault((rows, kind), []).append(step)
                 self._tell()
-        for kind, steps in timed.items():
-            if steps:
-                self._keep(kind, rows.num, steps[1:] or steps)
+        return {what: steps[1:] or steps for what, steps in timed.items()}
 
     def _keep(self, kind: _Kind, num_rows: int, steps: Sequence[_Timed]) -> None:
         if kind.drafter is not None:
@@ -266,7 +284,7 @@ class _Calibrator:
         """Whether so many rows decode, none more, and are far enough from their ends to draft so much."""
         decoding = self.engine.scheduler.decoding()
         left = min((r.remaining for r in decoding), default=0)
-        return self._num_open() == len(decoding) == rows.num and left >= k + AHEAD - 1
+        return rows == self._rows and self._num_open() == len(decoding) == rows.num and left >= k + AHEAD - 1
 
     def _step(self, told: Told) -> _Timed:
         """Run a step and see what it did and how long that took."""
@@ -294,7 +312,7 @@ class _Calibrator:
         They do not if there are pages for fewer, or if the first have ended before the last begin.
         """
         self.clear()
-        self._following = None
+        self._following, self._rows = None, rows
         chunks = -(-rows.num * rows.prompt_len // self.engine.scheduler.limits.prefill_tokens)
         for _ in range(rows.num + chunks):  # a short queue takes one request a step
             self._add(rows)
@@ -313,7 +331,8 @@ class _Calibrator:
         size = self.engine.target.config.vocab_size
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=self._longest - rows.prompt_len)
         while self._num_open() < rows.num:
-            ids = tuple((self._num_added * 7919 + i * 104729) % size for i in range(rows.prompt_len))
+            number = self._num_open() if rows.again else self._num_added
+            ids = tuple((number * 7919 + i * 104729) % size for i in range(rows.prompt_len))
             try:
                 self.engine.add(Request(f"calibration-{self._num_added}", ids, params, seed=0))
             except QueueFull:
