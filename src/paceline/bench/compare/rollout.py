@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     Tell = Callable[[int, int], None]
 
 TAIL = 1.0  # spread of the logs of the lengths
+MEDIANS = 16  # that the longest answer may have: of 64 it is cut once in six times, and what is cut is no tail
 SHORTEST = 4  # tokens of an answer
 
 
@@ -37,7 +38,7 @@ class Rollout:
     arena: Arena
     results: Results
     prompts: Sequence[Prompt]
-    params: SamplingParams  # the longest answers have its `max_tokens`
+    params: SamplingParams  # no answer is longer than its `max_tokens`, 16 times the median
     policies: tuple[str, ...]  # plain decoding first, `auto` last
     requests: int = 64
     repeat: int = 3
@@ -67,7 +68,7 @@ class Rollout:
 
     def _params(self, draw: random.Random, question: Question) -> SamplingParams:
         most = question.request.params.max_tokens
-        length = round(most / 4 * draw.lognormvariate(0.0, TAIL))
+        length = round(most / MEDIANS * draw.lognormvariate(0.0, TAIL))
         return replace(question.request.params, max_tokens=min(max(length, SHORTEST), most))
 
     def lines(self) -> list[Json]:
