@@ -178,7 +178,8 @@ class _Calibrator:
         long, short = _Rows(1, min(length, LONGEST), again=True), _Rows(1, self._prompt_len)
         kinds = [_Kind(None, 0), _Kind(None, min(self.grid.ks[-1], self._deepest))]
         timed = self._measure(kinds, (long, short), until)
-        known = {int(p.work.tokens): p.seconds for p in self.passes if not p.work.unscored and p.work.kv_tokens}
+        told = [p for p in self.passes if not p.work.unscored and p.work.kv_tokens]
+        known = {int(p.work.tokens): p.seconds for p in reversed(told)}  # the first: several rows came later
         for kind in kinds:
             before = known.get(1 + kind.k)
             steps, beside = timed.get((long, kind), []), timed.get((short, kind), [])

@@ -38,7 +38,7 @@ class Rollout:
     arena: Arena
     results: Results
     prompts: Sequence[Prompt]
-    params: SamplingParams  # no answer is longer than its `max_tokens`, 16 times the median
+    params: SamplingParams  # no answer is longer than its `max_tokens`, `MEDIANS` medians
     policies: tuple[str, ...]  # plain decoding first, `auto` last
     requests: int = 64
     repeat: int = 3
