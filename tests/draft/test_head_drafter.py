@@ -130,8 +130,11 @@ class Scratch:
         return guesses
 
 
-def watch(engine: Engine, every: int = 1, first: int | None = None) -> list[int]:
-    """Compare every draft of an engine's head with one from scratch. Returns the lengths of those compared."""
+def watch(engine: Engine, every: int = 1, first: int = 1, near: int | None = None) -> list[int]:
+    """Compare every draft of an engine's head with one from scratch. Returns the lengths of those compared.
+
+    Entries are there from `first` on, or from the last `near` ones of a row's first draft on.
+    """
     drafter: Any
     (drafter,) = engine.drafting.drafters.values()
     decoder: ReferenceDecoder = target().decoder  # type: ignore[assignment]
@@ -140,11 +143,13 @@ def watch(engine: Engine, every: int = 1, first: int | None = None) -> list[int]
     fixed = set(scratch.token_ids.tolist())
     own: dict[int, set[int]] = {}  # of the rows that drafted since they were admitted
     release, commit = drafter.release, drafter.commit
+    begins: dict[int, int] = {}  # of the same rows, the first entry that is there
     said: defaultdict[int, PlainRecycled] = defaultdict(PlainRecycled)
     drafted: dict[int, list[int]] = {}
 
     def released(row: int) -> None:
         own.pop(row, None)
+        begins.pop(row, None)
         said.pop(row, None)
         release(row)
 
@@ -164,11 +169,13 @@ def watch(engine: Engine, every: int = 1, first: int | None = None) -> list[int]
         own.update((row, set(rows.tokens(row).tolist()) - fixed) for row in drafting)
         scratch.write_also(sorted(set().union(*own.values())) if scratch.config.own_tokens else [])
         for r, d in zip(batch.rows, draft.rows, strict=True):
+            ids = rows.tokens(r.row).tolist()
+            if len(d):
+                begins.setdefault(r.row, len(ids) - near if near else first)
             if len(d) and (batch.step + r.row) % every == 0:
-                ids = rows.tokens(r.row).tolist()
                 hint = partial(hinted_after, ids, len(d), drafter.hints, said[r.row])
                 choose = partial(chosen_after, rows, r.row, hint)
-                assert list(d.token_ids) == scratch.draft(ids, len(d), choose, first or 1)
+                assert list(d.token_ids) == scratch.draft(ids, len(d), choose, begins[r.row])
                 compared.append(len(d))
             if len(d):
                 drafted[r.row] = [int(rows.tokens(r.row)[-1]), *d.token_ids]
@@ -231,18 +238,46 @@ def test_drafts_from_pages_are_drafts_from_scratch(
     assert (stats.preemptions > 0) == (changed.num_pages == 12)
 
 
+def positions_read(engine: Engine) -> list[int]:
+    """Return a list that gets the first position of every pass of an engine's head."""
+    (drafter,) = engine.drafting.drafters.values()
+    head, read = drafter._head, list[int]()  # type: ignore[attr-defined]
+    inner = head.run
+    head.run = lambda packed, *more: (read.append(int(packed.positions.min())), inner(packed, *more))[1]
+    return read
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_cached_pages_are_not_computed_again(kind: str) -> None:
     engine = make_engine(spec(kind), Settings(prefix_cache=True))
-    head, computed = engine.drafting.drafters[drafter_of(kind)]._head, []  # type: ignore[attr-defined]
-    inner = head.run
-    head.run = lambda packed, *more: (computed.append(int(packed.positions.min())), inner(packed, *more))[1]
+    computed = positions_read(engine)
     prompt, params = tuple(range(40, 80)) * 2, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     run(engine, [Request("a", prompt, params, seed=0)])
     assert min(computed) == 1
     computed.clear()
     run(engine, [Request("b", (*prompt[:70], 50, 51, 52), params, seed=0)])
     assert min(computed) == 64, "four pages of entries were there"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_many_rows_only_the_end_of_a_prompt_is_read(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what was left out is not told to the prefix cache: a row alone reads it all."""
+    monkeypatch.setattr(drafter, "_NEAR", 8)
+    engine = make_engine(spec(kind), Settings(num_rows=5, num_pages=60, prefill_tokens=256, prefix_cache=True))
+    compared = watch(engine, near=8)
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    wanted = [Request(str(i), (*range(40, 70 + i), 50 + i), params, seed=0) for i in range(5)]
+    assert_same(run(make_engine("off", PLAIN), wanted), run(engine, wanted))
+    assert len(compared) > 20
+    assert engine.stats().drafter_failures == 0
+    assert not any(engine.scheduler.pool._valid[drafter_of(kind)])
+    alone: Any = engine.drafting.drafters[drafter_of(kind)]
+    del alone.propose  # which compares with the end of a prompt
+    read = positions_read(engine)
+    run(engine, [replace(wanted[0], request_id="alone")])
+    assert min(read) == 1
+    assert any(engine.scheduler.pool._valid[drafter_of(kind)])
+    assert engine.stats().untapped_tokens == engine.stats().drafter_failures == 0
 
 
 # Holes and failures ------------------------------------------------------------------------------

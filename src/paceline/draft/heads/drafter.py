@@ -17,6 +17,7 @@ import numpy as np
 from paceline.core.nouns import NO_DRAFT, Draft
 from paceline.draft.chains import CATCH_UP_TOKENS, begin, catch_up_tokens, in_pieces, share_out
 from paceline.draft.drafter import Needs
+from paceline.draft.heads.entries import Entries
 from paceline.draft.heads.features import FeatureStore
 from paceline.draft.hints import NO_GAINS, Hints, RecycledGains
 from paceline.draft.own import OwnTokens
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
     from paceline.model.packed import Packed
     from paceline.model.rows import Span
 
-_MANY_ROWS = 16  # above which drafts hardly pay, and prompts are caught up on bit by bit
+_MANY_ROWS = 4  # above which a row's drafts do not pay for reading all of its prompt, and for that at once
+_NEAR = 128  # entries read then: with these alone a head keeps 99 % of what it keeps with all
 _MANY_BEHIND = 16  # entries: more than the drafts of a step leave to be written again
 _AT_ONCE = 256  # tokens caught up on in a pass: for more, scratch grows by memory that is slow at first touch
 
@@ -61,7 +63,7 @@ class HeadDrafter:
         self._features = FeatureStore(target.rows, target.num_pages, head.config.tapped_size)
         layers = head.config.layers
         self._allowance = catch_up_tokens(layers, layers.num_layers, target.config)
-        self._valid = np.zeros(self._rows.num_rows, np.int64)  # [num_rows] tokens behind the last valid entry
+        self._entries = Entries(self._rows, self._features)
         self._feature_store = f"{options.name} features"
         self.needs = Needs(
             pages="shared",
@@ -76,21 +78,20 @@ class HeadDrafter:
     def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
         """Start with what the stores already hold of the row's cached pages."""
         self._features.admit(row, valid_lens[self._feature_store])
-        self._valid[row] = valid_lens[self.name]
+        self._entries.admit(row, valid_lens[self.name])
 
     def propose(self, batch: Batch, plan: Plan) -> Draft:
         """Catch up on known tokens, then draft."""
         depth = {r.row: min(plan.k(r.row), r.max_drafts) for r in batch.rows}
-        allowance = self._allowance if len(batch.rows) <= _MANY_ROWS else CATCH_UP_TOKENS
-        ready = self._catch_up([row for row, k in depth.items() if k > 0], allowance)
-        starts = {row: self._start(row) for row in ready}
+        ready = self._catch_up([row for row, k in depth.items() if k > 0], many=len(batch.rows) > _MANY_ROWS)
+        starts = {row: self._entries.start(row) for row in ready}
         self._own.follow(starts)
         chains = begin(starts, depth, plan, self.hints)
         if chains:
             self._draft(chains, starts)
         self.hints.note({row: chain.token_ids for row, chain in chains.items()})
         for row in chains:
-            self._valid[row] = self._rows.length[row]
+            self._entries.add(row, self._entries.missing(row))
         return Draft(tuple(chains[r.row].draft(self.name) if r.row in chains else NO_DRAFT for r in batch.rows))
 
     def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
@@ -108,12 +109,10 @@ class HeadDrafter:
 
     def valid_lens(self, row: int) -> Mapping[str, int]:
         """Leading tokens of a row that the stores hold. Entries behind a hole are nobody else's."""
-        features = self._features.valid_len(row)
-        return {self.name: int(self._valid[row]) if features else 0, self._feature_store: features}
+        return {self.name: self._entries.valid_len(row), self._feature_store: self._features.valid_len(row)}
 
     def release(self, row: int) -> None:
         """Forget the row."""
-        self._valid[row] = 0
         self._own.release(row)
         self.hints.release(row)
 
@@ -136,27 +135,27 @@ class HeadDrafter:
     def _draft(self, chains: Mapping[int, Chain], starts: Mapping[int, int]) -> None:
         raise NotImplementedError
 
-    def _start(self, row: int) -> int:
-        """Return the first token of a row whose entry is still to be made."""
-        return max(int(self._valid[row]), self._features.first_entry(row))
-
-    def _catch_up(self, rows: list[int], allowance: int) -> list[int]:
+    def _catch_up(self, rows: list[int], *, many: bool) -> list[int]:
         """Return the rows whose missing entries fit this step's allowance; bring the others nearer.
 
         Nothing is guessed from a prompt's entries: of those the last layer need only keep keys and values.
         """
-        behind = {row: int(self._rows.length[row]) - self._start(row) for row in rows}
+        if many:
+            for row in rows:
+                self._entries.leave_out(row, _NEAR)
+        behind = {row: self._entries.missing(row) for row in rows}
+        allowance = CATCH_UP_TOKENS if many else self._allowance
         ready, nearer = share_out({row: n for row, n in behind.items() if n > 0}, allowance)
         nearer |= {row: behind[row] - 1 for row in ready if behind[row] > _MANY_BEHIND}
         for piece in in_pieces(nearer, _AT_ONCE):
-            spans: list[Span] = [(row, self._start(row), count, ()) for row, count in piece.items()]
+            spans: list[Span] = [(row, self._entries.start(row), count, ()) for row, count in piece.items()]
             self._head.run(self._pack(spans, [0] * len(spans)), self._read(spans, None), self._kv, ())
             for row, count in piece.items():
-                self._valid[row] = self._start(row) + count
+                self._entries.add(row, count)
         return ready
 
     def _pack(self, spans: Sequence[Span], wanted: Sequence[int], ahead: int = 0) -> Packed:
-        first = np.array([self._features.first_entry(row) for row, *_ in spans], np.int64)
+        first = np.array([self._entries.first(row) for row, *_ in spans], np.int64)
         return replace(self._rows.pack_spans(spans, wanted, ahead), first_keys=first)
 
     def _read(self, spans: Sequence[Span], guessed: Mapping[int, NDArray[floating]] | None) -> NDArray[float32]:
