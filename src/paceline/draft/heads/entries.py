@@ -38,7 +38,11 @@ class Entries:
         return self._rows.length.item(row) - self.start(row)
 
     def leave_out(self, row: int, most: int) -> None:
-        """Make the last `most` of a row's missing entries only; those before are never read again."""
+        """Make the last `most` of a row's missing entries only; those before are never read again.
+
+        What a head's second layer keeps of them knows less, also in a page that another row shares: that row's
+        drafts may be a little worse for it, its text is the same.
+        """
         if self.missing(row) > most:
             self._left_out[row] = self._rows.length.item(row) - most
 
