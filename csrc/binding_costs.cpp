@@ -31,10 +31,10 @@ PassWork work_of(const Work& work) {
 class CostTables {
   public:
     CostTables(const std::tuple<State, Tally, Tally>& sizes, const std::tuple<Ids, Numbers, State>& passes,
-               const std::tuple<Numbers, Numbers, bool>& curve, const std::tuple<double, double, double>& prices,
+               const std::tuple<Numbers, Numbers, bool>& curve, const std::tuple<double, double, double>& prices, const State& keys,
                const std::tuple<Prices, Prices, Prices>& drafting, const std::tuple<State, Tally>& drafters,
                const std::tuple<State, Tally>& host, const std::tuple<State, Tally>& hour, const Numbers& rates)
-        : sizes_(sizes), passes_(passes), curve_(curve), drafting_(drafting), drafters_(drafters), host_(host), hour_(hour) {
+        : sizes_(sizes), passes_(passes), curve_(curve), drafting_(drafting), drafters_(drafters), host_(host), hour_(hour), keys_(keys) {
         const auto& [own, seen, last] = sizes_;
         const auto& [size, measured_s, pass_s] = passes_;
         const auto& [counts, seconds, stepped] = curve_;
@@ -52,17 +52,18 @@ class CostTables {
         require(added.shape(1) > 1 && added.shape(2) > 0, "prices of drafting do not fit");
         require(host_s.size() == 2 && host_seen.size() == 2, "the host has two kinds of steps");
         require(hour_log.size() == 1 && num_passes.size() == 1, "there is one hour, and one count of passes");
-        require(rates.size() == 6, "six rates");
-        const auto [pair_s, kv_token_s, unscored_s] = prices;
+        require(keys.size() == 2, "of keys a price and a doubt");
+        require(rates.size() == 9, "nine rates");
+        const auto [pair_s, unscored_s, key_s] = prices;
         const double* r = rates.data();
         costs = {{own.data(), seen.data(), own.size(), size.data(), measured_s.data(), pass_s.data(), size.size()},
                  last.data(), num_passes.data(), hour_log.data(),
                  {counts.data(), seconds.data(), counts.size(), stepped},
-                 pair_s, kv_token_s, unscored_s,
+                 pair_s, unscored_s, keys.data(), key_s,
                  added.data(), deepening.data(), whole.data(), factors.data(), drafted.data(),
                  added.shape(0), added.shape(1) - 1, added.shape(2),
                  host_s.data(), host_seen.data(),
-                 {r[0], r[1], r[2], r[3], r[4], r[5]}};
+                 {r[0], r[1], r[2], r[3], r[4], r[5], r[6], r[7], r[8]}};
     }
 
     StepRows step_rows(const Ids& ks, const Ids& drafters) const {
@@ -88,6 +89,7 @@ class CostTables {
     std::tuple<Numbers, Numbers, bool> curve_;
     std::tuple<Prices, Prices, Prices> drafting_;
     std::tuple<State, Tally> drafters_, host_, hour_;
+    State keys_;
 };
 
 std::vector<double> drafting_of(const CostTables& tables, const Ids& ks, const Ids& drafters) {
@@ -234,9 +236,9 @@ std::tuple<double, double, double> learn_cost(const CostTables& tables, const Id
 void bind_costs(nb::module_& m) {
     nb::class_<CostTables>(m, "Costs")
         .def(nb::init<const std::tuple<State, Tally, Tally>&, const std::tuple<Ids, Numbers, State>&, const std::tuple<Numbers, Numbers, bool>&,
-                      const std::tuple<double, double, double>&, const std::tuple<Prices, Prices, Prices>&, const std::tuple<State, Tally>&,
+                      const std::tuple<double, double, double>&, const State&, const std::tuple<Prices, Prices, Prices>&, const std::tuple<State, Tally>&,
                       const std::tuple<State, Tally>&, const std::tuple<State, Tally>&, const Numbers&>(),
-             "sizes"_a.noconvert(), "passes"_a.noconvert(), "curve"_a, "prices"_a, "drafting"_a, "drafters"_a.noconvert(),
+             "sizes"_a.noconvert(), "passes"_a.noconvert(), "curve"_a, "prices"_a, "keys"_a.noconvert(), "drafting"_a, "drafters"_a.noconvert(),
              "host"_a.noconvert(), "hour"_a.noconvert(), "rates"_a)
         .def("drafting_of", &drafting_of, "ks"_a, "drafters"_a)
         .def("prices", &prices, "base"_a, "lengths"_a, "num_drafters"_a, "depth"_a)

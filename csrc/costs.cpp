@@ -11,23 +11,22 @@ constexpr double kLeastSeconds = 1e-6;
 
 int64_t pairs_of(int64_t k, int64_t length) { return k * length + k * (k + 1) / 2; }
 
-// Learn what is a size's own, and return what all sizes share: that is the hour's.
-double correct(const Corrections& table, size_t size, double rate, double surprise) {
-    ++table.seen[size];
-    table.own[size] += rate * surprise;
+// Take what all sizes share out of them, and return it: that is the hour's.
+double share_out(const Corrections& table) {
     double total = 0;
     size_t count = 0;
     for (size_t i = 0; i < table.sizes; ++i)
         if (table.seen[i]) total += table.own[i], ++count;
     const double common = total / static_cast<double>(count);
-    std::vector<double> factors(table.sizes);
-    for (size_t i = 0; i < table.sizes; ++i) {
+    for (size_t i = 0; i < table.sizes; ++i)
         if (table.seen[i]) table.own[i] -= common;
-        factors[i] = std::exp(table.own[i]);
-    }
-    for (size_t i = 0; i < table.tokens; ++i)
-        table.pass_s[i] = table.measured_s[i] * factors[static_cast<size_t>(table.size[i])];
     return common;
+}
+
+void renew(const Corrections& table) {
+    std::vector<double> factors(table.sizes);
+    for (size_t i = 0; i < table.sizes; ++i) factors[i] = std::exp(table.own[i]);
+    for (size_t i = 0; i < table.tokens; ++i) table.pass_s[i] = table.measured_s[i] * factors[static_cast<size_t>(table.size[i])];
 }
 
 }  // namespace
@@ -50,7 +49,7 @@ double Costs::table_s(size_t tokens) const {
 }
 
 double Costs::besides_s(const PassWork& work) const {
-    return kv_token_s * static_cast<double>(work.kv_tokens) + pair_s * static_cast<double>(work.pairs) -
+    return keys[0] * static_cast<double>(work.kv_tokens) + pair_s * static_cast<double>(work.pairs) -
            unscored_s * static_cast<double>(work.unscored);
 }
 
@@ -118,21 +117,38 @@ Reckoned Costs::learn(const StepDone& step) const {
         const auto dear = static_cast<size_t>(std::find_if(drafting.begin(), drafting.end(), is_dear) - drafting.begin());
         observe_drafting(dear, drafting[dear], step.draft_s);
     }
-    if (step.settled) observe_pass(done, step.target_s);
+    if (step.settled) observe_pass(done, step.target_s, prefills);
     if (!prefills && (drafts || step.tells_of_host)) observe_host(n, step.host_s, drafts);
     return {measured_s, predicted_s, measured_s * share};
 }
 
 double Costs::rate_after(int64_t seen) const { return std::max(rates.least, 1 / (1 / rates.first + static_cast<double>(seen))); }
 
-void Costs::observe_pass(const PassWork& work, double seconds) const {
+void Costs::observe_pass(const PassWork& work, double seconds, bool prefills) const {
     const auto size = static_cast<size_t>(passes.size[std::min(static_cast<size_t>(work.tokens), passes.tokens - 1)]);
     const double off = std::log(std::max(seconds, kLeastSeconds) / std::max(pass_s(work), kLeastSeconds));
-    const double surprise = std::clamp(off, -rates.most_surprise, rates.most_surprise);
+    double surprise = std::clamp(off, -rates.most_surprise, rates.most_surprise);
     const int64_t gap = ++*steps - last[size];
     last[size] = *steps;
     const double of_rare = std::min(rates.first, rates.least * (1 + static_cast<double>(gap) / rates.rare));
-    *hour += rates.hour * surprise + correct(passes, size, std::max(rate_after(passes.seen[size]), of_rare), surprise);
+    const double rate = std::max(rate_after(passes.seen[size]), of_rare);
+    if (!prefills) {
+        ++passes.seen[size];
+        surprise = learn_keys(work, surprise);
+        *hour += rates.hour * surprise;
+    }
+    passes.own[size] += rate * surprise;
+    if (!prefills) *hour += share_out(passes);
+    renew(passes);
+}
+
+double Costs::learn_keys(const PassWork& work, double surprise) const {
+    const double share = static_cast<double>(work.kv_tokens) * key_s / std::max(pass_s(work) / std::exp(*hour), kLeastSeconds);
+    if (share < rates.telling) return surprise;
+    const double gain = keys[1] * share / (keys[1] * share * share + rates.noise);
+    keys[0] = std::max(keys[0] + gain * surprise * key_s, 0.0);
+    keys[1] = keys[1] * (1 - gain * share) + rates.drift;
+    return surprise * (1 - gain * share);
 }
 
 void Costs::observe_drafting(size_t drafter, double predicted_s, double seconds) const {

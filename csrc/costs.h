@@ -11,7 +11,7 @@ namespace paceline {
 // What passes of each size took beyond what was expected.
 struct Corrections {
     double* own;           // [sizes] log of what is a size's own
-    int64_t* seen;         // [sizes] passes of each
+    int64_t* seen;         // [sizes] passes of each without prompts
     size_t sizes;
     const int64_t* size;   // [tokens] of a pass with so many token rows
     const double* measured_s;
@@ -37,7 +37,7 @@ struct PriceCurve {
 };
 
 struct CostRates {
-    double hour, rare, most_surprise, least, first, rows_of_a_step;
+    double hour, rare, most_surprise, least, first, rows_of_a_step, noise, drift, telling;
 };
 
 // Rows of a step, as it was planned or as it went.
@@ -66,7 +66,9 @@ struct Costs {
     int64_t *last, *steps;  // the last pass of each size, [sizes]; passes so far, [1]
     double* hour;           // [1]
     PriceCurve by_tokens;
-    double pair_s, kv_token_s, unscored_s;
+    double pair_s, unscored_s;
+    double* keys;  // [2] seconds of reading a key; how little is known of them, a variance in units of `key_s` squared
+    double key_s;  // of a key and its first query, as measured
     const double *added, *deepening, *whole;  // [drafters, most_rows + 1, width], see `DraftTables`
     double* factors;                          // [drafters]
     int64_t* drafted;                         // [drafters]
@@ -89,7 +91,8 @@ struct Costs {
 
   private:
     double rate_after(int64_t seen) const;
-    void observe_pass(const PassWork& work, double seconds) const;
+    void observe_pass(const PassWork& work, double seconds, bool prefills) const;
+    double learn_keys(const PassWork& work, double surprise) const;
     void observe_drafting(size_t drafter, double predicted_s, double seconds) const;
     void observe_host(size_t rows, double seconds, bool drafts) const;
 };

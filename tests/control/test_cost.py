@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from functools import partial
+from math import exp
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -225,6 +227,41 @@ def test_a_size_that_comes_now_and_then_is_not_taken_for_the_hour() -> None:
         cost.observe_pass(work, factor * float(COST.target(work)))
     assert cost.pass_s(Work(300)) == pytest.approx(0.6 * float(COST.target(Work(300))), rel=0.1)
     assert cost.pass_s(Work(8)) == pytest.approx(float(COST.target(Work(8))), rel=0.1)
+
+
+def decoding(rows: int, keys: int, drafts: int) -> Work:
+    """Return the work of rows with texts of so many keys and so many drafts each."""
+    return Work(rows * (1 + drafts), 0, rows * keys, rows * keys * (1 + drafts))
+
+
+PLAIN, FURTHER, SHORT = (partial(decoding, keys=n, drafts=k) for n, k in ((700, 0), (700, 2), (200, 0)))
+
+
+@pytest.mark.parametrize("read_s", [0.0, 0.5e-6, 1.5e-6])
+def test_what_keys_cost_is_learnt_from_passes_that_read_many(read_s: float) -> None:
+    """Beside a mood of the machine that all passes have in common, and prompts, which say nothing of keys."""
+    truth = TargetCost(COST.target.by_tokens, kv_token_s=0.5e-6, pair_s=0.3e-6)
+    measured = TargetCost(COST.target.by_tokens, kv_token_s=read_s, pair_s=truth.pair_s)
+    cost, rng, mood = OnlineCost(MeasuredCost(measured, (DRAFTING,))), np.random.default_rng(0), 0.0
+    for step in range(200):
+        mood = 0.98 * mood + rng.normal(0, 0.02)
+        work = decoding(rows=(1, 8, 32, 48)[step // 10 % 4], keys=500 + step, drafts=step % 3)
+        cost.observe_pass(work, float(truth(work)) * exp(mood + rng.normal(0, 0.03)))
+        prompts = decoding(rows=500, keys=200, drafts=0)
+        cost.observe_pass(prompts, 0.5 * float(truth(prompts)), prefills=True)
+    for one, other in ((FURTHER, PLAIN), (PLAIN, SHORT)):
+        for rows in (1, 8, 48):
+            price = cost.pass_s(one(rows)) / cost.pass_s(other(rows))
+            assert price == pytest.approx(float(truth(one(rows)) / truth(other(rows))), rel=0.12)
+
+
+def test_one_row_in_a_bad_mood_says_nothing_of_keys() -> None:
+    measured = TargetCost(COST.target.by_tokens, kv_token_s=0.5e-6, pair_s=0.3e-6)
+    cost = OnlineCost(MeasuredCost(measured, (DRAFTING,)))
+    work = decoding(rows=1, keys=500, drafts=0)
+    for _ in range(50):
+        cost.observe_pass(work, 2 * float(measured(work)))
+    assert cost.kv_token_s == measured.kv_token_s
 
 
 def test_a_drafter_that_is_dearer_than_was_measured_is_learnt() -> None:

@@ -78,7 +78,7 @@ def test_choices_are_the_same(
     """After corrections of every kind, with and without prefill and drafting to pay."""
     rng, cost = np.random.default_rng(seed), OnlineCost(measured, 0.01)
     for _ in range(30):
-        work = Work(int(rng.integers(1, 64)), 0, 0, 100)
+        work = Work(int(rng.integers(1, 64)), 0, int(rng.integers(0, 5000)), 100)
         cost.observe_pass(work, float(measured.target(work)) * float(rng.lognormal(0, 0.3)))
         cost.observe_drafting(int(rng.integers(0, 2)), 1.0, float(rng.lognormal(0, 0.3)))
         cost.host.observe(int(work.tokens), float(rng.uniform(0, 0.1)), drafts=bool(rng.integers(0, 2)))
@@ -100,7 +100,16 @@ def chunks(rng: np.random.Generator, most: int) -> Work:
 
 def learnt(cost: OnlineCost) -> list[float]:
     """Return all that prices know."""
-    tables = cost._own, cost._pass_s, cost._factors, cost.host.of_row, cost._seen, cost._last, cost._drafted
+    tables = (
+        cost._own,
+        cost._pass_s,
+        cost._keys,
+        cost._factors,
+        cost.host.of_row,
+        cost._seen,
+        cost._last,
+        cost._drafted,
+    )
     return [cost.hour, *np.concatenate([*tables, cost.host.seen, cost._steps]).tolist()]
 
 

@@ -85,7 +85,7 @@ def learn_cost_slow(
     if len(dear) == 1 and not prefill.tokens:  # else it is not told apart: other drafters', or taking in prompts
         cost.observe_drafting(dear[0], drafting[dear[0]], outcomes.draft_s)
     if settled:
-        cost.observe_pass(done, outcomes.target_s)
+        cost.observe_pass(done, outcomes.target_s, prefills=bool(prefill.tokens))
     if not prefill.tokens and (drafts or rows < MANY_ROWS):  # of more, a plain step that was chosen is a rare one
         cost.host.observe(rows, outcomes.host_s, drafts=drafts)
     return reckoning

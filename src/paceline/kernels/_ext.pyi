@@ -247,6 +247,7 @@ class Costs:
         passes: tuple[NDArray[int64], NDArray[float64], NDArray[float64]],
         curve: tuple[NDArray[float64], NDArray[float64], bool],
         prices: tuple[float, float, float],
+        keys: NDArray[float64],
         drafting: tuple[NDArray[float64], NDArray[float64], NDArray[float64]],
         drafters: tuple[NDArray[float64], NDArray[int64]],
         host: tuple[NDArray[float64], NDArray[int64]],
