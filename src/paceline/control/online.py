@@ -49,9 +49,7 @@ class OnlineCost:
         self._steps = np.zeros(1, np.int64)
         self._size = np.minimum(np.log2(np.maximum(np.arange(MOST_TOKENS), 1)) * 2, SIZES - 1).astype(np.int64)
         self._own = np.zeros(SIZES)  # log of what is left, by size of the pass
-        self._seen, self._last = np.zeros(
-            (2, SIZES), np.int64
-        )  # passes without prompts; the last of all
+        self._seen, self._last = np.zeros((2, SIZES), np.int64)  # passes without prompts; the last of all
         self._keys = np.array([measured.target.kv_token_s, 1.0])  # seconds of reading one, and its variance
         self._factors = np.ones(len(measured.drafters))  # by which each drafter is slower than it was measured
         self._drafted = np.zeros(len(measured.drafters), np.int64)  # steps of each drafter
