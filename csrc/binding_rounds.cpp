@@ -81,6 +81,12 @@ nb::tuple drafted_of(const nb::tuple& rows, const nb::tuple& drafts, const nb::d
     return nb::make_tuple(table(numbers, 3, confidence.size()), padded(confidence));
 }
 
+Handed<double, 2> confidence_of(const nb::list& drafts) {
+    std::vector<std::vector<double>> confidence;
+    for (nb::handle draft : drafts) confidence.push_back(numbers_of(draft.attr(names().confidence)));
+    return padded(confidence);
+}
+
 // What came of a round: of the rows that decode the row, its drafter, drafts proposed, verified and kept; how sure the
 // drafter was; and the work of the others, which are prefill.
 nb::tuple outcomes_of(const nb::tuple& rows, const nb::tuple& proposed, const nb::tuple& verified, const nb::tuple& verdicts,
@@ -157,6 +163,7 @@ nb::list kept_while_chosen(const nb::tuple& drafts, const nb::list& cu_len,
 
 void bind_rounds(nb::module_& m) {
     m.def("drafted_of", &drafted_of, "rows"_a, "drafts"_a, "indices"_a, "none"_a);
+    m.def("confidence_of", &confidence_of, "drafts"_a);
     m.def("kept_while_chosen", &kept_while_chosen, "drafts"_a, "cu_len"_a, "chosen"_a);
     m.def("outcomes_of", &outcomes_of, "rows"_a, "proposed"_a, "verified"_a, "verdicts"_a, "indices"_a, "none"_a);
     m.def("bounds_of", &bounds_of, "running"_a);

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.control.arrays import came_of, came_of_slow, drafted_of, drafted_of_slow
+from paceline.control.arrays import (
+    came_of,
+    came_of_slow,
+    confidence_of,
+    confidence_of_slow,
+    drafted_of,
+    drafted_of_slow,
+)
 from paceline.core.nouns import Batch, BatchRow, Draft, RowDraft, RowVerdict, Verdict
 
 INDICES = {"eagle3": 0, "suffix": 2}
@@ -34,6 +41,8 @@ def test_rounds_are_read_alike(found: tuple[Batch, Draft, Verdict]) -> None:
     for name in ("rows", "drafters", "ks", "confidence"):
         np.testing.assert_array_equal(getattr(quick, name), getattr(plain, name))
         assert getattr(quick, name).dtype == getattr(plain, name).dtype
+    drafts = list(draft.rows)
+    np.testing.assert_array_equal(confidence_of(drafts), confidence_of_slow(drafts))
     verified = Draft(tuple(d.first(v.num_accepted + 1) for d, v in zip(draft.rows, verdict.rows, strict=True)))
     *arrays, work = came_of(batch, draft, verified, verdict, INDICES)
     *twins, twin_work = came_of_slow(batch, draft, verified, verdict, INDICES)

@@ -155,7 +155,7 @@ def test_rows_stop_at_the_same_places_in_one_call_and_in_turn(measured: Measured
     rng = np.random.default_rng(seed)
     ours = Goodput(OnlineCost(measured, 1e-3), ROWS, [DEPTH] * 2, minding=[1])
     for step in range(1, 12):
-        view = a_step(rng, 2)
+        view = a_step(rng)
         n, goodput = view.num_rows, float(rng.uniform(0, 2))
         ks, drafters = rng.integers(0, DEPTH + 1, n), rng.integers(-1, 2, n)
         ours._prices.renew(ours.cost, view, step)
@@ -199,12 +199,12 @@ def test_numbers_from_outside_are_refused_with_a_sentence() -> None:
         nobody.drafting_of(np.array([3]), np.array([0]))
 
 
-def a_step(rng: np.random.Generator, num_drafters: int) -> View:
-    """Return rows that decode, some with offers, of drafters that offer."""
+def a_step(rng: np.random.Generator) -> View:
+    """Return rows that decode, some with offers of the first drafter."""
     n = int(rng.integers(1, ROWS + 1))
     rows, lengths = rng.permutation(ROWS)[:n], rng.integers(1, 400, n)
     most = rng.integers(0, DEPTH + 2, n)
-    offers = {0: said(rng, n, int(rng.integers(0, DEPTH + 2)))} if num_drafters > 1 and rng.random() < 0.8 else {}
+    offers = {0: said(rng, n, int(rng.integers(0, DEPTH + 2)))} if rng.random() < 0.8 else {}
     prefill = chunks(rng, 400) if rng.random() < 0.3 else Work(0)
     return View(rows, lengths, most, prefill, offers)
 
@@ -219,10 +219,11 @@ DEAR_FIRST = MeasuredCost(  # by the step at which prices are due again, what is
 @given(measured_costs(), st.integers(0, 2**32 - 1))
 @example(DEAR_FIRST, 14275362)
 def test_plans_and_trims_are_the_same_in_one_call_and_in_turn(measured: MeasuredCost, seed: int) -> None:
-    rng = np.random.default_rng(seed)
+    rng, alone = np.random.default_rng(seed), seed % 5 == 0
+    measured = MeasuredCost(measured.target, measured.drafters[:1]) if alone else measured
     ours = Goodput(OnlineCost(measured, 1e-3), ROWS, [DEPTH] * len(measured.drafters))
     for step in range(1, 24):
-        view = a_step(rng, len(measured.drafters))
+        view = a_step(rng)
         ours.decide(view)
         base, _ = ours._base(view)
         at_once = ours._at_once(view)
@@ -243,7 +244,7 @@ def test_plans_and_trims_are_the_same_in_one_call_and_in_turn(measured: Measured
         plain = choose(ours.cost, base, among, unpaid_s=apart, drafted=True).ks
         assert quick is not None
         assert quick.tolist() == [ks[0], *plain.tolist()[1:]]
-        if step == 12:
+        if step == 12 and len(measured.drafters) > 1:
             ours._hopes.gone[-1] = True
         ours.learn(view, Outcomes(view.rows, drafters, ks, np.minimum(ks, 1), 1e-3, 1e-2))
 

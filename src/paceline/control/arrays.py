@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy import float64, int64
     from numpy.typing import NDArray
 
-    from paceline.core.nouns import Batch, Verdict
+    from paceline.core.nouns import Batch, RowDraft, Verdict
 
 
 def drafted_of(batch: Batch, draft: Draft, indices: dict[str, int]) -> Drafted:
@@ -33,7 +33,17 @@ def drafted_of_slow(batch: Batch, draft: Draft, indices: dict[str, int]) -> Draf
     rows = np.array([row for row, _ in found], np.int64)
     drafters = np.array([indices.get(d.drafter or "", NONE) for _, d in found], np.int64)
     ks = np.array([len(d) for _, d in found], np.int64)
-    return Drafted(rows, drafters, ks, padded([d.confidence or () for _, d in found]))
+    return Drafted(rows, drafters, ks, confidence_of_slow([d for _, d in found]))
+
+
+def confidence_of(drafts: list[RowDraft]) -> NDArray[float64]:
+    """Return how sure drafters are of each draft, NaN behind the end of each row's. [n, longest]"""
+    return kernels.confidence_of(drafts)
+
+
+def confidence_of_slow(drafts: list[RowDraft]) -> NDArray[float64]:
+    """Return what `confidence_of` returns, plainly."""
+    return padded([d.confidence or () for d in drafts])
 
 
 class Came(NamedTuple):

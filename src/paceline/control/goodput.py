@@ -165,9 +165,10 @@ class Goodput:
     def _at_once(self, view: View) -> tuple[NDArray[int64], Chosen, float] | None:
         """Choose drafters and drafts in one call, where no row's own drafter is to be chosen; else None."""
         asked, costs = self._asked(view), self.cost.compiled
-        if costs is None or len(self.survival) == 1 or view.wishes or (len(asked) > 1 and self._renews(view)):
+        if costs is None or view.wishes or (len(asked) > 1 and self._renews(view)):
             return None
-        self._prices.renew(self.cost, view, self._steps)
+        if len(self.survival) > 1:
+            self._prices.renew(self.cost, view, self._steps)
         return plan(costs, view, self._known(view), self._own, asked[0] if len(asked) == 1 else NONE)
 
     def _known(self, view: View) -> Known:

@@ -41,6 +41,8 @@ class Hopes:
 
     def learn(self, outcomes: Outcomes, probed: int) -> None:
         """Take in a step. A drafter that drafted for other rows than the one that was probed seemed to pay."""
+        if probed == NONE and not self._doubted:
+            return
         rows, drafters = outcomes.rows.tolist(), outcomes.drafters.tolist()
         seemed = {d for row, d in zip(rows, drafters, strict=True) if d >= 0 and row != probed}
         for drafter in seemed & self._doubted:

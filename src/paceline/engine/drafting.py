@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from paceline.control.arrays import padded
+from paceline.control.arrays import confidence_of
 from paceline.core.nouns import NO_DRAFT, Draft, RowDraft
 from paceline.draft.drafter import Away, StoresLost
 from paceline.engine.patience import Patience
@@ -96,7 +96,7 @@ class Drafting:
                 asked = {row: min(k, m) for row, m in zip(rows, most, strict=True)}
                 offers = self._guard(drafter, _look, drafter, asked) or {}
                 self._offers[name] = offers
-                found[self._index[name]] = padded([offers.get(row, NO_DRAFT).confidence or () for row in rows])
+                found[self._index[name]] = confidence_of([offers.get(row, NO_DRAFT) for row in rows])
         return found
 
     def propose(self, batch: Batch, plan: Plan) -> Draft:

@@ -345,6 +345,7 @@ def stop_drafts(
 def drafted_of(
     rows: tuple[Any, ...], drafts: tuple[Any, ...], indices: dict[str, int], none: int
 ) -> tuple[NDArray[int64], NDArray[float64]]: ...
+def confidence_of(drafts: list[Any]) -> NDArray[float64]: ...
 def outcomes_of(
     rows: tuple[Any, ...],
     proposed: tuple[Any, ...],
