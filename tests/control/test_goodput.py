@@ -368,6 +368,24 @@ def test_a_choice_holds_while_nothing_is_new() -> None:
     assert held == {"same", "less room"}
 
 
+def test_while_lookups_offer_nothing_a_choice_not_to_draft_holds() -> None:
+    """And not one step longer, nor where somebody could be asked for more."""
+
+    def view(depth: int) -> View:
+        return replace(quiet_view(), offers={0: np.full((quiet_view().num_rows, depth), 0.9)})
+
+    alone = Goodput(OnlineCost(MeasuredCost(COST.target, COST.drafters[:1])), MAX_ROWS, (DEPTH,))
+    chosen = [alone.decide(view(0)) for _ in range(2 * CRUISE)]
+    assert len({id(d) for d in chosen}) == 3, "in the first step, and in every eighth"
+    assert alone.hold(view(0)) is chosen[-1]
+    assert alone.hold(view(3)) is None
+    assert alone.decide(view(3)).ks.all()
+    assert alone.hold(view(0)) is None, "what was drafted is not offered again"
+    both = Goodput(OnlineCost(COST), MAX_ROWS, (DEPTH, DEPTH))
+    both.decide(view(0))
+    assert both.hold(view(0)) is None
+
+
 def test_a_drafter_is_given_up_once() -> None:
     cruise = Cruise()
     gone = replace(minding_policy().decide(quiet_view()), given_up=(0,))

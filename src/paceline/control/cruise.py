@@ -61,13 +61,19 @@ class Cruise:
         """Whether nothing is drafted in a step of so many rows, as that choice still holds."""
         return rows >= MANY_ROWS and self.carries_on(step) and not self._drafts
 
-    def held(self, view: View, step: int) -> Decision | None:
-        """Return the last choice if it holds for a step, too: for many rows, or for the same few with stops."""
+    def held(self, view: View, step: int, *, asks: bool = True) -> Decision | None:
+        """Return the last choice if it holds for a step, too: for many rows, or for the same few.
+
+        asks: there is somebody to draft beside those that offer.
+        """
         if view.out and not view.out.isdisjoint(self._chosen.drafters.tolist()):
             return None
         if view.num_rows >= MANY_ROWS and self.carries_on(step) and not (view.wishes or view.targets):
             return self._carried_on(view)
-        return self._of_the_same(view, step)
+        holds = self._of_the_same(view, step) and (
+            self._stops(view) or not (asks or self._drafts or _offered(view))
+        )
+        return self._within(view) if holds else None
 
     def _carried_on(self, view: View) -> Decision:
         """Return the choice for rows of which some are gone, or new: these do not draft yet.
@@ -83,20 +89,29 @@ class Cruise:
         ks = np.minimum(np.where(known, chosen.ks[places], 0), view.most)
         return replace(chosen, ks=ks, drafters=np.where(ks > 0, chosen.drafters[places], NONE))
 
-    def _of_the_same(self, view: View, step: int) -> Decision | None:
-        """Return the choice if the same rows draft, with stops, and nobody offers much.
-
-        A choice without stops is for its step only: how far it goes was chosen by what was offered then.
-        """
-        before, chosen = self._view, self._chosen
-        holds = (
+    def _of_the_same(self, view: View, step: int) -> bool:
+        """Whether the same rows decode and nothing else has come up that a choice depends on."""
+        return (
             step % CRUISE != 0
-            and len(chosen.stops) == view.num_rows > 0
-            and not any(offer.shape[1] >= MUCH for offer in view.offers.values())
-            and not (view.prefill.tokens or before.prefill.tokens or view.wishes or view.targets)
-            and view.rows.tolist() == before.rows.tolist()
+            and not (view.prefill.tokens or self._view.prefill.tokens or view.wishes or view.targets)
+            and view.num_rows > 0
+            and view.rows.tolist() == self._view.rows.tolist()
         )
-        if not holds:
-            return None
+
+    def _stops(self, view: View) -> bool:
+        """Whether all rows draft, with stops, and nobody offers much.
+
+        A choice of drafts without stops is for its step only: how far it goes was chosen by what was offered then.
+        """
+        return len(self._chosen.stops) == view.num_rows and _offered(view) < MUCH
+
+    def _within(self, view: View) -> Decision:
+        """Return the choice within what rows may have now."""
+        chosen = self._chosen
         ks = np.minimum(chosen.ks, view.most)
         return chosen if ks.tolist() == chosen.ks.tolist() else replace(chosen, ks=ks)
+
+
+def _offered(view: View) -> int:
+    """Return the most drafts that any row is offered."""
+    return max((offer.shape[1] for offer in view.offers.values()), default=0)

@@ -117,7 +117,8 @@ class Goodput:
 
     def hold(self, view: View) -> Decision | None:
         """As `Policy.hold`."""
-        held = self._cruise.held(view, self._steps + 1) if view.num_rows else None
+        asks = len(view.offers) + int(self._hopes.gone.sum()) < len(self.survival)
+        held = self._cruise.held(view, self._steps + 1, asks=asks) if view.num_rows else None
         if held is not None:
             self._steps += 1
             self._probes.row = NONE
