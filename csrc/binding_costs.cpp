@@ -97,11 +97,12 @@ std::vector<double> drafting_of(const CostTables& tables, const Ids& ks, const I
     return tables.costs.drafting_s(rows);
 }
 
-Handed<double, 2> prices(const CostTables& tables, const Work& base, const Ids& lengths, size_t num_drafters, size_t depth) {
+Handed<double, 2> prices(const CostTables& tables, const Work& base, const Ids& lengths, size_t paying, size_t num_drafters, size_t depth) {
+    require(paying <= lengths.size(), "more rows pay than there are");
     require(num_drafters <= tables.costs.drafters && depth <= kMostDepth, "so many drafters, or drafts, have no price");
     auto out = room_for<double>(num_drafters * (depth + 1));
     const int64_t sum = std::accumulate(lengths.data(), lengths.data() + lengths.size(), int64_t{0});
-    tables.costs.prices(work_of(base), lengths.size(), sum, num_drafters, depth, out.get());
+    tables.costs.prices(work_of(base), lengths.size(), sum, paying, num_drafters, depth, out.get());
     return handed(std::move(out), num_drafters, depth + 1);
 }
 
@@ -241,7 +242,7 @@ void bind_costs(nb::module_& m) {
              "sizes"_a.noconvert(), "passes"_a.noconvert(), "curve"_a, "prices"_a, "keys"_a.noconvert(), "drafting"_a, "drafters"_a.noconvert(),
              "host"_a.noconvert(), "hour"_a.noconvert(), "rates"_a)
         .def("drafting_of", &drafting_of, "ks"_a, "drafters"_a)
-        .def("prices", &prices, "base"_a, "lengths"_a, "num_drafters"_a, "depth"_a)
+        .def("prices", &prices, "base"_a, "lengths"_a, "paying"_a, "num_drafters"_a, "depth"_a)
         .def("choose", &choose_drafts, "base"_a, "drafted"_a, "alive"_a, "most"_a, "lengths"_a, "drafters"_a, "plain_tokens"_a,
              "unpaid_s"_a)
         .def("plan", &plan_drafts, "estimates"_a, "largest_logit"_a, "offers"_a, "prices"_a, "per_s"_a, "rows"_a, "lengths"_a, "most"_a,

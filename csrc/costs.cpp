@@ -77,14 +77,18 @@ std::vector<double> Costs::drafting_s(const StepRows& rows) const {
     return found;
 }
 
-void Costs::prices(const PassWork& base, size_t n, int64_t sum_of_lengths, size_t num_drafters, size_t depth, double* out) const {
-    const double scale = std::exp(*hour), plain_host_s = host_s(n, false), fee = fee_s(n), besides = besides_s(base);
+void Costs::prices(const PassWork& base, size_t n, int64_t sum_of_lengths, size_t paying, size_t num_drafters, size_t depth,
+                   double* out) const {
+    const double part = n ? static_cast<double>(paying) / static_cast<double>(n) : 1.0;
+    const double scale = std::exp(*hour), plain_host_s = host_s(n, false), fee = fee_s(n) * part, besides = besides_s(base);
+    const double plain_s = table_s(static_cast<size_t>(base.tokens)) + besides;
     for (size_t k = 0; k <= depth; ++k) {
         const auto drafts = static_cast<int64_t>(k), rows = static_cast<int64_t>(n);
         const auto pairs = static_cast<double>(drafts * sum_of_lengths + rows * (drafts * (drafts + 1) / 2));
-        const double verify_s = table_s(static_cast<size_t>(base.tokens) + n * k) + pair_s * pairs + besides;
+        const double all_s = table_s(static_cast<size_t>(base.tokens) + n * k) + pair_s * pairs + besides;
+        const double verify_s = plain_s + (all_s - plain_s) * part;
         for (size_t d = 0; d < num_drafters; ++d) {
-            const double drafting = whole[(d * (most_rows + 1) + std::min(n, most_rows)) * width + std::min(k, width - 1)];
+            const double drafting = whole[(d * (most_rows + 1) + std::min(paying, most_rows)) * width + std::min(k, width - 1)];
             out[d * (depth + 1) + k] = (drafting * factors[d] + verify_s) * scale + plain_host_s + (k ? fee : 0.0);
         }
     }

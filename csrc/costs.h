@@ -84,8 +84,10 @@ struct Costs {
     double fee_s(size_t rows) const;
     std::vector<double> drafting_s(const StepRows& rows) const;  // [drafters]
 
-    // Steps in which all of n rows draft 0, 1, ... tokens with one of the drafters. out: [drafters, depth + 1]
-    void prices(const PassWork& base, size_t n, int64_t sum_of_lengths, size_t num_drafters, size_t depth, double* out) const;
+    // Steps in which all of n rows draft 0, 1, ... tokens with one of the drafters, of which some pay for theirs: for
+    // drafting for themselves alone, and for their part of what all drafts add to the pass. out: [drafters, depth + 1]
+    void prices(const PassWork& base, size_t n, int64_t sum_of_lengths, size_t paying, size_t num_drafters, size_t depth,
+                double* out) const;
 
     Reckoned learn(const StepDone& step) const;
 

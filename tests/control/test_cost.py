@@ -68,7 +68,8 @@ def test_the_online_model_prices_as_the_measured_one_until_it_has_seen_more(
     survival = np.multiply.accumulate(np.full((num_rows, 3), 0.5), axis=1)
     drafts = drafts_of(survival, lengths, np.full(num_rows, drafter))
     assert online.times(base, num_rows, drafts) == pytest.approx(cost.times(base, num_rows, drafts))
-    assert online.prices(base, lengths, 2, 3) == pytest.approx(prices_one_by_one(cost, base, lengths, 2, 3))
+    given_ = base, lengths, num_rows, 2, 3
+    assert online.prices(*given_) == pytest.approx(prices_one_by_one(cost, *given_))
 
 
 def test_a_fit_finds_planted_prices() -> None:

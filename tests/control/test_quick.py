@@ -146,7 +146,8 @@ def test_prices_are_the_same(measured: MeasuredCost, seed: int) -> None:
     cost.observe_pass(Work(5), 3.0)
     n = int(rng.integers(1, ROWS))
     tokens, keys = n + int(rng.integers(0, 4000)), int(rng.integers(0, 4000))
-    given_ = cost, Work(tokens, 0, keys, keys), rng.integers(1, 400, n), len(measured.drafters), DEPTH
+    of_rows = rng.integers(1, 400, n), int(rng.integers(1, n + 1))
+    given_ = cost, Work(tokens, 0, keys, keys), *of_rows, len(measured.drafters), DEPTH
     assert cost.prices(*given_[1:]) == pytest.approx(prices_one_by_one(*given_))
 
 

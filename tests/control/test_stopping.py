@@ -30,6 +30,14 @@ def test_half_of_the_rows_share_a_drafter_s_pass(num_rows: int, sharing: int, k:
     assert prices.of_one_more(0, k) == pytest.approx(SHARED_S / sharing + ROW_S + VERIFY_S, rel=1e-6)
 
 
+def test_a_draft_more_is_priced_beside_the_drafts_of_all_rows() -> None:
+    """Where passes cost more from some size on, half of the rows alone would seem to stay below it."""
+    cost = MeasuredCost(TargetCost(Curve.of([1, 6, 106], [5e-3, 5e-3, 0.105])), (DRAFTS,))
+    prices = Prices(1, DEPTH)
+    prices.renew(OnlineCost(cost), rows(2), 1)
+    assert prices.of_one_more(0, 3) == pytest.approx(SHARED_S + ROW_S + 1e-3, rel=1e-6)
+
+
 def test_prices_hold_for_a_while_if_rows_stay() -> None:
     cost, prices = OnlineCost(COST), Prices(1, DEPTH)
     prices.renew(cost, rows(4), PRICE_EVERY)

@@ -202,10 +202,13 @@ class StepCost(Protocol):
         """Return the seconds of drafting so much for rows with these drafters, which `drafted` leaves out."""
         ...
 
-    def prices(self, base: Work, lengths: NDArray[int64], num_drafters: int, max_k: int) -> NDArray[float64]:
+    def prices(
+        self, base: Work, lengths: NDArray[int64], paying: int, num_drafters: int, max_k: int
+    ) -> NDArray[float64]:
         """Return the seconds of steps in which all rows draft 0, 1, ... tokens with one of the drafters.
 
-        [num_drafters, max_k + 1]
+        paying: so many rows pay for theirs, for drafting for themselves alone and for their part of what all
+        drafts add to the pass. [num_drafters, max_k + 1]
         """
         ...
 
@@ -236,9 +239,11 @@ class MeasuredCost:
         """As `StepCost.drafting_s`."""
         return float(self.drafting_of(ks, drafters).sum())
 
-    def prices(self, base: Work, lengths: NDArray[int64], num_drafters: int, max_k: int) -> NDArray[float64]:
+    def prices(
+        self, base: Work, lengths: NDArray[int64], paying: int, num_drafters: int, max_k: int
+    ) -> NDArray[float64]:
         """As `StepCost.prices`."""
-        return prices_one_by_one(self, base, lengths, num_drafters, max_k)
+        return prices_one_by_one(self, base, lengths, paying, num_drafters, max_k)
 
     def drafting_of(self, ks: NDArray[int64], drafters: NDArray[int64]) -> NDArray[float64]:
         """Return the seconds that each drafter takes for rows that draft so much. [num_drafters]
@@ -302,9 +307,11 @@ class TableCost:
         """As `StepCost.drafting_s`: none, as `times` leaves nothing out."""
         return 0.0
 
-    def prices(self, base: Work, lengths: NDArray[int64], num_drafters: int, max_k: int) -> NDArray[float64]:
+    def prices(
+        self, base: Work, lengths: NDArray[int64], paying: int, num_drafters: int, max_k: int
+    ) -> NDArray[float64]:
         """As `StepCost.prices`."""
-        return prices_one_by_one(self, base, lengths, num_drafters, max_k)
+        return prices_one_by_one(self, base, lengths, paying, num_drafters, max_k)
 
     def _seconds(self, num_rows: int, mean_ks: NDArray[float64]) -> NDArray[float64]:
         measured = [float(curve(num_rows)) for curve in self.by_rows]
@@ -316,16 +323,17 @@ class TableCost:
 
 
 def prices_one_by_one(
-    cost: StepCost, base: Work, lengths: NDArray[int64], num_drafters: int, max_k: int
+    cost: StepCost, base: Work, lengths: NDArray[int64], paying: int, num_drafters: int, max_k: int
 ) -> NDArray[float64]:
     """Return what `StepCost.prices` returns, plainly."""
     n = len(lengths)
-    return np.array(
-        [
-            [cost.price(base, lengths, np.full(n, k), np.full(n, drafter)) for k in range(max_k + 1)]
-            for drafter in range(num_drafters)
-        ]
-    )
+    found = np.zeros((num_drafters, max_k + 1))
+    for drafter, k in np.ndindex(found.shape):
+        ks, drafters = np.full(n, k), np.full(n, drafter)
+        plain_s = cost.price(base, lengths, 0 * ks, drafters)
+        added_s = cost.price(base, lengths, ks, drafters) - cost.drafting_s(ks, drafters) - plain_s
+        found[drafter, k] = plain_s + added_s * paying / n + cost.drafting_s(ks[:paying], drafters[:paying])
+    return found
 
 
 def nth_of_its_kind(kinds: NDArray[int64]) -> NDArray[int64]:

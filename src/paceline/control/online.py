@@ -131,9 +131,11 @@ class OnlineCost:
         """As `StepCost.drafting_s`."""
         return sum(self.drafting_of(ks, drafters))
 
-    def prices(self, base: Work, lengths: NDArray[int64], num_drafters: int, max_k: int) -> NDArray[float64]:
+    def prices(
+        self, base: Work, lengths: NDArray[int64], paying: int, num_drafters: int, max_k: int
+    ) -> NDArray[float64]:
         """As `StepCost.prices`."""
-        return self.compiled.prices(base.of_one, lengths, num_drafters, max_k)
+        return self.compiled.prices(base.of_one, lengths, paying, num_drafters, max_k)
 
     def drafting_of(self, ks: NDArray[int64], drafters: NDArray[int64]) -> list[float]:
         """Return the seconds that each drafter takes for rows that draft so much. [num_drafters]"""

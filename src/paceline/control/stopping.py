@@ -32,7 +32,7 @@ class Prices:
 
     def __init__(self, num_drafters: int, max_k: int) -> None:
         self.table: NDArray[float64] = np.zeros((num_drafters, max_k))  # seconds of 1, 2, ... drafts of each row
-        self.of_half = self.table  # the same of half of the rows: the deeper, the fewer share a drafter's pass
+        self.of_half = self.table  # the same for half of them: the deeper, the fewer share a drafter's pass
         self.half = 1  # rows
         self._holds_for: tuple[Count, int] = 0, 0  # tokens of the pass, and when
 
@@ -42,11 +42,11 @@ class Prices:
         if now == self._holds_for:
             return
         base, lengths = view.work + view.prefill, view.lengths
-        half = lengths[: (len(lengths) + 1) // 2]
-        found = cost.prices(base, lengths, *self.table.shape)
-        of_half = found if len(half) == len(lengths) else cost.prices(base, half, *self.table.shape)
+        n, half = len(lengths), (len(lengths) + 1) // 2
+        found = cost.prices(base, lengths, n, *self.table.shape)
+        of_half = found if half == n else cost.prices(base, lengths, half, *self.table.shape)
         self.table, self.of_half = found[:, 1:] - found[:, :1], of_half[:, 1:] - of_half[:, :1]
-        self._holds_for, self.half = now, len(half)
+        self._holds_for, self.half = now, half
 
     def of_one_more(self, drafter: int, k: int) -> float:
         """Return the seconds of one draft more of a row, where rows have about so many and half of them go on.
