@@ -168,7 +168,7 @@ class Goodput:
         asked, costs = self._asked(view), self.cost.compiled
         if costs is None or view.wishes or (len(asked) > 1 and self._renews(view)):
             return None
-        if len(self.survival) > 1:
+        if len(self.survival) > 1:  # prices tell which of several is worth more
             self._prices.renew(self.cost, view, self._steps)
         return plan(costs, view, self._known(view), self._own, asked[0] if len(asked) == 1 else NONE)
 
