@@ -132,7 +132,7 @@ def _steps(stats: Stats | None) -> Json:
     """What only the engine itself can tell; null for a server."""
     if stats is None:
         keys = ("steps", "accepted_per_position", "k_histogram", "draft_ms", "target_ms", "host_ms")
-        return dict.fromkeys((*keys, "prediction_error", "prediction_error_p50", "estimated_speedup"))
+        return dict.fromkeys((*keys, "control_ms", "prediction_error", "prediction_error_p50", "estimated_speedup"))
     per_step = MS_PER_S / max(stats.steps, 1)
     return {
         "steps": stats.steps,
@@ -141,6 +141,7 @@ def _steps(stats: Stats | None) -> Json:
         "draft_ms": stats.draft_s * per_step,
         "target_ms": stats.target_s * per_step,
         "host_ms": stats.host_s * per_step,
+        "control_ms": stats.control_s * per_step,
         "prediction_error": stats.reckoned.error,
         "prediction_error_p50": stats.reckoned.median_error,
         "estimated_speedup": stats.reckoned.speedup,

@@ -122,7 +122,7 @@ class ClosedLoop:
         self.policy, self.cost, self.names, self._watcher = policy, cost, tuple(names), watcher
         self.view: View | None = None  # of the last plan
         self.decision: Decision | None = None
-        self._offered: frozenset[int] = frozenset()  # drafters whose proposals the last plan knew
+        self._asked: frozenset[str] = frozenset()  # by the last plan, drafters whose proposals it did not know
         self._index = {name: index for index, name in enumerate(names)}
         self._over: list[_Over] = []  # steps that nothing was learnt from yet
         self._reckoned: list[Reckoning] = []  # what was made of steps, and not yet told
@@ -174,8 +174,8 @@ class ClosedLoop:
         d = self.policy.hold(view)
         if d is None:
             self._settle()
-            d = self.policy.decide(view)
-        self.view, self.decision, self._offered = view, d, frozenset(view.offers)
+            d = self.policy.choose(view)
+        self.view, self.decision = view, d
         if self._watcher:
             self._watcher.planned(view, d, self._group)
         planned = zip(view.rows.tolist(), d.drafters.tolist(), d.ks.tolist(), strict=True)
@@ -184,6 +184,8 @@ class ClosedLoop:
             for row, drafter, k in planned
             if k and drafter != NONE
         }
+        known = {self.names[drafter] for drafter in view.offers}
+        self._asked = frozenset(planned.drafter for planned in rows.values() if planned.drafter) - known
         return Plan(rows, d.prefill_tokens, tuple(self.names[drafter] for drafter in d.given_up))
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
@@ -203,9 +205,7 @@ class ClosedLoop:
 
     def _says_more(self, draft: Draft) -> bool:
         """Whether a draft says more than the plan knew: how sure a drafter is that had not been asked before."""
-        return any(
-            d.confidence and self._index.get(d.drafter or "", NONE) not in self._offered for d in draft.rows
-        )
+        return bool(self._asked) and any(d.confidence and d.drafter in self._asked for d in draft.rows)
 
     def observe(
         self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes

@@ -33,7 +33,12 @@ class Cruise:
         self._chosen = plain(self._view)
         self._every = 1  # steps of many rows with the same choice
         self._plainly = CRUISE  # the same of the next choice not to draft
-        self._drafts = False
+        self._drafts = self._stopping = False
+
+    @property
+    def for_its_step(self) -> bool:
+        """Whether the last choice is for its step alone: drafts without stops, chosen by what was offered then."""
+        return self._drafts and not self._stopping and self._every == 1
 
     @property
     def seconds(self) -> float:
@@ -48,6 +53,7 @@ class Cruise:
         self._view, self._chosen = view, replace(chosen, given_up=()) if chosen.given_up else chosen
         many = view.num_rows >= MANY_ROWS and view.offers.keys().isdisjoint(chosen.drafters.tolist())
         self._drafts, self._every = any(chosen.ks.tolist()), 1
+        self._stopping = len(chosen.stops) == view.num_rows
         if lasting and many:
             self._every = DRAFTING if self._drafts else self._plainly
         if lasting:
@@ -70,9 +76,8 @@ class Cruise:
             return None
         if view.num_rows >= MANY_ROWS and self.carries_on(step) and not (view.wishes or view.targets):
             return self._carried_on(view)
-        holds = self._of_the_same(view, step) and (
-            self._stops(view) or not (asks or self._drafts or _offered(view))
-        )
+        stops = self._stopping and _offered(view) < MUCH
+        holds = self._of_the_same(view, step) and (stops or not (asks or self._drafts or _offered(view)))
         return self._within(view) if holds else None
 
     def _carried_on(self, view: View) -> Decision:
@@ -97,13 +102,6 @@ class Cruise:
             and view.num_rows > 0
             and view.rows.tolist() == self._view.rows.tolist()
         )
-
-    def _stops(self, view: View) -> bool:
-        """Whether all rows draft, with stops, and nobody offers much.
-
-        A choice of drafts without stops is for its step only: how far it goes was chosen by what was offered then.
-        """
-        return len(self._chosen.stops) == view.num_rows and _offered(view) < MUCH
 
     def _within(self, view: View) -> Decision:
         """Return the choice within what rows may have now."""

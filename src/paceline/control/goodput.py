@@ -16,7 +16,7 @@ import numpy as np
 
 from paceline.control.choice import Candidates, gained_by
 from paceline.control.cost import Work
-from paceline.control.cruise import Cruise
+from paceline.control.cruise import MANY_ROWS, Cruise
 from paceline.control.hopes import Hopes
 from paceline.control.objective import Objective, Pace
 from paceline.control.policy import NONE, Decision, Drafted, Outcomes, View, plain
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
     Choices = tuple[NDArray[int64], NDArray[int64]]  # drafts of each row, and their drafter
 
-PROBE_EVERY = 8  # steps between two looks at whether to probe
+PROBE_EVERY = 8  # steps between two looks at whether to probe ...
+PROBE_EVERY_OF_MANY = 16  # ... of many rows: each tells much, and a look takes as long as choosing twice
 PLAIN_EVERY = 96  # steps after which two without drafts are due: what speculation is measured against
 FIRST_PLAIN = 8  # such steps, in ever longer intervals, cost what they may
 ROOM = 4  # drafts that a row may have, for a look at whether they could pay
@@ -117,8 +118,10 @@ class Goodput:
 
     def hold(self, view: View) -> Decision | None:
         """As `Policy.hold`."""
+        if not view.num_rows or self._cruise.for_its_step:
+            return None
         asks = len(view.offers) + int(self._hopes.gone.sum()) < len(self.survival)
-        held = self._cruise.held(view, self._steps + 1, asks=asks) if view.num_rows else None
+        held = self._cruise.held(view, self._steps + 1, asks=asks)
         if held is not None:
             self._steps += 1
             self._probes.row = NONE
@@ -127,12 +130,12 @@ class Goodput:
 
     def decide(self, view: View) -> Decision:
         """Decide for every row of a step."""
+        return self.hold(view) or self.choose(view)
+
+    def choose(self, view: View) -> Decision:
+        """As `Policy.choose`."""
         if not view.num_rows or not self.survival:
             return plain(view)
-        return self.hold(view) or self._choose(view)
-
-    def _choose(self, view: View) -> Decision:
-        """Choose anew."""
         self._steps += 1
         self._probes.row = NONE
         paced = self._pace.promise(view.targets)
@@ -175,7 +178,7 @@ class Goodput:
     def _known(self, view: View) -> Known:
         out = self._out(view)
         estimates = [None if index in out else s.estimates for index, s in enumerate(self.survival)]
-        return Known(estimates, self._prices.table, self._goodput / view.num_rows)
+        return Known(estimates, self._prices.table, self._goodput / self._prices.rows)
 
     def _out(self, view: View) -> frozenset[int]:
         """Return the drafters that nothing can be had from, in this step or for good."""
@@ -197,7 +200,7 @@ class Goodput:
         self, view: View, ks: NDArray[int64], drafters: NDArray[int64]
     ) -> tuple[NDArray[int64], NDArray[int64], dict[int, Stop]]:
         """Let rows go as deep as drafters say that it pays; the one that finds out goes as far as planned."""
-        if not any(self._minding) or not any(ks.tolist()):
+        if not any(self._minding[drafter] for drafter in set(drafters[ks > 0].tolist())):
             return ks, np.where(ks > 0, drafters, NONE), {}
         self._prices.renew(self.cost, view, self._steps)
         return stops(self._minding, self._prices, self._goodput, view, (ks, drafters), self._probes.row)
@@ -278,7 +281,7 @@ class Goodput:
         """
         self._prices.renew(self.cost, view, self._steps)
         tokens = np.add.accumulate(alive, axis=2)
-        tokens -= (self._prices.table * (self._goodput / view.num_rows))[:, None]
+        tokens -= (self._prices.table * (self._goodput / self._prices.rows))[:, None]
         found: NDArray[float64] = tokens.max(axis=2)
         return np.maximum(found, 0.0, out=found)
 
@@ -306,7 +309,8 @@ class Goodput:
         Returns the drafts and the drafter of each row, and the drafters that are given up.
         """
         self._probes.row = NONE
-        if self._steps % PROBE_EVERY:
+        every = PROBE_EVERY if view.num_rows < MANY_ROWS else PROBE_EVERY_OF_MANY
+        if self._steps % every:
             return *chosen, ()
         (ks, drafters), (base, _) = chosen, self._base(view)
         alive, times = self.expected(view), self._probes.looks(self._steps, PROBE_EVERY)
@@ -329,14 +333,14 @@ class Goodput:
         if drafter in view.wishes.values() or not (view.most >= ROOM).any() or drafter in chosen[1][chosen[0] > 0]:
             return True  # it is wanted anyhow, or nobody can tell, or it does
         best_case = self._hopes.best_case(drafter)
+        keys = int(view.lengths.min())
+        among = Candidates(best_case[None], np.full(1, self._max_k), np.full(1, keys), np.full(1, drafter), 1.0)
+        if choose(self.cost, Work(1, 0, keys, keys), among).ks.any():
+            return True
         supposed = alive.copy()
         supposed[drafter] = best_case
         whose = np.where(np.isin(chosen[1], list(view.offers)), chosen[1], drafter)
-        if self._best(view, base, supposed, whose).ks[whose == drafter].any():
-            return True
-        keys = int(view.lengths.min())
-        among = Candidates(best_case[None], np.full(1, self._max_k), np.full(1, keys), np.full(1, drafter), 1.0)
-        return bool(choose(self.cost, Work(1, 0, keys, keys), among).ks.any())
+        return bool(self._best(view, base, supposed, whose).ks[whose == drafter].any())
 
     def _probe(self, view: View, base: Work, chosen: Choices, further: Choices, seconds: float) -> Choices:
         """Let one row go further than was chosen, if there is time for that."""

@@ -41,9 +41,10 @@ class Hopes:
 
     def learn(self, outcomes: Outcomes, probed: int) -> None:
         """Take in a step. A drafter that drafted for other rows than the one that was probed seemed to pay."""
-        if probed == NONE and not self._doubted:
+        drafters = outcomes.drafters.tolist()
+        if probed == NONE and self._doubted.isdisjoint(drafters):
             return
-        rows, drafters = outcomes.rows.tolist(), outcomes.drafters.tolist()
+        rows = outcomes.rows.tolist()
         seemed = {d for row, d in zip(rows, drafters, strict=True) if d >= 0 and row != probed}
         for drafter in seemed & self._doubted:
             self._looks[drafter] = self._requests[drafter] = 0

@@ -42,6 +42,14 @@ class _EveryStep:
         """Nothing is held."""
         return None
 
+    def decide(self, view: View) -> Decision:
+        """Nothing is held: choose."""
+        return self.choose(view)
+
+    def choose(self, view: View) -> Decision:
+        """As `Policy.choose`."""
+        raise NotImplementedError
+
     def trim(self, view: View, drafted: Drafted) -> NDArray[int64]:
         """Verify everything."""
         return drafted.ks
@@ -57,7 +65,7 @@ class Static(_EveryStep):
     def admit(self, row: int) -> None:
         """Nothing to know."""
 
-    def decide(self, view: View) -> Decision:
+    def choose(self, view: View) -> Decision:
         """Draft `k` tokens for every row."""
         return alike(view, self.drafter, self.k) if self.k else plain(view)
 
@@ -74,7 +82,7 @@ class BatchTable(Static):
     first_rows: tuple[int, ...] = (1, 17, 65)  # ascending; K changes from these numbers of rows on
     ks: tuple[int, ...] = (3, 1, 0)
 
-    def decide(self, view: View) -> Decision:
+    def choose(self, view: View) -> Decision:
         """Look up the number of rows."""
         index = bisect_right(self.first_rows, view.num_rows) - 1
         return alike(view, self.drafter, self.ks[index]) if index >= 0 else plain(view)
@@ -93,7 +101,7 @@ class MovingAverage(_EveryStep):
     def admit(self, row: int) -> None:
         """Rows are not told apart."""
 
-    def decide(self, view: View) -> Decision:
+    def choose(self, view: View) -> Decision:
         """Take the smallest K that lets the average through."""
         k = next((k for k in self.ks if k >= self.average + self.margin), self.ks[-1])
         return alike(view, self.drafter, k)
@@ -124,7 +132,7 @@ class TurboSpec(_EveryStep):
     def admit(self, row: int) -> None:
         """Rows are not told apart."""
 
-    def decide(self, view: View) -> Decision:
+    def choose(self, view: View) -> Decision:
         """Scan now and then."""
         if self._steps % self.every == 0 and view.num_rows:
             self.k = self._scan(view)

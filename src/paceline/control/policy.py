@@ -118,6 +118,10 @@ class Policy(Protocol):
         """Take a step with the last decision if that holds, whatever was learnt since; None if it does not."""
         ...
 
+    def choose(self, view: View) -> Decision:
+        """Decide for every row of a step anew, by what was learnt."""
+        ...
+
     def decide(self, view: View) -> Decision:
         """Decide for every row of a step, anew if the last decision does not hold."""
         ...

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from numpy import float64, int64
     from numpy.typing import NDArray
 
-    from paceline.control.cost import Count, StepCost
+    from paceline.control.cost import StepCost
     from paceline.control.policy import View
     from paceline.control.survival import Survival
     from paceline.core.nouns import Stop
 
 
 PRICE_EVERY = 8  # steps
+ALIKE = 1 / 8  # of a pass's tokens: what a draft costs hardly changes with so many more or less
 
 
 class Prices:
@@ -33,20 +34,20 @@ class Prices:
     def __init__(self, num_drafters: int, max_k: int) -> None:
         self.table: NDArray[float64] = np.zeros((num_drafters, max_k))  # seconds of 1, 2, ... drafts of each row
         self.of_half = self.table  # the same for half of them: the deeper, the fewer share a drafter's pass
-        self.half = 1  # rows
-        self._holds_for: tuple[Count, int] = 0, 0  # tokens of the pass, and when
+        self.rows, self.half = 1, 1  # that all of them are, and half
+        self._tokens, self._age = 0, 0  # of the pass that they hold for, and when
 
     def renew(self, cost: StepCost, view: View, step: int) -> None:
-        """Price them again if they are old, or if rows came or went."""
-        now = view.num_rows + view.prefill.tokens, step // PRICE_EVERY
-        if now == self._holds_for:
+        """Price them again if they are old, or if many rows came or went, or prefill."""
+        tokens, age = view.num_rows + int(view.prefill.tokens), step // PRICE_EVERY
+        if age == self._age and abs(tokens - self._tokens) <= ALIKE * self._tokens:
             return
         base, lengths = view.work + view.prefill, view.lengths
         n, half = len(lengths), (len(lengths) + 1) // 2
         found = cost.prices(base, lengths, n, *self.table.shape)
         of_half = found if half == n else cost.prices(base, lengths, half, *self.table.shape)
         self.table, self.of_half = found[:, 1:] - found[:, :1], of_half[:, 1:] - of_half[:, :1]
-        self._holds_for, self.half = now, half
+        self._tokens, self._age, self.rows, self.half = tokens, age, n, half
 
     def of_one_more(self, drafter: int, k: int) -> float:
         """Return the seconds of one draft more of a row, where rows have about so many and half of them go on.

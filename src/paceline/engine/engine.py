@@ -174,12 +174,13 @@ class Engine:
 
     def plan(self, group: Group = None) -> Plan:
         """Plan a step for the rows of a group."""
-        start = perf_counter()
         controller = self.controller_of(group)
         if group is None and not self.scheduler.any_asks and controller.rests(len(self.scheduler.running)):
             return NOTHING_TO_PLAN
-        plan = controller.plan(outlook(self.scheduler, self.drafting, looks=controller.looks, group=group))
-        self._stats.plan_s += perf_counter() - start
+        view = outlook(self.scheduler, self.drafting, looks=controller.looks, group=group)
+        start = perf_counter()
+        plan = controller.plan(view)
+        self._stats.control_s += perf_counter() - start
         for name in plan.given_up:
             self._unload(name)
         return plan
@@ -215,7 +216,7 @@ class Engine:
         end = perf_counter()
         self._stats.draft_s += end - start
         draft = self.controller_of(group).trim(batch, proposed) if self.law.admits_any_trim else proposed
-        self._stats.plan_s += perf_counter() - end
+        self._stats.control_s += perf_counter() - end
         return Round(group, batch, proposed, draft, end - start)
 
     def score(self, now: Round) -> Scored:
@@ -242,8 +243,10 @@ class Engine:
 
     def learn(self, now: Round, verdict: Verdict, times: StepTimes) -> None:
         """Tell the controller what a round brought, before it plans for these rows again."""
-        controller = self.controller_of(now.group)
-        for reckoning in controller.observe(now.batch, now.proposed, now.draft, verdict, times):
+        start = perf_counter()
+        reckoned = self.controller_of(now.group).observe(now.batch, now.proposed, now.draft, verdict, times)
+        self._stats.control_s += perf_counter() - start
+        for reckoning in reckoned:
             self._stats.reckoned.count(reckoning)
 
     def count_step(self, now: Round, step_s: float, target_s: float, hidden_s: float = 0.0) -> None:

@@ -101,7 +101,7 @@ class Stats:
     draft_s: float = 0.0
     target_s: float = 0.0
     hidden_s: float = 0.0  # of passes, during which the host or drafters worked: these seconds are in both
-    plan_s: float = 0.0  # of the host's time, what the controller took before drafting
+    control_s: float = 0.0  # of the host's time, the controller's: planning, trimming, learning
     decode_passes: int = 0  # rows x steps in which they decoded
     decoded_tokens: int = 0  # tokens these committed, stops applied
     prompt_tokens: int = 0  # of requests that got a row
