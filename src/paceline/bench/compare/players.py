@@ -29,24 +29,19 @@ class Player:
         engine: Engine,
         asked: Sequence[Question],
         in_flight: int,
-        *,
-        drains: bool = True,
         worker: Worker | None = None,
     ) -> None:
-        """drains: it is done when all are answered, not when fewer are left than were to be in flight.
-
-        worker: where the engine lives, if that is a thread of its own.
-        """
+        """worker: where the engine lives, if that is a thread of its own."""
         self.engine, self._waiting, self._in_flight = engine, deque(asked), in_flight
-        self._fewest, self._worker = 1 if drains else in_flight, worker
+        self._worker = worker
         self._open: set[str] = set()
         self.seconds, self.tokens = 0.0, 0  # of its turns
         self._before = self._after = engine.stats()
 
     @property
     def done(self) -> bool:
-        """Whether there is nothing left to play."""
-        return not self._waiting and len(self._open) < self._fewest
+        """Whether all are answered."""
+        return not self._waiting and not self._open
 
     @property
     def full(self) -> bool:
@@ -105,20 +100,13 @@ class Player:
         return call() if self._worker is None else self._worker.call(call)
 
 
-def warm(
-    engine: Engine,
-    asked: Sequence[Question],
-    in_flight: int,
-    *,
-    drains: bool = False,
-    worker: Worker | None = None,
-) -> Player:
-    """Return a player whose engine has met this size and is cold again. drains, worker: see `Player`."""
+def warm(engine: Engine, asked: Sequence[Question], in_flight: int, worker: Worker | None = None) -> Player:
+    """Return a player whose engine has met this size and is cold again. worker: see `Player`."""
     before = Player(engine, asked[:in_flight], in_flight, worker=worker)
     while not before.done:
         before.play()
     before.there(engine.forget)
-    return Player(engine, asked, in_flight, drains=drains, worker=worker)
+    return Player(engine, asked, in_flight, worker=worker)
 
 
 def race(players: Mapping[str, Player]) -> None:
@@ -138,6 +126,6 @@ def rates(engines: Mapping[str, Engine], asked: Sequence[Question], in_flight: i
     nobody has answered yet, and of plain decoding, whose rows end together, others than of drafts. Raises
     `PacelineError` if a drafter failed.
     """
-    players = {name: warm(engine, asked, in_flight, drains=True) for name, engine in engines.items()}
+    players = {name: warm(engine, asked, in_flight) for name, engine in engines.items()}
     race(players)
     return {name: player.rate for name, player in players.items()}

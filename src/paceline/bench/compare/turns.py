@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     Tell = Callable[[int, int], None]
 
 SIZES = (2, 8, 32)
-ROUNDS = 2  # questions for each request in flight, at least
+ROUNDS = 4  # questions for each request in flight, at least: the last ones are ever fewer
 SLACK = 0.03  # by which `auto` may be behind the better loop
 
 
