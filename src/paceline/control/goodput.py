@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 PROBE_EVERY = 8  # steps between two looks at whether to probe ...
 PROBE_EVERY_OF_MANY = 16  # ... of many rows: each tells much, and a look takes as long as choosing twice
-PLAIN_EVERY = 96  # steps after which two without drafts are due: what speculation is measured against
-FIRST_PLAIN = 8  # such steps, in ever longer intervals, cost what they may
 ROOM = 4  # drafts that a row may have, for a look at whether they could pay
 OPTIMISM = 2.0  # standard deviations: what could pay
 ASSIGN_EVERY = 8  # steps between two looks at which drafter suits a row
@@ -147,7 +145,8 @@ class Goodput:
         self._probes.earn(seconds)
         as_chosen = ks is chosen.ks and not paced
         given_up: tuple[int, ...] = ()
-        if self._plain_is_due(view, ks, chosen):
+        dearer_s = chosen.plain_seconds * (self._stance.speedup - 1.0)
+        if self._probes.plain_is_due(self._steps, any(ks.tolist()), dearer_s, wished=bool(view.wishes)):
             ks, seconds, speedup, as_chosen = no_ks, chosen.plain_seconds, 1.0, False
         else:
             ks, drafters, given_up = self._find_out(view, (ks, drafters), seconds + unpaid_s)
@@ -284,22 +283,6 @@ class Goodput:
         tokens -= (self._prices.table * (self._goodput / self._prices.rows))[:, None]
         found: NDArray[float64] = tokens.max(axis=2)
         return np.maximum(found, 0.0, out=found)
-
-    def _plain_is_due(self, view: View, ks: NDArray[int64], chosen: Chosen) -> bool:
-        """Whether to do without drafts, to see what that costs: while all draft, nothing else tells."""
-        probes = self._probes
-        second, probes.once_more = probes.once_more, False
-        wait = min(PLAIN_EVERY, 2 << min(probes.num_plain, PLAIN_EVERY))
-        due = not view.wishes and (second or self._steps - probes.last_plain >= wait)
-        if due and not second and probes.num_plain >= FIRST_PLAIN:
-            due = probes.plain.afford(2 * chosen.plain_seconds * (self._stance.speedup - 1.0))
-        probes.once_more = due and not second
-        if due or not any(ks.tolist()):
-            probes.last_plain = self._steps
-            probes.num_plain += 1
-        if due:
-            probes.row = NONE
-        return due
 
     def _find_out(
         self, view: View, chosen: Choices, seconds: float

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from paceline.control.policy import Outcomes
 
 
+PLAIN_EVERY = 96  # steps after which two without drafts are due: what speculation is measured against
+FIRST_PLAIN = 8  # such steps, in ever longer intervals, cost what they may
 SHARE = 0.01  # of all time, for finding out
 MOST_DRAFTS, MOST_PLAIN = (
     4,
@@ -64,6 +66,22 @@ class Probes:
         if self.row != NONE and outcomes.num_drafted is not None:
             foreseen_s = cost.drafting_s(outcomes.num_drafted, outcomes.drafters)
             self.budget.seconds -= min(max(outcomes.draft_s - foreseen_s, 0.0), outcomes.target_s)
+
+    def plain_is_due(self, step: int, drafts: bool, dearer_s: float, *, wished: bool) -> bool:
+        """Whether to do without drafts, to see what that costs: while all draft, nothing else tells.
+
+        drafts: some are chosen. dearer_s: what a step without them loses. wished: requests named their drafters.
+        """
+        second, self.once_more = self.once_more, False
+        wait = min(PLAIN_EVERY, 2 << min(self.num_plain, PLAIN_EVERY))
+        due = not wished and (second or step - self.last_plain >= wait)
+        if due and not second and self.num_plain >= FIRST_PLAIN:
+            due = self.plain.afford(2 * dearer_s)
+        self.once_more = due and not second
+        if due or not drafts:
+            self.last_plain = step
+            self.num_plain += 1
+        return due
 
     def earn(self, step_s: float) -> None:
         """Let a share of a step's time go into finding out, of either kind."""
