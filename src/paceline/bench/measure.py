@@ -131,8 +131,8 @@ def _speculation(answers: Sequence[Answer]) -> Json:
 def _steps(stats: Stats | None) -> Json:
     """What only the engine itself can tell; null for a server."""
     if stats is None:
-        keys = ("steps", "accepted_per_position", "k_histogram", "draft_ms", "target_ms", "host_ms")
-        return dict.fromkeys((*keys, "control_ms", "prediction_error", "prediction_error_p50", "estimated_speedup"))
+        keys = ("steps", "accepted_per_position", "k_histogram", "draft_ms", "target_ms", "host_ms", "control_ms")
+        return dict.fromkeys((*keys, "prediction_error", "prediction_error_p50", "estimated_speedup"))
     per_step = MS_PER_S / max(stats.steps, 1)
     return {
         "steps": stats.steps,
