@@ -38,6 +38,19 @@ def test_a_draft_more_is_priced_beside_the_drafts_of_all_rows() -> None:
     assert prices.of_one_more(0, 3) == pytest.approx(SHARED_S + ROW_S + 1e-3, rel=1e-6)
 
 
+def test_one_row_of_many_changes_no_prices() -> None:
+    cost, prices = OnlineCost(COST), Prices(1, DEPTH)
+    prices.renew(cost, rows(32), 1)
+    before = prices.table
+    for num_rows in (33, 31, 36, 28):
+        prices.renew(cost, rows(num_rows), 1)
+        assert prices.table is before
+    assert prices.rows == 32, "they are of so many rows, whoever asks"
+    prices.renew(cost, rows(37), 1)
+    assert prices.table is not before
+    assert prices.rows == 37
+
+
 def test_prices_hold_for_a_while_if_rows_stay() -> None:
     cost, prices = OnlineCost(COST), Prices(1, DEPTH)
     prices.renew(cost, rows(4), PRICE_EVERY)

@@ -185,7 +185,7 @@ class ClosedLoop:
             if k and drafter != NONE
         }
         known = {self.names[drafter] for drafter in view.offers}
-        self._asked = frozenset(planned.drafter for planned in rows.values() if planned.drafter) - known
+        self._asked = frozenset(p.drafter for p in rows.values() if p.drafter) - known
         return Plan(rows, d.prefill_tokens, tuple(self.names[drafter] for drafter in d.given_up))
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
