@@ -160,7 +160,7 @@ def test_a_drafter_that_is_out_leaves_the_work_to_another() -> None:
 def test_rows_of_one_drafter_beside_those_that_offer_have_it(gone: bool) -> None:
     """There is nothing to choose, for new rows or now and then: one call does all of it."""
     engine = Engine(STEEP, (DraftCost(()), costs(5e-4, 1e-2)), (0.3, 0.3))
-    engine.policy._hopes.gone[1] = gone
+    engine.policy._hopes.gone = frozenset({1} if gone else ())
     for _ in range(40):
         view = engine.look(range(4), offered={0})
         assert engine.policy._at_once(view) is not None

@@ -16,7 +16,7 @@ import numpy as np
 
 from paceline.control.choice import Candidates, gained_by
 from paceline.control.cost import Work
-from paceline.control.cruise import MANY_ROWS, Cruise
+from paceline.control.cruise import Cruise
 from paceline.control.hopes import Hopes
 from paceline.control.objective import Objective, Pace
 from paceline.control.policy import NONE, Decision, Drafted, Outcomes, View, plain
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     Choices = tuple[NDArray[int64], NDArray[int64]]  # drafts of each row, and their drafter
 
 PROBE_EVERY = 8  # steps between two looks at whether to probe ...
-PROBE_EVERY_OF_MANY = 16  # ... of many rows: each tells much, and a look takes as long as choosing twice
+PROBE_EVERY_OF_SEVERAL = 16  # ... of several rows: steps tell more, less is to be had, and a look takes long
+SEVERAL_ROWS = 8
 ROOM = 4  # drafts that a row may have, for a look at whether they could pay
 OPTIMISM = 2.0  # standard deviations: what could pay
 ASSIGN_EVERY = 8  # steps between two looks at which drafter suits a row
@@ -118,7 +119,7 @@ class Goodput:
         """As `Policy.hold`."""
         if not view.num_rows or self._cruise.for_its_step:
             return None
-        asks = len(view.offers) + int(self._hopes.gone.sum()) < len(self.survival)
+        asks = len(view.offers) + len(self._hopes.gone) < len(self.survival)
         held = self._cruise.held(view, self._steps + 1, asks=asks)
         if held is not None:
             self._steps += 1
@@ -150,7 +151,7 @@ class Goodput:
             ks, seconds, speedup, as_chosen = no_ks, chosen.plain_seconds, 1.0, False
         else:
             ks, drafters, given_up = self._find_out(view, (ks, drafters), seconds + unpaid_s)
-        gained = None if as_chosen and self._probes.row == NONE else gained_by(self.expected(view), drafters, ks)
+        gained = None if as_chosen and self._probes.row == NONE else self._gained(view, drafters, ks)
         tokens = chosen.tokens if gained is None else float(gained.sum())
         self._goodput = tokens / seconds
         self._planned = _Planned(unpaid_s, np.inf if paced else seconds - chosen.plain_seconds)
@@ -181,7 +182,7 @@ class Goodput:
 
     def _out(self, view: View) -> frozenset[int]:
         """Return the drafters that nothing can be had from, in this step or for good."""
-        return view.out.union(self._hopes.gone.nonzero()[0].tolist())
+        return view.out | self._hopes.gone
 
     def _in_turn(self, view: View) -> tuple[NDArray[int64], Chosen, float]:
         """Choose each row's drafter, then how far each goes; and tell the seconds of the prefill."""
@@ -195,12 +196,17 @@ class Goodput:
         """Whether rows' own drafters are chosen again."""
         return self._steps % ASSIGN_EVERY == 0 or not self._fresh.isdisjoint(view.rows.tolist())
 
+    def _gained(self, view: View, drafters: NDArray[int64], ks: NDArray[int64]) -> NDArray[float64]:
+        """Return the tokens expected of each row. [n]"""
+        return gained_by(self.expected(view), drafters, ks) if any(ks.tolist()) else np.ones(view.num_rows)
+
     def _with_stops(
         self, view: View, ks: NDArray[int64], drafters: NDArray[int64]
     ) -> tuple[NDArray[int64], NDArray[int64], dict[int, Stop]]:
         """Let rows go as deep as drafters say that it pays; the one that finds out goes as far as planned."""
-        if not any(self._minding[drafter] for drafter in set(drafters[ks > 0].tolist())):
-            return ks, np.where(ks > 0, drafters, NONE), {}
+        planned = [d if k else NONE for d, k in zip(drafters.tolist(), ks.tolist(), strict=True)]
+        if not any(self._minding[drafter] for drafter in set(planned) - {NONE}):
+            return ks, np.array(planned), {}
         self._prices.renew(self.cost, view, self._steps)
         return stops(self._minding, self._prices, self._goodput, view, (ks, drafters), self._probes.row)
 
@@ -292,7 +298,7 @@ class Goodput:
         Returns the drafts and the drafter of each row, and the drafters that are given up.
         """
         self._probes.row = NONE
-        every = PROBE_EVERY if view.num_rows < MANY_ROWS else PROBE_EVERY_OF_MANY
+        every = PROBE_EVERY if view.num_rows < SEVERAL_ROWS else PROBE_EVERY_OF_SEVERAL
         if self._steps % every:
             return *chosen, ()
         (ks, drafters), (base, _) = chosen, self._base(view)

@@ -13,7 +13,7 @@ import numpy as np
 from paceline.control.policy import NONE
 
 if TYPE_CHECKING:
-    from numpy import bool_, float64, int64
+    from numpy import float64, int64
     from numpy.typing import NDArray
 
     from paceline.control.policy import Outcomes
@@ -28,7 +28,7 @@ class Hopes:
     """What speaks against each drafter since it last seemed to pay."""
 
     def __init__(self, num_drafters: int, max_k: int) -> None:
-        self.gone: NDArray[bool_] = np.zeros(num_drafters, bool)  # given up
+        self.gone: frozenset[int] = frozenset()  # given up
         self._looks: NDArray[int64] = np.zeros(num_drafters, np.int64)
         self._requests: NDArray[int64] = np.zeros(num_drafters, np.int64)
         self._tested, self._kept = np.zeros((2, num_drafters, max_k))  # [num_drafters, max_k] each
@@ -37,7 +37,7 @@ class Hopes:
     def admit(self) -> None:
         """A request begins."""
         self._requests += 1
-        self._doubted.update(range(len(self.gone)))
+        self._doubted.update(range(len(self._looks)))
 
     def learn(self, outcomes: Outcomes, probed: int) -> None:
         """Take in a step. A drafter that drafted for other rows than the one that was probed seemed to pay."""
@@ -77,6 +77,6 @@ class Hopes:
     def give_up(self) -> tuple[int, ...]:
         """Return the drafters that are hopeless from now on."""
         enough = (self._looks >= LOOKS) & (self._requests >= REQUESTS) & (self._tested[:, 0] >= TRIES)
-        hopeless = enough & ~self.gone
-        self.gone |= hopeless
-        return tuple(hopeless.nonzero()[0].tolist())
+        hopeless = sorted(set(enough.nonzero()[0].tolist()) - self.gone)
+        self.gone = self.gone.union(hopeless)
+        return tuple(hopeless)
