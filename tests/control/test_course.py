@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,7 +10,7 @@ import pytest
 
 from paceline.control.choice import Candidates, best, in_order
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost, Work
-from paceline.control.goodput import Goodput
+from paceline.control.goodput import ASKED_MARGIN, Goodput
 from paceline.control.online import OnlineCost
 from paceline.control.policy import NONE, Outcomes, View, plain
 from paceline.control.quick import choose
@@ -154,6 +154,24 @@ def test_a_drafter_that_is_out_leaves_the_work_to_another() -> None:
     assert (np.array(chosen)[100:] == 1).mean() > 0.9
     back = [engine.policy.decide(engine.look(range(2))).drafters for _ in range(100)]
     assert (np.array(back) == 0).any(), "what was known of it is not lost"
+
+
+@pytest.mark.parametrize(("each_s", "asks"), [(2e-4, True), (2e-3, False)])
+def test_who_must_be_asked_beside_what_is_offered_has_to_win_clearly(each_s: float, asks: bool) -> None:
+    """Three rows that nothing is offered may ask: cheaply that wins much, dearly a little, which is not enough."""
+    target = TargetCost(Curve.of([4, 104], [8e-3, 38e-3]))
+    ours = Goodput(
+        MeasuredCost(target, (DraftCost(()), costs(each_s, each_s))), 4, (1, 1), (np.full(1, 0.9), np.full(1, 0.6))
+    )
+    sure, rows = np.array([[0.9], [np.nan], [np.nan], [np.nan]]), np.arange(4)
+    view = View(rows, np.full(4, 100), np.full(4, 50), Work(0), {0: sure})
+    drafters, chosen, _ = ours._in_turn(view)
+    assert (drafters[chosen.ks > 0] == 1).any(), "as if nothing else came with it"
+    without = ours._in_turn(replace(view, out=frozenset({1})))[1]
+    assert (chosen.speedup > (1 + ASKED_MARGIN) * without.speedup) == asks
+    decision = ours.decide(view)
+    assert (decision.drafters == 1).any() == asks
+    assert decision.drafters[0] == 0
 
 
 @pytest.mark.parametrize("gone", [False, True])

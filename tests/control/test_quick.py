@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.control.costs import measured_costs
 
-from paceline.control.choice import Candidates, best, in_order
+from paceline.control.choice import Candidates, best, in_order, with_prefill
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost, Work, prices_one_by_one
 from paceline.control.goodput import Goodput
 from paceline.control.online import OnlineCost
@@ -226,7 +226,7 @@ def test_plans_and_trims_are_the_same_in_one_call_and_in_turn(measured: Measured
     for step in range(1, 24):
         view = a_step(rng)
         ours.decide(view)
-        base, _ = ours._base(view)
+        base, _ = with_prefill(ours.cost, view)
         at_once = ours._at_once(view)
         if at_once is not None:
             drafters, chosen, prefill_s = ours._in_turn(view)

@@ -263,7 +263,8 @@ def test_cached_pages_are_not_computed_again(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_many_rows_only_the_end_of_a_prompt_is_read(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what was left out is not told to the prefix cache: a row alone reads it all."""
-    monkeypatch.setattr(drafter, "_NEAR", 8)
+    monkeypatch.setattr(drafter, "_NEAR", 40)
+    monkeypatch.setattr(drafter, "_LEAST_NEAR", 4)
     engine = make_engine(spec(kind), Settings(num_rows=5, num_pages=60, prefill_tokens=256, prefix_cache=True))
     compared = watch(engine, near=8)
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)

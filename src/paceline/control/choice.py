@@ -7,11 +7,13 @@ best taken; going on only while it rises would stop at the first step of the sta
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from paceline.control.cost import Drafts
+from paceline.control.policy import NONE
 from paceline.core.nouns import noun
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.control.cost import StepCost, Work
+    from paceline.control.policy import View
 
 
 @noun
@@ -48,6 +51,17 @@ class Candidates:
     lengths: NDArray[int64]  # [n] tokens of each row
     drafters: NDArray[int64]  # [n] each row's
     plain_tokens: float  # that the step without drafts commits, each counted as it counts
+
+
+def with_prefill(cost: StepCost, view: View) -> tuple[Work, float]:
+    """Return a step's pass without drafts, and its seconds that are the prefill's."""
+    own = view.work
+    if not view.prefill.tokens:
+        return own, 0.0
+    whole = own + view.prefill
+    no_ks, no_drafters = np.zeros(view.num_rows, np.int64), np.full(view.num_rows, NONE)
+    price = partial(cost.price, lengths=view.lengths, ks=no_ks, drafters=no_drafters)
+    return whole, price(whole) - price(own)
 
 
 def in_order(

@@ -9,12 +9,12 @@ to pay. A drafter that could not pay in many steps, at the best that its probes 
 from __future__ import annotations
 
 from copy import copy
-from functools import partial
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.control.choice import Candidates, gained_by
+from paceline.control.choice import Candidates, gained_by, with_prefill
 from paceline.control.cost import Work
 from paceline.control.cruise import Cruise
 from paceline.control.hopes import Hopes
@@ -37,10 +37,12 @@ if TYPE_CHECKING:
     from paceline.core.nouns import Stop
 
     Choices = tuple[NDArray[int64], NDArray[int64]]  # drafts of each row, and their drafter
+    Whole = tuple[NDArray[int64], Chosen, float]  # each row's drafter, how far they go, seconds of the prefill
 
 PROBE_EVERY = 8  # steps between two looks at whether to probe ...
 PROBE_EVERY_OF_SEVERAL = 16  # ... of several rows: steps tell more, less is to be had, and a look takes long
 SEVERAL_ROWS = 8
+ASKED_MARGIN = 0.03  # what no step shows: prompts that are read first, states that are kept, caches left to a head
 ROOM = 4  # drafts that a row may have, for a look at whether they could pay
 OPTIMISM = 2.0  # standard deviations: what could pay
 ASSIGN_EVERY = 8  # steps between two looks at which drafter suits a row
@@ -138,7 +140,7 @@ class Goodput:
         self._steps += 1
         self._probes.row = NONE
         paced = self._pace.promise(view.targets)
-        drafters, chosen, unpaid_s = (None if paced else self._at_once(view)) or self._in_turn(view)
+        drafters, chosen, unpaid_s = self._in_turn(view) if paced else self._which(view)
         no_ks = np.zeros(view.num_rows, np.int64)
         ks, seconds, speedup = no_ks, chosen.plain_seconds, 1.0
         if self._stance.take(chosen, self._steps):
@@ -166,7 +168,18 @@ class Goodput:
             self._cruise.keep(view, decision, lasting=usual and drafts == self._stance.speculates)
         return decision
 
-    def _at_once(self, view: View) -> tuple[NDArray[int64], Chosen, float] | None:
+    def _which(self, view: View) -> Whole:
+        """Choose drafters and drafts: beside what is offered, others only where these win clearly."""
+        found = self._at_once(view) or self._in_turn(view)
+        planned = zip(found[0].tolist(), found[1].ks.tolist(), strict=True)
+        offered = not view.wishes and any(offer.size for offer in view.offers.values())
+        if not offered or not any(k and drafter not in view.offers for drafter, k in planned):
+            return found
+        without = replace(view, out=view.out.union(self._asked(view)))
+        alone = self._at_once(without) or self._in_turn(without)
+        return found if found[1].speedup > (1 + ASKED_MARGIN) * alone[1].speedup else alone
+
+    def _at_once(self, view: View) -> Whole | None:
         """Choose drafters and drafts in one call, where no row's own drafter is to be chosen; else None."""
         asked, costs = self._asked(view), self.cost.compiled
         if costs is None or view.wishes or (len(asked) > 1 and self._renews(view)):
@@ -184,9 +197,9 @@ class Goodput:
         """Return the drafters that nothing can be had from, in this step or for good."""
         return view.out | self._hopes.gone
 
-    def _in_turn(self, view: View) -> tuple[NDArray[int64], Chosen, float]:
+    def _in_turn(self, view: View) -> Whole:
         """Choose each row's drafter, then how far each goes; and tell the seconds of the prefill."""
-        base, unpaid_s = self._base(view)
+        base, unpaid_s = with_prefill(self.cost, view)
         alive = self.expected(view)
         drafters = self._assign(view, alive)
         chosen = self._best(view, base, alive, drafters, unpaid_s, self._pace.urgency(view.rows))
@@ -225,16 +238,6 @@ class Goodput:
         plain_tokens = view.num_rows if weights is None else float(weights.sum())
         among = Candidates(counted, view.most, view.lengths, drafters, plain_tokens)
         return choose(self.cost, base, among, unpaid_s=unpaid_s)
-
-    def _base(self, view: View) -> tuple[Work, float]:
-        """Return the pass without drafts, and its seconds that are the prefill's."""
-        own = view.work
-        if not view.prefill.tokens:
-            return own, 0.0
-        whole = own + view.prefill
-        no_ks, no_drafters = np.zeros(view.num_rows, np.int64), np.full(view.num_rows, NONE)
-        price = partial(self.cost.price, lengths=view.lengths, ks=no_ks, drafters=no_drafters)
-        return whole, price(whole) - price(own)
 
     def expected(self, view: View, optimism: float = 0.0) -> NDArray[float64]:
         """Return how likely every drafter's drafts are kept, 0 beyond its deepest. [num_drafters, num_rows, max_k]
@@ -301,7 +304,7 @@ class Goodput:
         every = PROBE_EVERY if view.num_rows < SEVERAL_ROWS else PROBE_EVERY_OF_SEVERAL
         if self._steps % every:
             return *chosen, ()
-        (ks, drafters), (base, _) = chosen, self._base(view)
+        (ks, drafters), (base, _) = chosen, with_prefill(self.cost, view)
         alive, times = self.expected(view), self._probes.looks(self._steps, PROBE_EVERY)
         could = {d: self._could_pay(view, base, alive, chosen, d) for d in self._asked(view)}
         doubtful = [d for d, could_pay in could.items() if self._hopes.look(d, could_pay, times)]
@@ -358,7 +361,7 @@ class Goodput:
         The same choice as before, over what was proposed. The time of drafting is spent, but it is part of the
         step: without it, time would seem to bring more than it does, and too much would be dropped.
         """
-        base, _ = self._base(view)
+        base, _ = with_prefill(self.cost, view)
         unpaid_s = self._planned.prefill_s - self.cost.drafting_s(drafted.ks, drafted.drafters)
         weights = self._pace.urgency(drafted.rows)
         if weights is None:

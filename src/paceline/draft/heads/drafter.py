@@ -38,7 +38,10 @@ if TYPE_CHECKING:
     from paceline.model.rows import Span
 
 _MANY_ROWS = 4  # above which a row's drafts do not pay for reading all of its prompt, and for that at once
-_NEAR = 128  # entries read then: with these alone a head keeps 99 % of what it keeps with all
+_NEAR = (
+    256  # entries read then, of all rows together: with 64 of each a head keeps 98 % of what it keeps with all ...
+)
+_LEAST_NEAR = 32  # ... and with so few 95 %: a row among many drafts too little to pay for more
 _MANY_BEHIND = 16  # entries: more than the drafts of a step leave to be written again
 _AT_ONCE = 256  # tokens caught up on in a pass: for more, scratch grows by memory that is slow at first touch
 
@@ -83,7 +86,7 @@ class HeadDrafter:
     def propose(self, batch: Batch, plan: Plan) -> Draft:
         """Catch up on known tokens, then draft."""
         depth = {r.row: min(plan.k(r.row), r.max_drafts) for r in batch.rows}
-        ready = self._catch_up([row for row, k in depth.items() if k > 0], many=len(batch.rows) > _MANY_ROWS)
+        ready = self._catch_up([row for row, k in depth.items() if k > 0], len(batch.rows))
         starts = {row: self._entries.start(row) for row in ready}
         self._own.follow(starts)
         chains = begin(starts, depth, plan, self.hints)
@@ -135,14 +138,15 @@ class HeadDrafter:
     def _draft(self, chains: Mapping[int, Chain], starts: Mapping[int, int]) -> None:
         raise NotImplementedError
 
-    def _catch_up(self, rows: list[int], *, many: bool) -> list[int]:
-        """Return the rows whose missing entries fit this step's allowance; bring the others nearer.
+    def _catch_up(self, rows: list[int], num_rows: int) -> list[int]:
+        """Return those of a step's rows whose missing entries fit its allowance; bring the others nearer.
 
         Nothing is guessed from a prompt's entries: of those the last layer need only keep keys and values.
         """
+        many = num_rows > _MANY_ROWS
         if many:
             for row in rows:
-                self._entries.leave_out(row, _NEAR)
+                self._entries.leave_out(row, max(_NEAR // num_rows, _LEAST_NEAR))
         behind = {row: self._entries.missing(row) for row in rows}
         allowance = CATCH_UP_TOKENS if many else self._allowance
         ready, nearer = share_out({row: n for row, n in behind.items() if n > 0}, allowance)
