@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from paceline.model.rows import Rows
 
 
+KEEPING = 4  # times as many entries are made where else as many would be lost
+
+
 class Entries:
     """An unbroken run of each row's entries, and where it ends.
 
@@ -40,10 +43,12 @@ class Entries:
     def leave_out(self, row: int, most: int) -> None:
         """Make the last `most` of a row's missing entries only; those before are never read again.
 
-        What a head's second layer keeps of them knows less, also in a page that another row shares: that row's
-        drafts may be a little worse for it, its text is the same.
+        Some more are made where as many are there, which else are lost. What a head's second layer keeps
+        of those left out knows less, also in a page that another row shares: that row's drafts may be a little worse
+        for it, its text is the same.
         """
-        if self.missing(row) > most:
+        there = self.start(row) - self.first(row)
+        if self.missing(row) > max(most, min(there, KEEPING * most)):
             self._left_out[row] = self._rows.length.item(row) - most
 
     def add(self, row: int, count: int) -> None:
