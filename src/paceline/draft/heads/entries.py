@@ -43,9 +43,9 @@ class Entries:
     def leave_out(self, row: int, most: int) -> None:
         """Make the last `most` of a row's missing entries only; those before are never read again.
 
-        Some more are made where as many are there, which else are lost. What a head's second layer keeps of those
-        left out knows less, also in a page that another row shares: that row's drafts may be a little worse for it,
-        its text is the same.
+        Some more are made where as many are there, which else are lost. What a head's second layer keeps of
+        those left out knows less, also in a page that another row shares: that row's drafts may be a little
+        worse for it, its text is the same.
         """
         there = self.start(row) - self.first(row)
         if self.missing(row) > max(most, min(there, KEEPING * most)):
