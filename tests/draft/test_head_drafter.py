@@ -226,7 +226,7 @@ def test_drafts_from_pages_are_drafts_from_scratch(
     """With K changing from step to step, rows that fell behind, cached pages and preempted requests."""
     monkeypatch.setattr(drafter, "catch_up_tokens", lambda *_: 30)
     monkeypatch.setattr(drafter, "CATCH_UP_TOKENS", 30)
-    monkeypatch.setattr(drafter, "_LEAST_NEAR", 1000)  # all of a prompt is read; that less is has a test of its own
+    monkeypatch.setattr(drafter, "_LEAST_NEAR", 1000)  # all of a prompt: that less is read has its own test
     engine = make_engine(spec(kind), changed)
     if changed is not PLAIN:
         engine.controller = RestlessK(drafter_of(kind), 4, seed=2)
