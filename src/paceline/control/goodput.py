@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 PROBE_EVERY = 8  # steps between two looks at whether to probe ...
 PROBE_EVERY_OF_SEVERAL = 16  # ... of several rows: steps tell more, less is to be had, and a look takes long
-SEVERAL_ROWS = 8
+SEVERAL_ROWS = 8  # from which a look is as rare
 ASKED_MARGIN = 0.03  # what no step shows: prompts that are read first, states that are kept, caches left to a head
 ROOM = 4  # drafts that a row may have, for a look at whether they could pay
 OPTIMISM = 2.0  # standard deviations: what could pay

@@ -38,10 +38,8 @@ if TYPE_CHECKING:
     from paceline.model.rows import Span
 
 _MANY_ROWS = 4  # above which a row's drafts do not pay for reading all of its prompt, and for that at once
-_NEAR = (
-    256  # entries read then, of all rows together: a pass of 64 of each brings 98 % of what it does with all ...
-)
-_LEAST_NEAR = 32  # ... and of so few 95 %: a row among many drafts too little to pay for more
+_NEAR = 256  # entries read then, of all rows together: with 64 of each a pass brings 98 % of what all bring ...
+_LEAST_NEAR = 32  # ... and with so few 95 %: a row among many drafts too little to pay for more
 _MANY_BEHIND = 16  # entries: more than the drafts of a step leave to be written again
 _AT_ONCE = 256  # tokens caught up on in a pass: for more, scratch grows by memory that is slow at first touch
 
