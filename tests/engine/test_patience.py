@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
-from paceline.core.nouns import Batch, Draft, Plan
+from paceline.core.nouns import Batch, Draft, Plan, Scores
 from paceline.draft.drafter import Away
 from paceline.engine import auto
 from paceline.engine.config import EngineConfig
 from paceline.engine.patience import FAILURES, LEAST_PEACE, MOST_PEACE, Patience
 from tests.engine.same_text import PLAIN, STAIRCASE, assert_same, make_engine, run
 from tests.engine.test_faults import REQUESTS
+
+if TYPE_CHECKING:
+    from paceline.engine.engine import Engine
 
 INDEX = {"a": 0, "b": 1}
 
@@ -48,9 +53,25 @@ def test_others_are_not_out() -> None:
     assert patience.out(INDEX) == {0}
 
 
+def passes_alone_take_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give an engine a clock of its own: what is planned hangs on what steps take."""
+    now_s, score = [0.0], engine.target.score
+
+    def scored(batch: Batch, draft: Draft) -> Scores:
+        now_s[0] += 1e-3
+        return score(batch, draft)
+
+    engine.target.score = scored  # type: ignore[method-assign]
+    for module in ("engine", "serial", "overlap", "loops"):
+        monkeypatch.setattr(f"paceline.engine.{module}.perf_counter", lambda: now_s[0])
+
+
 @pytest.mark.parametrize("trouble", [RuntimeError("out of order"), Away()])
-def test_auto_does_not_plan_on_with_a_drafter_that_fails(trouble: Exception) -> None:
+def test_auto_does_not_plan_on_with_a_drafter_that_fails(
+    trouble: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make_engine("auto:suffix+draft-model:model=noisy,k=4", PLAIN)
+    passes_alone_take_time(engine, monkeypatch)
     auto.close_loop(engine, EngineConfig(draft="auto", profile=STAIRCASE), "tiny")
     broken, asked = engine.drafting.drafters["draft-model"], []
 
