@@ -11,6 +11,7 @@
 #include "binding.h"
 #include "decoder.h"
 #include "isa/kernels.h"
+#include "lazy.h"
 #include "noise.h"
 
 namespace nb = nanobind;
@@ -224,6 +225,14 @@ const std::vector<Choose>& ChooseList::checked(size_t num_wanted, size_t vocab) 
     return all;
 }
 
+// A store of halves that takes memory where it is written, in huge pages: numpy asks for those for what it does not zero.
+nb::ndarray<nb::numpy, uint16_t, nb::ndim<2>> zero_halves(size_t rows, size_t width) {
+    require(width == 0 || rows <= SIZE_MAX / sizeof(uint16_t) / width, "more halves than can be addressed");
+    auto* all = new Lazy(lazy_zeros(rows * width * sizeof(uint16_t)));
+    const nb::capsule owner(all, [](void* p) noexcept { delete static_cast<Lazy*>(p); });
+    return {all->get(), {rows, width}, owner};
+}
+
 // All numbers of every entry, for tests.
 std::vector<std::vector<double>> told(const ChooseList& list) {
     std::vector<std::vector<double>> all;
@@ -246,6 +255,7 @@ void bind_rows(nb::module_& m) {
           "block"_a.noconvert(), "out_pages"_a.noconvert());
     m.def("append_tokens", &append_tokens, "token_ids"_a.noconvert(), "length"_a.noconvert(), "computed"_a.noconvert(),
           "gained"_a);
+    m.def("zero_halves", &zero_halves, "rows"_a, "width"_a);
     m.def("write_halves", &write_halves, "taps"_a, "starts"_a, "counts"_a, "slots"_a.noconvert(), "store"_a.noconvert());
     m.def("read_halves", &read_halves, "store"_a.noconvert(), "pages"_a.noconvert(), "pieces"_a, "out"_a.noconvert());
 }

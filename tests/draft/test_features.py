@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline import kernels
 from paceline.draft.heads.features import FeatureStore, runs
 from paceline.model.rows import Rows
 
@@ -29,6 +30,18 @@ def test_pieces_beyond_the_pages_are_refused(piece: tuple[int, int, int]) -> Non
     store = FeatureStore(rows, 8, 4)
     with pytest.raises((ValueError, MemoryError), match=r"row|array"):
         store.read([piece])
+
+
+@pytest.mark.parametrize(("rows", "width"), [(0, 5), (3, 0), (16, 7), (9000, 1728)])
+def test_a_store_begins_as_zeros(rows: int, width: int) -> None:
+    """Also one of more than a huge page, which takes memory only where it is written."""
+    store = kernels.zero_halves(rows, width)
+    assert (store.shape, store.dtype) == ((rows, width), np.uint16)
+    assert not store.any()
+    store[:] = 1
+    assert store.sum() == rows * width
+    with pytest.raises((ValueError, MemoryError)):
+        kernels.zero_halves(1 << 62, 1728)
 
 
 @pytest.mark.parametrize("hidden", [1, 7, 64, 577])

@@ -43,6 +43,7 @@ from paceline.kernels._ext import (
     stop_drafts,
     time_products,
     write_halves,
+    zero_halves,
 )
 
 EXTENSION = Path(_ext.__file__)  # the compiled file
@@ -88,4 +89,5 @@ __all__ = [
     "stop_drafts",
     "time_products",
     "write_halves",
+    "zero_halves",
 ]

@@ -38,7 +38,7 @@ class FeatureStore:
 
     def __init__(self, rows: Rows, num_pages: int, width: int) -> None:
         self._rows = rows
-        self._data: NDArray[float16] = np.zeros((num_pages * PAGE_TOKENS, width), np.float16)
+        self._data: NDArray[float16] = kernels.zero_halves(num_pages * PAGE_TOKENS, width).view(np.float16)
         self._begin = [0] * rows.num_rows  # first token of each row's unbroken run ...
         self._end = [0] * rows.num_rows  # ... and the token behind its last
 
