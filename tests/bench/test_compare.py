@@ -58,23 +58,32 @@ def test_a_picture_goes_from_few_requests_to_many(tmp_path, monkeypatch):
 
 
 def turn(ours: int, plain: int, machine_s: float = 0.01) -> dict[str, object]:
-    return {"machine_s": machine_s, "full": ["off", "auto"], "auto": (1.0, ours), "off": (1.0, plain)}
+    return {"machine_s": machine_s, "full": ["off", "auto"], "auto": (1.0, ours, 0), "off": (1.0, plain, 0)}
 
 
 def test_windows_compare_turns_side_by_side_and_stalls_are_told_apart():
     busy = [turn(12, 10)] * 10 + [turn(8, 10)] * 4 + [turn(8, 10, 0.1)]
-    alone = [{"machine_s": 0.01, "full": ["off"], "off": (1.0, 10)}] * 5  # the other one has finished
+    alone = [{"machine_s": 0.01, "full": ["off"], "off": (1.0, 10, 0)}] * 5  # the other one has finished
     ending = [turn(2, 10) | {"full": ["off"]}] * 5  # or has few left
     calm, stalled = windows([busy, ending, alone], "auto", "off")
     assert calm == pytest.approx([1.2, 1.2])
     assert stalled == pytest.approx([0.8])
 
 
+def test_a_window_counts_what_is_read_of_prompts():
+    """Plain decoding takes 0.1 s for a token and 0.01 s for one of a prompt; it reads late, its twin early."""
+    writes, reads = (1.0, 10, 0), (1.0, 5, 50)
+    first = [{"machine_s": 0.01, "full": ["off", "auto"], "auto": reads, "off": writes}] * 5
+    then = [{"machine_s": 0.01, "full": ["off", "auto"], "auto": writes, "off": reads}] * 5
+    faster = [{"machine_s": 0.01, "full": ["off", "auto"], "auto": (0.5, 5, 50), "off": writes}] * 5
+    assert windows([first + then + faster], "auto", "off")[0] == pytest.approx([1.0, 1.0, 2.0])
+
+
 def test_a_day_is_set_against_the_one_policy_that_was_best_all_day(tmp_path):
     results = Results(tmp_path / "d.json", {}, {})
     rates = {"off": (10, 10), "ngram:k=1": (12, 12), "ngram:k=3": (20, 5), "auto:ngram": (18, 11)}
     for index in range(2):
-        turns = [{"machine_s": 0.01, "full": [], **{name: (1.0, rate[index]) for name, rate in rates.items()}}]
+        turns = [{"machine_s": 0.01, "full": [], **{name: (1.0, rate[index], 0) for name, rate in rates.items()}}]
         results.once({"phase": index}, lambda: {"task": "chat", "in_flight": 1, "turns": turns})  # noqa: B023
     verdict = Day(None, results, [], SamplingParams(), tuple(rates), ()).verdict()
     assert verdict["ngram:k=1"]["to_best"] == 1.0

@@ -28,3 +28,4 @@ def test_what_counts_as_decoding_does_not_depend_on_how_the_prompt_was_computed(
         assert figures.cached_tokens == 32 * number
         assert (figures.decode_passes, figures.decoded_tokens) == (passes, 6)
         assert (gained.decode_passes, gained.decoded_tokens) == (passes, 6)
+        assert gained.prefilled_tokens == 33 - 32 * number

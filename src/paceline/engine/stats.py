@@ -106,6 +106,7 @@ class Stats:
     decoded_tokens: int = 0  # tokens these committed, stops applied
     prompt_tokens: int = 0  # of requests that got a row
     cached_tokens: int = 0  # of these, found in the prefix cache
+    prefilled_tokens: int = 0  # computed of prompts, and of what a preemption took
     output_tokens: int = 0
     preemptions: int = 0
     drafter_failures: int = 0
@@ -138,10 +139,12 @@ class Stats:
         self.hidden_s += hidden_s
 
     def count_pass(self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict) -> None:
-        """Add one step's drafts: as proposed, and as trimmed for verification."""
+        """Add what one step read of prompts, and its drafts: as proposed, and as trimmed for verification."""
         for r, whole, kept, v in zip(batch.rows, proposed.rows, draft.rows, verdict.rows, strict=True):
             if r.decodes:
                 self._count_row(whole, len(kept), v.num_accepted)
+            else:
+                self.prefilled_tokens += r.num_known
 
     def _count_row(self, proposed: RowDraft, num_verified: int, num_accepted: int) -> None:
         self.decode_passes += 1

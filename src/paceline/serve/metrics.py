@@ -32,6 +32,7 @@ _COUNTERS = (
     ("paceline_decoded_tokens", "decoded_tokens", "Tokens committed by decode passes"),
     ("paceline_prompt_tokens", "prompt_tokens", "Prompt tokens of requests that got a row"),
     ("paceline_cached_tokens", "cached_tokens", "Prompt tokens found in the prefix cache"),
+    ("paceline_prefilled_tokens", "prefilled_tokens", "Tokens computed of prompts and of what a preemption took"),
     ("paceline_output_tokens", "output_tokens", "Tokens written"),
     ("paceline_preemptions", "preemptions", "Requests sent back to the queue for want of pages"),
     ("paceline_drafter_failures", "drafter_failures", "Drafts dropped because a drafter failed"),

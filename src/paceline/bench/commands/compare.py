@@ -179,7 +179,8 @@ def _day(args: Namespace) -> int:
     calm, stalled = verdict["windows"], verdict["windows_left_out"]
     worst = f"{min(calm):.3f}" if calm else "-"
     say(
-        f"worst of {len(calm)} windows, to off beside it: {worst}; {len(stalled)} left out, as the machine stalled"
+        f"worst of {len(calm)} windows, to off beside it, prompts counted: {worst};"
+        f" {len(stalled)} left out, as the machine stalled"
     )
     say(f"windows: {_ratios(calm)}; left out: {_ratios(stalled)}")
     return 0

@@ -2,6 +2,10 @@
 
 Turns are short, so that a slow hour of the machine is everybody's; a calibration loop before and after each tells
 in which rounds it stood still.
+
+Phases are compared by tokens per second. Windows of some seconds are too short for that: prompts are read in
+bursts, and who reads a second earlier or later has its tokens in another window. So there the tokens of prompts count
+too, at what one takes plain decoding in that phase.
 """
 
 from __future__ import annotations
@@ -12,12 +16,17 @@ from statistics import geometric_mean, median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from paceline.bench.compare.players import TURN_S, Player
 from paceline.bench.report import PLAIN
 from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from numpy import float64
+    from numpy.typing import NDArray
 
     from paceline.bench.compare.arena import Arena
     from paceline.bench.compare.results import Results
@@ -119,21 +128,24 @@ class Day:
 
 
 def _round(players: Mapping[str, Player]) -> Json:
-    """Let everybody play a turn; return their seconds and tokens, and who had all its requests in flight.
+    """Let everybody play a turn; return what each took and did, and who had all its requests in flight.
+
+    Of each its seconds, tokens written, and tokens read of prompts.
 
     `machine_s`: the longest of the calibration loops around the turns.
     """
     loops, turns, full = [loop_s()], {}, []
     for name, player in players.items():
         if not player.done:
-            turns[name] = player.play(TURN_S)
+            read = player.prefilled_tokens
+            turns[name] = [*player.play(TURN_S), player.prefilled_tokens - read]
             loops.append(loop_s())
             full += [name] * player.full
     return {"machine_s": max(loops), "full": full, **turns}
 
 
 def windows(phases: Sequence[Sequence[Json]], name: str, twin: str) -> tuple[list[float], list[float]]:
-    """Return the ratios of tokens per second in windows of some seconds: calm ones, and those with a stall.
+    """Return the ratios of work per second in windows of some seconds: calm ones, and those with a stall.
 
     Only while both have all their requests in flight: who is faster is the first to run out of them.
     """
@@ -142,17 +154,33 @@ def windows(phases: Sequence[Sequence[Json]], name: str, twin: str) -> tuple[lis
     stalled: list[float] = []
     for turns in phases:
         both = [t for t in turns if {name, twin} <= set(t["full"])]
+        prices = _prices(both, twin)
         size = max(1, round(WINDOW_S / TURN_S))
         for start in range(0, len(both) - size + 1, size):
             window = both[start : start + size]
             slow = max(t["machine_s"] for t in window) > STALLED * usual_s
-            (stalled if slow else calm).append(_rate(window, name) / max(_rate(window, twin), 1e-9))
+            ours, plain = (_work(window, player, prices) for player in (name, twin))
+            (stalled if slow else calm).append(ours / max(plain, 1e-9))
     return calm, stalled
 
 
+def _prices(turns: Sequence[Json], name: str) -> NDArray[float64]:
+    """Return the seconds of a token written and of one read, as turns of a policy have them. [2]"""
+    seconds, *tokens = np.array([turn[name] for turn in turns], float).reshape(-1, 3).T
+    prices: NDArray[float64] = np.linalg.lstsq(np.stack(tokens, axis=1), seconds)[0]
+    return prices.clip(0)
+
+
+def _work(turns: Sequence[Json], name: str, prices: NDArray[float64]) -> float:
+    """Return what a policy did, by its prices, in each second."""
+    seconds, *tokens = np.sum([turn[name] for turn in turns], axis=0)
+    return float(prices @ tokens / max(seconds, 1e-9))
+
+
 def _rate(turns: Sequence[Json], name: str) -> float:
+    """Return the tokens that a policy wrote in each second."""
     own = [turn[name] for turn in turns if name in turn]
-    return float(sum(tokens for _, tokens in own) / max(sum(seconds for seconds, _ in own), 1e-9))
+    return float(sum(tokens for _, tokens, _ in own) / max(sum(seconds for seconds, *_ in own), 1e-9))
 
 
 def loop_s() -> float:

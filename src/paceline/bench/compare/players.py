@@ -54,6 +54,11 @@ class Player:
         return self.tokens / max(self.seconds, 1e-9)
 
     @property
+    def prefilled_tokens(self) -> int:
+        """Tokens that the engine has read of prompts."""
+        return self.there(self.engine.stats).prefilled_tokens
+
+    @property
     def stats(self) -> Stats:
         """What the engine counted, until it was left."""
         return self._after.since(self._before)
