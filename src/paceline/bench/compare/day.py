@@ -4,8 +4,8 @@ Turns are short, so that a slow hour of the machine is everybody's; a calibratio
 in which rounds it stood still.
 
 Phases are compared by tokens per second. Windows of some seconds are too short for that: prompts are read in
-bursts, and who reads a second earlier or later has its tokens in another window. So there the tokens of prompts count
-too, at what one takes plain decoding in that phase.
+bursts, and who reads a second earlier or later has its tokens in another window. So there the tokens of prompts
+count too, at what one takes plain decoding in that phase.
 """
 
 from __future__ import annotations
