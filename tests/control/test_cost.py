@@ -256,6 +256,17 @@ def test_what_keys_cost_is_learnt_from_passes_that_read_many(read_s: float) -> N
             assert price == pytest.approx(float(truth(one(rows)) / truth(other(rows))), rel=0.12)
 
 
+def test_that_keys_cost_nothing_is_not_believed_for_long() -> None:
+    """Start-up has a second for them, and may find nothing; passes that read many tell otherwise."""
+    truth = TargetCost(COST.target.by_tokens, kv_token_s=1e-6)
+    cost, long, short = OnlineCost(COST), decoding(rows=48, keys=400, drafts=0), decoding(rows=48, keys=20, drafts=0)
+    assert COST.target.kv_token_s == COST.target.pair_s == 0
+    for work in [short, long] * 20:
+        cost.observe_pass(work, float(truth(work)))
+    for work in (long, short):
+        assert cost.pass_s(work) == pytest.approx(float(truth(work)), rel=0.05)
+
+
 def test_one_row_in_a_bad_mood_says_nothing_of_keys() -> None:
     measured = TargetCost(COST.target.by_tokens, kv_token_s=0.5e-6, pair_s=0.3e-6)
     cost = OnlineCost(MeasuredCost(measured, (DRAFTING,)))

@@ -34,7 +34,8 @@ RARE = 16  # steps without a size, for its next one to count `RATE` more: what i
 MOST_SURPRISE = 0.5  # in log seconds, of one step; shared machines slow down by as much within a second
 NOISE = 0.02  # variance of a pass's surprise, for what it says of keys
 DRIFT = 1e-3  # variance that what keys cost gains with each pass that tells of it, in units of its measure squared
-TELLING = 0.1  # of a pass, that reading keys must take as measured to tell what it costs
+TELLING = 0.1  # of a pass, that reading keys must take by its measure to tell what it costs
+UNTOLD = 1e-4  # of a pass of one token, for each key: less cannot be told from the machine's moods at start-up
 SIZES = 24  # two to every doubling of the tokens
 MOST_TOKENS = 1 << 11  # of a pass, in the table; above, what was measured, as far off as the last size is
 
@@ -76,8 +77,12 @@ class OnlineCost:
 
     @property
     def _key_s(self) -> float:
-        """Seconds of a key and its first query, as measured: the unit in which the doubt about keys is told."""
-        return self.measured.target.kv_token_s + self.measured.target.pair_s
+        """Seconds of a key and its first query as measured, the unit in which the doubt about keys is told.
+
+        At least what the measurement can be off by: it may have found that keys cost nothing.
+        """
+        t = self.measured.target
+        return max(t.kv_token_s + t.pair_s, UNTOLD * self._measured_s.item(1))
 
     @property
     def kv_token_s(self) -> float:
