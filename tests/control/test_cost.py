@@ -259,7 +259,8 @@ def test_what_keys_cost_is_learnt_from_passes_that_read_many(read_s: float) -> N
 def test_that_keys_cost_nothing_is_not_believed_for_long() -> None:
     """Start-up has a second for them, and may find nothing; passes that read many tell otherwise."""
     truth = TargetCost(COST.target.by_tokens, kv_token_s=1e-6)
-    cost, long, short = OnlineCost(COST), decoding(rows=48, keys=400, drafts=0), decoding(rows=48, keys=20, drafts=0)
+    cost = OnlineCost(COST)
+    long, short = (decoding(rows=48, keys=keys, drafts=0) for keys in (400, 20))
     assert COST.target.kv_token_s == COST.target.pair_s == 0
     for work in [short, long] * 20:
         cost.observe_pass(work, float(truth(work)))
