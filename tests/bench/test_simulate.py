@@ -61,6 +61,16 @@ def test_drafting_takes_the_time_of_the_drafter_that_takes_any(
     assert "drafts that cost nothing" in capsys.readouterr().out
 
 
+def test_a_step_takes_what_the_host_does_too(profile: Any, tmp_path: Path) -> None:
+    """As a real one of a profile with it does."""
+    command, file = [*profile(slow=SLOW), "--policy", "off"], tmp_path / "profile.json"
+    without = simulated(command, tmp_path)["off"]["tpot_s"]
+    written = json.loads(file.read_text())
+    written["about"]["host_s"] = 0.5 * without
+    file.write_text(json.dumps(written))
+    assert simulated(command, tmp_path)["off"]["tpot_s"] > 1.4 * without
+
+
 def test_of_several_drafters_one_must_be_named(
     profile: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,12 +35,19 @@ def make_loop(
 
     names, max_ks: of the drafters, in the order of the profile's, which may call its only one by another name.
     """
-    if isinstance(profile.cost, TableCost):  # of whole steps: what differs from it could not be told apart
-        policy = Goodput(profile.cost, num_rows, max_ks, _priors(profile, max_ks), objective)
+    cost = step_cost(profile)
+    if isinstance(cost, TableCost):  # of whole steps: what differs from it could not be told apart
+        policy = Goodput(cost, num_rows, max_ks, _priors(profile, max_ks), objective)
         return ClosedLoop(policy, None, names, watcher)
-    cost = OnlineCost(profile.cost, float(profile.about.get("host_s", 0.0)))
     policy = Goodput(cost, num_rows, max_ks, _priors(profile, max_ks), objective, profile.minding)
     return ClosedLoop(policy, cost, names, watcher)
+
+
+def step_cost(profile: Profile) -> OnlineCost | TableCost:
+    """Return what steps cost, what the host takes included: whole steps, or their parts, to be corrected."""
+    if isinstance(profile.cost, TableCost):
+        return profile.cost
+    return OnlineCost(profile.cost, float(profile.about.get("host_s", 0.0)))
 
 
 def _priors(profile: Profile, max_ks: Sequence[int]) -> list[NDArray[float64] | None]:

@@ -168,14 +168,16 @@ def of_drafter(profile: Profile, name: str | None) -> Profile:
 
     Raises `ConfigError` if that does not say which.
     """
-    from paceline.control.cost import MeasuredCost, TableCost
+    from paceline.control.cost import DraftCost, MeasuredCost, TableCost
 
     cost, names = profile.cost, profile.drafters
     known = ", ".join(names) or "none"
     if name is not None and name not in names:
         raise ConfigError(f"--drafter {name}: the profile's drafters are: {known}")
-    if isinstance(cost, TableCost) or not names:
+    if isinstance(cost, TableCost):
         return profile
+    if not names:  # drafts of nobody cost nothing
+        return replace(profile, cost=MeasuredCost(cost.target, (DraftCost(()),)))
     slow = [n for n, drafter in zip(names, cost.drafters, strict=True) if drafter.max_depth]
     usual = names if len(names) == 1 else slow
     if name is None and len(usual) != 1:
@@ -207,12 +209,13 @@ def _sizes(text: str) -> list[int]:
 
 
 def _simulate(args: Namespace, profile: Profile, rows: int, name: str) -> dict[str, Any]:
+    from paceline.control.setup import step_cost
     from paceline.control.simulate import Replica
     from paceline.control.workloads import split
 
     simulator = _simulator(args, profile)
     done = [
-        simulator(part, Replica(rows), profile.cost, policy_of(name, profile, rows), args.seed).run()
+        simulator(part, Replica(rows), step_cost(profile), policy_of(name, profile, rows), args.seed).run()
         for part in split(_workload(args, profile, rows), args.replicas)
     ]
     return _figures(done)
@@ -270,6 +273,7 @@ def policy_of(name: str, profile: Profile, rows: int) -> Policy:
 
     from paceline.control.goodput import Goodput
     from paceline.control.others import BatchTable, MovingAverage, Static, TurboSpec
+    from paceline.control.setup import step_cost
     from paceline.control.simulate import conditional
 
     depth = len(profile.accepted_at)
@@ -279,7 +283,7 @@ def policy_of(name: str, profile: Profile, rows: int) -> Policy:
         "table": BatchTable,
         "average": lambda: MovingAverage(ks=(1, 3, 5)),
         "turbospec": lambda: TurboSpec(profile.cost, depth),
-        "ours": lambda: Goodput(profile.cost, rows, (depth,), (prior,)),
+        "ours": lambda: Goodput(step_cost(profile), rows, (depth,), (prior,)),
     }
     kind, _, k = name.partition(":")
     if kind == "static" and k.isdecimal() and int(k) <= DEEPEST:
