@@ -62,7 +62,7 @@ def test_drafting_takes_the_time_of_the_drafter_that_takes_any(
 
 
 def test_a_step_takes_what_the_host_does_too(profile: Any, tmp_path: Path) -> None:
-    """As a real one of a profile with it does."""
+    """As a real one does, where the profile knows of it."""
     command, file = [*profile(slow=SLOW), "--policy", "off"], tmp_path / "profile.json"
     without = simulated(command, tmp_path)["off"]["tpot_s"]
     written = json.loads(file.read_text())

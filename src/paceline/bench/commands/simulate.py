@@ -276,14 +276,14 @@ def policy_of(name: str, profile: Profile, rows: int) -> Policy:
     from paceline.control.setup import step_cost
     from paceline.control.simulate import conditional
 
-    depth = len(profile.accepted_at)
+    cost, depth = step_cost(profile), len(profile.accepted_at)
     prior = np.clip(conditional(profile.accepted_at), 0.001, 0.999)
     makers: dict[str, Callable[[], Policy]] = {
         "off": lambda: Static(0),
         "table": BatchTable,
         "average": lambda: MovingAverage(ks=(1, 3, 5)),
-        "turbospec": lambda: TurboSpec(profile.cost, depth),
-        "ours": lambda: Goodput(step_cost(profile), rows, (depth,), (prior,)),
+        "turbospec": lambda: TurboSpec(cost, depth),
+        "ours": lambda: Goodput(cost, rows, (depth,), (prior,)),
     }
     kind, _, k = name.partition(":")
     if kind == "static" and k.isdecimal() and int(k) <= DEEPEST:

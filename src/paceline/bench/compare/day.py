@@ -128,11 +128,9 @@ class Day:
 
 
 def _round(players: Mapping[str, Player]) -> Json:
-    """Let everybody play a turn; return what each took and did, and who had all its requests in flight.
+    """Let everybody play a turn; return each one's seconds, tokens written and tokens read of prompts.
 
-    Of each its seconds, tokens written, and tokens read of prompts.
-
-    `machine_s`: the longest of the calibration loops around the turns.
+    `full`: who had all its requests in flight. `machine_s`: the longest of the calibration loops around the turns.
     """
     loops, turns, full = [loop_s()], {}, []
     for name, player in players.items():
