@@ -388,25 +388,65 @@ Pass checked_pass(const Shape& shape, const KVStore& kv, const PassArrays& read,
     return pass;
 }
 
-void forward(Decoder& decoder, const KVStore& kv, const PassArrays& read, const ChooseList& chooses, size_t vocab,
-             size_t num_layers, const std::vector<size_t>& tap_layers, const Out<float>& taps, const Out<int64_t>& chosen,
-             const Out<float>& logits, const Out<float>& margins) {
+// What a pass writes, as arrays.
+struct ChosenArrays {
+    Out<float> taps;
+    Out<int64_t> chosen;
+    Out<float> logits, margins;
+};
+
+Pass whole_pass(const Decoder& decoder, const KVStore& kv, const PassArrays& read, const ChooseList& chooses, size_t vocab,
+                size_t num_layers, const std::vector<size_t>& tap_layers, const ChosenArrays& out) {
     const Shape& shape = decoder.shape();
     Pass pass = checked_pass(shape, kv, read, vocab, num_layers);
     const size_t num_wanted = pass.wanted.size(), num_tokens = pass.num_tokens;
     pass.chooses = chooses.checked(num_wanted, decoder.maps_ids() ? shape.vocab : vocab);
     const size_t num_logit_rows = chooses.num_logit_rows();
-    require(chosen.size() == num_wanted && logits.size() == num_logit_rows * vocab, "the outputs have the wrong size");
-    require(margins.size() == 0 || margins.size() == num_wanted, "a margin for every wanted token, or none");
-    require(taps.size() == tap_layers.size() * num_tokens * shape.hidden, "the taps have the wrong size");
+    require(out.chosen.size() == num_wanted && out.logits.size() == num_logit_rows * vocab, "the outputs have the wrong size");
+    require(out.margins.size() == 0 || out.margins.size() == num_wanted, "a margin for every wanted token, or none");
+    require(out.taps.size() == tap_layers.size() * num_tokens * shape.hidden, "the taps have the wrong size");
     for (size_t i = 0; i < tap_layers.size(); ++i) {
         require(tap_layers[i] <= num_layers, "a tap beyond the layers that run");
-        pass.taps.emplace_back(tap_layers[i], taps.data() + i * num_tokens * shape.hidden);
+        pass.taps.emplace_back(tap_layers[i], out.taps.data() + i * num_tokens * shape.hidden);
     }
-    std::fill_n(margins.data(), margins.size(), NAN);
-    pass.chosen = chosen.data(), pass.logits = logits.data(), pass.margins = margins.size() ? margins.data() : nullptr;
+    std::fill_n(out.margins.data(), out.margins.size(), NAN);
+    pass.chosen = out.chosen.data(), pass.logits = out.logits.data();
+    pass.margins = out.margins.size() ? out.margins.data() : nullptr;
+    return pass;
+}
+
+void forward(Decoder& decoder, const KVStore& kv, const PassArrays& read, const ChooseList& chooses, size_t vocab,
+             size_t num_layers, const std::vector<size_t>& tap_layers, const Out<float>& taps, const Out<int64_t>& chosen,
+             const Out<float>& logits, const Out<float>& margins) {
+    const Pass pass = whole_pass(decoder, kv, read, chooses, vocab, num_layers, tap_layers, {taps, chosen, logits, margins});
     nb::gil_scoped_release unlocked;
-    if (num_tokens > 0) decoder.forward(pass, kv);
+    if (pass.num_tokens > 0) decoder.forward(pass, kv);
+}
+
+// A pass that was begun, and all that it reads and writes: whoever drops it waits for its end.
+struct Begun {
+    nb::object decoder, kv, read, chooses;
+    ChosenArrays out;
+
+    Begun(nb::object decoder, nb::object kv, nb::object read, nb::object chooses, ChosenArrays out)
+        : decoder(std::move(decoder)), kv(std::move(kv)), read(std::move(read)), chooses(std::move(chooses)), out(std::move(out)) {}
+    Begun(Begun&&) = default;
+    ~Begun() {
+        if (decoder.is_valid()) nb::cast<Decoder&>(decoder).finish();
+    }
+};
+
+Begun begin(nb::object decoder, nb::object kv, nb::object read, nb::object chooses, size_t vocab, size_t num_layers,
+            const std::vector<size_t>& tap_layers, const Out<float>& taps, const Out<int64_t>& chosen, const Out<float>& logits,
+            const Out<float>& margins) {
+    Begun begun(std::move(decoder), std::move(kv), std::move(read), std::move(chooses), {taps, chosen, logits, margins});
+    auto& itself = nb::cast<Decoder&>(begun.decoder);
+    const auto& store = nb::cast<const KVStore&>(begun.kv);
+    Pass pass = whole_pass(itself, store, nb::cast<const PassArrays&>(begun.read), nb::cast<const ChooseList&>(begun.chooses),
+                           vocab, num_layers, tap_layers, begun.out);
+    nb::gil_scoped_release unlocked;
+    if (pass.num_tokens > 0) itself.begin(std::move(pass), store);
+    return begun;
 }
 
 void check_turns(const Pass& pass, const Turns& turns, bool relayed) {
@@ -530,7 +570,7 @@ void bind_decoder(nb::module_& m) {
     nb::class_<Team>(m, "Team").def("__init__", [](Team* self, size_t num_threads) {
         require(1 <= num_threads && num_threads <= 1024, "a team has 1 to 1024 threads");
         new (self) Team(num_threads);
-    }, "num_threads"_a);
+    }, "num_threads"_a).def_prop_ro("num_threads", &Team::size);
     nb::class_<Matrix>(m, "Matrix")
         .def_prop_ro("num_bytes", &Matrix::bytes)
         .def("row", [](const Matrix& self, size_t index, const Out<float>& to) {
@@ -569,6 +609,7 @@ void bind_decoder(nb::module_& m) {
         .def_prop_ro("num_logit_rows", &ChooseList::num_logit_rows)
         .def("told", &told)
         .def("__init__", &choose_list, "kinds"_a, "temperatures"_a, "filters"_a, "keys"_a, "edit_offsets"_a, "edit_ids"_a, "edit_scale"_a, "edit_add"_a);
+    nb::class_<Begun>(m, "Begun");
     nb::class_<Decoder>(m, "Decoder")
         .def("__init__", [](Decoder* self, size_t vocab, size_t hidden, size_t intermediate, size_t num_heads,
                             size_t num_kv_heads, size_t head_dim, float norm_eps, const std::shared_ptr<Team>& team,
@@ -601,6 +642,9 @@ void bind_decoder(nb::module_& m) {
         }, "index"_a, "token_id"_a)
         .def("forward", &forward, "kv"_a, "read"_a, "chooses"_a, "vocab"_a, "num_layers"_a, "tap_layers"_a,
              "taps"_a.noconvert(), "chosen"_a.noconvert(), "logits"_a.noconvert(), "margins"_a.noconvert())
+        .def("begin", &begin, "kv"_a, "read"_a, "chooses"_a, "vocab"_a, "num_layers"_a, "tap_layers"_a, "taps"_a.noconvert(),
+             "chosen"_a.noconvert(), "logits"_a.noconvert(), "margins"_a.noconvert())
+        .def("finish", &Decoder::finish, nb::call_guard<nb::gil_scoped_release>())
         .def("forward_in_turn", &forward_in_turn, "kv"_a, "read"_a, "chooses"_a, "vocab"_a, "num_layers"_a, "depths"_a,
              "stops"_a.noconvert(), "pointers"_a, "chosen"_a.noconvert(), "margins"_a.noconvert())
         .def("relay", &relay, "first"_a.noconvert(), "normed"_a.noconvert(), "token_ids"_a.noconvert(),

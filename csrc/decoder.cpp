@@ -285,9 +285,24 @@ void Decoder::plan_choices(const Pass& pass) {
 // The pass ---------------------------------------------------------------------------------------
 
 void Decoder::forward(const Pass& pass, const KVStore& kv) {
+    finish();
     plan(pass, kv);
     team_->run([&](size_t thread) { run(pass, kv, thread); });
     finish_choices(pass);
+}
+
+void Decoder::begin(Pass pass, const KVStore& kv) {
+    finish();
+    plan(pass, kv);
+    begun_ = std::move(pass);
+    team_->begin([this, &kv](size_t thread) { run(*begun_, kv, thread); });
+}
+
+void Decoder::finish() {
+    if (!begun_) return;
+    team_->finish();
+    finish_choices(*begun_);
+    begun_.reset();
 }
 
 // Put together what each thread found best.
@@ -650,6 +665,7 @@ void Decoder::relay_places(const std::vector<const float*>& first, const std::ve
     Scratch& s = *scratch_;
     const Relay& relay = weights_.relay;
     const size_t n = normed.size(), hidden = shape_.hidden, stride = round_up(2 * relay.inner, kPanel);
+    finish();
     s.wide.reserve(n, 2 * hidden);
     grow(sums, n * stride);
     team_->run([&](size_t thread) {
@@ -668,6 +684,7 @@ void Decoder::relay(const Place& place, const Pass& pass) {
     Scratch& s = *scratch_;
     const Relay& relay = weights_.relay;
     const size_t n = place.num_rows;
+    finish();
     s.wide.reserve(n, shape_.hidden + relay.size);
     s.long_.reserve(n, relay.inner);
     s.narrow.reserve(n, relay.size);

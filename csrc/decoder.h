@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "lazy.h"
@@ -149,6 +150,9 @@ class Decoder {
     void set_token_id(size_t index, uint32_t id) { weights_.token_ids[index] = id; }  // of a row of the head
     const Relay& relays() const { return weights_.relay; }
     void forward(const Pass& pass, const KVStore& kv);
+    // Begin a pass and return; it is over with `finish`, or when another begins. `kv` and what the pass points to stay.
+    void begin(Pass pass, const KVStore& kv);
+    void finish();
     // What the places of guesses mean to the relay, [num places, 2 * Relay::inner padded to 32]: first, normed -> [hidden] each.
     void relay_places(const std::vector<const float*>& first, const std::vector<const float*>& normed, Lines<float>& sums);
     // Tell a place's guesses of those before, and choose them: `pass` says how, for as many wanted tokens as there are rows.
@@ -194,6 +198,7 @@ class Decoder {
     Weights weights_;
     std::shared_ptr<Team> team_;
     std::unique_ptr<Scratch, void (*)(Scratch*)> scratch_;
+    std::optional<Pass> begun_;  // and not over
 };
 
 }  // namespace paceline

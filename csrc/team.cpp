@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -59,15 +60,37 @@ Team::~Team() {
 
 void Team::run(const std::function<void(size_t)>& work) {
     const std::lock_guard<std::mutex> alone(one_at_a_time_);
-    work_ = &work;
-    first_phase_ = next_phase_ = phase_.load(std::memory_order_relaxed);
-    self_ = 0;
+    launch(work);
+    join();
+}
+
+void Team::begin(std::function<void(size_t)> work) {
+    const std::lock_guard<std::mutex> alone(one_at_a_time_);
+    launch(std::move(work));
+}
+
+void Team::finish() {
+    const std::lock_guard<std::mutex> alone(one_at_a_time_);
+    if (begun_) join();
+}
+
+void Team::launch(std::function<void(size_t)> work) {
+    if (begun_) join();
+    work_ = std::move(work);
+    begun_ = true;
+    first_phase_ = phase_.load(std::memory_order_relaxed);
     inside_.store(0, std::memory_order_release);
     launch_.fetch_add(1, std::memory_order_release);
     launch_.notify_all();
-    work(0);
+}
+
+void Team::join() {
+    next_phase_ = first_phase_;
+    self_ = 0;
+    work_(0);
     kernels().gemm.leave();
     for (int32_t left = inside_.fetch_add(kClosed) + kClosed; left != kClosed; left = inside_.load()) wait_while(inside_, left);
+    begun_ = false;
 }
 
 void Team::serve(size_t thread) {
@@ -78,7 +101,7 @@ void Team::serve(size_t thread) {
         if (stopping_) return;
         if (!enter()) continue;
         next_phase_ = first_phase_;
-        (*work_)(thread);
+        work_(thread);
         kernels().gemm.leave();
         leave();
     }

@@ -27,6 +27,11 @@ class Team {
     // came have left. One call at a time.
     void run(const std::function<void(size_t)>& work);
 
+    // Begin a run on the other threads and return. Who comes next, to `finish` or to run something else, joins them as
+    // thread 0 and stays until it is over.
+    void begin(std::function<void(size_t)> work);
+    void finish();
+
     // Inside `run`, in the same order on every thread: call `tile(index)` once for each index below `count`, and go on
     // when all are done. A thread begins with a range of its own, so that it reads memory in order, and then helps the
     // others; it claims an eighth of what is left at a time, as a claim waits for what was written before. A late thread
@@ -62,6 +67,8 @@ class Team {
     bool claim(size_t owner, uint32_t phase, size_t length, size_t share, size_t& begin, size_t& end);
     void finish(uint32_t phase);
     void wait_for_end(uint32_t phase);
+    void launch(std::function<void(size_t)> work);
+    void join();
     bool enter();
     void leave();
     void serve(size_t thread);
@@ -72,7 +79,8 @@ class Team {
     const size_t num_threads_;
     std::unique_ptr<Range[]> ranges_;
     std::mutex one_at_a_time_;
-    const std::function<void(size_t)>* work_ = nullptr;
+    std::function<void(size_t)> work_;
+    bool begun_ = false;        // and not joined
     uint32_t first_phase_ = 0;  // of this run
     std::atomic<bool> stopping_{false};
     alignas(64) std::atomic<size_t> done_{0};      // tiles of this phase

@@ -23,6 +23,7 @@ from tests.engine.test_faults import REQUESTS
 from tests.engine.test_same_text import AUTO
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from paceline.core.nouns import Batch, Draft, Scores, Verdict
@@ -152,18 +153,19 @@ def test_a_long_text_is_measured_beside_a_short_one_on_a_machine_that_drifts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = make_engine("off", Settings(prefix_cache=True))
-    score, now, passes = engine.target.score, [0.0], [0]
+    begin, now, passes = engine.target.begin, [0.0], [0]
 
     def seconds(keys: int) -> float:
         return 1e-3 + 1e-6 * keys
 
-    def slower_and_slower(batch: Batch, draft: Draft) -> Scores:
+    def slower_and_slower(batch: Batch, draft: Draft) -> Callable[[], Scores]:
         passes[0] += 1
         now[0] += seconds(sum(r.max_len - r.max_drafts - 1 for r in batch.rows)) * 1.004 ** passes[0]
-        return score(batch, draft)
+        return begin(batch, draft)
 
-    monkeypatch.setattr(engine.target, "score", slower_and_slower)
-    monkeypatch.setattr("paceline.engine.engine.perf_counter", lambda: now[0])
+    monkeypatch.setattr(engine.target, "begin", slower_and_slower)
+    for module in ("serial", "engine", "rounds"):
+        monkeypatch.setattr(f"paceline.engine.{module}.perf_counter", lambda: now[0])
     grid = Grid(num_rows=(1,), ks=(0, 3), drafter_ks=(), repeats=5, seconds=60.0)
     plain = [p for p in calibrate(engine, grid).passes if p.work.tokens == 1 and not p.work.unscored]
     short, long = sorted(plain, key=lambda p: int(p.work.kv_tokens))

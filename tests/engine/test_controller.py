@@ -27,6 +27,8 @@ from tests.engine.same_text import PLAIN, STAIRCASE, make_engine, run
 from tests.engine.test_same_text import AUTO
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from paceline.control.cost import Work
     from paceline.control.policy import Decision, Outcomes, View
     from paceline.core.nouns import Batch, Draft, Plan, Scores, Verdict
@@ -241,15 +243,15 @@ def test_costs_of_other_drafters_are_refused() -> None:
 def timed(engine: Engine, patch: pytest.MonkeyPatch) -> ClosedLoop:
     """Let passes of an engine take times of their own, and all else none; return its controller."""
     clock = [0.0]
-    for module in ("serial", "engine"):
+    for module in ("serial", "engine", "rounds"):
         patch.setattr(f"paceline.engine.{module}.perf_counter", lambda: clock[0])
-    score = engine.target.score
+    begin = engine.target.begin
 
-    def score_in_time(batch: Batch, draft: Draft) -> Scores:
+    def begin_in_time(batch: Batch, draft: Draft) -> Callable[[], Scores]:
         clock[0] += 0.06 + 0.003 * sum(r.num_known + len(d) for r, d in zip(batch.rows, draft.rows, strict=True))
-        return score(batch, draft)
+        return begin(batch, draft)
 
-    patch.setattr(engine.target, "score", score_in_time)
+    patch.setattr(engine.target, "begin", begin_in_time)
     assert isinstance(engine.controller, ClosedLoop)
     return engine.controller
 

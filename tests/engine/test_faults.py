@@ -17,7 +17,7 @@ from paceline.model.tokenizer import Detokenizer
 from tests.engine.same_text import PLAIN, Settings, assert_same, make_engine, run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from paceline.engine.engine import Engine
 
@@ -69,10 +69,13 @@ def spoil(engine: Engine, request_id: str, least: int = 0) -> None:
 
     That is in the backend's own choices and in its logits alike.
     """
-    score = engine.target.score
+    begin = engine.target.begin
 
-    def spoilt(batch: Batch, draft: Draft) -> Scores:
-        scores = score(batch, draft)
+    def begun(batch: Batch, draft: Draft) -> Callable[[], Scores]:
+        finish = begin(batch, draft)
+        return lambda: spoilt(batch, finish())
+
+    def spoilt(batch: Batch, scores: Scores) -> Scores:
         for index in [i for i, r in enumerate(batch.rows) if r.request_id == request_id]:
             for at in range(scores.cu_len[index], scores.cu_len[index + 1]):
                 if scores.chooses[at].position < least:
@@ -83,7 +86,7 @@ def spoil(engine: Engine, request_id: str, least: int = 0) -> None:
                     scores.logits[scores.logit_idx[at]] = nan
         return scores
 
-    engine.target.score = spoilt  # type: ignore[method-assign]
+    engine.target.begin = begun  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("answer", [None, 5, Draft((RowDraft([1], "ngram"),) * 9), Draft(())])

@@ -15,6 +15,8 @@ from tests.engine.same_text import PLAIN, STAIRCASE, assert_same, make_engine, r
 from tests.engine.test_faults import REQUESTS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from paceline.engine.engine import Engine
 
 INDEX = {"a": 0, "b": 1}
@@ -55,14 +57,14 @@ def test_others_are_not_out() -> None:
 
 def passes_alone_take_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give an engine a clock of its own: what is planned hangs on what steps take."""
-    now_s, score = [0.0], engine.target.score
+    now_s, begin = [0.0], engine.target.begin
 
-    def scored(batch: Batch, draft: Draft) -> Scores:
+    def begun(batch: Batch, draft: Draft) -> Callable[[], Scores]:
         now_s[0] += 1e-3
-        return score(batch, draft)
+        return begin(batch, draft)
 
-    engine.target.score = scored  # type: ignore[method-assign]
-    for module in ("engine", "serial", "overlap", "loops"):
+    engine.target.begin = begun  # type: ignore[method-assign]
+    for module in ("engine", "rounds", "serial", "overlap", "loops"):
         monkeypatch.setattr(f"paceline.engine.{module}.perf_counter", lambda: now_s[0])
 
 

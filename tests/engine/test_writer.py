@@ -8,7 +8,7 @@ import pytest
 
 from paceline.core.nouns import BROKEN, Request
 from paceline.core.params import SamplingParams
-from paceline.engine.writer import Writer, Written
+from paceline.engine.writer import Taken, Writer
 from paceline.model.tokenizer import Detokenizer
 from tests.tiny import tiny_tokenizer
 
@@ -24,12 +24,13 @@ PARAMS = [
 ]
 
 
-def _written(params: SamplingParams, drafts: list[list[int]], method: str) -> tuple[list[Written], str]:
+def _written(params: SamplingParams, drafts: list[list[int]], method: str) -> tuple[list[tuple[Taken, str]], str]:
     writer = Writer(Request("r", (1,), params, seed=0), frozenset({EOS}), Detokenizer(TOKENIZER))
-    found: list[Written] = []
-    while drafts and (not found or found[-1].finish_reason is None):
-        found.append(getattr(writer, method)(drafts[len(found)]))
-        if len(found) == len(drafts):
+    found: list[tuple[Taken, str]] = []
+    for drafted in drafts:
+        taken: Taken = getattr(writer, method)(drafted)
+        found.append((taken, writer.text()))
+        if taken.finish_reason is not None:
             break
     return found, writer.flush()
 
@@ -45,8 +46,8 @@ def test_tokens_together_are_written_as_one_by_one(params: SamplingParams) -> No
         random.shuffle(ids)
         cuts = sorted(random.sample(range(1, len(ids)), 25))
         drafts = [ids[a:b] for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
-        together, rest = _written(params, drafts, "write")
-        assert (together, rest) == _written(params, drafts, "write_slow")
-        endings.add(together[-1].finish_reason)
+        together, rest = _written(params, drafts, "take")
+        assert (together, rest) == _written(params, drafts, "take_slow")
+        endings.add(together[-1][0].finish_reason)
     assert {"error", "length"} <= endings
     assert params.ignore_eos or "stop" in endings

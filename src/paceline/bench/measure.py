@@ -131,8 +131,9 @@ def _speculation(answers: Sequence[Answer]) -> Json:
 def _steps(stats: Stats | None) -> Json:
     """What only the engine itself can tell; null for a server."""
     if stats is None:
-        keys = ("steps", "accepted_per_position", "k_histogram", "draft_ms", "target_ms", "host_ms", "control_ms")
-        return dict.fromkeys((*keys, "prediction_error", "prediction_error_p50", "estimated_speedup"))
+        keys = ("steps", "accepted_per_position", "k_histogram", "draft_ms", "target_ms", "host_ms")
+        more = ("hidden_ms", "control_ms", "prediction_error", "prediction_error_p50", "estimated_speedup")
+        return dict.fromkeys((*keys, *more))
     per_step = MS_PER_S / max(stats.steps, 1)
     return {
         "steps": stats.steps,
@@ -141,6 +142,7 @@ def _steps(stats: Stats | None) -> Json:
         "draft_ms": stats.draft_s * per_step,
         "target_ms": stats.target_s * per_step,
         "host_ms": stats.host_s * per_step,
+        "hidden_ms": stats.hidden_s * per_step,
         "control_ms": stats.control_s * per_step,
         "prediction_error": stats.reckoned.error,
         "prediction_error_p50": stats.reckoned.median_error,

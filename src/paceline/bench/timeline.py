@@ -7,6 +7,7 @@ when calls begin and end. An engine that is not watched knows nothing of it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from threading import get_ident
@@ -68,13 +69,13 @@ class Timeline:
 
     def watch(self, engine: Engine) -> None:
         """Note from now on what an engine does. Call it between steps."""
-        engine.target.decoder = self._watched(engine.target.decoder, TARGET, "run")
+        engine.target.decoder = self._watched(engine.target.decoder, TARGET, "run", begins="beside")
         engine.loop = self._watched(engine.loop, STEP, "step")
         for name, drafter in engine.drafting.drafters.items():
             engine.drafting.drafters[name] = self._watched(drafter, DRAFT, "propose", "commit")
 
-    def _watched(self, inner: T, what: str, *methods: str) -> T:
-        return cast("T", _Watched(self, inner, what, methods))
+    def _watched(self, inner: T, what: str, *methods: str, begins: str = "") -> T:
+        return cast("T", _Watched(self, inner, what, methods, begins))
 
     def note(self, what: str, call: Callable[..., T], *arguments: Any, **named: Any) -> T:
         """Make a call and note when."""
@@ -83,6 +84,17 @@ class Timeline:
             return call(*arguments, **named)
         finally:
             self.spans.append(Span(what, start_s, perf_counter(), get_ident()))
+
+    def note_begun(self, what: str, begin: Callable[..., Callable[[], T]], *arguments: Any, **named: Any) -> Any:
+        """Make a call that begins something, and return what waits for it; note from when to when it took."""
+        start_s, finish = perf_counter(), begin(*arguments, **named)
+
+        def noted() -> T:
+            found = finish()
+            self.spans.append(Span(what, start_s, perf_counter(), get_ident()))
+            return found
+
+        return noted
 
     def of(self, what: str) -> list[Span]:
         """Return the spans of one side, in the order in which they began."""
@@ -107,16 +119,21 @@ class Timeline:
 
 
 class _Watched:
-    """An object some of whose methods are noted; everything else is its own."""
+    """An object some of whose methods are noted, and what one that it may have begins; all else is its own."""
 
-    def __init__(self, timeline: Timeline, inner: object, what: str, methods: tuple[str, ...]) -> None:
+    def __init__(
+        self, timeline: Timeline, inner: object, what: str, methods: tuple[str, ...], begins: str
+    ) -> None:
         self._timeline, self._inner, self._what, self._methods = timeline, inner, what, methods
+        self._begins = begins
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inner, name)
+        if name == self._begins and found is not None:
+            return partial(self._timeline.note_begun, self._what, found)
         if name not in self._methods:
             return found
-        return lambda *arguments, **named: self._timeline.note(self._what, found, *arguments, **named)
+        return partial(self._timeline.note, self._what, found)
 
 
 def _waits(step: Span, passes: Sequence[Span]) -> list[Span]:

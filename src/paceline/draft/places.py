@@ -94,6 +94,7 @@ def _sorted(kept: NDArray[int64], places: NDArray[int64], width: int) -> Places:
 class TranslatedDecoder:
     """A drafter's decoder to which every token is known by the target's id: both texts have the same borders."""
 
+    beside = None  # who drafts waits for it
     in_turn = None  # ids are translated between two passes
 
     def __init__(self, decoder: Decoder, tokens: TokenMap) -> None:

@@ -6,20 +6,20 @@ It has the six verbs; `serial.py` and `overlap.py` are the two loops over them.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import RequestError
-from paceline.core.nouns import PAGE_TOKENS, Figures, Outcome, Plan
+from paceline.core.nouns import PAGE_TOKENS, Outcome, Plan
 from paceline.core.params import AUTO, OFF
+from paceline.engine.accounts import Account, logprobs_of, take, text_of
 from paceline.engine.drafting import Drafting
 from paceline.engine.outlook import outlook
-from paceline.engine.rounds import Round, Scored
+from paceline.engine.rounds import Round, Scoring
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.serial import SerialLoop
 from paceline.engine.stats import Gauges, Stats
-from paceline.engine.writer import Writer, Written
+from paceline.engine.writer import Writer
 from paceline.model.tokenizer import Detokenizer
 
 if TYPE_CHECKING:
@@ -32,12 +32,11 @@ if TYPE_CHECKING:
         FinishReason,
         Request,
         RowVerdict,
-        TokenLogprobs,
         Verdict,
     )
     from paceline.draft.drafter import Drafter
     from paceline.engine.pages import PagePool
-    from paceline.engine.rounds import Loop
+    from paceline.engine.rounds import Loop, Scored
     from paceline.engine.scheduler import Group, Limits, Running
     from paceline.model.backend import Backend
     from paceline.model.tokenizer import Tokenizer
@@ -51,41 +50,6 @@ UNLOADED = (
 )
 NOTHING_TO_PLAN = Plan()
 INTERNAL = "internal error while writing the answer; the log has the details"
-
-
-@dataclass(slots=True, eq=False)
-class _Account:
-    """What an open request has written and what speculation did for it."""
-
-    writer: Writer
-    decode_passes: int = 0
-    decoded_tokens: int = 0
-    drafted_tokens: int = 0
-    verified_tokens: int = 0
-    accepted_tokens: int = 0
-
-    def count_pass(self, num_drafted: int, num_verified: int, num_accepted: int, num_tokens: int) -> None:
-        """Add one decode pass; drafts and tokens after a stop are not counted as kept."""
-        self.decode_passes += 1
-        self.decoded_tokens += num_tokens
-        self.drafted_tokens += num_drafted
-        self.verified_tokens += num_verified
-        self.accepted_tokens += num_accepted
-
-    def figures(self, running: Running) -> Figures:
-        """Return what the request's client is told at the end."""
-        return Figures(
-            prompt_tokens=len(running.request.prompt_ids),
-            completion_tokens=self.writer.num_tokens,
-            cached_tokens=running.cached_len,
-            decode_passes=self.decode_passes,
-            decoded_tokens=self.decoded_tokens,
-            drafted_tokens=self.drafted_tokens,
-            verified_tokens=self.verified_tokens,
-            accepted_tokens=self.accepted_tokens,
-            seed=running.request.seed,
-            preemptions=running.num_preemptions,
-        )
 
 
 class Engine:
@@ -115,8 +79,11 @@ class Engine:
         self.scheduler = Scheduler(limits, pool, fingerprint)
         self.loop: Loop = SerialLoop()
         self._stats = Stats()
-        self._accounts: dict[str, _Account] = {}
-        self._outcomes: list[Outcome] = []  # of requests that ended between steps
+        self._accounts: dict[str, Account] = {}
+        self._gained: list[
+            tuple[str, Account, Sequence[int], RowVerdict]
+        ] = []  # of requests that go on, to be told
+        self._outcomes: list[Outcome] = []
 
     # Requests ------------------------------------------------------------------------------------
 
@@ -129,17 +96,22 @@ class Engine:
         self._check_asked(request)
         self.scheduler.add(request)
         detokenizer = Detokenizer(self.tokenizer)
-        self._accounts[request.request_id] = _Account(Writer(request, self._eos_ids, detokenizer))
+        self._accounts[request.request_id] = Account(Writer(request, self._eos_ids, detokenizer))
 
     def cancel(self, request_id: str) -> None:
         """End a request now; its last outcome comes with the next step. Unknown ids are ignored."""
         if request_id in self._accounts:
-            self._end(request_id, "cancelled")
+            self._end(request_id, "cancelled", self._accounts[request_id].writer.flush())
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
         return bool(self.scheduler.by_id or self._outcomes)
+
+    @property
+    def num_open(self) -> int:
+        """Requests whose answers have not ended."""
+        return len(self._accounts)
 
     @property
     def _eos_ids(self) -> frozenset[int]:
@@ -219,27 +191,33 @@ class Engine:
         self._stats.control_s += perf_counter() - end
         return Round(group, batch, proposed, draft, end - start)
 
-    def score(self, now: Round) -> Scored:
-        """Run the target's pass."""
-        start = perf_counter()
-        scores = self.target.score(now.batch, now.draft)
-        return Scored(scores, perf_counter() - start)
+    def score(self, now: Round) -> Scoring:
+        """Begin the target's pass."""
+        begun_s = perf_counter()
+        return Scoring(now, begun_s, self.target.begin(now.batch, now.draft))
 
     def judge(self, now: Round, scored: Scored) -> Verdict:
         """Decide what is kept of a round's drafts."""
         return self.law.judge(now.draft, scored.scores)
 
     def commit(self, now: Round, scored: Scored, verdict: Verdict) -> None:
-        """Take in what a round brought: rows, drafters, answers, pages."""
+        """Take in what a round brought: rows, drafters, pages, answers that end. What others say is to be told."""
         self.target.commit(now.batch, verdict)
         start = perf_counter()
         self.drafting.commit(now.batch, scored.scores, verdict)
         now.commit_s = perf_counter() - start
         now.draft_s += now.commit_s
         self._stats.draft_s += now.commit_s
-        self._stats.count_pass(now.batch, now.proposed, now.draft, verdict)
         for r, p, d, v in zip(now.batch.rows, now.proposed.rows, now.draft.rows, verdict.rows, strict=True):
             self._commit_row(r, v, len(p), len(d))
+
+    def tell(self, now: Round, verdict: Verdict) -> None:
+        """Do what no plan depends on: count, and write down what answers gained in the last commit."""
+        self._stats.count_pass(now.batch, now.proposed, now.draft, verdict)
+        self.scheduler.publish()
+        gained, self._gained = self._gained, []
+        for request_id, account, token_ids, row in gained:
+            self._tell(request_id, account, token_ids, row)
 
     def learn(self, now: Round, verdict: Verdict, times: StepTimes) -> None:
         """Tell the controller what a round brought, before it plans for these rows again."""
@@ -250,7 +228,7 @@ class Engine:
             self._stats.reckoned.count(reckoning)
 
     def count_step(self, now: Round, step_s: float, target_s: float, hidden_s: float = 0.0) -> None:
-        """Count a step that took so long. hidden_s: of its pass, while host and drafters were at work."""
+        """Count a step that took so long. hidden_s: of it or of the next, while host or drafters were at work."""
         self._stats.count_step(step_s, target_s, hidden_s, overlapped=now.group is not None)
 
     def controller_of(self, group: Group) -> Controller:
@@ -264,23 +242,30 @@ class Engine:
         if account is None:  # it ended while this pass ran
             self.scheduler.reveal(r, running, ())
             return
-        written = _write(account.writer, r.request_id, verdict)
-        token_ids = tuple(verdict.token_ids[: written.num_tokens])
+        taken = take(account, r.request_id, verdict.token_ids)
+        count = taken.num_tokens
+        token_ids = verdict.token_ids if count == len(verdict.token_ids) else verdict.token_ids[:count]
         if r.decodes:
-            num_accepted = min(verdict.num_accepted, written.num_tokens)
-            account.count_pass(num_drafted, num_verified, num_accepted, written.num_tokens)
-            self._stats.decoded_tokens += written.num_tokens
-        self._stats.output_tokens += written.num_tokens
+            account.count_pass(num_drafted, num_verified, min(verdict.num_accepted, count), count)
+            self._stats.decoded_tokens += count
+        self._stats.output_tokens += count
         num_full = running.valid_len // PAGE_TOKENS
         self.scheduler.reveal(r, running, token_ids)
-        if written.finish_reason is not None or running.valid_len // PAGE_TOKENS > num_full:
+        if taken.finish_reason is not None or running.valid_len // PAGE_TOKENS > num_full:
             self._mark_stores(running)  # others only ever read pages that are full
-        if written.finish_reason is not None:
-            self._end(r.request_id, written.finish_reason, token_ids, verdict, written)
+        if taken.finish_reason is not None:
+            text = account.writer.text() if taken.num_tokens or verdict.token_ids else ""
+            self._end(r.request_id, taken.finish_reason, text, token_ids, verdict, taken.stop_reason)
         elif token_ids:
-            self._outcomes.append(
-                Outcome(r.request_id, token_ids, written.text, _logprobs(verdict, len(token_ids)))
-            )
+            self._gained.append((r.request_id, account, token_ids, verdict))
+
+    def _tell(self, request_id: str, account: Account, token_ids: Sequence[int], verdict: RowVerdict) -> None:
+        text = text_of(account, request_id)
+        if text is None:
+            self._end(request_id, "error", "")
+            return
+        logprobs = logprobs_of(verdict, len(token_ids))
+        self._outcomes.append(Outcome(request_id, tuple(token_ids), text, logprobs))
 
     def _mark_stores(self, running: Running) -> None:
         """Record in the page table how far the drafters' own stores hold a row's tokens."""
@@ -295,20 +280,21 @@ class Engine:
         self,
         request_id: str,
         reason: FinishReason,
-        token_ids: tuple[int, ...] = (),
+        text: str,
+        token_ids: Sequence[int] = (),
         verdict: RowVerdict | None = None,
-        written: Written | None = None,
+        stop_reason: str | int | None = None,
     ) -> None:
         """Close a request's account and tell its client everything that is left to tell."""
         account, running = self._accounts.pop(request_id), self.scheduler.end(request_id)
         self._outcomes.append(
             Outcome(
                 request_id,
-                token_ids,
-                text=written.text if written else account.writer.flush(),
-                logprobs=_logprobs(verdict, len(token_ids)) if verdict else None,
+                tuple(token_ids),
+                text,
+                logprobs=logprobs_of(verdict, len(token_ids)) if verdict else None,
                 finish_reason=reason,
-                stop_reason=written.stop_reason if written else None,
+                stop_reason=stop_reason,
                 figures=account.figures(running),
                 error=INTERNAL if reason == "error" else None,
             )
@@ -367,16 +353,3 @@ class Engine:
         self.target.rows.check()
         self.loop.check(self)
         assert set(self._accounts) == {i for i, r in self.scheduler.by_id.items() if not r.ended}
-
-
-def _write(writer: Writer, request_id: str, verdict: RowVerdict) -> Written:
-    """Add a row's tokens to its answer; one request's error never ends another's."""
-    try:
-        return writer.write(verdict.token_ids)
-    except Exception:
-        log.exception("request %s failed", request_id)
-        return Written(0, "", "error")
-
-
-def _logprobs(verdict: RowVerdict, count: int) -> tuple[TokenLogprobs, ...] | None:
-    return None if verdict.logprobs is None else tuple(verdict.logprobs[:count])

@@ -28,13 +28,17 @@ def check_overlap(asked: str) -> None:
 def choose_loop(asked: str, engine: Engine, placement: Placement) -> tuple[Loop, str]:
     """Return the loop for an engine, and why."""
     if asked == OFF or not engine.drafting.drafters:
-        return SerialLoop(), "off, as asked"
+        return SerialLoop(ahead=True), "off, as asked"
     if asked == ON:
         return OverlappedLoop(placement.worker(), lambda _: True), "on, as asked"
     if not placement.apart:
-        return SerialLoop(), "off: target and drafters have the same device, so nothing runs beside anything"
+        return SerialLoop(
+            ahead=True
+        ), "off: target and drafters have the same device, so nothing runs beside anything"
     if not isinstance(engine.controller, ClosedLoop) or engine.controller.cost is None:
-        return SerialLoop(), "off: only --draft auto knows what passes and drafting cost; --overlap on insists"
+        return SerialLoop(
+            ahead=True
+        ), "off: only --draft auto knows what passes and drafting cost; --overlap on insists"
     switch = Switch(apart=True)
 
     def wanted(engine: Engine) -> bool:

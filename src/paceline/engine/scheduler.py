@@ -95,6 +95,7 @@ class Scheduler:
         self.short = False  # whether pages ran out in the last step
         self._free_rows = list(range(limits.num_rows - 1, -1, -1))
         self._released: list[int] = []
+        self._filled: list[tuple[Running, int, int]] = []  # pages, by index, that are to be published
         self._num_arrived = 0
         self._step = 0
 
@@ -247,6 +248,7 @@ class Scheduler:
         """Give the oldest waiting request a row and the pages of all its known tokens, if there is room."""
         if not self.waiting or not self._free_rows:
             return None
+        self.publish()
         running = self.waiting[0]
         known_len = len(running.token_ids)
         hits = self.pool.match(running.page_hashes((known_len - 1) // PAGE_TOKENS))
@@ -268,7 +270,7 @@ class Scheduler:
     # Outcomes ------------------------------------------------------------------------------------
 
     def reveal(self, batch_row: BatchRow, running: Running, token_ids: Sequence[int]) -> None:
-        """Take in what a pass of a running request yielded; publish the pages it completed."""
+        """Take in what a pass of a running request yielded; the pages it filled are to be published."""
         running.in_flight -= 1
         running.in_flight_tokens -= batch_row.max_drafts + 1 if batch_row.samples else 0
         if running.ended:
@@ -280,15 +282,17 @@ class Scheduler:
         running.valid_len += batch_row.num_known + max(0, len(token_ids) - 1)
         full = running.valid_len // PAGE_TOKENS
         if full > first and self.pool.caching:
-            self._publish(running, first, full)
+            self._filled.append((running, first, full))
         if not running.in_flight:
             self._return_spare(running)
 
-    def _publish(self, running: Running, first: int, full: int) -> None:
-        """Offer the pages from `first` to before `full`, which a pass has filled."""
-        hashes = running.page_hashes(full)
-        for index in range(first, full):
-            self.pool.publish(running.pages[index], hashes[index])
+    def publish(self) -> None:
+        """Offer the pages that passes have filled. It can wait until pages are looked for or given back."""
+        filled, self._filled = self._filled, []
+        for running, first, full in filled:
+            hashes = running.page_hashes(full)
+            for index in range(first, full):
+                self.pool.publish(running.pages[index], hashes[index])
 
     def _return_spare(self, running: Running) -> None:
         """Give back lookahead pages that the outcome left unused."""
@@ -322,6 +326,7 @@ class Scheduler:
 
     def _vacate(self, running: Running) -> None:
         """Take a request's row and pages."""
+        self.publish()
         self.running.remove(running)
         self._free_rows.append(running.row)
         self._released.append(running.row)

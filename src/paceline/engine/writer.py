@@ -13,17 +13,19 @@ if TYPE_CHECKING:
     from paceline.model.tokenizer import Detokenizer
 
 
-class Written(NamedTuple):
-    """What a pass added to the answer, after stops."""
+class Taken(NamedTuple):
+    """What became of a pass's tokens."""
 
-    num_tokens: int  # tokens kept of those offered, the one that completed a stop included
-    text: str  # text that no later token can take back
+    num_tokens: int  # kept of those offered, the one that completed a stop included
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
 
 class Writer:
-    """Takes a request's tokens one by one, as if they had never come in drafts, and stops where it must."""
+    """Takes a request's tokens one by one, as if they had never come in drafts, and stops where it must.
+
+    What they say may be asked for later, when there is time.
+    """
 
     def __init__(self, request: Request, eos_ids: frozenset[int], detokenizer: Detokenizer) -> None:
         params = request.params
@@ -33,6 +35,8 @@ class Writer:
         self._ends = self._eos_ids | self._stop_ids | {BROKEN}  # what may end the answer by itself
         self._detokenizer = detokenizer
         self._num_tokens = 0
+        self._unread: list[int] = []  # tokens that end nothing, whatever they say
+        self._text = ""  # read, and not told yet
         self._held = ""  # text that may turn out to begin a stop string
 
     @property
@@ -40,41 +44,59 @@ class Writer:
         """Tokens written so far."""
         return self._num_tokens
 
-    def write(self, token_ids: Sequence[int]) -> Written:
+    def take(self, token_ids: Sequence[int]) -> Taken:
         """Add tokens until one of them ends the answer; tokens after it are dropped."""
         after = self._num_tokens + len(token_ids)
         if self._params.stop or after >= self._params.max_tokens or not self._ends.isdisjoint(token_ids):
-            return self.write_slow(token_ids)
-        text = self._detokenizer.push(token_ids)
+            return self.take_slow(token_ids)
+        self._unread += token_ids
         self._num_tokens = after  # none of them ends it, as nearly always
-        return Written(len(token_ids), text)
+        return Taken(len(token_ids))
 
-    def write_slow(self, token_ids: Sequence[int]) -> Written:
-        """Do what `write` does, looking at every token."""
-        text = ""
+    def take_slow(self, token_ids: Sequence[int]) -> Taken:
+        """Do what `take` does, looking at every token."""
+        self._read()
         for count, token_id in enumerate(token_ids, 1):
             if token_id == BROKEN:
-                return Written(count - 1, text + self.flush(), "error")
+                self._text += self._rest()
+                return Taken(count - 1, "error")
             self._num_tokens += 1
             piece, finish_reason, stop_reason = self._add(token_id)
-            text += piece
+            self._text += piece
             if finish_reason is not None:
-                return Written(count, text, finish_reason, stop_reason)
-        return Written(len(token_ids), text)
+                return Taken(count, finish_reason, stop_reason)
+        return Taken(len(token_ids))
+
+    def text(self) -> str:
+        """Return the text since the last call that no later token can take back."""
+        self._read()
+        text, self._text = self._text, ""
+        return text
+
+    def flush(self) -> str:
+        """Return that and the text that was held back, when nothing more will come."""
+        return self.text() + self._rest()
+
+    def _read(self) -> None:
+        unread, self._unread = self._unread, []
+        if unread:
+            self._num_tokens -= len(unread)  # what cannot be read is not written
+            self._text += self._detokenizer.push(unread)
+            self._num_tokens += len(unread)
 
     def _add(self, token_id: int) -> tuple[str, FinishReason | None, str | int | None]:
         may_stop = self._num_tokens >= self._params.min_tokens
         if may_stop and token_id in self._eos_ids:
-            return self.flush(), "stop", None
+            return self._rest(), "stop", None
         if may_stop and token_id in self._stop_ids:
             shown = self._detokenizer.push((token_id,)) if self._params.include_stop else ""
             self._held += shown
-            return self.flush(), "stop", token_id
+            return self._rest(), "stop", token_id
         self._held += self._detokenizer.push((token_id,))
         if self._params.stop and (found := self._find_stop(may_stop)) is not None:
             return found[0], "stop", found[1]
         if self._num_tokens >= self._params.max_tokens:
-            return self.flush(), "length", None
+            return self._rest(), "length", None
         return self._release(), None, None
 
     def _find_stop(self, may_stop: bool) -> tuple[str, str] | None:
@@ -92,8 +114,7 @@ class Writer:
         text, self._held = self._held[:cut], self._held[cut:]
         return text
 
-    def flush(self) -> str:
-        """Return the text that was held back, when nothing more will come."""
+    def _rest(self) -> str:
         text, self._held = self._held + self._detokenizer.flush(), ""
         return text
 

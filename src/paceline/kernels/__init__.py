@@ -4,6 +4,7 @@ from pathlib import Path
 
 from paceline.kernels import _ext
 from paceline.kernels._ext import (
+    Begun,
     Chooses,
     Costs,
     Decoder,
@@ -50,6 +51,7 @@ EXTENSION = Path(_ext.__file__)  # the compiled file
 
 __all__ = [
     "EXTENSION",
+    "Begun",
     "Chooses",
     "Costs",
     "Decoder",

@@ -39,6 +39,8 @@ def logprobs(
 
 class Team:
     def __init__(self, num_threads: int) -> None: ...
+    @property
+    def num_threads(self) -> int: ...
 
 class Matrix:
     @property
@@ -121,6 +123,8 @@ class Read:
         wanted: NDArray[int64],
     ) -> None: ...
 
+class Begun: ...  # a pass, with all that it reads and writes
+
 class Decoder:
     def __init__(
         self,
@@ -174,6 +178,20 @@ class Decoder:
         logits: NDArray[float32],
         margins: NDArray[float32],
     ) -> None: ...
+    def begin(
+        self,
+        kv: KVStore,
+        read: Read,
+        chooses: Chooses,
+        vocab: int,
+        num_layers: int,
+        tap_layers: list[int],
+        taps: NDArray[float32],
+        chosen: NDArray[int64],
+        logits: NDArray[float32],
+        margins: NDArray[float32],
+    ) -> Begun: ...
+    def finish(self) -> None: ...
     def forward_in_turn(
         self,
         kv: KVStore,

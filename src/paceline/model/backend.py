@@ -9,7 +9,7 @@ from paceline.core.nouns import Scores, Taps, noun
 from paceline.model.device import usable_cores
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy import floating, int64
     from numpy.typing import NDArray
@@ -77,6 +77,19 @@ class InTurn(Protocol):
         ...
 
 
+class Begin(Protocol):
+    """Begins a pass that goes on beside the caller."""
+
+    def __call__(
+        self, packed: Packed, kv: KV, chooses: Sequence[Choose], *, taps: Sequence[int] = ()
+    ) -> Callable[[], Chosen]:
+        """Begin a pass over all layers, see `Decoder.run`; return what waits for it and says what `run` would.
+
+        Nothing is to touch what it reads before; another pass waits for it.
+        """
+        ...
+
+
 class Decoder(Protocol):
     """Executes a model. Holds its weights; all other state is in the stores it makes."""
 
@@ -85,6 +98,11 @@ class Decoder(Protocol):
 
     def describe(self) -> str:
         """Return what it is, in a few words for the user: backend, types, instruction set."""
+        ...
+
+    @property
+    def beside(self) -> Begin | None:
+        """What begins a pass and returns, if it can."""
         ...
 
     @property
@@ -149,12 +167,22 @@ class Backend:
         """Bytes of target KV per token."""
         return self.kv.bytes_per_token
 
-    def score(self, batch: Batch, draft: Draft) -> Scores:
-        """Run one target pass over the known tokens and the drafts of a batch, with the taps that are asked for.
+    @property
+    def beside(self) -> bool:
+        """Whether a pass that was begun goes on beside the caller."""
+        return self.decoder.beside is not None
 
-        Only rows that choose by `logits` get theirs back.
+    def begin(self, batch: Batch, draft: Draft) -> Callable[[], Scores]:
+        """Begin a pass over the known tokens and the drafts of a batch, with the taps that are asked for.
+
+        Return what waits for it: it runs then, if not beside the caller. Only rows that choose by `logits` get
+        theirs back.
         """
-        return self.run(self.prepare(batch, draft))
+        prepared, begin = self.prepare(batch, draft), self.decoder.beside
+        if begin is None:
+            return lambda: self.run(prepared)
+        finish = begin(prepared.packed, self.kv, prepared.chooses, taps=self.taps)
+        return lambda: _scores(prepared, finish())
 
     def prepare(self, batch: Batch, draft: Draft) -> Prepared:
         """Return all that a pass reads of the rows, as copies."""
@@ -162,11 +190,14 @@ class Backend:
 
     def run(self, prepared: Prepared) -> Scores:
         """Run a pass that was prepared. Touches no row, so that another thread may do it."""
-        packed, chooses = prepared.packed, prepared.chooses
-        chosen = self.decoder.run(packed, self.kv, chooses, taps=self.taps)
-        taps = Taps(chosen.taps, packed.cu_len, packed.slots) if self.taps else None
-        return Scores(prepared.cu_len, chooses, chosen.token_ids, chosen.logits, chosen.logit_idx, taps)
+        return _scores(prepared, self.decoder.run(prepared.packed, self.kv, prepared.chooses, taps=self.taps))
 
     def commit(self, batch: Batch, verdict: Verdict) -> None:
         """Advance the rows by what was kept."""
         self.rows.commit(batch, verdict)
+
+
+def _scores(prepared: Prepared, chosen: Chosen) -> Scores:
+    packed = prepared.packed
+    taps = Taps(chosen.taps, packed.cu_len, packed.slots) if chosen.taps else None
+    return Scores(prepared.cu_len, prepared.chooses, chosen.token_ids, chosen.logits, chosen.logit_idx, taps)

@@ -98,7 +98,8 @@ class ReferenceDecoder:
     """A Llama-family decoder over paged keys and values. Holds weights only; all state is in the `KVStore`."""
 
     name = "reference"
-    in_turn = None  # every pass is a call
+    beside = None  # every pass is a call
+    in_turn = None  # and so is every one of several
 
     def __init__(
         self,

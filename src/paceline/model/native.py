@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from threading import Lock
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -20,13 +20,13 @@ from paceline.model.device import on_cores
 from paceline.model.rope import inverse_frequencies
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy import float32, float64, floating, int64
     from numpy.typing import NDArray
 
     from paceline.core.nouns import Choose
-    from paceline.model.backend import KV, End, InTurn
+    from paceline.model.backend import KV, Begin, End, InTurn
     from paceline.model.device import Device
     from paceline.model.gguf_file import FourBit
     from paceline.model.packed import Packed
@@ -118,6 +118,7 @@ class NativeDecoder:
         self.config = config
         self.team = team
         self.weight_type, self.kv_type = weight_type, kv_type
+        self._begun: kernels.Begun | None = None  # the last one: it has what a pass reads and writes
         self._alone = Lock()  # compiled layers have room for one pass: a drafter may use the target's own
         of_tables = table_type(weight_type)
         self.embed = pack(weights, "embed", of_tables)
@@ -136,6 +137,11 @@ class NativeDecoder:
     def describe(self) -> str:
         """Return what it is, for the user."""
         return f"{self.name}, {self.weight_type} weights, {self.kv_type} KV, {kernels.isa()}"
+
+    @property
+    def beside(self) -> Begin | None:
+        """Begins a pass on the team's other threads, if there are any; the caller joins them when it waits."""
+        return self._begin if self.team.num_threads > 1 else None
 
     @property
     def in_turn(self) -> InTurn:
@@ -173,6 +179,23 @@ class NativeDecoder:
             return chosen
         padded = np.pad(chosen.logits, ((0, 0), (0, missing)), constant_values=-np.inf)
         return replace(chosen, logits=padded)
+
+    def _begin(
+        self, packed: Packed, kv: KV, chooses: Sequence[Choose], *, taps: Sequence[int] = ()
+    ) -> Callable[[], Chosen]:
+        assert isinstance(kv, kernels.KVStore)
+        c = self.config
+        whole = _whole(self._decoder, packed, kv, chooses, c.vocab_size, c.num_layers, taps)
+        with self._alone:
+            self._begun = None  # to drop one is to wait for it
+            self._begun = self._decoder.begin(*whole.arguments)
+
+        def finish() -> Chosen:
+            with self._alone:
+                self._decoder.finish()
+            return whole.chosen
+
+        return finish
 
     def _run_in_turn(
         self,
@@ -268,28 +291,41 @@ def forward(
 
     features: [num_tokens, hidden] float32 where the decoder reads them, None elsewhere.
     """
+    whole = _whole(decoder, packed, kv, chooses, vocab, num_layers, taps, features)
+    decoder.forward(*whole.arguments)
+    return whole.chosen
+
+
+class _Whole(NamedTuple):
+    """A pass as kernels take it, and what there will be once it has run."""
+
+    arguments: tuple[Any, ...]  # of `kernels.Decoder.forward`
+    chosen: Chosen
+
+
+def _whole(
+    decoder: kernels.Decoder,
+    packed: Packed,
+    kv: kernels.KVStore,
+    chooses: Sequence[Choose],
+    vocab: int,
+    num_layers: int,
+    taps: Sequence[int],
+    features: NDArray[float32] | None = None,
+) -> _Whole:
     read_chooses = kernels.read_chooses(list(chooses), decoder.vocab if decoder.maps_ids else vocab)
     num_logit_rows = read_chooses.num_logit_rows
     logits = np.empty((num_logit_rows, vocab), np.float32)
     chosen = np.empty(len(packed.wanted), np.int64)
     tapped = np.empty((len(taps), len(packed.token_ids), decoder.hidden), np.float32)
     margins = np.empty(len(chooses) if any(c.margin for c in chooses) else 0, np.float32)
-    decoder.forward(
-        kv,
-        _read(decoder, packed, features),
-        read_chooses,
-        vocab=vocab,
-        num_layers=num_layers,
-        tap_layers=list(taps),
-        taps=tapped,
-        chosen=chosen,
-        logits=logits,
-        margins=margins,
-    )
+    read = _read(decoder, packed, features)
     states, told = dict(zip(taps, tapped, strict=True)), margins if margins.size else None
-    if not num_logit_rows:
-        return Chosen(chosen, None, None, states, told)
-    return Chosen(chosen, logits, logit_rows(chooses), states, told)
+    idx = logit_rows(chooses) if num_logit_rows else None
+    return _Whole(
+        (kv, read, read_chooses, vocab, num_layers, list(taps), tapped, chosen, logits, margins),
+        Chosen(chosen, logits if num_logit_rows else None, idx, states, told),
+    )
 
 
 def forward_in_turn(

@@ -72,6 +72,10 @@ class NativeSmall:
         return f"{self.name}, {self._vocabulary.num_tokens} tokens"
 
     @property
+    def beside(self) -> None:
+        """Begins nothing beside the caller, who waits for drafts."""
+
+    @property
     def in_turn(self) -> InTurn:
         """Runs passes in turn."""
         return self._run_in_turn

@@ -38,7 +38,8 @@ class ReferenceSmall:
     """A `Decoder` in the target's type that chooses among some of the target's tokens."""
 
     name = ReferenceDecoder.name
-    in_turn = None  # every pass is a call
+    beside = None  # every pass is a call
+    in_turn = None  # and so is every one of several
 
     def __init__(self, small: SmallModel, target: ReferenceDecoder, device: Device | None = None) -> None:
         self.config = small.config
