@@ -98,7 +98,7 @@ def test_record_has_the_keys_of_the_contract():
     keys = """draft concurrency repeat overlap requests prompt_tokens output_tokens wall_s output_tokens_per_s
         ttft_ms tpot_ms e2e_ms steps drafted_tokens verified_tokens accepted_tokens acceptance_length
         kept_per_position without_loops repeat_share peak_rss_mb by_category tail_s
-        accepted_per_position k_histogram draft_ms target_ms host_ms control_ms"""
+        accepted_per_position k_histogram draft_ms target_ms host_ms hidden_ms control_ms"""
     assert set(keys.split()) <= set(figures)
     assert set(figures["ttft_ms"]) == set(figures["tpot_ms"]) == set(figures["e2e_ms"]) == {"mean", "p50", "p99"}
     assert figures["draft_ms"] == pytest.approx(50.0)

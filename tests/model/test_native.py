@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import gguf
 import numpy as np
@@ -23,6 +24,10 @@ from paceline.model.gguf_file import GgufTensor
 from paceline.model.native import NativeDecoder
 from tests.model.helpers import pack
 from tests.tiny import tiny_config, tiny_weights
+
+if TYPE_CHECKING:
+    from paceline.model.backend import Chosen
+    from paceline.model.packed import Packed
 
 
 def sliding(window: int) -> Sliding:
@@ -194,6 +199,50 @@ def test_taps_are_those_of_the_reference() -> None:
     for tap, states in expected.items():
         assert got[tap].shape == states.shape == (49, config.hidden_size)
         assert np.abs(got[tap] - states).max() < 1e-4
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_a_pass_beside_the_caller_says_what_a_call_does(threads: int) -> None:
+    """Also if others of its team, or of its own decoder, come in between; and if nobody waits for it."""
+    config, team = tiny_config("llama", num_layers=3), kernels.Team(threads)
+    weights = tiny_weights(config, dtype=torch.float32)
+    decoder, other = (NativeDecoder(config, weights, team, "int8", "f32") for _ in range(2))
+    begin = decoder.beside
+    assert begin is not None
+    long, short = pack([(IDS[:90], 0, range(6)), (IDS[:9], 0, [6])]), pack([(IDS[5:40], 0, range(7, 10))])
+    chooses = [Choose("argmax", SamplingParams()), Choose("sampled", SamplingParams()), GREEDY]
+
+    def asked(packed: Packed) -> list[Choose]:
+        return [chooses[i % 3] for i in range(len(packed.wanted))]
+
+    expected = {
+        packed: other.run(packed, other.new_kv(10), asked(packed), taps=(0, 3)) for packed in (long, short)
+    }
+
+    def check(packed: Packed, got: Chosen) -> None:
+        of = expected[packed]
+        for mine, its in (
+            (got.token_ids, of.token_ids),
+            (got.logits, of.logits),
+            *zip(got.taps.values(), of.taps.values(), strict=True),
+        ):
+            np.testing.assert_array_equal(mine, its)
+
+    kv = decoder.new_kv(10)
+    for between in (None, decoder, other, None):
+        finish = begin(long, kv, asked(long), taps=(0, 3))
+        if between is not None:
+            check(short, between.run(short, between.new_kv(10), asked(short), taps=(0, 3)))
+        check(long, finish())
+    begin(long, kv, asked(long), taps=(0, 3))  # dropped
+    first = begin(short, kv, asked(short), taps=(0, 3))
+    second = begin(long, kv, asked(long), taps=(0, 3))
+    check(long, second())
+    check(short, first())
+
+
+def test_one_thread_alone_begins_nothing() -> None:
+    assert native(FAMILY_CASES["llama"], "int8", threads=1).beside is None
 
 
 @pytest.mark.parametrize("kv", ["f32", "f16", "i16", "i8"])

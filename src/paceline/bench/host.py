@@ -1,7 +1,8 @@
 """What a step costs beside drafting and the target: `python -m paceline.bench.host --prompts FILE.jsonl`.
 
 Fills 1, 16 and 32 rows, waits until all of them decode, then takes the median over steps of the host's time:
-admit, plan, judge, commit, detokenise. Greedy, and with temperature, top_p, penalties and log-probabilities.
+admit, plan, judge, commit; and of what it does beside a pass, as to detokenise. Greedy, and with temperature,
+top_p, penalties and log-probabilities.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console
 from rich.progress import track
@@ -44,8 +45,17 @@ def sampling(steps: int) -> dict[str, SamplingParams]:
     return {"greedy": greedy, "sampling": busy}
 
 
-def host_ms(built: Built, prompts: Sequence[Sequence[int]], params: SamplingParams, steps: int) -> list[float]:
-    """Return the host's time of each of `steps` steps in which every prompt's row decodes. [steps] ms"""
+class HostTime(NamedTuple):
+    """The host's time of a step."""
+
+    alone_ms: float  # while nothing else ran
+    beside_ms: float  # while a pass ran
+
+
+def host_times(
+    built: Built, prompts: Sequence[Sequence[int]], params: SamplingParams, steps: int
+) -> list[HostTime]:
+    """Return the host's time of each of `steps` steps in which every prompt's row decodes. [steps]"""
     engine = built.engine
     for index, prompt in enumerate(prompts):
         engine.add(Request(f"host-{index}", tuple(prompt), params, seed=index))
@@ -55,7 +65,8 @@ def host_ms(built: Built, prompts: Sequence[Sequence[int]], params: SamplingPara
     for _ in range(steps):
         before = engine.stats()
         engine.step()
-        measured.append(engine.stats().since(before).host_s * 1e3)
+        gained = engine.stats().since(before)
+        measured.append(HostTime((gained.host_s - gained.hidden_s) * 1e3, gained.hidden_s * 1e3))
     for index in range(len(prompts)):
         engine.cancel(f"host-{index}")
     while engine.has_work:
@@ -76,11 +87,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokenizer = built.engine.tokenizer
     questions = spread(read_prompts(args.prompts), max(ROWS))
     prompts = [tokenizer.encode(q.text)[:128] for q in questions]
-    table = Table("rows", "sampling", "host ms (median)", "worst", title="host time of a decode step")
+    table = Table(
+        "rows", "sampling", "host ms (median)", "worst", "beside a pass", title="host time of a decode step"
+    )
     cases = [(rows, name, params) for rows in ROWS for name, params in sampling(args.steps).items()]
     for rows, name, params in track(cases, "measuring", console=Console(stderr=True)):
-        times = host_ms(built, prompts[:rows], params, args.steps)
-        table.add_row(str(rows), name, f"{median(times):.2f}", f"{max(times):.2f}")
+        alone, beside = zip(*host_times(built, prompts[:rows], params, args.steps), strict=True)
+        table.add_row(str(rows), name, f"{median(alone):.2f}", f"{max(alone):.2f}", f"{median(beside):.2f}")
     Console().print(table)
     return 0
 

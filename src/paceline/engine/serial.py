@@ -39,8 +39,8 @@ class SerialLoop:
         host_s = scoring.host_s + perf_counter() - start - now.commit_s
         engine.learn(now, verdict, StepTimes(now.draft_s, scored.target_s, host_s + self._rest_s))
         host_s = scoring.host_s + perf_counter() - start - now.commit_s
-        # Who waits for an answer's place is to come along in the next pass.
-        if self._ahead and engine.target.beside and (engine.num_open == num_open or engine.scheduler.waiting):
+        # Whoever comes for the place of an answer that has ended is to come along in the next pass.
+        if self._ahead and engine.target.beside and (engine.num_open == num_open or engine.scheduler.crowded):
             self._scoring = self._begin(engine)
         telling = perf_counter()
         engine.tell(now, verdict)
