@@ -17,7 +17,8 @@ from paceline.draft.heads.config import read_config
 from paceline.draft.heads.native import NativeHead
 from paceline.draft.small.native import NativeSmall
 from paceline.model.backend import End
-from paceline.model.native import NativeDecoder, forward_in_turn
+from paceline.model.native import NativeDecoder
+from paceline.model.passes import forward_in_turn
 from tests.draft.heads import RELAY, drafter_of, head_values, random_weights, write_head
 from tests.draft.test_head_drafter import requests
 from tests.draft.test_small_drafter import write_small

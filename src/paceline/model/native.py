@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -14,15 +14,15 @@ from paceline.core.errors import ConfigError
 from paceline.core.noise import Lane, key
 from paceline.core.sampling import no_edits
 from paceline.model.backend import Chosen, num_cores
-from paceline.model.choosing import logit_rows
 from paceline.model.config import ModelConfig, layer_shapes
 from paceline.model.device import on_cores
+from paceline.model.passes import forward, forward_in_turn, whole_pass
 from paceline.model.rope import inverse_frequencies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from numpy import float32, float64, floating, int64
+    from numpy import float32, floating, int64
     from numpy.typing import NDArray
 
     from paceline.core.nouns import Choose
@@ -185,7 +185,7 @@ class NativeDecoder:
     ) -> Callable[[], Chosen]:
         assert isinstance(kv, kernels.KVStore)
         c = self.config
-        whole = _whole(self._decoder, packed, kv, chooses, c.vocab_size, c.num_layers, taps)
+        whole = whole_pass(self._decoder, packed, kv, chooses, c.vocab_size, c.num_layers, taps)
         with self._alone:
             self._begun = None  # to drop one is to wait for it
             self._begun = self._decoder.begin(*whole.arguments)
@@ -273,113 +273,6 @@ def compile_decoder(
         relay_matrices=relay_matrices,
         relay_vectors=relay_vectors,
         token_ids=output.token_ids,
-    )
-
-
-def forward(
-    decoder: kernels.Decoder,
-    packed: Packed,
-    kv: kernels.KVStore,
-    chooses: Sequence[Choose],
-    *,
-    vocab: int,
-    num_layers: int,
-    taps: Sequence[int] = (),
-    features: NDArray[float32] | None = None,
-) -> Chosen:
-    """Run a pass of compiled layers and choose among the first `vocab` tokens of their head.
-
-    features: [num_tokens, hidden] float32 where the decoder reads them, None elsewhere.
-    """
-    whole = _whole(decoder, packed, kv, chooses, vocab, num_layers, taps, features)
-    decoder.forward(*whole.arguments)
-    return whole.chosen
-
-
-class _Whole(NamedTuple):
-    """A pass as kernels take it, and what there will be once it has run."""
-
-    arguments: tuple[Any, ...]  # of `kernels.Decoder.forward`
-    chosen: Chosen
-
-
-def _whole(
-    decoder: kernels.Decoder,
-    packed: Packed,
-    kv: kernels.KVStore,
-    chooses: Sequence[Choose],
-    vocab: int,
-    num_layers: int,
-    taps: Sequence[int],
-    features: NDArray[float32] | None = None,
-) -> _Whole:
-    read_chooses = kernels.read_chooses(list(chooses), decoder.vocab if decoder.maps_ids else vocab)
-    num_logit_rows = read_chooses.num_logit_rows
-    logits = np.empty((num_logit_rows, vocab), np.float32)
-    chosen = np.empty(len(packed.wanted), np.int64)
-    tapped = np.empty((len(taps), len(packed.token_ids), decoder.hidden), np.float32)
-    margins = np.empty(len(chooses) if any(c.margin for c in chooses) else 0, np.float32)
-    read = _read(decoder, packed, features)
-    states, told = dict(zip(taps, tapped, strict=True)), margins if margins.size else None
-    idx = logit_rows(chooses) if num_logit_rows else None
-    return _Whole(
-        (kv, read, read_chooses, vocab, num_layers, list(taps), tapped, chosen, logits, margins),
-        Chosen(chosen, logits if num_logit_rows else None, idx, states, told),
-    )
-
-
-def forward_in_turn(
-    decoder: kernels.Decoder,
-    packed: Packed,
-    kv: kernels.KVStore,
-    chooses: Sequence[Choose],
-    ends: Sequence[End],
-    *,
-    vocab: int,
-    num_layers: int,
-    features: NDArray[float32] | None = None,
-) -> Chosen:
-    """Run passes in turn, see `InTurn`; what a pass makes of a token is the feature beside the next."""
-    chosen, margins = np.empty(len(chooses), np.int64), np.empty(len(chooses), np.float32)
-    decoder.forward_in_turn(
-        kv,
-        _read(decoder, packed, features),
-        kernels.read_chooses(list(chooses), decoder.vocab if decoder.maps_ids else vocab),
-        vocab=vocab,
-        num_layers=num_layers,
-        depths=[end.depth for end in ends],
-        stops=_stop_table(ends),
-        pointers=[end.pointer for end in ends],
-        chosen=chosen,
-        margins=margins,
-    )
-    return Chosen(chosen, None, None, margins=margins)
-
-
-def _stop_table(ends: Sequence[End]) -> NDArray[float64]:
-    """Return what tells rows to leave: odds, sureness, least, 0 for those that stay. [sum of depths, 3]"""
-    if not any(end.stop for end in ends):
-        return np.empty((0, 3))
-    table: list[float] = []
-    for depth, stop, _ in ends:
-        if stop is None:
-            table += [0.0] * (3 * depth)
-        else:
-            for odds, least in zip(stop.odds[:depth], stop.least[:depth], strict=True):
-                table += odds, stop.sureness, least
-    return np.array(table).reshape(-1, 3)
-
-
-def _read(decoder: kernels.Decoder, packed: Packed, features: NDArray[float32] | None) -> kernels.Read:
-    return kernels.Read(
-        packed.token_ids,
-        packed.positions,
-        packed.slots,
-        packed.cu_len,
-        np.ascontiguousarray(packed.pages),
-        np.zeros(len(packed.pages), np.int64) if packed.first_keys is None else packed.first_keys,
-        np.empty((0, decoder.hidden), np.float32) if features is None else features,
-        packed.wanted,
     )
 
 

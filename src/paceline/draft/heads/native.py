@@ -19,13 +19,12 @@ from paceline.model.native import (
     as_float32,
     check_types,
     compile_decoder,
-    forward,
-    forward_in_turn,
     pack,
     pack_layer,
     table_type,
     team_of,
 )
+from paceline.model.passes import forward, forward_in_turn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
