@@ -21,6 +21,7 @@ from tests.engine.same_text import (
     make_engine,
     run,
     settings_,
+    target,
     workloads,
 )
 from tests.engine.test_overlap import serve
@@ -35,6 +36,11 @@ DRAFTS = ["off", "suffix:shared=2000", "draft-model:model=noisy", "draft-model:l
 
 TYPES = "int4"  # of which `same_text.make_decoder` makes two threads
 ALONE = ["int8", "f64"]  # one thread, and PyTorch
+
+
+@pytest.fixture(autouse=True)
+def _a_core_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target(TYPES).decoder, "num_cores", 3)
 
 
 def flying(engine: Engine) -> int:
@@ -105,6 +111,11 @@ def test_who_rests_knows_what_came_of_the_pass_that_was_begun() -> None:
         told += engine.step()
     assert [len(o.token_ids) for o in told] == [1] * 4
     assert not engine.has_work
+
+
+def test_without_a_core_to_spare_nothing_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target(TYPES).decoder, "num_cores", 2)
+    assert not make_engine("off", PLAIN, types=TYPES).target.beside
 
 
 @pytest.mark.parametrize("types", ALONE)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+FAILED = "request %s failed"
+
 
 @dataclass(slots=True, eq=False)
 class Account:
@@ -59,17 +61,8 @@ def take(account: Account, request_id: str, token_ids: Sequence[int]) -> Taken:
     try:
         return account.writer.take(token_ids)
     except Exception:
-        log.exception("request %s failed", request_id)
+        log.exception(FAILED, request_id)
         return Taken(0, "error")
-
-
-def text_of(account: Account, request_id: str) -> str | None:
-    """Return what an answer gained, None if that cannot be read."""
-    try:
-        return account.writer.text()
-    except Exception:
-        log.exception("request %s failed", request_id)
-        return None
 
 
 def logprobs_of(verdict: RowVerdict, count: int) -> tuple[TokenLogprobs, ...] | None:

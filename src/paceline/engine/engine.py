@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from paceline.core.errors import RequestError
 from paceline.core.nouns import PAGE_TOKENS, Outcome, Plan
 from paceline.core.params import AUTO, OFF
-from paceline.engine.accounts import Account, logprobs_of, take, text_of
+from paceline.engine.accounts import FAILED, Account, logprobs_of, take
 from paceline.engine.drafting import Drafting
 from paceline.engine.outlook import outlook
 from paceline.engine.rounds import Round, Scoring
@@ -217,7 +217,13 @@ class Engine:
         self.scheduler.publish()
         gained, self._gained = self._gained, []
         for request_id, account, token_ids, row in gained:
-            self._tell(request_id, account, token_ids, row)
+            try:
+                text = account.writer.text()
+            except Exception:  # one request's error never ends another's
+                log.exception(FAILED, request_id)
+                self._end(request_id, "error", "")
+                continue
+            self._outcomes.append(Outcome(request_id, tuple(token_ids), text, logprobs_of(row, len(token_ids))))
 
     def learn(self, now: Round, verdict: Verdict, times: StepTimes) -> None:
         """Tell the controller what a round brought, before it plans for these rows again."""
@@ -258,14 +264,6 @@ class Engine:
             self._end(r.request_id, taken.finish_reason, text, token_ids, verdict, taken.stop_reason)
         elif token_ids:
             self._gained.append((r.request_id, account, token_ids, verdict))
-
-    def _tell(self, request_id: str, account: Account, token_ids: Sequence[int], verdict: RowVerdict) -> None:
-        text = text_of(account, request_id)
-        if text is None:
-            self._end(request_id, "error", "")
-            return
-        logprobs = logprobs_of(verdict, len(token_ids))
-        self._outcomes.append(Outcome(request_id, tuple(token_ids), text, logprobs))
 
     def _mark_stores(self, running: Running) -> None:
         """Record in the page table how far the drafters' own stores hold a row's tokens."""

@@ -35,7 +35,7 @@ class Writer:
         self._ends = self._eos_ids | self._stop_ids | {BROKEN}  # what may end the answer by itself
         self._detokenizer = detokenizer
         self._num_tokens = 0
-        self._unread: list[int] = []  # tokens that end nothing, whatever they say
+        self._unread: Sequence[int] = ()  # tokens that end nothing, whatever they say
         self._text = ""  # read, and not told yet
         self._held = ""  # text that may turn out to begin a stop string
 
@@ -49,13 +49,14 @@ class Writer:
         after = self._num_tokens + len(token_ids)
         if self._params.stop or after >= self._params.max_tokens or not self._ends.isdisjoint(token_ids):
             return self.take_slow(token_ids)
-        self._unread += token_ids
+        self._unread = [*self._unread, *token_ids] if self._unread else token_ids
         self._num_tokens = after  # none of them ends it, as nearly always
         return Taken(len(token_ids))
 
     def take_slow(self, token_ids: Sequence[int]) -> Taken:
         """Do what `take` does, looking at every token."""
-        self._read()
+        if self._unread:
+            self._read()
         for count, token_id in enumerate(token_ids, 1):
             if token_id == BROKEN:
                 self._text += self._rest()
@@ -69,7 +70,8 @@ class Writer:
 
     def text(self) -> str:
         """Return the text since the last call that no later token can take back."""
-        self._read()
+        if self._unread:
+            self._read()
         text, self._text = self._text, ""
         return text
 
@@ -78,11 +80,10 @@ class Writer:
         return self.text() + self._rest()
 
     def _read(self) -> None:
-        unread, self._unread = self._unread, []
-        if unread:
-            self._num_tokens -= len(unread)  # what cannot be read is not written
-            self._text += self._detokenizer.push(unread)
-            self._num_tokens += len(unread)
+        unread, self._unread = self._unread, ()
+        self._num_tokens -= len(unread)  # what cannot be read is not written
+        self._text += self._detokenizer.push(unread)
+        self._num_tokens += len(unread)
 
     def _add(self, token_id: int) -> tuple[str, FinishReason | None, str | int | None]:
         may_stop = self._num_tokens >= self._params.min_tokens
