@@ -106,8 +106,8 @@ def test_who_rests_knows_what_came_of_the_pass_that_was_begun() -> None:
     engine.add(Request("a", (40, 50), SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=4), seed=0))
     told = engine.step()
     for _ in range(3):
-        engine.loop.rest()
-        engine.loop.rest()
+        assert engine.loop.rest()
+        assert engine.loop.rest(), "as often as it is asked"
         told += engine.step()
     assert [len(o.token_ids) for o in told] == [1] * 4
     assert not engine.has_work

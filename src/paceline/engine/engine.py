@@ -80,9 +80,7 @@ class Engine:
         self.loop: Loop = SerialLoop()
         self._stats = Stats()
         self._accounts: dict[str, Account] = {}
-        self._gained: list[
-            tuple[str, Account, Sequence[int], RowVerdict]
-        ] = []  # of requests that go on, to be told
+        self._gained: list[tuple[str, Account, Sequence[int], RowVerdict]] = []  # by requests that go on
         self._outcomes: list[Outcome] = []
 
     # Requests ------------------------------------------------------------------------------------
@@ -260,8 +258,8 @@ class Engine:
         if taken.finish_reason is not None or running.valid_len // PAGE_TOKENS > num_full:
             self._mark_stores(running)  # others only ever read pages that are full
         if taken.finish_reason is not None:
-            text = account.writer.text() if taken.num_tokens or verdict.token_ids else ""
-            self._end(r.request_id, taken.finish_reason, text, token_ids, verdict, taken.stop_reason)
+            text, stop = account.writer.text(), taken.stop_reason
+            self._end(r.request_id, taken.finish_reason, text, token_ids, verdict, stop)
         elif token_ids:
             self._gained.append((r.request_id, account, token_ids, verdict))
 

@@ -27,18 +27,15 @@ def check_overlap(asked: str) -> None:
 
 def choose_loop(asked: str, engine: Engine, placement: Placement) -> tuple[Loop, str]:
     """Return the loop for an engine, and why."""
+    serial = SerialLoop(ahead=True)
     if asked == OFF or not engine.drafting.drafters:
-        return SerialLoop(ahead=True), "off, as asked"
+        return serial, "off, as asked"
     if asked == ON:
         return OverlappedLoop(placement.worker(), lambda _: True), "on, as asked"
     if not placement.apart:
-        return SerialLoop(
-            ahead=True
-        ), "off: target and drafters have the same device, so nothing runs beside anything"
+        return serial, "off: target and drafters have the same device, so nothing runs beside anything"
     if not isinstance(engine.controller, ClosedLoop) or engine.controller.cost is None:
-        return SerialLoop(
-            ahead=True
-        ), "off: only --draft auto knows what passes and drafting cost; --overlap on insists"
+        return serial, "off: only --draft auto knows what passes and drafting cost; --overlap on insists"
     switch = Switch(apart=True)
 
     def wanted(engine: Engine) -> bool:

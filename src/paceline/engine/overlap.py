@@ -118,10 +118,11 @@ class OverlappedLoop:
         prepared = engine.target.prepare(now.batch, now.draft)
         return Ready(now, prepared, start, perf_counter() - start - now.draft_s)
 
-    def rest(self) -> None:
+    def rest(self) -> bool:
         """Wait for the pass that was begun; the next step takes in what came of it."""
         if self._result is not None:
             wait((self._result,))
+        return self._result is not None
 
     def check(self, engine: Engine) -> None:
         """Assert what the docstring says of rows and pages."""

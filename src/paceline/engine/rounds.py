@@ -61,8 +61,8 @@ class Loop(Protocol):
         """Take one step: at most one pass of the target."""
         ...
 
-    def rest(self) -> None:
-        """Wait, between steps, until nothing runs beside the caller."""
+    def rest(self) -> bool:
+        """Wait, between steps, until nothing runs beside the caller; return whether anything had been begun."""
         ...
 
     def check(self, engine: Engine) -> None:

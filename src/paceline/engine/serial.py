@@ -1,7 +1,7 @@
 """The serial loop: the six verbs one after another, all rows together.
 
-What no plan depends on, to write down what answers say, is done beside the next pass where passes go on beside
-the caller. So that pass is begun first, in the step that takes in the one before.
+What no plan depends on, as to write down what answers say, is done beside the next pass where one goes on beside
+the caller (`Backend.beside`). So that pass is begun first, in the step that takes in the one before.
 """
 
 from __future__ import annotations
@@ -62,10 +62,11 @@ class SerialLoop:
         scoring.host_s = host_s
         return scoring
 
-    def rest(self) -> None:
+    def rest(self) -> bool:
         """Wait for the pass that was begun; the next step takes in what came of it."""
         if self._scoring is not None:
             self._scoring.wait()
+        return self._scoring is not None
 
     def check(self, engine: Engine) -> None:
         """The rows of the pass that was begun are in flight, and no others."""

@@ -110,8 +110,8 @@ class Worker:
                 return
 
     def _step(self) -> None:
-        self.engine.loop.rest()
-        self._take_in()  # who came while the pass ran is to come along in the next
+        if self.engine.loop.rest():
+            self._take_in()  # who came while the pass ran is to come along in the next
         if self.stopped:
             return
         outcomes = self.engine.step()
