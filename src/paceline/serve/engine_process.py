@@ -112,8 +112,8 @@ class Worker:
     def _step(self) -> None:
         if self.engine.loop.rest():
             self._take_in()  # who came while the pass ran is to come along in the next
-        if self.stopped:
-            return
+            if self.stopped:
+                return
         outcomes = self.engine.step()
         self._tell_counters()
         if outcomes:
