@@ -150,6 +150,7 @@ class Answer:
     ending: tuple[object, ...] = ()
 
     def take(self, outcome: Outcome) -> None:
+        assert not self.ending, "told of an answer that has ended"
         self.token_ids += outcome.token_ids
         self.text += outcome.text
         self.logprobs += outcome.logprobs or ()

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pytest
-
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.engine.wire import Submit
 from paceline.serve.engine_process import Worker
 from paceline.serve.messages import Outcomes, Stop
-from tests.engine.same_text import PLAIN, make_engine, target
-from tests.engine.test_ahead import TYPES
+from tests.engine.same_text import PLAIN, make_engine
+from tests.engine.test_overlap import overlapped
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from paceline.engine.engine import Engine
     from paceline.serve.messages import ToEngine, ToServer
 
-PARAMS = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=20)
+PARAMS = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=200)
 
 
 def submit(name: str) -> Submit:
@@ -25,39 +26,46 @@ def submit(name: str) -> Submit:
 
 
 class Line:
-    """A line on which some messages are there whenever the engine looks."""
+    """A line on which there are some messages, or None, at each time it is looked at."""
 
-    def __init__(self, *looks: list[ToEngine]) -> None:
-        self._looks = list(looks)
+    def __init__(self, messages: Iterator[ToEngine | None]) -> None:
+        self._messages = messages
         self.sent: list[ToServer] = []
 
     def receive(self, _: int) -> ToEngine | None:
-        if self._looks[0]:
-            return self._looks[0].pop(0)
-        del self._looks[0]
-        return None
+        return next(self._messages)
 
     def send(self, message: ToServer) -> None:
         self.sent.append(message)
 
 
-@pytest.mark.parametrize(
-    ("num_cores", "looks"),
-    [
-        (3, [[submit("a")], [], [submit("b")], [], [Stop()]]),  # twice for each step but the first
-        (2, [[submit("a")], [], [submit("b")], [Stop()]]),
-    ],
-)
-def test_who_comes_while_a_pass_runs_comes_along(
-    num_cores: int, looks: list[list[ToEngine]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(target(TYPES).decoder, "num_cores", num_cores)
-    line = Line(*[list(look) for look in looks])
-    engine = make_engine("off", PLAIN, types=TYPES)
+def serve(engine: Engine, messages: Iterator[ToEngine | None]) -> list[list[str]]:
+    """Serve until told to stop; return who was told of tokens, message by message."""
+    line = Line(messages)
     Worker(engine, line).run()  # type: ignore[arg-type]
-    told = [[o.request_id for o in m.outcomes] for m in line.sent if isinstance(m, Outcomes)]
-    if num_cores == 3:  # the third pass has begun, and is not over
-        assert told == [["a"], ["a"]]
-        assert [r.in_flight for r in engine.scheduler.running] == [1, 1]
-    else:
-        assert told == [["a"], ["a"], ["a", "b"]]
+    return [[o.request_id for o in m.outcomes] for m in line.sent if isinstance(m, Outcomes)]
+
+
+def test_a_server_looks_once_for_each_serial_step() -> None:
+    looks = [submit("a"), None, None, submit("b"), None, Stop()]
+    assert serve(make_engine("off", PLAIN), iter(looks)) == [["a"], ["a", "b"]]
+
+
+def test_in_turns_who_comes_while_a_pass_runs_is_drafted_for_at_once() -> None:
+    engine = overlapped("draft-model:model=noisy,k=3", PLAIN)
+
+    def messages() -> Iterator[ToEngine | None]:
+        yield from (submit("a"), submit("b"), None)
+        while not engine.stats().overlapped_steps:
+            yield None
+        steps = engine.stats().steps
+        yield None
+        assert engine.stats().steps == steps, "it has looked twice, and waited for the pass"
+        yield submit("late")
+        yield None
+        assert engine.stats().steps == steps + 1
+        assert any(r.request.request_id == "late" for r in engine.scheduler.running)
+        yield Stop()
+
+    serve(engine, messages())
+    assert engine.stats().overlapped_steps

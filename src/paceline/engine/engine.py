@@ -15,7 +15,7 @@ from paceline.core.params import AUTO, OFF
 from paceline.engine.accounts import FAILED, Account, logprobs_of, take
 from paceline.engine.drafting import Drafting
 from paceline.engine.outlook import outlook
-from paceline.engine.rounds import Round, Scoring
+from paceline.engine.rounds import Round, Scored
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.serial import SerialLoop
 from paceline.engine.stats import Gauges, Stats
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     )
     from paceline.draft.drafter import Drafter
     from paceline.engine.pages import PagePool
-    from paceline.engine.rounds import Loop, Scored
+    from paceline.engine.rounds import Loop
     from paceline.engine.scheduler import Group, Limits, Running
     from paceline.model.backend import Backend
     from paceline.model.tokenizer import Tokenizer
@@ -99,6 +99,7 @@ class Engine:
     def cancel(self, request_id: str) -> None:
         """End a request now; its last outcome comes with the next step. Unknown ids are ignored."""
         if request_id in self._accounts:
+            self.tell()
             self._end(request_id, "cancelled", self._accounts[request_id].writer.flush())
 
     @property
@@ -189,17 +190,28 @@ class Engine:
         self._stats.control_s += perf_counter() - end
         return Round(group, batch, proposed, draft, end - start)
 
-    def score(self, now: Round) -> Scoring:
-        """Begin the target's pass."""
-        begun_s = perf_counter()
-        return Scoring(now, begun_s, self.target.begin(now.batch, now.draft))
+    def score(self, now: Round) -> Scored:
+        """Run the target's pass, and tell beside it, if anything can be, what came of the one before."""
+        start = perf_counter()
+        finish = self.target.begin(now.batch, now.draft)
+        telling = perf_counter()
+        self.tell()
+        told_s = perf_counter() - telling
+        scores = finish()
+        hidden_s = told_s if self.target.beside else 0.0
+        return Scored(scores, perf_counter() - start - told_s + hidden_s, hidden_s)
 
     def judge(self, now: Round, scored: Scored) -> Verdict:
         """Decide what is kept of a round's drafts."""
         return self.law.judge(now.draft, scored.scores)
 
     def commit(self, now: Round, scored: Scored, verdict: Verdict) -> None:
-        """Take in what a round brought: rows, drafters, pages, answers that end. What others say is to be told."""
+        """Take in what a round brought: rows, drafters, pages, answers that begin or end.
+
+        What the others gained is to be told: beside the next pass, or earlier where one of them ends by itself.
+        """
+        self.tell()
+        self._stats.count_pass(now.batch, now.proposed, now.draft, verdict)
         self.target.commit(now.batch, verdict)
         start = perf_counter()
         self.drafting.commit(now.batch, scored.scores, verdict)
@@ -209,19 +221,12 @@ class Engine:
         for r, p, d, v in zip(now.batch.rows, now.proposed.rows, now.draft.rows, verdict.rows, strict=True):
             self._commit_row(r, v, len(p), len(d))
 
-    def tell(self, now: Round, verdict: Verdict) -> None:
-        """Do what no plan depends on: count, and write down what answers gained in the last commit."""
-        self._stats.count_pass(now.batch, now.proposed, now.draft, verdict)
+    def tell(self) -> None:
+        """Do what no plan depends on: offer full pages to others, and write down what answers gained."""
         self.scheduler.publish()
         gained, self._gained = self._gained, []
-        for request_id, account, token_ids, row in gained:
-            try:
-                text = account.writer.text()
-            except Exception:  # one request's error never ends another's
-                log.exception(FAILED, request_id)
-                self._end(request_id, "error", "")
-                continue
-            self._outcomes.append(Outcome(request_id, tuple(token_ids), text, logprobs_of(row, len(token_ids))))
+        for each in gained:
+            self._write_down(*each)
 
     def learn(self, now: Round, verdict: Verdict, times: StepTimes) -> None:
         """Tell the controller what a round brought, before it plans for these rows again."""
@@ -261,7 +266,24 @@ class Engine:
             text, stop = account.writer.text(), taken.stop_reason
             self._end(r.request_id, taken.finish_reason, text, token_ids, verdict, stop)
         elif token_ids:
-            self._gained.append((r.request_id, account, token_ids, verdict))
+            gained = r.request_id, account, token_ids, verdict
+            if count < account.writer.num_tokens:
+                self._gained.append(gained)
+            else:
+                self._write_down(*gained)  # the answer begins, which is waited for
+
+    def _write_down(
+        self, request_id: str, account: Account, token_ids: Sequence[int], verdict: RowVerdict
+    ) -> None:
+        """Tell a client what its answer gained."""
+        try:
+            text = account.writer.text()
+        except Exception:  # one request's error never ends another's
+            log.exception(FAILED, request_id)
+            self._end(request_id, "error", "")
+            return
+        logprobs = logprobs_of(verdict, len(token_ids))
+        self._outcomes.append(Outcome(request_id, tuple(token_ids), text, logprobs))
 
     def _mark_stores(self, running: Running) -> None:
         """Record in the page table how far the drafters' own stores hold a row's tokens."""

@@ -27,7 +27,7 @@ def check_overlap(asked: str) -> None:
 
 def choose_loop(asked: str, engine: Engine, placement: Placement) -> tuple[Loop, str]:
     """Return the loop for an engine, and why."""
-    serial = SerialLoop(ahead=True)
+    serial = SerialLoop()
     if asked == OFF or not engine.drafting.drafters:
         return serial, "off, as asked"
     if asked == ON:

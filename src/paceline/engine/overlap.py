@@ -70,7 +70,7 @@ class OverlappedLoop:
         self._begin_pass(engine)
         verdict = engine.judge(now.round, scored)
         engine.commit(now.round, scored, verdict)
-        engine.tell(now.round, verdict)
+        engine.tell()
         engine.learn(now.round, verdict, _times(now, scored, perf_counter() - start - wait_s))
         if self._scoring is not None:
             self._ready = self._draft(engine, now.round.group or 0)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
 from paceline.core.nouns import noun
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from paceline.core.nouns import Batch, Draft, Scores
     from paceline.engine.engine import Engine
     from paceline.engine.scheduler import Group
@@ -34,24 +31,7 @@ class Scored:
 
     scores: Scores
     target_s: float  # that its pass took
-
-
-@dataclass(slots=True, eq=False)
-class Scoring:
-    """A round whose pass has begun."""
-
-    round: Round
-    begun_s: float  # by the clock
-    finish: Callable[[], Scores]
-    host_s: float = 0.0  # that it took to get so far, beside drafting
-    scored: Scored | None = None  # if it is over
-
-    def wait(self) -> Scored:
-        """Wait until the pass is over."""
-        if self.scored is None:
-            scores = self.finish()
-            self.scored = Scored(scores, perf_counter() - self.begun_s)
-        return self.scored
+    hidden_s: float = 0.0  # of these, while the host worked beside it
 
 
 class Loop(Protocol):

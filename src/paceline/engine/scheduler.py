@@ -148,11 +148,6 @@ class Scheduler:
         return (r for r in self.running if not r.ended and group in (None, r.group))
 
     @property
-    def crowded(self) -> bool:
-        """Whether those who wait take all places that are free."""
-        return len(self.waiting) >= len(self._free_rows)
-
-    @property
     def any_asks(self) -> bool:
         """Whether a running request asks for a speculation of its own."""
         return any(r.request.speculation is not None for r in self.running)

@@ -116,7 +116,7 @@ class NativeDecoder:
         config.check()
         check_types(config, weight_type, kv_type)
         self.config = config
-        self.team, self.num_cores = team, num_cores()
+        self.team = team
         self.weight_type, self.kv_type = weight_type, kv_type
         self._begun: kernels.Begun | None = None  # the last one: it has what a pass reads and writes
         self._alone = Lock()  # compiled layers have room for one pass: a drafter may use the target's own
@@ -140,12 +140,8 @@ class NativeDecoder:
 
     @property
     def beside(self) -> Begin | None:
-        """Begins a pass on the team's other threads; the caller joins them when it waits.
-
-        Only where a core is to spare: whatever else runs meanwhile, as a server that is told of tokens, would take
-        one from the pass, which waits for it.
-        """
-        return self._begin if 1 < self.team.num_threads < self.num_cores else None
+        """Begins a pass on the team's other threads, if there are any; the caller joins them when it waits."""
+        return self._begin if self.team.num_threads > 1 else None
 
     @property
     def in_turn(self) -> InTurn:

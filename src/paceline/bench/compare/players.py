@@ -68,7 +68,7 @@ class Player:
         return self.there(lambda: self._play(seconds))
 
     def _play(self, seconds: float) -> tuple[float, int]:
-        start_s, tokens, steps = perf_counter(), 0, 0
+        start_s, steps, before = perf_counter(), 0, self.engine.stats().output_tokens
         while not self.done and (not steps or perf_counter() - start_s < seconds):
             while self._waiting and len(self._open) < self._in_flight:
                 request = self._waiting.popleft().request
@@ -76,11 +76,11 @@ class Player:
                 self._open.add(request.request_id)
             steps += 1
             for outcome in self.engine.step():
-                tokens += len(outcome.token_ids)
                 if outcome.finish_reason is not None:
                     self._open.discard(outcome.request_id)
         self.engine.loop.rest()  # a pass that was begun is this turn's, not beside another's
         turn_s = perf_counter() - start_s
+        tokens = self.engine.stats().output_tokens - before  # those told with the next step among them
         self.seconds += turn_s
         self.tokens += tokens
         return turn_s, tokens
