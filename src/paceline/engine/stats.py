@@ -99,7 +99,7 @@ class Stats:
     overlapped_steps: int = 0  # of one group of two
     step_s: float = 0.0
     draft_s: float = 0.0
-    target_s: float = 0.0
+    target_s: float = 0.0  # of passes, from when what they read is put together
     hidden_s: float = 0.0  # of passes, during which the host or drafters worked: these seconds are in both
     control_s: float = 0.0  # of the host's time, the controller's: planning, trimming, learning
     decode_passes: int = 0  # rows x steps in which they decoded
