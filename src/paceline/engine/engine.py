@@ -108,11 +108,6 @@ class Engine:
         return bool(self.scheduler.by_id or self._outcomes)
 
     @property
-    def num_open(self) -> int:
-        """Requests whose answers have not ended."""
-        return len(self._accounts)
-
-    @property
     def _eos_ids(self) -> frozenset[int]:
         return frozenset(self.tokenizer.eos_ids)
 
@@ -210,7 +205,7 @@ class Engine:
 
         What the others gained is to be told: beside the next pass, or earlier where one of them ends by itself.
         """
-        self.tell()
+        self.tell()  # what is left of the round before: nobody is told of tokens behind an end
         self._stats.count_pass(now.batch, now.proposed, now.draft, verdict)
         self.target.commit(now.batch, verdict)
         start = perf_counter()
