@@ -9,18 +9,25 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from paceline.bench.doctor import _steps
-from paceline.bench.run import ask
+from paceline.bench.run import Asking, Question, ask_in_turns
 from paceline.engine.overlap import OverlappedLoop
 from paceline.engine.worker import Worker
 from tests.bench.test_players import questions
 from tests.engine.same_text import PLAIN, make_engine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from paceline.bench.measure import Answer
     from paceline.engine.engine import Engine
 
 MANY = 200  # steps, after which an engine never gets empty
+
+
+def ask(engine: Engine, asked: Sequence[Question], concurrency: int) -> list[Answer]:
+    asking = Asking(engine, asked, concurrency)
+    ask_in_turns([asking], 60.0)
+    return asking.in_order()
 
 
 @pytest.fixture
@@ -90,3 +97,47 @@ def test_an_engine_whose_step_failed_is_not_stepped_again() -> None:
     with pytest.raises(RuntimeError, match="the device is gone"):
         ask(engine, questions(50, 50), 2)
     assert steps == 3
+
+
+def slowed(engine: Engine, seconds: float, clock: list[float]) -> Engine:
+    """Let each of an engine's steps take so long by a clock of its own."""
+    step = engine.step
+
+    def slow() -> Any:
+        clock[0] += seconds
+        return step()
+
+    engine.step = slow  # type: ignore[method-assign]
+    return engine
+
+
+def test_who_is_behind_plays_and_nobodys_time_has_anothers_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("paceline.bench.run.perf_counter", lambda: clock[0])
+    asked = questions(*[5] * 20)
+    seconds = (0.1, 1.0)
+    askings = [Asking(slowed(make_engine("off", PLAIN), s, clock), asked, 2) for s in seconds]
+    told = []
+
+    def tell(done: int) -> None:
+        told.append(done)
+        quick, slow = (len(a.answers) for a in askings)
+        assert -4 <= quick - slow <= 4, "both are about as far"
+
+    ask_in_turns(askings, 1.0, tell)
+    assert told == sorted(told)
+    assert told[-1] == 40
+    for asking, step_s in zip(askings, seconds, strict=True):
+        for answer in asking.in_order():
+            assert answer.output_tokens == 5
+            assert answer.end_s - answer.first_s == pytest.approx(4 * step_s), "of its own steps only"
+
+
+def test_if_one_fails_all_are_left() -> None:
+    engines = [make_engine("off", PLAIN) for _ in range(2)]
+    askings = [Asking(engine, questions(50, 50), 2) for engine in engines]
+    askings[0].play(0.0)
+    engines[1].add = lambda _: 1 // 0  # type: ignore[method-assign,assignment,return-value]
+    with pytest.raises(ZeroDivisionError):
+        ask_in_turns(askings, 0.0)
+    assert not any(engine.has_work for engine in engines)

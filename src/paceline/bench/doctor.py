@@ -88,7 +88,9 @@ def _check_memory(config: EngineConfig, model: LoadedModel) -> Check:
     weights = num_weights(model.config) * per_weight
     asked = parse_drafters(config.draft, model.fingerprint)
     drafter = sum(spec.num_weights(model) for spec in asked.configs) * per_weight
-    text = f"weights {_mib(weights)}, drafter at most {_mib(drafter)}, free {_mib(free)}; the KV cache comes on top"
+    text = (
+        f"weights {_mib(weights)}, drafter at most {_mib(drafter)}, free {_mib(free)}; the KV cache comes on top"
+    )
     return Check("memory", weights + drafter < free, text)
 
 

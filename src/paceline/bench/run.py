@@ -56,38 +56,81 @@ def _ids(prompt: Prompt, encode: Prompts) -> tuple[int, ...]:
     return encode.of_messages([{"role": "user", "content": prompt.text}])
 
 
-def ask(
-    engine: Engine,
-    asked: Sequence[Question],
-    concurrency: int,
-    tell: Callable[[int], None] | None = None,
-) -> list[Answer]:
-    """Ask every question with `concurrency` in flight, and return the answers in the order of the questions.
+class Asking:
+    """Questions that an engine is asked, a fixed number in flight, in turns with what others do meanwhile.
 
-    Raises `PacelineError` if a request fails. The engine is then empty again, and also after Ctrl-C.
+    Its clock stands still between turns, so that an answer's times are of its own engine's turns only.
     """
-    waiting, inflight, answers = deque(asked), dict[str, _Open](), dict[str, Answer]()
-    whole = True  # a step that raised has left rows half-way; such an engine never gets empty
-    try:
+
+    def __init__(self, engine: Engine, asked: Sequence[Question], concurrency: int) -> None:
+        self.answers: dict[str, Answer] = {}  # by request
+        self._engine, self._asked, self._concurrency = engine, asked, concurrency
+        self._waiting, self._inflight = deque(asked), dict[str, _Open]()
+        self._whole = True  # a step that raised has left rows half-way; such an engine never gets empty
+        self._clock_s = self._began_s = 0.0  # of the turns before, and when this one began
+
+    @property
+    def done(self) -> bool:
+        """Whether every question has its answer."""
+        return not (self._waiting or self._inflight)
+
+    def in_order(self) -> list[Answer]:
+        """Return the answers in the order of the questions."""
+        return [self.answers[q.request.request_id] for q in self._asked]
+
+    def play(self, seconds: float, tell: Callable[[], None] = lambda: None) -> None:
+        """Go on for a turn, a step at least. Raises `PacelineError` if a request fails.
+
+        tell: called when an answer has ended.
+        """
+        self._began_s = perf_counter()
         with uninterrupted() as look_up:
-            while waiting or inflight:
-                while waiting and len(inflight) < concurrency:
-                    question = waiting.popleft()
-                    engine.add(question.request)
-                    inflight[question.request.request_id] = _Open(question, perf_counter())
-                whole = False
-                outcomes, now_s = engine.step(), perf_counter()
-                whole = True
-                for outcome in outcomes:
-                    _take(outcome, now_s, inflight, answers)
-                if tell is not None and any(o.finish_reason is not None for o in outcomes):
-                    tell(len(answers))
+            while not self.done:
+                if self._step():
+                    tell()
                 look_up()
+                if perf_counter() - self._began_s >= seconds:
+                    break
+        self._engine.loop.rest()  # a pass that was begun is this turn's
+        self._clock_s = self._now_s
+
+    def leave(self) -> None:
+        """Let go of what is not answered, unless a step has failed: the engine is empty then."""
+        if self._whole:
+            empty(self._engine, self._inflight)
+
+    @property
+    def _now_s(self) -> float:
+        return self._clock_s + perf_counter() - self._began_s
+
+    def _step(self) -> bool:
+        """Take a step; return whether an answer has ended."""
+        while self._waiting and len(self._inflight) < self._concurrency:
+            question = self._waiting.popleft()
+            self._engine.add(question.request)
+            self._inflight[question.request.request_id] = _Open(question, self._now_s)
+        self._whole = False
+        outcomes, now_s = self._engine.step(), self._now_s
+        self._whole = True
+        for outcome in outcomes:
+            _take(outcome, now_s, self._inflight, self.answers)
+        return any(o.finish_reason is not None for o in outcomes)
+
+
+def ask_in_turns(askings: Sequence[Asking], seconds: float, tell: Callable[[int], None] = lambda _: None) -> None:
+    """Let whoever is furthest behind play until all are done. Raises `PacelineError` if a request fails.
+
+    So each question is asked of all within seconds, and a machine's moods are everybody's. tell: how many answers
+    there are. All engines are empty then, also after an error or Ctrl-C.
+    """
+    try:
+        while unfinished := [a for a in askings if not a.done]:
+            behind = min(unfinished, key=lambda a: len(a.answers))
+            behind.play(seconds, lambda: tell(sum(len(a.answers) for a in askings)))
     except BaseException:
-        if whole:
-            empty(engine, inflight)
+        for asking in askings:
+            asking.leave()
         raise
-    return [answers[q.request.request_id] for q in asked]
 
 
 def empty(engine: Engine, request_ids: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""All runs of a benchmark: drafters interleaved repeat by repeat, so that a drifting machine drifts for all."""
+"""All runs of a benchmark: drafters in turns of a second, so that a drifting machine drifts for all."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.bench.load import drive
 from paceline.bench.measure import Run
-from paceline.bench.run import ask, questions
+from paceline.bench.run import Asking, ask_in_turns, questions
 from paceline.core.errors import ConfigError
 from paceline.core.machine import peak_rss_mb, reset_peak_rss
 from paceline.core.params import MAX_SEED, MAX_TOKENS
 from paceline.engine.config import MAX_ROWS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from paceline.bench.load import Server
     from paceline.bench.prompts import Prompt
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     Tell = Callable[[int], None]  # requests done so far, over all runs
 
+TURN_S = 1.0
 SPARE_TOKENS = 32  # drafts behind the last token of an answer
 _BOUNDS = {"repeat": (1, 10_000), "warmup": (0, MAX_TOKENS), "seed": (0, MAX_SEED)}
 
@@ -58,9 +59,10 @@ class Session:
 def run_here(
     config: EngineConfig, loaded: Loaded, session: Session, prompts: Sequence[Prompt], tell: Tell
 ) -> Iterator[Run]:
-    """Yield the runs in this process: one engine per drafter, all over the same loaded weights.
+    """Yield the runs in this process: one engine per drafter, all over the same loaded weights, in turns.
 
-    Each engine has KV of its own, just large enough for the longest question and answer.
+    Each engine has KV of its own, just large enough for the longest question and answer. Runs of one repeat take
+    turns, so they share the peak of the process's memory.
     """
     from paceline.engine.build import assemble
     from paceline.serve.prompts import Prompts
@@ -75,11 +77,10 @@ def run_here(
     done = 0
     for concurrency in session.concurrencies:
         for engine in engines.values():
-            _warm_up(engine, asked[: session.warmup], concurrency)
+            ask_in_turns([Asking(engine, asked[: session.warmup], concurrency)], TURN_S)
         for repeat in range(session.repeat):
-            for draft, engine in engines.items():
-                yield _run(engine, asked, draft, concurrency, repeat, session.warm, _after(done, tell))
-                done += len(asked)
+            yield from _runs(engines, asked, concurrency, repeat, session.warm, _after(done, tell))
+            done += len(asked) * len(engines)
 
 
 def _after(done: int, tell: Tell) -> Tell:
@@ -87,28 +88,31 @@ def _after(done: int, tell: Tell) -> Tell:
     return lambda count: tell(done + count)
 
 
-def _warm_up(engine: Engine, asked: Sequence[Question], concurrency: int) -> None:
-    if asked:
-        ask(engine, asked, concurrency)
-
-
-def _run(
-    engine: Engine, asked: Sequence[Question], draft: str, concurrency: int, repeat: int, warm: bool, tell: Tell
-) -> Run:
+def _runs(
+    engines: Mapping[str, Engine],
+    asked: Sequence[Question],
+    concurrency: int,
+    repeat: int,
+    warm: bool,
+    tell: Tell,
+) -> Iterator[Run]:
     if not warm:
-        engine.forget()
+        for engine in engines.values():
+            engine.forget()
     reset_peak_rss()
-    before = engine.stats()
-    answers = ask(engine, asked, concurrency, tell)
-    return Run(
-        draft=draft,
-        concurrency=concurrency,
-        repeat=repeat,
-        answers=tuple(answers),
-        stats=engine.stats().since(before),
-        peak_rss_mb=peak_rss_mb(),
-        warm=warm,
-    )
+    before = {draft: engine.stats() for draft, engine in engines.items()}
+    askings = {draft: Asking(engine, asked, concurrency) for draft, engine in engines.items()}
+    ask_in_turns(list(askings.values()), TURN_S, tell)
+    for draft, engine in engines.items():
+        yield Run(
+            draft=draft,
+            concurrency=concurrency,
+            repeat=repeat,
+            answers=tuple(askings[draft].in_order()),
+            stats=engine.stats().since(before[draft]),
+            peak_rss_mb=peak_rss_mb(),
+            warm=warm,
+        )
 
 
 def run_there(
