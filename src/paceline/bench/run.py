@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from paceline.engine.engine import Engine
     from paceline.serve.prompts import Prompts
 
+TURN_S = 1.0  # that engines which are compared have at a time, so that a slow minute is everybody's
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Question:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.bench.load import drive
 from paceline.bench.measure import Run
-from paceline.bench.run import Asking, ask_in_turns, questions
+from paceline.bench.run import TURN_S, Asking, ask_in_turns, questions
 from paceline.core.errors import ConfigError
 from paceline.core.machine import peak_rss_mb, reset_peak_rss
 from paceline.core.params import MAX_SEED, MAX_TOKENS
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     Tell = Callable[[int], None]  # requests done so far, over all runs
 
-TURN_S = 1.0
 SPARE_TOKENS = 32  # drafts behind the last token of an answer
 _BOUNDS = {"repeat": (1, 10_000), "warmup": (0, MAX_TOKENS), "seed": (0, MAX_SEED)}
 

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paceline.bench.compare.players import TURN_S, Player
+from paceline.bench.compare.players import Player
 from paceline.bench.report import PLAIN
+from paceline.bench.run import TURN_S
 from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:

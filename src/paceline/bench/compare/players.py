@@ -6,6 +6,7 @@ from collections import deque
 from time import perf_counter
 from typing import TYPE_CHECKING, TypeVar
 
+from paceline.bench.run import TURN_S
 from paceline.core.errors import PacelineError
 
 if TYPE_CHECKING:
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from paceline.engine.worker import Worker
 
 T = TypeVar("T")
-
-TURN_S = 1.0
 
 
 class Player:
