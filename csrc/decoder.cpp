@@ -10,6 +10,7 @@ namespace paceline {
 namespace {
 
 constexpr size_t kQueryTokens = 8;     // tokens of a row whose attention is one tile
+constexpr size_t kTilesPerThread = 4;  // with fewer, rows of few tokens are cut
 constexpr size_t kPartsPerThread = 4;  // of the attention of few rows
 constexpr size_t kHeadPanels = 8;      // panels of one tile of the head
 constexpr size_t kHeadTile = kHeadPanels * kPanel;
@@ -104,6 +105,22 @@ void choose_in_tile(const Choose& how, const float* logits, const TileIds& ids, 
 void grow(Lines<float>& v, size_t size) {
     if (v.size() < size) v.resize(size);
 }
+
+// Bring tasks into such an order that the range each thread of a team begins with takes about as long: they are dealt out,
+// the longest first.
+template <class Task, class Length>
+void deal(std::vector<Task>& tasks, size_t num_threads, const Length& length) {
+    std::vector<Task> longest_first = tasks;
+    std::stable_sort(longest_first.begin(), longest_first.end(), [&](const Task& a, const Task& b) { return length(a) > length(b); });
+    const auto begin_of = [&](size_t thread) { return tasks.size() * thread / num_threads; };
+    size_t next = 0;
+    for (size_t hand = 0; next < tasks.size(); ++hand)
+        for (size_t thread = 0; thread < num_threads; ++thread)
+            if (const size_t at = begin_of(thread) + hand; at < begin_of(thread + 1)) tasks[at] = longest_first[next++];
+}
+
+// Put zeros behind a row's numbers, as far as products read.
+void pad(float* row, size_t size) { std::fill(row + size, row + round_up(size, kInt8Group), 0.0f); }
 
 // Norm a token's numbers, or copy them where there is no norm.
 void norm(const float* x, const std::vector<float>& weight, size_t size, float eps, float* to) {
@@ -229,11 +246,14 @@ void Decoder::plan(const Pass& pass, const KVStore& kv) {
     s.stores_itself = true;
     s.row_of.resize(n);
     size_t num_queries = 0, most_spans = 1;
+    const bool few = pass.num_rows * shape_.num_kv_heads < kTilesPerThread * team_->size();
     for (size_t row = 0; row < pass.num_rows; ++row) {
         const size_t begin = pass.cu_len[row], end = pass.cu_len[row + 1];
-        s.stores_itself &= end - begin <= kQueryTokens;
-        for (size_t first = begin; first < end; first += kQueryTokens) {
-            const size_t count = std::min(kQueryTokens, end - first);
+        // A row's few tokens are shared out where else there would hardly be a tile for each thread.
+        const size_t at_once = few && end - begin <= kQueryTokens ? std::max<size_t>((end - begin + 1) / 2, 1) : kQueryTokens;
+        s.stores_itself &= end - begin <= at_once;
+        for (size_t first = begin; first < end; first += at_once) {
+            const size_t count = std::min(at_once, end - first);
             const size_t num_spans = pass.positions[first + count - 1] / kSpan + 1;
             most_spans = std::max(most_spans, num_spans);
             for (size_t h = 0; h < shape_.num_kv_heads; ++h) {
@@ -254,6 +274,15 @@ void Decoder::plan(const Pass& pass, const KVStore& kv) {
         grow(s.tops, num_queries);
         grow(s.totals, num_queries);
         grow(s.partials, num_queries * dim);
+        deal(s.parts, team_->size(), [&](const Part& part) {
+            const Tile& tile = s.tiles[part.tile];
+            const size_t last = static_cast<size_t>(pass.positions[tile.first + tile.count - 1]) + 1;
+            return tile.count * (std::min(part.end * kSpan, last) - part.first * kSpan);
+        });
+    } else if (few) {
+        deal(s.tiles, team_->size(), [&](const Tile& tile) {
+            return tile.count * (static_cast<size_t>(pass.positions[tile.first + tile.count - 1]) + 1);
+        });
     }
 
     const size_t most = kQueryTokens * group;
@@ -346,11 +375,11 @@ void Decoder::run(const Pass& pass, const KVStore& kv, size_t thread) {
         const Layer& layer = weights_.layers[i];
         team_->each(n, [&](size_t t) {
             next_layer(pass, i, t);
-            auto& normed = s.own[thread].normed;
-            std::fill(normed.begin(), normed.end(), 0.0f);
-            norm(&s.hidden[t * shape_.hidden], layer.attn_norm, shape_.hidden, shape_.norm_eps, normed.data());
-            if (!layer.feature_norm.empty()) read_feature(pass, t, normed.data() + shape_.hidden);
-            s.wide.set(t, normed.data(), layer.q->type(), layer.q->in());
+            float* const normed = s.own[thread].normed.data();
+            norm(&s.hidden[t * shape_.hidden], layer.attn_norm, shape_.hidden, shape_.norm_eps, normed);
+            if (!layer.feature_norm.empty()) read_feature(pass, t, normed + shape_.hidden);
+            pad(normed, layer.q->in());
+            s.wide.set(t, normed, layer.q->type(), layer.q->in());
         });
         const Product keys{layer.k.get(), &s.wide, s.k.data(), kv_stride, &layer.k_bias};
         const Product values{layer.v.get(), &s.wide, s.v.data(), kv_stride, &layer.v_bias};
@@ -364,12 +393,11 @@ void Decoder::run(const Pass& pass, const KVStore& kv, size_t thread) {
         team_->each(n, [&](size_t t) { s.narrow.set(t, &s.mixed[t * mixed_stride], layer.o->type(), q_size); });
         multiply_all(*team_, {{layer.o.get(), &s.narrow, s.delta.data(), wide_stride, &layer.o_bias}}, n);
         team_->each(n, [&](size_t t) {
-            auto& normed = s.own[thread].normed;
-            const auto& k = kernels().layer;
+            float* const normed = s.own[thread].normed.data();
             add_delta(t, layer.attn_post_norm);
-            std::fill(normed.begin(), normed.end(), 0.0f);
-            k.rms_norm(&s.hidden[t * shape_.hidden], layer.mlp_norm.data(), shape_.hidden, shape_.norm_eps, normed.data());
-            s.wide.set(t, normed.data(), layer.gate->type(), shape_.hidden);
+            norm(&s.hidden[t * shape_.hidden], layer.mlp_norm, shape_.hidden, shape_.norm_eps, normed);
+            pad(normed, shape_.hidden);
+            s.wide.set(t, normed, layer.gate->type(), shape_.hidden);
         });
         multiply_all(*team_, {{layer.gate.get(), &s.wide, s.gate.data(), long_stride, &layer.gate_bias},
                   {layer.up.get(), &s.wide, s.up.data(), long_stride, &layer.up_bias}},
@@ -437,19 +465,19 @@ void Decoder::fuse_features(const Pass& pass, size_t thread) {
     team_->each(pass.num_tokens, [&](size_t t) { std::copy_n(&s.delta[t * stride], hidden, &s.hidden[t * hidden]); });
 }
 
-// Norm one head where the family does so, and rotate it to its token's position.
-void Decoder::turn(float* head, const std::vector<float>& norm, size_t rope, size_t token) const {
+// Norm one head where the family does so, rotate it to its token's position, and scale it. May work in place.
+void Decoder::turn(const float* head, const std::vector<float>& norm, size_t rope, size_t token, float scale, float* to) const {
     const size_t dim = shape_.head_dim, at = token * num_angles() + rope * dim / 2;
     const auto& kernel = kernels().layer;
-    if (!norm.empty()) kernel.rms_norm(head, norm.data(), dim, shape_.norm_eps, head);
-    kernel.rotate(head, &scratch_->cosines[at], &scratch_->sines[at], dim);
+    if (!norm.empty()) kernel.rms_norm(head, norm.data(), dim, shape_.norm_eps, to);
+    kernel.rotate(norm.empty() ? head : to, &scratch_->cosines[at], &scratch_->sines[at], dim, scale, to);
 }
 
 void Decoder::store(const Pass& pass, const KVStore& kv, size_t index, size_t token, size_t kv_head) {
     const size_t dim = shape_.head_dim, stride = round_up(shape_.num_kv_heads * dim, kPanel);
     const size_t slot = static_cast<size_t>(pass.slots[token]), place = kv.place(slot / kPageTokens, kv_head);
     float* key = &scratch_->k[token * stride + kv_head * dim];
-    turn(key, weights_.layers[index].k_norm, weights_.layers[index].rope, token);
+    turn(key, weights_.layers[index].k_norm, weights_.layers[index].rope, token, 1.0f, key);
     kv.kernels().write(static_cast<uint8_t*>(kv.keys(index)) + place, static_cast<uint8_t*>(kv.values(index)) + place,
                        slot % kPageTokens, kv.padded_dim(), dim, key, &scratch_->v[token * stride + kv_head * dim]);
 }
@@ -508,6 +536,10 @@ void Decoder::attend(const Pass& pass, const KVStore& kv, size_t index, size_t t
     if (s.parts.empty()) {
         team_->each(s.tiles.size(), [&](size_t t) {
             gather_queries(pass, kv, index, s.tiles[t], 0, thread);
+            if (const size_t span = first_span(s.tiles[t]); span + 1 == s.tiles[t].num_spans) {  // nothing to put together
+                attend_span(pass, kv, index, s.tiles[t], span, 0, thread, own.tops.data(), own.totals.data(), own.mixed.data());
+                return finish_tile(s.tiles[t], own.totals.data(), own.mixed.data());
+            }
             gather(s.tiles[t], [&](size_t span) {
                 attend_span(pass, kv, index, s.tiles[t], span, num_before(pass, s.tiles[t], span), thread,
                             own.tops.data(), own.totals.data(), own.mixed.data());
@@ -547,9 +579,7 @@ void Decoder::gather_queries(const Pass& pass, const KVStore& kv, size_t index, 
     for (size_t i = first; i < tile.count * group; ++i) {
         const size_t token = tile.first + i / group, head = tile.kv_head * group + i % group;
         float* to = &own.queries[i * query_stride(padded)];
-        std::copy_n(&scratch_->q[token * stride + head * dim], dim, to);
-        turn(to, layer.q_norm, layer.rope, token);
-        for (size_t d = 0; d < dim; ++d) to[d] *= shape_.query_scale;
+        turn(&scratch_->q[token * stride + head * dim], layer.q_norm, layer.rope, token, shape_.query_scale, to);
         std::fill(to + dim, to + padded, 0.0f);
         own.starts[i] = static_cast<int64_t>(first_key(pass, tile.row, token, layer.window));
         own.limits[i] = pass.positions[token] + 1;
@@ -595,11 +625,11 @@ void Decoder::choose(const Pass& pass, size_t thread) {
     Scratch& s = *scratch_;
     if (pass.wanted.empty()) return;
     team_->each(pass.wanted.size(), [&](size_t i) {
-        auto& normed = s.own[thread].normed;
-        std::fill(normed.begin(), normed.end(), 0.0f);
+        float* const normed = s.own[thread].normed.data();
         norm(&s.hidden[static_cast<size_t>(pass.wanted[i]) * shape_.hidden], weights_.final_norm, shape_.hidden,
-             shape_.norm_eps, normed.data());
-        s.wide.set(i, normed.data(), weights_.head->type(), shape_.hidden);
+             shape_.norm_eps, normed);
+        pad(normed, shape_.hidden);
+        s.wide.set(i, normed, weights_.head->type(), shape_.hidden);
     });
     const Matrix& head = *weights_.head;
     choose_tiles(pass, thread, [&](size_t panel, size_t num_panels, size_t first, size_t end, float* tile) {

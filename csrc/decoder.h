@@ -171,7 +171,7 @@ class Decoder {
     void read_feature(const Pass& pass, size_t token, float* normed);
     void fuse_features(const Pass& pass, size_t thread);
     void store(const Pass& pass, const KVStore& kv, size_t index, size_t token, size_t kv_head);
-    void turn(float* head, const std::vector<float>& norm, size_t rope, size_t token) const;
+    void turn(const float* head, const std::vector<float>& norm, size_t rope, size_t token, float scale, float* to) const;
     void attend(const Pass& pass, const KVStore& kv, size_t index, size_t thread);
     static size_t first_key(const Pass& pass, size_t row, size_t token, size_t window);
     static size_t first_of_tile(const Pass& pass, const Tile& tile, size_t window);

@@ -66,12 +66,29 @@ PACELINE_INLINE void store_halves(int16_t* p, i32v v) {
 // to = round(x * limit / max |x|), n a multiple of 16. Returns what one unit stands for. May work in place.
 PACELINE_INLINE float quantise(const float* x, size_t n, float limit, int16_t* to) {
     f32v most = splat(0.0f);
-    for (size_t i = 0; i < n; i += kLanes) most = larger(larger(load(x + i), -load(x + i)), most);
+    for (size_t i = 0; i < n; i += kLanes) most = larger(magnitude(load(x + i)), most);
     const float top = largest(most), inverse = top > 0.0f ? limit / top : 0.0f;
     for (size_t i = 0; i < n; i += kLanes)
         store_halves(to + i, to_nearest(load(x + i) * inverse));
     return top / limit;
 }
+
+// Store n numbers, a multiple of 16, at places 0, 2, 4, ... of `to`, or at those between; nothing else is touched, as others
+// may write there.
+template <class T>
+PACELINE_INLINE void store_every_other(T* to, bool between, const int16_t* x, size_t n) {
+    for (size_t i = 0; i < n; ++i) to[2 * i + between] = static_cast<T>(x[i]);
+}
+
+#if defined(__AVX512BW__)
+PACELINE_INLINE void store_every_other(int16_t* to, bool between, const int16_t* x, size_t n) {
+    const __mmask32 places = between ? 0xAAAAAAAA : 0x55555555;
+    for (size_t i = 0; i < n; i += 16) {
+        const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(x + i)));
+        _mm512_mask_storeu_epi16(to + 2 * i, places, _mm512_or_si512(wide, _mm512_slli_epi32(wide, 16)));
+    }
+}
+#endif
 
 template <int R, int P, class T>
 PACELINE_APART void score_rows(const T* const* pages, size_t head_dim, const int16_t* queries, const float* units,
@@ -161,6 +178,20 @@ PACELINE_INLINE float top_score(float* scores, size_t hidden, size_t count) {
     return largest(most);
 }
 
+// exp(x - top) for x <= top, within 4 millionths, of what is then rounded to 14 bits: 2 ** (whole + rest), by a polynomial
+// that is as far off to either side. 0 where that is below 1e-38, or no number.
+PACELINE_INLINE f32v exp_below(f32v x, float top) {
+    constexpr float kLog2E = 1.44269504f;
+    const f32v power = fma(x, splat(kLog2E), splat(-top * kLog2E)), floor = splat(-126.0f);
+    const f32v within = larger(power, floor), whole = nearest(within), rest = within - whole;
+    f32v p = splat(9.5701e-3f);
+    p = fma(p, rest, splat(5.591786e-2f));
+    p = fma(p, rest, splat(2.4024745e-1f));
+    p = fma(p, rest, splat(6.9312181e-1f));
+    p = fma(p, rest, splat(9.9999926e-1f));
+    return scaled(p, whole, power > floor);
+}
+
 // Turn scores into probabilities that carry the scales of the values. Returns the largest of these.
 template <class T>
 PACELINE_INLINE float weigh(float* scores, size_t count, const Pages<T>& pages, size_t head_dim, float top, float* total) {
@@ -170,7 +201,7 @@ PACELINE_INLINE float weigh(float* scores, size_t count, const Pages<T>& pages, 
         const float* scales = scales_of(pages.values[page], head_dim);
         for (int v = 0; v < kVectors; ++v) {
             float* at = scores + page * kPageTokens + v * kLanes;
-            const f32v prob = exp(load(at) - top), weight = prob * load(scales + v * kLanes);
+            const f32v prob = exp_below(load(at), top), weight = prob * load(scales + v * kLanes);
             sums[v] += prob;
             heaviest = larger(weight, heaviest);  // passes over what is no number, in slots without a key
             store(at, weight);
@@ -241,22 +272,28 @@ void attend(const AttentionSpan& span) {
     }
 }
 
+// A head's numbers [size] as whole ones [head_dim], zeros behind them. Returns what one unit stands for.
+PACELINE_INLINE float whole_head(const float* x, size_t size, size_t head_dim, float limit, int16_t* to) {
+    if (size == head_dim) return quantise(x, size, limit, to);
+    alignas(64) float padded[kMostDims];
+    __builtin_memcpy(padded, x, size * sizeof(float));
+    for (size_t d = size; d < head_dim; ++d) padded[d] = 0.0f;
+    return quantise(padded, head_dim, limit, to);
+}
+
 template <class T>
 void write(void* keys, void* values, size_t offset, size_t head_dim, size_t size, const float* key, const float* value) {
-    alignas(64) float padded[kMostDims] = {};
-    int16_t* const whole = reinterpret_cast<int16_t*>(padded);
+    alignas(64) int16_t whole[kMostDims];
     T *k = static_cast<T*>(keys), *v = static_cast<T*>(values);
     float *key_scales = reinterpret_cast<float*>(k + head_dim * kPageTokens),
           *value_scales = reinterpret_cast<float*>(v + head_dim * kPageTokens);
-    __builtin_memcpy(padded, key, size * sizeof(float));
-    key_scales[offset] = quantise(padded, head_dim, kKeyLimit<T>, whole);
-    for (size_t d = 0; d < head_dim; ++d)
-        k[d / 2 * 2 * kPageTokens + offset * 2 + d % 2] = static_cast<T>(whole[d]);
-    __builtin_memset(padded, 0, sizeof padded);
-    __builtin_memcpy(padded, value, size * sizeof(float));
-    value_scales[offset] = quantise(padded, head_dim, kValueLimit<T>, whole);
-    for (size_t d = 0; d < head_dim; ++d)
-        v[offset / 2 * 2 * head_dim + d * 2 + offset % 2] = static_cast<T>(whole[d]);
+    key_scales[offset] = whole_head(key, size, head_dim, kKeyLimit<T>, whole);
+    for (size_t d = 0; d < head_dim; d += 2) {
+        const T pair[2] = {static_cast<T>(whole[d]), static_cast<T>(whole[d + 1])};
+        __builtin_memcpy(k + d * kPageTokens + offset * 2, pair, sizeof pair);
+    }
+    value_scales[offset] = whole_head(value, size, head_dim, kValueLimit<T>, whole);
+    store_every_other(v + offset / 2 * 2 * head_dim, offset % 2, whole, head_dim);
 }
 
 }  // namespace

@@ -93,7 +93,7 @@ struct LayerKernels {
     // The Walsh-Hadamard transform of each `hadamard_block` of x, not scaled: twice is once times the block's length.
     // The width is a multiple of 64.
     void (*hadamard)(const float* x, size_t width, float* out);
-    void (*rotate)(float* x, const float* cosines, const float* sines, size_t n);
+    void (*rotate)(const float* x, const float* cosines, const float* sines, size_t n, float scale, float* out);
     void (*silu_mul)(float* gate, const float* up, size_t n);
     void (*gelu_mul)(float* gate, const float* up, size_t n);
     void (*to_halves)(const float* x, size_t n, uint16_t* out);

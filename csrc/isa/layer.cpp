@@ -2,15 +2,20 @@
 #include "kernels.h"
 #include "simd.h"
 
+#define PACELINE_UNROLL _Pragma("GCC unroll 16")
+
 namespace paceline::PACELINE_ISA {
 namespace {
 
-// Root-mean-square norm (arXiv 1910.07467). Sums run over vectors in order, then over lanes by halving.
+// Root-mean-square norm (arXiv 1910.07467). Every fourth vector goes into a sum of its own, as one sum would be waited for;
+// these are added in order, then their lanes by halving.
 void rms_norm(const float* x, const float* weight, size_t n, float eps, float* out) {
-    f32v squares = splat(0.0f);
+    f32v squares[4] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
     size_t i = 0;
-    for (; i + kLanes <= n; i += kLanes) squares = fma(load(x + i), load(x + i), squares);
-    float total = sum(squares);
+    for (; i + 4 * kLanes <= n; i += 4 * kLanes)
+        for (int v = 0; v < 4; ++v) squares[v] = fma(load(x + i + v * kLanes), load(x + i + v * kLanes), squares[v]);
+    for (; i + kLanes <= n; i += kLanes) squares[0] = fma(load(x + i), load(x + i), squares[0]);
+    float total = sum((squares[0] + squares[1]) + (squares[2] + squares[3]));
     for (size_t j = i; j < n; ++j) total += x[j] * x[j];
     const float inverse = 1.0f / __builtin_sqrtf(total / (float)n + eps);
     for (i = 0; i + kLanes <= n; i += kLanes) store(out + i, load(x + i) * inverse * load(weight + i));
@@ -23,15 +28,16 @@ void add(float* x, const float* y, size_t n) {
     for (; i < n; ++i) x[i] += y[i];
 }
 
-// max |x| of n numbers, n a multiple of the vector; NaN if any is NaN or infinite.
+// max |x| of n numbers, n a multiple of the vector; NaN if any is NaN or infinite. As whole numbers: the bits of floats
+// without a sign are in their order, and those of what is no finite number come last.
 PACELINE_INLINE float bound(const float* x, size_t n) {
-    f32v most = splat(0.0f), poison = splat(0.0f);
+    const i32v magnitude = splat(0x7FFFFFFF), infinite = splat(0x7F800000);
+    i32v most = splat(0);
     for (size_t i = 0; i < n; i += kLanes) {
-        const f32v v = load(x + i);
-        most = larger(larger(v, -v), most);
-        poison += v * 0.0f;
+        const i32v bits = (i32v)load(x + i) & magnitude;
+        most = bits > most ? bits : most;
     }
-    return largest(most) + sum(poison);
+    return largest(most >= infinite ? splat(__builtin_nanf("")) : (f32v)most);
 }
 
 // round(x * factor); 0 where x is NaN or infinite, as no NaN becomes a number.
@@ -40,19 +46,27 @@ PACELINE_INLINE i32v rounded(const float* x, float factor) {
     return __builtin_convertvector(whole == whole ? whole : splat(0.0f), i32v);
 }
 
+// q = round(x * factor) of n numbers, and the sum of q.
+template <bool Finite>
+PACELINE_INLINE int32_t quantise_group(const float* x, size_t n, float factor, int8_t* q) {
+    i32v total = splat(0);
+    for (size_t i = 0; i < n; i += kLanes) {
+        const i32v v = Finite ? to_nearest(load(x + i) * factor) : rounded(x + i, factor);
+        total += v;
+        store_bytes(q + i, v);
+    }
+    return sum(total);
+}
+
 // x [width], zeros from its end on, in groups: q = round(x / scale), scale = max |x| / 127, sums of q.
 // width is a multiple of the group, which is a multiple of the vector.
 void quantise(const float* x, size_t width, size_t group, int8_t* q, float* scales, int32_t* sums) {
     for (size_t start = 0, g = 0; start < width; start += group, ++g) {
         const float top = bound(x + start, group), inverse = top > 0.0f ? 127.0f / top : 0.0f;
-        i32v total = splat(0);
-        for (size_t i = start; i < start + group; i += kLanes) {
-            const i32v v = rounded(x + i, inverse);
-            total += v;
-            store_bytes(q + i, v);
-        }
+        const bool finite = top >= 0.0f && inverse < __builtin_inff();
+        sums[g] = finite ? quantise_group<true>(x + start, group, inverse, q + start)
+                         : quantise_group<false>(x + start, group, inverse, q + start);
         scales[g] = top / 127.0f;
-        sums[g] = sum(total);
     }
 }
 
@@ -67,7 +81,7 @@ PACELINE_INLINE f32v sum_and_difference(f32v v) {
 #else
     other = __builtin_shuffle(v, places);
 #endif
-    return v * sign + other;
+    return fma(v, sign, other);
 }
 
 PACELINE_INLINE f32v within_lanes(f32v v) {
@@ -77,40 +91,75 @@ PACELINE_INLINE f32v within_lanes(f32v v) {
     return v;
 }
 
-// Neighbours first, then those two apart, and so on: the same sums in the same order whatever a vector holds.
-void hadamard(const float* x, size_t width, float* out) {
-    const size_t block = hadamard_block(width);
-    for (size_t start = 0; start < width; start += block) {
-        float* y = out + start;
-        for (size_t i = 0; i < block; i += kLanes) store(y + i, within_lanes(load(x + start + i)));
-        for (size_t apart = kLanes; apart < block; apart *= 2)
-            for (size_t pair = 0; pair < block; pair += 2 * apart)
-                for (size_t i = pair; i < pair + apart; i += kLanes) {
-                    const f32v a = load(y + i), b = load(y + i + apart);
-                    store(y + i, a + b);
-                    store(y + i + apart, a - b);
-                }
-    }
+// Sums and differences of R vectors, neighbours first.
+template <int R>
+PACELINE_INLINE void across(f32v (&v)[R]) {
+    PACELINE_UNROLL for (int apart = 1; apart < R; apart *= 2)
+        PACELINE_UNROLL for (int i = 0; i < R; ++i)
+            if (!(i & apart)) {
+                const f32v a = v[i], b = v[i + apart];
+                v[i] = a + b;
+                v[i + apart] = a - b;
+            }
 }
 
-// Turn a head of n numbers, number i paired with i + n / 2.
-void rotate(float* x, const float* cosines, const float* sines, size_t n) {
-    float* y = x + n / 2;
+// The same of numbers `apart`, 2 * apart, ... from one another, in each stretch of R * apart; in place.
+template <int R>
+PACELINE_INLINE void across(float* y, size_t block, size_t apart) {
+    for (size_t stretch = 0; stretch < block; stretch += R * apart)
+        for (float* at = y + stretch; at < y + stretch + apart; at += kLanes) {
+            f32v v[R];
+            PACELINE_UNROLL for (int i = 0; i < R; ++i) v[i] = load(at + i * apart);
+            across(v);
+            PACELINE_UNROLL for (int i = 0; i < R; ++i) store(at + i * apart, v[i]);
+        }
+}
+
+// Neighbours first, then those two apart, and so on: the same sums in the same order whatever a vector holds. As many
+// steps at once as registers hold numbers for.
+void hadamard(const float* x, size_t width, float* out) {
+    constexpr size_t kFirst = 64;  // numbers, of which the width is a multiple
+    const size_t block = hadamard_block(width);
+    for (size_t start = 0; start < width; start += kFirst) {
+        f32v v[kFirst / kLanes];
+        PACELINE_UNROLL for (size_t i = 0; i < kFirst / kLanes; ++i) v[i] = within_lanes(load(x + start + i * kLanes));
+        across(v);
+        PACELINE_UNROLL for (size_t i = 0; i < kFirst / kLanes; ++i) store(out + start + i * kLanes, v[i]);
+    }
+    for (float* y = out; y < out + width; y += block)
+        for (size_t apart = kFirst; apart < block;) {
+            const size_t left = block / apart;
+            if (left >= 8)
+                across<8>(y, block, apart), apart *= 8;
+            else if (left == 4)
+                across<4>(y, block, apart), apart *= 4;
+            else
+                across<2>(y, block, apart), apart *= 2;
+        }
+}
+
+// Turn a head of n numbers, number i paired with i + n / 2, and scale it. May work in place.
+void rotate(const float* x, const float* cosines, const float* sines, size_t n, float scale, float* out) {
+    const float* const y = x + n / 2;
+    float* const far = out + n / 2;
     size_t i = 0;
     for (; i + kLanes <= n / 2; i += kLanes) {
         const f32v a = load(x + i), b = load(y + i), c = load(cosines + i), s = load(sines + i);
-        store(x + i, a * c - b * s);
-        store(y + i, b * c + a * s);
+        store(out + i, (a * c - b * s) * scale);
+        store(far + i, (b * c + a * s) * scale);
     }
     for (; i < n / 2; ++i) {
         const float a = x[i], b = y[i];
-        x[i] = a * cosines[i] - b * sines[i];
-        y[i] = b * cosines[i] + a * sines[i];
+        out[i] = (a * cosines[i] - b * sines[i]) * scale;
+        far[i] = (b * cosines[i] + a * sines[i]) * scale;
     }
 }
 
 // x * logistic(z)
-PACELINE_INLINE f32v gated(f32v x, f32v z) { return x / (1.0f + exp(-larger(z, splat(-87.0f)))); }
+PACELINE_INLINE f32v gated(f32v x, f32v z) {
+    const f32v within = -larger(z, splat(-87.0f));
+    return x / (1.0f + exp_within(larger(within, splat(-87.0f)), splat(-1)));
+}
 
 // gate = silu(gate) * up; n is a multiple of 16.
 void silu_mul(float* gate, const float* up, size_t n) {

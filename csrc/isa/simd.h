@@ -129,6 +129,8 @@ PACELINE_INLINE f32v larger(f32v a, f32v b) {
 #endif
 }
 
+PACELINE_INLINE f32v magnitude(f32v v) { return (f32v)((i32v)v & 0x7FFFFFFF); }
+
 PACELINE_INLINE float largest(f32v v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_ps((__m512)v);
@@ -215,13 +217,11 @@ PACELINE_INLINE f32v scaled(f32v p, f32v n, i32v alive) {
 #endif
 }
 
-// exp of numbers at most 88, within 2 units in the last place (Cody and Waite's reduction, the minimax polynomial of
-// the Cephes library); 0 below -87.
-PACELINE_INLINE f32v exp(f32v x) {
-    const f32v floor = splat(-87.5f);
-    const f32v safe = larger(x, floor);  // also in place of NaN, which `weigh` and attention never hand on
-    const f32v n = nearest(safe * 1.44269504f);
-    f32v r = fma(n, splat(-0.693359375f), safe);
+// exp of numbers from -87.5 to 88, within 2 units in the last place (Cody and Waite's reduction, the minimax polynomial of
+// the Cephes library); 0 where `alive` is not all ones.
+PACELINE_INLINE f32v exp_within(f32v x, i32v alive) {
+    const f32v n = nearest(x * 1.44269504f);
+    f32v r = fma(n, splat(-0.693359375f), x);
     r = fma(n, splat(2.12194440e-4f), r);
     f32v p = splat(1.9875691500e-4f);
     p = fma(p, r, splat(1.3981999507e-3f));
@@ -230,7 +230,13 @@ PACELINE_INLINE f32v exp(f32v x) {
     p = fma(p, r, splat(1.6666665459e-1f));
     p = fma(p, r, splat(5.0000001201e-1f));
     p = fma(p, r * r, r) + 1.0f;
-    return scaled(p, n, x > floor);
+    return scaled(p, n, alive);
+}
+
+// exp of numbers at most 88; 0 below -87.5, also in place of NaN, which `weigh` and attention never hand on.
+PACELINE_INLINE f32v exp(f32v x) {
+    const f32v floor = splat(-87.5f);
+    return exp_within(larger(x, floor), x > floor);
 }
 
 }  // namespace paceline::PACELINE_ISA
