@@ -12,6 +12,7 @@ namespace {
 constexpr size_t kQueryTokens = 8;     // tokens of a row whose attention is one tile
 constexpr size_t kTilesPerThread = 4;  // with fewer, rows of few tokens are cut
 constexpr size_t kPartsPerThread = 4;  // of the attention of few rows
+constexpr size_t kManyTiles = 8;       // of each thread: who is done first then helps the others
 constexpr size_t kHeadPanels = 8;      // panels of one tile of the head
 constexpr size_t kHeadTile = kHeadPanels * kPanel;
 constexpr size_t kHeadRows = 48;       // positions of one pass over such a tile
@@ -245,7 +246,7 @@ void Decoder::plan(const Pass& pass, const KVStore& kv) {
     s.tiles.clear();
     s.stores_itself = true;
     s.row_of.resize(n);
-    size_t num_queries = 0, most_spans = 1;
+    size_t num_queries = 0;
     const bool few = pass.num_rows * shape_.num_kv_heads < kTilesPerThread * team_->size();
     for (size_t row = 0; row < pass.num_rows; ++row) {
         const size_t begin = pass.cu_len[row], end = pass.cu_len[row + 1];
@@ -255,7 +256,6 @@ void Decoder::plan(const Pass& pass, const KVStore& kv) {
         for (size_t first = begin; first < end; first += at_once) {
             const size_t count = std::min(at_once, end - first);
             const size_t num_spans = pass.positions[first + count - 1] / kSpan + 1;
-            most_spans = std::max(most_spans, num_spans);
             for (size_t h = 0; h < shape_.num_kv_heads; ++h) {
                 s.tiles.push_back({row, first, count, h, num_spans, num_queries});
                 num_queries += count * group * num_spans;
@@ -263,27 +263,7 @@ void Decoder::plan(const Pass& pass, const KVStore& kv) {
         }
         std::fill(s.row_of.begin() + begin, s.row_of.begin() + end, row);
     }
-    s.parts.clear();
-    if (most_spans > 1 && s.tiles.size() < 8 * team_->size()) {  // few long rows: more threads can help each
-        size_t num_spans = 0;
-        for (const Tile& tile : s.tiles) num_spans += tile.num_spans;
-        const size_t at_once = std::max<size_t>(num_spans / (kPartsPerThread * team_->size()), 1);
-        for (size_t t = 0; t < s.tiles.size(); ++t)
-            for (size_t first = first_of_tile(pass, s.tiles[t], 0) / kSpan; first < s.tiles[t].num_spans; first += at_once)
-                s.parts.push_back({t, first, std::min(first + at_once, s.tiles[t].num_spans)});
-        grow(s.tops, num_queries);
-        grow(s.totals, num_queries);
-        grow(s.partials, num_queries * dim);
-        deal(s.parts, team_->size(), [&](const Part& part) {
-            const Tile& tile = s.tiles[part.tile];
-            const size_t last = static_cast<size_t>(pass.positions[tile.first + tile.count - 1]) + 1;
-            return tile.count * (std::min(part.end * kSpan, last) - part.first * kSpan);
-        });
-    } else if (few) {
-        deal(s.tiles, team_->size(), [&](const Tile& tile) {
-            return tile.count * (static_cast<size_t>(pass.positions[tile.first + tile.count - 1]) + 1);
-        });
-    }
+    share_out_tiles(pass, num_queries, dim);
 
     const size_t most = kQueryTokens * group;
     for (auto& own : s.own) {
@@ -295,6 +275,31 @@ void Decoder::plan(const Pass& pass, const KVStore& kv) {
         own.limits.resize(most);
     }
     plan_choices(pass);
+}
+
+// Put the attention's tiles, where they are few, in an order that leaves no thread waiting long; with tiles that take half of
+// a thread's share and more, in parts. num_queries: of all their spans.
+void Decoder::share_out_tiles(const Pass& pass, size_t num_queries, size_t dim) {
+    Scratch& s = *scratch_;
+    s.parts.clear();
+    if (s.tiles.size() >= kManyTiles * team_->size()) return;
+    const auto end_of = [&](const Tile& tile) { return static_cast<size_t>(pass.positions[tile.first + tile.count - 1]) + 1; };
+    const auto length = [&](const Tile& tile) { return tile.count * end_of(tile); };
+    size_t num_spans = 0, total = 0, longest = 0;
+    for (const Tile& tile : s.tiles)
+        num_spans += tile.num_spans, total += length(tile), longest = std::max(longest, length(tile));
+    if (num_spans == s.tiles.size() || 2 * longest * team_->size() < total) return deal(s.tiles, team_->size(), length);
+    const size_t at_once = std::max<size_t>(num_spans / (kPartsPerThread * team_->size()), 1);
+    for (size_t t = 0; t < s.tiles.size(); ++t)
+        for (size_t first = first_of_tile(pass, s.tiles[t], 0) / kSpan; first < s.tiles[t].num_spans; first += at_once)
+            s.parts.push_back({t, first, std::min(first + at_once, s.tiles[t].num_spans)});
+    grow(s.tops, num_queries);
+    grow(s.totals, num_queries);
+    grow(s.partials, num_queries * dim);
+    deal(s.parts, team_->size(), [&](const Part& part) {
+        const Tile& tile = s.tiles[part.tile];
+        return tile.count * (std::min(part.end * kSpan, end_of(tile)) - part.first * kSpan);
+    });
 }
 
 void Decoder::plan_choices(const Pass& pass) {
@@ -365,9 +370,12 @@ void Decoder::run(const Pass& pass, const KVStore& kv, size_t thread) {
     const bool only_keeps = pass.wanted.empty() && std::none_of(pass.taps.begin(), pass.taps.end(), [&](const auto& tap) {
         return tap.first == pass.num_layers;
     });
-    const auto store_all = [&](size_t layer) {
-        team_->each(n * shape_.num_kv_heads,
-                    [&](size_t j) { store(pass, kv, layer, j / shape_.num_kv_heads, j % shape_.num_kv_heads); });
+    const auto store_all = [&](size_t layer) {  // a page's tokens by one thread, as they share cache lines
+        const size_t num_groups = (n + kPageTokens - 1) / kPageTokens;
+        team_->each(num_groups * shape_.num_kv_heads, [&](size_t j) {
+            const size_t first = j / shape_.num_kv_heads * kPageTokens, end = std::min(first + kPageTokens, n);
+            for (size_t t = first; t < end; ++t) store(pass, kv, layer, t, j % shape_.num_kv_heads);
+        });
     };
     team_->each(n, [&](size_t t) { start_token(pass, t); });
     if (weights_.fuse) fuse_features(pass, thread);

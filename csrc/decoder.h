@@ -189,6 +189,7 @@ class Decoder {
     template <class Fill>
     void choose_tile(const Pass& pass, size_t tile, size_t thread, const Fill& fill);
     void plan(const Pass& pass, const KVStore& kv);
+    void share_out_tiles(const Pass& pass, size_t num_queries, size_t dim);
     void plan_choices(const Pass& pass);
     void finish_choices(const Pass& pass);
 
