@@ -617,9 +617,8 @@ void Decoder::finish_tile(const Tile& tile, const float* totals, const float* mi
     const size_t group = shape_.num_heads / shape_.num_kv_heads, dim = shape_.head_dim;
     const size_t padded = round_up(dim, kPageTokens), stride = round_up(shape_.num_heads * dim, kInt8Group);
     for (size_t i = 0; i < tile.count * group; ++i) {
-        const float inverse = 1.0f / totals[i];
         float* to = &scratch_->mixed[(tile.first + i / group) * stride + (tile.kv_head * group + i % group) * dim];
-        for (size_t d = 0; d < dim; ++d) to[d] = mixed[i * padded + d] * inverse;
+        kernels().layer.scale(mixed + i * padded, dim, 1.0f / totals[i], to);
     }
 }
 

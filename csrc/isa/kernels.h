@@ -89,6 +89,7 @@ struct GemmKernels {
 struct LayerKernels {
     void (*rms_norm)(const float* x, const float* weight, size_t n, float eps, float* out);
     void (*add)(float* x, const float* y, size_t n);
+    void (*scale)(const float* x, size_t n, float factor, float* out);
     void (*quantise)(const float* x, size_t width, size_t group, int8_t* q, float* scales, int32_t* sums);
     // The Walsh-Hadamard transform of each `hadamard_block` of x, not scaled: twice is once times the block's length.
     // The width is a multiple of 64.

@@ -28,6 +28,12 @@ void add(float* x, const float* y, size_t n) {
     for (; i < n; ++i) x[i] += y[i];
 }
 
+void scale(const float* x, size_t n, float factor, float* out) {
+    size_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) store(out + i, load(x + i) * factor);
+    for (; i < n; ++i) out[i] = x[i] * factor;
+}
+
 // max |x| of n numbers, n a multiple of the vector; NaN if any is NaN or infinite. As whole numbers: the bits of floats
 // without a sign are in their order, and those of what is no finite number come last.
 PACELINE_INLINE float bound(const float* x, size_t n) {
@@ -200,6 +206,6 @@ void from_halves(const uint16_t* x, size_t n, float* out) {
 }  // namespace
 
 extern const LayerKernels layer_kernels;
-const LayerKernels layer_kernels = {rms_norm, add, quantise, hadamard, rotate, silu_mul, gelu_mul, to_halves, from_halves};
+const LayerKernels layer_kernels = {rms_norm, add, scale, quantise, hadamard, rotate, silu_mul, gelu_mul, to_halves, from_halves};
 
 }  // namespace paceline::PACELINE_ISA
