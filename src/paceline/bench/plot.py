@@ -47,7 +47,7 @@ def plot(source: Path, target: Path) -> None:
     axes.set_xticks(range(len(categories)), categories, rotation=30, ha="right")
     axes.set_ylabel("speed-up over plain decoding" if relative else "tokens/s")
     axes.set_title(f"{document['model']['name']}, {document['machine']['cpu']}", fontsize=9)
-    axes.legend()
+    figure.legend(loc="outside lower center", ncols=len(axes.containers))
     figure.savefig(target, dpi=150)
 
 
