@@ -327,7 +327,7 @@ def spread_product(types: str, w: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 6, 7, 8, 9, 12, 13, 15, 16, 17, 24, 31, 33, 40, 100])
-@pytest.mark.parametrize("shape", [(70, 90), (33, 64), (200, 576), (64, 1536)])
+@pytest.mark.parametrize("shape", [(70, 90), (33, 64), (33, 256), (200, 576), (64, 1536), (40, 2048)])
 @pytest.mark.parametrize("types", ["int8", "int4_row"])
 def test_whole_products_are_the_twins_to_the_bit(types: str, shape: tuple[int, int], num_rows: int) -> None:
     random = np.random.default_rng(2)
