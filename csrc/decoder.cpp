@@ -247,7 +247,7 @@ void Decoder::plan(const Pass& pass, const KVStore& kv) {
     s.stores_itself = true;
     s.row_of.resize(n);
     size_t num_queries = 0;
-    const bool few = pass.num_rows * shape_.num_kv_heads < kTilesPerThread * team_->size();
+    const bool few = team_->size() > 1 && pass.num_rows * shape_.num_kv_heads < kTilesPerThread * team_->size();
     for (size_t row = 0; row < pass.num_rows; ++row) {
         const size_t begin = pass.cu_len[row], end = pass.cu_len[row + 1];
         // A row's few tokens are shared out where else there would hardly be a tile for each thread.
@@ -370,7 +370,7 @@ void Decoder::run(const Pass& pass, const KVStore& kv, size_t thread) {
     const bool only_keeps = pass.wanted.empty() && std::none_of(pass.taps.begin(), pass.taps.end(), [&](const auto& tap) {
         return tap.first == pass.num_layers;
     });
-    const auto store_all = [&](size_t layer) {  // a page's tokens by one thread, as they share cache lines
+    const auto store_all = [&](size_t layer) {  // sixteen tokens by one thread, as those of a page share cache lines
         const size_t num_groups = (n + kPageTokens - 1) / kPageTokens;
         team_->each(num_groups * shape_.num_kv_heads, [&](size_t j) {
             const size_t first = j / shape_.num_kv_heads * kPageTokens, end = std::min(first + kPageTokens, n);

@@ -4,8 +4,6 @@
 #include "kernels.h"
 #include "simd.h"
 
-#define PACELINE_UNROLL _Pragma("GCC unroll 16")
-
 namespace paceline::PACELINE_ISA {
 
 #if defined(__AVX512F__)

@@ -52,8 +52,6 @@ PACELINE_INLINE void fetch(Ahead& ahead) {
 constexpr size_t kStep = kVectors * kLanes;  // outputs computed together
 constexpr size_t kFetched = 256;             // bytes of weights that are read between two fetches
 
-#define PACELINE_UNROLL _Pragma("GCC unroll 32")
-
 template <int R>
 PACELINE_INLINE void finish(const f32v (&sums)[R][kVectors], float* out, size_t stride) {
     PACELINE_UNROLL for (int r = 0; r < R; ++r)

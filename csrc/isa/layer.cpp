@@ -2,8 +2,6 @@
 #include "kernels.h"
 #include "simd.h"
 
-#define PACELINE_UNROLL _Pragma("GCC unroll 16")
-
 namespace paceline::PACELINE_ISA {
 namespace {
 
@@ -37,13 +35,12 @@ void scale(const float* x, size_t n, float factor, float* out) {
 // max |x| of n numbers, n a multiple of the vector; NaN if any is NaN or infinite. As whole numbers: the bits of floats
 // without a sign are in their order, and those of what is no finite number come last.
 PACELINE_INLINE float bound(const float* x, size_t n) {
-    const i32v magnitude = splat(0x7FFFFFFF), infinite = splat(0x7F800000);
     i32v most = splat(0);
     for (size_t i = 0; i < n; i += kLanes) {
-        const i32v bits = (i32v)load(x + i) & magnitude;
+        const i32v bits = (i32v)magnitude(load(x + i));
         most = bits > most ? bits : most;
     }
-    return largest(most >= infinite ? splat(__builtin_nanf("")) : (f32v)most);
+    return largest(most >= 0x7F800000 ? splat(__builtin_nanf("")) : (f32v)most);
 }
 
 // round(x * factor); 0 where x is NaN or infinite, as no NaN becomes a number.

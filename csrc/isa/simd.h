@@ -15,6 +15,7 @@
 
 #define PACELINE_INLINE static inline __attribute__((always_inline))
 #define PACELINE_APART __attribute__((noinline))  // keeps its registers to itself
+#define PACELINE_UNROLL _Pragma("GCC unroll 32")  // whole loops, as arrays of vectors are to be registers
 
 #if defined(__AVX512F__)
 #define PACELINE_VECTOR_BYTES 64
