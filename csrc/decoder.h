@@ -41,7 +41,7 @@ struct Layer {
     std::shared_ptr<const Matrix> q, k, v, o, gate, up, down;
 };
 
-// What tells each guess of a head that makes all of them in one pass of those before it: `relay` in draft/heads/forward.py.
+// What tells each guess of a head that makes all of them in one pass of those before it: `relay` in backend/reference/head_layers.py.
 struct Relay {
     size_t size = 0, inner = 0;             // numbers that are told, and of the gate they come from; 0: there is none
     std::vector<float> embed_norm;          // [hidden]
@@ -106,7 +106,7 @@ struct Choose {
     bool wants_logits() const { return kind == Kind::logits || kind == Kind::sampled; }
 };
 
-// Token rows of one pass, see model/packed.py. All of it checked at the border.
+// Token rows of one pass, see backend/packed.py. All of it checked at the border.
 struct Pass {
     size_t num_tokens, num_rows, max_pages;
     const int64_t *token_ids, *positions, *slots;  // [num_tokens]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import paceline
-from paceline.draft.options import DRAFTERS
+from paceline.draft.registry import DRAFTERS
 from paceline.model.config import FAMILIES
 
 if TYPE_CHECKING:

@@ -45,7 +45,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "paceline.bench.commands.explain",
         "replay a trace of the controller: what it knew, chose and got",
     ),
-    "simulate": ("paceline.bench.commands.simulate", "serve without a model: compare policies on measured costs"),
+    "simulate": ("paceline.sim.command", "serve without a model: compare policies on measured costs"),
     "pull": ("paceline.bench.commands.pull", "fetch a model before it is needed"),
     "doctor": ("paceline.bench.commands.doctor", "check a target and its drafter, and say what speed to expect"),
 }

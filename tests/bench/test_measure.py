@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.bench.measure import (
-    Answer,
+    MeasuredAnswer,
     Run,
     acceptance_length,
     accepted_per_position,
@@ -22,7 +22,7 @@ from paceline.engine.stats import DraftCounts, Reckoned, Stats
 def answer(start_s=0.0, times=(1.0, 2.0, 3.0), category="qa", tokens=None, **counts):
     figures = {"decode_passes": 2, "decoded_tokens": 2, "drafted_tokens": 0, "verified_tokens": 0}
     figures |= {"accepted_tokens": 0} | counts
-    return Answer(
+    return MeasuredAnswer(
         prompt=Prompt(1, category, "x"),
         prompt_tokens=5,
         output_tokens=len(times),

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tools.measure import overlap_roofline as turns
 
 from paceline import cli
-from paceline.bench import turns
-from paceline.bench.outputs import check_file, check_picture
 from paceline.bench.told import told
 from paceline.core.errors import ConfigError
+from paceline.serve.terminal.output_files import check_file, check_picture
 
 PROMPTS = ["--prompts", "prompts.jsonl"]
 COMMANDS = {
@@ -53,7 +53,7 @@ def test_a_picture_needs_a_name_that_says_its_format(tmp_path: Path, name: str) 
 def test_commands_refuse_them_first(
     command: str, flag: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("paceline.engine.build.load", lambda *_: pytest.fail("it is loading"))
+    monkeypatch.setattr("paceline.engine.assembly.build.load", lambda *_: pytest.fail("it is loading"))
     assert cli.main([*command.split(), *COMMANDS[command], flag, name]) == 2
     assert f"error: {flag}: " in capsys.readouterr().err
 

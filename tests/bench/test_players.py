@@ -14,7 +14,7 @@ from paceline.core.errors import PacelineError
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.engine.overlap import OverlappedLoop
-from paceline.engine.worker import Worker
+from paceline.engine.worker import PassThread
 from tests.engine.same_text import PLAIN, make_engine
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def test_each_plays_the_same_questions_from_a_cold_start() -> None:
 
 def test_an_engine_that_takes_turns_of_its_own_rests_between_those_of_others() -> None:
     engine = make_engine("ngram:k=2", PLAIN)
-    engine.loop = loop = OverlappedLoop(Worker("target"), lambda _: True)
+    engine.loop = loop = OverlappedLoop(PassThread("target"), lambda _: True)
     player = Player(engine, questions(*[12] * 6), 4)
     passes = 0
     while not player.done:
@@ -86,7 +86,7 @@ def test_an_engine_is_played_where_it_lives() -> None:
         return step()
 
     engine.step = watched  # type: ignore[method-assign]
-    race({"a": warm(engine, questions(3, 3, 3), 2, worker=Worker("elsewhere"))})
+    race({"a": warm(engine, questions(3, 3, 3), 2, worker=PassThread("elsewhere"))})
     assert where == {"elsewhere"}
 
 

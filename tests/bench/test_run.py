@@ -11,20 +11,20 @@ import pytest
 from paceline.bench.doctor import _steps
 from paceline.bench.run import Asking, Question, ask_in_turns
 from paceline.engine.overlap import OverlappedLoop
-from paceline.engine.worker import Worker
+from paceline.engine.worker import PassThread
 from tests.bench.test_players import questions
 from tests.engine.same_text import PLAIN, make_engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from paceline.bench.measure import Answer
+    from paceline.bench.measure import MeasuredAnswer
     from paceline.engine.engine import Engine
 
 MANY = 200  # steps, after which an engine never gets empty
 
 
-def ask(engine: Engine, asked: Sequence[Question], concurrency: int) -> list[Answer]:
+def ask(engine: Engine, asked: Sequence[Question], concurrency: int) -> list[MeasuredAnswer]:
     asking = Asking(engine, asked, concurrency)
     ask_in_turns([asking], 60.0)
     return asking.in_order()
@@ -61,7 +61,7 @@ def pressed_within(engine: Engine, number: int) -> list[int]:
 def test_ctrl_c_waits_for_the_step_and_leaves_the_engine_empty(turns: bool) -> None:
     engine = make_engine("ngram:k=2", PLAIN)
     if turns:
-        engine.loop = OverlappedLoop(Worker("target"), lambda _: True)
+        engine.loop = OverlappedLoop(PassThread("target"), lambda _: True)
     steps = pressed_within(engine, 4)
     with pytest.raises(KeyboardInterrupt):
         ask(engine, questions(50, 50, 50), 2)

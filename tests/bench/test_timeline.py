@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from paceline import cli
+from paceline.backend.device import usable_cores
 from paceline.bench.prompts import Prompt
 from paceline.bench.run import Question
 from paceline.bench.timeline import DRAFT, STEP, TARGET, Span, Timeline, record, summary
@@ -14,8 +15,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.engine.overlap import OverlappedLoop
-from paceline.engine.worker import Worker
-from paceline.model.device import usable_cores
+from paceline.engine.worker import PassThread
 from tests.engine.same_text import PLAIN, make_engine
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def test_the_host_works_where_it_waits_for_nobody() -> None:
 def test_an_engine_is_watched_once_all_decode(turns: bool) -> None:
     engine = make_engine("draft-model:model=noisy,k=2", PLAIN)
     if turns:
-        engine.loop = OverlappedLoop(Worker("target"), lambda _: True)
+        engine.loop = OverlappedLoop(PassThread("target"), lambda _: True)
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     asked = [Question(Prompt(i, "any", ""), Request(str(i), (1, 2, 3 + i), params, i)) for i in range(4)]
     seen = record(engine, asked, 6)

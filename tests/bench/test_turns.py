@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from paceline import cli
+from paceline.backend.device import usable_cores
 from paceline.bench.compare.arms import ALL, APART, CHOSEN, SHARED, TURNS, make_arms, shared_out
 from paceline.bench.compare.results import Results
-from paceline.bench.compare.turns import Turns, remarks
+from paceline.bench.compare.turns import OverlapComparison, remarks
 from paceline.core.errors import ConfigError
 from paceline.core.params import SamplingParams
-from paceline.engine.config import EngineConfig
+from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.overlap import OverlappedLoop
 from paceline.engine.scheduler import Limits
 from paceline.engine.serial import SerialLoop
-from paceline.model.device import usable_cores
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,7 +31,7 @@ CORES = sorted(usable_cores())
 two_cores = pytest.mark.skipif(len(CORES) < 2, reason="one core cannot be shared out")
 
 
-def recorded(path: Path, rates: Mapping[str, list[float]]) -> Turns:
+def recorded(path: Path, rates: Mapping[str, list[float]]) -> OverlapComparison:
     """A comparison of one cell that has been made."""
     results = Results(path, {}, {})
     for repeat, found in enumerate(zip(*rates.values(), strict=True)):
@@ -39,7 +39,7 @@ def recorded(path: Path, rates: Mapping[str, list[float]]) -> Turns:
             arm: {"output_tokens_per_s": rate, "in_turns": 0.5} for arm, rate in zip(rates, found, strict=True)
         }
         results.once({"draft": "ngram", "size": 8, "repeat": repeat}, partial(dict, arms=arms))
-    return Turns(dict.fromkeys(rates), results, [], SamplingParams(), ("ngram",), 4)  # type: ignore[arg-type]
+    return OverlapComparison(dict.fromkeys(rates), results, [], SamplingParams(), ("ngram",), 4)  # type: ignore[arg-type]
 
 
 def test_arms_are_compared_repeat_by_repeat_and_losses_are_told(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_arms_are_compared_repeat_by_repeat_and_losses_are_told(tmp_path: Path) 
 def test_only_auto_is_left_to_the_controller_unless_all_are(tmp_path: Path) -> None:
     turns = recorded(tmp_path / "t.json", {SHARED: [1.0]})
     assert [turns.draft_of(arm, "ngram") for arm in (TURNS, CHOSEN)] == ["ngram:k=4", "auto:ngram"]
-    free = Turns(turns.arms, turns.results, [], turns.params, ("ngram",), None)
+    free = OverlapComparison(turns.arms, turns.results, [], turns.params, ("ngram",), None)
     assert free.draft_of(TURNS, "ngram") == "auto:ngram"
 
 

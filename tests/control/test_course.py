@@ -12,7 +12,7 @@ from paceline.control.choice import Candidates, best, in_order
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost, Work
 from paceline.control.goodput import ASKED_MARGIN, Goodput
 from paceline.control.online import OnlineCost
-from paceline.control.policy import NONE, Outcomes, View, plain
+from paceline.control.policy import NONE, Outcomes, StepView, plain
 from paceline.control.quick import choose
 from paceline.control.reckoning import learn_cost
 
@@ -48,14 +48,14 @@ class Engine:
         for row in range(MAX_ROWS):
             self.policy.admit(row)
 
-    def look(self, rows: Sequence[int], offered: Collection[int] = (), **more: object) -> View:
+    def look(self, rows: Sequence[int], offered: Collection[int] = (), **more: object) -> StepView:
         """Return a step of some rows. offered: drafters that offer three tokens for every other row."""
         ids = np.array(rows)
         sure = np.where(self._rng.random((len(ids), 1)) < 0.5, 0.7, np.nan) * np.ones((1, 3))
         offers = dict.fromkeys(offered, sure)
-        return View(ids, self.lengths[ids].copy(), np.full(len(ids), 50), Work(0), offers, **more)
+        return StepView(ids, self.lengths[ids].copy(), np.full(len(ids), 50), Work(0), offers, **more)
 
-    def end(self, policy: Goodput, view: View, decision: Decision) -> None:
+    def end(self, policy: Goodput, view: StepView, decision: Decision) -> None:
         """Take the step that was decided."""
         works = ~np.isin(decision.drafters, list(self.broken))
         ks = np.where(works, decision.ks, 0)
@@ -99,7 +99,7 @@ class Turns:
     engine: Engine
     groups: tuple[Sequence[int], Sequence[int]]
     offered: Collection[int] = ()
-    planned: dict[int, tuple[View, Decision]] = field(default_factory=dict)
+    planned: dict[int, tuple[StepView, Decision]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.policies = self.engine.policy, self.engine.policy.twin()
@@ -164,7 +164,7 @@ def test_who_must_be_asked_beside_what_is_offered_has_to_win_clearly(each_s: flo
         MeasuredCost(target, (DraftCost(()), costs(each_s, each_s))), 4, (1, 1), (np.full(1, 0.9), np.full(1, 0.6))
     )
     sure, rows = np.array([[0.9], [np.nan], [np.nan], [np.nan]]), np.arange(4)
-    view = View(rows, np.full(4, 100), np.full(4, 50), Work(0), {0: sure})
+    view = StepView(rows, np.full(4, 100), np.full(4, 50), Work(0), {0: sure})
     drafters, chosen, _ = ours._in_turn(view)
     assert (drafters[chosen.ks > 0] == 1).any(), "as if nothing else came with it"
     without = ours._in_turn(replace(view, out=frozenset({1})))[1]
@@ -196,7 +196,7 @@ def test_a_pass_of_any_size_is_priced_as_it_was_measured(chunk: int) -> None:
     cost, work = OnlineCost(MeasuredCost(BIG, ())), Work(4 + chunk, chunk - 1)
     measured = float(BIG(work))
     assert cost.pass_s(work) == pytest.approx(measured)
-    view = View(np.arange(4), np.full(4, 100), np.full(4, 10), Work(0))
+    view = StepView(np.arange(4), np.full(4, 100), np.full(4, 10), Work(0))
     none = np.zeros(4, np.int64)
     for _ in range(6):
         outcomes = Outcomes(view.rows, none - 1, none, none, 0.0, measured, 1e-4)

@@ -18,7 +18,7 @@ from paceline.control.cruise import CRUISE, Cruise
 from paceline.control.goodput import Goodput
 from paceline.control.objective import Objective
 from paceline.control.online import OnlineCost
-from paceline.control.policy import NONE, Decision, Drafted, Outcomes, View
+from paceline.control.policy import NONE, Decision, Drafted, Outcomes, StepView
 from paceline.control.reckoning import learn_cost
 from paceline.control.stance import Stance
 from paceline.control.stopping import with_stops
@@ -43,11 +43,11 @@ def policy() -> Goodput:
     return Goodput(OnlineCost(COST), MAX_ROWS, (DEPTH, DEPTH))
 
 
-def view_of(num_rows: int, rng: np.random.Generator, prefill: Work | None = None) -> View:
+def view_of(num_rows: int, rng: np.random.Generator, prefill: Work | None = None) -> StepView:
     """Rows of which some are offered something."""
     offer = np.where(np.arange(DEPTH) < rng.integers(0, DEPTH, num_rows)[:, None], 0.7, np.nan)
     rows = np.arange(num_rows)
-    return View(rows, np.full(num_rows, 300), np.full(num_rows, 100), prefill or Work(0), {0: offer})
+    return StepView(rows, np.full(num_rows, 300), np.full(num_rows, 100), prefill or Work(0), {0: offer})
 
 
 def step(policy: Goodput, num_rows: int, rng: np.random.Generator) -> None:
@@ -100,7 +100,7 @@ def test_what_is_held_back_is_not_expected() -> None:
     """Speculation that promises less than it must is not begun, and the step is expected to be a plain one."""
     cost = MeasuredCost(TargetCost(Curve.of([4, 104], [8e-3, 108e-3])), ())  # one row more: an eighth of the time
     ours = Goodput(cost, 4, (1,), (np.full(1, 0.505),))
-    view = View(np.arange(4), np.full(4, 100), np.full(4, 50), Work(0))
+    view = StepView(np.arange(4), np.full(4, 100), np.full(4, 50), Work(0))
     decision = ours.decide(view)
     assert not decision.ks.any()
     assert (decision.tokens, decision.speedup) == (4.0, 1.0)
@@ -140,7 +140,7 @@ def test_a_step_without_drafts_is_as_fast_as_itself() -> None:
 # Trimming ----------------------------------------------------------------------------------------
 
 
-def drafted(ours: Goodput, view: View, confidence: np.ndarray) -> Drafted:
+def drafted(ours: Goodput, view: StepView, confidence: np.ndarray) -> Drafted:
     """Decide, and then draft so much for every row with the drafter that is asked."""
     ours.decide(view)
     n, depth = confidence.shape
@@ -149,7 +149,7 @@ def drafted(ours: Goodput, view: View, confidence: np.ndarray) -> Drafted:
 
 def taught(ours: Goodput, rng: np.random.Generator, num_rows: int = 16) -> Goodput:
     """Let it see 150 steps in which the drafter that is asked knows how likely its drafts are."""
-    view = View(np.arange(num_rows), np.full(num_rows, 300), np.full(num_rows, 100), Work(0))
+    view = StepView(np.arange(num_rows), np.full(num_rows, 300), np.full(num_rows, 100), Work(0))
     rows, one = view.rows, np.ones(num_rows, np.int64)
     for _ in range(150):
         ours.decide(view)
@@ -176,7 +176,7 @@ def test_without_news_nothing_that_was_planned_is_dropped() -> None:
     rng = np.random.default_rng(2)
     for num_rows in (1, 4, 16):
         ours = taught(policy(), rng)
-        view = View(np.arange(num_rows), np.full(num_rows, 300), np.full(num_rows, 100), Work(0))
+        view = StepView(np.arange(num_rows), np.full(num_rows, 300), np.full(num_rows, 100), Work(0))
         decision = ours.decide(view)
         silent = Drafted(view.rows, decision.drafters, decision.ks, np.full((num_rows, DEPTH), np.nan))
         assert (ours.trim(view, silent) == decision.ks).all()
@@ -185,7 +185,7 @@ def test_without_news_nothing_that_was_planned_is_dropped() -> None:
 def test_the_trim_is_the_best_of_all_cuts() -> None:
     rng = np.random.default_rng(3)
     ours = taught(policy(), rng)
-    view = View(np.arange(3), np.full(3, 300), np.full(3, 100), Work(0))
+    view = StepView(np.arange(3), np.full(3, 300), np.full(3, 100), Work(0))
     told = drafted(ours, view, rng.uniform(0.05, 0.95, (3, 3)))
     survival, cost = ours.survival[1], ours.cost
     alive = np.multiply.accumulate(sigmoid(survival.logits_with(told.rows, told.confidence)), axis=1)
@@ -207,7 +207,7 @@ def test_where_little_is_at_stake_nothing_is_trimmed(slower: float) -> None:
     assert isinstance(ours.cost, OnlineCost)
     ours.cost.hour = math.log(slower)
     ours._stance = Stance()  # it was taught with times that have nothing to do with prices
-    view = View(np.arange(3), np.full(3, 300), np.full(3, 100), Work(0))
+    view = StepView(np.arange(3), np.full(3, 300), np.full(3, 100), Work(0))
     assert any(ours.decide(view).ks.any() for _ in range(4)), "all but the steps that find out"
     assert ours.trims == (slower > 1.0)
     if ours.trims:
@@ -237,7 +237,7 @@ def test_what_speculation_is_measured_against_is_seen_now_and_then(is_so: bool) 
     asked.admit(0)
     plain = []
     for _ in range(1500):
-        view = View(rows, np.full(1, 200), np.full(1, 100), Work(0))
+        view = StepView(rows, np.full(1, 200), np.full(1, 100), Work(0))
         decision = asked.decide(view)
         plain.append(not decision.ks.any())
         cost.observe_pass(Work(1 + int(decision.ks.sum())), float(true(Work(1 + int(decision.ks.sum())))))
@@ -253,7 +253,7 @@ def test_what_speculation_is_measured_against_is_seen_now_and_then(is_so: bool) 
 def test_of_steps_without_drafts_the_first_after_drafts_does_not_tell() -> None:
     cost, rows, none = OnlineCost(COST), np.arange(1), np.zeros(1, np.int64)
     loop = ClosedLoop(Goodput(cost, 1, (DEPTH, DEPTH)), cost, ("free", "asked"))
-    view = View(rows, np.full(1, 300), np.full(1, 100), Work(0))
+    view = StepView(rows, np.full(1, 300), np.full(1, 100), Work(0))
 
     def take(num_drafts: int, target_s: float) -> float:
         """Return by how much the price of a plain pass has changed."""
@@ -281,11 +281,11 @@ def minding_policy() -> Goodput:
     return Goodput(OnlineCost(COST), MAX_ROWS, (DEPTH, DEPTH), PRIORS, minding={1})
 
 
-def quiet_view(num_rows: int = 3, most: int = 100, offered: int = 0, prefill: int = 0) -> View:
+def quiet_view(num_rows: int = 3, most: int = 100, offered: int = 0, prefill: int = 0) -> StepView:
     """Rows that are offered so many drafts, hardly to be kept."""
     offer = np.full((num_rows, offered), 0.01)
     rows, work = np.arange(num_rows), Work(prefill, prefill, prefill, prefill)
-    return View(rows, np.full(num_rows, 300), np.full(num_rows, most), work, {0: offer})
+    return StepView(rows, np.full(num_rows, 300), np.full(num_rows, most), work, {0: offer})
 
 
 def test_rows_that_draft_go_as_deep_as_their_stop_lets_them() -> None:
@@ -297,7 +297,7 @@ def test_rows_that_draft_go_as_deep_as_their_stop_lets_them() -> None:
     assert deep.ks.tolist() == [6, 6, 6]
     assert deep.stops.keys() == {0, 1, 2}
     assert (deep.seconds, deep.tokens) == (fixed.seconds, fixed.tokens), "promised is what pays without"
-    sure = View(view.rows, view.lengths, view.most, Work(0), {0: np.full((3, DEPTH), 0.99)})
+    sure = StepView(view.rows, view.lengths, view.most, Work(0), {0: np.full((3, DEPTH), 0.99)})
     assert not ours.decide(sure).stops, "lookups cost nothing: there is nothing to stop"
 
 
@@ -371,7 +371,7 @@ def test_a_choice_holds_while_nothing_is_new() -> None:
 def test_while_lookups_offer_nothing_a_choice_not_to_draft_holds() -> None:
     """And not one step longer, nor where somebody could be asked for more."""
 
-    def view(depth: int) -> View:
+    def view(depth: int) -> StepView:
         return replace(quiet_view(), offers={0: np.full((quiet_view().num_rows, depth), 0.9)})
 
     alone = Goodput(OnlineCost(MeasuredCost(COST.target, COST.drafters[:1])), MAX_ROWS, (DEPTH,))

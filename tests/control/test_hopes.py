@@ -12,7 +12,7 @@ from paceline.control import goodput, hopes, probes
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost, Work
 from paceline.control.goodput import Goodput
 from paceline.control.online import OnlineCost
-from paceline.control.policy import Decision, Outcomes, View
+from paceline.control.policy import Decision, Outcomes, StepView
 
 Chance = Callable[[int], float]  # of a draft to be kept, by the step
 
@@ -48,7 +48,7 @@ def serve(
     for step in range(steps):
         if step % every == 0:
             policy.admit(step // every % num_rows)
-        view = View(
+        view = StepView(
             rows, np.full(num_rows, 200), np.full(num_rows, most), Work(0), {OFFERS: nothing}, wishes or {}
         )
         decision: Decision = policy.decide(view)

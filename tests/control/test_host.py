@@ -13,7 +13,7 @@ from paceline.control.cruise import CRUISE, LONGEST, MANY_ROWS
 from paceline.control.goodput import Goodput
 from paceline.control.host import HostTime
 from paceline.control.online import OnlineCost
-from paceline.control.policy import Outcomes, View
+from paceline.control.policy import Outcomes, StepView
 
 DEPTH = 4
 DEAR = DraftCost(tuple(Curve.of([1, 64], [1e-3 * d, 4e-3 * d]) for d in range(1, DEPTH + 1)))
@@ -29,10 +29,10 @@ def policy(kept: float = WORSE, offers_kept: float | None = None) -> Goodput:
     return Goodput(OnlineCost(COST, 1e-4), 64, (DEPTH, DEPTH), known)
 
 
-def view(num_rows: int, wishes: dict[int, int] | None = None, offered: float = 0.01) -> View:
+def view(num_rows: int, wishes: dict[int, int] | None = None, offered: float = 0.01) -> StepView:
     offer = np.full((num_rows, 1), offered)
     rows = np.arange(num_rows)
-    return View(rows, np.full(num_rows, 300), np.full(num_rows, 100), Work(0), {0: offer}, wishes or {})
+    return StepView(rows, np.full(num_rows, 300), np.full(num_rows, 100), Work(0), {0: offer}, wishes or {})
 
 
 def looked(ours: Goodput, num_rows: int, steps: int) -> list[bool]:

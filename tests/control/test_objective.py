@@ -10,9 +10,9 @@ import pytest
 from paceline.control.cost import Curve, MeasuredCost, TargetCost, Work
 from paceline.control.goodput import Goodput
 from paceline.control.objective import LEAST_PREFILL, MOST_URGENT, Objective, Pace
-from paceline.control.policy import Outcomes, View
-from paceline.control.simulate import Replica, Simulated, Simulator, Workload
+from paceline.control.policy import Outcomes, StepView
 from paceline.core.errors import ConfigError
+from paceline.sim.simulator import Simulated, SimulatedReplica, Simulator, Workload
 
 STEEP = MeasuredCost(TargetCost(Curve.of([1, 8, 64, 1024], [8e-3, 9e-3, 30e-3, 430e-3])), ())
 NOBODY = np.full(4, -1)
@@ -75,7 +75,9 @@ def serve(objective: Objective) -> Simulated:
     n = 60
     chances = np.full((n, 1, 4), 0.5)
     workload = Workload(0.1 * np.arange(n), np.full(n, 600), np.full(n, 100), chances)
-    return Simulator(workload, Replica(16, 512), STEEP, Goodput(STEEP, 16, (4,), objective=objective)).run()
+    return Simulator(
+        workload, SimulatedReplica(16, 512), STEEP, Goodput(STEEP, 16, (4,), objective=objective)
+    ).run()
 
 
 def test_prefill_waits_where_answers_would_be_late() -> None:
@@ -87,7 +89,7 @@ def test_prefill_waits_where_answers_would_be_late() -> None:
 
 def test_new_requests_get_on_however_late_others_are() -> None:
     policy = Goodput(STEEP, 4, (4,), objective=Objective(1e-3))
-    view = View(np.arange(4), np.full(4, 100), np.full(4, 50), Work(512, 511, 512, 512 * 256))
+    view = StepView(np.arange(4), np.full(4, 100), np.full(4, 50), Work(512, 511, 512, 512 * 256))
     assert policy.decide(view).prefill_tokens == LEAST_PREFILL
     assert Goodput(STEEP, 4, (4,)).decide(view).prefill_tokens is None
     relaxed = Goodput(STEEP, 4, (4,), objective=Objective(10.0))
@@ -99,7 +101,7 @@ def test_a_row_that_is_behind_drafts_where_others_do_not() -> None:
     cost = MeasuredCost(TargetCost(Curve.of([4, 104], [8e-3, 108e-3])), ())
     policy = Goodput(cost, 4, (4,), (np.full(4, 0.35),))
     rows, none = np.arange(4), np.zeros(4, np.int64)
-    view = View(rows, np.full(4, 100), np.full(4, 50), Work(0), targets={3: 5e-3})
+    view = StepView(rows, np.full(4, 100), np.full(4, 50), Work(0), targets={3: 5e-3})
     for _ in range(50):
         decision = policy.decide(view)
         policy.learn(view, Outcomes(rows, NOBODY, none, none, 0.0, 10e-3))

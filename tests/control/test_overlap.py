@@ -10,9 +10,9 @@ import pytest
 from paceline.control.controller import ClosedLoop
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost, Work
 from paceline.control.online import OnlineCost
-from paceline.control.others import Static
-from paceline.control.overlap import ASK_EVERY, Switch, Turns, turns_of
-from paceline.control.policy import View
+from paceline.control.overlap import ASK_EVERY, OverlapCost, OverlapSwitch, turns_of
+from paceline.control.policy import StepView
+from paceline.sim.baselines import Static
 
 if TYPE_CHECKING:
     from paceline.control.overlap import Part
@@ -29,7 +29,7 @@ def part(num_rows: int, k: int = 1) -> Part:
     return np.full(num_rows, 50), np.full(num_rows, k), np.where(np.full(num_rows, k) > 0, 0, -1)
 
 
-def turns(cost: MeasuredCost, m: int = 8, k: int = 1, *, apart: bool = True) -> Turns:
+def turns(cost: MeasuredCost, m: int = 8, k: int = 1, *, apart: bool = True) -> OverlapCost:
     return turns_of(cost, (part(m, k), part(m, k)), apart=apart)
 
 
@@ -64,16 +64,16 @@ def loop_of(cost: MeasuredCost, k: int = 1) -> ClosedLoop:
     return ClosedLoop(Static(k), OnlineCost(cost), ("any",))
 
 
-def view(num_rows: int) -> View:
-    return View(np.arange(num_rows), np.full(num_rows, 50), np.full(num_rows, 8), Work(0))
+def view(num_rows: int) -> StepView:
+    return StepView(np.arange(num_rows), np.full(num_rows, 50), np.full(num_rows, 8), Work(0))
 
 
-def asked(switch: Switch, loop: ClosedLoop) -> bool:
+def asked(switch: OverlapSwitch, loop: ClosedLoop) -> bool:
     return [switch.ask(loop, 0.0) for _ in range(ASK_EVERY)][-1]
 
 
 def test_the_switch_follows_what_was_planned() -> None:
-    switch, loop = Switch(apart=True), loop_of(prices(1.0, 0.1, 2.0, 0.0))
+    switch, loop = OverlapSwitch(apart=True), loop_of(prices(1.0, 0.1, 2.0, 0.0))
     assert not asked(switch, loop)  # nothing was planned yet
     loop.plan(view(1))
     assert not asked(switch, loop)  # one row makes no two groups
@@ -90,7 +90,7 @@ def test_the_switch_follows_what_was_planned() -> None:
 
 def test_the_switch_does_not_flap_at_a_draw() -> None:
     """Turns must promise three hundredths to begin, and go on while they promise anything."""
-    switch, loop = Switch(apart=True), loop_of(prices(1.0, 0.1, 1.05, 0.0))
+    switch, loop = OverlapSwitch(apart=True), loop_of(prices(1.0, 0.1, 1.05, 0.0))
     loop.plan(view(16))
     loop.twin.plan(view(8))
     assert 1.0 < turns(prices(1.0, 0.1, 1.05, 0.0)).gain < 1.03
@@ -104,7 +104,7 @@ class Steps:
     """Steps of sixteen rows that all write two tokens, by a clock that says how late turns are."""
 
     def __init__(self, cost: MeasuredCost, late: float) -> None:
-        self.switch, self.loop, self.now_s, self._late = Switch(apart=True), loop_of(cost), 0.0, late
+        self.switch, self.loop, self.now_s, self._late = OverlapSwitch(apart=True), loop_of(cost), 0.0, late
         self._round = turns(cost)
 
     def step(self, stall_s: float = 0.0) -> bool:

@@ -12,7 +12,7 @@ from paceline.control.choice import Candidates, best, in_order, with_prefill
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost, Work, prices_one_by_one
 from paceline.control.goodput import Goodput
 from paceline.control.online import OnlineCost
-from paceline.control.policy import NONE, Decision, Drafted, Outcomes, View
+from paceline.control.policy import NONE, Decision, Drafted, Outcomes, StepView
 from paceline.control.quick import QuickSurvival, choose, stops, trim
 from paceline.control.reckoning import learn_cost, learn_cost_slow
 from paceline.control.stopping import bars_of, with_stops
@@ -128,7 +128,7 @@ def test_steps_teach_the_same(measured: MeasuredCost, seed: int) -> None:
         kept = np.minimum(rng.integers(0, DEPTH + 2, n), verified)
         found = Outcomes(rows, drafters, verified, kept, *seconds, num_drafted=drafted if told else None)
         prefill = chunks(rng, 4000) if rng.random() < 0.4 else Work(0)
-        view = View(known, rng.integers(1, 400, len(known)), np.zeros(len(known), np.int64), prefill)
+        view = StepView(known, rng.integers(1, 400, len(known)), np.zeros(len(known), np.int64), prefill)
         step, settled = (view, Decision(drafted, drafters), found, prefill), bool(rng.integers(0, 2))
         ours = learn_cost(quick, *step, settled=settled)
         twin = learn_cost_slow(plain, *step, settled=settled)
@@ -200,14 +200,14 @@ def test_numbers_from_outside_are_refused_with_a_sentence() -> None:
         nobody.drafting_of(np.array([3]), np.array([0]))
 
 
-def a_step(rng: np.random.Generator) -> View:
+def a_step(rng: np.random.Generator) -> StepView:
     """Return rows that decode, some with offers of the first drafter."""
     n = int(rng.integers(1, ROWS + 1))
     rows, lengths = rng.permutation(ROWS)[:n], rng.integers(1, 400, n)
     most = rng.integers(0, DEPTH + 2, n)
     offers = {0: said(rng, n, int(rng.integers(0, DEPTH + 2)))} if rng.random() < 0.8 else {}
     prefill = chunks(rng, 400) if rng.random() < 0.3 else Work(0)
-    return View(rows, lengths, most, prefill, offers)
+    return StepView(rows, lengths, most, prefill, offers)
 
 
 FREE = Curve.of([1, 16], [0.0, 0.0])

@@ -8,7 +8,7 @@ from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
 from paceline.control.goodput import Goodput
 from paceline.control.online import OnlineCost
 from paceline.control.probes import MOST_DRAFTS, MOST_PLAIN, Probes
-from paceline.control.simulate import Replica, Simulator, Workload
+from paceline.sim.simulator import SimulatedReplica, Simulator, Workload
 
 PASS_S = 0.010
 TOKENS = 400
@@ -25,7 +25,7 @@ def hard_after(num_easy: int, num_hard: int) -> np.ndarray:
     kept = np.repeat([0.97, 0.02], [num_easy, num_hard])
     lengths = np.full(len(kept), TOKENS)
     load = Workload(np.zeros(len(kept)), np.full(len(kept), 8), lengths, np.tile(kept[:, None, None], (1, 1, 4)))
-    ran = Simulator(load, Replica(1), cost, Goodput(OnlineCost(cost), 1, (4,)), 0).run()
+    ran = Simulator(load, SimulatedReplica(1), cost, Goodput(OnlineCost(cost), 1, (4,)), 0).run()
     seconds: np.ndarray = (ran.end_s - ran.first_token_s)[num_easy:]
     return seconds / ((TOKENS - 1) * PASS_S)
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.control.choice import Chosen
+from paceline.control.choice import Allocation
 from paceline.control.policy import NONE, Outcomes
 from paceline.control.stance import Stance
 
 ROWS = 16
 
 
-def choice(speedup: float) -> Chosen:
+def choice(speedup: float) -> Allocation:
     """A choice that promises twice the tokens of a step without drafts."""
-    return Chosen(np.ones(ROWS, np.int64), 2.0 * ROWS, 2.0 / speedup, float(ROWS), 1.0)
+    return Allocation(np.ones(ROWS, np.int64), 2.0 * ROWS, 2.0 / speedup, float(ROWS), 1.0)
 
 
 def step(stance: Stance, tokens: float, promised_s: float, seconds: float, *, drafts: bool) -> None:

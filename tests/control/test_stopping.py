@@ -7,7 +7,7 @@ import pytest
 
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost, Work
 from paceline.control.online import OnlineCost
-from paceline.control.policy import View
+from paceline.control.policy import StepView
 from paceline.control.stopping import PRICE_EVERY, Prices
 
 DEPTH, VERIFY_S, SHARED_S, ROW_S, FIRST_S = 4, 1e-4, 3e-4, 5e-5, 2e-3
@@ -17,8 +17,8 @@ DRAFTS = DraftCost(
 COST = MeasuredCost(TargetCost(Curve.of([1, 513], [5e-3, 5e-3 + 512 * VERIFY_S])), (DRAFTS,))
 
 
-def rows(count: int) -> View:
-    return View(np.arange(count), np.full(count, 100), np.full(count, 9), Work(0))
+def rows(count: int) -> StepView:
+    return StepView(np.arange(count), np.full(count, 100), np.full(count, 9), Work(0))
 
 
 @pytest.mark.parametrize(("num_rows", "sharing"), [(1, 1), (2, 1), (3, 2), (8, 4), (64, 32)])

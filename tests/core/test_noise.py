@@ -13,7 +13,7 @@ from scipy import stats
 from paceline import kernels
 from paceline.core import noise
 from paceline.core.noise import Lane
-from paceline.core.nouns import BROKEN, Choose
+from paceline.core.nouns import BROKEN, SamplingSpec
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import choose_token
 
@@ -94,7 +94,7 @@ def test_both_tails_are_resolved(monkeypatch: pytest.MonkeyPatch, n: int) -> Non
 
 
 def choice_of(z: np.ndarray, seed: int, position: int = 0) -> int:
-    return choose_token(z, Choose("noisy", SamplingParams(), seed, 0, position))
+    return choose_token(z, SamplingSpec("noisy", SamplingParams(), seed, 0, position))
 
 
 ODD = st.sampled_from([-np.inf, 0.0, -0.0, 1.0, 7.25, -1e30, 1e30, 3e38, 30.0])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import special, stats
 
 from paceline.core import noise, sampling
-from paceline.core.nouns import BROKEN, Choose, Edits
+from paceline.core.nouns import BROKEN, Edits, SamplingSpec
 from paceline.core.params import SamplingParams
 
 
@@ -100,7 +100,7 @@ def test_a_choice_is_the_noisy_argmax_of_what_is_kept(
     row: np.ndarray, params: SamplingParams, seed: int, edited: bool
 ) -> None:
     edits = EDITS if edited and len(row) > 5 else None
-    choose = Choose("logits", params, seed, 1, 33, edits)
+    choose = SamplingSpec("logits", params, seed, 1, 33, edits)
     z = sampling.scaled(row, params, edits)
     ids = sampling.keep(z, params)
     kept = z[ids]
@@ -123,7 +123,7 @@ def test_a_choice_is_the_noisy_argmax_of_what_is_kept(
 def test_kinds_choose_the_same_token(row: np.ndarray, seed: int, temperature: float, edited: bool) -> None:
     """What may be asked as argmax or noisy, and a filter that keeps everything, give one token."""
     params = SamplingParams(temperature=temperature)
-    choose = Choose("noisy", params, seed, 0, 12, EDITS if edited and len(row) > 5 else None)
+    choose = SamplingSpec("noisy", params, seed, 0, 12, EDITS if edited and len(row) > 5 else None)
     token = sampling.choose_token(row, choose)
     assert sampling.choose_ahead(row, choose)[0] == token
     ahead = sampling.choose_ahead_slow(row, choose)[1]
@@ -141,7 +141,7 @@ def test_kinds_choose_the_same_token(row: np.ndarray, seed: int, temperature: fl
 def test_choices_follow_the_distribution(params: SamplingParams) -> None:
     row = np.array([1.0, 0.2, 0.5, -1.0, 0.9, 0.0], np.float32)
     edits = Edits(np.array([1, 4]), np.array([1.0, 1.2], np.float32), np.array([0.7, 0.0], np.float32))
-    choose = Choose("logits", params, 11, 0, 0, edits)
+    choose = SamplingSpec("logits", params, 11, 0, 0, edits)
     tokens = [sampling.choose_token(row, choose._replace(position=position)) for position in range(8000)]
     ids, probs = sampling.distribution(row, choose)
     counts = np.bincount(tokens, minlength=6)
@@ -174,7 +174,7 @@ def test_draws_follow_their_weights() -> None:
 def test_a_tiny_temperature_neither_overflows_nor_surprises(temperature: float) -> None:
     row = np.array([900.0, 1000.0, -1000.0, 999.0], np.float32)
     for params in (SamplingParams(temperature=temperature), SamplingParams(temperature=temperature, top_p=0.9)):
-        assert sampling.choose_token(row, Choose("logits", params)) == 1
+        assert sampling.choose_token(row, SamplingSpec("logits", params)) == 1
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_tiny_temperature_neither_overflows_nor_surprises(temperature: float) 
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
 def test_a_row_without_a_finite_number_is_told_apart(params: SamplingParams, value: float) -> None:
     row = np.full(400, value, np.float32)
-    choose = Choose("logits", params)
+    choose = SamplingSpec("logits", params)
     assert sampling.choose_token(row, choose) == sampling.choose_token_slow(row, choose) == BROKEN
     with pytest.raises(sampling.BrokenRow):
         sampling.distribution(row, choose)
@@ -199,10 +199,10 @@ def test_a_row_without_a_finite_number_is_told_apart(params: SamplingParams, val
 def test_the_border_refuses_what_could_crash() -> None:
     row, edits = np.zeros(5, np.float32), EDITS
     with pytest.raises(IndexError, match="outside the vocabulary"):
-        sampling.choose_token(row, Choose("noisy", SamplingParams(), edits=edits))
+        sampling.choose_token(row, SamplingSpec("noisy", SamplingParams(), edits=edits))
     with pytest.raises(IndexError, match="outside the vocabulary"):
         sampling.logprobs(row, 5, 1)
     with pytest.raises(ValueError, match="1 to 2"):
-        sampling.choose_token(row[:0], Choose("noisy", SamplingParams()))
+        sampling.choose_token(row[:0], SamplingSpec("noisy", SamplingParams()))
     with pytest.raises(TypeError):
-        sampling.choose_token(np.zeros(5, np.int32), Choose("noisy", SamplingParams()))
+        sampling.choose_token(np.zeros(5, np.int32), SamplingSpec("noisy", SamplingParams()))

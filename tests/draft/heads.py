@@ -13,9 +13,9 @@ import torch
 from safetensors.numpy import save_file
 from torch.nn import functional
 
-from paceline.draft.heads.config import HeadConfig, head_shapes, read_config
-from paceline.draft.heads.forward import fuse, last_norm, read_out, relay, relayed, run_layers
-from paceline.model.decoder import ReferenceDecoder
+from paceline.backend.reference.decoder import ReferenceDecoder
+from paceline.backend.reference.head_layers import fuse, last_norm, read_out, relay, relayed, run_layers
+from paceline.model.heads.config import HeadConfig, head_shapes, read_config
 from paceline.train.drafts import Bounds, plan_drafts
 from paceline.train.unroll import unroll
 from tests.draft.test_head_files import LAYER, file_name

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.backend.rows import Rows
 from paceline.draft.heads.entries import Entries
 from paceline.draft.heads.features import FeatureStore
-from paceline.model.rows import Rows
 
 MOST = 32
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from paceline import kernels
+from paceline.backend.rows import Rows
 from paceline.draft.heads.features import FeatureStore, runs
-from paceline.model.rows import Rows
 
 
 @pytest.mark.parametrize("width", [1, 7, 64, 577])

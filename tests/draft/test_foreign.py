@@ -7,21 +7,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.nouns import BROKEN, Choose
+from paceline.backend.sampling import draw
+from paceline.core.nouns import BROKEN, SamplingSpec
 from paceline.core.params import SamplingParams
 from paceline.draft.drafter import Vocabulary
-from paceline.draft.places import all_places, shared_places
-from paceline.draft.spelling import Pair, StringSpelling, TokenSpelling, readable, whole_text
-from paceline.draft.streams import Streams
-from paceline.draft.vocabulary import map_tokens
-from paceline.model.choosing import draw
+from paceline.draft.model.foreign_rows import Streams
+from paceline.draft.model.id_map import all_places, shared_places
+from paceline.draft.model.retokenize import StringSpelling, TokenSpelling, VocabularyPair, readable, whole_text
+from paceline.draft.model.vocabulary import map_tokens
 from tests.draft.foreign import other, renumbered
 from tests.tiny import tiny_tokenizer
 
 TARGET = Vocabulary("target", tiny_tokenizer(), 330)
 OTHER = Vocabulary("other", other(), 270)
 TOKENS = map_tokens(TARGET, OTHER)
-PAIR = Pair(TARGET, OTHER, TOKENS)
+PAIR = VocabularyPair(TARGET, OTHER, TOKENS)
 TEXTS = st.lists(st.sampled_from(["the", " the", " ", "  ", "an", " an", "thin", "é", "漢", "\n", "x", "er"])).map(
     "".join
 )
@@ -61,9 +61,11 @@ def test_a_guess_is_drawn_by_the_targets_ids(data: st.DataObject) -> None:
         np.random.default_rng(data.draw(st.integers(0, 99))).standard_normal((1, OTHER.size)).astype(np.float32)
     )
     kind, t = data.draw(st.sampled_from([("argmax", 0.0), ("noisy", 1.0), ("sampled", 0.7)]))
-    choose = Choose(kind, SamplingParams(temperature=t, top_k=9 if kind == "sampled" else 0), seed=5, position=8)
+    choose = SamplingSpec(
+        kind, SamplingParams(temperature=t, top_k=9 if kind == "sampled" else 0), seed=5, position=8
+    )
     places = shared_places(TOKENS)
-    got = draw(lambda chooses: places.choose(logits, chooses), [choose], [0], dense=False).token_ids
+    got = draw(lambda specs: places.choose(logits, specs), [choose], [0], dense=False).token_ids
     spread = np.full((1, TARGET.size), -np.inf, np.float32)
     for draft_id, token_id in enumerate(TOKENS.to_target.tolist()):
         if token_id >= 0:

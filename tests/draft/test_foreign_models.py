@@ -9,11 +9,11 @@ import pytest
 
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
-from paceline.engine import build
-from paceline.engine.config import EngineConfig
+from paceline.engine.assembly import build
+from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.scheduler import Limits
-from paceline.model.pull import PACKAGED, cache_folder
+from paceline.model.files.pull import PACKAGED, cache_folder
 from tests.engine.same_text import run
 
 MODEL = "gemma3-270m"

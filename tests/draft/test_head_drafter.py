@@ -15,22 +15,22 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.backend.reference.head_layers import fuse, read_out, relay, relayed, run_layers
 from paceline.control.fixed import FixedK
 from paceline.core.errors import ConfigError, DrafterMismatch
 from paceline.core.nouns import Batch, Draft, Plan, Request, Scores, Verdict
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import choose_token
 from paceline.draft import shipped
-from paceline.draft.chains import CATCH_UP_TOKENS, catch_up_tokens, in_pieces, share_out
+from paceline.draft.autoregressive import CATCH_UP_TOKENS, catch_up_tokens, in_pieces, share_out
 from paceline.draft.heads import drafter
-from paceline.draft.heads.checkpoint import Head, load_head
-from paceline.draft.heads.config import read_config
-from paceline.draft.heads.forward import fuse, read_out, relay, relayed, run_layers
 from paceline.draft.heads.parallel import UNKNOWING_GAIN
 from paceline.draft.hints import MAX_MATCH, MIN_MATCH, Hints
 from paceline.draft.lookup.suffix import propose_slow
-from paceline.draft.options import parse_spec
-from paceline.engine.drafting import Drafting
+from paceline.draft.registry import parse_spec
+from paceline.engine.drafters import DrafterPool
+from paceline.model.heads.checkpoint import Head, load_head
+from paceline.model.heads.config import read_config
 from tests.draft.heads import RELAY, drafter_of, head_values, random_weights, trained_head, write_head
 from tests.draft.recycled import PlainRecycled, merged
 from tests.draft.test_head_forward import causal
@@ -38,8 +38,8 @@ from tests.engine.same_text import PLAIN, RestlessK, Settings, assert_same, make
 from tests.model.helpers import pack
 
 if TYPE_CHECKING:
+    from paceline.backend.reference.decoder import ReferenceDecoder
     from paceline.engine.engine import Engine
-    from paceline.model.decoder import ReferenceDecoder
 
 KINDS = ("eagle", "eagle3", "peagle", RELAY)
 
@@ -203,7 +203,7 @@ def hinted_after(
 
 
 def chosen_after(rows: Any, row: int, hint: Any, logits: np.ndarray, guesses: list[int]) -> int:
-    choose, hinted = rows.choose_after(row, guesses), hint(guesses)
+    choose, hinted = rows.spec_after(row, guesses), hint(guesses)
     if choose.edits is None and hinted:
         logits = logits.copy()
         logits[hinted[0]] += hinted[1]
@@ -293,7 +293,7 @@ def test_a_head_drafts_from_behind_a_hole(kind: str, types: str) -> None:
     engine = make_engine(spec(kind), Settings(prefix_cache=True), types=types)
     kept = engine.drafting, engine.controller
     prompt, params = tuple(range(40, 80)), SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
-    engine.drafting, engine.controller = Drafting([], 320), FixedK()
+    engine.drafting, engine.controller = DrafterPool([], 320), FixedK()
     run(engine, [Request("a", prompt, params, seed=0)])
     engine.drafting, engine.controller = kept
     compared = watch(engine, first=33) if types == "f64" else []
@@ -461,13 +461,13 @@ def test_a_small_drafter_catches_up_on_more_tokens() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_says_how_sure_it_is_of_every_draft(kind: str, types: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Draft] = []
-    propose = Drafting.propose
+    propose = DrafterPool.propose
 
-    def watched(self: Drafting, batch: Batch, plan: Plan) -> Draft:
+    def watched(self: DrafterPool, batch: Batch, plan: Plan) -> Draft:
         seen.append(propose(self, batch, plan))
         return seen[-1]
 
-    monkeypatch.setattr(Drafting, "propose", watched)
+    monkeypatch.setattr(DrafterPool, "propose", watched)
     engine = make_engine(spec(kind), PLAIN, types=types)
     run(engine, requests(6))
     drafts = [d for draft in seen for d in draft.rows if len(d)]

@@ -11,9 +11,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from paceline.core.errors import BadModelFile, DrafterMismatch, ModelNotFound, UnsupportedModel
-from paceline.draft.heads.checkpoint import canonical_name, load_head
-from paceline.draft.heads.config import EAGLE, EAGLE3, head_shapes, read_config
-from paceline.model.hf import LAYER_NAMES
+from paceline.model.files.hf import LAYER_NAMES
+from paceline.model.heads.checkpoint import canonical_name, load_head
+from paceline.model.heads.config import EAGLE, EAGLE3, head_shapes, read_config
 from tests.tiny import tiny_config
 
 if TYPE_CHECKING:

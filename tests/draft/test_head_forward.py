@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.draft.heads.config import HeadConfig, head_shapes, read_config
-from paceline.draft.heads.forward import fuse, read_out, relay, relayed, run_layers
+from paceline.backend.reference.head_layers import fuse, read_out, relay, relayed, run_layers
+from paceline.model.heads.config import HeadConfig, head_shapes, read_config
 from tests.draft.test_head_files import EAGLE_FIRST, EAGLE_SPECULATORS, FIRST, FORMATS, TARGET
 
 if TYPE_CHECKING:

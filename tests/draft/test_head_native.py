@@ -11,23 +11,23 @@ import pytest
 import torch
 
 from paceline import kernels
-from paceline.core.nouns import BROKEN, UNCHOSEN, Choose, Edits
+from paceline.backend.native.decoder import NativeDecoder
+from paceline.backend.native.head import NativeHead
+from paceline.backend.packed import Packed
+from paceline.backend.reference.decoder import ReferenceDecoder
+from paceline.backend.reference.head import ReferenceHead
+from paceline.core.nouns import BROKEN, UNCHOSEN, Edits, SamplingSpec
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import choose_token
-from paceline.draft.heads.checkpoint import Head
-from paceline.draft.heads.config import read_config
-from paceline.draft.heads.native import NativeHead
-from paceline.draft.heads.reference import ReferenceHead
-from paceline.model.decoder import ReferenceDecoder
-from paceline.model.native import NativeDecoder
-from paceline.model.packed import Packed
+from paceline.model.heads.checkpoint import Head
+from paceline.model.heads.config import read_config
 from tests.draft.heads import draft_ids, random_weights
 from tests.draft.test_head_files import TARGET
 from tests.draft.test_head_forward import CASES
 from tests.model.helpers import pack
 from tests.tiny import tiny_weights
 
-LOGITS = Choose("logits", SamplingParams())
+LOGITS = SamplingSpec("logits", SamplingParams())
 LENGTHS = (21, 6, 290)  # of the rows; the last is longer than a span of attention
 IDS = np.random.default_rng(4).integers(0, TARGET.vocab_size, sum(LENGTHS))
 WHOLE_VOCAB = {**CASES["first"], "draft_vocab_size": TARGET.vocab_size}
@@ -208,9 +208,9 @@ def test_choices_are_made_among_the_targets_ids(name: str) -> None:
     edits = Edits(np.array([33, 40, 70, 301]), np.array([1, 1.5, 1, 2], np.float32), np.array([4, 0, -np.inf, 3]))
     edits = replace(edits, add=edits.add.astype(np.float32))
     asked = [
-        Choose("argmax", SamplingParams(temperature=0.0)),
-        Choose("noisy", SamplingParams(temperature=0.8), 5, 1, 17, edits),
-        Choose("sampled", SamplingParams(temperature=1.2, top_k=9), 5, 0, 18),
+        SamplingSpec("argmax", SamplingParams(temperature=0.0)),
+        SamplingSpec("noisy", SamplingParams(temperature=0.8), 5, 1, 17, edits),
+        SamplingSpec("sampled", SamplingParams(temperature=1.2, top_k=9), 5, 0, 18),
     ] * len(packed.token_ids)
     asked = asked[: len(packed.token_ids)]
     for runner in runners(head):
@@ -305,7 +305,7 @@ PLACE = [np.zeros((2, 32), np.float32)] * 2 + [np.arange(2), np.zeros((2, 6), np
 def test_the_border_refuses_places_that_do_not_fit(which: int | None, given: Any, reason: str) -> None:
     arrays = [given if i == which else array for i, array in enumerate(PLACE)]
     others = {
-        "chooses": kernels.read_chooses([Choose("argmax", SamplingParams())] * 2, TARGET.vocab_size),
+        "chooses": kernels.read_chooses([SamplingSpec("argmax", SamplingParams())] * 2, TARGET.vocab_size),
         "vocab": 1000 if which is None else 20,
         "chosen": np.empty(2, np.int64),
         "logits": np.empty((0, 20), np.float32),
@@ -335,7 +335,7 @@ def test_the_kernel_draws_what_the_spread_row_draws(case: str, types: str) -> No
     assert len(set(chosen.token_ids.tolist())) > 30
 
 
-def any_choose(random: np.random.Generator, vocab_size: int, position: int) -> Choose:
+def any_choose(random: np.random.Generator, vocab_size: int, position: int) -> SamplingSpec:
     """Any parameters, with edits of tokens that the drafter has and of others."""
     ids = np.sort(random.choice(vocab_size, random.integers(0, 60), replace=False))
     scale, add = random.uniform(0.5, 2, len(ids)), random.normal(0, 2, len(ids))
@@ -348,7 +348,9 @@ def any_choose(random: np.random.Generator, vocab_size: int, position: int) -> C
         min_p=float(random.choice([0.0, 0.02])),
     )
     kind = "sampled" if params.filtered else "noisy"
-    return Choose(kind, params, seed=3, choice=position % 2, position=position, edits=edits if len(ids) else None)
+    return SamplingSpec(
+        kind, params, seed=3, choice=position % 2, position=position, edits=edits if len(ids) else None
+    )
 
 
 @pytest.mark.parametrize("ids", [np.arange(60), np.array([5, 3, 300, 44, 0])], ids=["lowest", "any"])
@@ -370,9 +372,9 @@ def test_features_that_are_no_numbers_are_told() -> None:
     packed, _ = entries(21)[0]
     features = np.full((len(packed.token_ids), TARGET.hidden_size), np.nan)
     kinds = [
-        Choose("argmax", SamplingParams(temperature=0.0)),
-        Choose("noisy", SamplingParams(), 5),
-        Choose("sampled", SamplingParams(top_p=0.9), 5),
+        SamplingSpec("argmax", SamplingParams(temperature=0.0)),
+        SamplingSpec("noisy", SamplingParams(), 5),
+        SamplingSpec("sampled", SamplingParams(top_p=0.9), 5),
     ]
     for runner in (*runners(make_head(CASES["first"])), *runners(make_head(CASES["eagle, first"]))):
         asked = (kinds * len(features))[: len(features)]

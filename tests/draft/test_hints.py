@@ -11,23 +11,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import kernels
+from paceline.backend.rows import Rows
 from paceline.core.nouns import (
     BROKEN,
     UNCHOSEN,
     Admission,
     Batch,
     BatchRow,
-    Choose,
     Edits,
     Request,
     RowVerdict,
+    SamplingSpec,
     Scores,
     Verdict,
 )
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import choose_token
 from paceline.draft.hints import Hints, RecycledGains, hinted, pointed
-from paceline.model.rows import Rows
 from tests.draft.recycled import PlainRecycled
 from tests.engine.same_text import PLAIN, make_engine, run
 
@@ -41,24 +41,24 @@ def rows_of(text: tuple[int, ...]) -> Rows:
     return rows
 
 
-def choose(position: int = 0, temperature: float = 1.0, edits: Edits | None = None) -> Choose:
+def choose(position: int = 0, temperature: float = 1.0, edits: Edits | None = None) -> SamplingSpec:
     params = SamplingParams(temperature=temperature)
-    return Choose("argmax" if params.greedy else "noisy", params, seed=3, position=position, edits=edits)
+    return SamplingSpec("argmax" if params.greedy else "noisy", params, seed=3, position=position, edits=edits)
 
 
-def told(chooses: list[Choose]) -> list[tuple[int, float]]:
+def told(specs: list[SamplingSpec]) -> list[tuple[int, float]]:
     """The hints of choices that have one."""
-    edits = [c.edits for c in chooses if c.edits]
+    edits = [c.edits for c in specs if c.edits]
     assert all(e.scale.tolist() == [1.0] for e in edits)
     return [(e.ids.item(), e.add.item()) for e in edits]
 
 
 def test_who_knows_no_guess_is_told_what_followed_the_longest_match() -> None:
-    rows, chooses = rows_of(TEXT), [choose(p) for p in range(6)]
-    found = told(hinted(chooses[:4], rows, 0, gain=2.0))
+    rows, specs = rows_of(TEXT), [choose(p) for p in range(6)]
+    found = told(hinted(specs[:4], rows, 0, gain=2.0))
     assert [token_id for token_id, _ in found] == [7, 8, 9, 4]
     assert [add for _, add in found] == pytest.approx([2 * math.log(3)] * 4)
-    assert told(hinted(chooses, rows_of((1, 2, 3)), 0, gain=2.0)) == []
+    assert told(hinted(specs, rows_of((1, 2, 3)), 0, gain=2.0)) == []
 
 
 def test_who_knows_the_guesses_is_told_what_followed_them() -> None:
@@ -78,13 +78,13 @@ def test_who_knows_the_guesses_is_told_what_followed_them() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_hint_is_taken_unless_the_drafter_knows_better(temperature: float) -> None:
-    chooses = [
+    specs = [
         pointed(choose(2, temperature), Hints(rows_of(TEXT), 5.0).pointer(0), guesses) for guesses in ([], [7])
     ]
     unsure, sure = np.zeros(20, np.float32), np.zeros(20, np.float32)
     sure[11] = 30.0
-    assert [choose_token(unsure, c) for c in chooses] == [7, 8]
-    assert [choose_token(sure, c) for c in chooses] == [11, 11]
+    assert [choose_token(unsure, c) for c in specs] == [7, 8]
+    assert [choose_token(sure, c) for c in specs] == [11, 11]
 
 
 def test_what_penalties_edit_already_is_left_alone() -> None:

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from paceline import kernels
+from paceline.backend.native.cut_model import NativeSmall
+from paceline.backend.native.decoder import NativeDecoder
+from paceline.backend.native.head import NativeHead
+from paceline.backend.native.passes import forward_in_turn
+from paceline.backend.seam import StepLimit
 from paceline.control.survival import logit
-from paceline.core.nouns import UNCHOSEN, Choose, RowPlan, Stop
+from paceline.core.nouns import UNCHOSEN, RowPlan, SamplingSpec, Stop
 from paceline.core.params import SamplingParams
-from paceline.draft.heads.config import read_config
-from paceline.draft.heads.native import NativeHead
-from paceline.draft.small.native import NativeSmall
-from paceline.model.backend import End
-from paceline.model.native import NativeDecoder
-from paceline.model.passes import forward_in_turn
+from paceline.model.heads.config import read_config
 from tests.draft.heads import RELAY, drafter_of, head_values, random_weights, write_head
 from tests.draft.test_head_drafter import requests
 from tests.draft.test_small_drafter import write_small
@@ -98,13 +98,13 @@ def test_both_draft_the_same(
 
 # The border --------------------------------------------------------------------------------------
 
-GREEDY = Choose("argmax", SamplingParams(temperature=0))
+GREEDY = SamplingSpec("argmax", SamplingParams(temperature=0))
 CONFIG = tiny_config(num_layers=2)
 
 
 def in_turn(
     depths: list[int],
-    chooses: list[Choose] | None = None,
+    specs: list[SamplingSpec] | None = None,
     weight: float = 1.0,
     stops: tuple[Stop | None, ...] = (None, None),
     pointers: tuple[kernels.Pointer | None, ...] = (None, None),
@@ -117,8 +117,8 @@ def in_turn(
         decoder._decoder,
         packed,
         decoder.new_kv(3),
-        chooses or [GREEDY] * sum(depths),
-        [End(*of) for of in zip(depths, stops, pointers, strict=False)],
+        specs or [GREEDY] * sum(depths),
+        [StepLimit(*of) for of in zip(depths, stops, pointers, strict=False)],
         vocab=CONFIG.vocab_size,
         num_layers=2,
     )

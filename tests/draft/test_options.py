@@ -10,9 +10,9 @@ from paceline.core.errors import ConfigError
 from paceline.draft import shipped
 from paceline.draft.drafter import Vocabulary
 from paceline.draft.lookup.ngram import NgramConfig
-from paceline.draft.options import parse_drafters, parse_spec
-from paceline.draft.standalone import DraftModelConfig
-from paceline.draft.vocabulary import difference
+from paceline.draft.model.draft_model import DraftModelConfig
+from paceline.draft.model.vocabulary import difference
+from paceline.draft.registry import parse_drafters, parse_spec
 from tests.engine.same_text import PLAIN, make_engine
 from tests.tiny import tiny_tokenizer
 

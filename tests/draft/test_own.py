@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.draft import own
-from paceline.draft.own import OwnTokens
-from paceline.model.rows import Rows
+from paceline.backend.rows import Rows
+from paceline.draft import request_vocabulary as own
+from paceline.draft.request_vocabulary import OwnTokens
 
 VOCAB, NUM_ROWS, LONGEST = 40, 4, 60
 FIXED = np.arange(0, VOCAB, 3)

@@ -12,18 +12,18 @@ import torch
 from safetensors.numpy import save_file
 
 from paceline import kernels
+from paceline.backend.native.cut_model import NativeSmall
+from paceline.backend.native.decoder import NativeDecoder
+from paceline.backend.reference.cut_model import ReferenceSmall
+from paceline.backend.reference.decoder import ReferenceDecoder
 from paceline.core.errors import BadModelFile, ConfigError
-from paceline.core.nouns import Choose
+from paceline.core.nouns import SamplingSpec
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import choose_token
 from paceline.draft import shipped
-from paceline.draft.options import parse_spec
-from paceline.draft.small.checkpoint import SHARED, load_small, shares_tables
-from paceline.draft.small.native import NativeSmall
-from paceline.draft.small.reference import ReferenceSmall
-from paceline.model import hf
-from paceline.model.decoder import ReferenceDecoder
-from paceline.model.native import NativeDecoder
+from paceline.draft.registry import parse_spec
+from paceline.model.files import hf
+from paceline.model.heads.cut_model import SHARED, load_small, shares_tables
 from paceline.model.weights import canonical_names
 from tests.draft.test_head_drafter import requests
 from tests.draft.test_head_native import any_choose
@@ -104,7 +104,10 @@ def test_the_compiled_one_computes_what_the_readable_one_does(tied: bool, tmp_pa
     whole = NativeDecoder(config, weights, kernels.Team(2), "f32", "f32")
     readable, compiled = ReferenceSmall(small, ReferenceDecoder(config, weights)), NativeSmall(small, whole)
     packed = pack([(list(range(40, 70)), 0, [1, 2]), ([7, 8, 9], 0, [0])])
-    kinds = [Choose("logits", SamplingParams()), Choose("argmax", SamplingParams(temperature=0.0))] * 17
+    kinds = [
+        SamplingSpec("logits", SamplingParams()),
+        SamplingSpec("argmax", SamplingParams(temperature=0.0)),
+    ] * 17
     ours, theirs = (d.run(packed, d.new_kv(3), kinds[:33], taps=(0, 2)) for d in (compiled, readable))
     assert np.array_equal(ours.token_ids, theirs.token_ids)
     assert set(ours.token_ids[1::2]) <= set(TOKENS.tolist())
@@ -130,7 +133,7 @@ def test_the_kernel_draws_what_the_spread_row_draws(tokens: np.ndarray, tmp_path
     assert (small.weight_bytes == every.weight_bytes) == (len(tokens) == VOCAB)
     random = np.random.default_rng(2)
     packed = pack([(random.integers(0, VOCAB, 90).tolist(), 0, list(range(6)))])
-    wanted = [Choose("logits", SamplingParams())] * 90
+    wanted = [SamplingSpec("logits", SamplingParams())] * 90
     logits, full = (d.run(packed, d.new_kv(6), wanted).logits for d in (small, every))
     assert logits is not None
     assert full is not None

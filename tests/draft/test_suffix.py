@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.backend.rows import Rows
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import BROKEN, Admission, Batch, BatchRow, Plan, Request, RowPlan
 from paceline.core.params import SamplingParams
 from paceline.draft.lookup.suffix import BORDER, SuffixConfig, SuffixDrafter, propose_slow
-from paceline.draft.options import parse_spec
+from paceline.draft.registry import parse_spec
 from paceline.kernels import TextIndex, extend_rows, go_on
-from paceline.model.rows import Rows
 
 texts = st.lists(st.lists(st.integers(0, 3), max_size=40), max_size=4)
 

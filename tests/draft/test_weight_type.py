@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from paceline.backend.draft_weights import NATIVE_TYPES, native_type
 from paceline.core.errors import ConfigError
-from paceline.draft.weight_type import NATIVE_TYPES, native_type
 from tests.draft.heads import head_values, random_weights, write_head
 from tests.draft.test_head_drafter import heads_config, requests
 from tests.draft.test_small_drafter import write_small

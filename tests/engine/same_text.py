@@ -12,25 +12,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from hypothesis import strategies as st
 
+from paceline.backend.native import decoder as native
+from paceline.backend.reference.decoder import ReferenceDecoder
 from paceline.core.nouns import Batch, Draft, Outcome, Plan, Request, RowDraft, RowPlan, TokenLogprobs, Verdict
 from paceline.core.params import SamplingParams
 from paceline.draft.drafter import DraftWeights, Vocabulary
-from paceline.engine import build
-from paceline.engine.config import EngineConfig
+from paceline.engine.assembly import build
+from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.scheduler import Limits
 from paceline.engine.stats import Stats
-from paceline.model import native
-from paceline.model.decoder import ReferenceDecoder
 from tests.draft.foreign import TOKENIZERS, foreign_weights
 from tests.tiny import tiny_config, tiny_tokenizer, tiny_weights
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from paceline.backend.seam import Decoder
     from paceline.control.controller import StepTimes
-    from paceline.control.policy import View
-    from paceline.model.backend import Decoder
+    from paceline.control.policy import StepView
     from paceline.model.config import ModelConfig
 
 VOCAB = 320
@@ -102,7 +102,7 @@ class RestlessK:
     def admit(self, row: int) -> None:
         pass
 
-    def plan(self, view: View) -> Plan:
+    def plan(self, view: StepView) -> Plan:
         rows = view.rows.tolist()
         return Plan({row: RowPlan(self._drafter, self._random.randint(0, self._k)) for row in rows})
 

@@ -14,9 +14,9 @@ import pytest
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.draft.lookup.suffix import SuffixDrafter
-from paceline.engine.build import assemble
-from paceline.engine.calibrate import Grid, calibrate, room
-from paceline.engine.config import EngineConfig
+from paceline.engine.assembly.build import assemble
+from paceline.engine.assembly.calibration import Grid, calibrate, room
+from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.scheduler import Limits
 from tests.engine.same_text import PLAIN, Settings, assert_same, draft_weights, make_engine, run, target
 from tests.engine.test_faults import REQUESTS

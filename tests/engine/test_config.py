@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.engine.config import EngineConfig
+from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.scheduler import Limits
 
 

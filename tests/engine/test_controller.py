@@ -18,10 +18,10 @@ from paceline.control.profile import read_profile
 from paceline.core.errors import ConfigError, RequestError
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams, Speculation
-from paceline.engine import auto
-from paceline.engine.build import load
-from paceline.engine.calibrate import Grid, calibrate
-from paceline.engine.config import EngineConfig
+from paceline.engine.assembly import auto
+from paceline.engine.assembly.build import load
+from paceline.engine.assembly.calibration import Grid, calibrate
+from paceline.engine.assembly.config import EngineConfig
 from paceline.verify.law import LAWS
 from tests.engine.same_text import PLAIN, STAIRCASE, make_engine, run
 from tests.engine.test_same_text import AUTO
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from paceline.control.cost import Work
-    from paceline.control.policy import Decision, Outcomes, View
+    from paceline.control.policy import Decision, Outcomes, StepView
     from paceline.core.nouns import Batch, Draft, Plan, Scores, Verdict
     from paceline.engine.engine import Engine
 
@@ -268,7 +268,7 @@ class Onlooker:
     def rested(self, rows: int, host_s: float) -> None:
         pass
 
-    def planned(self, view: View, decision: Decision, group: int) -> None:
+    def planned(self, view: StepView, decision: Decision, group: int) -> None:
         self.chosen.append([*decision.ks.tolist(), *decision.drafters.tolist()])
 
     def learnt(self, outcomes: Outcomes, prefill: Work, group: int) -> None:
@@ -283,7 +283,7 @@ def test_learning_that_waits_for_the_next_choice_changes_no_choice(monkeypatch: 
         loop, onlooker = timed(engine, monkeypatch), Onlooker()
         plan = loop.plan
 
-        def planned(view: View, loop: ClosedLoop = loop, plan: Any = plan, seen: Onlooker = onlooker) -> Plan:
+        def planned(view: StepView, loop: ClosedLoop = loop, plan: Any = plan, seen: Onlooker = onlooker) -> Plan:
             nonlocal waited
             waited = max(waited, len(loop._over))
             made: Plan = plan(view)

@@ -22,17 +22,17 @@ from paceline.core import process as processes
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
-from paceline.engine import build
-from paceline.engine.apart.channel import Channel, LineDead, open_line
-from paceline.engine.apart.drafter import DrafterApart
-from paceline.engine.apart.life import Life
-from paceline.engine.apart.messages import Begin
-from paceline.engine.config import EngineConfig
+from paceline.engine.assembly import build
+from paceline.engine.assembly.config import EngineConfig
+from paceline.engine.assembly.placement import PlacedDrafter
 from paceline.engine.overlap import OverlappedLoop
-from paceline.engine.placement import PlacedDrafter
+from paceline.engine.remote.channel import Channel, LineDead, open_line
+from paceline.engine.remote.client import RemoteDrafter
+from paceline.engine.remote.messages import BeginDrafter
+from paceline.engine.remote.supervisor import DrafterProcess
 from paceline.engine.scheduler import Limits
 from paceline.engine.wire import encode
-from paceline.model import hf
+from paceline.model.files import hf
 from paceline.model.weights import canonical_names
 from tests.engine.same_text import DRAFTER_NOISE, SHARP, STAIRCASE, VOCAB, assert_same, run
 from tests.engine.test_faults import spoil
@@ -90,9 +90,9 @@ def engine_of(asked: EngineConfig, *, thread: bool = False) -> Engine:
     return build.assemble(asked, loaded(), load).engine
 
 
-def drafter_of(engine: Engine) -> DrafterApart:
+def drafter_of(engine: Engine) -> RemoteDrafter:
     drafter = engine.drafting.drafters[NAME]
-    assert isinstance(drafter, DrafterApart)
+    assert isinstance(drafter, RemoteDrafter)
     return drafter
 
 
@@ -128,11 +128,11 @@ def until(holds: Any) -> None:
         time.sleep(0.01)
 
 
-def back(drafter: DrafterApart) -> None:
+def back(drafter: RemoteDrafter) -> None:
     until(lambda: drafter.lives.living() is not None)
 
 
-def kill(drafter: DrafterApart, number: int = signal.SIGKILL) -> None:
+def kill(drafter: RemoteDrafter, number: int = signal.SIGKILL) -> None:
     pid = drafter.lives.pid
     assert pid is not None
     os.kill(pid, number)
@@ -148,7 +148,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_drafts_what_it_would_beside_the_target(vocabulary: str) -> None:
     asked = config(f"{NAME}:model={models()[1]},k=4{vocabulary}")
     apart, beside = engine_of(asked), engine_of(asked, thread=True)
-    assert isinstance(drafter_of(apart), DrafterApart)
+    assert isinstance(drafter_of(apart), RemoteDrafter)
     assert isinstance(beside.drafting.drafters[NAME], PlacedDrafter)
     for number in (1, 2):  # the second finds pages of the first
         work = requests(number, 7)
@@ -273,8 +273,8 @@ def test_one_of_several_drafters_and_once_unloaded_it_ends() -> None:
 
 def test_it_ends_when_the_engine_s_process_is_killed() -> None:
     code = (
-        "import sys, time, msgspec; from paceline.engine.apart.life import Life\n"
-        "from paceline.engine.apart.messages import Begin\n"
+        "import sys, time, msgspec; from paceline.engine.remote.supervisor import Life\n"
+        "from paceline.engine.remote.messages import Begin\n"
         "life = Life(msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Begin))\n"
         "print(life.pid, flush=True); time.sleep(600)"
     )
@@ -282,7 +282,7 @@ def test_it_ends_when_the_engine_s_process_is_killed() -> None:
     assert parent.stdin is not None
     assert parent.stdout is not None
     try:
-        parent.stdin.write(encode(Begin(config(), 0, FEW_PAGES)))
+        parent.stdin.write(encode(BeginDrafter(config(), 0, FEW_PAGES)))
         parent.stdin.close()
         pid = int(parent.stdout.readline())
     finally:
@@ -302,7 +302,7 @@ def _is_gone(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    "failing", ["subprocess.Popen", "socket.socketpair", "paceline.engine.apart.channel.mmap"]
+    "failing", ["subprocess.Popen", "socket.socketpair", "paceline.engine.remote.channel.mmap"]
 )
 def test_nothing_is_left_of_a_process_that_could_not_be_started(
     failing: str, monkeypatch: pytest.MonkeyPatch
@@ -310,12 +310,12 @@ def test_nothing_is_left_of_a_process_that_could_not_be_started(
     def refuse(*arguments: Any, **named: Any) -> NoReturn:
         raise OSError("too many open files")
 
-    begin = Begin(config(), 0, FEW_PAGES)
+    begin = BeginDrafter(config(), 0, FEW_PAGES)
     before = sorted(Path("/proc/self/fd").iterdir())
     monkeypatch.setattr(failing, refuse)
     for _ in range(3):
         with pytest.raises(OSError, match="too many"):
-            Life(begin)
+            DrafterProcess(begin)
     assert sorted(Path("/proc/self/fd").iterdir()) == before
 
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from paceline.backend.packed import Packed
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
-from paceline.model.packed import Packed
 from tests.engine.same_text import PLAIN, draft_weights, make_engine, run, target
 
 if TYPE_CHECKING:
-    from paceline.model.decoder import ReferenceDecoder
+    from paceline.backend.reference.decoder import ReferenceDecoder
 
 
 def _model(decoder: ReferenceDecoder):

@@ -78,7 +78,7 @@ def spoil(engine: Engine, request_id: str, least: int = 0) -> None:
     def spoilt(batch: Batch, scores: Scores) -> Scores:
         for index in [i for i, r in enumerate(batch.rows) if r.request_id == request_id]:
             for at in range(scores.cu_len[index], scores.cu_len[index + 1]):
-                if scores.chooses[at].position < least:
+                if scores.specs[at].position < least:
                     continue
                 if scores.chosen[at] != UNCHOSEN:
                     scores.chosen[at] = BROKEN

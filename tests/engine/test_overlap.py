@@ -13,7 +13,7 @@ from paceline.control.fixed import FixedK
 from paceline.core.errors import RequestError
 from paceline.core.params import SamplingParams
 from paceline.engine.overlap import OverlappedLoop
-from paceline.engine.worker import Worker
+from paceline.engine.worker import PassThread
 from tests.draft.heads import RELAY, drafter_of, trained_head
 from tests.engine.same_text import (
     PLAIN,
@@ -31,13 +31,13 @@ from tests.engine.same_text import (
 )
 
 if TYPE_CHECKING:
-    from paceline.control.policy import View
+    from paceline.backend.reference.decoder import ReferenceDecoder
+    from paceline.control.policy import StepView
     from paceline.core.nouns import Batch, Draft, Plan
     from paceline.draft.drafter import Drafter
     from paceline.engine.engine import Engine
-    from paceline.model.decoder import ReferenceDecoder
 
-WORKER = Worker("target")  # engines of one process may share it: each waits for its own passes
+WORKER = PassThread("target")  # engines of one process may share it: each waits for its own passes
 EXAMPLES = 12
 FAILURES = 0.1  # of the times a drafter is asked
 
@@ -264,7 +264,7 @@ def test_a_pass_that_fails_is_the_step_s_error_and_leaves_no_thread_behind() -> 
     with pytest.raises(RuntimeError, match="no target"):
         for _ in range(3):
             engine.step()
-    assert Worker("another").call(lambda: 1) == 1
+    assert PassThread("another").call(lambda: 1) == 1
 
 
 def test_as_many_requests_run_at_once_as_serially_on_equal_pages() -> None:
@@ -294,7 +294,7 @@ class Paired:
         return False
 
     def __init__(self) -> None:
-        self.open: list[View] = []
+        self.open: list[StepView] = []
         self._other: Paired | None = None
 
     @property
@@ -305,7 +305,7 @@ class Paired:
     def admit(self, row: int) -> None:
         pass
 
-    def plan(self, view: View) -> Plan:
+    def plan(self, view: StepView) -> Plan:
         assert not any(v.num_rows for v in self.open), "the last round's outcome is not known yet"
         self.open = [view]
         return FixedK("ngram", 4).plan(view)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from paceline.core.nouns import Batch, Draft, Plan, Scores
-from paceline.draft.drafter import Away
-from paceline.engine import auto
-from paceline.engine.config import EngineConfig
-from paceline.engine.patience import FAILURES, LEAST_PEACE, MOST_PEACE, Patience
+from paceline.draft.drafter import DrafterUnavailable
+from paceline.engine.assembly import auto
+from paceline.engine.assembly.config import EngineConfig
+from paceline.engine.patience import FAILURES, LEAST_PEACE, MOST_PEACE, FailureBackoff
 from tests.engine.same_text import PLAIN, STAIRCASE, assert_same, make_engine, run
 from tests.engine.test_faults import REQUESTS
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 INDEX = {"a": 0, "b": 1}
 
 
-def plans_in_peace(patience: Patience, name: str) -> int:
+def plans_in_peace(patience: FailureBackoff, name: str) -> int:
     """Return for how many plans a drafter is out."""
     count = 0
     while INDEX[name] in patience.out(INDEX):
@@ -31,7 +31,7 @@ def plans_in_peace(patience: Patience, name: str) -> int:
 
 
 def test_peace_grows_with_failures_and_ends_with_success() -> None:
-    patience = Patience()
+    patience = FailureBackoff()
     for _ in range(FAILURES - 1):
         patience.note("b", failed=True)
         assert patience.out(INDEX) == frozenset()
@@ -48,7 +48,7 @@ def test_peace_grows_with_failures_and_ends_with_success() -> None:
 
 
 def test_others_are_not_out() -> None:
-    patience = Patience()
+    patience = FailureBackoff()
     for _ in range(FAILURES):
         patience.note("a", failed=True)
         patience.note("b", failed=False)
@@ -68,7 +68,7 @@ def passes_alone_take_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(f"paceline.engine.{module}.perf_counter", lambda: now_s[0])
 
 
-@pytest.mark.parametrize("trouble", [RuntimeError("out of order"), Away()])
+@pytest.mark.parametrize("trouble", [RuntimeError("out of order"), DrafterUnavailable()])
 def test_auto_does_not_plan_on_with_a_drafter_that_fails(
     trouble: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,4 +84,4 @@ def test_auto_does_not_plan_on_with_a_drafter_that_fails(
     broken.propose = propose  # type: ignore[method-assign]
     assert_same(run(make_engine("off", PLAIN), REQUESTS), run(engine, REQUESTS))
     assert FAILURES <= len(asked) < engine.stats().steps / 2
-    assert engine.stats().drafter_failures == (0 if isinstance(trouble, Away) else len(asked))
+    assert engine.stats().drafter_failures == (0 if isinstance(trouble, DrafterUnavailable) else len(asked))

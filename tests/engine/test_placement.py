@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, TypeVar
 import pytest
 
 from paceline import cli
+from paceline.backend.device import Device, on_cores, usable_cores
 from paceline.control.trace import replay
 from paceline.core.errors import ConfigError
-from paceline.engine.config import EngineConfig
+from paceline.engine.assembly.config import EngineConfig
+from paceline.engine.assembly.placement import PlacedDrafter, Placement
 from paceline.engine.overlap import OverlappedLoop
-from paceline.engine.placement import PlacedDrafter, Placement
 from paceline.engine.serial import SerialLoop
-from paceline.engine.worker import Worker
-from paceline.model.device import Device, on_cores, usable_cores
+from paceline.engine.worker import PassThread
 from tests.draft.heads import trained_head
 from tests.engine.same_text import PLAIN, assert_same, make_engine, run, target
 from tests.engine.test_overlap import REQUESTS, overlapped
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from paceline.model.decoder import ReferenceDecoder
+    from paceline.backend.reference.decoder import ReferenceDecoder
 
 T = TypeVar("T")
 CORES = sorted(usable_cores())
@@ -87,7 +87,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         make_engine(f"eagle3:model={head},k=4", PLAIN, draft_device="nonsense")
 
 
-class HangsLater(Worker):
+class HangsLater(PassThread):
     """A worker whose eighth call never comes back."""
 
     num_calls = 0
@@ -114,14 +114,14 @@ def test_a_drafter_that_hangs_is_given_up_and_requests_go_on(turns: bool) -> Non
 
 
 def test_a_call_that_takes_too_long_is_left_behind() -> None:
-    forever, worker = Event(), Worker("any")
+    forever, worker = Event(), PassThread("any")
     with pytest.raises(TimeoutError):
         worker.call(forever.wait, timeout_s=0.001)
     forever.set()
 
 
 def test_a_worker_raises_what_its_calls_raise_and_goes_on() -> None:
-    worker = Worker("any")
+    worker = PassThread("any")
     with pytest.raises(ZeroDivisionError):
         worker.call(lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -27,7 +27,7 @@ from tests.engine.same_text import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from paceline.model.decoder import ReferenceDecoder
+    from paceline.backend.reference.decoder import ReferenceDecoder
 
 NGRAM = "ngram:min=1,max=4"
 SUFFIX = "suffix:shared=2000"

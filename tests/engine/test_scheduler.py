@@ -19,9 +19,9 @@ from paceline import kernels
 from paceline.core.errors import PromptTooLong, QueueFull
 from paceline.core.nouns import PAGE_TOKENS, Admission, Batch, BatchRow, Plan, Request, RowPlan
 from paceline.core.params import SamplingParams, Speculation
-from paceline.engine.outlook import bounds_of_slow
 from paceline.engine.pages import PagePool, chain_hash, pages_for, root_hash
 from paceline.engine.scheduler import Limits, Scheduler
+from paceline.engine.step_view import bounds_of_slow
 
 VOCAB = 3
 

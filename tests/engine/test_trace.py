@@ -14,15 +14,15 @@ from paceline.control.controller import ClosedLoop
 from paceline.control.cost import Work
 from paceline.control.goodput import Goodput
 from paceline.control.online import OnlineCost
-from paceline.control.policy import Outcomes, View
+from paceline.control.policy import Outcomes, StepView
 from paceline.control.profile import read_profile
 from paceline.control.setup import make_loop
 from paceline.control.trace import Tracer, replay
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams, Speculation
-from paceline.engine import auto
-from paceline.engine.config import EngineConfig
+from paceline.engine.assembly import auto
+from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.engine import Engine
 from tests.engine.same_text import PLAIN, STAIRCASE, make_engine, run
 
@@ -94,7 +94,7 @@ def test_a_step_without_a_plan_is_written_though_nobody_had_a_row_in_it() -> Non
     assert loop.rests(1)
     assert loop.rests(1)
     none = np.zeros(1, np.int64)
-    loop.plan(View(none, none + 9, none, Work(0)))
+    loop.plan(StepView(none, none + 9, none, Work(0)))
     lines = [json.loads(line) for line in file.getvalue().splitlines()[1:]]
     assert [line.get("rested") for line in lines] == [0, 0, None]
 
@@ -168,9 +168,9 @@ def test_explain_tells_what_was_known_of_the_group_whose_step_it_is(
     assert min(first[0]) > 0.6 > max(first[1])
 
 
-def _view(*rows: int) -> View:
+def _view(*rows: int) -> StepView:
     index = np.array(rows, np.int64)
-    return View(index, index * 0 + 50, index * 0 + 8, Work(0))
+    return StepView(index, index * 0 + 50, index * 0 + 8, Work(0))
 
 
 def test_a_trace_that_ends_in_the_middle_of_a_line_is_read_up_to_there(

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.core.nouns import BROKEN, Request
 from paceline.core.params import SamplingParams
-from paceline.engine.writer import Taken, Writer
+from paceline.engine.writer import StopChecker, Taken
 from paceline.model.tokenizer import Detokenizer
 from tests.tiny import tiny_tokenizer
 
@@ -25,7 +25,7 @@ PARAMS = [
 
 
 def _written(params: SamplingParams, drafts: list[list[int]], method: str) -> tuple[list[tuple[Taken, str]], str]:
-    writer = Writer(Request("r", (1,), params, seed=0), frozenset({EOS}), Detokenizer(TOKENIZER))
+    writer = StopChecker(Request("r", (1,), params, seed=0), frozenset({EOS}), Detokenizer(TOKENIZER))
     found: list[tuple[Taken, str]] = []
     for drafted in drafts:
         taken: Taken = getattr(writer, method)(drafted)

@@ -10,11 +10,11 @@ import gguf
 import numpy as np
 import torch
 
-from paceline.model import gguf_model
-from paceline.model.attention import KVStore
+from paceline.backend.packed import Packed
+from paceline.backend.reference.attention import KVStore
+from paceline.backend.reference.decoder import ReferenceDecoder
 from paceline.model.config import ModelConfig
-from paceline.model.decoder import ReferenceDecoder
-from paceline.model.packed import Packed
+from paceline.model.files import gguf_model
 from paceline.model.weights import canonical_names
 from tests.tiny import END, tiny_raw_tokenizer
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.model.decoder import ReferenceDecoder
+from paceline.backend.reference.decoder import ReferenceDecoder
 from paceline.model.weights import LoadedModel, load_model
 from tests.model.helpers import logits_of, pack, write_gguf
 
@@ -118,7 +118,7 @@ def test_gguf_gives_the_same_logits(case: str, tmp_path: Path) -> None:
     if config.rope.scaling == "llama3":
         from dataclasses import replace
 
-        from paceline.model.rope import inverse_frequencies
+        from paceline.backend.rope import inverse_frequencies
 
         plain = inverse_frequencies(replace(config.rope, scaling="none"), config.head_dim)
         weights["rope_factors"] = plain / inverse_frequencies(config.rope, config.head_dim)
@@ -145,7 +145,7 @@ def test_default_model_equals_transformers() -> None:
         max_position_embeddings=c.max_context,
         tie_word_embeddings=True,
     )
-    from paceline.model import hf
+    from paceline.model.files import hf
     from paceline.model.weights import canonical_names
 
     names = canonical_names(c, hf.MODEL_NAMES, hf.LAYER_NAMES, hf.LAYER_PREFIX)

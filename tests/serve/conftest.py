@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from paceline.model import hf
+from paceline.model.files import hf
 from paceline.model.weights import canonical_names
 from tests.tiny import END, tiny_config, tiny_raw_tokenizer, tiny_weights
 

@@ -10,8 +10,8 @@ import pytest
 
 from paceline import LLM, SamplingParams
 from paceline.core.errors import ConfigError
-from paceline.serve.capture import capture
-from paceline.serve.generate import Item, read_items
+from paceline.serve.terminal.capture import capture
+from paceline.serve.terminal.generate import Item, read_items
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

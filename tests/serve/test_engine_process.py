@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.engine.wire import Submit
-from paceline.serve.engine_process import Worker
-from paceline.serve.messages import Outcomes, Stop
+from paceline.serve.worker.messages import OutcomeBatch, StopEngine
+from paceline.serve.worker.process import EngineWorker
 from tests.engine.same_text import PLAIN, make_engine
 from tests.engine.test_overlap import overlapped
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from paceline.engine.engine import Engine
-    from paceline.serve.messages import ToEngine, ToServer
+    from paceline.serve.worker.messages import ToEngine, ToServer
 
 PARAMS = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=200)
 
@@ -42,12 +42,12 @@ class Line:
 def serve(engine: Engine, messages: Iterator[ToEngine | None]) -> list[list[str]]:
     """Serve until told to stop; return who was told of tokens, message by message."""
     line = Line(messages)
-    Worker(engine, line).run()  # type: ignore[arg-type]
-    return [[o.request_id for o in m.outcomes] for m in line.sent if isinstance(m, Outcomes)]
+    EngineWorker(engine, line).run()  # type: ignore[arg-type]
+    return [[o.request_id for o in m.outcomes] for m in line.sent if isinstance(m, OutcomeBatch)]
 
 
 def test_a_server_looks_once_for_each_serial_step() -> None:
-    looks = [submit("a"), None, None, submit("b"), None, Stop()]
+    looks = [submit("a"), None, None, submit("b"), None, StopEngine()]
     assert serve(make_engine("off", PLAIN), iter(looks)) == [["a"], ["a", "b"]]
 
 
@@ -65,7 +65,7 @@ def test_in_turns_who_comes_while_a_pass_runs_is_drafted_for_at_once() -> None:
         yield None
         assert engine.stats().steps == steps + 1
         assert any(r.request.request_id == "late" for r in engine.scheduler.running)
-        yield Stop()
+        yield StopEngine()
 
     serve(engine, messages())
     assert engine.stats().overlapped_steps

@@ -21,11 +21,19 @@ import zmq
 from paceline.core.errors import ConfigError, EngineDied
 from paceline.core.nouns import Outcome, Request
 from paceline.core.params import SamplingParams
-from paceline.engine.config import EngineConfig
+from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.wire import Failed, Submit, encode
-from paceline.serve.engine_client import EngineClient
-from paceline.serve.http import HttpConfig
-from paceline.serve.messages import Load, Outcomes, Ready, Rejected, Snapshot, Stop, decode_to_server
+from paceline.serve.server import HttpConfig
+from paceline.serve.worker.client import EngineClient
+from paceline.serve.worker.messages import (
+    Load,
+    OutcomeBatch,
+    Ready,
+    Rejected,
+    Snapshot,
+    StopEngine,
+    decode_to_server,
+)
 from tests.serve.conftest import running
 
 if TYPE_CHECKING:
@@ -207,7 +215,7 @@ def test_broken_messages_do_not_end_the_engine(model: Path, tmp_path: Path) -> N
     address = f"ipc://{tmp_path}/s"
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.bind(address)
-        command = [sys.executable, "-m", "paceline.serve.engine_process", address]
+        command = [sys.executable, "-m", "paceline.serve.worker.process", address]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
         assert process.stdin is not None
         try:
@@ -223,9 +231,9 @@ def test_broken_messages_do_not_end_the_engine(model: Path, tmp_path: Path) -> N
             socket.send(encode(Submit("worse", (65,), {"colour": "red"}, 1)))
             assert _next(socket, Rejected).request_id == "worse"
             socket.send(encode(Submit.of(request)))
-            assert _next(socket, Outcomes).outcomes[0].request_id == "r"
+            assert _next(socket, OutcomeBatch).outcomes[0].request_id == "r"
             assert _next(socket, Snapshot)
-            socket.send(encode(Stop()))
+            socket.send(encode(StopEngine()))
             assert process.wait(20) == 0
         finally:
             process.kill()
@@ -240,7 +248,7 @@ def test_broken_messages_do_not_end_the_server(model: Path) -> None:
             await client.first_ready
             life = client._life
             assert life is not None
-            strangers = Outcomes((Outcome("nobody", (1,), "a"),)), Rejected("nobody", "QueueFull", "full")
+            strangers = OutcomeBatch((Outcome("nobody", (1,), "a"),)), Rejected("nobody", "QueueFull", "full")
             for data in (b"", b"\xff" * 100, b"\x91" * 5000, b"\xc1", *map(encode, strangers)):
                 client._handle(life, data)
             answers = await client.submit([Request("r", (65, 66), SamplingParams(max_tokens=3), seed=1)])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.core.nouns import Outcome, TokenLogprobs
 from paceline.model.tokenizer import Detokenizer
-from paceline.serve.formats import Answer, CompletionFormat
+from paceline.serve.api.openai_format import AnswerFormat, CompletionFormat
 from tests.tiny import END, tiny_tokenizer
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def outcome(ids: Sequence[int]) -> Outcome:
 
 def streamed(steps: Sequence[Sequence[int]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The log-probabilities of a stream's chunks, and those of the whole answer."""
-    form, answer = CompletionFormat(TOKENIZER), Answer()
+    form, answer = CompletionFormat(TOKENIZER), AnswerFormat()
     chunks = []
     for ids in steps:
         chunks.append(form.delta(0, answer, outcome(ids))["logprobs"])

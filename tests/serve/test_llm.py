@@ -14,8 +14,8 @@ import pytest
 from paceline import LLM, SamplingParams
 from paceline.cli import main
 from paceline.core.errors import ConfigError, EngineDied, PromptTooLong, RequestError
-from paceline.serve.banner import printable
-from paceline.serve.chat import Chat
+from paceline.serve.terminal.banner import printable
+from paceline.serve.terminal.chat import Chat
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,7 +10,7 @@ from paceline.core.errors import PromptTooLong, RequestError
 from paceline.core.params import MAX_SEED, SamplingParams
 from paceline.model.template import ChatTemplate, TemplateSource
 from paceline.model.tokenizer import Tokenizer
-from paceline.serve.intake import completion_job
+from paceline.serve.api.parse import completion_job
 from paceline.serve.prompts import Prompts, seed_of
 from tests.serve.conftest import TEMPLATE
 from tests.tiny import tiny_raw_tokenizer, tiny_tokenizer

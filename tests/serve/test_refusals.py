@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.serve.http import HttpConfig
-from paceline.serve.schema import ChatBody, CompletionBody
+from paceline.serve.api.schema import ChatBody, CompletionBody
+from paceline.serve.server import HttpConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,11 +14,11 @@ import zmq
 from paceline.core.errors import ConfigError, EngineDied
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
-from paceline.engine.config import EngineConfig
-from paceline.serve import engine_client
+from paceline.engine.assembly.config import EngineConfig
 from paceline.serve.commands.serve import log_level
-from paceline.serve.engine_client import EngineClient
-from paceline.serve.http import HttpConfig, HttpServer, listen
+from paceline.serve.server import HttpConfig, HttpServer, listen
+from paceline.serve.worker import client as engine_client
+from paceline.serve.worker.client import EngineClient
 from tests.serve.conftest import COMMAND
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.draft.heads.config import read_config
+from paceline.model.heads.config import read_config
 from paceline.train.compute import COMPUTES, choose_compute, products
 from paceline.train.drafts import plan_drafts
 from paceline.train.parallel import guess_at_once

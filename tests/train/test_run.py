@@ -11,12 +11,12 @@ import torch
 from safetensors.numpy import save_file
 
 from paceline.cli import main
-from paceline.draft.heads.checkpoint import load_head
+from paceline.model.heads.checkpoint import load_head
 from paceline.train import features
 from paceline.train.checkpoint import read_metrics
 from paceline.train.compute import COMPUTES
 from paceline.train.corpus import read_corpus
-from paceline.train.features import FeatureStore
+from paceline.train.features import FeatureFile
 from paceline.train.target import load_target, native_reader, reference_reader
 from tests.train.toy import TEXT_LEN, VOCAB, toy_config, write_answers, write_target
 
@@ -201,9 +201,9 @@ def test_hidden_states_are_kept_and_only_new_texts_are_computed(
     write_answers(tmp_path / "data", 8)
     read: list[int] = []
 
-    def compute() -> FeatureStore:
+    def compute() -> FeatureFile:
         texts = read_corpus(tmp_path / "data", VOCAB, 99).texts
-        store = FeatureStore(target, (1, 3), texts, tmp_path / "features")
+        store = FeatureFile(target, (1, 3), texts, tmp_path / "features")
         reader = reference_reader(target, store.taps)
         read.clear()
 
@@ -234,7 +234,7 @@ def test_features_can_be_computed_ahead_of_training(toy: Path, tmp_path: Path, m
     kept = ["--data", str(toy / "data"), "--model", str(toy / "target"), "--features", str(tmp_path / "features")]
     assert main(["train", "features", *kept, "--threads", "1"]) == 0
     (shard,) = (tmp_path / "features").iterdir()
-    monkeypatch.setattr(FeatureStore, "compute", lambda self, *_: self[0])
+    monkeypatch.setattr(FeatureFile, "compute", lambda self, *_: self[0])
     assert main(command("eagle3", toy, tmp_path / "out", "--steps", "1", "--features", str(shard.parent))) == 0
 
 

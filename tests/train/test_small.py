@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.backend.reference.decoder import ReferenceDecoder
 from paceline.cli import main
 from paceline.core.errors import BadModelFile, ConfigError, DrafterMismatch
-from paceline.draft.small.checkpoint import load_small
-from paceline.model.decoder import ReferenceDecoder
+from paceline.model.heads.cut_model import load_small
 from paceline.train.checkpoint import read_metrics, save_whole, write_json
 from paceline.train.drafts import Bounds, plan_drafts
 from paceline.train.export import write_drafter

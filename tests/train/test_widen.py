@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from paceline.train.widen import MOST_TEXT, Pair, names, origin, sentences, widen
+from paceline.train.widen import MOST_TEXT, PromptPair, names, origin, sentences, widen
 
 ANSWER = (
     "The old lighthouse stands on a cliff above the sea. Every evening its keeper climbs the narrow stairs. "
     "He lights the lamp and writes the weather into a book. Nobody has read that book for many years now."
 )
-PAIR = Pair("7", "Describe a lighthouse and the person who works there.", ANSWER)
+PAIR = PromptPair("7", "Describe a lighthouse and the person who works there.", ANSWER)
 
 
 def test_each_kind_is_made_from_a_text_that_allows_it() -> None:
@@ -28,15 +28,15 @@ def test_the_same_seed_makes_the_same_prompts() -> None:
 
 def test_a_translation_is_only_translated_back() -> None:
     german = "Der alte Leuchtturm steht auf einer Klippe hoch ueber dem Meer."
-    (back,) = widen([Pair("translate German 7", "Translate ...", german + "\nNote: ...")])
+    (back,) = widen([PromptPair("translate German 7", "Translate ...", german + "\nNote: ...")])
     assert back.source == "back"
     assert back.text == f"Translate German to English: {german}"
 
 
 def test_code_and_short_answers_make_no_prompts() -> None:
     code = "def f(x):\n    return {x: 1}\n" * 20
-    assert [p.source for p in widen([Pair("1", "Write f.", code)])] == []
-    assert list(widen([Pair("2", PAIR.prompt, "Yes.")])) == []
+    assert [p.source for p in widen([PromptPair("1", "Write f.", code)])] == []
+    assert list(widen([PromptPair("2", PAIR.prompt, "Yes.")])) == []
 
 
 def test_sentences_leave_code_and_fragments_out() -> None:
@@ -47,25 +47,26 @@ def test_sentences_leave_code_and_fragments_out() -> None:
 
 def test_ids_of_users_that_look_like_ours_are_only_names() -> None:
     for name in ("translate ", "translate", "translate me now", "", " "):
-        assert "back" not in {p.source for p in widen([Pair(name, PAIR.prompt, ANSWER)])}
+        assert "back" not in {p.source for p in widen([PromptPair(name, PAIR.prompt, ANSWER)])}
 
 
 def test_a_name_is_asked_about() -> None:
     answer = "It was built by Anna Berg in Oslo, and by others, as Oslo knows well."
     assert names(answer) == ["Anna Berg", "Oslo"]
-    (made,) = (p for p in widen([Pair("3", "Who built it?", answer)]) if p.source == "ask")
+    (made,) = (p for p in widen([PromptPair("3", "Who built it?", answer)]) if p.source == "ask")
     assert any(name in made.text for name in names(answer))
 
 
 def test_a_long_prompt_is_a_text_to_summarise() -> None:
-    (made,) = (p for p in widen([Pair("4", ANSWER * 30, "Yes.")]) if p.source == "digest")
+    (made,) = (p for p in widen([PromptPair("4", ANSWER * 30, "Yes.")]) if p.source == "digest")
     assert ANSWER in made.text
     assert len(made.text) < MOST_TEXT + 200
 
 
 def test_the_passage_that_answers_lies_among_others() -> None:
     pairs = [
-        Pair(str(n), f"Describe lighthouse number {n} of this coast.", f"Number {n}. {ANSWER}") for n in range(40)
+        PromptPair(str(n), f"Describe lighthouse number {n} of this coast.", f"Number {n}. {ANSWER}")
+        for n in range(40)
     ]
     made = [p for p in widen(pairs) if p.source == "search"]
     assert 0 < len(made) < len(pairs)
@@ -77,6 +78,6 @@ def test_the_passage_that_answers_lies_among_others() -> None:
 
 
 def test_what_a_prompt_was_made_from_is_known_by_its_name() -> None:
-    pairs = [Pair(f"n {n}", PAIR.prompt * (n + 1), f"{n} in Oslo. {ANSWER}") for n in range(40)]
+    pairs = [PromptPair(f"n {n}", PAIR.prompt * (n + 1), f"{n} in Oslo. {ANSWER}") for n in range(40)]
     for prompt in widen(pairs):
         assert origin(prompt.name) in {p.name for p in pairs}

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from paceline.backend.packed import Packed
+from paceline.backend.reference.decoder import ReferenceDecoder
 from paceline.core.nouns import PAGE_TOKENS
-from paceline.model import hf
-from paceline.model.decoder import ReferenceDecoder
-from paceline.model.packed import Packed
+from paceline.model.files import hf
 from paceline.model.weights import canonical_names
 from tests.tiny import tiny_config, tiny_weights
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.core.nouns import BROKEN, Batch, BatchRow, Choose, Draft, RowDraft, Scores
+from paceline.core.nouns import BROKEN, Batch, BatchRow, Draft, RowDraft, SamplingSpec, Scores
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import choose_token, logprobs
 from paceline.verify.coupled import coupled_row
@@ -17,17 +17,17 @@ from paceline.verify.rows import judge_rows
 
 VOCAB = 6
 LOGITS = np.random.default_rng(4).standard_normal((4, VOCAB)).astype(np.float32)
-GREEDY = Choose("argmax", SamplingParams(temperature=0))
+GREEDY = SamplingSpec("argmax", SamplingParams(temperature=0))
 
 
-def scores_of(rows: list[list[int]], choose: Choose) -> Scores:
+def scores_of(rows: list[list[int]], choose: SamplingSpec) -> Scores:
     """Score rows whose kind needs no logits, or of whose logits each row names the ones at its positions."""
     flat = [value for row in rows for value in row]
-    chooses = [choose._replace(position=10 + i) for i in range(len(flat))]
+    specs = [choose._replace(position=10 + i) for i in range(len(flat))]
     cu_len = [0, *np.cumsum([len(row) for row in rows]).tolist()]
     if choose.kind == "logits":
-        return Scores(cu_len, chooses, np.full(len(flat), -1), LOGITS, np.array(flat, np.int64))
-    return Scores(cu_len, chooses, np.array(flat, np.int64))
+        return Scores(cu_len, specs, np.full(len(flat), -1), LOGITS, np.array(flat, np.int64))
+    return Scores(cu_len, specs, np.array(flat, np.int64))
 
 
 @pytest.mark.parametrize("name", sorted(LAWS))
@@ -74,9 +74,9 @@ def test_rows_that_are_chosen_already_are_judged_as_the_rule_judges_them(number:
 @pytest.mark.parametrize("name", sorted(LAWS))
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_log_probabilities_are_of_the_raw_logits(name: str, temperature: float) -> None:
-    choose = Choose("logits", SamplingParams(temperature=temperature, logprobs=2, top_k=3), seed=5)
+    choose = SamplingSpec("logits", SamplingParams(temperature=temperature, logprobs=2, top_k=3), seed=5)
     scores = scores_of([[2, 0, 1]], choose)
-    drafts = [choose_token(LOGITS[row], scores.chooses[i]) for i, row in enumerate([2, 0])]
+    drafts = [choose_token(LOGITS[row], scores.specs[i]) for i, row in enumerate([2, 0])]
     verdict = load_law(name).judge(Draft((RowDraft(drafts),)), scores).rows[0]
     assert verdict.logprobs is not None
     assert list(verdict.logprobs) == [
@@ -89,9 +89,9 @@ def test_log_probabilities_are_of_the_raw_logits(name: str, temperature: float) 
 @pytest.mark.parametrize("least", [0, 1, 2])
 def test_drafts_kept_before_the_target_has_no_number_stay(name: str, temperature: float, least: int) -> None:
     """Drafts that no law refuses: q is p where the target draws, and the target's choice for all."""
-    choose = Choose("logits", SamplingParams(temperature=temperature, logprobs=0), seed=5)
+    choose = SamplingSpec("logits", SamplingParams(temperature=temperature, logprobs=0), seed=5)
     scores = scores_of([[0, 1, 2]], choose)
-    drafts = [choose_token(LOGITS[i], scores.chooses[i]) for i in range(2)]
+    drafts = [choose_token(LOGITS[i], scores.specs[i]) for i in range(2)]
     probs = np.exp(LOGITS[:2].astype(float))
     probs /= probs.sum(axis=1, keepdims=True)
     scores.logits = np.where(np.arange(4)[:, None] < least, LOGITS, np.nan)
@@ -105,15 +105,15 @@ def test_drafts_kept_before_the_target_has_no_number_stay(name: str, temperature
 def test_coupled_chooses_nothing_behind_the_first_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def counted(logits: np.ndarray, choose: Choose) -> int:
+    def counted(logits: np.ndarray, choose: SamplingSpec) -> int:
         seen.append(choose.position)
         return choose_token(logits, choose)
 
     monkeypatch.setattr("paceline.verify.rows.choose_token", counted)
-    choose = Choose("logits", SamplingParams(top_k=2), seed=1)
+    choose = SamplingSpec("logits", SamplingParams(top_k=2), seed=1)
     scores = scores_of([[0, 1, 2, 3]], choose)
-    first = choose_token(LOGITS[0], scores.chooses[0])
-    wrong = (choose_token(LOGITS[1], scores.chooses[1]) + 1) % VOCAB
+    first = choose_token(LOGITS[0], scores.specs[0])
+    wrong = (choose_token(LOGITS[1], scores.specs[1]) + 1) % VOCAB
     verdict = load_law("coupled").judge(Draft((RowDraft([first, wrong, 0]),)), scores).rows[0]
     assert verdict.num_accepted == 1
     assert seen == [10, 11]
@@ -122,7 +122,7 @@ def test_coupled_chooses_nothing_behind_the_first_mismatch(monkeypatch: pytest.M
 @pytest.mark.parametrize("name", ["rejection", "block"])
 def test_a_banned_token_is_never_kept(name: str) -> None:
     """Not even where the drafter, too, says that it cannot be: 0 / 0."""
-    choose = Choose("logits", SamplingParams(top_k=1), seed=1)
+    choose = SamplingSpec("logits", SamplingParams(top_k=1), seed=1)
     banned = int(LOGITS[0].argmin())
     probs = np.zeros((1, VOCAB))
     probs[0, (banned + 1) % VOCAB] = 1.0
@@ -134,7 +134,7 @@ def test_a_banned_token_is_never_kept(name: str) -> None:
 @pytest.mark.parametrize("name", ["rejection", "block"])
 def test_rounding_in_the_drafts_probabilities_leaves_something_to_draw_from(name: str) -> None:
     """q a little above p everywhere: nothing is left of p - q when a coin rejects after all."""
-    choose = Choose("logits", SamplingParams(), seed=0)
+    choose = SamplingSpec("logits", SamplingParams(), seed=0)
     p = np.exp(LOGITS[0].astype(float)) / np.exp(LOGITS[0].astype(float)).sum()
     for seed in range(40):
         scores = scores_of([[0, 1]], choose._replace(seed=seed))

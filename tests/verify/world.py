@@ -11,7 +11,7 @@ import numpy as np
 from scipy import special, stats
 
 from paceline.core import noise
-from paceline.core.nouns import Choose, Draft, RowDraft, Scores
+from paceline.core.nouns import Draft, RowDraft, SamplingSpec, Scores
 from paceline.core.params import SamplingParams
 from paceline.verify.law import Law
 
@@ -43,13 +43,13 @@ class World:
         return special.softmax(self.draft[last])
 
     def scores(
-        self, last: int, drafted: RowDraft, choose: Choose, position_of: Callable[[int], int] = int
+        self, last: int, drafted: RowDraft, choose: SamplingSpec, position_of: Callable[[int], int] = int
     ) -> Scores:
         """Score one row whose newest token is `last`; `choose.position` is that of its first draft."""
         context = [last, *drafted.token_ids]
         count = len(context)
-        chooses = [choose._replace(position=position_of(choose.position + i)) for i in range(count)]
-        return Scores([0, count], chooses, np.full(count, -1), self.target[context], np.arange(count))
+        specs = [choose._replace(position=position_of(choose.position + i)) for i in range(count)]
+        return Scores([0, count], specs, np.full(count, -1), self.target[context], np.arange(count))
 
     def joint(self, length: int) -> np.ndarray:
         """Return the target's probability of every text of that length after token 0. [vocab ** length]"""
@@ -113,7 +113,7 @@ def write(
         kept = trim(drafted)
         probs = None if drafted.probs is None else drafted.probs[:kept]
         drafted = RowDraft(drafted.token_ids[:kept], probs=probs)
-        choose = Choose("logits", PARAMS, seed, choice, len(tokens))
+        choose = SamplingSpec("logits", PARAMS, seed, choice, len(tokens))
         verdict = law.judge(Draft((drafted,)), world.scores(tokens[-1], drafted, choose, position_of)).rows[0]
         assert list(verdict.token_ids[:-1]) == list(drafted.token_ids[: verdict.num_accepted])
         tokens += verdict.token_ids
@@ -197,5 +197,5 @@ def one_lookup(world: World, k: int) -> Any:
     yield 1.0, looks_up(world, [0], 0, 0, k)
 
 
-def choose_at(position: int, seed: int = 0) -> Choose:
-    return Choose("logits", PARAMS, seed, 0, position)
+def choose_at(position: int, seed: int = 0) -> SamplingSpec:
+    return SamplingSpec("logits", PARAMS, seed, 0, position)

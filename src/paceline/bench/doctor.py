@@ -6,27 +6,27 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
+from paceline.backend.registry import NUM_BYTES
 from paceline.bench.run import empty
 from paceline.control.fixed import FixedK
 from paceline.core.errors import ConfigError, ModelError
 from paceline.core.interrupts import uninterrupted
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
-from paceline.draft.options import parse_drafters
-from paceline.engine.backends import NUM_BYTES
-from paceline.engine.drafting import Drafting
-from paceline.engine.memory import available_bytes
-from paceline.engine.probes import Always
+from paceline.draft.registry import parse_drafters
+from paceline.engine.assembly.calibration_stubs import Always
+from paceline.engine.assembly.memory import available_bytes
+from paceline.engine.drafters import DrafterPool
 from paceline.model.cost import num_weights
-from paceline.model.pull import resolve
+from paceline.model.files.pull import resolve
 from paceline.model.weights import load_model, load_template, load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from paceline.core.errors import PacelineError
-    from paceline.engine.build import Built
-    from paceline.engine.config import EngineConfig
+    from paceline.engine.assembly.build import Built
+    from paceline.engine.assembly.config import EngineConfig
     from paceline.engine.engine import Engine
     from paceline.model.weights import LoadedModel
 
@@ -130,9 +130,9 @@ def measure(built: Built, draft: str) -> Speed:
     own = _steps(engine, k)
     kept = engine.drafting, engine.controller
     try:
-        engine.drafting, engine.controller = Drafting([], engine.target.config.vocab_size), FixedK()
+        engine.drafting, engine.controller = DrafterPool([], engine.target.config.vocab_size), FixedK()
         plain = _steps(engine, 0)
-        engine.drafting = Drafting([Always()], engine.target.config.vocab_size)
+        engine.drafting = DrafterPool([Always()], engine.target.config.vocab_size)
         engine.controller = FixedK(Always.name, k)
         full = _steps(engine, k) if k else plain
     finally:

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline import kernels
-from paceline.core.nouns import PAGE_TOKENS, Choose
+from paceline.backend.packed import Packed
+from paceline.core.nouns import PAGE_TOKENS, SamplingSpec
 from paceline.core.params import SamplingParams
 from paceline.model.config import layer_shapes
-from paceline.model.packed import Packed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from paceline.model.backend import KV
+    from paceline.backend.native.decoder import NativeDecoder
+    from paceline.backend.seam import KV
     from paceline.model.config import ModelConfig
-    from paceline.model.native import NativeDecoder
 
 COLD_BYTES = 200 << 20  # so many bytes of one shape are multiplied in turn that no cache holds them
 MOST_COPIES = 1000
@@ -28,7 +28,7 @@ DOTS = {"int8": 1, "int4": 1}  # products of bytes for each weight and token; th
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class MachineLimits:
     """What all threads together can do at most."""
 
     bytes_per_s: float  # reading memory
@@ -51,9 +51,9 @@ class Product:
         return self.time_s / self.floor_s
 
 
-def measure_limits(team: kernels.Team) -> Limits:
+def measure_limits(team: kernels.Team) -> MachineLimits:
     """Measure the machine: some tenths of a second."""
-    return Limits(kernels.read_bandwidth(team, 1 << 28), kernels.dot_peak(team))
+    return MachineLimits(kernels.read_bandwidth(team, 1 << 28), kernels.dot_peak(team))
 
 
 def shapes_of(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -65,7 +65,12 @@ def shapes_of(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def measure_products(
-    team: kernels.Team, limits: Limits, name: str, shape: tuple[int, int], weights: str, tokens: Sequence[int]
+    team: kernels.Team,
+    limits: MachineLimits,
+    name: str,
+    shape: tuple[int, int],
+    weights: str,
+    tokens: Sequence[int],
 ) -> Iterator[Product]:
     """Multiply cold copies of one shape by each number of tokens; medians of several rounds."""
     random = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
@@ -120,7 +125,7 @@ def num_pages(cases: Sequence[Case] = CASES) -> int:
 
 def time_passes(decoder: NativeDecoder, kv: KV, cases: Sequence[Case], repeats: int) -> dict[Case, float]:
     """Return the median time of each pass, greedy, measured in turns so that a drifting machine drifts for all."""
-    greedy = Choose("argmax", SamplingParams(temperature=0.0))
+    greedy = SamplingSpec("argmax", SamplingParams(temperature=0.0))
     passes = {case: case.packed(decoder.config.vocab_size) for case in cases}
     times: dict[Case, list[float]] = {case: [] for case in cases}
     for _ in range(repeats):

@@ -17,7 +17,7 @@ from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from paceline.bench.measure import Answer
+from paceline.bench.measure import MeasuredAnswer
 from paceline.core.errors import ConfigError, PacelineError
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def drive(
     rate_per_s: float | None,
     seed: int,
     tell: Tell | None = None,
-) -> list[Answer]:
+) -> list[MeasuredAnswer]:
     """Ask every prompt and return the answers in their order. Raises `PacelineError` if a request fails."""
     if not prompts:
         return []
@@ -130,7 +130,7 @@ def drive(
     return answers
 
 
-def ask(target: Server, prompt: Prompt, seed: int) -> Answer:
+def ask(target: Server, prompt: Prompt, seed: int) -> MeasuredAnswer:
     """Ask one prompt, streaming. Raises `PacelineError`."""
     body = {**target.body, "seed": seed, "messages": [{"role": "user", "content": prompt.text}]}
     connection = target.connect()
@@ -146,7 +146,7 @@ def ask(target: Server, prompt: Prompt, seed: int) -> Answer:
         connection.close()
 
 
-def answer_of(prompt: Prompt, start_s: float, events: Iterator[tuple[float, dict[str, Any]]]) -> Answer:
+def answer_of(prompt: Prompt, start_s: float, events: Iterator[tuple[float, dict[str, Any]]]) -> MeasuredAnswer:
     """Return the answer that streamed chunks, each with its time, add up to. Raises `PacelineError`.
 
     A chunk does not say how many tokens it brings: the first counts as one, the others share the rest evenly.
@@ -164,13 +164,13 @@ def answer_of(prompt: Prompt, start_s: float, events: Iterator[tuple[float, dict
     return _answer(prompt, start_s, times or [end_s], usage)
 
 
-def _answer(prompt: Prompt, start_s: float, times: list[float], usage: Mapping[str, Any]) -> Answer:
+def _answer(prompt: Prompt, start_s: float, times: list[float], usage: Mapping[str, Any]) -> MeasuredAnswer:
     tokens, told = int(usage["completion_tokens"]), usage.get("speculation") or {}
     first = min(1, tokens) if len(times) > 1 else tokens
     share = (tokens - first) / max(len(times) - 1, 1)
     length = float(told.get("acceptance_length") or 0.0)
     decoded = max(tokens - 1, 0)  # the prefill's token is not decoded
-    return Answer(
+    return MeasuredAnswer(
         prompt=prompt,
         prompt_tokens=int(usage["prompt_tokens"]),
         output_tokens=tokens,

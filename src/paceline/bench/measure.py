@@ -20,7 +20,7 @@ LOOPING_SHARE = 0.3  # of an answer's tokens inside repeated 16-grams
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Answer:
+class MeasuredAnswer:
     """One request, as the one who asked saw it. Times are seconds of one monotonic clock."""
 
     prompt: Prompt
@@ -59,13 +59,13 @@ class Run:
     draft: str
     concurrency: int | None  # None: requests arrived on their own
     repeat: int
-    answers: tuple[Answer, ...]
+    answers: tuple[MeasuredAnswer, ...]
     stats: Stats | None  # what the engine counted; None: a server, which was not alone
     peak_rss_mb: float | None
     warm: bool = False
 
 
-def busy_until(answers: Sequence[Answer], concurrency: int | None) -> float:
+def busy_until(answers: Sequence[MeasuredAnswer], concurrency: int | None) -> float:
     """Return when fewer than `concurrency` requests were left; with free arrivals, when the last one came."""
     if concurrency is None:
         return max(a.start_s for a in answers)
@@ -73,12 +73,12 @@ def busy_until(answers: Sequence[Answer], concurrency: int | None) -> float:
     return ends[max(0, len(ends) - concurrency)]
 
 
-def tokens_until(answers: Sequence[Answer], time_s: float) -> float:
+def tokens_until(answers: Sequence[MeasuredAnswer], time_s: float) -> float:
     """Return how many tokens had come by then."""
     return sum(tokens for a in answers for arrived_s, tokens in a.arrivals if arrived_s <= time_s)
 
 
-def acceptance_length(answers: Sequence[Answer]) -> float | None:
+def acceptance_length(answers: Sequence[MeasuredAnswer]) -> float | None:
     """Return tokens committed per request and decode pass, the target's own included, the prefill's not."""
     passes = sum(a.decode_passes for a in answers)
     return sum(a.decoded_tokens for a in answers) / passes if passes else None
@@ -110,7 +110,7 @@ def record(run: Run) -> Json:
     }
 
 
-def _latencies(answers: Sequence[Answer]) -> Json:
+def _latencies(answers: Sequence[MeasuredAnswer]) -> Json:
     return {
         "ttft_ms": spread_of([(a.first_s - a.start_s) * MS_PER_S for a in answers]),
         "tpot_ms": spread_of([a.tpot_s * MS_PER_S for a in answers if a.tpot_s is not None]),
@@ -118,7 +118,7 @@ def _latencies(answers: Sequence[Answer]) -> Json:
     }
 
 
-def _speculation(answers: Sequence[Answer]) -> Json:
+def _speculation(answers: Sequence[MeasuredAnswer]) -> Json:
     return {
         "drafted_tokens": sum(a.drafted_tokens for a in answers),
         "verified_tokens": sum(a.verified_tokens for a in answers),
@@ -161,14 +161,14 @@ def accepted_per_position(counts: Sequence[DraftCounts]) -> list[float]:
     return shares
 
 
-def _by_category(answers: Sequence[Answer]) -> Json:
+def _by_category(answers: Sequence[MeasuredAnswer]) -> Json:
     """Return the figures of each category. Its rate is that of its requests while they ran, one by one."""
     categories = dict.fromkeys(a.prompt.category for a in answers)
     groups = {c: [a for a in answers if a.prompt.category == c] for c in categories}
     return {category: _category(group) for category, group in groups.items()}
 
 
-def _category(answers: Sequence[Answer]) -> Json:
+def _category(answers: Sequence[MeasuredAnswer]) -> Json:
     tokens = sum(a.output_tokens for a in answers)
     return {
         "requests": len(answers),
@@ -181,7 +181,7 @@ def _category(answers: Sequence[Answer]) -> Json:
     }
 
 
-def kept_per_position(answers: Sequence[Answer]) -> list[float] | None:
+def kept_per_position(answers: Sequence[MeasuredAnswer]) -> list[float] | None:
     """Return, for each position, the share of decode passes that kept a draft there: 1 + their sum is the length.
 
     Null for a server, of which it is not known what came from one pass.
@@ -192,7 +192,7 @@ def kept_per_position(answers: Sequence[Answer]) -> list[float] | None:
     return [sum(k > position for k in kept) / len(kept) for position in range(int(max(kept, default=0)))]
 
 
-def _repetition(answers: Sequence[Answer]) -> Json:
+def _repetition(answers: Sequence[MeasuredAnswer]) -> Json:
     """How much of the answers repeats itself; loops are easily guessed, so how drafts do in the other answers."""
     told = [(a, a.token_ids) for a in answers if a.token_ids is not None]
     calm = [a for a, ids in told if num_repeated(ids) <= LOOPING_SHARE * len(ids)]

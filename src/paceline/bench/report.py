@@ -7,7 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from paceline.bench.statistics import median_interval
-from paceline.bench.terminal import table
+from paceline.serve.terminal.display import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from paceline.bench.measure import Answer
+from paceline.bench.measure import MeasuredAnswer
 from paceline.core.errors import PacelineError
 from paceline.core.interrupts import uninterrupted
 from paceline.core.nouns import Request
@@ -65,7 +65,7 @@ class Asking:
     """
 
     def __init__(self, engine: Engine, asked: Sequence[Question], concurrency: int) -> None:
-        self.answers: dict[str, Answer] = {}  # by request
+        self.answers: dict[str, MeasuredAnswer] = {}  # by request
         self._engine, self._asked, self._concurrency = engine, asked, concurrency
         self._waiting, self._inflight = deque(asked), dict[str, _Open]()
         self._whole = True  # a step that raised has left rows half-way; such an engine never gets empty
@@ -76,7 +76,7 @@ class Asking:
         """Whether every question has its answer."""
         return not (self._waiting or self._inflight)
 
-    def in_order(self) -> list[Answer]:
+    def in_order(self) -> list[MeasuredAnswer]:
         """Return the answers in the order of the questions."""
         return [self.answers[q.request.request_id] for q in self._asked]
 
@@ -144,7 +144,7 @@ def empty(engine: Engine, request_ids: Iterable[str]) -> None:
             engine.step()
 
 
-def _take(outcome: Outcome, now_s: float, inflight: dict[str, _Open], answers: dict[str, Answer]) -> None:
+def _take(outcome: Outcome, now_s: float, inflight: dict[str, _Open], answers: dict[str, MeasuredAnswer]) -> None:
     opened = inflight[outcome.request_id]
     if outcome.token_ids:
         opened.token_ids += outcome.token_ids
@@ -154,11 +154,11 @@ def _take(outcome: Outcome, now_s: float, inflight: dict[str, _Open], answers: d
         answers[outcome.request_id] = _answer(opened, outcome)
 
 
-def _answer(opened: _Open, outcome: Outcome) -> Answer:
+def _answer(opened: _Open, outcome: Outcome) -> MeasuredAnswer:
     figures, prompt = outcome.figures, opened.question.prompt
     if outcome.error is not None or figures is None or not opened.arrivals:
         raise PacelineError(f"question {prompt.question_id} failed: {outcome.error or 'it got no tokens'}")
-    return Answer(
+    return MeasuredAnswer(
         prompt=prompt,
         prompt_tokens=figures.prompt_tokens,
         output_tokens=figures.completion_tokens,

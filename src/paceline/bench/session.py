@@ -11,7 +11,7 @@ from paceline.bench.run import TURN_S, Asking, ask_in_turns, questions
 from paceline.core.errors import ConfigError
 from paceline.core.machine import peak_rss_mb, reset_peak_rss
 from paceline.core.params import MAX_SEED, MAX_TOKENS
-from paceline.engine.config import MAX_ROWS
+from paceline.engine.assembly.config import MAX_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from paceline.bench.prompts import Prompt
     from paceline.bench.run import Question
     from paceline.core.params import SamplingParams
-    from paceline.engine.build import Loaded
-    from paceline.engine.config import EngineConfig
+    from paceline.engine.assembly.build import Loaded
+    from paceline.engine.assembly.config import EngineConfig
     from paceline.engine.engine import Engine
 
     Tell = Callable[[int], None]  # requests done so far, over all runs
@@ -63,7 +63,7 @@ def run_here(
     Each engine has KV of its own, just large enough for the longest question and answer. Runs of one repeat take
     turns, so they share the peak of the process's memory.
     """
-    from paceline.engine.build import assemble
+    from paceline.engine.assembly.build import assemble
     from paceline.serve.prompts import Prompts
 
     max_len = min(config.limits.max_len, loaded.decoder.config.max_context)

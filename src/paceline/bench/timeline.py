@@ -75,7 +75,7 @@ class Timeline:
             engine.drafting.drafters[name] = self._watched(drafter, DRAFT, "propose", "commit")
 
     def _watched(self, inner: T, what: str, *methods: str, begins: str = "") -> T:
-        return cast("T", _Watched(self, inner, what, methods, begins))
+        return cast("T", _WatchedDrafter(self, inner, what, methods, begins))
 
     def note(self, what: str, call: Callable[..., T], *arguments: Any, **named: Any) -> T:
         """Make a call and note when."""
@@ -118,7 +118,7 @@ class Timeline:
         return [piece for step in self.of(STEP) for piece in _without(step, _waits(step, passes) + drafts)]
 
 
-class _Watched:
+class _WatchedDrafter:
     """An object some of whose methods are noted, and what one that it may have begins; all else is its own."""
 
     def __init__(

@@ -16,10 +16,10 @@ from paceline.core.params import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.bench.measure import Answer
+    from paceline.bench.measure import MeasuredAnswer
     from paceline.bench.session import Tell
-    from paceline.engine.build import Loaded
-    from paceline.engine.config import EngineConfig
+    from paceline.engine.assembly.build import Loaded
+    from paceline.engine.assembly.config import EngineConfig
 
 PROMPTS = Path(__file__).with_name("trial.jsonl")  # short questions of six kinds
 MAX_TOKENS = 48  # of an answer
@@ -85,7 +85,7 @@ def _silent(done: int) -> None:
     """Tell nobody."""
 
 
-def _expected(kind: str, plain: Sequence[Answer], drafted: Sequence[Answer]) -> Expected:
+def _expected(kind: str, plain: Sequence[MeasuredAnswer], drafted: Sequence[MeasuredAnswer]) -> Expected:
     before, now = _times_ms(plain), _times_ms(drafted)
     return Expected(
         kind=kind,
@@ -97,6 +97,6 @@ def _expected(kind: str, plain: Sequence[Answer], drafted: Sequence[Answer]) -> 
     )
 
 
-def _times_ms(answers: Sequence[Answer]) -> list[float]:
+def _times_ms(answers: Sequence[MeasuredAnswer]) -> list[float]:
     """Return a token's time for each answer; medians over them make a stall of the machine one answer's."""
     return [1e3 * a.tpot_s for a in answers if a.tpot_s is not None]

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.control.cost import StepCost, Work
-    from paceline.control.policy import View
+    from paceline.control.policy import StepView
 
 
 @noun
-class Chosen:
+class Allocation:
     """How far each row goes, and what is expected of it."""
 
     ks: NDArray[int64]  # [num_rows]
@@ -53,7 +53,7 @@ class Candidates:
     plain_tokens: float  # that the step without drafts commits, each counted as it counts
 
 
-def with_prefill(cost: StepCost, view: View) -> tuple[Work, float]:
+def with_prefill(cost: StepCost, view: StepView) -> tuple[Work, float]:
     """Return a step's pass without drafts, and its seconds that are the prefill's."""
     own = view.work
     if not view.prefill.tokens:
@@ -89,7 +89,7 @@ def best(
     unpaid_s: float = 0.0,
     drafted: bool = False,
     plain_tokens: float | None = None,
-) -> Chosen:
+) -> Allocation:
     """Return the number of drafts with the highest goodput, the smallest of equals.
 
     unpaid_s: seconds of the step that are not decoding's: those of prefill chunks, which are due in any case.
@@ -102,7 +102,7 @@ def best(
     return _chosen(num_rows, drafts, count, tokens, seconds)
 
 
-def best_uniform(base: Work, num_rows: int, drafts: Drafts, cost: StepCost, ks: Sequence[int]) -> Chosen:
+def best_uniform(base: Work, num_rows: int, drafts: Drafts, cost: StepCost, ks: Sequence[int]) -> Allocation:
     """Return the best of some numbers of drafts that are the same for all rows, as far as each may go.
 
     For backends that have only some shapes, and to compare with tables.
@@ -135,7 +135,7 @@ def gained_by(alive: NDArray[float64], drafters: NDArray[int64], ks: NDArray[int
 
 def _chosen(
     num_rows: int, drafts: Drafts, count: int, tokens: NDArray[float64], seconds: NDArray[float64]
-) -> Chosen:
+) -> Allocation:
     ks = np.bincount(drafts.rows[:count], minlength=num_rows)
     plain = max(float(tokens[0]), 1e-9), float(seconds[0])
-    return Chosen(ks, float(tokens[count]), float(seconds[count]), *plain)
+    return Allocation(ks, float(tokens[count]), float(seconds[count]), *plain)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from paceline.control.arrays import came_of, drafted_of
 from paceline.control.cruise import MANY_ROWS
-from paceline.control.policy import NONE, Decision, Outcomes, View
+from paceline.control.policy import NONE, Decision, Outcomes, StepView
 from paceline.control.reckoning import Reckoning, learn_cost
 from paceline.core.nouns import Draft, Plan, RowPlan, noun
 
@@ -56,7 +56,7 @@ class Controller(Protocol):
         """Begin a step of so many rows without a plan, if nothing is drafted in it; return whether so."""
         ...
 
-    def plan(self, view: View) -> Plan:
+    def plan(self, view: StepView) -> Plan:
         """Plan a step."""
         ...
 
@@ -82,7 +82,7 @@ class Watcher(Protocol):
         """A step that was not planned is over. rows: that decoded; 0 if there was prefill besides."""
         ...
 
-    def planned(self, view: View, decision: Decision, group: int) -> None:
+    def planned(self, view: StepView, decision: Decision, group: int) -> None:
         """A step of a group was planned."""
         ...
 
@@ -95,7 +95,7 @@ class Watcher(Protocol):
 class _Over:
     """A step that is over: what it was planned with, and what came of it."""
 
-    view: View
+    view: StepView
     decision: Decision
     batch: Batch
     proposed: Draft
@@ -120,7 +120,7 @@ class ClosedLoop:
         group: int = 0,
     ) -> None:
         self.policy, self.cost, self.names, self._watcher = policy, cost, tuple(names), watcher
-        self.view: View | None = None  # of the last plan
+        self.view: StepView | None = None  # of the last plan
         self.decision: Decision | None = None
         self._asked: frozenset[str] = frozenset()  # by the last plan, drafters whose proposals it did not know
         self._index = {name: index for index, name in enumerate(names)}
@@ -168,7 +168,7 @@ class ClosedLoop:
         if self._resting:
             self.rested(0, 0.0)
 
-    def plan(self, view: View) -> Plan:
+    def plan(self, view: StepView) -> Plan:
         """Plan a step."""
         self._end_rest()
         d = self.policy.hold(view)
@@ -259,7 +259,7 @@ class ClosedLoop:
         if self._watcher:
             self._watcher.rested(rows, host_s)
 
-    def learn(self, outcomes: Outcomes, prefill: Work, view: View, decision: Decision) -> Reckoning | None:
+    def learn(self, outcomes: Outcomes, prefill: Work, view: StepView, decision: Decision) -> Reckoning | None:
         """Learn from what came of a plan."""
         self.policy.learn(view, self._as_it_rests(outcomes))
         had_drafts, self._had_drafts = self._had_drafts, any(outcomes.num_verified.tolist())

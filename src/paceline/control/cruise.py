@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.control.cost import Work
-from paceline.control.policy import NONE, View, plain
+from paceline.control.policy import NONE, StepView, plain
 
 if TYPE_CHECKING:
     from paceline.control.policy import Decision
@@ -29,7 +29,7 @@ class Cruise:
     def forget(self) -> None:
         """Hold nothing: the last choice was for its step alone."""
         none = np.zeros(0, np.int64)
-        self._view = View(none, none, none, Work(0))
+        self._view = StepView(none, none, none, Work(0))
         self._chosen = plain(self._view)
         self._every = 1  # steps of many rows with the same choice
         self._plainly = CRUISE  # the same of the next choice not to draft
@@ -45,7 +45,7 @@ class Cruise:
         """What a step of the last choice is expected to take."""
         return self._chosen.seconds
 
-    def keep(self, view: View, chosen: Decision, *, lasting: bool) -> None:
+    def keep(self, view: StepView, chosen: Decision, *, lasting: bool) -> None:
         """Remember a choice; who is given up with it is so once. lasting: it was not made to find out.
 
         Where some of what was offered is taken, as where texts repeat themselves, every step is worth a look.
@@ -67,7 +67,7 @@ class Cruise:
         """Whether nothing is drafted in a step of so many rows, as that choice still holds."""
         return rows >= MANY_ROWS and self.carries_on(step) and not self._drafts
 
-    def held(self, view: View, step: int, *, asks: bool = True) -> Decision | None:
+    def held(self, view: StepView, step: int, *, asks: bool = True) -> Decision | None:
         """Return the last choice if it holds for a step, too: for many rows, or for the same few.
 
         asks: there is somebody to draft beside those that offer.
@@ -80,7 +80,7 @@ class Cruise:
         holds = self._of_the_same(view, step) and (stops or not (asks or self._drafts or _offered(view)))
         return self._within(view) if holds else None
 
-    def _carried_on(self, view: View) -> Decision:
+    def _carried_on(self, view: StepView) -> Decision:
         """Return the choice for rows of which some are gone, or new: these do not draft yet.
 
         A request that was given an ended one's row takes over what was chosen for that, until the next choice.
@@ -94,7 +94,7 @@ class Cruise:
         ks = np.minimum(np.where(known, chosen.ks[places], 0), view.most)
         return replace(chosen, ks=ks, drafters=np.where(ks > 0, chosen.drafters[places], NONE))
 
-    def _of_the_same(self, view: View, step: int) -> bool:
+    def _of_the_same(self, view: StepView, step: int) -> bool:
         """Whether the same rows decode and nothing else has come up that a choice depends on."""
         return (
             step % CRUISE != 0
@@ -103,13 +103,13 @@ class Cruise:
             and view.rows.tolist() == self._view.rows.tolist()
         )
 
-    def _within(self, view: View) -> Decision:
+    def _within(self, view: StepView) -> Decision:
         """Return the choice within what rows may have now."""
         chosen = self._chosen
         ks = np.minimum(chosen.ks, view.most)
         return chosen if ks.tolist() == chosen.ks.tolist() else replace(chosen, ks=ks)
 
 
-def _offered(view: View) -> int:
+def _offered(view: StepView) -> int:
     """Return the most drafts that any row is offered."""
     return max((offer.shape[1] for offer in view.offers.values()), default=0)

@@ -11,7 +11,7 @@ from paceline.core.nouns import Plan, RowPlan
 
 if TYPE_CHECKING:
     from paceline.control.controller import StepTimes
-    from paceline.control.policy import View
+    from paceline.control.policy import StepView
     from paceline.control.reckoning import Reckoning
     from paceline.core.nouns import Batch, Draft, Verdict
 
@@ -40,7 +40,7 @@ class FixedK:
         """It never drafts, or always plans."""
         return self.drafter is None
 
-    def plan(self, view: View) -> Plan:
+    def plan(self, view: StepView) -> Plan:
         """Plan a step for the rows that decode."""
         if not self.drafter:
             return Plan()

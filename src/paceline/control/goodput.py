@@ -19,7 +19,7 @@ from paceline.control.cost import Work
 from paceline.control.cruise import Cruise
 from paceline.control.hopes import Hopes
 from paceline.control.objective import Objective, Pace
-from paceline.control.policy import NONE, Decision, Drafted, Outcomes, View, plain
+from paceline.control.policy import NONE, Decision, Drafted, Outcomes, StepView, plain
 from paceline.control.probes import Probes
 from paceline.control.quick import Known, QuickSurvival, alive_now, choose, learn_all, plan, stops, trim
 from paceline.control.stance import Stance
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from numpy import float64, int64
     from numpy.typing import NDArray
 
-    from paceline.control.choice import Chosen
+    from paceline.control.choice import Allocation
     from paceline.control.cost import StepCost
     from paceline.core.nouns import Stop
 
     Choices = tuple[NDArray[int64], NDArray[int64]]  # drafts of each row, and their drafter
-    Whole = tuple[NDArray[int64], Chosen, float]  # each row's drafter, how far they go, seconds of the prefill
+    Whole = tuple[NDArray[int64], Allocation, float]  # each row's drafter, how far they go, seconds of the prefill
 
 PROBE_EVERY = 8  # steps between two looks at whether to probe ...
 PROBE_EVERY_OF_SEVERAL = 16  # ... of several rows: steps tell more, less is to be had, and a look takes long
@@ -117,7 +117,7 @@ class Goodput:
             self._probes.earn(self._cruise.seconds)
         return rests
 
-    def hold(self, view: View) -> Decision | None:
+    def hold(self, view: StepView) -> Decision | None:
         """As `Policy.hold`."""
         if not view.num_rows or self._cruise.for_its_step:
             return None
@@ -129,11 +129,11 @@ class Goodput:
             self._probes.earn(held.seconds)
         return held
 
-    def decide(self, view: View) -> Decision:
+    def decide(self, view: StepView) -> Decision:
         """Decide for every row of a step."""
         return self.hold(view) or self.choose(view)
 
-    def choose(self, view: View) -> Decision:
+    def choose(self, view: StepView) -> Decision:
         """As `Policy.choose`."""
         if not view.num_rows or not self.survival:
             return plain(view)
@@ -168,7 +168,7 @@ class Goodput:
             self._cruise.keep(view, decision, lasting=usual and drafts == self._stance.speculates)
         return decision
 
-    def _which(self, view: View) -> Whole:
+    def _which(self, view: StepView) -> Whole:
         """Choose drafters and drafts: beside what is offered, others only where these win clearly."""
         found = self._at_once(view) or self._in_turn(view)
         planned = zip(found[0].tolist(), found[1].ks.tolist(), strict=True)
@@ -179,7 +179,7 @@ class Goodput:
         alone = self._at_once(without) or self._in_turn(without)
         return found if found[1].speedup > (1 + ASKED_MARGIN) * alone[1].speedup else alone
 
-    def _at_once(self, view: View) -> Whole | None:
+    def _at_once(self, view: StepView) -> Whole | None:
         """Choose drafters and drafts in one call, where no row's own drafter is to be chosen; else None."""
         asked, costs = self._asked(view), self.cost.compiled
         if costs is None or view.wishes or (len(asked) > 1 and self._renews(view)):
@@ -188,16 +188,16 @@ class Goodput:
             self._prices.renew(self.cost, view, self._steps)
         return plan(costs, view, self._known(view), self._own, asked[0] if len(asked) == 1 else NONE)
 
-    def _known(self, view: View) -> Known:
+    def _known(self, view: StepView) -> Known:
         out = self._out(view)
         estimates = [None if index in out else s.estimates for index, s in enumerate(self.survival)]
         return Known(estimates, self._prices.table, self._goodput / self._prices.rows)
 
-    def _out(self, view: View) -> frozenset[int]:
+    def _out(self, view: StepView) -> frozenset[int]:
         """Return the drafters that nothing can be had from, in this step or for good."""
         return view.out | self._hopes.gone
 
-    def _in_turn(self, view: View) -> Whole:
+    def _in_turn(self, view: StepView) -> Whole:
         """Choose each row's drafter, then how far each goes; and tell the seconds of the prefill."""
         base, unpaid_s = with_prefill(self.cost, view)
         alive = self.expected(view)
@@ -205,16 +205,16 @@ class Goodput:
         chosen = self._best(view, base, alive, drafters, unpaid_s, self._pace.urgency(view.rows))
         return drafters, chosen, unpaid_s
 
-    def _renews(self, view: View) -> bool:
+    def _renews(self, view: StepView) -> bool:
         """Whether rows' own drafters are chosen again."""
         return self._steps % ASSIGN_EVERY == 0 or not self._fresh.isdisjoint(view.rows.tolist())
 
-    def _gained(self, view: View, drafters: NDArray[int64], ks: NDArray[int64]) -> NDArray[float64]:
+    def _gained(self, view: StepView, drafters: NDArray[int64], ks: NDArray[int64]) -> NDArray[float64]:
         """Return the tokens expected of each row. [n]"""
         return gained_by(self.expected(view), drafters, ks) if any(ks.tolist()) else np.ones(view.num_rows)
 
     def _with_stops(
-        self, view: View, ks: NDArray[int64], drafters: NDArray[int64]
+        self, view: StepView, ks: NDArray[int64], drafters: NDArray[int64]
     ) -> tuple[NDArray[int64], NDArray[int64], dict[int, Stop]]:
         """Let rows go as deep as drafters say that it pays; the one that finds out goes as far as planned."""
         planned = [d if k else NONE for d, k in zip(drafters.tolist(), ks.tolist(), strict=True)]
@@ -225,13 +225,13 @@ class Goodput:
 
     def _best(
         self,
-        view: View,
+        view: StepView,
         base: Work,
         alive: NDArray[float64],
         drafters: NDArray[int64],
         unpaid_s: float = 0.0,
         weights: NDArray[float64] | None = None,
-    ) -> Chosen:
+    ) -> Allocation:
         """Return how far each row goes with its drafter. alive: [num_drafters, num_rows, max_k]"""
         own = alive[drafters, np.arange(view.num_rows)] if len(alive) > 1 else alive[0]
         counted = own if weights is None else own * weights[:, None]
@@ -239,7 +239,7 @@ class Goodput:
         among = Candidates(counted, view.most, view.lengths, drafters, plain_tokens)
         return choose(self.cost, base, among, unpaid_s=unpaid_s)
 
-    def expected(self, view: View, optimism: float = 0.0) -> NDArray[float64]:
+    def expected(self, view: StepView, optimism: float = 0.0) -> NDArray[float64]:
         """Return how likely every drafter's drafts are kept, 0 beyond its deepest. [num_drafters, num_rows, max_k]
 
         What a drafter would propose is known if it offers: then nothing more is to be hoped for.
@@ -252,7 +252,7 @@ class Goodput:
                 found[index] = survival.alive(view.rows, self._max_k, offer, optimism=hope)
         return found
 
-    def _assign(self, view: View, alive: NDArray[float64]) -> NDArray[int64]:
+    def _assign(self, view: StepView, alive: NDArray[float64]) -> NDArray[int64]:
         """Return each row's drafter: what was offered if it is worth more than the row's own drafter, or that."""
         if len(self.survival) == 1:
             return np.zeros(view.num_rows, np.int64)
@@ -265,7 +265,7 @@ class Goodput:
             drafters[view.rows == row] = wish
         return drafters
 
-    def _compare(self, view: View, worth: NDArray[float64], *, renews: bool) -> NDArray[int64]:
+    def _compare(self, view: StepView, worth: NDArray[float64], *, renews: bool) -> NDArray[int64]:
         """Return each row's best. `renews`: its own, of those that offer nothing, is chosen again."""
         asked = self._asked(view)
         if renews and asked:
@@ -277,12 +277,12 @@ class Goodput:
             drafters[worth[offered] > worth[drafters, np.arange(view.num_rows)]] = offered
         return drafters
 
-    def _asked(self, view: View) -> list[int]:
+    def _asked(self, view: StepView) -> list[int]:
         """Return the drafters that offer nothing by themselves, and can be asked."""
         out = self._out(view)
         return [d for d in range(len(self.survival)) if d not in view.offers and d not in out]
 
-    def _worth(self, view: View, alive: NDArray[float64]) -> NDArray[float64]:
+    def _worth(self, view: StepView, alive: NDArray[float64]) -> NDArray[float64]:
         """Return how many tokens each drafter is worth to each row, its time priced at the goodput.
 
         [num_drafters, num_rows]
@@ -294,7 +294,7 @@ class Goodput:
         return np.maximum(found, 0.0, out=found)
 
     def _find_out(
-        self, view: View, chosen: Choices, seconds: float
+        self, view: StepView, chosen: Choices, seconds: float
     ) -> tuple[NDArray[int64], NDArray[int64], tuple[int, ...]]:
         """Now and then look for drafters without hope, and let a row go further than seems to pay, to find out.
 
@@ -317,7 +317,9 @@ class Goodput:
             further = deeper, np.full_like(drafters, tried)
         return *self._probe(view, base, chosen, further, seconds), self._hopes.give_up()
 
-    def _could_pay(self, view: View, base: Work, alive: NDArray[float64], chosen: Choices, drafter: int) -> bool:
+    def _could_pay(
+        self, view: StepView, base: Work, alive: NDArray[float64], chosen: Choices, drafter: int
+    ) -> bool:
         """Whether a drafter, at its best, would pay beside what is offered, or for one row alone.
 
         What does not pay for many rows may pay for one, which is yet to come.
@@ -334,7 +336,7 @@ class Goodput:
         whose = np.where(np.isin(chosen[1], list(view.offers)), chosen[1], drafter)
         return bool(self._best(view, base, supposed, whose).ks[whose == drafter].any())
 
-    def _probe(self, view: View, base: Work, chosen: Choices, further: Choices, seconds: float) -> Choices:
+    def _probe(self, view: StepView, base: Work, chosen: Choices, further: Choices, seconds: float) -> Choices:
         """Let one row go further than was chosen, if there is time for that."""
         ks, drafters = chosen
         (rows,) = np.nonzero(further[0] > ks)
@@ -355,7 +357,7 @@ class Goodput:
         """Whether so much is at stake that some of it may not be worth verifying."""
         return self._planned.at_stake_s >= LEAST_AT_STAKE
 
-    def trim(self, view: View, drafted: Drafted) -> NDArray[int64]:
+    def trim(self, view: StepView, drafted: Drafted) -> NDArray[int64]:
         """Return how much of each row's draft is verified, now that drafters have said how sure they are. [n]
 
         The same choice as before, over what was proposed. The time of drafting is spent, but it is part of the
@@ -382,7 +384,7 @@ class Goodput:
 
     # After a step --------------------------------------------------------------------------------
 
-    def learn(self, view: View, outcomes: Outcomes) -> None:
+    def learn(self, view: StepView, outcomes: Outcomes) -> None:
         """Take in what a step brought."""
         self._pace.learn(outcomes)
         if not view.prefill.tokens:

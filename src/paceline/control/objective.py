@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy import float64, int64
     from numpy.typing import NDArray
 
-    from paceline.control.policy import Outcomes, View
+    from paceline.control.policy import Outcomes, StepView
 
 THROUGHPUT, LATENCY = "throughput", "latency"
 LEAST_PREFILL = 16  # tokens of a step, however late rows are: new requests must get on
@@ -94,7 +94,7 @@ class Pace:
         return float((self._target_s[rows] * tokens + ahead_s).min(initial=inf))
 
     def budget(
-        self, view: View, gained: NDArray[float64] | None, seconds: float, prefill_s: float
+        self, view: StepView, gained: NDArray[float64] | None, seconds: float, prefill_s: float
     ) -> tuple[int | None, float]:
         """Return how many tokens of prefill make no row late, None for all, and their seconds.
 

@@ -42,7 +42,7 @@ class Price:
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class OverlapCost:
     """What a round of all rows takes, together and in two groups that take turns."""
 
     whole: Price
@@ -93,11 +93,11 @@ def _sum(a: float, b: float) -> float:
     return a + b
 
 
-def turns_of(cost: StepCost, parts: Sequence[Part], *, apart: bool) -> Turns:
+def turns_of(cost: StepCost, parts: Sequence[Part], *, apart: bool) -> OverlapCost:
     """Price two groups of rows, and both together. Prefill is left out: it is the same work either way."""
     lengths, ks, drafters = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     first, second = (_price(cost, part) for part in parts)
-    return Turns(_price(cost, (lengths, ks, drafters)), first, second, apart)
+    return OverlapCost(_price(cost, (lengths, ks, drafters)), first, second, apart)
 
 
 def _price(cost: StepCost, part: Part) -> Price:
@@ -107,7 +107,7 @@ def _price(cost: StepCost, part: Part) -> Price:
     return Price(cost.price(Work(len(lengths), 0, keys, keys), lengths, ks, drafters) - draft_s, draft_s)
 
 
-def planned_turns(loop: ClosedLoop, *, apart: bool, overlapped: bool) -> Turns | None:
+def planned_turns(loop: ClosedLoop, *, apart: bool, overlapped: bool) -> OverlapCost | None:
     """Price what a loop has planned last: for both groups, or for all rows, every other one of which is a group.
 
     None if it knows no prices, or if there are not two rows.
@@ -129,7 +129,7 @@ def _halves(whole: Sequence[Part]) -> list[Part]:
     return [(lengths[i::2], ks[i::2], drafters[i::2]) for lengths, ks, drafters in whole for i in (0, 1)]
 
 
-class Switch:
+class OverlapSwitch:
     """Says whether two groups take turns: from when it promises to win clearly until it does not win any more.
 
     What tells is tokens per second by the clock, once turns were taken: two passes at once also share memory and

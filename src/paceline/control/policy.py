@@ -25,7 +25,7 @@ NONE = -1  # in place of a drafter: the row decodes plainly
 
 
 @noun
-class View:
+class StepView:
     """What is known of a step before drafting.
 
     An offer is what a drafter that costs nothing would propose: how sure it is of each token, [n, depth], NaN
@@ -114,15 +114,15 @@ class Policy(Protocol):
         """Take a step of so many rows without a decision if the last one, to draft nothing, holds; say whether."""
         ...
 
-    def hold(self, view: View) -> Decision | None:
+    def hold(self, view: StepView) -> Decision | None:
         """Take a step with the last decision if that holds, whatever was learnt since; None if it does not."""
         ...
 
-    def choose(self, view: View) -> Decision:
+    def choose(self, view: StepView) -> Decision:
         """Decide for every row of a step anew, by what was learnt."""
         ...
 
-    def decide(self, view: View) -> Decision:
+    def decide(self, view: StepView) -> Decision:
         """Decide for every row of a step, anew if the last decision does not hold."""
         ...
 
@@ -131,21 +131,21 @@ class Policy(Protocol):
         """Whether some of what is drafted now may not be worth verifying."""
         ...
 
-    def trim(self, view: View, drafted: Drafted) -> NDArray[int64]:
+    def trim(self, view: StepView, drafted: Drafted) -> NDArray[int64]:
         """Return how much of each row's draft is verified. Changes nothing in the policy. [n]"""
         ...
 
-    def learn(self, view: View, outcomes: Outcomes) -> None:
+    def learn(self, view: StepView, outcomes: Outcomes) -> None:
         """Take in what a step brought."""
         ...
 
 
-def plain(view: View) -> Decision:
+def plain(view: StepView) -> Decision:
     """Return the decision to draft nothing."""
     return Decision(np.zeros(view.num_rows, np.int64), np.full(view.num_rows, NONE))
 
 
-def alike(view: View, drafter: int, k: int) -> Decision:
+def alike(view: StepView, drafter: int, k: int) -> Decision:
     """Return the same for every row, as far as each may go."""
     ks = np.minimum(view.most, k)
     return Decision(ks, np.where(ks > 0, drafter, NONE))

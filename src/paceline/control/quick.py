@@ -8,7 +8,7 @@ import numpy as np
 
 from paceline import kernels
 from paceline.control import survival
-from paceline.control.choice import Chosen, best, in_order
+from paceline.control.choice import Allocation, best, in_order
 from paceline.control.survival import Survival
 from paceline.core.nouns import Stop
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from paceline.control.choice import Candidates
     from paceline.control.cost import StepCost, Work
-    from paceline.control.policy import Drafted, Outcomes, View
+    from paceline.control.policy import Drafted, Outcomes, StepView
     from paceline.control.stopping import Prices
 
     Choices = tuple[NDArray[int64], NDArray[int64]]
@@ -94,8 +94,8 @@ class Known(NamedTuple):
 
 
 def plan(
-    costs: kernels.Costs, view: View, known: Known, own: NDArray[int64], asked: int
-) -> tuple[NDArray[int64], Chosen, float]:
+    costs: kernels.Costs, view: StepView, known: Known, own: NDArray[int64], asked: int
+) -> tuple[NDArray[int64], Allocation, float]:
     """Return each row's drafter, its own or one that offers more, how far it goes, and the prefill's seconds.
 
     own: [num_rows] drafter of every row there is; `asked`, unless it is NONE, becomes that of the step's.
@@ -106,11 +106,11 @@ def plan(
     drafters, ks, tokens, seconds, plain_s, prefill_s = costs.plan(
         known.estimates, survival.LARGEST_LOGIT, offers, known.prices, known.worth_s, *of_rows, view.prefill.of_one
     )
-    return drafters, Chosen(ks, tokens, seconds, float(view.num_rows), plain_s), prefill_s
+    return drafters, Allocation(ks, tokens, seconds, float(view.num_rows), plain_s), prefill_s
 
 
 def trim(
-    cost: StepCost, base: Work, view: View, known: Known, drafted: Drafted, unpaid_s: float, left_alone: int
+    cost: StepCost, base: Work, view: StepView, known: Known, drafted: Drafted, unpaid_s: float, left_alone: int
 ) -> NDArray[int64] | None:
     """Return how much of each row's draft is verified, all of one row's; None if prices are no sums. [n]"""
     if cost.compiled is None:
@@ -124,7 +124,7 @@ def stops(
     minding: list[kernels.Estimates | None],
     prices: Prices,
     goodput: float,
-    view: View,
+    view: StepView,
     chosen: Choices,
     left_alone: int,
 ) -> tuple[NDArray[int64], NDArray[int64], dict[int, Stop]]:
@@ -140,7 +140,7 @@ def stops(
 
 def choose(
     cost: StepCost, base: Work, among: Candidates, *, unpaid_s: float = 0.0, drafted: bool = False
-) -> Chosen:
+) -> Allocation:
     """Return the number of drafts with the highest goodput, as `best` of `in_order`; see there."""
     a = among
     if cost.compiled is not None:
@@ -148,7 +148,7 @@ def choose(
         ks, tokens, seconds, plain_s = cost.compiled.choose(
             base.of_one, drafted, *of_rows, a.plain_tokens, unpaid_s
         )
-        return Chosen(ks, tokens, seconds, max(a.plain_tokens, 1e-9), plain_s)
+        return Allocation(ks, tokens, seconds, max(a.plain_tokens, 1e-9), plain_s)
     drafts = in_order(a.alive, a.most, a.lengths, a.drafters)
     options = {"unpaid_s": unpaid_s, "plain_tokens": a.plain_tokens}
     return best(base, len(a.most), drafts, cost, drafted=drafted, **options)

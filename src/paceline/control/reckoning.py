@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.control.online import OnlineCost
-    from paceline.control.policy import Decision, Outcomes, View
+    from paceline.control.policy import Decision, Outcomes, StepView
 
 
 @noun
@@ -29,7 +29,7 @@ class Reckoning:
 
 def learn_cost(
     cost: OnlineCost,
-    view: View,
+    view: StepView,
     decision: Decision,
     outcomes: Outcomes,
     prefill: Work,
@@ -52,7 +52,7 @@ def _drafted(decision: Decision, outcomes: Outcomes) -> tuple[NDArray[int64], ND
 
 def learn_cost_slow(
     cost: OnlineCost,
-    view: View,
+    view: StepView,
     decision: Decision,
     outcomes: Outcomes,
     prefill: Work,

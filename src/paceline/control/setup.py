@@ -10,7 +10,7 @@ from paceline.control.controller import ClosedLoop
 from paceline.control.cost import TableCost
 from paceline.control.goodput import Goodput
 from paceline.control.online import OnlineCost
-from paceline.control.simulate import conditional
+from paceline.control.survival import conditional
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

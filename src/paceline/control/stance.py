@@ -12,7 +12,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from paceline.control.choice import Chosen
+    from paceline.control.choice import Allocation
     from paceline.control.policy import Outcomes
 
 MARGIN = 0.01  # by which speculation must promise to win before it begins
@@ -72,7 +72,7 @@ class Stance:
         other._kinds = self._kinds
         return other
 
-    def take(self, chosen: Chosen, step: int = 0) -> bool:
+    def take(self, chosen: Allocation, step: int = 0) -> bool:
         """Return whether to draft as chosen: to begin, it must win clearly, and then go on winning."""
         held, self._step = step - self._step, step
         without, drafting = self._kinds

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.control.cost import StepCost
-    from paceline.control.policy import View
+    from paceline.control.policy import StepView
     from paceline.control.survival import Survival
     from paceline.core.nouns import Stop
 
@@ -37,7 +37,7 @@ class Prices:
         self.rows, self.half = 1, 1  # that all of them are, and half
         self._tokens, self._age = 0, 0  # of the pass that they hold for, and when
 
-    def renew(self, cost: StepCost, view: View, step: int) -> None:
+    def renew(self, cost: StepCost, view: StepView, step: int) -> None:
         """Price them again if they are old, or if many rows came or went, or prefill."""
         tokens, age = view.num_rows + int(view.prefill.tokens), step // PRICE_EVERY
         if age == self._age and abs(tokens - self._tokens) <= ALIKE * self._tokens:
@@ -61,7 +61,7 @@ class Prices:
 
 
 def with_stops(
-    view: View,
+    view: StepView,
     ks: NDArray[int64],
     drafters: NDArray[int64],
     left_alone: int,

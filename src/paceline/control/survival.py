@@ -244,3 +244,14 @@ def _between(x: NDArray[float64], low: float, high: float) -> NDArray[float64]:
 def _sums_of_rows(a: NDArray[float64], b: NDArray[float64]) -> NDArray[float64]:
     found: NDArray[float64] = np.einsum("ij,ij->i", a, b)
     return found
+
+
+def conditional(accepted_at: NDArray[float64] | tuple[float, ...]) -> NDArray[float64]:
+    """Return the chance of each position given the one before, from the share of drafts kept at each.
+
+    Behind one at which none is kept it is 0.
+    """
+    rates = np.asarray(accepted_at, np.float64)
+    before = np.concatenate(([1.0], rates[:-1]))
+    found: NDArray[float64] = np.divide(rates, before, out=np.zeros(len(rates)), where=before > 0)
+    return found

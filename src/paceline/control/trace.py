@@ -19,7 +19,7 @@ from paceline.control.cruise import MANY_ROWS
 from paceline.control.goodput import Goodput
 from paceline.control.objective import THROUGHPUT, Objective
 from paceline.control.overlap import planned_turns
-from paceline.control.policy import Decision, Drafted, Outcomes, View
+from paceline.control.policy import Decision, Drafted, Outcomes, StepView
 from paceline.control.profile import Profile, from_json, to_json
 from paceline.control.setup import make_loop
 from paceline.core.errors import ConfigError
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.control.controller import ClosedLoop
-    from paceline.control.overlap import Turns
+    from paceline.control.overlap import OverlapCost
 
 log = logging.getLogger(__name__)
 FORMAT = "paceline trace 1"
@@ -75,7 +75,7 @@ class Tracer:
         """A step went by without a plan."""
         self._write(rested=rows, host_s=host_s)
 
-    def planned(self, view: View, decision: Decision, group: int) -> None:
+    def planned(self, view: StepView, decision: Decision, group: int) -> None:
         """A step was planned."""
         offers = {str(drafter): _sure(offered) for drafter, offered in view.offers.items()}
         seen = {
@@ -128,11 +128,11 @@ def _numbers(work: Work) -> list[int]:
 class Step:
     """One step of a replay."""
 
-    view: View
+    view: StepView
     then: Decision  # what was chosen when it ran: `ks` and `drafters`
     now: Decision  # what the replay chooses
     outcomes: Outcomes
-    turns: Turns | None  # the inequality that says whether two groups should take turns
+    turns: OverlapCost | None  # the inequality that says whether two groups should take turns
     overlapped: bool  # whether they did
     dropped: NDArray[int64]  # [n] drafts of each row of the outcomes that were made and not verified
     dropped_tokens: float  # of these, believed to be kept if they had been verified
@@ -236,12 +236,12 @@ def _dropped(loop: ClosedLoop, o: Outcomes) -> tuple[NDArray[int64], float]:
     return np.maximum(made - o.num_verified, 0), float(alive[lost].sum())
 
 
-def _view(seen: dict[str, Any]) -> View:
+def _view(seen: dict[str, Any]) -> StepView:
     offers = {
         int(d): np.array(o, np.float64).reshape(len(o), len(o[0]) if o else 0) for d, o in seen["offers"].items()
     }
     wishes = {int(row): int(drafter) for row, drafter in seen["wishes"].items()}
-    return View(
+    return StepView(
         rows=np.array(seen["rows"], np.int64),
         lengths=np.array(seen["lengths"], np.int64),
         most=np.array(seen["most"], np.int64),

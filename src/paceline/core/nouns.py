@@ -4,7 +4,7 @@
              Plan    Draft      Scores   Verdict  Outcome
 
 `Batch` names rows and upper bounds only. A row's newest token, its length and positions belong to the
-backend's per-row state (`model/rows.py`), so a step can be prepared before the last one's outcome is known.
+backend's per-row state (`backend/rows.py`), so a step can be prepared before the last one's outcome is known.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class Edits:
     add: NDArray[float32]  # [num_edits], may be -inf
 
 
-class Choose(NamedTuple):
+class SamplingSpec(NamedTuple):
     """How the target's own token is chosen at one position. Depends on the request's parameters only."""
 
     kind: ChooseKind
@@ -257,7 +257,7 @@ class Scores:
     """What the target says at every scored position: a row's newest token's, then each of its drafts'."""
 
     cu_len: Sequence[int]  # [num_rows + 1] row i owns positions cu_len[i]:cu_len[i + 1]; none if it samples not
-    chooses: Sequence[Choose]  # [num_scored]
+    specs: Sequence[SamplingSpec]  # [num_scored]
     chosen: NDArray[int64]  # [num_scored] target token ids; UNCHOSEN where it is left to the law, or BROKEN
     logits: NDArray[floating] | None = None  # [num_logit_rows, vocab] raw
     logit_idx: NDArray[int64] | None = None  # [num_scored] row of `logits`, -1 where there is none
@@ -267,7 +267,7 @@ class Scores:
         """Assert that offsets and lengths agree."""
         assert self.cu_len[0] == 0
         assert all(a <= b for a, b in pairwise(self.cu_len))
-        assert self.cu_len[-1] == len(self.chooses) == len(self.chosen)
+        assert self.cu_len[-1] == len(self.specs) == len(self.chosen)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from numpy import float64, floating, int64
     from numpy.typing import NDArray
 
-    from paceline.core.nouns import Choose, Edits
+    from paceline.core.nouns import Edits, SamplingSpec
     from paceline.core.params import SamplingParams
 
 LEAST_TEMPERATURE = 1e-5  # smaller ones act as this one, so that a scaled logit cannot overflow
@@ -26,7 +26,7 @@ class BrokenRow(ValueError):  # noqa: N818
     """No logit of a row is a finite number: there is nothing to choose."""
 
 
-def choose_token(logits: NDArray[floating], choose: Choose) -> int:
+def choose_token(logits: NDArray[floating], choose: SamplingSpec) -> int:
     """Return the target's own token at one position, for every kind of `choose`; BROKEN if there is none.
 
     Temperature 0: the largest edited logit, the lowest id on ties. Otherwise the largest scaled logit plus noise
@@ -39,7 +39,7 @@ def choose_token(logits: NDArray[floating], choose: Choose) -> int:
     return kernels.choose(logits, *_how(choose))
 
 
-def choose_ahead(logits: NDArray[floating], choose: Choose) -> tuple[int, float]:
+def choose_ahead(logits: NDArray[floating], choose: SamplingSpec) -> tuple[int, float]:
     """Return what `choose_token` returns, and by how many logits it was ahead of the next token.
 
     That is the lead in noisy scores times the temperature: what two models differ by is in logits, too, so it says
@@ -50,13 +50,13 @@ def choose_ahead(logits: NDArray[floating], choose: Choose) -> tuple[int, float]
     return kernels.choose_ahead(logits, *_how(choose))
 
 
-def _how(choose: Choose) -> tuple[Any, ...]:
+def _how(choose: SamplingSpec) -> tuple[Any, ...]:
     p, edits = choose.params, choose.edits or no_edits()
     key = noise.key(choose.seed, choose.choice, noise.Lane.CHOICE, choose.position)
     return (p.temperature, p.top_k, p.top_p, p.min_p, edits.ids, edits.scale, edits.add, *key)
 
 
-def choose_token_slow(logits: NDArray[floating], choose: Choose) -> int:
+def choose_token_slow(logits: NDArray[floating], choose: SamplingSpec) -> int:
     """Return what `choose_token` returns, plainly."""
     import numpy as np
 
@@ -71,7 +71,7 @@ def choose_token_slow(logits: NDArray[floating], choose: Choose) -> int:
     return noise.noisy_argmax(z[ids], key, ids)
 
 
-def choose_ahead_slow(logits: NDArray[floating], choose: Choose) -> tuple[int, float]:
+def choose_ahead_slow(logits: NDArray[floating], choose: SamplingSpec) -> tuple[int, float]:
     """Return what `choose_ahead` returns, plainly."""
     import numpy as np
 
@@ -87,7 +87,7 @@ def choose_ahead_slow(logits: NDArray[floating], choose: Choose) -> tuple[int, f
     return choose_token_slow(logits, choose), float(unit * (first - second))
 
 
-def distribution(logits: NDArray[floating], choose: Choose) -> tuple[NDArray[int64], NDArray[float64]]:
+def distribution(logits: NDArray[floating], choose: SamplingSpec) -> tuple[NDArray[int64], NDArray[float64]]:
     """Return the target's distribution after all transforms: ids int64 [n], probabilities float64 [n].
 
     n is the vocabulary where nothing is filtered (ids ascending), and 1 at temperature 0. logits: [vocab] raw.

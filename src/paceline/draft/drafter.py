@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from paceline.backend.head_runner import HeadRunner
+    from paceline.backend.rows import Rows
+    from paceline.backend.seam import KV, Decoder, SmallDecoder
     from paceline.core.nouns import Batch, Draft, Plan, Request, RowDraft, Scores, Verdict
-    from paceline.draft.heads.checkpoint import Head
-    from paceline.draft.heads.runner import HeadRunner
-    from paceline.draft.small.checkpoint import SmallDecoder, SmallModel
-    from paceline.model.backend import KV, Decoder
     from paceline.model.config import ModelConfig
-    from paceline.model.rows import Rows
+    from paceline.model.heads.checkpoint import Head
+    from paceline.model.heads.cut_model import SmallModel
     from paceline.model.tokenizer import Tokenizer
 
     RunHead = Callable[[Head, str | None], HeadRunner]  # with weights of a type, None for the usual one
@@ -84,7 +84,7 @@ class DraftWeights:
     vocabulary: Vocabulary
 
 
-class Away(Exception):  # noqa: N818 (a state, no error of the user's)
+class DrafterUnavailable(Exception):  # noqa: N818 (a state, no error of the user's)
     """Raised by `propose` while a drafter cannot be asked and says so itself, as between two lives."""
 
 

@@ -26,8 +26,8 @@ from paceline.core.nouns import Edits
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from paceline.core.nouns import Batch, Choose, ChooseKind, Scores, Verdict
-    from paceline.model.rows import Rows
+    from paceline.backend.rows import Rows
+    from paceline.core.nouns import Batch, ChooseKind, SamplingSpec, Scores, Verdict
 
 MIN_MATCH, MAX_MATCH = 2, 32  # tokens
 _REACH = MAX_MATCH  # tokens of a path per token matched: as many as are drafted
@@ -89,24 +89,24 @@ class Hints:
         self._recycled.pop(row, None)
 
 
-def pointed(choose: Choose, pointer: kernels.Pointer | None, guesses: Sequence[int]) -> Choose:
+def pointed(choose: SamplingSpec, pointer: kernels.Pointer | None, guesses: Sequence[int]) -> SamplingSpec:
     """Return how the draft after some guesses is chosen, with what its pointer says."""
     found = pointer and choose.edits is None and pointer.look(np.array(guesses, np.int64))
     return _with(choose, *found) if found else choose
 
 
-def hinted(chooses: Sequence[Choose], rows: Rows, row: int, gain: float) -> list[Choose]:
+def hinted(specs: Sequence[SamplingSpec], rows: Rows, row: int, gain: float) -> list[SamplingSpec]:
     """Return how a row's next drafts are chosen where none knows those before it.
 
     What the text went on with after its end is told to all of them, place by place, as far as it is known.
     """
     tail = rows.tokens(row)[-MAX_MATCH:]
-    found, _, match = rows.text(row).propose(tail, len(chooses), MIN_MATCH, MAX_MATCH, _REACH, _LEAST_SHARE)
-    some = [_with(c, token_id, gain * math.log(match)) for c, token_id in zip(chooses, found, strict=False)]
-    return [*some, *chooses[len(some) :]]
+    found, _, match = rows.text(row).propose(tail, len(specs), MIN_MATCH, MAX_MATCH, _REACH, _LEAST_SHARE)
+    some = [_with(c, token_id, gain * math.log(match)) for c, token_id in zip(specs, found, strict=False)]
+    return [*some, *specs[len(some) :]]
 
 
-def _with(choose: Choose, token_id: int, add: float) -> Choose:
+def _with(choose: SamplingSpec, token_id: int, add: float) -> SamplingSpec:
     """Give a token some logits. What penalties or biases edit already is left alone."""
     if choose.edits is not None:
         return choose

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.core.nouns import RowVerdict, TokenLogprobs
-    from paceline.engine.scheduler import Running
-    from paceline.engine.writer import Writer
+    from paceline.engine.scheduler import RequestState
+    from paceline.engine.writer import StopChecker
 
 log = logging.getLogger(__name__)
 
@@ -22,10 +22,10 @@ FAILED = "request %s failed"
 
 
 @dataclass(slots=True, eq=False)
-class Account:
+class Response:
     """What an open request has written and what speculation did for it."""
 
-    writer: Writer
+    writer: StopChecker
     decode_passes: int = 0
     decoded_tokens: int = 0
     drafted_tokens: int = 0
@@ -40,7 +40,7 @@ class Account:
         self.verified_tokens += num_verified
         self.accepted_tokens += num_accepted
 
-    def figures(self, running: Running) -> Figures:
+    def figures(self, running: RequestState) -> Figures:
         """Return what the request's client is told at the end."""
         return Figures(
             prompt_tokens=len(running.request.prompt_ids),
@@ -56,7 +56,7 @@ class Account:
         )
 
 
-def take(account: Account, request_id: str, token_ids: Sequence[int]) -> Taken:
+def take(account: Response, request_id: str, token_ids: Sequence[int]) -> Taken:
     """Add a row's tokens to its answer; one request's error never ends another's."""
     try:
         return account.writer.take(token_ids)

@@ -12,19 +12,20 @@ from typing import TYPE_CHECKING
 from paceline.core.errors import RequestError
 from paceline.core.nouns import PAGE_TOKENS, Outcome, Plan
 from paceline.core.params import AUTO, OFF
-from paceline.engine.accounts import FAILED, Account, logprobs_of, take
-from paceline.engine.drafting import Drafting
-from paceline.engine.outlook import outlook
-from paceline.engine.rounds import Round, Scored
+from paceline.engine.accounts import FAILED, Response, logprobs_of, take
+from paceline.engine.drafters import DrafterPool
+from paceline.engine.rounds import StepInput, StepScores
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.serial import SerialLoop
 from paceline.engine.stats import Gauges, Stats
-from paceline.engine.writer import Writer
+from paceline.engine.step_view import outlook
+from paceline.engine.writer import StopChecker
 from paceline.model.tokenizer import Detokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from paceline.backend.seam import Backend
     from paceline.control.controller import Controller, StepTimes
     from paceline.core.nouns import (
         Batch,
@@ -37,8 +38,7 @@ if TYPE_CHECKING:
     from paceline.draft.drafter import Drafter
     from paceline.engine.pages import PagePool
     from paceline.engine.rounds import Loop
-    from paceline.engine.scheduler import Group, Limits, Running
-    from paceline.model.backend import Backend
+    from paceline.engine.scheduler import Group, Limits, RequestState
     from paceline.model.tokenizer import Tokenizer
     from paceline.verify.law import Law
 
@@ -71,7 +71,7 @@ class Engine:
     ) -> None:
         self.target = target
         self.tokenizer = tokenizer
-        self.drafting = Drafting(drafters, target.config.vocab_size, pool.empty_store)
+        self.drafting = DrafterPool(drafters, target.config.vocab_size, pool.empty_store)
         self.target.taps = self.drafting.taps
         self.controller = controller
         self._new_controller: Callable[[], Controller] = lambda: controller
@@ -79,8 +79,8 @@ class Engine:
         self.scheduler = Scheduler(limits, pool, fingerprint)
         self.loop: Loop = SerialLoop()
         self._stats = Stats()
-        self._accounts: dict[str, Account] = {}
-        self._gained: list[tuple[str, Account, Sequence[int], RowVerdict]] = []  # by requests that go on
+        self._accounts: dict[str, Response] = {}
+        self._gained: list[tuple[str, Response, Sequence[int], RowVerdict]] = []  # by requests that go on
         self._outcomes: list[Outcome] = []
 
     # Requests ------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ class Engine:
         self._check_asked(request)
         self.scheduler.add(request)
         detokenizer = Detokenizer(self.tokenizer)
-        self._accounts[request.request_id] = Account(Writer(request, self._eos_ids, detokenizer))
+        self._accounts[request.request_id] = Response(StopChecker(request, self._eos_ids, detokenizer))
 
     def cancel(self, request_id: str) -> None:
         """End a request now; its last outcome comes with the next step. Unknown ids are ignored."""
@@ -175,7 +175,7 @@ class Engine:
             self.controller.admit(admission.row)
         return batch
 
-    def propose(self, batch: Batch, plan: Plan, group: Group = None) -> Round:
+    def propose(self, batch: Batch, plan: Plan, group: Group = None) -> StepInput:
         """Draft for a batch, and drop what is not worth verifying, unless the law forbids to look at drafts."""
         start = perf_counter()
         proposed = self.drafting.propose(batch, plan)
@@ -183,9 +183,9 @@ class Engine:
         self._stats.draft_s += end - start
         draft = self.controller_of(group).trim(batch, proposed) if self.law.admits_any_trim else proposed
         self._stats.control_s += perf_counter() - end
-        return Round(group, batch, proposed, draft, end - start)
+        return StepInput(group, batch, proposed, draft, end - start)
 
-    def score(self, now: Round) -> Scored:
+    def score(self, now: StepInput) -> StepScores:
         """Run the target's pass, and tell beside it, if anything can be, what came of the one before."""
         start = perf_counter()
         finish = self.target.begin(now.batch, now.draft)
@@ -194,13 +194,13 @@ class Engine:
         told_s = perf_counter() - telling
         scores = finish()
         hidden_s = told_s if self.target.beside else 0.0
-        return Scored(scores, perf_counter() - start - told_s + hidden_s, hidden_s)
+        return StepScores(scores, perf_counter() - start - told_s + hidden_s, hidden_s)
 
-    def judge(self, now: Round, scored: Scored) -> Verdict:
+    def judge(self, now: StepInput, scored: StepScores) -> Verdict:
         """Decide what is kept of a round's drafts."""
         return self.law.judge(now.draft, scored.scores)
 
-    def commit(self, now: Round, scored: Scored, verdict: Verdict) -> None:
+    def commit(self, now: StepInput, scored: StepScores, verdict: Verdict) -> None:
         """Take in what a round brought: rows, drafters, pages, answers that begin or end.
 
         What the others gained is to be told: beside the next pass, or earlier where one of them ends by itself.
@@ -223,7 +223,7 @@ class Engine:
         for each in gained:
             self._write_down(*each)
 
-    def learn(self, now: Round, verdict: Verdict, times: StepTimes) -> None:
+    def learn(self, now: StepInput, verdict: Verdict, times: StepTimes) -> None:
         """Tell the controller what a round brought, before it plans for these rows again."""
         start = perf_counter()
         reckoned = self.controller_of(now.group).observe(now.batch, now.proposed, now.draft, verdict, times)
@@ -231,7 +231,7 @@ class Engine:
         for reckoning in reckoned:
             self._stats.reckoned.count(reckoning)
 
-    def count_step(self, now: Round, step_s: float, target_s: float, hidden_s: float = 0.0) -> None:
+    def count_step(self, now: StepInput, step_s: float, target_s: float, hidden_s: float = 0.0) -> None:
         """Count a step that took so long. hidden_s: of it or of the next, while host or drafters were at work."""
         self._stats.count_step(step_s, target_s, hidden_s, overlapped=now.group is not None)
 
@@ -268,7 +268,7 @@ class Engine:
                 self._write_down(*gained)  # the answer begins, which is waited for
 
     def _write_down(
-        self, request_id: str, account: Account, token_ids: Sequence[int], verdict: RowVerdict
+        self, request_id: str, account: Response, token_ids: Sequence[int], verdict: RowVerdict
     ) -> None:
         """Tell a client what its answer gained."""
         try:
@@ -280,7 +280,7 @@ class Engine:
         logprobs = logprobs_of(verdict, len(token_ids))
         self._outcomes.append(Outcome(request_id, tuple(token_ids), text, logprobs))
 
-    def _mark_stores(self, running: Running) -> None:
+    def _mark_stores(self, running: RequestState) -> None:
         """Record in the page table how far the drafters' own stores hold a row's tokens."""
         for store, start, end in self.drafting.newly_valid(running.row, running.valid_len):
             self.scheduler.pool.mark_valid(store, running.pages, end, start)

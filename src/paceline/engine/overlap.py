@@ -32,31 +32,31 @@ from typing import TYPE_CHECKING
 from paceline.control.controller import StepTimes
 from paceline.core.nouns import PAGE_TOKENS
 from paceline.engine.pages import pages_for
-from paceline.engine.rounds import Scored
+from paceline.engine.rounds import StepScores
 from paceline.engine.serial import SerialLoop
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
+    from paceline.backend.seam import Backend, Prepared
     from paceline.engine.engine import Engine
-    from paceline.engine.rounds import Round
-    from paceline.engine.scheduler import Running, Scheduler
-    from paceline.engine.worker import Worker
-    from paceline.model.backend import Backend, Prepared
+    from paceline.engine.rounds import StepInput
+    from paceline.engine.scheduler import RequestState, Scheduler
+    from paceline.engine.worker import PassThread
 
 
 class OverlappedLoop:
     """Scores one group while it drafts for the other; see `Loop`."""
 
-    def __init__(self, worker: Worker, wanted: Callable[[Engine], bool]) -> None:
+    def __init__(self, worker: PassThread, wanted: Callable[[Engine], bool]) -> None:
         """worker: runs the passes. wanted: asked before each round whether two groups are better than one."""
         self._worker, self._wanted = worker, wanted
         self._serial = SerialLoop()
         self._groups = Groups()
-        self._scoring: Ready | None = None  # its pass has begun
-        self._result: Future[Scored] | None = None  # of that pass
-        self._ready: Ready | None = None  # drafted for, to be scored next
+        self._scoring: ReadyInput | None = None  # its pass has begun
+        self._result: Future[StepScores] | None = None  # of that pass
+        self._ready: ReadyInput | None = None  # drafted for, to be scored next
 
     def step(self, engine: Engine) -> None:
         """Wait for one group's pass and begin the other's; beside that one, commit the first and draft for it."""
@@ -95,13 +95,13 @@ class OverlappedLoop:
         if self._scoring is not None:
             self._result = self._worker.start(partial(_score, engine.target, self._scoring.prepared))
 
-    def _finish_pass(self) -> tuple[Ready, Scored]:
+    def _finish_pass(self) -> tuple[ReadyInput, StepScores]:
         assert self._scoring is not None
         assert self._result is not None
         now, result, self._scoring, self._result = self._scoring, self._result, None, None
         return now, result.result()
 
-    def _draft(self, engine: Engine, group: int) -> Ready | None:
+    def _draft(self, engine: Engine, group: int) -> ReadyInput | None:
         """Plan, admit and propose for a group; None if it has no rows, or if all should go together again.
 
         Where pages ran out, all rows together see who must yield.
@@ -116,7 +116,7 @@ class OverlappedLoop:
             return None
         now = engine.propose(batch, plan, group)
         prepared = engine.target.prepare(now.batch, now.draft)
-        return Ready(now, prepared, start, perf_counter() - start - now.draft_s)
+        return ReadyInput(now, prepared, start, perf_counter() - start - now.draft_s)
 
     def rest(self) -> bool:
         """Wait for the pass that was begun; the next step takes in what came of it."""
@@ -139,16 +139,16 @@ class OverlappedLoop:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ready:
+class ReadyInput:
     """A round that may be scored at once."""
 
-    round: Round
+    round: StepInput
     prepared: Prepared
     begun_s: float  # by the clock
     host_s: float  # that it took to get so far, beside drafting
 
 
-def _times(now: Ready, scored: Scored, commit_s: float) -> StepTimes:
+def _times(now: ReadyInput, scored: StepScores, commit_s: float) -> StepTimes:
     """Return where a round's seconds went, once it is committed; what is left was the other group's.
 
     commit_s: of host and drafters since its pass.
@@ -163,7 +163,7 @@ class Groups:
     """Who runs with whom."""
 
     def __init__(self) -> None:
-        self._moved: set[Running] = set()  # rows that sat out a round for it, and have not run since
+        self._moved: set[RequestState] = set()  # rows that sat out a round for it, and have not run since
 
     def even_out(self, scheduler: Scheduler, group: int) -> None:
         """Move rows of a group to the other while the group stays the one with more work, the newest first.
@@ -181,14 +181,14 @@ class Groups:
                 self._moved.add(r)
 
 
-def _work(running: Running, scheduler: Scheduler) -> int:
+def _work(running: RequestState, scheduler: Scheduler) -> int:
     """Return the tokens that a row's next pass is expected to have: of its prompt, or as many as the last one."""
     if running.decoding:
         return 1 + running.num_drafts
     return min(len(running.token_ids) - running.computed, scheduler.limits.prefill_tokens)
 
 
-def _score(target: Backend, prepared: Prepared) -> Scored:
+def _score(target: Backend, prepared: Prepared) -> StepScores:
     start = perf_counter()
     scores = target.run(prepared)
-    return Scored(scores, perf_counter() - start)
+    return StepScores(scores, perf_counter() - start)

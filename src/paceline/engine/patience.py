@@ -16,7 +16,7 @@ LEAST_PEACE, MOST_PEACE = 16, 256  # ... for so many plans, twice as many each t
 NOBODY: frozenset[int] = frozenset()
 
 
-class Patience:
+class FailureBackoff:
     """Failures of each drafter since it last did what it was asked to."""
 
     def __init__(self) -> None:

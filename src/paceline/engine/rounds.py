@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class Round:
+class StepInput:
     """Rows that go through the six verbs together: admitted and drafted for, to be scored."""
 
     group: Group
@@ -26,7 +26,7 @@ class Round:
 
 
 @noun
-class Scored:
+class StepScores:
     """What the target said of a round."""
 
     scores: Scores

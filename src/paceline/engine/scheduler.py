@@ -40,7 +40,7 @@ class Limits:
 
 
 @dataclass(slots=True, eq=False)
-class Running:
+class RequestState:
     """One request's place in the engine, from arrival to end."""
 
     request: Request
@@ -87,15 +87,15 @@ class Scheduler:
         self.limits = limits
         self.pool = pool
         self.fingerprint = fingerprint
-        self.waiting: list[Running] = []  # by order
-        self.running: list[Running] = []  # by order
-        self.by_id: dict[str, Running] = {}
+        self.waiting: list[RequestState] = []  # by order
+        self.running: list[RequestState] = []  # by order
+        self.by_id: dict[str, RequestState] = {}
         self.num_queued_tokens = 0
         self.num_preemptions = 0
         self.short = False  # whether pages ran out in the last step
         self._free_rows = list(range(limits.num_rows - 1, -1, -1))
         self._released: list[int] = []
-        self._filled: list[tuple[Running, int, int]] = []  # pages, by index, that are to be published
+        self._filled: list[tuple[RequestState, int, int]] = []  # pages, by index, that are to be published
         self._num_arrived = 0
         self._step = 0
 
@@ -117,7 +117,7 @@ class Scheduler:
         if is_first and self.waiting and self.num_queued_tokens + prompt_len > self.limits.max_queued_tokens:
             raise QueueFull(f"{self.num_queued_tokens} prompt tokens are waiting already; try again later")
         root = root_hash(self.fingerprint, request.salt)
-        running = Running(request, self._num_arrived, [root], list(request.prompt_ids))
+        running = RequestState(request, self._num_arrived, [root], list(request.prompt_ids))
         self._num_arrived += 1
         self.by_id[request.request_id] = running
         self._enqueue(running)
@@ -127,7 +127,7 @@ class Scheduler:
         """Tokens that all pages hold."""
         return self.pool.num_pages * PAGE_TOKENS
 
-    def end(self, request_id: str) -> Running:
+    def end(self, request_id: str) -> RequestState:
         """End a request at any moment; its row and pages come back once no pass of it is in flight."""
         running = self.by_id[request_id]
         running.ended = True
@@ -143,7 +143,7 @@ class Scheduler:
         rows, self._released = self._released, []
         return rows
 
-    def open(self, group: Group = None) -> Iterator[Running]:
+    def open(self, group: Group = None) -> Iterator[RequestState]:
         """Yield the rows of a group whose requests have not ended, oldest first."""
         return (r for r in self.running if not r.ended and group in (None, r.group))
 
@@ -152,13 +152,13 @@ class Scheduler:
         """Whether a running request asks for a speculation of its own."""
         return any(r.request.speculation is not None for r in self.running)
 
-    def decoding(self, group: Group = None) -> list[Running]:
+    def decoding(self, group: Group = None) -> list[RequestState]:
         """Return the rows of a group that would decode in the next step, oldest first."""
         return [
             r for r in self.running if r.decoding and not r.ended and group in (None, r.group) and r.remaining > 0
         ]
 
-    def prefilling(self, group: Group = None) -> list[Running]:
+    def prefilling(self, group: Group = None) -> list[RequestState]:
         """Return the rows of a group whose prompts are not computed yet, oldest first."""
         return [r for r in self.running if not r.decoding and not r.ended and group in (None, r.group)]
 
@@ -184,9 +184,9 @@ class Scheduler:
         self._step += 1
         return Batch(self._step, tuple(rows), tuple(admissions))
 
-    def _secure_decodes(self, group: Group) -> list[Running]:
+    def _secure_decodes(self, group: Group) -> list[RequestState]:
         """Return the rows that decode now, their newest token's page in hand, up to where pages run out."""
-        served: list[Running] = []
+        served: list[RequestState] = []
         self.short = False
         for running in self.decoding(group):
             if running.row < 0:
@@ -197,7 +197,7 @@ class Scheduler:
             served.append(running)
         return served
 
-    def _make_room(self, running: Running) -> bool:
+    def _make_room(self, running: RequestState) -> bool:
         need = pages_for(running.upper_len) - len(running.pages)
         if need <= 0:
             return True
@@ -211,7 +211,7 @@ class Scheduler:
         running.pages.extend(self.pool.take(need))
         return True
 
-    def _decode_row(self, running: Running, k: int) -> BatchRow:
+    def _decode_row(self, running: RequestState, k: int) -> BatchRow:
         if k > 0:
             k = min(k, running.remaining - 1)
             upper_len = running.upper_len
@@ -221,13 +221,15 @@ class Scheduler:
             k = min(k, len(running.pages) * PAGE_TOKENS - upper_len)
         return self._fly(running, num_known=1, num_drafts=k, samples=True, decodes=True)
 
-    def _prefill_row(self, running: Running, budget: int) -> BatchRow:
+    def _prefill_row(self, running: RequestState, budget: int) -> BatchRow:
         num_known = min(budget, len(running.token_ids) - running.computed)
         running.computed += num_known
         running.decoding = running.computed == len(running.token_ids)
         return self._fly(running, num_known, num_drafts=0, samples=running.decoding, decodes=False)
 
-    def _fly(self, running: Running, num_known: int, num_drafts: int, *, samples: bool, decodes: bool) -> BatchRow:
+    def _fly(
+        self, running: RequestState, num_known: int, num_drafts: int, *, samples: bool, decodes: bool
+    ) -> BatchRow:
         running.in_flight += 1
         running.num_drafts = num_drafts
         running.in_flight_tokens += num_drafts + 1 if samples else 0
@@ -244,7 +246,7 @@ class Scheduler:
             decodes=decodes,
         )
 
-    def _admit(self, group: Group) -> Running | None:
+    def _admit(self, group: Group) -> RequestState | None:
         """Give the oldest waiting request a row and the pages of all its known tokens, if there is room."""
         if not self.waiting or not self._free_rows:
             return None
@@ -269,7 +271,7 @@ class Scheduler:
 
     # Outcomes ------------------------------------------------------------------------------------
 
-    def reveal(self, batch_row: BatchRow, running: Running, token_ids: Sequence[int]) -> None:
+    def reveal(self, batch_row: BatchRow, running: RequestState, token_ids: Sequence[int]) -> None:
         """Take in what a pass of a running request yielded; the pages it filled are to be published."""
         running.in_flight -= 1
         running.in_flight_tokens -= batch_row.max_drafts + 1 if batch_row.samples else 0
@@ -294,7 +296,7 @@ class Scheduler:
             for index in range(first, full):
                 self.pool.publish(running.pages[index], hashes[index])
 
-    def _return_spare(self, running: Running) -> None:
+    def _return_spare(self, running: RequestState) -> None:
         """Give back lookahead pages that the outcome left unused."""
         needed = pages_for(len(running.token_ids))
         if needed >= len(running.pages):
@@ -305,26 +307,26 @@ class Scheduler:
 
     # Rows, queue, preemption ---------------------------------------------------------------------
 
-    def _enqueue(self, running: Running) -> None:
+    def _enqueue(self, running: RequestState) -> None:
         insort(self.waiting, running, key=lambda r: r.order)
         self.num_queued_tokens += len(running.token_ids)
 
-    def _dequeue(self, running: Running) -> None:
+    def _dequeue(self, running: RequestState) -> None:
         self.waiting.remove(running)
         self.num_queued_tokens -= len(running.token_ids)
 
-    def _preempt(self, running: Running) -> None:
+    def _preempt(self, running: RequestState) -> None:
         """Send a request back to the queue, to be recomputed when there is room again."""
         self._vacate(running)
         running.num_preemptions += 1
         self.num_preemptions += 1
         self._enqueue(running)
 
-    def _leave(self, running: Running) -> None:
+    def _leave(self, running: RequestState) -> None:
         self._vacate(running)
         del self.by_id[running.request.request_id]
 
-    def _vacate(self, running: Running) -> None:
+    def _vacate(self, running: RequestState) -> None:
         """Take a request's row and pages."""
         self.publish()
         self.running.remove(running)
@@ -346,7 +348,7 @@ class Scheduler:
             assert r.ended or pages_for(len(r.token_ids)) <= len(r.pages) or r.decoding
 
 
-def _admission(running: Running) -> Admission:
+def _admission(running: RequestState) -> Admission:
     return Admission(
         row=running.row,
         request=running.request,

@@ -8,7 +8,7 @@ from threading import Lock, Thread, current_thread
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import finalize
 
-from paceline.model.device import stay_on
+from paceline.backend.device import stay_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,7 +20,7 @@ T = TypeVar("T")
 LEAVE_S = 2.0  # that the end of a process waits for a call
 
 
-class Worker:
+class PassThread:
     """Begins with its first call and ends with its owner. A call that hangs keeps nobody from leaving."""
 
     def __init__(self, name: str, cores: frozenset[int] = frozenset()) -> None:

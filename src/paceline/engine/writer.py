@@ -21,7 +21,7 @@ class Taken(NamedTuple):
     stop_reason: str | int | None = None
 
 
-class Writer:
+class StopChecker:
     """Takes a request's tokens one by one, as if they had never come in drafts, and stops where it must.
 
     What they say may be asked for later, when there is time.

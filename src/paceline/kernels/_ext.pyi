@@ -93,7 +93,7 @@ class Chooses:
     def num_logit_rows(self) -> int: ...
     def told(self) -> list[list[float]]: ...
 
-def read_chooses(chooses: list[Any], vocab: int) -> Chooses: ...  # of core/nouns.py
+def read_chooses(specs: list[Any], vocab: int) -> Chooses: ...  # of core/nouns.py
 def pack_spans(
     token_ids: NDArray[int64],
     pages: NDArray[int64],
@@ -169,7 +169,7 @@ class Decoder:
         self,
         kv: KVStore,
         read: Read,
-        chooses: Chooses,
+        specs: Chooses,
         vocab: int,
         num_layers: int,
         tap_layers: list[int],
@@ -182,7 +182,7 @@ class Decoder:
         self,
         kv: KVStore,
         read: Read,
-        chooses: Chooses,
+        specs: Chooses,
         vocab: int,
         num_layers: int,
         tap_layers: list[int],
@@ -196,7 +196,7 @@ class Decoder:
         self,
         kv: KVStore,
         read: Read,
-        chooses: Chooses,
+        specs: Chooses,
         vocab: int,
         num_layers: int,
         depths: list[int],
@@ -211,7 +211,7 @@ class Decoder:
         normed: NDArray[float32],
         token_ids: NDArray[int64],
         before: NDArray[float32],
-        chooses: Chooses,
+        specs: Chooses,
         vocab: int,
         chosen: NDArray[int64],
         logits: NDArray[float32],

@@ -1,1 +1,1 @@
-"""The target's forward pass: decoder, paged KV, weights, tokenizer, backends."""
+"""What a model is: config and families, tokenizer, template, weights."""

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from paceline.core.errors import BadModelFile, ModelNotFound
-from paceline.model import gguf_model, hf
 from paceline.model.config import ModelConfig, tensor_shapes
+from paceline.model.files import gguf_model, hf
+from paceline.model.files.gguf_file import FourBit, GgufTensor, open_gguf
+from paceline.model.files.pull import resolve
 from paceline.model.fingerprint import fingerprint
-from paceline.model.gguf_file import FourBit, GgufTensor, open_gguf
-from paceline.model.pull import resolve
 from paceline.model.template import ChatTemplate
 from paceline.model.tokenizer import Tokenizer
 

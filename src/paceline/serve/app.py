@@ -16,13 +16,13 @@ from starlette.routing import Route
 
 from paceline import __version__
 from paceline.core.errors import EngineDied, PacelineError, QueueFull, RequestError
-from paceline.serve.answering import Answering
-from paceline.serve.formats import to_json
-from paceline.serve.guard import Guard
-from paceline.serve.intake import ClientGone, chat_job, completion_job, read_body
-from paceline.serve.metrics import Metrics
-from paceline.serve.problems import Problem, internal_problem, problem_of
-from paceline.serve.texts import TextSource
+from paceline.serve.api.auth import Guard
+from paceline.serve.api.errors import Problem, internal_problem, problem_of
+from paceline.serve.api.openai_format import to_json
+from paceline.serve.api.parse import ClientGone, chat_job, completion_job, read_body
+from paceline.serve.api.respond import Answering
+from paceline.serve.observe.metrics import Metrics
+from paceline.serve.tokenizer_cache import TokenizerCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from paceline.serve.engine_client import EngineClient
-    from paceline.serve.intake import Job
+    from paceline.serve.api.parse import Job
     from paceline.serve.prompts import Prompts
+    from paceline.serve.worker.client import EngineClient
 
     JobMaker = Callable[[bytes, Prompts, str, float], Job]
 
@@ -48,7 +48,7 @@ class State:
 
     client: EngineClient
     metrics: Metrics
-    texts: TextSource
+    texts: TokenizerCache
     max_open: int = MAX_OPEN
     draining: bool = False  # take no new work
     num_active: int = 0  # requests to the model that are being answered
@@ -181,6 +181,6 @@ def make_app(
     client: EngineClient, api_key: str | None = None, max_open: int = MAX_OPEN, local: bool = False
 ) -> tuple[ASGIApp, State]:
     """Return the ASGI application over an engine, and the state that draining it needs. `local` as for `Guard`."""
-    state = State(client, Metrics(client), TextSource(), max_open)
+    state = State(client, Metrics(client), TokenizerCache(), max_open)
     app = Starlette(routes=_routes(state), exception_handlers=_handlers(state.metrics))
     return Guard(app, api_key, state.metrics.refused, local), state

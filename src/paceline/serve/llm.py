@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from paceline.core.errors import ConfigError, EngineDied, QueueFull, RequestError, suggest
 from paceline.core.interrupts import uninterrupted
 from paceline.core.params import SamplingParams
-from paceline.engine.build import build
-from paceline.engine.config import EngineConfig
+from paceline.engine.assembly.build import build
+from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.scheduler import Limits
 from paceline.serve.prompts import Prompts, requests_of, seed_of
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from paceline.core.nouns import Figures, FinishReason, Outcome, Request, TokenLogprobs
-    from paceline.engine.build import Built, Progress
+    from paceline.engine.assembly.build import Built, Progress
     from paceline.engine.engine import Engine
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
@@ -393,7 +393,7 @@ def _shown(progress: Progress | None) -> Iterator[Progress | None]:
     if progress is not None or not sys.stderr.isatty():
         yield progress
         return
-    from paceline.serve.banner import LoadingBar
+    from paceline.serve.terminal.banner import LoadingBar
 
     with LoadingBar() as bar:
         yield bar

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-FILE = "answers.jsonl"  # as serve/capture.py writes it: train knows the engine by its files alone
+FILE = "answers.jsonl"  # as serve/terminal/capture.py writes it: train knows the engine by its files alone
 
 
 @dataclass(frozen=True, slots=True)

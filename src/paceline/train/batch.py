@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.train.corpus import Text
-    from paceline.train.features import FeatureStore
-    from paceline.train.target import Target
+    from paceline.train.features import FeatureFile
+    from paceline.train.target import TrainTarget
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class TrainBatch:
     """Some texts, packed. Entry i stands for token i, and its guess is of token i + 1."""
 
     token_ids: torch.Tensor  # [n] int64
@@ -40,9 +40,9 @@ class Batcher:
 
     def __init__(
         self,
-        target: Target,
+        target: TrainTarget,
         texts: Sequence[Text],
-        store: FeatureStore,
+        store: FeatureFile,
         vocabulary: NDArray[int64],
         num_own: int = 0,
     ) -> None:
@@ -62,7 +62,7 @@ class Batcher:
         return [len(text) for text in self._texts]
 
     @torch.no_grad()
-    def make(self, numbers: Sequence[int]) -> Batch:
+    def make(self, numbers: Sequence[int]) -> TrainBatch:
         """Return some texts as one batch."""
         texts = [self._texts[n] for n in numbers]
         features = [self._store[n] for n in numbers]
@@ -79,7 +79,7 @@ class Batcher:
             draft_ids = draft_ids.clone()
             draft_ids[own_ids] = torch.arange(len(own_ids), device=self._device) + self._num_draft_ids
         ids = draft_ids[self._tensor(np.concatenate([f.top_ids for f in features]))]
-        return Batch(
+        return TrainBatch(
             token_ids=self._tensor(np.concatenate([t.token_ids for t in texts])),
             own_ids=own_ids,
             bounds=tuple(bounds),

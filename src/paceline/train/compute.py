@@ -28,19 +28,19 @@ GRAIN = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class DeviceChoice:
     """What a run multiplies in, and why."""
 
     name: str  # a key of `COMPUTES`
     why: str  # for the user
 
 
-def choose_compute(asked: str, device: torch.device) -> Choice:
+def choose_compute(asked: str, device: torch.device) -> DeviceChoice:
     """Return what was asked for, or for "auto" bfloat16 where the device has instructions made for it."""
     if asked != AUTO:
-        return Choice(asked, "as asked")
+        return DeviceChoice(asked, "as asked")
     fast, why = _HARDWARE.get(device.type, _unknown)()
-    return Choice("bfloat16" if fast else "float32", why)
+    return DeviceChoice("bfloat16" if fast else "float32", why)
 
 
 def _processor() -> tuple[bool, str]:

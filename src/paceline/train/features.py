@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.train.corpus import Text
-    from paceline.train.target import Reader, Target
+    from paceline.train.target import Reader, TrainTarget
 
     Progress = Callable[[int, int], None]  # tokens done, tokens in all
 
@@ -47,11 +47,11 @@ class Features:
     top_probs: NDArray[float16]  # [num_answer_tokens, TOP]
 
 
-class FeatureStore:
+class FeatureFile:
     """The features of some texts by number."""
 
     def __init__(
-        self, target: Target, taps: Sequence[int], texts: Sequence[Text], folder: Path, read_as: str = "int8"
+        self, target: TrainTarget, taps: Sequence[int], texts: Sequence[Text], folder: Path, read_as: str = "int8"
     ) -> None:
         """read_as: which numbers the target reads the texts with; those of others differ a little."""
         self.taps = tuple(taps)

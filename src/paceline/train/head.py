@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from paceline.core.errors import UnsupportedModel
-from paceline.draft.heads.checkpoint import load_head
-from paceline.draft.heads.config import OWN_TOKENS, RELAY_SIZE, HeadConfig, head_shapes, read_config
-from paceline.model.hf import LAYER_NAMES
+from paceline.model.files.hf import LAYER_NAMES
+from paceline.model.heads.checkpoint import load_head
+from paceline.model.heads.config import OWN_TOKENS, RELAY_SIZE, HeadConfig, head_shapes, read_config
 from paceline.train.export import hash_of
 from paceline.train.parallel import guess_at_once
 from paceline.train.recipe import take_over
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.model.config import ModelConfig, Rope
-    from paceline.train.batch import Batch
+    from paceline.train.batch import TrainBatch
     from paceline.train.drafts import Depth
-    from paceline.train.target import Target
+    from paceline.train.target import TrainTarget
 
 DEVIATION = 0.02  # of a new matrix
 FIRST_NORM = 0.25  # of the target's: guesses begin near uniform, and not sure of what is wrong
@@ -53,7 +53,7 @@ class HeadShape:
 class HeadRecipe:
     """A head over the target's hidden states."""
 
-    def __init__(self, shape: HeadShape, target: Target, vocabulary: NDArray[int64], seed: int) -> None:
+    def __init__(self, shape: HeadShape, target: TrainTarget, vocabulary: NDArray[int64], seed: int) -> None:
         """vocabulary: [draft_vocab] target ids, ascending."""
         self.num_steps = shape.num_steps
         self._values = config_json(shape, target, len(vocabulary))
@@ -68,7 +68,7 @@ class HeadRecipe:
         own = self.weights["head"]
         return torch.cat([own, self._target.head[own_ids]]) if len(own_ids) else own
 
-    def guess(self, batch: Batch, depths: Sequence[Depth]) -> list[torch.Tensor]:
+    def guess(self, batch: TrainBatch, depths: Sequence[Depth]) -> list[torch.Tensor]:
         """Draft as the algorithm does, see `Recipe`."""
         embedded = self._target.embed[batch.token_ids]
         if self._config.mask_token_id is None:
@@ -118,7 +118,7 @@ def file_name(name: str) -> str:
     return _FILE_NAMES.get(name, f"{name}.weight")
 
 
-def config_json(shape: HeadShape, target: Target, draft_vocab_size: int) -> dict[str, Any]:
+def config_json(shape: HeadShape, target: TrainTarget, draft_vocab_size: int) -> dict[str, Any]:
     """Return a head's config.json in the `speculators` format."""
     proposal = {"proposal_type": "greedy", "speculative_tokens": shape.num_steps}
     some = {} if shape.mask_token_id is None else {"mask_token_id": shape.mask_token_id}
@@ -184,7 +184,7 @@ def rope_json(rope: Rope) -> dict[str, Any]:
 
 
 def first_weights(
-    config: HeadConfig, target: Target, vocabulary: NDArray[int64], seed: int
+    config: HeadConfig, target: TrainTarget, vocabulary: NDArray[int64], seed: int
 ) -> dict[str, torch.Tensor]:
     """Return an untrained head's weights; what turns hidden states into tokens is the target's."""
     random = torch.Generator().manual_seed(seed)

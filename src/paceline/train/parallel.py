@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.draft.heads.forward import fuse, last_norm, relay, relayed, run_layers
+from paceline.backend.reference.head_layers import fuse, last_norm, relay, relayed, run_layers
 from paceline.train.drafts import Bounds, Depth, Seen, attend, every_entry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.draft.heads.config import HeadConfig
-    from paceline.draft.heads.forward import Weights
+    from paceline.backend.reference.head_layers import Weights
+    from paceline.model.heads.config import HeadConfig
 
 
 def guess_at_once(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from numpy import floating
     from numpy.typing import NDArray
 
-    from paceline.train.batch import Batch
+    from paceline.train.batch import TrainBatch
     from paceline.train.drafts import Depth
 
 
@@ -28,7 +28,7 @@ class Recipe(Protocol):
         """Return what turns guesses into logits [draft_vocab + num_own, width], `own_ids` last."""
         ...
 
-    def guess(self, batch: Batch, depths: Sequence[Depth]) -> list[torch.Tensor]:
+    def guess(self, batch: TrainBatch, depths: Sequence[Depth]) -> list[torch.Tensor]:
         """Return what is multiplied with what is `written`, [m, width] for the drafts of each depth."""
         ...
 

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.train.corpus import Corpus
-    from paceline.train.features import FeatureStore
+    from paceline.train.features import FeatureFile
     from paceline.train.recipe import Recipe
-    from paceline.train.target import Target
+    from paceline.train.target import TrainTarget
     from paceline.train.trainer import TrainConfig
 
 # Settings that may change on the way.
@@ -48,11 +48,11 @@ NOT_RESUMED = ("eval_every", "save_every", "eval_tokens", "eval_steps", "keep_st
 class Material:
     """What a run learns from."""
 
-    target: Target
+    target: TrainTarget
     corpus: Corpus
     training: list[int]  # numbers of texts
     held_out: list[int]
-    store: FeatureStore
+    store: FeatureFile
     vocabulary: NDArray[int64]  # [draft_vocab] target ids
     coverage: float  # share of the answers' tokens in it
 

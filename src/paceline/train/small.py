@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
+from paceline.backend.reference.decoder import ACTIVATIONS, linear, rms_norm
+from paceline.backend.rope import cos_sin, inverse_frequencies, rotate
 from paceline.core.errors import ConfigError, UnsupportedModel
-from paceline.draft.small.checkpoint import SHARED, load_small
-from paceline.model import hf
 from paceline.model.config import layer_shapes
-from paceline.model.decoder import ACTIVATIONS, linear, rms_norm
-from paceline.model.rope import cos_sin, inverse_frequencies, rotate
+from paceline.model.files import hf
+from paceline.model.heads.cut_model import SHARED, load_small
 from paceline.train.export import hash_of
 from paceline.train.head import file_name, rope_json, vocabulary_tensors
 from paceline.train.recipe import take_over
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from numpy import int64
     from numpy.typing import NDArray
 
-    from paceline.train.batch import Batch
+    from paceline.train.batch import TrainBatch
     from paceline.train.drafts import Bounds, Depth
-    from paceline.train.target import Target
+    from paceline.train.target import TrainTarget
 
     Layer = dict[str, torch.Tensor]
 
@@ -36,7 +36,7 @@ class SmallRecipe:
 
     num_steps = 1  # every guess follows true tokens
 
-    def __init__(self, layers: Sequence[int], target: Target, vocabulary: NDArray[int64]) -> None:
+    def __init__(self, layers: Sequence[int], target: TrainTarget, vocabulary: NDArray[int64]) -> None:
         """layers: of the target, in this order. vocabulary: [draft_vocab] target ids, ascending."""
         if target.config.sliding is not None or target.config.facts.sandwich_norms:
             raise UnsupportedModel("draft models are cut from targets whose layers see all tokens; train a head")
@@ -58,7 +58,7 @@ class SmallRecipe:
         """Return the target's rows, see `Recipe`."""
         return torch.cat([self._head, self._target.head[own_ids]]) if len(own_ids) else self._head
 
-    def guess(self, batch: Batch, depths: Sequence[Depth]) -> list[torch.Tensor]:
+    def guess(self, batch: TrainBatch, depths: Sequence[Depth]) -> list[torch.Tensor]:
         """Return what stands at each entry, the same at every depth, see `Recipe`."""
         config = self._target.config
         places = torch.cat([torch.arange(b.end - b.start) for b in batch.bounds]).to(self._head.device)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from paceline.core.nouns import PAGE_TOKENS, Choose
+from paceline.backend.native import decoder as native
+from paceline.backend.packed import Packed
+from paceline.backend.reference.decoder import ReferenceDecoder
+from paceline.backend.seam import num_cores
+from paceline.core.nouns import PAGE_TOKENS, SamplingSpec
 from paceline.core.params import SamplingParams
-from paceline.model import native
-from paceline.model.backend import num_cores
-from paceline.model.decoder import ReferenceDecoder
-from paceline.model.packed import Packed
-from paceline.model.pull import published_name
+from paceline.model.files.pull import published_name
 from paceline.model.weights import load_model
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Target:
+class TrainTarget:
     """The frozen tables that a head shares with its target."""
 
     name: str  # as other tools know it
@@ -49,12 +49,12 @@ class Target:
         return digest.hexdigest()
 
 
-def load_target(name: str, device: torch.device) -> Target:
+def load_target(name: str, device: torch.device) -> TrainTarget:
     """Open a target and read its tables. Raises `ModelError`."""
     model = load_model(name)
     embed = _tensor(model, "embed", device)
     head = embed if model.config.tie_embeddings else _tensor(model, "head", device)
-    return Target(published_name(name), model, embed, head, _tensor(model, "final_norm", device))
+    return TrainTarget(published_name(name), model, embed, head, _tensor(model, "final_norm", device))
 
 
 def _tensor(model: LoadedModel, name: str, device: torch.device) -> torch.Tensor:
@@ -78,12 +78,12 @@ class Reader(Protocol):
 
 
 def native_reader(
-    target: Target, taps: Sequence[int], weight_type: str = "int8", threads: int | None = None
+    target: TrainTarget, taps: Sequence[int], weight_type: str = "int8", threads: int | None = None
 ) -> Reader:
     """Return a reader that runs the target as it will be served: compiled kernels, weights of a type of theirs."""
     decoder = native.load_decoder(target.config, target.model.weights, weight_type, "i16", threads or num_cores())
     wanted = tuple(dict.fromkeys(taps))
-    choose = Choose("logits", SamplingParams())
+    choose = SamplingSpec("logits", SamplingParams())
 
     def read(texts: Sequence[Text]) -> Reading:
         packed = _packed(texts)
@@ -96,7 +96,7 @@ def native_reader(
     return read
 
 
-def reference_reader(target: Target, taps: Sequence[int]) -> Reader:
+def reference_reader(target: TrainTarget, taps: Sequence[int]) -> Reader:
     """Return a reader that runs the target in float32, on any device."""
     decoder = ReferenceDecoder(target.config, target.model.weights, torch.float32, target.embed.device)
     wanted = tuple(dict.fromkeys(taps))

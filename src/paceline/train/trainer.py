@@ -21,7 +21,7 @@ from paceline.train.loss import divergence, judge
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from paceline.train.batch import Batch, Batcher
+    from paceline.train.batch import Batcher, TrainBatch
     from paceline.train.recipe import Recipe
 
 BETAS = (0.9, 0.95)
@@ -139,7 +139,7 @@ class Trainer:
                     yield numbers
             epoch += 1
 
-    def _take_step(self, batch: Batch) -> float:
+    def _take_step(self, batch: TrainBatch) -> float:
         config, recipe = self.config, self.recipe
         seed = (config.seed << 32) + self.step
         depths = plan_drafts(batch.bounds, recipe.num_steps, config.keep, seed, batch.token_ids.device)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.core.errors import BadModelFile, ConfigError, DrafterMismatch
-from paceline.model.hf import stored_tensors
+from paceline.model.files.hf import stored_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -53,7 +53,7 @@ ASK = (
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class PromptPair:
     """A prompt and one answer of the target."""
 
     name: str
@@ -62,7 +62,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class TrainPrompt:
     """A prompt made from others."""
 
     name: str  # says from which, and how
@@ -70,7 +70,7 @@ class Prompt:
     text: str
 
 
-def widen(pairs: Sequence[Pair], seed: int = 0) -> Iterator[Prompt]:
+def widen(pairs: Sequence[PromptPair], seed: int = 0) -> Iterator[TrainPrompt]:
     """Yield prompts made from each pair, the same for the same seed.
 
     A pair that is itself a translation is only asked to be translated back.
@@ -112,38 +112,38 @@ def names(text: str) -> list[str]:
     return list(dict.fromkeys(match.group() for match in _NAME.finditer(text)))
 
 
-def _translate(pair: Pair, random: Random) -> Iterator[Prompt]:
+def _translate(pair: PromptPair, random: Random) -> Iterator[TrainPrompt]:
     known = sentences(pair.answer)
     if known:
         language, template = random.choice(LANGUAGES), random.choice([TRANSLATE[0], TRANSLATE[2]])
         text = template.format(language=language, text=random.choice(known))
-        yield Prompt(f"translate {language} {pair.name}", "translate", text)
+        yield TrainPrompt(f"translate {language} {pair.name}", "translate", text)
 
 
-def _back(pair: Pair) -> Iterator[Prompt]:
+def _back(pair: PromptPair) -> Iterator[TrainPrompt]:
     language, text = pair.name.split()[1], pair.answer.strip().split("\n")[0]
     if LEAST_SENTENCE <= len(text) <= MOST_SENTENCE:
-        yield Prompt(f"back {pair.name}", "back", TRANSLATE[1].format(language=language, text=text))
+        yield TrainPrompt(f"back {pair.name}", "back", TRANSLATE[1].format(language=language, text=text))
 
 
-def _summarise(pair: Pair, random: Random) -> Iterator[Prompt]:
+def _summarise(pair: PromptPair, random: Random) -> Iterator[TrainPrompt]:
     if len(pair.prompt) >= LONG_TEXT and len(sentences(pair.prompt)) >= 3:
         text = random.choice(SUMMARISE).format(text=_excerpt(pair.prompt, MOST_TEXT, random))
-        yield Prompt(f"digest {pair.name}", "digest", text)
+        yield TrainPrompt(f"digest {pair.name}", "digest", text)
     if LEAST_PASSAGE <= len(pair.answer) and len(sentences(pair.answer)) >= 3:
         text = random.choice(SUMMARISE).format(text=pair.answer[:MOST_PASSAGE])
-        yield Prompt(f"summarise {pair.name}", "summarise", text)
+        yield TrainPrompt(f"summarise {pair.name}", "summarise", text)
 
 
-def _answer(pair: Pair, random: Random) -> Iterator[Prompt]:
+def _answer(pair: PromptPair, random: Random) -> Iterator[TrainPrompt]:
     """A passage of several answers' kind, and the question its prompt was."""
     question = pair.prompt.strip().split("\n")[0]
     if LEAST_PASSAGE <= len(pair.answer) and LEAST_SENTENCE <= len(question) <= MOST_SENTENCE:
         text = random.choice(ANSWER[:2]).format(text=pair.answer[:MOST_PASSAGE], question=question)
-        yield Prompt(f"answer {pair.name}", "answer", text)
+        yield TrainPrompt(f"answer {pair.name}", "answer", text)
 
 
-def _search(pair: Pair, pairs: Sequence[Pair], random: Random) -> Iterator[Prompt]:
+def _search(pair: PromptPair, pairs: Sequence[PromptPair], random: Random) -> Iterator[TrainPrompt]:
     """Several passages, of which one was the answer to the question or names whom it is about.
 
     Long, so that only a few are made.
@@ -160,10 +160,10 @@ def _search(pair: Pair, pairs: Sequence[Pair], random: Random) -> Iterator[Promp
     if len(prose) >= 2 and len(question) <= MOST_SENTENCE:
         passages = [text, *prose]
         random.shuffle(passages)
-        yield Prompt(f"search {pair.name}", "search", "\n\n".join([*passages, question]))
+        yield TrainPrompt(f"search {pair.name}", "search", "\n\n".join([*passages, question]))
 
 
-def _passage(pair: Pair, random: Random) -> str:
+def _passage(pair: PromptPair, random: Random) -> str:
     """Return some of a prompt that is a text of its own, or else of the answer."""
     if len(pair.prompt) >= LONG_TEXT:
         return _excerpt(pair.prompt, MOST_OF_SEVERAL, random)
@@ -176,8 +176,8 @@ def _excerpt(text: str, most: int, random: Random) -> str:
     return text[start : start + most].partition(" ")[2]
 
 
-def _ask(pair: Pair, random: Random) -> Iterator[Prompt]:
+def _ask(pair: PromptPair, random: Random) -> Iterator[TrainPrompt]:
     known = names(pair.answer) + names(pair.prompt)
     if known:
         text = random.choice(ASK).format(name=random.choice(known))
-        yield Prompt(f"ask {pair.name}", "ask", text)
+        yield TrainPrompt(f"ask {pair.name}", "ask", text)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from numpy import float64, floating
     from numpy.typing import NDArray
 
-    from paceline.core.nouns import Choose, Draft, RowDraft, Scores, TokenLogprobs
+    from paceline.core.nouns import Draft, RowDraft, SamplingSpec, Scores, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class RowScores:
     def __len__(self) -> int:
         return self.end - self.start
 
-    def choose(self, index: int) -> Choose:
+    def choose(self, index: int) -> SamplingSpec:
         """Return how the target chooses at a position."""
-        return self.scores.chooses[self.start + index]
+        return self.scores.specs[self.start + index]
 
     def logits(self, index: int) -> NDArray[floating]:
         """Return the raw logits [vocab] of a position whose kind wants them."""

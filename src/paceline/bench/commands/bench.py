@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline import __version__
-from paceline.bench.outputs import check_file, check_picture
-from paceline.bench.terminal import progress, say
 from paceline.core.errors import ConfigError
 from paceline.core.params import SamplingParams
-from paceline.engine.config import DEFAULT_DRAFT
-from paceline.engine.loops import AUTO, OVERLAPS
-from paceline.engine.options import add_target_arguments, engine_config
+from paceline.engine.assembly.cli_options import add_target_arguments, engine_config
+from paceline.engine.assembly.config import DEFAULT_DRAFT
+from paceline.engine.assembly.loop_choice import AUTO, OVERLAPS
+from paceline.serve.terminal.display import progress, say
+from paceline.serve.terminal.output_files import check_file, check_picture
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -138,8 +138,8 @@ def _prompts(args: Namespace) -> list[Prompt]:
 
 def _here(args: Namespace, session: Session, prompts: list[Prompt]) -> tuple[dict[str, Any], list[Run]]:
     from paceline.bench.session import about, run_here
-    from paceline.draft.options import parse_drafters
-    from paceline.engine.build import load
+    from paceline.draft.registry import parse_drafters
+    from paceline.engine.assembly.build import load
 
     args.draft = session.drafts[0]
     config = engine_config(args)

@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.bench.outputs import check_file, check_picture
 from paceline.bench.report import PLAIN
-from paceline.bench.terminal import progress, say, table
 from paceline.core.errors import ConfigError
 from paceline.core.params import SamplingParams
 from paceline.draft.drafter import MAX_K
-from paceline.draft.options import AUTO
-from paceline.engine.options import add_target_arguments, engine_config
+from paceline.draft.registry import AUTO
+from paceline.engine.assembly.cli_options import add_target_arguments, engine_config
+from paceline.serve.terminal.display import progress, say, table
+from paceline.serve.terminal.output_files import check_file, check_picture
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from paceline.bench.compare.arena import Arena
     from paceline.bench.compare.results import Results
     from paceline.bench.prompts import Prompt
-    from paceline.engine.build import Loaded
-    from paceline.engine.config import EngineConfig
+    from paceline.engine.assembly.build import Loaded
+    from paceline.engine.assembly.config import EngineConfig
 
     Setting = tuple[Arena, Results, list[Prompt], SamplingParams]
 
@@ -101,7 +101,7 @@ def run(args: Namespace) -> int:
 
 def _set_up(args: Namespace, num_rows: int) -> Setting:
     from paceline.bench.compare.arena import Arena
-    from paceline.engine.build import load
+    from paceline.engine.assembly.build import load
 
     prompts, config = _prompts(args), _config(args, num_rows)
     with progress(f"loading {args.model}") as update:
@@ -205,7 +205,7 @@ def _rollout(args: Namespace) -> int:
 def _turns(args: Namespace) -> int:
     from paceline.bench.compare.arena import drafters
     from paceline.bench.compare.arms import SHARED, make_arms, shared_out
-    from paceline.bench.compare.turns import Turns, remarks
+    from paceline.bench.compare.turns import OverlapComparison, remarks
 
     k, sizes, prompts = _k(args.k), _sizes(args.sizes), _prompts(args)
     config = shared_out(_config(args, max(sizes)))
@@ -214,7 +214,7 @@ def _turns(args: Namespace) -> int:
     loaded = arms[SHARED].arena.loaded
     results = _results(args, config, loaded, SETTINGS_OF_TURNS)
     names = drafters(args.draft, loaded)
-    turns = Turns(arms, results, prompts, _params(args), names, k, sizes, args.limit, args.repeat)
+    turns = OverlapComparison(arms, results, prompts, _params(args), names, k, sizes, args.limit, args.repeat)
     with progress("comparing") as update:
         lines = turns.run(update)
     results.write(summary=lines)

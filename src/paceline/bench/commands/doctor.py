@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.bench.terminal import progress, say, table
-from paceline.engine.options import add_engine_arguments, engine_config
+from paceline.engine.assembly.cli_options import add_engine_arguments, engine_config
+from paceline.serve.terminal.display import progress, say, table
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from paceline.bench.doctor import Check, Speed
     from paceline.bench.trial import Expected, Trial
-    from paceline.engine.build import Loaded
-    from paceline.engine.config import EngineConfig
+    from paceline.engine.assembly.build import Loaded
+    from paceline.engine.assembly.config import EngineConfig
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -27,8 +27,8 @@ def run(args: Namespace) -> int:
     """Print the diagnosis and a verdict; 1 if something will not work."""
     from paceline.bench.doctor import Check, check_built, diagnose, measure
     from paceline.core.errors import ConfigError, ModelError
-    from paceline.draft.options import parse_drafters
-    from paceline.engine.build import assemble
+    from paceline.draft.registry import parse_drafters
+    from paceline.engine.assembly.build import assemble
 
     config = engine_config(args)
     drafters = parse_drafters(config.draft)  # a misspelt option is no finding
@@ -59,7 +59,7 @@ def run(args: Namespace) -> int:
 
 
 def _load(config: EngineConfig) -> Loaded:
-    from paceline.engine.build import load
+    from paceline.engine.assembly.build import load
 
     with progress(f"loading {config.model}") as update:
         return load(config, lambda _, done, total: update(done, total))

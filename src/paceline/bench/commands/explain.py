@@ -37,8 +37,8 @@ def run(args: Namespace) -> int:
 
 
 def _summary(path: str) -> None:
-    from paceline.bench.terminal import progress, say, table
     from paceline.control.trace import replay
+    from paceline.serve.terminal.display import progress, say, table
 
     steps: list[Step] = []
     with progress("replaying") as update:
@@ -82,8 +82,8 @@ def _same(step: Step) -> bool:
 
 
 def _say_given_up(path: str, steps: Sequence[Step]) -> None:
-    from paceline.bench.terminal import say
     from paceline.control.trace import drafter_names
+    from paceline.serve.terminal.display import say
 
     for number, step in enumerate(steps, start=1):
         for drafter in step.now.given_up:
@@ -96,8 +96,8 @@ def _seconds(step: Step) -> float:
 
 
 def _one_step(path: str, number: int) -> None:
-    from paceline.bench.terminal import say, table
     from paceline.control.trace import replay
+    from paceline.serve.terminal.display import say, table
 
     known: dict[int, list[list[str]]] = {}  # by group: the other's plan may lie between a plan and its outcome
 

@@ -10,13 +10,13 @@ from rich.progress import track
 from rich.table import Table
 
 from paceline.core.errors import ConfigError
-from paceline.engine.config import MAX_THREADS
+from paceline.engine.assembly.config import MAX_THREADS
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
     from paceline import kernels
-    from paceline.bench.kernels import Limits, Product
+    from paceline.bench.kernels import MachineLimits, Product
     from paceline.model.config import ModelConfig
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64)
@@ -36,8 +36,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Measure and print three tables."""
     from paceline import kernels
+    from paceline.backend.seam import num_cores
     from paceline.bench.kernels import measure_limits
-    from paceline.model.backend import num_cores
     from paceline.model.weights import load_model
 
     if args.weights not in WEIGHTS or args.kv not in KV:
@@ -56,7 +56,7 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def _products(team: kernels.Team, limits: Limits, config: ModelConfig, weights: str) -> list[Product]:
+def _products(team: kernels.Team, limits: MachineLimits, config: ModelConfig, weights: str) -> list[Product]:
     from paceline.bench.kernels import measure_products, shapes_of
 
     shapes = shapes_of(config).items()
@@ -78,10 +78,10 @@ def _products_table(products: list[Product], weights: str) -> Table:
     return table
 
 
-def _print_passes(args: Namespace, team: kernels.Team, limits: Limits) -> None:
+def _print_passes(args: Namespace, team: kernels.Team, limits: MachineLimits) -> None:
     from paceline import kernels
+    from paceline.backend.native.decoder import NativeDecoder
     from paceline.bench.kernels import CASES, Case, all_matrices, num_pages, time_passes
-    from paceline.model.native import NativeDecoder
     from paceline.model.weights import load_model
 
     model = load_model(args.model)

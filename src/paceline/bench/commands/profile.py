@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.bench.outputs import check_file, check_picture
 from paceline.core.errors import ConfigError
+from paceline.serve.terminal.output_files import check_file, check_picture
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -19,7 +19,7 @@ CONTEXT = 256  # tokens of each row, in the table
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the command's options."""
-    from paceline.engine.options import add_engine_arguments
+    from paceline.engine.assembly.cli_options import add_engine_arguments
 
     add_engine_arguments(parser)
     parser.add_argument("--out", default="profile.json", metavar="FILE", help="where it is written (profile.json)")
@@ -29,12 +29,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Measure, print a table, write the file."""
-    from paceline.bench.terminal import progress, say, table
     from paceline.control.profile import write_profile
-    from paceline.engine.auto import measure
-    from paceline.engine.build import build
-    from paceline.engine.calibrate import QUICK, THOROUGH
-    from paceline.engine.options import engine_config
+    from paceline.engine.assembly.auto import measure
+    from paceline.engine.assembly.build import build
+    from paceline.engine.assembly.calibration import QUICK, THOROUGH
+    from paceline.engine.assembly.cli_options import engine_config
+    from paceline.serve.terminal.display import progress, say, table
 
     check_file("--out", args.out)
     check_picture("--plot", args.plot)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.bench.terminal import progress, say
+from paceline.serve.terminal.display import progress, say
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -24,7 +24,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Fetch the model unless it is there, look whether it can be used, and print where it lies."""
-    from paceline.model.pull import pull
+    from paceline.model.files.pull import pull
     from paceline.model.weights import load_model
 
     path = Path(args.name)

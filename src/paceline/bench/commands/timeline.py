@@ -7,18 +7,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.bench.outputs import check_picture
 from paceline.core.errors import ConfigError
 from paceline.core.params import SamplingParams
 from paceline.draft.drafter import MAX_K
-from paceline.engine.config import MAX_ROWS
-from paceline.engine.options import add_target_arguments, engine_config
+from paceline.engine.assembly.cli_options import add_target_arguments, engine_config
+from paceline.engine.assembly.config import MAX_ROWS
+from paceline.serve.terminal.output_files import check_picture
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
     from paceline.bench.timeline import Timeline
-    from paceline.engine.config import EngineConfig
+    from paceline.engine.assembly.config import EngineConfig
 
 MAX_STEPS, MAX_SHOWN = 10_000, 100
 
@@ -39,7 +39,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Watch both loops, print a table, draw."""
     from paceline.bench.compare.arms import shared_out
-    from paceline.bench.terminal import say
+    from paceline.serve.terminal.display import say
 
     _check(args)
     config = shared_out(engine_config(args))
@@ -81,8 +81,8 @@ def _record(args: Namespace, config: EngineConfig) -> dict[str, Timeline]:
 
 
 def _print(timelines: dict[str, Timeline], size: int) -> None:
-    from paceline.bench.terminal import table
     from paceline.bench.timeline import summary
+    from paceline.serve.terminal.display import table
 
     found = {name: summary(timeline.turns()) for name, timeline in timelines.items()}
     figures = {"step_s": 1e3, "verify_s": 1e3, "draft_s": 1e3, "serial": 1.0, "overlapped": 1.0}

@@ -10,7 +10,7 @@ from paceline.bench.report import PLAIN
 from paceline.bench.run import questions
 from paceline.bench.session import SPARE_TOKENS
 from paceline.core.errors import ConfigError
-from paceline.draft.options import AUTO, parse_drafters
+from paceline.draft.registry import AUTO, parse_drafters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from paceline.bench.prompts import Prompt
     from paceline.bench.run import Question
     from paceline.core.params import SamplingParams
-    from paceline.engine.build import Loaded
-    from paceline.engine.config import EngineConfig
+    from paceline.engine.assembly.build import Loaded
+    from paceline.engine.assembly.config import EngineConfig
     from paceline.engine.engine import Engine
 
 KS = (1, 2, 3, 4, 6, 8)
@@ -34,7 +34,7 @@ class Arena:
 
     def engine(self, policy: str) -> Engine:
         """Return an idle engine, one for each name of a policy."""
-        from paceline.engine.build import assemble
+        from paceline.engine.assembly.build import assemble
 
         if policy not in self._engines:
             config = replace(self.config, draft=draft_of(policy))

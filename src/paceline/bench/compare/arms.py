@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from paceline.backend.device import CPU, SAME, usable_cores
 from paceline.bench.compare.arena import Arena
 from paceline.core.errors import ConfigError
-from paceline.engine.loops import AUTO, OFF, ON
-from paceline.engine.worker import Worker
-from paceline.model.device import CPU, SAME, usable_cores
+from paceline.engine.assembly.loop_choice import AUTO, OFF, ON
+from paceline.engine.worker import PassThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from paceline.engine.config import EngineConfig
+    from paceline.engine.assembly.config import EngineConfig
     from paceline.engine.engine import Engine
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ class Arm:
 
     name: str
     arena: Arena
-    worker: Worker  # that its engines live on
+    worker: PassThread  # that its engines live on
 
     def use(self, draft: str, call: Callable[[Engine], T]) -> T:
         """Call with the idle engine of a `--draft`, on this arm's cores."""
@@ -59,28 +59,28 @@ def apart(config: EngineConfig, seed: int = 0) -> dict[str, Arm]:
 
     config: as `shared_out` returns it.
     """
-    from paceline.engine.build import load
+    from paceline.engine.assembly.build import load
 
     few = replace(config, threads=len(_target_cores(config)))
     loaded = load(replace(few, draft="off"))
     return {
-        name: Arm(name, Arena(replace(few, overlap=overlap), loaded, seed), Worker(name))
+        name: Arm(name, Arena(replace(few, overlap=overlap), loaded, seed), PassThread(name))
         for name, overlap in ((APART, OFF), (TURNS, ON), (CHOSEN, AUTO))
     }
 
 
 def make_arms(config: EngineConfig, seed: int = 0) -> dict[str, Arm]:
     """Return those of `apart`, and serial ones on the target's cores and on all; the former share its weights."""
-    from paceline.engine.build import load
+    from paceline.engine.assembly.build import load
 
     arms = apart(config, seed)
     few = arms[APART].arena
     shared = replace(few.config, draft_device=SAME)
     every = replace(shared, threads=len(usable_cores()))
-    worker = Worker("on the target's cores", _target_cores(config))
+    worker = PassThread("on the target's cores", _target_cores(config))
     return {
         SHARED: Arm(SHARED, Arena(shared, few.loaded, seed), worker),
-        ALL: Arm(ALL, Arena(every, load(replace(every, draft="off")), seed), Worker("on all cores")),
+        ALL: Arm(ALL, Arena(every, load(replace(every, draft="off")), seed), PassThread("on all cores")),
         **arms,
     }
 

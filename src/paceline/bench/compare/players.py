@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from paceline.bench.run import Question
     from paceline.engine.engine import Engine
     from paceline.engine.stats import Stats
-    from paceline.engine.worker import Worker
+    from paceline.engine.worker import PassThread
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ class Player:
         engine: Engine,
         asked: Sequence[Question],
         in_flight: int,
-        worker: Worker | None = None,
+        worker: PassThread | None = None,
     ) -> None:
         """worker: where the engine lives, if that is a thread of its own."""
         self.engine, self._waiting, self._in_flight = engine, deque(asked), in_flight
@@ -104,7 +104,7 @@ class Player:
         return call() if self._worker is None else self._worker.call(call)
 
 
-def warm(engine: Engine, asked: Sequence[Question], in_flight: int, worker: Worker | None = None) -> Player:
+def warm(engine: Engine, asked: Sequence[Question], in_flight: int, worker: PassThread | None = None) -> Player:
     """Return a player whose engine has met this size and is cold again. worker: see `Player`."""
     before = Player(engine, asked[:in_flight], in_flight, worker=worker)
     while not before.done:

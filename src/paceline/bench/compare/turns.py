@@ -12,7 +12,7 @@ from paceline.bench.compare.arms import ALL, APART, CHOSEN, SHARED, TURNS
 from paceline.bench.compare.players import race, warm
 from paceline.bench.measure import MS_PER_S
 from paceline.bench.statistics import median_interval, paired_ratios
-from paceline.draft.options import AUTO
+from paceline.draft.registry import AUTO
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ SLACK = 0.03  # by which `auto` may be behind the better loop
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Turns:
+class OverlapComparison:
     """What is compared."""
 
     arms: Mapping[str, Arm]

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from paceline.core.nouns import NO_DRAFT, Draft
-from paceline.draft.chains import CATCH_UP_TOKENS, begin, catch_up_tokens, in_pieces, share_out
+from paceline.draft.autoregressive import CATCH_UP_TOKENS, begin, catch_up_tokens, in_pieces, share_out
 from paceline.draft.drafter import Needs
 from paceline.draft.heads.entries import Entries
 from paceline.draft.heads.features import FeatureStore
 from paceline.draft.hints import NO_GAINS, Hints, RecycledGains
-from paceline.draft.own import OwnTokens
+from paceline.draft.request_vocabulary import OwnTokens
 from paceline.draft.training import trained_to
 
 if TYPE_CHECKING:
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from numpy import float32, floating
     from numpy.typing import NDArray
 
+    from paceline.backend.packed import Packed
+    from paceline.backend.rows import Span
     from paceline.core.nouns import Batch, Plan, Request, Scores, Verdict
-    from paceline.draft.chains import Chain
+    from paceline.draft.autoregressive import Chain
     from paceline.draft.drafter import Target
-    from paceline.draft.heads.checkpoint import Head
     from paceline.draft.heads.options import HeadOptions
-    from paceline.model.packed import Packed
-    from paceline.model.rows import Span
+    from paceline.model.heads.checkpoint import Head
 
 _MANY_ROWS = 4  # above which a row's drafts do not pay for reading all of its prompt, and for that at once
 _NEAR = 256  # entries read then, of all rows together: with 64 of each a pass brings 98 % of what all bring ...

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from paceline.backend.rows import Rows
     from paceline.draft.heads.features import FeatureStore
-    from paceline.model.rows import Rows
 
 
 KEEPING = 4  # times as many entries are made where else as many would be lost

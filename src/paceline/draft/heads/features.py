@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline import kernels
+from paceline.backend.native.decoder import as_float32
 from paceline.core.nouns import PAGE_TOKENS
-from paceline.model.native import as_float32
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from numpy import float16, float32, floating, int64
     from numpy.typing import NDArray
 
-    from paceline.model.rows import Rows
+    from paceline.backend.rows import Rows
 
 _MOST = float(np.finfo(np.float16).max)
 

@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, ClassVar
 
 from paceline.core.errors import ConfigError, DrafterMismatch
 from paceline.draft.drafter import MAX_K
-from paceline.draft.heads.checkpoint import load_head, narrowed
-from paceline.draft.heads.config import EAGLE, EAGLE3, PEAGLE, head_shapes, read_config
 from paceline.draft.heads.parallel import ParallelHeadDrafter, RelayHeadDrafter
 from paceline.draft.heads.serial import SerialHeadDrafter
-from paceline.draft.options import bounded
+from paceline.draft.registry import bounded
 from paceline.draft.shipped import shipped_folder
-from paceline.model.hf import read_json
-from paceline.model.pull import resolve
+from paceline.model.files.hf import read_json
+from paceline.model.files.pull import resolve
+from paceline.model.heads.checkpoint import load_head, narrowed
+from paceline.model.heads.config import EAGLE, EAGLE3, PEAGLE, head_shapes, read_config
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from paceline.draft.drafter import Target
-    from paceline.draft.heads.checkpoint import Head
     from paceline.draft.heads.drafter import HeadDrafter
-    from paceline.draft.options import Loader
+    from paceline.draft.registry import Loader
+    from paceline.model.heads.checkpoint import Head
     from paceline.model.weights import LoadedModel
 
 _VOCABULARY = 8192  # tokens that EAGLE-1 writes unless told: a larger target head would cost more than the layer

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.draft.chains import draft_in_turn, extend
+from paceline.backend.sampling import pick
+from paceline.draft.autoregressive import draft_in_turn, extend
 from paceline.draft.heads.drafter import HeadDrafter
 from paceline.draft.hints import RecycledGains, hinted
-from paceline.model.choosing import pick
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from numpy import float32, floating
     from numpy.typing import NDArray
 
-    from paceline.core.nouns import Choose
-    from paceline.draft.chains import Chain
+    from paceline.backend.packed import Packed
+    from paceline.backend.rows import Span
+    from paceline.backend.seam import SampledTokens, StepLimit
+    from paceline.core.nouns import SamplingSpec
+    from paceline.draft.autoregressive import Chain
     from paceline.draft.drafter import Target
-    from paceline.draft.heads.checkpoint import Head
     from paceline.draft.heads.options import HeadOptions
-    from paceline.model.backend import Chosen, End
-    from paceline.model.packed import Packed
-    from paceline.model.rows import Span
+    from paceline.model.heads.checkpoint import Head
 
 
 UNKNOWING_GAIN = 8.0  # of hints to guesses that do not know those before them
@@ -54,22 +54,22 @@ class ParallelHeadDrafter(HeadDrafter):
             extend(self._rows, wanting, partial(_already, found), dense=self._dense)
             wanting = [c for c in wanting if c.goes_on]
 
-    def _run(self, chains: Mapping[int, Chain], starts: Mapping[int, int]) -> tuple[Chosen, dict[int, int]]:
+    def _run(self, chains: Mapping[int, Chain], starts: Mapping[int, int]) -> tuple[SampledTokens, dict[int, int]]:
         """Run the pass. Returns what it says of all guesses, and where each row's begin.
 
         Under penalties a choice waits for the guesses before it, as they are counted.
         """
-        chooses: list[Choose] = []
+        specs: list[SamplingSpec] = []
         first: dict[int, int] = {}
         for row in starts:
-            first[row] = len(chooses)
+            first[row] = len(specs)
             masks = [self._mask] * (chains[row].depth - 1)
-            for choose in hinted(self._rows.row_chooses(row, masks), self._rows, row, UNKNOWING_GAIN):
+            for choose in hinted(self._rows.row_specs(row, masks), self._rows, row, UNKNOWING_GAIN):
                 waits = self._dense or choose.params.penalised
-                chooses.append(choose._replace(kind="logits" if waits else choose.kind, margin=True))
+                specs.append(choose._replace(kind="logits" if waits else choose.kind, margin=True))
         spans = [(row, start, int(self._rows.length[row]) - start) for row, start in starts.items()]
         packed, features = self._masked(spans, [chains[row].depth for row in starts])
-        return self._head.run(packed, features, self._kv, chooses)[0], first
+        return self._head.run(packed, features, self._kv, specs)[0], first
 
     def _masked(
         self, known: Sequence[tuple[int, int, int]], depths: Sequence[int]
@@ -81,7 +81,7 @@ class ParallelHeadDrafter(HeadDrafter):
         return self._pack(spans, depths), self._read(spans, {row: self._mask_feature for row, *_ in known})
 
 
-def _already(found: Chosen, _: Sequence[Choose]) -> Chosen:
+def _already(found: SampledTokens, _: Sequence[SamplingSpec]) -> SampledTokens:
     """Stand for a pass that has been run."""
     return found
 
@@ -101,28 +101,34 @@ class RelayHeadDrafter(ParallelHeadDrafter):
         at_once = self._run_in_turn if self._head.in_turn else None
         draft_in_turn(self._rows, chains, starts, partial(self._run_next, chains), at_once, dense=self._dense)
 
-    def _run_in_turn(self, spans: Sequence[Span], chooses: Sequence[Choose], ends: Sequence[End]) -> Chosen:
+    def _run_in_turn(
+        self, spans: Sequence[Span], specs: Sequence[SamplingSpec], ends: Sequence[StepLimit]
+    ) -> SampledTokens:
         assert self._head.in_turn is not None
         packed, features = self._masked([span[:3] for span in spans], [end.depth for end in ends])
-        return self._head.in_turn(packed, features, self._kv, chooses, ends)
+        return self._head.in_turn(packed, features, self._kv, specs, ends)
 
-    def _run_next(self, chains: Mapping[int, Chain], spans: Sequence[Span], chooses: Sequence[Choose]) -> Chosen:
+    def _run_next(
+        self, chains: Mapping[int, Chain], spans: Sequence[Span], specs: Sequence[SamplingSpec]
+    ) -> SampledTokens:
         """Choose the next guess of each row, see `RunSpans`."""
         number = len(chains[spans[0][0]].token_ids)  # of each one's guesses so far: they go on together
         if number == 0:
-            return self._run_first(spans, chooses, [chains[row].depth for row, *_ in spans])
+            return self._run_first(spans, specs, [chains[row].depth for row, *_ in spans])
         rows = [row for row, *_ in spans]
         newest = np.array([guesses[-1] for *_, guesses in spans], np.int64)
         told = np.stack([self._told[row] for row in rows])
         first, normed = (np.stack([self._normed[row][place] for row in rows]) for place in (0, number))
-        chosen, told = self._head.relay(first, normed, (newest, told), chooses)
+        chosen, told = self._head.relay(first, normed, (newest, told), specs)
         self._told = dict(zip(rows, told, strict=True))
         return chosen
 
-    def _run_first(self, spans: Sequence[Span], chooses: Sequence[Choose], depths: Sequence[int]) -> Chosen:
+    def _run_first(
+        self, spans: Sequence[Span], specs: Sequence[SamplingSpec], depths: Sequence[int]
+    ) -> SampledTokens:
         """Run the pass, keep what it makes of every place, and choose each row's first guess."""
         packed, features = self._masked([span[:3] for span in spans], depths)
-        for_all = [choose for choose, depth in zip(chooses, depths, strict=True) for _ in range(depth)]
+        for_all = [choose for choose, depth in zip(specs, depths, strict=True) for _ in range(depth)]
         chosen, normed = self._head.run(packed, features, self._kv, for_all)
         ends = np.cumsum(depths).tolist()
         first = [end - depth for end, depth in zip(ends, depths, strict=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.draft.chains import draft_in_turn
+from paceline.draft.autoregressive import draft_in_turn
 from paceline.draft.heads.drafter import HeadDrafter
 from paceline.draft.hints import RecycledGains
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from numpy import floating
     from numpy.typing import NDArray
 
-    from paceline.core.nouns import Choose
-    from paceline.draft.chains import Chain
+    from paceline.backend.rows import Span
+    from paceline.backend.seam import SampledTokens, StepLimit
+    from paceline.core.nouns import SamplingSpec
+    from paceline.draft.autoregressive import Chain
     from paceline.draft.drafter import Target
-    from paceline.draft.heads.checkpoint import Head
     from paceline.draft.heads.options import HeadOptions
-    from paceline.model.backend import Chosen, End
-    from paceline.model.rows import Span
+    from paceline.model.heads.checkpoint import Head
 
 
 class SerialHeadDrafter(HeadDrafter):
@@ -37,13 +37,15 @@ class SerialHeadDrafter(HeadDrafter):
         at_once = self._run_in_turn if self._head.in_turn else None
         draft_in_turn(self._rows, chains, starts, self._run, at_once, dense=self._dense)
 
-    def _run_in_turn(self, spans: Sequence[Span], chooses: Sequence[Choose], ends: Sequence[End]) -> Chosen:
+    def _run_in_turn(
+        self, spans: Sequence[Span], specs: Sequence[SamplingSpec], ends: Sequence[StepLimit]
+    ) -> SampledTokens:
         assert self._head.in_turn is not None
         packed = self._pack(spans, [1] * len(spans), max(end.depth for end in ends) - 1)
-        return self._head.in_turn(packed, self._read(spans, None), self._kv, chooses, ends)
+        return self._head.in_turn(packed, self._read(spans, None), self._kv, specs, ends)
 
-    def _run(self, spans: Sequence[Span], chooses: Sequence[Choose]) -> Chosen:
+    def _run(self, spans: Sequence[Span], specs: Sequence[SamplingSpec]) -> SampledTokens:
         packed, features = self._pack(spans, [1] * len(spans)), self._read(spans, self._fed_back)
-        chosen, fed_back = self._head.run(packed, features, self._kv, chooses)
+        chosen, fed_back = self._head.run(packed, features, self._kv, specs)
         self._fed_back = {row: feature for (row, *_), feature in zip(spans, fed_back, strict=True)}
         return chosen

@@ -14,7 +14,7 @@ import numpy as np
 
 from paceline.core.nouns import NO_DRAFT, Draft, RowDraft
 from paceline.draft.drafter import MAX_K, Needs
-from paceline.draft.options import bounded
+from paceline.draft.registry import bounded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from numpy import int64
     from numpy.typing import NDArray
 
+    from paceline.backend.rows import Rows
     from paceline.core.nouns import Batch, Plan, Request, Scores, Verdict
     from paceline.draft.drafter import Target
-    from paceline.draft.options import Loader
-    from paceline.model.rows import Rows
+    from paceline.draft.registry import Loader
     from paceline.model.weights import LoadedModel
 
 MAX_MATCH = 64

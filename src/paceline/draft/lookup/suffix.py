@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from paceline import kernels
 from paceline.core.nouns import BROKEN, NO_DRAFT, Draft, RowDraft
 from paceline.draft.drafter import MAX_K, Needs
-from paceline.draft.options import bounded
+from paceline.draft.registry import bounded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from paceline.backend.rows import Rows
     from paceline.core.nouns import Batch, Plan, Request, Scores, Verdict
     from paceline.draft.drafter import Target
-    from paceline.draft.options import Loader
-    from paceline.model.rows import Rows
+    from paceline.draft.registry import Loader
     from paceline.model.weights import LoadedModel
 
     Path = tuple[list[int], list[float], int]  # tokens, their shares, and the match that they follow

@@ -6,11 +6,11 @@ import sys
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
-from paceline.engine.options import add_engine_arguments, engine_config
-from paceline.serve.banner import LoadingBar, show_choices
-from paceline.serve.chat import HELP, Chat
+from paceline.engine.assembly.cli_options import add_engine_arguments, engine_config
 from paceline.serve.commands.sampling import add_sampling_arguments, sampling_params
 from paceline.serve.llm import LLM
+from paceline.serve.terminal.banner import LoadingBar, show_choices
+from paceline.serve.terminal.chat import HELP, Chat
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace

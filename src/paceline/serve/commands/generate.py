@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
-from paceline.engine.options import add_engine_arguments, engine_config
-from paceline.serve.banner import LoadingBar
-from paceline.serve.capture import capture
+from paceline.engine.assembly.cli_options import add_engine_arguments, engine_config
 from paceline.serve.commands.sampling import add_sampling_arguments, sampling_params
-from paceline.serve.generate import Item, generate, read_items
 from paceline.serve.llm import LLM
+from paceline.serve.terminal.banner import LoadingBar
+from paceline.serve.terminal.capture import capture
+from paceline.serve.terminal.generate import Item, generate, read_items
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace

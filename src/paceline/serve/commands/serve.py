@@ -9,16 +9,16 @@ import sys
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
-from paceline.engine.options import add_engine_arguments, engine_config
-from paceline.serve.banner import LoadingBar, show_choices, show_url
-from paceline.serve.http import HttpConfig, HttpServer
+from paceline.engine.assembly.cli_options import add_engine_arguments, engine_config
+from paceline.serve.server import HttpConfig, HttpServer
+from paceline.serve.terminal.banner import LoadingBar, show_choices, show_url
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from collections.abc import Mapping
 
-    from paceline.engine.config import EngineConfig
-    from paceline.serve.messages import Progress, Ready
+    from paceline.engine.assembly.config import EngineConfig
+    from paceline.serve.worker.messages import Progress, Ready
 
 DEFAULTS = HttpConfig()
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")

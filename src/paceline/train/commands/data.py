@@ -13,7 +13,7 @@ from rich.table import Table
 
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.train.answers import Captured, read_answers
-from paceline.train.widen import SOURCES, Pair, is_translation, widen
+from paceline.train.widen import SOURCES, PromptPair, is_translation, widen
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -83,16 +83,16 @@ def _prompt_texts(path: Path) -> dict[str, str]:
         raise ConfigError(f"{path} must hold JSON lines with id and prompt: {error!r}") from None
 
 
-def _pairs(args: Namespace, texts: dict[str, str]) -> list[Pair]:
+def _pairs(args: Namespace, texts: dict[str, str]) -> list[PromptPair]:
     """Return each known prompt with its first answer, in the prompts' order."""
     from paceline.model.weights import load_model, load_tokenizer
 
     tokenizer = load_tokenizer(load_model(args.model))
     first = {c.name: c.answers[0] for c in read_answers(args.out)}
-    return [Pair(n, text, tokenizer.decode(first[n])) for n, text in texts.items() if n in first]
+    return [PromptPair(n, text, tokenizer.decode(first[n])) for n, text in texts.items() if n in first]
 
 
-def _write(path: Path, pairs: Sequence[Pair], seed: int) -> Path:
+def _write(path: Path, pairs: Sequence[PromptPair], seed: int) -> Path:
     lines = (json.dumps({"id": p.name, "source": p.source, "prompt": p.text}) + "\n" for p in widen(pairs, seed))
     path.write_text("".join(lines), encoding="utf-8")
     return path

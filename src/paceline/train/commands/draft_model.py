@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.draft.heads.config import EAGLE3
+from paceline.model.heads.config import EAGLE3
 from paceline.train.commands.options import add_training, gather, open_target, started, train_config
 from paceline.train.commands.report import report
 from paceline.train.run import run as train

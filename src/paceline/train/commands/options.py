@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.draft.heads.config import EAGLE3
+from paceline.model.heads.config import EAGLE3
 from paceline.train.compute import AUTO, COMPUTES, choose_compute
 from paceline.train.corpus import packs, read_corpus, split
 from paceline.train.export import KINDS
-from paceline.train.features import FeatureStore
+from paceline.train.features import FeatureFile
 from paceline.train.progress import progress
 from paceline.train.run import Material
 from paceline.train.target import load_target, native_reader, reference_reader
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from paceline.train.corpus import Text
     from paceline.train.recipe import Recipe
-    from paceline.train.target import Reader, Target
+    from paceline.train.target import Reader, TrainTarget
 
 
 MOST_SEED = (1 << 31) - 1  # with a step's number behind it it still fits in 64 bits
@@ -135,7 +135,7 @@ def add_depths(parser: ArgumentParser, num_steps: int) -> None:
     add_reading(parser)
 
 
-def open_target(args: Namespace) -> Target:
+def open_target(args: Namespace) -> TrainTarget:
     """Check the options, set the threads, open the target. Raises `ConfigError`, `ModelError`."""
     _check(args)
     if args.threads is not None:
@@ -143,7 +143,7 @@ def open_target(args: Namespace) -> Target:
     return load_target(args.model, torch.device(args.device))
 
 
-def chosen_taps(args: Namespace, target: Target) -> tuple[int, ...]:
+def chosen_taps(args: Namespace, target: TrainTarget) -> tuple[int, ...]:
     """Return the taps asked for; by default all heads have the same, and so share the hidden states on disk."""
     if args.taps is None:
         return EAGLE3.default_taps(target.config.num_layers)
@@ -156,7 +156,7 @@ def chosen_taps(args: Namespace, target: Target) -> tuple[int, ...]:
     return taps
 
 
-def gather(args: Namespace, target: Target, taps: tuple[int, ...]) -> Material:
+def gather(args: Namespace, target: TrainTarget, taps: tuple[int, ...]) -> Material:
     """Read the data and compute what is missing of the target's hidden states."""
     corpus = read_corpus(args.data, target.config.vocab_size, args.max_len)
     training, held_out = split(corpus.texts, args.held_out)
@@ -169,9 +169,9 @@ def gather(args: Namespace, target: Target, taps: tuple[int, ...]) -> Material:
     return Material(target, corpus, training, held_out, store, vocabulary, coverage)
 
 
-def features_of(args: Namespace, target: Target, taps: tuple[int, ...], texts: Sequence[Text]) -> FeatureStore:
+def features_of(args: Namespace, target: TrainTarget, taps: tuple[int, ...], texts: Sequence[Text]) -> FeatureFile:
     """Return what the target makes of texts, after computing what is missing of it."""
-    store = FeatureStore(target, taps, texts, args.features or args.data / "features", _read_as(args))
+    store = FeatureFile(target, taps, texts, args.features or args.data / "features", _read_as(args))
     with progress("hidden states, tokens") as update:
         store.compute(lambda: _reader(args, target, taps), lambda done, total: update(done, total, ""))
     return store
@@ -182,7 +182,7 @@ def _read_as(args: Namespace) -> str:
     return str(args.weights) if args.device == "cpu" else "f32"
 
 
-def _reader(args: Namespace, target: Target, taps: tuple[int, ...]) -> Reader:
+def _reader(args: Namespace, target: TrainTarget, taps: tuple[int, ...]) -> Reader:
     if args.device == "cpu":
         return native_reader(target, taps, _read_as(args), args.threads)
     return reference_reader(target, taps)

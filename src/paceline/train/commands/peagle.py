@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
-from paceline.draft.heads.config import MOST_RELAYED
+from paceline.model.heads.config import MOST_RELAYED
 from paceline.train.commands.heads import train_head
 from paceline.train.commands.options import add_depths, add_training, chosen_taps, gather, open_target
 from paceline.train.head import HeadShape

@@ -1,0 +1,1 @@
+"""What executes a model: the seam, its registry, and one folder for each backend."""

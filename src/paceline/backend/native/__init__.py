@@ -1,0 +1,1 @@
+"""The native backend: C++ kernels for CPUs (csrc/)."""

@@ -1,0 +1,1 @@
+"""The reference backend: readable PyTorch on any device."""

@@ -1,0 +1,149 @@
+"""Attention over paged keys and values in plain PyTorch: rows of equal query length share one call."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from paceline.core.nouns import PAGE_TOKENS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy import int64
+    from numpy.typing import NDArray
+
+    from paceline.backend.packed import Packed
+
+TILE_QUERIES = 128  # a longer run of queries is cut, each piece reading only the keys before its own end
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVStore:
+    """Keys and values of every layer, by slot."""
+
+    data: torch.Tensor  # [num_layers, 2, num_pages * 16, num_kv_heads, head_dim] model dtype, zeros at first
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that fit."""
+        return self.data.shape[2]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes one token takes over all layers."""
+        layers, two, _, heads, head_dim = self.data.shape
+        return layers * two * heads * head_dim * self.data.element_size()
+
+
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros that take host memory only once they are written: `torch.zeros` touches all of it at once."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    flat = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
+    return flat.view(dtype).view(shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tiles:
+    """Pieces of rows with equally many queries each, and what their attention reads. Fixed for a pass."""
+
+    tokens: torch.Tensor  # [num_tiles, num_queries] int64 indices into the packed tokens
+    pages: torch.Tensor  # [num_tiles * num_pages] int64 page ids
+    num_keys: int  # longest context among the tiles
+    unused: torch.Tensor  # [num_unused] int64 places in [num_tiles * num_pages * 16] that a tile does not see
+    mask: torch.Tensor | None  # [num_tiles, 1, num_queries * group, num_keys] bool; None: every key is seen
+
+
+def plan_tiles(packed: Packed, group: int, device: torch.device | str, window: int = 0) -> list[Tiles]:
+    """Cut a pass into tiles; `group` query heads share one KV head.
+
+    With a `window` a token sees so many tokens, its own included.
+    """
+    by_len: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for row, (start, end) in enumerate(zip(packed.cu_len[:-1].tolist(), packed.cu_len[1:].tolist(), strict=True)):
+        for first in range(start, end, TILE_QUERIES):
+            by_len[min(TILE_QUERIES, end - first)].append((row, first))
+    planned: list[Tiles] = []
+    for num_queries, tiles in by_len.items():
+        # Full tiles of long prefills see very different contexts: one by one they are not padded to the longest.
+        batches = [tiles] if num_queries < TILE_QUERIES else [[tile] for tile in tiles]
+        planned += [_tiles(packed, batch, num_queries, group, device, window) for batch in batches]
+    return planned
+
+
+def _tiles(
+    packed: Packed,
+    tiles: Sequence[tuple[int, int]],
+    num_queries: int,
+    group: int,
+    device: torch.device | str,
+    window: int,
+) -> Tiles:
+    rows = np.array([row for row, _ in tiles], dtype=np.int64)
+    tokens = np.array([first for _, first in tiles], dtype=np.int64)[:, None] + np.arange(num_queries)
+    positions = packed.positions[tokens]  # [num_tiles, num_queries]
+    contexts = positions[:, -1] + 1  # [num_tiles]
+    num_keys = int(contexts.max())
+    pages = packed.pages[rows, : -(-num_keys // PAGE_TOKENS)]
+    places = np.arange(pages.shape[1] * PAGE_TOKENS)
+    first = first_keys(packed, window)[tokens]  # [num_tiles, num_queries]
+    unused = np.flatnonzero((places >= contexts[:, None]) | (places < first[:, :1]))
+    keys = np.arange(num_keys)
+    seen = (keys <= positions[:, :, None]) & (keys >= first[:, :, None])  # [num_tiles, num_queries, num_keys]
+    mask = None if seen.all() else torch.from_numpy(seen.repeat(group, axis=1)[:, None]).to(device)
+    return Tiles(
+        tokens=torch.from_numpy(tokens).to(device),
+        pages=torch.from_numpy(pages.reshape(-1)).to(device),
+        num_keys=num_keys,
+        unused=torch.from_numpy(unused).to(device),
+        mask=mask,
+    )
+
+
+def first_keys(packed: Packed, window: int) -> NDArray[int64]:
+    """Return the position of the first key that each token sees, of at most `window` (0: any). [num_tokens]"""
+    first = np.zeros(len(packed.pages), np.int64) if packed.first_keys is None else packed.first_keys
+    per_token = np.repeat(first, np.diff(packed.cu_len))
+    return np.maximum(per_token, packed.positions - window + 1) if window else per_token
+
+
+def _gather(store: torch.Tensor, tiles: Tiles) -> torch.Tensor:
+    """Read the tiles' pages of one layer's keys or values: [num_tiles, num_kv_heads, num_keys, head_dim]."""
+    slots, heads, head_dim = store.shape
+    by_page = store.view(slots // PAGE_TOKENS, PAGE_TOKENS, heads, head_dim)
+    flat = by_page.index_select(0, tiles.pages).view(-1, heads, head_dim)
+    # A masked slot still meets 0 * value: whatever another request left there, even NaN, must not get through.
+    flat.index_fill_(0, tiles.unused, 0)
+    return flat.view(len(tiles.tokens), -1, heads, head_dim)[:, : tiles.num_keys].transpose(1, 2)
+
+
+def attend(
+    query: torch.Tensor, layer_kv: torch.Tensor, planned: Sequence[Tiles], scale: float | None = None
+) -> torch.Tensor:
+    """Attend from every packed token to its own row's keys up to its position.
+
+    scale: what scores are multiplied by, 1 / sqrt(head_dim) by default.
+
+    query: [num_tokens, num_heads, head_dim]; layer_kv: [2, num_slots, num_kv_heads, head_dim], this pass's own
+    keys and values already written. Returns [num_tokens, num_heads * head_dim].
+    """
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads = layer_kv.shape[2]
+    result = torch.empty_like(query)
+    for tiles in planned:
+        num_tiles, num_queries = tiles.tokens.shape
+        # Query heads that share a KV head become further queries: keys and values are never repeated.
+        folded = query[tiles.tokens].view(num_tiles, num_queries, num_kv_heads, -1, head_dim)
+        folded = folded.transpose(1, 2).reshape(num_tiles, num_kv_heads, -1, head_dim)
+        key, value = _gather(layer_kv[0], tiles), _gather(layer_kv[1], tiles)
+        mixed = scaled_dot_product_attention(folded, key, value, attn_mask=tiles.mask, scale=scale)
+        mixed = mixed.view(num_tiles, num_kv_heads, num_queries, -1, head_dim).transpose(1, 2)
+        result[tiles.tokens] = mixed.reshape(num_tiles, num_queries, num_heads, head_dim)
+    return result.view(num_tokens, -1)

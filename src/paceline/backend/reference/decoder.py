@@ -1,0 +1,236 @@
+"""The `reference` backend: readable PyTorch, any device and dtype, the twin of every fast path.
+
+In float64 it keeps promise 1; in float32, but for near-ties.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from paceline.backend.device import CPU
+from paceline.backend.reference.attention import KVStore, Tiles, attend, lazy_zeros, plan_tiles
+from paceline.backend.rope import cos_sin, inverse_frequencies, rotate
+from paceline.backend.sampling import choose_from
+from paceline.backend.seam import SampledTokens
+from paceline.core.errors import ConfigError
+from paceline.core.nouns import PAGE_TOKENS
+from paceline.model.config import ModelConfig, layer_shapes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy import floating
+    from numpy.typing import NDArray
+
+    from paceline.backend.device import Device
+    from paceline.backend.packed import Packed
+    from paceline.backend.seam import KV
+    from paceline.core.nouns import SamplingSpec
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+}
+
+
+TYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16, "f16": torch.float16}
+
+
+def load_decoder(
+    config: ModelConfig,
+    weights: Mapping[str, NDArray[floating]],
+    weight_type: str,
+    kv_type: str,
+    threads: int | None,
+    device: Device | None = None,
+) -> ReferenceDecoder:
+    """Make a decoder, see `backend/registry.py`."""
+    assert kv_type == weight_type, "KV has the type of the weights"
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return ReferenceDecoder(config, weights, TYPES[weight_type], torch_device(device))
+
+
+def torch_device(device: Device | None) -> torch.device:
+    """Return PyTorch's device of that name. Raises `ConfigError` if there is none."""
+    name = CPU if device is None or device.torch_name is None else device.torch_name
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"PyTorch has no device {name} here: {str(error).splitlines()[0]}") from None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Places:
+    """Where the tokens of a pass stand, to layers of one kind."""
+
+    slots: torch.Tensor  # [num_tokens] int64
+    cos: torch.Tensor  # [num_tokens, 1, head_dim / 2] model dtype
+    sin: torch.Tensor  # [num_tokens, 1, head_dim / 2] model dtype
+    tiles: list[Tiles]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root-mean-square norm over the last axis (arXiv 1910.07467), computed in float32 or wider."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def linear(weights: Mapping[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
+    """Multiply by the named matrix and add its bias if it has one."""
+    return functional.linear(x, weights[name], weights.get(f"{name}_bias"))
+
+
+def to_numpy(states: torch.Tensor) -> NDArray[floating]:
+    """Return a tensor as an array on the host, 16-bit floats as float32."""
+    wide = states.to(torch.promote_types(states.dtype, torch.float32))
+    array: NDArray[floating] = wide.cpu().numpy()
+    return array
+
+
+class ReferenceDecoder:
+    """A Llama-family decoder over paged keys and values. Holds weights only; all state is in the `KVStore`."""
+
+    name = "reference"
+    beside = None  # every pass is a call
+    in_turn = None  # and so is every one of several
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, NDArray[floating]],
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Take the tensors named by `tensor_shapes(config)`, converted to `dtype` on `device`."""
+        config.check()
+        self.config = config
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.embed = self._take(weights, "embed")  # [vocab, hidden]
+        self.head = self.embed if config.tie_embeddings else self._take(weights, "head")  # [vocab, hidden]
+        self.final_norm = self._take(weights, "final_norm")  # [hidden]
+        names = layer_shapes(config)
+        self.layers = [
+            {name: self._take(weights, f"layers.{i}.{name}") for name in names} for i in range(config.num_layers)
+        ]
+        factors = weights["rope_factors"] if config.rope.scaling == "factors" else None
+        # window (0: none) -> [head_dim / 2] float32 of the layers that have it
+        self.inverse = {
+            window: torch.from_numpy(inverse_frequencies(rope, config.head_dim, factors)).to(self.device)
+            for window, rope in config.rope_of_window.items()
+        }
+
+    def describe(self) -> str:
+        """Return what it is, for the user."""
+        return f"{self.name}, {str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all tensors; embedding and head are one where they are tied."""
+        tables = {id(t): t for t in (self.embed, self.head, self.final_norm)}.values()
+        return sum(t.nbytes for t in (*tables, *(t for layer in self.layers for t in layer.values())))
+
+    def _take(self, weights: Mapping[str, NDArray[floating]], name: str) -> torch.Tensor:
+        return torch.as_tensor(weights[name]).to(device=self.device, dtype=self.dtype)
+
+    def new_kv(self, num_pages: int, num_layers: int | None = None) -> KVStore:
+        """Return an empty store of `num_pages` pages for the first `num_layers` layers (all by default)."""
+        c = self.config
+        shape = (num_layers or c.num_layers, 2, num_pages * PAGE_TOKENS, c.num_kv_heads, c.head_dim)
+        return KVStore(lazy_zeros(shape, self.dtype, self.device))
+
+    @torch.inference_mode()
+    def run(
+        self,
+        packed: Packed,
+        kv: KV,
+        specs: Sequence[SamplingSpec],
+        *,
+        num_layers: int | None = None,
+        vocab_size: int | None = None,
+        taps: Sequence[int] = (),
+    ) -> SampledTokens:
+        """Run a pass and choose its tokens, see `backend.Decoder`."""
+        assert isinstance(kv, KVStore)
+        hidden, tapped = self.forward(packed, kv, num_layers=num_layers, taps=taps)
+        logits = self.logits(hidden) if len(packed.wanted) else hidden.new_empty(0, self.config.vocab_size)
+        missing = (vocab_size or self.config.vocab_size) - self.config.vocab_size
+        if missing > 0:  # the target's padding rows
+            logits = functional.pad(logits, (0, missing), value=-torch.inf)
+        chosen = choose_from(logits[:, :vocab_size].contiguous(), specs)
+        return replace(chosen, taps={tap: to_numpy(states) for tap, states in tapped.items()})
+
+    @torch.inference_mode()
+    def forward(
+        self, packed: Packed, kv: KVStore, *, num_layers: int | None = None, taps: Sequence[int] = ()
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Run a pass, writing its keys and values into `kv`.
+
+        `num_layers` runs only the first layers, for self-drafting. Tap i is the residual stream after i layers:
+        0 the embeddings, `num_layers` what the final norm would see. Returns the hidden states of
+        `packed.wanted` before the final norm, [num_wanted, hidden], and each tap, [num_tokens, hidden].
+        """
+        places = {window: self._places(packed, window) for window in self.inverse}
+        windows = self.config.windows
+        layers = self.layers[:num_layers]
+        assert len(layers) <= len(kv.data), "the store has too few layers"
+        assert all(0 <= tap <= len(layers) for tap in taps), "a tap beyond the layers that run"
+        hidden = self._embed(torch.from_numpy(packed.token_ids).to(self.device))
+        tapped = {0: hidden} if 0 in taps else {}
+        for i, layer in enumerate(layers):
+            hidden = self._layer(layer, hidden, kv.data[i], places[windows[i]])
+            if i + 1 in taps:
+                tapped[i + 1] = hidden
+        return hidden[torch.from_numpy(packed.wanted).to(self.device)], tapped
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return raw logits [n, vocab] of hidden states [n, hidden] as `forward` returns them."""
+        return functional.linear(rms_norm(hidden, self.final_norm, self.config.norm_eps), self.head)
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings [num_tokens, hidden], scaled by a number of the model's own type."""
+        scale = torch.tensor(self.config.embed_scale, dtype=torch.float32).to(self.embed)
+        return functional.embedding(token_ids, self.embed) * scale
+
+    def _places(self, packed: Packed, window: int) -> _Places:
+        positions = torch.from_numpy(packed.positions).to(self.device)
+        cos, sin = cos_sin(positions, self.inverse[window], self.dtype)
+        group = self.config.num_heads // self.config.num_kv_heads
+        slots = torch.from_numpy(packed.slots).to(self.device)
+        return _Places(slots, cos, sin, plan_tiles(packed, group, self.device, window))
+
+    def _layer(
+        self, layer: Mapping[str, torch.Tensor], hidden: torch.Tensor, layer_kv: torch.Tensor, places: _Places
+    ) -> torch.Tensor:
+        """One residual block: attention, then the gated feed-forward network. [num_tokens, hidden] in and out."""
+        normed = self._norm(layer, "attn_norm", hidden)
+        added = self._attention(layer, normed, layer_kv, places)
+        hidden = hidden + self._norm(layer, "attn_post_norm", added)
+        normed = self._norm(layer, "mlp_norm", hidden)
+        gate = ACTIVATIONS[self.config.facts.activation](linear(layer, "mlp_gate", normed))
+        added = linear(layer, "mlp_down", gate * linear(layer, "mlp_up", normed))
+        return hidden + self._norm(layer, "mlp_post_norm", added)
+
+    def _norm(self, layer: Mapping[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
+        """Norm over the last axis where the layer has that norm."""
+        weight = layer.get(name)
+        return x if weight is None else rms_norm(x, weight, self.config.norm_eps)
+
+    def _attention(
+        self, layer: Mapping[str, torch.Tensor], normed: torch.Tensor, layer_kv: torch.Tensor, places: _Places
+    ) -> torch.Tensor:
+        heads = (len(normed), -1, self.config.head_dim)
+        query = self._norm(layer, "attn_q_norm", linear(layer, "attn_q", normed).view(heads))
+        key = self._norm(layer, "attn_k_norm", linear(layer, "attn_k", normed).view(heads))
+        query, key = rotate(query, places.cos, places.sin), rotate(key, places.cos, places.sin)
+        layer_kv[0].index_copy_(0, places.slots, key)
+        layer_kv[1].index_copy_(0, places.slots, linear(layer, "attn_v", normed).view(heads))
+        return linear(layer, "attn_o", attend(query, layer_kv, places.tiles, self.config.query_scale))

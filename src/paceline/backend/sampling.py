@@ -1,0 +1,113 @@
+"""From a pass's logits to token ids: the target's own choice in PyTorch, and a drafter's draw."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.backend.seam import SampledTokens
+from paceline.core import sampling
+from paceline.core.noise import Lane, key
+from paceline.core.nouns import BROKEN, UNCHOSEN
+from paceline.core.sampling import BrokenRow, choose_ahead, choose_token, distribution
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+    from numpy import floating, int64
+    from numpy.typing import NDArray
+
+    from paceline.core.nouns import SamplingSpec
+
+
+def choose_from(logits: torch.Tensor, specs: Sequence[SamplingSpec]) -> SampledTokens:
+    """Choose a token per row of `logits` [n, vocab] where its kind allows."""
+    kinds = np.array([c.kind for c in specs], dtype="U7")
+    chosen = np.full(len(specs), UNCHOSEN, np.int64)
+    margins = np.full(len(specs), np.nan) if any(c.margin for c in specs) else None
+    if (plain := np.flatnonzero(kinds == "argmax")).size:
+        rows = logits if plain.size == len(specs) else logits[plain]
+        best, ids = rows.max(dim=-1)  # the lowest id on ties
+        chosen[plain] = np.where(best.isfinite().cpu().numpy(), ids.cpu().numpy(), BROKEN)
+        if margins is not None:
+            two = rows.topk(2).values
+            margins[plain] = (two[:, 0] - two[:, 1]).cpu().numpy()
+    host = logits.cpu().numpy() if (kinds != "argmax").any() else None
+    for index in np.flatnonzero(kinds == "noisy").tolist():
+        assert host is not None
+        if margins is None:
+            chosen[index] = choose_token(host[index], specs[index])
+        else:
+            chosen[index], margins[index] = choose_ahead(host[index], specs[index])
+    left = np.flatnonzero([c.wants_logits for c in specs])
+    if host is None or not left.size:
+        return SampledTokens(chosen, None, None, margins=margins)
+    return SampledTokens(
+        chosen, host if left.size == len(specs) else host[left], logit_rows(specs), margins=margins
+    )
+
+
+def logit_rows(specs: Sequence[SamplingSpec]) -> NDArray[int64]:
+    """Return for each position its row among the logits that its kind wants, or -1. [n]"""
+    wanted = np.array([c.wants_logits for c in specs], bool)
+    return np.where(wanted, np.cumsum(wanted) - 1, -1)
+
+
+def pick(chosen: SampledTokens, places: Sequence[int]) -> SampledTokens:
+    """Return what a pass says of some of its wanted tokens."""
+    token_ids, margins = chosen.token_ids[places], None if chosen.margins is None else chosen.margins[places]
+    if chosen.logits is None or chosen.logit_idx is None:
+        return SampledTokens(token_ids, None, None, margins=margins)
+    rows = chosen.logit_idx[places]
+    idx = np.where(rows >= 0, np.cumsum(rows >= 0) - 1, -1)
+    return SampledTokens(token_ids, chosen.logits[rows[rows >= 0]], idx, margins=margins)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drawn:
+    """What a drafter drew."""
+
+    token_ids: list[int]  # [n]
+    probs: list[NDArray[floating]] | None = None  # [n] of [vocab]: what each was drawn from, if that was asked for
+    margins: list[float] | None = None  # [n] as `SampledTokens.margins`
+
+
+def draw(
+    run: Callable[[Sequence[SamplingSpec]], SampledTokens],
+    specs: Sequence[SamplingSpec],
+    depths: Sequence[int],
+    *,
+    dense: bool,
+) -> Drawn:
+    """Draw one draft token for each of `specs`, which `run` hands to a drafter's pass.
+
+    Without `dense` a row draws as the target would, with the noise of the target's choice. With `dense` it draws
+    with the noise of drafts (`depths[i]` drafts of this step come before it) and also returns the distribution
+    [vocab] it drew from, as rejection sampling needs.
+    """
+    if dense:
+        chosen = run([c._replace(kind="logits") for c in specs])
+        assert chosen.logits is not None
+        drawn = [_draw_dense(row, c, d) for row, c, d in zip(chosen.logits, specs, depths, strict=True)]
+        return Drawn([token_id for token_id, _ in drawn], [probs for _, probs in drawn])
+    chosen = run([c._replace(margin=True) for c in specs])
+    token_ids: list[int] = chosen.token_ids.tolist()
+    margins = [math.nan] * len(token_ids) if chosen.margins is None else chosen.margins.tolist()
+    for index, row in enumerate([] if chosen.logit_idx is None else chosen.logit_idx.tolist()):
+        if token_ids[index] == UNCHOSEN and chosen.logits is not None:
+            token_ids[index], margins[index] = choose_ahead(chosen.logits[row], specs[index])
+    return Drawn(token_ids, margins=margins)
+
+
+def _draw_dense(logits: NDArray[floating], choose: SamplingSpec, depth: int) -> tuple[int, NDArray[floating]]:
+    try:
+        ids, probs = distribution(logits, choose)
+    except BrokenRow:
+        return BROKEN, np.zeros(len(logits))
+    full = np.zeros(len(logits), probs.dtype)
+    full[ids] = probs
+    return sampling.draw(full, key(choose.seed, choose.choice, Lane.DRAFT, choose.position, depth)), full

@@ -1,0 +1,187 @@
+"""What drafters with a forward pass share: catching up on known tokens, and drawing tokens into chains.
+
+Tokens are drawn with the noise of the target's own choice: draft and target then agree with probability at least
+(1 - TV) / (1 + TV) (Daliri et al., arXiv 2408.07978).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.backend.sampling import draw
+from paceline.backend.seam import StepLimit
+from paceline.core.nouns import UNCHOSEN, RowDraft
+from paceline.draft.hints import pointed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from numpy import floating
+    from numpy.typing import NDArray
+
+    from paceline import kernels
+    from paceline.backend.rows import Rows, Span
+    from paceline.backend.seam import SampledTokens
+    from paceline.core.nouns import Plan, SamplingSpec, Stop
+    from paceline.draft.hints import Hints
+    from paceline.model.config import ModelConfig
+
+    # Runs a pass over spans and chooses the token after each of them.
+    RunSpans = Callable[[Sequence[Span], Sequence[SamplingSpec]], SampledTokens]
+    # Runs passes in turn, so many for each span, see `backend.MultiStep`.
+    RunSpansInTurn = Callable[[Sequence[Span], Sequence[SamplingSpec], Sequence[StepLimit]], SampledTokens]
+
+CATCH_UP_TOKENS = 512  # known tokens read per step for rows that fell behind, by a drafter as large as its target
+
+
+class Chain:
+    """A row's guesses so far."""
+
+    def __init__(
+        self, row: int, depth: int, pointer: kernels.Pointer | None = None, stop: Stop | None = None
+    ) -> None:
+        """depth: guesses wanted, at most. pointer: gives them hints. stop: where there are fewer."""
+        self.row, self.depth, self.pointer, self.stop = row, depth, pointer, stop
+        self.token_ids: list[int] = []
+        self.probs: list[NDArray[floating]] = []  # [vocab] each, if the law needs them
+        self.margins: list[float] = []  # logits by which each was ahead of the next, NaN where not known
+
+    @property
+    def broken(self) -> bool:
+        """Whether its newest guess is none, because no logit was a finite number."""
+        return bool(self.token_ids) and self.token_ids[-1] < 0
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether another guess follows."""
+        stops = self.stop is not None and bool(self.margins) and self.stop.over(self.margins)
+        return len(self.token_ids) < self.depth and not self.broken and not stops
+
+    def draft(self, drafter: str) -> RowDraft:
+        """Return the guesses as a draft."""
+        probs = np.stack(self.probs) if self.probs else None
+        return RowDraft(self.token_ids, drafter, confidence_of(self.margins), probs)
+
+
+def confidence_of(margins: Sequence[float]) -> list[float] | None:
+    """Return how likely tokens are kept whose rivals are so many logits behind; None where one is not known.
+
+    As if target and drafter differed by logistic noise; how much they really differ the controller learns.
+    """
+    if not margins or any(math.isnan(m) for m in margins):
+        return None
+    return [1 / (1 + math.exp(-m)) for m in margins]
+
+
+def catch_up_tokens(own: ModelConfig, num_layers: int, target: ModelConfig) -> int:
+    """Return how many known tokens a drafter may read in a step: the more, the smaller it is beside its target."""
+    share = num_layers * own.hidden_size**2 / (target.num_layers * target.hidden_size**2)
+    return max(CATCH_UP_TOKENS, int(CATCH_UP_TOKENS / share))
+
+
+def share_out(behind: Mapping[int, int], allowance: int) -> tuple[list[int], dict[int, int]]:
+    """Return the rows whose unseen tokens fit into a step, and how many tokens bring others nearer.
+
+    behind: row -> tokens it has not seen. The rows that are nearest come first.
+    """
+    ready: list[int] = []
+    nearer: dict[int, int] = {}
+    for row in sorted(behind, key=behind.__getitem__):
+        if behind[row] <= allowance:
+            ready.append(row)
+        elif allowance > 0:
+            nearer[row] = allowance
+        allowance -= min(behind[row], allowance)
+    return ready, nearer
+
+
+def in_pieces(counts: Mapping[int, int], most: int) -> Iterator[dict[int, int]]:
+    """Cut so many tokens of each row, in order, into pieces of at most `most` tokens, of one row or of several."""
+    piece: dict[int, int] = {}
+    room = most
+    for row, left in counts.items():
+        done = 0
+        while done < left:
+            piece[row] = min(left - done, room)
+            done, room = done + piece[row], room - piece[row]
+            if not room:
+                yield piece
+                piece, room = {}, most
+    if piece:
+        yield piece
+
+
+def extend(
+    rows: Rows, chains: Sequence[Chain], run: Callable[[Sequence[SamplingSpec]], SampledTokens], *, dense: bool
+) -> None:
+    """Draw one more token for each chain. `dense` also keeps the distributions they were drawn from."""
+    specs = [pointed(rows.spec_after(c.row, c.token_ids), c.pointer, c.token_ids) for c in chains]
+    drawn = draw(run, specs, [len(chain.token_ids) for chain in chains], dense=dense)
+    for index, chain in enumerate(chains):
+        chain.token_ids.append(drawn.token_ids[index])
+        if drawn.probs is not None:
+            chain.probs.append(drawn.probs[index])
+        if drawn.margins is not None:
+            chain.margins.append(drawn.margins[index])
+
+
+def begin(starts: Iterable[int], depth: Mapping[int, int], plan: Plan, hints: Hints) -> dict[int, Chain]:
+    """Begin a chain for each of some rows, `depth[row]` deep, with the plan's stops and a drafter's hints."""
+    return {row: Chain(row, depth[row], hints.pointer(row), plan.stop(row)) for row in starts}
+
+
+def draft_in_turn(
+    rows: Rows,
+    chains: Mapping[int, Chain],
+    starts: Mapping[int, int],
+    run: RunSpans,
+    at_once: RunSpansInTurn | None = None,
+    *,
+    dense: bool,
+) -> None:
+    """Draft token by token.
+
+    The first pass reads each row's known tokens from `starts[row]` on, those after it one guess. `at_once` runs
+    them in one call, for rows whose choices do not depend on which tokens the guesses are.
+    """
+    spans: list[Span] = [(row, start, int(rows.length[row]) - start, ()) for row, start in starts.items()]
+    if at_once and not dense:
+        easy = [span for span in spans if not rows.penalised(span[0])]
+        spans = [span for span in spans if rows.penalised(span[0])]
+        if easy:
+            _draft_at_once(rows, [chains[row] for row, *_ in easy], partial(at_once, easy))
+    while spans:
+        wanting = [chains[row] for row, *_ in spans]
+        extend(rows, wanting, partial(run, spans), dense=dense)
+        spans = [_guess(rows, chain) for chain in wanting if chain.goes_on]
+
+
+def _draft_at_once(
+    rows: Rows,
+    chains: Sequence[Chain],
+    run: Callable[[Sequence[SamplingSpec], Sequence[StepLimit]], SampledTokens],
+) -> None:
+    """Fill chains in one call."""
+    # Without penalties it only counts how many guesses come before, not which.
+    specs = [
+        choose for chain in chains for choose in rows.row_specs(chain.row, [0] * (chain.depth - 1), margin=True)
+    ]
+    drawn = run(specs, [StepLimit(chain.depth, chain.stop, chain.pointer) for chain in chains])
+    assert drawn.margins is not None
+    token_ids, margins = drawn.token_ids.tolist(), drawn.margins.tolist()
+    done = 0
+    for chain in chains:
+        end = done + chain.depth
+        count = token_ids[done:end].index(UNCHOSEN) if UNCHOSEN in token_ids[done:end] else chain.depth
+        chain.token_ids, chain.margins = token_ids[done : done + count], margins[done : done + count]
+        done = end
+
+
+def _guess(rows: Rows, chain: Chain) -> Span:
+    """Return the span of a row's newest guess, which comes after the guesses before it."""
+    start = int(rows.length[chain.row]) + len(chain.token_ids) - 1
+    return chain.row, start, 0, chain.token_ids[-1:]

@@ -1,0 +1,269 @@
+"""A small language model as drafter: one of its own, or the target's first layers.
+
+One whose tokenizer is another's than the target's is in `foreign.py`.
+
+Both run the same autoregressive loop over a `Decoder`. They differ in whose KV they fill: a model of its own keeps
+a store over the target's page table and catches up on tokens it has not seen; the target's first layers read and
+write the target's own KV, which is always up to date, so they need no memory and no catching up. What they write
+at drafted positions the target overwrites with the same values when it scores them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from paceline.core.errors import ConfigError
+from paceline.core.nouns import NO_DRAFT, Draft
+from paceline.draft.autoregressive import begin, catch_up_tokens, draft_in_turn, share_out
+from paceline.draft.drafter import MAX_K, Needs
+from paceline.draft.hints import Hints, RecycledGains
+from paceline.draft.model.cross_vocabulary import ForeignDraftModel
+from paceline.draft.model.id_map import TranslatedDecoder
+from paceline.draft.model.retokenize import SPELLINGS, VocabularyPair
+from paceline.draft.model.vocabulary import difference, map_tokens
+from paceline.draft.registry import bounded
+from paceline.draft.request_vocabulary import OwnTokens
+from paceline.draft.shipped import shipped_folder
+from paceline.draft.training import trained_to
+from paceline.model.cost import num_weights
+from paceline.model.files.pull import resolve
+from paceline.model.heads.cut_model import load_small, num_small_weights, shares_tables
+from paceline.model.weights import load_model
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from paceline.backend.rows import Rows, Span
+    from paceline.backend.seam import KV, Decoder, SampledTokens, StepLimit
+    from paceline.core.nouns import Batch, Plan, Request, SamplingSpec, Scores, Verdict
+    from paceline.draft.drafter import Drafter, Target
+    from paceline.draft.registry import Loader
+    from paceline.model.weights import LoadedModel
+
+ENOUGH_SHARED = 0.999  # of the target's tokens, for token by token to lose nothing
+RECYCLED_GAINS = RecycledGains(pair=4.0, far_pair=1.0, token=2.0)
+CUT_GAIN = 4.0  # of hints to what was cut from the target, see `hints`
+by_token, by_string = SPELLINGS
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModelConfig:
+    """`draft-model`, `draft-model:model=PATH` or `draft-model:layers=N`, with `k` drafts per step.
+
+    With both, the first N layers of that model; with neither, what ships for the target. `vocabulary` says how a
+    model drafts for another tokenizer.
+    """
+
+    name: ClassVar[str] = "draft-model"
+    k: int = 4
+    layers: int | None = None  # how many of the first layers; without a model, of the target's own
+    model: str | None = None  # a model of its own: folder, .gguf or Hugging Face id
+    vocabulary: str | None = None  # a key of SPELLINGS; None: as the two tokenizers suggest
+    weights: str | None = None  # their type in memory where tables are the target's, see `weight_type`
+
+    def __post_init__(self) -> None:
+        bounded(self, "k", 1, MAX_K)
+        if self.vocabulary is not None and (self.model is None or self.vocabulary not in SPELLINGS):
+            raise ConfigError(f"draft-model:vocabulary goes with model=PATH and is one of {', '.join(SPELLINGS)}")
+
+    def num_weights(self, target: LoadedModel) -> int:
+        """Return the size of a model of its own; the target's layers and tables cost nothing."""
+        if self.layers is not None and self.model is None:
+            return 0
+        folder = resolve(self.model) if self.model else shipped_folder(self.name, target.fingerprint)
+        if shares_tables(folder):
+            return num_small_weights(folder)
+        config = load_model(folder).config
+        return num_weights(replace(config, num_layers=self.layers or config.num_layers))
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether it is a whole model: layers cut from the target need its tables, the target's own its KV."""
+        return self.model is not None and not shares_tables(Path(self.model))
+
+    def build(self, target: Target, load: Loader) -> Drafter:
+        """Make the drafter. Raises `ConfigError`."""
+        if self.layers is not None and self.model is None:
+            self._refuse_weights("the target's own layers have")
+            return self._own_layers(target)
+        folder = Path(self.model) if self.model else shipped_folder(self.name, target.fingerprint)
+        if self.model is None or shares_tables(folder):
+            return self._small_model(folder, target)
+        self._refuse_weights("a whole model has")
+        return self._own_model(self.model, target, load)
+
+    def _refuse_weights(self, what: str) -> None:
+        if self.weights is not None:
+            raise ConfigError(f"leave out {self.name}:weights={self.weights}: {what} the type that --weights says")
+
+    def _check_layers(self, most: int) -> None:
+        if self.layers is not None and not 1 <= self.layers <= most:
+            raise ConfigError(f"draft-model:layers must be between 1 and {most}, not {self.layers}")
+
+    def _own_layers(self, target: Target) -> DraftModel:
+        self._check_layers(target.config.num_layers - 1)
+        report = {"drafter": self.name, "k": self.k, "model": f"the target's first {self.layers} layers"}
+        memory = target.memory
+        needs = Needs(pages="shared", stops=not target.law_needs_probs)
+        drafter = DraftModel(target, memory.decoder, memory.kv, needs, report, self.layers)
+        drafter.hints.gain = CUT_GAIN
+        return drafter
+
+    def _small_model(self, folder: Path, target: Target) -> Drafter:
+        """Return a model that was cut from the target and shares its tables."""
+        small = load_small(folder, target.config)
+        self._check_layers(small.config.num_layers)
+        decoder = target.memory.run_small(small, self.weights)
+        model = self.model or "ships for this target"
+        report = {"drafter": self.name, "k": self.k, "model": model, "weights": decoder.weight_type}
+        own = OwnTokens(target.rows, small.token_ids, target.config.vocab_size, decoder.write_also)
+        return self._over_shared_pages(target, decoder, report, own, trained_to(folder))
+
+    def _own_model(self, name: str, target: Target, load: Loader) -> Drafter:
+        drafter = load(name)
+        self._check_layers(drafter.decoder.config.num_layers)
+        report: dict[str, Any] = {"drafter": self.name, "k": self.k, "model": name}
+        if self.layers is not None:
+            report["layers"] = self.layers
+        decoder = drafter.decoder
+        if self.vocabulary is not None or difference(target.vocabulary, drafter.vocabulary) is not None:
+            tokens = map_tokens(target.vocabulary, drafter.vocabulary)
+            spelling = self.vocabulary or (by_token if tokens.share >= ENOUGH_SHARED else by_string)
+            report["vocabulary"] = f"{spelling}: the drafter has {tokens.share:.1%} of the target's tokens"
+            if spelling != by_token or not tokens.is_total:
+                pair = VocabularyPair(target.vocabulary, drafter.vocabulary, tokens)
+                new_spelling = partial(SPELLINGS[spelling], pair)
+                return ForeignDraftModel(self.name, target, decoder, new_spelling, report, self.layers)
+            decoder = TranslatedDecoder(decoder, tokens)  # each token of the target's is one: pages can be shared
+        return self._over_shared_pages(target, decoder, report)
+
+    def _over_shared_pages(
+        self,
+        target: Target,
+        decoder: Decoder,
+        report: Mapping[str, Any],
+        own: OwnTokens | None = None,
+        kept: tuple[float, ...] = (),
+    ) -> Drafter:
+        kv = decoder.new_kv(target.num_pages, self.layers)
+        needs = Needs(
+            pages="shared",
+            stores=(self.name,),
+            kv_bytes_per_token=kv.bytes_per_token,
+            stops=not target.law_needs_probs,
+            trained_to=kept,
+        )
+        drafter = DraftModel(target, decoder, kv, needs, report, self.layers, own)
+        if own:
+            drafter.hints.gain = CUT_GAIN
+        return drafter
+
+
+class DraftModel:
+    """Drafts token by token with a decoder of its own or the target's first layers."""
+
+    name = DraftModelConfig.name
+
+    def __init__(
+        self,
+        target: Target,
+        decoder: Decoder,
+        kv: KV,
+        needs: Needs,
+        report: Mapping[str, Any],
+        num_layers: int | None = None,
+        own: OwnTokens | None = None,
+    ) -> None:
+        """own: of a decoder that writes some of the target's tokens only."""
+        self.needs = needs
+        self._decoder = decoder
+        self._kv = kv
+        self._num_layers = num_layers
+        self._report = report
+        self._rows: Rows = target.rows
+        self.hints = Hints(target.rows, 0.0, RECYCLED_GAINS)  # a whole model reads the text for itself
+        self._vocab_size = target.config.vocab_size
+        self._dense = target.law_needs_probs
+        layers = num_layers or decoder.config.num_layers
+        self._allowance = catch_up_tokens(decoder.config, layers, target.config)
+        self._own = own
+        self._valid = np.zeros(self._rows.num_rows, np.int64)  # tokens of each row in the own store
+        self._seen: dict[int, int] = {}  # row -> tokens in the store if every open guess is kept
+
+    def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
+        """Start with what the store already holds of the row's cached pages."""
+        self._valid[row] = valid_lens.get(self.name, 0)
+
+    def propose(self, batch: Batch, plan: Plan) -> Draft:
+        """Catch up on unseen tokens and draft the first token in one pass, then one pass per further token."""
+        depth = {r.row: min(plan.k(r.row), r.max_drafts) for r in batch.rows}
+        ready = self._catch_up([row for row, k in depth.items() if k > 0])
+        starts = {row: self._start(row) for row in ready}
+        if self._own:
+            self._own.follow(starts)
+        chains = begin(starts, depth, plan, self.hints)
+        at_once = self._run_in_turn if self._decoder.in_turn else None
+        draft_in_turn(self._rows, chains, starts, self._run, at_once, dense=self._dense)
+        self._seen |= {row: int(self._rows.length[row]) + len(c.token_ids) - 1 for row, c in chains.items()}
+        self.hints.note({row: chain.token_ids for row, chain in chains.items()})
+        return Draft(tuple(chains[r.row].draft(self.name) if r.row in chains else NO_DRAFT for r in batch.rows))
+
+    def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
+        """Keep the entries of kept tokens: all but the newest token, as far as they were seen."""
+        self.hints.learn(batch, scores, verdict)
+        for row in self._seen.keys() & {r.row for r in batch.rows}:
+            self._valid[row] = min(self._seen.pop(row), int(self._rows.length[row]) - 1)
+
+    def valid_lens(self, row: int) -> Mapping[str, int]:
+        """Leading tokens of a row that the own store holds, if there is one."""
+        return dict.fromkeys(self.needs.stores, int(self._valid[row]))
+
+    def release(self, row: int) -> None:
+        """Forget the row."""
+        self._valid[row] = 0
+        if self._own:
+            self._own.release(row)
+        self.hints.release(row)
+        self._seen.pop(row, None)
+
+    def forget(self) -> None:
+        """Nothing is learnt across requests."""
+
+    def report(self) -> Mapping[str, Any]:
+        """Tell what was chosen."""
+        return self._report
+
+    def _start(self, row: int) -> int:
+        """Return the first token of a row without KV."""
+        valid = self._valid if self.needs.stores else self._rows.computed
+        return int(valid[row])
+
+    def _catch_up(self, rows: list[int]) -> list[int]:
+        """Return the rows whose unseen tokens fit this step's allowance; bring the others nearer."""
+        behind = {row: int(self._rows.length[row]) - self._start(row) for row in rows}
+        ready, nearer = share_out(behind, self._allowance)
+        if nearer:
+            spans: list[Span] = [(row, self._start(row), count, ()) for row, count in nearer.items()]
+            packed = self._rows.pack_spans(spans, [0] * len(spans))
+            self._decoder.run(packed, self._kv, (), num_layers=self._num_layers)
+        for row, count in nearer.items():
+            self._valid[row] += count
+        return ready
+
+    def _run(self, spans: Sequence[Span], specs: Sequence[SamplingSpec]) -> SampledTokens:
+        packed = self._rows.pack_spans(spans, [1] * len(spans))
+        return self._decoder.run(packed, self._kv, specs, num_layers=self._num_layers, vocab_size=self._vocab_size)
+
+    def _run_in_turn(
+        self, spans: Sequence[Span], specs: Sequence[SamplingSpec], ends: Sequence[StepLimit]
+    ) -> SampledTokens:
+        assert self._decoder.in_turn is not None
+        packed = self._rows.pack_spans(spans, [1] * len(spans), max(end.depth for end in ends) - 1)
+        return self._decoder.in_turn(
+            packed, self._kv, specs, ends, num_layers=self._num_layers, vocab_size=self._vocab_size
+        )

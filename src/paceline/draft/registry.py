@@ -1,0 +1,130 @@
+"""Drafter options as a tagged union: `NAME[:key=value,...]` becomes that drafter's own frozen config."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
+
+from paceline.core.errors import ConfigError, suggest
+from paceline.draft.shipped import ships
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from paceline.draft.drafter import Drafter, DraftWeights, Target
+    from paceline.model.weights import LoadedModel
+
+    Loader = Callable[[str], DraftWeights]  # from a model's name or path
+
+# A new drafter is one file and one line here.
+DRAFTERS = {
+    "ngram": "paceline.draft.lookup.ngram:NgramConfig",
+    "suffix": "paceline.draft.lookup.suffix:SuffixConfig",
+    "draft-model": "paceline.draft.model.draft_model:DraftModelConfig",
+    "eagle": "paceline.draft.heads.options:EagleConfig",
+    "eagle3": "paceline.draft.heads.options:Eagle3Config",
+    "peagle": "paceline.draft.heads.options:PEagleConfig",
+}
+
+
+class DrafterConfig(Protocol):
+    """What every drafter's config has: a name, the drafts per step, and how to build the drafter."""
+
+    @property
+    def name(self) -> str:
+        """Name in specs, metrics and tables."""
+        ...
+
+    @property
+    def k(self) -> int:
+        """Drafts per row and step."""
+        ...
+
+    def num_weights(self, target: LoadedModel) -> int:
+        """Return how many weights of its own it brings, by what its files say. Raises `PacelineError`."""
+        ...
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether it has passes of its own and reads nothing of a target but tokens, so can be another process."""
+        ...
+
+    def build(self, target: Target, load: Loader) -> Drafter:
+        """Make the drafter. Raises `DrafterMismatch` if it does not fit the target."""
+        ...
+
+
+AUTO = "auto"
+ALWAYS_USEFUL = ("suffix",)  # drafters that `auto` has for every target: they cost nothing where they do not help
+IF_SHIPPED = ("eagle3",)  # and those that it has where they come with the project
+
+
+@dataclass(frozen=True, slots=True)
+class Drafters:
+    """The drafters of an engine, and who says how far they draft."""
+
+    configs: tuple[DrafterConfig, ...]
+    auto: bool  # the controller; otherwise each drafter's own k
+
+
+def parse_drafters(spec: str, fingerprint: str = "") -> Drafters:
+    """Return what `off`, a drafter's spec, `auto` or `auto:SPEC+SPEC` asks for. Raises `ConfigError`.
+
+    fingerprint: of the target, for which drafters may ship.
+    """
+    name, _, listed = spec.partition(":")
+    if name != AUTO:
+        config = parse_spec(spec)
+        return Drafters((config,) if config else (), auto=False)
+    usual = [*ALWAYS_USEFUL, *(one for one in IF_SHIPPED if ships(one, fingerprint))]
+    configs = [parse_spec(one) for one in (listed.split("+") if listed else usual)]
+    names = [config.name for config in configs if config]
+    if len(set(names)) < len(configs):
+        raise ConfigError(f"--draft {spec}: auto takes different drafters, each once, none of them off")
+    return Drafters(tuple(config for config in configs if config), auto=True)
+
+
+def parse_spec(spec: str) -> DrafterConfig | None:
+    """Return the config a spec such as `ngram:k=4` names; None for `off`. Raises `ConfigError`."""
+    name, _, options = spec.partition(":")
+    if name == "off":
+        if options:
+            raise ConfigError(f"--draft off takes no options, but got {options!r}")
+        return None
+    if name not in DRAFTERS:
+        raise ConfigError(f"unknown drafter {name!r}{suggest(name, ['off', AUTO, *DRAFTERS])}")
+    module, _, class_name = DRAFTERS[name].partition(":")
+    config_class = getattr(importlib.import_module(module), class_name)
+    config: DrafterConfig = config_class(**_parse_options(name, config_class, options))
+    return config
+
+
+def _parse_options(name: str, config_class: type, options: str) -> dict[str, Any]:
+    types = get_type_hints(config_class)
+    known = {f.name: types[f.name] for f in fields(config_class)}
+    values: dict[str, Any] = {}
+    for option in filter(None, options.split(",")):
+        key, equals, text = option.partition("=")
+        if key not in known:
+            raise ConfigError(f"drafter {name!r} has no option {key!r}{suggest(key, known)}")
+        if not equals or not text:
+            raise ConfigError(f"drafter {name!r}: write {key}=VALUE, not {option!r}")
+        values[key] = _convert(f"{name}:{key}", text, known[key])
+    return values
+
+
+def _convert(label: str, text: str, kind: Any) -> Any:
+    wanted = next((k for k in (int, float) if kind == k or kind == k | None), str)
+    try:
+        return wanted(text)
+    except ValueError:
+        raise ConfigError(f"{label} must be {wanted.__name__}, not {text!r}") from None
+
+
+def bounded(config: object, field: str, low: float, high: float) -> None:
+    """Raise `ConfigError` unless a config's field lies within bounds."""
+    value = getattr(config, field)
+    if not low <= value <= high:
+        name = getattr(config, "name", type(config).__name__)
+        raise ConfigError(f"{name}:{field} must be between {low} and {high}, not {value}")

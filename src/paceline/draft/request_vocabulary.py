@@ -1,0 +1,96 @@
+"""A request's own tokens: what its text holds and a drafter's vocabulary leaves out.
+
+A draft vocabulary of some thousand tokens is cheap to score and covers most of what is written, but not the names
+in an article that is to be summarised. These few a request brings itself: while it runs, they can be drafted too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.backend.seam import MOST_OWN
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from numpy import int64
+    from numpy.typing import NDArray
+
+    from paceline.backend.rows import Rows
+
+
+class OwnTokens:
+    """The own tokens of all running requests. Each may be drafted for any of them; at worst that costs a guess."""
+
+    def __init__(
+        self, rows: Rows, fixed: NDArray[int64], vocab_size: int, write_also: Callable[[NDArray[int64]], None]
+    ) -> None:
+        """fixed: the drafter's vocabulary. write_also: tells what executes it the tokens [n] beside those."""
+        self._rows = rows
+        self._missing = np.ones(vocab_size, bool)  # [vocab] what the drafter's vocabulary leaves out
+        self._missing[fixed] = False
+        self._write_also = write_also
+        self._seen: dict[int, int] = {}  # row -> tokens of it that were looked at
+        self._of_row: dict[int, set[int]] = {}
+        self._holders: Counter[int] = Counter()  # token -> rows whose text has it
+        self._written: list[int] = []
+        self._places: dict[int, int] = {}  # of tokens in `_written`
+        self._changed = False
+
+    def follow(self, rows: Iterable[int]) -> None:
+        """Take in what the texts of some rows hold by now."""
+        for row in rows:
+            start, end = self._seen.get(row, 0), int(self._rows.length[row])
+            self._seen[row] = end
+            tokens = self._rows.token_ids[row, start:end]
+            found = tokens[self._missing[tokens]].tolist()
+            if found:
+                self._hold(self._of_row.setdefault(row, set()), found)
+        if len(self._holders) > len(self._written) < MOST_OWN:
+            self._refill()
+        if self._changed:
+            self._changed = False
+            self._write_also(np.array(self._written, np.int64))
+
+    def release(self, row: int) -> None:
+        """Forget a row, and the tokens that no other has."""
+        self._seen.pop(row, None)
+        for token in self._of_row.pop(row, ()):
+            self._holders[token] -= 1
+            if not self._holders[token]:
+                del self._holders[token]
+                self._drop(token)
+
+    def _hold(self, own: set[int], found: list[int]) -> None:
+        for token in found:
+            if token in own:
+                continue
+            own.add(token)
+            self._holders[token] += 1
+            if self._holders[token] == 1 and len(self._written) < MOST_OWN:
+                self._write(token)
+
+    def _refill(self) -> None:
+        """Write tokens that were met while all places were taken, the first met first."""
+        for token in self._holders:
+            if len(self._written) == MOST_OWN:
+                return
+            if token not in self._places:
+                self._write(token)
+
+    def _write(self, token: int) -> None:
+        self._places[token] = len(self._written)
+        self._written.append(token)
+        self._changed = True
+
+    def _drop(self, token: int) -> None:
+        """Put the last one in its place, so that few places change."""
+        if token in self._places:
+            last = self._written.pop()
+            place = self._places.pop(token)
+            if last != token:
+                self._written[place], self._places[last] = last, place
+            self._changed = True

@@ -1,1 +1,0 @@
-"""Draft models cut from their target, which share its tables."""

@@ -1,0 +1,1 @@
+"""Start-up: from options to an engine that is ready."""

@@ -1,0 +1,1 @@
+"""Files that models come in: GGUF, safetensors, hub folders."""

@@ -1,0 +1,273 @@
+"""Reading GGUF (versions 2 and 3, little-endian) with every count and offset checked against the file.
+
+The header is read here, as the `gguf` package's reader trusts the file; its `dequantize` turns quantised blocks
+into numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+
+import numpy as np
+
+from paceline.core.errors import BadModelFile, UnsupportedModel
+from paceline.model.files.floats import FLOAT_BYTES, read_floats
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy import float16, float32, floating, uint8
+    from numpy.typing import NDArray
+
+Number = TypeVar("Number", bound=np.generic)
+
+MAX_ENTRIES = 1 << 16  # metadata keys, and tensors
+MAX_KEY_BYTES = 1 << 16
+MAX_DIMS = 4
+MAX_DIM = 1 << 40
+
+# Metadata types by number: struct code and numpy type of the numbers among them.
+_NUMBERS: dict[int, tuple[str, str]] = {
+    0: ("B", "u1"), 1: ("b", "i1"), 2: ("H", "<u2"), 3: ("h", "<i2"), 4: ("I", "<u4"), 5: ("i", "<i4"),
+    6: ("f", "<f4"), 7: ("?", "?"), 10: ("Q", "<u8"), 11: ("q", "<i8"), 12: ("d", "<f8"),
+}  # fmt: skip
+_STRING, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True, slots=True)
+class Quant:
+    """How numbers of one tensor type are stored."""
+
+    name: str
+    block: int  # numbers in a block
+    block_bytes: int
+
+
+# The types we read, by their number in the file.
+QUANTS: dict[int, Quant] = {
+    0: Quant("F32", 1, 4),
+    1: Quant("F16", 1, 2),
+    2: Quant("Q4_0", 32, 18),
+    3: Quant("Q4_1", 32, 20),
+    6: Quant("Q5_0", 32, 22),
+    7: Quant("Q5_1", 32, 24),
+    8: Quant("Q8_0", 32, 34),
+    12: Quant("Q4_K", 256, 144),
+    13: Quant("Q5_K", 256, 176),
+    14: Quant("Q6_K", 256, 210),
+    30: Quant("BF16", 1, 2),
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FourBit:
+    """A matrix as a file's own 4-bit blocks of 32: weight = value * scale + minimum."""
+
+    values: NDArray[uint8]  # [out, in], 0..15
+    scales: NDArray[float16]  # [out, in / 32]
+    minima: NDArray[float16]  # [out, in / 32]
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """Where one tensor lies. Both ends were found to be inside the file."""
+
+    path: Path
+    quant_id: int  # key of QUANTS
+    shape: tuple[int, ...]  # outermost first
+    start: int  # byte in the file
+    permuted_heads: int = 0  # rows are in interleaved RoPE order for this many heads; 0: they are not
+
+    @property
+    def quant(self) -> Quant:
+        """How its numbers are stored."""
+        return QUANTS[self.quant_id]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) // self.quant.block * self.quant.block_bytes
+
+    def read(self) -> NDArray[floating]:
+        """Return the tensor in float32. Raises `BadModelFile`."""
+        data = self._data()
+        if self.quant.name in FLOAT_BYTES:
+            tensor = read_floats(data, self.quant.name).reshape(self.shape)
+        else:
+            tensor = self._dequantize(data)
+        return _halves_apart(tensor, self.permuted_heads) if self.permuted_heads else tensor
+
+    def four_bit(self) -> FourBit | None:
+        """Return the file's own 4-bit values, None if it is stored otherwise. Raises `BadModelFile`.
+
+        Q4_0 keeps value - 8 times a scale, Q4_1 a scale and a minimum.
+        """
+        if self.quant.name not in ("Q4_0", "Q4_1") or self.shape[-1] % self.quant.block:
+            return None
+        blocks = np.frombuffer(self._data(), np.uint8).reshape(-1, self.quant.block_bytes)
+        values = np.concatenate([blocks[:, -16:] & 15, blocks[:, -16:] >> 4], axis=1).reshape(self.shape)
+        scales = blocks[:, :2].copy().view(np.float16)
+        minima = blocks[:, 2:4].copy().view(np.float16) if self.quant.name == "Q4_1" else scales * np.float16(-8)
+        per_block = (*self.shape[:-1], -1)
+        parts: list[NDArray[Any]] = [values, scales.reshape(per_block), minima.reshape(per_block)]
+        if self.permuted_heads:
+            parts = [_halves_apart(part, self.permuted_heads) for part in parts]
+        return FourBit(*(np.ascontiguousarray(part) for part in parts))
+
+    def _data(self) -> bytearray:
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            data = bytearray(file.read(self.num_bytes))
+        if len(data) != self.num_bytes:
+            raise BadModelFile(f"{self.path} became shorter while it was read")
+        return data
+
+    def _dequantize(self, data: bytearray) -> NDArray[float32]:
+        from gguf import GGMLQuantizationType, dequantize
+
+        row_bytes = self.shape[-1] // self.quant.block * self.quant.block_bytes
+        blocks = np.frombuffer(data, dtype=np.uint8).reshape(*self.shape[:-1], row_bytes)
+        with np.errstate(all="ignore"):  # odd scales in a file give odd weights, not warnings
+            numbers = dequantize(blocks, GGMLQuantizationType(self.quant_id))
+        return np.ascontiguousarray(numbers, dtype=np.float32)
+
+
+def _halves_apart(tensor: NDArray[Number], heads: int) -> NDArray[Number]:
+    """Reorder each head's rows from interleaved pairs (0, 1), (2, 3) to pairs half a head apart."""
+    per_head = tensor.reshape(heads, -1, 2, *tensor.shape[1:])
+    return per_head.swapaxes(1, 2).reshape(tensor.shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GgufFile:
+    """A file's metadata and where its tensors lie."""
+
+    path: Path
+    metadata: dict[str, Any]  # numbers, strings, and lists of either
+    tensors: dict[str, GgufTensor]
+
+
+class _Cursor:
+    """Reads a header front to back and never past the end of its file."""
+
+    def __init__(self, file: BinaryIO, path: Path, file_bytes: int) -> None:
+        self.file = file
+        self.path = path
+        self.left = file_bytes
+        self.at = 0
+
+    def bad(self, what: str) -> BadModelFile:
+        return BadModelFile(f"{self.path} is no proper GGUF file: {what} (at byte {self.at})")
+
+    def take(self, num_bytes: int) -> bytes:
+        if num_bytes > self.left:
+            raise self.bad("it is truncated, or lies about a length")
+        data = self.file.read(num_bytes)
+        if len(data) != num_bytes:
+            raise self.bad("it became shorter while it was read")
+        self.left -= num_bytes
+        self.at += num_bytes
+        return data
+
+    def number(self, code: str) -> Any:
+        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
+
+    def text(self, most: int | None = None) -> str:
+        length = self.number("Q")
+        if most is not None and length > most:
+            raise self.bad(f"a name of {length} bytes")
+        try:
+            return self.take(length).decode("utf-8")
+        except UnicodeDecodeError:
+            raise self.bad("a text that is not UTF-8") from None
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.text()
+        if kind == _ARRAY:
+            return self._array()
+        if kind not in _NUMBERS:
+            raise self.bad(f"unknown metadata type {kind}")
+        return self.number(_NUMBERS[kind][0])
+
+    def _array(self) -> list[Any]:
+        kind, count = self.number("I"), self.number("Q")
+        if kind == _STRING and count <= self.left // 8:  # each has at least its length
+            return [self.text() for _ in range(count)]
+        if kind not in _NUMBERS or count > self.left:
+            raise self.bad(f"a list of {count} values of type {kind}")
+        dtype = np.dtype(_NUMBERS[kind][1])
+        numbers: list[Any] = np.frombuffer(self.take(count * dtype.itemsize), dtype=dtype).tolist()
+        return numbers
+
+
+def open_gguf(path: Path) -> GgufFile:
+    """Read a file's header, no tensor yet. Raises `BadModelFile` for any lie, `UnsupportedModel`."""
+    file_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        cursor = _Cursor(file, path, file_bytes)
+        num_tensors, num_keys = _counts(cursor)
+        metadata = dict(_metadata(cursor) for _ in range(num_keys))
+        if metadata.get("split.count", 1) not in (0, 1):
+            raise UnsupportedModel(f"{path} is one of several parts; merge them into one file first")
+        infos = [_info(cursor) for _ in range(num_tensors)]
+    if len(metadata) != num_keys or len({name for name, *_ in infos}) != num_tensors:
+        raise cursor.bad("a name appears twice")
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or alignment not in (1 << n for n in range(3, 21)):
+        raise cursor.bad(f"an alignment of {alignment!r}")
+    start = -(-cursor.at // alignment) * alignment
+    tensors = {name: GgufTensor(path, quant, shape, start + offset) for name, quant, shape, offset in infos}
+    _check_spans(cursor, list(tensors.values()), alignment, file_bytes)
+    return GgufFile(path, metadata, tensors)
+
+
+def _counts(cursor: _Cursor) -> tuple[int, int]:
+    """Read the fixed start: magic, version, number of tensors and of metadata keys."""
+    if cursor.left < 24 or cursor.take(4) != b"GGUF":
+        raise cursor.bad("it does not begin like one")
+    version = cursor.number("I")
+    if version not in (2, 3):
+        raise UnsupportedModel(f"{cursor.path} is GGUF version {version}; known: 2 and 3, little-endian")
+    num_tensors, num_keys = cursor.number("Q"), cursor.number("Q")
+    if max(num_tensors, num_keys) > MAX_ENTRIES:
+        raise cursor.bad(f"it claims {num_tensors} tensors and {num_keys} keys")
+    return num_tensors, num_keys
+
+
+def _metadata(cursor: _Cursor) -> tuple[str, Any]:
+    name = cursor.text(MAX_KEY_BYTES)
+    return name, cursor.value(cursor.number("I"))
+
+
+def _info(cursor: _Cursor) -> tuple[str, int, tuple[int, ...], int]:
+    """Read one tensor's name, type, shape and offset from the start of the data."""
+    name = cursor.text(MAX_KEY_BYTES)
+    num_dims = cursor.number("I")
+    if not 1 <= num_dims <= MAX_DIMS:
+        raise cursor.bad(f"tensor {name!r} has {num_dims} dimensions")
+    innermost_first = [cursor.number("Q") for _ in range(num_dims)]
+    if not all(1 <= size <= MAX_DIM for size in innermost_first):
+        raise cursor.bad(f"tensor {name!r} has shape {innermost_first}")
+    quant = cursor.number("I")
+    if quant not in QUANTS:
+        known = ", ".join(q.name for q in QUANTS.values())
+        raise UnsupportedModel(f"{cursor.path}: tensor {name!r} has the unknown type {quant}; known: {known}")
+    if innermost_first[0] % QUANTS[quant].block:
+        raise cursor.bad(f"tensor {name!r} has rows of {innermost_first[0]}, no whole {QUANTS[quant].name} blocks")
+    return name, quant, tuple(reversed(innermost_first)), cursor.number("Q")
+
+
+def _check_spans(cursor: _Cursor, tensors: list[GgufTensor], alignment: int, file_bytes: int) -> None:
+    """Raise unless all tensors are aligned, inside the file and apart from each other."""
+    spans = sorted((t.start, t.start + t.num_bytes) for t in tensors)
+    if any(start % alignment for start, _ in spans):
+        raise cursor.bad(f"a tensor does not begin at a multiple of {alignment}")
+    if any(end > file_bytes for _, end in spans):
+        raise cursor.bad(f"it is truncated: a tensor ends at byte {max(e for _, e in spans)} of {file_bytes}")
+    if any(first[1] > second[0] for first, second in pairwise(spans)):
+        raise cursor.bad("two tensors overlap")

@@ -1,0 +1,1 @@
+"""Formats and configs of draft heads and of models cut from a target."""

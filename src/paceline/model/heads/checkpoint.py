@@ -1,0 +1,147 @@
+"""A draft head's files: every tensor checked against the config and the target before one is used."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.core.errors import BadModelFile, DrafterMismatch
+from paceline.model.files.hf import LAYER_NAMES, read_json, stored_tensors
+from paceline.model.heads.config import HeadConfig, head_shapes, read_config
+from paceline.model.safetensors_file import join_scales
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from numpy import floating, int64
+    from numpy.typing import NDArray
+
+    from paceline.model.config import ModelConfig
+    from paceline.model.safetensors_file import StoredTensor
+    from paceline.model.weights import Stored
+
+_NAMES = {
+    "fc.weight": "fc",
+    "fc.bias": "fc_bias",
+    "fusion_fc.weight": "fc",
+    "fusion_fc.bias": "fc_bias",
+    "embedding_layernorm.weight": "embed_norm",
+    "pre_lm_head_layernorm.weight": "norm",
+    "input_norm.weight": "input_norm",
+    "norm.weight": "norm",
+    "lm_head.weight": "head",
+    "mask_hidden": "mask_hidden",
+    "embed_tokens.weight": "embed",
+}
+_LAYER_NAMES = {there: here for here, there in LAYER_NAMES.items()} | {"hidden_norm.weight": "hidden_norm"}
+_LAYER = re.compile(r"(?:layers\.(\d{1,3})|midlayer|transformer)\.(.+)")
+RELAY = "relay."  # begins the names of what tells guesses of those before them
+_RELAY = re.compile(rf"{re.escape(RELAY)}(?:place|known|tell|out|embed_norm)(?=\.weight$)")
+_FC_NORM = re.compile(r"fc_norm\.(\d{1,2})\.weight")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Head:
+    """A head whose files are whole and fit its target."""
+
+    config: HeadConfig
+    weights: Mapping[str, NDArray[floating]]  # by canonical name, shapes as `head_shapes`; maybe "embed" too
+    token_ids: NDArray[int64]  # [draft_vocab_size] the target's id of each draft token, ascending or not
+
+
+def load_head(folder: Path, target: ModelConfig) -> Head:
+    """Read a head from a folder. Raises `ModelNotFound`, `BadModelFile`, `UnsupportedModel`, `DrafterMismatch`."""
+    config = read_config(read_json(folder / "config.json"), target)
+    found = {
+        canonical: tensor for name, tensor in stored_tensors(folder).items() if (canonical := canonical_name(name))
+    }
+    whole = join_scales(found)
+    if config.algorithm.guesses_features and "fc_bias" in found:  # the authors' config may say nothing of it
+        config = replace(config, fusion_bias=True)
+    shapes = head_shapes(config)
+    if "embed" in found:
+        shapes["embed"] = (target.vocab_size, config.layers.hidden_size)
+    elif config.layers.hidden_size != target.hidden_size:
+        raise DrafterMismatch(
+            f"the head is {config.layers.hidden_size} numbers wide and has no embedding of its own; the target's "
+            f"has {target.hidden_size}"
+        )
+    weights = {name: _read(whole, name, shape, folder) for name, shape in shapes.items()}
+    return Head(config, weights, _token_ids(found, config, target, folder))
+
+
+def narrowed(head: Head, num_tokens: int) -> Head:
+    """Return a head that writes the lowest token ids only. It must write with its target's own head.
+
+    These are the most frequent ones in most tokenizers: a BPE gives ids in the order of its merges, a unigram
+    model in that of its probabilities.
+    """
+    assert head.config.algorithm.guesses_features
+    config = replace(head.config, draft_vocab_size=num_tokens)
+    return replace(head, config=config, token_ids=np.arange(num_tokens, dtype=np.int64))
+
+
+def canonical_name(name: str) -> str | None:
+    """Return our name of a tensor in a head's file, None for one that is not used.
+
+    The scales of a matrix of 8 bits have its name and `_scale` behind it.
+    """
+    if name.endswith("_scale"):
+        of = canonical_name(name.removesuffix("_scale"))
+        return of and f"{of}_scale"
+    name = name.removeprefix("model.")
+    if name in _NAMES or name == "d2t":
+        return _NAMES.get(name, name)
+    if match := _FC_NORM.fullmatch(name):
+        return f"fc_norm.{match[1]}"
+    if match := _RELAY.match(name):
+        return match[0]
+    match = _LAYER.fullmatch(name)
+    if match is None or match[2] not in _LAYER_NAMES:
+        return None
+    return f"layers.{match[1] or 0}.{_LAYER_NAMES[match[2]]}"
+
+
+def _read(found: Mapping[str, Stored], name: str, shape: tuple[int, ...], folder: Path) -> NDArray[floating]:
+    stored = found.get(name)
+    if stored is None:
+        raise BadModelFile(f"the head in {folder} lacks the tensor {name!r}")
+    if stored.shape != shape and not (name == "mask_hidden" and stored.shape == (1, 1, *shape)):
+        raise DrafterMismatch(
+            f"the head in {folder} has {name!r} of shape {list(stored.shape)}; with this target it must be "
+            f"{list(shape)}"
+        )
+    values = stored.read().reshape(shape)
+    if not np.isfinite(values).all():
+        raise BadModelFile(
+            f"the head in {folder} holds NaN or infinity in {name!r}; it is broken, or was not trained"
+        )
+    return values
+
+
+def _token_ids(
+    found: Mapping[str, StoredTensor], config: HeadConfig, target: ModelConfig, folder: Path
+) -> NDArray[int64]:
+    """Return the target's ids of the draft tokens: `d2t` holds how far each is from its own index."""
+    index: NDArray[int64] = np.arange(config.draft_vocab_size, dtype=np.int64)
+    stored = found.get("d2t")
+    if stored is None:
+        if config.draft_vocab_size != target.vocab_size:
+            raise BadModelFile(
+                f"the head in {folder} has a vocabulary of its own but no map `d2t` to the target's"
+            )
+        return index
+    if stored.shape != index.shape:
+        raise BadModelFile(f"the head in {folder} maps {list(stored.shape)} tokens, its config says {len(index)}")
+    ids: NDArray[int64] = index + stored.read_integers()
+    if ids.min() < 0 or ids.max() >= target.vocab_size:
+        raise DrafterMismatch(
+            f"the head in {folder} maps to tokens {ids.min()} to {ids.max()}; the target has {target.vocab_size}"
+        )
+    if len(np.unique(ids)) != len(ids):
+        raise BadModelFile(f"the head in {folder} maps two of its tokens to one of the target's")
+    return ids

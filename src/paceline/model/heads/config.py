@@ -1,0 +1,287 @@
+"""What a draft head's config.json says, in both formats in use.
+
+Those of the EAGLE authors (arXiv 2401.15077, 2503.01840) are the config of a Llama of one layer with some fields
+more; those of the `speculators` project keep that in `transformer_layer_config`. P-EAGLE heads (arXiv 2602.01469)
+add a mask token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.errors import BadModelFile, DrafterMismatch, UnsupportedModel
+from paceline.model.config import layer_shapes
+from paceline.model.files.hf import config_from_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from paceline.model.config import ModelConfig
+
+MOST_TAPS = 16
+_MOST_PADDING = 1024  # tokens by which vocabularies of one model differ, rounded up to this or that
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """What all heads of one kind share."""
+
+    name: str  # of the drafter that runs them
+    parallel: bool  # guesses all tokens in one pass, mask tokens in place of those that are not known yet
+    last_tap: int  # the highest layer the paper looks after, counted from the target's last
+    guesses_features: bool = False  # reads and guesses what the target's own head reads, and writes with that head
+
+    def default_taps(self, num_layers: int) -> tuple[int, ...]:
+        """Return after how many of the target's layers the paper looks: of a low, a middle and a high one."""
+        if self.guesses_features:
+            return (num_layers,)
+        return (2, num_layers // 2, num_layers - self.last_tap)
+
+
+EAGLE = Algorithm("eagle", parallel=False, last_tap=0, guesses_features=True)
+EAGLE3 = Algorithm("eagle3", parallel=False, last_tap=3)
+PEAGLE = Algorithm("peagle", parallel=True, last_tap=1)
+_ALGORITHMS = {
+    "eagle": EAGLE,
+    "EagleLlamaForCausalLM": EAGLE,
+    "LlamaForCausalLMEagle": EAGLE,
+    "eagle3": EAGLE3,
+    "peagle": PEAGLE,
+    "p-eagle": PEAGLE,
+    "LlamaForCausalLMEagle3": EAGLE3,
+    "PEagleDraftModel": PEAGLE,
+}
+_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+OWN_TOKENS = "draft_own_tokens"  # in config.json: Paceline's own addition, others read past it
+RELAY_SIZE = "relay_size"  # likewise
+MOST_RELAYED = 4096
+RELAY_FACTOR = 3  # a relay is so many times as wide inside as what it tells
+_MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadConfig:
+    """The shape of one head. Hidden states are the target's residual stream after so many of its layers."""
+
+    algorithm: Algorithm
+    layers: ModelConfig  # of the head's own layers; the first one reads twice the width
+    draft_vocab_size: int
+    target_hidden_size: int
+    taps: tuple[int, ...]
+    norm_before_residual: bool = False  # the residual is the normed hidden state
+    norm_before_fc: bool = False  # one norm over all taps together
+    fc_norm: bool = False  # a norm of its own for each tap (EAGLE-3.1, arXiv 2605.09992)
+    norm_output: bool = False  # what is fed back is the normed output
+    mask_token_id: int | None = None  # P-EAGLE: stands for a token that is not known yet
+    relay_size: int = 0  # P-EAGLE: numbers that tell each guess of those before it; 0: it is not told
+    fusion_bias: bool = False  # EAGLE-1: `fc` adds a bias
+    layernorms: bool = False  # EAGLE-1: norms of the embedding, before the layer and before the target's head
+    own_tokens: bool = False  # its output goes with the target's head too: for tokens its vocabulary leaves out
+    target_norm_eps: float = 1e-6  # EAGLE-1: of the target's last norm, whose results are the features
+
+    @property
+    def tapped_size(self) -> int:
+        """Numbers of all taps of one token."""
+        return len(self.taps) * self.target_hidden_size
+
+
+def read_config(values: Mapping[str, Any], target: ModelConfig) -> HeadConfig:
+    """Read a head's config.json. Raises `BadModelFile`, `UnsupportedModel`, `DrafterMismatch`.
+
+    What it leaves out is the target's: RoPE, the norm's epsilon, the vocabulary.
+    """
+    algorithm = _algorithm(values)
+    inner = values.get("transformer_layer_config")
+    layer_values = dict(inner if isinstance(inner, dict) else values)
+    layer_values.setdefault("model_type", "llama")
+    layers = config_from_json(_without_tokens(layer_values, target))
+    if "rope_theta" not in layer_values and "rope_parameters" not in layer_values:
+        layers = replace(layers, rope=target.rope)
+    nested = values.get("eagle_config")
+    everywhere = {**(nested if isinstance(nested, dict) else {}), **values}
+    if algorithm.guesses_features:
+        config = _feature_head(algorithm, layers, everywhere, target)
+    else:
+        config = HeadConfig(
+            algorithm=algorithm,
+            layers=layers,
+            draft_vocab_size=_integer(everywhere, "draft_vocab_size", target.vocab_size),
+            target_hidden_size=_integer(everywhere, "target_hidden_size", target.hidden_size),
+            taps=_taps(everywhere, algorithm, target),
+            mask_token_id=_mask_token(everywhere) if algorithm.parallel else None,
+            relay_size=_relay_size(everywhere) if algorithm.parallel else 0,
+            own_tokens=_flag(everywhere, OWN_TOKENS),
+            **{name: _flag(everywhere, name) for name in _FLAGS},
+        )
+    _check(config, target, _made_for(values))
+    return config
+
+
+def _feature_head(
+    algorithm: Algorithm, layers: ModelConfig, values: Mapping[str, Any], target: ModelConfig
+) -> HeadConfig:
+    """EAGLE-1: as wide as its target. What its layers make is a feature once `layernorms` have normed it."""
+    layernorms = _flag(values, "layernorms")
+    return HeadConfig(
+        algorithm=algorithm,
+        layers=layers,
+        draft_vocab_size=_integer(values, "draft_vocab_size", target.vocab_size),
+        target_hidden_size=layers.hidden_size,
+        taps=algorithm.default_taps(target.num_layers),
+        norm_output=layernorms,
+        own_tokens=True,
+        layernorms=layernorms,
+        fusion_bias=_flag(values, "fusion_bias"),
+        target_norm_eps=target.norm_eps,
+    )
+
+
+def head_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
+    """Return every tensor a head asks for, by canonical name, matrices as [out, in]."""
+    c, width = config, config.layers.hidden_size
+    if c.algorithm.guesses_features:
+        return _feature_head_shapes(c)
+    shapes: dict[str, tuple[int, ...]] = {"fc": (width, c.tapped_size)}
+    if c.fc_norm:
+        shapes |= {f"fc_norm.{i}": (c.target_hidden_size,) for i in range(len(c.taps))}
+    if c.norm_before_fc:
+        shapes["input_norm"] = (c.tapped_size,)
+    shapes |= _all_layer_shapes(c.layers)
+    for name in ("attn_q", "attn_k", "attn_v"):
+        shapes[f"layers.0.{name}"] = (shapes[f"layers.0.{name}"][0], 2 * width)
+    shapes |= {"layers.0.hidden_norm": (width,), "norm": (width,), "head": (c.draft_vocab_size, width)}
+    if c.algorithm.parallel:
+        shapes["mask_hidden"] = (c.tapped_size,)
+    return shapes | _relay_shapes(width, c.relay_size)
+
+
+def _relay_shapes(width: int, size: int) -> dict[str, tuple[int, ...]]:
+    if not size:
+        return {}
+    inner = RELAY_FACTOR * size
+    return {
+        "relay.embed_norm": (width,),
+        "relay.place": (2 * inner, 2 * width),
+        "relay.known": (2 * inner, width + size),
+        "relay.tell": (size, inner),
+        "relay.out": (width, size),
+    }
+
+
+def _feature_head_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
+    width = config.layers.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {"fc": (width, 2 * width), **_all_layer_shapes(config.layers)}
+    if config.fusion_bias:
+        shapes["fc_bias"] = (width,)
+    if config.layernorms:
+        return shapes | {"embed_norm": (width,), "norm": (width,)}
+    del shapes["layers.0.attn_norm"]
+    return shapes
+
+
+def _all_layer_shapes(layers: ModelConfig) -> dict[str, tuple[int, ...]]:
+    shapes = layer_shapes(layers)
+    return {f"layers.{i}.{name}": shape for i in range(layers.num_layers) for name, shape in shapes.items()}
+
+
+def _algorithm(values: Mapping[str, Any]) -> Algorithm:
+    kind, architectures = values.get("speculators_model_type"), values.get("architectures")
+    names = [] if kind is None else [kind]
+    names += architectures if isinstance(architectures, list) else []
+    for name in names:
+        if isinstance(name, str) and name in _ALGORITHMS:
+            return _ALGORITHMS[name]
+    if names == ["LlamaForCausalLM"]:  # as the first heads were published, EAGLE-3's with a vocabulary
+        return EAGLE3 if "draft_vocab_size" in values else EAGLE
+    raise UnsupportedModel(f"the head says it is {names}; EAGLE-1, EAGLE-3 and P-EAGLE heads are known")
+
+
+def _without_tokens(values: dict[str, Any], target: ModelConfig) -> dict[str, Any]:
+    """A head has no special tokens of its own, and often repeats those of another vocabulary."""
+    kept = {key: value for key, value in values.items() if not key.endswith("_token_id")}
+    kept.setdefault("vocab_size", target.vocab_size)
+    kept.setdefault("rms_norm_eps", target.norm_eps)
+    return kept
+
+
+def _taps(values: Mapping[str, Any], algorithm: Algorithm, target: ModelConfig) -> tuple[int, ...]:
+    given = values.get("eagle_aux_hidden_state_layer_ids")
+    if given is None:
+        return algorithm.default_taps(target.num_layers)
+    if not isinstance(given, list) or not 1 <= len(given) <= MOST_TAPS or not all(type(i) is int for i in given):
+        raise BadModelFile(f"eagle_aux_hidden_state_layer_ids = {str(given)[:80]} must be a list of layers")
+    return tuple(given)
+
+
+def _mask_token(values: Mapping[str, Any]) -> int:
+    for key in _MASK_KEYS:
+        if values.get(key) is not None:
+            return _integer(values, key, 0)
+    raise BadModelFile("a P-EAGLE head needs mask_token_id in its config.json")
+
+
+def _relay_size(values: Mapping[str, Any]) -> int:
+    size = _integer(values, RELAY_SIZE, 0)
+    if size > MOST_RELAYED:
+        raise BadModelFile(f"the head's {RELAY_SIZE} = {size} must be at most {MOST_RELAYED}")
+    return size
+
+
+def _integer(values: Mapping[str, Any], key: str, default: int) -> int:
+    value = values.get(key)
+    value = default if value is None else value
+    if type(value) is not int or not 0 <= value < 1 << 31:
+        raise BadModelFile(f"the head's {key} = {str(value)[:80]} must be a whole number")
+    return value
+
+
+def _flag(values: Mapping[str, Any], key: str) -> bool:
+    value = values.get(key)
+    value = False if value is None else value
+    if type(value) is not bool:
+        raise BadModelFile(f"the head's {key} = {str(value)[:80]} must be true or false")
+    return value
+
+
+def _made_for(values: Mapping[str, Any]) -> str:
+    """Return the model that a head of the `speculators` project names as its target, in words."""
+    found: Any = values
+    for key in ("speculators_config", "verifier", "name_or_path"):
+        found = found.get(key) if isinstance(found, dict) else None
+    return f", {found[:80]}" if isinstance(found, str) and found else ""
+
+
+def _check(config: HeadConfig, target: ModelConfig, made_for: str) -> None:
+    """Raise `DrafterMismatch` unless the head can sit on this target."""
+    if config.target_hidden_size != target.hidden_size:
+        raise DrafterMismatch(
+            f"the head was made for a target {config.target_hidden_size} numbers wide, this one has "
+            f"{target.hidden_size}; it belongs to another model{made_for}"
+        )
+    if abs(config.layers.vocab_size - target.vocab_size) > _MOST_PADDING:
+        raise DrafterMismatch(
+            f"the head was made for a target of {config.layers.vocab_size} tokens, this one has "
+            f"{target.vocab_size}; it belongs to another model{made_for}"
+        )
+    if not all(0 <= tap <= target.num_layers for tap in config.taps):
+        raise DrafterMismatch(
+            f"the head looks after layers {list(config.taps)}, the target has {target.num_layers}"
+        )
+    if not 1 <= config.draft_vocab_size <= target.vocab_size:
+        raise DrafterMismatch(
+            f"the head chooses among {config.draft_vocab_size} tokens, the target has {target.vocab_size}"
+        )
+    if config.mask_token_id is not None and config.mask_token_id >= target.vocab_size:
+        raise DrafterMismatch(
+            f"the head's mask token {config.mask_token_id} lies outside the target's {target.vocab_size} tokens"
+        )
+    if config.layers.rope.scaling == "factors":
+        raise UnsupportedModel(
+            "the head's config.json has no RoPE settings, and the target keeps its own as a tensor; write the "
+            "rope_theta and rope_scaling that the head was trained with into its config.json"
+        )
+    if config.relay_size and not config.norm_output:
+        raise BadModelFile(f"a head with {RELAY_SIZE} needs norm_output: guesses tell of what the norm made")
+    if config.norm_before_fc and config.fc_norm:
+        raise BadModelFile("the head asks for norm_before_fc and fc_norm, which exclude each other")

@@ -1,0 +1,84 @@
+"""What stands before every route: the API key and the refusal of new work while the server drains."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import ConfigError
+from paceline.serve.api.errors import Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+OPEN_ROUTES = frozenset({"/health"})  # what a load balancer may ask without a key
+LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+
+
+def check_exposure(host: str, api_key: str | None, insecure: bool) -> None:
+    """Raise `ConfigError` for a server that anybody on the network could use."""
+    if host not in LOOPBACK and not api_key and not insecure:
+        raise ConfigError(
+            f"--host {host} lets other machines in: set --api-key (or PACELINE_API_KEY), "
+            "or say --insecure if the network is trusted"
+        )
+
+
+class Guard:
+    """ASGI wrapper that asks for `Authorization: Bearer KEY` on every route but /health.
+
+    If `local`, it asks instead that a request be addressed to this machine: a foreign web page may let its own
+    name point here, and its browser then takes the server for the page's.
+    """
+
+    def __init__(
+        self, app: ASGIApp, api_key: str | None, on_refusal: Callable[[int], None], local: bool = False
+    ) -> None:
+        """Wrap `app`; `on_refusal` is called with the status of each refusal."""
+        self._app = app
+        self._local = local
+        self._on_refusal = on_refusal
+        self._digest = None if api_key is None else _digest(b"Bearer " + api_key.encode())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer 401 or 421, or pass the request on."""
+        if scope["type"] != "http" or scope["path"] in OPEN_ROUTES:
+            await self._app(scope, receive, send)
+        elif self._local and not _addresses_us(_header(scope, b"host")):
+            self._on_refusal(421)
+            message = (
+                "this server answers only to localhost; for another name start it with --api-key or --insecure"
+            )
+            await Problem(421, message, code="unknown_host").response()(scope, receive, send)
+        elif self._allowed(scope):
+            await self._app(scope, receive, send)
+        else:
+            await self._ask_for_key(scope, receive, send)
+
+    async def _ask_for_key(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._on_refusal(401)
+        problem = Problem(401, "missing or wrong API key; send Authorization: Bearer KEY", code="invalid_api_key")
+        await problem.response({"www-authenticate": "Bearer"})(scope, receive, send)
+
+    def _allowed(self, scope: Scope) -> bool:
+        if self._digest is None:
+            return True
+        return hmac.compare_digest(_digest(_header(scope, b"authorization")), self._digest)
+
+
+def _header(scope: Scope, wanted: bytes) -> bytes:
+    return next((bytes(value) for name, value in scope["headers"] if name == wanted), b"")
+
+
+def _addresses_us(host: bytes) -> bool:
+    """Whether a `Host`, with or without a port, is a name of this machine; browsers always send one."""
+    name = host.decode("latin-1").strip().lower()
+    name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+    return not host or name.removesuffix(".") in LOOPBACK
+
+
+def _digest(value: bytes) -> bytes:
+    return hashlib.sha256(value).digest()

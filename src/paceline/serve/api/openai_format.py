@@ -1,0 +1,231 @@
+"""What a client gets: responses and stream chunks, in the form the `openai` client expects.
+
+Beyond OpenAI: `seed` at the top, `usage.speculation`, `choices[].stop_reason`. Described in docs/server.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from paceline.model.tokenizer import Detokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.core.nouns import Figures, Outcome, TokenLogprobs
+    from paceline.model.tokenizer import Tokenizer
+
+LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say; as OpenAI
+
+to_json = msgspec.json.Encoder().encode
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """What every chunk of a response repeats."""
+
+    response_id: str
+    created: int  # unix time, seconds
+    model: str
+    seed: int
+
+    def fields(self, kind: str) -> Json:
+        """Return the fields at the top of a response or chunk."""
+        return {
+            "id": self.response_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "seed": self.seed,
+            "system_fingerprint": None,
+        }
+
+
+@dataclass(slots=True, eq=False)
+class AnswerFormat:
+    """One answer as it is written."""
+
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    last: Outcome | None = None  # the outcome that ended it
+
+    def add(self, outcome: Outcome) -> None:
+        """Take in what a step brought."""
+        self.texts.append(outcome.text)
+        if outcome.logprobs is not None:
+            if self.logprobs is None:
+                self.logprobs = []
+            self.logprobs.extend(outcome.logprobs)
+        if outcome.finish_reason is not None:
+            self.last = outcome
+
+    @property
+    def text(self) -> str:
+        """All text so far."""
+        return "".join(self.texts)
+
+    @property
+    def started(self) -> bool:
+        """Whether anything came yet."""
+        return bool(self.texts)
+
+    def ending(self) -> Json:
+        """Return why it ended; nulls while it has not."""
+        reason, stop = (None, None) if self.last is None else (self.last.finish_reason, self.last.stop_reason)
+        return {"finish_reason": reason, "stop_reason": stop}
+
+
+class Format(Protocol):
+    """How one route words its responses."""
+
+    prefix: str  # of response ids
+    kind: str
+    chunk_kind: str
+
+    def choice(self, index: int, answer: AnswerFormat) -> Json:
+        """Return a whole choice."""
+        ...
+
+    def delta(self, index: int, answer: AnswerFormat, outcome: Outcome) -> Json:
+        """Return what an outcome adds to a choice; `answer` does not hold it yet."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChatFormat:
+    """POST /v1/chat/completions."""
+
+    tokenizer: Tokenizer
+    prefix = "chatcmpl-"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def choice(self, index: int, answer: AnswerFormat) -> Json:
+        """Return a whole choice."""
+        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(answer.logprobs),
+            **answer.ending(),
+        }
+
+    def delta(self, index: int, answer: AnswerFormat, outcome: Outcome) -> Json:
+        """Return what an outcome adds to a choice."""
+        role = {} if answer.started else {"role": "assistant"}
+        delta = role | ({"content": outcome.text} if outcome.text or role else {})
+        logprobs = self._logprobs(outcome.logprobs)
+        return {"index": index, "delta": delta, "logprobs": logprobs, **_ending_of(outcome)}
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs] | None) -> Json | None:
+        if logprobs is None:
+            return None
+        return {"content": [self._entry(entry) for entry in logprobs], "refusal": None}
+
+    def _entry(self, entry: TokenLogprobs) -> Json:
+        pairs = zip(entry.top_ids, entry.top_logprobs, strict=True)
+        return self._token(entry.token_id, entry.logprob) | {"top_logprobs": [self._token(*p) for p in pairs]}
+
+    def _token(self, token_id: int, logprob: float) -> Json:
+        return {
+            "token": self.tokenizer.token_text(token_id),
+            "logprob": max(logprob, LEAST_LOGPROB),
+            "bytes": list(self.tokenizer.token_bytes(token_id)),
+        }
+
+
+class _Place:
+    """Where in an answer's text its tokens stand, one after the other.
+
+    A part of a character stands where the character will: it counts with the token that completes it. A special
+    token, which the text leaves out, takes no room.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._text = Detokenizer(tokenizer)
+        self._offset = 0  # characters
+
+    def passed(self, token_id: int) -> int:
+        """Return where the next token stands, and go past it."""
+        start = self._offset
+        self._offset += len(self._text.push((token_id,)))
+        return start
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CompletionFormat:
+    """POST /v1/completions."""
+
+    tokenizer: Tokenizer
+    echoes: Sequence[str] = ()  # [num_prompts] text to begin each prompt's answers with
+    n: int = 1
+    _places: dict[int, _Place] = field(default_factory=dict, init=False)  # of the choices that are streamed
+    prefix = "cmpl-"
+    kind = "text_completion"
+    chunk_kind = "text_completion"
+
+    def choice(self, index: int, answer: AnswerFormat) -> Json:
+        """Return a whole choice."""
+        text, scored = self._echo(index) + answer.text, answer.logprobs
+        logprobs = None if scored is None else self._logprobs(scored, _Place(self.tokenizer))
+        return {"index": index, "text": text, "logprobs": logprobs, **answer.ending()}
+
+    def delta(self, index: int, answer: AnswerFormat, outcome: Outcome) -> Json:
+        """Return what an outcome adds to a choice."""
+        text = outcome.text if answer.started else self._echo(index) + outcome.text
+        logprobs = None if outcome.logprobs is None else self._logprobs(outcome.logprobs, self._place(index))
+        return {"index": index, "text": text, "logprobs": logprobs, **_ending_of(outcome)}
+
+    def _place(self, index: int) -> _Place:
+        return self._places.setdefault(index, _Place(self.tokenizer))
+
+    def _echo(self, index: int) -> str:
+        return self.echoes[index // self.n] if self.echoes else ""
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs], place: _Place) -> Json:
+        return {
+            "tokens": [self.tokenizer.token_text(entry.token_id) for entry in logprobs],
+            "token_logprobs": [max(entry.logprob, LEAST_LOGPROB) for entry in logprobs],
+            "top_logprobs": [self._alternatives(entry) for entry in logprobs],
+            "text_offset": [place.passed(entry.token_id) for entry in logprobs],
+        }
+
+    def _alternatives(self, entry: TokenLogprobs) -> dict[str, float]:
+        """Return the alternatives and the chosen token. Tokens that look alike keep the likelier's number."""
+        pairs = [(entry.token_id, entry.logprob), *zip(entry.top_ids, entry.top_logprobs, strict=True)]
+        pairs.sort(key=lambda pair: pair[1])
+        shown = {self.tokenizer.token_text(i): max(logprob, LEAST_LOGPROB) for i, logprob in pairs}
+        return dict(reversed(shown.items()))
+
+
+def _ending_of(outcome: Outcome) -> Json:
+    return {"finish_reason": outcome.finish_reason, "stop_reason": outcome.stop_reason}
+
+
+def usage(figures: Sequence[Figures], n: int) -> Json:
+    """Return the usage of a response: prompts counted once, whatever n is; speculation over all answers."""
+    prompt_tokens = sum(f.prompt_tokens for f in figures[::n])
+    completion_tokens = sum(f.completion_tokens for f in figures)
+    passes, decoded = sum(f.decode_passes for f in figures), sum(f.decoded_tokens for f in figures)
+    drafted, verified, accepted = (
+        sum(getattr(f, name) for f in figures) for name in ("drafted_tokens", "verified_tokens", "accepted_tokens")
+    )
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(f.cached_tokens for f in figures[::n])},
+        "speculation": {
+            "drafted_tokens": drafted,
+            "trimmed_tokens": drafted - verified,
+            "verified_tokens": verified,
+            "accepted_tokens": accepted,
+            "rejected_tokens": verified - accepted,
+            "decode_passes": passes,
+            "acceptance_length": round(decoded / passes, 4) if passes else 0.0,
+        },
+    }

@@ -1,0 +1,149 @@
+"""From an HTTP body to a job for the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import RequestError
+from paceline.serve.api.errors import Problem
+from paceline.serve.api.openai_format import AnswerHead, ChatFormat, CompletionFormat
+from paceline.serve.api.schema import MAX_ANSWERS, ChatBody, CompletionBody, decode
+from paceline.serve.prompts import requests_of, seed_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from starlette.types import Receive, Scope
+
+    from paceline.core.nouns import Request
+    from paceline.serve.api.openai_format import Format
+    from paceline.serve.prompts import Prompts
+
+MAX_BODY_BYTES = 4 << 20
+MAX_DISCARDED_BYTES = 64 << 20  # read and dropped, so that the client reads its 413
+BODY_S = 30.0  # without a byte of the body
+
+
+class ClientGone(Exception):  # noqa: N818
+    """There is nobody left to answer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """One HTTP request, ready for the engine."""
+
+    head: AnswerHead
+    format: Format
+    requests: Sequence[Request]  # [num_prompts * n]
+    n: int
+    stream: bool
+    wants_usage: bool
+    arrival_s: float
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int = MAX_BODY_BYTES) -> bytes:
+    """Return the body, of at most `limit` bytes. Raises `Problem` 408, 413 or 415, and `ClientGone`."""
+    _check_type(scope)
+    announced = _header(scope, b"content-length")
+    too_large = Problem(413, f"the body is larger than {limit} bytes", code="body_too_large")
+    if announced.isdigit() and int(announced[:20]) > MAX_DISCARDED_BYTES:
+        raise too_large
+    chunks, num_bytes = [], 0
+    while True:
+        chunk, more = await _chunk(receive)
+        num_bytes += len(chunk)
+        if num_bytes <= limit:
+            chunks.append(chunk)
+        if num_bytes > limit and (not more or num_bytes > MAX_DISCARDED_BYTES):
+            raise too_large
+        if not more:
+            return b"".join(chunks)
+
+
+async def _chunk(receive: Receive) -> tuple[bytes, bool]:
+    try:
+        message = await asyncio.wait_for(receive(), BODY_S)
+    except TimeoutError:
+        raise Problem(408, f"no byte of the body came for {BODY_S:g} s") from None
+    if message["type"] == "http.disconnect":
+        raise ClientGone
+    return message.get("body", b""), message.get("more_body", False)
+
+
+def _check_type(scope: Scope) -> None:
+    """Refuse other types, which a foreign web page could send without asking first.
+
+    A page can leave the type out, too, but not its origin; simple clients name neither.
+    """
+    kind = _header(scope, b"content-type").split(b";")[0].strip().lower()
+    if kind == b"application/json" or (kind == b"" and b"origin" not in dict(scope["headers"])):
+        return
+    shown = kind[:64].decode("latin-1") or "without a type"
+    raise Problem(415, f"the body must be application/json, not {shown}; set the header content-type")
+
+
+def _header(scope: Scope, wanted: bytes) -> bytes:
+    return next((bytes(value) for name, value in scope["headers"] if name == wanted), b"")
+
+
+# Jobs ------------------------------------------------------------------------------------------------
+
+
+def chat_job(data: bytes, prompts: Prompts, model: str, arrival_s: float) -> Job:
+    """Return the job of a body of POST /v1/chat/completions. Raises `RequestError`."""
+    body = decode(data, ChatBody)
+    _check_model(body, model)
+    ids = prompts.of_messages([message.for_template() for message in body.messages])
+    requests = _requests(body, [ids], prompts, arrival_s)
+    return _job(body, requests, model, ChatFormat(prompts.tokenizer), arrival_s)
+
+
+def completion_job(data: bytes, prompts: Prompts, model: str, arrival_s: float) -> Job:
+    """Return the job of a body of POST /v1/completions. Raises `RequestError`."""
+    body = decode(data, CompletionBody)
+    _check_model(body, model)
+    given = body.prompts()
+    all_ids = [prompts.of_text(p) if isinstance(p, str) else prompts.of_ids(p) for p in given]
+    echoes = [p if isinstance(p, str) else prompts.tokenizer.decode(p) for p in given] if body.echo else ()
+    requests = _requests(body, all_ids, prompts, arrival_s)
+    return _job(body, requests, model, CompletionFormat(prompts.tokenizer, echoes, body.n or 1), arrival_s)
+
+
+def _requests(
+    body: ChatBody | CompletionBody, all_ids: list[tuple[int, ...]], prompts: Prompts, arrival_s: float
+) -> list[Request]:
+    """Return the requests for all answers to all prompts, under one seed.
+
+    Raises `RequestError`, also for what the engine would say of one prompt when another is answered already.
+    """
+    params = [body.params(prompts.room(ids)) for ids in all_ids]
+    if len(all_ids) * params[0].n > MAX_ANSWERS:
+        raise RequestError(f"one request may ask for at most {MAX_ANSWERS} answers (prompts times n)", "n")
+    for ids, asked in zip(all_ids, params, strict=True):
+        prompts.check_room(ids, asked.max_tokens)
+    seed, name, salt = seed_of(params[0]), secrets.token_hex(12), body.cache_salt or ""
+    speculation = body.speculation.asked() if body.speculation else None
+    return [
+        request
+        for index, (ids, asked) in enumerate(zip(all_ids, params, strict=True))
+        for request in requests_of(f"{name}-{index}", ids, asked, seed, arrival_s, salt, speculation)
+    ]
+
+
+def _job(
+    body: ChatBody | CompletionBody, requests: list[Request], model: str, form: Format, arrival_s: float
+) -> Job:
+    first = requests[0]
+    response_id = form.prefix + first.request_id.partition("-")[0]
+    head = AnswerHead(response_id, int(time.time()), model, first.seed)
+    return Job(head, form, requests, first.params.n, bool(body.stream), body.wants_usage, arrival_s)
+
+
+def _check_model(body: ChatBody | CompletionBody, model: str) -> None:
+    if body.model not in (None, model, "default"):
+        message = f"no model {body.model!r} here; this server serves {model!r}"
+        raise Problem(404, message, param="model", code="model_not_found")

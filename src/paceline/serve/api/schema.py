@@ -1,0 +1,332 @@
+"""What a client may send: every field of a request body, its type, and how an unfit body is explained.
+
+Bounds of sampling parameters are those of `SamplingParams`, stated there once. `null` counts as absent.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from paceline.core.errors import RequestError, suggest
+from paceline.core.params import (
+    AUTO,
+    MAX_BIASED,
+    MAX_NAME_CHARS,
+    MAX_SEED,
+    MAX_TOKEN_ID,
+    SamplingParams,
+    Speculation,
+    shown,
+)
+from paceline.engine.wire import Salt, TokenId
+from paceline.serve.prompts import part_text
+
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024
+MAX_PROMPTS = 128
+MAX_ANSWERS = 256  # prompts x n
+MAX_SHOWN_CHARS = 300  # of a client's own words in an error message
+DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI
+
+Name = Annotated[str, Meta(max_length=256)]
+Stop = str | Annotated[list[str], Meta(max_length=64)]
+TokenIds = list[TokenId]
+Prompt = (
+    str | Annotated[list[str | int | TokenIds], Meta(max_length=1 << 24)]  # texts, ids, or lists of ids; not mixed
+)
+
+# Fields of OpenAI that Paceline does not serve yet, with the values that ask for nothing.
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+
+UNSERVED = ("annotations", "audio", "function_call", "refusal", "tool_calls")  # of a message
+
+
+class _Part(Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of a message's content."""
+
+    type: Annotated[str, Meta(max_length=64)]
+    text: str | None = None
+    image_url: Any = None
+    input_audio: Any = None
+    file: Any = None
+
+
+class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[_Part], Meta(max_length=MAX_PARTS)] | None = None
+    name: Name | None = None
+    tool_call_id: Name | None = None
+    # of OpenAI's answers; a client that sends one back as it came sends them empty
+    annotations: Any = None
+    audio: Any = None
+    function_call: Any = None
+    refusal: Any = None
+    tool_calls: Any = None
+
+    def for_template(self) -> dict[str, str]:
+        """Return the message as chat templates take it; `developer` is today's name for `system`."""
+        for name in UNSERVED:
+            if getattr(self, name) not in (None, []):
+                raise RequestError(f"{name} in a message is not supported yet; leave it out", "messages")
+        role = "system" if self.role == "developer" else self.role
+        extra = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return {"role": role, "content": self._text()} | {k: v for k, v in extra.items() if v is not None}
+
+    def _text(self) -> str:
+        if self.content is None:
+            if self.role != "assistant":
+                raise RequestError(f"a message of role {self.role!r} needs content", "messages")
+            return ""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part_text(part.type, part.text) for part in self.content)
+
+
+class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """How to stream."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class SpeculationBody(Struct, frozen=True, forbid_unknown_fields=True):
+    """What one request asks of speculation."""
+
+    draft: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
+    k: int | None = None
+    tpot_ms: float | None = None
+
+    def asked(self) -> Speculation:
+        """Return it checked. Raises `RequestError`."""
+        return Speculation(AUTO if self.draft is None else self.draft, self.k, self.tpot_ms)
+
+
+class _Common(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Fields that both routes share."""
+
+    model: Name | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float], Meta(max_length=MAX_BIASED)] | None = None
+    seed: int | None = None
+    stop: Stop | None = None
+    stop_token_ids: Annotated[list[int], Meta(max_length=64)] | None = None
+    include_stop_str_in_output: bool | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: Salt | None = None
+    speculation: SpeculationBody | None = None
+    # accepted, without effect
+    user: Annotated[str, Meta(max_length=1024)] | None = None
+    safety_identifier: Annotated[str, Meta(max_length=1024)] | None = None
+    prompt_cache_key: Annotated[str, Meta(max_length=1024)] | None = None
+    metadata: Annotated[dict[str, str], Meta(max_length=64)] | None = None
+    # only with a value of HARMLESS
+    best_of: Any = None
+    response_format: Any = None
+    service_tier: Any = None
+    store: Any = None
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with a chunk that carries the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def check(self) -> None:
+        """Raise `RequestError` for what types cannot say."""
+        for field in sorted(HARMLESS.keys() & set(self.__struct_fields__)):
+            _check_harmless(field, getattr(self, field))
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is only allowed with stream: true", "stream_options")
+        if self.stream_options is not None and self.stream_options.include_obfuscation:
+            raise RequestError("include_obfuscation is not supported yet", "stream_options")
+
+    def sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
+        """Return what is asked of sampling. Raises `RequestError`."""
+        wanted: dict[str, Any] = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": None if self.top_k == -1 else self.top_k,  # -1 keeps all elsewhere
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "logit_bias": None if self.logit_bias is None else _bias(self.logit_bias),
+            "seed": None if self.seed is None else _seed(self.seed),
+            "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            "stop_token_ids": tuple(self.stop_token_ids or ()),
+            "include_stop": self.include_stop_str_in_output,
+            "min_tokens": self.min_tokens,
+            "max_tokens": max_tokens,
+            "ignore_eos": self.ignore_eos,
+            "logprobs": logprobs,
+            "n": self.n,
+        }
+        return SamplingParams(**{name: value for name, value in wanted.items() if value is not None})
+
+
+class ChatBody(_Common, frozen=True, kw_only=True):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    # only with a value of HARMLESS
+    audio: Any = None
+    function_call: Any = None
+    functions: Any = None
+    modalities: Any = None
+    parallel_tool_calls: Any = None
+    prediction: Any = None
+    reasoning_effort: Any = None
+    tool_choice: Any = None
+    tools: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+
+    where: ClassVar[str] = "messages"
+
+    def params(self, room: int) -> SamplingParams:
+        """Return what is asked of sampling; without max_tokens the answer may fill the `room`."""
+        asked = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return self.sampling(room if asked is None else asked, self._num_logprobs())
+
+    def _num_logprobs(self) -> int | None:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs is only allowed with logprobs: true", "top_logprobs")
+        if not self.logprobs:
+            return None
+        _check_range("top_logprobs", self.top_logprobs)
+        return self.top_logprobs or 0
+
+
+class CompletionBody(_Common, frozen=True, kw_only=True):
+    """The body of POST /v1/completions."""
+
+    prompt: Prompt
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: Any = None  # only with a value of HARMLESS
+
+    where: ClassVar[str] = "prompt"
+
+    def params(self, room: int) -> SamplingParams:
+        """Return what is asked of sampling; without max_tokens 16 tokens, as OpenAI has it."""
+        if self.echo and self.logprobs is not None:
+            raise RequestError("echo together with logprobs is not supported yet", "echo")
+        _check_range("logprobs", self.logprobs)
+        default = max(min(DEFAULT_COMPLETION_TOKENS, room), self.min_tokens or 0)
+        return self.sampling(default if self.max_tokens is None else self.max_tokens, self.logprobs)
+
+    def prompts(self) -> list[str | list[int]]:
+        """Return the prompts, each a text or its token ids. Raises `RequestError` for a mixture."""
+        given = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        if given and all(isinstance(p, int) for p in given):
+            return [[_token_id(p) for p in given]]
+        if len({type(p) for p in given}) != 1 or len(given) > MAX_PROMPTS:
+            raise RequestError(
+                f"prompt must be a text, a list of token ids, or 1 to {MAX_PROMPTS} texts or lists of token ids",
+                "prompt",
+            )
+        return [p for p in given if not isinstance(p, int)]
+
+
+Body = TypeVar("Body", bound=ChatBody | CompletionBody)
+
+
+def _token_id(value: object) -> int:
+    if not isinstance(value, int) or not 0 <= value <= MAX_TOKEN_ID:
+        raise RequestError(f"prompt: {shown(value)} is not a token id", "prompt")
+    return value
+
+
+def _check_range(name: str, value: int | None) -> None:
+    """Check a number of alternatives under the name the client gave it."""
+    try:
+        SamplingParams(logprobs=value)
+    except RequestError as error:
+        raise RequestError(str(error).replace("logprobs", name, 1), name) from None
+
+
+def _check_harmless(field: str, value: Any) -> None:
+    allowed = HARMLESS[field]
+    if value is None or any(type(value) is type(known) and value == known for known in allowed):
+        return
+    values = ", ".join(msgspec.json.encode(v).decode() for v in allowed)
+    hint = f"; leave it out or send {values}" if allowed else "; leave it out"
+    raise RequestError(f"{field} is not supported yet{hint}", field)
+
+
+def _seed(given: int) -> int:
+    """Return a seed of OpenAI's range, all of int64, as one of ours: of a negative one the lower 63 bits."""
+    return given & MAX_SEED if -MAX_SEED - 1 <= given < 0 else given
+
+
+def _bias(given: dict[str, float]) -> dict[int, float]:
+    for key in given:
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise RequestError(f"logit_bias: {shown(key)} is not a token id", "logit_bias")
+    return {int(key): bias for key, bias in given.items()}
+
+
+# Decoding --------------------------------------------------------------------------------------------
+
+_AT = re.compile(r" - at `\$\.(\w+)[^`]*`$")
+_UNKNOWN = re.compile(r"unknown field `(\w*)`$")
+
+
+def decode(data: bytes, kind: type[Body]) -> Body:
+    """Return the body in `data`. Raises `RequestError` that says what is wrong with which field."""
+    try:
+        body = msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise _explained(str(error), kind) from None
+    except msgspec.DecodeError as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+    except UnicodeDecodeError:
+        raise RequestError("the body is not valid UTF-8") from None
+    except RecursionError:
+        raise RequestError("the body is nested too deeply") from None
+    body.check()
+    return body
+
+
+def _explained(message: str, kind: type[Struct]) -> RequestError:
+    at, unknown = _AT.search(message), _UNKNOWN.search(message)
+    hint = suggest(unknown[1], kind.__struct_fields__) if unknown and len(unknown[1]) < 64 else ""
+    param = at[1] if at else unknown[1] if unknown else None
+    text = message if len(message) <= MAX_SHOWN_CHARS else message[:MAX_SHOWN_CHARS] + "..."
+    return RequestError(text + hint, param[:64] if param else None)

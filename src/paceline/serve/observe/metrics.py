@@ -1,0 +1,173 @@
+"""What /metrics tells: the engine's counters, from its newest snapshot, and what the server itself observes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from paceline import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from prometheus_client.metrics_core import Metric
+
+    from paceline.core.nouns import Figures
+    from paceline.engine.stats import Gauges, Reckoned, Stats
+    from paceline.serve.worker.client import EngineClient
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+
+# Counters of `Stats` that are told as they are: metric, field, help. They start anew when the engine does.
+_COUNTERS = (
+    ("paceline_steps", "steps", "Engine steps"),
+    ("paceline_step_seconds", "step_s", "Time in engine steps"),
+    ("paceline_draft_seconds", "draft_s", "Time drafting"),
+    ("paceline_target_seconds", "target_s", "Time in the target's passes"),
+    ("paceline_decode_passes", "decode_passes", "Rows times steps in which they decoded"),
+    ("paceline_decoded_tokens", "decoded_tokens", "Tokens committed by decode passes"),
+    ("paceline_prompt_tokens", "prompt_tokens", "Prompt tokens of requests that got a row"),
+    ("paceline_cached_tokens", "cached_tokens", "Prompt tokens found in the prefix cache"),
+    ("paceline_prefilled_tokens", "prefilled_tokens", "Tokens computed of prompts and of what a preemption took"),
+    ("paceline_output_tokens", "output_tokens", "Tokens written"),
+    ("paceline_preemptions", "preemptions", "Requests sent back to the queue for want of pages"),
+    ("paceline_drafter_failures", "drafter_failures", "Drafts dropped because a drafter failed"),
+    ("paceline_untapped_tokens", "untapped_tokens", "Cached tokens whose hidden states no draft head will see"),
+)
+_GAUGES = (
+    ("paceline_requests_running", "num_running", "Requests that hold a row"),
+    ("paceline_requests_waiting", "num_waiting", "Requests that wait for a row"),
+    ("paceline_queued_tokens", "num_queued_tokens", "Prompt tokens that wait for a row"),
+    ("paceline_kv_pages", "num_pages", "KV pages in all"),
+    ("paceline_kv_pages_held", "num_held_pages", "KV pages held by requests"),
+    ("paceline_drafters", "num_drafters", "Drafters that are loaded; with auto, one that never pays is unloaded"),
+    ("paceline_kv_bytes", "kv_bytes", "Memory of the KV cache, drafters included"),
+)
+
+
+class EngineCollector(Collector):
+    """Tells the engine's newest snapshot."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric of the engine."""
+        client = self._client
+        yield _gauge("paceline_engine_up", "Whether the engine is ready", int(client.ready is not None))
+        yield _counter("paceline_engine_restarts", "Times the engine process was started anew", client.restarts)
+        yield _gauge("paceline_requests_open", "Answers the server is waiting for", client.num_open)
+        if client.snapshot is not None:
+            yield from _counters(client.snapshot.stats)
+            yield from _speculation(client.snapshot.stats)
+            yield from _reckoned(client.snapshot.stats.reckoned)
+            yield from _gauges(client.snapshot.gauges)
+
+
+def _counters(stats: Stats) -> Iterator[Metric]:
+    for name, field, about in _COUNTERS:
+        yield _counter(name, about, getattr(stats, field))
+
+
+def _gauges(gauges: Gauges) -> Iterator[Metric]:
+    for name, field, about in _GAUGES:
+        yield _gauge(name, about, getattr(gauges, field))
+    use = gauges.num_held_pages / gauges.num_pages if gauges.num_pages else 0.0
+    yield _gauge("paceline_kv_use_ratio", "Share of KV pages held by requests", use)
+
+
+def _speculation(stats: Stats) -> Iterator[Metric]:
+    """Per drafter and position. accepted / verified at a position is the chance that a draft gets that far."""
+    drafted = CounterMetricFamily("paceline_drafted_tokens", "Tokens proposed", labels=["drafter"])
+    labels = ["drafter", "position"]
+    verified = CounterMetricFamily("paceline_verified_tokens", "Drafts scored by the target", labels=labels)
+    accepted = CounterMetricFamily("paceline_accepted_tokens", "Drafts kept", labels=labels)
+    trimmed = CounterMetricFamily("paceline_trimmed_tokens", "Drafts not worth verifying", labels=["drafter"])
+    rejected = CounterMetricFamily("paceline_rejected_tokens", "Drafts verified, not kept", labels=["drafter"])
+    for name, counts in stats.drafters.items():
+        drafted.add_metric([name], counts.drafted)
+        trimmed.add_metric([name], counts.trimmed)
+        rejected.add_metric([name], counts.rejected)
+        for family, values in ((verified, counts.verified_at), (accepted, counts.accepted_at)):
+            for position, value in enumerate(values):
+                family.add_metric([name, str(position)], value)
+    passes = CounterMetricFamily(
+        "paceline_decode_passes_by_k", "Decode passes that verified k drafts", labels=["k"]
+    )
+    for k, count in enumerate(stats.k_histogram):
+        passes.add_metric([str(k)], count)
+    yield from (drafted, trimmed, verified, accepted, rejected, passes)
+
+
+def _reckoned(reckoned: Reckoned) -> Iterator[Metric]:
+    """How well the controller knows the machine, and what speculation is believed to have brought."""
+    yield _counter("paceline_predicted_step_seconds", "Time of steps that were predicted", reckoned.step_s)
+    yield _counter("paceline_misprediction_seconds", "Time by which predictions were off", reckoned.error_s)
+    about = "Time that the tokens of these steps would have taken without drafts, estimated"
+    yield _counter("paceline_plain_seconds", about, reckoned.plain_s)
+
+
+def _counter(name: str, about: str, value: float) -> CounterMetricFamily:
+    return CounterMetricFamily(name, about, value=value)
+
+
+def _gauge(name: str, about: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, about, value=value)
+
+
+class Metrics:
+    """What one server observes, in a registry of its own."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineCollector(client))
+        self.answers = Counter(
+            "paceline_requests", "Answers ended, by finish reason", ["finish_reason"], registry=self.registry
+        )
+        self._refused = Counter(
+            "paceline_refused", "Requests answered with an error", ["status"], registry=self.registry
+        )
+        self._ttft = self._histogram("paceline_time_to_first_token_seconds", "Arrival to first token", _SECONDS)
+        self._tpot = self._histogram(
+            "paceline_time_per_output_token_seconds", "Mean time per token after the first", _TOKEN_SECONDS
+        )
+        self._e2e = self._histogram("paceline_request_seconds", "Arrival to last token", _SECONDS)
+        version = GaugeMetricFamily("paceline_build_info", "Version", labels=["version"])
+        version.add_metric([__version__], 1)
+        self.registry.register(_Constant(version))
+
+    def first_token(self, wait_s: float) -> None:
+        """Observe how long a request waited for its first token."""
+        self._ttft.observe(wait_s)
+
+    def finished(self, reason: str, first_s: float, figures: Figures | None, total_s: float) -> None:
+        """Observe the end of an answer whose first token came after `first_s`."""
+        self.answers.labels(reason).inc()
+        if figures is None:
+            return
+        self._e2e.observe(total_s)
+        if figures.completion_tokens > 1:
+            self._tpot.observe((total_s - first_s) / (figures.completion_tokens - 1))
+
+    def refused(self, status: int) -> None:
+        """Count a request that was answered with an error."""
+        self._refused.labels(str(status)).inc()
+
+    def text(self) -> bytes:
+        """Return everything in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, about, buckets=buckets, registry=self.registry)
+
+
+class _Constant(Collector):
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._metric

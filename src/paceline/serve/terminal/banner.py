@@ -1,0 +1,111 @@
+"""What is shown while an engine loads and once it is ready: rich on a terminal, plain text otherwise."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import TYPE_CHECKING, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from types import TracebackType
+
+    from paceline.engine.assembly.build import Choice
+    from paceline.serve.worker.messages import StartupChoice
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class LoadingBar:
+    """Shows how far pulling, loading and measuring have come; call it with (what, done, total)."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        stream = sys.stderr if stream is None else stream
+        self._stream = stream
+        self._seen: dict[str, TaskID | None] = {}
+        self._bar = _bar(stream) if stream.isatty() else None
+
+    def __enter__(self) -> LoadingBar:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the bar away. May be called twice."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """Show that `done` of `total` are there."""
+        if self._bar is None:
+            self._tell_plainly(what)
+            return
+        if what not in self._seen:
+            self._seen[what] = self._bar.add_task(what, total=total)
+        task = self._seen[what]
+        assert task is not None
+        self._bar.update(task, completed=done, total=total)
+
+    def _tell_plainly(self, what: str) -> None:
+        if what not in self._seen:
+            self._seen[what] = None
+            self._stream.write(f"{what} ...\n")
+            self._stream.flush()
+
+
+def _bar(stream: TextIO) -> Progress:
+    console = Console(file=stream)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True)
+
+
+def printable(text: str, stream: TextIO) -> str:
+    """Return what may be written of a model's words: on a terminal no control characters, which could steer it."""
+    return text if not stream.isatty() else _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def show_choices(choices: Iterable[Choice | StartupChoice], stream: TextIO) -> None:
+    """Tell what was chosen, and why."""
+    if not stream.isatty():
+        for choice in choices:
+            stream.write(f"{choice.what:<9}{choice.value}  ({choice.why})\n")
+        return
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for choice in choices:
+        table.add_row(Text(choice.what, "bold cyan"), Text(choice.value), Text(choice.why, "dim"))
+    Console(file=stream).print(table)
+
+
+def show_url(url: str, chats: bool, stream: TextIO, needs_key: bool) -> None:
+    """Tell where the server is, with a line that can be pasted."""
+    line = curl_line(url, chats, needs_key)
+    if stream.isatty():
+        console = Console(file=stream, highlight=False)
+        console.print(Text("\nPaceline serves at ").append(url, "bold green"))
+        console.print(Text("Try it:\n"))
+        stream.write(line + "\n\n")  # not wrapped, so that it can be pasted
+    else:
+        stream.write(f"\nPaceline serves at {url}\nTry it:\n\n{line}\n\n")
+    stream.flush()
+
+
+def curl_line(url: str, chats: bool, needs_key: bool) -> str:
+    """Return a shell line that asks the server something."""
+    key = '-H "Authorization: Bearer $PACELINE_API_KEY" ' if needs_key else ""
+    route, body = (
+        ("chat/completions", '{"messages":[{"role":"user","content":"What is a paceline?"}],"max_tokens":100}')
+        if chats
+        else ("completions", '{"prompt":"A paceline is","max_tokens":50}')
+    )
+    return f"curl {url}/v1/{route} {key}-H 'Content-Type: application/json' -d '{body}'"

@@ -1,0 +1,107 @@
+"""Answers kept on disk as they are finished, to train draft heads on: `paceline generate --capture DIR`.
+
+DIR/answers.jsonl has a line for each prompt: its token ids and those of its different answers. A run that is
+interrupted goes on where it stopped: a prompt whose line is there, asked with the same parameters, is not asked
+again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from paceline.core.errors import ConfigError
+from paceline.serve.api.openai_format import to_json
+from paceline.serve.terminal.generate import AnswersBar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from paceline.core.params import SamplingParams
+    from paceline.serve.llm import LLM, Completion
+    from paceline.serve.terminal.generate import Item
+
+FILE = "answers.jsonl"
+_SEED_BYTES = 7  # of a key, so that a seed is below 2**63
+
+
+def capture(llm: LLM, items: Sequence[Item], params: SamplingParams, folder: Path, *, chat: bool) -> int:
+    """Answer every prompt that has no line yet and append it when it is done. Returns 1 if some got no answer.
+
+    Without a seed of its own each prompt gets one from its text, so that the data is the same in every run.
+    """
+    wanted: dict[str, tuple[Item, tuple[int, ...]]] = {}
+    for item in items:
+        prompt_ids = item.ids(llm, params, chat=chat)
+        wanted.setdefault(key_of(prompt_ids, params), (item, prompt_ids))
+    with open_for_more(folder / FILE) as (file, done):
+        left = [key for key in wanted if key not in done]
+        failed = 0
+
+        def keep(index: int, completion: Completion) -> None:
+            nonlocal failed
+            line = _line(left[index], wanted[left[index]][0], completion)
+            failed += not line["answers"]
+            if line["answers"]:
+                file.write(to_json(line) + b"\n")
+                file.flush()
+            bar.advance()
+
+        with AnswersBar(len(wanted), len(wanted) - len(left)) as bar:
+            seeded = [params if params.seed is not None else replace(params, seed=_seed(key)) for key in left]
+            llm.generate([wanted[key][1] for key in left], seeded, keep)
+    return int(failed > 0)
+
+
+def key_of(prompt_ids: Sequence[int], params: SamplingParams) -> str:
+    """Return what tells one prompt, asked in one way, from others."""
+    asked = [(f.name, getattr(params, f.name)) for f in fields(params)]
+    return hashlib.sha256(repr((tuple(prompt_ids), asked)).encode()).hexdigest()
+
+
+def _seed(key: str) -> int:
+    return int.from_bytes(bytes.fromhex(key)[:_SEED_BYTES], "little")
+
+
+@contextmanager
+def open_for_more(path: Path) -> Iterator[tuple[BinaryIO, set[str]]]:
+    """Open a file of JSON lines to append to, with the keys it holds; a line cut short by a crash is dropped."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+b")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error}") from None
+    with file:
+        file.seek(0)
+        keys, end = set(), 0
+        for number, line in enumerate(file, 1):
+            if line.endswith(b"\n"):
+                keys.add(_key_in(line, f"{path}, line {number}"))
+                end += len(line)
+        file.truncate(end)
+        yield file, keys
+
+
+def _key_in(line: bytes, where: str) -> str:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        row = None
+    if not isinstance(row, dict) or not isinstance(row.get("key"), str):
+        raise ConfigError(f"{where} is no line that --capture wrote; give another folder")
+    return str(row["key"])
+
+
+def _line(key: str, item: Item, completion: Completion) -> dict[str, Any]:
+    """Return one prompt's line: answers that failed are left out, equal ones are kept once."""
+    answers = {a.token_ids: a.finish_reason for a in completion.choices if a.error is None and a.token_ids}
+    return {
+        "key": key,
+        "id": item.name,
+        "prompt_ids": completion.prompt_ids,
+        "answers": [{"token_ids": ids, "finish_reason": reason} for ids, reason in answers.items()],
+    }

@@ -1,0 +1,101 @@
+"""What the server and the engine process say to each other: typed msgpack over a private socket, never pickle."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+from paceline.core.nouns import Outcome
+from paceline.engine.assembly.config import EngineConfig
+from paceline.engine.stats import Gauges, Stats
+from paceline.engine.wire import Failed, Message, RequestId, Submit
+
+MAX_TO_ENGINE_BYTES = 64 << 20  # a prompt of a million tokens has 5 MB
+MAX_TO_SERVER_BYTES = 512 << 20  # the tokenizer travels in `Ready`
+
+
+# To the engine ---------------------------------------------------------------------------------------
+
+
+class Load(Message, frozen=True):
+    """The first message: what to load."""
+
+    config: EngineConfig
+
+
+class Cancel(Message, frozen=True):
+    """End a request now."""
+
+    request_id: RequestId
+
+
+class StopEngine(Message, frozen=True):
+    """Leave, whatever is still open."""
+
+
+# To the server ---------------------------------------------------------------------------------------
+
+
+class Progress(Message, frozen=True):
+    """How far pulling, loading or measuring has come."""
+
+    what: str
+    done: int
+    total: int
+
+
+class Template(Message, frozen=True):
+    """A chat template's source and the special tokens it may use."""
+
+    source: str
+    tokens: dict[str, str]
+
+
+class StartupChoice(Struct, frozen=True, forbid_unknown_fields=True):
+    """One line of the banner: `engine.build.Choice`, without that module's import of torch."""
+
+    what: str
+    value: str
+    why: str
+
+
+class Ready(Message, frozen=True):
+    """The engine serves; with all that the server needs to turn text into token ids."""
+
+    model_name: str
+    max_len: int  # tokens of prompt and answer of one request
+    vocab_size: int
+    tokenizer_json: str
+    eos_ids: tuple[int, ...]
+    bos_id: int | None
+    template: Template | None  # None: the model has none, so chat is refused
+    choices: tuple[StartupChoice, ...]
+
+
+class Rejected(Message, frozen=True):
+    """A request was not taken. `kind` as in `Failed`."""
+
+    request_id: str
+    kind: str
+    message: str
+    param: str | None = None
+
+
+class OutcomeBatch(Message, frozen=True):
+    """What a step brought."""
+
+    outcomes: tuple[Outcome, ...]
+
+
+class Snapshot(Message, frozen=True):
+    """The engine's counters and gauges."""
+
+    stats: Stats
+    gauges: Gauges
+
+
+ToEngine = Load | Submit | Cancel | StopEngine
+ToServer = Progress | Ready | Failed | Rejected | OutcomeBatch | Snapshot
+
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_to_server = msgspec.msgpack.Decoder(ToServer).decode

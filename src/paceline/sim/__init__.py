@@ -1,0 +1,1 @@
+"""The simulator: serving without a model, on measured costs."""

@@ -1,0 +1,229 @@
+"""Serving without a model: requests, a cost profile and chances of acceptance in; times out. Discrete events.
+
+What the engine does is done here with numbers in place of texts: rows, prefill chunks, drafts of a policy, a step
+that takes as long as the profile says. The policies are those of the engine, on the same seam.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.control.cost import Work
+from paceline.control.policy import Outcomes, StepView
+
+if TYPE_CHECKING:
+    from numpy import bool_, float64, int64
+    from numpy.typing import NDArray
+
+    from paceline.control.cost import StepCost
+    from paceline.control.policy import Decision, Policy
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Workload:
+    """Requests in order of arrival, and how easy each is to draft for."""
+
+    arrival_s: NDArray[float64]  # [n] ascending
+    prompt_lens: NDArray[int64]  # [n]
+    output_lens: NDArray[int64]  # [n]
+    # [n, num_drafters, max_depth] that a draft is kept, given that the one before was; deeper ones never are
+    chances: NDArray[float64]
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedReplica:
+    """What one engine may do at once."""
+
+    num_rows: int = 64
+    prefill_tokens: int = 512  # in a step
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Simulated:
+    """What came of a workload."""
+
+    first_token_s: NDArray[float64]  # [n] when each request's first token came
+    end_s: NDArray[float64]  # [n]
+    workload: Workload
+    num_steps: int
+    drafted: int
+    accepted: int
+    passes: int  # rows x steps in which they decoded
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all answers."""
+        return int(self.workload.output_lens.sum())
+
+    @property
+    def throughput(self) -> float:
+        """Tokens per second, from the first arrival to the last end."""
+        return float(self.num_tokens / (self.end_s.max() - self.workload.arrival_s[0]))
+
+    @property
+    def tpot_s(self) -> NDArray[float64]:
+        """Seconds per token after the first, of each request; NaN of one that has no other. [n]"""
+        after = np.where(self.workload.output_lens > 1, self.workload.output_lens - 1, np.nan)
+        found: NDArray[float64] = (self.end_s - self.first_token_s) / after
+        return found
+
+    def goodput(self, ttft_s: float, tpot_s: float) -> float:
+        """Requests per second that kept to both limits; an answer of one token keeps to the second."""
+        slow = self.tpot_s > tpot_s
+        good = (self.first_token_s - self.workload.arrival_s <= ttft_s) & ~slow
+        return float(good.sum() / (self.end_s.max() - self.workload.arrival_s[0]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Planned:
+    """A step that is planned, and what it costs."""
+
+    policy: Policy  # whose plan it is
+    view: StepView
+    decision: Decision
+    chunks: NDArray[int64]  # [num_rows] tokens of prefill
+    verify_s: float
+    draft_s: float
+
+
+class Simulator:
+    """One engine's life. Rows are arrays: a step costs the same few numpy calls for one row as for 64."""
+
+    def __init__(
+        self, workload: Workload, replica: SimulatedReplica, cost: StepCost, policy: Policy, seed: int = 0
+    ) -> None:
+        self.workload, self.replica, self.cost, self.policy = workload, replica, cost, policy
+        self._seed = seed
+        self._request = np.full(replica.num_rows, -1)  # in each row, -1: none
+        self._to_prefill = np.zeros(replica.num_rows, np.int64)
+        self._length = np.zeros(replica.num_rows, np.int64)
+        self._left = np.zeros(replica.num_rows, np.int64)  # tokens still to write
+        self._next = 0  # request to arrive
+        self._now = 0.0
+        self._first = np.zeros(len(workload))
+        self._end = np.zeros(len(workload))
+        self._counts = [0, 0, 0, 0]  # steps, drafted, accepted, passes
+
+    def run(self) -> Simulated:
+        """Run until every request has ended."""
+        while self._next < len(self.workload) or (self._request >= 0).any():
+            self._admit()
+            if (self._request < 0).all():
+                self._now = float(self.workload.arrival_s[self._next])
+            else:
+                self._step()
+        return Simulated(self._first, self._end, self.workload, *self._counts)
+
+    def _admit(self) -> None:
+        w = self.workload
+        for row in np.flatnonzero(self._request < 0):
+            if self._next == len(w) or w.arrival_s[self._next] > self._now:
+                return
+            self._request[row] = self._next
+            self._to_prefill[row] = w.prompt_lens[self._next]
+            self._length[row] = 0
+            self._left[row] = w.output_lens[self._next]
+            self.policy.admit(int(row))
+            self._next += 1
+
+    def _step(self) -> None:
+        planned = self._plan(self._request >= 0)
+        self._now += planned.verify_s + planned.draft_s
+        self._end_step(planned)
+
+    def _plan(self, members: NDArray[bool_], policy: Policy | None = None) -> Planned:
+        """Plan a step of some rows, by their own policy if they have one. members: [num_rows]"""
+        policy = policy or self.policy
+        (rows,) = np.nonzero(members & (self._to_prefill == 0))
+        prefill, chunks = self._prefill(self.replica.prefill_tokens, members)
+        view = StepView(rows, self._length[rows], self._left[rows] - 1, prefill)
+        decision = policy.decide(view)
+        if decision.prefill_tokens is not None:
+            budget = min(decision.prefill_tokens, self.replica.prefill_tokens)
+            prefill, chunks = self._prefill(budget, members)
+        keys = int(view.lengths.sum())
+        base = Work(len(rows), 0, keys, keys) + prefill
+        draft_s = self.cost.drafting_s(decision.ks, decision.drafters)
+        verify_s = self.cost.price(base, view.lengths, decision.ks, decision.drafters) - draft_s
+        return Planned(policy, view, decision, chunks, verify_s, draft_s)
+
+    def _end_step(self, planned: Planned) -> None:
+        """Draw what is kept, write it and let the policy learn."""
+        rows, d = planned.view.rows, planned.decision
+        kept = self._kept(rows, d.ks, d.drafters)
+        seconds = planned.verify_s + planned.draft_s
+        planned.policy.learn(planned.view, Outcomes(rows, d.drafters, d.ks, kept, 0.0, seconds))
+        self._write(rows, kept + 1)
+        self._end_prefill(planned.chunks)
+        for index, count in enumerate((1, int(d.ks.sum()), int(kept.sum()), len(rows))):
+            self._counts[index] += count
+
+    def _prefill(self, budget: int, members: NDArray[bool_]) -> tuple[Work, NDArray[int64]]:
+        """Return the work of some rows' next chunks, the lowest rows first, and their tokens. [num_rows]"""
+        waiting = np.where(members, self._to_prefill, 0)
+        before = np.cumsum(waiting) - waiting
+        chunks = np.clip(budget - before, 0, waiting)
+        tokens = int(chunks.sum())
+        if not tokens:
+            return Work(0), chunks
+        done = int((self._to_prefill[chunks > 0] == chunks[chunks > 0]).sum())
+        pairs = int((chunks * self._length + chunks * (chunks + 1) // 2).sum())
+        return Work(tokens, tokens - done, int((self._length + chunks)[chunks > 0].sum()), pairs), chunks
+
+    def _kept(self, rows: NDArray[int64], ks: NDArray[int64], drafters: NDArray[int64]) -> NDArray[int64]:
+        """Draw how many drafts of each row are kept."""
+        depth = min(int(ks.max(initial=0)), self.workload.chances.shape[2])
+        if not depth:
+            return np.zeros(len(rows), np.int64)
+        requests, places = self._request[rows], np.arange(depth)
+        chances = self.workload.chances[requests, np.maximum(drafters, 0), :depth]
+        fate = _fate(self._seed, requests[:, None], self._length[rows][:, None] + places)
+        kept = (fate < chances) & (places < ks[:, None])
+        found: NDArray[int64] = np.logical_and.accumulate(kept, axis=1).sum(axis=1)
+        return found
+
+    def _write(self, rows: NDArray[int64], counts: NDArray[int64]) -> None:
+        counts = np.minimum(counts, self._left[rows])
+        self._left[rows] -= counts
+        self._length[rows] += counts
+        self._finish(rows[self._left[rows] == 0])
+
+    def _end_prefill(self, chunks: NDArray[int64]) -> None:
+        """The last chunk of a prompt brings its first token."""
+        (rows,) = np.nonzero(chunks)
+        self._length[rows] += chunks[rows]
+        self._to_prefill[rows] -= chunks[rows]
+        begun = rows[self._to_prefill[rows] == 0]
+        self._first[self._request[begun]] = self._now
+        self._length[begun] += 1
+        self._left[begun] -= 1
+        self._finish(begun[self._left[begun] == 0])
+
+    def _finish(self, rows: NDArray[int64]) -> None:
+        self._end[self._request[rows]] = self._now
+        self._request[rows] = -1
+
+
+def _fate(seed: int, requests: NDArray[int64], positions: NDArray[int64]) -> NDArray[float64]:
+    """Return a number in [0, 1) for each place of each text, the same whatever policy comes by (splitmix64)."""
+    with np.errstate(over="ignore"):
+        x = (requests.astype(np.uint64) << np.uint64(32)) + positions.astype(np.uint64)
+        x += np.uint64(0x9E3779B97F4A7C15) * np.uint64(2 * seed + 1)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+        x ^= x >> np.uint64(31)
+    found: NDArray[float64] = (x >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return found
+
+
+def mixed_ease(chances: NDArray[float64], ease: NDArray[float64]) -> NDArray[float64]:
+    """Return chances for each of n requests: those of a profile, made easier by so many logits. [n, 1, depth]"""
+    z = np.log(chances) - np.log1p(-chances)
+    found: NDArray[float64] = 1 / (1 + np.exp(-(z + ease[:, None])))
+    return found[:, None, :]

@@ -1,0 +1,105 @@
+"""Requests to simulate: how many, when, how long, and how easy to draft for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.core.errors import ConfigError
+from paceline.sim.simulator import Workload, mixed_ease
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy import float64, int64
+    from numpy.typing import NDArray
+
+MOST_REQUESTS = 10_000_000
+MOST_TOKENS = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How long requests are."""
+
+    prompt_tokens: int = 128
+    output_tokens: int = 128
+    tail: float = 0.0  # standard deviation of the logs of the answers' lengths; 0: all alike
+
+
+def arrivals(spec: str, num_requests: int, rng: np.random.Generator) -> NDArray[float64]:
+    """Return when requests come: `closed`, all at once; `poisson:RATE` a second; `bursts:RATE,SIZE`.
+
+    Raises `ConfigError`.
+    """
+    kind, _, numbers = spec.partition(":")
+    values = _numbers(spec, numbers)
+    if kind == "closed" and not values:
+        return np.zeros(num_requests)
+    if kind == "poisson" and len(values) == 1:
+        return np.cumsum(rng.exponential(1 / values[0], num_requests))
+    if kind == "bursts" and len(values) == 2 and values[1] >= 1:
+        rate, size = values
+        starts = np.cumsum(rng.exponential(size / rate, -(-num_requests // int(size))))
+        return np.repeat(starts, int(size))[:num_requests]
+    raise ConfigError(f"--arrivals {spec}: write closed, poisson:RATE or bursts:RATE,SIZE, numbers above 0")
+
+
+def _numbers(spec: str, text: str) -> list[float]:
+    try:
+        values = [float(word) for word in text.split(",") if word]
+    except ValueError:
+        raise ConfigError(f"--arrivals {spec}: {text!r} are not numbers") from None
+    if not all(np.isfinite(v) and v > 0 for v in values):
+        raise ConfigError(f"--arrivals {spec}: numbers must be above 0")
+    return values
+
+
+def make(
+    spec: str, num_requests: int, sizes: Sizes, chances: NDArray[float64], spread: float, seed: int = 0
+) -> Workload:
+    """Return a workload.
+
+    chances: [depth] that a draft is kept given that the one before was. spread: standard deviation, in logits, of
+    how easy requests are.
+    """
+    rng = np.random.default_rng(seed)
+    times = arrivals(spec, num_requests, rng)
+    lens = np.full(num_requests, sizes.output_tokens)
+    if sizes.tail:
+        lens = np.clip(sizes.output_tokens * rng.lognormal(0, sizes.tail, num_requests), 1, MOST_TOKENS).astype(
+            int
+        )
+    ease = rng.normal(0, spread, num_requests)
+    return Workload(times, np.full(num_requests, sizes.prompt_tokens), lens, mixed_ease(chances, ease))
+
+
+def read_trace(path: Path, chances: NDArray[float64], spread: float, seed: int = 0) -> Workload:
+    """Read JSON lines with `arrival_s`, `prompt_tokens`, `output_tokens`. Raises `ConfigError`."""
+    try:
+        lines = [json.loads(line) for line in path.read_text().split("\n") if line]
+        times = np.array([float(line["arrival_s"]) for line in lines])
+        prompts, outputs = (np.array([int(line[k]) for line in lines]) for k in ("prompt_tokens", "output_tokens"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is no trace: {type(error).__name__} {error}") from None
+    if not (
+        0 < len(lines) <= MOST_REQUESTS and _within(prompts) and _within(outputs) and np.isfinite(times).all()
+    ):
+        raise ConfigError(f"{path}: a trace has 1 to {MOST_REQUESTS} requests of 1 to {MOST_TOKENS} tokens")
+    order = np.argsort(times, kind="stable")
+    ease = np.random.default_rng(seed).normal(0, spread, len(lines))
+    return Workload(times[order], prompts[order], outputs[order], mixed_ease(chances, ease))
+
+
+def _within(counts: NDArray[int64]) -> bool:
+    return bool(((counts >= 1) & (counts <= MOST_TOKENS)).all())
+
+
+def split(workload: Workload, num_replicas: int) -> list[Workload]:
+    """Deal requests out to replicas, one after another."""
+    w, count = workload, min(num_replicas, len(workload))
+    parts = [slice(i, None, num_replicas) for i in range(count)]
+    return [Workload(w.arrival_s[p], w.prompt_lens[p], w.output_lens[p], w.chances[p]) for p in parts]

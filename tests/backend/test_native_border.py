@@ -1,0 +1,93 @@
+"""What the native kernels refuse at their border, and what is told before it comes to that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline import kernels
+from paceline.backend.native.decoder import NativeDecoder
+from paceline.backend.packed import Packed
+from paceline.core.errors import ConfigError
+from paceline.core.nouns import SamplingSpec
+from paceline.core.params import SamplingParams
+from tests.model.helpers import pack
+from tests.tiny import tiny_config, tiny_weights
+
+GREEDY = SamplingSpec("logits", SamplingParams(temperature=0.0))
+
+
+def native(family: str, types: str, kv: str = "f32", **changes: Any) -> NativeDecoder:
+    config = tiny_config(family, **changes)
+    return NativeDecoder(config, tiny_weights(config, dtype=torch.float32), kernels.Team(1), types, kv)
+
+
+@pytest.mark.parametrize(
+    ("changes", "types", "advice"),
+    [
+        ({"head_dim": 272}, ("int8", "i16"), "--kv f16"),
+        ({"head_dim": 272}, ("f32", "i8"), "--kv f16"),
+        ({"intermediate_size": 65600}, ("int8", "f32"), "--weights bf16"),
+        ({"num_heads": 1024, "head_dim": 66}, ("int8", "f32"), "--weights bf16"),
+        ({"hidden_size": 65600}, ("int4", "f32"), "--weights bf16"),
+    ],
+)
+def test_too_wide_for_whole_numbers_is_told_before_weights_are_read(
+    changes: dict[str, int], types: tuple[str, str], advice: str
+) -> None:
+    with pytest.raises(ConfigError, match=advice):
+        NativeDecoder(tiny_config(**changes), {}, kernels.Team(1), *types)
+
+
+@pytest.mark.parametrize("types", [("int8", "f16"), ("int4", "f32"), ("bf16", "f32")])
+def test_the_widest_that_types_take(types: tuple[str, str]) -> None:
+    wide = {"head_dim": 272} if types[0] == "int8" else {"intermediate_size": 65600}
+    decoder = native("llama", *types, **wide)
+    decoder.run(pack([([1, 2], 0, [0])]), decoder.new_kv(1), [GREEDY] * 2)
+
+
+def test_a_store_too_large_to_count_is_refused() -> None:
+    for sizes in ((2, 1 << 39, 1 << 20, 64), (1 << 24, 1 << 36, 2, 64)):
+        with pytest.raises(ValueError, match="larger than any memory"):
+            kernels.KVStore("f32", *sizes)
+
+
+BAD = {
+    "token_ids": (np.array([0, 320]), "vocabulary"),
+    "slots": (np.array([0, 32]), "slot"),
+    "positions": (np.array([0, 16]), "position"),
+    "cu_len": (np.array([0, 3]), "cu_len"),
+    "pages": (np.array([[2]]), "page"),
+    "wanted": (np.array([2]), "wanted"),
+    "first_keys": (np.array([1]), "first key"),
+}
+
+
+@pytest.mark.parametrize("field", BAD)
+def test_the_border_refuses_what_could_crash(field: str) -> None:
+    decoder = native("llama", "int8")
+    fields = {
+        "token_ids": np.array([1, 2]),
+        "positions": np.array([0, 1]),
+        "slots": np.array([0, 1]),
+        "cu_len": np.array([0, 2]),
+        "pages": np.array([[0]]),
+        "wanted": np.array([1]),
+        "first_keys": np.array([0]),
+    }
+    kv = decoder.new_kv(2)
+    decoder.run(Packed(**fields), kv, [GREEDY])
+    value, message = BAD[field]
+    for wrong in (value, -value - 1):
+        with pytest.raises(ValueError, match=message if wrong is value else None):
+            decoder.run(Packed(**(fields | {field: wrong})), kv, [GREEDY])
+    with pytest.raises(TypeError):
+        decoder.run(Packed(**(fields | {field: fields[field].astype(np.int32)})), kv, [GREEDY])
+    far = {"cu_len": np.array([0, 10**6, 2]), "pages": np.array([[0], [1]]), "first_keys": np.array([0, 0])}
+    with pytest.raises(ValueError, match="must not fall"):  # before positions are read up to there
+        decoder.run(Packed(**(fields | far)), kv, [GREEDY])
+    with pytest.raises(ValueError, match="another model"):
+        decoder.run(Packed(**fields), native("qwen3", "f32", head_dim=24).new_kv(2), [GREEDY])

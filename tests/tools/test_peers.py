@@ -1,0 +1,309 @@
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from tools.peers import compare, ours, rows, table, timing
+from tools.peers.install import install, python_of, requirements
+from tools.peers.prepare import config_json, prompts_of, unquantized
+from tools.peers.protocol import PeerAnswers, PeerSetting, Recorder, divergence, reply
+from tools.peers.remote import PeerFailed, Remote
+from tools.peers.speculation import SPECULATION
+
+from paceline.core.errors import ConfigError, UnsupportedModel
+from paceline.model.files.hf import config_from_json
+from paceline.model.weights import load_model
+from tests.tiny import tiny_config
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+TWO = rows.Workload("batch 2", 2, 10, 4)
+PROMPTS = [[3, 5, 7, 11], [13, 17, 19, 23]]
+
+
+# Rates -------------------------------------------------------------------------------------------
+
+
+def test_decoding_is_timed_while_all_rows_decode():
+    # The second row's first token comes at 2 s, the first row's last one at 4 s: 2 + 2 tokens in 2 s.
+    found = timing.rate(TWO, [[1.0, 2.0, 3.0, 4.0], [2.0, 3.0, 4.0, 5.0]])
+    assert found == timing.Rate(prefill=10.0, decode=2.0, whole=8 / 5)
+    assert found.figure(TWO) == 2.0
+
+
+def test_one_new_token_is_a_prefill():
+    workload = rows.Workload("prefill", 1, 512, 1)
+    found = timing.rate(workload, [[2.0]])
+    assert found.decode is None
+    assert found.figure(workload) == 256.0
+
+
+@pytest.mark.parametrize("arrivals", [[[1.0, 2.0, 3.0, 4.0]], [[1.0] * 4, [1.0] * 3], [[], []]])
+def test_missing_tokens_are_noticed(arrivals):
+    with pytest.raises(ValueError, match="tokens"):
+        timing.rate(TWO, arrivals)
+
+
+def test_rows_that_never_decode_together_have_no_rate():
+    assert timing.rate(TWO, [[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]]).decode is None
+
+
+FIGURES = {"a": [10.0, 30.0, 20.0], "b": [5.0, 10.0, 10.0], "c": [None, 6.0, 8.0], "d": [None]}
+
+
+def test_best_row_is_that_of_the_largest_median():
+    assert timing.best(FIGURES, ("b", "c", "d")) == "b"
+    assert timing.best(FIGURES, ("d", "unknown")) is None
+
+
+def test_ratio_is_the_median_over_turns():
+    found = timing.ratio(FIGURES, ("a",), ("b", "c"))
+    assert (found.ours, found.theirs, found.median) == ("a", "b", 2.0)
+    assert timing.ratio(FIGURES, ("a",), ("c",)).median == 3.75  # the failed turn does not count
+    assert timing.ratio(FIGURES, ("a",), ("d",)) is None
+
+
+@pytest.mark.parametrize("study", [rows.DECODING, SPECULATION])
+def test_bars_name_rows_and_workloads_that_exist(study):
+    names = {row.name for row in study.rows}
+    workloads = {w.name for w in rows.workloads((1, 16, 64), 128, 128, 512)} | {"one request"}
+    assert len(names) == len(study.rows)
+    assert {row.name for row in study.ours} <= names
+    for bar in study.bars:
+        assert {*bar.ours, *bar.theirs} <= names
+        assert set(bar.least) <= workloads
+    assert all(row.form in rows.FORMS for row in study.rows)
+
+
+def test_bar_is_held_or_not():
+    bar = rows.Bar("x", ("a",), ("b",), {"batch 1": 2.0, "batch 16": 2.1})
+    found = timing.ratio(FIGURES, bar.ours, bar.theirs)
+    assert [timing.held(bar, w, found) for w in ("batch 1", "batch 16", "batch 64")] == [True, False, None]
+
+
+# Environments ------------------------------------------------------------------------------------
+
+
+def test_requirements_that_apply_and_are_wanted():
+    requires = ["a>=1", "b[x,y]<2; python_version > '3'", "c; python_version < '3'", "d; extra == 'e'", "torch==1"]
+    assert requirements(requires, frozenset({"torch"})) == ["a>=1", "b[x,y]<2"]
+
+
+def test_failed_installation_says_why_and_is_tried_again(tmp_path):
+    engine = rows.Engine("broken", ("./no-such-folder",), options=("--no-index",))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="no-such-folder"):
+            install(engine, tmp_path)
+    assert not (tmp_path / "broken" / "installed").exists()
+
+
+def test_paceline_needs_no_environment(tmp_path):
+    install(rows.PACELINE, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert python_of(rows.PACELINE, tmp_path) == sys.executable
+
+
+# The model and the prompts -----------------------------------------------------------------------
+
+
+def test_config_survives_the_way_through_a_folder():
+    config = replace(tiny_config(head_dim=16), bos_id=1, eos_ids=(2, 3))
+    assert config_from_json(config_json(config)) == replace(
+        config, rope=replace(config.rope, original_context=config.max_context)
+    )
+
+
+def test_other_families_are_refused():
+    with pytest.raises(UnsupportedModel, match="Llama"):
+        config_json(tiny_config("qwen3"))
+
+
+def test_weights_survive_the_way_through_a_folder(model, tmp_path):
+    here = load_model(model)
+    there = load_model(unquantized(here, tmp_path))
+    assert set(there.weights) == set(here.weights)
+    assert all(np.array_equal(here.weights[n], there.weights[n]) for n in here.weights)
+
+
+def test_each_turn_has_prompts_of_its_own(model, prompts):
+    w = rows.Workload("batch 2", 2, 5, 1, turns_per_repeat=2)
+    turns = prompts_of(load_model(model), str(prompts), [w], repeat=1)[w.name]
+    assert [[len(ids) for ids in turn] for turn in turns] == [[5, 5], [5, 5]]
+    with pytest.raises(ConfigError, match="1000 tokens"):
+        prompts_of(load_model(model), str(prompts), [replace(w, prompt_tokens=1000)], repeat=1)
+
+
+# Workers -----------------------------------------------------------------------------------------
+
+
+class Uniform:
+    """A peer that finds all of four tokens equally likely."""
+
+    def describe(self) -> str:
+        return "uniform"
+
+    def decode(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> PeerAnswers:
+        recorder = Recorder(len(prompts), iter(range(100)).__next__)
+        for row in range(len(prompts)):
+            recorder.add(row, [row] * num_tokens)
+        return recorder.answers()
+
+    def logits(self, token_ids: Sequence[int], num_judged: int):
+        return np.zeros((num_judged, 4), np.float32)
+
+
+def test_replies(tmp_path):
+    decoded = reply(Uniform(), {"do": "decode", "prompts": [[1], [2]], "num_tokens": 2})
+    assert decoded == {"token_ids": [[0, 0], [1, 1]], "arrivals": [[1, 1], [2, 2]]}
+    expected = np.log(np.array([[[0.25] * 4, [0.1, 0.1, 0.1, 0.7]]], np.float32))
+    np.save(tmp_path / "e.npy", expected)
+    judged = reply(Uniform(), {"do": "quality", "texts": [[1, 2, 3]], "expected": str(tmp_path / "e.npy")})
+    assert judged["top1"] == 0.5
+    assert judged["kl"] == pytest.approx(sum(p * np.log(4 * p) for p in (0.1, 0.1, 0.1, 0.7)) / 2, rel=1e-5)
+
+
+def test_divergence_ignores_the_scale_of_logits():
+    logits = np.random.default_rng(0).normal(size=(3, 50)).astype(np.float32)
+    log_probs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    assert np.allclose(divergence(log_probs, logits + 100), 0.0, atol=1e-5)
+    assert min(divergence(log_probs, 2 * logits)) > 0.01
+
+
+def _command(model: Path, **options: object) -> list[str]:
+    setting = {"file": str(model), "threads": 1, "max_rows": 2, "max_len": 64, "prefill_tokens": 64}
+    loaded = json.dumps({"setting": setting, **options})
+    return [sys.executable, "-m", "tools.peers.worker", "ours", loaded]
+
+
+def _is_stopped(pid: int) -> bool:
+    for _ in range(500):  # a signal takes its time
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_worker_computes_only_when_asked(model, tmp_path):
+    here = ours.load(PeerSetting(str(model), 1, 2, 64, 64), "f32")
+    with Remote(_command(model, weights="f32"), tmp_path / "log", threads=1) as worker:
+        pid = worker._process.pid
+        question = {"do": "decode", "prompts": PROMPTS, "num_tokens": 6}
+        for _ in range(2):
+            assert sys.platform != "linux" or _is_stopped(pid)
+            answer = worker.ask(question)
+            assert answer["token_ids"] == here.decode(PROMPTS, 6).token_ids
+        with pytest.raises(PeerFailed, match="KeyError"):
+            worker.ask({"do": "nonsense"})
+        assert worker.ask(question)["token_ids"] == answer["token_ids"]
+        assert "native" in worker.description
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    with pytest.raises(PeerFailed, match="ended"):
+        worker.ask(question)
+
+
+def test_worker_that_cannot_load_says_why(model, tmp_path):
+    with pytest.raises(PeerFailed, match="int3"):
+        Remote(_command(model, weights="int3"), tmp_path / "log", threads=1)
+
+
+def test_worker_that_dies_is_noticed(tmp_path):
+    with pytest.raises(PeerFailed, match="ended"):
+        Remote([sys.executable, "-c", "raise SystemExit(3)"], tmp_path / "log", threads=1)
+
+
+# The whole ---------------------------------------------------------------------------------------
+
+
+def test_comparison_of_our_own_rows(model, prompts, tmp_path, capsys):
+    json_file = tmp_path / "out.json"
+    flags = ["--rows", "paceline int4", "--batches", "1,2", "--repeat", "1", "--prompt-tokens", "5"]
+    flags += ["--new-tokens", "4", "--prefill-tokens", "6", "--quality-prompts", "2", "--quality-tokens", "4"]
+    flags += ["--threads", "1", "--engines", str(tmp_path / "e"), "--json", str(json_file)]
+    assert compare.main(["--prompts", str(prompts), "--model", str(model), *flags]) == 0
+    shown = capsys.readouterr().out
+    assert "Paceline int4" in shown
+    assert "failed" not in shown
+    document = json.loads(json_file.read_text())
+    (row,) = document["rows"]
+    assert row["error"] is None
+    assert {name: len(turns) for name, turns in row["tokens_per_s"].items()} == {
+        "batch 1": 3,
+        "batch 2": 1,
+        "prefill": 3,
+    }
+    assert row["tokens_per_s"]["batch 2"][0]["decode"] > 0
+    assert 0 <= row["kl_nats"] < 0.1
+    assert document["ratios"][0]["best"] is None  # there was nobody to compare with
+
+
+def test_comparison_with_speculation(model, prompts, tmp_path, capsys):
+    json_file = tmp_path / "out.json"
+    flags = ["--speculate", "3", "--rows", "ngram,paceline int8", "--repeat", "2", "--new-tokens", "6"]
+    flags += ["--threads", "1", "--engines", str(tmp_path / "e"), "--json", str(json_file)]
+    assert compare.main(["--prompts", str(prompts), "--model", str(model), *flags]) == 0
+    document = json.loads(json_file.read_text())
+    known = {row["name"]: row for row in document["rows"] if row["error"] is None}
+    assert {"Paceline int8", "Paceline int8, ngram:k=4"} <= set(known)
+    assert all(len(row["tokens_per_s"]["one request"]) == 6 for row in known.values())
+    assert "plain decoding" in capsys.readouterr().out
+
+
+def test_rows_that_fail_are_reported_and_the_others_go_on(model, prompts, tmp_path, capsys, monkeypatch):
+    good = rows.OURS[0]
+    broken = replace(good, name="broken", options={"weights": "int3"})
+    absent = rows.Engine("absent", ("./no-such-folder",), options=("--no-index",))
+    missing = replace(good, name="missing", engine=absent)
+    monkeypatch.setattr(compare, "DECODING", replace(rows.DECODING, rows=(good, broken, missing)))
+    flags = ["--batches", "1", "--repeat", "1", "--prompt-tokens", "5", "--new-tokens", "2", "--threads", "1"]
+    flags += ["--prefill-tokens", "6", "--quality-prompts", "0", "--engines", str(tmp_path)]
+    assert compare.main(["--prompts", str(prompts), "--model", str(model), *flags]) == 0
+    shown = capsys.readouterr().out
+    assert "missing: not installed: " in shown
+    assert "int3" in shown
+    assert any(line.startswith(good.name) and "failed" not in line for line in shown.splitlines())
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--rows", "nothing"],
+        ["--batches", "0"],
+        ["--batches", "a"],
+        ["--repeat", "0"],
+        ["--threads", "0"],
+        ["--json", "not/there.json"],
+    ],
+)
+def test_bad_flags_are_refused(flags, model, prompts, tmp_path, capsys):
+    first = ["--prompts", str(prompts), "--model", str(model), "--engines", str(tmp_path), "--rows", "paceline"]
+    assert compare.main([*first, *flags]) == 1
+    assert flags[0] in capsys.readouterr().err
+
+
+def test_prompts_are_asked_for_but_to_install(tmp_path, capsys):
+    flags = ["--rows", "paceline int8", "--engines", str(tmp_path)]
+    assert compare.main([*flags, "--install-only"]) == 0
+    with pytest.raises(SystemExit):
+        compare.main(flags)
+    assert "--prompts FILE.jsonl" in capsys.readouterr().err
+
+
+def test_table_shows_ratios_with_their_bars(capsys):
+    def measured(row: rows.Row, decode: float) -> table.Measured:
+        rate = timing.Rate(100.0, decode, 1.0)
+        return table.Measured(row, rates={"batch 1": [rate, rate]}, kl=0.001, top1=0.99)
+
+    shown = [measured(rows.OURS[0], 120.0), measured(rows.LLAMA_CPP_ROWS[0], 100.0)]
+    table.print_tables(rows.DECODING, shown, [rows.Workload("batch 1", 1, 128, 128)])
+    out = capsys.readouterr().out
+    assert "1.20 (1.20-1.20) >= 1.15" in out
+    assert "0.0010" in out

@@ -1,0 +1,1 @@
+"""Tools of the project's developers. They are not part of the wheel."""

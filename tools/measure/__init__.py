@@ -1,0 +1,1 @@
+"""Measurements that developers run: host time, memory, quality, stress."""

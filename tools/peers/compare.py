@@ -1,0 +1,317 @@
+"""Paceline beside other engines, measured in turns in one run: greedy, end of text ignored.
+
+Speculation is off everywhere; with --speculate each engine also decodes with what speculation it has.
+
+`python -m tools.peers.compare --prompts FILE.jsonl`, or `scripts/compare-peers` with the same flags.
+Installs the other engines on first use, each in an environment of its own; one that does not install or fails is
+reported and the others go on.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from argparse import ArgumentParser
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.backend.seam import num_cores
+from paceline.bench.report import write_json
+from paceline.bench.told import told
+from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.machine import commit, machine
+from paceline.core.nouns import PAGE_TOKENS
+from paceline.engine.assembly.config import MAX_ROWS, MAX_THREADS
+from paceline.model.weights import load_model
+from paceline.serve.terminal.display import progress, say
+from paceline.serve.terminal.output_files import check_file
+from tools.peers.install import install, preloads, python_of
+from tools.peers.prepare import chat_prompts, judged_texts, prompts_of, requantized, unquantized
+from tools.peers.protocol import PeerSetting
+from tools.peers.remote import PeerFailed, Remote
+from tools.peers.rows import AS_IS, DECODING, LLAMA_CPP, REQUANTIZED, UNQUANTIZED, PeerWorkload, workloads
+from tools.peers.speculation import DRAFT_MODEL, SPECULATION, draft_gguf
+from tools.peers.table import Measured, document, print_tables
+from tools.peers.timing import rate
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Callable, Mapping, Sequence
+
+    from paceline.model.weights import LoadedModel
+    from tools.peers.rows import Row, Study
+
+    Turns = Mapping[str, Sequence[list[list[int]]]]  # by workload, the prompts of each turn
+
+WARM_TOKENS = 32  # of each prompt, where there are several
+_BOUNDS = {
+    "repeat": (1, 1000),
+    "speculate": (1, 480),
+    "prompt_tokens": (2, 4096),
+    "new_tokens": (2, 4096),
+    "prefill_tokens": (2, 8192),
+    "quality_prompts": (0, 480),
+    "quality_tokens": (1, 256),
+    "threads": (1, MAX_THREADS),
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Comparison:
+    """What is to be measured, and where things lie."""
+
+    study: Study
+    model: LoadedModel
+    work: Path
+    engines: Path
+    threads: int
+    workloads: Sequence[PeerWorkload]
+
+    def setting(self, file: Path) -> PeerSetting:
+        """Return what a worker is loaded with."""
+        w = self.workloads
+        return PeerSetting(
+            file=str(file),
+            threads=self.threads,
+            max_rows=max(x.num_rows for x in w),
+            max_len=max(x.prompt_tokens + x.new_tokens for x in w) + PAGE_TOKENS,
+            prefill_tokens=max(512, *(x.prompt_tokens for x in w)),
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Install, prepare, measure, print."""
+    return told(lambda: _compare(_arguments(argv)))
+
+
+def _arguments(argv: Sequence[str] | None) -> Namespace:
+    parser = ArgumentParser(prog="compare-peers", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--prompts", metavar="FILE.jsonl", help="needed but for --install-only")
+    parser.add_argument("--model", default="default", help="the default model or a .gguf file")
+    parser.add_argument("--rows", default="", metavar="WORDS", help="only rows whose names hold one of these, a,b")
+    parser.add_argument(
+        "--speculate",
+        type=int,
+        metavar="N",
+        help="with speculation, on N whole prompts of the file, one at a time",
+    )
+    parser.add_argument("--batches", default="1,16,64", metavar="N,N")
+    parser.add_argument("--repeat", type=int, default=3, metavar="R", help="turns; of short workloads 3 R")
+    parser.add_argument("--prompt-tokens", type=int, default=128, metavar="N")
+    parser.add_argument("--new-tokens", type=int, default=128, metavar="N")
+    parser.add_argument("--prefill-tokens", type=int, default=512, metavar="N")
+    parser.add_argument("--quality-prompts", type=int, default=20, metavar="N", help="0: quality is not measured")
+    parser.add_argument("--quality-tokens", type=int, default=64, metavar="N")
+    parser.add_argument("--threads", type=int, default=num_cores(), metavar="N")
+    parser.add_argument(
+        "--engines", default=".peers", metavar="FOLDER", help="where the other engines are installed"
+    )
+    parser.add_argument("--install-only", action="store_true", help="install the other engines and stop")
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args(argv)
+    if not (args.prompts or args.install_only):
+        parser.error("--prompts FILE.jsonl: what to ask; --install-only does without")
+    args.command = " ".join(["python -m tools.peers.compare", *(sys.argv[1:] if argv is None else argv)])
+    return args
+
+
+def _compare(args: Namespace) -> int:
+    _check(args)
+    words = [w for w in args.rows.lower().split(",") if w]
+    study = DECODING if args.speculate is None else SPECULATION
+    rows = [Measured(r) for r in study.rows if not words or any(w in r.name.lower() for w in words)]
+    if not rows:
+        names = [r.name for r in study.rows]
+        raise ConfigError(f"--rows: no row's name holds one of {args.rows!r}; rows: {names}")
+    engines = Path(args.engines).resolve()
+    engines.mkdir(parents=True, exist_ok=True)
+    _install(rows, engines)
+    if args.install_only:
+        _print_failures(rows)
+        return 0
+    model = load_model(args.model)
+    work, turns = _work(args, model)
+    c = Comparison(study, model, engines / "work" / model.path.stem, engines, args.threads, work)
+    c.work.mkdir(parents=True, exist_ok=True)
+    start = time.time()
+    with ExitStack() as stack:
+        workers = _start(c, rows, stack)
+        _warm_up(c, rows, workers, turns)
+        if args.quality_prompts and args.speculate is None:
+            _judge(c, rows, workers, args)
+        _measure(c, rows, workers, turns, args.repeat)
+    print_tables(study, rows, c.workloads)
+    if args.json:
+        head = {
+            "command": args.command,
+            "git": commit(),
+            "machine": machine(),
+            "setting": asdict(c.setting(model.path)) | {"file": model.path.name},
+        }
+        times = {"started": time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(start)), "took_s": time.time() - start}
+        write_json(Path(args.json), document(study, head | times, rows, c.workloads))
+    return 0
+
+
+def _check(args: Namespace) -> None:
+    check_file("--json", args.json)
+    for name, (low, high) in _BOUNDS.items():
+        if not low <= (low if getattr(args, name) is None else getattr(args, name)) <= high:
+            raise ConfigError(f"--{name.replace('_', '-')} must be between {low} and {high}")
+
+
+def _work(args: Namespace, model: LoadedModel) -> tuple[list[PeerWorkload], Turns]:
+    """Return what is measured, and the prompts of each turn."""
+    if args.speculate is None:
+        found = _workloads(args)
+        return found, prompts_of(model, args.prompts, found, args.repeat)
+    asked = chat_prompts(model, args.prompts, args.speculate)
+    workload = PeerWorkload("one request", 1, max(map(len, asked)), args.new_tokens, len(asked))
+    return [workload], {workload.name: [[ids] for ids in asked * args.repeat]}
+
+
+def _workloads(args: Namespace) -> list[PeerWorkload]:
+    with suppress(ValueError):
+        batches = tuple(int(n) for n in args.batches.split(","))
+        if all(1 <= n <= MAX_ROWS for n in batches):
+            return workloads(batches, args.prompt_tokens, args.new_tokens, args.prefill_tokens)
+    raise ConfigError(f"--batches must be numbers between 1 and {MAX_ROWS}, such as 1,16,64")
+
+
+def _install(rows: Sequence[Measured], folder: Path) -> None:
+    needed = [m.row.engine for m in rows] + [LLAMA_CPP for m in rows if m.row.form in REQUANTIZED]
+    for engine in dict.fromkeys(needed):
+        try:
+            if engine.packages:
+                say(f"{engine.name}: installing, unless it is there (log: {folder / engine.name}.log)")
+            install(engine, folder)
+        except (PacelineError, OSError) as error:
+            for m in rows:
+                if m.row.engine is engine:
+                    m.error = f"not installed: {error}"
+
+
+def _print_failures(rows: Sequence[Measured]) -> None:
+    for m in rows:
+        say(f"{m.row.name}: {m.error or 'installed'}")
+
+
+# Workers -----------------------------------------------------------------------------------------
+
+
+def _file(c: Comparison, row: Row) -> Path:
+    """Return the model in the form a row reads, made when it is first wanted."""
+    llama = Path(python_of(LLAMA_CPP, c.engines))
+    makers: dict[str, Callable[[], Path]] = {
+        AS_IS: lambda: c.model.path,
+        UNQUANTIZED: lambda: unquantized(c.model, c.work),
+    }
+    if row.form in REQUANTIZED:
+        return requantized(c.model, c.work, llama, row.form)
+    return makers[row.form]()
+
+
+def _start(c: Comparison, rows: Sequence[Measured], stack: ExitStack) -> dict[str, Remote]:
+    """Start all workers, one after the other; those that fail are noted."""
+    workers = {}
+    with progress("loading") as tell:
+        for done, m in enumerate(rows):
+            tell(done, len(rows))
+            if m.error:
+                continue
+            try:
+                workers[m.row.name] = worker = stack.enter_context(_worker(c, m.row))
+                m.description = worker.description
+            except (PacelineError, OSError) as error:
+                m.error = str(error)
+    return workers
+
+
+def _worker(c: Comparison, row: Row) -> Remote:
+    options = {"setting": asdict(c.setting(_file(c, row))), **row.options}
+    if DRAFT_MODEL in options:
+        options[DRAFT_MODEL] = str(draft_gguf(c.model, c.work))
+    command = [
+        python_of(row.engine, c.engines),
+        "-m",
+        "tools.peers.worker",
+        row.module,
+        json.dumps(options),
+    ]
+    name = "".join(ch if ch.isalnum() else "-" for ch in row.name)
+    return Remote(command, c.work / f"{name}.log", c.threads, preloads(row.engine, c.engines))
+
+
+def _ask(m: Measured, workers: dict[str, Remote], question: dict[str, Any]) -> dict[str, Any] | None:
+    """Ask a row's worker; one that fails is ended and noted."""
+    worker = workers.get(m.row.name)
+    if worker is None:
+        return None
+    try:
+        return worker.ask(question)
+    except PeerFailed as error:
+        m.error = str(error)
+        workers.pop(m.row.name).close()
+        return None
+
+
+def _decode(prompts: Sequence[Sequence[int]], num_tokens: int) -> dict[str, Any]:
+    return {"do": "decode", "prompts": prompts, "num_tokens": num_tokens}
+
+
+def _warm_up(c: Comparison, rows: Sequence[Measured], workers: dict[str, Remote], turns: Turns) -> None:
+    """Let every worker see every batch size once."""
+    with progress("warming up") as tell:
+        for done, m in enumerate(rows):
+            tell(done, len(rows))
+            for w in c.workloads:
+                length = w.prompt_tokens if w.num_rows == 1 else WARM_TOKENS
+                _ask(m, workers, _decode([ids[:length] for ids in turns[w.name][0]], min(2, w.new_tokens)))
+
+
+def _judge(c: Comparison, rows: Sequence[Measured], workers: dict[str, Remote], args: Namespace) -> None:
+    with progress("writing texts in float32") as tell:
+        judged = judged_texts(
+            c.model, args.prompts, args.quality_prompts, args.quality_tokens, c.work / "expected.npy", tell
+        )
+    question = {"do": "quality", "texts": judged.texts, "expected": str(judged.expected)}
+    with progress("quality") as tell:
+        for done, m in enumerate(rows):
+            tell(done, len(rows))
+            if answer := _ask(m, workers, question):
+                m.kl, m.top1 = answer["kl"], answer["top1"]
+
+
+def _measure(
+    c: Comparison, rows: Sequence[Measured], workers: dict[str, Remote], turns: Turns, repeat: int
+) -> None:
+    """Measure in turns; each turn of a workload begins with another row."""
+    total = sum(w.cost * w.num_turns(repeat) for w in c.workloads) * len(rows)
+    done = 0.0
+    with progress("measuring") as tell:
+        for again in range(repeat):
+            for w in c.workloads:
+                for turn in range(again * w.turns_per_repeat, (again + 1) * w.turns_per_repeat):
+                    first = turn % len(rows)
+                    for m in (*rows[first:], *rows[:first]):
+                        _measure_one(m, workers, w, turns[w.name][turn])
+                        done += w.cost
+                        tell(int(done), int(total))
+
+
+def _measure_one(m: Measured, workers: dict[str, Remote], w: PeerWorkload, prompts: list[list[int]]) -> None:
+    answer = _ask(m, workers, _decode(prompts, w.new_tokens))
+    found = None
+    if answer is not None:
+        try:
+            found = rate(replace(w, prompt_tokens=len(prompts[0])), answer["arrivals"])
+        except ValueError as error:
+            m.error = f"{w.name}: {error}"
+    m.rates.setdefault(w.name, []).append(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""What all workers share: the model in the form each reads, the prompts, the texts that quality is measured on."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from paceline.bench.prompts import read_prompts, spread
+from paceline.bench.run import questions
+from paceline.core.errors import ConfigError, UnsupportedModel
+from paceline.core.params import SamplingParams
+from paceline.model.files import hf
+from paceline.model.heads.checkpoint import RELAY
+from paceline.model.heads.config import OWN_TOKENS, RELAY_SIZE
+from paceline.model.weights import canonical_names, load_template, load_tokenizer
+from paceline.serve.prompts import Prompts
+from tools.measure.quality import load, log_probs, write_greedily
+from tools.peers.remote import variables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from paceline.model.config import ModelConfig
+    from paceline.model.weights import LoadedModel
+    from tools.peers.rows import PeerWorkload
+
+    Update = Callable[[int, int], None]
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM"}  # by family: those that are written for other engines
+
+
+def requantized(model: LoadedModel, folder: Path, python: Path, kind: str) -> Path:
+    """Return the model in another type of GGUF, made by llama.cpp's quantiser. Raises `UnsupportedModel`."""
+    target = folder / f"{kind}.gguf"
+    if not target.is_file():
+        command = [str(python), "-m", "tools.peers.requantize", str(model.path), str(target), kind]
+        done = subprocess.run(  # noqa: S603
+            command, capture_output=True, text=True, errors="replace", env=os.environ | variables(), check=False
+        )
+        if done.returncode:
+            last = done.stderr.strip().splitlines()[-1:] or ["no message"]
+            raise UnsupportedModel(f"llama.cpp cannot write {kind}: {last[0][:200]}")
+    return target
+
+
+def unquantized(model: LoadedModel, folder: Path) -> Path:
+    """Return the model as a Hugging Face folder in float32, without a tokenizer. Raises `UnsupportedModel`."""
+    target = folder / "float32"
+    if not (target / "config.json").is_file():
+        config = config_json(model.config)
+        target.mkdir(parents=True, exist_ok=True)
+        names = canonical_names(model.config, hf.MODEL_NAMES, hf.LAYER_NAMES, hf.LAYER_PREFIX)
+        tensors = {there: np.ascontiguousarray(model.weights[here], np.float32) for here, there in names.items()}
+        save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+        (target / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    return target
+
+
+def unquantized_head(head: Path, folder: Path) -> Path:
+    """Return a copy of a head that was trained here, its weights in float32, without what only Paceline knows."""
+    target = folder / "head"
+    target.mkdir(parents=True, exist_ok=True)
+    stored = load_file(head / "model.safetensors")
+    tensors = {}
+    for name, tensor in stored.items():
+        if not name.endswith("_scale") and not name.startswith(RELAY):
+            scaled = tensor * stored[f"{name}_scale"] if f"{name}_scale" in stored else tensor
+            tensors[name] = scaled.astype(np.float32) if np.issubdtype(scaled.dtype, np.floating) else scaled
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    values = hf.read_json(head / "config.json") | {"dtype": "float32"}
+    for key in ("quantization_config", OWN_TOKENS, RELAY_SIZE):
+        values.pop(key, None)
+    (target / "config.json").write_text(json.dumps(values, indent=1), encoding="utf-8")
+    return target
+
+
+def config_json(config: ModelConfig) -> dict[str, Any]:
+    """Return the config.json of a Llama model, the inverse of `hf.config_from_json`. Raises `UnsupportedModel`."""
+    architecture = ARCHITECTURES.get(config.family)
+    if architecture is None or config.rope.scaling != "none" or config.biases:
+        raise UnsupportedModel("only Llama models with plain RoPE are written as a Hugging Face folder")
+    return {
+        "architectures": [architecture],
+        "model_type": config.family,
+        "hidden_act": "silu",
+        "torch_dtype": "float32",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope.theta,
+        "max_position_embeddings": config.max_context,
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": config.bos_id,
+        "eos_token_id": list(config.eos_ids),
+    }
+
+
+def prompts_of(
+    model: LoadedModel, file: str, workloads: Sequence[PeerWorkload], repeat: int
+) -> dict[str, list[list[list[int]]]]:
+    """Return for each workload the prompts [num_rows][prompt_tokens] of each of its turns.
+
+    They are the beginnings of the file's texts that are long enough, shuffled, each turn's behind those of the one
+    before. Raises `ConfigError` if no text is long enough.
+    """
+    tokenizer = load_tokenizer(model)
+    texts = [tokenizer.encode(p.text) for p in read_prompts(file)]
+    random.Random(0).shuffle(texts)  # noqa: S311 (a fixed order, not a secret)
+    turns: dict[str, list[list[list[int]]]] = {}
+    for w in workloads:
+        fitting = [list(ids[: w.prompt_tokens]) for ids in texts if len(ids) >= w.prompt_tokens]
+        if not fitting:
+            raise ConfigError(f"--prompts: no text has {w.prompt_tokens} tokens")
+        turns[w.name] = [
+            [fitting[(turn * w.num_rows + row) % len(fitting)] for row in range(w.num_rows)]
+            for turn in range(w.num_turns(repeat))
+        ]
+    return turns
+
+
+def chat_prompts(model: LoadedModel, file: str, limit: int) -> list[list[int]]:
+    """Return a file's prompts as the model is asked them, `limit` of them, evenly spread over its tasks."""
+    rules = Prompts(load_tokenizer(model), load_template(model), model.config.max_context)
+    asked = questions(spread(read_prompts(file), limit), rules, SamplingParams(max_tokens=1), 0)
+    return [list(q.request.prompt_ids) for q in asked]
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Texts, and what float32 thinks of their last tokens."""
+
+    texts: list[list[int]]
+    expected: Path  # .npy, log-probabilities [num_texts, num_tokens, vocab] float32
+
+
+def judged_texts(model: LoadedModel, file: str, limit: int, num_tokens: int, target: Path, tell: Update) -> Judged:
+    """Let float32 answer some prompts greedily, and keep its distributions, as `bench.quality` does."""
+    asked = chat_prompts(model, file, limit)
+    writer = load(model, "native", "f32", "f32", None)
+    answers = []
+    for done, prompt_ids in enumerate(asked):
+        tell(done, len(asked))
+        answers.append(write_greedily(writer, tuple(prompt_ids), num_tokens))
+    reference = load(model, "reference", "f32", "f32", None)
+    np.save(target, np.stack([log_probs(reference, a).astype(np.float32) for a in answers]))
+    return Judged([list(a.token_ids) for a in answers], target)

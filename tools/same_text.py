@@ -1,0 +1,200 @@
+"""Is it the same text? `python -m tools.same_text --prompts FILE.jsonl`: promise 1 on a real model.
+
+Every prompt is answered plainly, one request at a time. Then all of them again and again, with other drafters,
+batches, threads, chunks of prefill, prefix hits and preemptions, so that every pair of values meets at least once;
+token ids, texts and endings must never differ. Each prompt has a temperature: 0, 0.7, 1 and 1.5 share batches.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import ArgumentParser, Namespace
+from dataclasses import astuple, dataclass, fields, replace
+from itertools import combinations, product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import track
+
+from paceline.bench.prompts import read_prompts, spread
+from paceline.bench.run import questions
+from paceline.bench.told import told
+from paceline.core.params import SamplingParams
+from paceline.engine.assembly.build import assemble, load
+from paceline.engine.assembly.config import EngineConfig
+from paceline.engine.scheduler import Limits
+from paceline.serve.prompts import Prompts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from paceline.core.nouns import Request
+    from paceline.engine.assembly.build import Loaded
+
+SPARE_PAGES = 4  # beside those of the longest request, where pages are to run out
+TEMPERATURES = (0.0, 0.7, 1.0, 1.5)
+_WIDTHS = (7, 26, 4, 7, 5, 12, 7, 11, 7, 9)  # characters of the columns
+Ending = tuple[tuple[int, ...], str, object, object]  # token ids, text, finish reason, stop reason
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What promise 1 says must not matter, but for the weights."""
+
+    weights: str
+    draft: str
+    rows: int
+    threads: int
+    chunk: int
+    prefix_cache: bool
+    preempt: bool
+
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "weights": ("int8", "int4", "f32"),
+    "draft": (
+        "off",
+        "ngram:k=2",
+        "ngram:k=8",
+        "suffix:shared=50000",
+        "draft-model:layers=28,k=2",
+        "draft-model",
+        "eagle3",
+        "peagle",
+        "auto",
+    ),
+    "rows": (1, 3, 16, 64),
+    "threads": (1, 2),
+    "chunk": (64, 4096),
+    "prefix_cache": (False, True),
+    "preempt": (False, True),
+}
+
+
+def plain(weights: str) -> Setting:
+    """Return the setting that the others are compared with."""
+    return Setting(weights, "off", 1, 2, 4096, prefix_cache=False, preempt=False)
+
+
+def covering(choices: dict[str, tuple[Any, ...]]) -> Iterator[Setting]:
+    """Yield settings until every pair of values has occurred, each with as many new pairs as can be."""
+    names = [f.name for f in fields(Setting)]
+    everything = [dict(zip(names, values, strict=True)) for values in product(*(choices[n] for n in names))]
+    usable = [s for s in everything if not (s["preempt"] and s["rows"] == 1)]  # one row never runs out of pages
+    pairs = {i: {(a, s[a], b, s[b]) for a, b in combinations(names, 2)} for i, s in enumerate(usable)}
+    missing = set().union(*pairs.values())
+    while missing:
+        best = max(pairs, key=lambda i: len(pairs[i] & missing))
+        missing -= pairs.pop(best)
+        yield Setting(**usable[best])
+
+
+def answer(
+    setting: Setting, loaded: Loaded, requests: Sequence[Request], max_tokens: int
+) -> tuple[dict[str, Ending], int]:
+    """Return how each request ended under a setting, and how many preemptions there were."""
+    longest = max(len(r.prompt_ids) for r in requests) + max_tokens + 32
+    pages = -(-longest // 16)
+    pages = pages + SPARE_PAGES if setting.preempt else setting.rows * pages
+    config = EngineConfig(
+        draft=setting.draft,
+        weights=setting.weights,
+        threads=setting.threads,
+        kv_tokens=pages * 16,
+        prefix_cache=setting.prefix_cache,
+        limits=Limits(
+            num_rows=setting.rows, max_len=longest, prefill_tokens=setting.chunk, max_queued_tokens=1 << 30
+        ),
+    )
+    engine = assemble(config, loaded).engine
+    for request in requests:
+        engine.add(request)
+    ids: dict[str, tuple[int, ...]] = {r.request_id: () for r in requests}
+    texts = dict.fromkeys(ids, "")
+    endings: dict[str, Ending] = {}
+    while engine.has_work:
+        for o in engine.step():
+            ids[o.request_id] += o.token_ids
+            texts[o.request_id] += o.text
+            if o.finish_reason is not None:
+                endings[o.request_id] = ids[o.request_id], texts[o.request_id], o.finish_reason, o.stop_reason
+    return endings, engine.stats().preemptions
+
+
+class Runs:
+    """Answers by setting, kept in a folder from one run of the command to the next if one is given."""
+
+    def __init__(self, args: Namespace) -> None:
+        self._args = args
+        self._loaded: dict[tuple[str, int], Loaded] = {}
+
+    def __call__(self, setting: Setting) -> tuple[dict[str, Ending], int]:
+        """Answer all prompts under a setting, or read how they were answered."""
+        if self._args.keep is None:
+            return self._run(setting)
+        words = "_".join(str(value) for value in (*astuple(setting), self._args.limit, self._args.max_tokens))
+        file = Path(self._args.keep) / f"{words}.json"
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            part = file.with_suffix(".part")
+            part.write_text(json.dumps(self._run(setting)))
+            part.replace(file)
+        endings, preemptions = json.loads(file.read_text())
+        return {name: (tuple(ids), *others) for name, (ids, *others) in endings.items()}, preemptions
+
+    def _run(self, setting: Setting) -> tuple[dict[str, Ending], int]:
+        key = setting.weights, setting.threads
+        if key not in self._loaded:
+            config = EngineConfig(model=self._args.model, weights=setting.weights, threads=setting.threads)
+            self._loaded[key] = load(config)
+        return answer(setting, self._loaded[key], _requests(self._args, self._loaded[key]), self._args.max_tokens)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare and print a table; the exit status is 1 if any answer differed."""
+    parser = ArgumentParser(prog="python -m tools.same_text", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--prompts", required=True, metavar="FILE.jsonl")
+    parser.add_argument("--model", default="default")
+    parser.add_argument("--limit", type=int, default=120, metavar="N")
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="M")
+    parser.add_argument("--weights", default=",".join(CHOICES["weights"]), metavar="TYPE[,TYPE...]")
+    parser.add_argument("--keep", metavar="FOLDER", help="keep answers there, to go on after an interruption")
+    args = parser.parse_args(argv)
+    choices = CHOICES | {"weights": tuple(args.weights.split(","))}
+    settings = sorted(covering(choices), key=lambda s: (s.weights, s.threads))
+    different, shown = 0, Console(width=140)
+    shown.print(_line([*(f.name for f in fields(Setting)), "preemptions", "answers", "different"]))
+    runs = Runs(args)
+    expected: dict[str, dict[str, Ending]] = {}
+    for setting in track(
+        [*(plain(w) for w in choices["weights"]), *settings], "answering", console=Console(stderr=True)
+    ):
+        endings, preemptions = runs(setting)
+        wanted = expected.setdefault(setting.weights, endings)
+        wrong = sum(endings[name] != wanted[name] for name in wanted)
+        different += wrong
+        values = [getattr(setting, f.name) for f in fields(setting)]
+        shown.print(_line([*values, preemptions, len(endings), wrong]))
+    shown.print(f"{different} answers differed")
+    return 1 if different else 0
+
+
+def _line(values: Sequence[Any]) -> str:
+    """Return a row of the table, which is printed as it is measured: the whole takes an hour."""
+    return "  ".join(f"{value!s:{width}}" for value, width in zip(values, _WIDTHS, strict=True)).rstrip()
+
+
+def _requests(args: Namespace, loaded: Loaded) -> list[Request]:
+    rules = Prompts(loaded.tokenizer, loaded.template, loaded.decoder.config.max_context)
+    prompts = spread(read_prompts(args.prompts), args.limit)
+    asked = questions(prompts, rules, SamplingParams(temperature=0.0, max_tokens=args.max_tokens), 0)
+    return [
+        replace(q.request, params=replace(q.request.params, temperature=TEMPERATURES[i % len(TEMPERATURES)]))
+        for i, q in enumerate(asked)
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(told(main))
