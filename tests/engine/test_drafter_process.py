@@ -273,9 +273,9 @@ def test_one_of_several_drafters_and_once_unloaded_it_ends() -> None:
 
 def test_it_ends_when_the_engine_s_process_is_killed() -> None:
     code = (
-        "import sys, time, msgspec; from paceline.engine.remote.supervisor import Life\n"
-        "from paceline.engine.remote.messages import Begin\n"
-        "life = Life(msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Begin))\n"
+        "import sys, time, msgspec; from paceline.engine.remote.supervisor import DrafterProcess\n"
+        "from paceline.engine.remote.messages import BeginDrafter\n"
+        "life = DrafterProcess(msgspec.msgpack.decode(sys.stdin.buffer.read(), type=BeginDrafter))\n"
         "print(life.pid, flush=True); time.sleep(600)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -76,9 +77,8 @@ class Server:
         self.process.send_signal(signal.SIGTERM)
 
     def engine_pid(self) -> int:
-        out = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
-        pattern = rf"^\s*(\d+)\s+{self.process.pid}\s.*engine_process"
-        return int(re.findall(pattern, out, re.MULTILINE)[0])
+        children = psutil.Process(self.process.pid).children()
+        return next(p.pid for p in children if any("paceline.serve.worker.process" in a for a in p.cmdline()))
 
     def health(self) -> int:
         return httpx.get(f"{self.url}/health", timeout=5.0).status_code

@@ -25,7 +25,7 @@ from tests.tiny import tiny_config
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-TWO = rows.Workload("batch 2", 2, 10, 4)
+TWO = rows.PeerWorkload("batch 2", 2, 10, 4)
 PROMPTS = [[3, 5, 7, 11], [13, 17, 19, 23]]
 
 
@@ -40,7 +40,7 @@ def test_decoding_is_timed_while_all_rows_decode():
 
 
 def test_one_new_token_is_a_prefill():
-    workload = rows.Workload("prefill", 1, 512, 1)
+    workload = rows.PeerWorkload("prefill", 1, 512, 1)
     found = timing.rate(workload, [[2.0]])
     assert found.decode is None
     assert found.figure(workload) == 256.0
@@ -98,7 +98,7 @@ def test_requirements_that_apply_and_are_wanted():
 
 
 def test_failed_installation_says_why_and_is_tried_again(tmp_path):
-    engine = rows.Engine("broken", ("./no-such-folder",), options=("--no-index",))
+    engine = rows.PeerEngine("broken", ("./no-such-folder",), options=("--no-index",))
     for _ in range(2):
         with pytest.raises(ConfigError, match="no-such-folder"):
             install(engine, tmp_path)
@@ -134,7 +134,7 @@ def test_weights_survive_the_way_through_a_folder(model, tmp_path):
 
 
 def test_each_turn_has_prompts_of_its_own(model, prompts):
-    w = rows.Workload("batch 2", 2, 5, 1, turns_per_repeat=2)
+    w = rows.PeerWorkload("batch 2", 2, 5, 1, turns_per_repeat=2)
     turns = prompts_of(load_model(model), str(prompts), [w], repeat=1)[w.name]
     assert [[len(ids) for ids in turn] for turn in turns] == [[5, 5], [5, 5]]
     with pytest.raises(ConfigError, match="1000 tokens"):
@@ -260,7 +260,7 @@ def test_comparison_with_speculation(model, prompts, tmp_path, capsys):
 def test_rows_that_fail_are_reported_and_the_others_go_on(model, prompts, tmp_path, capsys, monkeypatch):
     good = rows.OURS[0]
     broken = replace(good, name="broken", options={"weights": "int3"})
-    absent = rows.Engine("absent", ("./no-such-folder",), options=("--no-index",))
+    absent = rows.PeerEngine("absent", ("./no-such-folder",), options=("--no-index",))
     missing = replace(good, name="missing", engine=absent)
     monkeypatch.setattr(compare, "DECODING", replace(rows.DECODING, rows=(good, broken, missing)))
     flags = ["--batches", "1", "--repeat", "1", "--prompt-tokens", "5", "--new-tokens", "2", "--threads", "1"]
@@ -303,7 +303,7 @@ def test_table_shows_ratios_with_their_bars(capsys):
         return table.Measured(row, rates={"batch 1": [rate, rate]}, kl=0.001, top1=0.99)
 
     shown = [measured(rows.OURS[0], 120.0), measured(rows.LLAMA_CPP_ROWS[0], 100.0)]
-    table.print_tables(rows.DECODING, shown, [rows.Workload("batch 1", 1, 128, 128)])
+    table.print_tables(rows.DECODING, shown, [rows.PeerWorkload("batch 1", 1, 128, 128)])
     out = capsys.readouterr().out
     assert "1.20 (1.20-1.20) >= 1.15" in out
     assert "0.0010" in out

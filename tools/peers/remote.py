@@ -28,7 +28,8 @@ END_S = 10.0
 
 def variables(threads: int | None = None) -> dict[str, str]:
     """Return what the environment of a process in another engine's environment needs: our sources, its threads."""
-    ours = {"PYTHONPATH": str(Path(paceline.__file__).parent.parent)}
+    sources = (Path(paceline.__file__).parents[1], Path(__file__).parents[2])  # of the package, and of these tools
+    ours = {"PYTHONPATH": os.pathsep.join(map(str, sources))}
     return ours | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
 
 

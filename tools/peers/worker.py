@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 def _load(module: str, options: dict[str, Any]) -> Peer:
     """Call `MODULE.load(PeerSetting, **OPTIONS)`."""
     setting = PeerSetting(**options.pop("setting"))
-    return import_module(f"paceline.bench.peers.{module}").load(setting, **options)  # type: ignore[no-any-return]
+    return import_module(f"tools.peers.{module}").load(setting, **options)  # type: ignore[no-any-return]
 
 
 def _own_stdout() -> TextIO:
