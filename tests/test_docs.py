@@ -7,12 +7,15 @@ import importlib
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from paceline import cli
 from paceline.core.errors import ConfigError
+from paceline.draft import registry
+from paceline.draft.drafter import Drafter
 
 if TYPE_CHECKING:
     import argparse
@@ -21,7 +24,12 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "paceline"
 README = ROOT / "README.md"
-ALL = [README, *sorted(ROOT.glob("[A-Z]*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "training/README.md"]
+ALL = [
+    README,
+    *sorted(ROOT.glob("[A-Z]*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "training/README.md",
+]
 ALL += sorted(PACKAGE.glob("drafters/*/*/README.md"))
 ALL = list(dict.fromkeys(ALL))
 NOT_LAB = [path for path in ALL if "docs/lab" not in path.as_posix()]
@@ -240,6 +248,24 @@ def test_every_page_is_reached_from_the_readme():
         targets = [t.partition("#")[0] for _, t in LINK.findall(page.read_text(encoding="utf-8"))]
         todo += [(page.parent / t).resolve() for t in targets if t and ":" not in t]
     assert {p for p in (ROOT / "docs").rglob("*.md") if p not in reached} == set()
+
+
+def test_the_drafter_of_the_tutorial_runs(tmp_path, monkeypatch):
+    text = (ROOT / "docs/develop/add-a-drafter.md").read_text(encoding="utf-8")
+    code, line = re.search(r"```python\n(.*?)```", text, re.DOTALL), re.search(r'"repeat": "(\S+)",', text)
+    (tmp_path / "repeat_drafter.py").write_text(code[1], encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    class_name = line[1].partition(":")[2]
+    monkeypatch.setitem(registry.DRAFTERS, "repeat", f"repeat_drafter:{class_name}")
+    config = registry.parse_spec("repeat:k=3")
+    drafter = config.build(SimpleNamespace(rows=SimpleNamespace(tokens=lambda row: [5, 6, 7 + row])), None)
+    batch = SimpleNamespace(rows=[SimpleNamespace(row=row, max_drafts=row) for row in range(3)])
+    draft = drafter.propose(batch, SimpleNamespace(k=lambda row: config.k))
+    assert [list(row.token_ids) for row in draft.rows] == [[], [8], [9, 9]]
+    seam = {name for name in vars(Drafter) if not name.startswith("_")} | set(Drafter.__annotations__)
+    assert {name for name in seam if not hasattr(drafter, name)} == set()
+    with pytest.raises(ConfigError, match="between 1 and"):
+        registry.parse_spec("repeat:k=0")
 
 
 # The rules can fail -------------------------------------------------------------------------------
