@@ -67,7 +67,7 @@ def run_cell(checkouts: Sequence[Checkout], order: Mapping[str, Any]) -> list[di
         {"tokens": 0, "seconds": 0.0, "done": False, "counters": {}} for _ in checkouts
     ]
     for checkout in checkouts:
-        checkout.tell(order | {"do": "ask"})
+        checkout.tell({**order, "do": "ask"})
     while unfinished := [i for i, total in enumerate(totals) if not total["done"]]:
         index = min(unfinished, key=lambda i: totals[i]["tokens"])
         told = checkouts[index].tell({"do": "play", "draft": order["draft"], "seconds": SLICE_S})
@@ -82,7 +82,7 @@ def run_cell(checkouts: Sequence[Checkout], order: Mapping[str, Any]) -> list[di
 
 def host_ms(total: Mapping[str, Any]) -> float:
     """Return the host's own milliseconds of a step: neither drafting nor the target's pass."""
-    c = total["counters"]
+    c: dict[str, float] = total["counters"]
     in_both = c.get("overlapped_s", 0.0) + c.get("hidden_s", 0.0)  # seconds counted as the pass' and as the host's
     return 1e3 * (c["step_s"] - c["draft_s"] - c["target_s"] + in_both) / max(c["steps"], 1.0)
 
