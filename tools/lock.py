@@ -1,7 +1,7 @@
 """Write the lock files of the scripts' installs: pinned releases, with the hash of each of their files.
 
-`scripts/lock` runs this. pip resolves what `pyproject.toml` asks for. The hashes are those that the package index of
-pip's configuration lists, and cover the files of every platform. torch is pinned in a file of its own without
+`scripts/lock` runs this. pip resolves the requirements of `pyproject.toml`. The hashes are those that the index of
+pip's configuration lists; they cover the files of every platform. torch is pinned in a file of its own without
 hashes: its builds differ by index.
 """
 

@@ -8,7 +8,6 @@ import tomllib
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-
 from tools.lock import FOLDER, ROOT, _release
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
