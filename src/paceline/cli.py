@@ -15,7 +15,7 @@ import os
 import shlex
 import sys
 import traceback
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from paceline import __version__
 from paceline.core.errors import ConfigError, PacelineError, suggest
@@ -105,11 +105,21 @@ def _main(argv: list[str]) -> int:
     if name not in COMMANDS:
         raise ConfigError(f"unknown command {name!r}{suggest(name, COMMANDS)}")
     module_name, about = COMMANDS[name]
-    module = importlib.import_module(module_name)
+    module = _imported(module_name, name)
     parser = _Parser(prog=f"paceline {name}", description=f"{about[0].upper()}{about[1:]}.", allow_abbrev=False)
     module.add_arguments(parser)
     status: int = module.run(parse(parser, argv[words:], os.environ))
     return status
+
+
+def _imported(module_name: str, command: str) -> Any:
+    """Import a command's module. Raises `ConfigError` where it needs PyTorch and that is not installed."""
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ConfigError(f"`paceline {command}` needs PyTorch: pip install 'paceline[torch]'") from None
 
 
 def _overview() -> str:

@@ -7,8 +7,9 @@ from functools import partial
 import pytest
 import torch
 
+from paceline.backend.reference.decoder import choose_from
 from paceline.backend.rows import Rows
-from paceline.backend.sampling import choose_from, draw
+from paceline.backend.sampling import draw
 from paceline.core.nouns import UNCHOSEN, Admission, Batch, BatchRow, Draft, Request, RowDraft, RowVerdict, Verdict
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import choose_ahead, choose_token, distribution

@@ -49,18 +49,19 @@ class BackendSpec:
     loader: str  # module:function, a `LoadDecoder`
     head_loader: str  # module:function, a `LoadHeadRunner`
     small_loader: str  # module:function, a `LoadSmallDecoder`
+    needs: str | None = None  # package that only this backend imports, and the extra that installs it
 
     def load(self) -> LoadDecoder:
         """Import what makes its decoders."""
-        return _imported(self.loader)  # type: ignore[no-any-return]
+        return self._imported(self.loader)  # type: ignore[no-any-return]
 
     def load_head(self) -> LoadHeadRunner:
         """Import what makes its runners of draft heads."""
-        return _imported(self.head_loader)  # type: ignore[no-any-return]
+        return self._imported(self.head_loader)  # type: ignore[no-any-return]
 
     def load_small(self) -> LoadSmallDecoder:
         """Import what makes its decoders of draft models that share the target's tables."""
-        return _imported(self.small_loader)  # type: ignore[no-any-return]
+        return self._imported(self.small_loader)  # type: ignore[no-any-return]
 
     def weight_type(self, asked: str | None) -> str:
         """Return the type of weights to use. Raises `ConfigError`."""
@@ -76,10 +77,16 @@ class BackendSpec:
             raise ConfigError(f"the {self.name} backend has no {flag} {asked}{suggest(asked, known)}")
         return asked
 
-
-def _imported(path: str) -> Any:
-    module, function = path.split(":")
-    return getattr(import_module(module), function)
+    def _imported(self, path: str) -> Any:
+        module, function = path.split(":")
+        try:
+            return getattr(import_module(module), function)
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name != self.needs:
+                raise
+            raise ConfigError(
+                f"the {self.name} backend needs {self.needs}: pip install 'paceline[{self.needs}]'"
+            ) from None
 
 
 BACKENDS = {
@@ -102,6 +109,7 @@ BACKENDS = {
             "paceline.backend.reference.decoder:load_decoder",
             "paceline.backend.reference.head:load_runner",
             "paceline.backend.reference.cut_model:load_decoder",
+            needs="torch",
         ),
     )
 }

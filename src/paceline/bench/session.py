@@ -130,8 +130,6 @@ def run_there(
 
 def about(config: EngineConfig, loaded: Loaded) -> dict[str, Any]:
     """Return the JSON file's `model` and `backend`."""
-    import torch
-
     from paceline.model.cost import num_weights
 
     c = loaded.decoder.config
@@ -147,7 +145,7 @@ def about(config: EngineConfig, loaded: Loaded) -> dict[str, Any]:
             "name": config.backend,
             "weights": config.weight_type,
             "kv": config.kv_type,
-            "threads": torch.get_num_threads(),
+            "threads": config.num_threads,
             "law": config.law,
         },
     }

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
+from paceline.backend.reference.attention import cos_sin, rotate
 from paceline.backend.reference.decoder import ACTIVATIONS, linear, rms_norm
-from paceline.backend.rope import cos_sin, inverse_frequencies, rotate
+from paceline.backend.rope import inverse_frequencies
 from paceline.core.errors import ConfigError, UnsupportedModel
 from paceline.model.config import layer_shapes
 from paceline.model.files import hf

@@ -1,4 +1,4 @@
-"""The seam of verification: what a law is, and which there are."""
+"""The `Law` protocol and the registry of laws."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ LAWS: dict[str, str] = {  # name -> module:class
 
 
 class Law(Protocol):
-    """Decides which drafts are kept, such that what is emitted follows the target's own distribution."""
+    """A rule that keeps drafts such that emitted tokens follow the target's distribution."""
 
     name: str
-    admits_any_trim: bool  # a budget may look at the drafts of the step; else it would bias what is emitted
-    needs_probs: bool  # rows with a temperature need logits, and drafts the q that they were drawn from
+    admits_any_trim: bool  # True if trimming by this step's drafts or confidences leaves the output unbiased
+    needs_probs: bool  # True if sampled rows need logits, and drafts the distribution they were drawn from
 
     def judge(self, draft: Draft, scores: Scores) -> Verdict:
-        """Return, for every row, its kept drafts and the target's next token; nothing for a row not scored."""
+        """Return the kept drafts and the target's next token of each row; nothing for a row without scores."""
         ...
 
 
 def load_law(name: str) -> Law:
-    """Return the law of that name. Raises `ConfigError` for one that is not known."""
+    """Return the law called `name`. Raises `ConfigError` if there is none."""
     if name not in LAWS:
         raise ConfigError(f"unknown law {name!r}{suggest(name, LAWS)}")
     module, cls = LAWS[name].split(":")

@@ -1,4 +1,4 @@
-"""One row's scores, and the loop over rows that every law shares."""
+"""The scores of one row, and the loop over rows that all laws share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RowScores:
-    """The scored positions of one row: index 0 follows its newest token, index i its i-th draft."""
+    """Scored positions of one row: index 0 follows its newest token, index i its i-th draft."""
 
     scores: Scores
     start: int
@@ -30,53 +30,53 @@ class RowScores:
     def __len__(self) -> int:
         return self.end - self.start
 
-    def choose(self, index: int) -> SamplingSpec:
-        """Return how the target chooses at a position."""
+    def spec(self, index: int) -> SamplingSpec:
+        """Return how the target samples at a position."""
         return self.scores.specs[self.start + index]
 
     def logits(self, index: int) -> NDArray[floating]:
-        """Return the raw logits [vocab] of a position whose kind wants them."""
+        """Return the raw logits [vocab] of a position whose sampling kind asks for them."""
         logits, logit_idx = self.scores.logits, self.scores.logit_idx
         assert logits is not None
         assert logit_idx is not None
         return logits[logit_idx[self.start + index]]  # type: ignore[no-any-return]
 
     def choice(self, index: int) -> int:
-        """Return the target's own token at a position, BROKEN if it has none."""
+        """Return the target's token at a position, BROKEN if its logits are not numbers."""
         chosen = int(self.scores.chosen[self.start + index])
-        return choose_token(self.logits(index), self.choose(index)) if chosen == UNCHOSEN else chosen
+        return choose_token(self.logits(index), self.spec(index)) if chosen == UNCHOSEN else chosen
 
     def probs(self, index: int) -> NDArray[float64]:
         """Return the target's distribution [vocab] at a position, after the request's transforms.
 
-        Raises `BrokenRow`.
+        Raises `BrokenRow` if the logits are not numbers.
         """
         import numpy as np
 
         logits = self.logits(index)
-        ids, probs = distribution(logits, self.choose(index))
+        ids, probs = distribution(logits, self.spec(index))
         dense = np.zeros(len(logits))
         dense[ids] = probs
         return dense
 
     def coin(self, index: int, depth: int = 0) -> float:
-        """Return the number in [0, 1) that decides on the draft judged at a position."""
+        """Return the uniform number in [0, 1) that decides on the draft at a position."""
         return noise.uniform(self._key(index, noise.Lane.ACCEPT, depth))
 
     def draw(self, index: int, weights: NDArray[float64]) -> int:
-        """Draw the token that stands in for the rejected draft at a position. weights: [vocab], of any sum.
+        """Draw the token that replaces the rejected draft at a position. weights: [vocab], of any sum.
 
-        A sum of 0 comes from rounding alone: p and q are the same, and p does as well.
+        A sum of 0 is due to rounding: p and q are equal, and the token is drawn from p.
         """
         return draw(weights if weights.any() else self.probs(index), self._key(index, noise.Lane.RESIDUAL))
 
     def _key(self, index: int, lane: noise.Lane, depth: int = 0) -> noise.Key:
-        choose = self.choose(index)
-        return noise.key(choose.seed, choose.choice, lane, choose.position, depth)
+        spec = self.spec(index)
+        return noise.key(spec.seed, spec.choice, lane, spec.position, depth)
 
 
 def draft_probs(drafted: RowDraft, index: int, vocab_size: int) -> NDArray[floating]:
-    """Return the distribution q [vocab] that a draft was drawn from, one-hot if its drafter did not draw."""
+    """Return the distribution [vocab] that a draft was drawn from, one-hot if its drafter is deterministic."""
     import numpy as np
 
     if drafted.probs is not None:
@@ -87,17 +87,17 @@ def draft_probs(drafted: RowDraft, index: int, vocab_size: int) -> NDArray[float
 
 
 def excess(p: NDArray[float64], q: NDArray[floating]) -> NDArray[float64]:
-    """Return max(p - q, 0): what the target wants of each token beyond what the draft gave it. [vocab]"""
+    """Return max(p - q, 0) [vocab], the unnormalised residual distribution."""
     import numpy as np
 
     return np.maximum(p - q, 0.0)
 
 
 def judge_rows(rule: Callable[[RowDraft, RowScores], Sequence[int]], draft: Draft, scores: Scores) -> Verdict:
-    """Apply a rule to every row that was scored.
+    """Apply `rule` to every scored row.
 
-    It returns the kept drafts and one token more, which is BROKEN where the target has no number: what was kept
-    before, plain decoding had written before it came there.
+    `rule` returns the kept drafts and one more token, BROKEN where the target's logits are not numbers.
+    The drafts kept before it stay: plain decoding would have written them, too.
     """
     bounds = pairwise(int(offset) for offset in scores.cu_len)
     rows = (RowScores(scores, start, end) for start, end in bounds)
@@ -115,7 +115,7 @@ def _judge_row(
 
 
 def _row_logprobs(row: RowScores, token_ids: Sequence[int]) -> list[TokenLogprobs] | None:
-    num_top = row.choose(0).params.logprobs
+    num_top = row.spec(0).params.logprobs
     if num_top is None:
         return None
     return [logprobs(row.logits(i), token, num_top) for i, token in enumerate(token_ids) if token != BROKEN]

@@ -9,8 +9,7 @@ import torch
 
 from paceline.backend.draft_weights import check_target_type
 from paceline.backend.reference.attention import KVStore
-from paceline.backend.reference.decoder import ReferenceDecoder, to_numpy, torch_device
-from paceline.backend.sampling import choose_from
+from paceline.backend.reference.decoder import ReferenceDecoder, choose_from, to_numpy, torch_device
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

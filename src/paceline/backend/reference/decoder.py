@@ -9,16 +9,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch.nn import functional
 
 from paceline.backend.device import CPU
-from paceline.backend.reference.attention import KVStore, Tiles, attend, lazy_zeros, plan_tiles
-from paceline.backend.rope import cos_sin, inverse_frequencies, rotate
-from paceline.backend.sampling import choose_from
+from paceline.backend.reference.attention import KVStore, Tiles, attend, cos_sin, lazy_zeros, plan_tiles, rotate
+from paceline.backend.rope import inverse_frequencies
+from paceline.backend.sampling import logit_rows
 from paceline.backend.seam import SampledTokens
 from paceline.core.errors import ConfigError
-from paceline.core.nouns import PAGE_TOKENS
+from paceline.core.nouns import BROKEN, PAGE_TOKENS, UNCHOSEN
+from paceline.core.sampling import choose_ahead, choose_token
 from paceline.model.config import ModelConfig, layer_shapes
 
 if TYPE_CHECKING:
@@ -234,3 +236,30 @@ class ReferenceDecoder:
         layer_kv[0].index_copy_(0, places.slots, key)
         layer_kv[1].index_copy_(0, places.slots, linear(layer, "attn_v", normed).view(heads))
         return linear(layer, "attn_o", attend(query, layer_kv, places.tiles, self.config.query_scale))
+
+
+def choose_from(logits: torch.Tensor, specs: Sequence[SamplingSpec]) -> SampledTokens:
+    """Choose a token per row of `logits` [n, vocab] where its kind allows."""
+    kinds = np.array([c.kind for c in specs], dtype="U7")
+    chosen = np.full(len(specs), UNCHOSEN, np.int64)
+    margins = np.full(len(specs), np.nan) if any(c.margin for c in specs) else None
+    if (plain := np.flatnonzero(kinds == "argmax")).size:
+        rows = logits if plain.size == len(specs) else logits[plain]
+        best, ids = rows.max(dim=-1)  # the lowest id on ties
+        chosen[plain] = np.where(best.isfinite().cpu().numpy(), ids.cpu().numpy(), BROKEN)
+        if margins is not None:
+            two = rows.topk(2).values
+            margins[plain] = (two[:, 0] - two[:, 1]).cpu().numpy()
+    host = logits.cpu().numpy() if (kinds != "argmax").any() else None
+    for index in np.flatnonzero(kinds == "noisy").tolist():
+        assert host is not None
+        if margins is None:
+            chosen[index] = choose_token(host[index], specs[index])
+        else:
+            chosen[index], margins[index] = choose_ahead(host[index], specs[index])
+    left = np.flatnonzero([c.wants_logits for c in specs])
+    if host is None or not left.size:
+        return SampledTokens(chosen, None, None, margins=margins)
+    return SampledTokens(
+        chosen, host if left.size == len(specs) else host[left], logit_rows(specs), margins=margins
+    )

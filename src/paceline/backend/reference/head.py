@@ -10,8 +10,7 @@ from torch.nn import functional
 from paceline.backend.draft_weights import check_target_type
 from paceline.backend.reference import head_layers as forward
 from paceline.backend.reference.attention import KVStore, attend, lazy_zeros, plan_tiles
-from paceline.backend.reference.decoder import ReferenceDecoder, to_numpy, torch_device
-from paceline.backend.sampling import choose_from
+from paceline.backend.reference.decoder import ReferenceDecoder, choose_from, to_numpy, torch_device
 from paceline.core.nouns import PAGE_TOKENS
 
 if TYPE_CHECKING:

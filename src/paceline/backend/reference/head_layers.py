@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
+from paceline.backend.reference.attention import cos_sin, rotate
 from paceline.backend.reference.decoder import ACTIVATIONS, linear, rms_norm
-from paceline.backend.rope import cos_sin, inverse_frequencies, rotate
+from paceline.backend.rope import inverse_frequencies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.backend.rows import Rows
-from paceline.backend.seam import Backend, num_cores
+from paceline.backend.seam import Backend
 from paceline.control.fixed import FixedK
 from paceline.core.errors import ConfigError
 from paceline.draft.drafter import DraftWeights, Memory, Target, Vocabulary
@@ -267,10 +267,8 @@ def _describe(config: EngineConfig, loaded: Loaded) -> Iterator[Choice]:
     )
     yield Choice("model", text, "the default" if config.model == "default" else "as asked")
     yield Choice("backend", loaded.decoder.describe(), config.backend_spec.about)
-    target = config.placement.target
-    usual = ("all cores", num_cores()) if target is None else ("all cores but the drafters'", len(target.cores))
-    why, threads = usual if config.threads is None else ("as asked", config.threads)
-    yield Choice("threads", str(threads), why)
+    usual = "all cores" if config.placement.target is None else "all cores but the drafters'"
+    yield Choice("threads", str(config.num_threads), usual if config.threads is None else "as asked")
     why = "same seed, same text, with drafts or without" if config.law == "coupled" else "same distribution only"
     yield Choice("law", config.law, why)
 
