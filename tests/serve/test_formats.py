@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.nouns import Outcome, TokenLogprobs
-from paceline.model.tokenizer import Detokenizer
+from paceline.model.detokenizer import Detokenizer
 from paceline.serve.api.openai_format import AnswerFormat, CompletionFormat
 from tests.tiny import END, tiny_tokenizer
 

@@ -132,7 +132,7 @@ def about(config: EngineConfig, loaded: Loaded) -> dict[str, Any]:
     """Return the JSON file's `model` and `backend`."""
     import torch
 
-    from paceline.model.cost import num_weights
+    from paceline.model.config import num_weights
 
     c = loaded.decoder.config
     return {

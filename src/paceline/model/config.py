@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -229,3 +230,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     for i in range(c.num_layers):
         shapes |= {f"layers.{i}.{name}": shape for name, shape in one_layer.items()}
     return shapes
+
+
+def num_weights(config: ModelConfig) -> int:
+    """Return the number of weights of a model."""
+    return sum(math.prod(shape) for shape in tensor_shapes(config).values())

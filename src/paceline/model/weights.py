@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import numpy as np
 
 from paceline.core.errors import BadModelFile, ModelNotFound
 from paceline.model.config import ModelConfig, tensor_shapes
 from paceline.model.files import gguf_model, hf
 from paceline.model.files.gguf_file import FourBit, GgufTensor, open_gguf
 from paceline.model.files.pull import resolve
-from paceline.model.fingerprint import fingerprint
+from paceline.model.files.stored import Stored
 from paceline.model.template import ChatTemplate
 from paceline.model.tokenizer import Tokenizer
 
@@ -22,17 +25,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.model.template import TemplateSource
-
-
-class Stored(Protocol):
-    """A tensor that lies in a file."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape once read, outermost first."""
-
-    def read(self) -> NDArray[floating]:
-        """Return it in float32, or float64 if it is stored so."""
 
 
 StoredT = TypeVar("StoredT", bound=Stored)
@@ -80,8 +72,15 @@ class LoadedModel:
 
     @property
     def fingerprint(self) -> str:
-        """What the model is, whatever file it came from; reads one small tensor."""
-        return fingerprint(self.config, self.weights["final_norm"])
+        """Name of the model itself: its shape, and a hash of the final norm, which no quantisation touches.
+
+        A folder and a GGUF file of one model share it; a base model and its fine-tune do not. Reads one small
+        tensor.
+        """
+        final_norm = np.ascontiguousarray(self.weights["final_norm"], np.float32)
+        digest = hashlib.sha256(final_norm.tobytes()).hexdigest()[:12]
+        c = self.config
+        return f"{c.family}-{c.num_layers}x{c.hidden_size}-{c.vocab_size}-{digest}"
 
 
 def load_tokenizer(model: LoadedModel) -> Tokenizer:

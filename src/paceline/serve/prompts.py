@@ -32,7 +32,7 @@ class Prompts:
 
     def of_text(self, text: str) -> tuple[int, ...]:
         """Return a text's token ids. Raises `RequestError`, `PromptTooLong`."""
-        self._check_length(self.tokenizer.least_tokens(text), "prompt", "at least ")
+        self._check_length(self.tokenizer.min_num_tokens(text), "prompt", "at least ")
         return self._checked(self.tokenizer.encode(text), "prompt")
 
     def of_ids(self, ids: Sequence[int]) -> tuple[int, ...]:
@@ -49,7 +49,7 @@ class Prompts:
         if not messages:
             raise RequestError("messages must hold at least one message", "messages")
         text = self.template.render([_flat(message) for message in messages])
-        self._check_length(self.tokenizer.least_tokens(text), "messages", "at least ")
+        self._check_length(self.tokenizer.min_num_tokens(text), "messages", "at least ")
         return self._checked(self.tokenizer.encode(text, add_special=False), "messages")
 
     def room(self, prompt_ids: Sequence[int]) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 import numpy as np
 
 from paceline.core.errors import BadModelFile, UnsupportedModel
-from paceline.model.files.floats import FLOAT_BYTES, read_floats
+from paceline.model.files.stored import FLOAT_BYTES, read_floats
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,7 +12,7 @@ import tokenizers
 
 from paceline.core.errors import BadModelFile, ModelNotFound, UnsupportedModel, suggest
 from paceline.model.config import QKV, Family, ModelConfig, Rope, RopeScaling, Sliding, family
-from paceline.model.safetensors_file import StoredTensor, open_safetensors
+from paceline.model.files.safetensors_file import StoredTensor, open_safetensors
 from paceline.model.template import MAX_TEMPLATE_CHARS, TemplateSource
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy import floating
     from numpy.typing import NDArray
 
-    from paceline.model.weights import Stored
+    from paceline.model.files.stored import Stored
 
 MAX_JSON_BYTES = 256 << 20  # a tokenizer.json of the largest vocabularies has tens of MB
 MAX_SHARDS = 1024

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from paceline.model.tokenizer import Detokenizer
+from paceline.model.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

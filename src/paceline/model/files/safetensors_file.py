@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 
 from paceline.core.errors import BadModelFile, UnsupportedModel
-from paceline.model.files.floats import FLOAT_BYTES, read_floats
+from paceline.model.files.stored import FLOAT_BYTES, read_floats
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
