@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 # A new command is one module and one line here: name -> module, what it does.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "serve": ("paceline.serve.commands.serve", "serve a model over HTTP, as OpenAI does"),
-    "chat": ("paceline.serve.commands.chat", "talk to a model in the terminal"),
-    "generate": ("paceline.serve.commands.generate", "write one answer, or one for each prompt of a file"),
+    "serve": ("paceline.serve.server", "serve a model over HTTP, as OpenAI does"),
+    "chat": ("paceline.serve.terminal.chat", "talk to a model in the terminal"),
+    "generate": ("paceline.serve.terminal.generate", "write one answer, or one for each prompt of a file"),
     "bench": ("paceline.bench.commands.bench", "measure decoding with and without speculation"),
     "bench kernels": (
         "paceline.bench.commands.kernels",

@@ -15,8 +15,7 @@ from paceline.core.errors import ConfigError, EngineDied
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.engine.assembly.config import EngineConfig
-from paceline.serve.commands.serve import log_level
-from paceline.serve.server import HttpConfig, HttpServer, listen
+from paceline.serve.server import HttpConfig, HttpServer, listen, log_level
 from paceline.serve.worker import client as engine_client
 from paceline.serve.worker.client import EngineClient
 from tests.serve.conftest import COMMAND
