@@ -19,6 +19,7 @@ from paceline.engine.assembly.cli_options import add_engine_arguments, engine_co
 from paceline.serve.api.auth import LOOPBACK, check_exposure
 from paceline.serve.app import MAX_OPEN, make_app
 from paceline.serve.terminal.banner import LoadingBar, show_choices, show_url
+from paceline.serve.tokenizer_cache import TokenizerCache
 from paceline.serve.worker.client import EngineClient
 
 if TYPE_CHECKING:
@@ -121,8 +122,9 @@ class HttpServer:
         """Bind the port. Raises `ConfigError`. Call in a running event loop."""
         self.config = config
         self.socket = listen(config.host, config.port)
-        self.client = EngineClient(engine, on_progress)
-        app, self.state = make_app(self.client, config.api_key, config.max_open, config.local)
+        tokenizer_cache = TokenizerCache()
+        self.client = EngineClient(engine, on_progress, tokenizer_cache.of)
+        app, self.state = make_app(self.client, tokenizer_cache, config.api_key, config.max_open, config.local)
         self._server = _Server(_uvicorn_config(app, config), self._on_signal)
         self._loop = asyncio.get_running_loop()
         self._drainer: asyncio.Task[None] | None = None
