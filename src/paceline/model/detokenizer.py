@@ -1,4 +1,4 @@
-"""Token ids to text while an answer grows: the part of the tokenizer that runs in a decode step."""
+"""Token ids to text while an answer grows: the tokenizer's part in a decode step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Return the character that stands for each byte in byte-level BPE (GPT-2), as character -> byte.
+    """Return character -> byte of byte-level BPE (GPT-2).
 
     A printable byte is its own character; the others are numbered from 256 on.
     """
@@ -66,7 +66,7 @@ class TokenBytes:
         return self._added.get(token_id, ("", False))[1]
 
     def whole(self, token_id: int) -> bytes:
-        """Return the bytes a token stands for, which need not be whole characters; b"" for an unknown id."""
+        """Return the bytes of a token, not always whole characters; b"" for an unknown id."""
         found = self._whole.get(token_id)
         if found is None:
             found = self._whole[token_id] = self._bytes_of(token_id)
@@ -87,9 +87,10 @@ class TokenBytes:
 
 
 class Detokenizer:
-    """Text of a growing answer: everything `push` and `flush` return, joined, equals `decode` of all ids.
+    """Text of a growing answer.
 
-    A character whose bytes are split over tokens is held back until it is complete.
+    All that `push` and `flush` return, joined, equals `decode` of all ids. A character whose bytes are split over
+    tokens is held back until it is complete.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:

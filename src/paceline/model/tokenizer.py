@@ -66,16 +66,16 @@ class Tokenizer:
             raise RequestError("the text holds half a surrogate pair; send valid Unicode") from None
 
     def min_num_tokens(self, text: str) -> int:
-        """Return a lower bound on the tokens of a text without tokenising it; 0 if there is none."""
+        """Return a lower bound on a text's tokens without tokenising it; 0 if unknown."""
         if self._text_bound is None:
             return 0
         max_bytes, dropped = self._text_bound
         return -(-len(text.encode("utf-8", "replace").translate(None, dropped)) // max_bytes)
 
     def encode_within(self, text: str) -> list[int]:
-        """Return the ids of a text that continues another: without the space some tokenizers put before a text.
+        """Return the ids of a text that continues another.
 
-        Raises `RequestError` as `encode`.
+        They are without the space that some tokenizers put before a text. Raises `RequestError` as `encode`.
         """
         if not self.strips_space:
             return self.encode(text, add_special=False)
@@ -103,7 +103,10 @@ class Tokenizer:
 
 
 def _use_whole_texts(raw: tokenizers.Tokenizer) -> None:
-    """Switch truncation and padding off: files saved after training often carry them, and prompts would change."""
+    """Switch truncation and padding off.
+
+    Files saved after training often carry them. Obeyed, they would change prompts without a word.
+    """
     if raw.truncation is not None or raw.padding is not None:
         log.warning("the tokenizer's own truncation and padding are switched off: prompts are taken as they are")
         raw.no_truncation()
@@ -111,7 +114,10 @@ def _use_whole_texts(raw: tokenizers.Tokenizer) -> None:
 
 
 def _steps(part: Any, name: str) -> list[dict[str, Any]]:
-    """Return the steps of one part of a tokenizer: those that a Sequence lists under `name`, or the part."""
+    """Return the steps of one part of a tokenizer.
+
+    They are what a Sequence lists under `name`, otherwise the part itself.
+    """
     whole = json.loads(part.__getstate__()) if part is not None else {}
     return [step for step in whole.get(name, [whole]) if "type" in step]
 
@@ -122,7 +128,7 @@ def _decoders(raw: tokenizers.Tokenizer) -> dict[str, dict[str, object]]:
 
 
 def _strips_space(decoders: dict[str, dict[str, object]]) -> bool:
-    """Return True if a text's first space was put there by the tokenizer and is not shown."""
+    """Return True if the tokenizer puts a space before a text, which is not shown."""
     strip, metaspace = decoders.get("Strip", {}), decoders.get("Metaspace", {})
     return strip.get("start") == 1 or metaspace.get("prepend_scheme") in ("always", "first")
 
@@ -141,7 +147,7 @@ class _TextBound(NamedTuple):
 
 
 def _text_bound(raw: tokenizers.Tokenizer) -> _TextBound | None:
-    """Return how much text one token can stand for, or None if there is no certain bound.
+    """Return the bound on a token's text, None if there is no certain one.
 
     There is none with a step that drops text, with a token that takes the spaces around it, or with one token for
     everything unknown.

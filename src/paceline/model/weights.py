@@ -1,4 +1,4 @@
-"""Opening a model: config, tensors by canonical name, tokenizer, all checked before anything is allocated."""
+"""Opening a model: config, tensors by canonical name, tokenizer, checked before allocation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ StoredT = TypeVar("StoredT", bound=Stored)
 
 
 class LazyWeights(Mapping[str, "NDArray[floating]"]):
-    """Tensors by canonical name, each read from its file when asked for and not kept."""
+    """Tensors by canonical name, read from the file at every access."""
 
     def __init__(self, stored: Mapping[str, Stored]) -> None:
         self._stored = stored
@@ -52,7 +52,7 @@ class LazyWeights(Mapping[str, "NDArray[floating]"]):
 
 
 class TextSource(Protocol):
-    """Where a model keeps its tokenizer and chat template."""
+    """Source of a model's tokenizer and chat template."""
 
     def tokenizer(self) -> tokenizers.Tokenizer:
         """Build the tokenizer. Raises `ModelNotFound`, `BadModelFile`, `UnsupportedModel`."""
@@ -63,7 +63,7 @@ class TextSource(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model whose files were found to be whole and to fit its config. No weight is in memory yet."""
+    """A model whose files are complete and fit its config. No weight is in memory yet."""
 
     path: Path
     config: ModelConfig
@@ -72,10 +72,10 @@ class LoadedModel:
 
     @property
     def fingerprint(self) -> str:
-        """Name of the model itself: its shape, and a hash of the final norm, which no quantisation touches.
+        """Name made of the shape and a hash of the final norm.
 
-        A folder and a GGUF file of one model share it; a base model and its fine-tune do not. Reads one small
-        tensor.
+        That tensor is never quantised, so a folder and a GGUF file of one model share the name; a base model and
+        its fine-tune do not. Reads one small tensor.
         """
         final_norm = np.ascontiguousarray(self.weights["final_norm"], np.float32)
         digest = hashlib.sha256(final_norm.tobytes()).hexdigest()[:12]
@@ -118,7 +118,7 @@ def choose_tensors(
     where: Path,
     given: Collection[str] = (),
 ) -> dict[str, StoredT]:
-    """Pick the tensors the config asks for, but for those `given` otherwise.
+    """Choose the tensors that the config asks for, except those in `given`.
 
     Raises `BadModelFile` if one is missing or has another shape.
     """
@@ -136,9 +136,10 @@ def choose_tensors(
 
 
 def load_model(name_or_path: str | Path) -> LoadedModel:
-    """Open a model by name or path, see `pull.resolve`: a folder of safetensors or a `.gguf` file.
+    """Open a model by name or path: a folder of safetensors or a `.gguf` file.
 
-    Raises `ModelNotFound`, `BadModelFile`, `UnsupportedModel`; nothing large is allocated before all is checked.
+    Names as in `pull.resolve`. Nothing large is allocated before all is checked. Raises `ModelNotFound`,
+    `BadModelFile`, `UnsupportedModel`.
     """
     path = resolve(name_or_path)
     if path.is_dir() and not (path / "config.json").is_file():

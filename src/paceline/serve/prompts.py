@@ -1,4 +1,4 @@
-"""User input to engine requests: texts, token ids, conversations and files of them become token ids."""
+"""User input (texts, token ids, conversations, files of them) to engine requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from paceline.model.template import ChatTemplate
     from paceline.model.tokenizer import Tokenizer
 
-MAX_DRAWN_SEED = 1 << 53  # exclusive; a double holds every integer below it
+MAX_DRAWN_SEED = 1 << 53  # exclusive; clients whose numbers are doubles keep every integer below it
 MAX_FILE_BYTES = 1 << 30  # of a file of prompts
 
 
@@ -43,9 +43,10 @@ class Prompts:
         return self._checked(ids, "prompt")
 
     def of_messages(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Return the token ids of a conversation, whose contents are texts or lists of text parts.
+        """Return the token ids of a conversation.
 
-        Raises `RequestError`, `PromptTooLong`.
+        A message's content is a text or a list of text parts.
+                Raises `RequestError`, `PromptTooLong`.
         """
         if self.template is None:
             raise RequestError("this model has no chat template; send a prompt to /v1/completions", "messages")
@@ -95,7 +96,7 @@ def part_text(kind: object, text: object) -> str:
 
 
 def _with_text_content(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message as templates take it: its content is one text instead of a list of parts."""
+    """Return a message whose content is one text instead of a list of parts."""
     if not isinstance(message, Mapping):
         raise RequestError(f"a message must be a mapping, not {type(message).__name__}", "messages")
     content = message.get("content")
@@ -110,7 +111,7 @@ def _with_text_content(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def seed_of(params: SamplingParams) -> int:
-    """Return the seed a request asks for, or draw one that JSON clients whose numbers are doubles can keep."""
+    """Return the seed a request asks for, or draw one below 2**53."""
     return secrets.randbelow(MAX_DRAWN_SEED) if params.seed is None else params.seed
 
 
@@ -123,7 +124,7 @@ def requests_of(
     salt: str = "",
     speculation: Speculation | None = None,
 ) -> list[Request]:
-    """Return one request for each of the n choices, which differ in the choice only; ids are NAME-CHOICE."""
+    """Return one request for each of the n choices, with ids NAME-CHOICE."""
     return [
         Request(f"{name}-{choice}", prompt_ids, params, seed, choice, salt, arrival_s, speculation)
         for choice in range(params.n)

@@ -65,7 +65,7 @@ class HttpConfig:
 
     @property
     def local(self) -> bool:
-        """True if the server is for this machine only, so that requests must be addressed to it."""
+        """True if only this machine may send requests."""
         return self.host in LOOPBACK and not self.api_key and not self.insecure
 
 
@@ -101,7 +101,7 @@ def url_of(bound: socket.socket) -> str:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server with our own signal handler: the first signal drains, the second stops at once."""
+    """uvicorn's server with our own signal handler."""
 
     def __init__(self, config: uvicorn.Config, on_signal: Callable[[], None]) -> None:
         super().__init__(config)

@@ -19,9 +19,9 @@ WARM_UP_TEXT = "Hello"
 
 
 class TokenizerCache:
-    """Makes `Prompts` from a `Ready` message in a thread, since that takes tenths of a second.
+    """`Prompts` of the running engine, made in a thread from its `Ready` message.
 
-    An engine that restarts with the same model reuses them.
+    Making them takes tenths of a second. An engine that restarts with the same model reuses them.
     """
 
     def __init__(self) -> None:

@@ -26,9 +26,9 @@ class Stored(Protocol):
 
 
 def read_floats(data: bytearray, kind: str) -> NDArray[floating]:
-    """Return stored numbers, [n] float64 for F64 and otherwise float32, which holds the 16-bit types exactly.
+    """Return stored numbers, [n]: float64 for F64, float32 for the others.
 
-    kind: one of `FLOAT_BYTES`.
+    float32 holds the 16-bit types exactly. kind: one of `FLOAT_BYTES`.
     """
     stored = np.frombuffer(data, _NUMPY_TYPES[kind])
     if kind == "BF16":  # the upper half of a float32

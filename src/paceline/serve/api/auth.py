@@ -1,4 +1,4 @@
-"""Access control in front of every route: the API key, and the Host header of a local server."""
+"""Access control in front of every route: API key and Host header."""
 
 from __future__ import annotations
 
@@ -75,7 +75,10 @@ def _header(scope: Scope, wanted: bytes) -> bytes:
 
 
 def _names_this_machine(host: bytes) -> bool:
-    """Return True for a Host, with or without a port, that names this machine; browsers always send one."""
+    """Return True for a Host that names this machine, with or without a port.
+
+    A missing Host is accepted: browsers always send one.
+    """
     name = host.decode("latin-1").strip().lower()
     name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
     return not host or name.removesuffix(".") in LOOPBACK

@@ -199,7 +199,10 @@ class CompletionFormat:
         }
 
     def _alternatives(self, entry: TokenLogprobs) -> dict[str, float]:
-        """Return the alternatives and the chosen token, the largest number where several have the same text."""
+        """Return text -> log-probability of the alternatives and the chosen token.
+
+        Of several tokens with the same text, the likeliest counts.
+        """
         pairs = [(entry.token_id, entry.logprob), *zip(entry.top_ids, entry.top_logprobs, strict=True)]
         pairs.sort(key=lambda pair: pair[1])
         by_text = {self.tokenizer.token_text(i): max(logprob, MIN_LOGPROB) for i, logprob in pairs}
@@ -214,7 +217,7 @@ def _ending_of(outcome: Outcome) -> Json:
 
 
 def token_usage(prompt_tokens: int, completion_tokens: int) -> Json:
-    """Return the token counts of a usage, which are all there is before an answer ends."""
+    """Return the token counts of a usage; before an answer ends there is no more."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -223,7 +226,10 @@ def token_usage(prompt_tokens: int, completion_tokens: int) -> Json:
 
 
 def usage(figures: Sequence[Figures], n: int) -> Json:
-    """Return the usage of a response: each prompt counted once, whatever n is; speculation over all choices."""
+    """Return the usage of a response.
+
+    Each prompt is counted once, whatever n is; speculation is summed over all choices.
+    """
     prompt_tokens = sum(f.prompt_tokens for f in figures[::n])
     completion_tokens = sum(f.completion_tokens for f in figures)
     passes = sum(f.decode_passes for f in figures)

@@ -41,9 +41,9 @@ class Responder:
         self._first_s: dict[int, float] = {}  # answer -> time from arrival to its first token
 
     async def run(self, client: EngineClient, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the job to the engine and its answers to the client; cancel it if the client disconnects.
+        """Send the job to the engine and its answers to the client.
 
-        Raises `ApiError` while nothing has been sent yet.
+        Cancels the job if the client disconnects. Raises `ApiError` while nothing has been sent yet.
         """
         events = await client.submit(self.job.requests)
         watcher = asyncio.create_task(_watch(receive, events))

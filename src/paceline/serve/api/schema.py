@@ -1,4 +1,4 @@
-"""Request bodies: every field, its type, and the explanation of a body that does not fit.
+"""Request bodies: fields, types, and the explanation of a body that does not fit.
 
 The bounds of sampling parameters are those of `SamplingParams`. `null` counts as absent.
 """
@@ -168,7 +168,10 @@ class _Common(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def wants_running_usage(self) -> bool:
-        """True if every chunk should carry the usage so far; as in vLLM, only together with `include_usage`."""
+        """True if every chunk should carry the usage so far.
+
+        As in vLLM, this needs `include_usage` too.
+        """
         options = self.stream_options
         return options is not None and bool(options.include_usage and options.continuous_usage_stats)
 
@@ -295,7 +298,7 @@ def _check_neutral(field: str, value: Any) -> None:
 
 
 def _seed(given: int) -> int | None:
-    """Return a seed of OpenAI's range, all of int64; a negative one asks for a random seed, as elsewhere."""
+    """Return a seed of OpenAI's range, int64; None (drawn) for a negative one."""
     return None if -MAX_SEED - 1 <= given < 0 else given
 
 

@@ -1,4 +1,7 @@
-"""Progress while an engine loads and the banner once it is ready: rich on a terminal, plain text elsewhere."""
+"""Progress while an engine loads, and the banner once it is ready.
+
+Rich output on a terminal, plain text elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,7 @@ def _bar(stream: TextIO) -> Progress:
 
 
 def printable(text: str, stream: TextIO) -> str:
-    """Return a model's text without control characters if the stream is a terminal, which they could steer."""
+    """Return a model's text without the control characters that could steer a terminal."""
     return text if not stream.isatty() else _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 

@@ -68,7 +68,10 @@ def _seed(key: str) -> int:
 
 @contextmanager
 def open_to_append(path: Path) -> Iterator[tuple[BinaryIO, set[str]]]:
-    """Open a file of JSON lines for appending, with the keys it holds; drop a last line that a crash cut short."""
+    """Open a file of JSON lines for appending, and return the keys it holds.
+
+    A last line that a crash cut short is dropped.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a+b")

@@ -76,7 +76,10 @@ class _Lines:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], num_left: int = 1) -> None:
-    """Print a table whose first `num_left` columns are aligned left: ruled on a terminal, plain text elsewhere."""
+    """Print a table, ruled on a terminal and as plain text elsewhere.
+
+    num_left: number of first columns that are aligned left.
+    """
     if not sys.stdout.isatty():
         say(plain_table(title, columns, rows, num_left))
         return

@@ -1,4 +1,4 @@
-"""Server side of the engine process: start it, send requests, distribute outcomes, restart it if it dies."""
+"""Server side of the engine process: start, supervise, send requests, distribute outcomes."""
 
 from __future__ import annotations
 
@@ -336,7 +336,7 @@ def _without_limits(socket: zmq.asyncio.Socket) -> zmq.asyncio.Socket:
 
 
 def _private_folder() -> Path:
-    """Make a folder that only this user can enter (0700), with a path short enough for a unix socket."""
+    """Make a folder (0700) with a path short enough for a unix socket."""
     folder = tempfile.mkdtemp(prefix="paceline-")
     if len(folder) > MAX_SOCKET_CHARS:
         shutil.rmtree(folder)
@@ -345,7 +345,7 @@ def _private_folder() -> Path:
 
 
 async def _spawn(address: str) -> asyncio.subprocess.Process:
-    """Start the engine process: a fresh interpreter, since a fork of a threaded process may hang."""
+    """Start the engine in a fresh interpreter, since a forked threaded process may hang."""
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "paceline.serve.worker.process", address, stdin=asyncio.subprocess.PIPE
     )

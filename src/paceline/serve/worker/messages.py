@@ -52,7 +52,7 @@ class Template(Message, frozen=True):
 
 
 class StartupChoice(Struct, frozen=True, forbid_unknown_fields=True):
-    """One line of the banner: `Choice` of the engine's assembly, without that module's import of torch."""
+    """One line of the banner. Equal to the engine's `Choice`, whose module imports torch."""
 
     what: str
     value: str
@@ -60,7 +60,7 @@ class StartupChoice(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Ready(Message, frozen=True):
-    """The engine is ready; with all that the server needs to turn text into token ids."""
+    """The engine is ready. Carries what the server needs to make token ids."""
 
     model_name: str
     max_len: int  # tokens of prompt and answer of one request

@@ -1,4 +1,4 @@
-"""Process of the engine: load, then step while there is work and otherwise wait for messages.
+"""Process of the engine: load, step while there is work, otherwise wait for messages.
 
 `client` starts it as `python -m paceline.serve.worker.process ADDRESS`. It ends with its parent: stdin is a pipe
 that the parent holds open, and it is closed however the parent ends.
@@ -126,7 +126,10 @@ class EngineWorker:
             self.server.send(OutcomeBatch(tuple(outcomes)))
 
     def _send_snapshot(self) -> None:
-        """Send a snapshot at intervals and before the last outcome, so that it is never older than an answer."""
+        """Send a snapshot at intervals, and before the last outcome of all.
+
+        So the server's counters are never older than an answer.
+        """
         now_s = time.monotonic()
         if now_s >= self._next_snapshot_s or not self.engine.has_work:
             self._next_snapshot_s = now_s + SNAPSHOT_S
