@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from pathlib import Path
 
+    from paceline.core.errors import PacelineError
     from paceline.serve.worker.messages import Ready
 
 HANGS_S = 20.0  # what takes so long never ends
@@ -131,7 +132,7 @@ def test_an_engine_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatc
     run(scenario)
 
 
-@pytest.mark.parametrize("name", ["a b", "x" * 120, "é ☃"])
+@pytest.mark.parametrize("name", ["a b", "x" * 120, "☃" * 25])
 def test_an_engine_starts_whatever_the_temporary_folder_is_called(
     monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path, name: str
 ) -> None:
@@ -167,13 +168,19 @@ def test_an_engine_is_ready_once_it_is_prepared_for(model: Path) -> None:
     run(scenario)
 
 
-def test_an_engine_that_cannot_be_prepared_for_is_told(model: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(ConfigError("no such tokenizer"), ConfigError), (ValueError("no such tokenizer"), EngineDied)],
+)
+def test_an_engine_that_cannot_be_prepared_for_is_told(
+    model: Path, error: Exception, kind: type[PacelineError]
+) -> None:
     async def refuse(_: Ready) -> None:
-        raise ConfigError("no such tokenizer")
+        raise error
 
     async def scenario() -> None:
         client = EngineClient(EngineConfig(model=str(model), draft="off", threads=1), prepare=refuse)
-        with pytest.raises(ConfigError, match="no such tokenizer"):
+        with pytest.raises(kind, match="no such tokenizer"):
             await client.first_ready
         await client.stop()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 import sys
 import tempfile
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STOP_S = 5.0  # time for the engine to end by itself before it is killed
-MAX_SOCKET_CHARS = 90  # of a socket's folder; a unix socket's path has at most about 100
+MAX_FOLDER_BYTES = 90  # of a socket's folder; a unix socket's path may have about 100
 
 RESTARTING = "the engine process ended; it is being restarted, so try again"
 STOPPING = "the server is shutting down"
@@ -204,8 +205,8 @@ class EngineClient:
 
     async def _run_engine(self) -> PacelineError | None:
         """Run one engine process to its end. Returns why it failed to load, if it did."""
-        socket = self._context.socket(zmq.PAIR)
         folder = _private_folder()
+        socket = self._context.socket(zmq.PAIR)
         try:
             address = f"ipc://{folder}/engine"
             _without_limits(socket).bind(address)
@@ -248,8 +249,8 @@ class EngineClient:
             if isinstance(message, Ready) and self._prepare is not None:
                 try:
                     await self._prepare(message)
-                except PacelineError as error:
-                    engine.failed = error
+                except Exception as error:
+                    engine.failed = error if isinstance(error, PacelineError) else _unprepared(error)
                     return
             self._handle(engine, message)
 
@@ -320,6 +321,11 @@ def _message(data: bytes) -> ToServer | None:
     return message
 
 
+def _unprepared(error: Exception) -> EngineDied:
+    log.error("the server cannot use what the engine sent", exc_info=error)
+    return EngineDied(f"the server cannot use what the engine sent: {type(error).__name__}: {error}")
+
+
 async def _send_now(socket: zmq.asyncio.Socket, message: ToEngine) -> None:
     """Send to an engine that was ready. Raises `EngineDied` at once if it cannot take the message."""
     try:
@@ -338,7 +344,7 @@ def _without_limits(socket: zmq.asyncio.Socket) -> zmq.asyncio.Socket:
 def _private_folder() -> Path:
     """Make a folder (0700) with a path short enough for a unix socket."""
     folder = tempfile.mkdtemp(prefix="paceline-")
-    if len(folder) > MAX_SOCKET_CHARS:
+    if len(os.fsencode(folder)) > MAX_FOLDER_BYTES:
         shutil.rmtree(folder)
         folder = tempfile.mkdtemp(prefix="paceline-", dir="/tmp")
     return Path(folder)
