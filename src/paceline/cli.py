@@ -1,4 +1,4 @@
-"""The command `paceline`: one entry point; a command's module is imported only when it is chosen.
+"""Command `paceline`: one entry point that imports only the module of the chosen command.
 
 A command module has `add_arguments(parser)` and `run(args) -> int`. Every flag can also be given by an environment
 variable, `--max-rows` by PACELINE_MAX_ROWS; the command line wins.
@@ -23,11 +23,11 @@ from paceline.core.errors import ConfigError, PacelineError, suggest
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-# A new command is one module and one line here: name -> module, what it does.
+# A new command is one module and one line here: name -> (module, description).
 COMMANDS: dict[str, tuple[str, str]] = {
-    "serve": ("paceline.serve.commands.serve", "serve a model over HTTP, as OpenAI does"),
-    "chat": ("paceline.serve.commands.chat", "talk to a model in the terminal"),
-    "generate": ("paceline.serve.commands.generate", "write one answer, or one for each prompt of a file"),
+    "serve": ("paceline.serve.server", "serve a model over HTTP, as OpenAI does"),
+    "chat": ("paceline.serve.terminal.chat", "talk to a model in the terminal"),
+    "generate": ("paceline.serve.terminal.generate", "write one answer, or one for each prompt of a file"),
     "bench": ("paceline.bench.commands.bench", "measure decoding with and without speculation"),
     "bench kernels": (
         "paceline.bench.commands.kernels",
@@ -61,9 +61,9 @@ _SWITCHES = {
 }
 _INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 _PIPE_CLOSED = 141  # 128 + SIGPIPE
-_GOES_ON = ("train", "compare")  # commands that take up what they had done
-_REFUSE = "paceline-refuse"  # how standard input treats bytes that are no text
-_ESCAPE = "paceline-escape"  # how standard output writes characters that its encoding lacks
+_RESUMABLE = ("train", "compare")  # commands that resume where they stopped
+_REFUSE = "paceline-refuse"  # error handler of standard input for bytes that are no text
+_ESCAPE = "paceline-escape"  # error handler of standard output for characters that its encoding lacks
 
 
 class _Parser(argparse.ArgumentParser):
@@ -74,7 +74,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status: 2 for an error the user can mend, 130 when interrupted."""
+    """Run a command and return its status: 2 for a user's error, 130 if interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         _check_stdin()
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _print_interrupted(words)
         return _INTERRUPTED
-    except BrokenPipeError:  # the reader, such as `head`, has gone; keep the interpreter's last flush quiet
+    except BrokenPipeError:  # the reader, such as `head`, has ended; the last flush must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _PIPE_CLOSED
 
@@ -136,7 +136,7 @@ def _overview() -> str:
 
 
 def parse(parser: argparse.ArgumentParser, argv: list[str], environ: Mapping[str, str]) -> argparse.Namespace:
-    """Parse arguments, those of the environment first so that the command line wins. Raises `ConfigError`."""
+    """Parse arguments. Those of the environment come first, so the command line wins. Raises `ConfigError`."""
     _complete_help(parser)
     args, unknown = parser.parse_known_args([*_from_environment(parser, argv, environ), *argv])
     if unknown:
@@ -147,7 +147,7 @@ def parse(parser: argparse.ArgumentParser, argv: list[str], environ: Mapping[str
 
 
 def _flags(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Yield the options with a long name, --help excepted. argparse has no public list of them."""
+    """Yield the options with a long name but --help. argparse has no public list of them."""
     for action in parser._actions:
         if action.option_strings and action.option_strings[-1].startswith("--") and action.dest != "help":
             yield action
@@ -159,7 +159,7 @@ def _variable(action: argparse.Action) -> str:
 
 
 def _complete_help(parser: argparse.ArgumentParser) -> None:
-    """Add each flag's default and environment variable to its help."""
+    """Add each flag's default and environment variable to its help text."""
     for action in _flags(parser):
         if action.help is not argparse.SUPPRESS:
             shown = action.default not in (None, False, argparse.SUPPRESS) and "default" not in (action.help or "")
@@ -181,7 +181,7 @@ def _as_arguments(action: argparse.Action, value: str, argv: list[str]) -> list[
     flag = next(option for option in action.option_strings if option.startswith("--"))
     if action.nargs == 0:
         return _switch(action, value)
-    if isinstance(action, argparse._AppendAction):  # a list on the command line replaces the whole list
+    if isinstance(action, argparse._AppendAction):  # a list on the command line replaces that of the environment
         given = any(a == option or a.startswith(f"{option}=") for a in argv for option in action.option_strings)
         return [] if given else [f"{flag}={part}" for part in _words(action, value)]
     return [f"{flag}={value}"]
@@ -211,7 +211,7 @@ def _has_no(action: argparse.Action) -> bool:
 
 
 def _check_stdin() -> None:
-    """Let standard input that is not UTF-8, or what the terminal has instead, end in an error of one line."""
+    """Make standard input that its encoding cannot decode raise `ConfigError`."""
     if isinstance(sys.stdin, io.TextIOWrapper) and sys.stdin.errors != _REFUSE:
         codecs.register_error(_REFUSE, _refuse)
         sys.stdin.reconfigure(errors=_REFUSE)
@@ -223,7 +223,7 @@ def _refuse(error: UnicodeError) -> NoReturn:
 
 
 def _open_stdout() -> None:
-    """Let standard output take any text, whatever its encoding: what it lacks is escaped as in JSON."""
+    """Make standard output take any text: characters its encoding lacks are escaped as in JSON."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         codecs.register_error(_ESCAPE, _escape)
         sys.stdout.reconfigure(errors=_ESCAPE)
@@ -236,8 +236,8 @@ def _escape(error: UnicodeError) -> tuple[str, int]:
 
 
 def _print_interrupted(words: Sequence[str]) -> None:
-    """Say that Ctrl-C was heard, behind the ^C of a terminal, and whether what was done is kept."""
-    kept = "; the same command goes on where it stopped" if words and words[0] in _GOES_ON else ""
+    """Write that Ctrl-C ended the command, and whether it can be resumed."""
+    kept = "; the same command goes on where it stopped" if words and words[0] in _RESUMABLE else ""
     before = "\n" if sys.stderr.isatty() else ""
     sys.stderr.write(f"{before}interrupted{kept}\n")
 

@@ -13,7 +13,7 @@ import pytest
 from paceline.core.errors import PromptTooLong, RequestError
 from paceline.core.nouns import BROKEN, UNCHOSEN, Batch, Draft, Plan, Request, RowDraft, Scores
 from paceline.core.params import SamplingParams
-from paceline.model.tokenizer import Detokenizer
+from paceline.model.detokenizer import Detokenizer
 from tests.engine.same_text import PLAIN, Settings, assert_same, make_engine, run
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from paceline.draft.registry import parse_drafters
 from paceline.engine.assembly.calibration_stubs import Always
 from paceline.engine.assembly.memory import available_bytes
 from paceline.engine.drafters import DrafterPool
-from paceline.model.cost import num_weights
+from paceline.model.config import num_weights
 from paceline.model.files.pull import resolve
 from paceline.model.weights import load_model, load_template, load_tokenizer
 

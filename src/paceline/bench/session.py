@@ -130,7 +130,7 @@ def run_there(
 
 def about(config: EngineConfig, loaded: Loaded) -> dict[str, Any]:
     """Return the JSON file's `model` and `backend`."""
-    from paceline.model.cost import num_weights
+    from paceline.model.config import num_weights
 
     c = loaded.decoder.config
     return {

@@ -20,7 +20,7 @@ from paceline.engine.serial import SerialLoop
 from paceline.engine.stats import Gauges, Stats
 from paceline.engine.step_view import outlook
 from paceline.engine.writer import StopChecker
-from paceline.model.tokenizer import Detokenizer
+from paceline.model.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.core.nouns import FinishReason, Request
-    from paceline.model.tokenizer import Detokenizer
+    from paceline.model.detokenizer import Detokenizer
 
 
 class Taken(NamedTuple):

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from paceline.core.errors import PacelineError
-from paceline.model.safetensors_file import open_safetensors
+from paceline.model.files.safetensors_file import open_safetensors
 from paceline.train.corpus import packs
 
 if TYPE_CHECKING:

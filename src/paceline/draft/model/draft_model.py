@@ -30,7 +30,7 @@ from paceline.draft.registry import bounded
 from paceline.draft.request_vocabulary import OwnTokens
 from paceline.draft.shipped import shipped_folder
 from paceline.draft.training import trained_to
-from paceline.model.cost import num_weights
+from paceline.model.config import num_weights
 from paceline.model.files.pull import resolve
 from paceline.model.heads.cut_model import load_small, num_small_weights, shares_tables
 from paceline.model.weights import load_model

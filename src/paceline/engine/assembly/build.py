@@ -21,7 +21,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.pages import PagePool
 from paceline.engine.remote.client import RemoteDrafter
 from paceline.engine.remote.messages import BeginDrafter
-from paceline.model.cost import num_weights
+from paceline.model.config import num_weights
 from paceline.model.files.pull import resolve
 from paceline.model.weights import LazyWeights, load_model, load_template, load_tokenizer
 from paceline.verify.law import load_law

@@ -14,7 +14,7 @@ import numpy as np
 
 from paceline.core.errors import BadModelFile, DrafterMismatch
 from paceline.model.files import hf
-from paceline.model.safetensors_file import join_scales
+from paceline.model.files.safetensors_file import join_scales
 from paceline.model.weights import canonical_names, choose_tensors
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.model.config import ModelConfig
-    from paceline.model.safetensors_file import StoredTensor
+    from paceline.model.files.safetensors_file import StoredTensor
 
 SHARED = ("embed", "head")
 VOCABULARY_TENSORS = ("d2t", "t2d")

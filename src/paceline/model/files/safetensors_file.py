@@ -1,4 +1,4 @@
-"""Reading safetensors with every offset checked against the file before a byte of a tensor is touched."""
+"""Reader of safetensors files that checks every offset before it reads a tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 
 from paceline.core.errors import BadModelFile, UnsupportedModel
-from paceline.model.files.floats import FLOAT_BYTES, read_floats
+from paceline.model.files.stored import FLOAT_BYTES, read_floats
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,7 +25,7 @@ MAX_DIMS = 8
 MAX_DIM = 1 << 40
 
 _INTEGERS = {"I64": "<i8", "I32": "<i4", "I8": "<i1"}
-# Types we can skip over but not compute with.
+# Types that can be skipped but not computed with.
 _OTHER_BYTES: dict[str, int] = {
     "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1,
     "F8_E4M3": 1, "F8_E5M2": 1,
@@ -34,7 +34,7 @@ _OTHER_BYTES: dict[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where one tensor lies. Both ends were found to be inside the file."""
+    """Position of one tensor, checked to be inside the file."""
 
     path: Path
     dtype: str  # as the file names it
@@ -51,7 +51,7 @@ class StoredTensor:
         return read_floats(self._data(), self.dtype).reshape(self.shape)
 
     def read_integers(self) -> NDArray[int64]:
-        """Return a tensor of whole numbers. Raises `BadModelFile`, `UnsupportedModel`."""
+        """Return a tensor of integers. Raises `BadModelFile`, `UnsupportedModel`."""
         if self.dtype not in _INTEGERS:
             raise UnsupportedModel(
                 f"{self.path.name} stores whole numbers as {self.dtype}; known: {', '.join(_INTEGERS)}"
@@ -69,14 +69,14 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class ScaledTensor:
-    """A matrix kept as whole numbers of 8 bits and a scale for each of its rows."""
+    """Matrix stored as 8-bit integers and a scale for each row."""
 
     values: StoredTensor
     scales: StoredTensor
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape once read."""
+        """Shape after reading."""
         return self.values.shape
 
     def read(self) -> NDArray[floating]:
@@ -85,7 +85,7 @@ class ScaledTensor:
 
 
 def join_scales(found: Mapping[str, StoredTensor]) -> dict[str, StoredTensor | ScaledTensor]:
-    """Put matrices together with their scales, `NAME_scale` [rows, 1]. Raises `BadModelFile` for other shapes."""
+    """Join matrices with their scales, `NAME_scale` [rows, 1]. Raises `BadModelFile` for other shapes."""
     joined: dict[str, StoredTensor | ScaledTensor] = {}
     for name, stored in found.items():
         scales = found.get(f"{name}_scale")
@@ -102,7 +102,7 @@ def join_scales(found: Mapping[str, StoredTensor]) -> dict[str, StoredTensor | S
 
 
 def open_safetensors(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a file by name, nothing read yet. Raises `BadModelFile` for any lie in its header."""
+    """Return the tensors of a file by name, not read yet. Raises `BadModelFile`, `UnsupportedModel`."""
     file_bytes = path.stat().st_size
     header, start = _header(path, file_bytes)
     header.pop("__metadata__", None)
@@ -132,7 +132,7 @@ def _header(path: Path, file_bytes: int) -> tuple[dict[str, Any], int]:
 
 
 def _entry(path: Path, name: str, entry: object, start: int) -> StoredTensor:
-    """Check one header entry by itself."""
+    """Return one checked header entry."""
     fields = entry if isinstance(entry, dict) else {}
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     if not isinstance(dtype, str) or not _sizes(shape, MAX_DIMS) or not _sizes(offsets, 2) or len(offsets) != 2:
@@ -148,8 +148,8 @@ def _entry(path: Path, name: str, entry: object, start: int) -> StoredTensor:
     return StoredTensor(path, dtype, tuple(shape), start + begin, end - begin)
 
 
-def _sizes(values: object, most: int) -> TypeGuard[list[int]]:
-    """Whether this is a short list of sensible sizes."""
-    if not isinstance(values, list) or len(values) > most:
+def _sizes(values: object, max_count: int) -> TypeGuard[list[int]]:
+    """Return True for a list of at most `max_count` sizes within bounds."""
+    if not isinstance(values, list) or len(values) > max_count:
         return False
     return all(type(v) is int and 0 <= v <= MAX_DIM for v in values)
