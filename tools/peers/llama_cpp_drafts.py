@@ -1,4 +1,4 @@
-"""What llama.cpp drafts with: the prompt lookup of its Python bindings, or a second model."""
+"""Drafters of llama.cpp: the prompt lookup of its Python bindings, or a draft model."""
 
 from __future__ import annotations
 
@@ -14,58 +14,60 @@ if TYPE_CHECKING:
 
     from tools.peers.llama_cpp import LlamaCpp
 
-    Draft = Callable[[Sequence[int]], list[int]]  # from the text so far
+    ProposeDraft = Callable[[Sequence[int]], list[int]]  # token ids so far -> draft ids
 
-LEAST_PROBABILITY = 0.75  # below it the second model stops drafting: llama.cpp's own default
+MIN_PROBABILITY = 0.75  # the draft model stops below it; llama.cpp's default
 
 
 class PeerDrafts(Protocol):
-    """Something that drafts for one text at a time."""
+    """A drafter for one text at a time."""
 
     @property
-    def most(self) -> int:
-        """Drafts at once."""
+    def max_drafts(self) -> int:
+        """Largest number of drafts at once."""
         ...
 
     def open(self, length: int) -> Any:
-        """Return a context manager that gives a `Draft` for a text of so many tokens at most."""
+        """Return a context manager with a `ProposeDraft` for a text of at most `length` tokens."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLookup:
-    """What followed the last tokens before, as the bindings do it."""
+    """Prompt lookup as the bindings implement it."""
 
-    most: int
+    max_drafts: int
 
     @contextmanager
-    def open(self, length: int) -> Iterator[Draft]:
+    def open(self, length: int) -> Iterator[ProposeDraft]:
         """See `PeerDrafts`."""
-        lookup = import_module("llama_cpp.llama_speculative").LlamaPromptLookupDecoding(num_pred_tokens=self.most)
+        lookup = import_module("llama_cpp.llama_speculative").LlamaPromptLookupDecoding(
+            num_pred_tokens=self.max_drafts
+        )
         yield lambda text: lookup(np.array(text, np.intc)).tolist()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SecondModel:
-    """The likeliest tokens of a smaller model, as long as it is sure of them."""
+class PeerDraftModel:
+    """Greedy drafts of a smaller model while their probability stays above `MIN_PROBABILITY`."""
 
     model: LlamaCpp
-    most: int
+    max_drafts: int
 
     @contextmanager
-    def open(self, length: int) -> Iterator[Draft]:
+    def open(self, length: int) -> Iterator[ProposeDraft]:
         """See `PeerDrafts`."""
         with self.model.context(1, length) as (context, batch):
-            yield _Continued(self.model, context, batch, self.most).draft
+            yield _DraftContext(self.model, context, batch, self.max_drafts).draft
 
 
 @dataclass(slots=True, eq=False)
-class _Continued:
+class _DraftContext:
     model: LlamaCpp
     context: Any
     batch: Any
-    most: int
-    known: list[int] = field(default_factory=list)  # tokens whose keys and values it has
+    max_drafts: int
+    known: list[int] = field(default_factory=list)  # token ids whose KV it has
 
     def draft(self, text: Sequence[int]) -> list[int]:
         shared = next(
@@ -76,9 +78,9 @@ class _Continued:
         del self.known[shared:]
         drafts: list[int] = []
         new = list(text[shared:])
-        while len(drafts) < self.most:
+        while len(drafts) < self.max_drafts:
             token_id, probability = self._next(new)
-            if probability < LEAST_PROBABILITY:
+            if probability < MIN_PROBABILITY:
                 break
             drafts.append(token_id)
             new = [token_id]

@@ -1,4 +1,4 @@
-"""Runs on disk as they are made: a comparison takes hours, and goes on where it stopped."""
+"""Runs on disk as they are made: a comparison takes hours and resumes where it stopped."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ if TYPE_CHECKING:
     Json = dict[str, Any]
 
 
-# What of the head all runs of a file share: figures of two builds or machines are not one comparison.
-SAME = ("git", "version", "machine", "model", "backend")
+# Fields that are the same for all runs of a file: figures of two builds or machines are not one comparison.
+SHARED_FIELDS = ("git", "version", "machine", "model", "backend")
 
 
-class Results:
-    """The runs of a comparison, each known by what it is of."""
+class ResultFile:
+    """The runs of a comparison, each found by its key."""
 
     def __init__(self, file: Path, settings: Mapping[str, Any], head: Mapping[str, Any]) -> None:
-        """Take up a file with the same settings, of the same build and machine.
+        """Resume a file with the same settings, of the same build and machine, or begin a new one.
 
-        head: what the file begins with. Raises `ConfigError` if the file is of another comparison.
+        head: the first fields of the file. Raises `ConfigError` if the file is of another comparison.
         """
-        self.file, self._document = file, {**head, "settings": dict(settings), "runs": []}
+        self.file = file
+        self._document: Json = {**head, "settings": dict(settings), "runs": []}
         if file.exists():
             self._document |= {"runs": _runs(file, self._document)}
 
@@ -37,7 +38,7 @@ class Results:
         return found
 
     def once(self, key: Mapping[str, Any], run: Callable[[], Json]) -> Json:
-        """Return the run of a key: as it was recorded, or made and recorded now."""
+        """Return the recorded run of a key, or make and record it."""
         known = next((r for r in self.runs if all(r.get(name) == value for name, value in key.items())), None)
         if known is None:
             known = {**key, **run()}
@@ -46,7 +47,7 @@ class Results:
         return known
 
     def write(self, **more: Any) -> None:
-        """Write the file, whole, with what else is known now."""
+        """Replace the file, with further fields."""
         self._document |= more
         part = self.file.with_suffix(".part")
         part.write_text(json.dumps(self._document, indent=1) + "\n", encoding="utf-8")
@@ -54,13 +55,13 @@ class Results:
 
 
 def _runs(file: Path, document: Json) -> list[Json]:
-    """Return the runs of a file. Raises `ConfigError` if they are not of the comparison that is asked for."""
+    """Return the runs of a file. Raises `ConfigError` if it is of another comparison than `document`."""
     try:
         found, ours = json.loads(file.read_text(encoding="utf-8")), json.loads(json.dumps(document))
         changed = _changed(found["settings"], ours["settings"])
         if changed:
             raise ConfigError(f"--json {file} is of other settings: {changed}; name another file, or the same")
-        changed = _changed(*({name: head.get(name) for name in SAME} for head in (found, ours)))
+        changed = _changed(*({name: head.get(name) for name in SHARED_FIELDS} for head in (found, ours)))
         if changed:
             raise ConfigError(
                 f"--json {file} is of another build, machine or model: {changed}; name another file, as such runs "
@@ -73,12 +74,12 @@ def _runs(file: Path, document: Json) -> list[Json]:
 
 
 def _changed(theirs: Json, ours: Json) -> str:
-    """Return what differs, in words; empty if nothing does."""
-    told = []
+    """Return the differences in words; empty if there are none."""
+    found = []
     for name in sorted({**theirs, **ours}):
         was, now = theirs.get(name), ours.get(name)
         if was != now and isinstance(was, dict) and isinstance(now, dict):
-            told.append(_changed(was, now))
+            found.append(_changed(was, now))
         elif was != now:
-            told.append(f"{name} (was {was}, is {now})")
-    return ", ".join(told)
+            found.append(f"{name} (was {was}, is {now})")
+    return ", ".join(found)

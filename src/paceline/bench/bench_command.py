@@ -1,14 +1,12 @@
-"""`paceline bench`: the one way to a number."""
+"""`paceline bench`: measure decoding with and without speculation."""
 
 from __future__ import annotations
 
 import math
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline import __version__
+from paceline.bench.prompt_file import BUILTIN, PROMPTS_HELP, PROMPTS_METAVAR, read_prompts
 from paceline.core.errors import ConfigError
 from paceline.core.params import SamplingParams
 from paceline.engine.assembly.cli_options import add_target_arguments, engine_config
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
     from paceline.bench.measure import Run
-    from paceline.bench.prompts import Prompt
+    from paceline.bench.prompt_file import Prompt
     from paceline.bench.session import Session
 
 MAX_LIMIT = 1 << 24
@@ -31,7 +29,7 @@ MAX_RATE_PER_S = 1_000_000
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the command's arguments."""
     what = parser.add_argument_group("what to measure")
-    what.add_argument("--prompts", metavar="FILE.jsonl", help="lines with question_id, category, turns[]")
+    what.add_argument("--prompts", default=BUILTIN, metavar=PROMPTS_METAVAR, help=PROMPTS_HELP)
     what.add_argument("--limit", type=int, metavar="N", help="only N prompts, evenly spaced over the file")
     what.add_argument("--max-tokens", type=int, default=128, metavar="M", help="tokens of an answer at most")
     what.add_argument("--concurrency", default="1", metavar="C[,C...]", help="requests in flight")
@@ -65,14 +63,14 @@ def run(args: Namespace) -> int:
     from paceline.bench import report
 
     if args.plot is not None:
-        from paceline.bench.plot import plot
+        from paceline.bench.pictures import draw_bench
 
         check_picture("--out", args.out)
-        plot(Path(args.plot), Path(args.out))
+        draw_bench(Path(args.plot), Path(args.out))
         say(args.out)
         return 0
     _check(args)
-    session, prompts = _session(args), _prompts(args)
+    session, prompts = _session(args), read_prompts(args.prompts, args.limit)
     head, runs = _there(args, session, prompts) if args.url else _here(args, session, prompts)
     from paceline.bench.measure import record
 
@@ -86,9 +84,7 @@ def run(args: Namespace) -> int:
 
 
 def _check(args: Namespace) -> None:
-    """Raise `ConfigError` for what would only fail once everything has been measured, or means nothing."""
-    if args.prompts is None:
-        raise ConfigError("bench needs --prompts FILE.jsonl with question_id, category, turns[] in each line")
+    """Raise `ConfigError` for options that would fail only after measuring, or that mean nothing."""
     if args.limit is not None and not 1 <= args.limit <= MAX_LIMIT:
         raise ConfigError(f"--limit must be between 1 and {MAX_LIMIT}, not {args.limit}")
     _check_server(args)
@@ -103,7 +99,7 @@ def _check_server(args: Namespace) -> None:
     if args.url and len(args.draft or ()) > 1:
         raise ConfigError("--url: the server has one drafter; --draft can only be the name it gets in the table")
     if args.url and args.save_tokens:
-        raise ConfigError("--save-tokens: a server does not tell token ids; leave out --url")
+        raise ConfigError("--save-tokens: a server does not send token ids; leave out --url")
 
 
 def _session(args: Namespace) -> Session:
@@ -130,14 +126,9 @@ def _session(args: Namespace) -> Session:
     )
 
 
-def _prompts(args: Namespace) -> list[Prompt]:
-    from paceline.bench.prompts import read_prompts
-
-    return read_prompts(args.prompts, args.limit)
-
-
 def _here(args: Namespace, session: Session, prompts: list[Prompt]) -> tuple[dict[str, Any], list[Run]]:
-    from paceline.bench.session import about, run_here
+    from paceline.bench.report import file_head
+    from paceline.bench.session import model_and_backend, run_here
     from paceline.draft.registry import parse_drafters
     from paceline.engine.assembly.build import load
 
@@ -150,11 +141,12 @@ def _here(args: Namespace, session: Session, prompts: list[Prompt]) -> tuple[dic
     total = session.num_runs * len(prompts)
     with progress("measuring") as update:
         runs = list(run_here(config, loaded, session, prompts, lambda done: update(done, total)))
-    return head(about(config, loaded)), runs
+    return file_head(model_and_backend(config, loaded)), runs
 
 
 def _there(args: Namespace, session: Session, prompts: list[Prompt]) -> tuple[dict[str, Any], list[Run]]:
     from paceline.bench.load import server
+    from paceline.bench.report import file_head
     from paceline.bench.session import run_there
 
     params = {
@@ -168,17 +160,5 @@ def _there(args: Namespace, session: Session, prompts: list[Prompt]) -> tuple[di
     total = session.repeat * levels * len(prompts)
     with progress("measuring") as update:
         runs = list(run_there(target, session, args.request_rate, prompts, lambda done: update(done, total)))
-    return head({"model": {"name": target.body["model"]}, "backend": {"name": "server", "url": args.url}}), runs
-
-
-def head(about: dict[str, Any]) -> dict[str, Any]:
-    """Return what every file of figures begins with."""
-    from paceline.core.machine import commit, machine
-
-    return {
-        "command": shlex.join(["paceline", *sys.argv[1:]]),
-        "git": commit(),
-        "version": __version__,
-        "machine": machine(),
-        **about,
-    }
+    subject = {"model": {"name": target.body["model"]}, "backend": {"name": "server", "url": args.url}}
+    return file_head(subject), runs

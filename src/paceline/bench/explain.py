@@ -1,4 +1,4 @@
-"""`paceline explain`: what did the controller know, what did it choose, what did it get?"""
+"""`paceline explain`: replay a trace of the controller: what it knew, chose and got."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from paceline.control.controller import ClosedLoop
     from paceline.control.trace import Step
 
-MOST_ROWS_SHOWN = 20
+MAX_ROWS_SHOWN = 20
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -54,7 +54,7 @@ def _summary(path: str) -> None:
         kept.update(step.outcomes.num_accepted.tolist())
     rows = [(str(k), str(ks[k]), str(kept[k])) for k in range(max(ks, default=0) + 1)]
     table(f"{len(steps)} steps", ("k", "rows that verified k", "rows that kept k"), rows)
-    chosen = [s for s in steps if _same(s)]  # of another choice it is not known what it would have taken
+    chosen = [s for s in steps if _same(s)]  # the time of another choice is unknown
     predicted = [(s.now.seconds, _seconds(s)) for s in chosen if s.now.seconds and len(s.view.rows)]
     if predicted:
         errors = [abs(p / m - 1) for p, m in predicted]
@@ -62,7 +62,7 @@ def _summary(path: str) -> None:
         say(f"predicted step time is off by {median(errors):.1%} (median), {p90:.1%} (p90)")
     dropped, worth = sum(int(s.dropped.sum()) for s in steps), sum(s.dropped_tokens for s in steps)
     say(f"trimmed: {dropped} drafts were made and not verified; they were worth {worth:.1f} tokens, as believed")
-    _say_given_up(path, steps)
+    _say_retired(path, steps)
     tokens = sum(float(s.outcomes.num_accepted.sum()) + len(s.outcomes.rows) for s in steps)
     hoped = sum(s.now.tokens for s in steps)
     say(f"tokens: {tokens:.0f} committed by decoding, {hoped:.0f} expected")
@@ -76,12 +76,12 @@ def _summary(path: str) -> None:
 
 
 def _same(step: Step) -> bool:
-    """Whether the replay chose what was chosen then."""
+    """Return whether the replay chose the same as the recorded run."""
     now, then = step.now, step.then
     return bool((now.ks == then.ks).all() and (now.drafters == then.drafters).all())
 
 
-def _say_given_up(path: str, steps: Sequence[Step]) -> None:
+def _say_retired(path: str, steps: Sequence[Step]) -> None:
     from paceline.control.trace import drafter_names
     from paceline.serve.terminal.display import say
 
@@ -99,12 +99,12 @@ def _one_step(path: str, number: int) -> None:
     from paceline.control.trace import replay
     from paceline.serve.terminal.display import say, table
 
-    known: dict[int, list[list[str]]] = {}  # by group: the other's plan may lie between a plan and its outcome
+    known: dict[int, list[list[str]]] = {}  # by group: the other group may plan between a plan and its outcome
 
-    def look(loop: ClosedLoop, group: int) -> None:
+    def on_plan(loop: ClosedLoop, group: int) -> None:
         known[group] = _survival(loop)
 
-    step = next((s for i, s in enumerate(replay(Path(path), look), start=1) if i == number), None)
+    step = next((s for i, s in enumerate(replay(Path(path), on_plan), start=1) if i == number), None)
     if step is None:
         raise ConfigError(f"{path} has no step {number}")
     v, d, o = step.view, step.now, step.outcomes
@@ -115,10 +115,10 @@ def _one_step(path: str, number: int) -> None:
             v.rows, v.lengths, d.drafters, d.ks, known[step.group], strict=True
         )
     ]
-    table("chosen", ("row", "tokens", "drafter", "k", "chance of each depth, by drafter"), cells[:MOST_ROWS_SHOWN])
+    table("chosen", ("row", "tokens", "drafter", "k", "chance of each depth, by drafter"), cells[:MAX_ROWS_SHOWN])
     counted = zip(o.rows, step.dropped, o.num_verified, o.num_accepted, strict=True)
     got = [list(map(str, line)) for line in counted]
-    table("got", ("row", "trimmed", "verified", "kept"), got[:MOST_ROWS_SHOWN])
+    table("got", ("row", "trimmed", "verified", "kept"), got[:MAX_ROWS_SHOWN])
     if step.dropped.any():
         say(f"what was trimmed was worth {step.dropped_tokens:.2f} tokens, as believed")
     if step.turns is not None:
@@ -127,7 +127,7 @@ def _one_step(path: str, number: int) -> None:
 
 
 def _survival(loop: ClosedLoop) -> list[list[str]]:
-    """Return for each row of the plan what was believed of every drafter, if the policy believes anything."""
+    """Return the expected survival per drafter and depth, for each row of the plan; empty for a fixed policy."""
     from paceline.control.goodput import Goodput
 
     policy, view = loop.policy, loop.view

@@ -1,4 +1,4 @@
-"""`paceline profile`: what does a step cost here, with these drafters?"""
+"""`paceline profile`: measure what a step costs on this machine, for each drafter."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from paceline.control.profile import Profile
 
-ROWS, KS = (1, 2, 4, 8, 16, 32, 64), (0, 1, 2, 3, 4, 6, 8)
-CONTEXT = 256  # tokens of each row, in the table
+ROWS, KS = (1, 2, 4, 8, 16, 32, 64), (0, 1, 2, 3, 4, 6, 8)  # of the table
+CONTEXT = 256  # tokens of context of each row of the table
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -47,18 +47,21 @@ def run(args: Namespace) -> int:
         write_profile(Path(args.out), profile)
     except OSError as error:
         raise ConfigError(f"--out {args.out}: {error.strerror}") from None
-    rows = [(str(n), *_cells(profile, n)) for n in ROWS]
+    rows = [(str(n), *_target_cells(profile, n)) for n in ROWS]
     table(f"ms of a pass, {CONTEXT} tokens of context a row", ("rows", *(f"K={k}" for k in KS)), rows)
     for index, name in enumerate(profile.drafters):
         rows = [(str(n), *_draft_cells(profile, index, n)) for n in ROWS]
         table(f"ms of drafting, {name}", ("rows", *(f"K={k}" for k in KS[1:])), rows)
     say(f"written to {args.out}; use it with --profile {args.out}")
     if args.plot:
-        _plot(profile, Path(args.plot))
+        from paceline.bench.pictures import draw_profile
+
+        draw_profile(profile, Path(args.plot))
     return 0
 
 
-def _cells(profile: Profile, rows: int) -> list[str]:
+def _target_cells(profile: Profile, rows: int) -> list[str]:
+    """Return ms of a pass of `rows` rows at each of `KS`."""
     from paceline.control.cost import MeasuredCost, Work
 
     assert isinstance(profile.cost, MeasuredCost)
@@ -68,31 +71,9 @@ def _cells(profile: Profile, rows: int) -> list[str]:
 
 
 def _draft_cells(profile: Profile, drafter: int, rows: int) -> list[str]:
+    """Return ms of drafting for `rows` rows at each of `KS` but 0."""
     from paceline.control.cost import MeasuredCost
 
     assert isinstance(profile.cost, MeasuredCost)
     cost = profile.cost.drafters[drafter]
     return [f"{1e3 * float(cost.seconds[rows, min(k, cost.max_depth)]):.2f}" for k in KS[1:]]
-
-
-def _plot(profile: Profile, target: Path) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'paceline[plot]'") from None
-    from paceline.control.cost import MeasuredCost
-
-    assert isinstance(profile.cost, MeasuredCost)
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    curve = profile.cost.target.by_tokens
-    axes.plot(curve.counts, 1e3 * curve.seconds, marker="o", label="target pass")
-    for name, drafter in zip(profile.drafters, profile.cost.drafters, strict=True):
-        for depth in sorted({1, drafter.max_depth}) if drafter.max_depth else ():  # lookups cost nothing
-            c = drafter.by_rows[depth - 1]
-            axes.plot(c.counts, 1e3 * c.seconds, linestyle="--", label=f"{name}, {depth} deep")
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("token rows of the pass, or rows that draft")
-    axes.set_ylabel("ms")
-    axes.legend()
-    figure.savefig(target, dpi=150)
