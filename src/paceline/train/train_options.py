@@ -1,40 +1,42 @@
-"""The options that all commands which train have in common, and what is made of them."""
+"""Options shared by the `paceline train` commands, and what is built from them."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from paceline.core.errors import ConfigError
 from paceline.model.heads.config import EAGLE3
 from paceline.train.compute import AUTO, COMPUTES, choose_compute
-from paceline.train.corpus import packs, read_corpus, split
-from paceline.train.export import KINDS
-from paceline.train.features import FeatureFile
+from paceline.train.corpus import choose_vocabulary, packs, read_corpus, split, vocabulary_of
+from paceline.train.feature_store import FeatureFiles
+from paceline.train.head_recipe import HeadRecipe
 from paceline.train.progress import progress
-from paceline.train.run import Material
+from paceline.train.recipe import KINDS
+from paceline.train.run import TrainMaterial, train
+from paceline.train.summary import print_summary
 from paceline.train.target import load_target, native_reader, reference_reader
 from paceline.train.trainer import TrainConfig
-from paceline.train.vocabulary import choose_vocabulary, vocabulary_of
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from collections.abc import Sequence
 
-    from paceline.train.corpus import Text
+    from paceline.train.corpus import TrainText
+    from paceline.train.head_recipe import HeadShape
     from paceline.train.recipe import Recipe
-    from paceline.train.target import Reader, TrainTarget
+    from paceline.train.target import TargetReader, TrainTarget
 
-
-MOST_SEED = (1 << 31) - 1  # with a step's number behind it it still fits in 64 bits
-VOCABULARY = 8192  # tokens: nine tenths of what the target writes, for a quarter of a draft's time
+MAX_SEED = (1 << 31) - 1  # seed << 32 plus the number of a step fits in 64 bits
+VOCABULARY = 8192  # tokens; covers nine tenths of what the target writes at a quarter of the time of a draft
 
 
 def add_data(parser: ArgumentParser) -> None:
-    """Add the options of everything that reads the data."""
+    """Add the options of commands that read the data."""
     parser.add_argument(
         "--data", required=True, metavar="DIR", type=Path, help="answers, as `paceline train data` wrote them"
     )
@@ -57,7 +59,7 @@ def add_data(parser: ArgumentParser) -> None:
 
 
 def add_training(parser: ArgumentParser) -> None:
-    """Add the options of a run."""
+    """Add the options of a training run."""
     add_data(parser)
     parser.add_argument(
         "--out", required=True, metavar="DIR", type=Path, help="the drafter's folder; a run resumes there"
@@ -84,7 +86,7 @@ def add_training(parser: ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="SHARE",
-        help="of what --start-from brings, in the weights that are written at the end: such means often guess "
+        help="of what --start-from brings, in the weights that are written at the end: such means often draft "
         "better than either",
     )
     parser.add_argument(
@@ -101,7 +103,7 @@ def add_training(parser: ArgumentParser) -> None:
         help="tokens of the prompts that a step adds to those: drafts may be any token of a request's text",
     )
     parser.add_argument("--held-out", type=float, default=0.03, metavar="SHARE", help="of the prompts")
-    parser.add_argument("--eval-tokens", type=int, default=16384, metavar="N", help="held-out tokens looked at")
+    parser.add_argument("--eval-tokens", type=int, default=16384, metavar="N", help="held-out tokens evaluated")
     parser.add_argument("--eval-every", type=int, default=200, metavar="N", help="steps")
     parser.add_argument("--save-every", type=int, default=100, metavar="N", help="steps")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of first weights, order and dropping")
@@ -144,7 +146,7 @@ def open_target(args: Namespace) -> TrainTarget:
 
 
 def chosen_taps(args: Namespace, target: TrainTarget) -> tuple[int, ...]:
-    """Return the taps asked for; by default all heads have the same, and so share the hidden states on disk."""
+    """Return the taps of `--taps`. The default is the same for all heads, so they share feature files."""
     if args.taps is None:
         return EAGLE3.default_taps(target.config.num_layers)
     try:
@@ -156,40 +158,42 @@ def chosen_taps(args: Namespace, target: TrainTarget) -> tuple[int, ...]:
     return taps
 
 
-def gather(args: Namespace, target: TrainTarget, taps: tuple[int, ...]) -> Material:
-    """Read the data and compute what is missing of the target's hidden states."""
+def gather(args: Namespace, target: TrainTarget, taps: tuple[int, ...]) -> TrainMaterial:
+    """Read the data; compute the target's hidden states that are missing on disk."""
     corpus = read_corpus(args.data, target.config.vocab_size, args.max_len)
     training, held_out = split(corpus.texts, args.held_out)
-    learnt, vocab_size = (corpus.texts[n] for n in training), target.config.vocab_size
+    texts, vocab_size = (corpus.texts[n] for n in training), target.config.vocab_size
     if args.vocab is None and args.start_from is not None:
-        vocabulary, coverage = vocabulary_of(args.start_from, learnt, vocab_size)
+        vocabulary, coverage = vocabulary_of(args.start_from, texts, vocab_size)
     else:
-        vocabulary, coverage = choose_vocabulary(learnt, vocab_size, args.vocab or VOCABULARY)
+        vocabulary, coverage = choose_vocabulary(texts, vocab_size, args.vocab or VOCABULARY)
     store = features_of(args, target, taps, corpus.texts)
-    return Material(target, corpus, training, held_out, store, vocabulary, coverage)
+    return TrainMaterial(target, corpus, training, held_out, store, vocabulary, coverage)
 
 
-def features_of(args: Namespace, target: TrainTarget, taps: tuple[int, ...], texts: Sequence[Text]) -> FeatureFile:
-    """Return what the target makes of texts, after computing what is missing of it."""
-    store = FeatureFile(target, taps, texts, args.features or args.data / "features", _read_as(args))
+def features_of(
+    args: Namespace, target: TrainTarget, taps: tuple[int, ...], texts: Sequence[TrainText]
+) -> FeatureFiles:
+    """Return the target's features of the texts; compute those that are missing."""
+    store = FeatureFiles(target, taps, texts, args.features or args.data / "features", _weight_type(args))
     with progress("hidden states, tokens") as update:
         store.compute(lambda: _reader(args, target, taps), lambda done, total: update(done, total, ""))
     return store
 
 
-def _read_as(args: Namespace) -> str:
-    """Return the type of the target's weights while it reads: compiled kernels are there for processors only."""
+def _weight_type(args: Namespace) -> str:
+    """Return the type of the target's weights while it reads. Compiled kernels exist for CPUs only."""
     return str(args.weights) if args.device == "cpu" else "f32"
 
 
-def _reader(args: Namespace, target: TrainTarget, taps: tuple[int, ...]) -> Reader:
+def _reader(args: Namespace, target: TrainTarget, taps: tuple[int, ...]) -> TargetReader:
     if args.device == "cpu":
-        return native_reader(target, taps, _read_as(args), args.threads)
+        return native_reader(target, taps, _weight_type(args), args.threads)
     return reference_reader(target, taps)
 
 
-def train_config(args: Namespace, material: Material, **changes: float) -> TrainConfig:
-    """Return the run's settings; without --steps as many as the epochs have."""
+def train_config(args: Namespace, material: TrainMaterial, **changes: float) -> TrainConfig:
+    """Return the settings of the run; without --steps, its steps are those of --epochs."""
     lengths = [len(text) for text in material.corpus.texts]
     per_epoch = sum(1 for _ in packs(material.training, lengths, args.batch_tokens))
     compute = choose_compute(args.compute, torch.device(args.device))
@@ -210,8 +214,8 @@ def train_config(args: Namespace, material: Material, **changes: float) -> Train
     )
 
 
-def started(args: Namespace, recipe: Recipe) -> dict[str, str]:
-    """Let a drafter go on from another where that is asked for; return from which, for the provenance."""
+def start_from(args: Namespace, recipe: Recipe) -> dict[str, str]:
+    """Copy the weights of `--start-from` if given; return its hash for the provenance."""
     return {} if args.start_from is None else {"started_from": recipe.start_from(args.start_from)}
 
 
@@ -231,14 +235,14 @@ def _check(args: Namespace) -> None:
         if value is not None and value < 1:
             raise ConfigError(f"--{flag.replace('_', '-')} must be at least 1, not {value}")
     seed = getattr(args, "seed", 0)
-    if not 0 <= seed <= MOST_SEED:
-        raise ConfigError(f"--seed must be between 0 and {MOST_SEED}, not {seed}")
+    if not 0 <= seed <= MAX_SEED:
+        raise ConfigError(f"--seed must be between 0 and {MAX_SEED}, not {seed}")
     keep_start = getattr(args, "keep_start", 0.0)
     if keep_start and (args.start_from is None or not 0.0 < keep_start < 1.0):
         raise ConfigError(f"--keep-start {keep_start} must be between 0 and 1, and goes with --start-from")
     if getattr(args, "own_tokens", 0) < 0:
         raise ConfigError(f"--own-tokens must be at least 0, not {args.own_tokens}")
-    for flag, most in (
+    for flag, high in (
         ("epochs", 1_000_000),
         ("lr", 1.0),
         ("start_lr", 1.0),
@@ -247,7 +251,24 @@ def _check(args: Namespace) -> None:
         ("decay", 1.0),
     ):
         value = getattr(args, flag, None)
-        if value is not None and not 0.0 < value <= most:
-            raise ConfigError(f"--{flag.replace('_', '-')} must be above 0 and at most {most}, not {value}")
+        if value is not None and not 0.0 < value <= high:
+            raise ConfigError(f"--{flag.replace('_', '-')} must be above 0 and at most {high}, not {value}")
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError("--device cuda: PyTorch finds no GPU here; train with --device cpu")
+
+
+def train_and_report(
+    args: Namespace, material: TrainMaterial, recipe: Recipe, choices: dict[str, Any], config: TrainConfig
+) -> int:
+    """Train a drafter in the folder of `--out` and print its acceptance."""
+    choices = choices | start_from(args, recipe)
+    last = train(recipe, config, material, choices, args.out, args.type)
+    print_summary(args.out, len(material.vocabulary), material.coverage, last.accepted)
+    return 0
+
+
+def train_head(args: Namespace, material: TrainMaterial, shape: HeadShape) -> int:
+    """Train a head and print its acceptance."""
+    config = train_config(args, material, keep=args.keep, decay=args.decay, eval_steps=args.k)
+    recipe = HeadRecipe(shape, material.target, material.vocabulary, args.seed)
+    return train_and_report(args, material, recipe, asdict(shape), config)

@@ -1,8 +1,8 @@
-"""The target's hidden states for every token of the data, computed once and kept on disk.
+"""The target's hidden states for all tokens of the data, computed once, kept on disk.
 
-Several epochs, and several heads, read them. A shard holds some consecutive texts; its name carries a hash of
-those, of the target and of the taps. So a shard is never taken for another, an interrupted run goes on where it
-stopped, and data that grew at its end only adds shards.
+Several epochs and several heads read them. A shard holds consecutive texts. Its name has a hash of these texts, of
+the target and of the taps, so an interrupted run resumes where it stopped, and new data at the end only adds
+shards.
 """
 
 from __future__ import annotations
@@ -26,34 +26,39 @@ if TYPE_CHECKING:
     from numpy import float16, int32
     from numpy.typing import NDArray
 
-    from paceline.train.corpus import Text
-    from paceline.train.target import Reader, TrainTarget
+    from paceline.train.corpus import TrainText
+    from paceline.train.target import TargetReader, TrainTarget
 
-    Progress = Callable[[int, int], None]  # tokens done, tokens in all
+    OnProgress = Callable[[int, int], None]  # (tokens done, tokens in all)
 
 SHARD_TOKENS = 1 << 15
-PASS_TOKENS = 512  # of one pass of the target; it has a row of logits for each token of an answer
-TOP = 64  # most likely tokens that are kept of each distribution
-# Hidden states reach tens of thousands; 16 bits end at 65504. A power of two costs no precision.
+PASS_TOKENS = 512  # of one pass of the target; each token of an answer needs a row of logits
+TOP = 64  # number of most likely tokens kept of each distribution
+# Hidden states reach tens of thousands, and float16 ends at 65504. A power of two costs no precision.
 SCALE = 1 / 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Features:
-    """What is known of one text; views of files."""
+class TextFeatures:
+    """Features of one text, as views of mapped files."""
 
     states: NDArray[float16]  # [num_tokens, num_taps, hidden], times SCALE
-    top_ids: NDArray[int32]  # [num_answer_tokens, TOP] what the target would write next, the most likely first
+    top_ids: NDArray[int32]  # [num_answer_tokens, TOP] likeliest next tokens of the target, best first
     top_probs: NDArray[float16]  # [num_answer_tokens, TOP]
 
 
-class FeatureFile:
-    """The features of some texts by number."""
+class FeatureFiles:
+    """The features of texts, by number of the text."""
 
     def __init__(
-        self, target: TrainTarget, taps: Sequence[int], texts: Sequence[Text], folder: Path, read_as: str = "int8"
+        self,
+        target: TrainTarget,
+        taps: Sequence[int],
+        texts: Sequence[TrainText],
+        folder: Path,
+        read_as: str = "int8",
     ) -> None:
-        """read_as: which numbers the target reads the texts with; those of others differ a little."""
+        """read_as: weight type of the target while it reads. Features of other types differ a little."""
         self.taps = tuple(taps)
         self._common = f"{target.fingerprint()} {self.taps} {read_as} {SCALE} {TOP}"
         self._texts = texts
@@ -70,10 +75,10 @@ class FeatureFile:
             )
         }
         self._paths = self._shard_paths()
-        self._open: dict[int, Features] = {}
+        self._open: dict[int, TextFeatures] = {}
 
-    def compute(self, make_reader: Callable[[], Reader], progress: Progress) -> None:
-        """Compute every shard that is missing."""
+    def compute(self, make_reader: Callable[[], TargetReader], on_progress: OnProgress) -> None:
+        """Compute the missing shards."""
         missing = [i for i, path in enumerate(self._paths) if not path.is_file()]
         if not missing:
             return
@@ -87,19 +92,19 @@ class FeatureFile:
                 texts = [self._texts[n] for n in numbers]
                 tensors.append(_features(read, texts))
                 done += sum(map(len, texts))
-                progress(done, sum(sizes))
+                on_progress(done, sum(sizes))
             joined = {name: torch.cat([t[name] for t in tensors]) for name in tensors[0]}
             partial = self._paths[shard].with_suffix(".partial")
             save_file(joined, partial)
             partial.replace(self._paths[shard])
 
-    def __getitem__(self, number: int) -> Features:
+    def __getitem__(self, number: int) -> TextFeatures:
         shard, offset, answer = self._place[number]
         if shard not in self._open:
             self._open[shard] = _mapped(self._paths[shard])
         whole, text = self._open[shard], self._texts[number]
         rows = slice(answer, answer + text.answer_len)
-        return Features(whole.states[offset : offset + len(text)], whole.top_ids[rows], whole.top_probs[rows])
+        return TextFeatures(whole.states[offset : offset + len(text)], whole.top_ids[rows], whole.top_probs[rows])
 
     def _shard_paths(self) -> list[Path]:
         paths = []
@@ -113,16 +118,16 @@ class FeatureFile:
 
 
 @torch.inference_mode()
-def _features(read: Reader, texts: Sequence[Text]) -> dict[str, torch.Tensor]:
-    seen = read(texts)
-    stored = (seen.states * SCALE).to(torch.float16)
+def _features(read: TargetReader, texts: Sequence[TrainText]) -> dict[str, torch.Tensor]:
+    output = read(texts)
+    stored = (output.states * SCALE).to(torch.float16)
     if not stored.isfinite().all():
         raise PacelineError(
-            f"the target's hidden states reach {float(seen.states.abs().max()):.3g}, too much for 16 bits, or are "
-            "not finite; such a target cannot be trained for yet"
+            f"the target's hidden states reach {float(output.states.abs().max()):.3g}, too much for 16 bits, "
+            "or are not finite; such a target cannot be trained for yet"
         )
-    top, ids = seen.logits.topk(min(TOP, seen.logits.shape[1]), dim=-1)
-    probs = (top - seen.logits.logsumexp(-1, keepdim=True)).exp_().to(torch.float16)
+    top, ids = output.logits.topk(min(TOP, output.logits.shape[1]), dim=-1)
+    probs = (top - output.logits.logsumexp(-1, keepdim=True)).exp_().to(torch.float16)
     return {"states": stored.cpu(), "top_ids": ids.to("cpu", torch.int32), "top_probs": probs.cpu()}
 
 
@@ -130,11 +135,11 @@ def _offsets(sizes: Sequence[int]) -> list[int]:
     return [0, *np.cumsum(sizes)[:-1].tolist()]
 
 
-def _mapped(path: Path) -> Features:
-    """Map a shard into memory."""
+def _mapped(path: Path) -> TextFeatures:
+    """Map a shard's file into memory."""
     stored = open_safetensors(path)
     types = {"states": "<f2", "top_ids": "<i4", "top_probs": "<f2"}
     arrays = {
         name: np.memmap(path, kind, "r", stored[name].start, stored[name].shape) for name, kind in types.items()
     }
-    return Features(**arrays)
+    return TextFeatures(**arrays)

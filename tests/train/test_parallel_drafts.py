@@ -10,7 +10,7 @@ import torch
 from paceline.backend.reference.head_layers import fuse, read_out, relay, relayed, run_layers
 from paceline.model.heads.config import HeadConfig, read_config
 from paceline.train.drafts import plan_drafts
-from paceline.train.parallel import guess_at_once
+from paceline.train.parallel_drafts import draft_in_parallel
 from tests.draft.test_head_files import PEAGLE, TARGET
 from tests.draft.test_head_forward import causal, weights_of
 from tests.train.test_unroll import BOUNDS, CPU, NUM_STEPS, TOTAL
@@ -53,7 +53,7 @@ def test_every_guess_is_one_of_a_draft_by_itself(values: dict[str, Any], keep: f
     mask = torch.randn(config.layers.hidden_size, dtype=torch.float64)
     tapped = torch.randn(TOTAL, config.tapped_size, dtype=torch.float64)
     depths = plan_drafts(BOUNDS, NUM_STEPS, keep, 0, CPU)
-    guesses = guess_at_once(config, weights, embedded, mask, tapped, BOUNDS, depths)
+    guesses = draft_in_parallel(config, weights, embedded, mask, tapped, BOUNDS, depths)
     features = fuse(config, weights, tapped)
     for step, depth in enumerate(depths):
         for anchor, guess in zip(depth.anchors.tolist(), guesses[step], strict=True):
@@ -70,6 +70,6 @@ def test_all_that_is_learnt_has_a_gradient(values: dict[str, Any]) -> None:
     embedded = torch.randn(TOTAL, config.layers.hidden_size).double()
     tapped = torch.randn(TOTAL, config.tapped_size).double()
     depths = plan_drafts(BOUNDS, NUM_STEPS, 1.0, 0, CPU)
-    guesses = guess_at_once(config, weights, embedded, embedded[0], tapped, BOUNDS, depths)
+    guesses = draft_in_parallel(config, weights, embedded, embedded[0], tapped, BOUNDS, depths)
     (guesses[2] @ weights["head"].T).square().sum().backward()
     assert all(w.grad is not None and w.grad.abs().max() > 0 for w in weights.values())

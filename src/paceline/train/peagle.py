@@ -1,4 +1,4 @@
-"""`paceline train peagle`: a P-EAGLE head, which guesses all positions in one pass."""
+"""`paceline train peagle`: train a P-EAGLE head, which drafts all positions in one pass."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
 from paceline.model.heads.config import MOST_RELAYED
-from paceline.train.commands.heads import train_head
-from paceline.train.commands.options import add_depths, add_training, chosen_taps, gather, open_target
-from paceline.train.head import HeadShape
-from paceline.train.vocabulary import rarest_token
+from paceline.train.corpus import rarest_token
+from paceline.train.head_recipe import HeadShape
+from paceline.train.train_options import (
+    add_depths,
+    add_training,
+    chosen_taps,
+    gather,
+    open_target,
+    train_head,
+)
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-
-RELAY = 256  # numbers that a guess is told
+RELAY = 256  # width of the state that each draft passes on to the next
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -28,12 +33,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=int,
         default=RELAY,
         metavar="N",
-        help="numbers that tell each guess of those before it; 0 for a head as in the paper",
+        help="width of the state from draft to draft; 0 for a head as in the paper",
     )
 
 
 def run(args: Namespace) -> int:
-    """Train a head of some layers."""
+    """Train a head of `--layers` layers."""
     if args.layers < 1:
         raise ConfigError(f"--layers must be at least 1, not {args.layers}")
     if not 0 <= args.relay <= MOST_RELAYED:

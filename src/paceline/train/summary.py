@@ -1,22 +1,39 @@
-"""A picture of a training run: the acceptance of each drafted position over the steps."""
+"""Table and picture of a training run. The acceptance of each drafted position over the steps."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+from rich.table import Table
+
 from paceline.core.errors import ConfigError
-from paceline.train.checkpoint import read_metrics
+from paceline.train.run_folder import read_metrics
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 
+def print_summary(folder: Path, vocab_size: int, coverage: float, accepted: Sequence[float]) -> None:
+    """Print the acceptance by position at the start and at the end.
+
+    accepted: by position, at the end. coverage: share of answer tokens in the draft vocabulary.
+    """
+    pairs = list(zip(read_metrics(folder)[0]["accepted"], accepted, strict=False))
+    title = f"{folder}, {vocab_size} tokens ({coverage:.1%} of the answers)"
+    table = Table("draft", "at the start", "trained", title=title)
+    for position, (before, after) in enumerate(pairs, 1):
+        table.add_row(str(position), f"{before:.3f}", f"{after:.3f}")
+    table.add_row("length", *(f"{1 + sum(shares):.2f}" for shares in zip(*pairs, strict=True)))
+    Console().print(table)
+
+
 def plot(folder: Path, target: Path) -> None:
-    """Draw a run's log; the untrained drafter is its first point and a dotted line.
+    """Draw a run's log, with a dotted line at the untrained drafter.
 
-    A run may be resumed with another number of drafts to evaluate: those are drawn that all its rows have.
-
-    Raises `ConfigError` if there is no log or matplotlib is missing.
+    A resumed run may evaluate another number of drafts; only positions that all rows have are drawn. Raises
+    `ConfigError` if there is no log or matplotlib is missing.
     """
     try:
         from matplotlib.figure import Figure

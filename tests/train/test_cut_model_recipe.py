@@ -13,10 +13,10 @@ from paceline.backend.reference.decoder import ReferenceDecoder
 from paceline.cli import main
 from paceline.core.errors import BadModelFile, ConfigError, DrafterMismatch
 from paceline.model.heads.cut_model import load_small
-from paceline.train.checkpoint import read_metrics, save_whole, write_json
-from paceline.train.drafts import Bounds, plan_drafts
-from paceline.train.export import write_drafter
-from paceline.train.small import SmallRecipe, choose_layers
+from paceline.train.cut_model_recipe import CutModelRecipe, choose_layers
+from paceline.train.drafts import TextBounds, plan_drafts
+from paceline.train.recipe import write_drafter
+from paceline.train.run_folder import read_metrics, save_whole, write_json
 from paceline.train.target import load_target
 from tests.model.helpers import logits_of
 from tests.tiny import tiny_config
@@ -34,17 +34,17 @@ class Tokens:
     """As much of a batch as the draft model reads."""
 
     token_ids = torch.tensor([*IDS[0], *IDS[1]])
-    bounds = (Bounds(0, 1, 6), Bounds(6, 7, 9))
+    bounds = (TextBounds(0, 1, 6), TextBounds(6, 7, 9))
 
 
 @pytest.mark.parametrize("kind", ["fp16", "int8"])
 @pytest.mark.parametrize("layers", [list(range(NUM_LAYERS)), [0, 3, 5]])
 def test_what_is_trained_is_what_is_loaded(layers: list[int], kind: str, tmp_path: Path) -> None:
     target = load_target(str(write_target(tmp_path / "target")), torch.device("cpu"))
-    recipe = SmallRecipe(layers, target, VOCABULARY)
+    recipe = CutModelRecipe(layers, target, VOCABULARY)
     depths = plan_drafts(Tokens.bounds, 2, 1.0, 0, torch.device("cpu"))
     first, second = (
-        g @ recipe.written(torch.empty(0, dtype=torch.int64)).T for g in recipe.guess(Tokens(), depths)
+        g @ recipe.output_rows(torch.empty(0, dtype=torch.int64)).T for g in recipe.predict(Tokens(), depths)
     )  # type: ignore[arg-type]
     assert torch.equal(depths[1].anchors, torch.tensor([1, 2, 3]))
     assert torch.allclose(second, first[1:4], rtol=1e-4, atol=1e-4)  # processors sum in orders of their own
@@ -91,7 +91,7 @@ def changed(folder: Path, tensors: Any, values: Any, **changes: Any) -> Path:
 
 def test_folders_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     target = load_target(str(write_target(tmp_path / "target")), torch.device("cpu"))
-    values, tensors = SmallRecipe([0, 5], target, VOCABULARY).export()
+    values, tensors = CutModelRecipe([0, 5], target, VOCABULARY).export()
     with pytest.raises(DrafterMismatch, match="another model"):
         load_small(changed(tmp_path, tensors, values), tiny_config(vocab_size=VOCAB + 8))
     with pytest.raises(BadModelFile, match="shares"):

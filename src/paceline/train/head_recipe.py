@@ -1,4 +1,4 @@
-"""EAGLE-3 and P-EAGLE heads in training: their first weights, their guesses, their files."""
+"""EAGLE-3 and P-EAGLE heads in training: initial weights, predictions, files."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from paceline.core.errors import UnsupportedModel
 from paceline.model.files.hf import LAYER_NAMES
 from paceline.model.heads.checkpoint import load_head
 from paceline.model.heads.config import OWN_TOKENS, RELAY_SIZE, HeadConfig, head_shapes, read_config
-from paceline.train.export import hash_of
-from paceline.train.parallel import guess_at_once
-from paceline.train.recipe import take_over
+from paceline.train.parallel_drafts import draft_in_parallel
+from paceline.train.recipe import hash_of, inherit
 from paceline.train.unroll import unroll
 
 if TYPE_CHECKING:
@@ -26,32 +25,32 @@ if TYPE_CHECKING:
 
     from paceline.model.config import ModelConfig, Rope
     from paceline.train.batch import TrainBatch
-    from paceline.train.drafts import Depth
+    from paceline.train.drafts import DraftDepth
     from paceline.train.target import TrainTarget
 
-DEVIATION = 0.02  # of a new matrix
-FIRST_NORM = 0.25  # of the target's: guesses begin near uniform, and not sure of what is wrong
-_LAYER_ENDS = ("attn_o", "mlp_down")  # what a layer adds to the residual stream comes from these
+DEVIATION = 0.02  # standard deviation of a new matrix
+FIRST_NORM = 0.25  # times the target's norm: first predictions are near uniform, not confidently wrong
+_LAYER_OUTPUTS = ("attn_o", "mlp_down")  # matrices whose products a layer adds to the residual stream
 _NORMS = {"fc_norm": True, "norm_output": True}
 _FILE_NAMES = {"fc": "fc.weight", "norm": "norm.weight", "head": "lm_head.weight", "mask_hidden": "mask_hidden"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadShape:
-    """What the user chooses of a head."""
+    """Settings of a head that the user chooses."""
 
-    algorithm: str  # as the `speculators` format calls it
-    architecture: str  # likewise
+    algorithm: str  # name in the `speculators` format
+    architecture: str  # name in the `speculators` format
     num_layers: int
     num_steps: int
     taps: tuple[int, ...]
     mask_token_id: int | None = None
-    relay_size: int = 0  # of a parallel head, see `forward.relay`
-    own_tokens: bool = False  # it was trained to write, with the target's rows, what its vocabulary leaves out
+    relay_size: int = 0  # width of the state between parallel drafts, see `head_layers.relay`
+    own_tokens: bool = False  # trained to draft request tokens outside its vocabulary
 
 
 class HeadRecipe:
-    """A head over the target's hidden states."""
+    """A head over the target's hidden states, see `Recipe`."""
 
     def __init__(self, shape: HeadShape, target: TrainTarget, vocabulary: NDArray[int64], seed: int) -> None:
         """vocabulary: [draft_vocab] target ids, ascending."""
@@ -61,33 +60,33 @@ class HeadRecipe:
         self._vocabulary = vocabulary
         self._target = target
         self.weights = first_weights(self._config, target, vocabulary, seed)
-        self.taken_over: set[str] = set()
+        self.inherited: set[str] = set()
 
-    def written(self, own_ids: torch.Tensor) -> torch.Tensor:
-        """Return the head's own rows of the vocabulary and the target's of `own_ids`, see `Recipe`."""
+    def output_rows(self, own_ids: torch.Tensor) -> torch.Tensor:
+        """Return the head's output rows, and the target's rows of `own_ids`, see `Recipe`."""
         own = self.weights["head"]
         return torch.cat([own, self._target.head[own_ids]]) if len(own_ids) else own
 
-    def guess(self, batch: TrainBatch, depths: Sequence[Depth]) -> list[torch.Tensor]:
-        """Draft as the algorithm does, see `Recipe`."""
+    def predict(self, batch: TrainBatch, depths: Sequence[DraftDepth]) -> list[torch.Tensor]:
+        """Run the head over all drafts, see `Recipe`."""
         embedded = self._target.embed[batch.token_ids]
         if self._config.mask_token_id is None:
             return unroll(self._config, self.weights, embedded, batch.tapped, batch.bounds, depths)
         mask = self._target.embed[self._config.mask_token_id]
-        return guess_at_once(self._config, self.weights, embedded, mask, batch.tapped, batch.bounds, depths)
+        return draft_in_parallel(self._config, self.weights, embedded, mask, batch.tapped, batch.bounds, depths)
 
     def start_from(self, folder: Path) -> str:
-        """Take over what a trained head has in common with this one; return the hash of its file.
+        """Copy the weights that a trained head shares with this one. Return the hash of its file.
 
-        Weights of the same name and shape, and its rows for the tokens that both vocabularies have. So it may have
-        learnt from other data, or be of the other kind. Further layers than it has do nothing at first, so that
-        what it guesses is not lost. Raises `ModelError`, `DrafterMismatch`.
+        Copied are weights of equal name and shape, and output rows of tokens in both vocabularies. The trained
+        head may thus be of other data or of the other algorithm. Additional layers begin with zero output, so that
+        its predictions are kept. Raises `ModelError`, `DrafterMismatch`.
         """
         trained = load_head(folder, self._target.config)
         others = {name: ours for name, ours in self.weights.items() if name != "head"}
-        self.taken_over = {"head", *take_over(others, trained.weights)}
+        self.inherited = {"head", *inherit(others, trained.weights)}
         for name, ours in self.weights.items():
-            if name not in self.taken_over and name.endswith(_LAYER_ENDS):
+            if name not in self.inherited and name.endswith(_LAYER_OUTPUTS):
                 ours.zero_()
         _, here, there = np.intersect1d(self._vocabulary, trained.token_ids, return_indices=True)
         ours = self.weights["head"]
@@ -103,17 +102,17 @@ class HeadRecipe:
 
 
 def vocabulary_tensors(vocabulary: NDArray[int64], vocab_size: int) -> dict[str, torch.Tensor]:
-    """Return how far each draft token's id is from the target's, and which of the target's are draft tokens."""
+    """Return `d2t`, offsets from draft to target ids, and `t2d`, the mask of draft tokens."""
     in_draft = np.zeros(vocab_size, bool)
     in_draft[vocabulary] = True
     return {"d2t": torch.from_numpy(vocabulary - np.arange(len(vocabulary))), "t2d": torch.from_numpy(in_draft)}
 
 
 def file_name(name: str) -> str:
-    """Return what the `speculators` format calls a tensor."""
-    kind, _, rest = name.partition(".")
+    """Return a tensor's name in the `speculators` format."""
+    kind, _, path = name.partition(".")
     if kind == "layers":
-        number, short = rest.split(".")
+        number, short = path.split(".")
         return f"layers.{number}.{ {**LAYER_NAMES, 'hidden_norm': 'hidden_norm.weight'}[short] }"
     return _FILE_NAMES.get(name, f"{name}.weight")
 
@@ -121,10 +120,10 @@ def file_name(name: str) -> str:
 def config_json(shape: HeadShape, target: TrainTarget, draft_vocab_size: int) -> dict[str, Any]:
     """Return a head's config.json in the `speculators` format."""
     proposal = {"proposal_type": "greedy", "speculative_tokens": shape.num_steps}
-    some = {} if shape.mask_token_id is None else {"mask_token_id": shape.mask_token_id}
-    some |= {OWN_TOKENS: True} if shape.own_tokens else {}
-    some |= {RELAY_SIZE: shape.relay_size} if shape.relay_size else {}
-    return some | {
+    optional = {} if shape.mask_token_id is None else {"mask_token_id": shape.mask_token_id}
+    optional |= {OWN_TOKENS: True} if shape.own_tokens else {}
+    optional |= {RELAY_SIZE: shape.relay_size} if shape.relay_size else {}
+    return optional | {
         "architectures": [shape.architecture],
         "speculators_model_type": shape.algorithm,
         "speculators_config": {
@@ -133,7 +132,7 @@ def config_json(shape: HeadShape, target: TrainTarget, draft_vocab_size: int) ->
             "default_proposal_method": "greedy",
             "verifier": {"name_or_path": target.name, "architectures": ["LlamaForCausalLM"]},
         },
-        # vLLM 0.32 looks for the norms of a P-EAGLE head inside, for those of an EAGLE-3 head outside.
+        # vLLM 0.32 reads the norms of a P-EAGLE head inside this dictionary, those of an EAGLE-3 head outside.
         "transformer_layer_config": _layer_json(target.config, shape.num_layers) | _NORMS,
         "draft_vocab_size": draft_vocab_size,
         "target_hidden_size": target.config.hidden_size,
@@ -164,7 +163,7 @@ def _layer_json(target: ModelConfig, num_layers: int) -> dict[str, Any]:
 
 
 def rope_json(rope: Rope) -> dict[str, Any]:
-    """Return RoPE settings as config.json has them. Raises `UnsupportedModel` for those that are a tensor."""
+    """Return the RoPE settings of config.json. Raises `UnsupportedModel` for factors in a tensor."""
     if rope.scaling == "factors":
         raise UnsupportedModel(
             "the target keeps its RoPE settings as a tensor; heads for it cannot be written yet"
@@ -186,7 +185,7 @@ def rope_json(rope: Rope) -> dict[str, Any]:
 def first_weights(
     config: HeadConfig, target: TrainTarget, vocabulary: NDArray[int64], seed: int
 ) -> dict[str, torch.Tensor]:
-    """Return an untrained head's weights; what turns hidden states into tokens is the target's."""
+    """Return an untrained head's weights; its output rows are the target's."""
     random = torch.Generator().manual_seed(seed)
     weights = {}
     for name, shape in head_shapes(config).items():
@@ -195,7 +194,7 @@ def first_weights(
         else:
             weights[name] = torch.randn(shape, generator=random) * DEVIATION
     if config.relay_size:
-        weights["relay.out"].zero_()  # at first it tells nothing
+        weights["relay.out"].zero_()  # the relayed state has no effect at first
     weights["norm"] = target.final_norm * FIRST_NORM
     weights["head"] = target.head[torch.from_numpy(vocabulary).to(target.head.device)]
     return {name: w.to(target.embed.device) for name, w in weights.items()}

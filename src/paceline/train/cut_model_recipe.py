@@ -1,4 +1,7 @@
-"""A draft model in training: some of the target's layers, its own tables, a reduced vocabulary."""
+"""`paceline train draft-model`: train a model cut from some of the target's layers.
+
+It uses the target's embedding and output matrix, with a reduced vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,14 @@ from paceline.backend.rope import cos_sin, inverse_frequencies, rotate
 from paceline.core.errors import ConfigError, UnsupportedModel
 from paceline.model.config import layer_shapes
 from paceline.model.files import hf
+from paceline.model.heads.config import EAGLE3
 from paceline.model.heads.cut_model import SHARED, load_small
-from paceline.train.export import hash_of
-from paceline.train.head import file_name, rope_json, vocabulary_tensors
-from paceline.train.recipe import take_over
+from paceline.train.head_recipe import file_name, rope_json, vocabulary_tensors
+from paceline.train.recipe import hash_of, inherit
+from paceline.train.train_options import add_training, gather, open_target, train_and_report, train_config
 
 if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
@@ -25,25 +30,43 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.train.batch import TrainBatch
-    from paceline.train.drafts import Bounds, Depth
+    from paceline.train.drafts import DraftDepth, TextBounds
     from paceline.train.target import TrainTarget
 
     Layer = dict[str, torch.Tensor]
 
 
-class SmallRecipe:
-    """A copy of chosen target layers with a final norm of its own; embedding and head stay the target's."""
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the command's options."""
+    add_training(parser)
+    parser.add_argument("--layers", default="4", metavar="N|I,J,...", help="of the target: how many, or which")
+    parser.add_argument("--k", type=int, default=4, metavar="K", help="drafts to evaluate")
 
-    num_steps = 1  # every guess follows true tokens
+
+def run(args: Namespace) -> int:
+    """Train a copy of some of the target's layers."""
+    target = open_target(args)
+    layers = choose_layers(args.layers, target.config.num_layers)
+    # It uses no taps; the default taps of heads let it share their feature files.
+    material = gather(args, target, EAGLE3.default_taps(target.config.num_layers))
+    config = train_config(args, material, eval_steps=args.k)
+    recipe = CutModelRecipe(layers, target, material.vocabulary)
+    return train_and_report(args, material, recipe, {"layers": layers}, config)
+
+
+class CutModelRecipe:
+    """A copy of chosen target layers with its own final norm. Embedding and output rows are the target's."""
+
+    num_steps = 1  # it always predicts from true tokens
 
     def __init__(self, layers: Sequence[int], target: TrainTarget, vocabulary: NDArray[int64]) -> None:
-        """layers: of the target, in this order. vocabulary: [draft_vocab] target ids, ascending."""
+        """layers: the target's layers, in this order. vocabulary: [draft_vocab] target ids, ascending."""
         if target.config.sliding is not None or target.config.facts.sandwich_norms:
             raise UnsupportedModel("draft models are cut from targets whose layers see all tokens; train a head")
         self._target = target
         self._layers = layers
         self._vocabulary = vocabulary
-        self.taken_over: set[str] = set()
+        self.inherited: set[str] = set()
         device = target.embed.device
         inverse = inverse_frequencies(target.config.rope, target.config.head_dim)
         self._inverse = torch.from_numpy(inverse).to(device)
@@ -54,21 +77,21 @@ class SmallRecipe:
                 copied = torch.tensor(target.model.weights[f"layers.{theirs}.{name}"], dtype=torch.float32)
                 self.weights[f"layers.{number}.{name}"] = copied.to(device)
 
-    def written(self, own_ids: torch.Tensor) -> torch.Tensor:
-        """Return the target's rows, see `Recipe`."""
+    def output_rows(self, own_ids: torch.Tensor) -> torch.Tensor:
+        """Return the target's output rows, see `Recipe`."""
         return torch.cat([self._head, self._target.head[own_ids]]) if len(own_ids) else self._head
 
-    def guess(self, batch: TrainBatch, depths: Sequence[Depth]) -> list[torch.Tensor]:
-        """Return what stands at each entry, the same at every depth, see `Recipe`."""
+    def predict(self, batch: TrainBatch, depths: Sequence[DraftDepth]) -> list[torch.Tensor]:
+        """Return the last hidden states, computed once for all depths, see `Recipe`."""
         config = self._target.config
-        places = torch.cat([torch.arange(b.end - b.start) for b in batch.bounds]).to(self._head.device)
-        turns = cos_sin(places, self._inverse, self._head.dtype)
+        positions = torch.cat([torch.arange(b.end - b.start) for b in batch.bounds]).to(self._head.device)
+        rotations = cos_sin(positions, self._inverse, self._head.dtype)
         hidden = self._target.embed[batch.token_ids]
         for number in range(len(self._layers)):
             prefix = f"layers.{number}."
             layer = {n.removeprefix(prefix): w for n, w in self.weights.items() if n.startswith(prefix)}
             normed = rms_norm(hidden, layer["attn_norm"], config.norm_eps)
-            hidden = hidden + linear(layer, "attn_o", self._attend(layer, normed, turns, batch.bounds))
+            hidden = hidden + linear(layer, "attn_o", self._attend(layer, normed, rotations, batch.bounds))
             normed = rms_norm(hidden, layer["mlp_norm"], config.norm_eps)
             gate = ACTIVATIONS[config.facts.activation](linear(layer, "mlp_gate", normed))
             hidden = hidden + linear(layer, "mlp_down", gate * linear(layer, "mlp_up", normed))
@@ -76,13 +99,13 @@ class SmallRecipe:
         return [normed[depth.anchors + number] for number, depth in enumerate(depths)]
 
     def start_from(self, folder: Path) -> str:
-        """Take over the layers and the norm of a trained draft model, see `Recipe`."""
+        """Copy the layers and the norm of a trained cut model, see `Recipe`."""
         trained = load_small(folder, self._target.config).weights
-        self.taken_over = take_over(self.weights, {**trained, "norm": trained["final_norm"]})
+        self.inherited = inherit(self.weights, {**trained, "norm": trained["final_norm"]})
         return hash_of(folder)
 
     def export(self) -> tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]:
-        """Return a folder that `draft/small` reads, see `Recipe`."""
+        """Return a folder that `model.heads.cut_model` reads, see `Recipe`."""
         c = self._target.config
         values = {
             "architectures": ["LlamaForCausalLM"],
@@ -110,8 +133,8 @@ class SmallRecipe:
         self,
         layer: Layer,
         normed: torch.Tensor,
-        turns: tuple[torch.Tensor, torch.Tensor],
-        bounds: Sequence[Bounds],
+        rotations: tuple[torch.Tensor, torch.Tensor],
+        bounds: Sequence[TextBounds],
     ) -> torch.Tensor:
         config = self._target.config
         heads = (len(normed), -1, config.head_dim)
@@ -120,11 +143,11 @@ class SmallRecipe:
             query = rms_norm(query, layer["attn_q_norm"], config.norm_eps)
             key = rms_norm(key, layer["attn_k_norm"], config.norm_eps)
         sizes = [b.end - b.start for b in bounds]
-        # [heads, n, dim]
-        asked, keys, values = (x.transpose(0, 1) for x in (rotate(query, *turns), rotate(key, *turns), value))
+        rotated = (rotate(query, *rotations), rotate(key, *rotations), value)
+        queries, keys, values = (x.transpose(0, 1) for x in rotated)  # [heads, n, dim]
         mixed = [
             functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
-            for q, k, v in zip(*(torch.split(x, sizes, 1) for x in (asked, keys, values)), strict=True)
+            for q, k, v in zip(*(torch.split(x, sizes, 1) for x in (queries, keys, values)), strict=True)
         ]
         return torch.cat(mixed, 1).transpose(0, 1).flatten(1)
 

@@ -1,4 +1,4 @@
-"""`paceline train data`: the target answers prompts, and more prompts made from them, to train draft heads on."""
+"""`paceline train data`: let the target answer prompts, and further prompts made from these."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.core.errors import ConfigError, PacelineError
-from paceline.train.answers import Captured, read_answers
+from paceline.train.corpus import read_answers
 from paceline.train.widen import SOURCES, PromptPair, is_translation, widen
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from collections.abc import Iterable, Iterator, Sequence
+
+    from paceline.train.corpus import CapturedPrompt
 
 _GENERATE = [sys.executable, "-c", "from paceline.cli import main; raise SystemExit(main())", "generate"]
 
@@ -40,7 +42,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Answer the file's prompts, then those made from the answers, then translations of translations."""
+    """Answer the file's prompts, then prompts made from the answers, then translations back."""
     if not args.prompts.is_file():
         raise ConfigError(f"there is no file {args.prompts}")
     _capture(args, args.prompts)
@@ -50,24 +52,16 @@ def run(args: Namespace) -> int:
         texts |= _prompt_texts(args.out / "prompts-2.jsonl")
         translations = [p for p in _pairs(args, texts) if is_translation(p.name)]
         _capture(args, _write(args.out / "prompts-3.jsonl", translations, args.seed))
-    _report(args.out)
+    _print_counts(args.out)
     return 0
 
 
 def _capture(args: Namespace, prompts: Path) -> None:
     """Run `paceline generate --capture` on one file of prompts."""
-    if prompts.stat().st_size == 0:  # nothing could be made
+    if prompts.stat().st_size == 0:  # no prompt could be made
         return
-    options = [
-        "--model",
-        args.model,
-        "--n",
-        args.n,
-        "--temperature",
-        args.temperature,
-        "--max-tokens",
-        args.max_tokens,
-    ]
+    options = ["--model", args.model, "--n", args.n]
+    options += ["--temperature", args.temperature, "--max-tokens", args.max_tokens]
     options += ["--draft", "off", *(["--weights", args.weights] if args.weights else [])]
     command = [*_GENERATE, "--chat", "--prompts", prompts, "--capture", args.out, *options]
     if subprocess.run([str(word) for word in command], check=False).returncode != 0:  # noqa: S603 - our own
@@ -98,7 +92,7 @@ def _write(path: Path, pairs: Sequence[PromptPair], seed: int) -> Path:
     return path
 
 
-def _report(out: Path) -> None:
+def _print_counts(out: Path) -> None:
     counts: dict[str, list[int]] = {}
     for kind, captured in _by_kind(read_answers(out)):
         row = counts.setdefault(kind, [0, 0, 0])
@@ -111,7 +105,7 @@ def _report(out: Path) -> None:
     Console().print(table)
 
 
-def _by_kind(answers: Iterable[Captured]) -> Iterator[tuple[str, Captured]]:
+def _by_kind(answers: Iterable[CapturedPrompt]) -> Iterator[tuple[str, CapturedPrompt]]:
     for captured in answers:
         word = captured.name.partition(" ")[0]
         yield (word if word in SOURCES else "as given"), captured

@@ -1,9 +1,9 @@
-"""A run's folder while it trains: one checkpoint file, replaced whole, and a log of figures."""
+"""Folder of a training run: one checkpoint file, replaced atomically, and a log of figures."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -16,21 +16,35 @@ if TYPE_CHECKING:
 
     import torch
 
-    from paceline.train.trainer import Trainer
-
 CHECKPOINT = "checkpoint.safetensors"
 METRICS = "metrics.jsonl"
-ABOUT = "paceline.train"
+ABOUT = "paceline.train"  # key of the safetensors metadata
 
 
-def save_checkpoint(folder: Path, trainer: Trainer, settings: Mapping[str, Any]) -> None:
-    """Write weights, moments and the number of the next step; whoever reads sees the old file or the new one."""
+class Resumable(Protocol):
+    """A trainer whose state is its tensors and the number of its next step."""
+
+    step: int
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return all tensors of the state."""
+        ...
+
+    def restore(self, step: int, tensors: dict[str, torch.Tensor]) -> None:
+        """Continue from a state."""
+        ...
+
+
+def save_checkpoint(folder: Path, trainer: Resumable, settings: Mapping[str, Any]) -> None:
+    """Write weights, moments and the number of the next step, atomically."""
     about = json.dumps({"step": trainer.step, "settings": settings}, sort_keys=True)
-    save_whole(folder / CHECKPOINT, trainer.state(), {ABOUT: about})  # one entry: several are written in any order
+    save_whole(
+        folder / CHECKPOINT, trainer.state(), {ABOUT: about}
+    )  # one entry: the order of several is not fixed
 
 
-def resume(folder: Path, trainer: Trainer, settings: Mapping[str, Any]) -> bool:
-    """Go on from the folder's checkpoint if it has one. Raises `ConfigError` if that is of another run."""
+def resume(folder: Path, trainer: Resumable, settings: Mapping[str, Any]) -> bool:
+    """Restore the folder's checkpoint if there is one. Raises `ConfigError` if it is of another run."""
     path = folder / CHECKPOINT
     if not path.is_file():
         return False
@@ -52,7 +66,7 @@ def resume(folder: Path, trainer: Trainer, settings: Mapping[str, Any]) -> bool:
 
 
 def save_whole(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, str]) -> None:
-    """Write a safetensors file beside its place, then put it there."""
+    """Write a safetensors file atomically."""
     partial = path.with_suffix(".partial")
     whole = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
     save_file(whole, partial, dict(about))
@@ -60,20 +74,20 @@ def save_whole(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[s
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a JSON file beside its place, then put it there."""
+    """Write a JSON file atomically."""
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     partial.replace(path)
 
 
 def append_metrics(folder: Path, row: Mapping[str, Any]) -> None:
-    """Add a line to the log."""
+    """Append a row to the log."""
     with (folder / METRICS).open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Return the log's whole lines. Raises `ConfigError` if there are none, or one is not training's."""
+    """Return the rows of the log. Raises `ConfigError` if there are none, or one is malformed."""
     path = folder / METRICS
     rows = [row for _, row in _logged(path)]
     if not rows:
@@ -82,7 +96,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def keep_metrics(folder: Path, step: int) -> None:
-    """Drop what was logged after a step: the steps behind it are taken again. Raises `ConfigError`."""
+    """Drop the rows after a step, as the later steps are repeated. Raises `ConfigError`."""
     path = folder / METRICS
     lines = _logged(path) if path.is_file() else []
     text = "".join(line for line, row in lines if row["step"] <= step)
@@ -92,7 +106,7 @@ def keep_metrics(folder: Path, step: int) -> None:
 
 
 def _logged(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Return the whole lines of a log, as they are and as rows. Raises `ConfigError`."""
+    """Return the complete lines of a log with their parsed rows. Raises `ConfigError`."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     except (OSError, ValueError) as error:

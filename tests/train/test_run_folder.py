@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from paceline.cli import main
-from paceline.train.checkpoint import METRICS
+from paceline.train.run_folder import METRICS
 from paceline.train.trainer import TrainConfig, Trainer
 from tests.train.test_run import command
 from tests.train.toy import write_answers, write_target
@@ -70,7 +70,7 @@ def test_a_head_whose_relay_has_nothing_to_tell_goes_on(
 
 
 def test_moments_and_their_step_are_put_where_the_weight_is() -> None:
-    recipe = SimpleNamespace(weights={"w": torch.ones(2)}, taken_over=set())
+    recipe = SimpleNamespace(weights={"w": torch.ones(2)}, inherited=set())
     trainer = Trainer(recipe, TrainConfig(steps=1), None, [])  # type: ignore[arg-type]
     saved = {"weight.w": torch.ones(2), "step.w": torch.tensor(3.0)}
     saved |= {"exp_avg.w": torch.ones(2), "exp_avg_sq.w": torch.ones(2)}

@@ -1,12 +1,18 @@
-"""`paceline train eagle3`: an EAGLE-3 head, trained on its own guesses."""
+"""`paceline train eagle3`: train an EAGLE-3 head on its own drafts."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.train.commands.heads import train_head
-from paceline.train.commands.options import add_depths, add_training, chosen_taps, gather, open_target
-from paceline.train.head import HeadShape
+from paceline.train.head_recipe import HeadShape
+from paceline.train.train_options import (
+    add_depths,
+    add_training,
+    chosen_taps,
+    gather,
+    open_target,
+    train_head,
+)
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
