@@ -19,7 +19,7 @@ def add_prompts(parser: ArgumentParser) -> None:
 
 
 def exit_status(main: Callable[[], int]) -> int:
-    """Run a tool and return its exit status; print an error the user can mend as one line and return 1."""
+    """Run a tool and return its exit status. Errors that the user can mend are one line."""
     try:
         return main()
     except PacelineError as error:

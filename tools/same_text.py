@@ -80,7 +80,7 @@ def plain(weights: str) -> EngineSetting:
 
 
 def covering(choices: dict[str, tuple[Any, ...]]) -> Iterator[EngineSetting]:
-    """Yield settings until every pair of values has occurred, greedily those with the most new pairs."""
+    """Yield settings until every pair of values has occurred, greedily the most new pairs."""
     names = [f.name for f in fields(EngineSetting)]
     everything = [dict(zip(names, values, strict=True)) for values in product(*(choices[n] for n in names))]
     usable = [s for s in everything if not (s["preempt"] and s["rows"] == 1)]  # one row never runs out of pages
@@ -125,7 +125,7 @@ def answer_all(
 
 
 class AnswerCache:
-    """Answers by setting, kept in a folder between runs of the command if `--keep` names one."""
+    """Answers by setting, kept between runs of the command in the folder of `--keep`."""
 
     def __init__(self, args: Namespace) -> None:
         self._args = args

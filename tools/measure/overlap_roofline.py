@@ -44,7 +44,7 @@ def pair_of(drafter: str, launch_s: float, host_s: float = 0.0) -> ModelPair:
 
 
 def gain(pair: ModelPair, k: int, rows: int = ROWS) -> float:
-    """Return the paper's figure: the gain of overlap with twice the requests in flight over serial speculation."""
+    """Return the paper's figure. The gain of overlap with twice the requests in flight over serial speculation."""
     verify_s, draft_s = pair.verify_s(rows, k), pair.draft_s(rows, k)
     return (verify_s + draft_s) / max(verify_s, draft_s) - 1
 
@@ -66,7 +66,7 @@ def fitted_launch_s(rule: Callable[[ModelPair], float], host_s: float = 0.0) -> 
 
 
 def equal_terms(pair: ModelPair, k: int, in_flight: int = 2 * ROWS) -> float:
-    """Return the gain of overlap in tokens per second, at equal requests in flight and equal devices.
+    """Return the gain of overlap at equal requests in flight and equal devices.
 
     The serial target has the drafter's device too, as if its work split evenly over one more.
     """

@@ -40,7 +40,7 @@ def calm(target: Server, prompt: Prompt) -> None:
 
 
 def stormy(target: Server, prompt: Prompt) -> None:
-    """Ask for many tokens, disconnect after a few, and send a body that is too large."""
+    """Ask for many tokens, disconnect after a few, send a body that is too large."""
     _stream(target, prompt, max_tokens=512, num_lines=2 * FEW_TOKENS)
     connection = target.connect()
     try:

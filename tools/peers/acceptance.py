@@ -1,4 +1,4 @@
-"""Compare the acceptance of a head trained here in Paceline and in vLLM's build for CPUs.
+"""Compare the acceptance of a head in Paceline and in vLLM's build for CPUs.
 
 `python -m tools.peers.acceptance --draft eagle3:k=4 [--prompts FILE.jsonl]`. Both decode greedily in float32, one
 prompt at a time, and ignore the end of text. Both get the same copy of the head in float32, without the parts that
@@ -81,7 +81,7 @@ class PeerAcceptance:
 
 
 def whole_passes(arrivals: Sequence[float]) -> list[int]:
-    """Return the tokens of each pass, without the prefill and the last pass, which the answer's end may cut.
+    """Return the tokens of each pass. The prefill is left out, and the last pass, which may be cut.
 
     arrivals: [num_tokens] times in seconds; tokens of one pass have the same time.
     """

@@ -28,7 +28,7 @@ def python_of(engine: PeerEngine, folder: Path) -> str:
 
 
 def preloads(engine: PeerEngine, folder: Path) -> dict[str, str]:
-    """Return the environment variable that preloads the libraries an engine wants, as far as they exist."""
+    """Return the environment variable that preloads the existing libraries of an engine."""
     files = [str(f) for f in (folder / engine.name / name for name in engine.preload) if f.is_file()]
     found = [soname for name in engine.preload_found if (soname := find_library(name))]
     return {"LD_PRELOAD": ":".join(files + found)} if files or found else {}

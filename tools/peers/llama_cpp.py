@@ -1,4 +1,4 @@
-"""Adapter of llama.cpp through its C interface: rows are sequences of one context, one batch per step."""
+"""Adapter of llama.cpp through its C interface. Rows are sequences of one context, one batch per step."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class LlamaCpp:
             return np.concatenate([self._run(context, batch, part)[1].copy() for part in _parts(tokens)])
 
     def _speculate(self, drafts: PeerDrafts, prompt: Sequence[int], num_tokens: int) -> PeerAnswers:
-        """Continue one prompt: each pass scores the newest token and its drafts and keeps those that agree."""
+        """Continue one prompt. Each pass scores the newest token and its drafts and keeps those that agree."""
         length, text = len(prompt) + num_tokens + drafts.max_drafts, list(prompt)
         with self.context(1, length) as (context, batch), drafts.open(length) as draft:
             recorder = Recorder(1)
@@ -94,7 +94,7 @@ class LlamaCpp:
     def extend(
         self, context: Any, batch: Any, ids: Sequence[int], start: int, num_wanted: int
     ) -> NDArray[float32]:
-        """Run tokens of one row from a position on; return the logits [num_wanted, vocab] of the last ones."""
+        """Run tokens of one row from a position on. Return the logits [num_wanted, vocab] of the last ones."""
         first = len(ids) - num_wanted
         tokens = [(t, start + i, 0, i >= first) for i, t in enumerate(ids)]
         return [self._run(context, batch, part)[1] for part in _parts(tokens)][-1]
@@ -128,7 +128,7 @@ class LlamaCpp:
         return chosen
 
     def _run(self, context: Any, batch: Any, tokens: Sequence[Token]) -> tuple[list[int], NDArray[float32]]:
-        """Run tokens; return the rows whose logits were wanted and these logits, valid until the next call."""
+        """Run tokens; return the rows with logits, and these logits, valid until the next call."""
         batch.n_tokens = len(tokens)
         for i, (token_id, place, row, wanted) in enumerate(tokens):
             batch.token[i], batch.pos[i], batch.logits[i] = token_id, place, wanted

@@ -11,12 +11,32 @@ import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
-    from tools.peers.llama_cpp import LlamaCpp
+    from numpy import float32
+    from numpy.typing import NDArray
 
     ProposeDraft = Callable[[Sequence[int]], list[int]]  # token ids so far -> draft ids
 
 MIN_PROBABILITY = 0.75  # the draft model stops below it; llama.cpp's default
+
+
+class DraftingModel(Protocol):
+    """The calls of a llama.cpp model that a draft model needs; see `llama_cpp.LlamaCpp`."""
+
+    def context(self, num_rows: int, length: int) -> AbstractContextManager[tuple[Any, Any]]:
+        """Make a context and a batch for `num_rows` rows of `length` tokens."""
+        ...
+
+    def forget(self, context: Any, length: int) -> None:
+        """Drop the KV of a one-row context beyond `length` tokens."""
+        ...
+
+    def extend(
+        self, context: Any, batch: Any, ids: Sequence[int], start: int, num_wanted: int
+    ) -> NDArray[float32]:
+        """Run tokens of one row from a position on. Return the logits [num_wanted, vocab] of the last ones."""
+        ...
 
 
 class PeerDrafts(Protocol):
@@ -40,7 +60,7 @@ class PeerLookup:
 
     @contextmanager
     def open(self, length: int) -> Iterator[ProposeDraft]:
-        """See `PeerDrafts`."""
+        """Return a context manager with a `ProposeDraft`, see `PeerDrafts`."""
         lookup = import_module("llama_cpp.llama_speculative").LlamaPromptLookupDecoding(
             num_pred_tokens=self.max_drafts
         )
@@ -51,19 +71,19 @@ class PeerLookup:
 class PeerDraftModel:
     """Greedy drafts of a smaller model while their probability stays above `MIN_PROBABILITY`."""
 
-    model: LlamaCpp
+    model: DraftingModel
     max_drafts: int
 
     @contextmanager
     def open(self, length: int) -> Iterator[ProposeDraft]:
-        """See `PeerDrafts`."""
+        """Return a context manager with a `ProposeDraft`, see `PeerDrafts`."""
         with self.model.context(1, length) as (context, batch):
             yield _DraftContext(self.model, context, batch, self.max_drafts).draft
 
 
 @dataclass(slots=True, eq=False)
 class _DraftContext:
-    model: LlamaCpp
+    model: DraftingModel
     context: Any
     batch: Any
     max_drafts: int

@@ -1,4 +1,4 @@
-"""Input of the workers: the model in the form that each reads, prompts, texts for the quality."""
+"""Input of the workers. The model in the form that each reads, prompts, texts for the quality."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def unquantized(model: LoadedModel, folder: Path) -> Path:
 
 
 def unquantized_head(head: Path, folder: Path) -> Path:
-    """Return a float32 copy of a head trained here, without the parts that only Paceline knows."""
+    """Return a float32 copy of a head, without the parts that only Paceline knows."""
     target = folder / "head"
     target.mkdir(parents=True, exist_ok=True)
     stored = load_file(head / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Rows of the table, the workloads that are measured, and the ratios that Paceline must reach."""
+"""Rows of the table, the workloads, and the ratios that Paceline must reach."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def names_of(rows: tuple[PeerRow, ...]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class RequiredRatio:
-    """The ratio that the best of our rows must reach over the best of other rows, by workload."""
+    """The required ratio of our best row to the best of others, by workload."""
 
     name: str
     ours: tuple[str, ...]  # row names; the best counts

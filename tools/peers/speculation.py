@@ -68,7 +68,7 @@ SPECULATION = PeerStudy(
 
 
 def draft_gguf(model: LoadedModel, folder: Path) -> Path:
-    """Write the draft model that ships for a target as a GGUF file of 8 bits, with the target's tables.
+    """Write the target's shipped draft model as an 8-bit GGUF file, with the target's tables.
 
     Raises `ConfigError` if none ships, `UnsupportedModel` if the target is no GGUF file of a Llama model.
     """
@@ -107,7 +107,7 @@ def _gguf_name(name: str) -> str:
 
 
 def _interleave_halves(matrix: NDArray[floating], num_heads: int) -> NDArray[floating]:
-    """Interleave the two halves of each head, the order that RoPE has in GGUF files of Llama."""
+    """Interleave the two halves of each head: the order of GGUF files of Llama."""
     rows, width = matrix.shape
     return matrix.reshape(num_heads, 2, rows // num_heads // 2, width).swapaxes(1, 2).reshape(rows, width)
 

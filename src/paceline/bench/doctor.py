@@ -96,7 +96,7 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def _print_cost(cost: StepCost) -> None:
+def _print_cost(cost: PassTimes) -> None:
     plain = 1.0 / cost.plain_s
     say(f"One request, greedy, medians of real steps: {1e3 * cost.plain_s:.1f} ms a token, {plain:.1f} tokens/s.")
     if cost.k:
@@ -131,7 +131,7 @@ class Check:
 
 
 def check_files(config: EngineConfig) -> tuple[list[Check], PacelineError | None]:
-    """Return the checks of the model's files, and the error that ended them early, if any."""
+    """Return the checks of the model's files, and the error that ended them, if any."""
     checks: list[Check] = []
     try:
         checks.extend(_file_checks(config))  # keeps the checks before an error
@@ -159,7 +159,7 @@ def _file_checks(config: EngineConfig) -> Iterator[Check]:
 
 
 def _check_memory(config: EngineConfig, model: LoadedModel) -> Check:
-    """Compare the weights of target and drafter with free memory; the KV cache takes a share of the remainder."""
+    """Compare the weights of target and drafter with free memory. The KV cache takes a share of the remainder."""
     per_weight, free = NUM_BYTES[config.weight_type], available_bytes()
     weights = num_weights(model.config) * per_weight
     drafters = parse_drafters(config.draft, model.fingerprint)
@@ -178,7 +178,7 @@ def _mib(num_bytes: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class StepCost:
+class PassTimes:
     """Median times of steps of one row, seconds."""
 
     plain_s: float  # one token
@@ -188,7 +188,7 @@ class StepCost:
 
     @property
     def break_even(self) -> float:
-        """Tokens per pass at which speculation is as fast as plain decoding; k + 1 is the most possible."""
+        """Tokens per pass at which speculation is as fast as plain decoding. The maximum is k + 1."""
         return (self.verify_s + self.draft_s) / self.plain_s
 
 
@@ -198,7 +198,7 @@ class _StepTime:
     draft_s: float
 
 
-def measure_steps(built: Built, draft: str) -> StepCost:
+def measure_steps(built: Built, draft: str) -> PassTimes:
     """Time plain steps, steps that verify k drafts, and drafting. The engine must be idle."""
     engine = built.engine
     k = max((spec.k for spec in parse_drafters(draft).configs), default=0)
@@ -214,7 +214,7 @@ def measure_steps(built: Built, draft: str) -> StepCost:
     finally:
         engine.drafting = own_drafters
         engine.controller = own_controller
-    return StepCost(
+    return PassTimes(
         plain_s=median(s.step_s for s in plain),
         verify_s=median(s.step_s - s.draft_s for s in verifying),
         draft_s=median(s.draft_s for s in drafting) if k else 0.0,

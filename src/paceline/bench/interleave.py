@@ -1,4 +1,4 @@
-"""Runs in this process: engines answer questions in alternating time slices, a fixed number in flight.
+"""Engines in this process answer questions in alternating time slices, a fixed number in flight.
 
 Slices are short, so a slow minute of the machine slows every engine that is compared.
 """
@@ -62,7 +62,7 @@ def make_questions(
 
 
 def _prompt_ids(prompt: Prompt, encode: Prompts) -> tuple[int, ...]:
-    """Return a prompt's token ids: through the chat template, or as plain text if the model has none."""
+    """Return a prompt's token ids. The chat template is applied if the model has one."""
     if encode.template is None:
         return encode.of_text(prompt.text)
     return encode.of_messages([{"role": "user", "content": prompt.text}])

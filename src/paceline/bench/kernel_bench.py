@@ -143,7 +143,7 @@ def measure_limits(team: kernels.Team) -> MachineLimits:
 
 
 def matrix_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return the matrices of one layer and the head by name, the first of each shape only."""
+    """Return the matrix shapes of one layer and the head by name, each shape once."""
     named = {name: shape for name, shape in layer_shapes(config).items() if len(shape) == 2}
     named["head"] = (config.vocab_size, config.hidden_size)
     first = {shape: name for name, shape in reversed(named.items())}
@@ -153,7 +153,7 @@ def matrix_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 def measure_products(
     team: kernels.Team, limits: MachineLimits, shape: tuple[int, int], weights: str, tokens: Sequence[int]
 ) -> Iterator[ProductTime]:
-    """Multiply cold copies of a matrix by each number of tokens; yield medians of several rounds."""
+    """Multiply cold copies of a matrix by each number of tokens. Yield medians of several rounds."""
     random = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
     first = kernels.pack(random, weights)
     copies = min(MAX_COPIES, -(-COLD_BYTES // first.num_bytes))
@@ -217,7 +217,7 @@ def num_pages(shapes: Sequence[PassShape] = PASS_SHAPES) -> int:
 def time_passes(
     decoder: NativeDecoder, kv: KV, shapes: Sequence[PassShape], repeats: int
 ) -> dict[PassShape, float]:
-    """Return the median time of each greedy pass, interleaved so that a drifting machine drifts for all."""
+    """Return the median time of each greedy pass. Passes are interleaved, as machines drift."""
     greedy = SamplingSpec("argmax", SamplingParams(temperature=0.0))
     passes = {shape: shape.packed(decoder.config.vocab_size) for shape in shapes}
     times: dict[PassShape, list[float]] = {shape: [] for shape in shapes}

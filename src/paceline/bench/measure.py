@@ -82,7 +82,7 @@ def tokens_until(answers: Sequence[MeasuredAnswer], time_s: float) -> float:
 
 
 def acceptance_length(answers: Sequence[MeasuredAnswer]) -> float | None:
-    """Return tokens committed per request and decode pass: the target's own count, the prefill's do not."""
+    """Return tokens per request and decode pass, the target's own included, the prefill's token not."""
     passes = sum(a.decode_passes for a in answers)
     return sum(a.decoded_tokens for a in answers) / passes if passes else None
 
@@ -185,7 +185,7 @@ def _category(answers: Sequence[MeasuredAnswer]) -> Json:
 
 
 def kept_per_position(answers: Sequence[MeasuredAnswer]) -> list[float] | None:
-    """Return the share of decode passes that kept a draft at each position; 1 + their sum is the mean length.
+    """Return the share of decode passes that kept a draft at each position. One plus their sum is the mean length.
 
     None for a server: its chunks do not tell which tokens came from one pass.
     """
@@ -196,7 +196,7 @@ def kept_per_position(answers: Sequence[MeasuredAnswer]) -> list[float] | None:
 
 
 def _repetition(answers: Sequence[MeasuredAnswer]) -> Json:
-    """Share of repeated text, and the acceptance length of answers that do not loop: loops are easy to draft."""
+    """Share of repeated text, and the acceptance length of answers that do not loop. Loops are easy to draft."""
     known = [(a, a.token_ids) for a in answers if a.token_ids is not None]
     without_loops = [a for a, ids in known if num_repeated(ids) <= LOOPING_SHARE * len(ids)]
     return {

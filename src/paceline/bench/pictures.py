@@ -65,7 +65,7 @@ def draw_bench(source: Path, target: Path) -> None:
 
 
 def category_rates(runs: list[Json]) -> dict[str, dict[str, float]]:
-    """Return draft -> category -> tokens per second, the median over repeats, of the first concurrency."""
+    """Return draft -> category -> median tokens per second, of the first concurrency."""
     first = [r for r in runs if r["concurrency"] == runs[0]["concurrency"]]
     rates: dict[str, dict[str, float]] = {}
     for draft in dict.fromkeys(r["draft"] for r in first):
@@ -88,7 +88,7 @@ def _read(source: Path) -> Json:
 
 
 def draw_batch_sweep(sweep: BatchSweep, target: Path) -> None:
-    """Draw tokens/s against requests in flight: fixed drafts in grey, plain decoding dashed, `auto` in colour.
+    """Draw tokens/s against requests in flight. Fixed drafts are grey, plain decoding dashed, `auto` red.
 
     Fixed drafts are speed-ups of the screening times the plain rate of the final runs.
     """
@@ -118,7 +118,7 @@ def draw_batch_sweep(sweep: BatchSweep, target: Path) -> None:
 
 
 def draw_profile(profile: Profile, target: Path) -> None:
-    """Draw ms of a target pass against its token rows, and of drafting against the rows that draft."""
+    """Draw the time of a target pass by token rows, and of drafting by rows."""
     from paceline.control.cost import MeasuredCost
 
     assert isinstance(profile.cost, MeasuredCost)

@@ -49,7 +49,7 @@ def read_prompts(name: str | Path, limit: int | None = None) -> list[Prompt]:
 
 
 def spread(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
-    """Return `limit` prompts evenly spaced over all, so that each category of a sorted file has its share."""
+    """Return `limit` prompts evenly spaced over all. Each category of a sorted file has its share."""
     if limit is None or limit >= len(prompts):
         return list(prompts)
     return [prompts[i * len(prompts) // limit] for i in range(limit)]

@@ -1,4 +1,4 @@
-"""All runs of a benchmark: one engine per drafter, interleaved so that a drifting machine drifts for all."""
+"""All runs of a benchmark. The drafters are interleaved, so a drifting machine drifts for all."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Session:
 def run_here(
     config: EngineConfig, loaded: Loaded, session: Session, prompts: Sequence[Prompt], on_progress: OnProgress
 ) -> Iterator[Run]:
-    """Yield the runs in this process: one engine per drafter over the same loaded weights, interleaved.
+    """Yield the runs in this process. They are interleaved, with one engine per drafter over the same weights.
 
     Each engine has its own KV, just large enough for the longest question and answer. The runs of a repeat are
     interleaved, so their peak memory is one figure.
@@ -117,7 +117,7 @@ def _repeat(
 def run_there(
     target: Server, session: Session, rate_per_s: float | None, prompts: Sequence[Prompt], on_progress: OnProgress
 ) -> Iterator[Run]:
-    """Yield the runs against a server, whose drafter is fixed and whose caches stay as they are."""
+    """Yield the runs against a server. Its drafter is fixed, and its caches are not emptied."""
     concurrencies: tuple[int | None, ...] = session.concurrencies if rate_per_s is None else (None,)
     drive(target, prompts[: session.warmup], 1, None, session.seed)
     done = 0
@@ -130,8 +130,7 @@ def run_there(
 
 def model_and_backend(config: EngineConfig, loaded: Loaded) -> dict[str, Any]:
     """Return the fields `model` and `backend` of the JSON file."""
-    import torch
-
+    from paceline.backend.seam import num_cores
     from paceline.model.cost import num_weights
 
     c = loaded.decoder.config
@@ -147,7 +146,7 @@ def model_and_backend(config: EngineConfig, loaded: Loaded) -> dict[str, Any]:
             "name": config.backend,
             "weights": config.weight_type,
             "kv": config.kv_type,
-            "threads": torch.get_num_threads(),
+            "threads": num_cores() if config.threads is None else config.threads,
             "law": config.law,
         },
     }

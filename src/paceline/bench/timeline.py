@@ -1,4 +1,4 @@
-"""`paceline timeline`: record when the target, the drafter and the host work, and how long a step takes.
+"""`paceline timeline`: record when the target, the drafter and the host work.
 
 An engine is watched from outside: its decoder, its drafters and its loop are put behind proxies that note when
 calls begin and end. An engine that is not watched runs no code of this module.
@@ -89,7 +89,7 @@ def _check(args: Namespace) -> None:
 
 
 def _record_loops(args: Namespace, config: EngineConfig) -> dict[str, Timeline]:
-    """Return the timelines of the serial and the overlapped loop; the drafter has its own cores in both."""
+    """Return the timelines of the serial and the overlapped loop. The drafter has its own cores in both."""
     from paceline.bench.scenarios.core_sharing import OVERLAPPED, SEPARATE, separate_cores
 
     splits = separate_cores(config)
@@ -116,7 +116,7 @@ def _print(timelines: Mapping[str, Timeline], size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A call: its kind, its start and end by the clock in seconds, and its thread."""
+    """A call: its kind, start and end (clock, seconds) and thread."""
 
     kind: str  # TARGET, DRAFT or STEP
     start_s: float
@@ -139,12 +139,12 @@ class PassCycle:
 
     @property
     def overlapped(self) -> float:
-        """Length over max(V, t): 1 if the longer side never waited."""
+        """Length over max(V, t). It is 1 if the longer side never waited."""
         return self.length_s / max(self.verify_s, self.draft_s)
 
     @property
     def serial(self) -> float:
-        """Length over V + t: 1 if one side always waited for the other and the host took no time."""
+        """Length over V + t. It is 1 if the sides never overlapped and the host took no time."""
         return self.length_s / (self.verify_s + self.draft_s)
 
 
@@ -217,7 +217,7 @@ class Timeline:
 
 
 class _CallRecorder:
-    """Proxy of an object: records calls of some methods, and of one that begins an asynchronous call."""
+    """Proxy that records calls of some methods, and of one that begins an asynchronous call."""
 
     def __init__(
         self, timeline: Timeline, inner: object, kind: str, methods: tuple[str, ...], begins: str
@@ -238,7 +238,7 @@ class _CallRecorder:
 
 
 def _awaited(step: Span, passes: Sequence[Span]) -> list[Span]:
-    """Return the passes that a step waits for: its own on this thread, and earlier ones of another thread.
+    """Return the passes that a step waits for. They are its own, and earlier ones of another thread.
 
     A pass that the step has begun on another thread is awaited by the next step.
     """

@@ -30,7 +30,7 @@ SCREENING_ROUNDS, FINAL_ROUNDS = 2, 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchSweep:
-    """Screens all fixed policies at each size, then measures the best of them again beside `auto`."""
+    """Screens all fixed policies at each size, then measures the best again beside `auto`."""
 
     pool: EnginePool
     results: ResultFile
@@ -48,7 +48,7 @@ class BatchSweep:
         return auto_policy(self.drafters)
 
     def run(self, on_progress: OnProgress) -> list[Json]:
-        """Make the runs that are missing; return a row of the table for each size and finalist."""
+        """Make the runs that are missing. Return a row of the table for each size and finalist."""
         policies = fixed_policies(self.drafters)
         total, done = (len(policies) + self.repeat) * len(self.sizes), 0
         for policy in policies:

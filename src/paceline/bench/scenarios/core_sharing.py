@@ -1,4 +1,4 @@
-"""Ways to share cores between a target and its drafter: a pool of engines for each, all in one process."""
+"""Ways to share cores between a target and its drafter. Each has a pool of engines in one process."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class CoreSharing:
 
 
 def split_cores(config: EngineConfig) -> EngineConfig:
-    """Return a config whose drafter has its own cores: those of the config, or the last one.
+    """Return a config whose drafter has its own cores. By default it is the last core.
 
     Raises `ConfigError`.
     """
@@ -59,7 +59,7 @@ def split_cores(config: EngineConfig) -> EngineConfig:
 
 
 def separate_cores(config: EngineConfig, seed: int = 0) -> dict[str, CoreSharing]:
-    """Load the target for its own cores; return the ways in which the drafter has the others.
+    """Load the target for its own cores. Return the ways in which the drafter has the others.
 
     config: from `split_cores`.
     """
@@ -74,7 +74,7 @@ def separate_cores(config: EngineConfig, seed: int = 0) -> dict[str, CoreSharing
 
 
 def all_sharings(config: EngineConfig, seed: int = 0) -> dict[str, CoreSharing]:
-    """Return the ways of `separate_cores`, and serial ones on the target's cores and on all cores.
+    """Return the ways of `separate_cores`, and serial ones on the target's and on all cores.
 
     All but the last use the same loaded weights.
     """

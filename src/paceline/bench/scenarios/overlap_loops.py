@@ -1,4 +1,4 @@
-"""The overlapped loop against the serial loop, on equal cores and on fewer, at equal requests in flight."""
+"""The overlapped loop against the serial loop, on equal cores and on fewer. Requests in flight are equal."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class OverlapComparison:
     repeat: int = 5
 
     def run(self, on_progress: OnProgress) -> list[Json]:
-        """Make the runs that are missing; return a row of the table for each drafter, size and way."""
+        """Make the runs that are missing. Return a row of the table for each drafter, size and way."""
         total, done = len(self.drafters) * len(self.sizes) * self.repeat, 0
         for drafter in self.drafters:
             for sharing in self.sharings.values():
@@ -99,7 +99,7 @@ class OverlapComparison:
 
 
 def _figures(run: SlicedRun) -> Json:
-    """Return the recorded figures of one way: seconds of its own slices, and means per step."""
+    """Return the recorded figures of one way: seconds of its slices, means per step."""
     stats = run.stats
     steps, ms_per_step = max(stats.steps, 1), MS_PER_S / max(stats.steps, 1)
     return {

@@ -1,4 +1,4 @@
-"""Runs on disk as they are made: a comparison takes hours and resumes where it stopped."""
+"""Runs on disk as they are made. A comparison takes hours and resumes where it stopped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ResultFile:
     """The runs of a comparison, each found by its key."""
 
     def __init__(self, file: Path, settings: Mapping[str, Any], head: Mapping[str, Any]) -> None:
-        """Resume a file with the same settings, of the same build and machine, or begin a new one.
+        """Resume a file with the same settings, build and machine, or begin a new one.
 
         head: the first fields of the file. Raises `ConfigError` if the file is of another comparison.
         """

@@ -1,4 +1,4 @@
-"""A day's load: requests in flight rise and fall, tasks change, all policies in alternating slices of a second.
+"""A day's load: requests in flight rise and fall, tasks change. Policies alternate in slices of a second.
 
 Slices are short, so a slow hour of the machine slows every policy. A calibration loop before and after each slice
 finds the rounds in which the machine stalled.
@@ -166,7 +166,7 @@ def windows(phases: Sequence[Sequence[Json]], name: str, base: str) -> tuple[lis
 
 
 def _prices(rounds: Sequence[Json], name: str) -> NDArray[float64]:
-    """Return the seconds of an output token and of a prompt token, fitted to a policy's slices. [2]"""
+    """Return the seconds of an output token and of a prompt token. [2]"""
     seconds, *tokens = np.array([r[name] for r in rounds], float).reshape(-1, 3).T
     prices: NDArray[float64] = np.linalg.lstsq(np.stack(tokens, axis=1), seconds)[0]
     return prices.clip(0)
