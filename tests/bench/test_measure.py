@@ -13,7 +13,7 @@ from paceline.bench.measure import (
     kept_per_position,
     record,
 )
-from paceline.bench.prompts import Prompt
+from paceline.bench.prompt_file import Prompt
 from paceline.bench.report import category_rows, summary
 from paceline.control.reckoning import Reckoning
 from paceline.engine.stats import DraftCounts, Reckoned, Stats
