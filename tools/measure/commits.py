@@ -17,7 +17,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.bench.prompts import read_prompts, spread
+from paceline.bench.prompt_file import read_prompts, spread
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
