@@ -19,7 +19,7 @@ from paceline.core.params import SamplingParams
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.overlap import OverlappedLoop
 from paceline.engine.scheduler import Limits
-from paceline.engine.serial import SerialLoop
+from paceline.engine.step import SerialLoop
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

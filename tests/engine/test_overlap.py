@@ -72,7 +72,7 @@ def serve(engine: Engine, requests: list[Request], random: Random) -> tuple[dict
             engine.add(waiting.pop(0))
         if random.random() < 0.05:
             name = random.choice(requests).request_id
-            if name in engine.scheduler.by_id and not engine.scheduler.by_id[name].ended:
+            if name in engine.scheduler.requests and not engine.scheduler.requests[name].ended:
                 engine.cancel(name)
                 cancelled.add(name)
         for outcome in engine.step():
@@ -97,7 +97,7 @@ def test_an_id_is_in_use_until_its_last_pass_is_over() -> None:
             engine.cancel(cancelled)
             with pytest.raises(RequestError, match="in use"):
                 engine.add(asked[cancelled])
-        elif cancelled and not again and cancelled not in engine.scheduler.by_id:
+        elif cancelled and not again and cancelled not in engine.scheduler.requests:
             again, answers[cancelled] = cancelled, Answer()
             engine.add(asked[again])
         for outcome in engine.step():
@@ -240,7 +240,7 @@ def test_a_request_arriving_joins_the_group_that_is_drafted_for() -> None:
     assert groups["0"] != groups["1"]
     assert all(r.in_flight == 1 for r in engine.scheduler.running)
     engine.step()
-    assert engine.scheduler.by_id["2"].decoding
+    assert engine.scheduler.requests["2"].decoding
 
 
 @pytest.mark.parametrize("law", ["rejection", "block"])

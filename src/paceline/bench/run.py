@@ -93,7 +93,7 @@ class Asking:
                 look_up()
                 if perf_counter() - self._began_s >= seconds:
                     break
-        self._engine.loop.rest()  # a pass that was begun is this turn's
+        self._engine.loop.wait()  # a pass that was begun is this turn's
         self._clock_s = self._now_s
 
     def leave(self) -> None:

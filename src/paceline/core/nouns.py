@@ -1,7 +1,7 @@
 """The nouns every package speaks: what flows between the six verbs of a step.
 
-    admit -> plan -> propose -> score -> judge -> commit
-             Plan    Draft      Scores   Verdict  Outcome
+    plan -> admit -> propose -> score -> judge -> commit
+    Plan    Batch    Draft      Scores   Verdict  Outcome
 
 `Batch` names rows and upper bounds only. A row's newest token, its length and positions belong to the
 backend's per-row state (`backend/rows.py`), so a step can be prepared before the last one's outcome is known.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -169,6 +169,15 @@ def _plain(bound: float) -> str:
 def _check_token_id(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_TOKEN_ID:
         raise RequestError(f"{name}: {shown(value)} is not a token id", name)
+
+
+def check_token_ids(prompt_ids: Sequence[int], params: SamplingParams, vocab_size: int) -> None:
+    """Raise `RequestError` if a request names tokens that a vocabulary does not have."""
+    if not all(0 <= token_id < vocab_size for token_id in prompt_ids):
+        raise RequestError(f"the prompt has token ids outside the vocabulary of {vocab_size}", "prompt")
+    for name, token_ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        if any(token_id >= vocab_size for token_id in token_ids):
+            raise RequestError(f"{name} names tokens outside the vocabulary of {vocab_size}", name)
 
 
 AUTO, OFF = "auto", "off"

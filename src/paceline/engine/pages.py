@@ -121,6 +121,10 @@ class PagePool:
                 break
         return total
 
+    def valid_lens(self, pages: Sequence[int]) -> dict[str, int]:
+        """Return `valid_len` for every store."""
+        return {store: self.valid_len(store, pages) for store in self._valid}
+
     def empty_store(self, store: str) -> None:
         """Forget what a store holds: its owner has lost it."""
         self._valid[store] = [0] * self.num_pages

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline.control.reckoning import Reckoning
     from paceline.core.nouns import Batch, Draft, RowDraft, Verdict
+    from paceline.engine.scheduler import Scheduler
 
 
 MOST_ERROR = 2.0  # as a share of a step; all above are one
@@ -100,7 +101,9 @@ class Stats:
     step_s: float = 0.0
     draft_s: float = 0.0
     target_s: float = 0.0  # of passes, from when what they read is put together
-    hidden_s: float = 0.0  # of passes, during which the host or drafters worked: these seconds are in both
+    overlapped_s: float = (
+        0.0  # of `target_s`: host or drafters worked beside the pass, and count these seconds too
+    )
     control_s: float = 0.0  # of the host's time, the controller's: planning, trimming, learning
     decode_passes: int = 0  # rows x steps in which they decoded
     decoded_tokens: int = 0  # tokens these committed, stops applied
@@ -119,7 +122,7 @@ class Stats:
     @property
     def host_s(self) -> float:
         """Time of the steps spent neither drafting nor waiting for the target."""
-        return self.step_s - self.draft_s - self.target_s + self.hidden_s
+        return self.step_s - self.draft_s - self.target_s + self.overlapped_s
 
     def snapshot(self) -> Stats:
         """Return a copy that later steps do not change."""
@@ -130,13 +133,12 @@ class Stats:
         difference: Stats = _subtract(self, earlier)
         return difference
 
-    def count_step(self, step_s: float, target_s: float, hidden_s: float, *, overlapped: bool) -> None:
-        """Add one step."""
+    def count_step(self, target_s: float, overlapped_s: float, *, overlapped: bool) -> None:
+        """Add one step and its pass. Who calls the step adds its whole time to `step_s`."""
         self.steps += 1
         self.overlapped_steps += overlapped
-        self.step_s += step_s
         self.target_s += target_s
-        self.hidden_s += hidden_s
+        self.overlapped_s += overlapped_s
 
     def count_pass(self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict) -> None:
         """Add what one step read of prompts, and its drafts: as proposed, and as trimmed for verification."""
@@ -167,6 +169,19 @@ class Gauges:
     num_held_pages: int
     num_drafters: int  # loaded
     kv_bytes: int  # all stores
+
+    @classmethod
+    def of(cls, scheduler: Scheduler, num_drafters: int, kv_bytes_per_token: int) -> Gauges:
+        """Return the gauges of an engine with this scheduler."""
+        return cls(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_queued_tokens=scheduler.num_queued_tokens,
+            num_pages=scheduler.pool.num_pages,
+            num_held_pages=scheduler.pool.num_held,
+            num_drafters=num_drafters,
+            kv_bytes=scheduler.capacity * kv_bytes_per_token,
+        )
 
 
 def _bump(counts: list[int], length: int) -> None:

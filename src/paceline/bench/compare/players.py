@@ -77,7 +77,7 @@ class Player:
             for outcome in self.engine.step():
                 if outcome.finish_reason is not None:
                     self._open.discard(outcome.request_id)
-        self.engine.loop.rest()  # a pass that was begun is this turn's, not beside another's
+        self.engine.loop.wait()  # a pass that was begun is this turn's, not beside another's
         turn_s = perf_counter() - start_s
         tokens = self.engine.stats().output_tokens - before  # those told with the next step among them
         self.seconds += turn_s

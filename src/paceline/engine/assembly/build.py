@@ -6,21 +6,26 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 from paceline.backend.rows import Rows
 from paceline.backend.seam import Backend, num_cores
+from paceline.control.controller import ClosedLoop
 from paceline.control.fixed import FixedK
+from paceline.control.overlap import OverlapSwitch
 from paceline.core.errors import ConfigError
 from paceline.draft.drafter import DraftWeights, Memory, Target, Vocabulary
 from paceline.draft.registry import parse_drafters
 from paceline.engine.assembly.auto import close_loop
-from paceline.engine.assembly.loop_choice import choose_loop
+from paceline.engine.assembly.config import OFF, ON
 from paceline.engine.assembly.memory import choose_num_pages
 from paceline.engine.engine import Engine
+from paceline.engine.overlap import OverlappedLoop
 from paceline.engine.pages import PagePool
 from paceline.engine.remote.client import RemoteDrafter
 from paceline.engine.remote.messages import BeginDrafter
+from paceline.engine.step import SerialLoop
 from paceline.model.cost import num_weights
 from paceline.model.files.pull import resolve
 from paceline.model.weights import LazyWeights, load_model, load_template, load_tokenizer
@@ -38,7 +43,9 @@ if TYPE_CHECKING:
     from paceline.draft.drafter import Drafter
     from paceline.draft.registry import DrafterConfig, Loader
     from paceline.engine.assembly.config import EngineConfig
+    from paceline.engine.assembly.placement import Placement
     from paceline.engine.scheduler import Limits
+    from paceline.engine.step import Loop
     from paceline.model.config import ModelConfig
     from paceline.model.files.gguf_file import FourBit
     from paceline.model.heads.checkpoint import Head
@@ -254,6 +261,26 @@ def _run_head(config: EngineConfig, target: Decoder, head: Head, weight_type: st
 
 def _run_small(config: EngineConfig, target: Decoder, small: SmallModel, weight_type: str | None) -> SmallDecoder:
     return config.backend_spec.load_small()(small, target, config.placement.draft, weight_type)
+
+
+def choose_loop(asked: str, engine: Engine, placement: Placement) -> tuple[Loop[Engine], str]:
+    """Return the loop for an engine, and why. asked: value of --overlap."""
+    serial = SerialLoop()
+    if asked == OFF or not engine.drafting.drafters:
+        return serial, "off, as asked"
+    if asked == ON:
+        return OverlappedLoop(placement.worker(), lambda _: True), "on, as asked"
+    if not placement.apart:
+        return serial, "off: target and drafters have the same device, so nothing runs beside anything"
+    if not isinstance(engine.controller, ClosedLoop) or engine.controller.cost is None:
+        return serial, "off: only --draft auto knows what passes and drafting cost; --overlap on insists"
+    switch = OverlapSwitch(apart=True)
+
+    def wanted(engine: Engine) -> bool:
+        controller = engine.controller
+        return isinstance(controller, ClosedLoop) and switch.ask(controller, perf_counter())
+
+    return OverlappedLoop(placement.worker(), wanted), "where drafting takes longer than a pass's fixed cost"
 
 
 # What the banner says ----------------------------------------------------------------------------

@@ -22,8 +22,8 @@ from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.engine.assembly.calibration_stubs import Always, Told
 from paceline.engine.drafters import DrafterPool
-from paceline.engine.serial import SerialLoop
-from paceline.engine.step_view import outlook
+from paceline.engine.step import SerialLoop
+from paceline.engine.step_view import step_view
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -291,7 +291,7 @@ class _Calibrator:
     def _step(self, told: Told) -> _Timed:
         """Run a step and see what it did and how long that took."""
         e, before = self.engine, self.engine.stats()
-        prefill = outlook(e.scheduler, e.drafting, looks=False).prefill
+        prefill = step_view(e.scheduler, e.drafting, previews=False).prefill
         e.controller = told
         with uninterrupted():
             self.whole = False
@@ -346,7 +346,7 @@ class _Calibrator:
 
     def clear(self) -> None:
         """End all rows, and let the drafters hear of it now: what they keep of them is to be forgotten."""
-        for request_id in [r.request.request_id for r in self.engine.scheduler.by_id.values()]:
+        for request_id in [r.request.request_id for r in self.engine.scheduler.requests.values()]:
             self.engine.cancel(request_id)
         with uninterrupted():
             while self.engine.has_work:

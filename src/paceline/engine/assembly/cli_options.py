@@ -6,8 +6,7 @@ from argparse import BooleanOptionalAction
 from typing import TYPE_CHECKING
 
 from paceline.backend.registry import BACKENDS
-from paceline.engine.assembly.config import DEFAULT_DRAFT, EngineConfig
-from paceline.engine.assembly.loop_choice import OVERLAPS
+from paceline.engine.assembly.config import DEFAULT_DRAFT, OVERLAPS, EngineConfig
 from paceline.engine.scheduler import Limits
 
 if TYPE_CHECKING:

@@ -9,12 +9,12 @@ from types import NoneType
 from paceline.backend.device import SAME
 from paceline.backend.registry import DEFAULT_BACKEND, BackendSpec, backend_spec
 from paceline.control.objective import THROUGHPUT, Objective
-from paceline.core.errors import ConfigError
-from paceline.engine.assembly.loop_choice import AUTO, check_overlap
+from paceline.core.errors import ConfigError, suggest
 from paceline.engine.assembly.placement import Placement
 from paceline.engine.scheduler import Limits
 
 DEFAULT_DRAFT = "auto"
+AUTO, ON, OFF = OVERLAPS = ("auto", "on", "off")  # values of --overlap
 MAX_ROWS = 1024
 MAX_THREADS = 1024
 _KINDS = {"str": (str,), "str | None": (str, NoneType), "bool": (bool,), "Limits": (Limits,)}
@@ -35,7 +35,7 @@ class EngineConfig:
     kv_tokens: int | None = None  # KV slots in all; None: what the rows need, within free memory
     prefix_cache: bool = True
     profile: str | None = None  # file of measured costs for `--draft auto`; None: those of this machine
-    overlap: str = AUTO  # whether two groups of rows take turns; see `loops.py`
+    overlap: str = AUTO  # one of OVERLAPS: whether one half of the rows is drafted for while the other is scored
     draft_device: str = SAME  # where drafters run; see `Device.parse`
     objective: str = THROUGHPUT  # or latency:MS, which `--draft auto` keeps to
     trace: str | None = None  # file to which `--draft auto` writes what it knew, chose and got
@@ -47,7 +47,9 @@ class EngineConfig:
                 object.__setattr__(self, name, os.fspath(path))
         _check_kinds(self)
         _ = self.kv_type, Objective.parse(self.objective), self.placement
-        check_overlap(self.overlap)
+        if self.overlap not in OVERLAPS:
+            known = f"{', '.join(OVERLAPS)}{suggest(self.overlap, OVERLAPS)}"
+            raise ConfigError(f"--overlap {self.overlap}: it is one of {known}")
         _bounded("--max-rows", self.limits.num_rows, 1, MAX_ROWS)
         _bounded("--max-len", self.limits.max_len, 16, 1 << 24)
         _bounded("--prefill-tokens", self.limits.prefill_tokens, 1, 1 << 20)

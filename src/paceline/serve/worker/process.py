@@ -110,7 +110,7 @@ class EngineWorker:
                 return
 
     def _step(self) -> None:
-        if self.engine.loop.rest():
+        if self.engine.loop.wait():
             self._take_in()  # who came while the pass ran is to come along in the next
             if self.stopped:
                 return
