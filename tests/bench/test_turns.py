@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from paceline import cli
-from paceline.backend.device import usable_cores
 from paceline.bench.compare.arms import ALL, APART, CHOSEN, SHARED, TURNS, make_arms, shared_out
 from paceline.bench.compare.results import Results
 from paceline.bench.compare.turns import OverlapComparison, remarks
 from paceline.core.errors import ConfigError
 from paceline.core.params import SamplingParams
+from paceline.core.system import usable_cores
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.overlap import OverlappedLoop
 from paceline.engine.scheduler import Limits

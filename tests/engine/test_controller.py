@@ -243,7 +243,7 @@ def test_costs_of_other_drafters_are_refused() -> None:
 def timed(engine: Engine, patch: pytest.MonkeyPatch) -> ClosedLoop:
     """Let passes of an engine take times of their own, and all else none; return its controller."""
     clock = [0.0]
-    for module in ("serial", "engine"):
+    for module in ("step", "engine"):
         patch.setattr(f"paceline.engine.{module}.perf_counter", lambda: clock[0])
     begin = engine.target.begin
 

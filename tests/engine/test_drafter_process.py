@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 from safetensors.torch import save_file
 
-from paceline.core import process as processes
+from paceline.core import system
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
@@ -140,8 +140,8 @@ def kill(drafter: RemoteDrafter, number: int = signal.SIGKILL) -> None:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr(processes, "MAX_WAIT_S", 0.01)
+    monkeypatch.setattr(system, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(system, "MAX_WAIT_S", 0.01)
 
 
 @pytest.mark.parametrize("vocabulary", ["", ",vocabulary=strings"])

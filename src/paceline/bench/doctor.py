@@ -10,12 +10,11 @@ from paceline.backend.registry import NUM_BYTES
 from paceline.bench.run import empty
 from paceline.control.fixed import FixedK
 from paceline.core.errors import ConfigError, ModelError
-from paceline.core.interrupts import uninterrupted
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
+from paceline.core.system import available_bytes, uninterrupted
 from paceline.draft.registry import parse_drafters
-from paceline.engine.assembly.calibration_stubs import Always
-from paceline.engine.assembly.memory import available_bytes
+from paceline.engine.assembly.calibration import AlwaysDrafter
 from paceline.engine.drafters import DrafterPool
 from paceline.model.cost import num_weights
 from paceline.model.files.pull import resolve
@@ -132,8 +131,8 @@ def measure(built: Built, draft: str) -> Speed:
     try:
         engine.drafting, engine.controller = DrafterPool([], engine.target.config.vocab_size), FixedK()
         plain = _steps(engine, 0)
-        engine.drafting = DrafterPool([Always()], engine.target.config.vocab_size)
-        engine.controller = FixedK(Always.name, k)
+        engine.drafting = DrafterPool([AlwaysDrafter()], engine.target.config.vocab_size)
+        engine.controller = FixedK(AlwaysDrafter.name, k)
         full = _steps(engine, k) if k else plain
     finally:
         engine.drafting, engine.controller = kept

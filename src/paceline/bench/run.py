@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from paceline.bench.measure import MeasuredAnswer
 from paceline.core.errors import PacelineError
-from paceline.core.interrupts import uninterrupted
 from paceline.core.nouns import Request
 from paceline.core.params import MAX_SEED
+from paceline.core.system import uninterrupted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

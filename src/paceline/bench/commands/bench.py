@@ -172,7 +172,7 @@ def _there(args: Namespace, session: Session, prompts: list[Prompt]) -> tuple[di
 
 def head(about: dict[str, Any]) -> dict[str, Any]:
     """Return what every file of figures begins with."""
-    from paceline.core.machine import commit, machine
+    from paceline.core.system import commit, machine
 
     return {
         "command": shlex.join(["paceline", *sys.argv[1:]]),

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from paceline.backend.device import CPU, SAME, usable_cores
+from paceline.backend.device import CPU, SAME
 from paceline.bench.compare.arena import Arena
 from paceline.core.errors import ConfigError
+from paceline.core.system import usable_cores
 from paceline.engine.assembly.config import AUTO, OFF, ON
 from paceline.engine.worker import PassThread
 

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from paceline import kernels
-from paceline.backend.device import usable_cores
 from paceline.control.objective import Objective
 from paceline.control.profile import ANY_DRAFTER, Profile, read_profile, write_profile
 from paceline.control.setup import make_loop
 from paceline.control.trace import Tracer
 from paceline.core.errors import ConfigError
-from paceline.core.machine import processor
+from paceline.core.system import processor, usable_cores
 from paceline.engine.assembly.calibration import METHOD, QUICK, calibrate, room
 from paceline.model.files.pull import cache_folder
 

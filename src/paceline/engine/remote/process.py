@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paceline.backend.device import stay_on
 from paceline.core.errors import PacelineError
 from paceline.core.nouns import Admission, Batch, BatchRow, Plan, RowPlan, RowVerdict, Scores, Verdict
-from paceline.core.process import end_with_parent
+from paceline.core.system import end_with_parent, stay_on
 from paceline.engine.assembly.build import build_apart
 from paceline.engine.remote.channel import Channel, LineDead
 from paceline.engine.remote.messages import (

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 from weakref import finalize
 
-from paceline.core.process import BackOff
+from paceline.core.system import RestartBackoff
 from paceline.engine.remote.channel import LineDead, open_line
 from paceline.engine.remote.messages import BeginDrafter, Up, decode_to_engine, most_bytes
 from paceline.engine.wire import BAD_MESSAGE, Failed, encode, error_of
@@ -86,7 +86,7 @@ class ProcessSupervisor:
         self._life: DrafterProcess | None = DrafterProcess(begin)
         self._coming: Future[DrafterProcess] | None = None
         self._worker = PassThread(f"start {name}")
-        self._back_off = BackOff()
+        self._back_off = RestartBackoff()
         self.first = self._life.up
 
     @property

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from paceline.core.errors import PacelineError, RequestError
-from paceline.core.process import end_with_parent
+from paceline.core.system import end_with_parent
 from paceline.engine.assembly.build import build
 from paceline.engine.wire import BAD_MESSAGE, Failed, Submit, encode
 from paceline.serve.worker.messages import (
