@@ -204,7 +204,7 @@ def test_costs_are_kept_for_the_next_start(tmp_path: Path, monkeypatch: pytest.M
         engine = make_engine("draft-model:model=noisy,k=4", PLAIN)
         assert known in auto.close_loop(engine, config, "tiny")
         assert isinstance(engine.controller, ClosedLoop)
-    (file,) = (tmp_path / "profiles").iterdir()
+    (file,) = (tmp_path / "profiles").glob("*.json")
     assert isinstance(read_profile(file).cost, MeasuredCost)
     file.write_text("{")
     assert "measured now" in auto.close_loop(make_engine("off", PLAIN), replace(config, draft="off"), "tiny")
@@ -216,7 +216,7 @@ def test_kept_costs_that_cannot_be_are_measured_anew(
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
     config = EngineConfig(draft="off", backend="reference", weights="f32")
     auto.close_loop(make_engine("off", PLAIN), config, "tiny")
-    (file,) = (tmp_path / "profiles").iterdir()
+    (file,) = (tmp_path / "profiles").glob("*.json")
     values = json.loads(file.read_text())
     values["target"] |= {"unscored_s": float("nan")}
     file.write_text(json.dumps(values))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import platform
@@ -10,9 +11,10 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+import time
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,6 +25,7 @@ FIRST_WAIT_S = 0.25  # before the first restart; doubled while the process keeps
 MAX_WAIT_S = 30.0
 MAX_DOUBLINGS = 16  # the wait is the longest by then; 2 to the power of some thousand restarts is no float
 STEADY_S = 60.0  # a process that ran this long ended for a new reason
+POLL_S = 0.05  # between two tries to take a lock
 
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -150,7 +153,7 @@ def on_cores(cores: frozenset[int], call: Callable[[], T]) -> T:
     return found[0]
 
 
-# Processes and Ctrl-C ----------------------------------------------------------------------------
+# Processes, locks and Ctrl-C ---------------------------------------------------------------------
 
 
 class RestartBackoff:
@@ -164,6 +167,32 @@ class RestartBackoff:
         self._deaths = 0 if lived_s > STEADY_S else self._deaths + 1
         doublings = min(max(self._deaths - 1, 0), MAX_DOUBLINGS)
         return float(min(FIRST_WAIT_S * 2**doublings, MAX_WAIT_S))
+
+
+@contextmanager
+def file_lock(path: Path, wait_s: float, on_wait: Callable[[float], None]) -> Iterator[bool]:
+    """Hold a lock among this machine's processes during the block; yield False if it cannot be had.
+
+    The system frees the lock when its holder ends, in whatever way; the file stays. wait_s: bound of the wait for
+    the holder. on_wait: called while waiting, every `POLL_S`, with the seconds waited so far.
+    """
+    with ExitStack() as stack:
+        held = False
+        with suppress(OSError):  # no such folder, or a file system without locks
+            file = stack.enter_context(path.open("a"))
+            start = time.monotonic()
+            while not (held := _try_lock(file)) and (waited_s := time.monotonic() - start) < wait_s:
+                on_wait(waited_s)
+                time.sleep(POLL_S)
+        yield held
+
+
+def _try_lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def end_with_parent() -> None:
