@@ -1,7 +1,8 @@
 """The Python files of one decode step: `python -m tests.decode_path` prints them with their lengths.
 
 A file is on the path if any of its functions runs in one of `STEPS` decode steps of a tiny model on the native
-backend. Start-up, admission, prefill and the steps before `WARM_UP` are not traced.
+backend. Start-up, admission, prefill and the first `WARM_UP` steps are not traced. The engine's clock counts its
+calls, so that the controller chooses the same every time.
 """
 
 from __future__ import annotations
@@ -10,17 +11,24 @@ import json
 import sys
 import tempfile
 import threading
+from contextlib import contextmanager
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import pytest
 
 import paceline
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
+from paceline.engine import engine as engine_module
+from paceline.engine import step as step_module
 from tests.draft.heads import trained_head
 from tests.engine.same_text import PLAIN, STAIRCASE, make_engine, target
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import FrameType
 
     from paceline.engine.engine import Engine
@@ -28,6 +36,7 @@ if TYPE_CHECKING:
 SOURCE = Path(paceline.__file__).parent
 TYPES = "int8"
 WARM_UP, STEPS = 8, 16
+TICK_S = 1e-3
 PROMPT = (5, 9, 13, 7) * 6  # a text that lookup goes on with
 MAX_TOKENS = 200
 DRAFTS = ("off", "eagle3:k=4", "auto")
@@ -60,24 +69,38 @@ def _files_that_run(draft: str) -> frozenset[str]:
     engine.add(Request("traced", PROMPT, params, seed=1))
     while not engine.scheduler.decoding():
         engine.step()
-    for _ in range(WARM_UP):
-        engine.step()
     found: set[str] = set()
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         if event == "call":
             found.add(frame.f_code.co_filename)
 
-    threading.setprofile(note)
-    sys.setprofile(note)
-    try:
-        for _ in range(STEPS):
+    with _counting_clock():
+        for _ in range(WARM_UP):
             engine.step()
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
+        threading.setprofile(note)
+        sys.setprofile(note)
+        try:
+            for _ in range(STEPS):
+                engine.step()
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
     assert engine.scheduler.decoding(), "the answer ended while it was traced"
     return frozenset(file for file in found if Path(file).is_relative_to(SOURCE))
+
+
+@contextmanager
+def _counting_clock() -> Iterator[None]:
+    """Replace the engine's clock by one that advances by `TICK_S` with each call."""
+    ticks = count()
+    patch = pytest.MonkeyPatch()
+    for module in (engine_module, step_module):
+        patch.setattr(module, "perf_counter", lambda: TICK_S * next(ticks))
+    try:
+        yield
+    finally:
+        patch.undo()
 
 
 def _engine(draft: str) -> Engine:

@@ -45,12 +45,12 @@ class History:
             self._table.set(token_id, _ADD, bias)
         self._table.set_all(repeated, _SCALE, params.repetition_penalty)
         self._ahead: tuple[tuple[int, ...], _Table] = (), self._table  # drafts, and the table after them
-        self._penalised = params.penalised
-        self.never_edits = not (self._penalised or self._table.size or params.min_tokens)
+        self.penalised = params.penalised
+        self.never_edits = not (self.penalised or self._table.size or params.min_tokens)
 
     def append(self, token_ids: Iterable[int]) -> None:
         """Take in tokens of the answer."""
-        if self._penalised:
+        if self.penalised:
             for token_id in token_ids:
                 self._table.count_token(int(token_id), self._params)
             self._ahead = (), self._table
@@ -60,7 +60,7 @@ class History:
 
         num_generated: tokens of the answer before the drafts. stop_ids: banned until the answer has `min_tokens`.
         """
-        table = self._after(tuple(drafted)) if self._penalised else self._table
+        table = self._after(tuple(drafted)) if self.penalised else self._table
         if num_generated + len(drafted) < self._params.min_tokens:
             table = table.copy(room=len(stop_ids))
             for token_id in stop_ids:
