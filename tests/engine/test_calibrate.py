@@ -100,7 +100,7 @@ def test_costs_of_short_texts_are_not_taken_for_those_of_long_ones(
         params = SamplingParams(temperature=0.0, max_tokens=max_len - 4, ignore_eos=True)
         answers = run(engine, [Request(str(i), (5, 9, 13, 7), params, seed=i) for i in range(3)])
         assert all(len(a.token_ids) == max_len - 4 for a in answers.values())
-        error = engine.stats().reckoned.error
+        error = engine.stats().predictions.error
         assert error is not None
         assert np.isfinite(error)
     assert len(list((tmp_path / "profiles").iterdir())) == 2

@@ -319,7 +319,7 @@ def test_predictions_follow_real_steps(monkeypatch: pytest.MonkeyPatch) -> None:
             errors.append(abs(np.log(loop.decision.seconds / measured)))
     assert errors[0] > 0.5
     assert np.median(errors[len(errors) // 2 :]) < 0.1 * errors[0]
-    reckoned = engine.stats().reckoned
+    reckoned = engine.stats().predictions
     assert 0.8 * engine.stats().step_s < reckoned.step_s <= engine.stats().step_s * 1.000001, "but the last few"
     assert reckoned.plain_s > reckoned.step_s, "drafts of a text that repeats bring something"
     assert reckoned.error is not None

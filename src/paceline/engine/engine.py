@@ -226,7 +226,7 @@ class Engine:
         reckoned = self.controller_of(d.group).observe(d.batch, d.proposed, d.draft, verdict, times)
         self._stats.control_s += perf_counter() - start
         for reckoning in reckoned:
-            self._stats.reckoned.count(reckoning)
+            self._stats.predictions.count(reckoning)
 
     # Counters, and a cold start ------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from paceline.core.nouns import BROKEN
 from paceline.core.sampling import BrokenRow
 from paceline.verify.coupled import coupled_row
-from paceline.verify.rows import RowScores, draft_probs, excess, judge_rows
+from paceline.verify.row_scores import RowScores, draft_probs, excess, judge_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

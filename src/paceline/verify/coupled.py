@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from paceline import kernels
 from paceline.core.nouns import RowVerdict, Verdict
-from paceline.verify.rows import RowScores, judge_rows
+from paceline.verify.row_scores import RowScores, judge_rows
 
 if TYPE_CHECKING:
     from paceline.core.nouns import Draft, RowDraft, Scores

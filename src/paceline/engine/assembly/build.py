@@ -25,8 +25,8 @@ from paceline.engine.assembly.placement import place
 from paceline.engine.engine import Engine
 from paceline.engine.overlap import OverlappedLoop
 from paceline.engine.pages import PagePool, pages_for
-from paceline.engine.remote.client import RemoteDrafter
-from paceline.engine.remote.messages import BeginDrafter
+from paceline.engine.remote.protocol import BeginDrafter
+from paceline.engine.remote.remote_drafter import RemoteDrafter
 from paceline.engine.step import SerialLoop
 from paceline.model.cost import num_weights
 from paceline.model.files.pull import resolve

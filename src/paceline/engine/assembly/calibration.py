@@ -112,7 +112,7 @@ def calibrate(engine: Engine, grid: Grid = QUICK, progress: Progress | None = No
     return calibrator.result()
 
 
-class _Kind(NamedTuple):
+class _StepKind(NamedTuple):
     """A kind of step that is timed several times."""
 
     drafter: str | None  # whose drafts are made and not verified; None: free drafts, which are verified
@@ -127,7 +127,7 @@ class _Rows(NamedTuple):
     again: bool = False  # the same prompts each time, so that the prefix cache has them
 
 
-def _script(kind: _Kind) -> ScriptedK:
+def _script(kind: _StepKind) -> ScriptedK:
     if kind.drafter is not None:
         return ScriptedK(kind.drafter, kind.k, verifies=False)
     return ScriptedK(AlwaysDrafter.name, kind.k) if kind.k else ScriptedK()
@@ -180,7 +180,7 @@ class _Calibrator:
         if length < SHORTEST or self._spent() + CONTEXT_SHARE >= 1:
             return
         long, short = _Rows(1, min(length, LONGEST), again=True), _Rows(1, self._prompt_len)
-        kinds = [_Kind(None, 0), _Kind(None, min(self.grid.ks[-1], self._deepest))]
+        kinds = [_StepKind(None, 0), _StepKind(None, min(self.grid.ks[-1], self._deepest))]
         timed = self._measure(kinds, (long, short), until)
         decodes = [p for p in self.passes if not p.work.unscored and p.work.kv_tokens]
         known = {int(p.work.tokens): p.seconds for p in reversed(decodes)}  # the first of each size: one row
@@ -206,7 +206,7 @@ class _Calibrator:
         """Upper bound of the drafts that fit after a prompt and the steps before."""
         return max(0, self._longest - self._prompt_len - AHEAD)
 
-    def _fits(self, num_rows: int, kinds: Sequence[_Kind]) -> bool:
+    def _fits(self, num_rows: int, kinds: Sequence[_StepKind]) -> bool:
         """True if a step of each kind with `num_rows` is likely to end in time, by the cost of a token so far."""
         verified = sum(1 + (kind.k if kind.drafter is None else 0) for kind in kinds)
         tokens = num_rows * (self._prompt_len + verified)
@@ -227,25 +227,25 @@ class _Calibrator:
         if self.progress:
             self.progress(WHAT, int(100 * min(self._spent(), 1.0)), 100)
 
-    def _kinds(self, num_rows: int) -> list[_Kind]:
+    def _kinds(self, num_rows: int) -> list[_StepKind]:
         """Return the kinds of steps to time. Lookup drafters are left out, as they cost next to nothing."""
         ks, drafter_ks = (
             sorted({min(k, self._deepest) for k in of}) for of in (self.grid.ks, self.grid.drafter_ks)
         )
         verified = [k for k in ks if num_rows * (1 + k) <= self.grid.most_tokens]
         slow = [(name, d.needs.max_k) for name, d in self.drafters.items() if not d.needs.instant]
-        drafting = [_Kind(name, k) for name, most in slow for k in drafter_ks if 0 < k <= most]
-        return [*(_Kind(None, k) for k in verified), *drafting]
+        drafting = [_StepKind(name, k) for name, most in slow for k in drafter_ks if 0 < k <= most]
+        return [*(_StepKind(None, k) for k in verified), *drafting]
 
     def _measure(
-        self, kinds: Sequence[_Kind], each: Sequence[_Rows], until: float
-    ) -> Mapping[tuple[_Rows, _Kind], list[_Timed]]:
+        self, kinds: Sequence[_StepKind], each: Sequence[_Rows], until: float
+    ) -> Mapping[tuple[_Rows, _StepKind], list[_Timed]]:
         """Time each kind with each of some rows, repeat by repeat, so that a stall hits each kind at most once.
 
         The first repeat only warms up, unless there is no time for a second. A kind for which there is no room is
         left out. until: share of the time budget after which no repeat is begun.
         """
-        timed: dict[tuple[_Rows, _Kind], list[_Timed]] = {}
+        timed: dict[tuple[_Rows, _StepKind], list[_Timed]] = {}
         left = [(rows, kind) for rows in each for kind in kinds]
         if not self._fill(each[0], self.passes):
             return timed
@@ -254,7 +254,7 @@ class _Calibrator:
                 break
             for rows, kind in tuple(left):
                 if kind == kinds[0]:  # warms caches as steps without drafts leave them
-                    self._time(_Kind(None, 0), rows)
+                    self._time(_StepKind(None, 0), rows)
                 step = self._time(kind, rows)
                 if step is None:
                     left.remove((rows, kind))
@@ -263,14 +263,14 @@ class _Calibrator:
                 self._show()
         return {what: steps[1:] or steps for what, steps in timed.items()}
 
-    def _keep(self, kind: _Kind, num_rows: int, steps: Sequence[_Timed]) -> None:
+    def _keep(self, kind: _StepKind, num_rows: int, steps: Sequence[_Timed]) -> None:
         if kind.drafter is not None:
             self.drafting[kind.drafter][num_rows, kind.k] = median(s.draft_s for s in steps)
             return
         self.passes.append(TimedPass(steps[-1].work, median(s.target_s for s in steps)))
         self.hosts.append(median(s.host_s for s in steps))
 
-    def _time(self, kind: _Kind, rows: _Rows) -> _Timed | None:
+    def _time(self, kind: _StepKind, rows: _Rows) -> _Timed | None:
         """Time a step of a kind, with new rows if these are about to end; None if there is no room for it."""
         for _ in range(2):
             if not self._ready(rows, kind.k) and not self._fill(rows):

@@ -1,4 +1,4 @@
-"""What an engine is made from."""
+"""Options of an engine."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ AUTO, ON, OFF = OVERLAPS = ("auto", "on", "off")  # values of --overlap
 MAX_ROWS = 1024
 MAX_THREADS = 1024
 _KINDS = {"str": (str,), "str | None": (str, NoneType), "bool": (bool,), "Limits": (Limits,)}
-_FILES = frozenset({"model", "profile", "trace"})  # a path will do, too
+_FILES = frozenset({"model", "profile", "trace"})  # options that may be given as a path object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Everything a user may choose about an engine. Checked when made; raises `ConfigError`."""
+    """Options that a user may set for an engine. Checked when made; raises `ConfigError`."""
 
     model: str = "default"  # "default", a folder, a .gguf file or a Hugging Face id
     draft: str = DEFAULT_DRAFT  # "auto[:SPEC+SPEC]", "off" or NAME[:key=value,...]
     law: str = "coupled"
     backend: str = DEFAULT_BACKEND
-    weights: str | None = None  # type of the weights; None: the backend's default
+    weights: str | None = None  # their type; None: the backend's default
     kv: str | None = None  # type of the KV cache; None: the backend's default
     threads: int | None = None  # None: all cores
-    kv_tokens: int | None = None  # KV slots in all; None: what the rows need, within free memory
+    kv_tokens: int | None = None  # KV slots in total; None: what the rows need, within free memory
     prefix_cache: bool = True
     profile: str | None = None  # file of measured costs for `--draft auto`; None: those of this machine
-    overlap: str = AUTO  # one of OVERLAPS: whether one half of the rows is drafted for while the other is scored
+    overlap: str = AUTO  # one of OVERLAPS: draft one half of the rows while the other is scored
     draft_device: str = SAME  # where drafters run; see `Device.parse`
-    objective: str = THROUGHPUT  # or latency:MS, which `--draft auto` keeps to
-    trace: str | None = None  # file to which `--draft auto` writes what it knew, chose and got
+    objective: str = THROUGHPUT  # of `--draft auto`; or latency:MS
+    trace: str | None = None  # file to which `--draft auto` writes its inputs, choices and outcomes
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class EngineConfig:
 
     @property
     def for_auto(self) -> str | None:
-        """The first flag given that means nothing without `--draft auto`, None if there is none."""
+        """The first flag given that only `--draft auto` reads; None if there is none."""
         given = {
             "--profile": self.profile is not None,
             "--objective latency": Objective.parse(self.objective) != Objective(),
@@ -69,12 +69,12 @@ class EngineConfig:
 
     @property
     def backend_spec(self) -> BackendSpec:
-        """What the backend offers."""
+        """The backend's entry in the registry."""
         return backend_spec(self.backend)
 
     @property
     def placement(self) -> Placement:
-        """Where target and drafters run."""
+        """Devices of target and drafters."""
         return Placement.parse(self.draft_device)
 
     @property
@@ -89,7 +89,7 @@ class EngineConfig:
 
 
 def _check_kinds(config: EngineConfig) -> None:
-    """Raise `ConfigError` for values of the wrong type, which Python can give; `_bounded` sees to integers."""
+    """Raise `ConfigError` for values of the wrong type, but for integers, which `_bounded` checks."""
     for option in fields(config):
         value, kinds = getattr(config, option.name), _KINDS.get(str(option.type))
         if kinds and not isinstance(value, kinds):

@@ -1,7 +1,7 @@
-"""A drafter in a process of its own: load, then answer what the engine asks until it is gone.
+"""A drafter's process: load the drafter, then answer the engine until it is gone.
 
-Started by `life` as `python -m paceline.engine.remote.process SOCKET MEMORY`, the descriptors of its end of the
-line. It keeps a copy of the rows it is told of, beside which a drafter runs as it would beside the engine's own.
+`supervisor` starts it as `python -m paceline.engine.remote.drafter_process SOCKET MEMORY`: the descriptors of its
+end of the channel. It keeps a copy of the rows it hears of, on which the drafter runs as on the engine's own.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from paceline.core.errors import PacelineError
 from paceline.core.nouns import Admission, Batch, BatchRow, Plan, RowPlan, RowVerdict, Scores, Verdict
 from paceline.core.system import end_with_parent, stay_on
 from paceline.engine.assembly.build import build_apart
-from paceline.engine.remote.channel import Channel, LineDead
-from paceline.engine.remote.messages import (
+from paceline.engine.remote.protocol import (
     BeginDrafter,
+    Channel,
+    ChannelClosed,
     Commit,
     Done,
     DraftReply,
     Forget,
-    Guesses,
-    Held,
     Propose,
+    RemoteRowDraft,
     Up,
+    ValidLens,
     decode_to_drafter,
 )
 from paceline.engine.wire import Failed, encode
@@ -41,29 +42,29 @@ if TYPE_CHECKING:
     from paceline.backend.rows import Rows
     from paceline.core.nouns import RowDraft
     from paceline.draft.drafter import Drafter
-    from paceline.engine.remote.messages import Birth, RowNews, ToDrafter, ToEngine
+    from paceline.engine.remote.protocol import NewRow, RowUpdate, ToDrafter, ToEngine
 
     Answer = Callable[[], ToEngine]
 
 log = logging.getLogger(__name__)
 
 
-class Host:
-    """A drafter, the rows that it knows of, and what it is asked."""
+class DrafterHost:
+    """A drafter, its copy of the rows, and the answers to the engine's messages."""
 
     def __init__(self, drafter: Drafter, rows: Rows) -> None:
         self._drafter, self._rows = drafter, rows
-        self._takers: dict[type, Callable[[Any], Answer]] = {
+        self._handlers: dict[type, Callable[[Any], Answer]] = {
             Propose: self._propose,
             Commit: self._commit,
             Forget: self._forget,
         }
 
     def answer(self, message: ToDrafter) -> ToEngine:
-        """Take in what a message tells, and answer it. What the drafter raises is the answer then."""
-        ask = self._takers[type(message)](message)
+        """Take in a message and answer it. If the drafter raises, that is the answer; rows are up to date then."""
+        call = self._handlers[type(message)](message)
         try:
-            return ask()
+            return call()
         except Exception as error:
             log.debug("the drafter failed", exc_info=True)
             return _failed(error)
@@ -71,22 +72,22 @@ class Host:
     def _propose(self, message: Propose) -> Answer:
         for row in message.ended:
             self._drafter.release(row)
-        for birth in message.born:
-            self._bear(birth)
-        self._take(message.rows)
+        for new in message.new:
+            self._admit(new)
+        self._update(message.rows)
         planned = zip(message.rows, message.ks, message.stops, strict=True)
-        plan = Plan({n.row: RowPlan(self._drafter.name, k, stop) for n, k, stop in planned})
-        batch = Batch(0, tuple(_batch_row(n, k) for n, k in zip(message.rows, message.ks, strict=True)))
-        return lambda: DraftReply(tuple(map(_guesses, self._drafter.propose(batch, plan).rows)))
+        plan = Plan({u.row: RowPlan(self._drafter.name, k, stop) for u, k, stop in planned})
+        batch = Batch(0, tuple(_batch_row(u, k) for u, k in zip(message.rows, message.ks, strict=True)))
+        return lambda: DraftReply(tuple(map(_reply_of, self._drafter.propose(batch, plan).rows)))
 
     def _commit(self, message: Commit) -> Answer:
-        batch, verdict = self._take(message.rows)
-        cu_len = (0, *accumulate(map(len, message.said)))
-        scores = Scores(cu_len, (), np.array([*chain.from_iterable(message.said)], np.int64))
+        batch, verdict = self._update(message.rows)
+        cu_len = (0, *accumulate(map(len, message.chosen)))
+        scores = Scores(cu_len, (), np.array([*chain.from_iterable(message.chosen)], np.int64))
 
-        def commit() -> Held:
+        def commit() -> ValidLens:
             self._drafter.commit(batch, scores, verdict)
-            return Held(tuple(tuple(self._drafter.valid_lens(n.row).values()) for n in message.rows))
+            return ValidLens(tuple(tuple(self._drafter.valid_lens(u.row).values()) for u in message.rows))
 
         return commit
 
@@ -97,41 +98,41 @@ class Host:
 
         return forget
 
-    def _bear(self, birth: Birth) -> None:
-        request = birth.request.request()
-        known = (*request.prompt_ids, *birth.written)
-        born = Admission(birth.row, request, known, cached_len=len(known) - 1, pages=())
-        self._rows.apply(Batch(0, (), (born,)))
-        held = dict(zip(self._drafter.needs.stores, birth.held, strict=True))
-        self._drafter.admit(birth.row, request, held)
+    def _admit(self, new: NewRow) -> None:
+        request = new.request.request()
+        tokens = (*request.prompt_ids, *new.written)
+        admission = Admission(new.row, request, tokens, cached_len=len(tokens) - 1, pages=())
+        self._rows.apply(Batch(0, (), (admission,)))
+        valid_lens = dict(zip(self._drafter.needs.stores, new.valid_lens, strict=True))
+        self._drafter.admit(new.row, request, valid_lens)
 
-    def _take(self, news: Sequence[RowNews]) -> tuple[Batch, Verdict]:
-        """Bring rows up to date, as the engine's own are."""
-        batch = Batch(0, tuple(map(_batch_row, news)))
-        gained = [n for n in news if n.token_ids]
+    def _update(self, updates: Sequence[RowUpdate]) -> tuple[Batch, Verdict]:
+        """Bring rows up to date; return their batch and verdict as the engine's drafters see them."""
+        batch = Batch(0, tuple(map(_batch_row, updates)))
+        gained = [u for u in updates if u.token_ids]
         self._rows.apply(batch)
         self._rows.commit(
-            Batch(0, tuple(map(_batch_row, gained))), Verdict(tuple(RowVerdict(n.token_ids) for n in gained))
+            Batch(0, tuple(map(_batch_row, gained))), Verdict(tuple(RowVerdict(u.token_ids) for u in gained))
         )
-        return batch, Verdict(tuple(RowVerdict(n.token_ids, max(0, len(n.token_ids) - 1)) for n in news))
+        return batch, Verdict(tuple(RowVerdict(u.token_ids, max(0, len(u.token_ids) - 1)) for u in updates))
 
 
-def _batch_row(news: RowNews, k: int = 0) -> BatchRow:
+def _batch_row(update: RowUpdate, k: int = 0) -> BatchRow:
     return BatchRow(
-        news.row,
+        update.row,
         request_id="any",
         num_known=1,
         max_drafts=k,
         samples=True,
         max_len=0,
-        num_kept_pages=news.first_page,
-        new_pages=news.pages,
+        num_kept_pages=update.num_kept_pages,
+        new_pages=update.pages,
     )
 
 
-def _guesses(draft: RowDraft) -> Guesses:
+def _reply_of(draft: RowDraft) -> RemoteRowDraft:
     confidence = None if draft.confidence is None else tuple(map(float, draft.confidence))
-    return Guesses(tuple(map(int, draft.token_ids)), confidence)
+    return RemoteRowDraft(tuple(map(int, draft.token_ids)), confidence)
 
 
 def _failed(error: Exception) -> Failed:
@@ -140,7 +141,7 @@ def _failed(error: Exception) -> Failed:
 
 
 def serve(channel: Channel) -> None:
-    """Serve one engine until it is gone. Raises `LineDead` then."""
+    """Serve one engine until it is gone. Raises `ChannelClosed` then."""
     begin = decode_to_drafter(channel.receive())
     assert isinstance(begin, BeginDrafter), "the first message says what to load"
     try:
@@ -150,24 +151,24 @@ def serve(channel: Channel) -> None:
         channel.send(encode(_failed(error)))
         return
     if device is not None:
-        stay_on(device.cores)  # only now: a config is read by the cores that there are
+        stay_on(device.cores)  # only now: a config is checked against the cores that this process may use
     channel.send(encode(Up(drafter.needs, dict(drafter.report()))))
-    host = Host(drafter, rows)
+    host = DrafterHost(drafter, rows)
     while True:
         channel.send(encode(host.answer(decode_to_drafter(channel.receive()))))
 
 
 def main() -> int:
-    """Entry point of the process."""
+    """Run the process."""
     level = os.environ.get("PACELINE_LOG_LEVEL", "WARNING").upper()
     logging.basicConfig(level=level, format="drafter: %(message)s")
-    for number in (signal.SIGINT, signal.SIGTERM):  # of a whole group; the engine's to answer
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group; the engine answers them
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()
     line, memory = map(int, sys.argv[1:])
     try:
         serve(Channel(socket.socket(fileno=line), memory, first=False))
-    except LineDead:
+    except ChannelClosed:
         return 0
     return 0
 
