@@ -1,17 +1,18 @@
-"""Block verification: Sun et al., arXiv 2403.10444, algorithm 2. On average it keeps as many drafts or more.
+"""Block verification: Sun et al., arXiv 2403.10444, algorithm 2. On average it keeps at least as many drafts.
 
 With p_i the target's and q_i the draft's distribution after the first i of k drafts, x_1 to x_k:
 
-    c_0 = 1,  c_i = min(c_{i-1} * p_{i-1}(x_i) / q_{i-1}(x_i), 1)    how far the target still wants the prefix
-    r_i = max(c_i * p_i - q_i, 0),  z_i = sum of r_i                   what it wants beyond it
+    c_0 = 1,  c_i = min(c_{i-1} * p_{i-1}(x_i) / q_{i-1}(x_i), 1)    probability with which the prefix may stay
+    r_i = max(c_i * p_i - q_i, 0),  z_i = sum of r_i                   residual weights behind it
     h_i = z_i / (z_i + 1 - c_i) for i < k,  h_k = c_k                  chance that coin i keeps the prefix
 
-The longest prefix that its coin keeps stays; the next token is drawn from r_i, normalised, from p_k if all stay.
+The longest prefix that its coin keeps is kept. The next token is drawn from r_i, normalised, or from p_k if all
+drafts are kept.
 
-Drafts and coins behind the kept prefix have been looked at. The next step comes to the same positions again, so
-its coins and drafts need fresh noise: `noise.key` with the draft's depth in its step.
+Drafts and coins behind the kept prefix were used. The next step comes to the same positions again, so its coins
+and drafts need fresh noise: `noise.key` with the draft's depth in its step.
 
-Where the target has no p_i, the drafts end: k is i. The prefix is kept with probability c_i, as any is.
+Where the target has no finite p_i, the drafts end: k is i, and the prefix is kept with probability c_i.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from paceline.verify.row_scores import RowScores, judge_rows
 if TYPE_CHECKING:
     from paceline.core.nouns import Draft, RowDraft, Scores
 
-NOTHING = RowVerdict()
+NO_GAIN = RowVerdict()
 
 
 class Coupled:
@@ -34,14 +34,14 @@ class Coupled:
 
 
 def _verdict(kept: list[int]) -> RowVerdict:
-    """Return what `judge_rows` says of a row whose tokens are all chosen and of which no more is to be told."""
-    return RowVerdict(kept, len(kept) - 1) if kept else NOTHING
+    """Return a row's verdict as `judge_rows` does, for rows without logits."""
+    return RowVerdict(kept, len(kept) - 1) if kept else NO_GAIN
 
 
 def coupled_row(drafted: RowDraft, row: RowScores) -> list[int]:
-    """Return the target's own tokens, up to and with the first that differs from its draft, as BROKEN always does.
+    """Return the target's own tokens, up to the first that differs from its draft, that one included.
 
-    Nothing is chosen behind that one.
+    BROKEN differs from every draft. No token is chosen behind the first that differs.
     """
     token_ids: list[int] = []
     for index, guess in enumerate(drafted.token_ids):

@@ -1,4 +1,4 @@
-"""The seam of verification: what a law is, and which there are."""
+"""Laws of verification: the protocol, and the laws by name."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Law(Protocol):
     """Decides which drafts are kept, such that what is emitted follows the target's own distribution."""
 
     name: str
-    admits_any_trim: bool  # a budget may look at the drafts of the step; else it would bias what is emitted
+    admits_any_trim: bool  # a trim may look at the step's drafts without biasing the output
     needs_probs: bool  # rows with a temperature need logits, and drafts the q that they were drawn from
 
     def judge(self, draft: Draft, scores: Scores) -> Verdict:
-        """Return, for every row, its kept drafts and the target's next token; nothing for a row not scored."""
+        """Return each row's kept drafts and the target's next token; nothing for rows that were not scored."""
         ...
 
 

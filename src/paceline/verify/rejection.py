@@ -4,8 +4,8 @@ A draft x drawn from q is kept with probability min(1, p(x) / q(x)); the token i
 from max(p - q, 0), normalised. So a position keeps its draft with probability sum of min(p, q), and what is
 emitted follows p. The text depends on the drafts; only its distribution does not.
 
-No draft behind the first rejected one is looked at, so noise may depend on the position alone. How many drafts
-there are must not depend on the drafted tokens.
+No draft behind the first rejected one is used, so noise may depend on the position alone. The number of drafts
+must not depend on the drafted tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One row's scores, and the loop over rows that every law shares."""
+"""Scores of one row, and the loop over rows that every law shares."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RowScores:
-    """The scored positions of one row: index 0 follows its newest token, index i its i-th draft."""
+    """Scored positions of one row: index 0 is behind its newest token, index i behind its i-th draft."""
 
     scores: Scores
     start: int
@@ -31,11 +31,11 @@ class RowScores:
         return self.end - self.start
 
     def choose(self, index: int) -> SamplingSpec:
-        """Return how the target chooses at a position."""
+        """Return the rule by which the target chooses at a position."""
         return self.scores.specs[self.start + index]
 
     def logits(self, index: int) -> NDArray[floating]:
-        """Return the raw logits [vocab] of a position whose kind wants them."""
+        """Return the raw logits [vocab] of a position whose `choose` wants them."""
         logits, logit_idx = self.scores.logits, self.scores.logit_idx
         assert logits is not None
         assert logit_idx is not None
@@ -60,13 +60,13 @@ class RowScores:
         return dense
 
     def coin(self, index: int, depth: int = 0) -> float:
-        """Return the number in [0, 1) that decides on the draft judged at a position."""
+        """Return the uniform number in [0, 1) that decides on the draft at a position."""
         return noise.uniform(self._key(index, noise.Lane.ACCEPT, depth))
 
     def draw(self, index: int, weights: NDArray[float64]) -> int:
-        """Draw the token that stands in for the rejected draft at a position. weights: [vocab], of any sum.
+        """Draw the token in place of the rejected draft at a position. weights: [vocab], of any sum.
 
-        A sum of 0 comes from rounding alone: p and q are the same, and p does as well.
+        The sum is 0 only by rounding, where p equals q; p is used then.
         """
         return draw(weights if weights.any() else self.probs(index), self._key(index, noise.Lane.RESIDUAL))
 
@@ -87,7 +87,7 @@ def draft_probs(drafted: RowDraft, index: int, vocab_size: int) -> NDArray[float
 
 
 def excess(p: NDArray[float64], q: NDArray[floating]) -> NDArray[float64]:
-    """Return max(p - q, 0): what the target wants of each token beyond what the draft gave it. [vocab]"""
+    """Return max(p - q, 0), the residual weights of a rejected draft. [vocab]"""
     import numpy as np
 
     return np.maximum(p - q, 0.0)
@@ -96,8 +96,8 @@ def excess(p: NDArray[float64], q: NDArray[floating]) -> NDArray[float64]:
 def judge_rows(rule: Callable[[RowDraft, RowScores], Sequence[int]], draft: Draft, scores: Scores) -> Verdict:
     """Apply a rule to every row that was scored.
 
-    It returns the kept drafts and one token more, which is BROKEN where the target has no number: what was kept
-    before, plain decoding had written before it came there.
+    The rule returns the kept drafts and one token more, which is BROKEN where the target has no finite number. The
+    drafts before it stay: plain decoding would have written them too.
     """
     bounds = pairwise(int(offset) for offset in scores.cu_len)
     rows = (RowScores(scores, start, end) for start, end in bounds)
