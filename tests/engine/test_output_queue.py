@@ -115,3 +115,24 @@ def test_a_text_that_cannot_be_read_ends_while_its_pass_runs(monkeypatch: pytest
     monkeypatch.setattr(writer, "text", lambda: 1 // 0)
     assert told(engine) == [("a", 0, True), ("b", 1, False)]
     assert [r.request.request_id for r in engine.scheduler.running] == ["b"]
+
+
+def test_who_is_cancelled_while_its_text_cannot_be_read_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine("off", PLAIN, types=BESIDE)
+    engine.add(asked("a", 9))
+    assert told(engine) == [("a", 1, False)]
+    assert told(engine) == []
+    monkeypatch.setattr(engine.outputs.responses["a"].checker, "text", lambda: 1 // 0)
+    engine.cancel("a")
+    engine.cancel("a")
+    assert told(engine) == [("a", 0, True)]
+    assert not engine.has_work
+
+
+def test_a_commit_insists_that_gains_of_the_step_before_are_outcomes(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine("off", PLAIN, types=BESIDE)
+    engine.add(asked("a", 9))
+    monkeypatch.setattr(engine.outputs, "flush", lambda: None)
+    with pytest.raises(AssertionError, match="overtake"):
+        for _ in range(3):
+            engine.step()

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 MAX_FAILURES = 4  # in a row, then plans leave the drafter out for a while
 FIRST_PAUSE, LONGEST_PAUSE = 16, 256  # plans; doubled with each further failure
-NOBODY: frozenset[int] = frozenset()
+NONE_LEFT_OUT: frozenset[int] = frozenset()
 
 
 class DrafterPool:
@@ -248,6 +248,6 @@ class FailureBackoff:
         """Begin a plan; return the indices of the drafters to leave out. index: name -> index."""
         self._num_plans += 1
         if not self._until:
-            return NOBODY
+            return NONE_LEFT_OUT
         self._until = {name: plan for name, plan in self._until.items() if plan > self._num_plans}
         return frozenset(index[name] for name in self._until)

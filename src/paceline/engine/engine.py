@@ -90,7 +90,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """True if `step` has anything to do."""
-        return bool(self.scheduler.requests or self.outputs.has_outcomes)
+        return bool(self.scheduler.requests or self.outputs.outcomes)
 
     def step(self) -> list[Outcome]:
         """Run one step of the loop, at most one pass of the target. A step without a pass is not counted."""
@@ -156,7 +156,7 @@ class Engine:
 
         What answers gained waits for `flush`, but for their first tokens and their ends.
         """
-        assert not self.outputs.num_waiting, "clients would be told of tokens behind an end"
+        assert not self.outputs.gains, "an end could overtake the tokens before it"
         batch, proposed, draft = drafted.batch, drafted.proposed, drafted.draft
         self._stats.count_pass(batch, proposed, draft, verdict)
         self.target.commit(batch, verdict)
@@ -171,7 +171,7 @@ class Engine:
         self._learn(drafted, scored, verdict)
 
     def flush(self) -> None:
-        """Do what no plan depends on, beside a pass: offer full pages to others, tell clients what they gained."""
+        """Do what no plan depends on, beside a pass: publish full pages, make outcomes of what answers gained."""
         self.scheduler.publish()
         self.outputs.flush()
 
@@ -218,7 +218,7 @@ class Engine:
             self.scheduler.pool.mark_valid(store, state.pages, end, start)
 
     def _learn(self, drafted: StepInput, scored: StepScores, verdict: Verdict) -> None:
-        """Tell the controller what a step brought, before it plans for these rows again."""
+        """Let the controller learn from a step, before it plans for these rows again."""
         start = perf_counter()
         d, target_s = drafted, scored.target_s
         host_s = start - d.begun_s - d.draft_s - target_s - d.idle_s

@@ -1,7 +1,7 @@
-"""What requests write and what their clients are told: stops, text, and outcomes that wait to be sent.
+"""Output of requests: stops, text, and the outcomes for their clients.
 
 `StopChecker` decides where an answer ends and which of its text is safe to stream. `Response` adds the counts of
-an open request. `OutputQueue` holds what answers gained until the loop has time to tell it.
+an open request. `OutputQueue` holds what answers gained until the loop has time to make it an outcome.
 """
 
 from __future__ import annotations
@@ -185,28 +185,18 @@ class Response:
 
 
 class OutputQueue:
-    """Open responses, gains of the last step that wait to be told, and outcomes for the clients.
+    """Open responses, their gains of the last step, and the outcomes for the clients.
 
-    What a request gained waits until `flush`, so that text is made while a pass of the target runs. The first
-    tokens of an answer and its end are told at once: clients wait for the one, and nothing may follow the other.
+    A gain becomes an outcome at the next `flush`, so that its text is made while a pass of the target runs. The
+    first tokens of an answer and its end become one at once: clients wait for the first, and the end is the last.
     """
 
     def __init__(self, end_request: Callable[[str], RequestState]) -> None:
         """end_request: ends a request in the scheduler and returns its state."""
         self.responses: dict[str, Response] = {}  # of open requests, by request id
+        self.gains: list[tuple[Response, Sequence[int], RowVerdict]] = []  # at most one for each response
+        self.outcomes: list[Outcome] = []  # in the order in which clients should see them
         self._end_request = end_request
-        self._gains: list[tuple[Response, Sequence[int], RowVerdict]] = []  # at most one for each response
-        self._outcomes: list[Outcome] = []
-
-    @property
-    def num_waiting(self) -> int:
-        """Gains that `flush` has still to tell."""
-        return len(self._gains)
-
-    @property
-    def has_outcomes(self) -> bool:
-        """True if `take_outcomes` would return any."""
-        return bool(self._outcomes)
 
     def open(self, request: Request, eos_ids: frozenset[int], detokenizer: Detokenizer) -> None:
         """Begin the response to a request."""
@@ -214,17 +204,17 @@ class OutputQueue:
         self.responses[request.request_id] = Response(request.request_id, checker)
 
     def put(self, response: Response, token_ids: Sequence[int], verdict: RowVerdict) -> None:
-        """Queue what a response gained in a step and has taken already; told at once if its answer begins."""
+        """Queue tokens that a response has taken in a step; the first of an answer become an outcome at once."""
         if len(token_ids) < response.checker.num_tokens:
-            self._gains.append((response, token_ids, verdict))
+            self.gains.append((response, token_ids, verdict))
         else:
-            self._tell(response, token_ids, verdict)
+            self._emit(response, token_ids, verdict)
 
     def flush(self) -> None:
-        """Tell clients everything that waits: a response whose text cannot be made ends here."""
-        gains, self._gains = self._gains, []
+        """Make outcomes of all gains. A response whose text cannot be made ends here."""
+        gains, self.gains = self.gains, []
         for response, token_ids, verdict in gains:
-            self._tell(response, token_ids, verdict)
+            self._emit(response, token_ids, verdict)
 
     def cancel(self, request_id: str) -> None:
         """End an open response with all its text; unknown ids are ignored."""
@@ -241,10 +231,10 @@ class OutputQueue:
         token_ids: Sequence[int] = (),
         verdict: RowVerdict | None = None,
     ) -> None:
-        """Close a response and its request; tell the client its last tokens, why it ended, and its figures."""
+        """Close a response and its request, with a last outcome: tokens, why it ended, figures."""
         del self.responses[response.request_id]
         state = self._end_request(response.request_id)
-        self._outcomes.append(
+        self.outcomes.append(
             Outcome(
                 response.request_id,
                 tuple(token_ids),
@@ -258,11 +248,11 @@ class OutputQueue:
         )
 
     def take_outcomes(self) -> list[Outcome]:
-        """Return the outcomes since the last call, in the order in which clients should see them."""
-        outcomes, self._outcomes = self._outcomes, []
+        """Return the outcomes since the last call."""
+        outcomes, self.outcomes = self.outcomes, []
         return outcomes
 
-    def _tell(self, response: Response, token_ids: Sequence[int], verdict: RowVerdict) -> None:
+    def _emit(self, response: Response, token_ids: Sequence[int], verdict: RowVerdict) -> None:
         try:
             text = response.checker.text()
         except Exception:
@@ -270,7 +260,7 @@ class OutputQueue:
             self.end(response, StopCheck(0, "error"), "")
             return
         logprobs = _logprobs(verdict, len(token_ids))
-        self._outcomes.append(Outcome(response.request_id, tuple(token_ids), text, logprobs))
+        self.outcomes.append(Outcome(response.request_id, tuple(token_ids), text, logprobs))
 
 
 def _logprobs(verdict: RowVerdict, count: int) -> tuple[TokenLogprobs, ...] | None:

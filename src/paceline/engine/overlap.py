@@ -2,14 +2,14 @@
 
 After MineDraft (arXiv 2603.18016). Rows are split into two groups that alternate, so nothing is guessed about
 outcomes and no draft is wasted. A step waits for one group's pass and launches the other's at once. Everything
-else happens beside that pass: the first group is judged and committed, clients are told, and the group is planned,
+else happens beside that pass: the first group is judged and committed, its outcomes are made, and it is planned,
 admitted and drafted for again. New requests join the group that is about to be drafted for. Before that, rows of
 it move to the other group while that has less work. Where there are not two groups the step is serial.
 
 What the two threads share, and who may touch it when:
 
-- A pass reads copies of its rows' tokens, positions and page tables (`Backend.prepare`) and weights that nobody
-  writes. It writes the target's keys and values of its own rows, and taps and choices that nobody else knows of.
+- A pass reads copies of its rows' tokens, positions and page tables (`Backend.prepare`) and weights that
+  do not change. It writes the target's keys and values of its own rows, and its own taps and choices.
 - All else belongs to the engine's thread: rows, pages, drafters and their stores, answers. It changes nothing of
   the rows that are being scored until their pass is over.
 - A row is in flight at most once, so the groups' rows are different ones. A pass writes pages that only one row
@@ -65,7 +65,7 @@ class OverlappedLoop:
         self._launch_pass(engine)
         verdict = engine.judge(drafted, scored)
         engine.commit(drafted, scored, verdict)
-        engine.flush()  # beside the other group's pass: tell what this group gained
+        engine.flush()  # beside the other group's pass: outcomes of this commit
         if self._scoring is not None:
             self._ready = self._draft(engine, drafted.group or 0)
 
@@ -81,7 +81,7 @@ class OverlappedLoop:
         self._launch_pass(engine)
         if self._scoring is None:
             return False
-        engine.flush()  # beside the first pass: tell what a serial step before brought
+        engine.flush()  # beside the first pass: outcomes of a serial step before
         self._ready = self._draft(engine, 1 - first)
         return True
 
@@ -132,7 +132,7 @@ class OverlappedLoop:
         assert len(group_of) == sum(len(drafted.batch.rows) for drafted in open_steps), "a row is in both groups"
         holders = Counter(page for r in engine.scheduler.running for page in r.pages)
         for r in engine.scheduler.running:
-            assert r.in_flight == (r.row in group_of), "a row is in flight twice, or nobody will score it"
+            assert r.in_flight == (r.row in group_of), "a row is in flight twice, or will not be scored"
             assert r.group == group_of.get(r.row, r.group)
             assert len(r.pages) <= pages_for(r.upper_len), "pages are held that no outcome needs"
             first = int(engine.target.rows.computed[r.row]) // PAGE_TOKENS if r.in_flight else len(r.pages)

@@ -1,4 +1,4 @@
-"""The scheduler: who runs, with how many tokens, on which pages. Plain logic over ints: no model, no clock.
+"""The scheduler: the rows of the next step, their tokens and pages. Plain logic over ints: no model, no clock.
 
 The next step may be scheduled before the last one's outcome is known. The scheduler then works with upper bounds:
 a row with passes *in flight* is at most `upper_len` tokens long. Its promises:

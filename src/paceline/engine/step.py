@@ -28,7 +28,7 @@ class SerialLoop:
             return
         drafted = engine.propose(batch, plan)
         pending = engine.score(drafted)
-        engine.flush()  # beside the pass: tell what the step before brought
+        engine.flush()  # beside the pass: outcomes of the step before
         scored = pending.wait()
         verdict = engine.judge(drafted, scored)
         engine.commit(drafted, scored, verdict)
@@ -114,7 +114,7 @@ class Verbs(Protocol):
         ...
 
     def flush(self) -> None:
-        """Tell clients what the last commit brought: no verb, but work to do beside a pass."""
+        """Make outcomes of the last commit. It is no verb, but work to do beside a pass."""
         ...
 
 

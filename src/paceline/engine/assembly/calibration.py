@@ -1,4 +1,4 @@
-"""Calibration: the cost of a step, measured on the engine itself with requests that nobody reads.
+"""Calibration: the cost of a step, measured on the engine itself with requests whose text is dropped.
 
 At each number of rows a few steps are timed: without drafts, with drafts that are free and useless (the cost of
 verification), and with each real drafter, whose drafts are not verified (the cost of drafting). What matters most
@@ -234,7 +234,7 @@ class _Calibrator:
         )
         verified = [k for k in ks if num_rows * (1 + k) <= self.grid.most_tokens]
         slow = [(name, d.needs.max_k) for name, d in self.drafters.items() if not d.needs.instant]
-        drafting = [_StepKind(name, k) for name, most in slow for k in drafter_ks if 0 < k <= most]
+        drafting = [_StepKind(name, k) for name, max_k in slow for k in drafter_ks if 0 < k <= max_k]
         return [*(_StepKind(None, k) for k in verified), *drafting]
 
     def _measure(
