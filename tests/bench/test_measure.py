@@ -16,7 +16,7 @@ from paceline.bench.measure import (
 from paceline.bench.prompt_file import Prompt
 from paceline.bench.report import category_rows, summary
 from paceline.control.reckoning import Reckoning
-from paceline.engine.stats import DraftCounts, Reckoned, Stats
+from paceline.engine.stats import DraftCounts, Predictions, Stats
 
 
 def answer(start_s=0.0, times=(1.0, 2.0, 3.0), category="qa", tokens=None, **counts):
@@ -105,25 +105,25 @@ def test_record_has_the_keys_of_the_contract():
     assert figures["host_ms"] == pytest.approx(50.0)
     assert list(figures["by_category"]) == ["qa"]
     assert figures["prediction_error"] is figures["estimated_speedup"] is None
-    known = Stats(steps=4, reckoned=Reckoned(step_s=2.0, error_s=0.5, plain_s=3.0))
+    known = Stats(steps=4, predictions=Predictions(step_s=2.0, error_s=0.5, plain_s=3.0))
     figures = record(run([answer(tokens=(1, 2, 3))], stats=known))
     assert (figures["prediction_error"], figures["estimated_speedup"]) == (0.25, 1.5)
 
 
 def test_one_stall_is_most_of_the_error_and_nothing_of_the_middle_one():
-    reckoned = Reckoned()
+    reckoned = Predictions()
     for step_s, predicted_s in ((1.0, 1.05), (1.0, 0.92), (2.0, 1.8), (50.0, 1.0), (1e-3, 1.0)):
         reckoned.count(Reckoning(step_s, predicted_s, plain_s=1.0))
     assert reckoned.error == pytest.approx((0.05 + 0.08 + 0.2 + 49 + 0.999) / 54.001)
     assert reckoned.median_error == pytest.approx(0.1)
-    assert Reckoned().median_error is None
-    later = Stats(reckoned=reckoned).since(Stats(reckoned=Reckoned(errors=[0, 0, 0, 0, 0, 1])))
-    assert sum(later.reckoned.errors) == 4
+    assert Predictions().median_error is None
+    later = Stats(predictions=reckoned).since(Stats(predictions=Predictions(errors=[0, 0, 0, 0, 0, 1])))
+    assert sum(later.predictions.errors) == 4
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -float("inf")])
 def test_a_prediction_that_is_no_number_is_as_wrong_as_any(seconds):
-    reckoned = Reckoned()
+    reckoned = Predictions()
     reckoned.count(Reckoning(1.0, 1.0, plain_s=3.0))
     reckoned.count(Reckoning(1.0, seconds, plain_s=seconds))
     assert reckoned.error == pytest.approx(1.0)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from paceline import cli
-from paceline.backend.device import usable_cores
 from paceline.bench.scenarios.core_sharing import (
     ALL_CORES,
     AUTO_LOOP,
@@ -24,10 +23,11 @@ from paceline.bench.scenarios.overlap_loops import OverlapComparison, losses
 from paceline.bench.scenarios.result_file import ResultFile
 from paceline.core.errors import ConfigError
 from paceline.core.params import SamplingParams
+from paceline.core.system import usable_cores
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.overlap import OverlappedLoop
 from paceline.engine.scheduler import Limits
-from paceline.engine.serial import SerialLoop
+from paceline.engine.step import SerialLoop
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -13,6 +13,7 @@ from scipy import special, stats
 from paceline.core import noise, sampling
 from paceline.core.nouns import BROKEN, Edits, SamplingSpec
 from paceline.core.params import SamplingParams
+from tests.oracles import sampling as oracle
 
 
 def logits_of(seed: int, size: int, shape: str, dtype: type) -> np.ndarray:
@@ -54,7 +55,7 @@ def test_filters_keep_what_a_full_sort_keeps(row: np.ndarray, params: SamplingPa
 
 
 def check_kept(z: np.ndarray, ids: np.ndarray, params: SamplingParams) -> None:
-    extra = np.setxor1d(ids, sampling.keep_slow(z, params))
+    extra = np.setxor1d(ids, oracle.keep(z, params))
     if not len(extra):
         return
     # A sum of probabilities in another order and precision may fall on the other side of top_p: then the tokens
@@ -70,7 +71,7 @@ def test_top_p_needs_no_luck_with_its_cuts(shape: str) -> None:
     z = logits_of(3, 30_011, shape, np.float64)
     for top_p, scale in product([0.05, 0.3, 0.6, 0.9, 0.99, 0.99999], [0.5, 1.0, 4.0, 12.0]):
         params = SamplingParams(top_p=top_p)
-        assert sampling.keep(z * scale, params).tolist() == sampling.keep_slow(z * scale, params).tolist()
+        assert sampling.keep(z * scale, params).tolist() == oracle.keep(z * scale, params).tolist()
 
 
 def test_each_filter_sees_the_rest_renormalised() -> None:
@@ -107,11 +108,11 @@ def test_a_choice_is_the_noisy_argmax_of_what_is_kept(
     key = noise.key(seed, 1, noise.Lane.CHOICE, 33)
     scores = kept.astype(np.float64) + noise.gumbel(key, ids)
     assert sampling.choose_token(row, choose) == ids[scores.argmax()]
-    if ids.tolist() == sampling.keep_slow(z, params).tolist():
-        assert sampling.choose_token_slow(row, choose) == ids[scores.argmax()]
+    if ids.tolist() == oracle.keep(z, params).tolist():
+        assert oracle.choose_token(row, choose) == ids[scores.argmax()]
         token, ahead = sampling.choose_ahead(row, choose)
         assert token == ids[scores.argmax()]
-        assert ahead == pytest.approx(sampling.choose_ahead_slow(row, choose)[1], abs=1e-6)
+        assert ahead == pytest.approx(oracle.choose_ahead(row, choose)[1], abs=1e-6)
     support, probs = sampling.distribution(row, choose)
     if params.filtered:
         assert support.tolist() == ids.tolist()
@@ -126,7 +127,7 @@ def test_kinds_choose_the_same_token(row: np.ndarray, seed: int, temperature: fl
     choose = SamplingSpec("noisy", params, seed, 0, 12, EDITS if edited and len(row) > 5 else None)
     token = sampling.choose_token(row, choose)
     assert sampling.choose_ahead(row, choose)[0] == token
-    ahead = sampling.choose_ahead_slow(row, choose)[1]
+    ahead = oracle.choose_ahead(row, choose)[1]
     assert sampling.choose_ahead(row, choose)[1] == pytest.approx(ahead, rel=1e-6, abs=1e-6)
     assert sampling.choose_token(row, choose._replace(kind="logits")) == token
     everything = SamplingParams(temperature=temperature, top_k=len(row), logprobs=3)
@@ -190,7 +191,7 @@ def test_a_tiny_temperature_neither_overflows_nor_surprises(temperature: float) 
 def test_a_row_without_a_finite_number_is_told_apart(params: SamplingParams, value: float) -> None:
     row = np.full(400, value, np.float32)
     choose = SamplingSpec("logits", params)
-    assert sampling.choose_token(row, choose) == sampling.choose_token_slow(row, choose) == BROKEN
+    assert sampling.choose_token(row, choose) == oracle.choose_token(row, choose) == BROKEN
     with pytest.raises(sampling.BrokenRow):
         sampling.distribution(row, choose)
     assert np.isnan(sampling.logprobs(row, 1, 5).logprob)

@@ -131,7 +131,7 @@ def make_engine(
         backend="reference" if types == "f64" else "native",
         weights=types,
         kv=KV_TYPES[types],
-        profile=STAIRCASE if draft.startswith("auto") else None,
+        profile=changes.pop("profile", STAIRCASE if draft.startswith("auto") else None),
         kv_tokens=settings.num_pages * 16,
         prefix_cache=settings.prefix_cache,
         limits=limits,

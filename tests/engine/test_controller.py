@@ -204,7 +204,7 @@ def test_costs_are_kept_for_the_next_start(tmp_path: Path, monkeypatch: pytest.M
         engine = make_engine("draft-model:model=noisy,k=4", PLAIN)
         assert known in auto.close_loop(engine, config, "tiny")
         assert isinstance(engine.controller, ClosedLoop)
-    (file,) = (tmp_path / "profiles").iterdir()
+    (file,) = (tmp_path / "profiles").glob("*.json")
     assert isinstance(read_profile(file).cost, MeasuredCost)
     file.write_text("{")
     assert "measured now" in auto.close_loop(make_engine("off", PLAIN), replace(config, draft="off"), "tiny")
@@ -216,7 +216,7 @@ def test_kept_costs_that_cannot_be_are_measured_anew(
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
     config = EngineConfig(draft="off", backend="reference", weights="f32")
     auto.close_loop(make_engine("off", PLAIN), config, "tiny")
-    (file,) = (tmp_path / "profiles").iterdir()
+    (file,) = (tmp_path / "profiles").glob("*.json")
     values = json.loads(file.read_text())
     values["target"] |= {"unscored_s": float("nan")}
     file.write_text(json.dumps(values))
@@ -243,7 +243,7 @@ def test_costs_of_other_drafters_are_refused() -> None:
 def timed(engine: Engine, patch: pytest.MonkeyPatch) -> ClosedLoop:
     """Let passes of an engine take times of their own, and all else none; return its controller."""
     clock = [0.0]
-    for module in ("serial", "engine"):
+    for module in ("step", "engine"):
         patch.setattr(f"paceline.engine.{module}.perf_counter", lambda: clock[0])
     begin = engine.target.begin
 
@@ -319,7 +319,7 @@ def test_predictions_follow_real_steps(monkeypatch: pytest.MonkeyPatch) -> None:
             errors.append(abs(np.log(loop.decision.seconds / measured)))
     assert errors[0] > 0.5
     assert np.median(errors[len(errors) // 2 :]) < 0.1 * errors[0]
-    reckoned = engine.stats().reckoned
+    reckoned = engine.stats().predictions
     assert 0.8 * engine.stats().step_s < reckoned.step_s <= engine.stats().step_s * 1.000001, "but the last few"
     assert reckoned.plain_s > reckoned.step_s, "drafts of a text that repeats bring something"
     assert reckoned.error is not None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 from safetensors.torch import save_file
 
-from paceline.core import process as processes
+from paceline.core import system
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
@@ -26,9 +26,8 @@ from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.assembly.placement import PlacedDrafter
 from paceline.engine.overlap import OverlappedLoop
-from paceline.engine.remote.channel import Channel, LineDead, open_line
-from paceline.engine.remote.client import RemoteDrafter
-from paceline.engine.remote.messages import BeginDrafter
+from paceline.engine.remote.protocol import BeginDrafter, Channel, ChannelClosed, open_channel
+from paceline.engine.remote.remote_drafter import RemoteDrafter
 from paceline.engine.remote.supervisor import DrafterProcess
 from paceline.engine.scheduler import Limits
 from paceline.engine.wire import encode
@@ -129,19 +128,19 @@ def until(holds: Any) -> None:
 
 
 def back(drafter: RemoteDrafter) -> None:
-    until(lambda: drafter.lives.living() is not None)
+    until(lambda: drafter.supervisor.running() is not None)
 
 
 def kill(drafter: RemoteDrafter, number: int = signal.SIGKILL) -> None:
-    pid = drafter.lives.pid
+    pid = drafter.supervisor.pid
     assert pid is not None
     os.kill(pid, number)
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr(processes, "MAX_WAIT_S", 0.01)
+    monkeypatch.setattr(system, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(system, "MAX_WAIT_S", 0.01)
 
 
 @pytest.mark.parametrize("vocabulary", ["", ",vocabulary=strings"])
@@ -171,7 +170,7 @@ def deadly(engine: Engine, random: Random) -> list[int]:
     drafter, step, sent = drafter_of(engine), engine.step, list[int]()
 
     def stepping() -> list[Outcome]:
-        if drafter.lives.living() is None:
+        if drafter.supervisor.running() is None:
             if random.random() < 0.3:
                 back(drafter)
         elif random.random() < 0.06 and len(sent) < 4:
@@ -221,7 +220,7 @@ def test_requests_that_lived_on_are_drafted_for_again_and_nothing_is_taken_for_k
     step_until_a_page_is_full(engine)
     assert any(pool._valid[NAME])
     kill(drafter)
-    while drafter.lives.pid is not None:
+    while drafter.supervisor.pid is not None:
         engine.step()
     assert not any(pool._valid[NAME])
     failures, before = engine.stats().drafter_failures, engine.stats().drafters[NAME].accepted
@@ -243,10 +242,10 @@ def test_a_target_without_numbers_for_one_request_does_not_end_the_process() -> 
         Request("bad", tuple(range(40, 60)), params, seed=1),
         Request("good", tuple(range(50, 75)), params, seed=1),
     ]
-    pid = drafter.lives.pid
+    pid = drafter.supervisor.pid
     answers = run(engine, asked)
     assert (answers["bad"].ending[0], answers["good"].ending[0]) == ("error", "length")
-    assert (drafter.lives.pid, engine.stats().drafter_failures) == (pid, 0)
+    assert (drafter.supervisor.pid, engine.stats().drafter_failures) == (pid, 0)
 
 
 def test_one_that_does_not_come_back_is_counted_where_it_was_to_draft() -> None:
@@ -266,7 +265,7 @@ def test_one_of_several_drafters_and_once_unloaded_it_ends() -> None:
     engine = engine_of(config(f"auto:suffix+{NAME}:model={models()[1]}", profile=STAIRCASE))
     work = requests(1)
     assert_same(plain(work), run(engine, work))
-    process = drafter_of(engine).lives._life._process  # type: ignore[union-attr]
+    process = drafter_of(engine).supervisor._process._process  # type: ignore[union-attr]
     engine._unload(NAME)
     until(lambda: process.poll() is not None)
 
@@ -274,9 +273,9 @@ def test_one_of_several_drafters_and_once_unloaded_it_ends() -> None:
 def test_it_ends_when_the_engine_s_process_is_killed() -> None:
     code = (
         "import sys, time, msgspec; from paceline.engine.remote.supervisor import DrafterProcess\n"
-        "from paceline.engine.remote.messages import BeginDrafter\n"
-        "life = DrafterProcess(msgspec.msgpack.decode(sys.stdin.buffer.read(), type=BeginDrafter))\n"
-        "print(life.pid, flush=True); time.sleep(600)"
+        "from paceline.engine.remote.protocol import BeginDrafter\n"
+        "process = DrafterProcess(msgspec.msgpack.decode(sys.stdin.buffer.read(), type=BeginDrafter))\n"
+        "print(process.pid, flush=True); time.sleep(600)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert parent.stdin is not None
@@ -302,7 +301,7 @@ def _is_gone(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    "failing", ["subprocess.Popen", "socket.socketpair", "paceline.engine.remote.channel.mmap"]
+    "failing", ["subprocess.Popen", "socket.socketpair", "paceline.engine.remote.protocol.mmap"]
 )
 def test_nothing_is_left_of_a_process_that_could_not_be_started(
     failing: str, monkeypatch: pytest.MonkeyPatch
@@ -330,8 +329,8 @@ def test_what_reads_more_than_tokens_stays_in_the_engine_s_process() -> None:
         assert isinstance(engine.drafting.drafters[NAME], PlacedDrafter)
 
 
-def test_a_line_tells_when_the_other_end_is_gone_or_lies() -> None:
-    ours, line, memory = open_line(100)
+def test_a_channel_tells_when_the_other_end_is_gone_or_lies() -> None:
+    ours, line, memory = open_channel(100)
     theirs = Channel(line, memory, first=False)
     ours.send(b"question")
     assert theirs.receive() == b"question"
@@ -343,12 +342,12 @@ def test_a_line_tells_when_the_other_end_is_gone_or_lies() -> None:
         ours.receive(0.001)
     theirs.send(b"")
     theirs._memory[theirs._out : theirs._out + 8] = (101).to_bytes(8, "little")
-    with pytest.raises(LineDead, match="101 bytes"):
+    with pytest.raises(ChannelClosed, match="101 bytes"):
         ours.receive(1.0)
     theirs.close()
-    with pytest.raises(LineDead):
+    with pytest.raises(ChannelClosed):
         ours.receive(1.0)
-    with pytest.raises(LineDead):
+    with pytest.raises(ChannelClosed):
         ours.send(b"")
     ours.close()
     os.close(memory)

@@ -214,14 +214,14 @@ def test_one_request_that_cannot_be_written_disturbs_no_other(monkeypatch: pytes
     push = Detokenizer.push
 
     def broken_push(self: Detokenizer, ids: Iterable[int]) -> str:
-        if self is doomed.writer._detokenizer and doomed.decode_passes > 5:
+        if self is doomed.checker._detokenizer and doomed.decode_passes > 5:
             raise RuntimeError("no text today")
         return push(self, ids)
 
     answers = dict.fromkeys(expected, "")
     for request in REQUESTS:
         engine.add(request)
-    doomed = engine._accounts["2"]
+    doomed = engine.outputs.responses["2"]
     monkeypatch.setattr(Detokenizer, "push", broken_push)
     errors, written = {}, dict.fromkeys(expected, 0)
     while engine.has_work:

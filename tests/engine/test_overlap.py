@@ -1,4 +1,4 @@
-"""Two groups in turn: the same answers as serially and plainly, whatever comes and goes, and pages that add up."""
+"""Two groups that alternate: the same answers as serially and plainly, and pages that add up."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def serve(engine: Engine, requests: list[Request], random: Random) -> tuple[dict
             engine.add(waiting.pop(0))
         if random.random() < 0.05:
             name = random.choice(requests).request_id
-            if name in engine.scheduler.by_id and not engine.scheduler.by_id[name].ended:
+            if name in engine.scheduler.requests and not engine.scheduler.requests[name].ended:
                 engine.cancel(name)
                 cancelled.add(name)
         for outcome in engine.step():
@@ -97,7 +97,7 @@ def test_an_id_is_in_use_until_its_last_pass_is_over() -> None:
             engine.cancel(cancelled)
             with pytest.raises(RequestError, match="in use"):
                 engine.add(asked[cancelled])
-        elif cancelled and not again and cancelled not in engine.scheduler.by_id:
+        elif cancelled and not again and cancelled not in engine.scheduler.requests:
             again, answers[cancelled] = cancelled, Answer()
             engine.add(asked[again])
         for outcome in engine.step():
@@ -149,7 +149,7 @@ DRAFTS = [
 
 
 @pytest.mark.parametrize(("draft", "types"), DRAFTS)
-def test_two_groups_in_turn_write_the_same_text(draft: str, types: str) -> None:
+def test_two_groups_that_alternate_write_the_same_text(draft: str, types: str) -> None:
     tally = Tally()
     assert compare(draft, types, tally) > 100
     assert tally.preemptions > 0
@@ -167,7 +167,7 @@ def test_heads_read_what_was_tapped_for_their_own_rows(kind: str, types: str) ->
     assert tally.stats.untapped_tokens == 0
 
 
-def test_the_controller_keeps_the_open_rounds_of_two_groups_apart() -> None:
+def test_the_controller_keeps_the_open_steps_of_two_groups_apart() -> None:
     tally = Tally()
     assert compare("auto:suffix+draft-model:model=noisy", "int8", tally) > 100
     assert sum(tally.accepted_at) > 0
@@ -176,8 +176,8 @@ def test_the_controller_keeps_the_open_rounds_of_two_groups_apart() -> None:
 REQUESTS = [Request(str(i), (40 + i, 50, 60), SamplingParams(max_tokens=24), seed=i) for i in range(5)]
 
 
-def test_a_draft_model_loses_no_acceptance_in_turns() -> None:
-    """What a drafter remembers of a round outlives the other group's round."""
+def test_a_draft_model_loses_no_acceptance_by_overlap() -> None:
+    """What a drafter remembers of a step outlives the other group's step."""
     engine = overlapped("draft-model:model=same,k=4", PLAIN)
     run(engine, REQUESTS)
     counts = engine.stats().drafters["draft-model"]
@@ -240,11 +240,11 @@ def test_a_request_arriving_joins_the_group_that_is_drafted_for() -> None:
     assert groups["0"] != groups["1"]
     assert all(r.in_flight == 1 for r in engine.scheduler.running)
     engine.step()
-    assert engine.scheduler.by_id["2"].decoding
+    assert engine.scheduler.requests["2"].decoding
 
 
 @pytest.mark.parametrize("law", ["rejection", "block"])
-def test_other_laws_in_turns(law: str) -> None:
+def test_other_laws_are_overlapped_too(law: str) -> None:
     engine = overlapped("draft-model:model=same,k=4", PLAIN, law=law)
     assert set(run(engine, REQUESTS)) == {r.request_id for r in REQUESTS}
     assert engine.stats().overlapped_steps > 5
@@ -318,7 +318,7 @@ class Paired:
         return ()
 
 
-def test_a_group_s_outcome_is_learnt_before_its_next_round_is_planned() -> None:
+def test_a_group_s_outcome_is_learnt_before_its_next_step_is_planned() -> None:
     engine = overlapped("ngram:k=4", PLAIN)
     engine.controller = Paired()
     run(engine, REQUESTS)

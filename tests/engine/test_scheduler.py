@@ -21,7 +21,7 @@ from paceline.core.nouns import PAGE_TOKENS, Admission, Batch, BatchRow, Plan, R
 from paceline.core.params import SamplingParams, Speculation
 from paceline.engine.pages import PagePool, chain_hash, pages_for, root_hash
 from paceline.engine.scheduler import Limits, Scheduler
-from paceline.engine.step_view import bounds_of_slow
+from tests.oracles.step_view import bounds_of as bounds_of_slow
 
 VOCAB = 3
 
@@ -143,10 +143,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             self.written[name] = []
 
-    @precondition(lambda self: self.scheduler.by_id)
+    @precondition(lambda self: self.scheduler.requests)
     @rule(pick=st.integers(0, 1 << 16))
     def cancel(self, pick: int) -> None:
-        names = [name for name, r in self.scheduler.by_id.items() if not r.ended]
+        names = [name for name, r in self.scheduler.requests.items() if not r.ended]
         if names:
             self.scheduler.end(names[pick % len(names)])
 
@@ -168,12 +168,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         gained = 0
         if (revealed := self.backend.reveal()) is not None:
             gained = sum(self.commit(r, tokens) for r, tokens in zip(revealed[0].rows, revealed[1], strict=True))
-        working = any(not r.ended for r in self.scheduler.by_id.values())
+        working = any(not r.ended for r in self.scheduler.requests.values())
         self.steps_without_token = 0 if gained or not working else self.steps_without_token + 1
         assert self.steps_without_token < 2000, "nothing moves"
 
     def commit(self, r: BatchRow, tokens: tuple[int, ...]) -> int:
-        running = self.scheduler.by_id[r.request_id]
+        running = self.scheduler.requests[r.request_id]
         if running.ended:
             self.scheduler.reveal(r, running, ())
             return r.num_known
@@ -201,7 +201,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Nothing starves: once arrivals stop, everything ends and every page comes back."""
         if not hasattr(self, "scheduler"):
             return
-        while self.scheduler.by_id:
+        while self.scheduler.requests:
             self.step(4)
         self.scheduler.check()
         assert self.scheduler.pool.num_held == 0
@@ -231,7 +231,7 @@ def _run(scheduler: Scheduler, backend: BruteForceBackend, k: int = 0) -> Batch:
     revealed = backend.reveal()
     assert revealed is not None
     for r, tokens in zip(revealed[0].rows, revealed[1], strict=True):
-        scheduler.reveal(r, scheduler.by_id[r.request_id], tokens)
+        scheduler.reveal(r, scheduler.requests[r.request_id], tokens)
     return batch
 
 
@@ -296,7 +296,7 @@ def test_too_long_and_too_many_are_refused_and_change_nothing() -> None:
         scheduler.add(_request(name, (1,) * 25))
     with pytest.raises(QueueFull):
         scheduler.add(_request("c", (1,)))
-    assert list(scheduler.by_id) == ["a", "b"]
+    assert list(scheduler.requests) == ["a", "b"]
     scheduler.check()
 
 

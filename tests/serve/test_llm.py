@@ -93,12 +93,12 @@ def test_a_stream_that_is_left_is_cancelled(llm: LLM, begun: bool, closed: bool)
     stream = llm.stream("the", SamplingParams(max_tokens=500, n=2, ignore_eos=True))
     if begun:
         next(stream)
-    assert len(llm.built.engine.scheduler.by_id) == 2
+    assert len(llm.built.engine.scheduler.requests) == 2
     if closed:
         stream.close()
     del stream
     llm.generate("in", SHORT)
-    assert not llm.built.engine.scheduler.by_id
+    assert not llm.built.engine.scheduler.requests
     assert not llm._sinks
 
 

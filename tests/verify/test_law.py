@@ -13,7 +13,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.sampling import choose_token, logprobs
 from paceline.verify.coupled import coupled_row
 from paceline.verify.law import LAWS, load_law
-from paceline.verify.rows import judge_rows
+from paceline.verify.row_scores import judge_rows
 
 VOCAB = 6
 LOGITS = np.random.default_rng(4).standard_normal((4, VOCAB)).astype(np.float32)
@@ -109,7 +109,7 @@ def test_coupled_chooses_nothing_behind_the_first_mismatch(monkeypatch: pytest.M
         seen.append(choose.position)
         return choose_token(logits, choose)
 
-    monkeypatch.setattr("paceline.verify.rows.choose_token", counted)
+    monkeypatch.setattr("paceline.verify.row_scores.choose_token", counted)
     choose = SamplingSpec("logits", SamplingParams(top_k=2), seed=1)
     scores = scores_of([[0, 1, 2, 3]], choose)
     first = choose_token(LOGITS[0], scores.specs[0])

@@ -18,7 +18,7 @@ from paceline.core.noise import Lane
 from paceline.core.nouns import RowDraft
 from paceline.verify import block, rejection
 from paceline.verify.law import LAWS, load_law
-from paceline.verify.rows import RowScores, draft_probs, excess
+from paceline.verify.row_scores import RowScores, draft_probs, excess
 
 from . import world as w
 from .world import World

@@ -48,7 +48,7 @@ class Asker:
                 tokens += len(outcome.token_ids)
                 self._answers.setdefault(outcome.request_id, []).extend(outcome.token_ids)
                 self._inflight -= outcome.finish_reason is not None
-        self._engine.loop.rest()
+        self._engine.loop.wait()
         spent = {name: value - before[name] for name, value in self._counters().items()}
         done = not (self._waiting or self._inflight)
         answers = json.dumps(sorted(self._answers.items())) if done else ""

@@ -66,7 +66,7 @@ def host_times(
         before = engine.stats()
         engine.step()
         gained = engine.stats().since(before)
-        measured.append(StepHostTime((gained.host_s - gained.hidden_s) * 1e3, gained.hidden_s * 1e3))
+        measured.append(StepHostTime((gained.host_s - gained.overlapped_s) * 1e3, gained.overlapped_s * 1e3))
     for index in range(len(prompts)):
         engine.cancel(f"host-{index}")
     while engine.has_work:

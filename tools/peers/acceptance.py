@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from paceline.backend.seam import num_cores
 from paceline.bench.report import write_json
 from paceline.core.errors import ConfigError
-from paceline.core.machine import commit, machine
 from paceline.core.nouns import PAGE_TOKENS
+from paceline.core.system import commit, machine
 from paceline.draft.heads.options import Eagle3Config, PEagleConfig
 from paceline.draft.registry import parse_spec
 from paceline.engine.assembly.config import MAX_THREADS

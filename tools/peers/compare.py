@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from paceline.backend.seam import num_cores
 from paceline.bench.report import write_json
 from paceline.core.errors import ConfigError, PacelineError
-from paceline.core.machine import commit, machine
 from paceline.core.nouns import PAGE_TOKENS
+from paceline.core.system import commit, machine
 from paceline.engine.assembly.config import MAX_ROWS, MAX_THREADS
 from paceline.model.weights import load_model
 from paceline.serve.terminal.display import progress, say

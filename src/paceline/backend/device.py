@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from threading import Thread
-from typing import TYPE_CHECKING, TypeVar
 
 from paceline.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-T = TypeVar("T")
+from paceline.core.system import on_cores as on_cores
+from paceline.core.system import stay_on as stay_on
+from paceline.core.system import usable_cores as usable_cores
 
 SAME = "same"  # as the target
 CPU = "cpu"
@@ -45,33 +40,6 @@ class Device:
     def __str__(self) -> str:
         listed = ",".join(map(str, sorted(self.cores)))
         return self.torch_name or (f"{CPU}:{listed}" if listed else CPU)
-
-
-def usable_cores() -> frozenset[int]:
-    """Return the cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))
-
-
-def stay_on(cores: frozenset[int]) -> None:
-    """Keep this thread, and those it starts, on some cores, where the system can; none: wherever it is."""
-    if cores and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, cores)
-
-
-def on_cores(cores: frozenset[int], call: Callable[[], T]) -> T:
-    """Make a call that must not fail in a thread on some cores: threads that it starts stay there too."""
-    found: list[T] = []
-
-    def run() -> None:
-        stay_on(cores)
-        found.append(call())
-
-    thread = Thread(target=run)
-    thread.start()
-    thread.join()
-    return found[0]
 
 
 def _cores(text: str) -> frozenset[int]:

@@ -207,8 +207,8 @@ class Rows:
 
     def penalised(self, row: int) -> bool:
         """Whether how a row's tokens are chosen depends on which tokens come before them."""
-        request = self.requests[row]
-        return request is not None and request.params.penalised
+        how = self._how[row]
+        return how is not None and how.history.penalised
 
     def spec_after(self, row: int, guesses: Sequence[int]) -> SamplingSpec:
         """Return how the token after a row's committed tokens and some guesses is chosen."""

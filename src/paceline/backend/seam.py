@@ -151,6 +151,19 @@ class Prepared:
     specs: Sequence[SamplingSpec]
 
 
+class Pending(Protocol):
+    """A pass that has been launched."""
+
+    def wait(self) -> Scores:
+        """Wait for the pass and return its scores."""
+        ...
+
+
+class _Begun:
+    def __init__(self, finish: Callable[[], Scores]) -> None:
+        self.wait = finish
+
+
 class Backend:
     """Executes the target. Owns every row's outcome-dependent state (`rows`) and the target's KV."""
 
@@ -187,6 +200,10 @@ class Backend:
             return lambda: self.run(prepared)
         finish = begin(prepared.packed, self.kv, prepared.specs, taps=self.taps)
         return lambda: _scores(prepared, finish())
+
+    def launch(self, batch: Batch, draft: Draft) -> Pending:
+        """Launch a pass, see `begin`."""
+        return _Begun(self.begin(batch, draft))
 
     def prepare(self, batch: Batch, draft: Draft) -> Prepared:
         """Return all that a pass reads of the rows, as copies."""

@@ -10,8 +10,7 @@ from paceline.bench.prompt_file import BUILTIN, PROMPTS_HELP, PROMPTS_METAVAR, r
 from paceline.core.errors import ConfigError
 from paceline.core.params import SamplingParams
 from paceline.engine.assembly.cli_options import add_target_arguments, engine_config
-from paceline.engine.assembly.config import DEFAULT_DRAFT
-from paceline.engine.assembly.loop_choice import AUTO, OVERLAPS
+from paceline.engine.assembly.config import AUTO, DEFAULT_DRAFT, OVERLAPS
 from paceline.serve.terminal.display import progress, say
 from paceline.serve.terminal.output_files import check_file, check_picture
 

@@ -15,14 +15,13 @@ from paceline.bench.report import PLAIN
 from paceline.bench.session import Session, run_here
 from paceline.control.fixed import FixedK
 from paceline.core.errors import ConfigError, ModelError
-from paceline.core.interrupts import uninterrupted
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
+from paceline.core.system import available_bytes, uninterrupted
 from paceline.draft.registry import parse_drafters
 from paceline.engine.assembly.build import assemble, load
-from paceline.engine.assembly.calibration_stubs import Always
+from paceline.engine.assembly.calibration import AlwaysDrafter
 from paceline.engine.assembly.cli_options import add_engine_arguments, engine_config
-from paceline.engine.assembly.memory import available_bytes
 from paceline.engine.drafters import DrafterPool
 from paceline.model.config import num_weights
 from paceline.model.files.pull import resolve
@@ -208,8 +207,8 @@ def measure_steps(built: Built, draft: str) -> PassTimes:
         engine.drafting = DrafterPool([], engine.target.config.vocab_size)
         engine.controller = FixedK()
         plain = _time_steps(engine, 0)
-        engine.drafting = DrafterPool([Always()], engine.target.config.vocab_size)
-        engine.controller = FixedK(Always.name, k)
+        engine.drafting = DrafterPool([AlwaysDrafter()], engine.target.config.vocab_size)
+        engine.controller = FixedK(AlwaysDrafter.name, k)
         verifying = _time_steps(engine, k) if k else plain
     finally:
         engine.drafting = own_drafters

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from paceline.bench.measure import MeasuredAnswer
 from paceline.core.errors import PacelineError
-from paceline.core.interrupts import uninterrupted
 from paceline.core.nouns import Request
 from paceline.core.params import MAX_SEED
+from paceline.core.system import uninterrupted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -141,7 +141,7 @@ class SlicedRun:
                 raise_if_pressed()
                 if perf_counter() - self._slice_start_s >= seconds:
                     break
-        self.engine.loop.rest()  # a pass that is running belongs to this slice, not to another engine's
+        self.engine.loop.wait()  # a pass that is running belongs to this slice, not to another engine's
         slice_s = perf_counter() - self._slice_start_s
         tokens = self.engine.stats().output_tokens - tokens_before  # includes tokens reported with the next step
         self.seconds += slice_s

@@ -145,11 +145,11 @@ def _steps(stats: Stats | None) -> Json:
         "draft_ms": stats.draft_s * per_step,
         "target_ms": stats.target_s * per_step,
         "host_ms": stats.host_s * per_step,
-        "hidden_ms": stats.hidden_s * per_step,
+        "hidden_ms": stats.overlapped_s * per_step,
         "control_ms": stats.control_s * per_step,
-        "prediction_error": stats.reckoned.error,
-        "prediction_error_p50": stats.reckoned.median_error,
-        "estimated_speedup": stats.reckoned.speedup,
+        "prediction_error": stats.predictions.error,
+        "prediction_error_p50": stats.predictions.median_error,
+        "estimated_speedup": stats.predictions.speedup,
     }
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline import __version__
 from paceline.bench.statistics import median_interval
-from paceline.core.machine import commit, machine
+from paceline.core.system import commit, machine
 from paceline.serve.terminal.display import table
 
 if TYPE_CHECKING:

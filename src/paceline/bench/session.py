@@ -9,8 +9,8 @@ from paceline.bench.interleave import SlicedRun, interleave, make_questions
 from paceline.bench.load import drive
 from paceline.bench.measure import Run
 from paceline.core.errors import ConfigError
-from paceline.core.machine import peak_rss_mb, reset_peak_rss
 from paceline.core.params import MAX_SEED, MAX_TOKENS
+from paceline.core.system import peak_rss_mb, reset_peak_rss
 from paceline.engine.assembly.config import MAX_ROWS
 
 if TYPE_CHECKING:

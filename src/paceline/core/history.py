@@ -1,4 +1,4 @@
-"""Which tokens a row has seen, and what that does to its next logits."""
+"""Token counts of a row, kept as the edits that penalties make to its next logits."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from paceline.core.nouns import ChooseKind
     from paceline.core.params import SamplingParams
 
-_ID, _SCALE, _ADD = 0, 1, 2  # rows of a table; the fourth is the count
+_ID, _SCALE, _ADD = 0, 1, 2  # rows of `_EditTable.columns`; the fourth is the count
 _NEW = (0.0, 1.0, 0.0, 0.0)
-_LEAST_ROOM = 32
+_MIN_ROOM = 32
 
 
 def choose_kind(params: SamplingParams, law_needs_probs: bool) -> ChooseKind:
-    """Return how a row's tokens are chosen: by its parameters (and the engine's law) alone, never by its batch."""
+    """Return how a row's tokens are chosen: by its parameters and the engine's law, never by its batch."""
     if law_needs_probs and not params.greedy:
         return "logits"
     if params.logprobs is not None or params.filtered:
@@ -40,35 +40,35 @@ class History:
     def __init__(self, params: SamplingParams, prompt_ids: Sequence[int]) -> None:
         self._params = params
         repeated = prompt_ids if params.repetition_penalty != 1.0 else ()
-        self._table = _Table.of([*params.logit_bias, *repeated])
+        self._table = _EditTable.of([*params.logit_bias, *repeated])
         for token_id, bias in params.logit_bias.items():
             self._table.set(token_id, _ADD, bias)
         self._table.set_all(repeated, _SCALE, params.repetition_penalty)
-        self._ahead: tuple[tuple[int, ...], _Table] = (), self._table  # drafts, and the table after them
-        self._penalised = params.penalised
-        self.never_edits = not (self._penalised or self._table.size or params.min_tokens)
+        self._ahead: tuple[tuple[int, ...], _EditTable] = (), self._table  # drafts, and the table behind them
+        self.penalised = params.penalised
+        self.never_edits = not (self.penalised or self._table.size or params.min_tokens)
 
     def append(self, token_ids: Iterable[int]) -> None:
-        """Take in tokens of the answer."""
-        if self._penalised:
+        """Count tokens of the answer."""
+        if self.penalised:
             for token_id in token_ids:
                 self._table.count_token(int(token_id), self._params)
             self._ahead = (), self._table
 
     def edits(self, drafted: Sequence[int], num_generated: int, stop_ids: frozenset[int]) -> Edits | None:
-        """Return the edits at the position after the drafted tokens, ids ascending; None if there are none.
+        """Return the edits at the position behind the drafted tokens, ids ascending; None if there are none.
 
         num_generated: tokens of the answer before the drafts. stop_ids: banned until the answer has `min_tokens`.
         """
-        table = self._after(tuple(drafted)) if self._penalised else self._table
+        table = self._after(tuple(drafted)) if self.penalised else self._table
         if num_generated + len(drafted) < self._params.min_tokens:
             table = table.copy(room=len(stop_ids))
             for token_id in stop_ids:
                 table.set(token_id, _ADD, -inf)
         return table.edits()
 
-    def _after(self, drafted: tuple[int, ...]) -> _Table:
-        """Return the table after the drafts, kept as the start of the next: often one draft more."""
+    def _after(self, drafted: tuple[int, ...]) -> _EditTable:
+        """Return the table behind the drafts. It is kept, as the next call often has one draft more."""
         if not drafted:
             return self._table
         known, table = self._ahead
@@ -82,11 +82,11 @@ class History:
         return table
 
 
-class _Table:
-    """Distinct token ids in ascending order and what is known of each, in columns that grow by doubling.
+class _EditTable:
+    """Distinct token ids, ascending, with the edits of each, in columns that grow by doubling.
 
-    `columns` is [4, capacity] float64 (which holds every id exactly); the first `size` columns count. Its rows are
-    the id, the scale and the sum of `Edits`, and how often the token is in the answer.
+    `columns` is [4, capacity] float64 (which holds every id exactly), of which the first `size` columns are used.
+    Its rows: the id, `Edits.scale`, `Edits.add`, and the number of times the token is in the answer.
     """
 
     def __init__(self, columns: NDArray[float64], size: int) -> None:
@@ -94,8 +94,8 @@ class _Table:
         self.size = size
 
     @classmethod
-    def of(cls, token_ids: Sequence[int]) -> _Table:
-        """Return a table of these ids, on which nothing is done yet."""
+    def of(cls, token_ids: Sequence[int]) -> _EditTable:
+        """Return a table of these ids without edits."""
         import numpy as np
 
         ids = np.unique(np.array(token_ids, np.int64))
@@ -103,22 +103,22 @@ class _Table:
         columns[_ID] = ids
         return cls(columns, len(ids))
 
-    def copy(self, room: int) -> _Table:
-        """Return a copy with room for so many more ids."""
+    def copy(self, room: int) -> _EditTable:
+        """Return a copy with room for `room` more ids."""
         import numpy as np
 
         columns = np.empty((len(_NEW), self.size + room))
         columns[:, : self.size] = self.columns[:, : self.size]
-        return _Table(columns, self.size)
+        return _EditTable(columns, self.size)
 
-    def set(self, token_id: int, what: int, value: float) -> None:
-        """Set one number of an id, which is put in if it is new."""
+    def set(self, token_id: int, field: int, value: float) -> None:
+        """Set one field of an id, which is inserted if it is new."""
         slot = self._slot(token_id)  # first: it may replace `columns`
-        self.columns[what, slot] = value
+        self.columns[field, slot] = value
 
-    def set_all(self, token_ids: Sequence[int], what: int, value: float) -> None:
-        """Set one number of ids that are all in the table."""
-        self.columns[what, self.columns[_ID, : self.size].searchsorted(token_ids)] = value
+    def set_all(self, token_ids: Sequence[int], field: int, value: float) -> None:
+        """Set one field of ids that are all in the table."""
+        self.columns[field, self.columns[_ID, : self.size].searchsorted(token_ids)] = value
 
     def count_token(self, token_id: int, params: SamplingParams) -> None:
         """Count one more token of the answer."""
@@ -128,7 +128,7 @@ class _Table:
         self.columns[:, slot] = token_id, params.repetition_penalty, add, count + 1
 
     def edits(self) -> Edits | None:
-        """Return a copy of the table as edits, None if it is empty."""
+        """Return the table as edits, copied; None if it is empty."""
         import numpy as np
 
         if not self.size:
@@ -140,7 +140,7 @@ class _Table:
         slot = int(self.columns[_ID, : self.size].searchsorted(token_id))
         if slot == self.size or self.columns[_ID, slot] != token_id:
             if self.size == self.columns.shape[1]:
-                self.columns = self.copy(room=max(self.size, _LEAST_ROOM)).columns
+                self.columns = self.copy(room=max(self.size, _MIN_ROOM)).columns
             self.columns[:, slot + 1 : self.size + 1] = self.columns[:, slot : self.size]
             self.columns[:, slot] = token_id, *_NEW[1:]
             self.size += 1

@@ -1,8 +1,8 @@
 """Counter-based noise: a function of (seed, choice, lane, position, depth, token id) and of nothing else.
 
-Never of batch, step or drafter, so that the same seed gives the same text however the engine runs. The native
-kernels have their own copy (`csrc/noise.h`); tests hold golden values of this one. All arithmetic is on unsigned
-32-bit integers, modulo 2**32, with `>>` a logical shift:
+It does not depend on batch, step or drafter, so the same seed gives the same text however the engine runs. The
+native kernels have their own copy (`csrc/noise.h`); tests hold golden values of this one. All arithmetic is on
+unsigned 32-bit integers, modulo 2**32, with `>>` a logical shift:
 
     murmur(x):   x ^= x >> 16; x *= 0x85EBCA6B; x ^= x >> 13; x *= 0xC2B2AE35; x ^= x >> 16
     lowbias(x):  x ^= x >> 16; x *= 0x7FEB352D; x ^= x >> 15; x *= 0x846CA68B; x ^= x >> 16
@@ -36,13 +36,13 @@ Key = tuple[int, int]  # two 32-bit words
 _MASK = 0xFFFFFFFF
 _MURMUR = (16, 0x85EBCA6B, 13, 0xC2B2AE35, 16)
 _LOWBIAS = (16, 0x7FEB352D, 15, 0x846CA68B, 16)
-_FEW = 8  # up to this many ids, plain integers beat numpy's overhead
+_FEW = 8  # ids; up to here plain integers are faster than numpy
 
 
 class Lane(IntEnum):
-    """What a number is drawn for. Two uses never share a lane."""
+    """Purpose of a number. Two uses never share a lane."""
 
-    CHOICE = 0  # the target's own choice, and that of a drafter that imitates it
+    CHOICE = 0  # the target's own choice, and that of drafters which imitate it
     DRAFT = 1  # drafts that are drawn independently of the target
     ACCEPT = 2  # the coin that accepts a draft
     RESIDUAL = 3  # the token in place of a rejected draft
@@ -51,17 +51,17 @@ class Lane(IntEnum):
 def key(seed: int, choice: int, lane: int, position: int, depth: int = 0) -> Key:
     """Return the two 32-bit words that name one draw. `seed` has 63 bits, the others at most 32.
 
-    `position` is the index, in the row's tokens, of the token that is drawn or judged. `depth` stays 0 where a
-    draw is used once per position. It counts the drafts before this one in its step where draws behind the last
-    kept token are looked at and thrown away (lanes DRAFT and ACCEPT under block verification): the next
-    step then comes to the same position with another depth, and thus with fresh noise.
+    `position` is the index, in the row's tokens, of the token that is drawn or judged. `depth` is 0 where a draw
+    is used once per position. Under block verification (lanes DRAFT and ACCEPT) draws behind the last kept token
+    are used and thrown away. There `depth` counts the drafts before this one in its step, so that the next step
+    comes to the same position with another depth, and thus with fresh noise.
     """
     return _absorb(_stem(seed, choice, lane + (depth << 8)), position)
 
 
 @lru_cache(maxsize=4096)
 def _stem(seed: int, choice: int, lane: int) -> Key:
-    """Return a key's state before its position: a row asks for the same one at every step."""
+    """Return a key's state before its position, which is the same at every step of a row."""
     state = 0x243F6A88, 0x85A308D3
     for word in (seed & _MASK, seed >> 32, choice, lane):
         state = _absorb(state, word)
@@ -99,7 +99,7 @@ def noisy_argmax(z: NDArray[floating], key: Key, ids: NDArray[integer] | None = 
     """Return the token id with the largest z + gumbel, the lowest id on ties: a sample of softmax(z).
 
     z: [n] logits divided by the temperature. ids: [n] token ids, None for 0..n-1. Every candidate gets its exact
-    noise; `csrc/sampling.cpp` gives it only to those that can still win.
+    noise here; `csrc/sampling.cpp` computes it only for those that can still win.
     """
     import numpy as np
 

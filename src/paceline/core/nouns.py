@@ -1,7 +1,7 @@
 """The nouns every package speaks: what flows between the six verbs of a step.
 
-    admit -> plan -> propose -> score -> judge -> commit
-             Plan    Draft      Scores   Verdict  Outcome
+    plan -> admit -> propose -> score -> judge -> commit
+    Plan    Batch    Draft      Scores   Verdict  Outcome
 
 `Batch` names rows and upper bounds only. A row's newest token, its length and positions belong to the
 backend's per-row state (`backend/rows.py`), so a step can be prepared before the last one's outcome is known.
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from paceline.core.params import SamplingParams, Speculation
 
 PAGE_TOKENS = 16  # KV slots of one page
-MOST_MARGIN = 6.0  # logits; a drafter that is surer counts as no more
-UNCHOSEN = -1  # in place of a token id that is left to the law
-BROKEN = -2  # in place of a token id where no logit is a finite number
+MOST_MARGIN = 6.0  # logits; larger margins of a draft count as this one
+UNCHOSEN = -1  # instead of a token id: the law chooses the token
+BROKEN = -2  # instead of a token id: no logit is a finite number
 
 T = TypeVar("T")
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -34,26 +34,26 @@ ChooseKind = Literal["argmax", "noisy", "sampled", "logits"]
 
 @dataclass_transform(frozen_default=True)
 def noun(cls: type[T]) -> type[T]:
-    """Make a dataclass of which steps make hundreds: frozen to the type checker, and to it alone.
+    """Make a dataclass for objects that a step creates by the hundred: frozen for the type checker only.
 
-    To make one that watches itself takes five times as long, which was 2 % of a step of sixteen rows.
-    Two are equal if they are one.
+    A dataclass frozen at run time takes five times as long to create, which was 2 % of a step of sixteen rows.
+    Objects are equal only to themselves.
     """
     return dataclass(slots=True, eq=False)(cls)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """One text to write. A request for n choices becomes n of these, alike but for `choice`."""
+    """A request for one text. A user's request for n choices becomes n of these, which differ in `choice` only."""
 
     request_id: str
     prompt_ids: tuple[int, ...]  # [prompt_len]
     params: SamplingParams
     seed: int  # 0 <= seed < 2**63
     choice: int = 0
-    salt: str = ""  # requests share cached pages only with requests of the same salt
+    salt: str = ""  # requests of different salts share no cached pages
     arrival_s: float = 0.0  # time.monotonic()
-    speculation: Speculation | None = None  # None: as the engine is set up
+    speculation: Speculation | None = None  # None: the engine's own
 
     def check(self) -> None:
         """Assert what every package may rely on."""
@@ -64,17 +64,17 @@ class Request:
 
 @noun
 class Stop:
-    """Where a row's drafting ends before its plan does: where hardly more would be kept.
+    """Rule by which a drafter ends a row's draft early: where a further draft would hardly be kept.
 
-    The chance that a draft is kept, if those before it are, is logistic in the drafter's margin there.
+    The chance that a draft is kept, if those before it are, is logistic in the drafter's margin at its token.
     """
 
-    odds: list[float]  # [k] log-odds at each depth without a margin
-    sureness: float  # what a logit of the margin adds to them
-    least: list[float]  # [k] chance of all drafts up to one, below which none follows it
+    odds: list[float]  # [k] log-odds at each depth for a margin of 0
+    sureness: float  # log-odds added for each logit of the margin
+    least: list[float]  # [k] least chance that all drafts up to a depth are kept, for another draft to follow
 
     def over(self, margins: Sequence[float]) -> bool:
-        """Whether none follows drafts with these margins; never if one of them is not known."""
+        """True if no draft should follow drafts with these margins; False if one of them is NaN, not known."""
         alive = 1.0
         for odds, margin in zip(self.odds, margins, strict=False):
             alive /= 1.0 + math.exp(-(odds + self.sureness * min(margin, MOST_MARGIN)))
@@ -83,28 +83,28 @@ class Stop:
 
 @noun
 class RowPlan:
-    """How far one row may draft in this step."""
+    """Bounds of one row's drafting in a step."""
 
-    drafter: str | None  # None drafts nothing
-    k: int  # at most this many drafts
-    stop: Stop | None = None  # for a drafter whose `needs` say that it minds it
+    drafter: str | None  # None: no drafts
+    k: int  # upper bound of its drafts
+    stop: Stop | None = None  # for drafters whose `needs` say that they honour it
 
 
 @noun
 class Plan:
-    """What `control` decided for a step. A row that is absent drafts nothing."""
+    """A step's plan, made by `control`. Rows that are absent draft nothing."""
 
     rows: Mapping[int, RowPlan] = field(default_factory=dict)  # row -> its plan
-    prefill_tokens: int | None = None  # at most so many prompt tokens ride along; None: as many as fit
-    given_up: tuple[str, ...] = ()  # drafters that may go: they will not be planned with again
+    prefill_tokens: int | None = None  # upper bound of prompt tokens in the pass; None: the scheduler's
+    given_up: tuple[str, ...] = ()  # drafters to unload: no later plan uses them
 
     def k(self, row: int) -> int:
-        """Return the largest number of drafts for a row."""
+        """Return the upper bound of a row's drafts."""
         row_plan = self.rows.get(row)
         return 0 if row_plan is None or row_plan.drafter is None else row_plan.k
 
     def stop(self, row: int) -> Stop | None:
-        """Return where a row's drafting ends before that."""
+        """Return the rule by which a row's draft ends early, if any."""
         row_plan = self.rows.get(row)
         return None if row_plan is None else row_plan.stop
 
@@ -122,31 +122,30 @@ class Plan:
 class BatchRow:
     """One row's share of a pass: `num_known` tokens that are already committed, then its drafts.
 
-    A row that decodes has one known token, its newest. A prefill chunk has several, or one that is left over, and
-    never carries drafts.
+    A row that decodes has one known token, its newest. A prefill chunk has one or more, and never carries drafts.
     """
 
     row: int
     request_id: str
     num_known: int  # committed tokens computed in this pass, from the row's own `computed` on
-    max_drafts: int  # pages are there for this many
+    max_drafts: int  # upper bound; pages are held for them
     samples: bool  # the last known token is the row's newest, so the pass yields a token
     max_len: int  # upper bound of the row's length once this pass is committed, whatever its outcome
-    num_kept_pages: int = 0  # the row's page list is its first so many pages ...
+    num_kept_pages: int = 0  # the row's page list is its first `num_kept_pages` pages ...
     new_pages: tuple[int, ...] = ()  # ... followed by these
-    decodes: bool = False  # this is a decode pass of the row rather than a piece of its prefill
+    decodes: bool = False  # True: a decode pass of the row; False: a chunk of its prefill
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Admission:
-    """A request's birth in a row, or its rebirth after a preemption."""
+    """A request that gets a row, for the first time or again after a preemption."""
 
     row: int
     request: Request
-    token_ids: Sequence[int]  # [length] prompt, and what was written before a preemption
+    token_ids: Sequence[int]  # [length] prompt, and the answer written before a preemption
     cached_len: int  # leading tokens whose target KV is already there
-    pages: tuple[int, ...]  # pages of the cached tokens
-    rebirth: bool = False  # it had a row before, and lost it to a preemption
+    pages: tuple[int, ...]  # of the cached tokens
+    rebirth: bool = False  # True after a preemption
 
 
 @noun
@@ -155,11 +154,11 @@ class Batch:
 
     step: int
     rows: tuple[BatchRow, ...]
-    admissions: tuple[Admission, ...] = ()  # rows born in this step, all of them in `rows`
+    admissions: tuple[Admission, ...] = ()  # requests that get a row in this step; their rows are in `rows`
 
     @property
     def num_known_tokens(self) -> int:
-        """Committed tokens in the pass, drafts not counted."""
+        """Committed tokens in the pass, without drafts."""
         return sum(r.num_known for r in self.rows)
 
     def check(self) -> None:
@@ -174,7 +173,7 @@ class Batch:
 
 @noun
 class RowDraft:
-    """Candidate tokens to follow one row's newest token, a chain unless `parents` says otherwise."""
+    """Candidate tokens after one row's newest token: a chain, or a tree with `parents`."""
 
     token_ids: Sequence[int] = ()  # [k]
     drafter: str | None = None
@@ -186,7 +185,7 @@ class RowDraft:
         return len(self.token_ids)
 
     def first(self, k: int) -> RowDraft:
-        """Return the first k of its tokens, for a chain."""
+        """Return the first k tokens of a chain."""
         if k >= len(self):
             return self
         confidence = None if self.confidence is None else self.confidence[:k]
@@ -199,7 +198,7 @@ NO_DRAFT = RowDraft()
 
 @noun
 class Draft:
-    """What the drafters proposed for a batch, row by row."""
+    """Drafts for a batch, row by row."""
 
     rows: tuple[RowDraft, ...]  # [num_rows], as in `Batch.rows`
 
@@ -227,7 +226,7 @@ class Edits:
 
 
 class SamplingSpec(NamedTuple):
-    """How the target's own token is chosen at one position. Depends on the request's parameters only."""
+    """Rule by which the target's own token is chosen at one position, a function of the request alone."""
 
     kind: ChooseKind
     params: SamplingParams
@@ -235,33 +234,33 @@ class SamplingSpec(NamedTuple):
     choice: int = 0
     position: int = 0  # index, in the row's tokens, of the token being chosen
     edits: Edits | None = None
-    margin: bool = False  # whether it is told, too, how far ahead the token was: a drafter's confidence
+    margin: bool = False  # also return by how many logits the token is ahead: a drafter's confidence
 
     @property
     def wants_logits(self) -> bool:
-        """Whether the position's logits come back: to the law, or for log-probabilities beside a chosen token."""
+        """True if the position's logits are returned, to the law or for log-probabilities."""
         return self.kind in ("logits", "sampled")
 
 
 @noun
 class Taps:
-    """Hidden states that a target pass left behind, of every token in it, for the drafters that read them."""
+    """Hidden states of every token of a target pass, for the drafters that read them."""
 
-    states: Mapping[int, NDArray[floating]]  # [num_tokens, hidden] residual stream after so many layers
+    states: Mapping[int, NDArray[floating]]  # number of layers -> [num_tokens, hidden] residual stream after them
     cu_len: NDArray[int64]  # [num_rows + 1] row i of the batch owns tokens cu_len[i]:cu_len[i + 1]
-    slots: NDArray[int64]  # [num_tokens] the place of each token in every store
+    slots: NDArray[int64]  # [num_tokens] slot of each token in every store
 
 
 @noun
 class Scores:
-    """What the target says at every scored position: a row's newest token's, then each of its drafts'."""
+    """The target's choice at every scored position: at a row's newest token, then at each of its drafts."""
 
-    cu_len: Sequence[int]  # [num_rows + 1] row i owns positions cu_len[i]:cu_len[i + 1]; none if it samples not
+    cu_len: Sequence[int]  # [num_rows + 1] row i owns positions cu_len[i]:cu_len[i + 1], none in a chunk
     specs: Sequence[SamplingSpec]  # [num_scored]
-    chosen: NDArray[int64]  # [num_scored] target token ids; UNCHOSEN where it is left to the law, or BROKEN
+    chosen: NDArray[int64]  # [num_scored] target token ids, UNCHOSEN or BROKEN
     logits: NDArray[floating] | None = None  # [num_logit_rows, vocab] raw
-    logit_idx: NDArray[int64] | None = None  # [num_scored] row of `logits`, -1 where there is none
-    taps: Taps | None = None  # None if no drafter asked
+    logit_idx: NDArray[int64] | None = None  # [num_scored] row of `logits`, -1 without one
+    taps: Taps | None = None  # None if no drafter reads them
 
     def check(self) -> None:
         """Assert that offsets and lengths agree."""
@@ -282,7 +281,7 @@ class TokenLogprobs:
 
 @noun
 class RowVerdict:
-    """What one row gains: its kept drafts, then the target's own next token, or BROKEN, which ends it."""
+    """Tokens that one row gains: its kept drafts, then the target's own next token, or BROKEN, which ends it."""
 
     token_ids: Sequence[int] = ()  # [num_accepted + 1], empty if the row did not sample
     num_accepted: int = 0
@@ -291,7 +290,7 @@ class RowVerdict:
 
 @noun
 class Verdict:
-    """What the law keeps, row by row."""
+    """Tokens that the law keeps, row by row."""
 
     rows: tuple[RowVerdict, ...]  # [num_rows], as in `Batch.rows`
 
@@ -306,13 +305,13 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one request cost and what speculation did for it, told in its last outcome."""
+    """Counts of one request, sent with its last outcome: its cost, and what speculation did for it."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int  # prompt tokens whose KV came from the prefix cache
     decode_passes: int
-    decoded_tokens: int  # tokens committed by decode passes; the prefill's token is not one
+    decoded_tokens: int  # committed by decode passes, so without the prefill's token
     drafted_tokens: int
     verified_tokens: int  # drafts after trimming
     accepted_tokens: int
@@ -327,7 +326,7 @@ class Figures:
 
 @noun
 class Outcome:
-    """What one request gained in a step, after stops: what is streamed to its client."""
+    """Gain of one request in a step, after stops: what is streamed to its client."""
 
     request_id: str
     token_ids: tuple[int, ...]

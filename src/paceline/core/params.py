@@ -1,8 +1,8 @@
-"""What a request may ask of sampling: `SamplingParams`, checked when made."""
+"""Parameters of a request: `SamplingParams` and `Speculation`, checked when made."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -17,9 +17,9 @@ MAX_STOP_CHARS = 1024
 MAX_BIASED = 1024
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_SEED = (1 << 63) - 1
-MAX_ASKED_K = 64  # drafts of a step; no drafter goes so far
-MAX_SHOWN_CHARS = 64  # of a value in a message that refuses it
-MAX_SHOWN_BITS = 200  # of an integer, likewise: 60 digits
+MAX_ASKED_K = 64  # drafts of a step; no drafter makes as many
+MAX_SHOWN_CHARS = 64  # of a refused value in its error message
+MAX_SHOWN_BITS = 200  # of a refused integer, 60 digits
 
 _BOUNDS: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 10.0),
@@ -40,7 +40,7 @@ _INTEGERS = frozenset({"top_k", "min_tokens", "max_tokens", "logprobs", "seed", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled. Every number is bounded; a bad one raises `RequestError`.
+    """Sampling parameters of one request. Every number is bounded; a bad one raises `RequestError`.
 
     The target's logits pass, in this order, through repetition, frequency and presence penalty,
     `logit_bias`, the ban of stop tokens before `min_tokens`, `temperature`, then the filters `top_k`,
@@ -55,14 +55,14 @@ class SamplingParams:
     presence_penalty: float = 0.0  # over the answer
     frequency_penalty: float = 0.0  # over the answer
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
-    seed: int | None = None  # drawn, and told, when None
-    stop: tuple[str, ...] = ()  # one string, a list or None will do, too
-    stop_token_ids: tuple[int, ...] = ()  # a list or None will do, too
+    seed: int | None = None  # None: drawn, and returned in the response
+    stop: tuple[str, ...] = ()  # may be given as one string, a list or None
+    stop_token_ids: tuple[int, ...] = ()  # may be given as a list or None
     include_stop: bool = False  # keep the stop string at the end of the text
     min_tokens: int = 0
     max_tokens: int = 256
     ignore_eos: bool = False
-    logprobs: int | None = None  # None: none; else this many alternatives beside the chosen token
+    logprobs: int | None = None  # number of alternatives beside the chosen token; None: no log-probabilities
     n: int = 1
 
     def __post_init__(self) -> None:
@@ -100,22 +100,22 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the largest logit wins, without noise."""
+        """True if the largest logit wins, without noise."""
         return self.temperature == 0.0
 
     @property
     def penalised(self) -> bool:
-        """Whether logits depend on the tokens so far."""
+        """True if logits depend on the tokens so far."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def filtered(self) -> bool:
-        """Whether a filter may remove tokens. Filters keep the largest logit, so greedy needs none."""
+        """True if a filter may remove tokens. Filters keep the largest logit, so greedy needs none."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
 
 def _stops(given: object) -> tuple[str, ...]:
-    """Return stop strings as a tuple; one string is not taken for its characters. Raises `RequestError`."""
+    """Return stop strings as a tuple; one string becomes one stop. Raises `RequestError`."""
     return (given,) if isinstance(given, str) else _tuple("stop", given)
 
 
@@ -152,8 +152,8 @@ def _check_number(name: str, value: object, low: float, high: float) -> None:
 
 
 def shown(value: object) -> str:
-    """Return a value that was sent to us, for a message about it: not all of it if it is long."""
-    if isinstance(value, int) and value.bit_length() > MAX_SHOWN_BITS:  # Python itself refuses to write some
+    """Return a user's value as text for an error message, shortened if it is long."""
+    if isinstance(value, int) and value.bit_length() > MAX_SHOWN_BITS:  # Python refuses to print very long ones
         return f"a number of {value.bit_length()} bits"
     if isinstance(value, str):
         return repr(value if len(value) <= MAX_SHOWN_CHARS else value[:MAX_SHOWN_CHARS] + "...")
@@ -162,7 +162,7 @@ def shown(value: object) -> str:
 
 
 def _plain(bound: float) -> str:
-    """Write 1048576 as that, not as 1.04858e+06, and 2.0 as 2."""
+    """Return a bound as text: 1048576 not as 1.04858e+06, and 2.0 as 2."""
     return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
@@ -171,18 +171,27 @@ def _check_token_id(name: str, value: object) -> None:
         raise RequestError(f"{name}: {shown(value)} is not a token id", name)
 
 
+def check_token_ids(prompt_ids: Sequence[int], params: SamplingParams, vocab_size: int) -> None:
+    """Raise `RequestError` if a request names tokens that a vocabulary does not have."""
+    if not all(0 <= token_id < vocab_size for token_id in prompt_ids):
+        raise RequestError(f"the prompt has token ids outside the vocabulary of {vocab_size}", "prompt")
+    for name, token_ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        if any(token_id >= vocab_size for token_id in token_ids):
+            raise RequestError(f"{name} names tokens outside the vocabulary of {vocab_size}", name)
+
+
 AUTO, OFF = "auto", "off"
 MAX_NAME_CHARS = 64
-MIN_TPOT_MS, MAX_TPOT_MS = 1e-3, 1e6  # a pace still shorter is no number the controller can reckon with
+MIN_TPOT_MS, MAX_TPOT_MS = 1e-3, 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """What one request asks of speculation, within what the engine has. It changes how fast, never what."""
+    """Speculation wanted by one request, within what the engine has. It changes the speed, never the text."""
 
-    draft: str = AUTO  # as the engine is set up; `off`; or the name of one of its drafters
-    k: int | None = None  # at most so many drafts in a step
-    tpot_ms: float | None = None  # time per output token to keep to, if the controller can
+    draft: str = AUTO  # the engine's own choice; `off`; or the name of one of its drafters
+    k: int | None = None  # upper bound of the drafts in a step
+    tpot_ms: float | None = None  # target time per output token, for a controller that knows costs
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "draft", _draft(self.draft))
@@ -198,7 +207,7 @@ class Speculation:
 
     @property
     def most(self) -> int:
-        """Drafts it allows in a step."""
+        """Upper bound of the drafts in a step; read by `kernels.bounds_of`."""
         return 0 if self.draft == OFF else MAX_ASKED_K if self.k is None else self.k
 
 

@@ -1,12 +1,11 @@
 """From one row of raw logits to the target's own choice: edits, temperature, filters, noise.
 
-The transforms and their order are those of `SamplingParams`. The work is done by `csrc/sampling.cpp`, whose slow
-readable twins are here: `keep_slow`, `choose_token_slow`, `logprobs_slow`.
+The transforms and their order are those of `SamplingParams`. `csrc/sampling.cpp` does the work; its readable twins
+are in `tests/oracles/sampling.py`.
 """
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from paceline.core import noise
@@ -19,11 +18,11 @@ if TYPE_CHECKING:
     from paceline.core.nouns import Edits, SamplingSpec
     from paceline.core.params import SamplingParams
 
-LEAST_TEMPERATURE = 1e-5  # smaller ones act as this one, so that a scaled logit cannot overflow
+MIN_TEMPERATURE = 1e-5  # lower temperatures act as this one, so that a scaled logit cannot overflow
 
 
 class BrokenRow(ValueError):  # noqa: N818
-    """No logit of a row is a finite number: there is nothing to choose."""
+    """No logit of a row is a finite number, so there is no token to choose."""
 
 
 def choose_token(logits: NDArray[floating], choose: SamplingSpec) -> int:
@@ -42,8 +41,8 @@ def choose_token(logits: NDArray[floating], choose: SamplingSpec) -> int:
 def choose_ahead(logits: NDArray[floating], choose: SamplingSpec) -> tuple[int, float]:
     """Return what `choose_token` returns, and by how many logits it was ahead of the next token.
 
-    That is the lead in noisy scores times the temperature: what two models differ by is in logits, too, so it says
-    how much they may differ and still choose the same. Infinite where there was no other token.
+    The margin is the lead in noisy scores times the temperature. It is in logits, as differences between models
+    are, so it says how far two models may differ and still choose the same token. Infinite without another token.
     """
     from paceline import kernels
 
@@ -54,37 +53,6 @@ def _how(choose: SamplingSpec) -> tuple[Any, ...]:
     p, edits = choose.params, choose.edits or no_edits()
     key = noise.key(choose.seed, choose.choice, noise.Lane.CHOICE, choose.position)
     return (p.temperature, p.top_k, p.top_p, p.min_p, edits.ids, edits.scale, edits.add, *key)
-
-
-def choose_token_slow(logits: NDArray[floating], choose: SamplingSpec) -> int:
-    """Return what `choose_token` returns, plainly."""
-    import numpy as np
-
-    params = choose.params
-    z = apply_edits(logits, choose.edits) if params.greedy else scaled(logits, params, choose.edits)
-    if not np.isfinite(z.max()):
-        return BROKEN
-    if params.greedy:
-        return int(z.argmax())
-    ids = keep_slow(z, params)
-    key = noise.key(choose.seed, choose.choice, noise.Lane.CHOICE, choose.position)
-    return noise.noisy_argmax(z[ids], key, ids)
-
-
-def choose_ahead_slow(logits: NDArray[floating], choose: SamplingSpec) -> tuple[int, float]:
-    """Return what `choose_ahead` returns, plainly."""
-    import numpy as np
-
-    params = choose.params
-    if params.greedy:
-        scores, unit = apply_edits(logits, choose.edits), 1.0
-    else:
-        z, unit = scaled(logits, params, choose.edits), max(params.temperature, LEAST_TEMPERATURE)
-        ids = keep_slow(z, params)
-        key = noise.key(choose.seed, choose.choice, noise.Lane.CHOICE, choose.position)
-        scores = z[ids] + noise.gumbel(key, ids)
-    first, second = np.sort(np.append(scores.astype(np.float64), -np.inf))[::-1][:2]
-    return choose_token_slow(logits, choose), float(unit * (first - second))
 
 
 def distribution(logits: NDArray[floating], choose: SamplingSpec) -> tuple[NDArray[int64], NDArray[float64]]:
@@ -137,14 +105,14 @@ def apply_edits(logits: NDArray[floating], edits: Edits | None) -> NDArray[float
 
 def scaled(logits: NDArray[floating], params: SamplingParams, edits: Edits | None) -> NDArray[floating]:
     """Return the edited logits times 1 / temperature, same shape and type, for a temperature above 0."""
-    return apply_edits(logits, edits) * logits.dtype.type(1 / max(params.temperature, LEAST_TEMPERATURE))
+    return apply_edits(logits, edits) * logits.dtype.type(1 / max(params.temperature, MIN_TEMPERATURE))
 
 
 def keep(z: NDArray[floating], params: SamplingParams) -> NDArray[int64]:
     """Return the tokens that top_k, then top_p, then min_p leave over, ascending ids int64 [n], n >= 1.
 
-    Each filter sees the distribution left by the one before, renormalised; where only some of equally likely
-    tokens can stay, the lower ids do. z: [vocab] scaled logits. Raises `BrokenRow`.
+    Each filter sees the distribution left by the one before, renormalised. Of equally likely tokens the lower ids
+    stay. z: [vocab] scaled logits. Raises `BrokenRow`.
     """
     import numpy as np
 
@@ -159,35 +127,9 @@ def keep(z: NDArray[floating], params: SamplingParams) -> NDArray[int64]:
     return np.sort(ids)
 
 
-def keep_slow(z: NDArray[floating], params: SamplingParams) -> NDArray[int64]:
-    """Return what `keep` returns by sorting everything."""
-    import numpy as np
-
-    ids = np.lexsort((np.arange(len(z)), -z))
-    if params.top_k:
-        ids = ids[: params.top_k]
-    if params.top_p < 1.0:
-        weights = np.exp(z[ids].astype(np.float64) - float(z.max()))
-        before = weights.cumsum() - weights
-        ids = ids[before < params.top_p * weights.sum()]
-    if params.min_p > 0.0:
-        ids = ids[z[ids] >= z.dtype.type(z.max() + math.log(params.min_p))]
-    return np.sort(ids)
-
-
 def logprobs(logits: NDArray[floating], token_id: int, num_top: int) -> TokenLogprobs:
-    """Return the log-probability of a token and of the `num_top` most likely ones. logits: [vocab] raw."""
+    """Return the log-probabilities of a token and of the `num_top` most likely tokens. logits: [vocab] raw."""
     from paceline import kernels
 
     logprob, top_ids, top_logprobs = kernels.logprobs(logits, token_id, num_top)
     return TokenLogprobs(token_id, logprob, tuple(top_ids), tuple(top_logprobs))
-
-
-def logprobs_slow(logits: NDArray[floating], token_id: int, num_top: int) -> TokenLogprobs:
-    """Return what `logprobs` returns, plainly."""
-    import numpy as np
-
-    wide = logits.astype(np.float64)
-    values = wide - wide.max() - math.log(np.exp(wide - wide.max()).sum())
-    top = np.lexsort((np.arange(len(wide)), -wide))[:num_top]
-    return TokenLogprobs(token_id, float(values[token_id]), tuple(top.tolist()), tuple(values[top].tolist()))

@@ -1,4 +1,4 @@
-"""The drafters of an engine, kept at arm's length: one that fails costs speculation, never a request."""
+"""The drafters of an engine, called at arm's length: one that fails costs speculation, never a request."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from paceline.control.arrays import confidence_of
+from paceline.core.errors import RequestError
 from paceline.core.nouns import NO_DRAFT, Draft, RowDraft
+from paceline.core.params import AUTO, OFF
 from paceline.draft.drafter import DrafterUnavailable, StoresLost
-from paceline.engine.patience import FailureBackoff
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+MAX_FAILURES = 4  # in a row, then plans leave the drafter out for a while
+FIRST_PAUSE, LONGEST_PAUSE = 16, 256  # plans; doubled with each further failure
+NONE_LEFT_OUT: frozenset[int] = frozenset()
+
 
 class DrafterPool:
     """Calls the drafters and merges their drafts. Wrong or failing drafts become no drafts, and are counted."""
@@ -36,36 +41,50 @@ class DrafterPool:
         vocab_size: int,
         empty_store: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """empty_store: told of each store whose drafter lost it."""
+        """empty_store: called with the name of each store whose drafter has lost its contents."""
         self.drafters = {drafter.name: drafter for drafter in drafters}
-        self._keeping = [drafter for drafter in drafters if drafter.needs.stores]
-        self.names = tuple(self.drafters)  # an index of control stays a drafter's, also if others are dropped
+        self.names = tuple(self.drafters)  # control's index of a drafter; stays if others are dropped
         self.num_failures = 0
-        self.num_untapped = 0  # cached tokens whose taps nobody took
+        self.num_untapped = 0  # cached tokens that no drafter has the taps of
+        self._with_stores = [drafter for drafter in drafters if drafter.needs.stores]
         self._vocab_size = vocab_size
         self._empty_store = empty_store
-        self._told: set[str] = set()  # drafters whose failure has been logged
-        self._troubled: set[str] = set()  # those that failed since they were last asked to draft
-        self._patience = FailureBackoff()
+        self._logged: set[str] = set()  # drafters whose failure has been logged
+        self._failed_now: set[str] = set()  # drafters that failed since they were last asked to draft
+        self._backoff = FailureBackoff()
         self._index = {name: index for index, name in enumerate(self.names)}
-        self._offers: dict[str, dict[int, RowDraft]] = {}  # of this step, by drafter and row
-        self._marked: dict[tuple[str, int], int] = {}  # (store, row) -> tokens it is known to hold
+        self._previews: dict[str, dict[int, RowDraft]] = {}  # of this step: drafter -> row -> draft
+        self._marked: dict[tuple[str, int], int] = {}  # (store, row) -> valid tokens known to the page table
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """After how many of the target's layers hidden states are wanted."""
+        """Target layers after which some drafter reads hidden states, ascending."""
         return tuple(sorted({tap for drafter in self.drafters.values() for tap in drafter.needs.taps}))
 
+    def check_request(self, request: Request) -> None:
+        """Raise `RequestError` if a request names a drafter that is not loaded."""
+        known = (AUTO, OFF, *self.drafters)
+        if request.speculation and (name := request.speculation.draft) not in known:
+            why = "was unloaded, as it never paid" if name in self.names else "is not"
+            raise RequestError(
+                f"drafter {name!r} {why} here; speculation.draft may be {', '.join(known)}", "speculation"
+            )
+
     def drop(self, name: str) -> Drafter:
-        """Let go of a drafter, and return it."""
+        """Forget a drafter, and return it."""
         drafter = self.drafters.pop(name)
-        self._offers.pop(name, None)
-        self._keeping = [kept for kept in self._keeping if kept.name != name]
+        self._previews.pop(name, None)
+        self._with_stores = [kept for kept in self._with_stores if kept.name != name]
         self._marked = {(s, row): n for (s, row), n in self._marked.items() if s not in drafter.needs.stores}
         return drafter
 
+    # Rows begin and end --------------------------------------------------------------------------
+
     def admit(self, row: int, request: Request, valid_lens: Mapping[str, int], cached_len: int = 0) -> None:
-        """Tell every drafter of a birth, and how many of the `cached_len` tokens its own stores hold already."""
+        """Tell every drafter of a request in a row.
+
+        valid_lens: leading tokens that each store holds. cached_len: tokens found in the prefix cache.
+        """
         for drafter in self.drafters.values():
             known = {store: valid_lens[store] for store in drafter.needs.stores}
             self._marked |= {(store, row): length for store, length in known.items()}
@@ -74,7 +93,7 @@ class DrafterPool:
             self._guard(drafter, drafter.admit, row, request, known)
 
     def release(self, row: int) -> None:
-        """Tell every drafter of a death."""
+        """Tell every drafter that a row is given up."""
         for drafter in self.drafters.values():
             self._guard(drafter, drafter.release, row)
 
@@ -83,21 +102,29 @@ class DrafterPool:
         for drafter in self.drafters.values():
             self._guard(drafter, drafter.forget)
 
-    def look(self, rows: Sequence[int], most: Sequence[int]) -> dict[int, NDArray[float64]]:
-        """Ask the drafters that cost nothing what they would propose; return their confidence, see `View.offers`.
+    # Before a plan -------------------------------------------------------------------------------
 
-        most: drafts that each row may have. What was offered is what `propose` gives in the same step.
+    def preview(self, rows: Sequence[int], max_drafts: Sequence[int]) -> dict[int, NDArray[float64]]:
+        """Ask the lookup drafters for their drafts before the plan; return their confidence by drafter index.
+
+        max_drafts: [num_rows] drafts that each row may have. `propose` returns these drafts in the same step.
         """
-        self._offers = {}
+        self._previews = {}
         found: dict[int, NDArray[float64]] = {}
         for name, drafter in self.drafters.items():
             if drafter.needs.instant:
                 k = drafter.needs.max_k
-                asked = {row: min(k, m) for row, m in zip(rows, most, strict=True)}
-                offers = self._guard(drafter, _look, drafter, asked) or {}
-                self._offers[name] = offers
-                found[self._index[name]] = confidence_of([offers.get(row, NO_DRAFT) for row in rows])
+                depths = {row: min(k, most) for row, most in zip(rows, max_drafts, strict=True)}
+                drafts = self._guard(drafter, _look, drafter, depths) or {}
+                self._previews[name] = drafts
+                found[self._index[name]] = confidence_of([drafts.get(row, NO_DRAFT) for row in rows])
         return found
+
+    def unavailable(self) -> frozenset[int]:
+        """Begin a plan; return the indices of the drafters it must leave out, see `FailureBackoff`."""
+        return self._backoff.unavailable(self._index)
+
+    # Propose and commit --------------------------------------------------------------------------
 
     def propose(self, batch: Batch, plan: Plan) -> Draft:
         """Ask each planned drafter once, and merge. Rows whose draft is unfit draft nothing."""
@@ -106,65 +133,67 @@ class DrafterPool:
         for name in sorted(planned & self.drafters.keys()):
             drafter = self.drafters[name]
             own = plan.only(name)
-            self._troubled.discard(name)
-            draft = self._offered(batch, own, name) or self._guard(drafter, drafter.propose, batch, own)
-            self._guard(drafter, self._take, drafter, draft, batch, rows)
-            self._patience.note(name, failed=name in self._troubled)
+            self._failed_now.discard(name)
+            draft = self._previewed(batch, own, name) or self._guard(drafter, drafter.propose, batch, own)
+            self._guard(drafter, self._merge, drafter, draft, batch, rows)
+            self._backoff.note(name, failed=name in self._failed_now)
         return Draft(tuple(rows))
 
-    def _take(self, drafter: Drafter, draft: Draft | None, batch: Batch, rows: list[RowDraft]) -> None:
-        """Put what fits of a drafter's answer into `rows`. Whatever is wrong with the answer may raise."""
-        if draft is None:
-            return
-        for index, (row_draft, asked) in enumerate(zip(draft.rows, batch.rows, strict=True)):
-            if len(row_draft) and self._fits(drafter, row_draft, asked.max_drafts):
-                rows[index] = row_draft
-
-    def out(self) -> frozenset[int]:
-        """Return the drafters, by their index, that a step is to be planned without, see `View.out`."""
-        return self._patience.out(self._index)
-
-    def _offered(self, batch: Batch, plan: Plan, name: str) -> Draft | None:
-        """Return what a drafter offered for this step, as far as it was planned; None if it was not asked."""
-        offers = self._offers.pop(name, None)
-        if offers is None:
+    def _previewed(self, batch: Batch, plan: Plan, name: str) -> Draft | None:
+        """Return the planned part of a drafter's preview of this step; None if there was none."""
+        drafts = self._previews.pop(name, None)
+        if drafts is None:
             return None
         return Draft(
-            tuple(offers.get(r.row, NO_DRAFT).first(min(plan.k(r.row), r.max_drafts)) for r in batch.rows)
+            tuple(drafts.get(r.row, NO_DRAFT).first(min(plan.k(r.row), r.max_drafts)) for r in batch.rows)
         )
+
+    def _merge(self, drafter: Drafter, draft: Draft | None, batch: Batch, rows: list[RowDraft]) -> None:
+        """Put the fitting drafts of a drafter into `rows`. May raise anything if `draft` is ill-formed."""
+        if draft is None:
+            return
+        for index, (row_draft, bound) in enumerate(zip(draft.rows, batch.rows, strict=True)):
+            if len(row_draft) and self._fits(drafter, row_draft, bound.max_drafts):
+                rows[index] = row_draft
 
     def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
         """Tell every drafter what was kept."""
         for drafter in self.drafters.values():
             self._guard(drafter, drafter.commit, batch, scores, verdict)
 
-    def newly_valid(self, row: int, most: int) -> Iterator[tuple[str, int, int]]:
-        """Yield (store, known before, known now) of a row's tokens, for each store that has grown."""
-        for drafter in self._keeping:
+    def newly_valid(self, row: int, computed_len: int) -> Iterator[tuple[str, int, int]]:
+        """Yield (store, known before, known now) of a row's tokens, for each store that has grown.
+
+        computed_len: tokens whose target KV is there; a store's tokens beyond are not certain.
+        """
+        for drafter in self._with_stores:
             lengths = self._guard(drafter, drafter.valid_lens, row) or {}
             for store, length in lengths.items():
-                start, end = self._marked[store, row], min(most, length)
+                start, end = self._marked[store, row], min(computed_len, length)
                 if end > start:
                     self._marked[store, row] = end
                     yield store, start, end
 
+    # Failures ------------------------------------------------------------------------------------
+
     def _guard(self, drafter: Drafter, call: Callable[..., T], *arguments: object) -> T | None:
+        """Make a call of a drafter; return None, and note it, if it fails in any way."""
         try:
             return call(*arguments)
         except DrafterUnavailable:
-            self._troubled.add(drafter.name)
+            self._failed_now.add(drafter.name)
             return None
         except StoresLost:
-            self._lost(drafter)
+            self._lose_stores(drafter)
             return None
-        except Exception as error:  # a drafter is never fatal, whatever it raises
-            self._failed(drafter, f"{type(error).__name__}: {error}")
+        except Exception as error:
+            self._fail(drafter, f"{type(error).__name__}: {error}")
             return None
 
-    def _lost(self, drafter: Drafter) -> None:
-        """Note that nothing is left of what a drafter held."""
+    def _lose_stores(self, drafter: Drafter) -> None:
+        """Note that a drafter's stores are empty."""
         self.num_failures += 1
-        self._troubled.add(drafter.name)
+        self._failed_now.add(drafter.name)
         self._marked |= {key: 0 for key in self._marked if key[0] in drafter.needs.stores}
         for store in drafter.needs.stores:
             self._empty_store(store)
@@ -173,21 +202,52 @@ class DrafterPool:
         token_ids = map(integer, draft.token_ids)
         fits = len(draft) <= max_drafts and all(0 <= token_id < self._vocab_size for token_id in token_ids)
         fits = fits and all(isfinite(c) for c in draft.confidence or ())
-        fits = fits and (draft.probs is None or self._are_chances(draft.probs, len(draft)))
+        fits = fits and (draft.probs is None or self._are_probs(draft.probs, len(draft)))
         if not fits:
-            self._failed(drafter, "it proposed too many tokens, tokens out of range, NaN or ill-shaped chances")
+            self._fail(drafter, "it proposed too many tokens, tokens out of range, NaN or ill-shaped chances")
         return fits
 
-    def _are_chances(self, probs: NDArray[floating], count: int) -> bool:
+    def _are_probs(self, probs: NDArray[floating], count: int) -> bool:
         return probs.shape == (count, self._vocab_size) and bool(np.isfinite(probs).all())
 
-    def _failed(self, drafter: Drafter, reason: str) -> None:
+    def _fail(self, drafter: Drafter, reason: str) -> None:
         self.num_failures += 1
-        self._troubled.add(drafter.name)
-        if drafter.name not in self._told:
-            self._told.add(drafter.name)
+        self._failed_now.add(drafter.name)
+        if drafter.name not in self._logged:
+            self._logged.add(drafter.name)
             log.warning("drafter %s failed, so its rows decode plainly: %s", drafter.name, reason)
 
 
-def _look(drafter: Lookup, most: Mapping[int, int]) -> dict[int, RowDraft]:
-    return drafter.look(most)
+def _look(drafter: Lookup, max_drafts: Mapping[int, int]) -> dict[int, RowDraft]:
+    return drafter.look(max_drafts)
+
+
+class FailureBackoff:
+    """Leaves a drafter that fails several times in a row out of plans, for longer each time.
+
+    A failure teaches the controller nothing, so without this it would go on planning with the failing drafter by
+    what it learnt before, and never turn to one that works.
+    """
+
+    def __init__(self) -> None:
+        self._failures: dict[str, int] = {}  # of each drafter, since it last drafted
+        self._until: dict[str, int] = {}  # number of the plan from which a drafter is asked again
+        self._num_plans = 0
+
+    def note(self, name: str, *, failed: bool) -> None:
+        """Note that a drafter was asked to draft, and whether it failed."""
+        if not failed:
+            self._failures.pop(name, None)
+            return
+        count = self._failures.get(name, 0) + 1
+        self._failures[name] = count
+        if count >= MAX_FAILURES:
+            self._until[name] = self._num_plans + min(FIRST_PAUSE << min(count - MAX_FAILURES, 8), LONGEST_PAUSE)
+
+    def unavailable(self, index: Mapping[str, int]) -> frozenset[int]:
+        """Begin a plan; return the indices of the drafters to leave out. index: name -> index."""
+        self._num_plans += 1
+        if not self._until:
+            return NONE_LEFT_OUT
+        self._until = {name: plan for name, plan in self._until.items() if plan > self._num_plans}
+        return frozenset(index[name] for name in self._until)

@@ -1,21 +1,21 @@
 """The overlapped loop: while the target scores one group of rows, the drafters draft for the other.
 
-After MineDraft (arXiv 2603.18016): two groups take turns, so nothing is guessed about outcomes and no draft is
-wasted. A step waits for one group's pass and begins the other's at once; all the rest is done beside that one: the
-first group is judged and committed, then planned, admitted and drafted for again. New requests join the group that
-is about to be drafted for; before that, rows of it go over to the other while that has less work. Where there are
-not two groups the step is serial.
+After MineDraft (arXiv 2603.18016). Rows are split into two groups that alternate, so nothing is guessed about
+outcomes and no draft is wasted. A step waits for one group's pass and launches the other's at once. Everything
+else happens beside that pass: the first group is judged and committed, its outcomes are made, and it is planned,
+admitted and drafted for again. New requests join the group that is about to be drafted for. Before that, rows of
+it move to the other group while that has less work. Where there are not two groups the step is serial.
 
 What the two threads share, and who may touch it when:
 
-- A pass reads copies of its rows' tokens, positions and page tables (`Backend.prepare`) and weights that nobody
-  writes. It writes the target's keys and values of its own rows, and taps and choices that nobody else knows of.
+- A pass reads copies of its rows' tokens, positions and page tables (`Backend.prepare`) and weights that
+  do not change. It writes the target's keys and values of its own rows, and its own taps and choices.
 - All else belongs to the engine's thread: rows, pages, drafters and their stores, answers. It changes nothing of
   the rows that are being scored until their pass is over.
-- A row is in flight at most once, so both groups' rows are different ones. A pass writes pages that only one row
+- A row is in flight at most once, so the groups' rows are different ones. A pass writes pages that only one row
   holds; pages that rows share are full, and are never written again. A drafter reads pages that the rows it drafts
-  for hold. So none reads what the target is writing, even one that reads the target's own keys and values.
-- Pages for a row's drafts are held from drafting until its outcome: once in a round, for both.
+  for hold. So no drafter reads what the target is writing, even one that reads the target's own keys and values.
+- Pages for a row's drafts are held from drafting until its outcome: once for each step of a group.
 
 Texts do not change: noise depends on the request and the position, a pass's numbers on the row alone.
 """
@@ -29,11 +29,9 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from paceline.control.controller import StepTimes
 from paceline.core.nouns import PAGE_TOKENS
 from paceline.engine.pages import pages_for
-from paceline.engine.rounds import StepScores
-from paceline.engine.serial import SerialLoop
+from paceline.engine.step import SerialLoop, StepScores
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,8 +39,8 @@ if TYPE_CHECKING:
 
     from paceline.backend.seam import Backend, Prepared
     from paceline.engine.engine import Engine
-    from paceline.engine.rounds import StepInput
     from paceline.engine.scheduler import RequestState, Scheduler
+    from paceline.engine.step import StepInput
     from paceline.engine.worker import PassThread
 
 
@@ -50,31 +48,26 @@ class OverlappedLoop:
     """Scores one group while it drafts for the other; see `Loop`."""
 
     def __init__(self, worker: PassThread, wanted: Callable[[Engine], bool]) -> None:
-        """worker: runs the passes. wanted: asked before each round whether two groups are better than one."""
+        """worker: runs the passes. wanted: asked before each plan whether two groups are better than one."""
         self._worker, self._wanted = worker, wanted
         self._serial = SerialLoop()
         self._groups = Groups()
-        self._scoring: ReadyInput | None = None  # its pass has begun
+        self._scoring: ReadyInput | None = None  # its pass is in flight
         self._result: Future[StepScores] | None = None  # of that pass
         self._ready: ReadyInput | None = None  # drafted for, to be scored next
 
     def step(self, engine: Engine) -> None:
-        """Wait for one group's pass and begin the other's; beside that one, commit the first and draft for it."""
-        start = perf_counter()
+        """Wait for one group's pass and launch the other's; beside that one, commit the first and draft for it."""
         if self._scoring is None and not self._begin(engine):
             self._serial.step(engine)
             return
-        waiting = perf_counter()
-        now, scored = self._finish_pass()
-        wait_s = perf_counter() - waiting
-        self._begin_pass(engine)
-        verdict = engine.judge(now.round, scored)
-        engine.commit(now.round, scored, verdict)
-        engine.tell()
-        engine.learn(now.round, verdict, _times(now, scored, perf_counter() - start - wait_s))
+        drafted, scored = self._wait_pass()
+        self._launch_pass(engine)
+        verdict = engine.judge(drafted, scored)
+        engine.commit(drafted, scored, verdict)
+        engine.flush()  # beside the other group's pass: outcomes of this commit
         if self._scoring is not None:
-            self._ready = self._draft(engine, now.round.group or 0)
-        engine.count_step(now.round, perf_counter() - start, scored.target_s, hidden_s=scored.target_s - wait_s)
+            self._ready = self._draft(engine, drafted.group or 0)
 
     def _begin(self, engine: Engine) -> bool:
         """Draft for one group while nothing is in flight, if there are two, and for the other beside its pass."""
@@ -83,55 +76,63 @@ class OverlappedLoop:
         groups = [r.group for r in engine.scheduler.open()]
         if len(set(groups)) < 2:
             return False
-        first = groups[0]  # that of the oldest row
+        first = groups[0]  # the group of the oldest row
         self._ready = self._draft(engine, first)
-        self._begin_pass(engine)
-        if self._scoring is not None:
-            self._ready = self._draft(engine, 1 - first)
-        return self._scoring is not None
+        self._launch_pass(engine)
+        if self._scoring is None:
+            return False
+        engine.flush()  # beside the first pass: outcomes of a serial step before
+        self._ready = self._draft(engine, 1 - first)
+        return True
 
-    def _begin_pass(self, engine: Engine) -> None:
-        self._scoring, self._ready = self._ready, None
+    def _launch_pass(self, engine: Engine) -> None:
+        self._scoring = self._ready
+        self._ready = None
         if self._scoring is not None:
             self._result = self._worker.start(partial(_score, engine.target, self._scoring.prepared))
 
-    def _finish_pass(self) -> tuple[ReadyInput, StepScores]:
+    def _wait_pass(self) -> tuple[StepInput, StepScores]:
+        """Wait for the pass in flight; return what it was launched with, and its scores."""
         assert self._scoring is not None
         assert self._result is not None
-        now, result, self._scoring, self._result = self._scoring, self._result, None, None
-        return now, result.result()
+        ready, result = self._scoring, self._result
+        self._scoring = self._result = None
+        start = perf_counter()
+        scored = result.result()
+        end = perf_counter()
+        ready.drafted.idle_s = end - ready.ready_s - scored.target_s
+        return ready.drafted, StepScores(scored.scores, scored.target_s, scored.target_s - (end - start))
 
     def _draft(self, engine: Engine, group: int) -> ReadyInput | None:
-        """Plan, admit and propose for a group; None if it has no rows, or if all should go together again.
+        """Plan, admit and propose for a group; None if it has no rows, or if all rows should go together again.
 
-        Where pages ran out, all rows together see who must yield.
+        Where pages ran out, all rows go together, so that the newest of all is preempted.
         """
-        if engine.scheduler.short or not self._wanted(engine):
+        if engine.scheduler.out_of_pages or not self._wanted(engine):
             return None
-        start = perf_counter()
         self._groups.even_out(engine.scheduler, group)
         plan = engine.plan(group)
         batch = engine.admit(plan, group)
         if not batch.rows:
             return None
-        now = engine.propose(batch, plan, group)
-        prepared = engine.target.prepare(now.batch, now.draft)
-        return ReadyInput(now, prepared, start, perf_counter() - start - now.draft_s)
+        drafted = engine.propose(batch, plan, group)
+        prepared = engine.target.prepare(drafted.batch, drafted.draft)
+        return ReadyInput(drafted, prepared, perf_counter())
 
-    def rest(self) -> bool:
-        """Wait for the pass that was begun; the next step takes in what came of it."""
+    def wait(self) -> bool:
+        """Wait for the pass in flight; the next step takes in what came of it."""
         if self._result is not None:
             wait((self._result,))
         return self._result is not None
 
     def check(self, engine: Engine) -> None:
-        """Assert what the docstring says of rows and pages."""
-        open_rounds = [ready.round for ready in (self._scoring, self._ready) if ready is not None]
-        group_of = {r.row: now.group for now in open_rounds for r in now.batch.rows}
-        assert len(group_of) == sum(len(now.batch.rows) for now in open_rounds), "a row is in both groups"
+        """Assert what the module's docstring says of rows and pages."""
+        open_steps = [ready.drafted for ready in (self._scoring, self._ready) if ready is not None]
+        group_of = {r.row: drafted.group for drafted in open_steps for r in drafted.batch.rows}
+        assert len(group_of) == sum(len(drafted.batch.rows) for drafted in open_steps), "a row is in both groups"
         holders = Counter(page for r in engine.scheduler.running for page in r.pages)
         for r in engine.scheduler.running:
-            assert r.in_flight == (r.row in group_of), "a row is in flight twice, or nobody will score it"
+            assert r.in_flight == (r.row in group_of), "a row is in flight twice, or will not be scored"
             assert r.group == group_of.get(r.row, r.group)
             assert len(r.pages) <= pages_for(r.upper_len), "pages are held that no outcome needs"
             first = int(engine.target.rows.computed[r.row]) // PAGE_TOKENS if r.in_flight else len(r.pages)
@@ -140,35 +141,23 @@ class OverlappedLoop:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadyInput:
-    """A round that may be scored at once."""
+    """Rows that may be scored at once."""
 
-    round: StepInput
+    drafted: StepInput
     prepared: Prepared
-    begun_s: float  # by the clock
-    host_s: float  # that it took to get so far, beside drafting
-
-
-def _times(now: ReadyInput, scored: StepScores, commit_s: float) -> StepTimes:
-    """Return where a round's seconds went, once it is committed; what is left was the other group's.
-
-    commit_s: of host and drafters since its pass.
-    """
-    own = now.round
-    host_s = now.host_s + max(commit_s - own.commit_s, 0.0)
-    wait_s = perf_counter() - now.begun_s - own.draft_s - scored.target_s - host_s
-    return StepTimes(own.draft_s, scored.target_s, host_s, max(wait_s, 0.0))
+    ready_s: float  # clock at which they were ready
 
 
 class Groups:
-    """Who runs with whom."""
+    """Evens out the work of the two groups."""
 
     def __init__(self) -> None:
-        self._moved: set[RequestState] = set()  # rows that sat out a round for it, and have not run since
+        self._moved: set[RequestState] = set()  # rows that have moved and not run since
 
     def even_out(self, scheduler: Scheduler, group: int) -> None:
-        """Move rows of a group to the other while the group stays the one with more work, the newest first.
+        """Move rows out of a group, newest first, while it keeps at least as much work as the other.
 
-        A row that moves waits for a round, so none does twice in a row.
+        A row that moves misses a step, so none moves again before it has run.
         """
         self._moved = {r for r in self._moved if r.row >= 0 and not r.in_flight}
         rows = list(scheduler.open())
@@ -181,11 +170,11 @@ class Groups:
                 self._moved.add(r)
 
 
-def _work(running: RequestState, scheduler: Scheduler) -> int:
-    """Return the tokens that a row's next pass is expected to have: of its prompt, or as many as the last one."""
-    if running.decoding:
-        return 1 + running.num_drafts
-    return min(len(running.token_ids) - running.computed, scheduler.limits.prefill_tokens)
+def _work(state: RequestState, scheduler: Scheduler) -> int:
+    """Return the expected tokens of a row's next pass: a chunk of its prompt, or the tokens of its last pass."""
+    if state.decoding:
+        return 1 + state.num_drafts
+    return min(len(state.token_ids) - state.scheduled_len, scheduler.limits.prefill_tokens)
 
 
 def _score(target: Backend, prepared: Prepared) -> StepScores:

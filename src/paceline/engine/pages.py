@@ -1,8 +1,8 @@
-"""Pages of KV: who holds which, what is cached, and how far each store is valid in it.
+"""The page pool: which rows hold which pages, which pages are cached, and how far each store is valid in them.
 
-One page table serves every store (the target's KV, each drafter's KV, the taps): page p of a store holds the
-same 16 tokens in all of them. A page is *free*, *held* by at least one row, or *idle*: held by none but
-published in the prefix cache, and the first to be evicted when pages run out. Plain logic over ints.
+One page table serves every store (the target's KV, each drafter's KV, the taps): page p holds the same 16 tokens
+in each of them. A page is *free*, *held* by at least one row, or *idle*: held by none, published in the prefix
+cache and evicted when pages run out, least recently used first. Plain logic over ints.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def pages_for(num_tokens: int) -> int:
-    """Return how many pages hold that many tokens."""
+    """Return the number of pages for `num_tokens`."""
     return -(-num_tokens // PAGE_TOKENS)
 
 
 def root_hash(fingerprint: str, salt: str) -> bytes:
-    """Return the hash a chain starts from: what the KV depends on beside its tokens, and who may share it."""
+    """Return the first hash of a chain: of all that KV depends on beside its tokens, and of the salt (SHA-256)."""
     digest = hashlib.sha256(fingerprint.encode())
     digest.update(b"\0" + salt.encode())
     return digest.digest()
@@ -41,21 +41,21 @@ class PagePool:
     def __init__(self, num_pages: int, stores: Sequence[str] = (), *, caching: bool = True) -> None:
         self.num_pages = num_pages
         self.caching = caching
-        self._free = list(range(num_pages - 1, -1, -1))  # a stack; page 0 goes out first
-        self._refs = [0] * num_pages
+        self._free = list(range(num_pages - 1, -1, -1))  # a stack; page 0 is taken first
+        self._refs = [0] * num_pages  # rows that hold each page
         self._hash: list[bytes | None] = [None] * num_pages  # of published pages
         self._by_hash: dict[bytes, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._valid = {store: [0] * num_pages for store in stores}  # slots of each page, per store
+        self._valid = {store: [0] * num_pages for store in stores}  # store -> valid slots of each page
 
     @property
     def stores(self) -> tuple[str, ...]:
-        """Names of the drafters' stores over this page table; of the target, published pages are full."""
+        """Names of the drafters' stores, without the target's: its published pages are valid to their end."""
         return tuple(self._valid)
 
     @property
     def num_available(self) -> int:
-        """Pages that `take` can hand out: free ones, and idle ones after eviction."""
+        """Pages that `take` can hand out: free and idle ones."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -86,7 +86,7 @@ class PagePool:
                 self._idle[page] = None
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """Hold and return the cached pages of the longest published prefix of a hash chain."""
+        """Return the cached pages of the longest published prefix of a hash chain, held for the caller."""
         pages: list[int] = []
         for page_hash in hashes if self.caching else ():
             page = self._by_hash.get(page_hash)
@@ -98,21 +98,21 @@ class PagePool:
         return pages
 
     def publish(self, page: int, page_hash: bytes) -> None:
-        """Offer a full, computed page to later requests. A second copy of the same tokens stays private."""
+        """Offer a full, computed page to other requests. A second page of the same tokens stays private."""
         if not self.caching or self._hash[page] is not None or page_hash in self._by_hash:
             return
         self._hash[page] = page_hash
         self._by_hash[page_hash] = page
 
     def mark_valid(self, store: str, pages: Sequence[int], num_tokens: int, start: int = 0) -> None:
-        """Record that a store holds a row's first `num_tokens` tokens; the first `start` were known before."""
+        """Record that a store holds a row's first `num_tokens` tokens, of which the first `start` are recorded."""
         valid = self._valid[store]
         for index in range(start // PAGE_TOKENS, pages_for(num_tokens)):
             filled = min(PAGE_TOKENS, num_tokens - index * PAGE_TOKENS)
             valid[pages[index]] = max(valid[pages[index]], filled)
 
     def valid_len(self, store: str, pages: Sequence[int]) -> int:
-        """Return how many leading tokens of these pages a store holds without a hole."""
+        """Return the leading tokens of these pages that a store holds without a hole."""
         total = 0
         for page in pages:
             filled = self._valid[store][page]
@@ -121,12 +121,16 @@ class PagePool:
                 break
         return total
 
+    def valid_lens(self, pages: Sequence[int]) -> dict[str, int]:
+        """Return `valid_len` for every store."""
+        return {store: self.valid_len(store, pages) for store in self._valid}
+
     def empty_store(self, store: str) -> None:
-        """Forget what a store holds: its owner has lost it."""
+        """Mark a store as empty, as its drafter has lost it."""
         self._valid[store] = [0] * self.num_pages
 
     def drop_store(self, store: str) -> None:
-        """Forget a store whose owner is gone."""
+        """Remove the store of a drafter that is unloaded."""
         del self._valid[store]
 
     def forget(self) -> None:

@@ -1,14 +1,14 @@
-"""Who runs, with how many tokens, on which pages. Plain logic over ints: no model, no clock, no torch.
+"""The scheduler: the rows of the next step, their tokens and pages. Plain logic over ints: no model, no clock.
 
-The scheduler may be asked for the next step before the last one's outcome is known. It then works with upper
-bounds: a row whose passes are *in flight* is at most `upper_len` tokens long. What it promises:
+The next step may be scheduled before the last one's outcome is known. The scheduler then works with upper bounds:
+a row with passes *in flight* is at most `upper_len` tokens long. Its promises:
 
-- first come, first served; an older request is never held up by a newer one;
-- pages for every draft of a step are there before drafting; when they run short, drafts shrink first, then the
-  newest request is preempted and later recomputed, and only when none of its passes is in flight;
-- while a row waits for pages, newer rows pause, so that they drain and can be preempted: nothing starves.
+- First come, first served: an older request never waits for a newer one.
+- Pages for every draft of a step are held before drafting. When pages run out, drafts shrink first. Then the
+  newest request is preempted and later recomputed, and only while none of its passes is in flight.
+- While a row waits for pages, newer rows pause. They drain and can be preempted, so nothing starves.
 
-It may be asked for one group of rows at a time, while the other's outcome is not known (`overlap.py`).
+A step may be scheduled for one group of rows while the other group's outcome is not known (`overlap.py`).
 """
 
 from __future__ import annotations
@@ -26,54 +26,54 @@ if TYPE_CHECKING:
 
     from paceline.core.nouns import Plan, Request
 
-Group = int | None  # rows that run together; None: all
+Group = int | None  # index of a group of rows that run together; None: all rows
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What bounds the scheduler."""
+    """Bounds of the scheduler."""
 
     num_rows: int = 64  # requests that run at once
     max_len: int = 8192  # tokens of prompt and answer of one request
     prefill_tokens: int = 512  # prompt tokens computed in one step, over all rows
-    max_queued_tokens: int = 1 << 20  # prompt tokens waiting for a row
+    max_queued_tokens: int = 1 << 20  # prompt tokens of the requests that wait for a row
 
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """One request's place in the engine, from arrival to end."""
+    """State of one request, from arrival to end."""
 
     request: Request
     order: int  # arrival order, kept through preemption
     hashes: list[bytes]  # the root, then one for each full page of token_ids hashed so far
     token_ids: list[int]  # [known_len] prompt and revealed answer
     row: int = -1  # -1 while it waits
-    num_drafts: int = 0  # that its last pass was to have
-    group: int = 0  # of the rows with which it runs, where they take turns
+    num_drafts: int = 0  # planned for its last pass
+    group: int = 0  # the group it runs in, if there are two
     pages: list[int] = field(default_factory=list)
-    num_sent_pages: int = 0  # pages the backend has been told of
-    decoding: bool = False  # its last prefill chunk has been scheduled
-    computed: int = 0  # known tokens whose target KV is there or on its way
-    valid_len: int = 0  # known tokens whose target KV is there for certain
+    num_sent_pages: int = 0  # leading pages that the backend knows
+    decoding: bool = False  # True once its last prefill chunk has been scheduled
+    scheduled_len: int = 0  # known tokens whose target KV is there or being computed
+    computed_len: int = 0  # known tokens whose target KV is there
     in_flight: int = 0  # passes whose outcome is not known yet
-    in_flight_tokens: int = 0  # tokens these may add, at most
+    in_flight_tokens: int = 0  # upper bound of the tokens these passes add
     cached_len: int = 0  # prompt tokens found in the prefix cache at its first admission
     num_preemptions: int = 0
-    ended: bool = False  # finished or cancelled, but a pass is still in flight
+    ended: bool = False  # finished or cancelled; its row is kept while a pass is in flight
 
     @property
     def upper_len(self) -> int:
-        """Upper bound of the length, whatever the outcome of the passes in flight."""
+        """Upper bound of the length once the passes in flight are committed."""
         return len(self.token_ids) + self.in_flight_tokens
 
     @property
     def remaining(self) -> int:
-        """Answer tokens it may still gain, if every pass in flight yields just one."""
+        """Answer tokens it may still gain if every pass in flight yields one."""
         limit = len(self.request.prompt_ids) + self.request.params.max_tokens
         return limit - len(self.token_ids) - min(self.in_flight, self.in_flight_tokens)
 
     def page_hashes(self, num_pages: int) -> list[bytes]:
-        """Return the hashes of the first `num_pages` pages, all of them full of known tokens."""
+        """Return the hashes of the first `num_pages` pages, which must be full of known tokens."""
         for index in range(len(self.hashes) - 1, num_pages):
             tokens = self.token_ids[index * PAGE_TOKENS : (index + 1) * PAGE_TOKENS]
             self.hashes.append(chain_hash(self.hashes[-1], tokens))
@@ -81,62 +81,64 @@ class RequestState:
 
 
 class Scheduler:
-    """Requests waiting and running, and the pages they hold."""
+    """The requests that wait and run, and the pages they hold."""
 
     def __init__(self, limits: Limits, pool: PagePool, fingerprint: str = "") -> None:
         self.limits = limits
         self.pool = pool
         self.fingerprint = fingerprint
-        self.waiting: list[RequestState] = []  # by order
-        self.running: list[RequestState] = []  # by order
-        self.by_id: dict[str, RequestState] = {}
+        self.waiting: list[RequestState] = []  # without a row, oldest first
+        self.running: list[RequestState] = []  # with a row, oldest first
+        self.requests: dict[str, RequestState] = {}  # waiting and running, by request id
         self.num_queued_tokens = 0
         self.num_preemptions = 0
-        self.short = False  # whether pages ran out in the last step
+        self.out_of_pages = False  # in the last step a decoding row got no page
         self._free_rows = list(range(limits.num_rows - 1, -1, -1))
         self._released: list[int] = []
-        self._filled: list[tuple[RequestState, int, int]] = []  # pages, by index, that are to be published
+        self._filled: list[tuple[RequestState, int, int]] = []  # pages [first, end) of a request, to be published
         self._num_arrived = 0
         self._step = 0
 
     # Arrivals and ends ---------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises `PromptTooLong` or `QueueFull`, and then nothing has changed.
+        """Queue a request. Raises `PromptTooLong` or `QueueFull`; then nothing has changed.
 
-        Further choices of one text follow their first: they read its pages, and half of them would be no answer.
+        Only the first of n choices is held to the queue's bound: the others share its pages, and an answer with
+        some of its choices refused would be no answer.
         """
-        prompt_len, most = len(request.prompt_ids), min(self.limits.max_len, self.capacity)
-        if prompt_len + request.params.max_tokens > most:
+        prompt_len = len(request.prompt_ids)
+        max_len = min(self.limits.max_len, self.capacity)
+        if prompt_len + request.params.max_tokens > max_len:
             raise PromptTooLong(
                 f"the prompt has {prompt_len} tokens and max_tokens is {request.params.max_tokens}, "
-                f"together more than the {most} this engine holds for one request; shorten either",
-                "max_tokens" if prompt_len < most else "messages",
+                f"together more than the {max_len} this engine holds for one request; shorten either",
+                "max_tokens" if prompt_len < max_len else "messages",
             )
         is_first = request.choice == 0
         if is_first and self.waiting and self.num_queued_tokens + prompt_len > self.limits.max_queued_tokens:
             raise QueueFull(f"{self.num_queued_tokens} prompt tokens are waiting already; try again later")
         root = root_hash(self.fingerprint, request.salt)
-        running = RequestState(request, self._num_arrived, [root], list(request.prompt_ids))
+        state = RequestState(request, self._num_arrived, [root], list(request.prompt_ids))
         self._num_arrived += 1
-        self.by_id[request.request_id] = running
-        self._enqueue(running)
+        self.requests[request.request_id] = state
+        self._enqueue(state)
 
     @property
     def capacity(self) -> int:
-        """Tokens that all pages hold."""
+        """Tokens that all pages hold together."""
         return self.pool.num_pages * PAGE_TOKENS
 
     def end(self, request_id: str) -> RequestState:
-        """End a request at any moment; its row and pages come back once no pass of it is in flight."""
-        running = self.by_id[request_id]
-        running.ended = True
-        if running.row < 0:
-            self._dequeue(running)
-            del self.by_id[request_id]
-        elif not running.in_flight:
-            self._leave(running)
-        return running
+        """End a request at any moment; its row and pages are freed once no pass of it is in flight."""
+        state = self.requests[request_id]
+        state.ended = True
+        if state.row < 0:
+            self._dequeue(state)
+            del self.requests[request_id]
+        elif not state.in_flight:
+            self._leave(state)
+        return state
 
     def take_released(self) -> list[int]:
         """Return the rows given up since the last call."""
@@ -149,7 +151,7 @@ class Scheduler:
 
     @property
     def any_asks(self) -> bool:
-        """Whether a running request asks for a speculation of its own."""
+        """True if a running request has a speculation of its own."""
         return any(r.request.speculation is not None for r in self.running)
 
     def decoding(self, group: Group = None) -> list[RequestState]:
@@ -159,7 +161,7 @@ class Scheduler:
         ]
 
     def prefilling(self, group: Group = None) -> list[RequestState]:
-        """Return the rows of a group whose prompts are not computed yet, oldest first."""
+        """Return the rows of a group that are still in prefill, oldest first."""
         return [r for r in self.running if not r.decoding and not r.ended and group in (None, r.group)]
 
     # The next step -------------------------------------------------------------------------------
@@ -167,17 +169,17 @@ class Scheduler:
     def schedule(self, plan: Plan, group: Group = None) -> Batch:
         """Choose the rows of the next step and hold pages for every token and draft in it.
 
-        New requests join the group.
+        Requests that are admitted now join the group.
         """
         decodes = self._secure_decodes(group)
         rows = [self._decode_row(r, plan.k(r.row)) for r in decodes]
         budget = min(self.limits.prefill_tokens, plan.prefill_tokens or self.limits.prefill_tokens)
         admissions: list[Admission] = []
-        for running in self.prefilling(group):
-            if budget > 0 and not self.short:
-                rows.append(self._prefill_row(running, budget))
+        for state in self.prefilling(group):
+            if budget > 0 and not self.out_of_pages:
+                rows.append(self._prefill_row(state, budget))
                 budget -= rows[-1].num_known
-        while budget > 0 and not self.short and (admitted := self._admit(group)) is not None:
+        while budget > 0 and not self.out_of_pages and (admitted := self._admit(group)) is not None:
             rows.append(self._prefill_row(admitted, budget))
             budget -= rows[-1].num_known
             admissions.append(_admission(admitted))
@@ -185,64 +187,68 @@ class Scheduler:
         return Batch(self._step, tuple(rows), tuple(admissions))
 
     def _secure_decodes(self, group: Group) -> list[RequestState]:
-        """Return the rows that decode now, their newest token's page in hand, up to where pages run out."""
+        """Reserve a page for each decoding row, oldest first; stop at the first that cannot get one."""
         served: list[RequestState] = []
-        self.short = False
-        for running in self.decoding(group):
-            if running.row < 0:
+        self.out_of_pages = False
+        for state in self.decoding(group):
+            if state.row < 0:
                 continue  # preempted for an older row, just now
-            if not self._make_room(running):
-                self.short = True
+            if not self._make_room(state):
+                self.out_of_pages = True
                 break
-            served.append(running)
+            served.append(state)
         return served
 
-    def _make_room(self, running: RequestState) -> bool:
-        need = pages_for(running.upper_len) - len(running.pages)
+    def _make_room(self, state: RequestState) -> bool:
+        """Hold pages up to a row's `upper_len`, preempting newer rows; return False if that is not possible."""
+        need = pages_for(state.upper_len) - len(state.pages)
         if need <= 0:
             return True
         while need > self.pool.num_available:
             victim = next((r for r in reversed(self.running) if not r.in_flight and not r.ended), None)
-            if victim is None or victim.order < running.order:
+            if victim is None or victim.order < state.order:
                 return False
             self._preempt(victim)
-            if victim is running:
+            if victim is state:
                 return False
-        running.pages.extend(self.pool.take(need))
+        state.pages.extend(self.pool.take(need))
         return True
 
-    def _decode_row(self, running: RequestState, k: int) -> BatchRow:
+    def _decode_row(self, state: RequestState, k: int) -> BatchRow:
+        """Schedule a decode pass with up to k drafts, as far as its request and the free pages go."""
         if k > 0:
-            k = min(k, running.remaining - 1)
-            upper_len = running.upper_len
-            need = min(pages_for(upper_len + k) - len(running.pages), self.pool.num_available)
+            k = min(k, state.remaining - 1)
+            upper_len = state.upper_len
+            need = min(pages_for(upper_len + k) - len(state.pages), self.pool.num_available)
             if need > 0:
-                running.pages.extend(self.pool.take(need))
-            k = min(k, len(running.pages) * PAGE_TOKENS - upper_len)
-        return self._fly(running, num_known=1, num_drafts=k, samples=True, decodes=True)
+                state.pages.extend(self.pool.take(need))
+            k = min(k, len(state.pages) * PAGE_TOKENS - upper_len)
+        return self._batch_row(state, num_known=1, num_drafts=k, samples=True, decodes=True)
 
-    def _prefill_row(self, running: RequestState, budget: int) -> BatchRow:
-        num_known = min(budget, len(running.token_ids) - running.computed)
-        running.computed += num_known
-        running.decoding = running.computed == len(running.token_ids)
-        return self._fly(running, num_known, num_drafts=0, samples=running.decoding, decodes=False)
+    def _prefill_row(self, state: RequestState, budget: int) -> BatchRow:
+        num_known = min(budget, len(state.token_ids) - state.scheduled_len)
+        state.scheduled_len += num_known
+        state.decoding = state.scheduled_len == len(state.token_ids)
+        return self._batch_row(state, num_known, num_drafts=0, samples=state.decoding, decodes=False)
 
-    def _fly(
-        self, running: RequestState, num_known: int, num_drafts: int, *, samples: bool, decodes: bool
+    def _batch_row(
+        self, state: RequestState, num_known: int, num_drafts: int, *, samples: bool, decodes: bool
     ) -> BatchRow:
-        running.in_flight += 1
-        running.num_drafts = num_drafts
-        running.in_flight_tokens += num_drafts + 1 if samples else 0
-        num_kept, running.num_sent_pages = running.num_sent_pages, len(running.pages)
+        """Return a row's share of a pass, which is in flight from now on."""
+        state.in_flight += 1
+        state.num_drafts = num_drafts
+        state.in_flight_tokens += num_drafts + 1 if samples else 0
+        num_kept = state.num_sent_pages
+        state.num_sent_pages = len(state.pages)
         return BatchRow(
-            row=running.row,
-            request_id=running.request.request_id,
+            row=state.row,
+            request_id=state.request.request_id,
             num_known=num_known,
             max_drafts=num_drafts,
             samples=samples,
-            max_len=running.upper_len,
+            max_len=state.upper_len,
             num_kept_pages=num_kept,
-            new_pages=tuple(running.pages[num_kept:]) if num_kept < len(running.pages) else (),
+            new_pages=tuple(state.pages[num_kept:]) if num_kept < len(state.pages) else (),
             decodes=decodes,
         )
 
@@ -251,90 +257,96 @@ class Scheduler:
         if not self.waiting or not self._free_rows:
             return None
         self.publish()
-        running = self.waiting[0]
-        known_len = len(running.token_ids)
-        hits = self.pool.match(running.page_hashes((known_len - 1) // PAGE_TOKENS))
+        state = self.waiting[0]
+        known_len = len(state.token_ids)
+        hits = self.pool.match(state.page_hashes((known_len - 1) // PAGE_TOKENS))
         need = pages_for(known_len) - len(hits)
-        reserve = min(len(self.running), self.pool.num_pages - pages_for(known_len))  # to grow into
+        reserve = min(
+            len(self.running), self.pool.num_pages - pages_for(known_len)
+        )  # a page each for rows to grow
         if need + reserve > self.pool.num_available:
             self.pool.give_back(reversed(hits))
             return None
-        self._dequeue(running)
-        running.row, running.group = self._free_rows.pop(), group or 0
-        running.pages = hits + self.pool.take(need)
-        running.num_sent_pages = len(hits)
-        running.computed = running.valid_len = len(hits) * PAGE_TOKENS
-        if not running.num_preemptions:
-            running.cached_len = running.computed
-        insort(self.running, running, key=lambda r: r.order)
-        return running
+        self._dequeue(state)
+        state.row, state.group = self._free_rows.pop(), group or 0
+        state.pages = hits + self.pool.take(need)
+        state.num_sent_pages = len(hits)
+        state.scheduled_len = state.computed_len = len(hits) * PAGE_TOKENS
+        if not state.num_preemptions:
+            state.cached_len = state.scheduled_len
+        insort(self.running, state, key=lambda r: r.order)
+        return state
 
     # Outcomes ------------------------------------------------------------------------------------
 
-    def reveal(self, batch_row: BatchRow, running: RequestState, token_ids: Sequence[int]) -> None:
-        """Take in what a pass of a running request yielded; the pages it filled are to be published."""
-        running.in_flight -= 1
-        running.in_flight_tokens -= batch_row.max_drafts + 1 if batch_row.samples else 0
-        if running.ended:
-            if not running.in_flight:
-                self._leave(running)
+    def reveal(self, batch_row: BatchRow, state: RequestState, token_ids: Sequence[int]) -> None:
+        """Take in the tokens that a pass yielded; the pages it filled wait for `publish`."""
+        state.in_flight -= 1
+        state.in_flight_tokens -= batch_row.max_drafts + 1 if batch_row.samples else 0
+        if state.ended:
+            if not state.in_flight:
+                self._leave(state)
             return
-        running.token_ids.extend(token_ids)
-        first = running.valid_len // PAGE_TOKENS
-        running.valid_len += batch_row.num_known + max(0, len(token_ids) - 1)
-        full = running.valid_len // PAGE_TOKENS
+        state.token_ids.extend(token_ids)
+        first = state.computed_len // PAGE_TOKENS
+        state.computed_len += batch_row.num_known + max(0, len(token_ids) - 1)
+        full = state.computed_len // PAGE_TOKENS
         if full > first and self.pool.caching:
-            self._filled.append((running, first, full))
-        if not running.in_flight:
-            self._return_spare(running)
+            self._filled.append((state, first, full))
+        if not state.in_flight:
+            self._return_spare(state)
 
     def publish(self) -> None:
-        """Offer the pages that passes have filled. It can wait until pages are looked for or given back."""
+        """Offer filled pages to the prefix cache. Can wait until pages are matched or given back."""
         filled, self._filled = self._filled, []
-        for running, first, full in filled:
-            hashes = running.page_hashes(full)
+        for state, first, full in filled:
+            hashes = state.page_hashes(full)
             for index in range(first, full):
-                self.pool.publish(running.pages[index], hashes[index])
+                self.pool.publish(state.pages[index], hashes[index])
 
-    def _return_spare(self, running: RequestState) -> None:
-        """Give back lookahead pages that the outcome left unused."""
-        needed = pages_for(len(running.token_ids))
-        if needed >= len(running.pages):
+    def _return_spare(self, state: RequestState) -> None:
+        """Give back the pages held for drafts that were not kept."""
+        needed = pages_for(len(state.token_ids))
+        if needed >= len(state.pages):
             return
-        spare, running.pages = running.pages[needed:], running.pages[:needed]
-        self.pool.give_back(spare)
-        running.num_sent_pages = min(running.num_sent_pages, needed)
+        self.pool.give_back(state.pages[needed:])
+        state.pages = state.pages[:needed]
+        state.num_sent_pages = min(state.num_sent_pages, needed)
 
     # Rows, queue, preemption ---------------------------------------------------------------------
 
-    def _enqueue(self, running: RequestState) -> None:
-        insort(self.waiting, running, key=lambda r: r.order)
-        self.num_queued_tokens += len(running.token_ids)
+    def _enqueue(self, state: RequestState) -> None:
+        insort(self.waiting, state, key=lambda r: r.order)
+        self.num_queued_tokens += len(state.token_ids)
 
-    def _dequeue(self, running: RequestState) -> None:
-        self.waiting.remove(running)
-        self.num_queued_tokens -= len(running.token_ids)
+    def _dequeue(self, state: RequestState) -> None:
+        self.waiting.remove(state)
+        self.num_queued_tokens -= len(state.token_ids)
 
-    def _preempt(self, running: RequestState) -> None:
-        """Send a request back to the queue, to be recomputed when there is room again."""
-        self._vacate(running)
-        running.num_preemptions += 1
+    def _preempt(self, state: RequestState) -> None:
+        """Put a running request back into the queue, to be recomputed later."""
+        self._vacate(state)
+        state.num_preemptions += 1
         self.num_preemptions += 1
-        self._enqueue(running)
+        self._enqueue(state)
 
-    def _leave(self, running: RequestState) -> None:
-        self._vacate(running)
-        del self.by_id[running.request.request_id]
+    def _leave(self, state: RequestState) -> None:
+        self._vacate(state)
+        del self.requests[state.request.request_id]
 
-    def _vacate(self, running: RequestState) -> None:
-        """Take a request's row and pages."""
+    def _vacate(self, state: RequestState) -> None:
+        """Free a request's row and pages."""
         self.publish()
-        self.running.remove(running)
-        self._free_rows.append(running.row)
-        self._released.append(running.row)
-        self.pool.give_back(reversed(running.pages))
-        running.row, running.pages, running.num_sent_pages = -1, [], 0
-        running.decoding, running.computed, running.valid_len = False, 0, 0
+        self.running.remove(state)
+        self._free_rows.append(state.row)
+        self._released.append(state.row)
+        self.pool.give_back(reversed(state.pages))
+        state.row = -1
+        state.pages = []
+        state.num_sent_pages = 0
+        state.decoding = False
+        state.scheduled_len = 0
+        state.computed_len = 0
 
     def check(self) -> None:
         """Assert that rows, queue and pages add up."""
@@ -344,16 +356,16 @@ class Scheduler:
         assert all(r.row < 0 and not r.pages and not r.in_flight for r in self.waiting)
         assert self.num_queued_tokens == sum(len(r.token_ids) for r in self.waiting)
         for r in self.running:
-            assert r.valid_len <= r.computed or r.decoding
+            assert r.computed_len <= r.scheduled_len or r.decoding
             assert r.ended or pages_for(len(r.token_ids)) <= len(r.pages) or r.decoding
 
 
-def _admission(running: RequestState) -> Admission:
+def _admission(state: RequestState) -> Admission:
     return Admission(
-        row=running.row,
-        request=running.request,
-        token_ids=tuple(running.token_ids),
-        cached_len=running.valid_len,
-        pages=tuple(running.pages[: running.valid_len // PAGE_TOKENS]),
-        rebirth=running.num_preemptions > 0,
+        row=state.row,
+        request=state.request,
+        token_ids=tuple(state.token_ids),
+        cached_len=state.computed_len,
+        pages=tuple(state.pages[: state.computed_len // PAGE_TOKENS]),
+        rebirth=state.num_preemptions > 0,
     )

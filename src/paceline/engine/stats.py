@@ -1,4 +1,4 @@
-"""What an engine has done so far: counters that only grow, and a few gauges."""
+"""Statistics of an engine: counters that only grow, and gauges."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline.control.reckoning import Reckoning
     from paceline.core.nouns import Batch, Draft, RowDraft, Verdict
+    from paceline.engine.scheduler import Scheduler
 
 
-MOST_ERROR = 2.0  # as a share of a step; all above are one
+MAX_ERROR = 2.0  # share of a step's time; larger errors count as this one
 
 
 @dataclass(slots=True)
 class DraftCounts:
-    """What became of one drafter's tokens. Only positions that were really tested count as verified."""
+    """Counts of one drafter's tokens. Only positions that the target scored count as verified."""
 
     drafted: int = 0  # tokens proposed
     verified_at: list[int] = field(default_factory=list)  # [position] tokens scored by the target
@@ -31,12 +32,12 @@ class DraftCounts:
 
     @property
     def trimmed(self) -> int:
-        """Tokens that were proposed and not verified."""
+        """Tokens proposed and not verified."""
         return self.drafted - self.verified
 
     @property
     def rejected(self) -> int:
-        """Tokens that were verified and not kept: the first that the law refused, and those behind it."""
+        """Tokens verified and not kept: the first that the law refused, and those behind it."""
         return self.verified - self.accepted
 
     @property
@@ -52,23 +53,23 @@ class DraftCounts:
 
 
 @dataclass(slots=True)
-class Reckoned:
-    """What a controller that knows costs makes of the steps so far; all zero without one."""
+class Predictions:
+    """Predictions of a controller that knows costs against real steps; all zero without one."""
 
-    step_s: float = 0.0  # of the steps that it predicted
-    error_s: float = 0.0  # by which predictions were off, in either direction
-    plain_s: float = 0.0  # that the same tokens would have taken without drafts, as estimated
-    errors: list[int] = field(default_factory=list)  # [percent] steps whose prediction was off by so much
+    step_s: float = 0.0  # time of the predicted steps
+    error_s: float = 0.0  # sum of the absolute errors of the predictions
+    plain_s: float = 0.0  # estimated time of the same tokens without drafts
+    errors: list[int] = field(default_factory=list)  # [percent] steps by the error of their prediction
 
     def count(self, reckoning: Reckoning) -> None:
-        """Add a step. A prediction that is no number is as wrong as any, and says nothing of what drafts bring."""
+        """Add a step. A prediction that is no finite number counts as the largest error, and as no speed-up."""
         step_s = reckoning.measured_s
         self.step_s += step_s
         error_s = abs(reckoning.predicted_s - step_s)
         if not isfinite(error_s):
-            error_s = MOST_ERROR * step_s
+            error_s = MAX_ERROR * step_s
         self.error_s += error_s
-        percent = round(100 * min(error_s / max(step_s, 1e-9), MOST_ERROR))
+        percent = round(100 * min(error_s / max(step_s, 1e-9), MAX_ERROR))
         self.errors.extend([0] * (percent + 1 - len(self.errors)))
         self.errors[percent] += 1
         self.plain_s += reckoning.plain_s if isfinite(reckoning.plain_s) else step_s
@@ -80,12 +81,12 @@ class Reckoned:
 
     @property
     def error(self) -> float | None:
-        """Share of the time by which predictions were off; None if nothing was predicted. A stall is most."""
+        """Mean error of the predictions as a share of the time; None without any. A stall counts most."""
         return self.error_s / self.step_s if self.step_s else None
 
     @property
     def median_error(self) -> float | None:
-        """Share of its time by which the prediction of a step in the middle was off, to a per cent."""
+        """Median error of the predictions as a share of a step's time, to a per cent."""
         half = sum(self.errors) / 2
         passed = accumulate(self.errors)
         return next((percent / 100 for percent, steps in enumerate(passed) if steps > half), None)
@@ -93,33 +94,33 @@ class Reckoned:
 
 @dataclass(slots=True)
 class Stats:
-    """Counters since the engine was made; take the difference of two snapshots with `since`."""
+    """Counters since the engine was made; `since` gives the difference of two snapshots."""
 
     steps: int = 0
-    overlapped_steps: int = 0  # of one group of two
+    overlapped_steps: int = 0  # steps of one of two groups
     step_s: float = 0.0
     draft_s: float = 0.0
-    target_s: float = 0.0  # of passes, from when what they read is put together
-    hidden_s: float = 0.0  # of passes, during which the host or drafters worked: these seconds are in both
-    control_s: float = 0.0  # of the host's time, the controller's: planning, trimming, learning
-    decode_passes: int = 0  # rows x steps in which they decoded
-    decoded_tokens: int = 0  # tokens these committed, stops applied
+    target_s: float = 0.0  # time of passes, packing of their tokens included
+    overlapped_s: float = 0.0  # of `target_s`: counted as time of host or drafters too, which worked beside it
+    control_s: float = 0.0  # controller's part of the host time: planning, trimming, learning
+    decode_passes: int = 0  # rows summed over the steps in which they decoded
+    decoded_tokens: int = 0  # committed by decode passes, without tokens behind a stop
     prompt_tokens: int = 0  # of requests that got a row
-    cached_tokens: int = 0  # of these, found in the prefix cache
-    prefilled_tokens: int = 0  # computed of prompts, and of what a preemption took
+    cached_tokens: int = 0  # of `prompt_tokens`: found in the prefix cache
+    prefilled_tokens: int = 0  # computed in prefill, after a preemption again
     output_tokens: int = 0
     preemptions: int = 0
     drafter_failures: int = 0
-    untapped_tokens: int = 0  # cached tokens whose hidden states no head will see: it drafts from behind them
+    untapped_tokens: int = 0  # cached tokens without taps; a head drafts from behind them
     k_histogram: list[int] = field(default_factory=list)  # [k] decode passes that verified k drafts
     drafters: dict[str, DraftCounts] = field(default_factory=dict)
 
-    reckoned: Reckoned = field(default_factory=Reckoned)
+    predictions: Predictions = field(default_factory=Predictions)
 
     @property
     def host_s(self) -> float:
-        """Time of the steps spent neither drafting nor waiting for the target."""
-        return self.step_s - self.draft_s - self.target_s + self.hidden_s
+        """Time of the steps spent neither in drafters nor waiting for the target."""
+        return self.step_s - self.draft_s - self.target_s + self.overlapped_s
 
     def snapshot(self) -> Stats:
         """Return a copy that later steps do not change."""
@@ -130,16 +131,15 @@ class Stats:
         difference: Stats = _subtract(self, earlier)
         return difference
 
-    def count_step(self, step_s: float, target_s: float, hidden_s: float, *, overlapped: bool) -> None:
-        """Add one step."""
+    def count_step(self, target_s: float, overlapped_s: float, *, overlapped: bool) -> None:
+        """Add one step with its pass; its whole time is added to `step_s` by the caller."""
         self.steps += 1
         self.overlapped_steps += overlapped
-        self.step_s += step_s
         self.target_s += target_s
-        self.hidden_s += hidden_s
+        self.overlapped_s += overlapped_s
 
     def count_pass(self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict) -> None:
-        """Add what one step read of prompts, and its drafts: as proposed, and as trimmed for verification."""
+        """Add the prefill tokens and the drafts of one step. draft: what was verified of `proposed`."""
         for r, whole, kept, v in zip(batch.rows, proposed.rows, draft.rows, verdict.rows, strict=True):
             if r.decodes:
                 self._count_row(whole, len(kept), v.num_accepted)
@@ -158,7 +158,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Gauges:
-    """What an engine is doing now."""
+    """What an engine holds now."""
 
     num_running: int
     num_waiting: int
@@ -167,6 +167,19 @@ class Gauges:
     num_held_pages: int
     num_drafters: int  # loaded
     kv_bytes: int  # all stores
+
+    @classmethod
+    def of(cls, scheduler: Scheduler, num_drafters: int, kv_bytes_per_token: int) -> Gauges:
+        """Return the gauges of an engine with this scheduler."""
+        return cls(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_queued_tokens=scheduler.num_queued_tokens,
+            num_pages=scheduler.pool.num_pages,
+            num_held_pages=scheduler.pool.num_held,
+            num_drafters=num_drafters,
+            kv_bytes=scheduler.capacity * kv_bytes_per_token,
+        )
 
 
 def _bump(counts: list[int], length: int) -> None:

@@ -1,4 +1,4 @@
-"""What messages between this project's processes are made of: typed msgpack, never pickle."""
+"""Parts of the messages between Paceline's processes: typed msgpack, never pickle."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
 Salt = Annotated[str, Meta(max_length=MAX_SALT_CHARS)]
 
-# What decoding raises for bytes that are no message.
+# Exceptions of decoding bytes that are no message.
 BAD_MESSAGE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 encode = msgspec.msgpack.Encoder().encode
 
 
 class Message(Struct, tag=True, forbid_unknown_fields=True, frozen=True):
-    """One message; its tag is the name of its class."""
+    """A message, tagged with the name of its class."""
 
 
 class Submit(Message, frozen=True):
-    """One request. `params` holds the fields of `SamplingParams` that differ from their defaults."""
+    """A request. `params` holds the fields of `SamplingParams` that differ from their defaults."""
 
     request_id: RequestId
     prompt_ids: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=MAX_PROMPT_TOKENS)]
@@ -43,7 +43,9 @@ class Submit(Message, frozen=True):
     choice: Annotated[int, Meta(ge=0, lt=MAX_CHOICES)] = 0
     salt: Salt = ""
     arrival_s: float = 0.0
-    draft: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None  # of `Speculation`, None: there is none
+    draft: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = (
+        None  # of `Speculation`; None: the request has none
+    )
     k: int | None = None
     tpot_ms: float | None = None
 
@@ -52,8 +54,10 @@ class Submit(Message, frozen=True):
         """Return the message that carries a request."""
         r = request
         s = r.speculation
-        asked = (s.draft, s.k, s.tpot_ms) if s else ()
-        return cls(r.request_id, r.prompt_ids, _unusual(r.params), r.seed, r.choice, r.salt, r.arrival_s, *asked)
+        speculation = (s.draft, s.k, s.tpot_ms) if s else ()
+        return cls(
+            r.request_id, r.prompt_ids, _unusual(r.params), r.seed, r.choice, r.salt, r.arrival_s, *speculation
+        )
 
     def request(self) -> Request:
         """Return the request. Raises `RequestError` for bad parameters."""
@@ -70,7 +74,7 @@ class Submit(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """Loading failed. `kind` is the name of a class of the error tree, "" for a bug of ours."""
+    """Something failed. `kind` is the name of a class of the error tree, "" for a bug of ours."""
 
     kind: str
     message: str
@@ -105,6 +109,6 @@ _ERRORS = _tree(PacelineError)
 
 
 def error_of(kind: str, message: str, param: str | None = None) -> PacelineError:
-    """Return an error of another process as the class it was there."""
+    """Return an error of another process as the class that it has there."""
     found = _ERRORS.get(kind, PacelineError)
     return found(message, param) if issubclass(found, RequestError) else found(message)

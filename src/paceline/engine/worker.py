@@ -8,7 +8,7 @@ from threading import Lock, Thread, current_thread
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import finalize
 
-from paceline.backend.device import stay_on
+from paceline.core.system import stay_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError, EngineDied, QueueFull, RequestError, suggest
-from paceline.core.interrupts import uninterrupted
 from paceline.core.params import SamplingParams
+from paceline.core.system import uninterrupted
 from paceline.engine.assembly.build import build
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.scheduler import Limits

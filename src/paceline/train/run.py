@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.core.machine import commit, machine
+from paceline.core.system import commit, machine
 from paceline.train.batch import Batcher
 from paceline.train.progress import progress
 from paceline.train.recipe import write_drafter

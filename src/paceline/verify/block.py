@@ -1,19 +1,18 @@
-"""Block verification (Sun et al., arXiv 2403.10444, algorithm 2).
+"""Block verification: Sun et al., arXiv 2403.10444, algorithm 2. On average it keeps at least as many drafts.
 
-On average it keeps at least as many drafts as token-wise rejection sampling. Let x_1 to x_k be the drafts, p_i and
-q_i the distributions of target and drafter after the first i of them:
+With p_i the target's and q_i the draft's distribution after the first i of k drafts, x_1 to x_k:
 
-    c_0 = 1,  c_i = min(c_{i-1} * p_{i-1}(x_i) / q_{i-1}(x_i), 1)    weight that the target leaves to prefix i
-    r_i = max(c_i * p_i - q_i, 0),  z_i = sum of r_i                   weight of the target beyond the drafter's
-    h_i = z_i / (z_i + 1 - c_i) for i < k,  h_k = c_k                  probability that coin i keeps prefix i
+    c_0 = 1,  c_i = min(c_{i-1} * p_{i-1}(x_i) / q_{i-1}(x_i), 1)    probability with which the prefix may stay
+    r_i = max(c_i * p_i - q_i, 0),  z_i = sum of r_i                   residual weights behind it
+    h_i = z_i / (z_i + 1 - c_i) for i < k,  h_k = c_k                  chance that coin i keeps the prefix
 
-The longest prefix whose coin keeps it is emitted. The next token is drawn from r_i, normalised, or from p_k if all
+The longest prefix that its coin keeps is kept. The next token is drawn from r_i, normalised, or from p_k if all
 drafts are kept.
 
-This law uses the drafts and coins of every position, also those after the kept prefix. The next step judges those
-positions again, so its coins and drafts need fresh noise: `noise.key` takes the draft's depth in its step.
+Drafts and coins behind the kept prefix were used. The next step comes to the same positions again, so its coins
+and drafts need fresh noise: `noise.key` with the draft's depth in its step.
 
-If the target has no p_i (a logit is not a number), the drafts end there: k becomes i.
+Where the target has no finite p_i, the drafts end: k is i, and the prefix is kept with probability c_i.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING
 from paceline.core.nouns import BROKEN
 from paceline.core.sampling import BrokenRow
 from paceline.verify.coupled import coupled_row
-from paceline.verify.rows import RowScores, draft_probs, excess, judge_rows
+from paceline.verify.row_scores import RowScores, draft_probs, excess, judge_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,21 +34,21 @@ if TYPE_CHECKING:
 
 
 class Block:
-    """Block verification. Keeps the target's distribution, not the text; equals `Coupled` at temperature 0."""
+    """Promises the target's distribution, not the same text. Equal to `Coupled` at temperature 0."""
 
     name = "block"
     admits_any_trim = False
     needs_probs = True
 
     def judge(self, draft: Draft, scores: Scores) -> Verdict:
-        """Keep the longest prefix of each row's drafts whose coin keeps it."""
+        """Keep each row's longest prefix of drafts that a coin keeps."""
         return judge_rows(_block_row, draft, scores)
 
 
 def prefixes(drafted: RowDraft, row: RowScores) -> Iterator[tuple[float, NDArray[float64] | None]]:
-    """Yield h_i and r_i [vocab] for each prefix of the drafts, the empty one first.
+    """Yield, for each prefix from the empty one on, h_i and the weights r_i [vocab] of the token that follows it.
 
-    h_0 is 1. The weights of the whole draft are p_k. They are None, and the last, where the target has no p_i.
+    h_0 is 1. For the whole draft the weights are p_k; they are None, at the end, where the target has no number.
     """
     wanted, count = 1.0, len(drafted)
     for index in range(count + 1):
@@ -62,9 +61,9 @@ def prefixes(drafted: RowDraft, row: RowScores) -> Iterator[tuple[float, NDArray
             yield wanted, p
             return
         q = draft_probs(drafted, index, len(p))
-        residual = excess(wanted * p, q)
-        mass = float(residual.sum())
-        yield (1.0 if wanted == 1.0 else mass / (mass + 1.0 - wanted)), residual
+        rest = excess(wanted * p, q)
+        mass = float(rest.sum())
+        yield (1.0 if wanted == 1.0 else mass / (mass + 1.0 - wanted)), rest
         wanted = _still_wanted(wanted, p, q, drafted.token_ids[index])
 
 
@@ -74,12 +73,12 @@ def _still_wanted(wanted: float, p: NDArray[float64], q: NDArray[floating], toke
 
 
 def _block_row(drafted: RowDraft, row: RowScores) -> list[int]:
-    if row.spec(0).params.greedy:
+    if row.choose(0).params.greedy:
         return coupled_row(drafted, row)
     kept, weights = 0, None
-    for length, (chance, residual) in enumerate(prefixes(drafted, row)):
+    for length, (chance, rest) in enumerate(prefixes(drafted, row)):
         if length == 0 or row.coin(length - 1, depth=length - 1) < chance:
-            kept, weights = length, residual
+            kept, weights = length, rest
     if weights is None:
         return [*drafted.token_ids[:kept], BROKEN]
     last = row.choice(kept) if kept == len(drafted) else row.draw(kept, weights)

@@ -1,7 +1,7 @@
-"""Coupled sampling, the default law: drafts are kept while they equal the target's own choices.
+"""Coupled sampling, the default: a draft is kept while it equals the target's own choice.
 
-Each emitted token is the target's choice under noise that depends on the seed, the position and the token id only.
-It is therefore an exact sample of the target, and the text is the same with every drafter and with none.
+Every emitted token is the target's choice under noise that depends on the seed and the position only, so it is an
+exact sample of the target whatever was drafted, and the same text with every drafter and with none.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING
 
 from paceline import kernels
 from paceline.core.nouns import RowVerdict, Verdict
-from paceline.verify.rows import RowScores, judge_rows
+from paceline.verify.row_scores import RowScores, judge_rows
 
 if TYPE_CHECKING:
     from paceline.core.nouns import Draft, RowDraft, Scores
 
-NOTHING = RowVerdict()
+NO_GAIN = RowVerdict()
 
 
 class Coupled:
-    """Coupled sampling. Keeps the same text with every drafter, draft length and trimming."""
+    """Lossless by construction and drafter-invariant."""
 
     name = "coupled"
     admits_any_trim = True
     needs_probs = False
 
     def judge(self, draft: Draft, scores: Scores) -> Verdict:
-        """Keep the drafts of each row up to the first that differs from the target's choice."""
+        """Keep each row's drafts up to the first that the target would not have chosen."""
         if scores.logits is not None:
             return judge_rows(coupled_row, draft, scores)
         kept = kernels.kept_while_chosen(draft.rows, list(scores.cu_len), scores.chosen)
@@ -34,14 +34,14 @@ class Coupled:
 
 
 def _verdict(kept: list[int]) -> RowVerdict:
-    """Return the verdict on a row whose tokens the kernels chose and which wants no log-probabilities."""
-    return RowVerdict(kept, len(kept) - 1) if kept else NOTHING
+    """Return a row's verdict as `judge_rows` does, for rows without logits."""
+    return RowVerdict(kept, len(kept) - 1) if kept else NO_GAIN
 
 
 def coupled_row(drafted: RowDraft, row: RowScores) -> list[int]:
-    """Return the target's tokens up to and including the first that differs from its draft.
+    """Return the target's own tokens, up to the first that differs from its draft, that one included.
 
-    BROKEN differs from every draft. Later positions are not evaluated.
+    BROKEN differs from every draft. No token is chosen behind the first that differs.
     """
     token_ids: list[int] = []
     for index, guess in enumerate(drafted.token_ids):

@@ -1,4 +1,4 @@
-"""The `Law` protocol and the registry of laws."""
+"""Laws of verification: the protocol, and the laws by name."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ LAWS: dict[str, str] = {  # name -> module:class
 
 
 class Law(Protocol):
-    """A rule that keeps drafts such that emitted tokens follow the target's distribution."""
+    """Decides which drafts are kept, such that what is emitted follows the target's own distribution."""
 
     name: str
-    admits_any_trim: bool  # True if trimming by this step's drafts or confidences leaves the output unbiased
-    needs_probs: bool  # True if sampled rows need logits, and drafts the distribution they were drawn from
+    admits_any_trim: bool  # a trim may look at the step's drafts without biasing the output
+    needs_probs: bool  # rows with a temperature need logits, and drafts the q that they were drawn from
 
     def judge(self, draft: Draft, scores: Scores) -> Verdict:
-        """Return the kept drafts and the target's next token of each row; nothing for a row without scores."""
+        """Return each row's kept drafts and the target's next token; nothing for rows that were not scored."""
         ...
 
 
 def load_law(name: str) -> Law:
-    """Return the law called `name`. Raises `ConfigError` if there is none."""
+    """Return the law of that name. Raises `ConfigError` for one that is not known."""
     if name not in LAWS:
         raise ConfigError(f"unknown law {name!r}{suggest(name, LAWS)}")
     module, cls = LAWS[name].split(":")

@@ -1,11 +1,11 @@
-"""Token-wise rejection sampling (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318).
+"""Token-wise speculative sampling: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318.
 
-A draft x drawn from q is kept with probability min(1, p(x) / q(x)). A rejected draft is replaced by a token drawn
-from max(p - q, 0), normalised. A position thus keeps its draft with probability sum of min(p, q), and the emitted
-token follows p. The text depends on the drafts; its distribution does not.
+A draft x drawn from q is kept with probability min(1, p(x) / q(x)); the token in place of a rejected one is drawn
+from max(p - q, 0), normalised. So a position keeps its draft with probability sum of min(p, q), and what is
+emitted follows p. The text depends on the drafts; only its distribution does not.
 
-Drafts after the first rejected one are not evaluated, so noise may depend on the position alone. The number of
-drafts must not depend on the drafted tokens.
+No draft behind the first rejected one is used, so noise may depend on the position alone. The number of drafts
+must not depend on the drafted tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from paceline.core.nouns import BROKEN
 from paceline.core.sampling import BrokenRow
 from paceline.verify.coupled import coupled_row
-from paceline.verify.rows import RowScores, draft_probs, excess, judge_rows
+from paceline.verify.row_scores import RowScores, draft_probs, excess, judge_rows
 
 if TYPE_CHECKING:
     from numpy import float64, floating
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 
 
 class Rejection:
-    """Token-wise rejection. Keeps the target's distribution, not the text; equals `Coupled` at temperature 0."""
+    """Promises the target's distribution, not the same text. Equal to `Coupled` at temperature 0."""
 
     name = "rejection"
     admits_any_trim = False
     needs_probs = True
 
     def judge(self, draft: Draft, scores: Scores) -> Verdict:
-        """Keep the drafts of each row up to the first that its coin rejects."""
+        """Keep each row's drafts up to the first that its coin rejects."""
         return judge_rows(_rejection_row, draft, scores)
 
 
 def keep_chance(p: NDArray[float64], q: NDArray[floating], token_id: int) -> float:
-    """Return the probability that the draft `token_id` is kept. p, q: [vocab]."""
+    """Return the probability with which a draft is kept. p, q: [vocab]."""
     wanted, given = float(p[token_id]), float(q[token_id])
     return 0.0 if wanted == 0.0 else 1.0 if wanted >= given else wanted / given
 
 
 def _rejection_row(drafted: RowDraft, row: RowScores) -> list[int]:
-    if row.spec(0).params.greedy:
+    if row.choose(0).params.greedy:
         return coupled_row(drafted, row)
     for index, guess in enumerate(drafted.token_ids):
         try:

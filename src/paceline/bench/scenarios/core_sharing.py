@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 from paceline.backend.device import CPU, SAME, usable_cores
 from paceline.bench.scenarios.engine_pool import EnginePool
 from paceline.core.errors import ConfigError
-from paceline.engine.assembly.loop_choice import AUTO, OFF, ON
+from paceline.engine.assembly.config import AUTO, OFF, ON
 from paceline.engine.worker import PassThread
 
 if TYPE_CHECKING:

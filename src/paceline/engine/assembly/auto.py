@@ -1,22 +1,22 @@
-"""`--draft auto`: several drafters, and a controller that knows what a step costs here."""
+"""`--draft auto`: several drafters, and a controller that knows what a step costs on this machine."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from paceline import kernels
-from paceline.backend.device import usable_cores
 from paceline.control.objective import Objective
 from paceline.control.profile import ANY_DRAFTER, Profile, read_profile, write_profile
 from paceline.control.setup import make_loop
 from paceline.control.trace import Tracer
 from paceline.core.errors import ConfigError
-from paceline.core.machine import processor
+from paceline.core.system import POLL_S, file_lock, processor, usable_cores
 from paceline.engine.assembly.calibration import METHOD, QUICK, calibrate, room
 from paceline.model.files.pull import cache_folder
 
@@ -26,13 +26,15 @@ if TYPE_CHECKING:
     from paceline.engine.assembly.config import EngineConfig
     from paceline.engine.engine import Engine
 
-DEEPEST = 8  # drafts of a row that are considered
+MAX_DEPTH = 8  # drafts of a row that the controller considers
+LOCK_WAIT_S = 120.0  # for another engine that measures; a measurement takes some seconds
+WAITING = "another engine is measuring what steps cost; waiting for it at most %g s, for %s"
 
 log = logging.getLogger(__name__)
 
 
 def close_loop(engine: Engine, config: EngineConfig, model: str, progress: Progress | None = None) -> str:
-    """Give an engine the controller that learns; return how that knows costs. Raises `ConfigError`."""
+    """Give an engine the controller that learns; return where its costs come from. Raises `ConfigError`."""
     names = tuple(engine.drafting.drafters)
     if config.profile:
         profile, known = _given(config.profile), f"as {config.profile} says"
@@ -46,7 +48,7 @@ def close_loop(engine: Engine, config: EngineConfig, model: str, progress: Progr
     needs = [drafter.needs for drafter in engine.drafting.drafters.values()]
     minding = tuple(index for index, n in enumerate(needs) if n.stops)
     profile = replace(profile, trained_to=tuple(n.trained_to for n in needs), minding=minding)
-    max_ks = [min(n.max_k, DEEPEST) for n in needs]
+    max_ks = [min(n.max_k, MAX_DEPTH) for n in needs]
     num_rows = engine.scheduler.limits.num_rows
     tracer = None
     if config.trace:
@@ -65,7 +67,7 @@ def close_loop(engine: Engine, config: EngineConfig, model: str, progress: Progr
 
 
 def _given(path: str) -> Profile:
-    """Read what the user gives. Raises `ConfigError`."""
+    """Read the profile of `--profile`. Raises `ConfigError`."""
     try:
         return read_profile(Path(path))
     except ConfigError as error:
@@ -80,20 +82,48 @@ def _opened(path: str) -> IO[str]:
 
 
 def _measured(engine: Engine, config: EngineConfig, model: str, progress: Progress | None) -> tuple[Profile, str]:
-    """Return what steps cost: as measured before on this machine with these settings, or measured now."""
+    """Return the costs of steps: kept from an earlier start with these settings on this machine, or measured now.
+
+    One engine of the machine measures for a file at a time. Engines that start meanwhile wait for it, for at most
+    `LOCK_WAIT_S`, and take what it has measured: measuring beside it would time both engines together.
+    """
     file = profile_file(engine, config, model)
-    try:
-        return read_profile(file), "measured on this machine before"
-    except ConfigError as error:
-        if file.exists():
-            log.warning("costs measured before are of no use and are measured anew: %s", error)
-    profile = measure(engine, config, model, progress=progress)
-    try:
+    if kept := _kept(file):
+        return kept, "measured on this machine before"
+    with suppress(OSError):  # then nothing can be kept either, which is logged below
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_profile(file, profile)
-    except OSError as error:
-        log.warning("measured costs are not kept for the next start: %s", error)
+    with file_lock(file.with_suffix(".lock"), LOCK_WAIT_S, _Waiting(file, progress)):
+        if kept := _kept(file, logs=False):
+            return kept, "measured by an engine that started before"
+        profile = measure(engine, config, model, progress=progress)
+        try:
+            write_profile(file, profile)
+        except OSError as error:
+            log.warning("measured costs are not kept for the next start: %s", error)
     return profile, "measured now, kept for the next start"
+
+
+def _kept(file: Path, *, logs: bool = True) -> Profile | None:
+    """Return the profile of an earlier start; None if there is none or it cannot be used."""
+    try:
+        return read_profile(file)
+    except ConfigError as error:
+        if logs and file.exists():
+            log.warning("costs measured before are of no use and are measured anew: %s", error)
+        return None
+
+
+class _Waiting:
+    """Says what an engine waits for: once in the log, and in the progress bar."""
+
+    def __init__(self, file: Path, progress: Progress | None) -> None:
+        self._file, self._progress = file, progress
+
+    def __call__(self, waited_s: float) -> None:
+        if waited_s < POLL_S:
+            log.warning(WAITING, LOCK_WAIT_S, self._file)
+        if self._progress:
+            self._progress("waiting for another engine's measurement", int(waited_s), int(LOCK_WAIT_S))
 
 
 def measure(
@@ -105,7 +135,7 @@ def measure(
 
 
 def profile_file(engine: Engine, config: EngineConfig, model: str) -> Path:
-    """Return where the costs of an engine are kept. model: what the target is."""
+    """Return the file that keeps the costs of an engine. model: name and fingerprint of the target."""
     digest = hashlib.sha256(json.dumps(_key(engine, config, model), sort_keys=True).encode()).hexdigest()
     return cache_folder() / "profiles" / f"{digest[:32]}.json"
 
@@ -114,7 +144,7 @@ def _key(engine: Engine, config: EngineConfig, model: str) -> dict[str, object]:
     return {
         "model": model,
         "draft": config.draft,
-        "drafters": list(engine.drafting.drafters),  # `auto` alone does not say which
+        "drafters": list(engine.drafting.drafters),  # as `auto` does not name them
         "law": config.law,
         "backend": config.backend,
         "weights": config.weight_type,
@@ -130,6 +160,6 @@ def _key(engine: Engine, config: EngineConfig, model: str) -> dict[str, object]:
 
 
 def _build() -> str:
-    """Return what differs between builds of the kernels: another one's costs are not its own."""
+    """Return a mark of this build of the kernels and of the method: costs of another do not hold for it."""
     stat = kernels.EXTENSION.stat()
     return f"{METHOD} {stat.st_size} {stat.st_mtime_ns}"

@@ -6,21 +6,28 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 from paceline.backend.rows import Rows
 from paceline.backend.seam import Backend
+from paceline.control.controller import ClosedLoop
 from paceline.control.fixed import FixedK
+from paceline.control.overlap import OverlapSwitch
 from paceline.core.errors import ConfigError
+from paceline.core.nouns import PAGE_TOKENS
+from paceline.core.system import available_bytes
 from paceline.draft.drafter import DraftWeights, Memory, Target, Vocabulary
 from paceline.draft.registry import parse_drafters
 from paceline.engine.assembly.auto import close_loop
-from paceline.engine.assembly.loop_choice import choose_loop
-from paceline.engine.assembly.memory import choose_num_pages
+from paceline.engine.assembly.config import OFF, ON
+from paceline.engine.assembly.placement import place
 from paceline.engine.engine import Engine
-from paceline.engine.pages import PagePool
-from paceline.engine.remote.client import RemoteDrafter
-from paceline.engine.remote.messages import BeginDrafter
+from paceline.engine.overlap import OverlappedLoop
+from paceline.engine.pages import PagePool, pages_for
+from paceline.engine.remote.protocol import BeginDrafter
+from paceline.engine.remote.remote_drafter import RemoteDrafter
+from paceline.engine.step import SerialLoop
 from paceline.model.config import num_weights
 from paceline.model.files.pull import resolve
 from paceline.model.weights import LazyWeights, load_model, load_template, load_tokenizer
@@ -38,7 +45,9 @@ if TYPE_CHECKING:
     from paceline.draft.drafter import Drafter
     from paceline.draft.registry import DrafterConfig, Loader
     from paceline.engine.assembly.config import EngineConfig
+    from paceline.engine.assembly.placement import Placement
     from paceline.engine.scheduler import Limits
+    from paceline.engine.step import Loop
     from paceline.model.config import ModelConfig
     from paceline.model.files.gguf_file import FourBit
     from paceline.model.heads.checkpoint import Head
@@ -50,10 +59,14 @@ if TYPE_CHECKING:
 
     Progress = Callable[[str, int, int], None]  # (what, done, total)
 
+KV_SHARE = 0.5  # of the free memory; the rest is for activations, drafters and other programs
+MIN_PAGES = 4
+UNASKED_TOKENS = 1 << 16  # KV slots; more are taken only if --kv-tokens says so
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One line of the start-up banner."""
+    """One line of the start-up banner: what was chosen, and why."""
 
     what: str
     value: str
@@ -62,23 +75,23 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loaded:
-    """A target's weights, tokenizer and template: what several engines may share."""
+    """A target's weights, tokenizer and template, which several engines may share."""
 
     name: str
     decoder: Decoder
     tokenizer: Tokenizer
     template: ChatTemplate | None  # None: the model has none, so chat is refused
-    fingerprint: str  # what the model is, see `model/fingerprint.py`
+    fingerprint: str  # identifies the model, see `model/fingerprint.py`
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """Return what drafters compare their own vocabulary with."""
+        """The target's vocabulary, for drafters to compare with their own."""
         return Vocabulary(self.name, self.tokenizer, self.decoder.config.vocab_size)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Built:
-    """An engine with what its outside world needs."""
+    """An engine with what its callers need beside it."""
 
     engine: Engine
     model_name: str
@@ -94,8 +107,8 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
 
 def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     """Load the target's weights, tokenizer and template. Raises `ConfigError` or `ModelError`."""
-    asked = parse_drafters(config.draft)  # a bad spec should not wait for the weights
-    if config.for_auto and not asked.auto:
+    specs = parse_drafters(config.draft)  # a bad spec should not wait for the weights
+    if config.for_auto and not specs.auto:
         raise ConfigError(
             f"{config.for_auto} is for --draft auto[:SPEC+SPEC], where a controller chooses K; "
             f"--draft {config.draft} leaves it nothing to choose"
@@ -117,9 +130,10 @@ def assemble(
 ) -> Built:
     """Make an engine over loaded weights. Raises `ConfigError`.
 
-    load_drafter: who has the drafters' weights already; they stay in this process then.
+    load_drafter: returns the weights of drafters by name, for callers that have loaded them; drafters then stay in
+    this process.
     """
-    law, asked = load_law(config.law), parse_drafters(config.draft, loaded.fingerprint)
+    law, specs = load_law(config.law), parse_drafters(config.draft, loaded.fingerprint)
     limits = _limits(config, loaded.decoder.config)
     bytes_per_token = loaded.decoder.new_kv(1).bytes_per_token
     num_pages, why_pages = choose_num_pages(config, limits, bytes_per_token)
@@ -139,13 +153,13 @@ def assemble(
             partial(_run_small, config, loaded.decoder),
         ),
     )
-    drafters = _drafters(config, target, asked.configs, load_drafter)
+    drafters = _drafters(config, target, specs.configs, load_drafter)
     stores = [store for d in drafters for store in d.needs.stores]
     pool = PagePool(num_pages, stores, caching=config.prefix_cache)
-    controller = FixedK(asked.configs[0].name, asked.configs[0].k) if asked.configs else FixedK()
+    controller = FixedK(specs.configs[0].name, specs.configs[0].k) if specs.configs else FixedK()
     fingerprint = "\0".join((loaded.name, config.backend, config.weight_type, config.kv_type))
     engine = Engine(backend, loaded.tokenizer, drafters, controller, law, limits, pool, fingerprint)
-    why_k = _close_loop(engine, config, loaded, progress) if asked.auto else "K is fixed; --draft sets it"
+    why_k = _close_loop(engine, config, loaded, progress) if specs.auto else "K is fixed; --draft sets it"
     engine.loop, why_loop = choose_loop(config.overlap, engine, config.placement)
     choices = (*_describe(config, loaded), _describe_kv(engine, why_pages), *_describe_drafters(drafters, why_k))
     choices += (Choice("overlap", why_loop, "--overlap sets it"),) if drafters else ()
@@ -153,9 +167,9 @@ def assemble(
 
 
 def build_apart(config: EngineConfig, index: int, num_pages: int) -> tuple[Drafter, Rows]:
-    """Make a drafter that stands alone, and its copy of the rows, without the target. Raises `PacelineError`.
+    """Make a drafter that needs no memory of the target, and a copy of the rows. Raises `PacelineError`.
 
-    index: of the drafter, among those of the config. num_pages: of the engine.
+    index: of the drafter, among those of the config. num_pages: of the engine's page pool.
     """
     model, law = load_model(resolve(config.model)), load_law(config.law)
     tokenizer = load_tokenizer(model)
@@ -169,22 +183,38 @@ def build_apart(config: EngineConfig, index: int, num_pages: int) -> tuple[Draft
         fingerprint=model.fingerprint,
         lent=None,
     )
-    asked = parse_drafters(config.draft, model.fingerprint)
-    return asked.configs[index].build(target, partial(_load_drafter, config)), rows
+    specs = parse_drafters(config.draft, model.fingerprint)
+    return specs.configs[index].build(target, partial(_load_drafter, config)), rows
 
 
 def _drafters(
-    config: EngineConfig, target: Target, asked: Sequence[DrafterConfig], load_drafter: Loader | None
+    config: EngineConfig, target: Target, configs: Sequence[DrafterConfig], load_drafter: Loader | None
 ) -> list[Drafter]:
-    """Make the drafters where they belong: beside the target, in a thread or in a process of their own."""
+    """Make each drafter where it belongs: beside the target, in a thread or in a process of its own."""
     placement, load = config.placement, load_drafter or partial(_load_drafter, config)
     may_leave = placement.apart and load_drafter is None and not target.law_needs_probs
     return [
         RemoteDrafter(one.name, BeginDrafter(config, index, target.num_pages), target.rows)
         if may_leave and one.stands_alone
-        else placement.place(one.build(target, load))
-        for index, one in enumerate(asked)
+        else place(one.build(target, load), placement)
+        for index, one in enumerate(configs)
     ]
+
+
+def choose_num_pages(config: EngineConfig, limits: Limits, bytes_per_token: int) -> tuple[int, str]:
+    """Return how many KV pages to make, and why. Raises `ConfigError` if there is no memory for any."""
+    if config.kv_tokens is not None:
+        return max(pages_for(config.kv_tokens), 1), "as asked"
+    wanted = limits.num_rows * pages_for(limits.max_len)
+    affordable = int(available_bytes() * KV_SHARE) // (bytes_per_token * PAGE_TOKENS)
+    if affordable < MIN_PAGES:
+        raise ConfigError("there is no memory left for the KV cache; close other programs or set --kv-tokens")
+    num_pages = min(wanted, affordable, pages_for(max(UNASKED_TOKENS, limits.max_len)))
+    if num_pages == wanted:
+        return num_pages, f"room for {limits.num_rows} requests of {limits.max_len} tokens"
+    if num_pages == affordable:
+        return num_pages, f"{KV_SHARE:.0%} of the free memory"
+    return num_pages, "enough for most loads; --kv-tokens sets more"
 
 
 def _limits(config: EngineConfig, model: ModelConfig) -> Limits:
@@ -201,7 +231,7 @@ def _close_loop(engine: Engine, config: EngineConfig, loaded: Loaded, progress: 
 
 
 def _short_name(model: str) -> str:
-    """Return what a model is called in answers and tables: its id, or the last part of its path."""
+    """Return a model's name in answers and tables: its id, or the last part of its path."""
     return Path(model).resolve().stem if Path(model).exists() else model
 
 
@@ -212,13 +242,15 @@ def _decoder(
     device: Device | None,
     progress: Progress | None = None,
 ) -> Decoder:
-    weights = _Watched(model.weights, 4 * num_weights(model.config), progress) if progress else model.weights
+    weights: Mapping[str, NDArray[floating]] = model.weights
+    if progress:
+        weights = _WeightsWithProgress(weights, 4 * num_weights(model.config), progress)
     load_decoder = config.backend_spec.load()
     return load_decoder(model.config, weights, config.weight_type, config.kv_type, threads, device)
 
 
-class _Watched(Mapping[str, "NDArray[floating]"]):
-    """Weights that report how many bytes of them have been read, counted as float32."""
+class _WeightsWithProgress(Mapping[str, "NDArray[floating]"]):
+    """Weights that report how many of their bytes have been read, counted as float32."""
 
     def __init__(self, weights: Mapping[str, NDArray[floating]], total: int, progress: Progress) -> None:
         self._weights, self._total, self._progress = weights, total, progress
@@ -254,6 +286,26 @@ def _run_head(config: EngineConfig, target: Decoder, head: Head, weight_type: st
 
 def _run_small(config: EngineConfig, target: Decoder, small: SmallModel, weight_type: str | None) -> SmallDecoder:
     return config.backend_spec.load_small()(small, target, config.placement.draft, weight_type)
+
+
+def choose_loop(asked: str, engine: Engine, placement: Placement) -> tuple[Loop[Engine], str]:
+    """Return the loop for an engine, and why. asked: value of --overlap."""
+    serial = SerialLoop()
+    if asked == OFF or not engine.drafting.drafters:
+        return serial, "off, as asked"
+    if asked == ON:
+        return OverlappedLoop(placement.worker(), lambda _: True), "on, as asked"
+    if not placement.apart:
+        return serial, "off: target and drafters have the same device, so nothing runs beside anything"
+    if not isinstance(engine.controller, ClosedLoop) or engine.controller.cost is None:
+        return serial, "off: only --draft auto knows what passes and drafting cost; --overlap on insists"
+    switch = OverlapSwitch(apart=True)
+
+    def wanted(engine: Engine) -> bool:
+        controller = engine.controller
+        return isinstance(controller, ClosedLoop) and switch.ask(controller, perf_counter())
+
+    return OverlappedLoop(placement.worker(), wanted), "where drafting takes longer than a pass's fixed cost"
 
 
 # What the banner says ----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The flags that make an engine, shared by every command that starts one."""
+"""Command line flags of an engine, shared by every command that starts one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from argparse import BooleanOptionalAction
 from typing import TYPE_CHECKING
 
 from paceline.backend.registry import BACKENDS
-from paceline.engine.assembly.config import DEFAULT_DRAFT, EngineConfig
-from paceline.engine.assembly.loop_choice import OVERLAPS
+from paceline.engine.assembly.config import DEFAULT_DRAFT, OVERLAPS, EngineConfig
 from paceline.engine.scheduler import Limits
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ def add_target_arguments(parser: ArgumentParser) -> None:
 
 
 def engine_config(args: Namespace) -> EngineConfig:
-    """Return the config that parsed flags ask for. Raises `ConfigError`."""
+    """Return the config of parsed flags. Raises `ConfigError`."""
     return EngineConfig(
         model=args.model,
         draft=getattr(args, "draft", DEFAULT_DRAFT),

@@ -1,4 +1,4 @@
-"""What an engine is made from."""
+"""Options of an engine."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from types import NoneType
 from paceline.backend.device import SAME, usable_cores
 from paceline.backend.registry import DEFAULT_BACKEND, BackendSpec, backend_spec
 from paceline.control.objective import THROUGHPUT, Objective
-from paceline.core.errors import ConfigError
-from paceline.engine.assembly.loop_choice import AUTO, check_overlap
+from paceline.core.errors import ConfigError, suggest
 from paceline.engine.assembly.placement import Placement
 from paceline.engine.scheduler import Limits
 
 DEFAULT_DRAFT = "auto"
+AUTO, ON, OFF = OVERLAPS = ("auto", "on", "off")  # values of --overlap
 MAX_ROWS = 1024
 MAX_THREADS = 1024
 _KINDS = {"str": (str,), "str | None": (str, NoneType), "bool": (bool,), "Limits": (Limits,)}
-_FILES = frozenset({"model", "profile", "trace"})  # a path will do, too
+_FILES = frozenset({"model", "profile", "trace"})  # options that may be given as a path object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Everything a user may choose about an engine. Checked when made; raises `ConfigError`."""
+    """Options that a user may set for an engine. Checked when made; raises `ConfigError`."""
 
     model: str = "default"  # "default", a folder, a .gguf file or a Hugging Face id
     draft: str = DEFAULT_DRAFT  # "auto[:SPEC+SPEC]", "off" or NAME[:key=value,...]
     law: str = "coupled"
     backend: str = DEFAULT_BACKEND
-    weights: str | None = None  # type of the weights; None: the backend's default
+    weights: str | None = None  # their type; None: the backend's default
     kv: str | None = None  # type of the KV cache; None: the backend's default
     threads: int | None = None  # None: all cores
-    kv_tokens: int | None = None  # KV slots in all; None: what the rows need, within free memory
+    kv_tokens: int | None = None  # KV slots in total; None: what the rows need, within free memory
     prefix_cache: bool = True
     profile: str | None = None  # file of measured costs for `--draft auto`; None: those of this machine
-    overlap: str = AUTO  # whether two groups of rows take turns; see `loops.py`
+    overlap: str = AUTO  # one of OVERLAPS: draft one half of the rows while the other is scored
     draft_device: str = SAME  # where drafters run; see `Device.parse`
-    objective: str = THROUGHPUT  # or latency:MS, which `--draft auto` keeps to
-    trace: str | None = None  # file to which `--draft auto` writes what it knew, chose and got
+    objective: str = THROUGHPUT  # of `--draft auto`; or latency:MS
+    trace: str | None = None  # file to which `--draft auto` writes its inputs, choices and outcomes
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -47,7 +47,9 @@ class EngineConfig:
                 object.__setattr__(self, name, os.fspath(path))
         _check_kinds(self)
         _ = self.kv_type, Objective.parse(self.objective), self.placement
-        check_overlap(self.overlap)
+        if self.overlap not in OVERLAPS:
+            known = f"{', '.join(OVERLAPS)}{suggest(self.overlap, OVERLAPS)}"
+            raise ConfigError(f"--overlap {self.overlap}: it is one of {known}")
         _bounded("--max-rows", self.limits.num_rows, 1, MAX_ROWS)
         _bounded("--max-len", self.limits.max_len, 16, 1 << 24)
         _bounded("--prefill-tokens", self.limits.prefill_tokens, 1, 1 << 20)
@@ -57,7 +59,7 @@ class EngineConfig:
 
     @property
     def for_auto(self) -> str | None:
-        """The first flag given that means nothing without `--draft auto`, None if there is none."""
+        """The first flag given that only `--draft auto` reads; None if there is none."""
         given = {
             "--profile": self.profile is not None,
             "--objective latency": Objective.parse(self.objective) != Objective(),
@@ -73,12 +75,12 @@ class EngineConfig:
 
     @property
     def backend_spec(self) -> BackendSpec:
-        """What the backend offers."""
+        """The backend's entry in the registry."""
         return backend_spec(self.backend)
 
     @property
     def placement(self) -> Placement:
-        """Where target and drafters run."""
+        """Devices of target and drafters."""
         return Placement.parse(self.draft_device)
 
     @property
@@ -93,7 +95,7 @@ class EngineConfig:
 
 
 def _check_kinds(config: EngineConfig) -> None:
-    """Raise `ConfigError` for values of the wrong type, which Python can give; `_bounded` sees to integers."""
+    """Raise `ConfigError` for values of the wrong type, but for integers, which `_bounded` checks."""
     for option in fields(config):
         value, kinds = getattr(config, option.name), _KINDS.get(str(option.type))
         if kinds and not isinstance(value, kinds):

@@ -1,8 +1,8 @@
-"""Where drafters run, and what becomes of one that hangs there.
+"""Placement of drafters on devices, and the drafter that runs in a thread.
 
-A drafter that stands alone gets a process (`apart/`). One that reads the target's memory gets a thread, with cores
-of its own: passes of both leave Python's lock. If its call does not come back in time, it is given up until the
-engine is started anew, and its thread is left behind.
+A drafter that needs no memory of the target gets a process (`remote/`). One that does gets a thread with cores of
+its own, as passes release Python's lock. If a call of it does not return in time, the drafter is given up until
+the engine is started anew, and its thread is left behind.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from paceline.backend.device import SAME, Device, usable_cores
+from paceline.backend.device import SAME, Device
 from paceline.core.errors import ConfigError
+from paceline.core.system import usable_cores
 from paceline.engine.worker import PassThread
 
 if TYPE_CHECKING:
@@ -24,19 +25,19 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-DEADLINE_S = 10.0  # for one call of a drafter
+DEADLINE_S = 10.0  # of one call of a drafter
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Devices of target and drafters; None is the usual one, shared by both."""
+    """Devices of target and drafters; None is the default device, shared by both."""
 
     target: Device | None = None
     draft: Device | None = None
 
     @classmethod
     def parse(cls, text: str) -> Placement:
-        """Read a `--draft-device`: the target keeps the other cores. Raises `ConfigError`."""
+        """Parse a `--draft-device`; the target gets the other cores. Raises `ConfigError`."""
         draft = Device.parse(text)
         if draft is None or not draft.cores:
             return cls(None, draft)
@@ -47,72 +48,61 @@ class Placement:
 
     @property
     def apart(self) -> bool:
-        """Whether target and drafters can work at once."""
+        """True if target and drafters can work at once."""
         return self.draft is not None
 
     def worker(self) -> PassThread:
-        """Return the thread for passes of the target."""
+        """Return a thread for passes of the target, on its cores."""
         return PassThread("target", self.target.cores if self.target else frozenset())
 
-    def place(self, drafter: Drafter) -> Drafter:
-        """Return a drafter that runs its passes on its own device, if it has any. Raises `ConfigError`."""
-        if self.draft is None or drafter.needs.pages == "none":
-            return drafter
-        if drafter.needs.pages == "shared" and not drafter.needs.stores:
-            raise ConfigError(
-                f"{drafter.name} drafts with the target's own layers, which stay where the target is; "
-                f"leave out --draft-device, or take a drafter with weights of its own"
-            )
-        return PlacedDrafter(drafter, PassThread(f"draft {drafter.name}", self.draft.cores))
 
-
-class DrafterGone(Exception):  # noqa: N818 (it is a state, not an error of the user's)
-    """A drafter has been given up."""
+class DrafterGivenUp(Exception):  # noqa: N818 (a state, no error of the user's)
+    """A drafter hangs in a call and is not called any more."""
 
 
 class PlacedDrafter:
     """A drafter whose passes run in a thread on its own device, each call with a deadline; see `Drafter`.
 
-    One that has not come back from a call is given up: it refuses to draft, and is told nothing any more.
+    After a call that did not return in time the drafter is given up: it refuses to draft and is not called again.
     """
 
     def __init__(self, drafter: Drafter, worker: PassThread, deadline_s: float = DEADLINE_S) -> None:
         self.name, self.needs = drafter.name, drafter.needs
         self._drafter, self._worker, self._deadline_s = drafter, worker, deadline_s
-        self._gone = False
+        self._given_up = False
 
     def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
-        """A request was born in a row."""
-        if not self._gone:
+        """Note a new request in a row."""
+        if not self._given_up:
             self._drafter.admit(row, request, valid_lens)
 
     def propose(self, batch: Batch, plan: Plan) -> Draft:
         """Draft on the device."""
-        if self._gone:
-            raise DrafterGone("it did not come back from an earlier call, and is not asked any more")
+        if self._given_up:
+            raise DrafterGivenUp("it did not come back from an earlier call, and is not asked any more")
         return self._call(partial(self._drafter.propose, batch, plan))
 
     def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
         """Take in on the device what was kept."""
-        if not self._gone:
+        if not self._given_up:
             self._call(partial(self._drafter.commit, batch, scores, verdict))
 
     def valid_lens(self, row: int) -> Mapping[str, int]:
-        """Leading tokens of a row in each store; nobody knows once it is gone."""
-        return {} if self._gone else self._drafter.valid_lens(row)
+        """Leading tokens of a row in each store; empty once it is given up."""
+        return {} if self._given_up else self._drafter.valid_lens(row)
 
     def release(self, row: int) -> None:
-        """The row's request has ended or was preempted."""
-        if not self._gone:
+        """Note that a row's request has ended or was preempted."""
+        if not self._given_up:
             self._drafter.release(row)
 
     def forget(self) -> None:
-        """Drop whatever was learnt across requests."""
-        if not self._gone:
+        """Drop what was learnt across requests."""
+        if not self._given_up:
             self._drafter.forget()
 
     def report(self) -> Mapping[str, Any]:
-        """Tell what was chosen."""
+        """Return what was chosen, for the start-up banner."""
         on = {"on": f"cores {sorted(self._worker.cores)}"} if self._worker.cores else {}
         return {**self._drafter.report(), **on}
 
@@ -120,5 +110,17 @@ class PlacedDrafter:
         try:
             return self._worker.call(call, self._deadline_s)
         except TimeoutError:
-            self._gone = True
-            raise DrafterGone(f"it did not come back within {self._deadline_s:g} s, and is given up") from None
+            self._given_up = True
+            raise DrafterGivenUp(f"it did not come back within {self._deadline_s:g} s, and is given up") from None
+
+
+def place(drafter: Drafter, placement: Placement) -> Drafter:
+    """Return a drafter that runs its passes on the drafters' device, if it has any. Raises `ConfigError`."""
+    if placement.draft is None or drafter.needs.pages == "none":
+        return drafter
+    if drafter.needs.pages == "shared" and not drafter.needs.stores:
+        raise ConfigError(
+            f"{drafter.name} drafts with the target's own layers, which stay where the target is; "
+            f"leave out --draft-device, or take a drafter with weights of its own"
+        )
+    return PlacedDrafter(drafter, PassThread(f"draft {drafter.name}", placement.draft.cores))

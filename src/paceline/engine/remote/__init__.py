@@ -1,1 +1,1 @@
-"""Drafters in processes of their own: one that crashes or hangs is started again, and no request notices."""
+"""Drafters in processes of their own. A process that crashes or hangs is restarted; no request notices."""

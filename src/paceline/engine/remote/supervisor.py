@@ -1,4 +1,4 @@
-"""The process of a drafter, seen from the engine: started, asked, and started again after it has ended."""
+"""A drafter's process, seen from the engine: started, asked, and restarted after it has ended."""
 
 from __future__ import annotations
 
@@ -11,35 +11,40 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 from weakref import finalize
 
-from paceline.core.process import BackOff
-from paceline.engine.remote.channel import LineDead, open_line
-from paceline.engine.remote.messages import BeginDrafter, Up, decode_to_engine, most_bytes
+from paceline.core.system import RestartBackoff
+from paceline.engine.remote.protocol import (
+    BeginDrafter,
+    ChannelClosed,
+    Up,
+    decode_to_engine,
+    max_message_bytes,
+    open_channel,
+)
 from paceline.engine.wire import BAD_MESSAGE, Failed, encode, error_of
 from paceline.engine.worker import PassThread
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from paceline.engine.remote.channel import Channel
-    from paceline.engine.remote.messages import ToDrafter, ToEngine
+    from paceline.engine.remote.protocol import Channel, ToDrafter, ToEngine
 
 AnswerT = TypeVar("AnswerT", bound="ToEngine")
 
-LOAD_S = 600.0  # for a drafter to be there
-LEAVE_S = 2.0  # for the system to take a process that was killed
+LOAD_S = 600.0  # for the drafter to be loaded
+KILL_S = 2.0  # for the system to end a process that was killed
 
 log = logging.getLogger(__name__)
 
 
 class DrafterProcess:
-    """One process, from birth to death, which comes with the end of its owner or, in any way, of the engine's."""
+    """One process. It ends with this object, or in any way with the engine's process."""
 
     def __init__(self, begin: BeginDrafter) -> None:
-        """Start a process and wait until its drafter is there. Raises what building it raises, and `LineDead`."""
-        self.born_s = time.monotonic()
-        channel, theirs, memory_fd = open_line(most_bytes(begin.config.limits))
+        """Start a process and wait until its drafter is loaded. Raises what loading raises, or `ChannelClosed`."""
+        self.started_s = time.monotonic()
+        channel, theirs, memory_fd = open_channel(max_message_bytes(begin.config.limits))
         fds = (theirs.fileno(), memory_fd)
-        command = [sys.executable, "-m", "paceline.engine.remote.process", *map(str, fds)]
+        command = [sys.executable, "-m", "paceline.engine.remote.drafter_process", *map(str, fds)]
         try:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=fds)  # noqa: S603 (our own)
         except BaseException:
@@ -58,63 +63,68 @@ class DrafterProcess:
 
     @property
     def pid(self) -> int:
-        """The process's id."""
+        """Id of the process."""
         return self._process.pid
 
     def ask(self, message: ToDrafter, kind: type[AnswerT], timeout_s: float) -> AnswerT:
-        """Ask and wait. Raises `LineDead` if this life is over, `PacelineError` if the answer is an error."""
+        """Send a message and wait for the answer.
+
+        Raises `ChannelClosed` if the process cannot be used any more, `PacelineError` if the answer is an error.
+        """
         self._channel.send(encode(message))
         try:
             answer = decode_to_engine(self._channel.receive(timeout_s))
         except TimeoutError:
-            raise LineDead(f"it did not answer within {timeout_s:g} s") from None
+            raise ChannelClosed(f"it did not answer within {timeout_s:g} s") from None
         except BAD_MESSAGE as error:
-            raise LineDead(f"its answer is none: {error}") from None
+            raise ChannelClosed(f"its answer is none: {error}") from None
         if isinstance(answer, Failed):
             raise error_of(answer.kind, answer.message)
         if not isinstance(answer, kind):
-            raise LineDead(f"it answered with {type(answer).__name__}")
+            raise ChannelClosed(f"it answered with {type(answer).__name__}")
         return answer
 
 
 class ProcessSupervisor:
-    """One life after another."""
+    """Keeps one process of a drafter running."""
 
     def __init__(self, begin: BeginDrafter, name: str) -> None:
-        """Start the first. Raises what building the drafter raises, and `LineDead`."""
+        """Start the first process. Raises what loading the drafter raises, and `ChannelClosed`."""
         self._begin, self._name = begin, name
-        self._life: DrafterProcess | None = DrafterProcess(begin)
-        self._coming: Future[DrafterProcess] | None = None
+        self._process: DrafterProcess | None = DrafterProcess(begin)
+        self._next: Future[DrafterProcess] | None = None
         self._worker = PassThread(f"start {name}")
-        self._back_off = BackOff()
-        self.first = self._life.up
+        self._backoff = RestartBackoff()
+        self.first = self._process.up
 
     @property
     def pid(self) -> int | None:
-        """The living process's id."""
-        return self._life.pid if self._life is not None else None
+        """Id of the running process; None while there is none."""
+        return self._process.pid if self._process is not None else None
 
-    def living(self) -> DrafterProcess | None:
-        """The process, None while there is none that could be asked."""
-        if self._life is None and self._coming is not None and self._coming.done():
-            coming, self._coming = self._coming, None
+    def running(self) -> DrafterProcess | None:
+        """Return the process; None while there is none to ask."""
+        if self._process is None and self._next is not None and self._next.done():
+            started = self._next
+            self._next = None
             try:
-                self._life = coming.result()
+                self._process = started.result()
             except Exception as error:
-                self._come_again(0.0, str(error))
+                self._restart(0.0, str(error))
             else:
                 log.warning("drafter %s is back", self._name)
-        return self._life
+        return self._process
 
     def end(self, why: str) -> None:
-        """End the life there is; another begins by itself."""
-        assert self._life is not None
-        life, self._life = self._life, None
-        life.end()
-        self._come_again(time.monotonic() - life.born_s, why)
+        """End the running process; another is started after a wait."""
+        assert self._process is not None
+        process = self._process
+        self._process = None
+        process.end()
+        self._restart(time.monotonic() - process.started_s, why)
 
-    def _come_again(self, lived_s: float, why: str) -> None:
-        wait_s = self._back_off.wait_s(lived_s)
+    def _restart(self, lived_s: float, why: str) -> None:
+        wait_s = self._backoff.wait_s(lived_s)
         log.warning(
             "the process of drafter %s is lost: %s; its rows decode plainly until it is started again, "
             "in %g s; texts stay the same",
@@ -122,10 +132,10 @@ class ProcessSupervisor:
             why,
             wait_s,
         )
-        self._coming = self._worker.start(partial(_later, wait_s, self._begin))
+        self._next = self._worker.start(partial(_start_later, wait_s, self._begin))
 
 
-def _later(wait_s: float, begin: BeginDrafter) -> DrafterProcess:
+def _start_later(wait_s: float, begin: BeginDrafter) -> DrafterProcess:
     time.sleep(wait_s)
     return DrafterProcess(begin)
 
@@ -136,6 +146,6 @@ def _end(process: subprocess.Popen[bytes], channel: Channel) -> None:
     process.stdin.close()
     channel.close()
     try:
-        process.wait(LEAVE_S)
+        process.wait(KILL_S)
     except subprocess.TimeoutExpired:
         log.warning("process %d does not end, though it was killed", process.pid)

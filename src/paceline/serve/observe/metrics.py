@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
     from paceline.core.nouns import Figures
-    from paceline.engine.stats import Gauges, Reckoned, Stats
+    from paceline.engine.stats import Gauges, Stats
     from paceline.serve.worker.client import EngineClient
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -64,7 +64,7 @@ class EngineCollector(Collector):
         if client.snapshot is not None:
             yield from _counters(client.snapshot.stats)
             yield from _speculation(client.snapshot.stats)
-            yield from _reckoned(client.snapshot.stats.reckoned)
+            yield from _predictions(client.snapshot.stats.predictions)
             yield from _gauges(client.snapshot.gauges)
 
 
@@ -106,12 +106,12 @@ def _speculation(stats: Stats) -> Iterator[Metric]:
     yield from (drafted, trimmed, verified, accepted, rejected, passes)
 
 
-def _reckoned(reckoned: Reckoned) -> Iterator[Metric]:
+def _predictions(predictions: Predictions) -> Iterator[Metric]:
     """Yield the controller's prediction errors and the estimated time of plain decoding."""
-    yield _counter("paceline_predicted_step_seconds", "Time of steps that were predicted", reckoned.step_s)
-    yield _counter("paceline_misprediction_seconds", "Time by which predictions were off", reckoned.error_s)
+    yield _counter("paceline_predicted_step_seconds", "Time of steps that were predicted", predictions.step_s)
+    yield _counter("paceline_misprediction_seconds", "Time by which predictions were off", predictions.error_s)
     about = "Time that the tokens of these steps would have taken without drafts, estimated"
-    yield _counter("paceline_plain_seconds", about, reckoned.plain_s)
+    yield _counter("paceline_plain_seconds", about, predictions.plain_s)
 
 
 def _counter(name: str, about: str, value: float) -> CounterMetricFamily:

@@ -18,7 +18,7 @@ import zmq
 import zmq.asyncio
 
 from paceline.core.errors import EngineDied, PacelineError
-from paceline.core.process import BackOff
+from paceline.core.system import RestartBackoff
 from paceline.engine.wire import BAD_MESSAGE, Failed, Submit, encode, error_of
 from paceline.serve.worker.messages import (
     MAX_TO_SERVER_BYTES,
@@ -186,7 +186,7 @@ class EngineClient:
     # Supervision -------------------------------------------------------------------------------------
 
     async def _supervise(self) -> None:
-        back_off = BackOff()
+        back_off = RestartBackoff()
         while True:
             start_s = time.monotonic()
             try:

@@ -19,7 +19,7 @@ from paceline.control.fixed import FixedK
 from paceline.core.errors import PacelineError, RequestError
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
-from paceline.core.process import end_with_parent
+from paceline.core.system import end_with_parent
 from paceline.engine.assembly.build import build
 from paceline.engine.wire import BAD_MESSAGE, Failed, Submit, encode
 from paceline.serve.worker.messages import (
@@ -116,7 +116,7 @@ class EngineWorker:
                 return
 
     def _step(self) -> None:
-        if self.engine.loop.rest():
+        if self.engine.loop.wait():
             self._receive()  # requests that came while the pass ran join the next one
             if self.stopped:
                 return

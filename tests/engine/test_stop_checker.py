@@ -8,7 +8,7 @@ import pytest
 
 from paceline.core.nouns import BROKEN, Request
 from paceline.core.params import SamplingParams
-from paceline.engine.writer import StopChecker, Taken
+from paceline.engine.output import StopCheck, StopChecker
 from paceline.model.detokenizer import Detokenizer
 from tests.tiny import tiny_tokenizer
 
@@ -24,11 +24,13 @@ PARAMS = [
 ]
 
 
-def _written(params: SamplingParams, drafts: list[list[int]], method: str) -> tuple[list[tuple[Taken, str]], str]:
+def _written(
+    params: SamplingParams, drafts: list[list[int]], method: str
+) -> tuple[list[tuple[StopCheck, str]], str]:
     writer = StopChecker(Request("r", (1,), params, seed=0), frozenset({EOS}), Detokenizer(TOKENIZER))
-    found: list[tuple[Taken, str]] = []
+    found: list[tuple[StopCheck, str]] = []
     for drafted in drafts:
-        taken: Taken = getattr(writer, method)(drafted)
+        taken: StopCheck = getattr(writer, method)(drafted)
         found.append((taken, writer.text()))
         if taken.finish_reason is not None:
             break
@@ -47,7 +49,7 @@ def test_tokens_together_are_written_as_one_by_one(params: SamplingParams) -> No
         cuts = sorted(random.sample(range(1, len(ids)), 25))
         drafts = [ids[a:b] for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
         together, rest = _written(params, drafts, "take")
-        assert (together, rest) == _written(params, drafts, "take_slow")
+        assert (together, rest) == _written(params, drafts, "take_each")
         endings.add(together[-1][0].finish_reason)
     assert {"error", "length"} <= endings
     assert params.ignore_eos or "stop" in endings

@@ -1,4 +1,4 @@
-"""The scores of one row, and the loop over rows that all laws share."""
+"""Scores of one row, and the loop over rows that every law shares."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RowScores:
-    """Scored positions of one row: index 0 follows its newest token, index i its i-th draft."""
+    """Scored positions of one row: index 0 is behind its newest token, index i behind its i-th draft."""
 
     scores: Scores
     start: int
@@ -30,31 +30,31 @@ class RowScores:
     def __len__(self) -> int:
         return self.end - self.start
 
-    def spec(self, index: int) -> SamplingSpec:
-        """Return how the target samples at a position."""
+    def choose(self, index: int) -> SamplingSpec:
+        """Return the rule by which the target chooses at a position."""
         return self.scores.specs[self.start + index]
 
     def logits(self, index: int) -> NDArray[floating]:
-        """Return the raw logits [vocab] of a position whose sampling kind asks for them."""
+        """Return the raw logits [vocab] of a position whose `choose` wants them."""
         logits, logit_idx = self.scores.logits, self.scores.logit_idx
         assert logits is not None
         assert logit_idx is not None
         return logits[logit_idx[self.start + index]]  # type: ignore[no-any-return]
 
     def choice(self, index: int) -> int:
-        """Return the target's token at a position, BROKEN if its logits are not numbers."""
+        """Return the target's own token at a position, BROKEN if it has none."""
         chosen = int(self.scores.chosen[self.start + index])
-        return choose_token(self.logits(index), self.spec(index)) if chosen == UNCHOSEN else chosen
+        return choose_token(self.logits(index), self.choose(index)) if chosen == UNCHOSEN else chosen
 
     def probs(self, index: int) -> NDArray[float64]:
         """Return the target's distribution [vocab] at a position, after the request's transforms.
 
-        Raises `BrokenRow` if the logits are not numbers.
+        Raises `BrokenRow`.
         """
         import numpy as np
 
         logits = self.logits(index)
-        ids, probs = distribution(logits, self.spec(index))
+        ids, probs = distribution(logits, self.choose(index))
         dense = np.zeros(len(logits))
         dense[ids] = probs
         return dense
@@ -64,19 +64,19 @@ class RowScores:
         return noise.uniform(self._key(index, noise.Lane.ACCEPT, depth))
 
     def draw(self, index: int, weights: NDArray[float64]) -> int:
-        """Draw the token that replaces the rejected draft at a position. weights: [vocab], of any sum.
+        """Draw the token in place of the rejected draft at a position. weights: [vocab], of any sum.
 
-        A sum of 0 is due to rounding: p and q are equal, and the token is drawn from p.
+        The sum is 0 only by rounding, where p equals q; p is used then.
         """
         return draw(weights if weights.any() else self.probs(index), self._key(index, noise.Lane.RESIDUAL))
 
     def _key(self, index: int, lane: noise.Lane, depth: int = 0) -> noise.Key:
-        spec = self.spec(index)
-        return noise.key(spec.seed, spec.choice, lane, spec.position, depth)
+        choose = self.choose(index)
+        return noise.key(choose.seed, choose.choice, lane, choose.position, depth)
 
 
 def draft_probs(drafted: RowDraft, index: int, vocab_size: int) -> NDArray[floating]:
-    """Return the distribution [vocab] that a draft was drawn from, one-hot if its drafter is deterministic."""
+    """Return the distribution q [vocab] that a draft was drawn from, one-hot if its drafter did not draw."""
     import numpy as np
 
     if drafted.probs is not None:
@@ -87,17 +87,17 @@ def draft_probs(drafted: RowDraft, index: int, vocab_size: int) -> NDArray[float
 
 
 def excess(p: NDArray[float64], q: NDArray[floating]) -> NDArray[float64]:
-    """Return max(p - q, 0) [vocab], the unnormalised residual distribution."""
+    """Return max(p - q, 0), the residual weights of a rejected draft. [vocab]"""
     import numpy as np
 
     return np.maximum(p - q, 0.0)
 
 
 def judge_rows(rule: Callable[[RowDraft, RowScores], Sequence[int]], draft: Draft, scores: Scores) -> Verdict:
-    """Apply `rule` to every scored row.
+    """Apply a rule to every row that was scored.
 
-    `rule` returns the kept drafts and one more token, BROKEN where the target's logits are not numbers.
-    The drafts kept before it stay: plain decoding would have written them, too.
+    The rule returns the kept drafts and one token more, which is BROKEN where the target has no finite number. The
+    drafts before it stay: plain decoding would have written them too.
     """
     bounds = pairwise(int(offset) for offset in scores.cu_len)
     rows = (RowScores(scores, start, end) for start, end in bounds)
@@ -115,7 +115,7 @@ def _judge_row(
 
 
 def _row_logprobs(row: RowScores, token_ids: Sequence[int]) -> list[TokenLogprobs] | None:
-    num_top = row.spec(0).params.logprobs
+    num_top = row.choose(0).params.logprobs
     if num_top is None:
         return None
     return [logprobs(row.logits(i), token, num_top) for i, token in enumerate(token_ids) if token != BROKEN]

@@ -1,11 +1,11 @@
-"""Where a figure was measured."""
+"""Names of builds, and waits before restarts."""
 
 from __future__ import annotations
 
 import subprocess
 from typing import TYPE_CHECKING
 
-from paceline.core.machine import commit
+from paceline.core.system import FIRST_WAIT_S, MAX_WAIT_S, STEADY_S, RestartBackoff, commit
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,3 +37,12 @@ def test_changed_builds_of_one_commit_have_names_of_their_own(tmp_path: Path) ->
 def test_code_outside_of_a_checkout_has_no_commit(tmp_path: Path) -> None:
     assert commit(tmp_path) is None
     assert commit(tmp_path / "nowhere") is None
+
+
+def test_waits_are_doubled_up_to_the_longest_however_often_it_dies() -> None:
+    back_off = RestartBackoff()
+    waits = [back_off.wait_s(0.0) for _ in range(3000)]
+    assert waits[:3] == [FIRST_WAIT_S, 2 * FIRST_WAIT_S, 4 * FIRST_WAIT_S]
+    assert waits == sorted(waits)
+    assert set(waits[10:]) == {MAX_WAIT_S}
+    assert back_off.wait_s(STEADY_S + 1) == FIRST_WAIT_S

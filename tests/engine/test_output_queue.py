@@ -47,13 +47,13 @@ def told(engine: Engine) -> list[tuple[str, int, bool]]:
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_what_is_told_beside_a_pass_is_what_would_be_told_before_it(draft: str) -> None:
-    tally, hidden_s = Tally(), 0.0
+    tally, overlapped_s = Tally(), 0.0
 
     @seed(1)
     @settings(max_examples=12, database=None, suppress_health_check=list(HealthCheck))
     @given(workloads(), settings_(), st.booleans(), st.integers(0, 1000))
     def check(requests: list[Request], changed: Settings, restless: bool, number: int) -> None:
-        nonlocal hidden_s
+        nonlocal overlapped_s
         engine = make_engine(draft, changed, types=BESIDE)
         if restless and draft not in ("off", AUTO):
             engine.controller = RestlessK(draft.partition(":")[0], 8, number)
@@ -65,10 +65,10 @@ def test_what_is_told_beside_a_pass_is_what_would_be_told_before_it(draft: str) 
             assert whole.text.startswith(begun.text.rstrip("\ufffd"))
         assert_same(expected, got)
         tally.add(engine, got)
-        hidden_s += engine.stats().hidden_s
+        overlapped_s += engine.stats().overlapped_s
 
     check()
-    assert hidden_s > 0.0
+    assert overlapped_s > 0.0
     assert tally.preemptions > 0
     assert draft == "off" or sum(tally.accepted_at) > 0
 
@@ -83,7 +83,7 @@ def test_beginnings_and_ends_are_told_at_once_and_the_rest_a_pass_later(types: s
     assert told(engine) == [("a", 1, False), ("b", 1, True)]
     assert told(engine) == [("a", 1, False), ("a", 1, True)]
     assert not engine.has_work
-    assert (engine.stats().hidden_s > 0.0) == (types == BESIDE)
+    assert (engine.stats().overlapped_s > 0.0) == (types == BESIDE)
 
 
 def test_who_is_cancelled_has_been_told_all() -> None:
@@ -111,7 +111,28 @@ def test_a_text_that_cannot_be_read_ends_while_its_pass_runs(monkeypatch: pytest
     engine.add(asked("b", 9))
     assert told(engine) == [("a", 1, False), ("b", 1, False)]
     assert told(engine) == []
-    writer = engine._accounts["a"].writer
+    writer = engine.outputs.responses["a"].checker
     monkeypatch.setattr(writer, "text", lambda: 1 // 0)
     assert told(engine) == [("a", 0, True), ("b", 1, False)]
     assert [r.request.request_id for r in engine.scheduler.running] == ["b"]
+
+
+def test_who_is_cancelled_while_its_text_cannot_be_read_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine("off", PLAIN, types=BESIDE)
+    engine.add(asked("a", 9))
+    assert told(engine) == [("a", 1, False)]
+    assert told(engine) == []
+    monkeypatch.setattr(engine.outputs.responses["a"].checker, "text", lambda: 1 // 0)
+    engine.cancel("a")
+    engine.cancel("a")
+    assert told(engine) == [("a", 0, True)]
+    assert not engine.has_work
+
+
+def test_a_commit_insists_that_gains_of_the_step_before_are_outcomes(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine("off", PLAIN, types=BESIDE)
+    engine.add(asked("a", 9))
+    monkeypatch.setattr(engine.outputs, "flush", lambda: None)
+    with pytest.raises(AssertionError, match="overtake"):
+        for _ in range(3):
+            engine.step()

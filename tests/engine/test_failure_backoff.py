@@ -1,4 +1,4 @@
-"""A drafter that fails is left in peace, and asked again."""
+"""A drafter that fails is left out of plans, and asked again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.core.nouns import Batch, Draft, Plan, Scores
 from paceline.draft.drafter import DrafterUnavailable
 from paceline.engine.assembly import auto
 from paceline.engine.assembly.config import EngineConfig
-from paceline.engine.patience import FAILURES, LEAST_PEACE, MOST_PEACE, FailureBackoff
+from paceline.engine.drafters import FIRST_PAUSE, LONGEST_PAUSE, MAX_FAILURES, FailureBackoff
 from tests.engine.same_text import PLAIN, STAIRCASE, assert_same, make_engine, run
 from tests.engine.test_faults import REQUESTS
 
@@ -22,37 +22,37 @@ if TYPE_CHECKING:
 INDEX = {"a": 0, "b": 1}
 
 
-def plans_in_peace(patience: FailureBackoff, name: str) -> int:
-    """Return for how many plans a drafter is out."""
+def plans_left_out(backoff: FailureBackoff, name: str) -> int:
+    """Return how many plans leave a drafter out."""
     count = 0
-    while INDEX[name] in patience.out(INDEX):
+    while INDEX[name] in backoff.unavailable(INDEX):
         count += 1
     return count
 
 
-def test_peace_grows_with_failures_and_ends_with_success() -> None:
-    patience = FailureBackoff()
-    for _ in range(FAILURES - 1):
-        patience.note("b", failed=True)
-        assert patience.out(INDEX) == frozenset()
+def test_pauses_grow_with_failures_and_end_with_success() -> None:
+    backoff = FailureBackoff()
+    for _ in range(MAX_FAILURES - 1):
+        backoff.note("b", failed=True)
+        assert backoff.unavailable(INDEX) == frozenset()
     found = []
     for _ in range(8):
-        patience.note("b", failed=True)
-        found.append(1 + plans_in_peace(patience, "b"))
-    assert found[0] == LEAST_PEACE
+        backoff.note("b", failed=True)
+        found.append(1 + plans_left_out(backoff, "b"))
+    assert found[0] == FIRST_PAUSE
     assert found == sorted(found)
-    assert found[-1] == MOST_PEACE
-    patience.note("b", failed=False)
-    patience.note("b", failed=True)
-    assert patience.out(INDEX) == frozenset()
+    assert found[-1] == LONGEST_PAUSE
+    backoff.note("b", failed=False)
+    backoff.note("b", failed=True)
+    assert backoff.unavailable(INDEX) == frozenset()
 
 
-def test_others_are_not_out() -> None:
-    patience = FailureBackoff()
-    for _ in range(FAILURES):
-        patience.note("a", failed=True)
-        patience.note("b", failed=False)
-    assert patience.out(INDEX) == {0}
+def test_other_drafters_are_not_left_out() -> None:
+    backoff = FailureBackoff()
+    for _ in range(MAX_FAILURES):
+        backoff.note("a", failed=True)
+        backoff.note("b", failed=False)
+    assert backoff.unavailable(INDEX) == {0}
 
 
 def passes_alone_take_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,7 @@ def passes_alone_take_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> N
         return begin(batch, draft)
 
     engine.target.begin = begun  # type: ignore[method-assign]
-    for module in ("engine", "serial", "overlap", "assembly.loop_choice"):
+    for module in ("engine", "step", "overlap", "assembly.build"):
         monkeypatch.setattr(f"paceline.engine.{module}.perf_counter", lambda: now_s[0])
 
 
@@ -83,5 +83,5 @@ def test_auto_does_not_plan_on_with_a_drafter_that_fails(
 
     broken.propose = propose  # type: ignore[method-assign]
     assert_same(run(make_engine("off", PLAIN), REQUESTS), run(engine, REQUESTS))
-    assert FAILURES <= len(asked) < engine.stats().steps / 2
+    assert MAX_FAILURES <= len(asked) < engine.stats().steps / 2
     assert engine.stats().drafter_failures == (0 if isinstance(trouble, DrafterUnavailable) else len(asked))

@@ -1,0 +1,238 @@
+"""The machine and its processes: processor, cores, memory, commit, restarts, Ctrl-C."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack, contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+T = TypeVar("T")
+
+FIRST_WAIT_S = 0.25  # before the first restart; doubled while the process keeps ending
+MAX_WAIT_S = 30.0
+MAX_DOUBLINGS = 16  # the wait is the longest by then; 2 to the power of some thousand restarts is no float
+STEADY_S = 60.0  # a process that ran this long ended for a new reason
+POLL_S = 0.05  # between two tries to take a lock
+
+_PROC = Path("/proc")
+_CGROUP = Path("/sys/fs/cgroup")
+_RESET_PEAK = "5"  # see proc_pid_clear_refs(5)
+
+
+# What figures depend on --------------------------------------------------------------------------
+
+
+def processor() -> dict[str, Any]:
+    """Return what the speed of a model depends on: processor and cores."""
+    return {"cpu": _cpu_name(), "cores": os.cpu_count(), "usable_cores": len(usable_cores())}
+
+
+def machine() -> dict[str, Any]:
+    """Return what figures depend on: processor, cores, memory, system, versions of what we run on."""
+    return {
+        **processor(),
+        "memory_gb": round(memory_bytes() / 1e9, 1),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "numpy": _version("numpy"),
+    }
+
+
+def _version(package: str) -> str | None:
+    """Return the version of an installed package without importing it; None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def commit(folder: Path = Path(__file__).parent) -> str | None:
+    """Return the commit of the running code; None outside a checkout.
+
+    A changed checkout gets `-dirty` and a hash of its changes, as two changes of one commit are two builds.
+    """
+    try:
+        found = _git(folder, "describe", "--always", "--dirty", "--abbrev=12").decode().strip()
+        changes = _git(folder, "diff", "HEAD") if found.endswith("-dirty") else b""
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return f"{found}-{hashlib.sha256(changes).hexdigest()[:8]}" if changes else found or None
+
+
+def _git(folder: Path, *arguments: str) -> bytes:
+    command = ["git", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, timeout=10, check=True)  # noqa: S603 (our own)
+    return done.stdout
+
+
+def _cpu_name() -> str:
+    names = (line.partition(":")[2].strip() for line in _lines(_PROC / "cpuinfo") if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+# Memory ------------------------------------------------------------------------------------------
+
+
+def memory_bytes() -> int:
+    """Return the machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def available_bytes() -> int:
+    """Return the memory that can be had without swapping, within the control group's limit if there is one."""
+    free = memory_bytes()
+    for line in _lines(_PROC / "meminfo"):
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    limit, used = (_lines(_CGROUP / f"memory.{name}") for name in ("max", "current"))
+    if limit and used and limit[0].isdigit():
+        free = min(free, int(limit[0]) - int(used[0]))
+    return max(free, 0)
+
+
+def reset_peak_rss() -> None:
+    """Start a new peak of this process's memory, where the system can; else the peak is the whole process's."""
+    try:
+        (_PROC / "self" / "clear_refs").write_text(_RESET_PEAK)
+    except OSError:
+        return
+
+
+def peak_rss_mb() -> float:
+    """Return the peak of this process's memory since the reset, engines of other drafters included."""
+    for line in _lines(_PROC / "self" / "status"):
+        if line.startswith("VmHWM:"):
+            return round(int(line.split()[1]) / 1e3, 1)
+    unit = 1e6 if sys.platform == "darwin" else 1e3
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit, 1)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+# Cores -------------------------------------------------------------------------------------------
+
+
+def usable_cores() -> frozenset[int]:
+    """Return the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def stay_on(cores: frozenset[int]) -> None:
+    """Keep this thread, and threads it starts, on some cores, where the system can. No cores: no limit."""
+    if cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
+
+
+def on_cores(cores: frozenset[int], call: Callable[[], T]) -> T:
+    """Make a call that must not fail in a thread on some cores; threads it starts stay on them too."""
+    found: list[T] = []
+
+    def run() -> None:
+        stay_on(cores)
+        found.append(call())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+# Processes, locks and Ctrl-C ---------------------------------------------------------------------
+
+
+class RestartBackoff:
+    """Waits before a process that ended is started again, longer while it keeps ending."""
+
+    def __init__(self) -> None:
+        self._deaths = 0  # in a row
+
+    def wait_s(self, lived_s: float) -> float:
+        """Return the seconds to wait after a process that ran for `lived_s`."""
+        self._deaths = 0 if lived_s > STEADY_S else self._deaths + 1
+        doublings = min(max(self._deaths - 1, 0), MAX_DOUBLINGS)
+        return float(min(FIRST_WAIT_S * 2**doublings, MAX_WAIT_S))
+
+
+@contextmanager
+def file_lock(path: Path, wait_s: float, on_wait: Callable[[float], None]) -> Iterator[bool]:
+    """Hold a lock among this machine's processes during the block; yield False if it cannot be had.
+
+    The system frees the lock when its holder ends, in whatever way; the file stays. wait_s: bound of the wait for
+    the holder. on_wait: called while waiting, every `POLL_S`, with the seconds waited so far.
+    """
+    with ExitStack() as stack:
+        held = False
+        with suppress(OSError):  # no such folder, or a file system without locks
+            file = stack.enter_context(path.open("a"))
+            start = time.monotonic()
+            while not (held := _try_lock(file)) and (waited_s := time.monotonic() - start) < wait_s:
+                on_wait(waited_s)
+                time.sleep(POLL_S)
+        yield held
+
+
+def _try_lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def end_with_parent() -> None:
+    """Exit at once when stdin ends: the parent held it open, so it is gone."""
+
+    def watch() -> None:
+        while os.read(sys.stdin.fileno(), 1024):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="parent-watch").start()
+
+
+@contextmanager
+def uninterrupted() -> Iterator[Callable[[], None]]:
+    """Hold Ctrl-C back until the block has ended: half a step would leave an engine in disorder.
+
+    Raises `KeyboardInterrupt` at the end of the block, or where the block calls the function it is given: a block
+    of many steps calls it between two of them, as to begin and end a block takes 30 us. Other threads are never
+    interrupted. A handler other than Python's own is left alone.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield lambda: None
+        return
+    pressed: list[int] = []
+
+    def raise_if_pressed() -> None:
+        if pressed:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield raise_if_pressed
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    raise_if_pressed()
