@@ -15,14 +15,12 @@ import numpy as np
 import pytest
 from tests.control.costs import H100
 
+from paceline.control.acceptance import conditional
 from paceline.control.controller import StepTimes
-from paceline.control.cost import Work
 from paceline.control.goodput import Goodput
-from paceline.control.objective import Objective
-from paceline.control.policy import StepView
-from paceline.control.profile import from_json, read_profile
-from paceline.control.setup import make_loop
-from paceline.control.survival import conditional
+from paceline.control.latency_target import Objective
+from paceline.control.policy import StepView, Work
+from paceline.control.profile import from_json, make_loop, read_profile
 from paceline.core.nouns import NO_DRAFT, Batch, BatchRow, Draft, RowDraft, RowVerdict, Verdict
 from paceline.sim.simulator import SimulatedReplica, Simulator, Workload, mixed_ease
 
@@ -87,10 +85,10 @@ class Engine:
         return hashlib.sha256(repr(self.lines).encode()).hexdigest()[:16]
 
     def _step(self, rows: np.ndarray, group: int, step: int) -> None:
-        loop = self.loop.twin if group else self.loop
+        loop = self.loop.second_group if group else self.loop
         special = self.wishes and step % 11 == 0
         prefill = int(self.rng.integers(16, 200)) if self.rng.random() < 0.08 else 0
-        if not special and self.groups == 1 and not prefill and loop.rests(len(rows)):
+        if not special and self.groups == 1 and not prefill and loop.reuse_plan(len(rows)):
             self.lines.append("reused")
             self._end(loop, rows, Draft((NO_DRAFT,) * len(rows)), 0)
             return
@@ -106,7 +104,7 @@ class Engine:
     def _view(self, loop: ClosedLoop, rows: np.ndarray, prefill: int, special: bool, step: int) -> StepView:
         n = len(rows)
         offers = {}
-        if loop.looks or special:
+        if loop.wants_preview or special:
             ends = self.rng.integers(0, 6, n) * (self.rng.random(n) < 0.4) * (step // 200 % 2)
             offers = {0: np.where(np.arange(ends.max(initial=0)) < ends[:, None], self.chance[rows, :1], np.nan)}
         wishes = {int(rows[0]): int(self.rng.integers(0, 3))} if special and self.rng.random() < 0.5 else {}

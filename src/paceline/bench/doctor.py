@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from paceline.backend.registry import NUM_BYTES
 from paceline.bench.run import empty
-from paceline.control.fixed import FixedK
+from paceline.control.controller import FixedK
 from paceline.core.errors import ConfigError, ModelError
 from paceline.core.interrupts import uninterrupted
 from paceline.core.nouns import Request

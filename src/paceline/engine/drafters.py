@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from paceline.control.arrays import confidence_of
+from paceline.control.policy import confidence_of
 from paceline.core.nouns import NO_DRAFT, Draft, RowDraft
 from paceline.draft.drafter import DrafterUnavailable, StoresLost
 from paceline.engine.patience import FailureBackoff

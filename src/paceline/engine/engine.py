@@ -141,9 +141,9 @@ class Engine:
     def plan(self, group: Group = None) -> Plan:
         """Plan a step for the rows of a group."""
         controller = self.controller_of(group)
-        if group is None and not self.scheduler.any_asks and controller.rests(len(self.scheduler.running)):
+        if group is None and not self.scheduler.any_asks and controller.reuse_plan(len(self.scheduler.running)):
             return NOTHING_TO_PLAN
-        view = outlook(self.scheduler, self.drafting, looks=controller.looks, group=group)
+        view = outlook(self.scheduler, self.drafting, wants_preview=controller.wants_preview, group=group)
         start = perf_counter()
         plan = controller.plan(view)
         self._stats.control_s += perf_counter() - start
@@ -237,7 +237,7 @@ class Engine:
 
     def controller_of(self, group: Group) -> Controller:
         """Return what plans for a group: one controller, which keeps the groups' open rounds apart."""
-        return self.controller.twin if group else self.controller
+        return self.controller.second_group if group else self.controller
 
     # Commit, row by row --------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.control.reckoning import Reckoning
+    from paceline.control.online_cost import StepAccounting
     from paceline.core.nouns import Batch, Draft, RowDraft, Verdict
 
 
@@ -60,7 +60,7 @@ class Reckoned:
     plain_s: float = 0.0  # that the same tokens would have taken without drafts, as estimated
     errors: list[int] = field(default_factory=list)  # [percent] steps whose prediction was off by so much
 
-    def count(self, reckoning: Reckoning) -> None:
+    def count(self, reckoning: StepAccounting) -> None:
         """Add a step. A prediction that is no number is as wrong as any, and says nothing of what drafts bring."""
         step_s = reckoning.measured_s
         self.step_s += step_s

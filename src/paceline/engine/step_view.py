@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline import kernels
-from paceline.control.cost import NO_WORK, Work
-from paceline.control.objective import MS_PER_S
-from paceline.control.policy import StepView
+from paceline.control.latency_target import MS_PER_S
+from paceline.control.policy import NO_WORK, StepView, Work
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -21,15 +20,15 @@ if TYPE_CHECKING:
     from paceline.engine.scheduler import Group, RequestState, Scheduler
 
 
-def outlook(scheduler: Scheduler, drafting: DrafterPool, *, looks: bool, group: Group = None) -> StepView:
+def outlook(scheduler: Scheduler, drafting: DrafterPool, *, wants_preview: bool, group: Group = None) -> StepView:
     """Return the rows of a group that would decode, and the prefill that is likely to ride along.
 
-    looks: asks the drafters that cost nothing what they would propose; rows with wishes of their own do so anyhow.
+    wants_preview: query the lookup drafters; requests with speculation settings of their own cause that anyhow.
     """
     decoding = scheduler.decoding(group)
     rows, lengths, most = kernels.bounds_of(decoding)
     special = [r for r in decoding if r.request.speculation is not None]
-    offers = drafting.look(rows.tolist(), most.tolist()) if looks or special else {}
+    offers = drafting.look(rows.tolist(), most.tolist()) if wants_preview or special else {}
     wishes, targets = dict(_wishes(special, drafting.names)), dict(_targets(special))
     prefill, waiting = _prefill(scheduler, group), len(scheduler.waiting)
     return StepView(rows, lengths, most, prefill, offers, wishes, waiting, targets, drafting.out())

@@ -59,7 +59,8 @@ def run(args: Namespace) -> int:
 
 
 def _cells(profile: Profile, rows: int) -> list[str]:
-    from paceline.control.cost import MeasuredCost, Work
+    from paceline.control.cost import MeasuredCost
+    from paceline.control.policy import Work
 
     assert isinstance(profile.cost, MeasuredCost)
     keys = rows * CONTEXT

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from paceline.backend.rows import Rows
 from paceline.backend.seam import Backend, num_cores
-from paceline.control.fixed import FixedK
+from paceline.control.controller import FixedK
 from paceline.core.errors import ConfigError
 from paceline.draft.drafter import DraftWeights, Memory, Target, Vocabulary
 from paceline.draft.registry import parse_drafters

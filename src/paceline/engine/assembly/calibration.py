@@ -14,8 +14,9 @@ from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
-from paceline.control.cost import MeasuredCost, TargetCost, Work
-from paceline.control.fit import TimedPass, fit_drafting, fit_target
+from paceline.control.cost import MeasuredCost, TargetCost
+from paceline.control.policy import Work
+from paceline.control.profile import TimedPass, fit_drafting, fit_target
 from paceline.core.errors import ConfigError, QueueFull
 from paceline.core.interrupts import uninterrupted
 from paceline.core.nouns import Request
@@ -291,7 +292,7 @@ class _Calibrator:
     def _step(self, told: Told) -> _Timed:
         """Run a step and see what it did and how long that took."""
         e, before = self.engine, self.engine.stats()
-        prefill = outlook(e.scheduler, e.drafting, looks=False).prefill
+        prefill = outlook(e.scheduler, e.drafting, wants_preview=False).prefill
         e.controller = told
         with uninterrupted():
             self.whole = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from paceline.control.fixed import FixedK
+from paceline.control.controller import FixedK
 from paceline.core.nouns import NO_DRAFT, Draft, RowDraft
 from paceline.draft.drafter import Needs
 
