@@ -143,7 +143,7 @@ def test_auto_prices_overlap_and_a_replay_sees_it(
     assert all((s.now.ks == s.then.ks).all() and (s.now.drafters == s.then.drafters).all() for s in steps)
     assert any(s.overlap is not None and s.overlap.apart for s in steps)
     assert any(s.overlapped for s in steps) == (engine.stats().overlapped_steps > 0)
-    number = 1 + next(i for i, s in enumerate(steps) if s.turns is not None)
+    number = 1 + next(i for i, s in enumerate(steps) if s.overlap is not None)
     assert cli.main(["explain", str(trace), "--step", str(number)]) == 0
     assert "A is" in capsys.readouterr().out
 

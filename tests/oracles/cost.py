@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Prices(Protocol):
-    """What a price of uniform steps is made of."""
+    """Parts of the price of uniform steps."""
 
     def price(
         self, base: Work, lengths: NDArray[int64], ks: NDArray[int64], drafters: NDArray[int64]
@@ -52,7 +52,7 @@ class SlowCost:
         return float(self.drafting_by_drafter(ks, drafters).sum())
 
     def drafting_by_drafter(self, ks: NDArray[int64], drafters: NDArray[int64]) -> NDArray[float64]:
-        """As `OnlineCost.drafting_by_drafter`."""
+        """See `OnlineCost.drafting_by_drafter`."""
         found = np.zeros(len(self.measured.drafters))
         if self.measured.drafters:
             tables = draft_tables(self.measured.drafters)
@@ -64,7 +64,7 @@ class SlowCost:
 
 
 def table_times(cost: TableCost, base: Work, num_rows: int, drafts: Drafts) -> NDArray[float64]:
-    """As `SlowCost.times`, for a table of whole steps."""
+    """See `SlowCost.times`, for a table of whole steps."""
     return cost.seconds(num_rows, np.arange(len(drafts) + 1) / max(num_rows, 1))
 
 

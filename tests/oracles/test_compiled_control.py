@@ -268,3 +268,23 @@ def test_drafting_costs_the_same(measured: MeasuredCost, seed: int) -> None:
     ks = ks if num_drafters else np.zeros(n, np.int64)
     expected = SlowCost(measured).drafting_by_drafter(ks, drafters).tolist()
     assert cost.drafting_by_drafter(ks, drafters) == pytest.approx(expected)
+
+
+@pytest.mark.xfail(
+    strict=True, reason="compiled `trim` reads confidence `max(ks)` deep, beyond the end of a row's"
+)
+def test_a_draft_that_is_longer_than_all_confidence_is_trimmed_by_its_own() -> None:
+    """Row 0 states nothing of its four drafts; what row 1 states of its two is not row 0's."""
+    measured = MeasuredCost(TargetCost(Curve.of([1, 64], [5e-3, 24e-3])), (DraftCost(()), DraftCost(())))
+    ours, rows = Goodput(OnlineCost(measured), 3, (DEPTH, DEPTH), [np.full(DEPTH, 0.55)] * 2), np.arange(3)
+    view = StepView(rows, np.full(3, 50), np.full(3, 9), Work(0))
+    confidence = np.array([[np.nan, np.nan], [0.99, 0.99], [np.nan, np.nan]])
+    drafted = Drafted(rows, np.array([0, 1, NONE]), np.array([4, 2, 0]), confidence)
+    alive = alive_once_drafted(ours.choice.models, drafted, DEPTH)
+    base, _ = with_prefill(ours.choice.cost, view)
+    among = Candidates(alive, drafted.ks, view.lengths, np.array([0, 1, 0]), 3.0)
+    expected = ours.choice.cost.allocate(base, among, drafted=True).ks
+    known = ours.choice.known(view, ours._context)
+    found = ours.choice.cost.trim_in_one_call(base, view, known, drafted, 0.0, NONE)
+    assert found is not None
+    assert found.tolist() == expected.tolist()

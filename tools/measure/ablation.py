@@ -2,9 +2,9 @@
 
 Builds an engine with `--draft auto` as users get it, and for each mechanism another one in which it is replaced by
 its neutral element, from outside. All are in one process, share the target's weights and are asked the same
-questions in turns of a second, whoever is furthest behind first. The table has the tokens per second of each,
-relative to full `auto` in the same repeat: below 1, the mechanism is worth its place. `auto again` tells how far
-apart equal engines are measured. With `--simulate PROFILE.json` the same policies run in the simulator, on the
+questions, interleaved by the second, the one that is furthest behind first. The table has the tokens per second of
+each, relative to full `auto` in the same repeat: below 1, the mechanism is worth its place. `auto again` tells how
+far apart equal engines are measured. With `--simulate PROFILE.json` the same policies run in the simulator, on the
 costs and the acceptance of a profile that has both; mechanisms that it does not exercise are left out.
 """
 
@@ -78,7 +78,7 @@ class _NoTrim(Goodput):
 
 
 class _NoPrefillPrice(Goodput):
-    """Plans as if no prefill were in the pass, and so without a budget for it."""
+    """Plans without prefill in the pass, and so without a budget for it."""
 
     def reuse(self, view: StepView) -> Decision | None:
         return super().reuse(replace(view, prefill=NO_WORK))
@@ -160,7 +160,7 @@ class _NoHostTime(OnlineCost):
 
 
 class _NoCorrection(OnlineCost):
-    """Prices of passes and of drafting stay as they were measured; the host's time is learnt."""
+    """Prices of passes and drafting stay as measured; the host's time is learnt."""
 
     def account_step(self, *step: Any, **options: Any) -> StepAccounting:
         p = self.passes
@@ -260,7 +260,7 @@ def without(name: str, policy: Goodput) -> Goodput:
 
 
 def ablate(engine: Engine, name: str) -> None:
-    """Take a mechanism out of an engine's controller, now and whenever it begins anew. Raises `ConfigError`."""
+    """Take a mechanism out of an engine's controller for good. Raises `ConfigError`."""
     make_loop = engine._new_controller
 
     def begin() -> ClosedLoop:
@@ -274,7 +274,7 @@ def ablate(engine: Engine, name: str) -> None:
 
 
 def in_engines(args: Namespace, names: Sequence[str], sizes: Sequence[int]) -> Rates:
-    """Return the rates of engines that are asked the same questions in turns."""
+    """Return the rates of engines that are asked the same questions, interleaved."""
     config = replace(engine_config(args), overlap="off")
     loaded = load(config)
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
@@ -406,7 +406,7 @@ def _checked(args: Namespace) -> tuple[list[str], list[int]]:
 
 
 def summary(rates: Rates, names: Sequence[str], sizes: Sequence[int]) -> dict[tuple[str, int], dict[str, Any]]:
-    """Return the median ratio to `FULL` with its bootstrap interval, by variant and number in flight."""
+    """Return ratios to `FULL` with bootstrap intervals, by variant and size."""
     found = {}
     for name in names:
         for size in sizes:

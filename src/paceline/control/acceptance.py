@@ -52,7 +52,7 @@ RATES = np.array(FilterRates())
 
 
 class SharedEffects:
-    """Three numbers that all rows of a drafter share, in one array that compiled code updates."""
+    """Three numbers that all rows of a drafter share, in one array."""
 
     def __init__(self) -> None:
         self.values = np.array([PRIOR_ROW_SD**2, PRIOR_CONFIDENCE_WEIGHT, PRIOR_WEIGHT_SD**2])
@@ -102,7 +102,7 @@ class AcceptanceModel:
         usual: bool = False,
         optimism: float = 0.0,
     ) -> NDArray[float64]:
-        """Return the chance that each draft and all before it are accepted, 0 beyond the deepest. [n, depth]
+        """Return the chance that each draft survives, 0 beyond the deepest. [n, depth]
 
         confidence: [n, some depth] of known drafts. NaN, or a missing column, means that there is no draft; with
         `usual` it means that the drafter states no confidence there. optimism: standard deviations to add.
@@ -137,9 +137,9 @@ def logit(p: float | NDArray[float64]) -> NDArray[float64]:
 
 
 def conditional(accepted_at: NDArray[float64] | tuple[float, ...]) -> NDArray[float64]:
-    """Return the chance of each position given the one before, from the share of drafts accepted at each depth.
+    """Return the chance of each position given the one before. [max_depth]
 
-    It is 0 behind a depth at which none was accepted.
+    accepted_at: share of all drafts accepted at each depth. Behind a depth at which none was, the chance is 0.
     """
     rates = np.asarray(accepted_at, np.float64)
     before = np.concatenate(([1.0], rates[:-1]))

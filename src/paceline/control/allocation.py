@@ -1,4 +1,4 @@
-"""Choice of each row's drafter and draft length: the drafts with the highest expected tokens per second.
+"""Choice of each row's drafter and draft length, by expected tokens per second.
 
 Survival falls with depth, so the drafts that are likeliest to survive are a prefix of each row's (DSpark, arXiv
 2607.05147, Algorithm 1). Time is often a staircase, so every length of the list of drafts is priced and the best
@@ -78,14 +78,14 @@ class StepChoice:
 
 
 class PlanContext(NamedTuple):
-    """A group's count of steps, and the tokens per second that were expected of its last one."""
+    """Step number of a group, and the tokens per second expected of its last step."""
 
     step: int
     tokens_per_s: float
 
 
 class KnownDrafters(NamedTuple):
-    """What is known of the drafters when a step is planned, by drafter."""
+    """Knowledge of the drafters when a step is planned, by drafter."""
 
     estimates: list[kernels.Estimates | None]  # None: it cannot be asked
     prices_s: NDArray[float64]  # [num_drafters, max_k] seconds of 1, 2, ... drafts of each row
@@ -96,7 +96,7 @@ class StepCost(Protocol):
     """Prices steps, and allocates drafts by these prices."""
 
     def price(self, base: Work, lengths: NDArray[int64], ks: NDArray[int64], drafters: NDArray[int64]) -> float:
-        """Return the seconds of a step. base: its pass without drafts. lengths, ks, drafters: of its rows. [n]"""
+        """Return the seconds of a step. base: without drafts. Others: by row, [n]."""
         ...
 
     def drafting_s(self, ks: NDArray[int64], drafters: NDArray[int64]) -> float:
@@ -106,10 +106,10 @@ class StepCost(Protocol):
     def uniform_prices(
         self, base: Work, lengths: NDArray[int64], paying: int, num_drafters: int, max_k: int
     ) -> NDArray[float64]:
-        """Return the seconds of steps in which all rows draft 0, 1, ... tokens with one drafter.
+        """Return the seconds of steps in which all rows draft alike. [num_drafters, max_k + 1]
 
         paying: number of rows whose drafts are charged: drafting for these alone, and their share of what all
-        drafts add to the pass. Returns [num_drafters, max_k + 1].
+        drafts add to the pass.
         """
         ...
 
@@ -126,7 +126,7 @@ class StepCost(Protocol):
     def plan_in_one_call(
         self, view: StepView, known: KnownDrafters, row_drafter: NDArray[int64], only_drafter: int
     ) -> StepChoice | None:
-        """Do what `DrafterChoice.choose_row_by_row` does in one compiled call; None where there is none.
+        """Choose like `DrafterChoice.choose_row_by_row` in one compiled call; None if there is none.
 
         row_drafter: drafter of every row of the engine. only_drafter: assigned to the view's rows, unless NONE.
         """
@@ -135,7 +135,7 @@ class StepCost(Protocol):
     def trim_in_one_call(
         self, base: Work, view: StepView, known: KnownDrafters, drafted: Drafted, unpaid_s: float, exempt_row: int
     ) -> NDArray[int64] | None:
-        """Do what `DrafterChoice.trim` does in one compiled call; None where there is none. [n]"""
+        """Trim like `DrafterChoice.trim` in one compiled call; None if there is none. [n]"""
         ...
 
 
@@ -151,7 +151,7 @@ class MarginalPrices:
         self._period = 0  # number of the period in which they were renewed
 
     def renew(self, cost: StepCost, view: StepView, step: int) -> None:
-        """Price drafts again if a period is over, or if many rows or prefill tokens came or went."""
+        """Price drafts again after a period, or when many tokens came or went."""
         tokens, period = view.num_rows + int(view.prefill.tokens), step // PRICE_EVERY
         if period == self._period and abs(tokens - self._pass_tokens) <= SIMILAR_TOKENS * self._pass_tokens:
             return
@@ -175,7 +175,7 @@ class DrafterChoice:
         priors: Sequence[NDArray[float64] | None],
         honours_stops: Collection[int],
     ) -> None:
-        """max_ks, priors: by drafter; a prior is chances by depth. honours_stops: drafters that end by rules."""
+        """Take `max_ks` and `priors`, chances by depth, by drafter. honours_stops: drafters that obey stops."""
         self.cost = cost
         self.models = [AcceptanceModel(num_rows, k, p) for k, p in zip(max_ks, priors, strict=True)]
         self.max_k = max(max_ks, default=0)
@@ -225,7 +225,7 @@ class DrafterChoice:
     # Before drafting -----------------------------------------------------------------------------
 
     def choose(self, view: StepView, at: PlanContext, weights: NDArray[float64] | None = None) -> StepChoice:
-        """Choose for every row; beside previews, other drafters are taken only where they win by a margin.
+        """Choose for every row; beside previews, other drafters must win by a margin.
 
         weights: as for `choose_row_by_row`, which is asked where one call cannot choose.
         """
@@ -243,7 +243,7 @@ class DrafterChoice:
         return self.choose_in_one_call(view, at) or self.choose_row_by_row(view, at, weights)
 
     def choose_in_one_call(self, view: StepView, at: PlanContext) -> StepChoice | None:
-        """Choose in one compiled call; None where rows must be assigned to one of several drafters."""
+        """Choose in one compiled call; None where rows must be assigned a drafter."""
         candidates = self.without_preview(view)
         if view.requested or (len(candidates) > 1 and self._assigns(view, at)):
             return None
@@ -255,7 +255,7 @@ class DrafterChoice:
     def choose_row_by_row(
         self, view: StepView, at: PlanContext, weights: NDArray[float64] | None = None
     ) -> StepChoice:
-        """Choose each row's drafter, then how far each goes. weights: of a token of each row. [n]"""
+        """Choose each row's drafter, then how far each goes. weights: of tokens, [n]."""
         base, prefill_s = with_prefill(self.cost, view)
         alive = self.expected(view)
         drafters = self._assign(view, at, alive)
@@ -288,7 +288,7 @@ class DrafterChoice:
         return at.step % ASSIGN_EVERY == 0 or not self.unassigned.isdisjoint(view.rows.tolist())
 
     def _assign(self, view: StepView, at: PlanContext, alive: NDArray[float64]) -> NDArray[int64]:
-        """Return each row's drafter: its own, or a lookup drafter whose preview is worth more. [n]"""
+        """Return each row's drafter: its own, or one whose preview is worth more."""
         if len(self.models) == 1:
             return np.zeros(view.num_rows, np.int64)
         assigns = self._assigns(view, at)
@@ -313,9 +313,9 @@ class DrafterChoice:
         return drafters
 
     def values(self, view: StepView, at: PlanContext, alive: NDArray[float64]) -> NDArray[float64]:
-        """Return the tokens that each drafter is worth to each row, net of its time priced at the goodput.
+        """Return the net value of each drafter to each row, in tokens. [num_drafters, n]
 
-        alive: [num_drafters, n, max_k]. Returns [num_drafters, n].
+        Its time is priced at the goodput. alive: [num_drafters, n, max_k].
         """
         self.prices.renew(self.cost, view, at.step)
         tokens = np.add.accumulate(alive, axis=2)
@@ -326,9 +326,9 @@ class DrafterChoice:
     def with_stop_rules(
         self, view: StepView, planned: RowDrafts, at: PlanContext, exempt_row: int
     ) -> tuple[NDArray[int64], NDArray[int64], dict[int, Stop]]:
-        """Return how deep rows may go now, with which drafter (NONE without drafts), and the rule that ends each.
+        """Return the depth, the drafter and the stop rule of each row.
 
-        exempt_row: keeps its plan.
+        The drafter is NONE without drafts. exempt_row: keeps its plan.
         """
         ks, row_drafters = planned
         drafters = [d if k else NONE for d, k in zip(row_drafters.tolist(), ks.tolist(), strict=True)]
@@ -352,7 +352,7 @@ class DrafterChoice:
         exempt_row: int,
         weights: NDArray[float64] | None,
     ) -> NDArray[int64]:
-        """Return how many of each row's drafts to verify, now that their confidence is known. [n]
+        """Return how many of each row's drafts to verify, given their confidence. [n]
 
         The time of drafting is spent, but it stays part of the step: without it, time would seem to be worth more
         than it is, and too much would be dropped. exempt_row: verified whole. weights: of a token of each row.
@@ -375,7 +375,7 @@ class DrafterChoice:
 
 
 def with_prefill(cost: StepCost, view: StepView) -> tuple[Work, float]:
-    """Return the work of a step's pass without drafts, and the seconds of it that are the prefill's."""
+    """Return a step's work without drafts, and the seconds of its prefill."""
     own = view.work
     if not view.prefill.tokens:
         return own, 0.0

@@ -1,4 +1,4 @@
-"""The controller of an engine: plans out, verdicts in. `FixedK` drafts the same always, `ClosedLoop` learns."""
+"""Controllers of an engine: plans out, verdicts in. `ClosedLoop` learns, `FixedK` does not."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Controller(Protocol):
 
     @property
     def second_group(self) -> Controller:
-        """Controller of a second group of rows: it makes its own plans and shares all estimates."""
+        """Controller of a second group of rows, with the same estimates and its own plans."""
         ...
 
     def admit(self, row: int) -> None:
@@ -52,7 +52,7 @@ class Controller(Protocol):
         ...
 
     def reuse_plan(self, num_rows: int) -> bool:
-        """Begin a step without drafts and without a view, if the last plan still holds; return whether it does."""
+        """Begin a step without drafts or view if the last plan holds; return whether."""
         ...
 
     def plan(self, view: StepView) -> Plan:
@@ -66,13 +66,15 @@ class Controller(Protocol):
     def observe(
         self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes
     ) -> Sequence[StepAccounting]:
-        """Take in a step. proposed, draft: before and after trimming. Returns the accounting of steps since."""
+        """Learn from a step; return the accounting since the last call.
+
+        proposed, draft: before and after trimming."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FixedK:
-    """A controller that plans k drafts of one drafter for every row. `drafter=None` is plain decoding."""
+    """Plans k drafts of one drafter for every row. `drafter=None` is plain decoding."""
 
     drafter: str | None = None
     k: int = 0
@@ -88,7 +90,7 @@ class FixedK:
         return self
 
     def admit(self, row: int) -> None:
-        """Do nothing: rows are alike."""
+        """Ignore it: rows are alike."""
 
     def reuse_plan(self, num_rows: int) -> bool:
         """Return True for plain decoding, which needs no plan."""
@@ -120,7 +122,7 @@ class TraceSink(Protocol):
         ...
 
     def reused(self, num_rows: int, host_s: float) -> None:
-        """Note a step that reused a plan without a view. num_rows: that decoded; 0 if there was prefill too."""
+        """Note a step that reused a plan without a view. num_rows: 0 with prefill."""
         ...
 
     def planned(self, view: StepView, decision: Decision, group: int) -> None:
@@ -184,7 +186,7 @@ class ClosedLoop:
 
     @property
     def second_group(self) -> ClosedLoop:
-        """Loop of the other group: the same estimates and prices, with its own choices and its own open plan."""
+        """Loop of the other group: the same estimates and prices, its own plans."""
         if self._second_group is None:
             policy = self.policy.for_second_group()
             self._second_group = ClosedLoop(policy, self.cost, self.names, self._sink, 1 - self._group)
@@ -192,7 +194,7 @@ class ClosedLoop:
 
     @property
     def wants_preview(self) -> bool:
-        """As `Controller.wants_preview`."""
+        """See `Controller.wants_preview`."""
         return self.policy.wants_preview
 
     def admit(self, row: int) -> None:
@@ -205,18 +207,18 @@ class ClosedLoop:
     # Before a step -------------------------------------------------------------------------------
 
     def reuse_plan(self, num_rows: int) -> bool:
-        """As `Controller.reuse_plan`."""
+        """See `Controller.reuse_plan`."""
         self._end_unobserved()
         self._reuses = self.policy.reuse_without_view(num_rows)
         return self._reuses
 
     def _end_unobserved(self) -> None:
-        """End a step that reused a plan and had no rows: nothing was observed of it."""
+        """End a step that reused a plan and had no rows to observe."""
         if self._reuses:
             self.observe_reused(0, 0.0)
 
     def plan(self, view: StepView) -> Plan:
-        """As `Controller.plan`."""
+        """See `Controller.plan`."""
         self._end_unobserved()
         decision = self.policy.reuse(view)
         if decision is None:
@@ -236,7 +238,7 @@ class ClosedLoop:
         return Plan(rows, decision.prefill_tokens, tuple(self.names[drafter] for drafter in decision.retired))
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
-        """Drop drafts that are not worth verifying, where a confidence came that the plan did not know."""
+        """Drop drafts that are not worth verifying, given confidence new to the plan."""
         if self.view is None or self._reuses or not self.policy.may_trim or not self._has_news(draft):
             return draft
         self._learn_pending()
@@ -254,7 +256,7 @@ class ClosedLoop:
     def observe(
         self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes
     ) -> Sequence[StepAccounting]:
-        """As `Controller.observe`; of a step that reused a plan without a view, only the host's time is learnt.
+        """See `Controller.observe`. Steps without a view teach the host's time only.
 
         With a trace, or with two groups, it learns at once: the other group is planned by what this one taught.
         """
@@ -312,7 +314,7 @@ class ClosedLoop:
         return self.cost.account_step(view, decision, outcomes, prefill, settled=settled)
 
     def _with_reused_host_time(self, outcomes: Outcomes) -> Outcomes:
-        """Return a plain step's outcomes with at most the host time of steps that will reuse its plan.
+        """Return a plain step's outcomes with the host time of steps that reuse plans.
 
         Otherwise the price of plain decoding of many rows would hold the time of looking for drafts.
         """

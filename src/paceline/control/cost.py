@@ -1,4 +1,4 @@
-"""Measured costs of a step: target passes by the work in them, drafting by rows and depth.
+"""Measured costs: target passes by their work, drafting by rows and depth.
 
 A pass costs what its token rows cost (a monotone curve through measured counts: linear between them, or a
 staircase where the backend pads), plus a price for every key that it reads and every pair of query and key, less a
@@ -56,7 +56,7 @@ class Curve:
         return cls(x[order], np.maximum.accumulate(y[order]), stepped)
 
     def __call__(self, count: Count) -> NDArray[float64]:
-        """Return the seconds; beyond the last count the slope of the last two points goes on."""
+        """Return the seconds, extrapolated linearly beyond the last count."""
         x, y = self.counts, self.seconds
         inside = y[np.minimum(np.searchsorted(x, count), x.size - 1)] if self.stepped else np.interp(count, x, y)
         slope = (y[-1] - y[-2]) / (x[-1] - x[-2]) if x.size > 1 else y[0] / x[0]
@@ -92,7 +92,7 @@ class DraftCost:
 
     @property
     def seconds(self) -> NDArray[float64]:
-        """Seconds for 0, 1, ... rows at depths 0, 1, ..., never falling. [MAX_TABLE_ROWS + 1, max_depth + 1]"""
+        """Seconds by rows and depth, never falling. [MAX_TABLE_ROWS + 1, max_depth + 1]"""
         return _seconds(self)
 
 
@@ -107,10 +107,10 @@ def _seconds(cost: DraftCost) -> NDArray[float64]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftTables:
-    """Drafting times of several drafters in one array; depths beyond the measured ones cost nothing more."""
+    """Drafting times of several drafters; depths beyond the measured ones add nothing."""
 
-    seconds: NDArray[float64]  # [num_drafters, MAX_TABLE_ROWS + 1, width] of drafting so deep for so many rows
-    deepening: NDArray[float64]  # same shape: time that the last depth adds, for all these rows
+    seconds: NDArray[float64]  # [num_drafters, MAX_TABLE_ROWS + 1, width] by rows and depth
+    deepening: NDArray[float64]  # same shape: time that the last depth adds, for all rows
     added: NDArray[float64]  # same shape: time that the n-th row at a depth adds there
 
     @property
@@ -150,17 +150,17 @@ class TableCost:
     by_rows: tuple[Curve, ...]  # [num_ks] seconds of a step against its rows
 
     def price(self, base: Work, lengths: NDArray[int64], ks: NDArray[int64], drafters: NDArray[int64]) -> float:
-        """As `StepCost.price`."""
+        """See `StepCost.price`."""
         return float(self.seconds(max(len(ks), 1), ks.sum() / max(len(ks), 1)))
 
     def drafting_s(self, ks: NDArray[int64], drafters: NDArray[int64]) -> float:
-        """As `StepCost.drafting_s`: 0, as the share of drafting is not known."""
+        """See `StepCost.drafting_s`: 0, as the share of drafting is not known."""
         return 0.0
 
     def uniform_prices(
         self, base: Work, lengths: NDArray[int64], paying: int, num_drafters: int, max_k: int
     ) -> NDArray[float64]:
-        """As `StepCost.uniform_prices`; all drafters cost the same."""
+        """See `StepCost.uniform_prices`; all drafters cost the same."""
         n = len(lengths)
         steps = np.array([float(self.seconds(max(n, 1), n * k / max(n, 1))) for k in range(max_k + 1)])
         added_s = (steps - steps[0]) * paying / n
@@ -169,7 +169,7 @@ class TableCost:
     def allocate(
         self, base: Work, among: Candidates, *, unpaid_s: float = 0.0, drafted: bool = False
     ) -> Allocation:
-        """As `StepCost.allocate`; time depends on the number of drafts alone."""
+        """See `StepCost.allocate`; time depends on the number of drafts alone."""
         num_rows, max_depth = among.alive.shape
         allowed = np.arange(max_depth)[:, None] < among.max_drafts
         alive = np.where(allowed, among.alive.T, 0.0).ravel()  # all rows' first drafts come first
@@ -186,13 +186,13 @@ class TableCost:
     def plan_in_one_call(
         self, view: StepView, known: KnownDrafters, row_drafter: NDArray[int64], only_drafter: int
     ) -> StepChoice | None:
-        """As `StepCost.plan_in_one_call`: None."""
+        """See `StepCost.plan_in_one_call`: None."""
         return None
 
     def trim_in_one_call(
         self, base: Work, view: StepView, known: KnownDrafters, drafted: Drafted, unpaid_s: float, exempt_row: int
     ) -> NDArray[int64] | None:
-        """As `StepCost.trim_in_one_call`: None."""
+        """See `StepCost.trim_in_one_call`: None."""
         return None
 
     def seconds(self, num_rows: int, mean_ks: NDArray[float64] | float) -> NDArray[float64]:

@@ -1,8 +1,8 @@
-"""Exploration: a bounded share of time for drafts, and for plain steps, that do not seem to pay; and retirement.
+"""Exploration: probes of what does not seem to pay, and retirement of drafters.
 
-Upward probes let one row draft further than was chosen. Plain probes are steps without drafts: while all steps
-draft, nothing else tells what plain decoding costs. A drafter whose probes say time and again that it cannot pay
-is retired.
+Each kind of probe has a hundredth of the time. Upward probes let one row draft further than was chosen. Plain
+probes are steps without drafts: while all steps draft, nothing else tells what plain decoding costs. A drafter
+whose probes say time and again that it cannot pay is retired.
 
 Probes are rare, so a drafter that is never chosen is known by the plain record of its probes: the number of drafts
 that were tested at each depth, and accepted. The best that this record admits is two standard deviations above its
@@ -80,13 +80,13 @@ class Probes:
         return Probes(self.upward, self.plain)
 
     def checks_due(self, step: int, every: int) -> int:
-        """Return the number of checks, one in `every` steps, that a check in this step stands for."""
+        """Return how many checks, one in `every` steps, this one stands for."""
         times = max((step - self.last_check) // every, 1)
         self.last_check = step
         return times
 
     def learn(self, cost: StepCost, outcomes: Outcomes) -> None:
-        """Charge the time of a probe beyond its price: its drafter may have had to read the text first."""
+        """Charge a probe's time beyond its price: its drafter may have read the text first."""
         if self.row != NONE and outcomes.num_drafted is not None:
             expected_s = cost.drafting_s(outcomes.num_drafted, outcomes.drafters)
             self.upward.seconds -= min(max(outcomes.draft_s - expected_s, 0.0), outcomes.target_s)
@@ -129,7 +129,7 @@ class Retirement:
         self._doubted.update(range(len(self._checks)))
 
     def learn(self, outcomes: Outcomes, probed_row: int) -> None:
-        """Learn from a step. A drafter of other rows than the probed one seemed to pay."""
+        """Learn from a step; drafters of rows other than the probed one seemed to pay."""
         drafters = outcomes.drafters.tolist()
         if probed_row == NONE and self._doubted.isdisjoint(drafters):
             return
@@ -155,7 +155,7 @@ class Retirement:
         return alive
 
     def note_check(self, drafter: int, could_pay: bool, times: int = 1) -> bool:
-        """Note whether a drafter could have paid at its best; return whether it should be probed.
+        """Note whether a drafter could pay at its best; return whether to probe it.
 
         times: checks that this one stands for, as reused plans keep others from being made.
         """
@@ -188,7 +188,7 @@ class Exploration:
     def probe_upward(
         self, view: StepView, step: int, chosen: RowDrafts, seconds: float
     ) -> tuple[RowDrafts, tuple[int, ...]]:
-        """Now and then check which drafters could pay, and let a row draft further than was chosen.
+        """Now and then check which drafters could pay, and probe one row.
 
         seconds: of the step as chosen. Returns the drafts with the probe in them, and the drafters to retire.
         """
@@ -217,14 +217,14 @@ class Exploration:
     def _could_pay(
         self, view: StepView, base: Work, alive: NDArray[float64], chosen: RowDrafts, drafter: int
     ) -> bool:
-        """Return whether a drafter at its best would pay beside the previews, or for one row alone.
+        """Return whether a drafter at its best would pay, here or for one row.
 
         A drafter that does not pay for many rows may pay for one, which is yet to come.
         """
         ks, drafters = chosen
         no_room = not (view.max_drafts >= MIN_ROOM_TOKENS).any()
         if drafter in view.requested.values() or no_room or drafter in drafters[ks > 0]:
-            return True  # it is wanted anyhow, or nothing can be told, or it pays
+            return True  # it is requested, or the check would say nothing, or it pays
         best_case, choice = self.retirement.best_case(drafter), self.choice
         keys = int(view.lengths.min())
         one_row = np.full(1, choice.max_k), np.full(1, keys), np.full(1, drafter)
@@ -239,7 +239,7 @@ class Exploration:
     def _let_one_row(
         self, view: StepView, step: int, base: Work, chosen: RowDrafts, further: RowDrafts, seconds: float
     ) -> RowDrafts:
-        """Let one row go further than was chosen, if the budget affords it."""
+        """Draft further in one row than was chosen, if the budget affords it."""
         ks, drafters = chosen
         (rows,) = np.nonzero(further[0] > ks)
         if not rows.size:

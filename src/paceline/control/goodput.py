@@ -74,7 +74,7 @@ class Goodput:
         self._drafts_s = inf  # cost of the last choice's drafts; infinite under a latency target: always trimmed
 
     def for_second_group(self) -> Goodput:
-        """As `Policy.for_second_group`."""
+        """See `Policy.for_second_group`."""
         other = copy(self)
         other.exploration = self.exploration.for_second_group()
         other.hysteresis = self.hysteresis.for_second_group()
@@ -98,7 +98,7 @@ class Goodput:
         return not self.plan_reuse.serves_many(self._step + 1)
 
     def reuse_without_view(self, num_rows: int) -> bool:
-        """As `Policy.reuse_without_view`."""
+        """See `Policy.reuse_without_view`."""
         reused = self.plan_reuse.reuse_without_view(self._step + 1, num_rows)
         if reused:
             self._step += 1
@@ -106,7 +106,7 @@ class Goodput:
         return reused
 
     def reuse(self, view: StepView) -> Decision | None:
-        """As `Policy.reuse`."""
+        """See `Policy.reuse`."""
         if not view.num_rows or self.plan_reuse.only_for_its_step:
             return None
         others = len(view.previews) + len(self.choice.retired) < len(self.choice.models)
@@ -118,11 +118,11 @@ class Goodput:
         return decision
 
     def decide(self, view: StepView) -> Decision:
-        """As `Policy.decide`."""
+        """See `Policy.decide`."""
         return self.reuse(view) or self.choose(view)
 
     def choose(self, view: StepView) -> Decision:
-        """As `Policy.choose`."""
+        """See `Policy.choose`."""
         if not view.num_rows or not self.choice.models:
             return plain(view)
         self._step += 1
@@ -167,7 +167,7 @@ class Goodput:
         return _without_drafts(view, chosen)
 
     def _explore(self, view: StepView, chosen: StepChoice, draft: _StepDraft) -> _StepDraft:
-        """Return the drafts of a step, or none if a plain probe is due, or some more in one row as a probe."""
+        """Return the drafts with a probe: none at all, or more in one row."""
         probes, allocation = self.exploration.probes, chosen.allocation
         probes.earn(draft.seconds)
         loss_s = allocation.plain_seconds * (self.hysteresis.speedup - 1.0)
@@ -179,7 +179,7 @@ class Goodput:
         return _StepDraft(ks, drafters, draft.seconds, draft.speedup, as_allocated, retired)
 
     def _remember(self, view: StepView, decision: Decision, seconds: float, *, timed: bool) -> None:
-        """Note the promise of a decision, and keep it for steps that may reuse it. seconds: prefill left out."""
+        """Note a decision's promise, and keep it for reuse. seconds: without prefill."""
         probes, drafts = self.exploration.probes, any(decision.ks.tolist())
         usual = probes.row == NONE and not probes.second_plain
         promised = StepPromise(view.num_rows, decision.tokens, seconds, drafts)
@@ -197,14 +197,14 @@ class Goodput:
         return self._drafts_s >= MIN_TRIM_S
 
     def trim(self, view: StepView, drafted: Drafted) -> NDArray[int64]:
-        """As `Policy.trim`."""
+        """See `Policy.trim`."""
         weights, exempt_row = self._latency.weights(drafted.rows), self.exploration.probes.row
         return self.choice.trim(view, drafted, self._context, self._prefill_s, exempt_row, weights)
 
     # After a step --------------------------------------------------------------------------------
 
     def learn(self, view: StepView, outcomes: Outcomes) -> None:
-        """As `Policy.learn`."""
+        """See `Policy.learn`."""
         self._latency.learn(outcomes)
         if not view.prefill.tokens:
             self.hysteresis.learn(outcomes)

@@ -1,4 +1,4 @@
-"""Whether to speculate at all: by the promise of a choice, and by how earlier promises of its kind were realised.
+"""Hysteresis of speculation: promises of choices, and how earlier ones were realised.
 
 A plan counts drafts that stop rules then keep from being made, and it is reused in steps that bring less. A plain
 step among others finds their data in the caches. So both kinds of step miss their promise, by as much as there is
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from paceline.control.policy import Outcomes
 
 BEGIN_MARGIN = 0.01  # by which speculation must promise to win before it begins
-STEP_RATE = 0.05  # share of a mean that one step replaces, or less where rows are few:
-MEAN_ROWS = 200  # a mean is then over as many rows, as one row's gain varies from step to step
+STEP_RATE = 0.05  # share of a mean that one step replaces; less where rows are few:
+MEAN_ROWS = 200  # a mean is over at least 200 rows, as one row's gain varies from step to step
 FADE = 1 / 64  # share of what is known of drafting that a choice not to draft forgets, as it learns no more ...
-FADE_STEPS = 8  # ... and again for so many steps that the choice was reused
+FADE_STEPS = 8  # ... and again for every 8 steps that reused the choice
 PRIOR_STEPS = 8.0  # steps that kept their promise, assumed before any was seen
 
 
@@ -49,7 +49,7 @@ class _KindMeans:
         return self.tokens * self.promised_s / promised if promised else 1.0
 
     def learn(self, tokens: float, seconds: float, promised_tokens: float, promised_s: float, rate: float) -> None:
-        """Take in a step; it counts for at most twice its promised time, as it may be a stall."""
+        """Learn from a step; it counts for at most twice its promised time."""
         self.seen += 1
         rate = max(rate, 1 / (PRIOR_STEPS + self.seen))
         if self.seen == 1:
@@ -82,7 +82,7 @@ class Hysteresis:
         return other
 
     def speculate(self, allocation: Allocation, step: int = 0) -> bool:
-        """Return whether to draft as allocated: to begin it must win by a margin, to go on it must win."""
+        """Return whether to draft as allocated: to begin, it must win by a margin."""
         steps_since, self._chosen_at = step - self._chosen_at, step
         plain, drafting = self._kinds
         known = drafting.realised_ratio / plain.realised_ratio if drafting.seen and plain.seen else 1.0
@@ -93,11 +93,11 @@ class Hysteresis:
         return self.speculates
 
     def promise(self, promised: StepPromise | None) -> None:
-        """Note the promise of the last choice; None if its steps are not to be compared."""
+        """Note the promise of the last choice; None: do not compare its steps."""
         self._promised = promised
 
     def learn(self, outcomes: Outcomes) -> None:
-        """Compare a step without prefill with its promise, if it has the same number of rows."""
+        """Compare a step without prefill with its promise, if rows stayed."""
         promised = self._promised
         if promised is None or promised.rows != len(outcomes.rows):
             return

@@ -1,4 +1,4 @@
-"""Objective of an engine: most tokens per second, or a time per output token that every row keeps to.
+"""Objective of an engine: tokens per second, or a time per output token.
 
 A row's time per output token is that of its whole answer, so what counts is how late it is against its target.
 Tokens of rows that are late weigh more when drafts are allocated, and prefill that would make a row late waits.
@@ -55,7 +55,7 @@ class Objective:
 
 
 class LatencyTarget:
-    """How late each row is against its target."""
+    """Lateness of each row against its target."""
 
     def __init__(self, num_rows: int, objective: Objective) -> None:
         self.objective = objective
@@ -70,7 +70,7 @@ class LatencyTarget:
         self._own_target.discard(row)
 
     def note(self, tpot_s: Mapping[int, float]) -> bool:
-        """Note the targets of requests, seconds per token by row; return whether the step has a target."""
+        """Note requests' targets, seconds per token by row; return whether there is any."""
         for row, target_s in tpot_s.items():
             self._tpot_s[row] = target_s
             self._own_target.add(row)
@@ -82,7 +82,7 @@ class LatencyTarget:
         return isfinite(self.objective.tpot_s) or bool(some)
 
     def weights(self, rows: NDArray[int64]) -> NDArray[float64] | None:
-        """Return the weight of a token of each row, 1 unless it is late; None without targets. [n]"""
+        """Return the weight of each row's tokens, above 1 if late; None without targets."""
         if not self._has_target(rows):
             return None
         late = self._late_s[rows] / (MAX_AHEAD_TOKENS * self._tpot_s[rows])  # 0 for rows without a target
@@ -90,7 +90,7 @@ class LatencyTarget:
         return weights
 
     def longest_step_s(self, rows: NDArray[int64], tokens: NDArray[float64]) -> float:
-        """Return the longest step that makes no row late, or later. tokens: expected of each row. [n]"""
+        """Return the longest step that makes no row late. tokens: expected, [n]."""
         ahead_s = np.maximum(-self._late_s[rows], 0.0)
         return float((self._tpot_s[rows] * tokens + ahead_s).min(initial=inf))
 

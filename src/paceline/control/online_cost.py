@@ -67,7 +67,7 @@ class CostRates(NamedTuple):
 
 @noun
 class StepAccounting:
-    """Predicted and measured time of a step that is over, and an estimate for plain decoding."""
+    """Predicted and measured time of a step, and an estimate for plain decoding."""
 
     measured_s: float
     predicted_s: float  # by the prices before the step, its prefill being known
@@ -75,7 +75,7 @@ class StepAccounting:
 
 
 class HostTime:
-    """Host seconds of a step by its rows, for steps without drafts and for steps with drafts.
+    """Host seconds of a step by its rows, without drafts and with drafts.
 
     Until some are seen, steps without drafts cost what was measured, and steps with drafts the same.
     """
@@ -162,7 +162,7 @@ class OnlineCost:
 
     @property
     def key_unit_s(self) -> float:
-        """Measured seconds of a key and its first query: the unit of the variance of its price.
+        """Measured seconds of a key and its first query; unit of its price's variance.
 
         At least the error of the measurement, which may have found that keys cost nothing.
         """
@@ -187,7 +187,7 @@ class OnlineCost:
     # Prices --------------------------------------------------------------------------------------
 
     def price(self, base: Work, lengths: NDArray[int64], ks: NDArray[int64], drafters: NDArray[int64]) -> float:
-        """As `StepCost.price`."""
+        """See `StepCost.price`."""
         n = len(ks)
         if not ks.any():
             return self.pass_s(base) + self.host(n, drafts=False)
@@ -197,7 +197,7 @@ class OnlineCost:
         return self.pass_s(work) + self.drafting_s(ks, drafters) + host_s + self.host.drafting_overhead_s(n)
 
     def drafting_s(self, ks: NDArray[int64], drafters: NDArray[int64]) -> float:
-        """As `StepCost.drafting_s`."""
+        """See `StepCost.drafting_s`."""
         return sum(self.drafting_by_drafter(ks, drafters))
 
     def drafting_by_drafter(self, ks: NDArray[int64], drafters: NDArray[int64]) -> list[float]:
@@ -207,7 +207,7 @@ class OnlineCost:
     def uniform_prices(
         self, base: Work, lengths: NDArray[int64], paying: int, num_drafters: int, max_k: int
     ) -> NDArray[float64]:
-        """As `StepCost.uniform_prices`."""
+        """See `StepCost.uniform_prices`."""
         return self.compiled.prices(base.as_ints, lengths, paying, num_drafters, max_k)
 
     def pass_s(self, work: Work) -> float:
@@ -229,7 +229,7 @@ class OnlineCost:
     def allocate(
         self, base: Work, among: Candidates, *, unpaid_s: float = 0.0, drafted: bool = False
     ) -> Allocation:
-        """As `StepCost.allocate`."""
+        """See `StepCost.allocate`."""
         a = among
         ks, tokens, seconds, plain_s = self.compiled.choose(
             base.as_ints, drafted, a.alive, a.max_drafts, a.lengths, a.drafters, a.plain_tokens, unpaid_s
@@ -239,7 +239,7 @@ class OnlineCost:
     def plan_in_one_call(
         self, view: StepView, known: KnownDrafters, row_drafter: NDArray[int64], only_drafter: int
     ) -> StepChoice | None:
-        """As `StepCost.plan_in_one_call`."""
+        """See `StepCost.plan_in_one_call`."""
         previews = tuple(map(view.previews.get, range(len(known.estimates))))
         of_rows = view.rows, view.lengths, view.max_drafts, row_drafter, only_drafter
         drafters, ks, tokens, seconds, plain_s, prefill_s = self.compiled.plan(
@@ -257,7 +257,7 @@ class OnlineCost:
     def trim_in_one_call(
         self, base: Work, view: StepView, known: KnownDrafters, drafted: Drafted, unpaid_s: float, exempt_row: int
     ) -> NDArray[int64] | None:
-        """As `StepCost.trim_in_one_call`."""
+        """See `StepCost.trim_in_one_call`."""
         proposed = drafted.rows, drafted.drafters, drafted.ks, drafted.confidence
         of_rows = view.rows, view.lengths, *proposed
         return self.compiled.trim(base.as_ints, known.estimates, MAX_LOGIT, *of_rows, unpaid_s, exempt_row)

@@ -1,4 +1,4 @@
-"""Whether to draft for one half of the rows while the other half is scored: an inequality with measured prices.
+"""Overlap of one group's drafting with the other's pass: does it pay?
 
 All rows together take V + t: the pass with the host's time around it, then drafting. Two groups take max(V1, t2) +
 max(V2, t1) if drafters have a device of their own; on the target's own device everything adds up. V1 + V2 is V
@@ -91,7 +91,7 @@ def _ms(seconds: float) -> str:
 
 
 def overlap_cost(cost: StepCost, parts: Sequence[Part], *, apart: bool) -> OverlapCost:
-    """Price two groups of rows, and both together. Prefill is left out: it is the same work either way."""
+    """Price two groups of rows, and both together, without prefill."""
     lengths, ks, drafters = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     first, second = (_part_cost(cost, part) for part in parts)
     return OverlapCost(_part_cost(cost, (lengths, ks, drafters)), first, second, apart)
@@ -105,9 +105,10 @@ def _part_cost(cost: StepCost, part: Part) -> PartCost:
 
 
 def planned_overlap(loop: ClosedLoop, *, apart: bool, overlapped: bool) -> OverlapCost | None:
-    """Price the last plan of a loop: of both groups, or of all rows, every other one of which makes a group.
+    """Price the last plan of a loop in two groups.
 
-    None if the loop knows no prices, or if there are not two rows.
+    Groups that are not there yet are every other row. None if the loop knows no prices, or if there are not two
+    rows.
     """
     loops = (loop, loop.second_group) if overlapped else (loop,)
     planned = [part for part in map(_planned, loops) if part is not None]
@@ -156,7 +157,7 @@ class _Throughput:
 
 
 class OverlapSwitch:
-    """Decides whether to overlap two groups: from when it promises to win by a margin until it no longer wins.
+    """Decides whether to overlap two groups: a margin begins it, no gain ends it.
 
     Once overlapped steps were seen, measured tokens per second decide: two passes at once share memory and caches,
     which is in no price. What is known of overlap fades while it is off, so that it is tried again.
@@ -188,7 +189,7 @@ class OverlapSwitch:
         return self._kinds.setdefault((on, rows.bit_length()), _Throughput())
 
     def _note(self, loop: ClosedLoop, now_s: float) -> None:
-        """Take in the step since the last answer, if it was of the same rows, without prefill."""
+        """Learn from the step since the last answer, if rows stayed, without prefill."""
         loops = (loop, loop.second_group) if self.on else (loop,)
         views = [one.view for one in loops if one.view is not None]
         rows, tokens = sum(view.num_rows for view in views), loop.num_tokens

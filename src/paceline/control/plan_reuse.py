@@ -1,4 +1,4 @@
-"""Reuse of the last plan for some steps: what nothing new would change is not chosen again.
+"""Reuse of the last plan for some steps, while nothing new would change it.
 
 With many rows a step brings hardly more than choosing costs, so a choice holds for several steps. With few rows it
 holds while the same rows draft under stop rules, or while nothing is drafted and nothing is previewed.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from paceline.control.policy import Decision
 
 REUSE_STEPS = 8  # steps that a plan may serve
-PREVIEW_TOKENS_TO_REPLAN = 6  # a preview of as many tokens ends reuse: other drafters hardly propose more
+PREVIEW_TOKENS_TO_REPLAN = 6  # length of a preview that ends reuse: other drafters hardly propose more
 MANY_ROWS = 12  # rows from which on any plan is reused
 DRAFTING_STEPS = 4  # steps that a plan to draft serves for many rows ...
 MAX_PLAIN_STEPS = 16  # ... and the most for a plan not to draft, which lasts twice as long when it is made again
@@ -69,13 +69,13 @@ class PlanReuse:
         return step % self._steps_of_many != 0
 
     def reuse_without_view(self, step: int, num_rows: int) -> bool:
-        """Return whether a step of so many rows drafts nothing because the last plan holds."""
+        """Return whether a step drafts nothing because the last plan holds."""
         return num_rows >= MANY_ROWS and self.serves_many(step) and not self._drafts
 
     def reuse(self, view: StepView, step: int, *, others: bool = True) -> Decision | None:
-        """Return the last plan if it holds for a step: for many rows, or for the same few.
+        """Return the last plan if it holds for a view, else None.
 
-        others: there are drafters without a preview.
+        It holds for many rows, or for the same few. others: there are drafters without a preview.
         """
         if view.unavailable and not view.unavailable.isdisjoint(self._plan.drafters.tolist()):
             return None
@@ -86,7 +86,7 @@ class PlanReuse:
         return self._within_bounds(view) if holds else None
 
     def _for_rows_of(self, view: StepView) -> Decision:
-        """Return the plan for rows of which some are new: these do not draft until the next choice.
+        """Return the plan for a view with new rows, which do not draft yet.
 
         A request in the row of one that ended takes over what was chosen for that.
         """
@@ -99,7 +99,7 @@ class PlanReuse:
         return replace(plan, ks=ks, drafters=np.where(ks > 0, plan.drafters[indices], NONE))
 
     def _same_rows(self, view: StepView, step: int) -> bool:
-        """Return whether the same rows decode, and nothing else came up that a choice depends on."""
+        """Return whether the same rows decode, and nothing else changes the choice."""
         return (
             step % REUSE_STEPS != 0
             and not (view.prefill.tokens or self._view.prefill.tokens or view.requested or view.tpot_s)

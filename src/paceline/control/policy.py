@@ -1,4 +1,4 @@
-"""The seam of control: arrays that a policy sees before a step, answers with, and learns from afterwards.
+"""Seam of control: a policy's input, its answer, and what it learns from, as arrays.
 
 The same policies run in the engine and in the simulator.
 """
@@ -91,7 +91,7 @@ class Decision:
     seconds: float = 0.0  # expected duration of the step; 0: nothing was predicted
     tokens: float = 0.0  # expected number of tokens committed
     speedup: float = 1.0  # expected tokens per second, relative to a step without drafts
-    prefill_tokens: int | None = None  # most prefill tokens in the pass; None: as many as fit
+    prefill_tokens: int | None = None  # most prefill tokens in the pass; None: no limit
     retired: tuple[int, ...] = ()  # drafters that are never asked again from this step on
     stops: Mapping[int, Stop] = field(default_factory=dict)  # row -> rule that ends its drafting before `ks`
 
@@ -109,7 +109,7 @@ class Outcomes:
     host_s: float = 0.0
     confidence: NDArray[float64] | None = None  # [n, depth] of all proposed drafts, NaN where unknown
     wait_s: float = 0.0  # time in which these rows waited for the other group's step
-    num_drafted: NDArray[int64] | None = None  # [n] drafts proposed; None: as many as planned
+    num_drafted: NDArray[int64] | None = None  # [n] drafts proposed; None: those planned
 
     @property
     def step_s(self) -> float:
@@ -136,7 +136,7 @@ class Policy(Protocol):
         ...
 
     def for_second_group(self) -> Policy:
-        """Return a policy for a second group of rows: it shares all estimates and makes its own choices."""
+        """Return a policy for a second group: the same estimates, its own choices."""
         ...
 
     def admit(self, row: int) -> None:
@@ -144,11 +144,11 @@ class Policy(Protocol):
         ...
 
     def reuse_without_view(self, num_rows: int) -> bool:
-        """Begin a step without drafts by the last decision, if that still holds; return whether it does."""
+        """Begin a step without drafts if the last decision holds; return whether it does."""
         ...
 
     def reuse(self, view: StepView) -> Decision | None:
-        """Begin a step by the last decision if that holds for a view, whatever was learnt since; else None."""
+        """Begin a step by the last decision, if it holds for a view; else None."""
         ...
 
     def choose(self, view: StepView) -> Decision:
@@ -182,7 +182,7 @@ def plain(view: StepView) -> Decision:
 
 
 def drafted_of(batch: Batch, draft: Draft, indices: dict[str, int]) -> Drafted:
-    """Return the proposals of the rows that decode. indices: drafter by name; unknown names become NONE."""
+    """Return the proposals of decoding rows. indices: drafter by name, else NONE."""
     (rows, drafters, ks), confidence = kernels.drafted_of(batch.rows, draft.rows, indices, NONE)
     return Drafted(rows, drafters, ks, confidence)
 

@@ -1,4 +1,4 @@
-"""Profiles: measured costs on disk, their fit to timed steps, and the loop that begins with them.
+"""Profiles: measured costs on disk, their fit, and the loop that begins with them.
 
 All of this runs at start-up. On disk a profile is JSON, of Paceline's format or of vLLM's Dynamic SD proposal.
 """
@@ -67,14 +67,14 @@ def make_loop(
     names, max_ks: of the drafters, in the order of the profile's, which may call its only one by another name.
     """
     cost, priors = step_cost(profile), _priors(profile, max_ks)
-    if isinstance(cost, TableCost):  # of whole steps: the cause of an error could not be told
+    if isinstance(cost, TableCost):  # of whole steps: an error has no known cause
         return ClosedLoop(Goodput(cost, num_rows, max_ks, priors, objective), None, names, sink)
     policy = Goodput(cost, num_rows, max_ks, priors, objective, profile.honours_stops)
     return ClosedLoop(policy, cost, names, sink)
 
 
 def step_cost(profile: Profile) -> OnlineCost | TableCost:
-    """Return prices of steps, the host's time included: of whole steps, or of their parts, to be corrected."""
+    """Return prices of steps: of whole steps, or of their parts, to be corrected."""
     if isinstance(profile.cost, TableCost):
         return profile.cost
     return OnlineCost(profile.cost, float(profile.about.get("host_s", 0.0)))
@@ -89,7 +89,7 @@ def _priors(profile: Profile, max_ks: Sequence[int]) -> list[NDArray[float64] | 
 
 
 def _chances(accepted_at: tuple[float, ...], max_k: int) -> NDArray[float64]:
-    """Return the chance of each position given the one before; beyond the known ones that of the last."""
+    """Return the chance of each position given the one before, the last one repeated."""
     known = np.clip(conditional(np.maximum(accepted_at, 1e-9)), MIN_PRIOR, MAX_PRIOR)
     return known[np.minimum(np.arange(max_k), len(known) - 1)]
 
@@ -237,7 +237,7 @@ class TimedPass:
 
 
 def fit_target(passes: Sequence[TimedPass]) -> TargetCost:
-    """Return the prices with the least squared relative error; no price is negative and no curve falls.
+    """Return the prices with the least squared relative error, none negative.
 
     The curve has a point at every count of tokens that was timed with all tokens scored; keys and unscored tokens
     have one price each. If all contexts are short, the price of keys cannot be told from that of tokens and is 0.
@@ -271,7 +271,9 @@ def fit_drafting(timed: Mapping[tuple[int, int], float]) -> DraftCost:
 
 
 def _share(count: int, counts: Sequence[int], index: int) -> float:
-    """Return the share of the rise up to the index-th count that lies below `count`; above 1 beyond the last."""
+    """Return the share of a rise between counts that lies below `count`.
+
+    It is above 1 only beyond the last count."""
     if index == 0:
         return 1.0
     low, high = counts[index - 1], counts[index]

@@ -68,15 +68,15 @@ class Tracer:
         self._write(begun=True)
 
     def admitted(self, row: int) -> None:
-        """As `TraceSink.admitted`."""
+        """See `TraceSink.admitted`."""
         self._write(admitted=row)
 
     def reused(self, num_rows: int, host_s: float) -> None:
-        """As `TraceSink.reused`."""
+        """See `TraceSink.reused`."""
         self._write(rested=num_rows, host_s=host_s)
 
     def planned(self, view: StepView, decision: Decision, group: int) -> None:
-        """As `TraceSink.planned`."""
+        """See `TraceSink.planned`."""
         previews = {str(drafter): _with_null(preview) for drafter, preview in view.previews.items()}
         seen = {
             "rows": view.rows.tolist(),
@@ -92,7 +92,7 @@ class Tracer:
         self._write(view=seen, ks=decision.ks.tolist(), drafters=decision.drafters.tolist(), group=group)
 
     def learnt(self, outcomes: Outcomes, prefill: Work, group: int) -> None:
-        """As `TraceSink.learnt`."""
+        """See `TraceSink.learnt`."""
         o = outcomes
         confidence = None if o.confidence is None else _with_null(o.confidence)
         arrays = {name: getattr(o, name).tolist() for name in ("rows", "drafters", "num_verified", "num_accepted")}
@@ -161,7 +161,7 @@ def drafter_names(path: Path) -> tuple[str, ...]:
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines, without a half-written last one: an engine was killed, or a disk was full."""
+    """Yield the lines, without a last one that was not written whole."""
     try:
         with path.open() as file:
             for line in file:
@@ -179,7 +179,7 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _with_rows(line: dict[str, Any], num_rows: int) -> dict[str, Any]:
-    """Return a line unchanged. Raises `ValueError` if it names a row that the engine did not have."""
+    """Return a line unchanged. Raises `ValueError` if it names an unknown row."""
     rows = [*line.get("view", {}).get("rows", ()), *line.get("outcomes", {}).get("rows", ())]
     for row in (*rows, line.get("admitted", 0)):
         if not 0 <= row < num_rows:

@@ -1,4 +1,4 @@
-"""Policies of other engines: a fixed K, a table by batch size, a moving average, TurboSpec's scan.
+"""Policies of other engines: fixed K, table by batch size, moving average, TurboSpec.
 
 Each is as its authors ship or describe it, on Paceline's seam. None of them tells rows apart.
 """
@@ -29,30 +29,30 @@ class _EveryStep:
     may_trim: ClassVar[bool] = False
 
     def for_second_group(self) -> Self:
-        """As `Policy.for_second_group`: the policy itself."""
+        """See `Policy.for_second_group`: the policy itself."""
         return self
 
     def admit(self, row: int) -> None:
-        """Do nothing: rows are alike."""
+        """Ignore it: rows are alike."""
 
     def reuse_without_view(self, num_rows: int) -> bool:
-        """As `Policy.reuse_without_view`: never."""
+        """See `Policy.reuse_without_view`: never."""
         return False
 
     def reuse(self, view: StepView) -> Decision | None:
-        """As `Policy.reuse`: never."""
+        """See `Policy.reuse`: never."""
         return None
 
     def decide(self, view: StepView) -> Decision:
-        """As `Policy.decide`."""
+        """See `Policy.decide`."""
         return self.choose(view)
 
     def choose(self, view: StepView) -> Decision:
-        """As `Policy.choose`."""
+        """See `Policy.choose`."""
         raise NotImplementedError
 
     def trim(self, view: StepView, drafted: Drafted) -> NDArray[int64]:
-        """As `Policy.trim`: all of it."""
+        """See `Policy.trim`: all of it."""
         return drafted.ks
 
     def learn(self, view: StepView, outcomes: Outcomes) -> None:
@@ -60,7 +60,7 @@ class _EveryStep:
 
 
 def uniform(view: StepView, drafter: int, k: int) -> Decision:
-    """Return the decision to draft k tokens for every row, or as many as it may have."""
+    """Return the decision to draft k tokens for every row, within its bound."""
     if not k:
         return plain(view)
     ks = np.minimum(view.max_drafts, k)
@@ -95,7 +95,7 @@ class BatchTable(_EveryStep):
 
 @dataclass(slots=True)
 class MovingAverage(_EveryStep):
-    """SGLang's adaptive length: a moving average of accepted drafts plus a margin chooses among a few K."""
+    """SGLang's adaptive length: a moving average of accepted drafts chooses K."""
 
     ks: tuple[int, ...] = (1, 3, 7)
     drafter: int = 0
@@ -117,9 +117,10 @@ class MovingAverage(_EveryStep):
 
 @dataclass(slots=True)
 class TurboSpec(_EveryStep):
-    """TurboSpec's scan (arXiv 2406.14066): one acceptance rate for all, goodput for K = 0, 1, ... until it falls.
+    """TurboSpec's scan (arXiv 2406.14066): goodput for K = 0, 1, ... until it falls.
 
-    Scanned every `every` steps. K = 0 counts a tenth more, so that speculation must win clearly.
+    One acceptance rate for all rows. Scanned every `every` steps. K = 0 counts a tenth more, so that speculation
+    must win clearly.
     """
 
     cost: StepCost

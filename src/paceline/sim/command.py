@@ -140,7 +140,7 @@ def _check(args: Namespace) -> None:
 
 
 def _profile(args: Namespace) -> Profile:
-    """Return the costs and the acceptance of one drafter, as these policies have one. Raises `ConfigError`."""
+    """Return the costs and the acceptance of one drafter. Raises `ConfigError`."""
     from paceline.control.profile import read_profile
 
     profile = of_drafter(read_profile(Path(args.profile)), args.drafter)
@@ -166,9 +166,10 @@ def _shares(text: str) -> tuple[float, ...]:
 
 
 def of_drafter(profile: Profile, name: str | None) -> Profile:
-    """Return a profile with the costs of one drafter: the named one, or the only one that takes time.
+    """Return a profile with the costs of one drafter.
 
-    Raises `ConfigError` if there is no such drafter, or more than one.
+    It is the named one, or the only one that takes time. Raises `ConfigError` if there is no such drafter, or more
+    than one.
     """
     from paceline.control.cost import DraftCost, MeasuredCost, TableCost
 
@@ -268,7 +269,7 @@ def _workload(args: Namespace, profile: Profile, rows: int) -> Workload:
 
 
 def policy_of(name: str, profile: Profile, rows: int) -> Policy:
-    """Return a policy by name, which drafts as deep as the profile has acceptance. Raises `ConfigError`."""
+    """Return a policy by name, as deep as acceptance is known. Raises `ConfigError`."""
     import numpy as np
 
     from paceline.control.acceptance import conditional

@@ -1,4 +1,4 @@
-"""Roofline prices of passes on hardware that is not at hand, from bytes, operations and launches.
+"""Roofline prices of passes on stated hardware, from bytes, operations and launches.
 
 A pass takes as long as the slowest of reading weights and keys, computing, and launching kernels. On several
 devices the two sums of each layer are exchanged besides. Rates are the peaks that makers state, so these are lower
@@ -54,7 +54,7 @@ class ModelSizes:
 
     @property
     def head(self) -> int:
-        """Weights that turn a hidden state into logits."""
+        """Weights of the LM head."""
         return self.vocab * self.hidden
 
     @property
@@ -64,7 +64,7 @@ class ModelSizes:
 
 
 def pass_s(sizes: ModelSizes, on: Hardware, tokens: float, kv_tokens: float = 0.0) -> float:
-    """Return the seconds of a pass of `tokens` token rows over `kv_tokens` cached tokens, all rows scored."""
+    """Return the seconds of a pass over cached tokens, with all rows scored."""
     read = (sizes.body + sizes.head) * NUM_BYTES + kv_tokens * sizes.kv_bytes
     operations = 2.0 * (sizes.body + sizes.head) * tokens
     device_s = max(read / on.bytes_per_s, operations / on.operations_per_s) / on.num_devices
@@ -100,7 +100,7 @@ class ModelPair:
         return k * pass_s(self.drafter, self.drafter_on, rows, rows * self.context)
 
     def cost(self, max_k: int) -> MeasuredCost:
-        """Return the same as prices for the simulator; keys are those of rows of `context` tokens."""
+        """Return prices for the simulator; rows have `context` keys."""
         rate = self.target_on.bytes_per_s * self.target_on.num_devices
         passes = [pass_s(self.target, self.target_on, n) + self.host_s for n in TOKENS]
         target = TargetCost(Curve.of(TOKENS, passes), kv_token_s=self.target.kv_bytes / rate)
@@ -113,7 +113,7 @@ def _curve(seconds: Callable[[int], float]) -> Curve:
 
 
 def fit(residual: Callable[[float], float], high: float, num_steps: int = 100) -> float:
-    """Return the smallest x up to `high` where a function rises through zero; `high` if there is none."""
+    """Return the smallest x where a function rises through zero, or `high`."""
     low = 0.0
     for above in (high * (i + 1) / num_steps for i in range(num_steps)):
         if residual(above) >= 0:

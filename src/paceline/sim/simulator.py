@@ -66,13 +66,13 @@ class Simulated:
 
     @property
     def tpot_s(self) -> NDArray[float64]:
-        """Seconds per token after the first, of each request; NaN of one that has no other. [n]"""
+        """Seconds per token after the first; NaN for answers of one token. [n]"""
         after = np.where(self.workload.output_lens > 1, self.workload.output_lens - 1, np.nan)
         found: NDArray[float64] = (self.end_s - self.first_token_s) / after
         return found
 
     def goodput(self, ttft_s: float, tpot_s: float) -> float:
-        """Return the requests per second within both limits; an answer of one token is within the second."""
+        """Return the requests per second within both limits, one-token answers by TTFT alone."""
         slow = self.tpot_s > tpot_s
         good = (self.first_token_s - self.workload.arrival_s <= ttft_s) & ~slow
         return float(good.sum() / (self.end_s.max() - self.workload.arrival_s[0]))
@@ -91,7 +91,7 @@ class PlannedStep:
 
 
 class Simulator:
-    """One engine with the serial loop. Rows are arrays: a step is a few numpy calls for any number of rows."""
+    """One engine with the serial loop. A step is a few numpy calls."""
 
     def __init__(
         self, workload: Workload, replica: SimulatedReplica, cost: StepCost, policy: Policy, seed: int = 0
@@ -166,7 +166,7 @@ class Simulator:
             self._counts[index] += count
 
     def _prefill(self, budget: int, members: NDArray[bool_]) -> tuple[Work, NDArray[int64]]:
-        """Return the work of the next prefill chunks, lowest rows first, and the tokens of each row. [num_rows]"""
+        """Return the work of the next prefill chunks, and each row's tokens. [num_rows]"""
         waiting = np.where(members, self._to_prefill, 0)
         before = np.cumsum(waiting) - waiting
         chunks = np.clip(budget - before, 0, waiting)
@@ -212,9 +212,9 @@ class Simulator:
 
 
 class OverlapSimulator(Simulator):
-    """One engine with the overlapped loop: one group of rows is scored while the other is drafted for.
+    """One engine with the overlapped loop, as `engine/overlap.py` runs it.
 
-    As `engine/overlap.py`, with rows counted where that weighs their work.
+    Groups are evened out by their rows, not by their work.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class OverlapSimulator(Simulator):
         *,
         apart: bool = True,
     ) -> None:
-        """apart: drafters have a device of their own; otherwise drafting and passes wait for each other."""
+        """Take `apart`: drafters have a device of their own."""
         super().__init__(workload, replica, cost, policy, seed)
         self._apart = apart
         self._policies = policy, policy.for_second_group()  # by group
@@ -274,7 +274,7 @@ class OverlapSimulator(Simulator):
 
 
 def _draws(seed: int, requests: NDArray[int64], positions: NDArray[int64]) -> NDArray[float64]:
-    """Return a uniform number in [0, 1) for each position of each text, independent of the policy (splitmix64)."""
+    """Return uniform numbers by text and position, independent of the policy (splitmix64)."""
     with np.errstate(over="ignore"):
         x = (requests.astype(np.uint64) << np.uint64(32)) + positions.astype(np.uint64)
         x += np.uint64(0x9E3779B97F4A7C15) * np.uint64(2 * seed + 1)
