@@ -36,9 +36,8 @@ if TYPE_CHECKING:
 PRICE_EVERY = 8  # steps for which marginal prices hold: contexts grow slowly
 SIMILAR_TOKENS = 1 / 8  # share of a pass's tokens by which it may change before drafts are priced again
 ASSIGN_EVERY = 8  # steps between two choices of the drafter that suits a row
-PREVIEW_MARGIN = (
-    0.03  # hidden costs of a drafter without preview: prompts to read, states to keep, cache displacement
-)
+PREVIEW_MARGIN = 0.03  # by which drafters without preview must win: they read prompts and keep states unseen
+MIN_PLAIN_TOKENS = 1e-9  # of a step without drafts: speedups divide by them
 
 
 @noun

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.control.allocation import Allocation
+from paceline.control.allocation import MIN_PLAIN_TOKENS, Allocation
 from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class TableCost:
         tokens = gained + among.plain_tokens
         count = int((tokens / seconds).argmax())
         ks = np.bincount(likeliest[:count] % num_rows, minlength=num_rows)
-        plain = max(float(tokens[0]), MIN_STEP_S), float(seconds[0])
+        plain = max(float(tokens[0]), MIN_PLAIN_TOKENS), float(seconds[0])
         return Allocation(ks, float(tokens[count]), float(seconds[count]), *plain)
 
     def plan_in_one_call(

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from paceline.control.allocation import StepChoice, StepCost
     from paceline.control.policy import Drafted, Outcomes, StepView
 
-MIN_TRIM_S = 0.006  # drafts of a step must cost as much for trimming to save more than it takes
+MIN_TRIM_S = 0.006  # cost of a step's drafts from which on trimming saves more than it takes
 
 
 @noun
@@ -61,7 +61,7 @@ class Goodput:
         objective: Objective | None = None,
         honours_stops: Collection[int] = (),
     ) -> None:
-        """max_ks, priors: by drafter; priors are chances by depth, if known. honours_stops: drafters that do."""
+        """Take `max_ks` and `priors`, known chances by depth, by drafter. honours_stops: drafters that do."""
         priors = priors or [None] * len(max_ks)
         self.choice = DrafterChoice(cost, num_rows, max_ks, priors, honours_stops)
         self.exploration = Exploration(self.choice, Retirement(len(max_ks), self.choice.max_k), Probes())
@@ -126,26 +126,33 @@ class Goodput:
         if not view.num_rows or not self.choice.models:
             return plain(view)
         self._step += 1
-        probes = self.exploration.probes
-        probes.row = NONE
+        self.exploration.probes.row = NONE
         timed = self._latency.note(view.tpot_s)
         chosen = self._choose(view, timed=timed)
         draft = self._explore(view, chosen, self._drafts_or_none(view, chosen))
-        exact = draft.as_allocated and not timed
-        row_tokens = None if exact else self.choice.expected_tokens(view, draft.drafters, draft.ks)
+        row_tokens = None
+        if timed or not draft.as_allocated:
+            row_tokens = self.choice.expected_tokens(view, draft.drafters, draft.ks)
         tokens = chosen.allocation.tokens if row_tokens is None else float(row_tokens.sum())
         self._tokens_per_s = tokens / draft.seconds
         self._prefill_s = chosen.prefill_s
         self._drafts_s = inf if timed else draft.seconds - chosen.allocation.plain_seconds
-        budget, prefill_s = None, chosen.prefill_s
-        if timed:
-            budget, prefill_s = self._latency.prefill_budget(view, row_tokens, draft.seconds, prefill_s)
-        planned = draft.ks, draft.drafters
-        ks, drafters, stops = self.choice.with_stop_rules(view, planned, self._context, probes.row)
-        expected = draft.seconds + prefill_s, tokens, draft.speedup
-        decision = Decision(ks, drafters, *expected, budget, draft.retired, stops)
+        decision = self._decision(view, draft, tokens, row_tokens if timed else None)
         self._remember(view, decision, draft.seconds, timed=timed)
         return decision
+
+    def _decision(
+        self, view: StepView, draft: _StepDraft, tokens: float, row_tokens: NDArray[float64] | None
+    ) -> Decision:
+        """Return the decision, with its prefill budget and its stop rules.
+
+        row_tokens: expected of each row, [n], if some have a latency target.
+        """
+        budget, prefill_s = self._latency.prefill_budget(view, row_tokens, draft.seconds, self._prefill_s)
+        planned, exempt_row = (draft.ks, draft.drafters), self.exploration.probes.row
+        ks, drafters, stops = self.choice.with_stop_rules(view, planned, self._context, exempt_row)
+        expected = draft.seconds + prefill_s, tokens, draft.speedup
+        return Decision(ks, drafters, *expected, budget, draft.retired, stops)
 
     @property
     def _context(self) -> PlanContext:

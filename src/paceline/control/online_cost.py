@@ -27,7 +27,7 @@ import numpy as np
 
 from paceline import kernels
 from paceline.control.acceptance import MAX_LOGIT
-from paceline.control.allocation import Allocation, StepChoice
+from paceline.control.allocation import MIN_PLAIN_TOKENS, Allocation, StepChoice
 from paceline.control.cost import draft_tables
 from paceline.control.plan_reuse import MANY_ROWS
 from paceline.control.policy import Work
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 MIN_RATE = 0.05  # share of an estimate that one step of its kind replaces ...
 FIRST_RATE = 0.2  # ... and that the first one replaces; between them it falls as one over the steps
 FIXED_ROWS = 10  # host time of a step without rows, in rows: 0.17 ms and 16 us a row (2026-11-22)
+MAX_HOST_FACTOR, HOST_SLACK_S = 2, 1e-3  # bound of one observation: twice the expected host time and a millisecond
 NUM_SIZES = 24  # size classes of passes, two to every doubling of the tokens
 TABLE_TOKENS = 1 << 11  # tokens of a pass in the table; larger ones have the error of the last size class
 MIN_KEY_SHARE_OF_PASS = 1e-4  # of a one-token pass: the least price of a key that start-up can measure
@@ -94,11 +95,13 @@ class HostTime:
         return max(self(rows, drafts=True) - self(rows, drafts=False), 0.0)
 
     def observe(self, rows: int, seconds: float, *, drafts: bool) -> None:
-        """Learn from a step; a stall counts for little more than twice the expected time."""
+        """Learn from a step; a stall counts for little more than twice its price."""
         known = self(rows, drafts=drafts)
         rate = max(MIN_RATE, 1.0 / (1.0 / FIRST_RATE + self.seen.item(int(drafts))))
         self.seen[int(drafts)] += 1
-        self.row_s[int(drafts)] += rate * (min(seconds, 2 * known + 1e-3) - known) / (FIXED_ROWS + rows)
+        self.row_s[int(drafts)] += (
+            rate * (min(seconds, MAX_HOST_FACTOR * known + HOST_SLACK_S) - known) / (FIXED_ROWS + rows)
+        )
         if not self.seen[1]:
             self.row_s[1] = self.row_s[0]
 
@@ -148,16 +151,16 @@ class OnlineCost:
     def _compiled(self) -> kernels.Costs:
         target, tables, passes = self.measured.target, draft_tables(self.measured.drafters), self.passes
         return kernels.Costs(
-            sizes=(passes.log_error, passes.seen, passes.last),
-            passes=(passes.size_class, passes.measured_s, passes.seconds),
-            curve=(target.by_tokens.counts, target.by_tokens.seconds, target.by_tokens.stepped),
-            prices=(target.pair_s, target.unscored_s, self.key_unit_s),
-            keys=self.key_price,
-            drafting=(tables.added, tables.deepening, tables.seconds),
-            drafters=(self.draft_factor, self.draft_steps),
-            host=(self.host.row_s, self.host.seen),
-            hour=(self._drift, self.num_passes),
-            rates=np.array(CostRates()),
+            (passes.log_error, passes.seen, passes.last),
+            (passes.size_class, passes.measured_s, passes.seconds),
+            (target.by_tokens.counts, target.by_tokens.seconds, target.by_tokens.stepped),
+            (target.pair_s, target.unscored_s, self.key_unit_s),
+            self.key_price,
+            (tables.added, tables.deepening, tables.seconds),
+            (self.draft_factor, self.draft_steps),
+            (self.host.row_s, self.host.seen),
+            (self._drift, self.num_passes),
+            np.array(CostRates()),
         )
 
     @property
@@ -234,7 +237,7 @@ class OnlineCost:
         ks, tokens, seconds, plain_s = self.compiled.choose(
             base.as_ints, drafted, a.alive, a.max_drafts, a.lengths, a.drafters, a.plain_tokens, unpaid_s
         )
-        return Allocation(ks, tokens, seconds, max(a.plain_tokens, 1e-9), plain_s)
+        return Allocation(ks, tokens, seconds, max(a.plain_tokens, MIN_PLAIN_TOKENS), plain_s)
 
     def plan_in_one_call(
         self, view: StepView, known: KnownDrafters, row_drafter: NDArray[int64], only_drafter: int

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from math import isfinite
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -121,10 +122,13 @@ def from_json(values: Any) -> Profile:
 
 
 def write_profile(path: Path, profile: Profile) -> None:
-    """Write a profile; other processes see the old file or the new one, whole."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(to_json(profile), indent=1))
-    part.replace(path)
+    """Write a profile. Other processes, writers too, see the old file or the new one. Raises `OSError`."""
+    part = path.with_name(f"{path.name}.{token_hex(8)}.part")  # of its own: two may write at once
+    try:
+        part.write_text(json.dumps(to_json(profile), indent=1))
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def to_json(profile: Profile) -> dict[str, Any]:
