@@ -15,7 +15,7 @@ from paceline.backend.native.decoder import NativeDecoder
 from paceline.backend.native.head import NativeHead
 from paceline.backend.native.passes import forward_in_turn
 from paceline.backend.seam import StepLimit
-from paceline.control.survival import logit
+from paceline.control.acceptance import logit
 from paceline.core.nouns import UNCHOSEN, RowPlan, SamplingSpec, Stop
 from paceline.core.params import SamplingParams
 from paceline.model.heads.config import read_config

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from paceline.control.fixed import FixedK
+from paceline.control.controller import FixedK
+from paceline.control.policy import StepView
 from paceline.core.errors import RequestError
 from paceline.core.params import SamplingParams
 from paceline.engine.overlap import OverlappedLoop
@@ -288,9 +289,9 @@ def test_as_many_requests_run_at_once_as_serially_on_equal_pages() -> None:
 class Paired:
     """A controller that is told of a group's round before it plans the group's next one."""
 
-    looks = False
+    wants_preview = False
 
-    def rests(self, rows: int) -> bool:
+    def reuse_plan(self, num_rows: int) -> bool:
         return False
 
     def __init__(self) -> None:
@@ -298,7 +299,7 @@ class Paired:
         self._other: Paired | None = None
 
     @property
-    def twin(self) -> Paired:
+    def second_group(self) -> Paired:
         self._other = self._other or Paired()
         return self._other
 

@@ -68,7 +68,7 @@ def _summary(path: str) -> None:
     say(f"tokens: {tokens:.0f} committed by decoding, {hoped:.0f} expected")
     plain = sum(s.now.speedup * _seconds(s) for s in steps) / sum(_seconds(s) for s in steps)
     say(f"estimated speed-up against no drafts: {plain:.2f}x")
-    found = [s.turns for s in steps if s.turns is not None]
+    found = [s.overlap for s in steps if s.overlap is not None]
     if found:
         win, done = sum(t.gain > 1 for t in found), sum(s.overlapped for s in steps)
         say(f"overlap: would have been faster in {win} of {len(found)} steps; {done} were overlapped")
@@ -86,7 +86,7 @@ def _say_retired(path: str, steps: Sequence[Step]) -> None:
     from paceline.serve.terminal.display import say
 
     for number, step in enumerate(steps, start=1):
-        for drafter in step.now.given_up:
+        for drafter in step.now.retired:
             name = drafter_names(Path(path))[drafter]
             say(f"step {number}: {name} was given up and unloaded, as it could not pay")
 
@@ -121,8 +121,8 @@ def _one_step(path: str, number: int) -> None:
     table("got", ("row", "trimmed", "verified", "kept"), got[:MAX_ROWS_SHOWN])
     if step.dropped.any():
         say(f"what was trimmed was worth {step.dropped_tokens:.2f} tokens, as believed")
-    if step.turns is not None:
-        say(f"overlap: {step.turns.explain()}; it was {'on' if step.overlapped else 'off'}")
+    if step.overlap is not None:
+        say(f"overlap: {step.overlap.explain()}; it was {'on' if step.overlapped else 'off'}")
     say(f"expected {1e3 * d.seconds:.1f} ms and {d.tokens:.1f} tokens, took {1e3 * _seconds(step):.1f} ms")
 
 
@@ -135,7 +135,7 @@ def _survival(loop: ClosedLoop) -> list[list[str]]:
         return []
     if not isinstance(policy, Goodput):
         return [[] for _ in range(view.num_rows)]
-    chances: Sequence[list[list[float]]] = policy.expected(view).tolist()
+    chances: Sequence[list[list[float]]] = policy.choice.expected(view).tolist()
     return [
         [f"{loop.names[d]}: " + " ".join(f"{c:.2f}" for c in rows[i] if c) for d, rows in enumerate(chances)]
         for i in range(view.num_rows)

@@ -62,7 +62,8 @@ def run(args: Namespace) -> int:
 
 def _target_cells(profile: Profile, rows: int) -> list[str]:
     """Return ms of a pass of `rows` rows at each of `KS`."""
-    from paceline.control.cost import MeasuredCost, Work
+    from paceline.control.cost import MeasuredCost
+    from paceline.control.policy import Work
 
     assert isinstance(profile.cost, MeasuredCost)
     keys = rows * CONTEXT

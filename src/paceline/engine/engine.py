@@ -106,9 +106,9 @@ class Engine:
         """Decide how far each row of a group may draft. group: None for all rows."""
         self._planned_s = perf_counter()
         controller = self.controller_of(group)
-        if group is None and not self.scheduler.any_asks and controller.rests(len(self.scheduler.running)):
+        if group is None and not self.scheduler.any_asks and controller.reuse_plan(len(self.scheduler.running)):
             return NO_PLAN
-        view = step_view(self.scheduler, self.drafting, previews=controller.looks, group=group)
+        view = step_view(self.scheduler, self.drafting, previews=controller.wants_preview, group=group)
         start = perf_counter()
         plan = controller.plan(view)
         self._stats.control_s += perf_counter() - start
@@ -179,7 +179,7 @@ class Engine:
 
     def controller_of(self, group: Group) -> Controller:
         """Return what plans for a group: one controller, which keeps the groups' open steps apart."""
-        return self.controller.twin if group else self.controller
+        return self.controller.second_group if group else self.controller
 
     def _unload(self, name: str) -> None:
         """Give back what a drafter holds: its weights, its stores, the taps that only it reads."""

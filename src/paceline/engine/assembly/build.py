@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from paceline.backend.rows import Rows
 from paceline.backend.seam import Backend
-from paceline.control.controller import ClosedLoop
-from paceline.control.fixed import FixedK
+from paceline.control.controller import ClosedLoop, FixedK
 from paceline.control.overlap import OverlapSwitch
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import PAGE_TOKENS

@@ -7,14 +7,16 @@ from math import inf
 import numpy as np
 import pytest
 
-from paceline.control.cost import Curve, MeasuredCost, TargetCost, Work
+from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
 from paceline.control.goodput import Goodput
-from paceline.control.objective import LEAST_PREFILL, MOST_URGENT, Objective, Pace
-from paceline.control.policy import Outcomes, StepView
+from paceline.control.latency_target import MAX_WEIGHT, MIN_PREFILL_TOKENS, LatencyTarget, Objective
+from paceline.control.online_cost import OnlineCost
+from paceline.control.policy import Outcomes, StepView, Work
 from paceline.core.errors import ConfigError
 from paceline.sim.simulator import Simulated, SimulatedReplica, Simulator, Workload
 
-STEEP = MeasuredCost(TargetCost(Curve.of([1, 8, 64, 1024], [8e-3, 9e-3, 30e-3, 430e-3])), ())
+STEEP_TARGET = TargetCost(Curve.of([1, 8, 64, 1024], [8e-3, 9e-3, 30e-3, 430e-3]))
+STEEP = OnlineCost(MeasuredCost(STEEP_TARGET, (DraftCost(()),)))
 NOBODY = np.full(4, -1)
 
 
@@ -43,31 +45,31 @@ def outcomes(step_s: float, kept: tuple[int, ...]) -> Outcomes:
     return Outcomes(np.arange(len(kept)), NOBODY, num_accepted, num_accepted, 0.0, step_s)
 
 
-def test_rows_that_are_behind_are_urgent_and_rows_ahead_have_time_to_spare() -> None:
-    pace, rows = Pace(4, Objective(0.02)), np.arange(4)
+def test_tokens_of_late_rows_weigh_more_and_rows_ahead_have_time_to_spare() -> None:
+    target, rows = LatencyTarget(4, Objective(0.02)), np.arange(4)
     for _ in range(40):
-        pace.learn(outcomes(0.04, (0, 1, 3, 7)))
-    urgency = pace.urgency(rows)
-    assert urgency.tolist() == [pytest.approx(MOST_URGENT), 1.0, 1.0, 1.0]
-    assert pace.allowance_s(rows[:1], np.ones(1)) == pytest.approx(0.02)
-    assert pace.allowance_s(rows[1:2], np.full(1, 2.0)) == pytest.approx(0.04)
-    assert pace.allowance_s(rows[2:], np.full(2, 4.0)) > 0.3
-    pace.admit(0)
-    assert pace.urgency(rows)[0] == 1.0
+        target.learn(outcomes(0.04, (0, 1, 3, 7)))
+    weights = target.weights(rows)
+    assert weights.tolist() == [pytest.approx(MAX_WEIGHT), 1.0, 1.0, 1.0]
+    assert target.longest_step_s(rows[:1], np.ones(1)) == pytest.approx(0.02)
+    assert target.longest_step_s(rows[1:2], np.full(1, 2.0)) == pytest.approx(0.04)
+    assert target.longest_step_s(rows[2:], np.full(2, 4.0)) > 0.3
+    target.admit(0)
+    assert target.weights(rows)[0] == 1.0
 
 
-def test_nobody_is_urgent_where_nothing_was_promised() -> None:
-    pace, rows = Pace(4, Objective()), np.arange(4)
-    assert not pace.promise({})
-    assert pace.promise({2: 0.02})
+def test_rows_without_a_target_are_never_late() -> None:
+    target, rows = LatencyTarget(4, Objective()), np.arange(4)
+    assert not target.note({})
+    assert target.note({2: 0.02})
     with np.errstate(all="raise"):
         for _ in range(40):
-            pace.learn(outcomes(0.1, (0, 0, 0, 0)))
-        assert pace.urgency(rows).tolist() == [1.0, 1.0, pytest.approx(MOST_URGENT), 1.0]
-        assert pace.allowance_s(rows[:2], np.ones(2)) == inf
-    pace.admit(2)  # by a request that asks for nothing
-    assert pace.urgency(rows) is None
-    assert not pace.promise({})
+            target.learn(outcomes(0.1, (0, 0, 0, 0)))
+        assert target.weights(rows).tolist() == [1.0, 1.0, pytest.approx(MAX_WEIGHT), 1.0]
+        assert target.longest_step_s(rows[:2], np.ones(2)) == inf
+    target.admit(2)  # by a request that asks for nothing
+    assert target.weights(rows) is None
+    assert not target.note({})
 
 
 def serve(objective: Objective) -> Simulated:
@@ -90,7 +92,7 @@ def test_prefill_waits_where_answers_would_be_late() -> None:
 def test_new_requests_get_on_however_late_others_are() -> None:
     policy = Goodput(STEEP, 4, (4,), objective=Objective(1e-3))
     view = StepView(np.arange(4), np.full(4, 100), np.full(4, 50), Work(512, 511, 512, 512 * 256))
-    assert policy.decide(view).prefill_tokens == LEAST_PREFILL
+    assert policy.decide(view).prefill_tokens == MIN_PREFILL_TOKENS
     assert Goodput(STEEP, 4, (4,)).decide(view).prefill_tokens is None
     relaxed = Goodput(STEEP, 4, (4,), objective=Objective(10.0))
     assert relaxed.decide(view).prefill_tokens is None
@@ -98,10 +100,10 @@ def test_new_requests_get_on_however_late_others_are() -> None:
 
 def test_a_row_that_is_behind_drafts_where_others_do_not() -> None:
     """A draft brings 0.35 tokens for an eighth of the step: too little, unless its row's tokens count for more."""
-    cost = MeasuredCost(TargetCost(Curve.of([4, 104], [8e-3, 108e-3])), ())
+    cost = OnlineCost(MeasuredCost(TargetCost(Curve.of([4, 104], [8e-3, 108e-3])), (DraftCost(()),)))
     policy = Goodput(cost, 4, (4,), (np.full(4, 0.35),))
     rows, none = np.arange(4), np.zeros(4, np.int64)
-    view = StepView(rows, np.full(4, 100), np.full(4, 50), Work(0), targets={3: 5e-3})
+    view = StepView(rows, np.full(4, 100), np.full(4, 50), Work(0), tpot_s={3: 5e-3})
     for _ in range(50):
         decision = policy.decide(view)
         policy.learn(view, Outcomes(rows, NOBODY, none, none, 0.0, 10e-3))

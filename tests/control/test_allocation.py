@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -9,13 +10,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.control.costs import H100, drafts_of, measured_costs
+from tests.oracles.allocation import best, best_uniform
+from tests.oracles.cost import SlowCost, table_times
 
-from paceline.control.choice import best, best_uniform
-from paceline.control.cost import MeasuredCost, TableCost, Work
+from paceline.control.allocation import Candidates
+from paceline.control.cost import Curve, MeasuredCost, TableCost, TargetCost
+from paceline.control.online_cost import OnlineCost
+from paceline.control.policy import Work
 from paceline.control.profile import read_profile
 
 PROFILE = read_profile(H100)
 RATES = np.array(PROFILE.accepted_at)
+
+
+def candidates_of(survival: np.ndarray, lengths: np.ndarray, drafters: np.ndarray | None = None) -> Candidates:
+    n, depth = survival.shape
+    whose = np.zeros(n, np.int64) if drafters is None else drafters
+    return Candidates(survival, np.full(n, depth), lengths, whose, float(n))
 
 
 def uniform(num_rows: int, depth: int = 5) -> np.ndarray:
@@ -26,7 +37,7 @@ def test_the_published_profile_gives_the_published_choices() -> None:
     found = {}
     for rows in (1, 4, 16, 64, 256):
         drafts = drafts_of(uniform(rows), np.zeros(rows, np.int64))
-        chosen = best_uniform(Work(rows), rows, drafts, PROFILE.cost, (0, 1, 3, 5))
+        chosen = best_uniform(Work(rows), rows, drafts, partial(table_times, PROFILE.cost), (0, 1, 3, 5))
         found[rows] = int(chosen.ks.max())
         assert (chosen.ks == found[rows]).all()
     assert found == {1: 3, 4: 3, 16: 3, 64: 1, 256: 0}
@@ -38,7 +49,8 @@ def test_with_every_k_it_is_the_argmax_of_the_profile(first: int) -> None:
     for rows in range(first, first + 32):
         seconds = np.interp(range(6), PROFILE.cost.ks, [float(c(rows)) for c in PROFILE.cost.by_rows])
         goodputs = rows * (1 + np.concatenate(([0.0], np.cumsum(RATES)))) / seconds
-        chosen = best(Work(rows), rows, drafts_of(uniform(rows), np.zeros(rows, np.int64)), PROFILE.cost)
+        among = candidates_of(uniform(rows), np.zeros(rows, np.int64))
+        chosen = PROFILE.cost.allocate(Work(rows), among)
         assert (chosen.ks == int(np.argmax(goodputs))).all()
         assert chosen.tokens / chosen.seconds == pytest.approx(goodputs.max())
 
@@ -55,20 +67,22 @@ def rows_to_draft(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def test_no_length_of_the_list_is_better(
     rows: tuple[np.ndarray, np.ndarray, np.ndarray], cost: MeasuredCost
 ) -> None:
-    """Every prefix is priced by `price`, the plain way, and the best of them is what `best` takes."""
+    """Every prefix is priced by `price`, and the best of them is what is taken, by numpy and by compiled code."""
     survival, lengths, drafters = rows
     n = len(lengths)
     base, drafts = Work(n, 0, int(lengths.sum()), int(lengths.sum())), drafts_of(survival, lengths, drafters)
-    times = cost.times(base, n, drafts)
+    slow = SlowCost(cost)
+    times = slow.times(base, n, drafts)
     found = []
     for count in range(len(drafts) + 1):
         ks = np.bincount(drafts.rows[:count], minlength=n)
-        seconds = cost.price(base, lengths, ks, drafters)
+        seconds = slow.price(base, lengths, ks, drafters)
         assert seconds == pytest.approx(float(times[count]))
         tokens = n + sum(survival[r, :k].sum() for r, k in enumerate(ks))
         found.append(tokens / seconds)
-    chosen = best(base, n, drafts, cost)
-    assert chosen.tokens / chosen.seconds == pytest.approx(max(found))
+    compiled = OnlineCost(cost).allocate(base, candidates_of(survival, lengths, drafters))
+    for chosen in (best(base, n, drafts, slow.times), compiled):
+        assert chosen.tokens / chosen.seconds == pytest.approx(max(found))
 
 
 @given(rows_to_draft(), measured_costs(num_drafters=2, max_depth=3))
@@ -81,36 +95,32 @@ def test_where_drafting_is_free_no_other_choice_is_better(
     free = MeasuredCost(cost.target, ())
     drafters = np.zeros(n, np.int64)
     base = Work(n, 0, 50 * n, 50 * n)
-    chosen = best(base, n, drafts_of(survival, lengths), free)
+    chosen = OnlineCost(free).allocate(base, candidates_of(survival, lengths))
     for ks in product(range(4), repeat=n):
         tokens = n + sum(survival[r, :k].sum() for r, k in enumerate(ks))
         flat = Work(n + sum(ks), 0, 50 * n, 50 * n + int(sum(50 * k + k * (k + 1) // 2 for k in ks)))
         assert tokens / float(free.target(flat)) <= chosen.tokens / chosen.seconds * (1 + 1e-2)
-    assert chosen.seconds == pytest.approx(free.price(base, lengths, chosen.ks, drafters))
+    assert chosen.seconds == pytest.approx(SlowCost(free).price(base, lengths, chosen.ks, drafters))
 
 
 def test_stairs_are_climbed_if_the_next_floor_pays() -> None:
     """Up to 8 tokens cost the same, so a first draft that does not pay by itself does not end the search."""
-    from paceline.control.cost import Curve, TargetCost
-
-    stairs = MeasuredCost(TargetCost(Curve.of([1, 8, 16], [1.0, 1.6, 3.2], stepped=True)), ())
+    stairs = OnlineCost(MeasuredCost(TargetCost(Curve.of([1, 8, 16], [1.0, 1.6, 3.2], stepped=True)), ()))
     survival = np.multiply.accumulate(np.full((1, 7), 0.8), axis=1)
     assert 1.8 / 1.6 > 1.0
     survival[:] = np.multiply.accumulate(np.full(7, 0.55))
     assert (1 + 0.55) / 1.6 < 1.0, "one draft alone loses"
-    chosen = best(Work(1), 1, drafts_of(survival, np.array([10])), stairs)
+    chosen = stairs.allocate(Work(1), candidates_of(survival, np.array([10])))
     assert chosen.ks[0] == 7
 
 
 def test_time_of_prefill_does_not_make_drafts_look_cheap() -> None:
     """A chunk of 512 tokens is due in any case; against all of the step's time, any draft would seem to pay."""
-    from paceline.control.cost import Curve, TargetCost
-
-    cost = MeasuredCost(TargetCost(Curve.of([1, 600], [0.001, 0.6])), ())  # every token costs as much
-    drafts = drafts_of(np.array([[0.5, 0.25]]), np.array([10]))
+    target = TargetCost(Curve.of([1, 600], [0.001, 0.6]))  # every token costs as much
+    cost, among = OnlineCost(MeasuredCost(target, ())), candidates_of(np.array([[0.5, 0.25]]), np.array([10]))
     base, prefill = Work(1, 0, 10, 10), Work(512, 511, 512, 512 * 256)
-    assert best(base, 1, drafts, cost).ks[0] == 0
+    assert cost.allocate(base, among).ks[0] == 0
     both = base + prefill
-    unpaid = float(cost.target(both)) - float(cost.target(base))
-    assert best(both, 1, drafts, cost, unpaid_s=unpaid).ks[0] == 0
-    assert best(both, 1, drafts, cost).ks[0] == 2
+    unpaid = float(target(both)) - float(target(base))
+    assert cost.allocate(both, among, unpaid_s=unpaid).ks[0] == 0
+    assert cost.allocate(both, among).ks[0] == 2

@@ -1,4 +1,4 @@
-"""The compiled reading of rounds against its readable twin."""
+"""The compiled reading of rounds against its oracle."""
 
 from __future__ import annotations
 
@@ -7,17 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.control.arrays import (
-    came_of,
-    came_of_slow,
-    confidence_of,
-    confidence_of_slow,
-    drafted_of,
-    drafted_of_slow,
-)
+from paceline.control.policy import confidence_of, drafted_of, outcomes_of
 from paceline.core.nouns import Batch, BatchRow, Draft, RowDraft, RowVerdict, Verdict
+from tests.oracles.rounds import confidence_of_slow, drafted_of_slow, outcomes_of_slow
 
 INDICES = {"eagle3": 0, "suffix": 2}
+SECONDS = (1e-3, 8e-3, 2e-3, 4e-3)
 
 
 @st.composite
@@ -44,12 +39,17 @@ def test_rounds_are_read_alike(found: tuple[Batch, Draft, Verdict]) -> None:
     drafts = list(draft.rows)
     np.testing.assert_array_equal(confidence_of(drafts), confidence_of_slow(drafts))
     verified = Draft(tuple(d.first(v.num_accepted + 1) for d, v in zip(draft.rows, verdict.rows, strict=True)))
-    *arrays, work = came_of(batch, draft, verified, verdict, INDICES)
-    *twins, twin_work = came_of_slow(batch, draft, verified, verdict, INDICES)
-    for array, twin in zip(arrays, twins, strict=True):
-        np.testing.assert_array_equal(array, twin)
-        assert array.dtype == twin.dtype
-    assert work.of_one == twin_work.of_one
+    outcomes, work = outcomes_of(batch, draft, verified, verdict, INDICES, SECONDS)
+    expected, expected_work = outcomes_of_slow(batch, draft, verified, verdict, INDICES, SECONDS)
+    for name in ("rows", "drafters", "num_drafted", "num_verified", "num_accepted"):
+        np.testing.assert_array_equal(getattr(outcomes, name), getattr(expected, name))
+        assert getattr(outcomes, name).dtype == getattr(expected, name).dtype
+    if expected.confidence is None:
+        assert outcomes.confidence is None
+    else:
+        np.testing.assert_array_equal(outcomes.confidence, expected.confidence)
+    assert (outcomes.draft_s, outcomes.target_s, outcomes.host_s, outcomes.wait_s) == SECONDS
+    assert work.as_ints == expected_work.as_ints
 
 
 def test_rounds_whose_parts_differ_in_number_are_refused() -> None:
@@ -57,4 +57,4 @@ def test_rounds_whose_parts_differ_in_number_are_refused() -> None:
     with pytest.raises(ValueError, match="every row has a draft"):
         drafted_of(batch, Draft(()), INDICES)
     with pytest.raises(ValueError, match="a verdict"):
-        came_of(batch, Draft((RowDraft(),)), Draft((RowDraft(),)), Verdict(()), INDICES)
+        outcomes_of(batch, Draft((RowDraft(),)), Draft((RowDraft(),)), Verdict(()), INDICES, SECONDS)
