@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from paceline.backend.pass_thread import PassThread
 from paceline.bench.compare.players import Player, race, rates, warm
 from paceline.bench.prompts import Prompt
 from paceline.bench.run import Question
@@ -14,7 +15,6 @@ from paceline.core.errors import PacelineError
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.engine.overlap import OverlappedLoop
-from paceline.engine.worker import PassThread
 from tests.engine.same_text import PLAIN, make_engine
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from paceline.backend.pass_thread import PassThread
 from paceline.bench.doctor import _steps
 from paceline.bench.run import Asking, Question, ask_in_turns
 from paceline.engine.overlap import OverlappedLoop
-from paceline.engine.worker import PassThread
 from tests.bench.test_players import questions
 from tests.engine.same_text import PLAIN, make_engine
 

@@ -8,6 +8,7 @@ import pytest
 
 from paceline import cli
 from paceline.backend.device import usable_cores
+from paceline.backend.pass_thread import PassThread
 from paceline.bench.prompts import Prompt
 from paceline.bench.run import Question
 from paceline.bench.timeline import DRAFT, STEP, TARGET, Span, Timeline, record, summary
@@ -15,7 +16,6 @@ from paceline.core.errors import ConfigError
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.engine.overlap import OverlappedLoop
-from paceline.engine.worker import PassThread
 from tests.engine.same_text import PLAIN, make_engine
 
 if TYPE_CHECKING:

@@ -10,13 +10,13 @@ import pytest
 
 from paceline import cli
 from paceline.backend.device import Device, on_cores, usable_cores
+from paceline.backend.pass_thread import PassThread
 from paceline.control.trace import replay
 from paceline.core.errors import ConfigError
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.assembly.placement import PlacedDrafter, Placement
 from paceline.engine.overlap import OverlappedLoop
 from paceline.engine.serial import SerialLoop
-from paceline.engine.worker import PassThread
 from tests.draft.heads import trained_head
 from tests.engine.same_text import PLAIN, assert_same, make_engine, run, target
 from tests.engine.test_overlap import REQUESTS, overlapped

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline import kernels
-from paceline.backend.packed import Packed
+from paceline.backend.seam import Packed, PassRequest
 from paceline.core.nouns import PAGE_TOKENS, SamplingSpec
 from paceline.core.params import SamplingParams
 from paceline.model.config import layer_shapes
@@ -131,7 +131,7 @@ def time_passes(decoder: NativeDecoder, kv: KV, cases: Sequence[Case], repeats: 
     for _ in range(repeats):
         for case, packed in passes.items():
             start = perf_counter()
-            decoder.run(packed, kv, [greedy] * len(packed.wanted))
+            decoder.launch(PassRequest(packed, kv, [greedy] * len(packed.wanted))).wait()
             times[case].append(perf_counter() - start)
     return {case: median(t) for case, t in times.items()}
 

@@ -250,6 +250,7 @@ class Taps:
     states: Mapping[int, NDArray[floating]]  # [num_tokens, hidden] residual stream after so many layers
     cu_len: NDArray[int64]  # [num_rows + 1] row i of the batch owns tokens cu_len[i]:cu_len[i + 1]
     slots: NDArray[int64]  # [num_tokens] the place of each token in every store
+    starts: Sequence[int] = ()  # [num_rows] position of each row's first token
 
 
 @noun

@@ -25,7 +25,7 @@ from paceline.model.tokenizer import Detokenizer
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from paceline.backend.seam import Backend
+    from paceline.backend.target import Backend
     from paceline.control.controller import Controller, StepTimes
     from paceline.core.nouns import (
         Batch,
@@ -188,12 +188,12 @@ class Engine:
     def score(self, now: StepInput) -> StepScores:
         """Run the target's pass, and tell beside it, if anything can be, what came of the one before."""
         start = perf_counter()
-        finish = self.target.begin(now.batch, now.draft)
+        pending = self.target.launch(self.target.request(now.batch, now.draft))
         telling = perf_counter()
         self.tell()
         told_s = perf_counter() - telling
-        scores = finish()
-        hidden_s = told_s if self.target.beside else 0.0
+        scores = pending.wait()
+        hidden_s = told_s if self.target.asynchronous else 0.0
         return StepScores(scores, perf_counter() - start - told_s + hidden_s, hidden_s)
 
     def judge(self, now: StepInput, scored: StepScores) -> Verdict:

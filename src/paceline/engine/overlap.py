@@ -6,9 +6,9 @@ first group is judged and committed, then planned, admitted and drafted for agai
 is about to be drafted for; before that, rows of it go over to the other while that has less work. Where there are
 not two groups the step is serial.
 
-What the two threads share, and who may touch it when:
+What a pass in a thread shares with the engine's thread, and who may touch it when:
 
-- A pass reads copies of its rows' tokens, positions and page tables (`Backend.prepare`) and weights that nobody
+- A pass reads copies of its rows' tokens, positions and page tables (`Backend.request`) and weights that nobody
   writes. It writes the target's keys and values of its own rows, and taps and choices that nobody else knows of.
 - All else belongs to the engine's thread: rows, pages, drafters and their stores, answers. It changes nothing of
   the rows that are being scored until their pass is over.
@@ -23,9 +23,8 @@ Texts do not change: noise depends on the request and the position, a pass's num
 from __future__ import annotations
 
 from collections import Counter
-from concurrent.futures import wait
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -37,25 +36,24 @@ from paceline.engine.serial import SerialLoop
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from concurrent.futures import Future
 
-    from paceline.backend.seam import Backend, Prepared
+    from paceline.backend.pass_thread import PassThread
+    from paceline.backend.target import PendingScores, ScoreRequest
     from paceline.engine.engine import Engine
     from paceline.engine.rounds import StepInput
     from paceline.engine.scheduler import RequestState, Scheduler
-    from paceline.engine.worker import PassThread
 
 
 class OverlappedLoop:
     """Scores one group while it drafts for the other; see `Loop`."""
 
-    def __init__(self, worker: PassThread, wanted: Callable[[Engine], bool]) -> None:
-        """worker: runs the passes. wanted: asked before each round whether two groups are better than one."""
-        self._worker, self._wanted = worker, wanted
+    def __init__(self, thread: PassThread, wanted: Callable[[Engine], bool]) -> None:
+        """thread: runs passes of the target. wanted: asked before each round if two groups are better than one."""
+        self._thread, self._wanted = thread, wanted
         self._serial = SerialLoop()
         self._groups = Groups()
         self._scoring: ReadyInput | None = None  # its pass has begun
-        self._result: Future[StepScores] | None = None  # of that pass
+        self._pending: PendingScores | None = None  # of that pass
         self._ready: ReadyInput | None = None  # drafted for, to be scored next
 
     def step(self, engine: Engine) -> None:
@@ -93,13 +91,15 @@ class OverlappedLoop:
     def _begin_pass(self, engine: Engine) -> None:
         self._scoring, self._ready = self._ready, None
         if self._scoring is not None:
-            self._result = self._worker.start(partial(_score, engine.target, self._scoring.prepared))
+            self._pending = engine.target.launch(self._scoring.request, self._thread)
 
     def _finish_pass(self) -> tuple[ReadyInput, StepScores]:
         assert self._scoring is not None
-        assert self._result is not None
-        now, result, self._scoring, self._result = self._scoring, self._result, None, None
-        return now, result.result()
+        assert self._pending is not None
+        now, pending = self._scoring, self._pending
+        self._scoring = self._pending = None
+        scores = pending.wait()
+        return now, StepScores(scores, pending.pass_s)
 
     def _draft(self, engine: Engine, group: int) -> ReadyInput | None:
         """Plan, admit and propose for a group; None if it has no rows, or if all should go together again.
@@ -115,14 +115,15 @@ class OverlappedLoop:
         if not batch.rows:
             return None
         now = engine.propose(batch, plan, group)
-        prepared = engine.target.prepare(now.batch, now.draft)
-        return ReadyInput(now, prepared, start, perf_counter() - start - now.draft_s)
+        request = engine.target.request(now.batch, now.draft)
+        return ReadyInput(now, request, start, perf_counter() - start - now.draft_s)
 
     def rest(self) -> bool:
         """Wait for the pass that was begun; the next step takes in what came of it."""
-        if self._result is not None:
-            wait((self._result,))
-        return self._result is not None
+        if self._pending is not None:
+            with suppress(Exception):  # the next step raises it
+                self._pending.wait()
+        return self._pending is not None
 
     def check(self, engine: Engine) -> None:
         """Assert what the docstring says of rows and pages."""
@@ -134,7 +135,7 @@ class OverlappedLoop:
             assert r.in_flight == (r.row in group_of), "a row is in flight twice, or nobody will score it"
             assert r.group == group_of.get(r.row, r.group)
             assert len(r.pages) <= pages_for(r.upper_len), "pages are held that no outcome needs"
-            first = int(engine.target.rows.computed[r.row]) // PAGE_TOKENS if r.in_flight else len(r.pages)
+            first = engine.target.rows.computed_len(r.row) // PAGE_TOKENS if r.in_flight else len(r.pages)
             assert all(holders[page] == 1 for page in r.pages[first:]), "a pass would write a shared page"
 
 
@@ -143,7 +144,7 @@ class ReadyInput:
     """A round that may be scored at once."""
 
     round: StepInput
-    prepared: Prepared
+    request: ScoreRequest
     begun_s: float  # by the clock
     host_s: float  # that it took to get so far, beside drafting
 
@@ -186,9 +187,3 @@ def _work(running: RequestState, scheduler: Scheduler) -> int:
     if running.decoding:
         return 1 + running.num_drafts
     return min(len(running.token_ids) - running.computed, scheduler.limits.prefill_tokens)
-
-
-def _score(target: Backend, prepared: Prepared) -> StepScores:
-    start = perf_counter()
-    scores = target.run(prepared)
-    return StepScores(scores, perf_counter() - start)

@@ -12,7 +12,7 @@ from paceline.backend.rope import cos_sin, inverse_frequencies, rotate
 from paceline.core.errors import ConfigError, UnsupportedModel
 from paceline.model.config import layer_shapes
 from paceline.model.files import hf
-from paceline.model.heads.cut_model import SHARED, load_small
+from paceline.model.heads.cut_model import SHARED, load_cut_model
 from paceline.train.export import hash_of
 from paceline.train.head import file_name, rope_json, vocabulary_tensors
 from paceline.train.recipe import take_over
@@ -77,7 +77,7 @@ class SmallRecipe:
 
     def start_from(self, folder: Path) -> str:
         """Take over the layers and the norm of a trained draft model, see `Recipe`."""
-        trained = load_small(folder, self._target.config).weights
+        trained = load_cut_model(folder, self._target.config).weights
         self.taken_over = take_over(self.weights, {**trained, "norm": trained["final_norm"]})
         return hash_of(folder)
 

@@ -80,12 +80,12 @@ def _products_table(products: list[Product], weights: str) -> Table:
 
 def _print_passes(args: Namespace, team: kernels.Team, limits: MachineLimits) -> None:
     from paceline import kernels
-    from paceline.backend.native.decoder import NativeDecoder
+    from paceline.backend.native.load import pack_decoder
     from paceline.bench.kernels import CASES, Case, all_matrices, num_pages, time_passes
     from paceline.model.weights import load_model
 
     model = load_model(args.model)
-    decoder = NativeDecoder(model.config, model.weights, team, args.weights, args.kv)
+    decoder = pack_decoder(model.config, model.weights, team, args.weights, args.kv)
     kv = decoder.new_kv(num_pages())
     matrices = all_matrices(model.config, args.weights)
     times: dict[Case, list[float]] = {case: [] for case in CASES}

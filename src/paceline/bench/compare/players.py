@@ -12,10 +12,10 @@ from paceline.core.errors import PacelineError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from paceline.backend.pass_thread import PassThread
     from paceline.bench.run import Question
     from paceline.engine.engine import Engine
     from paceline.engine.stats import Stats
-    from paceline.engine.worker import PassThread
 
 T = TypeVar("T")
 

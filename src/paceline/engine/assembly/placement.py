@@ -12,8 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from paceline.backend.device import SAME, Device, usable_cores
+from paceline.backend.pass_thread import PassThread
 from paceline.core.errors import ConfigError
-from paceline.engine.worker import PassThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -32,7 +32,7 @@ from paceline.engine.wire import Submit
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from paceline.backend.rows import Rows
+    from paceline.backend.seam import RowView
     from paceline.core.nouns import Batch, Plan, Request, Scores, Verdict
     from paceline.engine.remote.messages import Guesses, ToDrafter, ToEngine
 
@@ -50,7 +50,7 @@ class _Told:
 class RemoteDrafter:
     """Drafts in another process, each call with a deadline; see `Drafter`. One that is lost is started again."""
 
-    def __init__(self, name: str, begin: BeginDrafter, rows: Rows, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(self, name: str, begin: BeginDrafter, rows: RowView, deadline_s: float = DEADLINE_S) -> None:
         """Start the process. rows: the engine's. Raises what building the drafter there raises."""
         self.name = name
         self.lives = _first(begin, name)
@@ -130,8 +130,8 @@ class RemoteDrafter:
         if ahead is None:
             return RowNews(row, gained)
         first, told.num_pages = told.num_pages, len(known) // PAGE_TOKENS
-        pages = self._rows.pages[row, first : pages_for(len(known) + ahead)]
-        return RowNews(row, gained, first, tuple(pages.tolist()))
+        pages = self._rows.page_ids(row, first, pages_for(len(known) + ahead))
+        return RowNews(row, gained, first, tuple(pages))
 
     def _draft(self, guesses: Guesses | None) -> RowDraft:
         if guesses is None or not guesses.token_ids:

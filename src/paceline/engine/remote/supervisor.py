@@ -11,11 +11,11 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 from weakref import finalize
 
+from paceline.backend.pass_thread import PassThread
 from paceline.core.process import BackOff
 from paceline.engine.remote.channel import LineDead, open_line
 from paceline.engine.remote.messages import BeginDrafter, Up, decode_to_engine, most_bytes
 from paceline.engine.wire import BAD_MESSAGE, Failed, encode, error_of
-from paceline.engine.worker import PassThread
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
