@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from paceline.backend.pass_thread import PassThread
 from paceline.bench.doctor import _time_steps
 from paceline.bench.interleave import Question, SlicedRun, interleave, measure_rates, round_robin, warm_run
 from paceline.bench.prompt_file import Prompt
@@ -16,7 +17,6 @@ from paceline.core.errors import PacelineError
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.engine.overlap import OverlappedLoop
-from paceline.engine.worker import PassThread
 from tests.engine.same_text import PLAIN, make_engine
 
 if TYPE_CHECKING:

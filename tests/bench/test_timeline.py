@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from paceline import cli
+from paceline.backend.pass_thread import PassThread
 from paceline.bench.interleave import Question
 from paceline.bench.prompt_file import Prompt
 from paceline.bench.timeline import DRAFT, STEP, TARGET, Span, Timeline, record, summary
@@ -15,7 +16,6 @@ from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.core.system import usable_cores
 from paceline.engine.overlap import OverlappedLoop
-from paceline.engine.worker import PassThread
 from tests.engine.same_text import PLAIN, make_engine
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from torch.nn import functional
 
 from paceline.backend.reference.decoder import ReferenceDecoder
-from paceline.backend.reference.head_layers import fuse, last_norm, read_out, relay, relayed, run_layers
+from paceline.backend.reference.head import fuse, last_norm, read_out, relay, relayed, run_layers
 from paceline.model.heads.config import HeadConfig, head_shapes, read_config
 from paceline.train.drafts import TextBounds, plan_drafts
 from paceline.train.unroll import unroll

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from hypothesis import strategies as st
 
-from paceline.backend.native import decoder as native
+from paceline.backend.native import load as native
 from paceline.backend.reference.decoder import ReferenceDecoder
 from paceline.core.nouns import Batch, Draft, Outcome, Plan, Request, RowDraft, RowPlan, TokenLogprobs, Verdict
 from paceline.core.params import SamplingParams

@@ -28,8 +28,7 @@ from tests.engine.same_text import PLAIN, STAIRCASE, make_engine, run
 from tests.engine.test_same_text import AUTO
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from paceline.backend.target import ScoreRequest
     from paceline.control.cost import Work
     from paceline.control.policy import Decision, Outcomes, StepView
     from paceline.core.nouns import Batch, Draft, Plan, Scores, Verdict
@@ -246,13 +245,13 @@ def timed(engine: Engine, patch: pytest.MonkeyPatch) -> ClosedLoop:
     clock = [0.0]
     for module in ("step", "engine"):
         patch.setattr(f"paceline.engine.{module}.perf_counter", lambda: clock[0])
-    begin = engine.target.begin
+    request = engine.target.request
 
-    def begin_in_time(batch: Batch, draft: Draft) -> Callable[[], Scores]:
+    def request_in_time(batch: Batch, draft: Draft) -> ScoreRequest:
         clock[0] += 0.06 + 0.003 * sum(r.num_known + len(d) for r, d in zip(batch.rows, draft.rows, strict=True))
-        return begin(batch, draft)
+        return request(batch, draft)
 
-    patch.setattr(engine.target, "begin", begin_in_time)
+    patch.setattr(engine.target, "request", request_in_time)
     assert isinstance(engine.controller, ClosedLoop)
     return engine.controller
 

@@ -10,6 +10,7 @@ import pytest
 
 from paceline import cli
 from paceline.backend.device import Device
+from paceline.backend.pass_thread import PassThread
 from paceline.control.trace import replay
 from paceline.core.errors import ConfigError
 from paceline.core.system import on_cores, usable_cores
@@ -17,7 +18,6 @@ from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.assembly.placement import PlacedDrafter, Placement
 from paceline.engine.overlap import OverlappedLoop
 from paceline.engine.step import SerialLoop
-from paceline.engine.worker import PassThread
 from tests.draft.heads import trained_head
 from tests.engine.same_text import PLAIN, assert_same, make_engine, run, target
 from tests.engine.test_overlap import REQUESTS, overlapped

@@ -12,7 +12,7 @@ import torch
 from paceline.backend.reference.decoder import ReferenceDecoder
 from paceline.cli import main
 from paceline.core.errors import BadModelFile, ConfigError, DrafterMismatch
-from paceline.model.heads.cut_model import load_small
+from paceline.model.heads.cut_model import load_cut_model
 from paceline.train.cut_model_recipe import CutModelRecipe, choose_layers
 from paceline.train.drafts import TextBounds, plan_drafts
 from paceline.train.recipe import write_drafter
@@ -49,7 +49,7 @@ def test_what_is_trained_is_what_is_loaded(layers: list[int], kind: str, tmp_pat
     assert torch.equal(depths[1].anchors, torch.tensor([1, 2, 3]))
     assert torch.allclose(second, first[1:4], rtol=1e-4, atol=1e-4)  # processors sum in orders of their own
     write_drafter(tmp_path, recipe, kind)
-    small = load_small(tmp_path, target.config)
+    small = load_cut_model(tmp_path, target.config)
     assert np.array_equal(small.token_ids, VOCABULARY)
     decoder = ReferenceDecoder(small.config, {**small.weights, "embed": target.embed})
     few = {"fp16": 0.002, "int8": 0.05}[kind]  # of the logits' deviation
@@ -68,7 +68,7 @@ def test_a_toy_model_reaches_its_acceptance(tmp_path: Path) -> None:
     assert rows[-1]["accepted"][0] > 0.5
     assert rows[-1]["acceptance_length"] > rows[0]["acceptance_length"] + 0.5
     target = load_target(str(tmp_path / "target"), torch.device("cpu"))
-    assert load_small(tmp_path / "out", target.config).config.num_layers == 3
+    assert load_cut_model(tmp_path / "out", target.config).config.num_layers == 3
     go_on = ("--start-from", str(tmp_path / "out"), "--steps", "1", "--layers", "0,1,5")
     assert main(command("draft-model", tmp_path, tmp_path / "more", *go_on)) == 0
     assert read_metrics(tmp_path / "more")[0]["acceptance_length"] > rows[-1]["acceptance_length"] - 0.1
@@ -93,14 +93,14 @@ def test_folders_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     target = load_target(str(write_target(tmp_path / "target")), torch.device("cpu"))
     values, tensors = CutModelRecipe([0, 5], target, VOCABULARY).export()
     with pytest.raises(DrafterMismatch, match="another model"):
-        load_small(changed(tmp_path, tensors, values), tiny_config(vocab_size=VOCAB + 8))
+        load_cut_model(changed(tmp_path, tensors, values), tiny_config(vocab_size=VOCAB + 8))
     with pytest.raises(BadModelFile, match="shares"):
-        load_small(changed(tmp_path, tensors, values, shares=["all"]), target.config)
+        load_cut_model(changed(tmp_path, tensors, values, shares=["all"]), target.config)
     with pytest.raises(BadModelFile, match="leads to tokens"):
-        load_small(changed(tmp_path, {**tensors, "d2t": tensors["d2t"] + 200}, values), target.config)
+        load_cut_model(changed(tmp_path, {**tensors, "d2t": tensors["d2t"] + 200}, values), target.config)
     for name, reason in (("d2t", "d2t"), ("model.norm.weight", "model.norm")):
         less = {n: t for n, t in tensors.items() if n != name}
         with pytest.raises(BadModelFile, match=reason):
-            load_small(changed(tmp_path, less, values), target.config)
+            load_cut_model(changed(tmp_path, less, values), target.config)
     assert "model.embed_tokens.weight" not in tensors
     assert json.loads((tmp_path / "config.json").read_text())["target_layers"] == [0, 5]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from paceline.backend.reference.head_layers import fuse, read_out, relay, relayed, run_layers
+from paceline.backend.reference.head import fuse, read_out, relay, relayed, run_layers
 from paceline.model.heads.config import HeadConfig, read_config
 from paceline.train.drafts import plan_drafts
 from paceline.train.parallel_drafts import draft_in_parallel

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from paceline.backend.packed import Packed
 from paceline.backend.registry import BACKENDS
+from paceline.backend.seam import Packed, PassRequest
 from paceline.bench.interleave import make_questions
 from paceline.bench.prompt_file import read_prompts, spread
 from paceline.core.nouns import PAGE_TOKENS, SamplingSpec
@@ -71,7 +71,8 @@ def log_probs(decoder: Decoder, text: QualityText) -> NDArray[float64]:
         pages=np.arange(num_pages)[None],
         wanted=places[-text.num_judged :],
     )
-    chosen = decoder.run(packed, decoder.new_kv(num_pages), [SamplingSpec("logits", _READ)] * text.num_judged)
+    specs = [SamplingSpec("logits", _READ)] * text.num_judged
+    chosen = decoder.launch(PassRequest(packed, decoder.new_kv(num_pages), specs)).wait()
     assert chosen.logits is not None
     wide = chosen.logits.astype(np.float64)
     wide -= wide.max(axis=1, keepdims=True)
@@ -93,7 +94,8 @@ def write_greedily(decoder: Decoder, prompt: Sequence[int], num_tokens: int) -> 
             wanted=np.array([len(places) - 1]),
         )
         done = len(ids)
-        ids.append(int(decoder.run(packed, kv, [SamplingSpec("argmax", _READ)]).token_ids[0]))
+        request = PassRequest(packed, kv, [SamplingSpec("argmax", _READ)])
+        ids.append(int(decoder.launch(request).wait().token_ids[0]))
     return QualityText(tuple(ids), num_tokens)
 
 

@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, qu
 from paceline.core.errors import UnsupportedModel
 from paceline.draft.shipped import shipped_folder
 from paceline.model.files.gguf_model import LAYER_NAMES, LAYER_PREFIX, MODEL_NAMES
-from paceline.model.heads.cut_model import load_small
+from paceline.model.heads.cut_model import load_cut_model
 from tools.peers.prepare import ARCHITECTURES
 from tools.peers.rows import (
     AS_IS,
@@ -76,7 +76,7 @@ def draft_gguf(model: LoadedModel, folder: Path) -> Path:
         raise UnsupportedModel(
             "a draft model is written for llama.cpp from a target that is a GGUF file of a Llama"
         )
-    small = load_small(shipped_folder("draft-model", model.fingerprint), model.config)
+    small = load_cut_model(shipped_folder("draft-model", model.fingerprint), model.config)
     target = folder / "draft-model.gguf"
     reader, writer = GGUFReader(model.path), GGUFWriter(target, "llama")
     changed = {"llama.block_count": small.config.num_layers}

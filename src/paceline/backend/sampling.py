@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.backend.seam import SampledTokens
+from paceline.backend.seam import PassResult
 from paceline.core import sampling
 from paceline.core.noise import Lane, key
 from paceline.core.nouns import BROKEN, UNCHOSEN
@@ -29,14 +29,14 @@ def logit_rows(specs: Sequence[SamplingSpec]) -> NDArray[int64]:
     return np.where(wanted, np.cumsum(wanted) - 1, -1)
 
 
-def pick(chosen: SampledTokens, places: Sequence[int]) -> SampledTokens:
+def pick(chosen: PassResult, places: Sequence[int]) -> PassResult:
     """Return what a pass says of some of its wanted tokens."""
     token_ids, margins = chosen.token_ids[places], None if chosen.margins is None else chosen.margins[places]
     if chosen.logits is None or chosen.logit_idx is None:
-        return SampledTokens(token_ids, None, None, margins=margins)
+        return PassResult(token_ids, margins=margins)
     rows = chosen.logit_idx[places]
     idx = np.where(rows >= 0, np.cumsum(rows >= 0) - 1, -1)
-    return SampledTokens(token_ids, chosen.logits[rows[rows >= 0]], idx, margins=margins)
+    return PassResult(token_ids, chosen.logits[rows[rows >= 0]], idx, margins=margins)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,11 +45,11 @@ class Drawn:
 
     token_ids: list[int]  # [n]
     probs: list[NDArray[floating]] | None = None  # [n] of [vocab]: what each was drawn from, if that was asked for
-    margins: list[float] | None = None  # [n] as `SampledTokens.margins`
+    margins: list[float] | None = None  # [n] as `PassResult.margins`
 
 
 def draw(
-    run: Callable[[Sequence[SamplingSpec]], SampledTokens],
+    run: Callable[[Sequence[SamplingSpec]], PassResult],
     specs: Sequence[SamplingSpec],
     depths: Sequence[int],
     *,

@@ -20,12 +20,12 @@ from paceline.core.system import uninterrupted
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from paceline.backend.pass_thread import PassThread
     from paceline.bench.prompt_file import Prompt
     from paceline.core.nouns import Outcome
     from paceline.core.params import SamplingParams
     from paceline.engine.engine import Engine
     from paceline.engine.stats import Stats
-    from paceline.engine.worker import PassThread
     from paceline.serve.prompts import Prompts
 
 T = TypeVar("T")

@@ -14,8 +14,8 @@ import numpy as np
 
 from paceline import kernels
 from paceline.backend.native.decoder import NativeDecoder
-from paceline.backend.packed import Packed
-from paceline.backend.seam import num_cores
+from paceline.backend.native.load import pack_decoder
+from paceline.backend.seam import Packed, PassRequest, num_cores
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import PAGE_TOKENS, SamplingSpec
 from paceline.core.params import SamplingParams
@@ -83,7 +83,7 @@ def _print_products(team: kernels.Team, limits: MachineLimits, config: ModelConf
 
 def _print_passes(args: Namespace, team: kernels.Team, limits: MachineLimits) -> None:
     model = load_model(args.model)
-    decoder = NativeDecoder(model.config, model.weights, team, args.weights, args.kv)
+    decoder = pack_decoder(model.config, model.weights, team, args.weights, args.kv)
     kv = decoder.new_kv(num_pages())
     matrices = all_matrices(model.config, args.weights)
     times: dict[PassShape, list[float]] = {shape: [] for shape in PASS_SHAPES}
@@ -224,6 +224,6 @@ def time_passes(
     for _ in range(repeats):
         for shape, packed in passes.items():
             start = perf_counter()
-            decoder.run(packed, kv, [greedy] * len(packed.wanted))
+            decoder.launch(PassRequest(packed, kv, [greedy] * len(packed.wanted))).wait()
             times[shape].append(perf_counter() - start)
     return {shape: median(measured) for shape, measured in times.items()}

@@ -17,14 +17,14 @@ from paceline.engine.drafters import DrafterPool
 from paceline.engine.output import OutputQueue
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.stats import Gauges, Stats
-from paceline.engine.step import PendingScores, SerialLoop, StepInput
+from paceline.engine.step import PendingStep, SerialLoop, StepInput
 from paceline.engine.step_view import step_view
 from paceline.model.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from paceline.backend.seam import Backend
+    from paceline.backend.target import Backend
     from paceline.control.controller import Controller
     from paceline.core.nouns import Batch, BatchRow, Outcome, Request, RowVerdict, Verdict
     from paceline.draft.drafter import Drafter
@@ -141,11 +141,11 @@ class Engine:
         self._stats.control_s += perf_counter() - end
         return StepInput(group, batch, proposed, draft, self._planned_s, end - start)
 
-    def score(self, drafted: StepInput) -> PendingScores:
+    def score(self, drafted: StepInput) -> PendingStep:
         """Launch the target's pass over known tokens and drafts."""
         start = perf_counter()
-        pending = self.target.launch(drafted.batch, drafted.draft)
-        return PendingScores(pending, start, asynchronous=self.target.beside)
+        pending = self.target.launch(self.target.request(drafted.batch, drafted.draft))
+        return PendingStep(pending, start, asynchronous=self.target.asynchronous)
 
     def judge(self, drafted: StepInput, scored: StepScores) -> Verdict:
         """Decide which drafts are kept."""

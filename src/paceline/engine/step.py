@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from paceline.core.nouns import noun
 
 if TYPE_CHECKING:
-    from paceline.backend.seam import Pending
+    from paceline.backend.target import PendingScores
     from paceline.core.nouns import Batch, Draft, Plan, Scores, Verdict
     from paceline.engine.scheduler import Group, Scheduler
 
@@ -64,10 +64,10 @@ class StepScores:
     overlapped_s: float = 0.0  # of `target_s`: host or drafters worked beside the pass
 
 
-class PendingScores:
+class PendingStep:
     """A pass of the target that has been launched. Until `wait` the caller works beside it, where it can be."""
 
-    def __init__(self, pending: Pending, start_s: float, *, asynchronous: bool) -> None:
+    def __init__(self, pending: PendingScores, start_s: float, *, asynchronous: bool) -> None:
         """start_s: clock before the launch. asynchronous: the pass runs while the caller does something else."""
         self._pending = pending
         self._start_s = start_s
@@ -101,7 +101,7 @@ class Verbs(Protocol):
         """Draft for a batch."""
         ...
 
-    def score(self, drafted: StepInput) -> PendingScores:
+    def score(self, drafted: StepInput) -> PendingStep:
         """Launch the target's pass."""
         ...
 

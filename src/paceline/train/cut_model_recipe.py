@@ -17,7 +17,7 @@ from paceline.core.errors import ConfigError, UnsupportedModel
 from paceline.model.config import layer_shapes
 from paceline.model.files import hf
 from paceline.model.heads.config import EAGLE3
-from paceline.model.heads.cut_model import SHARED, load_small
+from paceline.model.heads.cut_model import SHARED, load_cut_model
 from paceline.train.head_recipe import file_name, rope_json, vocabulary_tensors
 from paceline.train.recipe import hash_of, inherit
 from paceline.train.train_options import add_training, gather, open_target, train_and_report, train_config
@@ -101,7 +101,7 @@ class CutModelRecipe:
 
     def start_from(self, folder: Path) -> str:
         """Copy the layers and the norm of a trained cut model, see `Recipe`."""
-        trained = load_small(folder, self._target.config).weights
+        trained = load_cut_model(folder, self._target.config).weights
         self.inherited = inherit(self.weights, {**trained, "norm": trained["final_norm"]})
         return hash_of(folder)
 

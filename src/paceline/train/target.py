@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from paceline.backend.native import decoder as native
-from paceline.backend.packed import Packed
+from paceline.backend.native import load as native
 from paceline.backend.reference.decoder import ReferenceDecoder
-from paceline.backend.seam import num_cores
+from paceline.backend.seam import Packed, PassRequest, num_cores
 from paceline.core.nouns import PAGE_TOKENS, SamplingSpec
 from paceline.core.params import SamplingParams
 from paceline.model.files.pull import published_name
@@ -88,7 +87,7 @@ def native_reader(
     def read(texts: Sequence[TrainText]) -> TargetOutput:
         packed = _packed(texts)
         kv = decoder.new_kv(int(packed.pages.max()) + 1)
-        chosen = decoder.run(packed, kv, [choose] * len(packed.wanted), taps=wanted)
+        chosen = decoder.launch(PassRequest(packed, kv, [choose] * len(packed.wanted), taps=wanted)).wait()
         logits = np.empty((0, target.config.vocab_size), np.float32) if chosen.logits is None else chosen.logits
         states = np.stack([chosen.taps[tap] for tap in taps], 1)
         return TargetOutput(torch.from_numpy(states), torch.from_numpy(logits))

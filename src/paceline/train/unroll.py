@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.backend.reference.head_layers import fuse, last_norm, run_layers
+from paceline.backend.reference.head import fuse, last_norm, run_layers
 from paceline.train.drafts import DraftDepth, TextBounds, TrainKV, attend, every_entry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.backend.reference.head_layers import Weights
+    from paceline.backend.reference.head import Weights
     from paceline.model.heads.config import HeadConfig
 
 

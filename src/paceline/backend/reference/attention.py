@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy import int64
     from numpy.typing import NDArray
 
-    from paceline.backend.packed import Packed
+    from paceline.backend.seam import Packed
 
 TILE_QUERIES = 128  # a longer run of queries is cut, each piece reading only the keys before its own end
 

@@ -7,10 +7,10 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from paceline.backend.device import CPU, SAME, usable_cores
+from paceline.backend.pass_thread import PassThread
 from paceline.bench.scenarios.engine_pool import EnginePool
 from paceline.core.errors import ConfigError
 from paceline.engine.assembly.config import AUTO, OFF, ON
-from paceline.engine.worker import PassThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable

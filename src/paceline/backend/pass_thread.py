@@ -1,10 +1,13 @@
-"""A thread that does one thing after another, on cores of its own if it is told so."""
+"""A thread that makes one call after another, on cores of its own if asked, and passes among them."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread, current_thread
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import finalize
 
@@ -13,21 +16,27 @@ from paceline.core.system import stay_on
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from paceline.backend.seam import Executor, PassRequest, PassResult
+
     Call = tuple[Future[Any], Lock, Callable[[], Any]]
 
 T = TypeVar("T")
 
-LEAVE_S = 2.0  # that the end of a process waits for a call
+LEAVE_S = 2.0  # seconds that the end of a process waits for a call
 
 
 class PassThread:
     """Begins with its first call and ends with its owner. A call that hangs keeps nobody from leaving."""
 
     def __init__(self, name: str, cores: frozenset[int] = frozenset()) -> None:
-        """cores: those the thread, and every thread it starts, may use; none: all."""
+        """cores: for the thread, and every thread it starts; none: all."""
         self.cores = cores
         self._name = name
         self._calls: SimpleQueue[Call | None] | None = None
+
+    def launch(self, executor: Executor, request: PassRequest) -> PassInThread:
+        """Begin a pass in the thread and return; it measures the seconds that the pass takes."""
+        return PassInThread(self.start(partial(_run, executor, request)))
 
     def start(self, call: Callable[[], T]) -> Future[T]:
         """Begin a call and return at once; the thread has then left Python's lock for what releases it."""
@@ -35,7 +44,7 @@ class PassThread:
         begun = Lock()
         begun.acquire()
         self._queue().put((future, begun, call))
-        begun.acquire()  # or the caller would go on for milliseconds before the thread gets its turn
+        begun.acquire()  # or the caller would keep Python's lock for milliseconds before the thread gets it
         return future
 
     def call(self, call: Callable[[], T], timeout_s: float | None = None) -> T:
@@ -53,8 +62,27 @@ class PassThread:
         return self._calls
 
 
+class PassInThread:
+    """A pass that a thread runs; see `Pending`."""
+
+    __slots__ = ("_future",)
+
+    def __init__(self, future: Future[PassResult]) -> None:
+        self._future = future
+
+    def wait(self) -> PassResult:
+        """Wait for the thread."""
+        return self._future.result()
+
+
+def _run(executor: Executor, request: PassRequest) -> PassResult:
+    start = perf_counter()
+    result = executor.launch(request).wait()
+    return replace(result, pass_s=perf_counter() - start)
+
+
 def _end(calls: SimpleQueue[Call | None], thread: Thread) -> None:
-    """Let a thread finish what it does: a process that ends in the middle of native code does not end well."""
+    """Let a thread finish its call: a process that ends in the middle of native code does not end well."""
     calls.put(None)
     if thread is not current_thread():
         thread.join(LEAVE_S)
@@ -68,6 +96,6 @@ def _serve(calls: SimpleQueue[Call | None], cores: frozenset[int]) -> None:
             begun.release()
         try:
             future.set_result(call())
-        except BaseException as error:  # it is the caller's, whatever it is
+        except BaseException as error:  # the caller's, whatever it is
             future.set_exception(error)
-        del task, future, call  # what a call held is not kept until the next one
+        del task, future, call  # nothing that a call holds is kept until the next one

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.backend.rows import Rows
-from paceline.draft.heads.entries import Entries
-from paceline.draft.heads.features import FeatureStore
+from paceline.draft.heads.features import Entries, TappedRuns
 
 MOST = 32
 
@@ -23,12 +22,12 @@ MOST = 32
 )
 def test_an_end_is_read_alone_unless_more_would_be_lost(there: int, length: int, first: int) -> None:
     rows = Rows(1, 1000, frozenset())
-    features = FeatureStore(rows, rows.pages.size, 4)
-    entries = Entries(rows, features)
-    features.admit(0, 0)
+    tapped = TappedRuns(rows)
+    entries = Entries(rows, tapped)
+    tapped.admit(0, 0)
     entries.admit(0, 0)
     rows.length[0] = rows.computed[0] = length
-    features.add([(0, length)])
+    tapped.add([0], [0], [length])
     if there:
         entries.add(0, there)
     missing = entries.missing(0)

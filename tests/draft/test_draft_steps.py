@@ -1,4 +1,4 @@
-"""Drafting all tokens in one call to the kernels against its readable twin, pass by pass."""
+"""Drafting several steps in one call to the kernels against one step at a time."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from paceline import kernels
-from paceline.backend.native.cut_model import NativeSmall
+from paceline.backend.native.cut_model import NativeCutModel
 from paceline.backend.native.decoder import NativeDecoder
 from paceline.backend.native.head import NativeHead
-from paceline.backend.native.passes import forward_in_turn
-from paceline.backend.seam import StepLimit
+from paceline.backend.native.load import pack_decoder
+from paceline.backend.seam import Capabilities, StepLimit
 from paceline.control.acceptance import logit
 from paceline.core.nouns import UNCHOSEN, RowPlan, SamplingSpec, Stop
 from paceline.core.params import SamplingParams
@@ -23,7 +23,7 @@ from tests.draft.heads import RELAY, drafter_of, head_values, random_weights, wr
 from tests.draft.test_head_drafter import requests
 from tests.draft.test_small_drafter import write_small
 from tests.engine.same_text import PLAIN, make_engine, run, target
-from tests.model.helpers import pack
+from tests.model.helpers import pack, run_pass
 from tests.tiny import tiny_config, tiny_weights
 
 if TYPE_CHECKING:
@@ -81,18 +81,18 @@ def test_both_draft_the_same(
     name: str, stop: Stop | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = SPECS[name](tmp_path)
-    at_once = drafts(spec, stop)
-    for runner in (NativeHead, NativeSmall, NativeDecoder):
-        monkeypatch.setattr(runner, "in_turn", None)
+    all_steps = drafts(spec, stop)
+    for executor in (NativeHead, NativeCutModel, NativeDecoder):
+        monkeypatch.setattr(executor, "capabilities", Capabilities())
     apart = drafts(spec, stop)
-    assert [ids for ids, _ in at_once] == [ids for ids, _ in apart]
-    assert sum(len(ids) for ids, _ in at_once) > 100
-    for _, sure in at_once if stop else ():
+    assert [ids for ids, _ in all_steps] == [ids for ids, _ in apart]
+    assert sum(len(ids) for ids, _ in all_steps) > 100
+    for _, sure in all_steps if stop else ():
         margins = logit(np.array(sure)).tolist()
         assert not any(stop.over(margins[:n]) for n in range(1, len(margins)))
-    lengths = {len(ids) for ids, _ in at_once}
+    lengths = {len(ids) for ids, _ in all_steps}
     assert len(lengths) > 3 if stop else max(lengths) == 5
-    for (_, ours), (_, theirs) in zip(at_once, apart, strict=True):
+    for (_, ours), (_, theirs) in zip(all_steps, apart, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
@@ -102,7 +102,7 @@ GREEDY = SamplingSpec("argmax", SamplingParams(temperature=0))
 CONFIG = tiny_config(num_layers=2)
 
 
-def in_turn(
+def draft_steps(
     depths: list[int],
     specs: list[SamplingSpec] | None = None,
     weight: float = 1.0,
@@ -111,29 +111,21 @@ def in_turn(
 ) -> np.ndarray:
     weights = tiny_weights(CONFIG, dtype=torch.float32)
     weights["final_norm"] = weights["final_norm"] * weight
-    decoder = NativeDecoder(CONFIG, weights, kernels.Team(1), "f32", "f32")
+    decoder = pack_decoder(CONFIG, weights, kernels.Team(1), "f32", "f32")
     packed = replace(pack([([5, 6, 7], 0, [1]), ([9], 0, [2])]), wanted=np.array([2, 3]))
-    chosen = forward_in_turn(
-        decoder._decoder,
-        packed,
-        decoder.new_kv(3),
-        specs or [GREEDY] * sum(depths),
-        [StepLimit(*of) for of in zip(depths, stops, pointers, strict=False)],
-        vocab=CONFIG.vocab_size,
-        num_layers=2,
-    )
-    return chosen.token_ids
+    limits = [StepLimit(*of) for of in zip(depths, stops, pointers, strict=False)]
+    return run_pass(decoder, packed, decoder.new_kv(3), specs or [GREEDY] * sum(depths), steps=limits).token_ids
 
 
 def test_rows_go_as_deep_as_each_was_asked() -> None:
-    deep, shallow = in_turn([4, 2]), in_turn([1, 6])
+    deep, shallow = draft_steps([4, 2]), draft_steps([1, 6])
     assert (deep >= 0).all()
     assert deep[0] == shallow[0]
     np.testing.assert_array_equal(deep[4:], shallow[1:3])
 
 
 def test_a_broken_row_ends_there() -> None:
-    found = in_turn([3, 2], weight=np.nan)
+    found = draft_steps([3, 2], weight=np.nan)
     assert (found[[0, 3]] < UNCHOSEN).all()
     assert (found[[1, 2, 4]] == UNCHOSEN).all()
 
@@ -146,19 +138,19 @@ def pointer_to(text: list[int], gain: float) -> kernels.Pointer:
 
 def test_a_pointer_leads_a_row_on_from_what_was_chosen() -> None:
     """Its next tokens are those of the text, each found by the ones before it, and no other row's."""
-    plain = in_turn([4, 2])
+    plain = draft_steps([4, 2])
     text = [6, 7, 20, 21, 22, 6, 7]  # ends as the row does
     np.testing.assert_array_equal(
-        in_turn([4, 2], pointers=(pointer_to(text, 1e4), None)), [20, 21, 22, 6, *plain[4:]]
+        draft_steps([4, 2], pointers=(pointer_to(text, 1e4), None)), [20, 21, 22, 6, *plain[4:]]
     )
-    np.testing.assert_array_equal(in_turn([4, 2], pointers=(pointer_to(text, 0.0), None)), plain)
+    np.testing.assert_array_equal(draft_steps([4, 2], pointers=(pointer_to(text, 0.0), None)), plain)
     elsewhere = pointer_to([int(plain[0]), int(plain[1]), 30, 8, 9], 1e4)  # the first two choices are its own
-    np.testing.assert_array_equal(in_turn([3, 2], pointers=(elsewhere, None))[:3], [*plain[:2], 30])
+    np.testing.assert_array_equal(draft_steps([3, 2], pointers=(elsewhere, None))[:3], [*plain[:2], 30])
 
 
 def test_what_lies_outside_the_vocabulary_is_not_pointed_to() -> None:
     text = [6, 7, CONFIG.vocab_size + 5, 6, 7]
-    np.testing.assert_array_equal(in_turn([2, 2], pointers=(pointer_to(text, 1e4), None)), in_turn([2, 2]))
+    np.testing.assert_array_equal(draft_steps([2, 2], pointers=(pointer_to(text, 1e4), None)), draft_steps([2, 2]))
 
 
 @pytest.mark.parametrize(
@@ -174,9 +166,9 @@ def test_a_row_leaves_where_its_stop_says() -> None:
     at_once, never, later = (
         Stop((0.0,) * 4, 1.0, least) for least in ((1.0,) * 4, (0.0,) * 4, (0.0, 1.0, 1.0, 1.0))
     )
-    whole = in_turn([4, 3])
-    np.testing.assert_array_equal(in_turn([4, 3], stops=(never, None)), whole)
-    found = in_turn([4, 3], stops=(at_once, later))
+    whole = draft_steps([4, 3])
+    np.testing.assert_array_equal(draft_steps([4, 3], stops=(never, None)), whole)
+    found = draft_steps([4, 3], stops=(at_once, later))
     np.testing.assert_array_equal(found, [whole[0], *[UNCHOSEN] * 3, *whole[4:6], UNCHOSEN])
 
 
@@ -191,4 +183,4 @@ def test_a_row_leaves_where_its_stop_says() -> None:
 )
 def test_the_border_refuses_what_does_not_fit(depths: list[int], kind: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        in_turn(depths, [GREEDY._replace(kind=kind)] * sum(depths))
+        draft_steps(depths, [GREEDY._replace(kind=kind)] * sum(depths))
