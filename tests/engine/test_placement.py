@@ -130,9 +130,7 @@ def test_a_worker_raises_what_its_calls_raise_and_goes_on() -> None:
 
 
 @two_cores
-def test_auto_prices_overlap_and_a_replay_sees_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_auto_prices_overlap_and_a_replay_sees_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected = run(make_engine("off", PLAIN), REQUESTS)
     trace, where = tmp_path / "trace.jsonl", f"cpu:{CORES[-1]}"
     engine = make_engine("auto:suffix+draft-model:model=noisy,k=4", PLAIN, draft_device=where, trace=str(trace))
