@@ -243,14 +243,14 @@ PLAIN, FURTHER, SHORT = (partial(decoding, keys=n, drafts=k) for n, k in ((700, 
 
 @pytest.mark.parametrize("read_s", [0.0, 0.5e-6, 1.5e-6])
 def test_what_keys_cost_is_learnt_from_passes_that_read_many(read_s: float) -> None:
-    """Beside a mood of the machine that all passes have in common, and prompts, which say nothing of keys."""
+    """Beside machine drift, and prompts, which say nothing of keys."""
     truth = TargetCost(COST.target.by_tokens, kv_token_s=0.5e-6, pair_s=0.3e-6)
     measured = TargetCost(COST.target.by_tokens, kv_token_s=read_s, pair_s=truth.pair_s)
-    cost, rng, mood = SlowOnlineCost(MeasuredCost(measured, (DRAFTING,))), np.random.default_rng(0), 0.0
+    cost, rng, drift = SlowOnlineCost(MeasuredCost(measured, (DRAFTING,))), np.random.default_rng(0), 0.0
     for step in range(200):
-        mood = 0.98 * mood + rng.normal(0, 0.02)
+        drift = 0.98 * drift + rng.normal(0, 0.02)
         work = decoding(rows=(1, 8, 32, 48)[step // 10 % 4], keys=500 + step, drafts=step % 3)
-        cost.observe_pass(work, float(truth(work)) * exp(mood + rng.normal(0, 0.03)))
+        cost.observe_pass(work, float(truth(work)) * exp(drift + rng.normal(0, 0.03)))
         prompts = decoding(rows=500, keys=200, drafts=0)
         cost.observe_pass(prompts, 0.5 * float(truth(prompts)), prefills=True)
     for one, other in ((FURTHER, PLAIN), (PLAIN, SHORT)):
@@ -271,7 +271,7 @@ def test_that_keys_cost_nothing_is_not_believed_for_long() -> None:
         assert cost.pass_s(work) == pytest.approx(float(truth(work)), rel=0.05)
 
 
-def test_one_row_in_a_bad_mood_says_nothing_of_keys() -> None:
+def test_one_slow_row_says_nothing_of_keys() -> None:
     measured = TargetCost(COST.target.by_tokens, kv_token_s=0.5e-6, pair_s=0.3e-6)
     cost = SlowOnlineCost(MeasuredCost(measured, (DRAFTING,)))
     work = decoding(rows=1, keys=500, drafts=0)

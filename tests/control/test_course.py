@@ -80,14 +80,14 @@ class Engine:
         return float((decision.ks > 0).mean())
 
 
-@pytest.mark.parametrize("paced", [False, True])
-def test_a_request_with_a_latency_target_leaves_nothing_behind(*, paced: bool) -> None:
-    """Many rows reuse a plan, one of them has a latency target; when all are gone, a lone row drafts as before."""
+@pytest.mark.parametrize("timed", [False, True])
+def test_a_request_with_a_latency_target_leaves_nothing_behind(*, timed: bool) -> None:
+    """Many rows reuse a plan, one has a latency target; when all have ended, a lone row drafts as before."""
     engine = Engine(STEEP, (costs(5e-4, 1.6e-2),), (0.8,))
     for _ in range(300):
         engine.step(range(32))
     assert engine.policy.plan_reuse.reuse_without_view(1, 32)
-    for _ in range(20 if paced else 0):
+    for _ in range(20 if timed else 0):
         engine.step(range(32), {0: 0.02})
     assert np.mean([engine.step([3]) for _ in range(300)]) > 0.9
 
@@ -105,7 +105,7 @@ class Groups:
         self.policies = self.engine.policy, self.engine.policy.for_second_group()
 
     def step(self, number: int) -> tuple[float, tuple[int, ...]]:
-        """End a group's step and plan its next; return the share of its rows that draft, and who is given up."""
+        """End a group's step and plan its next; return the share of rows that draft, and retired drafters."""
         group = number % 2
         policy = self.policies[group]
         if group in self.planned:

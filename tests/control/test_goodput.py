@@ -48,9 +48,9 @@ def policy() -> Goodput:
 
 def view_of(num_rows: int, rng: np.random.Generator, prefill: Work | None = None) -> StepView:
     """Rows of which some have a preview."""
-    offer = np.where(np.arange(DEPTH) < rng.integers(0, DEPTH, num_rows)[:, None], 0.7, np.nan)
+    preview = np.where(np.arange(DEPTH) < rng.integers(0, DEPTH, num_rows)[:, None], 0.7, np.nan)
     rows = np.arange(num_rows)
-    return StepView(rows, np.full(num_rows, 300), np.full(num_rows, 100), prefill or Work(0), {0: offer})
+    return StepView(rows, np.full(num_rows, 300), np.full(num_rows, 100), prefill or Work(0), {0: preview})
 
 
 def step(policy: Goodput, num_rows: int, rng: np.random.Generator) -> None:
@@ -135,9 +135,9 @@ def test_a_step_is_compared_with_plain_steps_at_the_same_drift() -> None:
 
 def test_a_step_without_drafts_is_as_fast_as_itself() -> None:
     cost, view = OnlineCost(COST, 1e-3), view_of(4, np.random.default_rng(0))
-    none, nobody = np.zeros(4, np.int64), np.full(4, -1)
-    outcomes = Outcomes(view.rows, nobody, none, none, 0.0, 0.07, cost.host(4, drafts=False))
-    found = cost.account_step(view, Decision(none, nobody), outcomes, Work(64, 63, 64, 2080))
+    none, no_drafters = np.zeros(4, np.int64), np.full(4, -1)
+    outcomes = Outcomes(view.rows, no_drafters, none, none, 0.0, 0.07, cost.host(4, drafts=False))
+    found = cost.account_step(view, Decision(none, no_drafters), outcomes, Work(64, 63, 64, 2080))
     assert found.plain_s == pytest.approx(0.07 + outcomes.host_s)
 
 
@@ -145,14 +145,14 @@ def test_a_step_without_drafts_is_as_fast_as_itself() -> None:
 
 
 def drafted(ours: Goodput, view: StepView, confidence: np.ndarray) -> Drafted:
-    """Decide, and then draft so much for every row with the drafter that is asked."""
+    """Decide, and then draft for every row with the drafter that has no preview."""
     ours.decide(view)
     n, depth = confidence.shape
     return Drafted(view.rows, np.ones(n, np.int64), np.full(n, depth), confidence)
 
 
 def taught(ours: Goodput, rng: np.random.Generator, num_rows: int = 16) -> Goodput:
-    """Let it see 150 steps in which the drafter that is asked knows how likely its drafts are."""
+    """Let it see 150 steps in which the drafter without preview knows how likely its drafts are."""
     view = StepView(np.arange(num_rows), np.full(num_rows, 300), np.full(num_rows, 100), Work(0))
     rows, one = view.rows, np.ones(num_rows, np.int64)
     for _ in range(150):
@@ -190,18 +190,18 @@ def test_the_trim_is_the_best_of_all_cuts() -> None:
     rng = np.random.default_rng(3)
     ours = taught(policy(), rng)
     view = StepView(np.arange(3), np.full(3, 300), np.full(3, 100), Work(0))
-    told = drafted(ours, view, rng.uniform(0.05, 0.95, (3, 3)))
+    proposed = drafted(ours, view, rng.uniform(0.05, 0.95, (3, 3)))
     survival, cost = SlowAcceptanceModel.of(ours.choice.models[1]), ours.choice.cost
-    alive = np.multiply.accumulate(sigmoid(survival.logits_with(told.rows, told.confidence)), axis=1)
+    alive = np.multiply.accumulate(sigmoid(survival.logits_with(proposed.rows, proposed.confidence)), axis=1)
     base = Work(3, 0, 900, 900)
-    spent_s = cost.drafting_s(told.ks, told.drafters)
+    spent_s = cost.drafting_s(proposed.ks, proposed.drafters)
 
     def goodput(ks: np.ndarray) -> float:
         tokens = 3 + sum(alive[row, :k].sum() for row, k in enumerate(ks))
         return float(tokens / (cost.price(base, view.lengths, ks, np.full(3, 0)) + spent_s))
 
     best = max(goodput(np.array(ks)) for ks in product(range(4), repeat=3))
-    assert goodput(ours.trim(view, told)) == pytest.approx(best, rel=1e-3)
+    assert goodput(ours.trim(view, proposed)) == pytest.approx(best, rel=1e-3)
 
 
 @pytest.mark.parametrize("slower", [1.0, 100.0])
@@ -231,20 +231,20 @@ def test_what_is_not_verified_counts_as_said_but_not_as_tested() -> None:
 @pytest.mark.parametrize("is_so", [False, True])
 def test_what_speculation_is_measured_against_is_seen_now_and_then(is_so: bool) -> None:
     """Measured when the machine was slow for passes of one token: only a step without drafts can tell."""
-    told = TargetCost(Curve.of([1, 8, 64], [7e-3, 8e-3, 20e-3]))
-    true = told if is_so else TargetCost(Curve.of([1, 8, 64], [4e-3, 8e-3, 20e-3]))
-    cost = SlowOnlineCost(MeasuredCost(told, (TOKEN_BY_TOKEN,)))
-    asked, draws = Goodput(cost, 1, (DEPTH,)), np.random.default_rng(1)
+    measured = TargetCost(Curve.of([1, 8, 64], [7e-3, 8e-3, 20e-3]))
+    true = measured if is_so else TargetCost(Curve.of([1, 8, 64], [4e-3, 8e-3, 20e-3]))
+    cost = SlowOnlineCost(MeasuredCost(measured, (TOKEN_BY_TOKEN,)))
+    ours, draws = Goodput(cost, 1, (DEPTH,)), np.random.default_rng(1)
     rows = np.arange(1)
-    asked.admit(0)
+    ours.admit(0)
     plain = []
     for _ in range(1500):
         view = StepView(rows, np.full(1, 200), np.full(1, 100), Work(0))
-        decision = asked.decide(view)
+        decision = ours.decide(view)
         plain.append(not decision.ks.any())
         cost.observe_pass(Work(1 + int(decision.ks.sum())), float(true(Work(1 + int(decision.ks.sum())))))
         kept = np.minimum(draws.geometric(0.3 if is_so else 0.7, 1) - 1, decision.ks)
-        asked.learn(view, Outcomes(rows, decision.drafters, decision.ks, kept, 1e-3, 9e-3, 1e-3))
+        ours.learn(view, Outcomes(rows, decision.drafters, decision.ks, kept, 1e-3, 9e-3, 1e-3))
     assert not all(plain[:20])
     if is_so:
         assert 0 < np.mean(plain[100:]) < 0.05
@@ -254,7 +254,7 @@ def test_what_speculation_is_measured_against_is_seen_now_and_then(is_so: bool) 
 
 def test_of_steps_without_drafts_the_first_after_drafts_does_not_tell() -> None:
     cost, rows, none = OnlineCost(COST), np.arange(1), np.zeros(1, np.int64)
-    loop = ClosedLoop(Goodput(cost, 1, (DEPTH, DEPTH)), cost, ("free", "asked"))
+    loop = ClosedLoop(Goodput(cost, 1, (DEPTH, DEPTH)), cost, ("lookup", "other"))
     view = StepView(rows, np.full(1, 300), np.full(1, 100), Work(0))
 
     def take(num_drafts: int, target_s: float) -> float:
@@ -372,7 +372,7 @@ def test_a_plan_is_reused_while_nothing_is_new() -> None:
 
 
 def test_a_plan_not_to_draft_is_reused_while_lookups_preview_nothing() -> None:
-    """And not one step longer, nor where somebody could be asked for more."""
+    """And not one step longer, nor where another drafter could draft."""
 
     def view(depth: int) -> StepView:
         return replace(quiet_view(), previews={0: np.full((quiet_view().num_rows, depth), 0.9)})
@@ -383,7 +383,7 @@ def test_a_plan_not_to_draft_is_reused_while_lookups_preview_nothing() -> None:
     assert alone.reuse(view(0)) is chosen[-1]
     assert alone.reuse(view(3)) is None
     assert alone.decide(view(3)).ks.all()
-    assert alone.reuse(view(0)) is None, "what was drafted is not offered again"
+    assert alone.reuse(view(0)) is None, "a plan by a preview is not reused"
     both = Goodput(OnlineCost(COST), MAX_ROWS, (DEPTH, DEPTH))
     both.decide(view(0))
     assert both.reuse(view(0)) is None
@@ -391,11 +391,11 @@ def test_a_plan_not_to_draft_is_reused_while_lookups_preview_nothing() -> None:
 
 def test_a_reused_plan_retires_nothing() -> None:
     reuse = PlanReuse()
-    gone = replace(stopping_policy().decide(quiet_view()), retired=(0,))
-    reuse.keep(quiet_view(), gone, lasting=True)
+    retiring = replace(stopping_policy().decide(quiet_view()), retired=(0,))
+    reuse.keep(quiet_view(), retiring, lasting=True)
     held = reuse.reuse(quiet_view(), 1)
     assert held is not None
-    assert (held.stops, held.retired) == (gone.stops, ())
+    assert (held.stops, held.retired) == (retiring.stops, ())
 
 
 def test_rows_with_a_latency_target_are_chosen_for_in_every_step() -> None:

@@ -1,4 +1,4 @@
-"""Whether to speculate: promises, and what came of promises of their kind."""
+"""Whether to speculate: promises, and how promises of their kind were realised."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def test_what_keeps_its_promise_is_chosen_by_it() -> None:
 
 
 @pytest.mark.parametrize("common", [1.0, 1.3])
-def test_promises_count_by_what_came_of_their_kind(common: float) -> None:
-    """What both kinds have in common, as the hour, says nothing."""
+def test_promises_are_scaled_by_the_realised_ratio_of_their_kind(common: float) -> None:
+    """What both kinds have in common, such as machine drift, says nothing."""
     hysteresis = Hysteresis()
     for _ in range(200):
         step(hysteresis, 2.0 * ROWS, 2.0, 2.2 * common, drafts=True)
@@ -51,7 +51,7 @@ def test_one_kind_alone_says_nothing() -> None:
     assert hysteresis.speculate(choice(1.1))
 
 
-def test_who_does_not_draft_forgets_that_it_did_not_pay() -> None:
+def test_plain_steps_forget_that_drafting_did_not_pay() -> None:
     hysteresis = Hysteresis()
     for _ in range(60):
         step(hysteresis, 2.0 * ROWS, 2.0, 3.0, drafts=True)
@@ -89,7 +89,7 @@ def test_a_stall_is_one_step_and_other_numbers_of_rows_say_nothing() -> None:
 
 
 def test_one_row_that_gains_now_much_and_now_nothing_keeps_its_promise() -> None:
-    """What comes is the mean of tokens: that of their logarithms would be a fifth lower."""
+    """The realised ratio is of mean tokens: that of their logarithms would be a fifth lower."""
     hysteresis, one, random = Hysteresis(), np.arange(1), np.random.default_rng(0)
     for _ in range(600):
         gained = random.geometric(0.5, 1) - 1

@@ -83,10 +83,10 @@ def serve(objective: Objective) -> Simulated:
 
 
 def test_prefill_waits_where_answers_would_be_late() -> None:
-    fast, paced = serve(Objective()), serve(Objective(0.03))
+    fast, timed = serve(Objective()), serve(Objective(0.03))
     assert np.quantile(fast.tpot_s, 0.9) > 0.045
-    assert paced.tpot_s.max() < 0.0315
-    assert paced.throughput > 0.9 * fast.throughput
+    assert timed.tpot_s.max() < 0.0315
+    assert timed.throughput > 0.9 * fast.throughput
 
 
 def test_new_requests_get_on_however_late_others_are() -> None:

@@ -149,12 +149,12 @@ def test_a_plan_not_to_draft_is_reused_for_many_rows_without_a_view() -> None:
 
 
 def test_a_plan_not_to_draft_is_reused_longer_each_time_while_rows_are_many() -> None:
-    ours, asked = policy(), []
+    ours, chosen_at = policy(), []
     for step in range(20 * MAX_PLAIN_STEPS):
         if not ours.reuse_without_view(MANY_ROWS):
-            asked.append(step)
+            chosen_at.append(step)
             previews_wanted(ours, MANY_ROWS, 1)
-    gaps = np.diff(asked)
+    gaps = np.diff(chosen_at)
     assert REUSE_STEPS < gaps.max() <= MAX_PLAIN_STEPS
     assert gaps.max() == gaps[len(gaps) // 2 :].max(), "also later: a probe in between changes nothing"
     while not ours.plan_reuse.reuse_without_view(ours._step + 1, MANY_ROWS):

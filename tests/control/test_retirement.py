@@ -80,7 +80,7 @@ def test_what_pays_sometimes_stays() -> None:
 
 
 def test_what_would_pay_for_one_row_alone_stays_though_it_never_does_for_many() -> None:
-    """A pass that is full costs in proportion; drafts that are kept every second time are for quieter hours."""
+    """A full pass costs in proportion; drafts that are kept every second time pay when rows are fewer."""
     assert serve(lambda _: 0.45, 1200, num_rows=32)[0] == []
 
 

@@ -54,12 +54,12 @@ def profile(steep: float) -> dict[str, Any]:
 
 @dataclass
 class Engine:
-    """Rows that come and go; what is kept is drawn, what steps take is as a machine of moods would."""
+    """Rows that come and go; acceptance is drawn, and the machine drifts."""
 
     loop: ClosedLoop
     seed: int
     most_rows: int
-    wishes: bool = False
+    requests: bool = False
     groups: int = 1
     lines: list[Any] = field(default_factory=list)
 
@@ -68,11 +68,11 @@ class Engine:
         self.lengths = self.rng.integers(20, 300, 64)
         self.left = np.zeros(64, np.int64)
         self.chance = self.rng.uniform(0.2, 0.95, (64, 3))
-        self.mood = 0.0
+        self.drift = 0.0
 
     def run(self, steps: int) -> str:
         for step in range(steps):
-            self.mood = 0.97 * self.mood + float(self.rng.normal(0, 0.02))
+            self.drift = 0.97 * self.drift + float(self.rng.normal(0, 0.02))
             size = 1 + int((self.most_rows - 1) * (0.5 + 0.5 * np.sin(step / 97)))
             for group in range(self.groups):
                 rows = np.arange(size) * self.groups + group
@@ -86,7 +86,7 @@ class Engine:
 
     def _step(self, rows: np.ndarray, group: int, step: int) -> None:
         loop = self.loop.second_group if group else self.loop
-        special = self.wishes and step % 11 == 0
+        special = self.requests and step % 11 == 0
         prefill = int(self.rng.integers(16, 200)) if self.rng.random() < 0.08 else 0
         if not special and self.groups == 1 and not prefill and loop.reuse_plan(len(rows)):
             self.lines.append("reused")
@@ -103,15 +103,17 @@ class Engine:
 
     def _view(self, loop: ClosedLoop, rows: np.ndarray, prefill: int, special: bool, step: int) -> StepView:
         n = len(rows)
-        offers = {}
+        previews = {}
         if loop.wants_preview or special:
             ends = self.rng.integers(0, 6, n) * (self.rng.random(n) < 0.4) * (step // 200 % 2)
-            offers = {0: np.where(np.arange(ends.max(initial=0)) < ends[:, None], self.chance[rows, :1], np.nan)}
-        wishes = {int(rows[0]): int(self.rng.integers(0, 3))} if special and self.rng.random() < 0.5 else {}
-        targets = {int(rows[-1]): 0.008} if special and self.rng.random() < 0.5 else {}
-        out = frozenset({1}) if step % 400 > 380 else frozenset()
+            previews = {0: np.where(np.arange(ends.max(initial=0)) < ends[:, None], self.chance[rows, :1], np.nan)}
+        requested = {int(rows[0]): int(self.rng.integers(0, 3))} if special and self.rng.random() < 0.5 else {}
+        tpot_s = {int(rows[-1]): 0.008} if special and self.rng.random() < 0.5 else {}
+        unavailable = frozenset({1}) if step % 400 > 380 else frozenset()
         done = Work(prefill, max(prefill - 1, 0), prefill, prefill * (prefill + 1) // 2)
-        return StepView(rows, self.lengths[rows], self.left[rows], done, offers, wishes, 0, targets, out)
+        return StepView(
+            rows, self.lengths[rows], self.left[rows], done, previews, requested, 0, tpot_s, unavailable
+        )
 
     def _drafted(self, rows: np.ndarray, plan: Plan, view: StepView) -> Draft:
         made = []
@@ -149,7 +151,7 @@ class Engine:
             self.lengths[r.row] += kept + 1
             tokens += 1 + len(d)
         self.lines.append([len(d) for d in verified.rows])
-        slow = exp(self.mood)
+        slow = exp(self.drift)
         draft_s = 2e-4 * sum(len(d) for d in proposed.rows if d.drafter != "suffix") * slow
         times = StepTimes(draft_s, (4e-3 + 9e-5 * (tokens + prefill)) * slow, 2e-4 + 1e-5 * len(rows))
         for r in loop.observe(found, proposed, verified, Verdict(tuple(verdicts)), times):
@@ -189,7 +191,7 @@ ENGINES = {
     "a lone row": ((1.0, 1), {}, "f9d246462542ef7e"),
     "many rows, dear": ((6.0, 40), {}, "182cd8c273660913"),
     "many rows, cheap": ((0.5, 20), {}, "17de10d8fec8d159"),
-    "requests that ask": ((1.0, 14), {"wishes": True}, "c7e4d439ae3cd193"),
+    "requests that ask": ((1.0, 14), {"requests": True}, "c7e4d439ae3cd193"),
     "two groups": ((1.0, 9), {"groups": 2}, "0a1bd64e5f5c6d1a"),
     "latency": ((1.0, 9), {"objective": "latency:6"}, "e67d9547fb02efe9"),
 }

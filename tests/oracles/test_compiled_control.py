@@ -62,12 +62,12 @@ def test_estimates_are_the_same(seed: int) -> None:
         assert quick.shared.values == pytest.approx(plain.shared.values, rel=1e-9, abs=1e-12)
         rows = rng.permutation(ROWS)[: int(rng.integers(0, ROWS + 1))]
         for depth in (1, DEPTH, DEPTH + 3):
-            told = said(rng, len(rows), int(rng.integers(1, DEPTH + 3)))
+            stated = said(rng, len(rows), int(rng.integers(1, DEPTH + 3)))
             for options in (
                 {},
                 {"optimism": 2.0},
-                {"confidence": told},
-                {"confidence": told, "usual": True},
+                {"confidence": stated},
+                {"confidence": stated, "usual": True},
             ):
                 assert quick.alive(rows, depth, **options) == pytest.approx(plain.alive(rows, depth, **options))
 
@@ -119,25 +119,25 @@ def learnt(cost: OnlineCost) -> list[float]:
 
 @given(measured_costs(), st.integers(0, 2**32 - 1))
 def test_steps_teach_the_same(measured: MeasuredCost, seed: int) -> None:
-    """With rows that are gone, prompts of any length, and all kinds of surprise."""
+    """With rows that have ended, prompts of any length, and errors of all kinds."""
     rng = np.random.default_rng(seed)
     quick, plain = OnlineCost(measured, 1e-3), SlowOnlineCost(measured, 1e-3)
     for _ in range(12):
-        n, told = int(rng.integers(0, ROWS + 1)), bool(rng.integers(0, 2))
+        n, stated = int(rng.integers(0, ROWS + 1)), bool(rng.integers(0, 2))
         rows, known = rng.permutation(ROWS)[:n], rng.permutation(ROWS)[: int(rng.integers(0, ROWS + 1))]
         drafted = rng.integers(0, DEPTH + 2, n) * rng.integers(0, 2, n)
         verified = np.minimum(rng.integers(0, DEPTH + 2, n), drafted)
         drafters = np.where(drafted > 0, rng.integers(0, 2, n), NONE)
         seconds = [float(s) for s in rng.lognormal(0, 1, 3) * (1e-3, 1.0, 1e-3)]
         kept = np.minimum(rng.integers(0, DEPTH + 2, n), verified)
-        found = Outcomes(rows, drafters, verified, kept, *seconds, num_drafted=drafted if told else None)
+        found = Outcomes(rows, drafters, verified, kept, *seconds, num_drafted=drafted if stated else None)
         prefill = chunks(rng, 4000) if rng.random() < 0.4 else Work(0)
         view = StepView(known, rng.integers(1, 400, len(known)), np.zeros(len(known), np.int64), prefill)
         step, settled = (view, Decision(drafted, drafters), found, prefill), bool(rng.integers(0, 2))
         ours = quick.account_step(*step, settled=settled)
-        twin = plain.account_step(*step, settled=settled)
+        expected = plain.account_step(*step, settled=settled)
         assert (ours.measured_s, ours.predicted_s, ours.plain_s) == pytest.approx(
-            (twin.measured_s, twin.predicted_s, twin.plain_s)
+            (expected.measured_s, expected.predicted_s, expected.plain_s)
         )
         assert learnt(quick) == pytest.approx(learnt(plain))
 
@@ -202,19 +202,19 @@ def test_numbers_from_outside_are_refused_with_a_sentence() -> None:
     among = Candidates(np.full((1, 1), 0.9), np.ones(1, np.int64), np.ones(1, np.int64), np.array([7]), 1.0)
     with pytest.raises(ValueError, match="no price"):
         cost.allocate(Work(1), among)
-    nobody = OnlineCost(MeasuredCost(TargetCost(Curve.of([1, 8], [1.0, 2.0])), ()))
+    no_drafters = OnlineCost(MeasuredCost(TargetCost(Curve.of([1, 8], [1.0, 2.0])), ()))
     with pytest.raises(ValueError, match="no price"):
-        nobody.drafting_by_drafter(np.array([3]), np.array([0]))
+        no_drafters.drafting_by_drafter(np.array([3]), np.array([0]))
 
 
 def a_step(rng: np.random.Generator) -> StepView:
-    """Return rows that decode, some with offers of the first drafter."""
+    """Return rows that decode, some with a preview of the first drafter."""
     n = int(rng.integers(1, ROWS + 1))
     rows, lengths = rng.permutation(ROWS)[:n], rng.integers(1, 400, n)
     most = rng.integers(0, DEPTH + 2, n)
-    offers = {0: said(rng, n, int(rng.integers(0, DEPTH + 2)))} if rng.random() < 0.8 else {}
+    previews = {0: said(rng, n, int(rng.integers(0, DEPTH + 2)))} if rng.random() < 0.8 else {}
     prefill = chunks(rng, 400) if rng.random() < 0.3 else Work(0)
-    return StepView(rows, lengths, most, prefill, offers)
+    return StepView(rows, lengths, most, prefill, previews)
 
 
 FREE = Curve.of([1, 16], [0.0, 0.0])

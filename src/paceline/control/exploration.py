@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     from paceline.control.policy import Outcomes, StepView
 
 EXPLORED_SHARE = 0.01  # of all time, for each kind of probe
-SAVED_UPWARD_STEPS = (
-    4  # steps' time that may be saved up for upward probes: a good spell must not pay for a bad one
-)
+SAVED_UPWARD_STEPS = 4  # steps' time saved up for upward probes, at most: a good spell must not pay for a bad one
 SAVED_PLAIN_STEPS = 16  # the same for plain probes
 PLAIN_EVERY = 96  # steps between two plain probes, at most
 FREE_PLAIN_PROBES = 8  # first plain probes, in ever longer intervals, that cost what they may
