@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "isa/kernels.h"
-#include "lines.h"
-#include "team.h"
+#include "base/aligned_vector.h"
+#include "base/thread_pool.h"
 
 namespace paceline {
 

@@ -1,4 +1,4 @@
-#include "sampling.h"
+#include "model/sampling.h"
 
 #include <algorithm>
 #include <cmath>

@@ -5,8 +5,8 @@
 #include <memory>
 #include <vector>
 
-#include "matrix.h"
-#include "team.h"
+#include "model/matrix.h"
+#include "base/thread_pool.h"
 
 namespace paceline {
 

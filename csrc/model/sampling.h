@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "noise.h"
+#include "model/noise.h"
 
 namespace paceline {
 

@@ -1,4 +1,4 @@
-#include "lazy.h"
+#include "base/zero_pages.h"
 
 #include <algorithm>
 #include <cstdlib>

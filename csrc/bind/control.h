@@ -7,8 +7,8 @@
 #include <optional>
 #include <vector>
 
-#include "binding.h"
-#include "control.h"
+#include "bind/arrays.h"
+#include "control/control.h"
 
 namespace paceline {
 

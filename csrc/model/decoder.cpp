@@ -1,4 +1,4 @@
-#include "decoder.h"
+#include "model/decoder.h"
 
 #include <algorithm>
 #include <cmath>

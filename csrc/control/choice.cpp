@@ -1,4 +1,4 @@
-#include "choice.h"
+#include "control/choice.h"
 
 #include <algorithm>
 #include <cmath>

@@ -12,15 +12,15 @@
 #include <string>
 #include <stdexcept>
 
-#include "binding.h"
-#include "decoder.h"
-#include "fuse.h"
+#include "bind/arrays.h"
+#include "model/decoder.h"
+#include "model/fuse.h"
 #include "isa/kernels.h"
-#include "matrix.h"
-#include "measure.h"
-#include "sampling.h"
-#include "team.h"
-#include "turns.h"
+#include "model/matrix.h"
+#include "host/measure.h"
+#include "model/sampling.h"
+#include "base/thread_pool.h"
+#include "model/multistep.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -1,4 +1,4 @@
-#include "turns.h"
+#include "model/multistep.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,4 +1,4 @@
-#include "lookup.h"
+#include "host/lookup.h"
 
 #include <algorithm>
 #include <cmath>

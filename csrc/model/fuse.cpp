@@ -1,4 +1,4 @@
-#include "fuse.h"
+#include "model/fuse.h"
 
 #include <algorithm>
 

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "costs.h"
+#include "control/costs.h"
 
 namespace paceline {
 

@@ -6,9 +6,9 @@
 
 #include <numeric>
 
-#include "binding_control.h"
-#include "choice.h"
-#include "costs.h"
+#include "bind/control.h"
+#include "control/choice.h"
+#include "control/costs.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

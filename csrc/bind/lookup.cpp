@@ -7,8 +7,8 @@
 #include <algorithm>
 #include <cmath>
 
-#include "binding.h"
-#include "lookup.h"
+#include "bind/arrays.h"
+#include "host/lookup.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

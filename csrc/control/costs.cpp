@@ -1,4 +1,4 @@
-#include "costs.h"
+#include "control/costs.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,4 +1,4 @@
-#include "team.h"
+#include "base/thread_pool.h"
 
 #include <algorithm>
 #include <chrono>

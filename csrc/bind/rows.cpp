@@ -8,11 +8,11 @@
 #include <string_view>
 #include <vector>
 
-#include "binding.h"
-#include "decoder.h"
+#include "bind/arrays.h"
+#include "model/decoder.h"
 #include "isa/kernels.h"
-#include "lazy.h"
-#include "noise.h"
+#include "base/zero_pages.h"
+#include "model/noise.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

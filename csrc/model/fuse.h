@@ -3,8 +3,8 @@
 
 #include <cstddef>
 
-#include "matrix.h"
-#include "team.h"
+#include "model/matrix.h"
+#include "base/thread_pool.h"
 
 namespace paceline {
 

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <vector>
 
-#include "binding.h"
+#include "bind/arrays.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -1,4 +1,4 @@
-#include "control.h"
+#include "control/control.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,4 +1,4 @@
-#include "matrix.h"
+#include "model/matrix.h"
 
 #include <algorithm>
 #include <cmath>
@@ -11,7 +11,7 @@
 #include <sys/mman.h>
 #endif
 
-#include "half.h"
+#include "base/half.h"
 
 namespace paceline {
 namespace {

@@ -9,7 +9,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "decoder.h"
+#include "model/decoder.h"
 
 namespace paceline {
 

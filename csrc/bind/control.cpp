@@ -6,7 +6,7 @@
 
 #include <cmath>
 
-#include "binding_control.h"
+#include "bind/control.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -1,4 +1,4 @@
-#include "measure.h"
+#include "host/measure.h"
 
 #include <algorithm>
 #include <chrono>

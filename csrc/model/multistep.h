@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "decoder.h"
-#include "lookup.h"
+#include "model/decoder.h"
+#include "host/lookup.h"
 
 namespace paceline {
 

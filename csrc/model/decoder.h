@@ -7,10 +7,10 @@
 #include <optional>
 #include <vector>
 
-#include "lazy.h"
-#include "matrix.h"
-#include "sampling.h"
-#include "team.h"
+#include "base/zero_pages.h"
+#include "model/matrix.h"
+#include "model/sampling.h"
+#include "base/thread_pool.h"
 
 namespace paceline {
 
