@@ -23,6 +23,6 @@ struct LineAllocator {
 };
 
 template <class T>
-using Lines = std::vector<T, LineAllocator<T>>;
+using AlignedVector = std::vector<T, LineAllocator<T>>;
 
 }  // namespace paceline

@@ -44,37 +44,37 @@ void wait_while(const std::atomic<T>& value, T old) {
 
 }  // namespace
 
-thread_local size_t Team::self_ = 0;
-thread_local uint32_t Team::next_phase_ = 0;
+thread_local size_t ThreadPool::self_ = 0;
+thread_local uint32_t ThreadPool::next_phase_ = 0;
 
-Team::Team(size_t num_threads) : num_threads_(num_threads), ranges_(new Range[num_threads]), inside_(kClosed) {
+ThreadPool::ThreadPool(size_t num_threads) : num_threads_(num_threads), ranges_(new Range[num_threads]), inside_(kClosed) {
     for (size_t thread = 1; thread < num_threads; ++thread) workers_.emplace_back([this, thread] { serve(thread); });
 }
 
-Team::~Team() {
+ThreadPool::~ThreadPool() {
     stopping_ = true;
     launch_.fetch_add(1, std::memory_order_release);
     launch_.notify_all();
     for (std::thread& worker : workers_) worker.join();
 }
 
-void Team::run(const std::function<void(size_t)>& work) {
+void ThreadPool::run(const std::function<void(size_t)>& work) {
     const std::lock_guard<std::mutex> alone(one_at_a_time_);
     launch(work);
     join();
 }
 
-void Team::begin(std::function<void(size_t)> work) {
+void ThreadPool::begin(std::function<void(size_t)> work) {
     const std::lock_guard<std::mutex> alone(one_at_a_time_);
     launch(std::move(work));
 }
 
-void Team::finish() {
+void ThreadPool::finish() {
     const std::lock_guard<std::mutex> alone(one_at_a_time_);
     if (begun_) join();
 }
 
-void Team::launch(std::function<void(size_t)> work) {
+void ThreadPool::launch(std::function<void(size_t)> work) {
     if (begun_) join();
     work_ = std::move(work);
     begun_ = true;
@@ -84,7 +84,7 @@ void Team::launch(std::function<void(size_t)> work) {
     launch_.notify_all();
 }
 
-void Team::join() {
+void ThreadPool::join() {
     next_phase_ = first_phase_;
     self_ = 0;
     work_(0);
@@ -93,7 +93,7 @@ void Team::join() {
     begun_ = false;
 }
 
-void Team::serve(size_t thread) {
+void ThreadPool::serve(size_t thread) {
     self_ = thread;
     for (uint32_t seen = 0;;) {
         wait_while(launch_, seen);
@@ -107,19 +107,19 @@ void Team::serve(size_t thread) {
     }
 }
 
-bool Team::enter() {
+bool ThreadPool::enter() {
     int32_t inside = inside_.load(std::memory_order_acquire);
     while (inside >= 0)
         if (inside_.compare_exchange_weak(inside, inside + 1, std::memory_order_acq_rel)) return true;
     return false;
 }
 
-void Team::leave() {
+void ThreadPool::leave() {
     inside_.fetch_sub(1, std::memory_order_acq_rel);
     inside_.notify_all();
 }
 
-bool Team::claim(size_t owner, uint32_t phase, size_t length, size_t share, size_t& begin, size_t& end) {
+bool ThreadPool::claim(size_t owner, uint32_t phase, size_t length, size_t share, size_t& begin, size_t& end) {
     std::atomic<uint64_t>& ticket = ranges_[owner].ticket;
     uint64_t seen = ticket.load(std::memory_order_acquire);
     for (;;) {
@@ -131,12 +131,12 @@ bool Team::claim(size_t owner, uint32_t phase, size_t length, size_t share, size
     }
 }
 
-void Team::finish(uint32_t phase) {
+void ThreadPool::finish(uint32_t phase) {
     done_.store(0, std::memory_order_relaxed);
     phase_.store(phase + 1, std::memory_order_release);
     phase_.notify_all();
 }
 
-void Team::wait_for_end(uint32_t phase) { wait_while(phase_, phase); }
+void ThreadPool::wait_for_end(uint32_t phase) { wait_while(phase_, phase); }
 
 }  // namespace paceline

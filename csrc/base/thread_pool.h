@@ -1,4 +1,4 @@
-// A team of threads that run one function together, in phases. Work of a phase is claimed tile by tile, and a phase is over
+// A pool of threads that run one function together, in phases. Work of a phase is claimed tile by tile, and a phase is over
 // when its tiles are done, whoever did them: a thread that the system takes away delays the tile it holds, not the step.
 // Who computes a tile never changes its bits.
 #pragma once
@@ -14,12 +14,12 @@
 
 namespace paceline {
 
-class Team {
+class ThreadPool {
   public:
-    explicit Team(size_t num_threads);
-    ~Team();
-    Team(const Team&) = delete;
-    Team& operator=(const Team&) = delete;
+    explicit ThreadPool(size_t num_threads);
+    ~ThreadPool();
+    ThreadPool(const ThreadPool&) = delete;
+    ThreadPool& operator=(const ThreadPool&) = delete;
 
     size_t size() const { return num_threads_; }
 
@@ -73,7 +73,7 @@ class Team {
     void leave();
     void serve(size_t thread);
 
-    static thread_local size_t self_;          // this thread's number in the team whose `run` it is in
+    static thread_local size_t self_;          // this thread's number in the pool whose `run` it is in
     static thread_local uint32_t next_phase_;  // the next one it comes to
 
     const size_t num_threads_;

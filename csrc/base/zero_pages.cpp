@@ -23,9 +23,9 @@ void* from_heap(size_t bytes) {
 
 #if defined(__linux__)
 
-Lazy lazy_zeros(size_t bytes) {
+ZeroPages zero_pages(size_t bytes) {
     constexpr size_t huge = size_t{1} << 21;
-    if (bytes < huge) return Lazy(from_heap(bytes));
+    if (bytes < huge) return ZeroPages(from_heap(bytes));
     const size_t size = (bytes + huge - 1) / huge * huge;
     void* all = mmap(nullptr, size + huge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (all == MAP_FAILED) throw std::bad_alloc();
@@ -34,7 +34,7 @@ Lazy lazy_zeros(size_t bytes) {
     if (before) munmap(from, before);
     munmap(from + before + size, huge - before);
     madvise(from + before, size, MADV_HUGEPAGE);
-    return Lazy(from + before, Unmap{size});
+    return ZeroPages(from + before, Unmap{size});
 }
 
 void Unmap::operator()(void* p) const {
@@ -44,7 +44,7 @@ void Unmap::operator()(void* p) const {
 
 #else
 
-Lazy lazy_zeros(size_t bytes) { return Lazy(from_heap(bytes)); }
+ZeroPages zero_pages(size_t bytes) { return ZeroPages(from_heap(bytes)); }
 
 void Unmap::operator()(void* p) const { std::free(p); }
 

@@ -12,8 +12,8 @@ struct Unmap {
     void operator()(void* p) const;
 };
 
-using Lazy = std::unique_ptr<void, Unmap>;
+using ZeroPages = std::unique_ptr<void, Unmap>;
 
-Lazy lazy_zeros(size_t bytes);
+ZeroPages zero_pages(size_t bytes);
 
 }  // namespace paceline

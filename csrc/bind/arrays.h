@@ -1,4 +1,5 @@
-// What the binding's files share.
+// What the files of the binding share. They are the border to Python: they check everything that comes in, and nothing behind
+// them checks again.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -7,51 +8,76 @@
 #include <algorithm>
 #include <memory>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "model/decoder.h"
 
 namespace paceline {
 
-// Refuses what a caller has given.
+namespace nb = nanobind;
+using namespace nb::literals;
+
+// Refuse an argument.
 inline void require(bool holds, const char* message) {
     if (!holds) throw std::invalid_argument(message);
 }
 
-// Numbers on their way to Python, which keeps them.
-template <class T, size_t dims>
-using Handed = nanobind::ndarray<nanobind::numpy, T, nanobind::ndim<dims>>;
+inline void require(bool holds, const std::string& message) { require(holds, message.c_str()); }
 
-// Room for so many numbers, one at least: no array begins nowhere.
 template <class T>
-std::unique_ptr<T[]> room_for(size_t n) {
+using Array = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using Table = nb::ndarray<const T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using OutArray = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using OutTable = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using Out = nb::ndarray<T, nb::c_contig, nb::device::cpu>;  // of any number of dimensions
+using Ids = Array<int64_t>;
+
+constexpr size_t kMaxIds = size_t{1} << 31;   // so that a token id fits 32 bits
+constexpr size_t kMaxSide = size_t{1} << 24;  // of a matrix
+
+// An array on its way to Python, which then owns it.
+template <class T, size_t dims>
+using Returned = nb::ndarray<nb::numpy, T, nb::ndim<dims>>;
+
+// Memory for n numbers, at least one: an array must have an address.
+template <class T>
+std::unique_ptr<T[]> new_array(size_t n) {
     return std::make_unique<T[]>(std::max<size_t>(n, 1));
 }
 
 template <class T, class... Sizes>
-Handed<T, sizeof...(Sizes)> handed(std::unique_ptr<T[]> numbers, Sizes... sizes) {
+Returned<T, sizeof...(Sizes)> returned(std::unique_ptr<T[]> numbers, Sizes... sizes) {
     T* raw = numbers.release();
-    nanobind::capsule owner(raw, [](void* p) noexcept { delete[] static_cast<T*>(p); });
+    nb::capsule owner(raw, [](void* p) noexcept { delete[] static_cast<T*>(p); });
     return {raw, {sizes...}, owner};
 }
 
-// How tokens are chosen, one for each wanted token of a pass. Edits point into arrays that are kept.
-struct ChooseList {
-    std::vector<Choose> all;
-    std::vector<nanobind::ndarray<>> kept;
+// A Python string for attribute look-ups.
+inline nb::object attribute(const char* name) { return nb::steal(PyUnicode_InternFromString(name)); }
+
+// How tokens are chosen, one spec for each wanted token of a pass. Edits point into `edit_arrays`.
+struct SamplingSpecs {
+    std::vector<SamplingSpec> all;
+    std::vector<nb::ndarray<>> edit_arrays;
 
     size_t num_logit_rows() const;
-
-    // Refuses what does not fit a pass with so many wanted tokens, over so many token ids.
-    const std::vector<Choose>& checked(size_t num_wanted, size_t vocab) const;
+    // Refuse specs that do not fit a pass with this number of wanted tokens and token ids.
+    const std::vector<SamplingSpec>& checked(size_t num_wanted, size_t vocab) const;
 };
 
-std::vector<std::vector<double>> told(const ChooseList& list);
-
-void bind_control(nanobind::module_& m);
-void bind_costs(nanobind::module_& m);
-void bind_lookup(nanobind::module_& m);
-void bind_rounds(nanobind::module_& m);
-void bind_rows(nanobind::module_& m);
+void bind_sampling(nb::module_& m);
+void bind_weights(nb::module_& m);
+void bind_decoder(nb::module_& m);
+void bind_passes(nb::module_& m, nb::class_<Decoder>& decoder);
+void bind_acceptance(nb::module_& m);
+void bind_costs(nb::module_& m);
+void bind_lookup(nb::module_& m);
+void bind_rounds(nb::module_& m);
+void bind_rows(nb::module_& m);
 
 }  // namespace paceline

@@ -7,12 +7,12 @@
 namespace paceline {
 namespace {
 
-constexpr double kLeastSeconds = 1e-6;
+constexpr double kMinSeconds = 1e-6;
 
 int64_t pairs_of(int64_t k, int64_t length) { return k * length + k * (k + 1) / 2; }
 
-// Take what all sizes share out of them, and return it: that is the hour's.
-double share_out(const Corrections& table) {
+// Remove the mean of all sizes' corrections and return it: it is the machine's drift.
+double remove_mean(const Corrections& table) {
     double total = 0;
     size_t count = 0;
     for (size_t i = 0; i < table.sizes; ++i)
@@ -54,25 +54,25 @@ double Costs::besides_s(const PassWork& work) const {
 }
 
 double Costs::pass_s(const PassWork& work) const {
-    return std::max(table_s(static_cast<size_t>(work.tokens)) + besides_s(work), 0.0) * std::exp(*hour);
+    return std::max(table_s(static_cast<size_t>(work.tokens)) + besides_s(work), 0.0) * std::exp(*drift);
 }
 
 double Costs::host_s(size_t rows, bool drafts) const { return host[drafts] * (rates.rows_of_a_step + static_cast<double>(rows)); }
 
-double Costs::fee_s(size_t rows) const { return std::max(host_s(rows, true) - host_s(rows, false), 0.0); }
+double Costs::draft_host_s(size_t rows) const { return std::max(host_s(rows, true) - host_s(rows, false), 0.0); }
 
 std::vector<double> Costs::drafting_s(const StepRows& rows) const {
-    std::vector<size_t> going(drafters * width);  // rows that go so deep with a drafter
+    std::vector<size_t> num_rows(drafters * width);  // [drafters, width] rows that a drafter drafts to each depth
     for (size_t i = 0; i < rows.n; ++i) {
         const int64_t k = std::min<int64_t>(rows.ks[i], static_cast<int64_t>(width) - 1);
-        for (int64_t depth = 1; depth <= k; ++depth) ++going[rows.drafters[i] * width + depth];
+        for (int64_t depth = 1; depth <= k; ++depth) ++num_rows[rows.drafters[i] * width + depth];
     }
     std::vector<double> found(drafters);
     for (size_t d = 0; d < drafters; ++d) {
         for (size_t depth = 1; depth < width; ++depth)
-            if (const size_t count = going[d * width + depth])
-                found[d] += deepening[(d * (most_rows + 1) + std::min(count, most_rows)) * width + depth];
-        found[d] *= factors[d] * std::exp(*hour);
+            if (const size_t count = num_rows[d * width + depth])
+                found[d] += deepening[(d * (max_rows + 1) + std::min(count, max_rows)) * width + depth];
+        found[d] *= factors[d] * std::exp(*drift);
     }
     return found;
 }
@@ -80,7 +80,7 @@ std::vector<double> Costs::drafting_s(const StepRows& rows) const {
 void Costs::prices(const PassWork& base, size_t n, int64_t sum_of_lengths, size_t paying, size_t num_drafters, size_t depth,
                    double* out) const {
     const double part = n ? static_cast<double>(paying) / static_cast<double>(n) : 1.0;
-    const double scale = std::exp(*hour), plain_host_s = host_s(n, false), fee = fee_s(n) * part, besides = besides_s(base);
+    const double scale = std::exp(*drift), plain_host_s = host_s(n, false), drafts_host_s = draft_host_s(n) * part, besides = besides_s(base);
     const double plain_s = table_s(static_cast<size_t>(base.tokens)) + besides;
     for (size_t k = 0; k <= depth; ++k) {
         const auto drafts = static_cast<int64_t>(k), rows = static_cast<int64_t>(n);
@@ -88,13 +88,13 @@ void Costs::prices(const PassWork& base, size_t n, int64_t sum_of_lengths, size_
         const double all_s = table_s(static_cast<size_t>(base.tokens) + n * k) + pair_s * pairs + besides;
         const double verify_s = plain_s + (all_s - plain_s) * part;
         for (size_t d = 0; d < num_drafters; ++d) {
-            const double drafting = whole[(d * (most_rows + 1) + std::min(paying, most_rows)) * width + std::min(k, width - 1)];
-            out[d * (depth + 1) + k] = (drafting * factors[d] + verify_s) * scale + plain_host_s + (k ? fee : 0.0);
+            const double drafting = whole[(d * (max_rows + 1) + std::min(paying, max_rows)) * width + std::min(k, width - 1)];
+            out[d * (depth + 1) + k] = (drafting * factors[d] + verify_s) * scale + plain_host_s + (k ? drafts_host_s : 0.0);
         }
     }
 }
 
-Reckoned Costs::learn(const StepDone& step) const {
+StepAccount Costs::learn(const StepDone& step) const {
     const size_t n = step.drafted.n;
     PassWork plain{static_cast<int64_t>(n), 0, 0, 0};
     int64_t verified = 0, accepted = 0, pairs = 0;
@@ -116,48 +116,48 @@ Reckoned Costs::learn(const StepDone& step) const {
     const double measured_s = step.draft_s + step.target_s + step.host_s;
     const double gained = 1 + static_cast<double>(accepted) / static_cast<double>(std::max<size_t>(n, 1));
     const double share = std::min((prefill_s + gained * plain_s) / predicted_s, gained);
-    const auto is_dear = [](double seconds) { return seconds > 0; };
-    if (!prefills && std::count_if(drafting.begin(), drafting.end(), is_dear) == 1) {
-        const auto dear = static_cast<size_t>(std::find_if(drafting.begin(), drafting.end(), is_dear) - drafting.begin());
-        observe_drafting(dear, drafting[dear], step.draft_s);
+    const auto has_drafted = [](double seconds) { return seconds > 0; };
+    if (!prefills && std::count_if(drafting.begin(), drafting.end(), has_drafted) == 1) {
+        const auto drafter = static_cast<size_t>(std::find_if(drafting.begin(), drafting.end(), has_drafted) - drafting.begin());
+        observe_drafting(drafter, drafting[drafter], step.draft_s);
     }
     if (step.settled) observe_pass(done, step.target_s, prefills);
-    if (!prefills && (drafts || step.tells_of_host)) observe_host(n, step.host_s, drafts);
+    if (!prefills && (drafts || step.observes_host)) observe_host(n, step.host_s, drafts);
     return {measured_s, predicted_s, measured_s * share};
 }
 
-double Costs::rate_after(int64_t seen) const { return std::max(rates.least, 1 / (1 / rates.first + static_cast<double>(seen))); }
+double Costs::rate_after(int64_t seen) const { return std::max(rates.min_rate, 1 / (1 / rates.first_rate + static_cast<double>(seen))); }
 
 void Costs::observe_pass(const PassWork& work, double seconds, bool prefills) const {
     const auto size = static_cast<size_t>(passes.size[std::min(static_cast<size_t>(work.tokens), passes.tokens - 1)]);
-    const double off = std::log(std::max(seconds, kLeastSeconds) / std::max(pass_s(work), kLeastSeconds));
-    double surprise = std::clamp(off, -rates.most_surprise, rates.most_surprise);
-    const int64_t gap = ++*steps - last[size];
-    last[size] = *steps;
-    const double of_rare = std::min(rates.first, rates.least * (1 + static_cast<double>(gap) / rates.rare));
-    const double rate = std::max(rate_after(passes.seen[size]), of_rare);
+    const double off = std::log(std::max(seconds, kMinSeconds) / std::max(pass_s(work), kMinSeconds));
+    double surprise = std::clamp(off, -rates.max_surprise, rates.max_surprise);
+    const int64_t gap = ++*num_passes - last[size];
+    last[size] = *num_passes;
+    const double rare_rate = std::min(rates.first_rate, rates.min_rate * (1 + static_cast<double>(gap) / rates.rare));
+    const double rate = std::max(rate_after(passes.seen[size]), rare_rate);
     if (!prefills) {
         ++passes.seen[size];
         surprise = learn_keys(work, surprise);
-        *hour += rates.hour * surprise;
+        *drift += rates.drift * surprise;
     }
     passes.own[size] += rate * surprise;
-    if (!prefills) *hour += share_out(passes);
+    if (!prefills) *drift += remove_mean(passes);
     renew(passes);
 }
 
 double Costs::learn_keys(const PassWork& work, double surprise) const {
-    const double share = static_cast<double>(work.kv_tokens) * key_s / std::max(pass_s(work) / std::exp(*hour), kLeastSeconds);
-    if (share < rates.telling) return surprise;
-    const double gain = keys[1] * share / (keys[1] * share * share + rates.noise);
+    const double share = static_cast<double>(work.kv_tokens) * key_s / std::max(pass_s(work) / std::exp(*drift), kMinSeconds);
+    if (share < rates.min_key_share) return surprise;
+    const double gain = keys[1] * share / (keys[1] * share * share + rates.key_noise);
     keys[0] = std::max(keys[0] + gain * surprise * key_s, 0.0);
-    keys[1] = keys[1] * (1 - gain * share) + rates.drift;
+    keys[1] = keys[1] * (1 - gain * share) + rates.key_drift;
     return surprise * (1 - gain * share);
 }
 
 void Costs::observe_drafting(size_t drafter, double predicted_s, double seconds) const {
-    const double off = std::log(std::max(seconds, kLeastSeconds) / predicted_s);
-    factors[drafter] *= std::exp(rate_after(drafted[drafter]++) * std::clamp(off, -rates.most_surprise, rates.most_surprise));
+    const double off = std::log(std::max(seconds, kMinSeconds) / predicted_s);
+    factors[drafter] *= std::exp(rate_after(drafted[drafter]++) * std::clamp(off, -rates.max_surprise, rates.max_surprise));
 }
 
 void Costs::observe_host(size_t rows, double seconds, bool drafts) const {

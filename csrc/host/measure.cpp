@@ -20,16 +20,16 @@ double seconds_of(const auto& work) {
 
 }  // namespace
 
-double read_bandwidth(Team& team, size_t bytes) {
+double read_bandwidth(ThreadPool& pool, size_t bytes) {
     const size_t tiles = std::max<size_t>(bytes / kReadTile, 1);
     const Buffer memory(tiles * kReadTile);
     double best = 0.0;
-    std::vector<uint64_t> sums(team.size());
+    std::vector<uint64_t> sums(pool.size());
     for (int repeat = 0; repeat < 7; ++repeat) {
         const double took = seconds_of([&] {
-            team.run([&](size_t thread) {
+            pool.run([&](size_t thread) {
                 uint64_t sum = 0;
-                team.each(tiles, [&](size_t tile) {
+                pool.each(tiles, [&](size_t tile) {
                     sum += kernels().limits.read(memory.data() + tile * kReadTile, kReadTile);
                 });
                 sums[thread] = sum;
@@ -40,12 +40,12 @@ double read_bandwidth(Team& team, size_t bytes) {
     return best;
 }
 
-double dot_peak(Team& team) {
+double dot_peak(ThreadPool& pool) {
     double best = 0.0;
     for (int repeat = 0; repeat < 5; ++repeat) {
-        std::vector<size_t> products(team.size());
+        std::vector<size_t> products(pool.size());
         const double took = seconds_of(
-            [&] { team.run([&](size_t thread) { products[thread] = kernels().limits.dot(kDotRounds); }); });
+            [&] { pool.run([&](size_t thread) { products[thread] = kernels().limits.dot(kDotRounds); }); });
         size_t total = 0;
         for (size_t n : products) total += n;
         best = std::max(best, static_cast<double>(total) / took);
@@ -53,13 +53,13 @@ double dot_peak(Team& team) {
     return best;
 }
 
-std::vector<double> time_products(Team& team, const std::vector<std::shared_ptr<Matrix>>& matrices, size_t num_tokens,
+std::vector<double> time_products(ThreadPool& pool, const std::vector<std::shared_ptr<Matrix>>& matrices, size_t num_tokens,
                                   size_t repeats) {
     std::mt19937 random(1);
     std::normal_distribution<float> normal;
     size_t widest = 0, longest = 0;
     for (const auto& m : matrices) widest = std::max(widest, m->in()), longest = std::max(longest, m->out());
-    Lines<float> row(round_up(widest, kInt8Group)), out(num_tokens * round_up(longest, kPanel));
+    AlignedVector<float> row(round_up(widest, kInt8Group)), out(num_tokens * round_up(longest, kPanel));
     std::vector<Activations> inputs(matrices.size());
     for (size_t i = 0; i < matrices.size(); ++i) {
         inputs[i].reserve(num_tokens, matrices[i]->in());
@@ -72,8 +72,8 @@ std::vector<double> time_products(Team& team, const std::vector<std::shared_ptr<
     std::vector<double> times;
     for (size_t repeat = 0; repeat < repeats; ++repeat) {
         times.push_back(seconds_of([&] {
-            team.run([&](size_t) {
-                for (size_t i = 0; i < matrices.size(); ++i) multiply_all(team, {{matrices[i].get(), &inputs[i], out.data(), round_up(matrices[i]->out(), kPanel), nullptr}}, num_tokens);
+            pool.run([&](size_t) {
+                for (size_t i = 0; i < matrices.size(); ++i) multiply_all(pool, {{matrices[i].get(), &inputs[i], out.data(), round_up(matrices[i]->out(), kPanel), nullptr}}, num_tokens);
             });
         }));
     }

@@ -11,13 +11,13 @@
 namespace paceline {
 
 // Bytes per second of all threads together, reading `bytes` of memory again and again: best of several times.
-double read_bandwidth(Team& team, size_t bytes);
+double read_bandwidth(ThreadPool& pool, size_t bytes);
 
 // Products of bytes per second of all threads together, by the dot-product instruction from registers alone.
-double dot_peak(Team& team);
+double dot_peak(ThreadPool& pool);
 
 // Seconds to multiply `num_tokens` rows by each matrix in turn, one pass over all of them: [repeats]
-std::vector<double> time_products(Team& team, const std::vector<std::shared_ptr<Matrix>>& matrices, size_t num_tokens,
+std::vector<double> time_products(ThreadPool& pool, const std::vector<std::shared_ptr<Matrix>>& matrices, size_t num_tokens,
                                   size_t repeats);
 
 }  // namespace paceline

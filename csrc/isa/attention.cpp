@@ -69,7 +69,7 @@ void mix_rows(const T* const* pages, size_t offset, size_t hidden, size_t count,
 
 template <int R, class T>
 PACELINE_INLINE void mix(const T* const* pages, size_t hidden, size_t count, size_t head_dim, const float* weights, float* mixed) {
-    constexpr int wide = 2 * R <= kMostQueries ? 4 : 2;
+    constexpr int wide = 2 * R <= kMaxQueries ? 4 : 2;
     size_t d = 0;
     for (; d + wide * kLanes <= head_dim; d += wide * kLanes)
         mix_rows<R, wide>(pages, d, hidden, count, head_dim, weights, mixed + d);
@@ -80,7 +80,7 @@ template <int R, class T>
 PACELINE_INLINE void score_pages(const T* const* pages, size_t num_pages, size_t head_dim, const float* queries,
                                  float* scores) {
     constexpr int many = R <= 3 ? 4 : R <= 6 ? 2 : 1;  // at least twelve sums under way, where there are registers
-    constexpr int at_once = many * R <= kMostQueries ? many : 1;
+    constexpr int at_once = many * R <= kMaxQueries ? many : 1;
     size_t page = 0;
     for (; page + at_once <= num_pages; page += at_once)
         score_rows<R, at_once, T>(pages + page, head_dim, queries, scores + page * kPageTokens);

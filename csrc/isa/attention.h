@@ -7,16 +7,16 @@
 namespace paceline::PACELINE_ISA {
 
 #if defined(__AVX512F__)
-constexpr int kMostQueries = 12;  // accumulators of as many queries, for one vector of scores or two of values
+constexpr int kMaxQueries = 12;  // accumulators of as many queries, for one vector of scores or two of values
 #else
-constexpr int kMostQueries = 4;
+constexpr int kMaxQueries = 4;
 #endif
 constexpr size_t kPagesAtOnce = kKeysAtOnce / kPageTokens;  // of keys or values, whose page is 2 KiB at a head of 64 numbers
 constexpr int kVectors = kPageTokens / kLanes;  // of one page's scores
 
 template <int R, class Kernel>
 PACELINE_INLINE void run_of(size_t num_queries, size_t& first, Kernel kernel) {
-    if constexpr (R <= kMostQueries)
+    if constexpr (R <= kMaxQueries)
         for (; first + R <= num_queries; first += R) kernel.template operator()<R>(first);
 }
 

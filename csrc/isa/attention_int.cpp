@@ -14,7 +14,7 @@ template <class T>
 constexpr float kKeyLimit = sizeof(T) == 2 ? 4095.0f : 127.0f;
 template <class T>
 constexpr float kValueLimit = sizeof(T) == 2 ? 2047.0f : 127.0f;
-constexpr size_t kMostDims = 256;
+constexpr size_t kMaxDims = 256;
 
 // A head's part of a page: keys as [head_dim / 2][16][2], values as [8][head_dim][2], then the scales of 16 tokens.
 template <class T>
@@ -121,7 +121,7 @@ PACELINE_APART void score_rows(const T* const* pages, size_t head_dim, const int
 template <int R, class T>
 PACELINE_INLINE void score_pages(const T* const* pages, size_t num_pages, size_t head_dim, const int16_t* queries,
                                  const float* units, float* scores) {
-    constexpr int at_once = 4 * R <= 2 * kMostQueries ? 4 : 2 * R <= 2 * kMostQueries ? 2 : 1;  // what registers hold
+    constexpr int at_once = 4 * R <= 2 * kMaxQueries ? 4 : 2 * R <= 2 * kMaxQueries ? 2 : 1;  // what registers hold
     size_t page = 0;
     for (; page + at_once <= num_pages; page += at_once)
         score_rows<R, at_once, T>(pages + page, head_dim, queries, units, scores + page * kPageTokens);
@@ -162,7 +162,7 @@ PACELINE_APART void mix_rows(const T* const* pages, size_t offset, size_t count,
 template <int R, class T>
 PACELINE_INLINE void mix(const T* const* pages, size_t count, size_t head_dim, const int16_t* weights,
                          const float* units, float* mixed) {
-    constexpr int wide = 2 * R <= kMostQueries ? 4 : 2;
+    constexpr int wide = 2 * R <= kMaxQueries ? 4 : 2;
     size_t d = 0;
     for (; d + wide * kLanes <= head_dim; d += wide * kLanes)
         mix_rows<R, wide>(pages, d, count, head_dim, weights, units, mixed);
@@ -275,7 +275,7 @@ void attend(const AttentionSpan& span) {
 // A head's numbers [size] as whole ones [head_dim], zeros behind them. Returns what one unit stands for.
 PACELINE_INLINE float whole_head(const float* x, size_t size, size_t head_dim, float limit, int16_t* to) {
     if (size == head_dim) return quantise(x, size, limit, to);
-    alignas(64) float padded[kMostDims];
+    alignas(64) float padded[kMaxDims];
     __builtin_memcpy(padded, x, size * sizeof(float));
     for (size_t d = size; d < head_dim; ++d) padded[d] = 0.0f;
     return quantise(padded, head_dim, limit, to);
@@ -283,7 +283,7 @@ PACELINE_INLINE float whole_head(const float* x, size_t size, size_t head_dim, f
 
 template <class T>
 void write(void* keys, void* values, size_t offset, size_t head_dim, size_t size, const float* key, const float* value) {
-    alignas(64) int16_t whole[kMostDims];
+    alignas(64) int16_t whole[kMaxDims];
     T *k = static_cast<T*>(keys), *v = static_cast<T*>(values);
     float *key_scales = reinterpret_cast<float*>(k + head_dim * kPageTokens),
           *value_scales = reinterpret_cast<float*>(v + head_dim * kPageTokens);

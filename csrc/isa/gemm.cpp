@@ -17,13 +17,13 @@ namespace paceline::PACELINE_ISA {
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int kVectors = 2;  // accumulators per row; with kMostRows rows, twice that many must fit the registers
-constexpr int kMostRows = 6;
-constexpr int kMostSpreadRows = 12;
+constexpr int kVectors = 2;  // accumulators per row; with kMaxRows rows, twice that many must fit the registers
+constexpr int kMaxRows = 6;
+constexpr int kMaxSpreadRows = 12;
 #else
 constexpr int kVectors = 1;
-constexpr int kMostRows = 4;
-constexpr int kMostSpreadRows = 8;  // whose sums have half the registers
+constexpr int kMaxRows = 4;
+constexpr int kMaxSpreadRows = 8;  // whose sums have half the registers
 #endif
 // What a kernel fetches while it computes: so many cache lines for each 256 bytes of weights, from a place on. A few rows
 // are done with a panel in one piece and fetch what they soon read; more come in pieces, of which the first reads the
@@ -254,12 +254,12 @@ template <class Form>
 void spread_panel(const SpreadPanel& panel, const SpreadRows& rows, size_t first, size_t end, float* out, size_t stride) {
     // In two pieces of twelve rows half of the next panel is fetched in bursts that come too late: in three, 24 rows of 576
     // inputs take a sixth less. With four pieces and more there is time enough.
-    const size_t total = end - first, most = kMostSpreadRows < total && total <= 2 * kMostSpreadRows ? 8 : kMostSpreadRows;
+    const size_t total = end - first, most = kMaxSpreadRows < total && total <= 2 * kMaxSpreadRows ? 8 : kMaxSpreadRows;
     in_pieces(most, first, end, panel.weights, rows.width / 8 * Form::kPairBytes, [&, start = first](size_t at, size_t count, Ahead ahead) {
         float* to = out + (at - start) * stride;
-        with_rows<kMostSpreadRows>(count, [&]<int R>() {
+        with_rows<kMaxSpreadRows>(count, [&]<int R>() {
 #if defined(__AVX512F__)
-            if constexpr (R > kMostRows) return spread_many_rows<Form, R>(panel, rows, at, ahead, to, stride);
+            if constexpr (R > kMaxRows) return spread_many_rows<Form, R>(panel, rows, at, ahead, to, stride);
             else
 #endif
             spread_rows<Form, R>(panel, rows, at, ahead, to, stride);
@@ -278,23 +278,23 @@ void spread_panels(const SpreadPanel& panels, size_t num_panels, const SpreadRow
 void int8_panels(const SpreadPanel& panels, size_t num_panels, const SpreadRows& rows, size_t first, size_t end, float* out,
                  size_t stride) {
 #if defined(__AMX_INT8__)
-    if (end - first >= kLeastRowsOfTile) return int8_in_tiles(panels, num_panels, rows, first, end, out, stride);
+    if (end - first >= kMinTileRows) return int8_in_tiles(panels, num_panels, rows, first, end, out, stride);
 #endif
     spread_panels<Bytes>(panels, num_panels, rows, first, end, out, stride);
 }
 
 void int4_panel(const uint8_t* panel, const QuantisedRows& rows, size_t first, size_t end, float* out, size_t stride) {
-    in_pieces(kMostRows, first, end, panel, rows.num_groups * kInt4BlockBytes, [&, start = first](size_t at, size_t count, Ahead ahead) {
+    in_pieces(kMaxRows, first, end, panel, rows.num_groups * kInt4BlockBytes, [&, start = first](size_t at, size_t count, Ahead ahead) {
         float* to = out + (at - start) * stride;
-        with_rows<kMostRows>(count, [&]<int R>() { int4_rows<R>(panel, rows, at, ahead, to, stride); });
+        with_rows<kMaxRows>(count, [&]<int R>() { int4_rows<R>(panel, rows, at, ahead, to, stride); });
     });
 }
 
 template <class W>
 void float_panel(const W* panel, const FloatRows& rows, size_t first, size_t end, float* out, size_t stride) {
-    in_pieces(kMostRows, first, end, panel, rows.width * kPanel * sizeof(W), [&, start = first](size_t at, size_t count, Ahead ahead) {
+    in_pieces(kMaxRows, first, end, panel, rows.width * kPanel * sizeof(W), [&, start = first](size_t at, size_t count, Ahead ahead) {
         float* to = out + (at - start) * stride;
-        with_rows<kMostRows>(count, [&]<int R>() { float_rows<R, W>(panel, rows, at, ahead, to, stride); });
+        with_rows<kMaxRows>(count, [&]<int R>() { float_rows<R, W>(panel, rows, at, ahead, to, stride); });
     });
 }
 

@@ -61,7 +61,7 @@ struct SpreadRows {
     const float* scales;   // [num_rows]
     const int32_t* sums;   // [num_rows, 16] sum of the values, times -128, as weights are kept plus 128: 16 times, for tiles
 };
-constexpr size_t kMostInputs = size_t{1} << 16;  // of a row, for 32 bits to hold every sum
+constexpr size_t kMaxInputs = size_t{1} << 16;  // of a row, for 32 bits to hold every sum
 
 struct SpreadPanel {
     const uint8_t* weights;

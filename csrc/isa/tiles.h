@@ -9,7 +9,7 @@
 namespace paceline::PACELINE_ISA {
 
 constexpr size_t kTile = kTileLanes;    // rows of a tile, and outputs
-constexpr size_t kLeastRowsOfTile = 3;  // fewer rows wait for memory with any kernel
+constexpr size_t kMinTileRows = 3;  // fewer rows wait for memory with any kernel
 static_assert(kInt8Group == 64 && kPanel == 2 * kTile, "the panels are packed as tiles read them");
 
 // Which register holds what, names that reach the assembler as numbers: all eight. Every load serves two products, if there

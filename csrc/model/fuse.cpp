@@ -17,21 +17,21 @@ void gather(const float* states, const Fusing& f, float* row) {
 
 }  // namespace
 
-void fuse(Team& team, const Fusing& f, const float* states, size_t total, float* features) {
+void fuse(ThreadPool& pool, const Fusing& f, const float* states, size_t total, float* features) {
     const size_t most = std::min(total, kTokensAtOnce), padded = round_up(f.fc->in(), kInt8Group);
     const size_t width = f.fc->out(), stride = round_up(width, kPanel);
     Activations rows;
     rows.reserve(most, padded);
-    Lines<float> gathered(most * padded), found(most * stride);
-    team.run([&](size_t) {
+    AlignedVector<float> gathered(most * padded), found(most * stride);
+    pool.run([&](size_t) {
         for (size_t first = 0; first < total; first += kTokensAtOnce) {
             const size_t count = std::min(kTokensAtOnce, total - first);
-            team.each(count, [&](size_t i) {
+            pool.each(count, [&](size_t i) {
                 gather(states + (first + i) * f.fc->in(), f, &gathered[i * padded]);
                 rows.set(i, &gathered[i * padded], f.fc->type(), f.fc->in());
             });
-            multiply_all(team, {{f.fc, &rows, found.data(), stride, nullptr}}, count);
-            team.each(count, [&](size_t i) { std::copy_n(&found[i * stride], width, features + (first + i) * width); });
+            multiply_all(pool, {{f.fc, &rows, found.data(), stride, nullptr}}, count);
+            pool.each(count, [&](size_t i) { std::copy_n(&found[i * stride], width, features + (first + i) * width); });
         }
     });
 }

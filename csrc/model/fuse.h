@@ -16,6 +16,6 @@ struct Fusing {
 };
 
 // features[i] [fc out] = that of a token with the states[i] [fc in].
-void fuse(Team& team, const Fusing& fusing, const float* states, size_t count, float* features);
+void fuse(ThreadPool& pool, const Fusing& fusing, const float* states, size_t count, float* features);
 
 }  // namespace paceline

@@ -39,7 +39,7 @@ float from_bfloat(uint16_t x) {
 // What `hadamard` makes of a row [padded], until the thread's next call. A row's outliers are shared out over a block, so
 // that one scale of 8 bits serves all of it (arXiv 2404.00456).
 float* spread_of(const float* x, size_t padded) {
-    thread_local Lines<float> found;
+    thread_local AlignedVector<float> found;
     if (found.size() < padded) found.resize(padded);
     kernels().layer.hadamard(x, padded, found.data());
     return found.data();
@@ -170,7 +170,7 @@ void Matrix::put_row(size_t index, const float* weights) {
 
 void Matrix::pack_spread_row(const float* weights, size_t index) {
     const size_t padded = round_up(in_, kInt8Group);
-    thread_local Lines<float> row;
+    thread_local AlignedVector<float> row;
     row.assign(padded, 0.0f);
     std::copy_n(weights, in_, row.begin());
     float* found = spread_of(row.data(), padded);
@@ -274,7 +274,7 @@ void multiply_panels(const Product& p, size_t panel, size_t num_panels, size_t f
 
 }  // namespace
 
-void multiply_all(Team& team, std::initializer_list<Product> products, size_t num_tokens) {
+void multiply_all(ThreadPool& pool, std::initializer_list<Product> products, size_t num_tokens) {
     const size_t chunks = std::max<size_t>((num_tokens + kChunkRows - 1) / kChunkRows, 1);
     size_t num_panels = 0;
     for (const Product& p : products) num_panels += p.matrix->num_panels();
@@ -288,9 +288,9 @@ void multiply_all(Team& team, std::initializer_list<Product> products, size_t nu
             panel += count, left -= count;
         }
     };
-    if (chunks == 1) return team.each_run(num_panels, [&](size_t panel, size_t end) { multiply_some(panel, end, 0); });
+    if (chunks == 1) return pool.each_run(num_panels, [&](size_t panel, size_t end) { multiply_some(panel, end, 0); });
     const size_t num_pairs = (num_panels + 1) / 2;  // of panels: a task of one is short beside what claiming it takes
-    team.each(num_pairs * chunks, [&](size_t i) {
+    pool.each(num_pairs * chunks, [&](size_t i) {
         const size_t panel = i / chunks * 2;
         multiply_some(panel, std::min(panel + 2, num_panels), i % chunks);
     });
@@ -299,7 +299,7 @@ void multiply_all(Team& team, std::initializer_list<Product> products, size_t nu
 void Matrix::spread_row(size_t index, float* to) const {
     const uint8_t* panel = packed_.data() + index / kPanel * panel_bytes() + index % kPanel * 4;
     const size_t padded = round_up(in_, kInt8Group);
-    thread_local Lines<float> found;
+    thread_local AlignedVector<float> found;
     found.resize(padded);
     for (size_t i = 0; i < padded; ++i) {
         const int whole = type_ == WeightType::int8

@@ -43,9 +43,9 @@ class Activations {
     FloatRows floats(size_t width) const;
 
   private:
-    Lines<int8_t> values_;
-    Lines<float> floats_, scales_;
-    Lines<int32_t> sums_;
+    AlignedVector<int8_t> values_;
+    AlignedVector<float> floats_, scales_;
+    AlignedVector<int32_t> sums_;
 };
 
 class Matrix {
@@ -88,7 +88,7 @@ class Matrix {
     WeightType type_;
     size_t out_, in_;
     Buffer packed_;
-    Lines<float> scales_;  // [num_panels * 32], of spread weights only
+    AlignedVector<float> scales_;  // [num_panels * 32], of spread weights only
 };
 
 // One product of a phase: x times a matrix, plus a bias if there is one.
@@ -100,7 +100,7 @@ struct Product {
     const std::vector<float>* bias;  // may be null or empty
 };
 
-// Compute products side by side, inside `Team::run`.
-void multiply_all(Team& team, std::initializer_list<Product> products, size_t num_tokens);
+// Compute products side by side, inside `ThreadPool::run`.
+void multiply_all(ThreadPool& pool, std::initializer_list<Product> products, size_t num_tokens);
 
 }  // namespace paceline

@@ -9,7 +9,7 @@
 namespace paceline {
 namespace {
 
-constexpr double kLeastTemperature = 1e-5;  // as core/sampling.py
+constexpr double kMinTemperature = 1e-5;  // as core/sampling.py
 // How far below the largest the few most likely tokens are looked for, in nats: the first cut that has enough is used.
 constexpr double kCuts[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14, 16, 20, 24, 32, 64};
 constexpr size_t kFewCandidates = 128;  // up to so many are given exact noise one by one
@@ -82,7 +82,7 @@ void Sampler<T>::load(const T* logits, size_t vocab, double temperature, const E
     values_ = z_.data();
     maxima_.assign(round_up(blocks(), kBlock), -limit());
     const T inverse =
-        temperature > 0.0 ? static_cast<T>(1.0 / std::max(temperature, kLeastTemperature)) : static_cast<T>(1);
+        temperature > 0.0 ? static_cast<T>(1.0 / std::max(temperature, kMinTemperature)) : static_cast<T>(1);
     scale(logits, whole, inverse, z_.data(), maxima_.data());
     for (size_t i = whole * kBlock; i < z_.size(); ++i) z_[i] = i < vocab ? logits[i] * inverse : -limit();
     for (size_t i = 0; i < edits.count; ++i) z_[edits.ids[i]] = edited(logits[edits.ids[i]], edits, i) * inverse;
@@ -119,7 +119,7 @@ template <class T>
 int64_t Sampler<T>::choose(const Filters& filters, Key key, double* ahead) {
     if (broken()) return kBroken;
     if (!filters.active()) return noisy_argmax(key, ahead);
-    keep(filters);
+    filter(filters);
     if (kept_.size() > kFewCandidates) {  // a pass over all is sooner done than so many logarithms
         std::fill(z_.begin(), z_.end(), -limit());
         for (const auto& c : kept_) z_[c.id] = c.value;
@@ -219,7 +219,7 @@ void Sampler<T>::keep_until(double wanted) {
 }
 
 template <class T>
-const std::vector<Candidate<T>>& Sampler<T>::keep(const Filters& filters) {
+const std::vector<Candidate<T>>& Sampler<T>::filter(const Filters& filters) {
     kept_.clear();
     if (broken()) return kept_;
     const double least = filters.min_p > 0.0 ? std::min(0.0, std::log(filters.min_p)) : -std::numeric_limits<double>::infinity();

@@ -73,7 +73,7 @@ class Sampler {
     int64_t choose(const Filters& filters, Key key, double* ahead = nullptr);
 
     // What top_k, then top_p, then min_p leave over, most likely first. Empty for a broken row.
-    const std::vector<Candidate<T>>& keep(const Filters& filters);
+    const std::vector<Candidate<T>>& filter(const Filters& filters);
 
     // The `count` most likely, most likely first.
     const std::vector<Candidate<T>>& leaders(size_t count);
