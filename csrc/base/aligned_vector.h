@@ -1,4 +1,4 @@
-// Arrays that begin with a cache line: vectors of 64 bytes then never lie across two, which costs a kernel a third.
+// Arrays that start at a cache line: a vector of 64 bytes then never crosses two lines, which would cost a kernel a third.
 #pragma once
 
 #include <cstddef>

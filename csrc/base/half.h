@@ -1,4 +1,4 @@
-// Half-precision numbers by integer arithmetic, for code that runs once per weight and need not be fast.
+// float16 by integer arithmetic, for code that runs once per weight and need not be fast.
 #pragma once
 
 #include <cmath>
@@ -13,8 +13,7 @@ inline float from_half(uint16_t h) {
     if (exponent == 31)
         x = mantissa ? NAN : INFINITY;
     else
-        x = exponent ? std::ldexp(static_cast<float>(mantissa | 1024), exponent - 25)
-                     : std::ldexp(static_cast<float>(mantissa), -24);
+        x = exponent ? std::ldexp(static_cast<float>(mantissa | 1024), exponent - 25) : std::ldexp(static_cast<float>(mantissa), -24);
     return h & 0x8000 ? -x : x;
 }
 

@@ -13,11 +13,10 @@
 namespace paceline {
 namespace {
 
-// A phase takes microseconds, and what the host does between two runs some tenths of a millisecond, so a thread that waits
-// looks again for one before it lets the system put it to sleep: to be woken takes as long as a small product. By the clock,
-// as a pause takes 20 ns on one processor and 60 on another.
+// A waiting thread spins before it sleeps: a phase takes microseconds, the host's work between two runs tenths of a millisecond, and
+// waking up as long as a small product. Spinning is limited by the clock, as a pause takes 20 ns on one processor and 60 on another.
 constexpr std::chrono::milliseconds kSpinning{1};
-constexpr int kLooks = 64;  // between two looks at the clock
+constexpr int kPausesPerClock = 64;  // pauses between two readings of the clock
 using Clock = std::chrono::steady_clock;
 constexpr int32_t kClosed = -(1 << 30);
 
@@ -32,7 +31,7 @@ inline void pause() {
 template <class T>
 void wait_while(const std::atomic<T>& value, T old) {
     const auto changes = [&] {
-        for (int i = 0; i < kLooks; ++i, pause())
+        for (int i = 0; i < kPausesPerClock; ++i, pause())
             if (value.load(std::memory_order_acquire) != old) return true;
         return false;
     };
@@ -123,8 +122,8 @@ bool ThreadPool::claim(size_t owner, uint32_t phase, size_t length, size_t share
     std::atomic<uint64_t>& ticket = ranges_[owner].ticket;
     uint64_t seen = ticket.load(std::memory_order_acquire);
     for (;;) {
-        if (phase_.load(std::memory_order_acquire) != phase) return false;  // it is over
-        begin = seen >> 32 == phase ? seen & 0xFFFFFFFFu : 0;               // else nobody has taken any yet
+        if (phase_.load(std::memory_order_acquire) != phase) return false;  // finished
+        begin = seen >> 32 == phase ? seen & 0xFFFFFFFFu : 0;               // else nobody has claimed any yet
         if (begin >= length) return false;
         end = begin + std::max<size_t>((length - begin) / share, 1);
         if (ticket.compare_exchange_weak(seen, uint64_t{phase} << 32 | end, std::memory_order_acquire)) return true;

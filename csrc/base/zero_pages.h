@@ -1,5 +1,5 @@
-// Zeros that the system provides at first touch: in huge pages where it has them, as what lies scattered over many pages
-// is looked up in them for longer than it is read.
+// Zeroed memory that the system provides at first touch, in huge pages where it has them: pages of keys and values lie scattered, and
+// with small pages looking up their addresses takes longer than reading them.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 namespace paceline {
 
 struct Unmap {
-    size_t mapped = 0;  // bytes; 0: it came from the heap
+    size_t mapped = 0;  // bytes; 0: the memory came from the heap
     void operator()(void* p) const;
 };
 

@@ -9,6 +9,8 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "model/decoder.h"
@@ -55,6 +57,14 @@ Returned<T, sizeof...(Sizes)> returned(std::unique_ptr<T[]> numbers, Sizes... si
     T* raw = numbers.release();
     nb::capsule owner(raw, [](void* p) noexcept { delete[] static_cast<T*>(p); });
     return {raw, {sizes...}, owner};
+}
+
+// The value that a name stands for.
+template <class T>
+T named(std::string_view name, std::initializer_list<std::pair<std::string_view, T>> values, const char* message) {
+    for (const auto& [key, value] : values)
+        if (key == name) return value;
+    throw std::invalid_argument(message + (", not " + std::string(name)));
 }
 
 // A Python string for attribute look-ups.

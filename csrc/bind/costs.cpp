@@ -11,6 +11,8 @@ namespace {
 using Tally = OutArray<int64_t>;
 using Prices = nb::ndarray<const double, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 using Work = std::tuple<int64_t, int64_t, int64_t, int64_t>;  // `PassWork`
+using StateTally = std::tuple<State, Tally>;
+using PriceTables = std::tuple<Prices, Prices, Prices>;
 
 PassWork work_of(const Work& work) {
     const auto [tokens, unscored, kv_tokens, pairs] = work;
@@ -35,8 +37,7 @@ class CostTables {
   public:
     CostTables(const std::tuple<State, Tally, Tally>& sizes, const std::tuple<Ids, Numbers, State>& passes,
                const std::tuple<Numbers, Numbers, bool>& curve, const std::tuple<double, double, double>& prices, const State& keys,
-               const std::tuple<Prices, Prices, Prices>& drafting, const std::tuple<State, Tally>& drafters,
-               const std::tuple<State, Tally>& host, const std::tuple<State, Tally>& drift, const Numbers& rates)
+               const PriceTables& drafting, const StateTally& drafters, const StateTally& host, const StateTally& drift, const Numbers& rates)
         : sizes_(sizes), passes_(passes), curve_(curve), drafting_(drafting), drafters_(drafters), host_(host), drift_(drift), keys_(keys) {
         const auto& [own, seen, last] = sizes_;
         const auto& [size, measured_s, pass_s] = passes_;
@@ -49,10 +50,9 @@ class CostTables {
         require(size.size() > 0 && measured_s.size() == size.size() && pass_s.size() == size.size(), "tables of passes differ");
         require(within(size, own.size()), "a size lies outside its table");
         require(counts.size() > 0 && seconds.size() == counts.size(), "no pass has a price");
-        require(added.shape(0) == factors.size() && drafted.size() == factors.size(), "prices of drafting do not fit");
-        for (size_t axis = 0; axis < 3; ++axis)
-            require(deepening.shape(axis) == added.shape(axis) && whole.shape(axis) == added.shape(axis), "prices of drafting do not fit");
-        require(added.shape(1) > 1 && added.shape(2) > 0, "prices of drafting do not fit");
+        bool fits = added.shape(0) == factors.size() && drafted.size() == factors.size() && added.shape(1) > 1 && added.shape(2) > 0;
+        for (size_t axis = 0; axis < 3; ++axis) fits &= deepening.shape(axis) == added.shape(axis) && whole.shape(axis) == added.shape(axis);
+        require(fits, "prices of drafting do not fit");
         require(host_s.size() == 2 && host_seen.size() == 2, "the host has two kinds of steps");
         require(drift_log.size() == 1 && num_passes.size() == 1, "there is one drift, and one count of passes");
         require(keys.size() == 2, "keys have a price and a variance");
@@ -87,11 +87,12 @@ class CostTables {
         require(k <= 0 || (0 <= drafter && static_cast<size_t>(drafter) < costs.drafters), "a row's drafter has no price");
     }
 
-    std::tuple<State, Tally, Tally> sizes_;  // these and the next: held as long as `costs` reads them
+    // Arrays that `costs` reads.
+    std::tuple<State, Tally, Tally> sizes_;
     std::tuple<Ids, Numbers, State> passes_;
     std::tuple<Numbers, Numbers, bool> curve_;
-    std::tuple<Prices, Prices, Prices> drafting_;
-    std::tuple<State, Tally> drafters_, host_, drift_;
+    PriceTables drafting_;
+    StateTally drafters_, host_, drift_;
     State keys_;
 };
 
@@ -234,10 +235,9 @@ std::tuple<double, double, double> learn_cost(const CostTables& tables, const Id
 void bind_costs(nb::module_& m) {
     nb::class_<CostTables>(m, "Costs")
         .def(nb::init<const std::tuple<State, Tally, Tally>&, const std::tuple<Ids, Numbers, State>&, const std::tuple<Numbers, Numbers, bool>&,
-                      const std::tuple<double, double, double>&, const State&, const std::tuple<Prices, Prices, Prices>&, const std::tuple<State, Tally>&,
-                      const std::tuple<State, Tally>&, const std::tuple<State, Tally>&, const Numbers&>(),
-             "sizes"_a.noconvert(), "passes"_a.noconvert(), "curve"_a, "prices"_a, "keys"_a.noconvert(), "drafting"_a, "drafters"_a.noconvert(),
-             "host"_a.noconvert(), "drift"_a.noconvert(), "rates"_a)
+                      const std::tuple<double, double, double>&, const State&, const PriceTables&, const StateTally&, const StateTally&,
+                      const StateTally&, const Numbers&>(), "sizes"_a.noconvert(), "passes"_a.noconvert(), "curve"_a, "prices"_a,
+             "keys"_a.noconvert(), "drafting"_a, "drafters"_a.noconvert(), "host"_a.noconvert(), "drift"_a.noconvert(), "rates"_a)
         .def("drafting_of", &drafting_of, "ks"_a, "drafters"_a)
         .def("prices", &prices, "base"_a, "lengths"_a, "paying"_a, "num_drafters"_a, "depth"_a)
         .def("choose", &choose_drafts, "base"_a, "drafted"_a, "survival"_a, "max_drafts"_a, "lengths"_a, "drafters"_a, "plain_tokens"_a,

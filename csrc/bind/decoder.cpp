@@ -13,9 +13,8 @@ namespace paceline {
 namespace {
 
 Activation activation(const std::string& name) {
-    if (name == "silu") return Activation::silu;
-    require(name == "gelu_tanh", "the activation is silu or gelu_tanh, not " + name);
-    return Activation::gelu_tanh;
+    using enum Activation;
+    return named<Activation>(name, {{"silu", silu}, {"gelu_tanh", gelu_tanh}}, "the activation is silu or gelu_tanh");
 }
 
 std::vector<float> vector_of(nb::handle array, size_t size, const char* what) {

@@ -98,7 +98,7 @@ void forward(Decoder& decoder, const KVStore& kv, const PassInputs& inputs, cons
     if (pass.num_tokens > 0) decoder.forward(pass, kv);
 }
 
-// A pass that has begun, with everything that it reads and writes: whoever drops it waits for its end.
+// A pass that has begun, with everything that it reads and writes: its destructor waits for its end.
 struct PendingPass {
     nb::object decoder, kv, inputs, specs;
     PassOutputs out;
@@ -134,7 +134,7 @@ void check_steps(const Pass& pass, const DraftSteps& steps, bool relayed) {
         for (int64_t i = end - num_wanted; i < end; ++i)
             require(at < pass.wanted.size() && pass.wanted[at++] == i, "the wanted tokens are the last of their rows");
         const auto reach = static_cast<int64_t>(pass.max_pages * kPageTokens) - pass.positions[end - 1];
-        require(relayed || depth <= reach, "a row goes on beyond its pages");
+        require(relayed || depth <= reach, "a row drafts beyond its pages");
     }
     require(at == pass.wanted.size(), "every wanted token is a row's");
     const auto leaves_choice = [](const SamplingSpec& spec) { return spec.kind == SamplingKind::logits; };

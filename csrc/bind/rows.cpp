@@ -3,7 +3,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <cstdint>
 #include <vector>
 
 #include "base/zero_pages.h"
@@ -19,9 +18,7 @@ struct Span {
     nb::object guesses;
     size_t num_guesses;
 
-    Span(const nb::handle& span) : row(at(span, 0)), start(at(span, 1)), num_known(at(span, 2)), guesses(span[3]) {
-        num_guesses = nb::len(guesses);
-    }
+    Span(const nb::handle& span) : row(at(span, 0)), start(at(span, 1)), num_known(at(span, 2)), guesses(span[3]), num_guesses(nb::len(guesses)) {}
     static int64_t at(const nb::handle& span, size_t index) { return nb::cast<int64_t>(span[index]); }
     int64_t size() const { return num_known + static_cast<int64_t>(num_guesses); }
 

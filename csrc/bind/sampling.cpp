@@ -2,9 +2,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <array>
 #include <cmath>
-#include <string_view>
 
 #include "bind/arrays.h"
 #include "model/sampling.h"
@@ -159,13 +157,11 @@ class SpecReader {
     }
 
     static SamplingKind kind_of(const nb::object& kind) {
-        const std::string_view name(nb::cast<const char*>(kind));
-        for (size_t i = 0; i < kKinds.size(); ++i)
-            if (name == kKinds[i]) return static_cast<SamplingKind>(i);
-        throw std::invalid_argument("a kind is argmax, noisy, logits or sampled");
+        using enum SamplingKind;
+        return named<SamplingKind>(nb::cast<const char*>(kind), {{"argmax", argmax}, {"noisy", noisy}, {"logits", logits}, {"sampled", sampled}},
+                                   "a kind is argmax, noisy, logits or sampled");
     }
 
-    static constexpr std::array<std::string_view, 4> kKinds{"argmax", "noisy", "logits", "sampled"};  // in the order of `SamplingKind`
     const nb::object kind_ = attribute("kind"), params_ = attribute("params"), seed_ = attribute("seed"), choice_ = attribute("choice"),
                      position_ = attribute("position"), edits_ = attribute("edits"), temperature_ = attribute("temperature"),
                      top_k_ = attribute("top_k"), top_p_ = attribute("top_p"), min_p_ = attribute("min_p"), ids_ = attribute("ids"),

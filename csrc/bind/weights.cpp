@@ -1,8 +1,10 @@
-// Packed weights, thread pools and stores of keys and values.
+// Thread pools, packed weights and their products, and stores of keys and values.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include "bind/arrays.h"
+#include "host/measure.h"
 #include "model/fuse.h"
 #include "model/matrix.h"
 
@@ -10,20 +12,14 @@ namespace paceline {
 namespace {
 
 WeightType weight_type(const std::string& name) {
-    if (name == "int8") return WeightType::int8;
-    if (name == "int4_row") return WeightType::int4_row;
-    if (name == "int4") return WeightType::int4;
-    if (name == "bf16") return WeightType::bf16;
-    require(name == "f32", "weights are int8, int4_row, int4, bf16 or f32, not " + name);
-    return WeightType::f32;
+    using enum WeightType;
+    return named<WeightType>(name, {{"int8", int8}, {"int4_row", int4_row}, {"int4", int4}, {"bf16", bf16}, {"f32", f32}},
+                             "weights are int8, int4_row, int4, bf16 or f32");
 }
 
 KVType kv_type(const std::string& name) {
-    if (name == "i16") return KVType::i16;
-    if (name == "i8") return KVType::i8;
-    if (name == "f16") return KVType::f16;
-    require(name == "f32", "KV is i16, i8, f16 or f32, not " + name);
-    return KVType::f32;
+    using enum KVType;
+    return named<KVType>(name, {{"i16", i16}, {"i8", i8}, {"f16", f16}, {"f32", f32}}, "KV is i16, i8, f16 or f32");
 }
 
 void check_sides(size_t out, size_t in, WeightType type) {
@@ -38,8 +34,7 @@ std::shared_ptr<Matrix> pack(const Table<float>& weights, const std::string& typ
     return std::make_shared<Matrix>(Matrix::pack(weights.data(), weights.shape(0), weights.shape(1), chosen));
 }
 
-std::shared_ptr<Matrix> pack_int4(const Table<uint8_t>& values, const Table<uint16_t>& scales,
-                                  const Table<uint16_t>& minima) {
+std::shared_ptr<Matrix> pack_int4(const Table<uint8_t>& values, const Table<uint16_t>& scales, const Table<uint16_t>& minima) {
     const size_t out = values.shape(0), in = values.shape(1);
     check_sides(out, in, WeightType::int4);
     require(in % kInt4Group == 0, "rows of 4-bit blocks are multiples of 32 long");
@@ -77,7 +72,7 @@ void fuse_states(ThreadPool& pool, const Matrix& fc, const Table<float>& states,
 void make_store(KVStore* self, const std::string& type, size_t num_layers, size_t num_pages, size_t num_kv_heads, size_t head_dim) {
     const KVType chosen = kv_type(type);
     require(head_dim <= 256 || chosen == KVType::f16 || chosen == KVType::f32,
-            "whole-number KV wants heads of at most 256 dimensions; f16 takes any");
+            "integer KV wants heads of at most 256 dimensions; f16 takes any");
     for (size_t n : {num_layers, num_kv_heads, head_dim}) require(0 < n && n <= kMaxSide, "a size out of bounds");
     require(0 < num_pages && num_pages < size_t{1} << 40, "a KV store has at least one page");
     require(KVStore::fits(chosen, num_layers, num_pages, num_kv_heads, head_dim),
@@ -107,8 +102,21 @@ void bind_weights(nb::module_& m) {
     m.def("pack", &pack, "weights"_a.noconvert(), "dtype"_a);
     m.def("pack_int4", &pack_int4, "values"_a.noconvert(), "scales"_a.noconvert(), "minima"_a.noconvert());
     m.def("multiply", &multiply, "pool"_a, "matrix"_a, "x"_a.noconvert(), "out"_a.noconvert());
-    m.def("fuse", &fuse_states, "pool"_a, "fc"_a, "states"_a.noconvert(), "norms"_a.noconvert(), "eps"_a,
-          "features"_a.noconvert());
+    m.def("fuse", &fuse_states, "pool"_a, "fc"_a, "states"_a.noconvert(), "norms"_a.noconvert(), "eps"_a, "features"_a.noconvert());
+    m.def("read_bandwidth", [](ThreadPool& pool, size_t bytes) {
+        require(bytes <= size_t{1} << 34, "at most 16 GiB are read");
+        nb::gil_scoped_release unlocked;
+        return read_bandwidth(pool, bytes);
+    }, "pool"_a, "bytes"_a);
+    m.def("dot_peak", [](ThreadPool& pool) {
+        nb::gil_scoped_release unlocked;
+        return dot_peak(pool);
+    }, "pool"_a);
+    m.def("time_products", [](ThreadPool& pool, const std::vector<std::shared_ptr<Matrix>>& matrices, size_t num_tokens, size_t repeats) {
+        require(!matrices.empty() && 0 < num_tokens && num_tokens <= 1 << 16 && repeats <= 1 << 16, "nothing to time");
+        nb::gil_scoped_release unlocked;
+        return time_products(pool, matrices, num_tokens, repeats);
+    }, "pool"_a, "matrices"_a, "num_tokens"_a, "repeats"_a);
     nb::class_<KVStore>(m, "KVStore")
         .def("__init__", &make_store, "dtype"_a, "num_layers"_a, "num_pages"_a, "num_kv_heads"_a, "head_dim"_a)
         .def_prop_ro("num_pages", &KVStore::num_pages)

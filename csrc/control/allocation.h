@@ -2,8 +2,6 @@
 #pragma once
 
 #include <cmath>
-#include <cstddef>
-#include <cstdint>
 #include <vector>
 
 #include "control/costs.h"

@@ -1,5 +1,4 @@
-// What steps cost: measured prices, corrected by every real step. control/online.py, control/host.py and control/reckoning.py say
-// why.
+// What steps cost: measured prices, corrected by every real step. control/online.py, control/host.py and control/reckoning.py say why.
 #pragma once
 
 #include <cstddef>

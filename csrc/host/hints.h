@@ -1,9 +1,7 @@
-// Tokens that a drafter should favour: what the text went on with before, and what its target chose behind dropped drafts.
+// Tokens that a drafter should favour: what followed in the text before, and what its target chose behind dropped drafts.
 #pragma once
 
 #include <array>
-#include <cstddef>
-#include <cstdint>
 #include <optional>
 #include <utility>
 #include <vector>

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <numeric>
 #include <random>
 
 #include "isa/kernels.h"
@@ -18,39 +19,39 @@ double seconds_of(const auto& work) {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
+// The highest rate of several runs. work(): returns how much it did.
+double best_rate(int repeats, const auto& work) {
+    double best = 0.0;
+    for (int repeat = 0; repeat < repeats; ++repeat) {
+        size_t done = 0;
+        const double took = seconds_of([&] { done = work(); });
+        best = std::max(best, static_cast<double>(done) / took);
+    }
+    return best;
+}
+
 }  // namespace
 
 double read_bandwidth(ThreadPool& pool, size_t bytes) {
     const size_t tiles = std::max<size_t>(bytes / kReadTile, 1);
     const Buffer memory(tiles * kReadTile);
-    double best = 0.0;
     std::vector<uint64_t> sums(pool.size());
-    for (int repeat = 0; repeat < 7; ++repeat) {
-        const double took = seconds_of([&] {
-            pool.run([&](size_t thread) {
-                uint64_t sum = 0;
-                pool.each(tiles, [&](size_t tile) {
-                    sum += kernels().limits.read(memory.data() + tile * kReadTile, kReadTile);
-                });
-                sums[thread] = sum;
-            });
+    return best_rate(7, [&] {
+        pool.run([&](size_t thread) {
+            uint64_t sum = 0;
+            pool.each(tiles, [&](size_t tile) { sum += kernels().limits.read(memory.data() + tile * kReadTile, kReadTile); });
+            sums[thread] = sum;
         });
-        best = std::max(best, static_cast<double>(tiles * kReadTile) / took);
-    }
-    return best;
+        return tiles * kReadTile;
+    });
 }
 
 double dot_peak(ThreadPool& pool) {
-    double best = 0.0;
-    for (int repeat = 0; repeat < 5; ++repeat) {
+    return best_rate(5, [&] {
         std::vector<size_t> products(pool.size());
-        const double took = seconds_of(
-            [&] { pool.run([&](size_t thread) { products[thread] = kernels().limits.dot(kDotRounds); }); });
-        size_t total = 0;
-        for (size_t n : products) total += n;
-        best = std::max(best, static_cast<double>(total) / took);
-    }
-    return best;
+        pool.run([&](size_t thread) { products[thread] = kernels().limits.dot(kDotRounds); });
+        return std::accumulate(products.begin(), products.end(), size_t{0});
+    });
 }
 
 std::vector<double> time_products(ThreadPool& pool, const std::vector<std::shared_ptr<Matrix>>& matrices, size_t num_tokens,
@@ -73,7 +74,10 @@ std::vector<double> time_products(ThreadPool& pool, const std::vector<std::share
     for (size_t repeat = 0; repeat < repeats; ++repeat) {
         times.push_back(seconds_of([&] {
             pool.run([&](size_t) {
-                for (size_t i = 0; i < matrices.size(); ++i) multiply_all(pool, {{matrices[i].get(), &inputs[i], out.data(), round_up(matrices[i]->out(), kPanel), nullptr}}, num_tokens);
+                for (size_t i = 0; i < matrices.size(); ++i) {
+                    const size_t stride = round_up(matrices[i]->out(), kPanel);
+                    multiply_all(pool, {{matrices[i].get(), &inputs[i], out.data(), stride, nullptr}}, num_tokens);
+                }
             });
         }));
     }

@@ -1,7 +1,6 @@
-// What this machine can do at most: the floor that kernels are compared with.
+// The limits of this machine, which kernels are compared with.
 #pragma once
 
-#include <cstddef>
 #include <memory>
 #include <vector>
 
@@ -10,13 +9,13 @@
 
 namespace paceline {
 
-// Bytes per second of all threads together, reading `bytes` of memory again and again: best of several times.
+// Bytes per second that all threads together read from `bytes` of memory, best of several runs.
 double read_bandwidth(ThreadPool& pool, size_t bytes);
 
-// Products of bytes per second of all threads together, by the dot-product instruction from registers alone.
+// Products of bytes per second of all threads together, with the dot-product instruction and registers alone.
 double dot_peak(ThreadPool& pool);
 
-// Seconds to multiply `num_tokens` rows by each matrix in turn, one pass over all of them: [repeats]
+// Seconds to multiply `num_tokens` rows by all matrices, one after another. [repeats]
 std::vector<double> time_products(ThreadPool& pool, const std::vector<std::shared_ptr<Matrix>>& matrices, size_t num_tokens,
                                   size_t repeats);
 

@@ -1,6 +1,7 @@
 #include "host/text_index.h"
 
 #include <algorithm>
+#include <bit>
 
 namespace paceline {
 namespace {
@@ -10,16 +11,10 @@ constexpr size_t kMaxOccurrences = 64;  // the latest
 constexpr size_t kMaxSteps = 512;       // back through pairs of the same slot, to find them
 constexpr size_t kMaxMatches = 6;       // lengths of match that are followed, the longest
 
-size_t power_of_two(size_t min_size) {
-    size_t size = 16;
-    while (size < min_size) size *= 2;
-    return size;
-}
-
 }  // namespace
 
 TextIndex::TextIndex(size_t capacity)
-    : mask_(power_of_two(capacity) - 1), text_(mask_ + 1), before_(mask_ + 1), latest_(mask_ + 1) {}
+    : mask_(std::bit_ceil(std::max<size_t>(capacity, 16)) - 1), text_(mask_ + 1), before_(mask_ + 1), latest_(mask_ + 1) {}
 
 size_t TextIndex::slot(int64_t before, int64_t last) const {
     const uint64_t pair = static_cast<uint64_t>(before) << 32 ^ static_cast<uint64_t>(last);
@@ -77,7 +72,7 @@ Proposal TextIndex::follow(const std::vector<Occurrence>& all, size_t match, con
     const double began = static_cast<double>(path.size());
     const auto max_tokens = std::min(limits.max_tokens, static_cast<size_t>(limits.tokens_per_match * static_cast<double>(match)));
     for (size_t i = 0; i < max_tokens && !path.empty(); ++i) {
-        const auto token_of = [&](uint64_t next) {  // behind its own end the text goes on as proposed
+        const auto token_of = [&](uint64_t next) {  // behind the end of the text: as proposed
             return next + i < end_ ? at(next + i) : out.token_ids[next + i - end_];
         };
         int32_t best = kBorder;

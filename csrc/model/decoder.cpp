@@ -149,7 +149,7 @@ void Decoder::start_token(const Pass& pass, size_t token) {
     }
 }
 
-// Add the output of the layer before to the residual stream, and copy the stream to the taps of this place.
+// Add the output of the layer before to the residual stream, and copy the stream to the taps of this layer.
 void Decoder::begin_layer(const Pass& pass, size_t layer, size_t token) {
     float* hidden = &scratch_->hidden[token * shape_.hidden];
     if (layer > 0) add_delta(token, weights_.layers[layer - 1].mlp_post_norm);

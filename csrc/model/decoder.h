@@ -1,8 +1,6 @@
 // A Llama-family decoder over paged keys and values: one call per forward pass, the choice of tokens included.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -61,14 +59,12 @@ class Decoder {
     void store(const Pass& pass, const KVStore& kv, size_t layer, size_t token, size_t kv_head);
     void store_all(const Pass& pass, const KVStore& kv, size_t layer);
     size_t num_angles() const { return weights_.inverse_frequencies.size(); }  // of a token
-
     // tiling.cpp
     void plan_tiles(const Pass& pass, const KVStore& kv);
     void balance_tiles(const Pass& pass, size_t num_queries, size_t dim);
     static size_t first_key(const Pass& pass, size_t row, size_t token, size_t window);
     static size_t first_of_tile(const Pass& pass, const Tile& tile, size_t window);
     static size_t num_before(const Pass& pass, const Tile& tile, size_t span);
-
     // attention.cpp
     void attend(const Pass& pass, const KVStore& kv, size_t layer, size_t thread);
     void attend_tiles(const Pass& pass, const KVStore& kv, size_t layer, size_t thread);
@@ -79,7 +75,6 @@ class Decoder {
     void attend_span(const Pass& pass, const KVStore& kv, size_t layer, const Tile& tile, size_t span, size_t from, size_t thread,
                      float* tops, float* totals, float* mixed);
     void finish_tile(const Tile& tile, const float* totals, const float* mixed);
-
     // lm_head.cpp
     void plan_choices(const Pass& pass);
     void choose(const Pass& pass, size_t thread);
@@ -87,7 +82,6 @@ class Decoder {
     void choose_in_tile(const Pass& pass, size_t tile, size_t thread, const FillTile& fill);
     void choose_sampled(const Pass& pass, size_t index, size_t thread);
     void finish_choices(const Pass& pass);
-
     // relay.cpp
     void run_relay(const RelayStep& step, const Pass& pass, size_t thread);
     void embed_previous(const RelayStep& step, size_t index, float* row);

@@ -5,9 +5,9 @@
 namespace paceline {
 namespace {
 
-constexpr size_t kTokensAtOnce = 128;  // a product of more is no cheaper for each, and the scratch stays in the cache
+constexpr size_t kTokensAtOnce = 128;  // more make no token cheaper, and the scratch would leave the cache
 
-// Fills `row` [fc in, padded with zeros] with the states of a token.
+// Fill a row [fc in, padded with zeros] with the normed states of a token.
 void gather(const float* states, const Fusing& f, float* row) {
     const size_t width = f.fc->in(), part = f.num_norms ? width / f.num_norms : 0;
     std::copy_n(states, width, row);
@@ -18,11 +18,11 @@ void gather(const float* states, const Fusing& f, float* row) {
 }  // namespace
 
 void fuse(ThreadPool& pool, const Fusing& f, const float* states, size_t total, float* features) {
-    const size_t most = std::min(total, kTokensAtOnce), padded = round_up(f.fc->in(), kInt8Group);
+    const size_t max_rows = std::min(total, kTokensAtOnce), padded = round_up(f.fc->in(), kInt8Group);
     const size_t width = f.fc->out(), stride = round_up(width, kPanel);
     Activations rows;
-    rows.reserve(most, padded);
-    AlignedVector<float> gathered(most * padded), found(most * stride);
+    rows.reserve(max_rows, padded);
+    AlignedVector<float> gathered(max_rows * padded), found(max_rows * stride);
     pool.run([&](size_t) {
         for (size_t first = 0; first < total; first += kTokensAtOnce) {
             const size_t count = std::min(kTokensAtOnce, total - first);

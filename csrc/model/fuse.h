@@ -1,8 +1,6 @@
 // The features that draft heads read: hidden states of a token after several layers, normed, times one matrix.
 #pragma once
 
-#include <cstddef>
-
 #include "model/matrix.h"
 #include "base/thread_pool.h"
 
@@ -10,12 +8,12 @@ namespace paceline {
 
 struct Fusing {
     const Matrix* fc;    // [features, num_taps * hidden]
-    const float* norms;  // [num_norms, num_taps * hidden / num_norms], each over its part of the states
-    size_t num_norms;    // 0: none is normed
+    const float* norms;  // [num_norms, num_taps * hidden / num_norms], each for its part of the states
+    size_t num_norms;    // 0: nothing is normed
     float eps;
 };
 
-// features[i] [fc out] = that of a token with the states[i] [fc in].
+// Compute features [count, fc out] of tokens with states [count, fc in].
 void fuse(ThreadPool& pool, const Fusing& fusing, const float* states, size_t count, float* features);
 
 }  // namespace paceline

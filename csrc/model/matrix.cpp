@@ -1,6 +1,7 @@
 #include "model/matrix.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -19,25 +20,19 @@ namespace {
 constexpr size_t kAlignment = 64;
 constexpr size_t kHugePage = size_t{1} << 21;
 constexpr size_t kChunkBytes = size_t{1} << 24;
-constexpr size_t kBehind = size_t{1} << 13;  // kernels fetch a little beyond a matrix
-constexpr size_t kChunkRows = 48;  // token rows of one tile of a product: with a panel they should fit the first cache
+constexpr size_t kBytesBehind = size_t{1} << 13;  // kernels fetch a little beyond a matrix
+constexpr size_t kChunkRows = 48;                 // token rows of one tile of a product: with a panel they should fit the L1 cache
 
 uint16_t to_bfloat(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
+    const auto bits = std::bit_cast<uint32_t>(x);
     if (x != x) return static_cast<uint16_t>(bits >> 16 | 64);  // NaN stays NaN
     return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
-float from_bfloat(uint16_t x) {
-    const uint32_t bits = uint32_t{x} << 16;
-    float wide;
-    std::memcpy(&wide, &bits, sizeof wide);
-    return wide;
-}
+float from_bfloat(uint16_t x) { return std::bit_cast<float>(uint32_t{x} << 16); }
 
-// What `hadamard` makes of a row [padded], until the thread's next call. A row's outliers are shared out over a block, so
-// that one scale of 8 bits serves all of it (arXiv 2404.00456).
+// The transform `hadamard` of a row [padded], valid until the thread's next call. It spreads a row's outliers over a block, so that
+// 8 bits with one scale serve all of it (arXiv 2404.00456).
 float* spread_of(const float* x, size_t padded) {
     thread_local AlignedVector<float> found;
     if (found.size() < padded) found.resize(padded);
@@ -45,16 +40,16 @@ float* spread_of(const float* x, size_t padded) {
     return found.data();
 }
 
-// The whole number q of 0 to 15 for which (q - 7.5) * step is nearest to x; 0 if there is none.
-int half_byte(float x, float step) {
+// The integer q from 0 to 15 for which (q - 7.5) * step is nearest to x; 0 for NaN.
+int quantised_int4(float x, float step) {
     const float q = x / step + 8.0f;
-    return q > 0.0f ? static_cast<int>(q < 15.0f ? q : 15.0f) : 0;  // cut off, which from 0 on is to round down
+    return q > 0.0f ? static_cast<int>(q < 15.0f ? q : 15.0f) : 0;  // truncation, which rounds positive numbers down
 }
 
-// The step with which 16 values come nearest to numbers, by squares: what is far out is cut off. Begun at the best step for
-// a normal distribution, of which spread rows are about, and found as in Lloyd's method.
-float step_of_halves(const float* x, size_t n) {
-    constexpr float normal = 0.335f;  // of the deviation
+// The step with which 16 values approximate numbers with the least squared error; outliers are clipped. Lloyd's method, started at
+// the best step for a normal distribution, which spread rows nearly have.
+float step_of_int4(const float* x, size_t n) {
+    constexpr float normal = 0.335f;  // best step in standard deviations
     constexpr int rounds = 4;
     double squares = 0.0;
     for (size_t i = 0; i < n; ++i) squares += double{x[i]} * x[i];
@@ -62,7 +57,7 @@ float step_of_halves(const float* x, size_t n) {
     for (int round = 0; round < rounds && step > 0.0f; ++round) {
         double both = 0.0, values = 0.0;
         for (size_t i = 0; i < n; ++i) {
-            const double value = half_byte(x[i], step) - 7.5;
+            const double value = quantised_int4(x[i], step) - 7.5;
             both += value * x[i], values += value * value;
         }
         step = static_cast<float>(both / values);
@@ -82,13 +77,13 @@ Buffer::Buffer(size_t bytes) : bytes_(bytes) {
     const std::lock_guard<std::mutex> alone(one_at_a_time);
     const size_t wanted = round_up(std::max<size_t>(bytes, 1), kAlignment);
     if (open.size - open.used < wanted) {
-        const size_t size = round_up(std::max(wanted + kBehind, kChunkBytes), kHugePage);
+        const size_t size = round_up(std::max(wanted + kBytesBehind, kChunkBytes), kHugePage);
         void* p = std::aligned_alloc(kHugePage, size);
         if (!p) throw std::bad_alloc();
 #if defined(__linux__)
         madvise(p, size, MADV_HUGEPAGE);
 #endif
-        open = {std::shared_ptr<uint8_t>(static_cast<uint8_t*>(p), [](uint8_t* q) { std::free(q); }), size - kBehind, 0};
+        open = {std::shared_ptr<uint8_t>(static_cast<uint8_t*>(p), [](uint8_t* q) { std::free(q); }), size - kBytesBehind, 0};
     }
     data_ = {open.memory, open.memory.get() + open.used};
     open.used += wanted;
@@ -119,21 +114,10 @@ void Activations::set(size_t row, const float* x, WeightType type, size_t width)
                              sums_.data() + row * num_groups);
 }
 
-QuantisedRows Activations::quantised(size_t width) const {
-    const size_t padded = round_up(width, kInt4Group);
-    return {values_.data(), padded, padded / kInt4Group, scales_.data(), sums_.data()};
-}
-
-SpreadRows Activations::spread(size_t width) const {
-    return {values_.data(), round_up(width, kInt8Group), scales_.data(), sums_.data()};
-}
-
-FloatRows Activations::floats(size_t width) const { return {floats_.data(), width}; }
-
 Matrix::Matrix(WeightType type, size_t out, size_t in) : type_(type), out_(out), in_(in) {
     packed_ = Buffer(num_panels() * panel_bytes());
-    if (is_spread(type)) scales_.resize(num_panels() * kPanel);  // of the padding zero
-    if (type == WeightType::int8) std::memset(packed_.data(), 128, packed_.size());  // zeros, in the padding too
+    if (is_spread(type)) scales_.resize(num_panels() * kPanel);  // those of the padding stay 0
+    if (type == WeightType::int8) std::memset(packed_.data(), 128, packed_.size());  // 128 stands for 0, in the padding too
 }
 
 size_t Matrix::panel_bytes() const {
@@ -174,15 +158,15 @@ void Matrix::pack_spread_row(const float* weights, size_t index) {
     row.assign(padded, 0.0f);
     std::copy_n(weights, in_, row.begin());
     float* found = spread_of(row.data(), padded);
-    const float scale = 1.0f / static_cast<float>(hadamard_block(padded));  // as activations are spread without one
+    const float scale = 1.0f / static_cast<float>(hadamard_block(padded));  // activations are spread without a scale
     for (size_t i = 0; i < padded; ++i) found[i] *= scale;
     if (type_ == WeightType::int8)
-        put_bytes(index, found, padded);
+        put_int8(index, found, padded);
     else
-        put_halves(index, found, padded);
+        put_int4(index, found, padded);
 }
 
-void Matrix::put_bytes(size_t index, const float* spread, size_t padded) {
+void Matrix::put_int8(size_t index, const float* spread, size_t padded) {
     thread_local std::vector<int8_t> values;
     values.resize(padded);
     int32_t sum;
@@ -191,18 +175,18 @@ void Matrix::put_bytes(size_t index, const float* spread, size_t padded) {
     for (size_t i = 0; i < padded; i += 4, panel += kPanel * 4) {
         uint32_t four;
         std::memcpy(&four, &values[i], sizeof four);
-        four ^= 0x80808080u;  // each plus 128
+        four ^= 0x80808080u;  // adds 128 to each byte
         std::memcpy(panel, &four, sizeof four);
     }
 }
 
-void Matrix::put_halves(size_t index, const float* spread, size_t padded) {
-    const float step = step_of_halves(spread, padded);
+void Matrix::put_int4(size_t index, const float* spread, size_t padded) {
+    const float step = step_of_int4(spread, padded);
     scales_[index] = step / 2.0f;
     uint8_t* panel = packed_.data() + index / kPanel * panel_bytes() + index % kPanel * 4;
     for (size_t i = 0; i < padded; i += 8, panel += kPanel * 4)
         for (size_t j = 0; j < 4; ++j)
-            panel[j] = static_cast<uint8_t>(half_byte(spread[i + j], step) | half_byte(spread[i + 4 + j], step) << 4);
+            panel[j] = static_cast<uint8_t>(quantised_int4(spread[i + j], step) | quantised_int4(spread[i + 4 + j], step) << 4);
 }
 
 void Matrix::pack_int4_row(const float* weights, size_t index) {
@@ -213,14 +197,12 @@ void Matrix::pack_int4_row(const float* weights, size_t index) {
         const float step = from_half(scale);
         uint8_t values[kInt4Group] = {};
         for (size_t i = 0; i < count && step > 0.0f; ++i)
-            values[i] = static_cast<uint8_t>(
-                std::clamp(std::lrintf((weights[start + i] - from_half(minimum)) / step), 0L, 15L));
+            values[i] = static_cast<uint8_t>(std::clamp(std::lrintf((weights[start + i] - from_half(minimum)) / step), 0L, 15L));
         put_int4_block(index, block, values, scale, minimum);
     }
 }
 
-Matrix Matrix::pack_int4(const uint8_t* values, const uint16_t* scales, const uint16_t* minima, size_t out,
-                         size_t in) {
+Matrix Matrix::pack_int4(const uint8_t* values, const uint16_t* scales, const uint16_t* minima, size_t out, size_t in) {
     Matrix m(WeightType::int4, out, in);
     const size_t blocks = in / kInt4Group;
     for (size_t o = 0; o < out; ++o)
@@ -240,8 +222,7 @@ void Matrix::put_int4_block(size_t index, size_t block, const uint8_t* values, u
             to[i] = static_cast<uint8_t>((values[pair * 8 + i] & 15) | (values[pair * 8 + 4 + i] & 15) << 4);
 }
 
-void Matrix::multiply(size_t panel, size_t num_panels, const Activations& x, size_t first, size_t end, float* to,
-                      size_t stride) const {
+void Matrix::multiply(size_t panel, size_t num_panels, const Activations& x, size_t first, size_t end, float* to, size_t stride) const {
     const GemmKernels& gemm = kernels().gemm;
     const size_t step = is_spread(type_) ? num_panels : 1;
     for (const size_t last = panel + num_panels; panel < last; panel += step, to += step * kPanel) {
@@ -289,22 +270,21 @@ void multiply_all(ThreadPool& pool, std::initializer_list<Product> products, siz
         }
     };
     if (chunks == 1) return pool.each_run(num_panels, [&](size_t panel, size_t end) { multiply_some(panel, end, 0); });
-    const size_t num_pairs = (num_panels + 1) / 2;  // of panels: a task of one is short beside what claiming it takes
+    const size_t num_pairs = (num_panels + 1) / 2;  // of panels: a task of one would be short against its claim
     pool.each(num_pairs * chunks, [&](size_t i) {
         const size_t panel = i / chunks * 2;
         multiply_some(panel, std::min(panel + 2, num_panels), i % chunks);
     });
 }
 
-void Matrix::spread_row(size_t index, float* to) const {
+void Matrix::unpack_spread_row(size_t index, float* to) const {
     const uint8_t* panel = packed_.data() + index / kPanel * panel_bytes() + index % kPanel * 4;
     const size_t padded = round_up(in_, kInt8Group);
     thread_local AlignedVector<float> found;
     found.resize(padded);
     for (size_t i = 0; i < padded; ++i) {
-        const int whole = type_ == WeightType::int8
-                              ? panel[i / 4 * kPanel * 4 + i % 4] - 128
-                              : 2 * (panel[i / 8 * kPanel * 4 + i % 4] >> (i % 8 < 4 ? 0 : 4) & 15) - 15;
+        const int whole = type_ == WeightType::int8 ? panel[i / 4 * kPanel * 4 + i % 4] - 128
+                                                    : 2 * (panel[i / 8 * kPanel * 4 + i % 4] >> (i % 8 < 4 ? 0 : 4) & 15) - 15;
         found[i] = static_cast<float>(whole) * scales_[index];
     }
     std::copy_n(spread_of(found.data(), padded), in_, to);
@@ -313,7 +293,7 @@ void Matrix::spread_row(size_t index, float* to) const {
 void Matrix::row(size_t index, float* to) const {
     const uint8_t* panel = packed_.data() + index / kPanel * panel_bytes();
     const size_t lane = index % kPanel;
-    if (is_spread(type_)) return spread_row(index, to);
+    if (is_spread(type_)) return unpack_spread_row(index, to);
     for (size_t i = 0; i < in_; ++i) switch (type_) {
             case WeightType::int4: {
                 const uint8_t* block = panel + i / kInt4Group * kInt4BlockBytes;
@@ -326,8 +306,7 @@ void Matrix::row(size_t index, float* to) const {
             }
             case WeightType::bf16: to[i] = from_bfloat(reinterpret_cast<const uint16_t*>(panel)[i * kPanel + lane]); break;
             case WeightType::f32: to[i] = reinterpret_cast<const float*>(panel)[i * kPanel + lane]; break;
-            case WeightType::int8:
-            case WeightType::int4_row: break;
+            default: break;
         }
 }
 

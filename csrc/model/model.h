@@ -1,8 +1,6 @@
 // The sizes and weights of a Llama-family decoder.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
 #include <memory>
 #include <vector>
 

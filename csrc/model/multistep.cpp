@@ -166,10 +166,7 @@ class RelayedSteps {
         run_pass(kv);
         std::vector<int64_t> chosen;
         std::vector<float> margins;
-        for (const ActiveRow& row : active_.rows()) {
-            chosen.push_back(chosen_[row.first]);
-            margins.push_back(margins_[row.first]);
-        }
+        for (const ActiveRow& row : active_.rows()) chosen.push_back(chosen_[row.first]), margins.push_back(margins_[row.first]);
         advance(0, chosen, margins);
         if (done()) return;
         sum_positions(steps);

@@ -1,8 +1,6 @@
 // Multi-step drafting: passes of a drafter, each over the tokens that the last one chose, without going back to Python.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
 #include <vector>
 
 #include "host/hints.h"

@@ -1,4 +1,4 @@
-// The noise of core/noise.py, bit for bit: a function of (key, token id) and of nothing else.
+// The noise of core/noise.py, bit for bit: a function of (key, token id) alone.
 #pragma once
 
 #include <cmath>
@@ -6,7 +6,7 @@
 
 namespace paceline {
 
-// The two words that name one draw.
+// Two words that name one draw.
 struct Key {
     uint32_t k0, k1;
 };
@@ -47,8 +47,8 @@ inline double gumbel(Key key, uint32_t id) {
 
 // A number just below the noise of any token id whose leading bits are h1.
 inline double gumbel_floor(uint32_t h1) {
-    constexpr double least = -3.9;  // -log(-log(2**-65)) is -3.81
-    if (h1 == 0xFFFFFFFFu) return least;
+    constexpr double lowest = -3.9;  // -log(-log(2**-65)) is -3.81
+    if (h1 == 0xFFFFFFFFu) return lowest;
     return -std::log(-std::log1p(-(h1 + 1.0) * 0x1p-32)) - 1e-9;
 }
 

@@ -1,8 +1,6 @@
 // One forward pass: token rows in, chosen tokens out. Everything is checked at the border to Python.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
 #include <utility>
 #include <vector>
 

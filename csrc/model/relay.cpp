@@ -41,8 +41,8 @@ void Decoder::relay_step(const RelayStep& step, const Pass& pass) {
     if (step.previous_ids) finish_choices(pass);
 }
 
-// Scratch here: `up` for what previous guesses add to the gates, `delta` for messages before their tanh; quantised are in `hidden_q`
-// previous guesses, then states; in `ffn_q` gates; in `attn_q` messages.
+// Scratch here: `up` is what previous guesses add to the gates, `delta` the messages before their tanh. `hidden_q` has previous guesses,
+// then states, `ffn_q` gates, and `attn_q` messages, all quantised.
 void Decoder::run_relay(const RelayStep& step, const Pass& pass, size_t thread) {
     Scratch& s = *scratch_;
     const Relay& relay = weights_.relay;

@@ -10,11 +10,11 @@ namespace paceline {
 namespace {
 
 constexpr double kMinTemperature = 1e-5;  // as core/sampling.py
-// How far below the largest the few most likely tokens are looked for, in nats: the first cut that has enough is used.
+// Distances below the largest, in nats, within which the most likely tokens are searched: the first that finds enough is used.
 constexpr double kCuts[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14, 16, 20, 24, 32, 64};
-constexpr size_t kFewCandidates = 128;  // up to so many are given exact noise one by one
+constexpr size_t kFewCandidates = 128;  // at most this number get their noise one by one
 
-// The passes over a vocabulary: vectorised in float32, plain in float64, which only the reference backend uses.
+// Passes over a vocabulary: vectorised in float32, plain in float64, which only the reference backend uses.
 
 void scale(const float* x, size_t blocks, float inverse, float* z, float* maxima) {
     kernels().vocabulary.scale(x, blocks, inverse, z, maxima);
@@ -65,24 +65,13 @@ void bound(const double* z, size_t blocks, Key key, double* bounds, double* out)
 }  // namespace
 
 template <class T>
-T Sampler<T>::limit() {
-    return std::numeric_limits<T>::infinity();
-}
-
-template <class T>
-size_t Sampler<T>::blocks() const {
-    return (vocab_ + kBlock - 1) / kBlock;
-}
-
-template <class T>
 void Sampler<T>::load(const T* logits, size_t vocab, double temperature, const Edits& edits) {
     vocab_ = vocab;
     const size_t whole = vocab / kBlock;
     z_.resize(blocks() * kBlock);
     values_ = z_.data();
     maxima_.assign(round_up(blocks(), kBlock), -limit());
-    const T inverse =
-        temperature > 0.0 ? static_cast<T>(1.0 / std::max(temperature, kMinTemperature)) : static_cast<T>(1);
+    const T inverse = temperature > 0.0 ? static_cast<T>(1.0 / std::max(temperature, kMinTemperature)) : static_cast<T>(1);
     scale(logits, whole, inverse, z_.data(), maxima_.data());
     for (size_t i = whole * kBlock; i < z_.size(); ++i) z_[i] = i < vocab ? logits[i] * inverse : -limit();
     for (size_t i = 0; i < edits.count; ++i) z_[edits.ids[i]] = edited(logits[edits.ids[i]], edits, i) * inverse;
@@ -94,7 +83,7 @@ void Sampler<T>::load(const T* logits, size_t vocab, double temperature, const E
 
 template <class T>
 void Sampler<T>::view(const T* logits, size_t vocab) {
-    if (vocab % kBlock) return load(logits, vocab, 0.0, {});  // which pads it
+    if (vocab % kBlock) return load(logits, vocab, 0.0, {});  // it pads the row
     vocab_ = vocab, values_ = logits;
     maxima_.assign(round_up(blocks(), kBlock), -limit());
     for (size_t b = 0; b < blocks(); ++b) maxima_[b] = maximum(logits + b * kBlock, kBlock);
@@ -120,7 +109,7 @@ int64_t Sampler<T>::choose(const Filters& filters, Key key, double* ahead) {
     if (broken()) return kBroken;
     if (!filters.active()) return noisy_argmax(key, ahead);
     filter(filters);
-    if (kept_.size() > kFewCandidates) {  // a pass over all is sooner done than so many logarithms
+    if (kept_.size() > kFewCandidates) {  // a pass over all is faster than this many logarithms
         std::fill(z_.begin(), z_.end(), -limit());
         for (const auto& c : kept_) z_[c.id] = c.value;
         return noisy_argmax(key, ahead);
@@ -136,7 +125,7 @@ int64_t Sampler<T>::choose(const Filters& filters, Key key, double* ahead) {
     return choice;
 }
 
-// Every candidate is hashed, but only those whose noise bound can still win get a logarithm.
+// Every candidate is hashed, but only those whose bound can still win get a logarithm.
 template <class T>
 int64_t Sampler<T>::noisy_argmax(Key key, double* ahead) {
     bounds_.resize(z_.size());
@@ -149,36 +138,31 @@ int64_t Sampler<T>::noisy_argmax(Key key, double* ahead) {
     double best = -std::numeric_limits<double>::infinity(), second = best;
     int64_t choice = static_cast<int64_t>(first);
     // Rounding is monotone: a score of at least `floor` has a bound of at least `floor` rounded to T.
-    T least = ahead ? -limit() : static_cast<T>(floor);
+    T min_bound = ahead ? -limit() : static_cast<T>(floor);
     for (size_t b = 0; b < blocks(); ++b) {
-        if (bound_maxima_[b] < least) continue;
+        if (bound_maxima_[b] < min_bound) continue;
         for (size_t i = b * kBlock; i < (b + 1) * kBlock; ++i) {
-            if (bounds_[i] < least || !(z_[i] > -limit())) continue;
+            if (bounds_[i] < min_bound || !(z_[i] > -limit())) continue;
             const double score = z_[i] + gumbel(key, static_cast<uint32_t>(i));
             second = std::max(second, std::min(score, best));
             if (score > best) best = score, choice = static_cast<int64_t>(i);
-            if (ahead) least = static_cast<T>(second);
+            if (ahead) min_bound = static_cast<T>(second);
         }
     }
     if (ahead) *ahead = best - second;
     return choice;
 }
 
-// Collect all candidates of at least some value, in ascending order of ids.
+// Collect all candidates of at least this value, in ascending order of ids.
 template <class T>
-void Sampler<T>::gather(T least) {
+void Sampler<T>::gather(T min_value) {
     kept_.clear();
     for (size_t b = 0; b < blocks(); ++b) {
-        if (!(maxima_[b] >= least)) continue;
+        if (!(maxima_[b] >= min_value)) continue;
         const size_t end = std::min((b + 1) * kBlock, vocab_);
         for (size_t i = b * kBlock; i < end; ++i)
-            if (values_[i] >= least) kept_.push_back({values_[i], static_cast<uint32_t>(i)});
+            if (values_[i] >= min_value) kept_.push_back({values_[i], static_cast<uint32_t>(i)});
     }
-}
-
-template <class T>
-double Sampler<T>::weight(const Candidate<T>& c) const {
-    return std::exp(static_cast<double>(c.value) - static_cast<double>(top_));
 }
 
 template <class T>
@@ -206,12 +190,12 @@ void Sampler<T>::keep_nucleus(double top_p) {
     }
     if (!enough) gather(-limit());
     std::sort(kept_.begin(), kept_.end());
-    keep_until(wanted);
+    keep_mass(wanted);
 }
 
-// Keep the fewest of the sorted candidates whose mass reaches what is wanted.
+// Keep the fewest of the sorted candidates whose mass reaches `wanted`.
 template <class T>
-void Sampler<T>::keep_until(double wanted) {
+void Sampler<T>::keep_mass(double wanted) {
     double sum = 0.0;
     size_t count = 0;
     while (count < kept_.size() && sum < wanted) sum += weight(kept_[count++]);
@@ -222,21 +206,21 @@ template <class T>
 const std::vector<Candidate<T>>& Sampler<T>::filter(const Filters& filters) {
     kept_.clear();
     if (broken()) return kept_;
-    const double least = filters.min_p > 0.0 ? std::min(0.0, std::log(filters.min_p)) : -std::numeric_limits<double>::infinity();
+    const double log_min_p = filters.min_p > 0.0 ? std::min(0.0, std::log(filters.min_p)) : -std::numeric_limits<double>::infinity();
     if (filters.top_k > 0 && static_cast<size_t>(filters.top_k) < vocab_) {
         keep_largest(static_cast<size_t>(filters.top_k));
         if (filters.top_p < 1.0) {
             double total = 0.0;
             for (const auto& c : kept_) total += weight(c);
-            keep_until(filters.top_p * total);
+            keep_mass(filters.top_p * total);
         }
     } else if (filters.top_p < 1.0) {
         keep_nucleus(filters.top_p);
     } else {
-        gather(static_cast<T>(top_ + least));
+        gather(static_cast<T>(top_ + log_min_p));
         std::sort(kept_.begin(), kept_.end());
     }
-    while (kept_.size() > 1 && !(kept_.back().value >= static_cast<T>(top_ + least))) kept_.pop_back();
+    while (kept_.size() > 1 && !(kept_.back().value >= static_cast<T>(top_ + log_min_p))) kept_.pop_back();
     return kept_;
 }
 

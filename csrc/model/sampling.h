@@ -1,14 +1,16 @@
-// From a row of raw logits to the target's own choice: the fast twin of core/sampling.py.
+// From a row of raw logits to the target's own choice. core/sampling.py defines the same transforms.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
+#include <cmath>
+#include <limits>
 #include <vector>
 
+#include "isa/kernels.h"
 #include "model/noise.h"
 
 namespace paceline {
 
+// Changes to the logits of some token ids.
 struct Edits {
     const int64_t* ids = nullptr;
     const float* scale = nullptr;
@@ -22,12 +24,12 @@ T edited(T logit, const Edits& edits, size_t index) {
     return (logit > 0 ? logit / edits.scale[index] : logit * edits.scale[index]) + edits.add[index];
 }
 
-// 1 / temperature for one above 0; tiny ones act as 1e-5, as core/sampling.py says.
+// 1 / temperature, for temperatures above 0; those below 1e-5 act as 1e-5, as core/sampling.py says.
 inline float inverse_temperature(double temperature) {
     return static_cast<float>(1.0 / (temperature > 1e-5 ? temperature : 1e-5));
 }
 
-// How far a noisy score is ahead of the next, in logits: what a drafter and its target differ by is in these, too.
+// The lead of a noisy score in logits, the unit in which a drafter and its target differ.
 inline double margin(double ahead, double temperature) {
     return ahead * (temperature <= 0.0 ? 1.0 : temperature > 1e-5 ? temperature : 1e-5);
 }
@@ -51,46 +53,46 @@ struct Candidate {
     }
 };
 
-constexpr int64_t kBroken = -2;  // as core/nouns.py: no logit is finite: there is nothing to choose
+constexpr int64_t kBroken = -2;  // as core/nouns.py: no logit is finite, so there is nothing to choose
 
-// A row of logits with its scratch memory. `vocab` is the number of token ids; ids must be below it.
+// A row of logits with its scratch memory. vocab: token ids lie below it.
 template <class T>
 class Sampler {
   public:
-    // Take in logits / temperature, with the edits made before the division. temperature 0 keeps them as they are.
+    // Load logits / temperature, edited before the division. temperature 0: no division.
     void load(const T* logits, size_t vocab, double temperature, const Edits& edits);
 
-    // Take in logits as they are, which must outlive what is asked then.
+    // Use logits as they are, without a copy: they must outlive the calls that follow.
     void view(const T* logits, size_t vocab);
 
-    // The largest, the lowest id on ties.
+    // The id of the largest, the lowest id on ties.
     int64_t argmax() const;
 
-    // How far the largest is ahead of the next; infinite where there is none.
+    // The difference between the largest and the second; infinite if there is no second.
     double lead();
 
-    // A sample of softmax(z) among what the filters keep. ahead: takes how far its noisy score is ahead of the next.
+    // A sample of softmax(z) among what the filters keep. ahead: out, its noisy score less the second.
     int64_t choose(const Filters& filters, Key key, double* ahead = nullptr);
 
-    // What top_k, then top_p, then min_p leave over, most likely first. Empty for a broken row.
+    // The candidates that top_k, then top_p, then min_p leave, most likely first. Empty for a broken row.
     const std::vector<Candidate<T>>& filter(const Filters& filters);
 
     // The `count` most likely, most likely first.
     const std::vector<Candidate<T>>& leaders(size_t count);
 
-    // The log of the sum of exp of all.
+    // log(sum(exp(z))).
     double log_total();
 
     bool broken() const { return !(top_ > -limit()) || !(top_ < limit()); }
 
   private:
-    static T limit();
-    size_t blocks() const;
-    void gather(T least);
-    double weight(const Candidate<T>& c) const;
+    static constexpr T limit() { return std::numeric_limits<T>::infinity(); }
+    size_t blocks() const { return (vocab_ + kBlock - 1) / kBlock; }
+    void gather(T min_value);
+    double weight(const Candidate<T>& c) const { return std::exp(static_cast<double>(c.value) - static_cast<double>(top_)); }
     void keep_largest(size_t count);
     void keep_nucleus(double top_p);
-    void keep_until(double wanted);
+    void keep_mass(double wanted);
     int64_t noisy_argmax(Key key, double* ahead);
 
     size_t vocab_ = 0;
