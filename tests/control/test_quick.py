@@ -238,7 +238,9 @@ def test_plans_and_trims_are_the_same_in_one_call_and_in_turn(measured: Measured
         n = view.num_rows
         there = sorted(set(range(len(ours.survival))) - ours._hopes.gone)
         ks, drafters = rng.integers(0, DEPTH + 1, n), rng.choice(there, n)
-        drafted = Drafted(view.rows, np.where(ks > 0, drafters, NONE), ks, said(rng, n, int(ks.max())))
+        drafted = Drafted(
+            view.rows, np.where(ks > 0, drafters, NONE), ks, said(rng, n, int(rng.integers(0, ks.max() + 1)))
+        )
         known, apart = ours._known(view), float(rng.uniform(0, 1e-3))
         quick = trim(ours.cost, base, view, known, drafted, apart, int(view.rows[0]))
         among = Candidates(ours.alive(drafted), ks, view.lengths, drafted.drafters, float(n))
