@@ -1,8 +1,6 @@
-// Attention of a few queries to one span of a row's keys. Spans are cut at absolute positions, and a query's numbers do
-// not depend on the queries beside it: so neither do they on the batch, the chunk or the thread.
-//
-// A page holds, for each KV head, keys as [head_dim][16] and values as [16][head_dim]: the scores of sixteen keys are
-// sums of whole vectors, and so is the mixture of sixteen values.
+// Attention of a few queries to one span of a row's keys. Spans are cut at absolute positions, and a query's result does not depend on
+// the queries beside it: so it depends on neither batch nor chunk nor thread. A page holds, for each KV head, keys as [head_dim][16]
+// and values as [16][head_dim]: the scores of sixteen keys, and sums over sixteen values, take whole vectors.
 #include "attention.h"
 
 namespace paceline::PACELINE_ISA {
@@ -11,8 +9,8 @@ namespace {
 PACELINE_INLINE f32v load_kv(const float* p) { return load(p); }
 PACELINE_INLINE f32v load_kv(const uint16_t* p) { return load_half(p); }
 
-// Scores of R queries and the sixteen keys of each of P pages. A score is one sum over dimensions in order; more pages
-// at once only keep the machine busy while it waits for a sum.
+// Scores of R queries and the sixteen keys of each of P pages. A score is one sum over dimensions in order. More pages at once only hide
+// the latency of its additions.
 template <int R, int P, class T>
 void score_rows(const T* const* pages, size_t head_dim, const float* queries, float* scores) {
     const size_t stride = query_stride(head_dim);
@@ -39,11 +37,9 @@ void score_rows(const T* const* pages, size_t head_dim, const float* queries, fl
                 store(scores + r * kSpan + p * kPageTokens + v * kLanes, sums[p][r][v]);
 }
 
-// mixed[r] += sum over j of weights[r][j] * values[j], for W vectors of the head, over keys `hidden` to `count` of some
-// pages; hidden < 16.
+// mixed[r] += sum over j of weights[r][j] * values[j], for W vectors of the head and keys `hidden` to `count` of some pages; hidden < 16.
 template <int R, int W, class T>
-void mix_rows(const T* const* pages, size_t offset, size_t hidden, size_t count, size_t head_dim, const float* weights,
-              float* mixed) {
+void mix_rows(const T* const* pages, size_t offset, size_t hidden, size_t count, size_t head_dim, const float* weights, float* mixed) {
     f32v sums[R][W];
     PACELINE_UNROLL for (int r = 0; r < R; ++r)
         PACELINE_UNROLL for (int v = 0; v < W; ++v) sums[r][v] = load(mixed + r * head_dim + v * kLanes);
@@ -69,7 +65,7 @@ void mix_rows(const T* const* pages, size_t offset, size_t hidden, size_t count,
 
 template <int R, class T>
 PACELINE_INLINE void mix(const T* const* pages, size_t hidden, size_t count, size_t head_dim, const float* weights, float* mixed) {
-    constexpr int wide = 2 * R <= kMostQueries ? 4 : 2;
+    constexpr int wide = 2 * R <= kMaxQueries ? 4 : 2;
     size_t d = 0;
     for (; d + wide * kLanes <= head_dim; d += wide * kLanes)
         mix_rows<R, wide>(pages, d, hidden, count, head_dim, weights, mixed + d);
@@ -77,10 +73,9 @@ PACELINE_INLINE void mix(const T* const* pages, size_t hidden, size_t count, siz
 }
 
 template <int R, class T>
-PACELINE_INLINE void score_pages(const T* const* pages, size_t num_pages, size_t head_dim, const float* queries,
-                                 float* scores) {
-    constexpr int many = R <= 3 ? 4 : R <= 6 ? 2 : 1;  // at least twelve sums under way, where there are registers
-    constexpr int at_once = many * R <= kMostQueries ? many : 1;
+PACELINE_INLINE void score_pages(const T* const* pages, size_t num_pages, size_t head_dim, const float* queries, float* scores) {
+    constexpr int many = R <= 3 ? 4 : R <= 6 ? 2 : 1;  // at least twelve independent sums, as far as registers allow
+    constexpr int at_once = many * R <= kMaxQueries ? many : 1;
     size_t page = 0;
     for (; page + at_once <= num_pages; page += at_once)
         score_rows<R, at_once, T>(pages + page, head_dim, queries, scores + page * kPageTokens);
@@ -88,14 +83,14 @@ PACELINE_INLINE void score_pages(const T* const* pages, size_t num_pages, size_t
         score_rows<R, 1, T>(pages + page, head_dim, queries, scores + page * kPageTokens);
 }
 
-// Turn scores `hidden` to `count` into exp(score - largest) and the others, up to `end`, into 0.
+// Replace scores `hidden` to `count` by exp(score - largest), and the others up to `end` by 0.
 PACELINE_INLINE void weigh_scores(float* scores, size_t hidden, size_t count, size_t end, float* top, float* total) {
     for (size_t i = 0; i < hidden; ++i) scores[i] = -__builtin_inff();
     for (size_t i = count; i < end; ++i) scores[i] = -__builtin_inff();
-    f32v most = splat(-__builtin_inff());
-    for (size_t i = 0; i < end; i += kLanes) most = larger(load(scores + i), most);
-    *top = largest(most);
-    f32v sums[kVectors];  // by place in the page, whatever the width of a vector
+    f32v maxima = splat(-__builtin_inff());
+    for (size_t i = 0; i < end; i += kLanes) maxima = larger(load(scores + i), maxima);
+    *top = largest(maxima);
+    f32v sums[kVectors];  // by slot of the page, for any width of vector
     for (int v = 0; v < kVectors; ++v) sums[v] = splat(0.0f);
     for (size_t i = 0; i < end; i += kPageTokens)
         for (int v = 0; v < kVectors; ++v) {
@@ -116,7 +111,7 @@ template <class T>
 void attend(const AttentionSpan& span) {
     const size_t head_dim = span.head_dim;
     const Pages<T> pages(span, page_bytes<T>(head_dim));
-    for (size_t first_page = 0; first_page < pages.count; first_page += kPagesAtOnce) {  // they stay in the first cache
+    for (size_t first_page = 0; first_page < pages.count; first_page += kPagesAtOnce) {  // these pages stay in L1
         const size_t left = pages.count - first_page, count = left < kPagesAtOnce ? left : kPagesAtOnce;
         by_queries(span.num_queries, [&]<int R>(size_t first) {
             score_pages<R, T>(pages.keys + first_page, count, head_dim, span.queries + first * query_stride(head_dim),
@@ -128,7 +123,7 @@ void attend(const AttentionSpan& span) {
         weigh_scores(span.scores + r * kSpan, num_hidden(span, r, pages.count), num_seen(span, r, pages.count),
                      pages.count * kPageTokens, span.tops + r, span.totals + r);
     __builtin_memset(span.mixed, 0, span.num_queries * head_dim * sizeof(float));
-    const size_t num_keys = span.end - first_slot(span);  // slots behind the last key are never read
+    const size_t num_keys = span.end - first_slot(span);  // excludes slots behind the last key
     for (size_t start = 0; start < num_keys; start += kPagesAtOnce * kPageTokens) {
         const size_t left = num_keys - start, count = left < kPagesAtOnce * kPageTokens ? left : kPagesAtOnce * kPageTokens;
         const size_t first_page = start / kPageTokens;
@@ -139,11 +134,10 @@ void attend(const AttentionSpan& span) {
     }
 }
 
-void prepare(float*, size_t, size_t, float*) {}  // queries are read as they are
+void prepare(float*, size_t, size_t, float*) {}  // nothing to convert
 
-// Add a span to what the spans before it gave. top_so_far = -inf stands for nothing yet.
-void merge(float top, float total, const float* mixed, size_t head_dim, float* top_so_far, float* total_so_far,
-           float* mixed_so_far) {
+// Add the result of a span to that of earlier spans. top_so_far = -inf: there are none.
+void merge(float top, float total, const float* mixed, size_t head_dim, float* top_so_far, float* total_so_far, float* mixed_so_far) {
     if (top <= *top_so_far) {
         const f32v now = exp(splat(top - *top_so_far));
         *total_so_far += total * now[0];
@@ -158,16 +152,8 @@ void merge(float top, float total, const float* mixed, size_t head_dim, float* t
         store(mixed_so_far + d, fma(load(mixed_so_far + d), old, load(mixed + d)));
 }
 
-template <class T>
-PACELINE_INLINE void put(T* to, float x);
-template <>
-void put(float* to, float x) {
-    *to = x;
-}
-template <>
-void put(uint16_t* to, float x) {
-    *to = to_half(x);
-}
+PACELINE_INLINE void put(float* to, float x) { *to = x; }
+PACELINE_INLINE void put(uint16_t* to, float x) { *to = to_half(x); }
 
 template <class T>
 void write(void* keys, void* values, size_t offset, size_t head_dim, size_t size, const float* key, const float* value) {

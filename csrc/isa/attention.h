@@ -1,4 +1,4 @@
-// What attention to floating-point and to whole-number keys and values have in common.
+// What attention with floating-point and with integer keys and values share.
 #pragma once
 
 #include "kernels.h"
@@ -7,16 +7,16 @@
 namespace paceline::PACELINE_ISA {
 
 #if defined(__AVX512F__)
-constexpr int kMostQueries = 12;  // accumulators of as many queries, for one vector of scores or two of values
+constexpr int kMaxQueries = 12;  // this number of queries has accumulators for one vector of scores or two of values
 #else
-constexpr int kMostQueries = 4;
+constexpr int kMaxQueries = 4;
 #endif
-constexpr size_t kPagesAtOnce = kKeysAtOnce / kPageTokens;  // of keys or values, whose page is 2 KiB at a head of 64 numbers
+constexpr size_t kPagesAtOnce = kKeysAtOnce / kPageTokens;  // of keys or values; a page has 2 KiB at a head of 64 numbers
 constexpr int kVectors = kPageTokens / kLanes;  // of one page's scores
 
 template <int R, class Kernel>
 PACELINE_INLINE void run_of(size_t num_queries, size_t& first, Kernel kernel) {
-    if constexpr (R <= kMostQueries)
+    if constexpr (R <= kMaxQueries)
         for (; first + R <= num_queries; first += R) kernel.template operator()<R>(first);
 }
 
@@ -31,8 +31,8 @@ PACELINE_INLINE void by_queries(size_t num_queries, Kernel kernel) {
     run_of<1>(num_queries, first, kernel);
 }
 
-// The pages of a span, as addresses, and what is read after each kind: pages lie anywhere, so the machine cannot guess
-// it. While one page is read, the kernels fetch the one `kPagesAtOnce` places on.
+// Addresses of the pages of a span, and behind them of what is read next. Pages lie anywhere, so that hardware cannot predict them: while
+// a kernel reads one page, it prefetches the one `kPagesAtOnce` further.
 template <class T>
 struct Pages {
     size_t count;
@@ -43,8 +43,8 @@ struct Pages {
         const int64_t* const ids = span.pages + span.start / kPageTokens;
         const size_t after = span.num_pages - span.start / kPageTokens;  // of the row, from this span on
         const auto at = [&](const void* store, size_t page) {
-            const size_t place = (static_cast<size_t>(ids[page]) * span.num_kv_heads + span.kv_head) * page_bytes;
-            return reinterpret_cast<const T*>(static_cast<const uint8_t*>(store) + place);
+            const size_t offset = (static_cast<size_t>(ids[page]) * span.num_kv_heads + span.kv_head) * page_bytes;
+            return reinterpret_cast<const T*>(static_cast<const uint8_t*>(store) + offset);
         };
         for (size_t page = 0; page < count; ++page) keys[page] = at(span.keys, page), values[page] = at(span.values, page);
         for (size_t i = 0; i < kPagesAtOnce; ++i) {
@@ -54,17 +54,17 @@ struct Pages {
     }
 };
 
-// Where the page of a span's first key begins.
+// First slot of the page of a span's first key.
 PACELINE_INLINE size_t first_slot(const AttentionSpan& span) { return span.start / kPageTokens * kPageTokens; }
 
-// How many slots of a span's pages are hidden from a query: those before the first key it sees.
+// Number of slots of a span's pages before the first key that a query attends to.
 PACELINE_INLINE size_t num_hidden(const AttentionSpan& span, size_t query, size_t num_pages) {
     const size_t first = static_cast<size_t>(span.starts[query]), slots = num_pages * kPageTokens;
     const size_t count = (first < span.start ? span.start : first) - first_slot(span);
     return count < slots ? count : slots;
 }
 
-// How many slots of a span's pages a query may look at, the hidden ones included.
+// Number of slots of a span's pages up to the last key that a query attends to, the hidden ones included.
 PACELINE_INLINE size_t num_seen(const AttentionSpan& span, size_t query, size_t num_pages) {
     const size_t limit = static_cast<size_t>(span.limits[query]), slots = num_pages * kPageTokens;
     const size_t count = limit <= span.start ? 0 : limit - first_slot(span);

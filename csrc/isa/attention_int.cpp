@@ -1,8 +1,6 @@
-// Attention to keys and values kept as whole numbers, with a scale for each token and head.
-//
-// Two products of 16 bits go into each 32-bit lane, exactly: twice as many as in floating point, and nothing is widened.
-// The limits below keep every sum within 31 bits, over 256 dimensions or 64 keys. Probabilities keep 14 bits of the
-// largest of their span; what is lost is less than the rounding of the activations around them.
+// Attention to integer keys and values, with a scale for each token and head. Each 32-bit lane takes two exact products of 16 bits: twice
+// as many as in floating point, without widening. The limits below keep every sum within 31 bits, over 256 dimensions or 64 keys.
+// Probabilities have 14 bits, relative to the largest of their span: they lose less than the activations around them.
 #include "attention.h"
 #include "dot.h"
 
@@ -14,9 +12,9 @@ template <class T>
 constexpr float kKeyLimit = sizeof(T) == 2 ? 4095.0f : 127.0f;
 template <class T>
 constexpr float kValueLimit = sizeof(T) == 2 ? 2047.0f : 127.0f;
-constexpr size_t kMostDims = 256;
+constexpr size_t kMaxDims = 256;
 
-// A head's part of a page: keys as [head_dim / 2][16][2], values as [8][head_dim][2], then the scales of 16 tokens.
+// Bytes of a head's part of a page: keys as [head_dim / 2][16][2], values as [8][head_dim][2], then the scales of 16 tokens.
 template <class T>
 size_t page_bytes(size_t head_dim) {
     return head_dim * kPageTokens * sizeof(T) + kPageTokens * sizeof(float);
@@ -54,8 +52,8 @@ PACELINE_INLINE void dot_pairs(i32v& sums, i32v a, i32v b) {
 #endif
 }
 
-// Store whole numbers of at most 15 bits as halves.
-PACELINE_INLINE void store_halves(int16_t* p, i32v v) {
+// Store integers of at maxima 15 bits as int16.
+PACELINE_INLINE void store_int16(int16_t* p, i32v v) {
 #if defined(__AVX512F__)
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)v));
 #else
@@ -63,36 +61,35 @@ PACELINE_INLINE void store_halves(int16_t* p, i32v v) {
 #endif
 }
 
-// to = round(x * limit / max |x|), n a multiple of 16. Returns what one unit stands for. May work in place.
+// to = round(x * limit / max |x|), n a multiple of 16. Returns the value of one unit. May work in place.
 PACELINE_INLINE float quantise(const float* x, size_t n, float limit, int16_t* to) {
-    f32v most = splat(0.0f);
-    for (size_t i = 0; i < n; i += kLanes) most = larger(magnitude(load(x + i)), most);
-    const float top = largest(most), inverse = top > 0.0f ? limit / top : 0.0f;
+    f32v maxima = splat(0.0f);
+    for (size_t i = 0; i < n; i += kLanes) maxima = larger(magnitude(load(x + i)), maxima);
+    const float top = largest(maxima), inverse = top > 0.0f ? limit / top : 0.0f;
     for (size_t i = 0; i < n; i += kLanes)
-        store_halves(to + i, to_nearest(load(x + i) * inverse));
+        store_int16(to + i, to_nearest(load(x + i) * inverse));
     return top / limit;
 }
 
-// Store n numbers, a multiple of 16, at places 0, 2, 4, ... of `to`, or at those between; nothing else is touched, as others
-// may write there.
+// Store n numbers, a multiple of 16, at indices 0, 2, 4, ... of `to`, or 1, 3, 5, ... The others stay untouched: another thread may
+// write them.
 template <class T>
-PACELINE_INLINE void store_every_other(T* to, bool between, const int16_t* x, size_t n) {
-    for (size_t i = 0; i < n; ++i) to[2 * i + between] = static_cast<T>(x[i]);
+PACELINE_INLINE void store_every_other(T* to, bool odd, const int16_t* x, size_t n) {
+    for (size_t i = 0; i < n; ++i) to[2 * i + odd] = static_cast<T>(x[i]);
 }
 
 #if defined(__AVX512BW__)
-PACELINE_INLINE void store_every_other(int16_t* to, bool between, const int16_t* x, size_t n) {
-    const __mmask32 places = between ? 0xAAAAAAAA : 0x55555555;
+PACELINE_INLINE void store_every_other(int16_t* to, bool odd, const int16_t* x, size_t n) {
+    const __mmask32 lanes = odd ? 0xAAAAAAAA : 0x55555555;
     for (size_t i = 0; i < n; i += 16) {
         const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(x + i)));
-        _mm512_mask_storeu_epi16(to + 2 * i, places, _mm512_or_si512(wide, _mm512_slli_epi32(wide, 16)));
+        _mm512_mask_storeu_epi16(to + 2 * i, lanes, _mm512_or_si512(wide, _mm512_slli_epi32(wide, 16)));
     }
 }
 #endif
 
 template <int R, int P, class T>
-PACELINE_APART void score_rows(const T* const* pages, size_t head_dim, const int16_t* queries, const float* units,
-                               float* scores) {
+PACELINE_APART void score_rows(const T* const* pages, size_t head_dim, const int16_t* queries, const float* units, float* scores) {
     i32v sums[P][R][kVectors];
     PACELINE_UNROLL for (int p = 0; p < P; ++p)
         PACELINE_UNROLL for (int r = 0; r < R; ++r)
@@ -121,7 +118,7 @@ PACELINE_APART void score_rows(const T* const* pages, size_t head_dim, const int
 template <int R, class T>
 PACELINE_INLINE void score_pages(const T* const* pages, size_t num_pages, size_t head_dim, const int16_t* queries,
                                  const float* units, float* scores) {
-    constexpr int at_once = 4 * R <= 2 * kMostQueries ? 4 : 2 * R <= 2 * kMostQueries ? 2 : 1;  // what registers hold
+    constexpr int at_once = 4 * R <= 2 * kMaxQueries ? 4 : 2 * R <= 2 * kMaxQueries ? 2 : 1;  // as registers allow
     size_t page = 0;
     for (; page + at_once <= num_pages; page += at_once)
         score_rows<R, at_once, T>(pages + page, head_dim, queries, units, scores + page * kPageTokens);
@@ -129,7 +126,7 @@ PACELINE_INLINE void score_pages(const T* const* pages, size_t num_pages, size_t
         score_rows<R, 1, T>(pages + page, head_dim, queries, units, scores + page * kPageTokens);
 }
 
-// mixed[r] += sum over pairs of keys, at most 64 keys, for W vectors of the head from dimension `offset` on.
+// mixed[r] += sum over pairs of keys, at maxima 64 keys, for W vectors of the head from dimension `offset` on.
 template <int R, int W, class T>
 PACELINE_APART void mix_rows(const T* const* pages, size_t offset, size_t count, size_t head_dim, const int16_t* weights,
               const float* units, float* mixed) {
@@ -160,26 +157,25 @@ PACELINE_APART void mix_rows(const T* const* pages, size_t offset, size_t count,
 }
 
 template <int R, class T>
-PACELINE_INLINE void mix(const T* const* pages, size_t count, size_t head_dim, const int16_t* weights,
-                         const float* units, float* mixed) {
-    constexpr int wide = 2 * R <= kMostQueries ? 4 : 2;
+PACELINE_INLINE void mix(const T* const* pages, size_t count, size_t head_dim, const int16_t* weights, const float* units, float* mixed) {
+    constexpr int wide = 2 * R <= kMaxQueries ? 4 : 2;
     size_t d = 0;
     for (; d + wide * kLanes <= head_dim; d += wide * kLanes)
         mix_rows<R, wide>(pages, d, count, head_dim, weights, units, mixed);
     for (; d < head_dim; d += kLanes) mix_rows<R, 1>(pages, d, count, head_dim, weights, units, mixed);
 }
 
-// The largest of a query's scores `hidden` to `count`, which are of keys it sees; the rest of their pages gets -inf.
+// The largest of a query's scores `hidden` to `count`, those of keys that it attends to. The others of these pages become -inf.
 PACELINE_INLINE float top_score(float* scores, size_t hidden, size_t count) {
     for (size_t i = 0; i < hidden; ++i) scores[i] = -__builtin_inff();
     for (size_t i = count; i < round_up(count, kPageTokens); ++i) scores[i] = -__builtin_inff();
-    f32v most = splat(-__builtin_inff());
-    for (size_t i = 0; i < round_up(count, kPageTokens); i += kLanes) most = larger(load(scores + i), most);
-    return largest(most);
+    f32v maxima = splat(-__builtin_inff());
+    for (size_t i = 0; i < round_up(count, kPageTokens); i += kLanes) maxima = larger(load(scores + i), maxima);
+    return largest(maxima);
 }
 
-// exp(x - top) for x <= top, within 4 millionths, of what is then rounded to 14 bits: 2 ** (whole + rest), by a polynomial
-// that is as far off to either side. 0 where that is below 1e-38, or no number.
+// exp(x - top) for x <= top, as 2 ** (whole + rest), by a minimax polynomial that is within 4e-6: the result is rounded to 14 bits. 0 for
+// results below 1e-38, and for NaN.
 PACELINE_INLINE f32v exp_below(f32v x, float top) {
     constexpr float kLog2E = 1.44269504f;
     const f32v power = fma(x, splat(kLog2E), splat(-top * kLog2E)), floor = splat(-126.0f);
@@ -192,7 +188,7 @@ PACELINE_INLINE f32v exp_below(f32v x, float top) {
     return scaled(p, whole, power > floor);
 }
 
-// Turn scores into probabilities that carry the scales of the values. Returns the largest of these.
+// Replace scores by weights: probabilities times the scales of the values. Returns the largest weight.
 template <class T>
 PACELINE_INLINE float weigh(float* scores, size_t count, const Pages<T>& pages, size_t head_dim, float top, float* total) {
     f32v sums[kVectors], heaviest = splat(0.0f);
@@ -203,7 +199,7 @@ PACELINE_INLINE float weigh(float* scores, size_t count, const Pages<T>& pages, 
             float* at = scores + page * kPageTokens + v * kLanes;
             const f32v prob = exp_below(load(at), top), weight = prob * load(scales + v * kLanes);
             sums[v] += prob;
-            heaviest = larger(weight, heaviest);  // passes over what is no number, in slots without a key
+            heaviest = larger(weight, heaviest);  // ignores NaN, in slots without a key
             store(at, weight);
         }
     }
@@ -212,18 +208,18 @@ PACELINE_INLINE float weigh(float* scores, size_t count, const Pages<T>& pages, 
     return largest(heaviest);
 }
 
-// Turn weights into whole numbers, in place, 0 in slots without a key. Returns what one unit stands for.
+// Round weights to integers in place, 0 in slots without a key. Returns the value of one unit.
 PACELINE_INLINE float round_weights(float* scores, size_t hidden, size_t count, size_t num_slots, float heaviest) {
     const float inverse = heaviest > 0.0f ? kWeightLimit / heaviest : 0.0f;
     int16_t* const whole = reinterpret_cast<int16_t*>(scores);
     for (size_t i = 0; i < hidden; ++i) scores[i] = 0.0f;
     for (size_t i = count; i < round_up(count, kPageTokens); ++i) scores[i] = 0.0f;
-    for (size_t i = 0; i < round_up(count, kPageTokens); i += kLanes) store_halves(whole + i, to_nearest(load(scores + i) * inverse));
+    for (size_t i = 0; i < round_up(count, kPageTokens); i += kLanes) store_int16(whole + i, to_nearest(load(scores + i) * inverse));
     for (size_t i = round_up(count, kPageTokens); i < num_slots; ++i) whole[i] = 0;
     return heaviest / kWeightLimit;
 }
 
-// All of it for all queries, step by step: a query waits for its sums, and others can be under way meanwhile.
+// Each step for all queries, one after another, as sums of several queries hide each other's latency.
 template <class T>
 PACELINE_APART void weigh_queries(const AttentionSpan& span, const Pages<T>& pages) {
     const size_t num_slots = pages.count * kPageTokens;
@@ -239,7 +235,7 @@ PACELINE_APART void weigh_queries(const AttentionSpan& span, const Pages<T>& pag
 
 void prepare(float* queries, size_t num_queries, size_t head_dim, float* units) {
     for (size_t r = 0; r < num_queries; ++r) {
-        float* query = queries + r * kQueryStride;  // in place: into the first half of its floats
+        float* query = queries + r * kQueryStride;  // in place, in the first half of its floats
         units[r] = quantise(query, head_dim, kQueryLimit, reinterpret_cast<int16_t*>(query));
     }
 }
@@ -251,7 +247,7 @@ void attend(const AttentionSpan& span) {
     for (size_t page = 0; page < pages.count; ++page)
         fetch_once(scales_of(pages.keys[page], head_dim)), fetch_once(scales_of(pages.values[page], head_dim));
     const int16_t* const queries = reinterpret_cast<const int16_t*>(span.queries);
-    for (size_t first_page = 0; first_page < pages.count; first_page += kPagesAtOnce) {  // they stay in the first cache
+    for (size_t first_page = 0; first_page < pages.count; first_page += kPagesAtOnce) {  // these pages stay in L1
         const size_t left = pages.count - first_page, count = left < kPagesAtOnce ? left : kPagesAtOnce;
         by_queries(span.num_queries, [&]<int R>(size_t first) {
             score_pages<R, T>(pages.keys + first_page, count, head_dim, queries + first * 2 * kQueryStride,
@@ -272,10 +268,10 @@ void attend(const AttentionSpan& span) {
     }
 }
 
-// A head's numbers [size] as whole ones [head_dim], zeros behind them. Returns what one unit stands for.
+// Quantise a head [size] to integers [head_dim], padded with zeros. Returns the value of one unit.
 PACELINE_INLINE float whole_head(const float* x, size_t size, size_t head_dim, float limit, int16_t* to) {
     if (size == head_dim) return quantise(x, size, limit, to);
-    alignas(64) float padded[kMostDims];
+    alignas(64) float padded[kMaxDims];
     __builtin_memcpy(padded, x, size * sizeof(float));
     for (size_t d = size; d < head_dim; ++d) padded[d] = 0.0f;
     return quantise(padded, head_dim, limit, to);
@@ -283,7 +279,7 @@ PACELINE_INLINE float whole_head(const float* x, size_t size, size_t head_dim, f
 
 template <class T>
 void write(void* keys, void* values, size_t offset, size_t head_dim, size_t size, const float* key, const float* value) {
-    alignas(64) int16_t whole[kMostDims];
+    alignas(64) int16_t whole[kMaxDims];
     T *k = static_cast<T*>(keys), *v = static_cast<T*>(values);
     float *key_scales = reinterpret_cast<float*>(k + head_dim * kPageTokens),
           *value_scales = reinterpret_cast<float*>(v + head_dim * kPageTokens);

@@ -1,4 +1,4 @@
-// The choice of an instruction set, once, at first use.
+// The choice of an instruction set, at first use.
 #include <cstdlib>
 #include <cstring>
 
@@ -48,18 +48,17 @@ struct Candidate {
 
 #ifdef PACELINE_X86
 
-// The system keeps a process from tile registers, which make every switch of threads dearer, until it asks for them.
+// A process must ask the system for tile registers, as they make every switch of threads more expensive.
 bool may_use_tiles() {
 #if defined(__linux__)
     constexpr long kAsk = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    return __builtin_cpu_supports("amx-int8") && __builtin_cpu_supports("amx-tile") &&
-           syscall(SYS_arch_prctl, kAsk, kTileData) == 0;
+    return __builtin_cpu_supports("amx-int8") && __builtin_cpu_supports("amx-tile") && syscall(SYS_arch_prctl, kAsk, kTileData) == 0;
 #else
     return false;
 #endif
 }
 
-// As CMakeLists.txt has them compiled: whoever is missing one dies of an illegal instruction.
+// The flags of CMakeLists.txt: a processor that lacks one would raise an illegal instruction.
 bool has_avx2() {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
            __builtin_cpu_supports("bmi2");
@@ -70,14 +69,14 @@ bool has_avx512() {
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
 }
 
-// AVX-512 with tiles for matrices.
+// AVX-512, with tiles for matrix products.
 Kernels with_tiles() {
     Kernels table = PACELINE_TABLE(avx512);
     table.name = "amx", table.gemm = amx::gemm_kernels, table.limits = amx::limit_kernels;
     return table;
 }
 
-// AMD's family 1Ah, and what comes after it.
+// AMD family 1Ah and later.
 bool is_zen5_or_newer() {
     unsigned signature, b, c, d;
     if (!__builtin_cpu_is("amd") || !__get_cpuid(1, &signature, &b, &c, &d)) return false;

@@ -1,4 +1,4 @@
-// Four products of bytes summed into each 32-bit lane, exactly, on every instruction set.
+// Sums of four byte products in each 32-bit lane, exact on every instruction set.
 #pragma once
 
 #include "simd.h"
@@ -20,23 +20,22 @@ PACELINE_INLINE i32v splat_bytes(const int8_t* p) {
 
 #if defined(__AVX512VNNI__) && defined(__AVX512F__)
 
-// Inline assembly, because GCC otherwise moves accumulators through the stack.
+// Inline assembly, as GCC otherwise moves accumulators through the stack.
 PACELINE_INLINE void dot(i32v& sums, i32v weights, i32v activations) {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(weights), "v"(activations));
 }
 
 #if defined(PACELINE_SANITIZE)
 
-// As below, in words that sanitizers can follow: they see no reads of assembly, and where they have been at work `bytes`
-// is no constant any more, which an immediate operand needs.
+// As below, for sanitizers: they see no reads of assembly, and in their code `bytes` is no constant, as an immediate operand must be.
 PACELINE_INLINE i32v broadcast(const int8_t* base, int times, size_t width, int bytes) {
     return splat_bytes(base + times * width + bytes);
 }
 
 #else
 
-// The four activations that lie `times` (up to 3) widths and a few bytes from a base on, in every lane. The compiler would
-// compute the address of each row; the last operand tells it that memory behind the base is read.
+// Four activations at base + times * width + bytes, in every lane; times: 0 to 3. Assembly, as the compiler would compute the address
+// of each row. The last operand tells it that memory behind the base is read.
 PACELINE_INLINE i32v broadcast(const int8_t* base, int times, size_t width, int bytes) {
     const auto& read = *reinterpret_cast<const int8_t(*)[]>(base);
     const size_t triple = 3 * width;
@@ -62,7 +61,7 @@ PACELINE_INLINE void dot(i32v& sums, i32v weights, i32v activations) {
 
 #elif defined(__AVX2__)
 
-// The 16-bit pair sums of vpmaddubsw would saturate with weights above 128, so odd and even bytes are widened apart.
+// Odd and even bytes are widened apart: the 16-bit pair sums of vpmaddubsw would saturate with weights above 128.
 PACELINE_INLINE void dot(i32v& sums, i32v weights, i32v activations) {
     const __m256i w = (__m256i)weights, a = (__m256i)activations;
     const __m256i even_w = _mm256_and_si256(w, _mm256_set1_epi16(0x00FF)), odd_w = _mm256_srli_epi16(w, 8);
@@ -83,7 +82,7 @@ PACELINE_INLINE void dot(i32v& sums, i32v weights, i32v activations) {
 
 #endif
 
-// What whole sums over `SpreadRows` stand for: every kernel ends with these operations.
+// The scaled result of an integer sum over `SpreadRows`: every kernel ends with these operations.
 PACELINE_INLINE f32v scaled_sum(i32v sums, f32v row_scale, f32v output_scale) { return to_float(sums) * row_scale * output_scale; }
 
 }  // namespace paceline::PACELINE_ISA

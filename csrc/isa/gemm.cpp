@@ -1,12 +1,9 @@
-// One panel of a matrix times a few token rows. A result depends on its own row and output only: every kernel, whatever
-// the number of rows, adds the same products in the same order.
-//
-// A panel is 32 outputs. Its weights lie in the order they are read:
-//   int8   for each quad of inputs, spread as activations are, 32 lanes of 4 bytes, weight + 128
-//   int4_row   for each pair of such quads 32 lanes of 4 bytes, weight + 7.5, the first quad in the low halves
-//   int4   for each block of 32 inputs: 32 scales and 32 minima (float16), then for each pair of quads 32 lanes of 4
-//          bytes, the first quad in the low halves
-//   f32, bf16   for each input, 32 numbers
+// One panel of a matrix times a few token rows. A result depends on its own row and output only: every kernel, for any number of
+// rows, adds the same products in the same order. A panel is 32 outputs. Its weights lie in the order in which they are read:
+//   int8       for each quad of (spread) inputs 32 lanes of 4 bytes, weight + 128
+//   int4_row   for each pair of such quads 32 lanes of 4 bytes, weight + 7.5, the first quad in the low 4 bits
+//   int4       for each block of 32 inputs: 32 scales and 32 minima (float16), then for each pair of quads as int4_row
+//   f32, bf16  for each input 32 numbers
 #include "dot.h"
 #include "kernels.h"
 #if defined(__AMX_INT8__)
@@ -17,31 +14,31 @@ namespace paceline::PACELINE_ISA {
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int kVectors = 2;  // accumulators per row; with kMostRows rows, twice that many must fit the registers
-constexpr int kMostRows = 6;
-constexpr int kMostSpreadRows = 12;
+constexpr int kVectors = 2;  // accumulators per row; for kMaxRows rows twice this number must fit the registers
+constexpr int kMaxRows = 6;
+constexpr int kMaxSpreadRows = 12;
 #else
 constexpr int kVectors = 1;
-constexpr int kMostRows = 4;
-constexpr int kMostSpreadRows = 8;  // whose sums have half the registers
+constexpr int kMaxRows = 4;
+constexpr int kMaxSpreadRows = 8;  // their sums take half the registers
 #endif
-// What a kernel fetches while it computes: so many cache lines for each 256 bytes of weights, from a place on. A few rows
-// are done with a panel in one piece and fetch what they soon read; more come in pieces, of which the first reads the
-// panel from memory and the others from the cache: together they fetch the next panel, so that memory is never idle.
-struct Ahead {
+// What a kernel prefetches while it computes. Few rows are one piece, which fetches the weights that it will soon read. More rows come
+// in several pieces: the first reads the panel from memory, the others from the cache, and together they fetch the next panel, so
+// that memory is never idle.
+struct Prefetch {
     const uint8_t* from;
-    size_t lines;  // 1, 2 or 4
-    bool once;     // they will soon have been read for good; what many pieces read would have to be fetched again
+    size_t lines;  // 1, 2 or 4 for each 256 bytes of weights that are read
+    bool once;     // few pieces read these weights, so that no cache needs to keep them
 };
 
 template <Level To>
-PACELINE_INLINE void fetch_lines(const Ahead& ahead) {
+PACELINE_INLINE void fetch_lines(const Prefetch& ahead) {
     fetch<To>(ahead.from);
     if (ahead.lines > 1) fetch<To>(ahead.from + 64);
     if (ahead.lines > 2) fetch<To>(ahead.from + 128), fetch<To>(ahead.from + 192);
 }
 
-PACELINE_INLINE void fetch(Ahead& ahead) {
+PACELINE_INLINE void fetch(Prefetch& ahead) {
     if (ahead.once)
         fetch_lines<Level::past>(ahead);
     else
@@ -50,7 +47,7 @@ PACELINE_INLINE void fetch(Ahead& ahead) {
 }
 
 constexpr size_t kStep = kVectors * kLanes;  // outputs computed together
-constexpr size_t kFetched = 256;             // bytes of weights that are read between two fetches
+constexpr size_t kFetched = 256;             // bytes of weights that are read between two prefetches
 
 template <int R>
 PACELINE_INLINE void finish(const f32v (&sums)[R][kVectors], float* out, size_t stride) {
@@ -58,8 +55,8 @@ PACELINE_INLINE void finish(const f32v (&sums)[R][kVectors], float* out, size_t 
         PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) store(out + r * stride + v * kLanes, sums[r][v]);
 }
 
-// How weights beside `SpreadRows` are kept. Inputs are read eight at a time: two quads.
-struct Bytes {
+// Formats of weights that are multiplied with `SpreadRows`. Inputs are read eight at a time: two quads.
+struct Int8Weights {
     static constexpr size_t kPairBytes = 2 * kPanel * 4;
 
     PACELINE_INLINE i32v load(const uint8_t* pair, int quad) { return load_bytes(pair + quad * kPanel * 4); }
@@ -67,8 +64,8 @@ struct Bytes {
     PACELINE_INLINE i32v whole(i32v sums, int32_t) { return sums; }
 };
 
-// Weights of 4 bits are odd halves, so that what is summed up is doubled.
-struct Halves {
+// Weights of 4 bits are n + 1/2 for integers n, so that sums are doubled.
+struct Int4Weights {
     static constexpr size_t kPairBytes = kPanel * 4;
 
     PACELINE_INLINE i32v load(const uint8_t* pair, int quad) { return (load_bytes(pair) >> 4 * quad) & splat(0x0F0F0F0F); }
@@ -82,9 +79,9 @@ PACELINE_INLINE void start_spread(i32v (&sums)[R][kVectors], const SpreadRows& r
         PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) sums[r][v] = Form::start(rows.sums[(first + r) * kTileLanes]);
 }
 
-// Fetch if it is time to, and load a quad of the pair of quads that begins with an input.
+// Load a quad of the pair of quads that starts at `input`; prefetch at regular distances.
 template <class Form>
-PACELINE_INLINE void load_quad(i32v (&x)[kVectors], const uint8_t* pair, size_t input, int quad, Ahead& ahead) {
+PACELINE_INLINE void load_quad(i32v (&x)[kVectors], const uint8_t* pair, size_t input, int quad, Prefetch& ahead) {
     if (quad == 0 && input * Form::kPairBytes % (8 * kFetched) == 0) fetch(ahead);
     PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) x[v] = Form::load(pair + v * kLanes * 4, quad);
 }
@@ -100,9 +97,9 @@ PACELINE_INLINE void finish_spread(const i32v (&sums)[R][kVectors], const Spread
         }
 }
 
-// R rows times a panel, kVectors vectors of outputs at a time.
+// Multiply R rows with a panel, kVectors vectors of outputs at a time.
 template <class Form, int R>
-PACELINE_APART void spread_rows(const SpreadPanel& panel, const SpreadRows& rows, size_t first, Ahead ahead, float* out, size_t stride) {
+PACELINE_APART void spread_rows(const SpreadPanel& panel, const SpreadRows& rows, size_t first, Prefetch ahead, float* out, size_t stride) {
     const int8_t* const a = rows.values + first * rows.width;
     const size_t width = rows.width;
     for (size_t start = 0; start < kPanel; start += kStep) {
@@ -124,14 +121,14 @@ PACELINE_APART void spread_rows(const SpreadPanel& panel, const SpreadRows& rows
 }
 
 #if defined(__AVX512F__)
-// More rows: each quad of activations is spread once and serves both vectors of weights, so that there are 14 loads for 24
-// products of 12 rows, and it is the products that are waited for.
+// The same for more rows: each quad of activations is broadcast once for both vectors of weights. 12 rows then take 14 loads for 24
+// products, so that products are the bottleneck.
 template <class Form, int R>
-PACELINE_APART void spread_many_rows(const SpreadPanel& panel, const SpreadRows& rows, size_t first, Ahead ahead, float* out,
+PACELINE_APART void spread_many_rows(const SpreadPanel& panel, const SpreadRows& rows, size_t first, Prefetch ahead, float* out,
                                      size_t stride) {
     const size_t width = rows.width;
     const uint8_t* w = panel.weights;
-    const int8_t* bases[(R + 3) / 4];  // of every fourth row, as there are no registers for them all
+    const int8_t* bases[(R + 3) / 4];  // of every fourth row: there are not enough registers for all
     i32v sums[R][kVectors];
     PACELINE_UNROLL for (int r = 0; r < R; r += 4) bases[r / 4] = rows.values + (first + r) * width;
     start_spread<Form>(sums, rows, first);
@@ -151,7 +148,7 @@ PACELINE_APART void spread_many_rows(const SpreadPanel& panel, const SpreadRows&
 #endif
 
 template <int R>
-void int4_rows(const uint8_t* panel, const QuantisedRows& rows, size_t first, Ahead ahead, float* out, size_t stride) {
+void int4_rows(const uint8_t* panel, const QuantisedRows& rows, size_t first, Prefetch ahead, float* out, size_t stride) {
     const i32v low = splat(0x0F0F0F0F);
     const int8_t* a[R];
     PACELINE_UNROLL for (int r = 0; r < R; ++r) a[r] = rows.values + (first + r) * rows.width;
@@ -206,7 +203,7 @@ PACELINE_INLINE f32v load_weight(const float* p) { return load(p); }
 PACELINE_INLINE f32v load_weight(const uint16_t* p) { return load_bfloat(p); }
 
 template <int R, class W>
-void float_rows(const W* panel, const FloatRows& rows, size_t first, Ahead ahead, float* out, size_t stride) {
+void float_rows(const W* panel, const FloatRows& rows, size_t first, Prefetch ahead, float* out, size_t stride) {
     const float* a[R];
     PACELINE_UNROLL for (int r = 0; r < R; ++r) a[r] = rows.values + (first + r) * rows.width;
     for (size_t start = 0; start < kPanel; start += kStep) {
@@ -227,39 +224,39 @@ void float_rows(const W* panel, const FloatRows& rows, size_t first, Ahead ahead
     }
 }
 
-// Cut rows into pieces of almost equal size that the kernels can take: 10 rows are 5 and 5 rather than 6 and 4 or 8 and 2.
+// Cut rows into pieces of almost equal size, at most `max_rows` each: 10 rows become 5 and 5 rather than 6 and 4 or 8 and 2.
 template <class Kernel>
-PACELINE_INLINE void in_pieces(size_t most, size_t first, size_t end, const void* panel, size_t panel_bytes, Kernel kernel) {
+PACELINE_INLINE void in_pieces(size_t max_rows, size_t first, size_t end, const void* panel, size_t panel_bytes, Kernel kernel) {
     const uint8_t* const here = static_cast<const uint8_t*>(panel);
-    const size_t num_pieces = (end - first + most - 1) / most;
+    const size_t num_pieces = (end - first + max_rows - 1) / max_rows;
     for (size_t piece = 0; piece < num_pieces; ++piece) {
         const size_t pieces = num_pieces - piece, count = (end - first + pieces - 1) / pieces;
         const size_t lines = num_pieces == 1 ? 4 : num_pieces < 4 ? 2 : 1, share = panel_bytes * lines / 4;
         const bool helps = piece * lines < 4;
         const uint8_t* const from = num_pieces == 1 ? here + kSoon : helps ? here + panel_bytes + piece * share : here;
-        kernel(first, count, Ahead{from, lines, kFetchesPastCaches && num_pieces < 4});
+        kernel(first, count, Prefetch{from, lines, kFetchesPastCaches && num_pieces < 4});
         first += count;
     }
 }
 
-// Call with a number of rows, at most `Most`, as a constant.
-template <int Most, int R = 1, class Call>
+// Call with a number of rows, at most `Max`, as a constant.
+template <int Max, int R = 1, class Call>
 PACELINE_INLINE void with_rows(size_t count, Call call) {
-    if constexpr (R < Most)
-        if (count > (size_t)R) return with_rows<Most, R + 1>(count, call);
+    if constexpr (R < Max)
+        if (count > (size_t)R) return with_rows<Max, R + 1>(count, call);
     call.template operator()<R>();
 }
 
 template <class Form>
 void spread_panel(const SpreadPanel& panel, const SpreadRows& rows, size_t first, size_t end, float* out, size_t stride) {
-    // In two pieces of twelve rows half of the next panel is fetched in bursts that come too late: in three, 24 rows of 576
-    // inputs take a sixth less. With four pieces and more there is time enough.
-    const size_t total = end - first, most = kMostSpreadRows < total && total <= 2 * kMostSpreadRows ? 8 : kMostSpreadRows;
-    in_pieces(most, first, end, panel.weights, rows.width / 8 * Form::kPairBytes, [&, start = first](size_t at, size_t count, Ahead ahead) {
+    // Two pieces of twelve rows would fetch half of the next panel in bursts that come too late: as three, 24 rows of 576 inputs take
+    // a sixth less time. Four pieces and more have enough time.
+    const size_t total = end - first, max_rows = kMaxSpreadRows < total && total <= 2 * kMaxSpreadRows ? 8 : kMaxSpreadRows;
+    in_pieces(max_rows, first, end, panel.weights, rows.width / 8 * Form::kPairBytes, [&, start = first](size_t at, size_t count, Prefetch ahead) {
         float* to = out + (at - start) * stride;
-        with_rows<kMostSpreadRows>(count, [&]<int R>() {
+        with_rows<kMaxSpreadRows>(count, [&]<int R>() {
 #if defined(__AVX512F__)
-            if constexpr (R > kMostRows) return spread_many_rows<Form, R>(panel, rows, at, ahead, to, stride);
+            if constexpr (R > kMaxRows) return spread_many_rows<Form, R>(panel, rows, at, ahead, to, stride);
             else
 #endif
             spread_rows<Form, R>(panel, rows, at, ahead, to, stride);
@@ -278,23 +275,23 @@ void spread_panels(const SpreadPanel& panels, size_t num_panels, const SpreadRow
 void int8_panels(const SpreadPanel& panels, size_t num_panels, const SpreadRows& rows, size_t first, size_t end, float* out,
                  size_t stride) {
 #if defined(__AMX_INT8__)
-    if (end - first >= kLeastRowsOfTile) return int8_in_tiles(panels, num_panels, rows, first, end, out, stride);
+    if (end - first >= kMinTileRows) return int8_in_tiles(panels, num_panels, rows, first, end, out, stride);
 #endif
-    spread_panels<Bytes>(panels, num_panels, rows, first, end, out, stride);
+    spread_panels<Int8Weights>(panels, num_panels, rows, first, end, out, stride);
 }
 
 void int4_panel(const uint8_t* panel, const QuantisedRows& rows, size_t first, size_t end, float* out, size_t stride) {
-    in_pieces(kMostRows, first, end, panel, rows.num_groups * kInt4BlockBytes, [&, start = first](size_t at, size_t count, Ahead ahead) {
+    in_pieces(kMaxRows, first, end, panel, rows.num_groups * kInt4BlockBytes, [&, start = first](size_t at, size_t count, Prefetch ahead) {
         float* to = out + (at - start) * stride;
-        with_rows<kMostRows>(count, [&]<int R>() { int4_rows<R>(panel, rows, at, ahead, to, stride); });
+        with_rows<kMaxRows>(count, [&]<int R>() { int4_rows<R>(panel, rows, at, ahead, to, stride); });
     });
 }
 
 template <class W>
 void float_panel(const W* panel, const FloatRows& rows, size_t first, size_t end, float* out, size_t stride) {
-    in_pieces(kMostRows, first, end, panel, rows.width * kPanel * sizeof(W), [&, start = first](size_t at, size_t count, Ahead ahead) {
+    in_pieces(kMaxRows, first, end, panel, rows.width * kPanel * sizeof(W), [&, start = first](size_t at, size_t count, Prefetch ahead) {
         float* to = out + (at - start) * stride;
-        with_rows<kMostRows>(count, [&]<int R>() { float_rows<R, W>(panel, rows, at, ahead, to, stride); });
+        with_rows<kMaxRows>(count, [&]<int R>() { float_rows<R, W>(panel, rows, at, ahead, to, stride); });
     });
 }
 
@@ -307,6 +304,6 @@ void leave() {
 }  // namespace
 
 extern const GemmKernels gemm_kernels;
-const GemmKernels gemm_kernels = {int8_panels, spread_panels<Halves>, int4_panel, float_panel<float>, float_panel<uint16_t>, leave};
+const GemmKernels gemm_kernels = {int8_panels, spread_panels<Int4Weights>, int4_panel, float_panel<float>, float_panel<uint16_t>, leave};
 
 }  // namespace paceline::PACELINE_ISA

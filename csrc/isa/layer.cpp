@@ -1,12 +1,12 @@
-// What happens to one token between matrix products: norm, quantisation, rotation, activation.
+// Operations on one token between matrix products: norm, quantisation, rotation, activation.
 #include "kernels.h"
 #include "simd.h"
 
 namespace paceline::PACELINE_ISA {
 namespace {
 
-// Root-mean-square norm (arXiv 1910.07467). Every fourth vector goes into a sum of its own, as one sum would be waited for;
-// these are added in order, then their lanes by halving.
+// Root-mean-square norm (arXiv 1910.07467). Four interleaved sums hide the latency of additions; they are added in order, then their
+// lanes by halving.
 void rms_norm(const float* x, const float* weight, size_t n, float eps, float* out) {
     f32v squares[4] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
     size_t i = 0;
@@ -32,24 +32,24 @@ void scale(const float* x, size_t n, float factor, float* out) {
     for (; i < n; ++i) out[i] = x[i] * factor;
 }
 
-// max |x| of n numbers, n a multiple of the vector; NaN if any is NaN or infinite. As whole numbers: the bits of floats
-// without a sign are in their order, and those of what is no finite number come last.
+// max |x| of n numbers, n a multiple of the vector; NaN if any is NaN or infinite. Compared as integers: the bits of floats without a
+// sign are ordered as the floats are, infinity and NaN last.
 PACELINE_INLINE float bound(const float* x, size_t n) {
-    i32v most = splat(0);
+    i32v maxima = splat(0);
     for (size_t i = 0; i < n; i += kLanes) {
         const i32v bits = (i32v)magnitude(load(x + i));
-        most = bits > most ? bits : most;
+        maxima = bits > maxima ? bits : maxima;
     }
-    return largest(most >= 0x7F800000 ? splat(__builtin_nanf("")) : (f32v)most);
+    return largest(maxima >= 0x7F800000 ? splat(__builtin_nanf("")) : (f32v)maxima);
 }
 
-// round(x * factor); 0 where x is NaN or infinite, as no NaN becomes a number.
+// round(x * factor); 0 where x is NaN or infinite.
 PACELINE_INLINE i32v rounded(const float* x, float factor) {
     const f32v whole = nearest(load(x) * factor);
     return __builtin_convertvector(whole == whole ? whole : splat(0.0f), i32v);
 }
 
-// q = round(x * factor) of n numbers, and the sum of q.
+// Write q = round(x * factor) of n numbers. Returns the sum of q.
 template <bool Finite>
 PACELINE_INLINE int32_t quantise_group(const float* x, size_t n, float factor, int8_t* q) {
     i32v total = splat(0);
@@ -61,8 +61,8 @@ PACELINE_INLINE int32_t quantise_group(const float* x, size_t n, float factor, i
     return sum(total);
 }
 
-// x [width], zeros from its end on, in groups: q = round(x / scale), scale = max |x| / 127, sums of q.
-// width is a multiple of the group, which is a multiple of the vector.
+// Quantise x [width] in groups: q = round(x / scale), scale = max |x| / 127, and sums of q. width is a multiple of the group, which is
+// a multiple of the vector; x is padded with zeros.
 void quantise(const float* x, size_t width, size_t group, int8_t* q, float* scales, int32_t* sums) {
     for (size_t start = 0, g = 0; start < width; start += group, ++g) {
         const float top = bound(x + start, group), inverse = top > 0.0f ? 127.0f / top : 0.0f;
@@ -73,16 +73,16 @@ void quantise(const float* x, size_t width, size_t group, int8_t* q, float* scal
     }
 }
 
-// Each lane and the one H lanes further: their sum and their difference.
+// The sum and the difference of each lane and the lane H further.
 template <int H>
 PACELINE_INLINE f32v sum_and_difference(f32v v) {
     f32v sign, other;
-    i32v places;
-    for (int lane = 0; lane < kLanes; ++lane) sign[lane] = lane & H ? -1.0f : 1.0f, places[lane] = lane ^ H;
+    i32v partners;
+    for (int lane = 0; lane < kLanes; ++lane) sign[lane] = lane & H ? -1.0f : 1.0f, partners[lane] = lane ^ H;
 #if defined(__clang__)
     for (int lane = 0; lane < kLanes; ++lane) other[lane] = v[lane ^ H];
 #else
-    other = __builtin_shuffle(v, places);
+    other = __builtin_shuffle(v, partners);
 #endif
     return fma(v, sign, other);
 }
@@ -94,7 +94,7 @@ PACELINE_INLINE f32v within_lanes(f32v v) {
     return v;
 }
 
-// Sums and differences of R vectors, neighbours first.
+// Sums and differences between R vectors, neighbours first.
 template <int R>
 PACELINE_INLINE void across(f32v (&v)[R]) {
     PACELINE_UNROLL for (int apart = 1; apart < R; apart *= 2)
@@ -106,7 +106,7 @@ PACELINE_INLINE void across(f32v (&v)[R]) {
             }
 }
 
-// The same of numbers `apart`, 2 * apart, ... from one another, in each stretch of R * apart; in place.
+// The same in place between numbers at distances apart, 2 * apart, ..., in each stretch of R * apart.
 template <int R>
 PACELINE_INLINE void across(float* y, size_t block, size_t apart) {
     for (size_t stretch = 0; stretch < block; stretch += R * apart)
@@ -118,10 +118,10 @@ PACELINE_INLINE void across(float* y, size_t block, size_t apart) {
         }
 }
 
-// Neighbours first, then those two apart, and so on: the same sums in the same order whatever a vector holds. As many
-// steps at once as registers hold numbers for.
+// Neighbours first, then numbers two apart, and so on: the same sums in the same order for every length of vector. As many steps at
+// once as registers allow.
 void hadamard(const float* x, size_t width, float* out) {
-    constexpr size_t kFirst = 64;  // numbers, of which the width is a multiple
+    constexpr size_t kFirst = 64;  // numbers; the width is a multiple
     const size_t block = hadamard_block(width);
     for (size_t start = 0; start < width; start += kFirst) {
         f32v v[kFirst / kLanes];
@@ -141,7 +141,7 @@ void hadamard(const float* x, size_t width, float* out) {
         }
 }
 
-// Turn a head of n numbers, number i paired with i + n / 2, and scale it. May work in place.
+// Rotate a head of n numbers, number i paired with i + n / 2, and scale it (RoPE). May work in place.
 void rotate(const float* x, const float* cosines, const float* sines, size_t n, float scale, float* out) {
     const float* const y = x + n / 2;
     float* const far = out + n / 2;
@@ -180,21 +180,21 @@ void gelu_mul(float* gate, const float* up, size_t n) {
     }
 }
 
-// Half precision, no number beyond its largest; NaN stays NaN.
+// To float16, clamped to its largest finite number; NaN stays NaN.
 void to_halves(const float* x, size_t n, uint16_t* out) {
-    constexpr float most = 65504.0f;
+    constexpr float limit = 65504.0f;
     size_t i = 0;
     for (; i + kLanes <= n; i += kLanes) {
-        const f32v v = load(x + i), low = v > splat(most) ? splat(most) : v;
-        store_half(out + i, low < splat(-most) ? splat(-most) : low);
+        const f32v v = load(x + i), low = v > splat(limit) ? splat(limit) : v;
+        store_half(out + i, low < splat(-limit) ? splat(-limit) : low);
     }
-    for (; i < n; ++i) out[i] = to_half(x[i] > most ? most : x[i] < -most ? -most : x[i]);
+    for (; i < n; ++i) out[i] = to_half(x[i] > limit ? limit : x[i] < -limit ? -limit : x[i]);
 }
 
 void from_halves(const uint16_t* x, size_t n, float* out) {
     size_t i = 0;
     for (; i + kLanes <= n; i += kLanes) store(out + i, load_half(x + i));
-    uint16_t last[kLanes] = {};  // a vector of them, as one alone has no load
+    uint16_t last[kLanes] = {};  // padded to a vector: there is no load of single numbers
     for (size_t left = i; left < n; ++left) last[left - i] = x[left];
     const f32v v = load_half(last);
     for (; i < n; ++i) out[i] = v[i % kLanes];

@@ -1,4 +1,4 @@
-// What an instruction set can do at most: memory read, and byte products from registers.
+// The limits of an instruction set: memory read, and byte products from registers.
 #include "dot.h"
 #include "kernels.h"
 #if defined(__AMX_INT8__)
@@ -13,7 +13,7 @@ uint64_t read(const uint8_t* p, size_t bytes) {
     constexpr size_t step = 4 * sizeof(i32v);
     for (size_t i = 0; i + step <= bytes; i += step) {
         for (size_t v = 0; v < 4; ++v) sums[v] += load_bytes(p + i + v * sizeof(i32v));
-        for (size_t line = 0; line < step; line += 64) __builtin_prefetch(p + i + kSoon + line, 0, 2);  // else it reads a third less
+        for (size_t line = 0; line < step; line += 64) __builtin_prefetch(p + i + kSoon + line, 0, 2);  // without it a third less is read
     }
     const i32v all = sums[0] + sums[1] + sums[2] + sums[3];
     return (uint64_t)(uint32_t)all[0];
@@ -35,8 +35,7 @@ size_t dot_products(size_t rounds) {
 
 #else
 
-// More chains than a unit has stages, of which there are two: with fewer the sums wait for each other. Each has a name,
-// as an array would be kept in memory.
+// More chains than both units have stages: fewer sums would wait for each other. Variables, as an array would lie in memory.
 size_t dot_products(size_t rounds) {
     const i32v w = splat(0x01020304), a = splat(0x04030201);
     i32v s0 = w, s1 = w, s2 = w, s3 = w, s4 = w, s5 = w, s6 = w, s7 = w, s8 = w, s9 = w, s10 = w, s11 = w;

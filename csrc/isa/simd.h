@@ -1,11 +1,6 @@
-// Vectors of the instruction set's own width, by the compiler's vector types where they do and intrinsics where not.
-//
-// Built with contraction off: a product and a sum are fused only by `fma`, so a kernel's bits depend on its instruction
-// set and on nothing else.
+// Vectors of the instruction set's own width: vector types of the compiler, and intrinsics where these do not suffice. Built without
+// contraction: a product and a sum are fused only by `fma`, so that a kernel's bits depend on its instruction set alone.
 #pragma once
-
-#include <cstddef>
-#include <cstdint>
 
 #include "kernels.h"
 
@@ -14,8 +9,8 @@
 #endif
 
 #define PACELINE_INLINE static inline __attribute__((always_inline))
-#define PACELINE_APART __attribute__((noinline))  // keeps its registers to itself
-#define PACELINE_UNROLL _Pragma("GCC unroll 32")  // whole loops, as arrays of vectors are to be registers
+#define PACELINE_APART __attribute__((noinline))  // so that it has all registers
+#define PACELINE_UNROLL _Pragma("GCC unroll 32")  // whole loops, so that arrays of vectors become registers
 
 #if defined(__AVX512F__)
 #define PACELINE_VECTOR_BYTES 64
@@ -41,21 +36,21 @@ PACELINE_INLINE f32v load(const float* p) {
 
 PACELINE_INLINE void store(float* p, f32v v) { __builtin_memcpy(p, &v, sizeof v); }
 
-enum class Level { second, past };  // of the caches; past: the larger ones keep nothing
+enum class Level { second, past };  // cache to prefetch into: L2, or L1 alone, past the larger ones
 
-// Fetch a cache line.
+// Prefetch a cache line.
 template <Level To>
 PACELINE_INLINE void fetch(const void* p) {
     __builtin_prefetch(p, 0, To == Level::past ? 0 : 2);
 }
 
-// Fetch a cache line that is read soon, and then not again for longer than any cache keeps it.
+// Prefetch a cache line that will be read once, and then not before every cache has dropped it.
 PACELINE_INLINE void fetch_once(const void* p) { kFetchesPastCaches ? fetch<Level::past>(p) : fetch<Level::second>(p); }
 
-PACELINE_INLINE f32v splat(float x) { return x - f32v{}; }  // which the compiler folds, as it may not fold 0 + x
+PACELINE_INLINE f32v splat(float x) { return x - f32v{}; }  // the compiler may fold this, but not 0 + x
 PACELINE_INLINE i32v splat(int32_t x) { return i32v{} + x; }
 
-// kLanes half-precision numbers, widened.
+// Load kLanes float16 numbers as float32.
 PACELINE_INLINE f32v load_half(const uint16_t* p) {
 #if defined(__AVX512F__)
     return (f32v)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
@@ -93,7 +88,7 @@ PACELINE_INLINE void store_half(uint16_t* p, f32v v) {
 #endif
 }
 
-// kLanes bfloat16 numbers, widened: their bits are the upper half of a float's.
+// Load kLanes bfloat16 numbers as float32, of which they are the upper 16 bits.
 PACELINE_INLINE f32v load_bfloat(const uint16_t* p) {
 #if defined(__AVX512F__)
     return (f32v)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
@@ -102,13 +97,11 @@ PACELINE_INLINE f32v load_bfloat(const uint16_t* p) {
 #else
     u32v bits;
     for (int i = 0; i < kLanes; ++i) bits[i] = (uint32_t)p[i] << 16;
-    f32v v;
-    __builtin_memcpy(&v, &bits, sizeof v);
-    return v;
+    return (f32v)bits;
 #endif
 }
 
-// a * b + c, rounded once where the machine can.
+// a * b + c, rounded once if the instruction set can.
 PACELINE_INLINE f32v fma(f32v a, f32v b, f32v c) {
 #if defined(__AVX512F__)
     return (f32v)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -142,7 +135,7 @@ PACELINE_INLINE float largest(f32v v) {
 #endif
 }
 
-// The sum of all lanes by halving: log2(kLanes) additions deep, always in the same order.
+// The sum of all lanes by halving, always in the same order.
 PACELINE_INLINE float sum(f32v v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)v);
@@ -163,7 +156,7 @@ PACELINE_INLINE int32_t sum(i32v v) {
 #endif
 }
 
-// Store whole numbers from -128 to 127 as bytes.
+// Store integers from -128 to 127 as bytes.
 PACELINE_INLINE void store_bytes(int8_t* p, i32v v) {
 #if defined(__AVX512F__)
     _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)v));
@@ -192,7 +185,7 @@ PACELINE_INLINE f32v nearest(f32v x) {
 #endif
 }
 
-// The same, as whole numbers.
+// The same, as integers.
 PACELINE_INLINE i32v to_nearest(f32v x) {
 #if defined(__AVX512F__)
     return (i32v)_mm512_cvtps_epi32((__m512)x);
@@ -201,26 +194,19 @@ PACELINE_INLINE i32v to_nearest(f32v x) {
 #endif
 }
 
-// p * 2**n for whole n; 0 where `alive` is not all ones.
-PACELINE_INLINE f32v scaled(f32v p, f32v n, i32v alive) {
+// p * 2**n for integers n; 0 where `valid` is not all ones.
+PACELINE_INLINE f32v scaled(f32v p, f32v n, i32v valid) {
 #if defined(__AVX512F__)
-    return (f32v)_mm512_maskz_scalef_ps(_mm512_movepi32_mask((__m512i)alive), (__m512)p, (__m512)n);
+    return (f32v)_mm512_maskz_scalef_ps(_mm512_movepi32_mask((__m512i)valid), (__m512)p, (__m512)n);
 #else
     const i32v power = (__builtin_convertvector(n, i32v) + 127) << 23;
-    f32v scale;
-    __builtin_memcpy(&scale, &power, sizeof scale);
-    p = p * scale;
-    i32v bits;
-    __builtin_memcpy(&bits, &p, sizeof bits);
-    bits &= alive;
-    __builtin_memcpy(&p, &bits, sizeof p);
-    return p;
+    return (f32v)((i32v)(p * (f32v)power) & valid);
 #endif
 }
 
-// exp of numbers from -87.5 to 88, within 2 units in the last place (Cody and Waite's reduction, the minimax polynomial of
-// the Cephes library); 0 where `alive` is not all ones.
-PACELINE_INLINE f32v exp_within(f32v x, i32v alive) {
+// exp of numbers from -87.5 to 88, within 2 units in the last place: Cody and Waite's reduction, and the minimax polynomial of the Cephes
+// library. 0 where `valid` is not all ones.
+PACELINE_INLINE f32v exp_within(f32v x, i32v valid) {
     const f32v n = nearest(x * 1.44269504f);
     f32v r = fma(n, splat(-0.693359375f), x);
     r = fma(n, splat(2.12194440e-4f), r);
@@ -231,10 +217,10 @@ PACELINE_INLINE f32v exp_within(f32v x, i32v alive) {
     p = fma(p, r, splat(1.6666665459e-1f));
     p = fma(p, r, splat(5.0000001201e-1f));
     p = fma(p, r * r, r) + 1.0f;
-    return scaled(p, n, alive);
+    return scaled(p, n, valid);
 }
 
-// exp of numbers at most 88; 0 below -87.5, also in place of NaN, which `weigh` and attention never hand on.
+// exp of numbers at most 88; 0 below -87.5 and for NaN, which attention never hands on.
 PACELINE_INLINE f32v exp(f32v x) {
     const f32v floor = splat(-87.5f);
     return exp_within(larger(x, floor), x > floor);

@@ -1,6 +1,5 @@
-// Products of bytes in tiles (AMX): 16 rows, 16 outputs and 64 inputs by one instruction.
-//
-// The 32-bit sums are exact, so a row's numbers are the same bits whichever kernel computes it.
+// Byte products in tiles (AMX): one instruction takes 16 rows, 16 outputs and 64 inputs. The 32-bit sums are exact, so that a row's
+// results have the same bits as with any other kernel.
 #pragma once
 
 #include "dot.h"
@@ -9,11 +8,10 @@
 namespace paceline::PACELINE_ISA {
 
 constexpr size_t kTile = kTileLanes;    // rows of a tile, and outputs
-constexpr size_t kLeastRowsOfTile = 3;  // fewer rows wait for memory with any kernel
+constexpr size_t kMinTileRows = 3;  // fewer rows wait for memory in any kernel
 static_assert(kInt8Group == 64 && kPanel == 2 * kTile, "the panels are packed as tiles read them");
 
-// Which register holds what, names that reach the assembler as numbers: all eight. Every load serves two products, if there
-// are rows for two tiles.
+// The eight registers, as macros because the assembler needs numbers. With rows for two tiles every load serves two products.
 #define PACELINE_SUMS 0
 #define PACELINE_MORE_SUMS 1  // of the second tile of rows
 #define PACELINE_OTHER_SUMS 2  // of the other half of the panel
@@ -23,7 +21,7 @@ static_assert(kInt8Group == 64 && kPanel == 2 * kTile, "the panels are packed as
 #define PACELINE_WEIGHTS 6
 #define PACELINE_OTHER_WEIGHTS 7
 
-// Give this thread's registers their shapes: `rows` rows of 16 sums or 64 activations, or the weights of 64 inputs.
+// Shape this thread's registers: `rows` rows of 16 sums or 64 activations, or the weights of 64 inputs.
 PACELINE_INLINE void load_shapes(size_t rows) {
     struct {
         uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -33,12 +31,12 @@ PACELINE_INLINE void load_shapes(size_t rows) {
     static_assert(sizeof config == 64);
     for (int tile = 0; tile < 8; ++tile)
         config.rows[tile] = (uint8_t)(tile == PACELINE_WEIGHTS || tile == PACELINE_OTHER_WEIGHTS ? kInt8Group / 4 : rows);
-    __asm__ volatile("" : : "r"(&config) : "memory");  // GCC thinks that only its first bytes are read
+    __asm__ volatile("" : : "r"(&config) : "memory");  // GCC assumes that only its first bytes are read
     _tile_loadconfig(&config);
 }
 
-// They keep them until the run of a team is over, as shaping them anew takes as long as ten products. Longer they may not:
-// others in the process, such as a library that trains, shape a thread's registers for themselves.
+// Registers keep their shapes until the run of the thread pool ends, as shaping takes as long as ten products. Not longer: other
+// libraries in the process shape a thread's registers for themselves.
 static thread_local size_t shaped_rows = 0;
 
 PACELINE_INLINE void shape_tiles(size_t rows) {
@@ -50,13 +48,12 @@ PACELINE_INLINE void leave_tiles() {
     shaped_rows = 0;
 }
 
-// The sums of a panel and some rows, on their way out: vectors cannot read tile registers. Two halves of 16 outputs, and as
-// many of a second tile of rows.
+// Sums of a panel and some rows in memory, as vectors cannot read tile registers: [half of the outputs, tile of rows] of 16 x 16.
 struct alignas(64) TileSums {
     int32_t of[4][kTile * kTile];
 };
 
-// What they are the sums of, and where they belong.
+// Where sums belong.
 struct TileOut {
     const float* scales;  // of the outputs
     size_t first;         // row
@@ -70,10 +67,10 @@ PACELINE_INLINE void scale_tile(const int32_t* sums, const float* output_scales,
         store(out, scaled_sum((i32v)_mm512_load_si512(sums), splat(row_scales[r]), output_scale));
 }
 
-// Rows of a piece: one tile of them, or two, the second ending where the piece does, so that they may share a row.
+// Rows of a piece: one tile, or two that may overlap, as the second ends where the piece does.
 struct Piece {
-    size_t size, tile;  // rows of it, and of a tile
-    size_t more() const { return size - tile; }  // where the second tile begins
+    size_t size, tile;                           // rows of the piece, and of a tile
+    size_t more() const { return size - tile; }  // first row of the second tile
 };
 
 template <bool Two>
@@ -90,10 +87,10 @@ PACELINE_INLINE void fetch_lines(const uint8_t*& ahead, size_t count) {
     for (size_t line = 0; line < count; ++line, ahead += 64) __builtin_prefetch(ahead, 0, 2);
 }
 
-// The rows of a piece from `first` on times a panel. `lines` cache lines from `ahead` on are fetched at each of four places for
-// each tile of inputs: all at once they would take every place that loads wait in. What came `before` is scaled on the way,
-// out of the place that these sums will take: scaled at once, it would wait for its own way through memory, and all else with
-// it. Sums begin with what corrects them for the same reason.
+// Multiply the rows of a piece, from `first` on, with a panel. `lines` cache lines from `ahead` on are prefetched at each of four points
+// per tile of inputs: all at once they would fill the queue of loads. The sums of the piece `before` are scaled meanwhile, from the
+// memory that these sums will take: right after their store, scaling would stall on it. Sums start at their correction for the
+// same reason.
 template <bool Two>
 PACELINE_INLINE void int8_tiles(const uint8_t* w, const SpreadRows& rows, size_t first, Piece piece, const uint8_t* ahead, size_t lines,
                                 TileSums& sums, const TileOut* before, size_t stride) {
@@ -125,13 +122,13 @@ PACELINE_INLINE void int8_tiles(const uint8_t* w, const SpreadRows& rows, size_t
     if (Two) _tile_stored(PACELINE_MORE_OTHER_SUMS, sums.of[3], kTile * 4);
 }
 
-// Rows first..end times panels side by side, as `GemmKernels::int8`. Rows come in pieces of one size, of which the last
-// repeats some of the one before; together they fetch the next panel.
+// Multiply rows first..end with adjacent panels, as `GemmKernels::int8`. Rows come in pieces of one size, of which the last repeats some
+// rows of the one before; together they prefetch the next panel.
 template <bool Two>
 PACELINE_INLINE void int8_in_pieces(const SpreadPanel& panel, size_t num_panels, const SpreadRows& rows, size_t first, size_t end,
                                     float* out, size_t stride) {
-    constexpr size_t most = Two ? 2 * kTile : kTile, all_lines = kInt8Group * kPanel / 64 / 4;
-    const size_t num_rows = end - first, num_pieces = (num_rows + most - 1) / most, bytes = rows.width * kPanel;
+    constexpr size_t max_rows = Two ? 2 * kTile : kTile, all_lines = kInt8Group * kPanel / 64 / 4;
+    const size_t num_rows = end - first, num_pieces = (num_rows + max_rows - 1) / max_rows, bytes = rows.width * kPanel;
     const size_t size = (num_rows + num_pieces - 1) / num_pieces;
     const Piece piece{size, Two ? (size + 1) / 2 : size};
     const size_t lines = (all_lines + num_pieces - 1) / num_pieces;  // of a piece

@@ -1,4 +1,4 @@
-// Passes over one row of scores, a number per token id.
+// Passes over one row of scores, one number per token id.
 #include "kernels.h"
 #include "simd.h"
 
@@ -24,7 +24,7 @@ float maximum(const float* z, size_t n) {
 }
 
 double mass(const float* z, size_t blocks, float top) {
-    constexpr size_t few = 4;  // blocks that are summed in float before their sum goes into a double
+    constexpr size_t few = 4;  // blocks that are summed in float, before the sum is added to a double
     double total = 0.0;
     for (size_t first = 0; first < blocks; first += few) {
         const size_t end = (first + few < blocks ? first + few : blocks) * kBlock;
@@ -41,27 +41,23 @@ PACELINE_INLINE u32v lowbias(u32v x) {
     return x ^ (x >> 16);
 }
 
-// gumbel = -log(-log(1 - v)) <= -log(v) <= 32 log 2 - log(h1). The bits of a float32, read as an integer, are a
-// straight line below log2 between powers of two, so no logarithm is taken; 1e-4 outweighs every rounding.
+// An upper bound of the noise: gumbel = -log(-log(1 - v)) <= -log(v) <= 32 log 2 - log(h1). No logarithm is taken: between powers of two
+// the bits of a float32, read as an integer, are a straight line below log2. 1e-4 outweighs every rounding.
 PACELINE_INLINE f32v ceiling(u32v h1) {
     constexpr float ln2 = 0.6931471805599453f;
-    const f32v wide = to_float(h1);
-    i32v bits;
-    __builtin_memcpy(&bits, &wide, sizeof bits);
-    return to_float(bits) * (-ln2 * 0x1p-23f) + ln2 * (32 + 127 + 1e-4f);
+    return to_float((i32v)to_float(h1)) * (-ln2 * 0x1p-23f) + ln2 * (32 + 127 + 1e-4f);
 }
 
-// `ids_of(i)` is the vector of token ids from place i on.
+// ids_of(i): the vector of token ids from index i on.
 template <class IdsOf>
-PACELINE_INLINE void bound_all(const float* z, size_t blocks, uint32_t k0, uint32_t k1, IdsOf ids_of, float* bounds,
-                               float* maxima) {
+PACELINE_INLINE void bound_all(const float* z, size_t blocks, uint32_t k0, uint32_t k1, IdsOf ids_of, float* bounds, float* maxima) {
     for (size_t b = 0; b < blocks; ++b) {
         f32v best = splat(-__builtin_inff());
         for (size_t i = b * kBlock; i < (b + 1) * kBlock; i += kLanes) {
             const u32v h1 = lowbias(lowbias(ids_of(i) ^ k0) + k1);
-            const f32v most = ceiling(h1) + load(z + i);
-            store(bounds + i, most);
-            best = larger(most, best);
+            const f32v upper = ceiling(h1) + load(z + i);
+            store(bounds + i, upper);
+            best = larger(upper, best);
         }
         maxima[b] = largest(best);
     }
@@ -73,8 +69,7 @@ void bound(const float* z, size_t blocks, uint32_t k0, uint32_t k1, uint32_t fir
     bound_all(z, blocks, k0, k1, [ids](size_t i) { return ids + (uint32_t)i; }, bounds, maxima);
 }
 
-void bound_ids(const float* z, size_t blocks, uint32_t k0, uint32_t k1, const uint32_t* ids, float* bounds,
-               float* maxima) {
+void bound_ids(const float* z, size_t blocks, uint32_t k0, uint32_t k1, const uint32_t* ids, float* bounds, float* maxima) {
     const auto load_ids = [ids](size_t i) {
         u32v loaded;
         __builtin_memcpy(&loaded, ids + i, sizeof loaded);

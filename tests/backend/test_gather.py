@@ -71,8 +71,8 @@ def _choose(random: Random) -> SamplingSpec:
 def test_how_tokens_are_chosen_is_read_as_the_readable_twin_reads_it(number: int) -> None:
     random = Random(number)
     specs = [_choose(random) for _ in range(random.randint(0, 8))]
-    fast, slow = kernels.read_chooses(specs, 40), read_specs(specs, 40)
-    assert fast.told() == slow.told()
+    fast, slow = kernels.read_specs(specs, 40), read_specs(specs, 40)
+    assert fast.as_lists() == slow.as_lists()
     assert fast.num_logit_rows == slow.num_logit_rows == sum(c.wants_logits for c in specs)
 
 
@@ -92,7 +92,7 @@ def test_rows_advance_as_the_readable_twin_advances_them(number: int) -> None:
     for one, other in ((getattr(fast, n), getattr(slow, n)) for n in ("token_ids", "length", "computed")):
         assert (one == other).all()
     for r, _ in gained:
-        ours, theirs = (kernels.read_chooses([rows.spec_after(r.row, [8])], 40).told() for rows in (fast, slow))
+        ours, theirs = (kernels.read_specs([rows.spec_after(r.row, [8])], 40).as_lists() for rows in (fast, slow))
         assert ours == theirs
 
 

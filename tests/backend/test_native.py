@@ -54,7 +54,7 @@ GREEDY = SamplingSpec("logits", SamplingParams(temperature=0.0))
 
 
 def native(config: ModelConfig, types: str, threads: int = 1, kv: str = "f32") -> NativeDecoder:
-    return pack_decoder(config, tiny_weights(config, dtype=torch.float32), kernels.Team(threads), types, kv)
+    return pack_decoder(config, tiny_weights(config, dtype=torch.float32), kernels.ThreadPool(threads), types, kv)
 
 
 def logits_of(
@@ -207,7 +207,7 @@ def test_taps_are_those_of_the_reference() -> None:
 @pytest.mark.parametrize("threads", [2, 3])
 def test_a_pass_beside_the_caller_says_what_a_call_does(threads: int) -> None:
     """Also if others of its team, or of its own decoder, come in between; and if nobody waits for it."""
-    config, team = tiny_config("llama", num_layers=3), kernels.Team(threads)
+    config, team = tiny_config("llama", num_layers=3), kernels.ThreadPool(threads)
     weights = tiny_weights(config, dtype=torch.float32)
     decoder, other = (pack_decoder(config, weights, team, "int8", "f32") for _ in range(2))
     assert decoder.capabilities.asynchronous
@@ -263,7 +263,7 @@ def test_a_row_may_see_keys_from_a_later_one_on(first: int, kv: str) -> None:
     results = []
     for decoder, chunk in ((twin, 300), (native(config, "f32", 1, kv), 300), (native(config, "f32", 3, kv), 7)):
         store = decoder.new_kv(20)
-        spoiler = pack_decoder(config, broken, kernels.Team(1), "f32", kv) if decoder is not twin else twin
+        spoiler = pack_decoder(config, broken, kernels.ThreadPool(1), "f32", kv) if decoder is not twin else twin
         run_pass(spoiler, pack([(IDS[:first], 0, SHUFFLED)]), store, [GREEDY] * first)
         rows = []
         for start in range(first, LENGTH, chunk):
@@ -281,10 +281,10 @@ def test_products_of_one_matrix() -> None:
     x, w = np.random.default_rng(3).standard_normal((2, 70, 96)).astype(np.float32)
     for types, most in (("f32", 1e-4), ("bf16", 0.3), ("int8", 0.5)):
         out = np.empty((70, 70), np.float32)
-        kernels.multiply(kernels.Team(2), kernels.pack(w, types), x, out)
+        kernels.multiply(kernels.ThreadPool(2), kernels.pack(w, types), x, out)
         assert np.abs(out - x @ w.T).max() < most
     with pytest.raises(ValueError, match="do not fit"):
-        kernels.multiply(kernels.Team(1), kernels.pack(w, "f32"), x[:, :90].copy(), out)
+        kernels.multiply(kernels.ThreadPool(1), kernels.pack(w, "f32"), x[:, :90].copy(), out)
 
 
 def spread(x: np.ndarray) -> np.ndarray:
@@ -341,7 +341,7 @@ def test_whole_products_are_the_twins_to_the_bit(types: str, shape: tuple[int, i
     w = random.standard_normal(shape).astype(np.float32)
     x = (random.standard_normal((num_rows, shape[1])) * random.uniform(0.1, 30, shape[1])).astype(np.float32)
     out = np.empty((num_rows, shape[0]), np.float32)
-    kernels.multiply(kernels.Team(2), kernels.pack(w, types), x, out)
+    kernels.multiply(kernels.ThreadPool(2), kernels.pack(w, types), x, out)
     np.testing.assert_array_equal(out, spread_product(types, w, x))
 
 
@@ -352,7 +352,7 @@ def test_an_outlier_is_shared_out_over_its_block() -> None:
     x = random.standard_normal((4, 576)).astype(np.float32)
     x[:, 5] = 200.0
     out = np.empty((4, 96), np.float32)
-    kernels.multiply(kernels.Team(1), kernels.pack(w, "int8"), x, out)
+    kernels.multiply(kernels.ThreadPool(1), kernels.pack(w, "int8"), x, out)
     rows, scales = quantised(x)
     as_they_are = (rows * scales[:, None]) @ w.T
     assert np.abs(out - x @ w.T).mean() < np.abs(as_they_are - x @ w.T).mean() / 4
@@ -362,7 +362,7 @@ def test_others_may_use_the_same_registers_between_two_runs() -> None:
     """A library that trains shapes a thread's tiles for itself."""
     random = np.random.default_rng(2)
     w, x = random.standard_normal((64, 64)).astype(np.float32), random.standard_normal((16, 64)).astype(np.float32)
-    team, packed, wide = kernels.Team(1), kernels.pack(w, "int8"), torch.ones(256, 256, dtype=torch.bfloat16)
+    team, packed, wide = kernels.ThreadPool(1), kernels.pack(w, "int8"), torch.ones(256, 256, dtype=torch.bfloat16)
     for num_rows in (16, 9, 16, 9):
         out = np.empty((num_rows, 64), np.float32)
         kernels.multiply(team, packed, x[:num_rows].copy(), out)
@@ -379,7 +379,7 @@ def test_nothing_finite_is_told_apart() -> None:
     weights = tiny_weights(config, dtype=torch.float32)
     weights["layers.1.mlp_down"][3, 3] = float("nan")
     for types in WEIGHTS:
-        decoder = pack_decoder(config, weights, kernels.Team(1), types, "f16")
+        decoder = pack_decoder(config, weights, kernels.ThreadPool(1), types, "f16")
         for kind, temperature in (("argmax", 0.0), ("noisy", 1.0), ("sampled", 0.0), ("sampled", 1.0)):
             choose = SamplingSpec(kind, SamplingParams(temperature=temperature))
             if types in ("f32", "bf16"):
@@ -410,7 +410,7 @@ def test_rows_without_a_finite_step_stay_what_they_are() -> None:
     weights = np.zeros((2, 64), np.float32)
     weights[1, 5] = np.nan
     out = np.empty((1, 2), np.float32)
-    kernels.multiply(kernels.Team(1), kernels.pack(weights, "int4_row"), np.ones((1, 64), np.float32), out)
+    kernels.multiply(kernels.ThreadPool(1), kernels.pack(weights, "int4_row"), np.ones((1, 64), np.float32), out)
     assert out[0, 0] == 0.0
     assert np.isnan(out[0, 1])
 

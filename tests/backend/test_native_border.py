@@ -23,7 +23,7 @@ GREEDY = SamplingSpec("logits", SamplingParams(temperature=0.0))
 
 def native(family: str, types: str, kv: str = "f32", **changes: Any) -> NativeDecoder:
     config = tiny_config(family, **changes)
-    return pack_decoder(config, tiny_weights(config, dtype=torch.float32), kernels.Team(1), types, kv)
+    return pack_decoder(config, tiny_weights(config, dtype=torch.float32), kernels.ThreadPool(1), types, kv)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_too_wide_for_whole_numbers_is_told_before_weights_are_read(
     changes: dict[str, int], types: tuple[str, str], advice: str
 ) -> None:
     with pytest.raises(ConfigError, match=advice):
-        pack_decoder(tiny_config(**changes), {}, kernels.Team(1), *types)
+        pack_decoder(tiny_config(**changes), {}, kernels.ThreadPool(1), *types)
 
 
 @pytest.mark.parametrize("types", [("int8", "f16"), ("int4", "f32"), ("bf16", "f32")])

@@ -107,11 +107,11 @@ def draft_steps(
     specs: list[SamplingSpec] | None = None,
     weight: float = 1.0,
     stops: tuple[Stop | None, ...] = (None, None),
-    pointers: tuple[kernels.Pointer | None, ...] = (None, None),
+    pointers: tuple[kernels.TokenHints | None, ...] = (None, None),
 ) -> np.ndarray:
     weights = tiny_weights(CONFIG, dtype=torch.float32)
     weights["final_norm"] = weights["final_norm"] * weight
-    decoder = pack_decoder(CONFIG, weights, kernels.Team(1), "f32", "f32")
+    decoder = pack_decoder(CONFIG, weights, kernels.ThreadPool(1), "f32", "f32")
     packed = replace(pack([([5, 6, 7], 0, [1]), ([9], 0, [2])]), wanted=np.array([2, 3]))
     limits = [StepLimit(*of) for of in zip(depths, stops, pointers, strict=False)]
     return run_pass(decoder, packed, decoder.new_kv(3), specs or [GREEDY] * sum(depths), steps=limits).token_ids
@@ -130,10 +130,10 @@ def test_a_broken_row_ends_there() -> None:
     assert (found[[1, 2, 4]] == UNCHOSEN).all()
 
 
-def pointer_to(text: list[int], gain: float) -> kernels.Pointer:
+def pointer_to(text: list[int], gain: float) -> kernels.TokenHints:
     index = kernels.TextIndex(len(text))
     index.extend(np.array(text))
-    return kernels.Pointer(index, np.array(text[-4:]), gain, 2, 32)
+    return kernels.TokenHints(index, np.array(text[-4:]), gain, 2, 32)
 
 
 def test_a_pointer_leads_a_row_on_from_what_was_chosen() -> None:
@@ -159,7 +159,7 @@ def test_what_lies_outside_the_vocabulary_is_not_pointed_to() -> None:
 )
 def test_a_pointer_that_cannot_be_is_refused(gain: float, bounds: tuple[int, int], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        kernels.Pointer(kernels.TextIndex(8), np.array([1, 2]), gain, *bounds)
+        kernels.TokenHints(kernels.TextIndex(8), np.array([1, 2]), gain, *bounds)
 
 
 def test_a_row_leaves_where_its_stop_says() -> None:

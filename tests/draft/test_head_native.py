@@ -46,7 +46,7 @@ def runners(
 ) -> tuple[ReferenceHead, NativeHead]:
     """own: type of the head's own weights."""
     weights = tiny_weights(TARGET, dtype=torch.float32)
-    target = pack_decoder(TARGET, weights, kernels.Team(2), types, kv)
+    target = pack_decoder(TARGET, weights, kernels.ThreadPool(2), types, kv)
     return ReferenceHead(head, ReferenceDecoder(TARGET, weights)), NativeHead(head, target, None, own)
 
 
@@ -105,7 +105,7 @@ def test_the_border_refuses_what_does_not_fit(
     change: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, weights = kernels.Decoder, tiny_weights(TARGET, dtype=torch.float32)
-    target = pack_decoder(TARGET, weights, kernels.Team(1), "f32", "f32")
+    target = pack_decoder(TARGET, weights, kernels.ThreadPool(1), "f32", "f32")
     monkeypatch.setattr(kernels, "Decoder", lambda **given: make(**(given | change)))
     with pytest.raises(ValueError, match=reason):
         NativeHead(make_head(CASES["eagle, first"]), target)
@@ -185,10 +185,10 @@ def test_states_that_do_not_fit_are_refused(change: dict[str, Any], reason: str)
         "eps": 1e-5,
         "features": np.ones((2, 64), np.float32),
     }
-    kernels.fuse(kernels.Team(1), **fitting)
+    kernels.fuse(kernels.ThreadPool(1), **fitting)
     assert not fitting["features"].any()
     with pytest.raises(ValueError, match=reason):
-        kernels.fuse(kernels.Team(1), **(fitting | change))
+        kernels.fuse(kernels.ThreadPool(1), **(fitting | change))
 
 
 @pytest.mark.parametrize("case", ["first", "eagle, first", "normed heads"])
@@ -317,12 +317,12 @@ PLACE = [np.zeros((2, 32), np.float32)] * 2 + [np.arange(2), np.zeros((2, 6), np
 def test_the_border_refuses_places_that_do_not_fit(which: int | None, given: Any, reason: str) -> None:
     arrays = [given if i == which else array for i, array in enumerate(PLACE)]
     others = {
-        "chooses": kernels.read_chooses([SamplingSpec("argmax", SamplingParams())] * 2, TARGET.vocab_size),
+        "chooses": kernels.read_specs([SamplingSpec("argmax", SamplingParams())] * 2, TARGET.vocab_size),
         "vocab": 1000 if which is None else 20,
         "chosen": np.empty(2, np.int64),
         "logits": np.empty((0, 20), np.float32),
         "margins": np.empty(2, np.float32),
-        "told": np.empty((2, 6), np.float32),
+        "messages": np.empty((2, 6), np.float32),
     }
     for case, why in (("relay", reason), ("peagle", "no relay")):
         native: Any = runners(make_head(CASES[case]))[1]

@@ -174,7 +174,7 @@ def test_a_row_that_is_released_takes_what_was_said_along() -> None:
 
 @given(data=st.data())
 def test_the_kernel_keeps_what_its_plain_twin_keeps(data: st.DataObject) -> None:
-    rows, twin, fast = rows_of((1, 2, 3)), PlainRecycled(), kernels.Recycled()
+    rows, twin, fast = rows_of((1, 2, 3)), PlainRecycled(), kernels.RecycledTokens()
     tokens = st.integers(0, 6)
     for _ in range(data.draw(st.integers(1, 8))):
         drafted = data.draw(st.lists(tokens, min_size=1, max_size=6))
@@ -184,20 +184,20 @@ def test_the_kernel_keeps_what_its_plain_twin_keeps(data: st.DataObject) -> None
         fast.learn(drafted, np.array(chosen), num_kept, place)
     index = rows.text(0)
     for before, last, place in product(range(7), range(7), (0, 5, 12)):
-        pointer = kernels.Pointer(index, np.array([before, last]), 0.0, 2, 32)
-        pointer.recycle(fast, GAINS, place)
-        expected, found = twin.look(before, last, place, GAINS), pointer.look(np.empty(0, np.int64))
+        pointer = kernels.TokenHints(index, np.array([before, last]), 0.0, 2, 32)
+        pointer.add_recycled(fast, GAINS, place)
+        expected, found = twin.look(before, last, place, GAINS), pointer.next_hint(np.empty(0, np.int64))
         assert found == expected
 
 
 def test_what_cannot_be_is_refused() -> None:
-    recycled, nothing = kernels.Recycled(), np.empty(0, np.int64)
+    recycled, nothing = kernels.RecycledTokens(), np.empty(0, np.int64)
     with pytest.raises(ValueError, match="after every token"):
         recycled.learn([1, 2], np.array([3]), 0, 4)
-    with pytest.raises(ValueError, match="place"):
+    with pytest.raises(ValueError, match="position"):
         recycled.learn([1], np.array([3]), 0, -1)
-    pointer = kernels.Pointer(kernels.TextIndex(8), nothing, 1.0, 2, 32)
+    pointer = kernels.TokenHints(kernels.TextIndex(8), nothing, 1.0, 2, 32)
     with pytest.raises(ValueError, match="finite"):
-        pointer.recycle(recycled, (1.0, math.nan, 1.0), 4)
+        pointer.add_recycled(recycled, (1.0, math.nan, 1.0), 4)
     with pytest.raises(ValueError, match="2\\*\\*31"):
-        pointer.recycle(recycled, GAINS, -1)
+        pointer.add_recycled(recycled, GAINS, -1)

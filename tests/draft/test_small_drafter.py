@@ -101,7 +101,7 @@ def test_the_compiled_one_computes_what_the_readable_one_does(tied: bool, tmp_pa
     config = tiny_config(vocab_size=VOCAB, num_layers=3, tie_embeddings=tied)
     weights = tiny_weights(config, seed=4, embed_scale=SHARP, dtype=torch.float32)
     small = load_cut_model(write_small(tmp_path, tied=tied), config)
-    whole = pack_decoder(config, weights, kernels.Team(2), "f32", "f32")
+    whole = pack_decoder(config, weights, kernels.ThreadPool(2), "f32", "f32")
     readable, compiled = ReferenceCutModel(small, ReferenceDecoder(config, weights)), NativeCutModel(small, whole)
     packed = pack([(list(range(40, 70)), 0, [1, 2]), ([7, 8, 9], 0, [0])])
     kinds = [
@@ -126,7 +126,7 @@ def test_the_kernel_draws_what_the_spread_row_draws(tokens: np.ndarray, tmp_path
     """To the bit, with every kind of parameters; all of the target's ids need no rows of their own in memory."""
     config = tiny_config(vocab_size=VOCAB, num_layers=3, tie_embeddings=True)
     weights = tiny_weights(config, seed=4, embed_scale=SHARP, dtype=torch.float32)
-    whole = pack_decoder(config, weights, kernels.Team(2))
+    whole = pack_decoder(config, weights, kernels.ThreadPool(2))
     some = load_cut_model(write_small(tmp_path), config)
     cut = (replace(some, token_ids=ids) for ids in (tokens, np.arange(VOCAB)))
     small, every = (NativeCutModel(one, whole, weight_type="int8") for one in cut)

@@ -1,4 +1,4 @@
-"""Readable twins of the transforms in `csrc/sampling.cpp`, called through `paceline.core.sampling`."""
+"""Readable twins of the transforms in `csrc/model/sampling.cpp`, called through `paceline.core.sampling`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The readable twin of `kernels.read_chooses`: sampling specs as a pass reads them."""
+"""The readable twin of `kernels.read_specs`: sampling specs as a pass reads them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _KINDS = {"argmax": 0, "noisy": 1, "logits": 2, "sampled": 3}  # as in csrc
 
 
-def read_specs(specs: Sequence[SamplingSpec], vocab: int) -> kernels.Chooses:
+def read_specs(specs: Sequence[SamplingSpec], vocab: int) -> kernels.SamplingSpecs:
     """Edits of ids beyond `vocab` change nothing and are left out."""
     none = no_edits()
     edits = [c.edits or none for c in specs]
@@ -27,7 +27,7 @@ def read_specs(specs: Sequence[SamplingSpec], vocab: int) -> kernels.Chooses:
     np.cumsum(counts, out=offsets[1:])
     keys = [(0, 0) if c.kind == "argmax" else key(c.seed, c.choice, Lane.CHOICE, c.position) for c in specs]
     changed = [(e, n) for e, n in zip(edits, counts, strict=True) if n] or [(none, 0)]
-    return kernels.Chooses(
+    return kernels.SamplingSpecs(
         np.array([_KINDS[c.kind] for c in specs], np.uint8),
         np.array([c.params.temperature for c in specs], np.float64),
         np.array([(c.params.top_k, c.params.top_p, c.params.min_p) for c in specs], np.float64).reshape(-1, 3),

@@ -1,4 +1,4 @@
-"""Readable twin of `kernels.bounds_of`."""
+"""Readable twin of `kernels.draft_bounds`."""
 
 from __future__ import annotations
 

@@ -85,7 +85,9 @@ class StepLimit(NamedTuple):
 
     depth: int  # steps, at most
     stop: Stop | None = None  # ends the row earlier
-    pointer: kernels.Pointer | None = None  # gives logits to hinted tokens, where nothing else edits the choices
+    pointer: kernels.TokenHints | None = (
+        None  # gives logits to hinted tokens, where nothing else edits the choices
+    )
 
 
 class FedBack(NamedTuple):

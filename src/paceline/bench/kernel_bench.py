@@ -58,7 +58,7 @@ def run(args: Namespace) -> int:
     threads = num_cores() if args.threads is None else args.threads
     if not 1 <= threads <= MAX_THREADS or not 1 <= args.repeat <= 10_000:
         raise ConfigError(f"--threads must be between 1 and {MAX_THREADS}, --repeat between 1 and 10000")
-    model, team = load_model(args.model), kernels.Team(threads)
+    model, team = load_model(args.model), kernels.ThreadPool(threads)
     limits = measure_limits(team)
     say(
         f"{kernels.isa()}, {threads} threads: reads {limits.bytes_per_s / 1e9:.1f} GB/s, "
@@ -69,7 +69,7 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def _print_products(team: kernels.Team, limits: MachineLimits, config: ModelConfig, weights: str) -> None:
+def _print_products(team: kernels.ThreadPool, limits: MachineLimits, config: ModelConfig, weights: str) -> None:
     shapes, rows = matrix_shapes(config), list[list[str]]()
     with progress("matrices") as update:
         for done, (name, shape) in enumerate(shapes.items(), start=1):
@@ -81,7 +81,7 @@ def _print_products(team: kernels.Team, limits: MachineLimits, config: ModelConf
     table(title, ["matrix", "shape", *(f"{n} tok" for n in TOKENS)], rows, num_left=2)
 
 
-def _print_passes(args: Namespace, team: kernels.Team, limits: MachineLimits) -> None:
+def _print_passes(args: Namespace, team: kernels.ThreadPool, limits: MachineLimits) -> None:
     model = load_model(args.model)
     decoder = pack_decoder(model.config, model.weights, team, args.weights, args.kv)
     kv = decoder.new_kv(num_pages())
@@ -137,7 +137,7 @@ class ProductTime:
         return self.time_s / self.floor_s
 
 
-def measure_limits(team: kernels.Team) -> MachineLimits:
+def measure_limits(team: kernels.ThreadPool) -> MachineLimits:
     """Measure the machine; takes some tenths of a second."""
     return MachineLimits(kernels.read_bandwidth(team, 1 << 28), kernels.dot_peak(team))
 
@@ -151,7 +151,7 @@ def matrix_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def measure_products(
-    team: kernels.Team, limits: MachineLimits, shape: tuple[int, int], weights: str, tokens: Sequence[int]
+    team: kernels.ThreadPool, limits: MachineLimits, shape: tuple[int, int], weights: str, tokens: Sequence[int]
 ) -> Iterator[ProductTime]:
     """Multiply cold copies of a matrix by each number of tokens. Yield medians of several rounds."""
     random = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)

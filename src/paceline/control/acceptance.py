@@ -108,7 +108,7 @@ class AcceptanceModel:
         `usual` it means that the drafter states no confidence there. optimism: standard deviations to add.
         """
         known = None if confidence is None else np.ascontiguousarray(confidence)
-        return kernels.alive_of(self.estimates, MAX_LOGIT, rows, depth, known, usual, optimism)
+        return kernels.survival_probs(self.estimates, MAX_LOGIT, rows, depth, known, usual, optimism)
 
 
 def alive_once_drafted(models: Sequence[AcceptanceModel], drafted: Drafted, max_k: int) -> NDArray[float64]:

@@ -183,13 +183,13 @@ def plain(view: StepView) -> Decision:
 
 def drafted_of(batch: Batch, draft: Draft, indices: dict[str, int]) -> Drafted:
     """Return the proposals of decoding rows. indices: drafter by name, else NONE."""
-    (rows, drafters, ks), confidence = kernels.drafted_of(batch.rows, draft.rows, indices, NONE)
+    (rows, drafters, ks), confidence = kernels.draft_arrays(batch.rows, draft.rows, indices, NONE)
     return Drafted(rows, drafters, ks, confidence)
 
 
 def confidence_of(drafts: list[RowDraft]) -> NDArray[float64]:
     """Return the confidence in each draft, NaN behind the end of each row's. [n, longest]"""
-    return kernels.confidence_of(drafts)
+    return kernels.confidence_array(drafts)
 
 
 def outcomes_of(
@@ -205,7 +205,7 @@ def outcomes_of(
     indices: as for `drafted_of`. seconds: of drafting, of the target pass, of the host, and of waiting.
     """
     draft_s, target_s, host_s, wait_s = seconds
-    arrays, confidence, prefill = kernels.outcomes_of(
+    arrays, confidence, prefill = kernels.outcome_arrays(
         batch.rows, proposed.rows, verified.rows, verdict.rows, indices, NONE
     )
     rows, drafters, num_drafted, num_verified, num_accepted = arrays

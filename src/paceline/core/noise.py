@@ -1,7 +1,7 @@
 """Counter-based noise: a function of (seed, choice, lane, position, depth, token id) and of nothing else.
 
 It does not depend on batch, step or drafter, so the same seed gives the same text however the engine runs. The
-native kernels have their own copy (`csrc/noise.h`); tests hold golden values of this one. All arithmetic is on
+native kernels have their own copy (`csrc/model/noise.h`); tests hold golden values of this one. All arithmetic is on
 unsigned 32-bit integers, modulo 2**32, with `>>` a logical shift:
 
     murmur(x):   x ^= x >> 16; x *= 0x85EBCA6B; x ^= x >> 13; x *= 0xC2B2AE35; x ^= x >> 16
@@ -99,7 +99,7 @@ def noisy_argmax(z: NDArray[floating], key: Key, ids: NDArray[integer] | None = 
     """Return the token id with the largest z + gumbel, the lowest id on ties: a sample of softmax(z).
 
     z: [n] logits divided by the temperature. ids: [n] token ids, None for 0..n-1. Every candidate gets its exact
-    noise here; `csrc/sampling.cpp` computes it only for those that can still win.
+    noise here; `csrc/model/sampling.cpp` computes it only for those that can still win.
     """
     import numpy as np
 

@@ -207,7 +207,7 @@ class Speculation:
 
     @property
     def most(self) -> int:
-        """Upper bound of the drafts in a step; read by `kernels.bounds_of`."""
+        """Upper bound of the drafts in a step; read by `kernels.draft_bounds`."""
         return 0 if self.draft == OFF else MAX_ASKED_K if self.k is None else self.k
 
 

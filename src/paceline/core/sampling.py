@@ -1,6 +1,6 @@
 """From one row of raw logits to the target's own choice: edits, temperature, filters, noise.
 
-The transforms and their order are those of `SamplingParams`. `csrc/sampling.cpp` does the work; its readable twins
+The transforms and their order are those of `SamplingParams`. `csrc/model/sampling.cpp` does the work; its readable twins
 are in `tests/oracles/sampling.py`.
 """
 
@@ -46,7 +46,7 @@ def choose_ahead(logits: NDArray[floating], choose: SamplingSpec) -> tuple[int, 
     """
     from paceline import kernels
 
-    return kernels.choose_ahead(logits, *_how(choose))
+    return kernels.choose_with_margin(logits, *_how(choose))
 
 
 def _how(choose: SamplingSpec) -> tuple[Any, ...]:
@@ -119,7 +119,7 @@ def keep(z: NDArray[floating], params: SamplingParams) -> NDArray[int64]:
     from paceline import kernels
 
     if params.filtered:
-        ids = np.array(kernels.keep(z, params.top_k, params.top_p, params.min_p), np.int64)
+        ids = np.array(kernels.filtered_ids(z, params.top_k, params.top_p, params.min_p), np.int64)
     else:
         ids = np.arange(len(z) if np.isfinite(z.max()) else 0)
     if not len(ids):

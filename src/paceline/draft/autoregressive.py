@@ -41,7 +41,7 @@ class Chain:
     """A row's guesses so far."""
 
     def __init__(
-        self, row: int, depth: int, pointer: kernels.Pointer | None = None, stop: Stop | None = None
+        self, row: int, depth: int, pointer: kernels.TokenHints | None = None, stop: Stop | None = None
     ) -> None:
         """depth: guesses wanted, at most. pointer: gives them hints. stop: where there are fewer."""
         self.row, self.depth, self.pointer, self.stop = row, depth, pointer, stop

@@ -53,16 +53,16 @@ class Hints:
         self.gain, self.recycled_gains = gain, recycled
         self._rows = rows
         self._drafted: dict[int, list[int]] = {}  # row -> its newest token, and the drafts behind it
-        self._recycled: dict[int, kernels.Recycled] = {}
+        self._recycled: dict[int, kernels.RecycledTokens] = {}
 
-    def pointer(self, row: int) -> kernels.Pointer | None:
+    def pointer(self, row: int) -> kernels.TokenHints | None:
         """Return what points the drafts of a row to the tokens that get something; None if none does."""
         if not self.gain and row not in self._recycled:
             return None
         tail = self._rows.tokens(row)[-MAX_MATCH:]
-        pointer = kernels.Pointer(self._rows.text(row), tail, self.gain, MIN_MATCH, MAX_MATCH)
+        pointer = kernels.TokenHints(self._rows.text(row), tail, self.gain, MIN_MATCH, MAX_MATCH)
         if row in self._recycled:
-            pointer.recycle(self._recycled[row], self.recycled_gains, self._rows.known_len(row))
+            pointer.add_recycled(self._recycled[row], self.recycled_gains, self._rows.known_len(row))
         return pointer
 
     def note(self, drafts: Mapping[int, Sequence[int]]) -> None:
@@ -79,7 +79,7 @@ class Hints:
             drafted = self._drafted.pop(r.row, None)
             start, end = scores.cu_len[index], scores.cu_len[index + 1]
             if drafted and start + v.num_accepted + 1 < end <= start + len(drafted):
-                recycled = self._recycled.setdefault(r.row, kernels.Recycled())
+                recycled = self._recycled.setdefault(r.row, kernels.RecycledTokens())
                 place = self._rows.known_len(r.row) - len(v.token_ids)
                 recycled.learn(drafted[: end - start], scores.chosen[start:end], v.num_accepted, place)
 
@@ -89,9 +89,9 @@ class Hints:
         self._recycled.pop(row, None)
 
 
-def pointed(choose: SamplingSpec, pointer: kernels.Pointer | None, guesses: Sequence[int]) -> SamplingSpec:
+def pointed(choose: SamplingSpec, pointer: kernels.TokenHints | None, guesses: Sequence[int]) -> SamplingSpec:
     """Return how the draft after some guesses is chosen, with what its pointer says."""
-    found = pointer and choose.edits is None and pointer.look(np.array(guesses, np.int64))
+    found = pointer and choose.edits is None and pointer.next_hint(np.array(guesses, np.int64))
     return _with(choose, *found) if found else choose
 
 

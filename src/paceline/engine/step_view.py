@@ -21,7 +21,7 @@ def step_view(scheduler: Scheduler, drafting: DrafterPool, *, previews: bool, gr
     previews: query the lookup drafters before the plan. Also done if a request asks for its own speculation.
     """
     decoding = scheduler.decoding(group)
-    rows, lengths, max_drafts = kernels.bounds_of(decoding)
+    rows, lengths, max_drafts = kernels.draft_bounds(decoding)
     special = [r for r in decoding if r.request.speculation is not None]
     found = drafting.preview(rows.tolist(), max_drafts.tolist()) if previews or special else {}
     return StepView(

@@ -1,4 +1,6 @@
-"""The compiled kernels, see csrc/binding.cpp. Arrays are C-contiguous; every argument is checked there."""
+"""The compiled kernels, see csrc/bind/. Arrays are C-contiguous; every argument is checked there."""
+
+# fmt: off
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,38 +8,43 @@ from typing import Any
 from numpy import float32, float64, floating, int64, uint8, uint16, uint32
 from numpy.typing import NDArray
 
+_Ids = NDArray[int64]
+_F32 = NDArray[float32]
+_F64 = NDArray[float64]
+_Row = NDArray[floating[Any]]  # [vocab] float32 or float64
+_Found = tuple[list[int], list[float], int]  # token ids, their shares, length of the match
+_Work = tuple[int, int, int, int]  # tokens, unscored, kv_tokens, pairs: see `Work` in control/cost.py
+
 def isa() -> str: ...
+
+# Sampling
+
 def gumbel(k0: int, k1: int, id: int) -> float: ...  # noqa: A002
 def choose(
-    logits: NDArray[floating[Any]],
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    edit_ids: NDArray[int64],
-    edit_scale: NDArray[float32],
-    edit_add: NDArray[float32],
-    k0: int,
-    k1: int,
+    logits: _Row, temperature: float, top_k: int, top_p: float, min_p: float,
+    edit_ids: _Ids, edit_scale: _F32, edit_add: _F32, k0: int, k1: int,
 ) -> int: ...
-def choose_ahead(
-    logits: NDArray[floating[Any]],
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    edit_ids: NDArray[int64],
-    edit_scale: NDArray[float32],
-    edit_add: NDArray[float32],
-    k0: int,
-    k1: int,
+def choose_with_margin(
+    logits: _Row, temperature: float, top_k: int, top_p: float, min_p: float,
+    edit_ids: _Ids, edit_scale: _F32, edit_add: _F32, k0: int, k1: int,
 ) -> tuple[int, float]: ...
-def keep(z: NDArray[floating[Any]], top_k: int, top_p: float, min_p: float) -> list[int]: ...
-def logprobs(
-    logits: NDArray[floating[Any]], token_id: int, num_top: int
-) -> tuple[float, list[int], list[float]]: ...
+def filtered_ids(z: _Row, top_k: int, top_p: float, min_p: float) -> list[int]: ...
+def logprobs(logits: _Row, token_id: int, num_top: int) -> tuple[float, list[int], list[float]]: ...
 
-class Team:
+class SamplingSpecs:
+    def __init__(
+        self, kinds: NDArray[uint8], temperatures: _F64, filters: _F64, keys: NDArray[uint32],
+        edit_offsets: _Ids, edit_ids: _Ids, edit_scale: _F32, edit_add: _F32,
+    ) -> None: ...
+    @property
+    def num_logit_rows(self) -> int: ...
+    def as_lists(self) -> list[list[float]]: ...
+
+def read_specs(specs: list[Any], vocab: int) -> SamplingSpecs: ...  # of core/nouns.py
+
+# Weights
+
+class ThreadPool:
     def __init__(self, num_threads: int) -> None: ...
     @property
     def num_threads(self) -> int: ...
@@ -45,85 +52,35 @@ class Team:
 class Matrix:
     @property
     def num_bytes(self) -> int: ...
-    def row(self, index: int, to: NDArray[float32]) -> None: ...
-    def put_row(self, index: int, weights: NDArray[float32]) -> None: ...
+    def row(self, index: int, to: _F32) -> None: ...
+    def put_row(self, index: int, weights: _F32) -> None: ...
 
-def pack(weights: NDArray[float32], dtype: str) -> Matrix: ...
+def pack(weights: _F32, dtype: str) -> Matrix: ...
 def pack_int4(values: NDArray[uint8], scales: NDArray[uint16], minima: NDArray[uint16]) -> Matrix: ...
-def multiply(team: Team, matrix: Matrix, x: NDArray[float32], out: NDArray[float32]) -> None: ...
-def fuse(
-    team: Team,
-    fc: Matrix,
-    states: NDArray[float32],
-    norms: NDArray[float32],
-    eps: float,
-    features: NDArray[float32],
-) -> None: ...
-def read_bandwidth(team: Team, bytes: int) -> float: ...  # noqa: A002
-def dot_peak(team: Team) -> float: ...
-def time_products(team: Team, matrices: list[Matrix], num_tokens: int, repeats: int) -> list[float]: ...
+def multiply(pool: ThreadPool, matrix: Matrix, x: _F32, out: _F32) -> None: ...
+def fuse(pool: ThreadPool, fc: Matrix, states: _F32, norms: _F32, eps: float, features: _F32) -> None: ...
+def read_bandwidth(pool: ThreadPool, bytes: int) -> float: ...  # noqa: A002
+def dot_peak(pool: ThreadPool) -> float: ...
+def time_products(pool: ThreadPool, matrices: list[Matrix], num_tokens: int, repeats: int) -> list[float]: ...
+
+# Passes
 
 class KVStore:
     def __init__(
-        self,
-        dtype: str,
-        num_layers: int,
-        num_pages: int,
-        num_kv_heads: int,
-        head_dim: int,
+        self, dtype: str, num_layers: int, num_pages: int, num_kv_heads: int, head_dim: int
     ) -> None: ...
     @property
     def num_pages(self) -> int: ...
     @property
     def bytes_per_token(self) -> int: ...
 
-class Chooses:
+class PassInputs:
     def __init__(
-        self,
-        kinds: NDArray[uint8],
-        temperatures: NDArray[float64],
-        filters: NDArray[float64],
-        keys: NDArray[uint32],
-        edit_offsets: NDArray[int64],
-        edit_ids: NDArray[int64],
-        edit_scale: NDArray[float32],
-        edit_add: NDArray[float32],
-    ) -> None: ...
-    @property
-    def num_logit_rows(self) -> int: ...
-    def told(self) -> list[list[float]]: ...
-
-def read_chooses(specs: list[Any], vocab: int) -> Chooses: ...  # of core/nouns.py
-def pack_spans(
-    token_ids: NDArray[int64],
-    pages: NDArray[int64],
-    spans: list[tuple[int, int, int, Sequence[int]]],
-    wanted: list[int],
-    num_tokens: int,
-    block: NDArray[int64],
-    out_pages: NDArray[int64],
-) -> None: ...
-def append_tokens(
-    token_ids: NDArray[int64],
-    length: NDArray[int64],
-    computed: NDArray[int64],
-    gained: list[tuple[int, int, Sequence[int]]],
-) -> None: ...
-
-class Read:
-    def __init__(
-        self,
-        token_ids: NDArray[int64],
-        positions: NDArray[int64],
-        slots: NDArray[int64],
-        cu_len: NDArray[int64],
-        pages: NDArray[int64],
-        first_keys: NDArray[int64],
-        features: NDArray[float32],
-        wanted: NDArray[int64],
+        self, token_ids: _Ids, positions: _Ids, slots: _Ids, cu_len: _Ids,
+        pages: _Ids, first_keys: _Ids, features: _F32, wanted: _Ids,
     ) -> None: ...
 
-class Begun: ...  # a pass, with all that it reads and writes
+class PendingPass: ...  # with everything that the pass reads and writes
 
 class Decoder:
     def __init__(
@@ -135,12 +92,12 @@ class Decoder:
         num_kv_heads: int,
         head_dim: int,
         norm_eps: float,
-        team: Team,
+        pool: ThreadPool,
         embed: Matrix,
         head: Matrix,
-        final_norm: NDArray[float32],
-        inverse_frequencies: NDArray[float32],
-        layers: list[tuple[dict[str, Matrix], dict[str, NDArray[float32]]]],
+        final_norm: _F32,
+        inverse_frequencies: _F32,
+        layers: list[tuple[dict[str, Matrix], dict[str, _F32]]],
         windows: list[int],
         ropes: list[int],
         query_scale: float,
@@ -149,253 +106,146 @@ class Decoder:
         norms_residual: bool = False,
         feeds_normed: bool = False,
         fusing_matrices: dict[str, Matrix] = ...,
-        fusing_vectors: dict[str, NDArray[float32]] = ...,
+        fusing_vectors: dict[str, _F32] = ...,
         relay_matrices: dict[str, Matrix] = ...,
-        relay_vectors: dict[str, NDArray[float32]] = ...,
-        token_ids: NDArray[int64] | None = None,
+        relay_vectors: dict[str, _F32] = ...,
+        token_ids: _Ids | None = None,
     ) -> None: ...
-    @property
-    def relay_size(self) -> int: ...
     @property
     def vocab(self) -> int: ...
     @property
     def hidden(self) -> int: ...
     @property
+    def relay_size(self) -> int: ...
+    @property
     def maps_ids(self) -> bool: ...
-    def set_token_id(self, index: int, token_id: int) -> None: ...
     @property
     def weight_bytes(self) -> int: ...
+    def set_token_id(self, index: int, token_id: int) -> None: ...
     def forward(
-        self,
-        kv: KVStore,
-        read: Read,
-        specs: Chooses,
-        vocab: int,
-        num_layers: int,
-        tap_layers: list[int],
-        taps: NDArray[float32],
-        chosen: NDArray[int64],
-        logits: NDArray[float32],
-        margins: NDArray[float32],
+        self, kv: KVStore, inputs: PassInputs, specs: SamplingSpecs, vocab: int, num_layers: int,
+        tap_layers: list[int], taps: _F32, chosen: _Ids, logits: _F32, margins: _F32,
     ) -> None: ...
     def begin(
-        self,
-        kv: KVStore,
-        read: Read,
-        specs: Chooses,
-        vocab: int,
-        num_layers: int,
-        tap_layers: list[int],
-        taps: NDArray[float32],
-        chosen: NDArray[int64],
-        logits: NDArray[float32],
-        margins: NDArray[float32],
-    ) -> Begun: ...
+        self, kv: KVStore, inputs: PassInputs, specs: SamplingSpecs, vocab: int, num_layers: int,
+        tap_layers: list[int], taps: _F32, chosen: _Ids, logits: _F32, margins: _F32,
+    ) -> PendingPass: ...
     def finish(self) -> None: ...
-    def forward_in_turn(
-        self,
-        kv: KVStore,
-        read: Read,
-        specs: Chooses,
-        vocab: int,
-        num_layers: int,
-        depths: list[int],
-        stops: NDArray[float64],
-        pointers: list[Pointer | None],
-        chosen: NDArray[int64],
-        margins: NDArray[float32],
+    def forward_steps(
+        self, kv: KVStore, inputs: PassInputs, specs: SamplingSpecs, vocab: int, num_layers: int,
+        depths: list[int], stops: _F64, hints: list[TokenHints | None], chosen: _Ids, margins: _F32,
     ) -> None: ...
     def relay(
-        self,
-        first: NDArray[float32],
-        normed: NDArray[float32],
-        token_ids: NDArray[int64],
-        before: NDArray[float32],
-        specs: Chooses,
-        vocab: int,
-        chosen: NDArray[int64],
-        logits: NDArray[float32],
-        margins: NDArray[float32],
-        told: NDArray[float32],
+        self, first: _F32, states: _F32, previous_ids: _Ids, previous_messages: _F32, specs: SamplingSpecs,
+        vocab: int, chosen: _Ids, logits: _F32, margins: _F32, messages: _F32,
     ) -> None: ...
+
+# Rows and features
+
+def pack_spans(
+    token_ids: _Ids, pages: _Ids, spans: list[tuple[int, int, int, Sequence[int]]], wanted: list[int],
+    num_tokens: int, block: _Ids, out_pages: _Ids,
+) -> None: ...
+def append_tokens(
+    token_ids: _Ids, length: _Ids, computed: _Ids, gained: list[tuple[int, int, Sequence[int]]]
+) -> None: ...
+def zero_halves(rows: int, width: int) -> NDArray[uint16]: ...
+def write_halves(
+    taps: list[_F32], starts: list[int], counts: list[int], slots: _Ids, store: NDArray[uint16]
+) -> None: ...
+def read_halves(
+    store: NDArray[uint16], pages: _Ids, pieces: list[tuple[int, int, int]], out: _F32
+) -> None: ...
+def accept_coupled(drafts: tuple[Any, ...], cu_len: list[int], chosen: _Ids) -> list[list[int]]: ...
+
+# Lookup
 
 class TextIndex:
     def __init__(self, capacity: int) -> None: ...
-    def extend(self, token_ids: NDArray[int64]) -> None: ...
+    def extend(self, token_ids: _Ids) -> None: ...
     def end_text(self) -> None: ...
     def propose(
-        self,
-        tail: NDArray[int64],
-        most: int,
-        min_match: int,
-        max_match: int,
-        reach: float,
-        least_share: float,
-    ) -> tuple[list[int], list[float], int]: ...
+        self, tail: _Ids, max_tokens: int, min_match: int, max_match: int,
+        tokens_per_match: float, min_share: float,
+    ) -> _Found: ...
 
-class Recycled:
+def extend_rows(texts: Sequence[TextIndex], rows: Sequence[int], token_ids: _Ids, lengths: _Ids) -> None: ...
+def propose_continuations(
+    texts: Sequence[TextIndex], max_tokens: Sequence[int], min_match: int, max_match: int,
+    tokens_per_match: float, min_share: float,
+) -> list[_Found]: ...
+
+class RecycledTokens:
     def __init__(self) -> None: ...
-    def learn(self, drafted: list[int], chosen: NDArray[int64], num_kept: int, place: int) -> None: ...
+    def learn(self, drafted: list[int], chosen: _Ids, num_accepted: int, position: int) -> None: ...
 
-class Pointer:
-    def __init__(
-        self, text: TextIndex, tail: NDArray[int64], gain: float, min_match: int, max_match: int
-    ) -> None: ...
-    def recycle(self, recycled: Recycled, gains: tuple[float, float, float], length: int) -> None: ...
-    def look(self, guesses: NDArray[int64]) -> tuple[int, float] | None: ...
+class TokenHints:
+    def __init__(self, text: TextIndex, tail: _Ids, gain: float, min_match: int, max_match: int) -> None: ...
+    def add_recycled(self, recycled: RecycledTokens, gains: tuple[float, float, float], length: int) -> None: ...
+    def next_hint(self, guesses: _Ids) -> tuple[int, float] | None: ...
+
+# Control
 
 class Estimates:
     def __init__(
-        self,
-        habit: NDArray[float64],
-        habit_var: NDArray[float64],
-        usual: NDArray[float64],
-        num_usual: NDArray[float64],
-        ease: NDArray[float64],
-        ease_var: NDArray[float64],
-        spread: NDArray[float64],
+        self, depth_logit: _F64, depth_var: _F64, usual_confidence: _F64, num_usual: _F64,
+        row_logit: _F64, row_var: _F64, spread: _F64,
     ) -> None: ...
 
-PassWork = tuple[int, int, int, int]  # tokens, unscored, kv_tokens, pairs: see `Work` in control/cost.py
+def survival_probs(
+    estimates: Estimates, largest_logit: float, rows: _Ids, depth: int,
+    confidence: _F64 | None, assume_usual: bool, optimism: float,
+) -> _F64: ...
+def observe_drafts(
+    estimates: Sequence[Estimates], rates: _F64, rows: _Ids, num_verified: _Ids, num_accepted: _Ids,
+    drafters: _Ids, indices: Sequence[int], confidence: _F64 | None,
+) -> None: ...
+def stop_drafts(
+    honours_stops: Sequence[Estimates | None], half_s: _F64, half: int, tokens_per_s: float,
+    rows: _Ids, max_drafts: _Ids, ks: _Ids, drafters: _Ids, left_alone: int,
+) -> tuple[_Ids, _Ids, list[tuple[int, list[float], float, list[float]]]]: ...
+def draft_arrays(
+    rows: tuple[Any, ...], drafts: tuple[Any, ...], indices: dict[str, int], none: int
+) -> tuple[_Ids, _F64]: ...
+def confidence_array(drafts: list[Any]) -> _F64: ...
+def outcome_arrays(
+    rows: tuple[Any, ...], proposed: tuple[Any, ...], verified: tuple[Any, ...], verdicts: tuple[Any, ...],
+    indices: dict[str, int], none: int,
+) -> tuple[_Ids, _F64, _Work]: ...
+def draft_bounds(running: list[Any]) -> _Ids: ...
 
 class Costs:
     def __init__(
         self,
-        sizes: tuple[NDArray[float64], NDArray[int64], NDArray[int64]],
-        passes: tuple[NDArray[int64], NDArray[float64], NDArray[float64]],
-        curve: tuple[NDArray[float64], NDArray[float64], bool],
+        sizes: tuple[_F64, _Ids, _Ids],
+        passes: tuple[_Ids, _F64, _F64],
+        curve: tuple[_F64, _F64, bool],
         prices: tuple[float, float, float],
-        keys: NDArray[float64],
-        drafting: tuple[NDArray[float64], NDArray[float64], NDArray[float64]],
-        drafters: tuple[NDArray[float64], NDArray[int64]],
-        host: tuple[NDArray[float64], NDArray[int64]],
-        hour: tuple[NDArray[float64], NDArray[int64]],
-        rates: NDArray[float64],
+        keys: _F64,
+        drafting: tuple[_F64, _F64, _F64],
+        drafters: tuple[_F64, _Ids],
+        host: tuple[_F64, _Ids],
+        drift: tuple[_F64, _Ids],
+        rates: _F64,
     ) -> None: ...
-    def drafting_of(self, ks: NDArray[int64], drafters: NDArray[int64]) -> list[float]: ...
-    def prices(
-        self, base: PassWork, lengths: NDArray[int64], paying: int, num_drafters: int, depth: int
-    ) -> NDArray[float64]: ...
+    def drafting_of(self, ks: _Ids, drafters: _Ids) -> list[float]: ...
+    def prices(self, base: _Work, lengths: _Ids, paying: int, num_drafters: int, depth: int) -> _F64: ...
     def choose(
-        self,
-        base: PassWork,
-        drafted: bool,
-        alive: NDArray[float64],
-        most: NDArray[int64],
-        lengths: NDArray[int64],
-        drafters: NDArray[int64],
-        plain_tokens: float,
-        unpaid_s: float,
-    ) -> tuple[NDArray[int64], float, float, float]: ...
+        self, base: _Work, drafted: bool, survival: _F64, max_drafts: _Ids, lengths: _Ids, drafters: _Ids,
+        plain_tokens: float, unpaid_s: float,
+    ) -> tuple[_Ids, float, float, float]: ...
     def plan(
-        self,
-        estimates: Sequence[Estimates | None],
-        largest_logit: float,
-        offers: tuple[NDArray[float64] | None, ...],
-        prices: NDArray[float64],
-        per_s: float,
-        rows: NDArray[int64],
-        lengths: NDArray[int64],
-        most: NDArray[int64],
-        own: NDArray[int64],
-        asked: int,
-        prefill: PassWork,
-    ) -> tuple[NDArray[int64], NDArray[int64], float, float, float, float]: ...
+        self, estimates: Sequence[Estimates | None], largest_logit: float, previews: tuple[_F64 | None, ...],
+        prices: _F64, tokens_per_s: float, rows: _Ids, lengths: _Ids, max_drafts: _Ids,
+        assigned: _Ids, requested: int, prefill: _Work,
+    ) -> tuple[_Ids, _Ids, float, float, float, float]: ...
     def trim(
-        self,
-        base: PassWork,
-        estimates: Sequence[Estimates | None],
-        largest_logit: float,
-        known_rows: NDArray[int64],
-        known_lengths: NDArray[int64],
-        rows: NDArray[int64],
-        drafters: NDArray[int64],
-        ks: NDArray[int64],
-        confidence: NDArray[float64],
-        unpaid_s: float,
-        left_alone: int,
-    ) -> NDArray[int64]: ...
+        self, base: _Work, estimates: Sequence[Estimates | None], largest_logit: float,
+        known_rows: _Ids, known_lengths: _Ids, rows: _Ids, drafters: _Ids, ks: _Ids, confidence: _F64,
+        unpaid_s: float, left_alone: int,
+    ) -> _Ids: ...
     def learn(
-        self,
-        known_rows: NDArray[int64],
-        known_lengths: NDArray[int64],
-        rows: NDArray[int64],
-        num_verified: NDArray[int64],
-        num_accepted: NDArray[int64],
-        num_drafted: NDArray[int64],
-        drafters: NDArray[int64],
-        prefill: PassWork,
-        seconds: tuple[float, float, float],
-        settled: bool,
-        tells_of_host: bool,
+        self, known_rows: _Ids, known_lengths: _Ids, rows: _Ids, num_verified: _Ids, num_accepted: _Ids,
+        num_drafted: _Ids, drafters: _Ids, prefill: _Work, seconds: tuple[float, float, float],
+        settled: bool, observes_host: bool,
     ) -> tuple[float, float, float]: ...
-
-def alive_of(
-    estimates: Estimates,
-    largest_logit: float,
-    rows: NDArray[int64],
-    depth: int,
-    confidence: NDArray[float64] | None,
-    usual: bool,
-    optimism: float,
-) -> NDArray[float64]: ...
-def observe_drafts(
-    estimates: Sequence[Estimates],
-    rates: NDArray[float64],
-    rows: NDArray[int64],
-    num_verified: NDArray[int64],
-    num_accepted: NDArray[int64],
-    drafters: NDArray[int64],
-    own: Sequence[int],
-    confidence: NDArray[float64] | None,
-) -> None: ...
-def stop_drafts(
-    minding: Sequence[Estimates | None],
-    of_half: NDArray[float64],
-    half: int,
-    per_s: float,
-    rows: NDArray[int64],
-    most: NDArray[int64],
-    ks: NDArray[int64],
-    drafters: NDArray[int64],
-    left_alone: int,
-) -> tuple[NDArray[int64], NDArray[int64], list[tuple[int, list[float], float, list[float]]]]: ...
-def drafted_of(
-    rows: tuple[Any, ...], drafts: tuple[Any, ...], indices: dict[str, int], none: int
-) -> tuple[NDArray[int64], NDArray[float64]]: ...
-def confidence_of(drafts: list[Any]) -> NDArray[float64]: ...
-def outcomes_of(
-    rows: tuple[Any, ...],
-    proposed: tuple[Any, ...],
-    verified: tuple[Any, ...],
-    verdicts: tuple[Any, ...],
-    indices: dict[str, int],
-    none: int,
-) -> tuple[NDArray[int64], NDArray[float64], PassWork]: ...
-def bounds_of(running: list[Any]) -> NDArray[int64]: ...
-def extend_rows(
-    texts: Sequence[TextIndex], rows: Sequence[int], token_ids: NDArray[int64], lengths: NDArray[int64]
-) -> None: ...
-def go_on(
-    texts: Sequence[TextIndex],
-    most: Sequence[int],
-    min_match: int,
-    max_match: int,
-    reach: float,
-    least_share: float,
-) -> list[tuple[list[int], list[float], int]]: ...
-def kept_while_chosen(drafts: tuple[Any, ...], cu_len: list[int], chosen: NDArray[int64]) -> list[list[int]]: ...
-def zero_halves(rows: int, width: int) -> NDArray[uint16]: ...
-def write_halves(
-    taps: list[NDArray[float32]],
-    starts: list[int],
-    counts: list[int],
-    slots: NDArray[int64],
-    store: NDArray[uint16],
-) -> None: ...
-def read_halves(
-    store: NDArray[uint16],
-    pages: NDArray[int64],
-    pieces: list[tuple[int, int, int]],
-    out: NDArray[float32],
-) -> None: ...

@@ -29,7 +29,7 @@ class Coupled:
         """Keep each row's drafts up to the first that the target would not have chosen."""
         if scores.logits is not None:
             return judge_rows(coupled_row, draft, scores)
-        kept = kernels.kept_while_chosen(draft.rows, list(scores.cu_len), scores.chosen)
+        kept = kernels.accept_coupled(draft.rows, list(scores.cu_len), scores.chosen)
         return Verdict(tuple(map(_verdict, kept)))
 
 

@@ -40,7 +40,7 @@ class NativeDecoder:
     def __init__(
         self,
         config: ModelConfig,
-        team: kernels.Team,
+        team: kernels.ThreadPool,
         compiled: kernels.Decoder,
         tables: SharedTables,
         weight_type: str,
@@ -53,7 +53,7 @@ class NativeDecoder:
         self.weight_type, self.kv_type = weight_type, kv_type
         self.compiled = compiled
         self.alone = Lock()  # compiled layers have room for one pass: a drafter may use the target's own
-        self._begun: kernels.Begun | None = None  # the last one: it has all that a pass reads and writes
+        self._begun: kernels.PendingPass | None = None  # the last one: it has all that a pass reads and writes
 
     def describe(self) -> str:
         """Return what it is, for the user."""
@@ -137,7 +137,7 @@ def prepare(
     packed, specs = request.packed, request.specs
     assert isinstance(request.kv, kernels.KVStore)
     taps = request.taps if taps is None else taps
-    read_specs = kernels.read_chooses(list(specs), compiled.vocab if compiled.maps_ids else vocab)
+    read_specs = kernels.read_specs(list(specs), compiled.vocab if compiled.maps_ids else vocab)
     num_logit_rows = read_specs.num_logit_rows
     logits = np.empty((num_logit_rows, vocab), np.float32)
     token_ids = np.empty(len(packed.wanted), np.int64)
@@ -181,15 +181,15 @@ def run_steps(
     specs, steps = request.specs, request.steps
     assert isinstance(request.kv, kernels.KVStore)
     token_ids, margins = np.empty(len(specs), np.int64), np.empty(len(specs), np.float32)
-    compiled.forward_in_turn(
+    compiled.forward_steps(
         request.kv,
         _read(compiled, request.packed, features),
-        kernels.read_chooses(list(specs), compiled.vocab if compiled.maps_ids else vocab),
+        kernels.read_specs(list(specs), compiled.vocab if compiled.maps_ids else vocab),
         vocab=vocab,
         num_layers=num_layers,
         depths=[limit.depth for limit in steps],
         stops=_stop_table(steps),
-        pointers=[limit.pointer for limit in steps],
+        hints=[limit.pointer for limit in steps],
         chosen=token_ids,
         margins=margins,
     )
@@ -210,8 +210,8 @@ def _stop_table(steps: Sequence[StepLimit]) -> NDArray[float64]:
     return np.array(table).reshape(-1, 3)
 
 
-def _read(compiled: kernels.Decoder, packed: Packed, features: NDArray[float32] | None) -> kernels.Read:
-    return kernels.Read(
+def _read(compiled: kernels.Decoder, packed: Packed, features: NDArray[float32] | None) -> kernels.PassInputs:
+    return kernels.PassInputs(
         packed.token_ids,
         packed.positions,
         packed.slots,

@@ -170,7 +170,7 @@ class NativeHead:
         token_ids, before = np.empty(0, np.int64), np.empty((0, self.config.relay_size), np.float32)
         if request.known is not None:
             token_ids, before = np.array(request.known[0], np.int64), _fed_back(request.known[1])
-        read_specs = kernels.read_chooses(list(specs), compiled.vocab if compiled.maps_ids else vocab)
+        read_specs = kernels.read_specs(list(specs), compiled.vocab if compiled.maps_ids else vocab)
         logits = np.empty((read_specs.num_logit_rows, vocab), np.float32)
         chosen, margins = np.empty(len(specs), np.int64), np.empty(len(specs), np.float32)
         told = np.empty((len(request.first), self.config.relay_size), np.float32)
@@ -184,7 +184,7 @@ class NativeHead:
             chosen=chosen,
             logits=logits,
             margins=margins,
-            told=told,
+            messages=told,
         )
         found = PassResult(chosen, margins=margins)
         if len(logits):

@@ -57,7 +57,7 @@ def load_decoder(
 def pack_decoder(
     config: ModelConfig,
     weights: Mapping[str, NDArray[floating]],
-    team: kernels.Team,
+    team: kernels.ThreadPool,
     weight_type: str = "int8",
     kv_type: str = "i16",
 ) -> NativeDecoder:
@@ -82,7 +82,7 @@ def pack_decoder(
     return NativeDecoder(config, team, compiled, tables, weight_type, kv_type)
 
 
-def team_of(device: Device | None, threads: int | None = None) -> kernels.Team:
+def team_of(device: Device | None, threads: int | None = None) -> kernels.ThreadPool:
     """Return the team for a device. Raises `ConfigError` if it is none of cores."""
     if device is not None and device.torch_name is not None:
         raise ConfigError(f"the native backend computes on cores, such as cpu:2-3, not on {device}")
@@ -91,12 +91,12 @@ def team_of(device: Device | None, threads: int | None = None) -> kernels.Team:
 
 
 @lru_cache
-def _team(num_threads: int, cores: frozenset[int]) -> kernels.Team:
+def _team(num_threads: int, cores: frozenset[int]) -> kernels.ThreadPool:
     """Return the process's team of `num_threads` there, which runs one pass after another, whoever asks.
 
     The thread that asks for a pass is one of them.
     """
-    return on_cores(cores, partial(kernels.Team, num_threads))
+    return on_cores(cores, partial(kernels.ThreadPool, num_threads))
 
 
 # Types -------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class Output:
 
 def compile_decoder(
     config: ModelConfig,
-    team: kernels.Team,
+    team: kernels.ThreadPool,
     *,
     embed: kernels.Matrix,
     output: Output,
@@ -176,7 +176,7 @@ def compile_decoder(
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         norm_eps=config.norm_eps,
-        team=team,
+        pool=team,
         embed=embed,
         head=output.head,
         final_norm=np.empty(0, np.float32) if output.norm is None else output.norm,

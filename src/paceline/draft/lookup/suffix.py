@@ -5,7 +5,7 @@ are asked, and the path that most of them took is proposed as far as enough of t
 match, the further the proposal goes. Places are found in the row's own text and, if the server was told to share,
 in past answers of the same salt. The paper keeps suffix trees; an index of where each pair of tokens stands, as
 compressors of the LZ77 kind have it, answers the same question from a ring of bounded size that forgets the oldest
-by itself. The index is `csrc/lookup.cpp`; its readable twin is `propose_slow`.
+by itself. The index is `csrc/host/text_index.cpp`; its readable twin is `propose_slow`.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class SuffixDrafter:
     def look(self, most: Mapping[int, int]) -> dict[int, RowDraft]:
         """Propose up to so many tokens for rows, with a confidence for each; rows without a match are left out."""
         rows, c = [row for row, k in most.items() if k > 0], self.config
-        found = kernels.go_on(
+        found = kernels.propose_continuations(
             self._tokens.texts(rows), [most[row] for row in rows], c.min, c.max, c.reach, c.share
         )
         if self._shared:

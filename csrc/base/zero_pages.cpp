@@ -1,0 +1,40 @@
+#include "base/zero_pages.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <new>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace paceline {
+
+ZeroPages zero_pages(size_t bytes) {
+#if defined(__linux__)
+    if (constexpr size_t huge = size_t{1} << 21; bytes >= huge) {
+        const size_t size = (bytes + huge - 1) / huge * huge;
+        void* all = mmap(nullptr, size + huge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (all == MAP_FAILED) throw std::bad_alloc();
+        char* from = static_cast<char*>(all);
+        const size_t before = (huge - reinterpret_cast<uintptr_t>(from) % huge) % huge;
+        if (before) munmap(from, before);
+        munmap(from + before + size, huge - before);
+        madvise(from + before, size, MADV_HUGEPAGE);
+        return ZeroPages(from + before, Unmap{size});
+    }
+#endif
+    void* p = std::calloc(std::max<size_t>(bytes, 1), 1);
+    if (!p) throw std::bad_alloc();
+    return ZeroPages(p);
+}
+
+void Unmap::operator()(void* p) const {
+#if defined(__linux__)
+    if (mapped) return (void)munmap(p, mapped);
+#endif
+    std::free(p);
+}
+
+}  // namespace paceline

@@ -1,0 +1,19 @@
+// Zeroed memory that the system provides at first touch, in huge pages where it has them: pages of keys and values lie scattered, and
+// with small pages looking up their addresses takes longer than reading them.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+namespace paceline {
+
+struct Unmap {
+    size_t mapped = 0;  // bytes; 0: the memory came from the heap
+    void operator()(void* p) const;
+};
+
+using ZeroPages = std::unique_ptr<void, Unmap>;
+
+ZeroPages zero_pages(size_t bytes);
+
+}  // namespace paceline

@@ -1,0 +1,166 @@
+// The decoder's construction from packed weights.
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cmath>
+#include <optional>
+
+#include "bind/arrays.h"
+
+namespace paceline {
+namespace {
+
+Activation activation(const std::string& name) {
+    using enum Activation;
+    return named<Activation>(name, {{"silu", silu}, {"gelu_tanh", gelu_tanh}}, "the activation is silu or gelu_tanh");
+}
+
+std::vector<float> vector_of(nb::handle array, size_t size, const char* what) {
+    const auto values = nb::cast<Array<float>>(array);
+    require(values.size() == size, std::string(what) + " has the wrong length");
+    return {values.data(), values.data() + size};
+}
+
+std::shared_ptr<const Matrix> matrix_of(const nb::dict& found, const char* name, size_t out, size_t in) {
+    require(found.contains(name), std::string("a layer lacks the matrix ") + name);
+    auto matrix = nb::cast<std::shared_ptr<Matrix>>(found[name]);
+    require(matrix->out() == out && matrix->in() == in, std::string("the wrong shape of ") + name);
+    return matrix;
+}
+
+std::vector<float> maybe_vector(const nb::dict& vectors, const char* name, size_t size) {
+    return vectors.contains(name) ? vector_of(vectors[name], size, name) : std::vector<float>();
+}
+
+Layer layer_of(const Shape& shape, const nb::dict& matrices, const nb::dict& vectors, bool first, bool fused) {
+    const size_t q = shape.num_heads * shape.head_dim, kv = shape.num_kv_heads * shape.head_dim;
+    const auto maybe = [&](const char* name, size_t size) { return maybe_vector(vectors, name, size); };
+    Layer layer;
+    require(vectors.contains("attn_norm") || (first && fused), "a layer lacks the norm before attention");
+    require(vectors.contains("mlp_norm"), "a layer lacks the norm before its feed-forward network");
+    layer.attn_norm = maybe("attn_norm", shape.hidden);
+    layer.mlp_norm = maybe("mlp_norm", shape.hidden);
+    layer.attn_post_norm = maybe("attn_post_norm", shape.hidden);
+    layer.mlp_post_norm = maybe("mlp_post_norm", shape.hidden);
+    if (first && !fused) layer.feature_norm = maybe("hidden_norm", shape.hidden);
+    const size_t inputs = layer.feature_norm.empty() ? shape.hidden : 2 * shape.hidden;
+    layer.q_norm = maybe("attn_q_norm", shape.head_dim);
+    layer.k_norm = maybe("attn_k_norm", shape.head_dim);
+    layer.q_bias = maybe("attn_q_bias", q);
+    layer.k_bias = maybe("attn_k_bias", kv);
+    layer.v_bias = maybe("attn_v_bias", kv);
+    layer.o_bias = maybe("attn_o_bias", shape.hidden);
+    layer.gate_bias = maybe("mlp_gate_bias", shape.intermediate);
+    layer.up_bias = maybe("mlp_up_bias", shape.intermediate);
+    layer.down_bias = maybe("mlp_down_bias", shape.hidden);
+    layer.q = matrix_of(matrices, "attn_q", q, inputs);
+    layer.k = matrix_of(matrices, "attn_k", kv, inputs);
+    layer.v = matrix_of(matrices, "attn_v", kv, inputs);
+    layer.o = matrix_of(matrices, "attn_o", shape.hidden, q);
+    layer.gate = matrix_of(matrices, "mlp_gate", shape.intermediate, shape.hidden);
+    layer.up = matrix_of(matrices, "mlp_up", shape.intermediate, shape.hidden);
+    layer.down = matrix_of(matrices, "mlp_down", shape.hidden, shape.intermediate);
+    require(layer.q->type() == layer.k->type() && layer.q->type() == layer.v->type() && layer.gate->type() == layer.up->type(),
+            "matrices that read the same activations must have one type");
+    return layer;
+}
+
+// Matrices by their names in checkpoints; `written` is the head times `relay.out`.
+Relay relay_of(const Shape& shape, const nb::dict& matrices, const nb::dict& vectors) {
+    const size_t size = nb::cast<std::shared_ptr<Matrix>>(matrices["written"])->in();
+    require(vectors.contains("embed_norm"), "a relay lacks the norm of the embedding");
+    require(matrices.contains("tell"), "a relay lacks the matrix tell");
+    const size_t inner = nb::cast<std::shared_ptr<Matrix>>(matrices["tell"])->in();
+    return {size, inner, vector_of(vectors["embed_norm"], shape.hidden, "embed_norm"),
+            matrix_of(matrices, "place", 2 * inner, 2 * shape.hidden),
+            matrix_of(matrices, "known", 2 * inner, shape.hidden + size), matrix_of(matrices, "tell", size, inner),
+            matrix_of(matrices, "written", shape.head_size, size)};
+}
+
+void check_shape(const Shape& s) {
+    for (size_t n : {s.vocab, s.hidden, s.intermediate, s.num_layers, s.num_heads, s.num_kv_heads, s.head_dim})
+        require(0 < n && n <= kMaxSide, "every size of a model is between 1 and 2**24");
+    require(s.num_heads % s.num_kv_heads == 0 && s.head_dim % 2 == 0, "the heads do not fit each other");
+    require(s.num_heads * s.head_dim <= kMaxSide, "the heads are too large");
+}
+
+// Set each layer's window and row of the RoPE frequencies. Empty lists: no windows, and the first row.
+void set_windows(std::vector<Layer>& layers, const std::vector<size_t>& windows, const std::vector<size_t>& ropes, size_t num_ropes) {
+    require(windows.size() == ropes.size() && (windows.empty() || windows.size() == layers.size()), "every layer needs a window and a RoPE");
+    for (size_t i = 0; i < windows.size(); ++i) {
+        require(windows[i] <= kMaxSide && ropes[i] < num_ropes, "a window or a RoPE out of bounds");
+        layers[i].window = windows[i], layers[i].rope = ropes[i];
+    }
+}
+
+// The target's token id of each row of the LM head.
+std::vector<uint32_t> checked_ids(const Ids& ids, const Shape& shape) {
+    require(ids.size() == shape.head_size, "every row of the head needs its token id");
+    for (size_t i = 0; i < ids.size(); ++i)
+        require(0 <= ids.data()[i] && static_cast<size_t>(ids.data()[i]) < shape.vocab, "token ids must lie in the vocabulary");
+    return {ids.data(), ids.data() + ids.size()};
+}
+
+void make_decoder(Decoder* self, size_t vocab, size_t hidden, size_t intermediate, size_t num_heads, size_t num_kv_heads, size_t head_dim,
+                  float norm_eps, const std::shared_ptr<ThreadPool>& pool, const std::shared_ptr<Matrix>& embed,
+                  const std::shared_ptr<Matrix>& head, const Array<float>& final_norm, const Table<float>& inverse_frequencies,
+                  const nb::list& layers, const std::vector<size_t>& windows, const std::vector<size_t>& ropes, float query_scale,
+                  float embed_scale, const std::string& activation_name, bool norms_residual, bool feeds_normed,
+                  const nb::dict& fusing_matrices, const nb::dict& fusing_vectors, const nb::dict& relay_matrices,
+                  const nb::dict& relay_vectors, const std::optional<Ids>& token_ids) {
+    Shape shape{vocab, hidden, intermediate, layers.size(), num_heads, num_kv_heads, head_dim, norm_eps, query_scale, embed_scale,
+                activation(activation_name)};
+    shape.norms_residual = norms_residual, shape.feeds_normed = feeds_normed;
+    require(std::isfinite(query_scale) && std::isfinite(embed_scale), "a scale is not a finite number");
+    check_shape(shape);
+    require(embed->out() == shape.vocab && embed->in() == shape.hidden, "the wrong shape of the embedding");
+    require(head->in() == shape.hidden, "the wrong shape of the head");
+    shape.head_size = head->out();
+    require(inverse_frequencies.shape(0) > 0 && inverse_frequencies.shape(1) == head_dim / 2, "the wrong shape of inverse_frequencies");
+    const bool fused = fusing_matrices.contains("fc");
+    require(final_norm.size() > 0 || fused, "only a model that fuses features can do without the last norm");
+    Weights weights;
+    weights.embed = embed, weights.head = head;
+    weights.inverse_frequencies.assign(inverse_frequencies.data(), inverse_frequencies.data() + inverse_frequencies.size());
+    if (final_norm.size() > 0) weights.final_norm = vector_of(nb::cast(final_norm), shape.hidden, "final_norm");
+    if (fused) weights.fuse = matrix_of(fusing_matrices, "fc", shape.hidden, 2 * shape.hidden);
+    weights.fuse_bias = maybe_vector(fusing_vectors, "fc_bias", shape.hidden);
+    weights.embed_norm = maybe_vector(fusing_vectors, "embed_norm", shape.hidden);
+    if (relay_matrices.contains("written")) weights.relay = relay_of(shape, relay_matrices, relay_vectors);
+    if (token_ids) weights.token_ids = checked_ids(*token_ids, shape);
+    for (nb::handle layer : layers) {
+        const auto parts = nb::cast<nb::tuple>(layer);
+        require(parts.size() == 2, "a layer is a pair of matrices and vectors");
+        weights.layers.push_back(layer_of(shape, nb::cast<nb::dict>(parts[0]), nb::cast<nb::dict>(parts[1]),
+                                          weights.layers.empty(), fused));
+    }
+    set_windows(weights.layers, windows, ropes, inverse_frequencies.shape(0));
+    shape.reads_features = fused || !weights.layers[0].feature_norm.empty();
+    new (self) Decoder(shape, std::move(weights), pool);
+}
+
+}  // namespace
+
+void bind_decoder(nb::module_& m) {
+    nb::class_<Decoder> decoder(m, "Decoder");
+    decoder
+        .def("__init__", &make_decoder, "vocab"_a, "hidden"_a, "intermediate"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a,
+             "norm_eps"_a, "pool"_a, "embed"_a, "head"_a, "final_norm"_a, "inverse_frequencies"_a, "layers"_a, "windows"_a, "ropes"_a,
+             "query_scale"_a, "embed_scale"_a, "activation"_a, "norms_residual"_a = false, "feeds_normed"_a = false,
+             "fusing_matrices"_a = nb::dict(), "fusing_vectors"_a = nb::dict(), "relay_matrices"_a = nb::dict(),
+             "relay_vectors"_a = nb::dict(), "token_ids"_a = nb::none())
+        .def_prop_ro("vocab", [](const Decoder& self) { return self.shape().vocab; })
+        .def_prop_ro("maps_ids", &Decoder::maps_ids)
+        .def_prop_ro("relay_size", [](const Decoder& self) { return self.relay().size; })
+        .def_prop_ro("hidden", [](const Decoder& self) { return self.shape().hidden; })
+        .def_prop_ro("weight_bytes", &Decoder::weight_bytes)
+        .def("set_token_id", [](Decoder& self, size_t index, size_t id) {
+            require(self.maps_ids() && index < self.shape().head_size && id < self.shape().vocab, "no such row or token");
+            self.set_token_id(index, static_cast<uint32_t>(id));
+        }, "index"_a, "token_id"_a);
+    bind_passes(m, decoder);
+}
+
+}  // namespace paceline

@@ -1,0 +1,222 @@
+// Passes of a decoder: their inputs and outputs, checked.
+#include <nanobind/stl/vector.h>
+
+#include <cmath>
+
+#include "bind/arrays.h"
+#include "model/multistep.h"
+
+namespace paceline {
+namespace {
+
+// See `Pass`.
+struct PassInputs {
+    Ids token_ids, positions, slots, cu_len;
+    Table<int64_t> pages;
+    Ids first_keys;
+    Table<float> features;
+    Ids wanted;
+};
+
+struct PassOutputs {
+    Out<float> taps;
+    Out<int64_t> chosen;
+    Out<float> logits, margins;
+};
+
+size_t num_ids(const Decoder& decoder, size_t vocab) { return decoder.maps_ids() ? decoder.shape().vocab : vocab; }
+
+void check_kv(const Shape& shape, const KVStore& kv, size_t num_layers) {
+    require(kv.num_kv_heads() == shape.num_kv_heads && kv.head_dim() == shape.head_dim, "the KV store belongs to another model");
+    require(num_layers <= shape.num_layers && num_layers <= kv.num_layers(), "the store has too few layers");
+}
+
+void check_tokens(const Shape& shape, const KVStore& kv, const Pass& pass) {
+    const auto below = [](int64_t value, size_t end) { return value >= 0 && static_cast<size_t>(value) < end; };
+    for (size_t t = 0; t < pass.num_tokens; ++t) {
+        require(below(pass.token_ids[t], shape.vocab), "a token id lies outside the vocabulary");
+        require(below(pass.slots[t], kv.num_pages() * kPageTokens), "a slot lies outside the KV store");
+        require(below(pass.positions[t], pass.max_pages * kPageTokens), "a position lies beyond its row's pages");
+    }
+    require(pass.cu_len[0] == 0 && pass.cu_len[pass.num_rows] == static_cast<int64_t>(pass.num_tokens),
+            "cu_len must lead from 0 to the number of tokens");
+    for (size_t row = 0; row < pass.num_rows; ++row) {
+        require(pass.cu_len[row] <= pass.cu_len[row + 1] && below(pass.cu_len[row + 1], pass.num_tokens + 1),
+                "cu_len must not fall");  // both ends are bounded before a position is read: it starts from 0
+        const bool empty = pass.cu_len[row] == pass.cu_len[row + 1];
+        require(pass.first_keys[row] >= 0 && (empty || pass.first_keys[row] <= pass.positions[pass.cu_len[row]]),
+                "a row's first key must not lie behind its tokens");
+        for (int64_t t = pass.cu_len[row] + 1; t < pass.cu_len[row + 1]; ++t)
+            require(pass.positions[t] == pass.positions[t - 1] + 1, "a row's tokens must have consecutive positions");
+    }
+    for (size_t i = 0; i < pass.num_rows * pass.max_pages; ++i)
+        require(below(pass.pages[i], kv.num_pages()), "a page lies outside the KV store");
+    for (int64_t token : pass.wanted) require(below(token, pass.num_tokens), "a wanted token is not in the pass");
+}
+
+// A pass without specs and outputs.
+Pass checked_inputs(const Shape& shape, const KVStore& kv, const PassInputs& in, size_t vocab, size_t num_layers) {
+    check_kv(shape, kv, num_layers);
+    const size_t num_tokens = in.token_ids.size(), num_rows = in.pages.shape(0);
+    require(0 < vocab && vocab <= shape.head_size, "the model has fewer token ids");
+    require(in.positions.size() == num_tokens && in.slots.size() == num_tokens, "every token needs a position and a slot");
+    require(in.cu_len.size() >= 1 && num_rows == in.cu_len.size() - 1, "every row needs its pages");
+    require(in.first_keys.size() == num_rows, "every row needs its first key");
+    require(in.features.shape(0) == (shape.reads_features ? num_tokens : 0) && in.features.shape(1) == shape.hidden,
+            "features have the wrong shape: one for every token of a model that reads them, none of another");
+    Pass pass{num_tokens, num_rows, in.pages.shape(1), in.token_ids.data(), in.positions.data(), in.slots.data(),
+              in.cu_len.data(), in.pages.data(), in.first_keys.data(), in.features.data(),
+              {in.wanted.data(), in.wanted.data() + in.wanted.size()}, {}, vocab, num_layers, {}, nullptr, nullptr, nullptr};
+    check_tokens(shape, kv, pass);
+    return pass;
+}
+
+Pass checked_pass(const Decoder& decoder, const KVStore& kv, const PassInputs& in, const SamplingSpecs& specs, size_t vocab,
+                  size_t num_layers, const std::vector<size_t>& tap_layers, const PassOutputs& out) {
+    const size_t hidden = decoder.shape().hidden;
+    Pass pass = checked_inputs(decoder.shape(), kv, in, vocab, num_layers);
+    const size_t num_wanted = pass.wanted.size(), num_tokens = pass.num_tokens;
+    pass.specs = specs.checked(num_wanted, num_ids(decoder, vocab));
+    require(out.chosen.size() == num_wanted && out.logits.size() == specs.num_logit_rows() * vocab, "the outputs have the wrong size");
+    require(out.margins.size() == 0 || out.margins.size() == num_wanted, "a margin for every wanted token, or none");
+    require(out.taps.size() == tap_layers.size() * num_tokens * hidden, "the taps have the wrong size");
+    for (size_t i = 0; i < tap_layers.size(); ++i) {
+        require(tap_layers[i] <= num_layers, "a tap beyond the layers that run");
+        pass.taps.emplace_back(tap_layers[i], out.taps.data() + i * num_tokens * hidden);
+    }
+    std::fill_n(out.margins.data(), out.margins.size(), NAN);
+    pass.chosen = out.chosen.data(), pass.logits = out.logits.data();
+    pass.margins = out.margins.size() ? out.margins.data() : nullptr;
+    return pass;
+}
+
+void forward(Decoder& decoder, const KVStore& kv, const PassInputs& inputs, const SamplingSpecs& specs, size_t vocab, size_t num_layers,
+             const std::vector<size_t>& tap_layers, const Out<float>& taps, const Out<int64_t>& chosen, const Out<float>& logits,
+             const Out<float>& margins) {
+    const Pass pass = checked_pass(decoder, kv, inputs, specs, vocab, num_layers, tap_layers, {taps, chosen, logits, margins});
+    nb::gil_scoped_release unlocked;
+    if (pass.num_tokens > 0) decoder.forward(pass, kv);
+}
+
+// A pass that has begun, with everything that it reads and writes: its destructor waits for its end.
+struct PendingPass {
+    nb::object decoder, kv, inputs, specs;
+    PassOutputs out;
+
+    PendingPass(nb::object decoder, nb::object kv, nb::object inputs, nb::object specs, PassOutputs out)
+        : decoder(std::move(decoder)), kv(std::move(kv)), inputs(std::move(inputs)), specs(std::move(specs)), out(std::move(out)) {}
+    PendingPass(PendingPass&&) = default;
+    ~PendingPass() {
+        if (decoder.is_valid()) nb::cast<Decoder&>(decoder).finish();
+    }
+};
+
+PendingPass begin(nb::object self, nb::object kv, nb::object inputs, nb::object specs, size_t vocab, size_t num_layers,
+                  const std::vector<size_t>& tap_layers, const Out<float>& taps, const Out<int64_t>& chosen, const Out<float>& logits,
+                  const Out<float>& margins) {
+    PendingPass pending(std::move(self), std::move(kv), std::move(inputs), std::move(specs), {taps, chosen, logits, margins});
+    auto& decoder = nb::cast<Decoder&>(pending.decoder);
+    const auto& store = nb::cast<const KVStore&>(pending.kv);
+    Pass pass = checked_pass(decoder, store, nb::cast<const PassInputs&>(pending.inputs), nb::cast<const SamplingSpecs&>(pending.specs),
+                             vocab, num_layers, tap_layers, pending.out);
+    nb::gil_scoped_release unlocked;
+    if (pass.num_tokens > 0) decoder.begin(std::move(pass), store);
+    return pending;
+}
+
+void check_steps(const Pass& pass, const DraftSteps& steps, bool relayed) {
+    require(steps.depths.size() == pass.num_rows, "every row needs its depth");
+    require(steps.hints.size() == pass.num_rows, "every row needs its hints, or none in their place");
+    size_t at = 0;
+    for (size_t row = 0; row < pass.num_rows; ++row) {
+        const int64_t end = pass.cu_len[row + 1], depth = steps.depths[row], num_wanted = relayed ? depth : 1;
+        require(1 <= depth && num_wanted <= end - pass.cu_len[row], "a row is one deep at least, with a token for each guess");
+        for (int64_t i = end - num_wanted; i < end; ++i)
+            require(at < pass.wanted.size() && pass.wanted[at++] == i, "the wanted tokens are the last of their rows");
+        const auto reach = static_cast<int64_t>(pass.max_pages * kPageTokens) - pass.positions[end - 1];
+        require(relayed || depth <= reach, "a row drafts beyond its pages");
+    }
+    require(at == pass.wanted.size(), "every wanted token is a row's");
+    const auto leaves_choice = [](const SamplingSpec& spec) { return spec.kind == SamplingKind::logits; };
+    require(std::none_of(steps.specs.begin(), steps.specs.end(), leaves_choice), "draft steps choose every token themselves");
+}
+
+void forward_steps(Decoder& decoder, const KVStore& kv, const PassInputs& inputs, const SamplingSpecs& specs, size_t vocab,
+                   size_t num_layers, const std::vector<int64_t>& depths, const Table<double>& stops,
+                   const std::vector<const TokenHints*>& hints, const Out<int64_t>& chosen, const Out<float>& margins) {
+    const Pass pass = checked_inputs(decoder.shape(), kv, inputs, vocab, num_layers);
+    const size_t ids = num_ids(decoder, vocab);
+    const DraftSteps steps{depths, stops.shape(0) ? stops.data() : nullptr, specs.checked(chosen.size(), ids), hints, ids,
+                           chosen.data(), margins.data()};
+    const bool relayed = decoder.relay().size > 0;
+    check_steps(pass, steps, relayed);
+    size_t num_chosen = 0;
+    for (int64_t depth : depths) num_chosen += static_cast<size_t>(depth);
+    require(stops.shape(1) == 3 && (!stops.shape(0) || stops.shape(0) == num_chosen), "the stops have the wrong shape");
+    require(chosen.size() == num_chosen && margins.size() == num_chosen, "the outputs have the wrong size");
+    std::fill_n(chosen.data(), num_chosen, kUnchosen);
+    std::fill_n(margins.data(), num_chosen, NAN);
+    nb::gil_scoped_release unlocked;
+    relayed ? run_relayed_steps(decoder, pass, steps, kv) : run_steps(decoder, pass, steps, kv);
+}
+
+// One position of guesses, see `RelayStep`. Without previous_ids only the messages of first guesses are computed.
+void relay(Decoder& decoder, const Table<float>& first, const Table<float>& states, const Ids& previous_ids,
+           const Table<float>& previous_messages, const SamplingSpecs& specs, size_t vocab, const Out<int64_t>& chosen,
+           const Out<float>& logits, const Out<float>& margins, const Out<float>& messages) {
+    const Shape& shape = decoder.shape();
+    const size_t n = states.shape(0), size = decoder.relay().size, num_previous = previous_ids.size();
+    require(size > 0, "this decoder has no relay");
+    for (const auto* rows : {&first, &states})
+        require(n > 0 && rows->shape(0) == n && rows->shape(1) == shape.hidden, "states have the wrong shape");
+    require(messages.size() == n * size, "the messages have the wrong shape");
+    require(num_previous == 0 || num_previous == n, "every guess but the first ones has one before it");
+    require(previous_messages.shape(0) == num_previous && previous_messages.shape(1) == size, "the messages before have the wrong shape");
+    require(0 < vocab && vocab <= shape.head_size, "the model has fewer token ids");
+    Pass pass{};
+    pass.vocab = vocab;
+    pass.specs = specs.checked(num_previous, num_ids(decoder, vocab));
+    require(chosen.size() == num_previous && margins.size() == num_previous && logits.size() == specs.num_logit_rows() * vocab,
+            "the outputs have the wrong size");
+    RelayStep step{n, num_previous ? previous_ids.data() : nullptr, previous_messages.data(), {}, {}, {}, messages.data()};
+    std::vector<const float*> firsts;
+    for (size_t i = 0; i < n; ++i) {
+        firsts.push_back(first.data() + i * shape.hidden);
+        step.states.push_back(states.data() + i * shape.hidden);
+    }
+    for (size_t i = 0; i < num_previous; ++i) {
+        const int64_t token = previous_ids.data()[i];
+        require(0 <= token && static_cast<size_t>(token) < shape.vocab, "a token id lies outside the vocabulary");
+        pass.wanted.push_back(static_cast<int64_t>(i));
+    }
+    std::fill_n(margins.data(), num_previous, NAN);
+    pass.chosen = chosen.data(), pass.logits = logits.data(), pass.margins = margins.data();
+    nb::gil_scoped_release unlocked;
+    AlignedVector<float> sums;
+    decoder.relay_positions(firsts, step.states, sums);
+    for (size_t i = 0; i < n; ++i) step.position_sums.push_back(&sums[i * round_up(2 * decoder.relay().inner, kPanel)]);
+    decoder.relay_step(step, pass);
+}
+
+}  // namespace
+
+void bind_passes(nb::module_& m, nb::class_<Decoder>& decoder) {
+    nb::class_<PassInputs>(m, "PassInputs")
+        .def(nb::init<Ids, Ids, Ids, Ids, Table<int64_t>, Ids, Table<float>, Ids>(), "token_ids"_a.noconvert(), "positions"_a.noconvert(),
+             "slots"_a.noconvert(), "cu_len"_a.noconvert(), "pages"_a.noconvert(), "first_keys"_a.noconvert(), "features"_a.noconvert(),
+             "wanted"_a.noconvert());
+    nb::class_<PendingPass>(m, "PendingPass");
+    decoder
+        .def("forward", &forward, "kv"_a, "inputs"_a, "specs"_a, "vocab"_a, "num_layers"_a, "tap_layers"_a, "taps"_a.noconvert(),
+             "chosen"_a.noconvert(), "logits"_a.noconvert(), "margins"_a.noconvert())
+        .def("begin", &begin, "kv"_a, "inputs"_a, "specs"_a, "vocab"_a, "num_layers"_a, "tap_layers"_a, "taps"_a.noconvert(),
+             "chosen"_a.noconvert(), "logits"_a.noconvert(), "margins"_a.noconvert())
+        .def("finish", &Decoder::finish, nb::call_guard<nb::gil_scoped_release>())
+        .def("forward_steps", &forward_steps, "kv"_a, "inputs"_a, "specs"_a, "vocab"_a, "num_layers"_a, "depths"_a, "stops"_a.noconvert(),
+             "hints"_a, "chosen"_a.noconvert(), "margins"_a.noconvert())
+        .def("relay", &relay, "first"_a.noconvert(), "states"_a.noconvert(), "previous_ids"_a.noconvert(),
+             "previous_messages"_a.noconvert(), "specs"_a, "vocab"_a, "chosen"_a.noconvert(), "logits"_a.noconvert(),
+             "margins"_a.noconvert(), "messages"_a.noconvert());
+}
+
+}  // namespace paceline

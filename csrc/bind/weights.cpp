@@ -1,0 +1,126 @@
+// Thread pools, packed weights and their products, and stores of keys and values.
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "bind/arrays.h"
+#include "host/measure.h"
+#include "model/fuse.h"
+#include "model/matrix.h"
+
+namespace paceline {
+namespace {
+
+WeightType weight_type(const std::string& name) {
+    using enum WeightType;
+    return named<WeightType>(name, {{"int8", int8}, {"int4_row", int4_row}, {"int4", int4}, {"bf16", bf16}, {"f32", f32}},
+                             "weights are int8, int4_row, int4, bf16 or f32");
+}
+
+KVType kv_type(const std::string& name) {
+    using enum KVType;
+    return named<KVType>(name, {{"i16", i16}, {"i8", i8}, {"f16", f16}, {"f32", f32}}, "KV is i16, i8, f16 or f32");
+}
+
+void check_sides(size_t out, size_t in, WeightType type) {
+    require(0 < out && out <= kMaxSide && 0 < in && in <= kMaxSide, "a matrix has 1 to 2**24 rows and columns");
+    require(!is_spread(type) || in <= kMaxInputs, "a matrix of int8 or int4_row has at most 2**16 columns");
+}
+
+std::shared_ptr<Matrix> pack(const Table<float>& weights, const std::string& type) {
+    const WeightType chosen = weight_type(type);
+    check_sides(weights.shape(0), weights.shape(1), chosen);
+    nb::gil_scoped_release unlocked;
+    return std::make_shared<Matrix>(Matrix::pack(weights.data(), weights.shape(0), weights.shape(1), chosen));
+}
+
+std::shared_ptr<Matrix> pack_int4(const Table<uint8_t>& values, const Table<uint16_t>& scales, const Table<uint16_t>& minima) {
+    const size_t out = values.shape(0), in = values.shape(1);
+    check_sides(out, in, WeightType::int4);
+    require(in % kInt4Group == 0, "rows of 4-bit blocks are multiples of 32 long");
+    for (const auto* halves : {&scales, &minima})
+        require(halves->shape(0) == out && halves->shape(1) == in / kInt4Group,
+                "4-bit blocks need a scale and a minimum for every 32 values");
+    nb::gil_scoped_release unlocked;
+    return std::make_shared<Matrix>(Matrix::pack_int4(values.data(), scales.data(), minima.data(), out, in));
+}
+
+void multiply(ThreadPool& pool, const Matrix& matrix, const Table<float>& x, const Out<float>& out) {
+    const size_t num_rows = x.shape(0), width = matrix.in(), stride = round_up(matrix.out(), kPanel);
+    require(x.shape(1) == width && out.size() == num_rows * matrix.out(), "the rows do not fit the matrix");
+    nb::gil_scoped_release unlocked;
+    Activations rows;
+    rows.reserve(num_rows, width);
+    AlignedVector<float> padded(round_up(width, kInt8Group)), found(num_rows * stride);
+    for (size_t row = 0; row < num_rows; ++row) {
+        std::copy_n(x.data() + row * width, width, padded.data());
+        rows.set(row, padded.data(), matrix.type(), width);
+    }
+    pool.run([&](size_t) { multiply_all(pool, {{&matrix, &rows, found.data(), stride, nullptr}}, num_rows); });
+    for (size_t row = 0; row < num_rows; ++row)
+        std::copy_n(&found[row * stride], matrix.out(), out.data() + row * matrix.out());
+}
+
+void fuse_states(ThreadPool& pool, const Matrix& fc, const Table<float>& states, const Table<float>& norms, float eps,
+                 const Out<float>& features) {
+    require(states.shape(1) == fc.in() && features.size() == states.shape(0) * fc.out(), "the states do not fit the matrix");
+    require(norms.shape(0) == 0 || norms.shape(0) * norms.shape(1) == fc.in(), "the norms do not fit the states");
+    nb::gil_scoped_release unlocked;
+    fuse(pool, {&fc, norms.data(), norms.shape(0), eps}, states.data(), states.shape(0), features.data());
+}
+
+void make_store(KVStore* self, const std::string& type, size_t num_layers, size_t num_pages, size_t num_kv_heads, size_t head_dim) {
+    const KVType chosen = kv_type(type);
+    require(head_dim <= 256 || chosen == KVType::f16 || chosen == KVType::f32,
+            "integer KV wants heads of at most 256 dimensions; f16 takes any");
+    for (size_t n : {num_layers, num_kv_heads, head_dim}) require(0 < n && n <= kMaxSide, "a size out of bounds");
+    require(0 < num_pages && num_pages < size_t{1} << 40, "a KV store has at least one page");
+    require(KVStore::fits(chosen, num_layers, num_pages, num_kv_heads, head_dim),
+            "a KV store of this many pages is larger than any memory");
+    new (self) KVStore(chosen, num_layers, num_pages, num_kv_heads, head_dim);
+}
+
+}  // namespace
+
+void bind_weights(nb::module_& m) {
+    nb::class_<ThreadPool>(m, "ThreadPool")
+        .def("__init__", [](ThreadPool* self, size_t num_threads) {
+            require(1 <= num_threads && num_threads <= 1024, "a pool has 1 to 1024 threads");
+            new (self) ThreadPool(num_threads);
+        }, "num_threads"_a)
+        .def_prop_ro("num_threads", &ThreadPool::size);
+    nb::class_<Matrix>(m, "Matrix")
+        .def_prop_ro("num_bytes", &Matrix::bytes)
+        .def("row", [](const Matrix& self, size_t index, const Out<float>& to) {
+            require(index < self.out() && to.size() == self.in(), "no such row");
+            self.row(index, to.data());
+        }, "index"_a, "to"_a)
+        .def("put_row", [](Matrix& self, size_t index, const Array<float>& weights) {
+            require(index < self.out() && weights.size() == self.in(), "no such row");
+            self.put_row(index, weights.data());
+        }, "index"_a, "weights"_a.noconvert());
+    m.def("pack", &pack, "weights"_a.noconvert(), "dtype"_a);
+    m.def("pack_int4", &pack_int4, "values"_a.noconvert(), "scales"_a.noconvert(), "minima"_a.noconvert());
+    m.def("multiply", &multiply, "pool"_a, "matrix"_a, "x"_a.noconvert(), "out"_a.noconvert());
+    m.def("fuse", &fuse_states, "pool"_a, "fc"_a, "states"_a.noconvert(), "norms"_a.noconvert(), "eps"_a, "features"_a.noconvert());
+    m.def("read_bandwidth", [](ThreadPool& pool, size_t bytes) {
+        require(bytes <= size_t{1} << 34, "at most 16 GiB are read");
+        nb::gil_scoped_release unlocked;
+        return read_bandwidth(pool, bytes);
+    }, "pool"_a, "bytes"_a);
+    m.def("dot_peak", [](ThreadPool& pool) {
+        nb::gil_scoped_release unlocked;
+        return dot_peak(pool);
+    }, "pool"_a);
+    m.def("time_products", [](ThreadPool& pool, const std::vector<std::shared_ptr<Matrix>>& matrices, size_t num_tokens, size_t repeats) {
+        require(!matrices.empty() && 0 < num_tokens && num_tokens <= 1 << 16 && repeats <= 1 << 16, "nothing to time");
+        nb::gil_scoped_release unlocked;
+        return time_products(pool, matrices, num_tokens, repeats);
+    }, "pool"_a, "matrices"_a, "num_tokens"_a, "repeats"_a);
+    nb::class_<KVStore>(m, "KVStore")
+        .def("__init__", &make_store, "dtype"_a, "num_layers"_a, "num_pages"_a, "num_kv_heads"_a, "head_dim"_a)
+        .def_prop_ro("num_pages", &KVStore::num_pages)
+        .def_prop_ro("bytes_per_token", &KVStore::bytes_per_token);
+}
+
+}  // namespace paceline

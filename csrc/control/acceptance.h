@@ -1,0 +1,64 @@
+// How likely drafts are to be accepted: the filter of one drafter, compiled. control/survival.py says why it computes what it does.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace paceline {
+
+// Logits of acceptance, by depth and by row, with variances. Arrays are the caller's, and change as it learns.
+struct LogitTables {
+    double* depth_logit;       // [depth]
+    double* depth_var;         // [depth]
+    double* usual_confidence;  // [depth] mean logit of the drafter's confidence
+    double* num_usual;         // [depth] confidences in that mean
+    size_t depth;
+    double* row_logit;  // [num_rows]
+    double* row_var;    // [num_rows]
+    size_t num_rows;
+};
+
+struct Spread {
+    double row_var;  // variance between rows
+    double confidence_weight, confidence_weight_var;
+};
+
+// In the order in which Python hands them over: control/quick.py.
+struct FilterRates {
+    double depth_drift, row_drift, spread, min_spread, max_spread, confidence_drift, max_usual, largest_logit;
+};
+
+struct Confidence {
+    const double* values;  // [n, depth], NaN where unknown; null: nothing is known
+    size_t depth;
+
+    const double* line(size_t index) const { return values ? values + index * depth : nullptr; }
+};
+
+// Verified drafts of some rows, of which those of one drafter count.
+struct DraftOutcomes {
+    const int64_t *rows, *num_verified, *num_accepted, *drafters;  // [n]
+    int64_t drafter;
+    size_t n;
+};
+
+struct SurvivalQuery {
+    size_t depth;
+    double optimism;   // standard deviations that are added to a logit
+    bool assume_usual;  // an unknown confidence counts as usual; else no draft is there
+};
+
+// Write the probability that a row's drafts are accepted up to each depth. confidence: [confidence_depth] of the row's drafts, NaN
+// where unknown; null: all unknown. out: [query.depth]
+void survival(const LogitTables& tables, double confidence_weight, double largest_logit, size_t row, const double* confidence,
+              size_t confidence_depth, const SurvivalQuery& query, double* out);
+
+Spread observe(const LogitTables& tables, Spread spread, const FilterRates& rates, const Confidence& confidence, const DraftOutcomes& outcomes);
+
+// Write where drafting stops for a row: where the next draft is accepted with a probability below `min_survival`.
+// odds, least: [tables.depth], see `Stop` in core/nouns.py. Returns the depth it can reach: behind one where even a certain draft
+// is not worth its time, there is nothing.
+size_t find_stops(const LogitTables& tables, double confidence_weight, size_t row, double min_survival, double* odds, double* least);
+
+}  // namespace paceline

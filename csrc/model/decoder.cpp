@@ -1,0 +1,217 @@
+#include "model/decoder.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "model/scratch.h"
+
+namespace paceline {
+
+Decoder::Decoder(const Shape& shape, Weights weights, std::shared_ptr<ThreadPool> pool)
+    : shape_(shape), weights_(std::move(weights)), pool_(std::move(pool)), scratch_(new Scratch, [](Scratch* s) { delete s; }) {
+    scratch_->threads.resize(pool_->size());
+    const size_t inputs = std::max(2 * shape.hidden, shape.hidden + weights_.relay.size);
+    const size_t width = std::max(round_up(std::max(inputs, shape.num_heads * shape.head_dim), kInt8Group),
+                                  2 * round_up(weights_.relay.inner, kInt8Group));
+    for (auto& own : scratch_->threads) own.normed.assign(width, 0.0f);
+    auto& ids = weights_.token_ids;
+    if (!ids.empty()) ids.resize(round_up(ids.size(), kHeadTile), ids.back());  // tiles of logits are padded alike
+}
+
+size_t Decoder::weight_bytes() const {
+    size_t total = weights_.embed->bytes() + (weights_.head == weights_.embed ? 0 : weights_.head->bytes());
+    if (weights_.fuse) total += weights_.fuse->bytes();
+    if (const Relay& relay = weights_.relay; relay.size)
+        for (const auto* m : {&relay.position, &relay.previous, &relay.message, &relay.message_head}) total += (*m)->bytes();
+    for (const Layer& layer : weights_.layers)
+        for (const auto* m : {&layer.q, &layer.k, &layer.v, &layer.o, &layer.gate, &layer.up, &layer.down}) total += (*m)->bytes();
+    return total;
+}
+
+void Decoder::forward(const Pass& pass, const KVStore& kv) {
+    finish();
+    plan(pass, kv);
+    pool_->run([&](size_t thread) { run(pass, kv, thread); });
+    finish_choices(pass);
+}
+
+void Decoder::begin(Pass pass, const KVStore& kv) {
+    finish();
+    plan(pass, kv);
+    begun_ = std::move(pass);
+    pool_->begin([this, &kv](size_t thread) { run(*begun_, kv, thread); });
+}
+
+void Decoder::finish() {
+    if (!begun_) return;
+    pool_->finish();
+    finish_choices(*begun_);
+    begun_.reset();
+}
+
+void Decoder::norm_last(float* state) const { norm(state, weights_.final_norm, shape_.hidden, shape_.norm_eps, state); }
+
+void Decoder::plan(const Pass& pass, const KVStore& kv) {
+    Scratch& s = *scratch_;
+    const size_t n = pass.num_tokens, q_size = shape_.num_heads * shape_.head_dim, kv_size = shape_.num_kv_heads * shape_.head_dim;
+    grow(s.hidden, n * shape_.hidden);
+    grow(s.delta, n * round_up(shape_.hidden, kPanel));
+    grow(s.cosines, n * num_angles());
+    grow(s.sines, n * num_angles());
+    grow(s.q, n * round_up(q_size, kPanel));
+    grow(s.k, n * round_up(kv_size, kPanel));
+    grow(s.v, n * round_up(kv_size, kPanel));
+    grow(s.mixed, n * round_up(q_size, kInt8Group));
+    grow(s.gate, n * round_up(shape_.intermediate, kInt8Group));
+    grow(s.up, n * round_up(shape_.intermediate, kInt8Group));
+    s.hidden_q.reserve(std::max(n, pass.wanted.size()), (shape_.reads_features ? 2 : 1) * shape_.hidden);
+    s.attn_q.reserve(n, q_size);
+    s.ffn_q.reserve(n, shape_.intermediate);
+    plan_tiles(pass, kv);
+    plan_choices(pass);
+}
+
+void Decoder::run(const Pass& pass, const KVStore& kv, size_t thread) {
+    pool_->each(pass.num_tokens, [&](size_t t) { start_token(pass, t); });
+    if (weights_.fuse) fuse_features(pass, thread);
+    for (size_t layer = 0; layer < pass.num_layers; ++layer) {
+        if (!run_attention(pass, kv, layer, thread)) return;
+        run_ffn(pass, layer, thread);
+    }
+    pool_->each(pass.num_tokens, [&](size_t t) { begin_layer(pass, pass.num_layers, t); });
+    choose(pass, thread);
+}
+
+// Run the attention block of a layer. Returns false if nobody reads the output of this last layer: then it has stored its keys and
+// values, and the pass is over.
+bool Decoder::run_attention(const Pass& pass, const KVStore& kv, size_t index, size_t thread) {
+    Scratch& s = *scratch_;
+    const Layer& layer = weights_.layers[index];
+    const size_t n = pass.num_tokens, q_size = shape_.num_heads * shape_.head_dim;
+    const size_t q_stride = round_up(q_size, kPanel), kv_stride = round_up(shape_.num_kv_heads * shape_.head_dim, kPanel);
+    const bool only_stores = index + 1 == pass.num_layers && pass.wanted.empty() &&
+                             std::none_of(pass.taps.begin(), pass.taps.end(), [&](const auto& tap) { return tap.first == pass.num_layers; });
+    pool_->each(n, [&](size_t t) {
+        begin_layer(pass, index, t);
+        float* const normed = s.threads[thread].normed.data();
+        norm(&s.hidden[t * shape_.hidden], layer.attn_norm, shape_.hidden, shape_.norm_eps, normed);
+        if (!layer.feature_norm.empty()) read_feature(pass, t, normed + shape_.hidden);
+        pad(normed, layer.q->in());
+        s.hidden_q.set(t, normed, layer.q->type(), layer.q->in());
+    });
+    const Product keys{layer.k.get(), &s.hidden_q, s.k.data(), kv_stride, &layer.k_bias};
+    const Product values{layer.v.get(), &s.hidden_q, s.v.data(), kv_stride, &layer.v_bias};
+    if (only_stores) {
+        multiply_all(*pool_, {keys, values}, n);
+        store_all(pass, kv, index);
+        return false;
+    }
+    multiply_all(*pool_, {{layer.q.get(), &s.hidden_q, s.q.data(), q_stride, &layer.q_bias}, keys, values}, n);
+    if (!s.stores_itself) store_all(pass, kv, index);
+    attend(pass, kv, index, thread);
+    pool_->each(n, [&](size_t t) { s.attn_q.set(t, &s.mixed[t * round_up(q_size, kInt8Group)], layer.o->type(), q_size); });
+    multiply_all(*pool_, {{layer.o.get(), &s.attn_q, s.delta.data(), round_up(shape_.hidden, kPanel), &layer.o_bias}}, n);
+    return true;
+}
+
+void Decoder::run_ffn(const Pass& pass, size_t index, size_t thread) {
+    Scratch& s = *scratch_;
+    const Layer& layer = weights_.layers[index];
+    const size_t n = pass.num_tokens, stride = round_up(shape_.intermediate, kInt8Group);
+    const auto activate = shape_.activation == Activation::gelu_tanh ? kernels().layer.gelu_mul : kernels().layer.silu_mul;
+    pool_->each(n, [&](size_t t) {
+        float* const normed = s.threads[thread].normed.data();
+        add_delta(t, layer.attn_post_norm);
+        norm(&s.hidden[t * shape_.hidden], layer.mlp_norm, shape_.hidden, shape_.norm_eps, normed);
+        pad(normed, shape_.hidden);
+        s.hidden_q.set(t, normed, layer.gate->type(), shape_.hidden);
+    });
+    const Product gates{layer.gate.get(), &s.hidden_q, s.gate.data(), stride, &layer.gate_bias};
+    multiply_all(*pool_, {gates, {layer.up.get(), &s.hidden_q, s.up.data(), stride, &layer.up_bias}}, n);
+    pool_->each(n, [&](size_t t) {
+        float* gate = &s.gate[t * stride];
+        activate(gate, &s.up[t * stride], round_up(shape_.intermediate, kPageTokens));
+        std::fill(gate + shape_.intermediate, gate + stride, 0.0f);
+        s.ffn_q.set(t, gate, layer.down->type(), shape_.intermediate);
+    });
+    multiply_all(*pool_, {{layer.down.get(), &s.ffn_q, s.delta.data(), round_up(shape_.hidden, kPanel), &layer.down_bias}}, n);
+}
+
+void Decoder::start_token(const Pass& pass, size_t token) {
+    Scratch& s = *scratch_;
+    float* hidden = &s.hidden[token * shape_.hidden];
+    weights_.embed->row(static_cast<size_t>(pass.token_ids[token]), hidden);
+    for (size_t i = 0; i < shape_.hidden; ++i) hidden[i] *= shape_.embed_scale;
+    for (size_t i = 0; i < num_angles(); ++i) {
+        const float angle = static_cast<float>(pass.positions[token]) * weights_.inverse_frequencies[i];
+        s.cosines[token * num_angles() + i] = std::cos(angle);
+        s.sines[token * num_angles() + i] = std::sin(angle);
+    }
+}
+
+// Add the output of the layer before to the residual stream, and copy the stream to the taps of this layer.
+void Decoder::begin_layer(const Pass& pass, size_t layer, size_t token) {
+    float* hidden = &scratch_->hidden[token * shape_.hidden];
+    if (layer > 0) add_delta(token, weights_.layers[layer - 1].mlp_post_norm);
+    for (const auto& [layers_before, to] : pass.taps)
+        if (layers_before == layer) std::copy_n(hidden, shape_.hidden, to + token * shape_.hidden);
+}
+
+// Add a block's output for a token to the residual stream, after the block's own norm if it has one.
+void Decoder::add_delta(size_t token, const std::vector<float>& norm) {
+    float* delta = &scratch_->delta[token * round_up(shape_.hidden, kPanel)];
+    const auto& kernel = kernels().layer;
+    if (!norm.empty()) kernel.rms_norm(delta, norm.data(), shape_.hidden, shape_.norm_eps, delta);
+    kernel.add(&scratch_->hidden[token * shape_.hidden], delta, shape_.hidden);
+}
+
+// Write a token's normed feature to `normed`. The residual stream starts from the feature.
+void Decoder::read_feature(const Pass& pass, size_t token, float* normed) {
+    const float* feature = pass.features + token * shape_.hidden;
+    kernels().layer.rms_norm(feature, weights_.layers[0].feature_norm.data(), shape_.hidden, shape_.norm_eps, normed);
+    std::copy_n(shape_.norms_residual ? normed : feature, shape_.hidden, &scratch_->hidden[token * shape_.hidden]);
+}
+
+// Fuse each token's embedding with its feature, to the first layer's input.
+void Decoder::fuse_features(const Pass& pass, size_t thread) {
+    Scratch& s = *scratch_;
+    const size_t hidden = shape_.hidden, stride = round_up(hidden, kPanel);
+    pool_->each(pass.num_tokens, [&](size_t t) {
+        auto& row = s.threads[thread].normed;
+        std::fill(row.begin(), row.end(), 0.0f);
+        norm(&s.hidden[t * hidden], weights_.embed_norm, hidden, shape_.norm_eps, row.data());
+        std::copy_n(pass.features + t * hidden, hidden, row.data() + hidden);
+        s.hidden_q.set(t, row.data(), weights_.fuse->type(), 2 * hidden);
+    });
+    multiply_all(*pool_, {{weights_.fuse.get(), &s.hidden_q, s.delta.data(), stride, &weights_.fuse_bias}}, pass.num_tokens);
+    pool_->each(pass.num_tokens, [&](size_t t) { std::copy_n(&s.delta[t * stride], hidden, &s.hidden[t * hidden]); });
+}
+
+// Norm one head if the layer has such a norm, rotate it to its token's position, and scale it. May work in place.
+void Decoder::apply_rope(const float* head, const std::vector<float>& norm, size_t rope, size_t token, float scale, float* to) const {
+    const size_t dim = shape_.head_dim, at = token * num_angles() + rope * dim / 2;
+    const auto& kernel = kernels().layer;
+    if (!norm.empty()) kernel.rms_norm(head, norm.data(), dim, shape_.norm_eps, to);
+    kernel.rotate(norm.empty() ? head : to, &scratch_->cosines[at], &scratch_->sines[at], dim, scale, to);
+}
+
+void Decoder::store(const Pass& pass, const KVStore& kv, size_t index, size_t token, size_t kv_head) {
+    const Layer& layer = weights_.layers[index];
+    const size_t dim = shape_.head_dim, stride = round_up(shape_.num_kv_heads * dim, kPanel);
+    const size_t slot = static_cast<size_t>(pass.slots[token]), offset = kv.offset(slot / kPageTokens, kv_head);
+    float* key = &scratch_->k[token * stride + kv_head * dim];
+    apply_rope(key, layer.k_norm, layer.rope, token, 1.0f, key);
+    kv.kernels().write(static_cast<uint8_t*>(kv.keys(index)) + offset, static_cast<uint8_t*>(kv.values(index)) + offset,
+                       slot % kPageTokens, kv.padded_dim(), dim, key, &scratch_->v[token * stride + kv_head * dim]);
+}
+
+// Store the keys and values of all tokens. One thread takes sixteen tokens, as those of a page share cache lines.
+void Decoder::store_all(const Pass& pass, const KVStore& kv, size_t layer) {
+    const size_t n = pass.num_tokens, num_groups = (n + kPageTokens - 1) / kPageTokens;
+    pool_->each(num_groups * shape_.num_kv_heads, [&](size_t j) {
+        const size_t first = j / shape_.num_kv_heads * kPageTokens, end = std::min(first + kPageTokens, n);
+        for (size_t t = first; t < end; ++t) store(pass, kv, layer, t, j % shape_.num_kv_heads);
+    });
+}
+
+}  // namespace paceline

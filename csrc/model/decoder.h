@@ -1,0 +1,97 @@
+// A Llama-family decoder over paged keys and values: one call per forward pass, the choice of tokens included.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "base/aligned_vector.h"
+#include "base/thread_pool.h"
+#include "model/kv_store.h"
+#include "model/model.h"
+#include "model/pass.h"
+
+namespace paceline {
+
+class Decoder {
+  public:
+    Decoder(const Shape& shape, Weights weights, std::shared_ptr<ThreadPool> pool);
+    Decoder(Decoder&&) = default;
+    Decoder(const Decoder&) = delete;
+
+    const Shape& shape() const { return shape_; }
+    const Relay& relay() const { return weights_.relay; }
+    size_t weight_bytes() const;
+    bool maps_ids() const { return !weights_.token_ids.empty(); }
+    void set_token_id(size_t row, uint32_t id) { weights_.token_ids[row] = id; }  // row: of the LM head
+
+    void forward(const Pass& pass, const KVStore& kv);
+    // Start a pass and return. It ends with `finish`, or when another pass starts. `kv` and the arrays of the pass must stay.
+    void begin(Pass pass, const KVStore& kv);
+    void finish();
+    void norm_last(float* state) const;  // apply `final_norm` in place, [hidden]
+
+    // The part of a message that depends on positions alone: sums [num positions, 2 * Relay::inner padded to 32].
+    // first, states: -> [hidden] of the row's first position and of this one.
+    void relay_positions(const std::vector<const float*>& first, const std::vector<const float*>& states, AlignedVector<float>& sums);
+    // Make the messages of one position and choose its guesses. `pass` holds the specs and outputs of its rows.
+    void relay_step(const RelayStep& step, const Pass& pass);
+
+  private:
+    struct Scratch;
+    struct Tile;
+    struct Part;
+    // Write the logits of panels [panel, panel + num_panels) of the LM head, of wanted tokens first..end, to a tile.
+    using FillTile = std::function<void(size_t panel, size_t num_panels, size_t first, size_t end, float* tile)>;
+
+    // decoder.cpp
+    void plan(const Pass& pass, const KVStore& kv);
+    void run(const Pass& pass, const KVStore& kv, size_t thread);
+    bool run_attention(const Pass& pass, const KVStore& kv, size_t layer, size_t thread);
+    void run_ffn(const Pass& pass, size_t layer, size_t thread);
+    void start_token(const Pass& pass, size_t token);
+    void begin_layer(const Pass& pass, size_t layer, size_t token);
+    void add_delta(size_t token, const std::vector<float>& norm);
+    void read_feature(const Pass& pass, size_t token, float* normed);
+    void fuse_features(const Pass& pass, size_t thread);
+    void apply_rope(const float* head, const std::vector<float>& norm, size_t rope, size_t token, float scale, float* to) const;
+    void store(const Pass& pass, const KVStore& kv, size_t layer, size_t token, size_t kv_head);
+    void store_all(const Pass& pass, const KVStore& kv, size_t layer);
+    size_t num_angles() const { return weights_.inverse_frequencies.size(); }  // of a token
+    // tiling.cpp
+    void plan_tiles(const Pass& pass, const KVStore& kv);
+    void balance_tiles(const Pass& pass, size_t num_queries, size_t dim);
+    static size_t first_key(const Pass& pass, size_t row, size_t token, size_t window);
+    static size_t first_of_tile(const Pass& pass, const Tile& tile, size_t window);
+    static size_t num_before(const Pass& pass, const Tile& tile, size_t span);
+    // attention.cpp
+    void attend(const Pass& pass, const KVStore& kv, size_t layer, size_t thread);
+    void attend_tiles(const Pass& pass, const KVStore& kv, size_t layer, size_t thread);
+    void attend_parts(const Pass& pass, const KVStore& kv, size_t layer, size_t thread);
+    template <class ResultOf>
+    void merge_spans(const Pass& pass, const KVStore& kv, size_t layer, const Tile& tile, size_t thread, const ResultOf& result_of);
+    void gather_queries(const Pass& pass, const KVStore& kv, size_t layer, const Tile& tile, size_t from, size_t thread);
+    void attend_span(const Pass& pass, const KVStore& kv, size_t layer, const Tile& tile, size_t span, size_t from, size_t thread,
+                     float* tops, float* totals, float* mixed);
+    void finish_tile(const Tile& tile, const float* totals, const float* mixed);
+    // lm_head.cpp
+    void plan_choices(const Pass& pass);
+    void choose(const Pass& pass, size_t thread);
+    void choose_in_tiles(const Pass& pass, size_t thread, const FillTile& fill);
+    void choose_in_tile(const Pass& pass, size_t tile, size_t thread, const FillTile& fill);
+    void choose_sampled(const Pass& pass, size_t index, size_t thread);
+    void finish_choices(const Pass& pass);
+    // relay.cpp
+    void run_relay(const RelayStep& step, const Pass& pass, size_t thread);
+    void embed_previous(const RelayStep& step, size_t index, float* row);
+    void gate_message(const RelayStep& step, size_t index, float* row);
+
+    Shape shape_;
+    Weights weights_;
+    std::shared_ptr<ThreadPool> pool_;
+    std::unique_ptr<Scratch, void (*)(Scratch*)> scratch_;
+    std::optional<Pass> begun_;  // not finished
+};
+
+}  // namespace paceline

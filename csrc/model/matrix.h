@@ -1,0 +1,104 @@
+// A weight matrix [out, in], packed in panels of 32 outputs, in the order in which kernels read them.
+#pragma once
+
+#include <initializer_list>
+#include <memory>
+#include <vector>
+
+#include "isa/kernels.h"
+#include "base/aligned_vector.h"
+#include "base/thread_pool.h"
+
+namespace paceline {
+
+enum class WeightType { int8, int4_row, int4, bf16, f32 };
+
+// True if weights are spread by `hadamard`, have one scale per output, and are multiplied with `SpreadRows`.
+constexpr bool is_spread(WeightType type) { return type == WeightType::int8 || type == WeightType::int4_row; }
+
+// Memory for packed weights, aligned to cache lines. Buffers are cut one after another from large chunks that the system may back
+// with huge pages. A chunk is freed with its last buffer.
+class Buffer {
+  public:
+    Buffer() = default;
+    explicit Buffer(size_t bytes);
+    uint8_t* data() const { return data_.get(); }
+    size_t size() const { return bytes_; }
+
+  private:
+    std::shared_ptr<uint8_t> data_;
+    size_t bytes_ = 0;
+};
+
+// Token rows in the form that matrices of one type and width read.
+class Activations {
+  public:
+    void reserve(size_t num_rows, size_t width);
+    void set(size_t row, const float* x, WeightType type, size_t width);  // x: [width], padded with zeros to 64
+
+    QuantisedRows quantised(size_t width) const {
+        const size_t padded = round_up(width, kInt4Group);
+        return {values_.data(), padded, padded / kInt4Group, scales_.data(), sums_.data()};
+    }
+    SpreadRows spread(size_t width) const { return {values_.data(), round_up(width, kInt8Group), scales_.data(), sums_.data()}; }
+    FloatRows floats(size_t width) const { return {floats_.data(), width}; }
+
+  private:
+    AlignedVector<int8_t> values_;
+    AlignedVector<float> floats_, scales_;
+    AlignedVector<int32_t> sums_;
+};
+
+class Matrix {
+  public:
+    // From float32 [out, in]. int8 and int4_row have one scale per output; int4 has a scale and a minimum for each 32 inputs.
+    static Matrix pack(const float* weights, size_t out, size_t in, WeightType type);
+    // From 4-bit blocks of GGUF: values 0..15 [out, in], one per byte, scales and minima float16 [out, in / 32].
+    static Matrix pack_int4(const uint8_t* values, const uint16_t* scales, const uint16_t* minima, size_t out, size_t in);
+
+    Matrix(Matrix&&) = default;
+    Matrix(const Matrix&) = delete;
+
+    size_t out() const { return out_; }
+    size_t in() const { return in_; }
+    WeightType type() const { return type_; }
+    size_t num_panels() const { return (out_ + kPanel - 1) / kPanel; }
+    size_t bytes() const { return packed_.size() + scales_.size() * sizeof(float); }
+
+    // Multiply rows first..end of the activations with adjacent panels: to[(row - first) * stride + o], o < 32 * num_panels.
+    void multiply(size_t panel, size_t num_panels, const Activations& x, size_t first, size_t end, float* to, size_t stride) const;
+
+    // Unpack one row to float32 [in], as for the embedding of a token.
+    void row(size_t index, float* to) const;
+    // Replace one row [in]. No product may be running.
+    void put_row(size_t index, const float* weights);
+
+  private:
+    Matrix(WeightType type, size_t out, size_t in);
+    size_t panel_bytes() const;
+    void pack_spread_row(const float* weights, size_t index);
+    void put_int8(size_t index, const float* spread, size_t padded);
+    void put_int4(size_t index, const float* spread, size_t padded);
+    void unpack_spread_row(size_t index, float* to) const;
+    void pack_int4_row(const float* weights, size_t index);
+    void put_int4_block(size_t index, size_t block, const uint8_t* values, uint16_t scale, uint16_t minimum);
+
+    WeightType type_;
+    size_t out_, in_;
+    Buffer packed_;
+    AlignedVector<float> scales_;  // [num_panels * 32], only of spread weights
+};
+
+// One product of a phase: x times a matrix, plus a bias.
+struct Product {
+    const Matrix* matrix;
+    const Activations* x;
+    float* out;                      // [num_tokens, stride]
+    size_t stride;                   // at least the outputs of the matrix, rounded up to a panel
+    const std::vector<float>* bias;  // null or empty: none
+};
+
+// Compute products in one phase, inside `ThreadPool::run`.
+void multiply_all(ThreadPool& pool, std::initializer_list<Product> products, size_t num_tokens);
+
+}  // namespace paceline

@@ -1,0 +1,57 @@
+// The sizes and weights of a Llama-family decoder.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "model/matrix.h"
+
+namespace paceline {
+
+enum class Activation { silu, gelu_tanh };
+
+struct Shape {
+    size_t vocab, hidden, intermediate, num_layers, num_heads, num_kv_heads, head_dim;
+    float norm_eps;
+    float query_scale;         // multiplies attention scores
+    float embed_scale = 1.0f;  // multiplies embeddings
+    Activation activation = Activation::silu;
+    size_t head_size = 0;         // rows of the LM head: `vocab`, or a draft vocabulary
+    bool reads_features = false;  // a draft head, which reads a feature beside each token
+    bool norms_residual = false;  // the residual stream of a draft head starts from the normed feature
+    bool feeds_normed = false;    // the feature of the next draft pass is the last hidden state after `final_norm`
+};
+
+struct Layer {
+    size_t window = 0;  // tokens that a token attends to, itself included; 0: all
+    size_t rope = 0;    // row of `Weights::inverse_frequencies`
+    std::vector<float> attn_norm, mlp_norm;            // attn_norm empty: the layer reads its input as it is
+    std::vector<float> attn_post_norm, mlp_post_norm;  // norms of a block's output, or empty
+    std::vector<float> feature_norm;                   // of an EAGLE layer, which reads [normed token, normed feature]; or empty
+    std::vector<float> q_norm, k_norm;                 // [head_dim], or empty
+    std::vector<float> q_bias, k_bias, v_bias, o_bias, gate_bias, up_bias, down_bias;  // or empty
+    std::shared_ptr<const Matrix> q, k, v, o, gate, up, down;
+};
+
+// The recurrence of a parallel draft head: each guess sends a message to the next, see `relay` in backend/reference/head_layers.py.
+struct Relay {
+    size_t size = 0, inner = 0;                  // numbers of a message, and of its gate; size 0: there is no relay
+    std::vector<float> embed_norm;               // [hidden]
+    std::shared_ptr<const Matrix> position;      // [2 * inner, 2 * hidden] reads the states of the row's first and this position
+    std::shared_ptr<const Matrix> previous;      // [2 * inner, hidden + size] reads the previous guess and its message
+    std::shared_ptr<const Matrix> message;       // [size, inner] makes the message
+    std::shared_ptr<const Matrix> message_head;  // [head_size, size] turns a message into logits
+};
+
+struct Weights {
+    std::shared_ptr<const Matrix> embed, head;  // the same object where tied
+    std::vector<float> final_norm;              // [hidden], or empty
+    std::vector<float> inverse_frequencies;     // [num_ropes, head_dim / 2]
+    std::vector<Layer> layers;
+    std::shared_ptr<const Matrix> fuse;        // [hidden, 2 * hidden] from embedding and feature to the first layer's input, or null
+    std::vector<float> fuse_bias, embed_norm;  // bias of `fuse`, and norm of the embedding that it reads: [hidden], or empty
+    std::vector<uint32_t> token_ids;           // of the head's rows; empty: row numbers are token ids
+    Relay relay;
+};
+
+}  // namespace paceline

@@ -1,0 +1,280 @@
+#include "model/multistep.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace paceline {
+namespace {
+
+constexpr double kMaxMargin = 6.0;  // as core/nouns.py
+
+struct ActiveRow {
+    size_t index;      // among the rows of the first pass
+    size_t first;      // of its steps
+    int64_t position;  // of its newest token
+    double survival;   // probability that all its choices so far are accepted
+};
+
+// The rows that have not stopped.
+class ActiveRows {
+  public:
+    ActiveRows(const Pass& first, const DraftSteps& steps) : steps_(steps) {
+        for (size_t row = 0, at = 0; row < first.num_rows; at += static_cast<size_t>(steps.depths[row++]))
+            rows_.push_back({row, at, first.positions[first.cu_len[row + 1] - 1], 1.0});
+    }
+
+    const std::vector<ActiveRow>& rows() const { return rows_; }
+
+    // How the rows choose in a step. Edits point into `hints_`, valid until the next call.
+    std::vector<SamplingSpec> specs(size_t step) {
+        std::vector<SamplingSpec> found;
+        hints_.clear();
+        hints_.reserve(rows_.size());
+        for (const ActiveRow& row : rows_) found.push_back(spec_of(row, step));
+        return found;
+    }
+
+    // Hand out what a step chose and drop the rows that stop. on_kept(index among the rows of this step): for each other row.
+    template <class OnKept>
+    void advance(size_t step, const int64_t* chosen, const float* margins, const OnKept& on_kept) {
+        std::vector<ActiveRow> kept;
+        for (size_t i = 0; i < rows_.size(); ++i) {
+            const ActiveRow& row = rows_[i];
+            steps_.chosen[row.first + step] = chosen[i];
+            steps_.margins[row.first + step] = margins[i];
+            if (chosen[i] < 0 || step + 1 >= static_cast<size_t>(steps_.depths[row.index])) continue;
+            const double survival = survival_with(row, step, margins[i]);
+            if (stops(row, step, survival)) continue;
+            kept.push_back({row.index, row.first, row.position + 1, survival});
+            on_kept(i);
+        }
+        rows_ = std::move(kept);
+    }
+
+  private:
+    SamplingSpec spec_of(const ActiveRow& row, size_t step) {
+        static constexpr float kUnscaled = 1.0f;
+        SamplingSpec spec = steps_.specs[row.first + step];
+        const TokenHints* hints = steps_.hints[row.index];
+        if (!hints || spec.edits.count) return spec;
+        const auto hint = hints->next(steps_.chosen + row.first, step);
+        if (!hint || static_cast<size_t>(hint->token_id) >= steps_.num_ids) return spec;
+        hints_.push_back(*hint);
+        spec.edits = {&hints_.back().token_id, &kUnscaled, &hints_.back().add, 1};
+        if (spec.kind == SamplingKind::argmax) spec.kind = SamplingKind::noisy;  // argmax ignores edits
+        return spec;
+    }
+
+    double survival_with(const ActiveRow& row, size_t step, double margin) const {
+        if (!steps_.stops) return 1.0;
+        const double* stop = steps_.stops + 3 * (row.first + step);
+        return row.survival / (1 + std::exp(-(stop[0] + stop[1] * (margin > kMaxMargin ? kMaxMargin : margin))));
+    }
+
+    bool stops(const ActiveRow& row, size_t step, double survival) const {
+        return steps_.stops && survival < steps_.stops[3 * (row.first + step) + 2];  // false if the margin is unknown: NaN
+    }
+
+    const DraftSteps& steps_;
+    std::vector<ActiveRow> rows_;
+    std::vector<Hint> hints_;
+};
+
+size_t num_logit_rows(const std::vector<SamplingSpec>& specs) {
+    return static_cast<size_t>(std::count_if(specs.begin(), specs.end(), [](const SamplingSpec& s) { return s.wants_logits(); }));
+}
+
+// Passes over one token of each row, and their memory.
+class SerialSteps {
+  public:
+    SerialSteps(Decoder& decoder, const Pass& first, const DraftSteps& steps)
+        : decoder_(decoder), first_(first), active_(first, steps), pass_(first) {}
+
+    bool done() const { return active_.rows().empty(); }
+
+    const Pass& pass(size_t step) {
+        if (step > 0) read_newest();
+        plan_choices(step);
+        pass_.taps.clear();
+        if (reads_features()) {
+            states_.resize(pass_.num_tokens * hidden());
+            pass_.taps.emplace_back(pass_.num_layers, states_.data());
+        }
+        return pass_;
+    }
+
+    void advance(size_t step) {
+        newest_.clear();
+        features_.clear();
+        active_.advance(step, chosen_.data(), margins_.data(), [&](size_t i) {
+            newest_.push_back(chosen_[i]);
+            if (reads_features()) feed_back(static_cast<size_t>(pass_.wanted[i]));
+        });
+    }
+
+  private:
+    size_t hidden() const { return decoder_.shape().hidden; }
+    bool reads_features() const { return decoder_.shape().reads_features; }
+
+    void plan_choices(size_t step) {
+        pass_.specs = active_.specs(step);
+        logits_.resize(num_logit_rows(pass_.specs) * pass_.vocab);
+        chosen_.resize(pass_.specs.size());
+        margins_.assign(pass_.specs.size(), NAN);
+        pass_.chosen = chosen_.data(), pass_.margins = margins_.data(), pass_.logits = logits_.data();
+    }
+
+    void feed_back(size_t token) {
+        float* state = &states_[token * hidden()];
+        if (decoder_.shape().feeds_normed) decoder_.norm_last(state);
+        features_.insert(features_.end(), state, state + hidden());
+    }
+
+    void read_newest() {
+        const size_t n = active_.rows().size(), max_pages = first_.max_pages;
+        for (auto* v : {&positions_, &slots_, &first_keys_, &pages_, &cu_len_, &pass_.wanted}) v->clear();
+        cu_len_.push_back(0);
+        for (const ActiveRow& row : active_.rows()) {
+            const int64_t* pages = first_.pages + row.index * max_pages;
+            const auto position = static_cast<size_t>(row.position);
+            positions_.push_back(row.position);
+            slots_.push_back(pages[position / kPageTokens] * static_cast<int64_t>(kPageTokens) + static_cast<int64_t>(position % kPageTokens));
+            first_keys_.push_back(first_.first_keys[row.index]);
+            pages_.insert(pages_.end(), pages, pages + max_pages);
+            pass_.wanted.push_back(cu_len_.back());
+            cu_len_.push_back(cu_len_.back() + 1);
+        }
+        pass_.num_tokens = pass_.num_rows = n;
+        pass_.token_ids = newest_.data(), pass_.positions = positions_.data(), pass_.slots = slots_.data();
+        pass_.cu_len = cu_len_.data(), pass_.pages = pages_.data(), pass_.first_keys = first_keys_.data();
+        pass_.features = features_.data();
+    }
+
+    Decoder& decoder_;
+    const Pass& first_;
+    ActiveRows active_;
+    Pass pass_;
+    std::vector<int64_t> chosen_, newest_, positions_, slots_, first_keys_, cu_len_, pages_;
+    std::vector<float> margins_, logits_, states_, features_;
+};
+
+// One pass over all positions of each row's guesses, then their choices, position by position.
+class RelayedSteps {
+  public:
+    RelayedSteps(Decoder& decoder, const Pass& first, const DraftSteps& steps, const KVStore& kv)
+        : decoder_(decoder), active_(first, steps), pass_(first) {
+        run_pass(kv);
+        std::vector<int64_t> chosen;
+        std::vector<float> margins;
+        for (const ActiveRow& row : active_.rows()) chosen.push_back(chosen_[row.first]), margins.push_back(margins_[row.first]);
+        advance(0, chosen, margins);
+        if (done()) return;
+        sum_positions(steps);
+        relay(0, nullptr);
+    }
+
+    bool done() const { return active_.rows().empty(); }
+
+    void run(size_t step) {
+        const std::vector<int64_t> previous = std::move(newest_);
+        std::vector<int64_t> chosen(previous.size());
+        std::vector<float> margins(previous.size(), NAN), logits;
+        pass_.specs = active_.specs(step);
+        logits.resize(num_logit_rows(pass_.specs) * pass_.vocab);
+        pass_.wanted.resize(previous.size());
+        pass_.chosen = chosen.data(), pass_.margins = margins.data(), pass_.logits = logits.data();
+        relay(step, previous.data());
+        advance(step, chosen, margins);
+    }
+
+  private:
+    // Run the pass: it chooses the first guesses, and leaves states and logits of all.
+    void run_pass(const KVStore& kv) {
+        pass_.specs.assign(pass_.wanted.size(), SamplingSpec{SamplingKind::logits, 0.0, {}, {}, {}});
+        const std::vector<SamplingSpec> first = active_.specs(0);
+        for (size_t i = 0; i < first.size(); ++i) pass_.specs[active_.rows()[i].first] = first[i];
+        for (const SamplingSpec& spec : pass_.specs) logit_row_.push_back(spec.wants_logits() ? num_logits_++ : 0);
+        states_.resize(pass_.num_tokens * hidden());
+        logits_.resize(num_logits_ * pass_.vocab);
+        chosen_.resize(pass_.wanted.size());
+        margins_.assign(pass_.wanted.size(), NAN);
+        pass_.taps = {{pass_.num_layers, states_.data()}};
+        pass_.chosen = chosen_.data(), pass_.margins = margins_.data(), pass_.logits = logits_.data();
+        decoder_.forward(pass_, kv);
+        tokens_ = pass_.wanted;
+        for (int64_t token : tokens_) decoder_.norm_last(&states_[static_cast<size_t>(token) * hidden()]);
+    }
+
+    void sum_positions(const DraftSteps& steps) {
+        std::vector<const float*> first, states;
+        sums_row_.resize(tokens_.size());
+        for (const ActiveRow& row : active_.rows())
+            for (size_t at = row.first; at < row.first + static_cast<size_t>(steps.depths[row.index]); ++at) {
+                sums_row_[at] = states.size();
+                first.push_back(state(row.first));
+                states.push_back(state(at));
+            }
+        decoder_.relay_positions(first, states, sums_);
+    }
+
+    const float* state(size_t guess) const { return &states_[static_cast<size_t>(tokens_[guess]) * hidden()]; }
+
+    void relay(size_t step, const int64_t* previous) {
+        const size_t n = active_.rows().size(), stride = round_up(2 * decoder_.relay().inner, kPanel);
+        RelayStep now{n, previous, messages_.data(), {}, {}, {}, nullptr};
+        for (const ActiveRow& row : active_.rows()) {
+            const size_t at = row.first + step;
+            now.states.push_back(state(at));
+            now.position_sums.push_back(&sums_[sums_row_[at] * stride]);
+            if (previous) now.head_logits.push_back(&logits_[logit_row_[at] * pass_.vocab]);
+        }
+        std::vector<float> messages(n * decoder_.relay().size);
+        now.messages = messages.data();
+        decoder_.relay_step(now, pass_);
+        messages_ = std::move(messages);
+    }
+
+    void advance(size_t step, const std::vector<int64_t>& chosen, const std::vector<float>& margins) {
+        const size_t size = decoder_.relay().size;
+        std::vector<float> messages;
+        newest_.clear();
+        active_.advance(step, chosen.data(), margins.data(), [&](size_t i) {
+            newest_.push_back(chosen[i]);
+            if (step > 0) messages.insert(messages.end(), &messages_[i * size], &messages_[i * size] + size);
+        });
+        messages_ = std::move(messages);
+    }
+
+    size_t hidden() const { return decoder_.shape().hidden; }
+
+    Decoder& decoder_;
+    ActiveRows active_;
+    Pass pass_;
+    size_t num_logits_ = 0;
+    std::vector<size_t> logit_row_, sums_row_;  // [guesses]
+    std::vector<int64_t> tokens_;               // [guesses] indices in the pass
+    std::vector<float> states_;                 // [tokens of the pass, hidden]
+    std::vector<float> logits_;                 // [num_logits, vocab] of guesses behind the first
+    std::vector<float> messages_;               // [active rows, size] of the newest guesses
+    AlignedVector<float> sums_;                 // [guesses of active rows, stride]
+    std::vector<int64_t> chosen_, newest_;
+    std::vector<float> margins_;
+};
+
+}  // namespace
+
+void run_steps(Decoder& decoder, const Pass& first, const DraftSteps& steps, const KVStore& kv) {
+    SerialSteps serial(decoder, first, steps);
+    for (size_t step = 0; !serial.done(); ++step) {
+        decoder.forward(serial.pass(step), kv);
+        serial.advance(step);
+    }
+}
+
+void run_relayed_steps(Decoder& decoder, const Pass& first, const DraftSteps& steps, const KVStore& kv) {
+    if (first.num_rows == 0) return;
+    RelayedSteps relayed(decoder, first, steps, kv);
+    for (size_t step = 1; !relayed.done(); ++step) relayed.run(step);
+}
+
+}  // namespace paceline

@@ -1,0 +1,55 @@
+// One forward pass: token rows in, chosen tokens out. Everything is checked at the border to Python.
+#pragma once
+
+#include <utility>
+#include <vector>
+
+#include "model/sampling.h"
+
+namespace paceline {
+
+enum class SamplingKind : uint8_t { argmax = 0, noisy = 1, logits = 2, sampled = 3 };  // the last two return their logits
+
+// How one token is chosen, see `SamplingSpec` in core/nouns.py.
+struct SamplingSpec {
+    SamplingKind kind;
+    double temperature;
+    Filters filters;
+    Key key;
+    Edits edits;  // ids ascending
+
+    bool wants_logits() const { return kind == SamplingKind::logits || kind == SamplingKind::sampled; }
+};
+
+constexpr int64_t kUnchosen = -1;  // as core/nouns.py: the law of verification chooses
+
+// See backend/packed.py.
+struct Pass {
+    size_t num_tokens, num_rows, max_pages;
+    const int64_t *token_ids, *positions, *slots;  // [num_tokens]
+    const int64_t* cu_len;                         // [num_rows + 1]
+    const int64_t* pages;                          // [num_rows, max_pages]
+    const int64_t* first_keys;                     // [num_rows] first position that a row's tokens attend to
+    const float* features;                         // [num_tokens, hidden], if `Shape::reads_features`
+    std::vector<int64_t> wanted;                   // indices of the tokens whose successor is chosen
+    std::vector<SamplingSpec> specs;               // [wanted]
+    size_t vocab;                                  // rows of the LM head to choose among, from the first
+    size_t num_layers;
+    std::vector<std::pair<size_t, float*>> taps;  // (layers run before it, out [num_tokens, hidden])
+    int64_t* chosen;                              // [wanted] out: token ids, kBroken, or kUnchosen
+    float* logits;                                // [wanted with logits, vocab] out
+    float* margins;  // [wanted] out: logits between the chosen token and the second; unknown ones are not written; null: unwanted
+};
+
+// One position of the guesses of a parallel draft head, for some rows.
+struct RelayStep {
+    size_t num_rows;
+    const int64_t* previous_ids;              // [num_rows] guesses before; null: this is the first position, its guesses are known
+    const float* previous_messages;           // [num_rows, Relay::size]
+    std::vector<const float*> states;         // [num_rows] -> [hidden] last hidden state of the position, after `final_norm`
+    std::vector<const float*> position_sums;  // [num_rows] -> [2 * Relay::inner] of `Decoder::relay_positions`
+    std::vector<const float*> head_logits;    // [num_rows] -> [vocab] of the LM head alone; empty: to be computed
+    float* messages;                          // [num_rows, Relay::size] out
+};
+
+}  // namespace paceline

@@ -1,0 +1,108 @@
+// How the attention of a pass is cut into tiles, and how tiles are dealt out to threads.
+#include <algorithm>
+
+#include "model/scratch.h"
+
+namespace paceline {
+namespace {
+
+constexpr size_t kMinTilesPerThread = 4;  // with fewer, rows of few tokens are cut
+constexpr size_t kPartsPerThread = 4;     // of long tiles
+constexpr size_t kManyTiles = 8;          // for each thread; then the first that is done helps the others, and no order matters
+
+// Order tasks so that the ranges that threads start with take about as long: they are dealt out like cards, the longest first.
+template <class Task, class Length>
+void deal(std::vector<Task>& tasks, size_t num_threads, const Length& length) {
+    std::vector<Task> longest_first = tasks;
+    std::stable_sort(longest_first.begin(), longest_first.end(), [&](const Task& a, const Task& b) { return length(a) > length(b); });
+    const auto begin_of = [&](size_t thread) { return tasks.size() * thread / num_threads; };
+    size_t next = 0;
+    for (size_t hand = 0; next < tasks.size(); ++hand)
+        for (size_t thread = 0; thread < num_threads; ++thread)
+            if (const size_t at = begin_of(thread) + hand; at < begin_of(thread + 1)) tasks[at] = longest_first[next++];
+}
+
+}  // namespace
+
+void Decoder::plan_tiles(const Pass& pass, const KVStore& kv) {
+    Scratch& s = *scratch_;
+    const size_t dim = kv.padded_dim(), group = shape_.num_heads / shape_.num_kv_heads;
+    s.tiles.clear();
+    s.stores_itself = true;
+    size_t num_queries = 0;
+    const bool few = pool_->size() > 1 && pass.num_rows * shape_.num_kv_heads < kMinTilesPerThread * pool_->size();
+    for (size_t row = 0; row < pass.num_rows; ++row) {
+        const size_t begin = pass.cu_len[row], end = pass.cu_len[row + 1];
+        // Few tokens of a row are halved where there would hardly be a tile for each thread.
+        const size_t at_once = few && end - begin <= kQueryTokens ? std::max<size_t>((end - begin + 1) / 2, 1) : kQueryTokens;
+        s.stores_itself &= end - begin <= at_once;
+        for (size_t first = begin; first < end; first += at_once) {
+            const size_t count = std::min(at_once, end - first);
+            const size_t num_spans = pass.positions[first + count - 1] / kSpan + 1;
+            for (size_t h = 0; h < shape_.num_kv_heads; ++h) {
+                s.tiles.push_back({row, first, count, h, num_spans, num_queries});
+                num_queries += count * group * num_spans;
+            }
+        }
+    }
+    balance_tiles(pass, num_queries, dim);
+
+    const size_t max_queries = kQueryTokens * group;
+    for (auto& own : s.threads) {
+        for (auto* v : {&own.mixed, &own.mixed_so_far}) grow(*v, max_queries * dim);
+        grow(own.queries, max_queries * query_stride(dim));
+        for (auto* v : {&own.query_units, &own.units, &own.tops, &own.totals, &own.top_so_far, &own.total_so_far}) grow(*v, max_queries);
+        grow(own.scores, max_queries * kSpan);
+        own.starts.resize(max_queries);
+        own.limits.resize(max_queries);
+    }
+}
+
+// Order few tiles so that no thread waits long. If one takes half of a thread's share or more, cut all into parts.
+// num_queries: of all spans of the tiles.
+void Decoder::balance_tiles(const Pass& pass, size_t num_queries, size_t dim) {
+    Scratch& s = *scratch_;
+    s.parts.clear();
+    if (s.tiles.size() >= kManyTiles * pool_->size()) return;
+    const auto end_of = [&](const Tile& tile) { return static_cast<size_t>(pass.positions[tile.first + tile.count - 1]) + 1; };
+    const auto length = [&](const Tile& tile) { return tile.count * end_of(tile); };
+    size_t num_spans = 0, total = 0, longest = 0;
+    for (const Tile& tile : s.tiles)
+        num_spans += tile.num_spans, total += length(tile), longest = std::max(longest, length(tile));
+    if (num_spans == s.tiles.size() || 2 * longest * pool_->size() < total) return deal(s.tiles, pool_->size(), length);
+    const size_t at_once = std::max<size_t>(num_spans / (kPartsPerThread * pool_->size()), 1);
+    for (size_t t = 0; t < s.tiles.size(); ++t)
+        for (size_t first = first_of_tile(pass, s.tiles[t], 0) / kSpan; first < s.tiles[t].num_spans; first += at_once)
+            s.parts.push_back({t, first, std::min(first + at_once, s.tiles[t].num_spans)});
+    grow(s.tops, num_queries);
+    grow(s.totals, num_queries);
+    grow(s.partials, num_queries * dim);
+    deal(s.parts, pool_->size(), [&](const Part& part) {
+        const Tile& tile = s.tiles[part.tile];
+        return tile.count * (std::min(part.end * kSpan, end_of(tile)) - part.first * kSpan);
+    });
+}
+
+// The first key that a token of a row attends to.
+size_t Decoder::first_key(const Pass& pass, size_t row, size_t token, size_t window) {
+    const auto first = static_cast<size_t>(pass.first_keys[row]), end = static_cast<size_t>(pass.positions[token]) + 1;
+    return window && end > window ? std::max(first, end - window) : first;
+}
+
+// The key at which the attention of a tile begins. Behind the row's first key it moves in steps of `kKeysAtOnce`, the keys that a
+// kernel sums up at once: these groups are then the same for every tile, and so for every prefill chunk.
+size_t Decoder::first_of_tile(const Pass& pass, const Tile& tile, size_t window) {
+    const auto first = static_cast<size_t>(pass.first_keys[tile.row]);
+    const size_t key = first_key(pass, tile.row, tile.first, window), page = first / kPageTokens * kPageTokens;
+    const size_t start = page + (key - page) / kKeysAtOnce * kKeysAtOnce;
+    return std::max(first, start);
+}
+
+// The number of a tile's first tokens that attend to nothing of a span.
+size_t Decoder::num_before(const Pass& pass, const Tile& tile, size_t span) {
+    size_t count = 0;
+    while (static_cast<size_t>(pass.positions[tile.first + count]) < span * kSpan) ++count;
+    return count;
+}
+
+}  // namespace paceline
