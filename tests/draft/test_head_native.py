@@ -310,7 +310,7 @@ PLACE = [np.zeros((2, 32), np.float32)] * 2 + [np.arange(2), np.zeros((2, 6), np
         (2, np.arange(1), "before it"),
         (2, np.array([0, 320]), "vocabulary"),
         (2, np.array([0, -1]), "vocabulary"),
-        (3, np.zeros((2, 5), np.float32), "told before"),
+        (3, np.zeros((2, 5), np.float32), "messages before"),
         (None, None, "fewer"),
     ],
 )

@@ -86,7 +86,7 @@ class StepLimit(NamedTuple):
     depth: int  # steps, at most
     stop: Stop | None = None  # ends the row earlier
     pointer: kernels.TokenHints | None = (
-        None  # gives logits to hinted tokens, where nothing else edits the choices
+        None  # adds logits to hinted tokens; nothing else edits these choices
     )
 
 

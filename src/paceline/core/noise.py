@@ -1,8 +1,8 @@
 """Counter-based noise: a function of (seed, choice, lane, position, depth, token id) and of nothing else.
 
 It does not depend on batch, step or drafter, so the same seed gives the same text however the engine runs. The
-native kernels have their own copy (`csrc/model/noise.h`); tests hold golden values of this one. All arithmetic is on
-unsigned 32-bit integers, modulo 2**32, with `>>` a logical shift:
+native kernels have their own copy (`csrc/model/noise.h`); tests hold golden values of this one. All arithmetic is
+on unsigned 32-bit integers, modulo 2**32, with `>>` a logical shift:
 
     murmur(x):   x ^= x >> 16; x *= 0x85EBCA6B; x ^= x >> 13; x *= 0xC2B2AE35; x ^= x >> 16
     lowbias(x):  x ^= x >> 16; x *= 0x7FEB352D; x ^= x >> 15; x *= 0x846CA68B; x ^= x >> 16

@@ -1,7 +1,7 @@
 """From one row of raw logits to the target's own choice: edits, temperature, filters, noise.
 
-The transforms and their order are those of `SamplingParams`. `csrc/model/sampling.cpp` does the work; its readable twins
-are in `tests/oracles/sampling.py`.
+The transforms and their order are those of `SamplingParams`. `csrc/model/sampling.cpp` does the work; its readable
+twins are in `tests/oracles/sampling.py`.
 """
 
 from __future__ import annotations
