@@ -14,11 +14,13 @@ from threading import get_ident
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from paceline.backend.seam import Deferred
 from paceline.core.errors import ConfigError, PacelineError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from paceline.backend.seam import PassRequest, PassResult, Pending
     from paceline.bench.run import Question
     from paceline.engine.engine import Engine
 
@@ -69,7 +71,7 @@ class Timeline:
 
     def watch(self, engine: Engine) -> None:
         """Note from now on what an engine does. Call it between steps."""
-        engine.target.decoder = self._watched(engine.target.decoder, TARGET, "run", begins="beside")
+        engine.target.decoder = self._watched(engine.target.decoder, TARGET, begins="launch")
         engine.loop = self._watched(engine.loop, STEP, "step")
         for name, drafter in engine.drafting.drafters.items():
             engine.drafting.drafters[name] = self._watched(drafter, DRAFT, "propose", "commit")
@@ -85,16 +87,16 @@ class Timeline:
         finally:
             self.spans.append(Span(what, start_s, perf_counter(), get_ident()))
 
-    def note_begun(self, what: str, begin: Callable[..., Callable[[], T]], *arguments: Any, **named: Any) -> Any:
-        """Make a call that begins something, and return what waits for it; note from when to when it took."""
-        start_s, finish = perf_counter(), begin(*arguments, **named)
+    def note_begun(self, what: str, launch: Callable[[PassRequest], Pending], request: PassRequest) -> Pending:
+        """Launch a pass; note from when to when it took, once it is waited for."""
+        start_s, pending = perf_counter(), launch(request)
 
-        def noted() -> T:
-            found = finish()
+        def noted() -> PassResult:
+            found = pending.wait()
             self.spans.append(Span(what, start_s, perf_counter(), get_ident()))
             return found
 
-        return noted
+        return Deferred(noted)
 
     def of(self, what: str) -> list[Span]:
         """Return the spans of one side, in the order in which they began."""
@@ -129,7 +131,7 @@ class _WatchedDrafter:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inner, name)
-        if name == self._begins and found is not None:
+        if name == self._begins:
             return partial(self._timeline.note_begun, self._what, found)
         if name not in self._methods:
             return found
