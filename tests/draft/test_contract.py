@@ -28,7 +28,7 @@ from paceline.engine.scheduler import Limits
 from tests.backend.backends import ALL_BACKENDS, TEST_BACKENDS
 from tests.draft.foreign import TOKENIZERS, foreign_weights
 from tests.draft.heads import RELAY, drafter_of, trained_head
-from tests.draft.test_small_drafter import write_small
+from tests.draft.test_cut_model import write_cut_model
 from tests.engine.same_text import DRAFTER_NOISE, MAX_LEN, SHARP, VOCAB, Answer, Request, assert_same, run, target
 from tests.tiny import tiny_config, tiny_tokenizer, tiny_weights
 
@@ -71,7 +71,7 @@ SPECS = [spec for name in DRAFTERS for spec in variants(name)]
 def files(spec: str) -> str:
     """A spec with folders in place of its words in capitals."""
     if spec.endswith("CUT"):
-        return spec.replace("CUT", str(write_small(Path(mkdtemp(prefix="cut-")))))
+        return spec.replace("CUT", str(write_cut_model(Path(mkdtemp(prefix="cut-")))))
     if spec.endswith(("HEAD", "RELAY")):
         kind = RELAY if spec.endswith("RELAY") else spec.partition(":")[0]
         return f"{spec.rpartition('=')[0]}={trained_head(kind, target().decoder)}"  # type: ignore[arg-type]
