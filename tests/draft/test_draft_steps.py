@@ -20,8 +20,8 @@ from paceline.core.nouns import UNCHOSEN, RowPlan, SamplingSpec, Stop
 from paceline.core.params import SamplingParams
 from paceline.model.heads.config import read_config
 from tests.draft.heads import RELAY, drafter_of, head_values, random_weights, write_head
+from tests.draft.test_cut_model import write_cut_model
 from tests.draft.test_head_drafter import requests
-from tests.draft.test_small_drafter import write_small
 from tests.engine.same_text import PLAIN, make_engine, run, target
 from tests.model.helpers import pack, run_pass
 from tests.tiny import tiny_config, tiny_weights
@@ -44,7 +44,7 @@ SPECS: dict[str, Callable[[Path], str]] = {
     "eagle3": lambda folder: head(folder, "eagle3"),
     "eagle": lambda folder: head(folder, "eagle"),
     "relay": lambda folder: head(folder, RELAY),
-    "small": lambda folder: f"draft-model:model={write_small(folder)},k=5",
+    "small": lambda folder: f"draft-model:model={write_cut_model(folder)},k=5",
     "first layers": lambda _: "draft-model:layers=1,k=5",
 }
 

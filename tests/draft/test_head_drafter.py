@@ -26,7 +26,6 @@ from paceline.draft.autoregressive import CATCH_UP_TOKENS, catch_up_tokens, in_p
 from paceline.draft.heads import drafter
 from paceline.draft.heads.parallel import BLIND_GAIN
 from paceline.draft.hints import MAX_MATCH, MIN_MATCH, Hints
-from paceline.draft.lookup.suffix import propose_slow
 from paceline.draft.registry import parse_spec
 from paceline.engine.drafters import DrafterPool
 from paceline.model.heads.checkpoint import Head, load_head
@@ -36,6 +35,7 @@ from tests.draft.recycled import PlainRecycled, merged
 from tests.draft.test_head_forward import causal
 from tests.engine.same_text import PLAIN, RestlessK, Settings, assert_same, make_engine, run, target
 from tests.model.helpers import pack
+from tests.oracles.lookup import propose
 
 if TYPE_CHECKING:
     from paceline.backend.reference.decoder import ReferenceDecoder
@@ -195,10 +195,10 @@ def hinted_after(
     """
     if hints.gain:
         tail = (ids + guesses)[-MAX_MATCH:]
-        token_ids, _, match = propose_slow(ids, tail, 1, MIN_MATCH, MAX_MATCH, 1, 0)
+        token_ids, _, match = propose(ids, tail, 1, MIN_MATCH, MAX_MATCH, 1, 0)
         found = (token_ids[0], hints.gain * math.log(match)) if token_ids else None
         return merged(found, said.look(tail[-2], tail[-1], len(ids) + len(guesses), hints.recycled_gains))
-    token_ids, _, match = propose_slow(ids, ids[-MAX_MATCH:], k, MIN_MATCH, MAX_MATCH, MAX_MATCH, 0.05)
+    token_ids, _, match = propose(ids, ids[-MAX_MATCH:], k, MIN_MATCH, MAX_MATCH, MAX_MATCH, 0.05)
     place = len(guesses)
     return (token_ids[place], BLIND_GAIN * math.log(match)) if place < len(token_ids) else None
 

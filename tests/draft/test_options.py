@@ -11,7 +11,7 @@ from paceline.draft import shipped
 from paceline.draft.drafter import Vocabulary
 from paceline.draft.lookup.ngram import NgramConfig
 from paceline.draft.model.draft_model import DraftModelConfig
-from paceline.draft.model.vocabulary import difference
+from paceline.draft.model.id_map import difference
 from paceline.draft.registry import parse_drafters, parse_spec
 from tests.engine.same_text import PLAIN, make_engine
 from tests.tiny import tiny_tokenizer

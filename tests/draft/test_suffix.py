@@ -14,9 +14,11 @@ from paceline.backend.rows import Rows
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import BROKEN, Admission, Batch, BatchRow, Plan, Request, RowPlan
 from paceline.core.params import SamplingParams
-from paceline.draft.lookup.suffix import BORDER, SuffixConfig, SuffixDrafter, propose_slow
+from paceline.draft.lookup.suffix import SuffixConfig, SuffixDrafter
 from paceline.draft.registry import parse_spec
 from paceline.kernels import TextIndex, extend_rows, go_on
+from tests.oracles import lookup as oracle
+from tests.oracles.lookup import BORDER
 
 texts = st.lists(st.lists(st.integers(0, 3), max_size=40), max_size=4)
 
@@ -58,7 +60,7 @@ def test_the_index_is_its_plain_definition(
     index, text = filled(1000, parts)
     tail = (parts[-1] if parts else []) if other is None else other
     wish = (most, min_match, min_match + more, reach, share)
-    assert index.propose(ids(tail), *wish) == propose_slow(text, tail, *wish)
+    assert index.propose(ids(tail), *wish) == oracle.propose(text, tail, *wish)
 
 
 @given(parts=texts, length=st.integers(1, 200), seed=st.integers(0, 99))

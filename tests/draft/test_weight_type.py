@@ -9,8 +9,8 @@ import pytest
 from paceline.backend.native.load import DRAFT_WEIGHT_TYPES, draft_weight_type
 from paceline.core.errors import ConfigError
 from tests.draft.heads import head_values, random_weights, write_head
+from tests.draft.test_cut_model import write_cut_model
 from tests.draft.test_head_drafter import heads_config, requests
-from tests.draft.test_small_drafter import write_small
 from tests.engine.same_text import PLAIN, assert_same, make_engine, run, target
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def write_eagle3(folder: Path) -> str:
 @pytest.mark.parametrize("asked", [None, *DRAFT_WEIGHT_TYPES])
 @pytest.mark.parametrize("kind", ["eagle3", "draft-model"])
 def test_every_type_drafts_and_the_text_is_the_same(kind: str, asked: str | None, tmp_path: Path) -> None:
-    spec = write_eagle3(tmp_path) if kind == "eagle3" else f"draft-model:model={write_small(tmp_path)}"
+    spec = write_eagle3(tmp_path) if kind == "eagle3" else f"draft-model:model={write_cut_model(tmp_path)}"
     engine = make_engine(f"{spec},k=3" + (f",weights={asked}" if asked else ""), PLAIN, types="int8")
     assert_same(run(make_engine("off", PLAIN, types="int8"), requests()), run(engine, requests()))
     assert engine.stats().drafter_failures == 0
@@ -55,7 +55,7 @@ def test_every_type_drafts_and_the_text_is_the_same(kind: str, asked: str | None
 def test_a_type_that_there_is_not_is_refused(drafter: str, types: str, reason: str, tmp_path: Path) -> None:
     specs = {
         "eagle3": lambda: write_eagle3(tmp_path),
-        "draft-model": lambda: f"draft-model:model={write_small(tmp_path)}",
+        "draft-model": lambda: f"draft-model:model={write_cut_model(tmp_path)}",
         "layers": lambda: "draft-model:layers=1",
         "whole": lambda: "draft-model:model=noisy",
     }

@@ -85,9 +85,7 @@ class StepLimit(NamedTuple):
 
     depth: int  # steps, at most
     stop: Stop | None = None  # ends the row earlier
-    pointer: kernels.TokenHints | None = (
-        None  # adds logits to hinted tokens; nothing else edits these choices
-    )
+    pointer: kernels.TokenHints | None = None  # adds logits to hinted tokens; nothing else edits these choices
 
 
 class FedBack(NamedTuple):

@@ -15,6 +15,7 @@ from threading import get_ident
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from paceline.backend.seam import Deferred
 from paceline.bench.prompt_file import BUILTIN, PROMPTS_HELP, PROMPTS_METAVAR, read_prompts
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.params import SamplingParams
@@ -156,13 +157,13 @@ class Timeline:
 
     def watch(self, engine: Engine) -> None:
         """Record what an engine does from now on. Call it between steps."""
-        engine.target.decoder = self._watched(engine.target.decoder, TARGET, "run", begins="beside")
+        engine.target.decoder = self._watched(engine.target.decoder, TARGET, launch="launch")
         engine.loop = self._watched(engine.loop, STEP, "step")
         for name, drafter in engine.drafting.drafters.items():
             engine.drafting.drafters[name] = self._watched(drafter, DRAFT, "propose", "commit")
 
-    def _watched(self, inner: T, kind: str, *methods: str, begins: str = "") -> T:
-        return cast("T", _CallRecorder(self, inner, kind, methods, begins))
+    def _watched(self, inner: T, kind: str, *methods: str, launch: str = "") -> T:
+        return cast("T", _CallRecorder(self, inner, kind, methods, launch))
 
     def record_call(self, kind: str, call: Callable[..., T], *arguments: Any, **named: Any) -> T:
         """Make a call and record its span."""
@@ -172,16 +173,16 @@ class Timeline:
         finally:
             self.spans.append(Span(kind, start_s, perf_counter(), get_ident()))
 
-    def record_begun(self, kind: str, begin: Callable[..., Callable[[], T]], *arguments: Any, **named: Any) -> Any:
-        """Begin an asynchronous call; return a wait function that records the span when it returns."""
-        start_s, finish = perf_counter(), begin(*arguments, **named)
+    def record_launch(self, kind: str, launch: Callable[[PassRequest], Pending], request: PassRequest) -> Pending:
+        """Launch a pass and record its span when its `wait` returns."""
+        start_s, pending = perf_counter(), launch(request)
 
-        def wait() -> T:
-            found = finish()
+        def wait() -> PassResult:
+            result = pending.wait()
             self.spans.append(Span(kind, start_s, perf_counter(), get_ident()))
-            return found
+            return result
 
-        return wait
+        return Deferred(wait)
 
     def passes(self) -> list[Span]:
         """Return the target's passes in the order of their start."""
@@ -217,21 +218,21 @@ class Timeline:
 
 
 class _CallRecorder:
-    """Proxy that records calls of some methods, and of one that begins an asynchronous call."""
+    """Proxy that records calls of some methods, and of one that launches a pass."""
 
     def __init__(
-        self, timeline: Timeline, inner: object, kind: str, methods: tuple[str, ...], begins: str
+        self, timeline: Timeline, inner: object, kind: str, methods: tuple[str, ...], launch: str
     ) -> None:
         self._timeline = timeline
         self._inner = inner
         self._kind = kind
         self._methods = methods
-        self._begins = begins
+        self._launch = launch
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inner, name)
-        if name == self._begins and found is not None:
-            return partial(self._timeline.record_begun, self._kind, found)
+        if name == self._launch:
+            return partial(self._timeline.record_launch, self._kind, found)
         if name not in self._methods:
             return found
         return partial(self._timeline.record_call, self._kind, found)

@@ -1,12 +1,16 @@
-"""Drafters that ship with the project, found by what the target is."""
+"""Files of trained drafters: those that ship with the project, and how well training says they draft."""
 
 from __future__ import annotations
 
+import json
+from itertools import pairwise
 from pathlib import Path
 
 from paceline.core.errors import ConfigError
 
 FOLDER = Path(__file__).parents[1] / "drafters"  # of package data: fingerprint of the target / name of the drafter
+METRICS_FILE = "metrics.jsonl"  # as `paceline train` writes it: a line for each look at held-out texts
+_MAX_BYTES, _MAX_DEPTH = 1 << 22, 64
 
 
 def ships(name: str, fingerprint: str) -> bool:
@@ -23,3 +27,20 @@ def shipped_folder(name: str, fingerprint: str) -> Path:
             f"its folder, --draft {name}:model=FOLDER, or use --draft ngram, which needs no training"
         )
     return folder
+
+
+def trained_to(folder: Path) -> tuple[float, ...]:
+    """Return the share of drafts kept at each depth on held-out texts; empty where the folder does not say.
+
+    Only a first guess is made of it, so a file that cannot be read is none.
+    """
+    path = folder / METRICS_FILE
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            return ()
+        last = path.read_text(encoding="utf-8").rstrip().rpartition("\n")[2]
+        shares = tuple(map(float, json.loads(last)["accepted"]))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ()
+    falling = all(1 >= a >= b >= 0 for a, b in pairwise((1.0, *shares)))
+    return shares if falling and len(shares) <= _MAX_DEPTH else ()

@@ -9,6 +9,7 @@ are written again from its own features.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -20,7 +21,6 @@ from paceline.draft.drafter import Needs
 from paceline.draft.heads.features import Entries, TappedRuns
 from paceline.draft.hints import NO_GAINS, Hints, RecycledGains
 from paceline.draft.request_vocabulary import RequestVocabulary
-from paceline.draft.training import trained_to
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from paceline.core.nouns import Batch, Plan, Request, SamplingSpec, Scores, Verdict
     from paceline.draft.autoregressive import Chain
     from paceline.draft.drafter import Target
-    from paceline.draft.heads.options import HeadOptions
     from paceline.model.heads.checkpoint import Head
 
 _MANY_ROWS = 4  # above which a row's drafts do not pay for reading all of its prompt, and for that at once
@@ -39,17 +38,28 @@ _MANY_BEHIND = 16  # entries: more than the drafts of a step leave to be written
 _AT_ONCE = 256  # tokens caught up on in a pass: for more, scratch grows by memory that is slow at first touch
 
 
+@dataclass(frozen=True, slots=True)
+class AskedHead:
+    """A drafter's options, as far as drafting needs them."""
+
+    name: str  # of the drafter
+    k: int
+    model: str | None  # folder or Hugging Face id; None: the head that ships for the target
+    weights: str | None  # type of its matrices; None: the usual one
+    trained_to: tuple[float, ...]  # see `Needs`
+
+
 class HeadDrafter:
     """What all kinds share: taps in, features kept, entries caught up."""
 
     hint_gain: ClassVar[float]
     recycled_gains: ClassVar[RecycledGains] = NO_GAINS
 
-    def __init__(self, options: HeadOptions, target: Target, head: Head) -> None:
-        self.name = options.name
-        self._options = options
+    def __init__(self, asked: AskedHead, target: Target, head: Head) -> None:
+        self.name = asked.name
+        self._asked = asked
         self._config = head.config
-        self._head = target.memory.run_head(head, options.weights)
+        self._head = target.memory.run_head(head, asked.weights)
         self._rows = target.rows
         self._dense = target.law_needs_probs
         fixed = head.token_ids if head.config.own_tokens else np.arange(target.config.vocab_size)
@@ -63,15 +73,15 @@ class HeadDrafter:
         layers = head.config.layers
         self._allowance = catch_up_tokens(layers, layers.num_layers, target.config)
         self._entries = Entries(self._rows, self._tapped)
-        self._feature_store = f"{options.name} features"
+        self._feature_store = f"{asked.name} features"
         self.needs = Needs(
             pages="shared",
-            stores=(options.name, self._feature_store),
+            stores=(asked.name, self._feature_store),
             tap_store=self._feature_store,
             kv_bytes_per_token=self._kv.bytes_per_token + self._taps.bytes_per_token,
             taps=head.config.taps,
             stops=not self._dense,  # the law's own draws tell of no margins
-            trained_to=trained_to(options.folder(target)),
+            trained_to=asked.trained_to,
         )
 
     def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
@@ -121,8 +131,8 @@ class HeadDrafter:
         c = self._config
         return {
             "drafter": self.name,
-            "k": self._options.k,
-            "model": self._options.model or "ships for this target",
+            "k": self._asked.k,
+            "model": self._asked.model or "ships for this target",
             "taps after layers": " ".join(map(str, c.taps)),
             "tokens": c.draft_vocab_size,
             "of the text besides": "all" if c.own_tokens else "none",

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from paceline.core.errors import ConfigError, DrafterMismatch
 from paceline.draft.drafter import MAX_K
+from paceline.draft.heads.drafter import AskedHead
 from paceline.draft.heads.parallel import ParallelHeadDrafter, RelayHeadDrafter
 from paceline.draft.heads.serial import SerialHeadDrafter
 from paceline.draft.registry import bounded
-from paceline.draft.shipped import shipped_folder
+from paceline.draft.shipped import shipped_folder, trained_to
 from paceline.model.files.hf import read_json
 from paceline.model.files.pull import resolve
 from paceline.model.heads.checkpoint import load_head, narrowed
@@ -55,6 +56,10 @@ class HeadOptions:
         """Return where the head's files lie. Raises `ModelError`, or `ConfigError` if none ships."""
         return resolve(self.model) if self.model else shipped_folder(self.name, target.fingerprint)
 
+    def asked(self, target: Target) -> AskedHead:
+        """Return what drafting needs of these options."""
+        return AskedHead(self.name, self.k, self.model, self.weights, trained_to(self.folder(target)))
+
     def load(self, target: Target) -> Head:
         """Read the head. Raises `ModelError`, or `DrafterMismatch` if it is not the target's."""
         folder = self.folder(target)
@@ -88,7 +93,7 @@ class EagleConfig(HeadOptions):
             head = narrowed(head, self.vocabulary)
         elif head.config.draft_vocab_size == size:
             head = narrowed(head, min(size, _VOCABULARY))
-        return SerialHeadDrafter(self, target, head)
+        return SerialHeadDrafter(self.asked(target), target, head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +104,7 @@ class Eagle3Config(HeadOptions):
 
     def build(self, target: Target, load: Loader) -> SerialHeadDrafter:
         """Make the drafter. Raises `ModelError`, or `DrafterMismatch` if the head is not the target's."""
-        return SerialHeadDrafter(self, target, self.load(target))
+        return SerialHeadDrafter(self.asked(target), target, self.load(target))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,4 +118,4 @@ class PEagleConfig(HeadOptions):
         """Make the drafter. Raises `ModelError`, or `DrafterMismatch` if the head is not the target's."""
         head = self.load(target)
         make = RelayHeadDrafter if head.config.relay_size else ParallelHeadDrafter
-        return make(self, target, head)
+        return make(self.asked(target), target, head)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from paceline.core.nouns import SamplingSpec
     from paceline.draft.autoregressive import Chain
     from paceline.draft.drafter import Target
-    from paceline.draft.heads.options import HeadOptions
+    from paceline.draft.heads.drafter import AskedHead
     from paceline.model.heads.checkpoint import Head
 
 
@@ -34,8 +34,8 @@ class ParallelHeadDrafter(HeadDrafter):
 
     hint_gain = 0.0  # none by guesses
 
-    def __init__(self, options: HeadOptions, target: Target, head: Head) -> None:
-        super().__init__(options, target, head)
+    def __init__(self, asked: AskedHead, target: Target, head: Head) -> None:
+        super().__init__(asked, target, head)
         assert head.config.mask_token_id is not None, "the config of a parallel head names it"
         self._mask = head.config.mask_token_id
 
@@ -89,8 +89,8 @@ class RelayHeadDrafter(ParallelHeadDrafter):
     hint_gain = 6.0
     recycled_gains = RecycledGains(pair=6.0, far_pair=2.0, token=3.0)
 
-    def __init__(self, options: HeadOptions, target: Target, head: Head) -> None:
-        super().__init__(options, target, head)
+    def __init__(self, asked: AskedHead, target: Target, head: Head) -> None:
+        super().__init__(asked, target, head)
         self._hidden: object = None  # of the places of all guesses, `PassResult.hidden`
         self._first: dict[int, int] = {}  # row -> its first place there
         self._told: object = None  # to the newest guesses, `PassResult.hidden` of the relay

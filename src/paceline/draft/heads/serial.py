@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from paceline.core.nouns import SamplingSpec
     from paceline.draft.autoregressive import Chain
     from paceline.draft.drafter import Target
-    from paceline.draft.heads.options import HeadOptions
+    from paceline.draft.heads.drafter import AskedHead
     from paceline.model.heads.checkpoint import Head
 
 
@@ -26,8 +26,8 @@ class SerialHeadDrafter(HeadDrafter):
     hint_gain = 1.5
     recycled_gains = RecycledGains(pair=4.0, far_pair=1.0, token=2.0)
 
-    def __init__(self, options: HeadOptions, target: Target, head: Head) -> None:
-        super().__init__(options, target, head)
+    def __init__(self, asked: AskedHead, target: Target, head: Head) -> None:
+        super().__init__(asked, target, head)
         self._hidden: object = None  # of the newest guesses, `PassResult.hidden`
         self._hidden_rows: dict[int, int] = {}  # row -> its row there
 

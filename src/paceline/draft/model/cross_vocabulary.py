@@ -1,7 +1,7 @@
 """A small language model as drafter whose tokenizer is not the target's.
 
 It keeps the text of each row in its own tokens and in pages of its own. When the target has gone another way than
-it guessed, its text is rolled back to the last border that both have (`foreign_rows.py`). `retokenize.py` says
+it guessed, its text is rolled back to the last border that both have (`ForeignRows`). `retokenize.py` says
 which of its tokens stand for the target's text, and which of the target's for its guesses.
 """
 
@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from paceline.backend.rows import SLACK_TOKENS, TokenRows
 from paceline.backend.sampling import draw
 from paceline.backend.seam import PassRequest
-from paceline.core.nouns import NO_DRAFT, Draft, RowDraft
+from paceline.core.nouns import NO_DRAFT, PAGE_TOKENS, Draft, RowDraft
 from paceline.draft.autoregressive import catch_up_tokens, share_out
 from paceline.draft.drafter import Needs
-from paceline.draft.model.foreign_rows import ForeignRows
 from paceline.draft.model.id_map import GREEDY_KIND
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from numpy import floating
     from numpy.typing import NDArray
 
-    from paceline.backend.seam import Decoder, PassResult, Span
+    from paceline.backend.seam import Decoder, Packed, PassResult, Span
     from paceline.core.nouns import Batch, Plan, Request, SamplingSpec, Scores, Verdict
     from paceline.draft.drafter import Target
     from paceline.draft.model.id_map import IdMap
@@ -188,3 +188,78 @@ class ForeignDraftModel:
 
 def _choose(id_map: IdMap, logits: NDArray[floating], specs: Sequence[SamplingSpec]) -> PassResult:
     return id_map.choose(logits[None], specs)
+
+
+class ForeignRows:
+    """For each row the drafter's tokens, how many of them have keys and values, and their pages."""
+
+    def __init__(self, num_rows: int, num_pages: int, max_len: int) -> None:
+        self._rows = TokenRows(num_rows, max_len + SLACK_TOKENS)
+        self._valid = [0] * num_rows  # leading tokens of each row in the store, guesses included
+        self._written = [0] * num_rows  # tokens of each row that were written, guesses included
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._num_held = [0] * num_rows  # pages of each row
+
+    def known_len(self, row: int) -> int:
+        """Return the length of a row's text."""
+        return self._rows.known_len(row)
+
+    def start(self, row: int) -> int:
+        """Return the first token of a row that is not in the store; the newest token never counts as there."""
+        return min(self._valid[row], self.known_len(row) - 1)
+
+    def pack(self, spans: Sequence[Span], wanted: Sequence[int]) -> Packed:
+        """Pack spans of the text and of guesses, see `RowView`."""
+        return self._rows.pack(spans, wanted)
+
+    def renew(self, row: int, first: int, token_ids: Sequence[int], room: int) -> bool:
+        """Make `token_ids` the text of a row from its token `first` on. Returns True if `room` more tokens fit.
+
+        Keys and values stay up to the first token that changed: the last border that both texts have.
+        """
+        length = first + len(token_ids)
+        if not self._reserve(row, length + room):
+            return False
+        known = self._rows.written_tokens(row, first, self._written[row])
+        same = next((i for i, (a, b) in enumerate(zip(token_ids, known, strict=False)) if a != b), None)
+        self.keep(row, first + (min(len(token_ids), len(known)) if same is None else same))
+        self._rows.put_tokens(row, first, token_ids)
+        self._rows.set_len(row, length)
+        self._written[row] = length
+        return True
+
+    def keep(self, row: int, max_len: int) -> None:
+        """Count at most the first `max_len` tokens of a row as stored."""
+        self._valid[row] = min(self._valid[row], max_len)
+
+    def guess(self, row: int, token_ids: Sequence[int]) -> None:
+        """Note guesses behind the text, of which all but the last are in the store."""
+        start = self.known_len(row)
+        self._rows.put_tokens(row, start, token_ids)
+        self._written[row] = start + len(token_ids)
+        self._valid[row] = start + len(token_ids) - 1
+
+    def advance(self, row: int, count: int) -> None:
+        """Count `count` more tokens as stored."""
+        self._valid[row] = self.start(row) + count
+
+    def release(self, row: int) -> None:
+        """Forget a row and take its pages back."""
+        self._free.extend(self._rows.page_ids(row, 0, self._num_held[row]))
+        self._num_held[row] = self._valid[row] = self._written[row] = 0
+        self._rows.set_len(row, 0)
+
+    def _reserve(self, row: int, length: int) -> bool:
+        held, wanted = self._num_held[row], -(-length // PAGE_TOKENS)
+        if length > self._rows.max_len or wanted - held > len(self._free):
+            return False
+        if wanted > held:
+            self._rows.put_pages(row, held, [self._free.pop() for _ in range(held, wanted)])
+            self._num_held[row] = wanted
+        return True
+
+    def check(self, num_pages: int) -> None:
+        """Assert that no page is lost or held twice."""
+        held = [page for row, n in enumerate(self._num_held) for page in self._rows.page_ids(row, 0, n)]
+        assert sorted([*held, *self._free]) == list(range(num_pages))
+        assert all(valid <= written for valid, written in zip(self._valid, self._written, strict=True))

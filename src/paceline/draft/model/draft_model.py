@@ -22,13 +22,11 @@ from paceline.draft.autoregressive import begin, catch_up_tokens, draft_steps, s
 from paceline.draft.drafter import MAX_K, Needs
 from paceline.draft.hints import Hints, RecycledGains
 from paceline.draft.model.cross_vocabulary import ForeignDraftModel
-from paceline.draft.model.id_map import TranslatedDecoder
+from paceline.draft.model.id_map import TranslatedDecoder, difference, map_tokens
 from paceline.draft.model.retokenize import RETOKENIZERS, VocabularyPair
-from paceline.draft.model.vocabulary import difference, map_tokens
 from paceline.draft.registry import bounded
 from paceline.draft.request_vocabulary import RequestVocabulary
-from paceline.draft.shipped import shipped_folder
-from paceline.draft.training import trained_to
+from paceline.draft.shipped import shipped_folder, trained_to
 from paceline.model.config import num_weights
 from paceline.model.files.pull import resolve
 from paceline.model.heads.cut_model import load_cut_model, num_cut_weights, shares_tables

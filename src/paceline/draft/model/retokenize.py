@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from paceline.draft.model.id_map import IdMap, all_ids, shared_ids
-from paceline.draft.model.vocabulary import by_text
+from paceline.draft.model.id_map import IdMap, all_ids, by_text, shared_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.draft.drafter import Vocabulary
-    from paceline.draft.model.vocabulary import TokenMap
+    from paceline.draft.model.id_map import TokenMap
 
 MOST_TAIL_BYTES = 512  # of a text that is written anew when it grows
 LEFT_TAIL_BYTES = 128

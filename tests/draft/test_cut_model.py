@@ -38,7 +38,9 @@ TOKENS = np.r_[np.arange(30, 120), np.arange(140, 300)]  # those it can write
 LAYERS = (0, 2)  # of the target's three
 
 
-def write_small(folder: Path, layers: tuple[int, ...] = LAYERS, *, int8: bool = False, tied: bool = True) -> Path:
+def write_cut_model(
+    folder: Path, layers: tuple[int, ...] = LAYERS, *, int8: bool = False, tied: bool = True
+) -> Path:
     """Cut a draft model from the target of `same_text`."""
     config = tiny_config(vocab_size=VOCAB, num_layers=3, tie_embeddings=tied)
     names = canonical_names(config, hf.MODEL_NAMES, hf.LAYER_NAMES, hf.LAYER_PREFIX)
@@ -85,7 +87,7 @@ def acceptance(spec: str, types: str, settings: Settings = PLAIN) -> float:
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("types", ["f64", "int8", "int4"])
 def test_it_drafts_and_the_text_is_the_same(types: str, int8: bool, tmp_path: Path) -> None:
-    spec = f"draft-model:model={write_small(tmp_path, int8=int8)},k=4"
+    spec = f"draft-model:model={write_cut_model(tmp_path, int8=int8)},k=4"
     assert 0.05 < acceptance(spec, types) < 0.9
     assert acceptance(spec, types, Settings(num_pages=12, prefill_tokens=16, prefix_cache=True)) > 0.05
 
@@ -93,14 +95,14 @@ def test_it_drafts_and_the_text_is_the_same(types: str, int8: bool, tmp_path: Pa
 @pytest.mark.parametrize("types", ["f64", "int8"])
 def test_with_all_layers_only_missing_tokens_are_not_accepted(types: str, tmp_path: Path) -> None:
     own = ",weights=int8" if types == "int8" else ""
-    assert acceptance(f"draft-model:model={write_small(tmp_path, (0, 1, 2))},k=4{own}", types) > 0.7
+    assert acceptance(f"draft-model:model={write_cut_model(tmp_path, (0, 1, 2))},k=4{own}", types) > 0.7
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_compiled_one_computes_what_the_readable_one_does(tied: bool, tmp_path: Path) -> None:
     config = tiny_config(vocab_size=VOCAB, num_layers=3, tie_embeddings=tied)
     weights = tiny_weights(config, seed=4, embed_scale=SHARP, dtype=torch.float32)
-    small = load_cut_model(write_small(tmp_path, tied=tied), config)
+    small = load_cut_model(write_cut_model(tmp_path, tied=tied), config)
     whole = pack_decoder(config, weights, kernels.ThreadPool(2), "f32", "f32")
     readable, compiled = ReferenceCutModel(small, ReferenceDecoder(config, weights)), NativeCutModel(small, whole)
     packed = pack([(list(range(40, 70)), 0, [1, 2]), ([7, 8, 9], 0, [0])])
@@ -127,7 +129,7 @@ def test_the_kernel_draws_what_the_spread_row_draws(tokens: np.ndarray, tmp_path
     config = tiny_config(vocab_size=VOCAB, num_layers=3, tie_embeddings=True)
     weights = tiny_weights(config, seed=4, embed_scale=SHARP, dtype=torch.float32)
     whole = pack_decoder(config, weights, kernels.ThreadPool(2))
-    some = load_cut_model(write_small(tmp_path), config)
+    some = load_cut_model(write_cut_model(tmp_path), config)
     cut = (replace(some, token_ids=ids) for ids in (tokens, np.arange(VOCAB)))
     small, every = (NativeCutModel(one, whole, weight_type="int8") for one in cut)
     assert (small.weight_bytes == every.weight_bytes) == (len(tokens) == VOCAB)
@@ -149,12 +151,12 @@ def test_without_a_name_it_is_the_one_that_ships(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(shipped, "FOLDER", tmp_path)
     with pytest.raises(ConfigError, match="paceline train draft-model"):
         make_engine("draft-model", PLAIN)
-    write_small(tmp_path / target().fingerprint / "draft-model")
+    write_cut_model(tmp_path / target().fingerprint / "draft-model")
     assert acceptance("draft-model:k=3", "int8") > 0.05
 
 
 def test_what_it_costs_is_known_from_its_files(tmp_path: Path) -> None:
-    spec = parse_spec(f"draft-model:model={write_small(tmp_path)}")
+    spec = parse_spec(f"draft-model:model={write_cut_model(tmp_path)}")
     assert spec is not None
     layer = 32 * 32 * 2 + 2 * 16 * 32 + 3 * 32 * 48 + 2 * 32
     assert spec.num_weights(None) == 2 * layer + 32  # type: ignore[arg-type] - a named one needs no target
@@ -164,7 +166,7 @@ def test_other_folders_are_no_such_models(tmp_path: Path) -> None:
     assert not shares_tables(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     assert not shares_tables(tmp_path)
-    write_small(tmp_path)
+    write_cut_model(tmp_path)
     tensors = {"d2t": -np.arange(3), "model.norm.weight": np.ones(32, np.float32)}
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(BadModelFile):

@@ -11,8 +11,8 @@ from paceline.backend.sampling import draw
 from paceline.core.nouns import BROKEN, SamplingSpec
 from paceline.core.params import SamplingParams
 from paceline.draft.drafter import Vocabulary
-from paceline.draft.model.foreign_rows import ForeignRows
-from paceline.draft.model.id_map import all_ids, shared_ids
+from paceline.draft.model.cross_vocabulary import ForeignRows
+from paceline.draft.model.id_map import all_ids, map_tokens, shared_ids
 from paceline.draft.model.retokenize import (
     StringRetokenizer,
     TokenRetokenizer,
@@ -20,7 +20,6 @@ from paceline.draft.model.retokenize import (
     readable,
     whole_text,
 )
-from paceline.draft.model.vocabulary import map_tokens
 from tests.draft.foreign import other, renumbered
 from tests.tiny import tiny_tokenizer
 
