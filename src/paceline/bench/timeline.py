@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from collections.abc import Callable, Mapping, Sequence
 
+    from paceline.backend.seam import PassRequest, PassResult, Pending
     from paceline.bench.interleave import Question
     from paceline.engine.assembly.config import EngineConfig
     from paceline.engine.engine import Engine
