@@ -19,7 +19,7 @@ from paceline.core.system import usable_cores
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.overlap import OverlappedLoop
 from paceline.engine.scheduler import Limits
-from paceline.engine.step import SerialLoop
+from paceline.engine.serial import SerialLoop
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -16,7 +16,7 @@ from paceline.core.system import on_cores, usable_cores
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.assembly.placement import PlacedDrafter, Placement
 from paceline.engine.overlap import OverlappedLoop
-from paceline.engine.step import SerialLoop
+from paceline.engine.serial import SerialLoop
 from paceline.engine.worker import PassThread
 from tests.draft.heads import trained_head
 from tests.engine.same_text import PLAIN, assert_same, make_engine, run, target

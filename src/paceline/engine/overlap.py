@@ -31,23 +31,23 @@ from typing import TYPE_CHECKING
 
 from paceline.core.nouns import PAGE_TOKENS
 from paceline.engine.pages import pages_for
-from paceline.engine.step import SerialLoop, StepScores
+from paceline.engine.serial import SerialLoop
+from paceline.engine.step import StepScores
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
     from paceline.backend.seam import Backend, Prepared
-    from paceline.engine.engine import Engine
     from paceline.engine.scheduler import RequestState, Scheduler
-    from paceline.engine.step import StepInput
+    from paceline.engine.step import StepInput, Verbs
     from paceline.engine.worker import PassThread
 
 
 class OverlappedLoop:
     """Scores one group while it drafts for the other; see `Loop`."""
 
-    def __init__(self, worker: PassThread, wanted: Callable[[Engine], bool]) -> None:
+    def __init__(self, worker: PassThread, wanted: Callable[[Verbs], bool]) -> None:
         """worker: runs the passes. wanted: asked before each plan whether two groups are better than one."""
         self._worker, self._wanted = worker, wanted
         self._serial = SerialLoop()
@@ -56,7 +56,7 @@ class OverlappedLoop:
         self._result: Future[StepScores] | None = None  # of that pass
         self._ready: ReadyInput | None = None  # drafted for, to be scored next
 
-    def step(self, engine: Engine) -> None:
+    def step(self, engine: Verbs) -> None:
         """Wait for one group's pass and launch the other's; beside that one, commit the first and draft for it."""
         if self._scoring is None and not self._begin(engine):
             self._serial.step(engine)
@@ -69,7 +69,7 @@ class OverlappedLoop:
         if self._scoring is not None:
             self._ready = self._draft(engine, drafted.group or 0)
 
-    def _begin(self, engine: Engine) -> bool:
+    def _begin(self, engine: Verbs) -> bool:
         """Draft for one group while nothing is in flight, if there are two, and for the other beside its pass."""
         for group in (0, 1):
             self._groups.even_out(engine.scheduler, group)
@@ -85,7 +85,7 @@ class OverlappedLoop:
         self._ready = self._draft(engine, 1 - first)
         return True
 
-    def _launch_pass(self, engine: Engine) -> None:
+    def _launch_pass(self, engine: Verbs) -> None:
         self._scoring = self._ready
         self._ready = None
         if self._scoring is not None:
@@ -103,7 +103,7 @@ class OverlappedLoop:
         ready.drafted.idle_s = end - ready.ready_s - scored.target_s
         return ready.drafted, StepScores(scored.scores, scored.target_s, scored.target_s - (end - start))
 
-    def _draft(self, engine: Engine, group: int) -> ReadyInput | None:
+    def _draft(self, engine: Verbs, group: int) -> ReadyInput | None:
         """Plan, admit and propose for a group; None if it has no rows, or if all rows should go together again.
 
         Where pages ran out, all rows go together, so that the newest of all is preempted.
@@ -125,7 +125,7 @@ class OverlappedLoop:
             wait((self._result,))
         return self._result is not None
 
-    def check(self, engine: Engine) -> None:
+    def check(self, engine: Verbs) -> None:
         """Assert what the module's docstring says of rows and pages."""
         open_steps = [ready.drafted for ready in (self._scoring, self._ready) if ready is not None]
         group_of = {r.row: drafted.group for drafted in open_steps for r in drafted.batch.rows}

@@ -27,7 +27,7 @@ from paceline.engine.overlap import OverlappedLoop
 from paceline.engine.pages import PagePool, pages_for
 from paceline.engine.remote.protocol import BeginDrafter
 from paceline.engine.remote.remote_drafter import RemoteDrafter
-from paceline.engine.step import SerialLoop
+from paceline.engine.serial import SerialLoop
 from paceline.model.cost import num_weights
 from paceline.model.files.pull import resolve
 from paceline.model.weights import LazyWeights, load_model, load_template, load_tokenizer
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from paceline.engine.assembly.config import EngineConfig
     from paceline.engine.assembly.placement import Placement
     from paceline.engine.scheduler import Limits
-    from paceline.engine.step import Loop
+    from paceline.engine.step import Loop, Verbs
     from paceline.model.config import ModelConfig
     from paceline.model.files.gguf_file import FourBit
     from paceline.model.heads.checkpoint import Head
@@ -288,7 +288,7 @@ def _run_small(config: EngineConfig, target: Decoder, small: SmallModel, weight_
     return config.backend_spec.load_small()(small, target, config.placement.draft, weight_type)
 
 
-def choose_loop(asked: str, engine: Engine, placement: Placement) -> tuple[Loop[Engine], str]:
+def choose_loop(asked: str, engine: Engine, placement: Placement) -> tuple[Loop, str]:
     """Return the loop for an engine, and why. asked: value of --overlap."""
     serial = SerialLoop()
     if asked == OFF or not engine.drafting.drafters:
@@ -301,7 +301,7 @@ def choose_loop(asked: str, engine: Engine, placement: Placement) -> tuple[Loop[
         return serial, "off: only --draft auto knows what passes and drafting cost; --overlap on insists"
     switch = OverlapSwitch(apart=True)
 
-    def wanted(engine: Engine) -> bool:
+    def wanted(engine: Verbs) -> bool:
         controller = engine.controller
         return isinstance(controller, ClosedLoop) and switch.ask(controller, perf_counter())
 
