@@ -57,7 +57,7 @@ class OverlappedLoop:
         self._ready: ReadyInput | None = None  # drafted for, to be scored next
 
     def step(self, engine: Verbs) -> None:
-        """Wait for one group's pass and launch the other's; beside that one, commit the first and draft for it."""
+        """Wait for one group's pass, launch the other's, and commit and draft for the first beside it."""
         if self._scoring is None and not self._begin(engine):
             self._serial.step(engine)
             return
@@ -70,7 +70,7 @@ class OverlappedLoop:
             self._ready = self._draft(engine, drafted.group or 0)
 
     def _begin(self, engine: Verbs) -> bool:
-        """Draft for one group while nothing is in flight, if there are two, and for the other beside its pass."""
+        """Launch the pass of one group, and draft for the other beside it. False if there are not two groups."""
         for group in (0, 1):
             self._groups.even_out(engine.scheduler, group)
         groups = [r.group for r in engine.scheduler.open()]
@@ -104,7 +104,7 @@ class OverlappedLoop:
         return ready.drafted, StepScores(scored.scores, scored.target_s, scored.target_s - (end - start))
 
     def _draft(self, engine: Verbs, group: int) -> ReadyInput | None:
-        """Plan, admit and propose for a group; None if it has no rows, or if all rows should go together again.
+        """Plan, admit and propose for a group; None if it has no rows or all should go together.
 
         Where pages ran out, all rows go together, so that the newest of all is preempted.
         """
@@ -155,7 +155,7 @@ class Groups:
         self._moved: set[RequestState] = set()  # rows that have moved and not run since
 
     def even_out(self, scheduler: Scheduler, group: int) -> None:
-        """Move rows out of a group, newest first, while it keeps at least as much work as the other.
+        """Move rows out of a group, newest first, while it keeps the larger share of work.
 
         A row that moves misses a step, so none moves again before it has run.
         """
@@ -171,7 +171,7 @@ class Groups:
 
 
 def _work(state: RequestState, scheduler: Scheduler) -> int:
-    """Return the expected tokens of a row's next pass: a chunk of its prompt, or the tokens of its last pass."""
+    """Return the expected tokens of a row's next pass: a prefill chunk, or those of its last pass."""
     if state.decoding:
         return 1 + state.num_drafts
     return min(len(state.token_ids) - state.scheduled_len, scheduler.limits.prefill_tokens)

@@ -92,7 +92,7 @@ class Loop(Protocol):
 
 
 class Verbs:
-    """The six verbs of a step, on a target, a pool of drafters, a controller, a law and a scheduler."""
+    """The six verbs of a step. They work on a target, a drafter pool, a controller, a law and a scheduler."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class Verbs:
         return batch
 
     def propose(self, batch: Batch, plan: Plan, group: Group = None) -> StepInput:
-        """Draft for a batch, and trim what is not worth verifying, if the law allows to look at drafts first."""
+        """Draft for a batch, and trim what is not worth verifying, if the law admits that."""
         start = perf_counter()
         proposed = self.drafting.propose(batch, plan)
         end = perf_counter()
@@ -193,7 +193,7 @@ class Verbs:
         self._learn(drafted, scored, verdict)
 
     def flush(self) -> None:
-        """Do what no plan depends on, beside a pass: publish full pages, make outcomes of what answers gained."""
+        """Publish full pages and make outcomes of gains. No plan depends on it, so it runs beside a pass."""
         self.scheduler.publish()
         self.outputs.flush()
 
@@ -241,7 +241,7 @@ class Verbs:
             self.scheduler.pool.mark_valid(store, state.pages, end, start)
 
     def _learn(self, drafted: StepInput, scored: StepScores, verdict: Verdict) -> None:
-        """Let the controller learn from a step, before it plans for these rows again."""
+        """Report a step to the controller, before it plans for these rows again."""
         start = perf_counter()
         d, target_s = drafted, scored.target_s
         host_s = start - d.begun_s - d.draft_s - target_s - d.idle_s

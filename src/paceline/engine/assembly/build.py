@@ -190,7 +190,7 @@ def build_apart(config: EngineConfig, index: int, num_pages: int) -> tuple[Draft
 def _drafters(
     config: EngineConfig, target: Target, configs: Sequence[DrafterConfig], load_drafter: Loader | None
 ) -> list[Drafter]:
-    """Make each drafter where it belongs: beside the target, in a thread or in a process of its own."""
+    """Make each drafter beside the target, in a thread or in a process of its own."""
     placement, load = config.placement, load_drafter or partial(_load_drafter, config)
     may_leave = placement.apart and load_drafter is None and not target.law_needs_probs
     return [
