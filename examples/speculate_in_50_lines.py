@@ -1,6 +1,6 @@
-"""Coupled speculation on one screen: what the engine does, for one request, without pages, rows or batches.
+"""Coupled speculation for one request, as the engine does it, without pages, rows or batches.
 
-`target` and `drafter` map a text's token ids to logits, one row [vocab] for what may follow each of its tokens.
+`target` and `drafter` map token ids to logits. Row i of the logits, [vocab], scores what follows token i.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def choose(logits: np.ndarray, temperature: float, seed: int, position: int) -> int:
-    """The one definition of the next token: noise depends on seed, position and token id only."""
+    """Return the next token. Its noise depends on seed, position and token id only."""
     if temperature == 0:
         return int(logits.argmax())
     return noisy_argmax(logits / temperature, key(seed, 0, Lane.CHOICE, position))
@@ -27,7 +27,7 @@ def choose(logits: np.ndarray, temperature: float, seed: int, position: int) -> 
 def speculate(
     target: Model, drafter: Model, prompt: list[int], num_tokens: int, k: int, temperature: float, seed: int
 ) -> list[int]:
-    """Write `num_tokens` tokens after the prompt. The drafter changes how fast, never what."""
+    """Return `num_tokens` tokens that continue the prompt. The drafter changes the speed, never the text."""
     text = list(prompt)
     while len(text) < len(prompt) + num_tokens:
         draft = list(text)
@@ -36,7 +36,7 @@ def speculate(
         logits = target(draft)  # score: one pass over the text and all k drafts
         for position in range(len(text), len(draft) + 1):  # judge
             chosen = choose(logits[position - 1], temperature, seed, position)
-            text.append(chosen)  # commit: what is written is always the target's own choice
+            text.append(chosen)  # commit: always the target's own choice, never the draft
             if position == len(draft) or draft[position] != chosen:
                 break
     return text[len(prompt) : len(prompt) + num_tokens]

@@ -6,6 +6,8 @@ import ast
 import importlib
 import subprocess
 import sys
+from collections import defaultdict
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,8 +21,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SOURCE = Path(paceline.__file__).parent
+ROOT = Path(__file__).parents[1]
 FILES = sorted(SOURCE.rglob("*.py"))
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_ATTRIBUTES = 400, 60, 15
+COMPILED = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".cpp", ".h"))
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_ATTRIBUTES = 500, 60, 15
+MAX_SOURCE_LINES, MAX_SOURCE_FILES, MAX_COMPILED_LINES = 29_000, 210, 7_298
+# File names that stand in several folders, and why.
+SHARED_FILE_NAMES = {
+    "__init__": "every package",
+    "decoder": "each backend's folder has the same file names",
+    "head": "each backend's folder has the same file names",
+    "cut_model": "each backend's folder has the same file names, and model/heads has the format",
+    "load": "each backend's folder has the same file names",
+    "registry": "backends and drafters: what exists, as data",
+}
 
 PLAIN_TEMPLATES = "chat templates need the ImmutableSandboxedEnvironment"
 BANNED_IMPORTS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal"}
@@ -142,15 +156,102 @@ def branches_on_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
                     yield value.lineno, f"branches on the name {value.value!r}; declare it in the registry"
 
 
+def slow_twins(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Functions named as a readable twin of compiled code: these live in tests/oracles."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name.endswith("_slow"):
+            yield node.lineno, f"{node.name} is a twin for tests; tests/oracles is the place of it"
+
+
+# Rules over all files ----------------------------------------------------------------------------
+
+
+def num_lines(path: Path) -> int:
+    """Lines of a text file."""
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def long_files(files: list[Path], most: int = MAX_FILE_LINES) -> dict[str, int]:
+    """Lines of the files that have more than `most`."""
+    return {p.name: n for p in files if (n := num_lines(p)) > most}
+
+
+def shared_class_names(sources: dict[str, str]) -> dict[str, list[str]]:
+    """Public class names that stand in more than one file: name -> files."""
+    found = defaultdict(list)
+    for name, code in sources.items():
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(name)
+    return {name: files for name, files in found.items() if len(files) > 1}
+
+
+def shared_file_names(paths: list[Path]) -> dict[str, list[str]]:
+    """Names of modules that stand in more than one folder and are not listed: name -> folders."""
+    found = defaultdict(list)
+    for path in paths:
+        if path.stem not in SHARED_FILE_NAMES:
+            found[path.stem].append(str(path.parent))
+    return {name: folders for name, folders in found.items() if len(folders) > 1}
+
+
+def import_circle(sources: dict[str, str]) -> list[str]:
+    """One circle of imports among modules, as dotted names; imports for types and in functions count, too."""
+    graph = {module: set(_imported(ast.parse(code), sources)) - {module} for module, code in sources.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def _imported(tree: ast.AST, modules: dict[str, str]) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if whole in modules else node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def _sources() -> dict[str, str]:
+    """Every module's code by dotted name. `paceline` itself imports lazily and is left out."""
+    named = {".".join(["paceline", *p.relative_to(SOURCE).with_suffix("").parts]): p for p in FILES}
+    return {
+        name.removesuffix(".__init__"): p.read_text(encoding="utf-8")
+        for name, p in named.items()
+        if name != "paceline.__init__"
+    }
+
+
 # The rules hold ----------------------------------------------------------------------------------
 
 
 def test_no_file_is_long():
-    lengths = {p.relative_to(SOURCE): len(p.read_text(encoding="utf-8").splitlines()) for p in FILES}
-    assert {p: n for p, n in lengths.items() if n > MAX_FILE_LINES} == {}
+    assert long_files(FILES) == {}
+    assert long_files(COMPILED) == {}
 
 
-@pytest.mark.parametrize("rule", [long_functions, big_classes, banned_words, branches_on_names])
+def test_the_whole_is_no_larger_than_its_budget():
+    assert len(FILES) <= MAX_SOURCE_FILES
+    assert sum(map(num_lines, FILES)) <= MAX_SOURCE_LINES
+    assert sum(map(num_lines, COMPILED)) <= MAX_COMPILED_LINES
+
+
+def test_a_class_name_means_one_class():
+    assert shared_class_names(_sources()) == {}
+
+
+def test_a_file_name_means_one_module_or_is_listed():
+    assert shared_file_names(FILES) == {}
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    assert import_circle(_sources()) == []
+
+
+@pytest.mark.parametrize("rule", [long_functions, big_classes, banned_words, branches_on_names, slow_twins])
 def test_rule_holds(rule):
     assert _problems(rule) == []
 
@@ -204,6 +305,7 @@ def test_public_names_are_what_can_be_imported():
         (branches_on_names, "x = 1 if drafter == 'ngram' else 2"),
         (branches_on_names, "if backend in ('reference', 'x'): pass"),
         (branches_on_names, "match name:\n case 'eagle3': pass"),
+        (slow_twins, "def pack_slow(x): pass"),
     ],
 )
 def test_rule_finds(rule, code):
@@ -221,3 +323,23 @@ def test_rule_finds(rule, code):
 )
 def test_rule_spares(rule, code):
     assert not list(rule(ast.parse(code)))
+
+
+def test_rules_over_all_files_find(tmp_path):
+    long = tmp_path / "long.h"
+    long.write_text("x\n" * (MAX_FILE_LINES + 1))
+    assert long_files([long]) == {"long.h": MAX_FILE_LINES + 1}
+    assert shared_class_names({"a": "class A: pass", "b": "def f():\n class A: pass"}) == {"A": ["a", "b"]}
+    assert shared_file_names([Path("a/same.py"), Path("b/same.py"), Path("b/other.py")]) == {"same": ["a", "b"]}
+    round_trip = {
+        "p.a": "from p import b",
+        "p.b": "def f():\n import p.c",
+        "p.c": "if TYPE_CHECKING:\n from p.a import x",
+    }
+    assert set(import_circle(round_trip)) == {"p.a", "p.b", "p.c"}
+
+
+def test_rules_over_all_files_spare():
+    assert shared_class_names({"a": "class A: pass", "b": "class B: pass"}) == {}
+    assert shared_file_names([Path("reference/decoder.py"), Path("native/decoder.py")]) == {}
+    assert import_circle({"p.a": "from p.b import x", "p.b": "import numpy"}) == []

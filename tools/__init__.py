@@ -1,1 +1,1 @@
-"""Tools of the project's developers. They are not part of the wheel."""
+"""Developers' tools, run from the root of a clone as `python -m tools.NAME`. They are not in the wheel."""

@@ -1,8 +1,9 @@
-"""Is it the same text? `python -m tools.same_text --prompts FILE.jsonl`: promise 1 on a real model.
+"""Check promise 1 on a real model: `python -m tools.same_text [--prompts FILE.jsonl]`.
 
-Every prompt is answered plainly, one request at a time. Then all of them again and again, with other drafters,
-batches, threads, chunks of prefill, prefix hits and preemptions, so that every pair of values meets at least once;
-token ids, texts and endings must never differ. Each prompt has a temperature: 0, 0.7, 1 and 1.5 share batches.
+Every prompt is answered by plain decoding, one request at a time. Then all prompts are answered again under many
+settings: other drafters, batch sizes, threads, prefill chunks, prefix hits and preemptions, such that every pair
+of values occurs at least once. Token ids, texts, finish and stop reasons must never differ. Prompts have
+temperatures of 0, 0.7, 1 and 1.5, which share batches. A full run takes about an hour.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import track
 
-from paceline.bench.prompts import read_prompts, spread
-from paceline.bench.run import questions
-from paceline.bench.told import told
+from paceline.bench.interleave import make_questions
+from paceline.bench.prompt_file import read_prompts, spread
 from paceline.core.params import SamplingParams
 from paceline.engine.assembly.build import assemble, load
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.scheduler import Limits
 from paceline.serve.prompts import Prompts
+from tools.entry import add_prompts, exit_status
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,15 +34,15 @@ if TYPE_CHECKING:
     from paceline.core.nouns import Request
     from paceline.engine.assembly.build import Loaded
 
-SPARE_PAGES = 4  # beside those of the longest request, where pages are to run out
+SPARE_PAGES = 4  # pages beyond those of the longest request, in settings in which pages run out
 TEMPERATURES = (0.0, 0.7, 1.0, 1.5)
 _WIDTHS = (7, 26, 4, 7, 5, 12, 7, 11, 7, 9)  # characters of the columns
 Ending = tuple[tuple[int, ...], str, object, object]  # token ids, text, finish reason, stop reason
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """What promise 1 says must not matter, but for the weights."""
+class EngineSetting:
+    """Values that must not change the text, except for the weights."""
 
     weights: str
     draft: str
@@ -73,14 +74,14 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def plain(weights: str) -> Setting:
+def plain(weights: str) -> EngineSetting:
     """Return the setting that the others are compared with."""
-    return Setting(weights, "off", 1, 2, 4096, prefix_cache=False, preempt=False)
+    return EngineSetting(weights, "off", 1, 2, 4096, prefix_cache=False, preempt=False)
 
 
-def covering(choices: dict[str, tuple[Any, ...]]) -> Iterator[Setting]:
-    """Yield settings until every pair of values has occurred, each with as many new pairs as can be."""
-    names = [f.name for f in fields(Setting)]
+def covering(choices: dict[str, tuple[Any, ...]]) -> Iterator[EngineSetting]:
+    """Yield settings until every pair of values has occurred, greedily the most new pairs."""
+    names = [f.name for f in fields(EngineSetting)]
     everything = [dict(zip(names, values, strict=True)) for values in product(*(choices[n] for n in names))]
     usable = [s for s in everything if not (s["preempt"] and s["rows"] == 1)]  # one row never runs out of pages
     pairs = {i: {(a, s[a], b, s[b]) for a, b in combinations(names, 2)} for i, s in enumerate(usable)}
@@ -88,13 +89,13 @@ def covering(choices: dict[str, tuple[Any, ...]]) -> Iterator[Setting]:
     while missing:
         best = max(pairs, key=lambda i: len(pairs[i] & missing))
         missing -= pairs.pop(best)
-        yield Setting(**usable[best])
+        yield EngineSetting(**usable[best])
 
 
-def answer(
-    setting: Setting, loaded: Loaded, requests: Sequence[Request], max_tokens: int
+def answer_all(
+    setting: EngineSetting, loaded: Loaded, requests: Sequence[Request], max_tokens: int
 ) -> tuple[dict[str, Ending], int]:
-    """Return how each request ended under a setting, and how many preemptions there were."""
+    """Return how each request ended under a setting, and the number of preemptions."""
     longest = max(len(r.prompt_ids) for r in requests) + max_tokens + 32
     pages = -(-longest // 16)
     pages = pages + SPARE_PAGES if setting.preempt else setting.rows * pages
@@ -123,15 +124,15 @@ def answer(
     return endings, engine.stats().preemptions
 
 
-class Runs:
-    """Answers by setting, kept in a folder from one run of the command to the next if one is given."""
+class AnswerCache:
+    """Answers by setting, kept between runs of the command in the folder of `--keep`."""
 
     def __init__(self, args: Namespace) -> None:
         self._args = args
         self._loaded: dict[tuple[str, int], Loaded] = {}
 
-    def __call__(self, setting: Setting) -> tuple[dict[str, Ending], int]:
-        """Answer all prompts under a setting, or read how they were answered."""
+    def __call__(self, setting: EngineSetting) -> tuple[dict[str, Ending], int]:
+        """Answer all prompts under a setting, or read the kept answers."""
         if self._args.keep is None:
             return self._run(setting)
         words = "_".join(str(value) for value in (*astuple(setting), self._args.limit, self._args.max_tokens))
@@ -144,18 +145,20 @@ class Runs:
         endings, preemptions = json.loads(file.read_text())
         return {name: (tuple(ids), *others) for name, (ids, *others) in endings.items()}, preemptions
 
-    def _run(self, setting: Setting) -> tuple[dict[str, Ending], int]:
+    def _run(self, setting: EngineSetting) -> tuple[dict[str, Ending], int]:
         key = setting.weights, setting.threads
         if key not in self._loaded:
             config = EngineConfig(model=self._args.model, weights=setting.weights, threads=setting.threads)
             self._loaded[key] = load(config)
-        return answer(setting, self._loaded[key], _requests(self._args, self._loaded[key]), self._args.max_tokens)
+        return answer_all(
+            setting, self._loaded[key], _requests(self._args, self._loaded[key]), self._args.max_tokens
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare and print a table; the exit status is 1 if any answer differed."""
     parser = ArgumentParser(prog="python -m tools.same_text", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--prompts", required=True, metavar="FILE.jsonl")
+    add_prompts(parser)
     parser.add_argument("--model", default="default")
     parser.add_argument("--limit", type=int, default=120, metavar="N")
     parser.add_argument("--max-tokens", type=int, default=128, metavar="M")
@@ -165,13 +168,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     choices = CHOICES | {"weights": tuple(args.weights.split(","))}
     settings = sorted(covering(choices), key=lambda s: (s.weights, s.threads))
     different, shown = 0, Console(width=140)
-    shown.print(_line([*(f.name for f in fields(Setting)), "preemptions", "answers", "different"]))
-    runs = Runs(args)
+    shown.print(_line([*(f.name for f in fields(EngineSetting)), "preemptions", "answers", "different"]))
+    answers = AnswerCache(args)
     expected: dict[str, dict[str, Ending]] = {}
     for setting in track(
         [*(plain(w) for w in choices["weights"]), *settings], "answering", console=Console(stderr=True)
     ):
-        endings, preemptions = runs(setting)
+        endings, preemptions = answers(setting)
         wanted = expected.setdefault(setting.weights, endings)
         wrong = sum(endings[name] != wanted[name] for name in wanted)
         different += wrong
@@ -182,19 +185,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _line(values: Sequence[Any]) -> str:
-    """Return a row of the table, which is printed as it is measured: the whole takes an hour."""
+    """Return a row of the table, padded; rows are printed as they are measured."""
     return "  ".join(f"{value!s:{width}}" for value, width in zip(values, _WIDTHS, strict=True)).rstrip()
 
 
 def _requests(args: Namespace, loaded: Loaded) -> list[Request]:
-    rules = Prompts(loaded.tokenizer, loaded.template, loaded.decoder.config.max_context)
+    encode = Prompts(loaded.tokenizer, loaded.template, loaded.decoder.config.max_context)
     prompts = spread(read_prompts(args.prompts), args.limit)
-    asked = questions(prompts, rules, SamplingParams(temperature=0.0, max_tokens=args.max_tokens), 0)
+    questions = make_questions(prompts, encode, SamplingParams(temperature=0.0, max_tokens=args.max_tokens), 0)
     return [
         replace(q.request, params=replace(q.request.params, temperature=TEMPERATURES[i % len(TEMPERATURES)]))
-        for i, q in enumerate(asked)
+        for i, q in enumerate(questions)
     ]
 
 
 if __name__ == "__main__":
-    sys.exit(told(main))
+    sys.exit(exit_status(main))

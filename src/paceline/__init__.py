@@ -15,7 +15,7 @@ _HOMES = {"LLM": "paceline.serve.llm", "SamplingParams": "paceline.core.params"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import public names on first use, so that `import paceline` costs nothing."""
+    """Import public names on first use, so that `import paceline` stays cheap."""
     if name not in _HOMES:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
     import importlib

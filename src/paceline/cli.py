@@ -1,4 +1,4 @@
-"""The command `paceline`: one entry point; a command's module is imported only when it is chosen.
+"""Command `paceline`: one entry point that imports only the module of the chosen command.
 
 A command module has `add_arguments(parser)` and `run(args) -> int`. Every flag can also be given by an environment
 variable, `--max-rows` by PACELINE_MAX_ROWS; the command line wins.
@@ -15,7 +15,7 @@ import os
 import shlex
 import sys
 import traceback
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from paceline import __version__
 from paceline.core.errors import ConfigError, PacelineError, suggest
@@ -23,31 +23,31 @@ from paceline.core.errors import ConfigError, PacelineError, suggest
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-# A new command is one module and one line here: name -> module, what it does.
+# A new command is one module and one line here: name -> (module, description).
 COMMANDS: dict[str, tuple[str, str]] = {
-    "serve": ("paceline.serve.commands.serve", "serve a model over HTTP, as OpenAI does"),
-    "chat": ("paceline.serve.commands.chat", "talk to a model in the terminal"),
-    "generate": ("paceline.serve.commands.generate", "write one answer, or one for each prompt of a file"),
-    "bench": ("paceline.bench.commands.bench", "measure decoding with and without speculation"),
+    "serve": ("paceline.serve.server", "serve a model over HTTP, as OpenAI does"),
+    "chat": ("paceline.serve.terminal.chat", "talk to a model in the terminal"),
+    "generate": ("paceline.serve.terminal.generate", "write one answer, or one for each prompt of a file"),
+    "bench": ("paceline.bench.bench_command", "measure decoding with and without speculation"),
     "bench kernels": (
-        "paceline.bench.commands.kernels",
+        "paceline.bench.kernel_bench",
         "measure the native kernels against the machine's limits",
     ),
-    "compare": ("paceline.bench.commands.compare", "compare the controller with what one could choose by hand"),
-    "timeline": ("paceline.bench.commands.timeline", "watch target and drafter by the clock, both loops"),
-    "train data": ("paceline.train.commands.data", "let a target write the answers that draft heads learn from"),
-    "train features": ("paceline.train.commands.features", "let a target read its answers, ahead of training"),
-    "train eagle3": ("paceline.train.commands.eagle3", "train an EAGLE-3 head for a target"),
-    "train peagle": ("paceline.train.commands.peagle", "train a P-EAGLE head for a target"),
-    "train draft-model": ("paceline.train.commands.draft_model", "train a small model cut from a target's layers"),
-    "profile": ("paceline.bench.commands.profile", "measure what a step costs on this machine"),
+    "compare": ("paceline.bench.compare", "compare the controller with what one could choose by hand"),
+    "timeline": ("paceline.bench.timeline", "watch target and drafter by the clock, both loops"),
+    "train data": ("paceline.train.data", "let a target write the answers that draft heads learn from"),
+    "train features": ("paceline.train.features_command", "let a target read its answers, ahead of training"),
+    "train eagle3": ("paceline.train.eagle3", "train an EAGLE-3 head for a target"),
+    "train peagle": ("paceline.train.peagle", "train a P-EAGLE head for a target"),
+    "train draft-model": ("paceline.train.cut_model_recipe", "train a small model cut from a target's layers"),
+    "profile": ("paceline.bench.profiling", "measure what a step costs on this machine"),
     "explain": (
-        "paceline.bench.commands.explain",
+        "paceline.bench.explain",
         "replay a trace of the controller: what it knew, chose and got",
     ),
     "simulate": ("paceline.sim.command", "serve without a model: compare policies on measured costs"),
-    "pull": ("paceline.bench.commands.pull", "fetch a model before it is needed"),
-    "doctor": ("paceline.bench.commands.doctor", "check a target and its drafter, and say what speed to expect"),
+    "pull": ("paceline.serve.terminal.pull_command", "fetch a model before it is needed"),
+    "doctor": ("paceline.bench.doctor", "check a target and its drafter, and say what speed to expect"),
 }
 _SWITCHES = {
     "1": True,
@@ -61,9 +61,9 @@ _SWITCHES = {
 }
 _INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 _PIPE_CLOSED = 141  # 128 + SIGPIPE
-_GOES_ON = ("train", "compare")  # commands that take up what they had done
-_REFUSE = "paceline-refuse"  # how standard input treats bytes that are no text
-_ESCAPE = "paceline-escape"  # how standard output writes characters that its encoding lacks
+_RESUMABLE = ("train", "compare")  # commands that resume where they stopped
+_REFUSE = "paceline-refuse"  # error handler of standard input for bytes that are no text
+_ESCAPE = "paceline-escape"  # error handler of standard output for characters that its encoding lacks
 
 
 class _Parser(argparse.ArgumentParser):
@@ -74,7 +74,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status: 2 for an error the user can mend, 130 when interrupted."""
+    """Run a command and return its status: 2 for a user's error, 130 if interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         _check_stdin()
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _print_interrupted(words)
         return _INTERRUPTED
-    except BrokenPipeError:  # the reader, such as `head`, has gone; keep the interpreter's last flush quiet
+    except BrokenPipeError:  # the reader, such as `head`, has ended; the last flush must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _PIPE_CLOSED
 
@@ -105,11 +105,21 @@ def _main(argv: list[str]) -> int:
     if name not in COMMANDS:
         raise ConfigError(f"unknown command {name!r}{suggest(name, COMMANDS)}")
     module_name, about = COMMANDS[name]
-    module = importlib.import_module(module_name)
+    module = _imported(module_name, name)
     parser = _Parser(prog=f"paceline {name}", description=f"{about[0].upper()}{about[1:]}.", allow_abbrev=False)
     module.add_arguments(parser)
     status: int = module.run(parse(parser, argv[words:], os.environ))
     return status
+
+
+def _imported(module_name: str, command: str) -> Any:
+    """Import a command's module. Raises `ConfigError` where it needs PyTorch and that is not installed."""
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ConfigError(f"`paceline {command}` needs PyTorch: pip install 'paceline[torch]'") from None
 
 
 def _overview() -> str:
@@ -126,7 +136,7 @@ def _overview() -> str:
 
 
 def parse(parser: argparse.ArgumentParser, argv: list[str], environ: Mapping[str, str]) -> argparse.Namespace:
-    """Parse arguments, those of the environment first so that the command line wins. Raises `ConfigError`."""
+    """Parse arguments. Those of the environment come first, so the command line wins. Raises `ConfigError`."""
     _complete_help(parser)
     args, unknown = parser.parse_known_args([*_from_environment(parser, argv, environ), *argv])
     if unknown:
@@ -137,7 +147,7 @@ def parse(parser: argparse.ArgumentParser, argv: list[str], environ: Mapping[str
 
 
 def _flags(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Yield the options with a long name, --help excepted. argparse has no public list of them."""
+    """Yield the options with a long name but --help. argparse has no public list of them."""
     for action in parser._actions:
         if action.option_strings and action.option_strings[-1].startswith("--") and action.dest != "help":
             yield action
@@ -149,7 +159,7 @@ def _variable(action: argparse.Action) -> str:
 
 
 def _complete_help(parser: argparse.ArgumentParser) -> None:
-    """Add each flag's default and environment variable to its help."""
+    """Add each flag's default and environment variable to its help text."""
     for action in _flags(parser):
         if action.help is not argparse.SUPPRESS:
             shown = action.default not in (None, False, argparse.SUPPRESS) and "default" not in (action.help or "")
@@ -171,7 +181,7 @@ def _as_arguments(action: argparse.Action, value: str, argv: list[str]) -> list[
     flag = next(option for option in action.option_strings if option.startswith("--"))
     if action.nargs == 0:
         return _switch(action, value)
-    if isinstance(action, argparse._AppendAction):  # a list on the command line replaces the whole list
+    if isinstance(action, argparse._AppendAction):  # a list on the command line replaces that of the environment
         given = any(a == option or a.startswith(f"{option}=") for a in argv for option in action.option_strings)
         return [] if given else [f"{flag}={part}" for part in _words(action, value)]
     return [f"{flag}={value}"]
@@ -201,7 +211,7 @@ def _has_no(action: argparse.Action) -> bool:
 
 
 def _check_stdin() -> None:
-    """Let standard input that is not UTF-8, or what the terminal has instead, end in an error of one line."""
+    """Make standard input that its encoding cannot decode raise `ConfigError`."""
     if isinstance(sys.stdin, io.TextIOWrapper) and sys.stdin.errors != _REFUSE:
         codecs.register_error(_REFUSE, _refuse)
         sys.stdin.reconfigure(errors=_REFUSE)
@@ -213,7 +223,7 @@ def _refuse(error: UnicodeError) -> NoReturn:
 
 
 def _open_stdout() -> None:
-    """Let standard output take any text, whatever its encoding: what it lacks is escaped as in JSON."""
+    """Make standard output take any text: characters its encoding lacks are escaped as in JSON."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         codecs.register_error(_ESCAPE, _escape)
         sys.stdout.reconfigure(errors=_ESCAPE)
@@ -226,8 +236,8 @@ def _escape(error: UnicodeError) -> tuple[str, int]:
 
 
 def _print_interrupted(words: Sequence[str]) -> None:
-    """Say that Ctrl-C was heard, behind the ^C of a terminal, and whether what was done is kept."""
-    kept = "; the same command goes on where it stopped" if words and words[0] in _GOES_ON else ""
+    """Write that Ctrl-C ended the command, and whether it can be resumed."""
+    kept = "; the same command goes on where it stopped" if words and words[0] in _RESUMABLE else ""
     before = "\n" if sys.stderr.isatty() else ""
     sys.stderr.write(f"{before}interrupted{kept}\n")
 

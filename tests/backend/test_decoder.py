@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.backend.reference.decoder import ReferenceDecoder
 from paceline.core.errors import BadModelFile
-from paceline.model.config import FAMILIES, ModelConfig, Rope, tensor_shapes
-from paceline.model.cost import num_weights
+from paceline.model.config import FAMILIES, ModelConfig, Rope, num_weights, tensor_shapes
 from tests.model.helpers import logits_of, pack
 from tests.tiny import tiny_config, tiny_weights
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from paceline import kernels
-from paceline.backend.native.decoder import read_chooses_slow
 from paceline.backend.rows import Rows
 from paceline.core.nouns import Admission, Batch, BatchRow, Edits, Request, RowVerdict, SamplingSpec, Verdict
 from paceline.core.params import SamplingParams
+from tests.oracles import rows as oracle
+from tests.oracles.specs import read_specs
 
 PARTS = ("token_ids", "positions", "slots", "cu_len", "pages", "wanted")
 
@@ -38,7 +39,7 @@ def test_spans_are_packed_as_the_readable_twin_packs_them(number: int) -> None:
         spans.append((row, start, random.randint(0 if guesses else 1, 40), random.choice([list, tuple])(guesses)))
     wanted = [random.randint(0, known + len(guesses)) for _, _, known, guesses in spans]
     ahead = random.choice([0, 3, 20])
-    fast, slow = rows.pack_spans(spans, wanted, ahead), rows.pack_spans_slow(spans, wanted, ahead)
+    fast, slow = rows.pack(spans, wanted, ahead), oracle.pack(rows, spans, wanted, ahead)
     for part in PARTS:
         one, other = getattr(fast, part), getattr(slow, part)
         assert one.dtype == other.dtype == np.int64
@@ -51,7 +52,7 @@ def test_spans_are_packed_as_the_readable_twin_packs_them(number: int) -> None:
 )
 def test_a_span_that_no_row_has_is_refused(span: tuple[int, int, int, list[int]]) -> None:
     with pytest.raises(ValueError, match="row"):
-        _filled(Random(0)).pack_spans([span], [0])
+        _filled(Random(0)).pack([span], [0])
 
 
 def _choose(random: Random) -> SamplingSpec:
@@ -70,7 +71,7 @@ def _choose(random: Random) -> SamplingSpec:
 def test_how_tokens_are_chosen_is_read_as_the_readable_twin_reads_it(number: int) -> None:
     random = Random(number)
     specs = [_choose(random) for _ in range(random.randint(0, 8))]
-    fast, slow = kernels.read_chooses(specs, 40), read_chooses_slow(specs, 40)
+    fast, slow = kernels.read_chooses(specs, 40), read_specs(specs, 40)
     assert fast.told() == slow.told()
     assert fast.num_logit_rows == slow.num_logit_rows == sum(c.wants_logits for c in specs)
 
@@ -87,7 +88,7 @@ def test_rows_advance_as_the_readable_twin_advances_them(number: int) -> None:
         gained.append((BatchRow(row, str(row), random.randint(1, 3), 8, True, 40), RowVerdict(token_ids)))
     batch, verdict = Batch(2, tuple(r for r, _ in gained)), Verdict(tuple(v for _, v in gained))
     fast.commit(batch, verdict)
-    slow.commit_slow(batch, verdict)
+    oracle.commit(slow, batch, verdict)
     for one, other in ((getattr(fast, n), getattr(slow, n)) for n in ("token_ids", "length", "computed")):
         assert (one == other).all()
     for r, _ in gained:

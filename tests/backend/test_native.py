@@ -16,18 +16,19 @@ import torch
 
 from paceline import kernels
 from paceline.backend.native.decoder import NativeDecoder
+from paceline.backend.native.load import pack_decoder
 from paceline.backend.reference.decoder import ReferenceDecoder
+from paceline.backend.seam import PassRequest
 from paceline.core.nouns import BROKEN, Edits, SamplingSpec
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import choose_ahead, choose_token
 from paceline.model.config import ModelConfig, Rope, Sliding
 from paceline.model.files.gguf_file import GgufTensor
-from tests.model.helpers import pack
+from tests.model.helpers import pack, run_pass
 from tests.tiny import tiny_config, tiny_weights
 
 if TYPE_CHECKING:
-    from paceline.backend.packed import Packed
-    from paceline.backend.seam import SampledTokens
+    from paceline.backend.seam import KV, Packed, PassResult, Pending
 
 
 def sliding(window: int) -> Sliding:
@@ -53,7 +54,7 @@ GREEDY = SamplingSpec("logits", SamplingParams(temperature=0.0))
 
 
 def native(config: ModelConfig, types: str, threads: int = 1, kv: str = "f32") -> NativeDecoder:
-    return NativeDecoder(config, tiny_weights(config, dtype=torch.float32), kernels.Team(threads), types, kv)
+    return pack_decoder(config, tiny_weights(config, dtype=torch.float32), kernels.Team(threads), types, kv)
 
 
 def logits_of(
@@ -63,7 +64,7 @@ def logits_of(
     kv, parts = decoder.new_kv(max(pages) + 1), []
     for start in range(0, LENGTH, chunk):
         packed = pack([(IDS[start : start + chunk], start, pages)])
-        parts.append(decoder.run(packed, kv, [GREEDY] * len(packed.wanted)).logits)
+        parts.append(run_pass(decoder, packed, kv, [GREEDY] * len(packed.wanted)).logits)
     return np.concatenate(parts)
 
 
@@ -112,7 +113,7 @@ def test_a_token_does_not_see_its_batch(case: str, types: str, kv: str) -> None:
     np.testing.assert_array_equal(logits_of(native(config, types, 3, kv), 7), expected)
     texts = [(IDS[:90], 0, range(6)), (IDS[:3], 0, [9]), (IDS[:LENGTH], 0, range(20, 39)), (IDS[:17], 0, [10, 11])]
     packed = pack(texts)
-    together = decoder.run(packed, decoder.new_kv(40), [GREEDY] * len(packed.wanted)).logits
+    together = run_pass(decoder, packed, decoder.new_kv(40), [GREEDY] * len(packed.wanted)).logits
     for (ids, *_), start in zip(texts, packed.cu_len, strict=False):
         np.testing.assert_array_equal(together[start : start + len(ids)], expected[: len(ids)])
 
@@ -129,7 +130,7 @@ def test_all_kinds_choose_the_same_token(types: str) -> None:
     """What is chosen tile by tile is what the sampler chooses from the row of logits."""
     config = tiny_config("llama", vocab_size=700)
     decoder = native(config, types, 2)
-    rows = decoder.run(pack([(IDS, 0, SHUFFLED)]), decoder.new_kv(19), [GREEDY] * LENGTH).logits
+    rows = run_pass(decoder, pack([(IDS, 0, SHUFFLED)]), decoder.new_kv(19), [GREEDY] * LENGTH).logits
     specs = [
         SamplingSpec("noisy", SamplingParams(temperature=t), 11, 2, position, EDITS if position % 2 else None)
         for position, t in zip(range(LENGTH), [0.0, 0.7, 1.0, 1e-7, 9.0] * LENGTH, strict=False)
@@ -147,14 +148,14 @@ def test_all_kinds_choose_the_same_token(types: str) -> None:
         sampled,
         [p if i % 3 else c for i, (p, c) in enumerate(zip(specs, sampled, strict=True))],
     ):
-        got = decoder.run(pack([(IDS, 0, SHUFFLED)]), decoder.new_kv(19), asked)
+        got = run_pass(decoder, pack([(IDS, 0, SHUFFLED)]), decoder.new_kv(19), asked)
         wanted = [i for i, c in enumerate(asked) if c.kind == "sampled"]
         assert (got.logits is None) == (not wanted)
         assert got.logits is None or np.array_equal(got.logits, rows[wanted])
         assert got.token_ids.tolist() == [choose_token(row, c) for row, c in zip(rows, asked, strict=True)]
         assert got.margins is None
-        told = decoder.run(
-            pack([(IDS, 0, SHUFFLED)]), decoder.new_kv(19), [c._replace(margin=True) for c in asked]
+        told = run_pass(
+            decoder, pack([(IDS, 0, SHUFFLED)]), decoder.new_kv(19), [c._replace(margin=True) for c in asked]
         )
         assert told.token_ids.tolist() == got.token_ids.tolist()
         expected = [choose_ahead(row, c)[1] for row, c in zip(rows, asked, strict=True)]
@@ -171,12 +172,14 @@ def test_another_vocabulary_is_cut_or_padded(size: int) -> None:
         "noisy", SamplingParams(temperature=0.5), edits=Edits(np.array([339]), *np.ones((2, 1), np.float32))
     )
     for decoder in (native(config, "f32"), ReferenceDecoder(config, weights)):
-        chosen = decoder.run(packed, decoder.new_kv(1), [GREEDY] * 9, vocab_size=size)
+        chosen = run_pass(decoder, packed, decoder.new_kv(1), [GREEDY] * 9, vocab_size=size)
         assert chosen.logits.shape == (9, size)
         assert np.isneginf(chosen.logits[:, 320:]).all()
         assert np.isfinite(chosen.logits[:, :320]).all()
         if size == 340:
-            assert (decoder.run(packed, decoder.new_kv(1), [noisy] * 9, vocab_size=size).token_ids < 320).all()
+            assert (
+                run_pass(decoder, packed, decoder.new_kv(1), [noisy] * 9, vocab_size=size).token_ids < 320
+            ).all()
 
 
 def test_first_layers_alone_are_a_shallow_model() -> None:
@@ -184,8 +187,8 @@ def test_first_layers_alone_are_a_shallow_model() -> None:
     weights = tiny_weights(config, dtype=torch.float32)
     packed = pack([(IDS[:40], 0, range(3))])
     decoder, twin = native(config, "f32"), ReferenceDecoder(config, weights)
-    got = decoder.run(packed, decoder.new_kv(3), [GREEDY] * 40, num_layers=2).logits
-    expected = twin.run(packed, twin.new_kv(3), [GREEDY] * 40, num_layers=2).logits
+    got = run_pass(decoder, packed, decoder.new_kv(3), [GREEDY] * 40, num_layers=2).logits
+    expected = run_pass(twin, packed, twin.new_kv(3), [GREEDY] * 40, num_layers=2).logits
     assert np.abs(got - expected).max() < 1e-4
 
 
@@ -193,8 +196,8 @@ def test_taps_are_those_of_the_reference() -> None:
     config = tiny_config("llama", num_layers=3)
     decoder, twin = native(config, "f32"), ReferenceDecoder(config, tiny_weights(config, dtype=torch.float32))
     packed = pack([(IDS[:40], 0, range(3)), (IDS[:9], 0, [3])])
-    got = decoder.run(packed, decoder.new_kv(4), [GREEDY] * 49, taps=(0, 2, 3)).taps
-    expected = twin.run(packed, twin.new_kv(4), [GREEDY] * 49, taps=(0, 2, 3)).taps
+    got = run_pass(decoder, packed, decoder.new_kv(4), [GREEDY] * 49, taps=(0, 2, 3)).taps
+    expected = run_pass(twin, packed, twin.new_kv(4), [GREEDY] * 49, taps=(0, 2, 3)).taps
     assert list(got) == list(expected) == [0, 2, 3]
     for tap, states in expected.items():
         assert got[tap].shape == states.shape == (49, config.hidden_size)
@@ -206,9 +209,12 @@ def test_a_pass_beside_the_caller_says_what_a_call_does(threads: int) -> None:
     """Also if others of its team, or of its own decoder, come in between; and if nobody waits for it."""
     config, team = tiny_config("llama", num_layers=3), kernels.Team(threads)
     weights = tiny_weights(config, dtype=torch.float32)
-    decoder, other = (NativeDecoder(config, weights, team, "int8", "f32") for _ in range(2))
-    begin = decoder.beside
-    assert begin is not None
+    decoder, other = (pack_decoder(config, weights, team, "int8", "f32") for _ in range(2))
+    assert decoder.capabilities.asynchronous
+
+    def begin(packed: Packed, kv: KV, specs: list[SamplingSpec], taps: tuple[int, ...]) -> Pending:
+        return decoder.launch(PassRequest(packed, kv, specs, taps=taps))
+
     long, short = pack([(IDS[:90], 0, range(6)), (IDS[:9], 0, [6])]), pack([(IDS[5:40], 0, range(7, 10))])
     specs = [SamplingSpec("argmax", SamplingParams()), SamplingSpec("sampled", SamplingParams()), GREEDY]
 
@@ -216,10 +222,10 @@ def test_a_pass_beside_the_caller_says_what_a_call_does(threads: int) -> None:
         return [specs[i % 3] for i in range(len(packed.wanted))]
 
     expected = {
-        packed: other.run(packed, other.new_kv(10), asked(packed), taps=(0, 3)) for packed in (long, short)
+        packed: run_pass(other, packed, other.new_kv(10), asked(packed), taps=(0, 3)) for packed in (long, short)
     }
 
-    def check(packed: Packed, got: SampledTokens) -> None:
+    def check(packed: Packed, got: PassResult) -> None:
         of = expected[packed]
         for mine, its in (
             (got.token_ids, of.token_ids),
@@ -230,19 +236,20 @@ def test_a_pass_beside_the_caller_says_what_a_call_does(threads: int) -> None:
 
     kv = decoder.new_kv(10)
     for between in (None, decoder, other, None):
-        finish = begin(long, kv, asked(long), taps=(0, 3))
+        begun = begin(long, kv, asked(long), taps=(0, 3))
         if between is not None:
-            check(short, between.run(short, between.new_kv(10), asked(short), taps=(0, 3)))
-        check(long, finish())
+            check(short, run_pass(between, short, between.new_kv(10), asked(short), taps=(0, 3)))
+        check(long, begun.wait())
+        check(long, begun.wait())
     begin(long, kv, asked(long), taps=(0, 3))  # dropped
     first = begin(short, kv, asked(short), taps=(0, 3))
     second = begin(long, kv, asked(long), taps=(0, 3))
-    check(long, second())
-    check(short, first())
+    check(long, second.wait())
+    check(short, first.wait())
 
 
 def test_one_thread_alone_begins_nothing() -> None:
-    assert native(FAMILY_CASES["llama"], "int8", 1).beside is None
+    assert not native(FAMILY_CASES["llama"], "int8", 1).capabilities.asynchronous
 
 
 @pytest.mark.parametrize("kv", ["f32", "f16", "i16", "i8"])
@@ -256,13 +263,13 @@ def test_a_row_may_see_keys_from_a_later_one_on(first: int, kv: str) -> None:
     results = []
     for decoder, chunk in ((twin, 300), (native(config, "f32", 1, kv), 300), (native(config, "f32", 3, kv), 7)):
         store = decoder.new_kv(20)
-        spoiler = NativeDecoder(config, broken, kernels.Team(1), "f32", kv) if decoder is not twin else twin
-        spoiler.run(pack([(IDS[:first], 0, SHUFFLED)]), store, [GREEDY] * first)
+        spoiler = pack_decoder(config, broken, kernels.Team(1), "f32", kv) if decoder is not twin else twin
+        run_pass(spoiler, pack([(IDS[:first], 0, SHUFFLED)]), store, [GREEDY] * first)
         rows = []
         for start in range(first, LENGTH, chunk):
             packed = pack([(IDS[start : start + chunk], start, SHUFFLED), ([5], 0, [19])])
             packed = replace(packed, first_keys=np.array([first, 0]))
-            rows.append(decoder.run(packed, store, [GREEDY] * len(packed.wanted)).logits[:-1])
+            rows.append(run_pass(decoder, packed, store, [GREEDY] * len(packed.wanted)).logits[:-1])
         results.append(np.concatenate(rows))
     assert np.abs(results[1] - results[0]).max() < (1e-4 if kv == "f32" else 0.02 if kv != "i8" else 0.4)
     np.testing.assert_array_equal(results[2], results[1])
@@ -372,11 +379,11 @@ def test_nothing_finite_is_told_apart() -> None:
     weights = tiny_weights(config, dtype=torch.float32)
     weights["layers.1.mlp_down"][3, 3] = float("nan")
     for types in WEIGHTS:
-        decoder = NativeDecoder(config, weights, kernels.Team(1), types, "f16")
+        decoder = pack_decoder(config, weights, kernels.Team(1), types, "f16")
         for kind, temperature in (("argmax", 0.0), ("noisy", 1.0), ("sampled", 0.0), ("sampled", 1.0)):
             choose = SamplingSpec(kind, SamplingParams(temperature=temperature))
             if types in ("f32", "bf16"):
-                got = decoder.run(pack([(IDS[:2], 0, [0])]), decoder.new_kv(1), [choose] * 2)
+                got = run_pass(decoder, pack([(IDS[:2], 0, [0])]), decoder.new_kv(1), [choose] * 2)
                 assert got.token_ids.tolist() == [BROKEN, BROKEN]
 
 

@@ -10,11 +10,12 @@ import torch
 
 from paceline import kernels
 from paceline.backend.native.decoder import NativeDecoder
-from paceline.backend.packed import Packed
+from paceline.backend.native.load import pack_decoder
+from paceline.backend.seam import Packed
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import SamplingSpec
 from paceline.core.params import SamplingParams
-from tests.model.helpers import pack
+from tests.model.helpers import pack, run_pass
 from tests.tiny import tiny_config, tiny_weights
 
 GREEDY = SamplingSpec("logits", SamplingParams(temperature=0.0))
@@ -22,7 +23,7 @@ GREEDY = SamplingSpec("logits", SamplingParams(temperature=0.0))
 
 def native(family: str, types: str, kv: str = "f32", **changes: Any) -> NativeDecoder:
     config = tiny_config(family, **changes)
-    return NativeDecoder(config, tiny_weights(config, dtype=torch.float32), kernels.Team(1), types, kv)
+    return pack_decoder(config, tiny_weights(config, dtype=torch.float32), kernels.Team(1), types, kv)
 
 
 @pytest.mark.parametrize(
@@ -39,14 +40,14 @@ def test_too_wide_for_whole_numbers_is_told_before_weights_are_read(
     changes: dict[str, int], types: tuple[str, str], advice: str
 ) -> None:
     with pytest.raises(ConfigError, match=advice):
-        NativeDecoder(tiny_config(**changes), {}, kernels.Team(1), *types)
+        pack_decoder(tiny_config(**changes), {}, kernels.Team(1), *types)
 
 
 @pytest.mark.parametrize("types", [("int8", "f16"), ("int4", "f32"), ("bf16", "f32")])
 def test_the_widest_that_types_take(types: tuple[str, str]) -> None:
     wide = {"head_dim": 272} if types[0] == "int8" else {"intermediate_size": 65600}
     decoder = native("llama", *types, **wide)
-    decoder.run(pack([([1, 2], 0, [0])]), decoder.new_kv(1), [GREEDY] * 2)
+    run_pass(decoder, pack([([1, 2], 0, [0])]), decoder.new_kv(1), [GREEDY] * 2)
 
 
 def test_a_store_too_large_to_count_is_refused() -> None:
@@ -79,15 +80,15 @@ def test_the_border_refuses_what_could_crash(field: str) -> None:
         "first_keys": np.array([0]),
     }
     kv = decoder.new_kv(2)
-    decoder.run(Packed(**fields), kv, [GREEDY])
+    run_pass(decoder, Packed(**fields), kv, [GREEDY])
     value, message = BAD[field]
     for wrong in (value, -value - 1):
         with pytest.raises(ValueError, match=message if wrong is value else None):
-            decoder.run(Packed(**(fields | {field: wrong})), kv, [GREEDY])
+            run_pass(decoder, Packed(**(fields | {field: wrong})), kv, [GREEDY])
     with pytest.raises(TypeError):
-        decoder.run(Packed(**(fields | {field: fields[field].astype(np.int32)})), kv, [GREEDY])
+        run_pass(decoder, Packed(**(fields | {field: fields[field].astype(np.int32)})), kv, [GREEDY])
     far = {"cu_len": np.array([0, 10**6, 2]), "pages": np.array([[0], [1]]), "first_keys": np.array([0, 0])}
     with pytest.raises(ValueError, match="must not fall"):  # before positions are read up to there
-        decoder.run(Packed(**(fields | far)), kv, [GREEDY])
+        run_pass(decoder, Packed(**(fields | far)), kv, [GREEDY])
     with pytest.raises(ValueError, match="another model"):
-        decoder.run(Packed(**fields), native("qwen3", "f32", head_dim=24).new_kv(2), [GREEDY])
+        run_pass(decoder, Packed(**fields), native("qwen3", "f32", head_dim=24).new_kv(2), [GREEDY])

@@ -7,8 +7,9 @@ from functools import partial
 import pytest
 import torch
 
+from paceline.backend.reference.decoder import choose_from
 from paceline.backend.rows import Rows
-from paceline.backend.sampling import choose_from, draw
+from paceline.backend.sampling import draw
 from paceline.core.nouns import UNCHOSEN, Admission, Batch, BatchRow, Draft, Request, RowDraft, RowVerdict, Verdict
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import choose_ahead, choose_token, distribution
@@ -44,7 +45,7 @@ def _rows() -> tuple[Rows, Batch]:
 
 def test_pack_gives_every_token_its_place() -> None:
     rows, batch = _rows()
-    packed = rows.pack(batch, Draft((RowDraft(), RowDraft([8, 7], "any"))))
+    packed = rows.pack_batch(batch, Draft((RowDraft(), RowDraft([8, 7], "any"))))
     assert packed.token_ids.tolist() == [16, 17, 18, 5, 8, 7]
     assert packed.positions.tolist() == [16, 17, 18, 4, 5, 6]
     assert packed.slots.tolist() == [48, 49, 50, 84, 85, 86]

@@ -60,10 +60,10 @@ def test_help_does_not_wait_for_torch():
         (["bench", "--drfat", "off"], "did you mean '--draft'?"),
         (["bench", "--drfat=off"], "did you mean '--draft'?"),
         (["bench", "--repeat", "x"], "invalid int value"),
-        (["bench"], "--prompts"),
+        (["bench", "--prompts", "missing.jsonl"], "hemingkx/Spec-Bench"),
         (["doctor", "--draft-device", "cpu:x"], "cpu:2-3"),
-        (["bench", "--prompts", "x", "--request-rate", "3"], "--url"),
-        (["bench", "--prompts", "x", "--limit", "0"], "--limit"),
+        (["bench", "--request-rate", "3"], "--url"),
+        (["bench", "--limit", "0"], "--limit"),
         (["doctor", "--draft", "ngrm"], "did you mean 'ngram'?"),
         (["doctor", "--kv", "float16"], "--kv"),
         (["pull", "no such model"], "no model"),
@@ -145,10 +145,10 @@ def test_the_overview_keeps_names_and_what_they_do_apart(capsys):
 
 
 def parsed(argv, **environment):
-    from paceline.bench.commands import bench
+    from paceline.bench import bench_command
 
     parser = cli._Parser(prog="paceline bench", allow_abbrev=False)
-    bench.add_arguments(parser)
+    bench_command.add_arguments(parser)
     return cli.parse(parser, list(argv), {f"PACELINE_{k}": v for k, v in environment.items()})
 
 

@@ -1,4 +1,4 @@
-"""`paceline compare` in small: figures from runs, runs that are not made twice, all three kinds."""
+"""`paceline compare` in small: figures from runs, runs that are not made twice, three of the scenarios."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from dataclasses import dataclass
 import pytest
 
 from paceline import cli
-from paceline.bench.commands.compare import SETTINGS
-from paceline.bench.compare.arena import automatic, static
-from paceline.bench.compare.day import Day, Phase, phases, windows
-from paceline.bench.compare.picture import draw
-from paceline.bench.compare.results import Results
-from paceline.bench.compare.rollout import Rollout
+from paceline.bench.compare import SETTINGS
+from paceline.bench.pictures import draw_batch_sweep
+from paceline.bench.scenarios.engine_pool import auto_policy, fixed_policies
+from paceline.bench.scenarios.result_file import ResultFile
+from paceline.bench.scenarios.rollout import Rollout
+from paceline.bench.scenarios.varying_load import LoadPhase, VaryingLoad, parse_phases, windows
 from paceline.core.errors import ConfigError
 from paceline.core.params import SamplingParams
 
 
 def test_policies_are_spelt_as_draft_has_them():
-    assert static(("suffix", "eagle3:model=F"), (1, 2)) == (
+    assert fixed_policies(("suffix", "eagle3:model=F"), (1, 2)) == (
         *("suffix:k=1", "suffix:k=2"),
         *("eagle3:model=F,k=1", "eagle3:model=F,k=2"),
     )
-    assert automatic(("suffix", "eagle3")) == "auto:suffix+eagle3"
+    assert auto_policy(("suffix", "eagle3")) == "auto:suffix+eagle3"
 
 
 def test_phases_are_read():
-    assert phases("chat:1,code:64") == (Phase("chat", 1), Phase("code", 64))
+    assert parse_phases("chat:1,code:64") == (LoadPhase("chat", 1), LoadPhase("code", 64))
     for bad in ("chat", "chat:0", ":3", "chat:x"):
         with pytest.raises(ConfigError, match="--phases"):
-            phases(bad)
+            parse_phases(bad)
 
 
 @dataclass
@@ -51,27 +51,27 @@ def test_a_picture_goes_from_few_requests_to_many(tmp_path, monkeypatch):
     """In whatever order they were measured."""
     drawn = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
-    draw(Measured(), tmp_path / "c.png")
+    draw_batch_sweep(Measured(), tmp_path / "c.png")
     for line in drawn[0].axes[0].lines:
         assert line.get_xdata().tolist() == [1, 2, 8]
         assert line.get_ydata().tolist() == sorted(line.get_ydata())
 
 
-def turn(ours: int, plain: int, machine_s: float = 0.01) -> dict[str, object]:
+def round_of(ours: int, plain: int, machine_s: float = 0.01) -> dict[str, object]:
     return {"machine_s": machine_s, "full": ["off", "auto"], "auto": (1.0, ours, 0), "off": (1.0, plain, 0)}
 
 
-def test_windows_compare_turns_side_by_side_and_stalls_are_told_apart():
-    busy = [turn(12, 10)] * 10 + [turn(8, 10)] * 4 + [turn(8, 10, 0.1)]
+def test_windows_compare_rounds_side_by_side_and_leave_stalls_out():
+    busy = [round_of(12, 10)] * 10 + [round_of(8, 10)] * 4 + [round_of(8, 10, 0.1)]
     alone = [{"machine_s": 0.01, "full": ["off"], "off": (1.0, 10, 0)}] * 5  # the other one has finished
-    ending = [turn(2, 10) | {"full": ["off"]}] * 5  # or has few left
-    calm, stalled = windows([busy, ending, alone], "auto", "off")
-    assert calm == pytest.approx([1.2, 1.2])
+    ending = [round_of(2, 10) | {"full": ["off"]}] * 5  # or has few left
+    steady, stalled = windows([busy, ending, alone], "auto", "off")
+    assert steady == pytest.approx([1.2, 1.2])
     assert stalled == pytest.approx([0.8])
 
 
 def test_a_window_counts_what_is_read_of_prompts():
-    """Plain decoding takes 0.1 s for a token and 0.01 s for one of a prompt; it reads late, its twin early."""
+    """Plain decoding takes 0.1 s for a token and 0.01 s for one of a prompt; it reads late, the other early."""
     writes, reads = (1.0, 10, 0), (1.0, 5, 50)
     first = [{"machine_s": 0.01, "full": ["off", "auto"], "auto": reads, "off": writes}] * 5
     then = [{"machine_s": 0.01, "full": ["off", "auto"], "auto": writes, "off": reads}] * 5
@@ -80,12 +80,12 @@ def test_a_window_counts_what_is_read_of_prompts():
 
 
 def test_a_day_is_set_against_the_one_policy_that_was_best_all_day(tmp_path):
-    results = Results(tmp_path / "d.json", {}, {})
+    results = ResultFile(tmp_path / "d.json", {}, {})
     rates = {"off": (10, 10), "ngram:k=1": (12, 12), "ngram:k=3": (20, 5), "auto:ngram": (18, 11)}
     for index in range(2):
-        turns = [{"machine_s": 0.01, "full": [], **{name: (1.0, rate[index], 0) for name, rate in rates.items()}}]
-        results.once({"phase": index}, lambda: {"task": "chat", "in_flight": 1, "turns": turns})  # noqa: B023
-    verdict = Day(None, results, [], SamplingParams(), tuple(rates), ()).verdict()
+        rounds = [{"machine_s": 0.01, "full": [], **{name: (1.0, rate[index], 0) for name, rate in rates.items()}}]
+        results.once({"phase": index}, lambda: {"task": "chat", "in_flight": 1, "rounds": rounds})  # noqa: B023
+    verdict = VaryingLoad(None, results, [], SamplingParams(), tuple(rates), ()).verdict()
     assert verdict["ngram:k=1"]["to_best"] == 1.0
     assert verdict["auto:ngram"]["to_best"] == pytest.approx((1.8 * 1.1) ** 0.5 / 1.2)
     assert verdict["ngram:k=3"]["worst_phase"] == 0.5
@@ -93,17 +93,17 @@ def test_a_day_is_set_against_the_one_policy_that_was_best_all_day(tmp_path):
 
 def test_a_run_is_made_once(tmp_path):
     file = tmp_path / "c.json"
-    first = Results(file, {"sizes": (1, 2)}, {"git": "a"})
+    first = ResultFile(file, {"sizes": (1, 2)}, {"git": "a"})
     assert first.once({"size": 1}, lambda: {"rate": 3.0})["rate"] == 3.0
-    again = Results(file, {"sizes": (1, 2)}, {"git": "a"})
+    again = ResultFile(file, {"sizes": (1, 2)}, {"git": "a"})
     assert again.once({"size": 1}, lambda: {"rate": 4.0})["rate"] == 3.0
     assert again.once({"size": 2}, lambda: {"rate": 5.0})["rate"] == 5.0
     assert len(json.loads(file.read_text())["runs"]) == 2
     with pytest.raises(ConfigError, match="other settings"):
-        Results(file, {"sizes": (1,)}, {})
+        ResultFile(file, {"sizes": (1,)}, {})
     file.write_text("{")
     with pytest.raises(ConfigError, match="no comparison"):
-        Results(file, {"sizes": (1,)}, {})
+        ResultFile(file, {"sizes": (1,)}, {})
 
 
 def test_runs_of_other_builds_machines_and_settings_are_not_mixed(tmp_path):
@@ -115,21 +115,21 @@ def test_runs_of_other_builds_machines_and_settings_are_not_mixed(tmp_path):
         "machine": {"cpu": "A", "cores": 2},
         "model": {"name": "m"},
     }
-    Results(file, {"max_len": 8}, head).write()
-    assert Results(file, {"max_len": 8}, {**head, "command": "y"}).runs == []
-    for change, told in (
+    ResultFile(file, {"max_len": 8}, head).write()
+    assert ResultFile(file, {"max_len": 8}, {**head, "command": "y"}).runs == []
+    for change, message in (
         ({"git": "b"}, r"git \(was a, is b\)"),
         ({"version": "2"}, "version"),
         ({"machine": {"cpu": "B", "cores": 2}}, r"machine or model: cpu \(was A, is B\); name another file"),
         ({"model": {"name": "n"}}, "name"),
     ):
-        with pytest.raises(ConfigError, match=told):
-            Results(file, {"max_len": 8}, head | change)
+        with pytest.raises(ConfigError, match=message):
+            ResultFile(file, {"max_len": 8}, head | change)
     with pytest.raises(ConfigError, match=r"max_len \(was 8, is 9\)"):
-        Results(file, {"max_len": 9}, head)
+        ResultFile(file, {"max_len": 9}, head)
     file.write_text("[]")
     with pytest.raises(ConfigError, match="no comparison"):
-        Results(file, {}, head)
+        ResultFile(file, {}, head)
 
 
 def test_limits_of_the_engine_are_settings_of_a_comparison():
@@ -138,27 +138,27 @@ def test_limits_of_the_engine_are_settings_of_a_comparison():
 
 
 def test_the_time_of_a_rollout_is_set_against_the_best_that_was_chosen_by_hand(tmp_path):
-    results = Results(tmp_path / "r.json", {}, {})
+    results = ResultFile(tmp_path / "r.json", {}, {})
     seconds = {"off": (10.0, 30.0), "ngram:k=1": (8.0, 24.0), "ngram:k=3": (9.0, 20.0), "auto:ngram": (7.0, 21.0)}
     for repeat in range(2):
         results.once({"repeat": repeat}, lambda: {"seconds": {name: s[repeat] for name, s in seconds.items()}})  # noqa: B023
-    lines = {x["policy"]: x for x in Rollout(None, results, [], SamplingParams(), tuple(seconds)).lines()}
-    assert lines["auto:ngram"]["to_off"]["median"] == 0.7
-    assert lines["ngram:k=3"]["to_best"]["median"] == 1.0, "fewest seconds in the median, not in the first repeat"
-    assert lines["auto:ngram"]["to_best"]["median"] == pytest.approx((7 / 9 + 21 / 20) / 2)
-    assert lines["off"]["seconds"] == 20.0
+    rows = {x["policy"]: x for x in Rollout(None, results, [], SamplingParams(), tuple(seconds)).rows()}
+    assert rows["auto:ngram"]["to_off"]["median"] == 0.7
+    assert rows["ngram:k=3"]["to_best"]["median"] == 1.0, "fewest seconds in the median, not in the first repeat"
+    assert rows["auto:ngram"]["to_best"]["median"] == pytest.approx((7 / 9 + 21 / 20) / 2)
+    assert rows["off"]["seconds"] == 20.0
 
 
-KINDS = {
+SCENARIOS = {
     "batches": ["--sizes", "1,2", "--repeat", "2", "--screen", "1"],
     "day": ["--phases", "writing:1,qa:2", "--static", "ngram:k=2"],
     "rollout": ["--requests", "3", "--repeat", "2"],
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_ends_in_a_table_and_goes_on_where_it_stopped(
-    kind, model, prompts, tmp_path, monkeypatch, capsys
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_each_scenario_ends_in_a_table_and_resumes_where_it_stopped(
+    name, model, prompts, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
     out, picture = tmp_path / "c.json", tmp_path / "c.png"
@@ -174,7 +174,18 @@ def test_each_kind_ends_in_a_table_and_goes_on_where_it_stopped(
         "--draft",
         "ngram",
     ]
-    command = ["compare", kind, *common, "--max-tokens", "6", "--limit", "2", "--plot", str(picture), *KINDS[kind]]
+    command = [
+        "compare",
+        name,
+        *common,
+        "--max-tokens",
+        "6",
+        "--limit",
+        "2",
+        "--plot",
+        str(picture),
+        *SCENARIOS[name],
+    ]
     tables = []
     for _ in range(2):
         assert cli.main(command) == 0
@@ -182,13 +193,13 @@ def test_each_kind_ends_in_a_table_and_goes_on_where_it_stopped(
     assert tables[0] == tables[1], "nothing was measured again"
     assert "auto:ngram" in tables[0]
     assert json.loads(out.read_text())["summary"]
-    assert picture.exists() == (kind == "batches")
+    assert picture.exists() == (name == "batches")
 
 
 def test_categories_are_chosen_by_name(model, prompts, capsys):
     from argparse import Namespace
 
-    from paceline.bench.commands.compare import _prompts
+    from paceline.bench.compare import _prompts
 
     asked = Namespace(prompts=[str(prompts)], category=["qa"])
     assert {p.category for p in _prompts(asked)} == {"qa"}

@@ -9,7 +9,7 @@ import pytest
 from paceline import cli
 from paceline.bench.load import Server, answer_of, arrival_times, drive, server
 from paceline.bench.measure import Run, record
-from paceline.bench.prompts import Prompt, read_prompts
+from paceline.bench.prompt_file import Prompt, read_prompts
 from paceline.core.errors import ConfigError, PacelineError
 from tests.serve.conftest import running
 
@@ -29,8 +29,8 @@ def test_arrivals_are_poisson():
 
 
 def test_chunks_add_up_to_the_tokens_of_usage():
-    told = {"drafted_tokens": 8, "verified_tokens": 7, "accepted_tokens": 4, "acceptance_length": 2.0}
-    usage = {"prompt_tokens": 3, "completion_tokens": 9, "speculation": told}
+    speculation = {"drafted_tokens": 8, "verified_tokens": 7, "accepted_tokens": 4, "acceptance_length": 2.0}
+    usage = {"prompt_tokens": 3, "completion_tokens": 9, "speculation": speculation}
     events = [(1.0, {"choices": [{"delta": {"role": "assistant"}}]}), (2.0, chunk("a")), (3.0, chunk("b"))]
     answer = answer_of(PROMPT, 0.5, iter([*events, (4.0, chunk("c")), (4.1, {"choices": [], "usage": usage})]))
     assert answer.arrivals == ((2.0, 1), (3.0, 4.0), (4.0, 4.0))
@@ -38,7 +38,7 @@ def test_chunks_add_up_to_the_tokens_of_usage():
     assert (answer.decoded_tokens, answer.decode_passes, answer.accepted_tokens) == (8, 4, 4)
 
 
-def test_an_error_in_a_stream_is_told():
+def test_an_error_in_a_stream_is_raised():
     with pytest.raises(PacelineError, match="went wrong"):
         answer_of(PROMPT, 0.0, iter([(1.0, chunk("a")), (2.0, {"error": {"message": "went wrong"}})]))
     with pytest.raises(PacelineError, match="usage"):

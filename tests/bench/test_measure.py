@@ -13,9 +13,9 @@ from paceline.bench.measure import (
     kept_per_position,
     record,
 )
-from paceline.bench.prompts import Prompt
+from paceline.bench.prompt_file import Prompt
 from paceline.bench.report import category_rows, summary
-from paceline.control.reckoning import Reckoning
+from paceline.control.online_cost import StepAccounting
 from paceline.engine.stats import DraftCounts, Predictions, Stats
 
 
@@ -113,7 +113,7 @@ def test_record_has_the_keys_of_the_contract():
 def test_one_stall_is_most_of_the_error_and_nothing_of_the_middle_one():
     reckoned = Predictions()
     for step_s, predicted_s in ((1.0, 1.05), (1.0, 0.92), (2.0, 1.8), (50.0, 1.0), (1e-3, 1.0)):
-        reckoned.count(Reckoning(step_s, predicted_s, plain_s=1.0))
+        reckoned.count(StepAccounting(step_s, predicted_s, plain_s=1.0))
     assert reckoned.error == pytest.approx((0.05 + 0.08 + 0.2 + 49 + 0.999) / 54.001)
     assert reckoned.median_error == pytest.approx(0.1)
     assert Predictions().median_error is None
@@ -124,8 +124,8 @@ def test_one_stall_is_most_of_the_error_and_nothing_of_the_middle_one():
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -float("inf")])
 def test_a_prediction_that_is_no_number_is_as_wrong_as_any(seconds):
     reckoned = Predictions()
-    reckoned.count(Reckoning(1.0, 1.0, plain_s=3.0))
-    reckoned.count(Reckoning(1.0, seconds, plain_s=seconds))
+    reckoned.count(StepAccounting(1.0, 1.0, plain_s=3.0))
+    reckoned.count(StepAccounting(1.0, seconds, plain_s=seconds))
     assert reckoned.error == pytest.approx(1.0)
     assert reckoned.speedup == pytest.approx(2.0)
     assert sum(reckoned.errors) == 2

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tools.measure import overlap_roofline as turns
+from tools.entry import exit_status
+from tools.measure import overlap_roofline
 
 from paceline import cli
-from paceline.bench.told import told
 from paceline.core.errors import ConfigError
 from paceline.serve.terminal.output_files import check_file, check_picture
 
@@ -66,9 +66,9 @@ def test_bench_refuses_where_it_could_not_draw(capsys: pytest.CaptureFixture[str
 def test_modules_tell_in_a_line_what_can_be_mended_before_they_measure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert told(lambda: turns.main(["--plot", str(tmp_path / "nowhere" / "gains.png")])) == 1
+    assert exit_status(lambda: overlap_roofline.main(["--plot", str(tmp_path / "nowhere" / "gains.png")])) == 1
     said = capsys.readouterr()
     assert not said.out
     assert said.err.startswith("error: --plot: cannot write into the folder")
-    assert told(lambda: turns.main(["--plot", str(tmp_path / "gains.png")])) == 0
+    assert exit_status(lambda: overlap_roofline.main(["--plot", str(tmp_path / "gains.png")])) == 0
     assert (tmp_path / "gains.png").stat().st_size

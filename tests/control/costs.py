@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 from hypothesis import strategies as st
+from tests.oracles.allocation import Drafts, in_order
 
-from paceline.control.choice import in_order
-from paceline.control.cost import Curve, DraftCost, Drafts, MeasuredCost, TargetCost
+from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
 
 H100 = Path(__file__).parents[3] / "shared" / "data" / "dynamic_sd_h100_llama31_8b.json"
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)

@@ -12,19 +12,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.control.costs import H100, drafts_of, measured_costs
+from tests.oracles.cost import SlowCost, nth_of_its_kind, uniform_prices
+from tests.oracles.online_cost import SlowOnlineCost
 
-from paceline.control.cost import (
-    Curve,
-    DraftCost,
-    MeasuredCost,
-    TargetCost,
-    Work,
-    nth_of_its_kind,
-    prices_one_by_one,
+from paceline.control.allocation import Candidates
+from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
+from paceline.control.online_cost import OnlineCost
+from paceline.control.policy import Work
+from paceline.control.profile import (
+    FORMAT,
+    Profile,
+    TimedPass,
+    fit_drafting,
+    fit_target,
+    non_negative,
+    read_profile,
+    write_profile,
 )
-from paceline.control.fit import TimedPass, fit_drafting, fit_target, non_negative
-from paceline.control.online import OnlineCost
-from paceline.control.profile import FORMAT, Profile, read_profile, write_profile
 from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -62,14 +66,14 @@ def test_nth_of_its_kind_counts(kinds: list[int]) -> None:
 def test_the_online_model_prices_as_the_measured_one_until_it_has_seen_more(
     cost: MeasuredCost, num_rows: int, drafter: int
 ) -> None:
-    online = OnlineCost(cost)
+    online, slow = SlowOnlineCost(cost), SlowCost(cost)
     lengths = np.arange(10, 10 + num_rows)
     base = Work(num_rows, 0, int(lengths.sum()), int(lengths.sum()))
     survival = np.multiply.accumulate(np.full((num_rows, 3), 0.5), axis=1)
     drafts = drafts_of(survival, lengths, np.full(num_rows, drafter))
-    assert online.times(base, num_rows, drafts) == pytest.approx(cost.times(base, num_rows, drafts))
+    assert online.times(base, num_rows, drafts) == pytest.approx(slow.times(base, num_rows, drafts))
     given_ = base, lengths, num_rows, 2, 3
-    assert online.prices(*given_) == pytest.approx(prices_one_by_one(cost, *given_))
+    assert online.uniform_prices(*given_) == pytest.approx(uniform_prices(slow, *given_))
 
 
 def test_a_fit_finds_planted_prices() -> None:
@@ -104,7 +108,7 @@ def test_depths_that_were_not_timed_lie_between() -> None:
     assert cost.seconds[1, :5].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert cost.seconds[8, 3] == 4.0
     both = MeasuredCost(TargetCost(Curve.of([1], [1.0])), (cost, cost))
-    found = both.drafting_of(np.array([2, 0, 1, 3]), np.array([1, -1, 1, 0]))
+    found = SlowCost(both).drafting_by_drafter(np.array([2, 0, 1, 3]), np.array([1, -1, 1, 0]))
     assert found.tolist() == pytest.approx([3.0, float(cost.seconds[2, 1] + 2.0 - 1.0)])
 
 
@@ -178,21 +182,20 @@ COST = MeasuredCost(TargetCost(Curve.of([1, 8, 64], [8e-3, 10e-3, 45e-3])), (DRA
 
 
 def choice(cost: OnlineCost, rows: int = 8) -> int:
-    from paceline.control.choice import best
-
     survival = np.multiply.accumulate(np.full((rows, 4), 0.7), axis=1)
     lengths = np.full(rows, 100)
-    return int(best(Work(rows, 0, 100 * rows, 100 * rows), rows, drafts_of(survival, lengths), cost).ks.sum())
+    among = Candidates(survival, np.full(rows, 4), lengths, np.zeros(rows, np.int64), float(rows))
+    return int(cost.allocate(Work(rows, 0, 100 * rows, 100 * rows), among).ks.sum())
 
 
-def run(cost: OnlineCost, steps: int, factor: float, sizes: tuple[int, ...] = (8, 16, 24)) -> None:
+def run(cost: SlowOnlineCost, steps: int, factor: float, sizes: tuple[int, ...] = (8, 16, 24)) -> None:
     for step in range(steps):
         work = Work(sizes[step % len(sizes)], 0, 0, 0)
         cost.observe_pass(work, factor * float(COST.target(work)))
 
 
-def test_a_slow_hour_changes_the_times_and_not_the_choice() -> None:
-    cost = OnlineCost(COST)
+def test_machine_drift_changes_the_times_and_not_the_choice() -> None:
+    cost = SlowOnlineCost(COST)
     before = choice(cost)
     run(cost, 100, 2.0)
     assert cost.pass_s(Work(8)) == pytest.approx(2 * 10e-3, rel=0.05)
@@ -200,7 +203,7 @@ def test_a_slow_hour_changes_the_times_and_not_the_choice() -> None:
 
 
 def test_a_stall_of_three_seconds_is_forgotten_within_20_steps() -> None:
-    cost = OnlineCost(COST)
+    cost = SlowOnlineCost(COST)
     run(cost, 50, 1.0)
     before = choice(cost)
     cost.observe_pass(Work(16), 3.0)
@@ -210,7 +213,7 @@ def test_a_stall_of_three_seconds_is_forgotten_within_20_steps() -> None:
 
 
 def test_a_size_that_is_dearer_than_was_measured_is_learnt() -> None:
-    cost = OnlineCost(COST)
+    cost = SlowOnlineCost(COST)
     rng = np.random.default_rng(0)
     for step in range(600):
         work = Work((8, 16, 40)[step % 3])
@@ -220,9 +223,9 @@ def test_a_size_that_is_dearer_than_was_measured_is_learnt() -> None:
         assert cost.pass_s(Work(tokens)) == pytest.approx(factor * float(COST.target(Work(tokens))), rel=0.1)
 
 
-def test_a_size_that_comes_now_and_then_is_not_taken_for_the_hour() -> None:
+def test_a_size_that_comes_now_and_then_is_not_taken_for_drift() -> None:
     """As passes with a prompt are, whose tokens were measured on shorter ones."""
-    cost = OnlineCost(COST)
+    cost = SlowOnlineCost(COST)
     for step in range(60):
         work, factor = (Work(300), 0.6) if step % 6 == 5 else (Work(8), 1.0)
         cost.observe_pass(work, factor * float(COST.target(work)))
@@ -243,7 +246,7 @@ def test_what_keys_cost_is_learnt_from_passes_that_read_many(read_s: float) -> N
     """Beside a mood of the machine that all passes have in common, and prompts, which say nothing of keys."""
     truth = TargetCost(COST.target.by_tokens, kv_token_s=0.5e-6, pair_s=0.3e-6)
     measured = TargetCost(COST.target.by_tokens, kv_token_s=read_s, pair_s=truth.pair_s)
-    cost, rng, mood = OnlineCost(MeasuredCost(measured, (DRAFTING,))), np.random.default_rng(0), 0.0
+    cost, rng, mood = SlowOnlineCost(MeasuredCost(measured, (DRAFTING,))), np.random.default_rng(0), 0.0
     for step in range(200):
         mood = 0.98 * mood + rng.normal(0, 0.02)
         work = decoding(rows=(1, 8, 32, 48)[step // 10 % 4], keys=500 + step, drafts=step % 3)
@@ -259,7 +262,7 @@ def test_what_keys_cost_is_learnt_from_passes_that_read_many(read_s: float) -> N
 def test_that_keys_cost_nothing_is_not_believed_for_long() -> None:
     """Start-up has a second for them, and may find nothing; passes that read many tell otherwise."""
     truth = TargetCost(COST.target.by_tokens, kv_token_s=1e-6)
-    cost = OnlineCost(COST)
+    cost = SlowOnlineCost(COST)
     long, short = (decoding(rows=48, keys=keys, drafts=0) for keys in (400, 20))
     assert COST.target.kv_token_s == COST.target.pair_s == 0
     for work in [short, long] * 20:
@@ -270,7 +273,7 @@ def test_that_keys_cost_nothing_is_not_believed_for_long() -> None:
 
 def test_one_row_in_a_bad_mood_says_nothing_of_keys() -> None:
     measured = TargetCost(COST.target.by_tokens, kv_token_s=0.5e-6, pair_s=0.3e-6)
-    cost = OnlineCost(MeasuredCost(measured, (DRAFTING,)))
+    cost = SlowOnlineCost(MeasuredCost(measured, (DRAFTING,)))
     work = decoding(rows=1, keys=500, drafts=0)
     for _ in range(50):
         cost.observe_pass(work, 2 * float(measured(work)))
@@ -278,11 +281,12 @@ def test_one_row_in_a_bad_mood_says_nothing_of_keys() -> None:
 
 
 def test_a_drafter_that_is_dearer_than_was_measured_is_learnt() -> None:
-    cost, ks, drafters = OnlineCost(COST), np.full(4, 2), np.zeros(4, np.int64)
+    cost, ks, drafters = SlowOnlineCost(COST), np.full(4, 2), np.zeros(4, np.int64)
+    measured_s = float(SlowCost(COST).drafting_s(ks, drafters))
     for _ in range(200):
-        predicted = float(cost.drafting_of(ks, drafters)[0])
-        cost.observe_drafting(0, predicted, 2 * float(COST.drafting_of(ks, drafters)[0]))
-    assert cost.drafting_of(ks, drafters)[0] == pytest.approx(2 * COST.drafting_of(ks, drafters)[0], rel=0.05)
+        predicted = float(cost.drafting_by_drafter(ks, drafters)[0])
+        cost.observe_drafting(0, predicted, 2 * measured_s)
+    assert cost.drafting_by_drafter(ks, drafters)[0] == pytest.approx(2 * measured_s, rel=0.05)
 
 
 def test_numbers_of_rows_that_were_not_timed_whole_are_left_out() -> None:

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from tests.oracles.allocation import best, in_order
+from tests.oracles.online_cost import SlowOnlineCost
 
-from paceline.control.choice import Candidates, best, in_order
-from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost, Work
-from paceline.control.goodput import ASKED_MARGIN, Goodput
-from paceline.control.online import OnlineCost
-from paceline.control.policy import NONE, Outcomes, StepView, plain
-from paceline.control.quick import choose
-from paceline.control.reckoning import learn_cost
+from paceline.control.allocation import PREVIEW_MARGIN, Candidates
+from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
+from paceline.control.goodput import Goodput
+from paceline.control.online_cost import OnlineCost
+from paceline.control.policy import NONE, Decision, Outcomes, StepView, Work, plain
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -48,12 +48,12 @@ class Engine:
         for row in range(MAX_ROWS):
             self.policy.admit(row)
 
-    def look(self, rows: Sequence[int], offered: Collection[int] = (), **more: object) -> StepView:
-        """Return a step of some rows. offered: drafters that offer three tokens for every other row."""
+    def view(self, rows: Sequence[int], previewed: Collection[int] = (), **more: object) -> StepView:
+        """Return a step of some rows. previewed: drafters that preview three tokens for every other row."""
         ids = np.array(rows)
         sure = np.where(self._rng.random((len(ids), 1)) < 0.5, 0.7, np.nan) * np.ones((1, 3))
-        offers = dict.fromkeys(offered, sure)
-        return StepView(ids, self.lengths[ids].copy(), np.full(len(ids), 50), Work(0), offers, **more)
+        previews = dict.fromkeys(previewed, sure)
+        return StepView(ids, self.lengths[ids].copy(), np.full(len(ids), 50), Work(0), previews, **more)
 
     def end(self, policy: Goodput, view: StepView, decision: Decision) -> None:
         """Take the step that was decided."""
@@ -70,39 +70,39 @@ class Engine:
         policy.learn(view, Outcomes(view.rows, drafters, ks, kept, draft_s, pass_s, 1e-4, num_drafted=ks))
         self.lengths[view.rows] += 1 + kept
 
-    def step(self, rows: Sequence[int], targets: Mapping[int, float] | None = None) -> float:
+    def step(self, rows: Sequence[int], tpot_s: Mapping[int, float] | None = None) -> float:
         """Plan a step and take it; return the share of rows that draft."""
-        if not targets and self.policy.rest(len(rows)):
+        if not tpot_s and self.policy.reuse_without_view(len(rows)):
             return 0.0
-        view = self.look(rows, targets=targets or {})
+        view = self.view(rows, tpot_s=tpot_s or {})
         decision = self.policy.decide(view)
         self.end(self.policy, view, decision)
         return float((decision.ks > 0).mean())
 
 
 @pytest.mark.parametrize("paced", [False, True])
-def test_a_request_with_a_pace_of_its_own_leaves_nothing_behind(*, paced: bool) -> None:
-    """Many rows rest, one of them asks for a pace; when all are gone, a lone row drafts as it always did."""
+def test_a_request_with_a_latency_target_leaves_nothing_behind(*, paced: bool) -> None:
+    """Many rows reuse a plan, one of them has a latency target; when all are gone, a lone row drafts as before."""
     engine = Engine(STEEP, (costs(5e-4, 1.6e-2),), (0.8,))
     for _ in range(300):
         engine.step(range(32))
-    assert engine.policy._cruise.rests(1, 32)
+    assert engine.policy.plan_reuse.reuse_without_view(1, 32)
     for _ in range(20 if paced else 0):
         engine.step(range(32), {0: 0.02})
     assert np.mean([engine.step([3]) for _ in range(300)]) > 0.9
 
 
 @dataclass
-class Turns:
+class Groups:
     """Two groups that are planned while the other is scored."""
 
     engine: Engine
     groups: tuple[Sequence[int], Sequence[int]]
-    offered: Collection[int] = ()
+    previewed: Collection[int] = ()
     planned: dict[int, tuple[StepView, Decision]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.policies = self.engine.policy, self.engine.policy.twin()
+        self.policies = self.engine.policy, self.engine.policy.for_second_group()
 
     def step(self, number: int) -> tuple[float, tuple[int, ...]]:
         """End a group's step and plan its next; return the share of its rows that draft, and who is given up."""
@@ -110,80 +110,86 @@ class Turns:
         policy = self.policies[group]
         if group in self.planned:
             self.engine.end(policy, *self.planned[group])
-        view = self.engine.look(self.groups[group], self.offered)
+        view = self.engine.view(self.groups[group], self.previewed)
         decision = policy.decide(view)
         self.planned[group] = view, decision
-        return float((decision.ks > 0).mean()), decision.given_up
+        return float((decision.ks > 0).mean()), decision.retired
 
 
 @pytest.mark.parametrize("size", [11, 12, 24])
-def test_in_turns_both_groups_draft(size: int) -> None:
+def test_overlapped_groups_both_draft(size: int) -> None:
     """What was chosen for one group's rows says nothing of the other's."""
-    turns = Turns(Engine(FLAT, (costs(5e-4, 1e-3),), (0.8,)), (range(size), range(size, 2 * size)))
-    shares = np.array([turns.step(n)[0] for n in range(1200)])[600:]
+    groups = Groups(Engine(FLAT, (costs(5e-4, 1e-3),), (0.8,)), (range(size), range(size, 2 * size)))
+    shares = np.array([groups.step(n)[0] for n in range(1200)])[600:]
     assert shares[::2].mean() > 0.9
     assert shares[1::2].mean() > 0.9
 
 
-def test_in_turns_a_hopeless_drafter_is_given_up() -> None:
+def test_with_two_groups_a_hopeless_drafter_is_retired() -> None:
     target = TargetCost(Curve.of([1, 8, 16, 32, 64], [0.008, 0.009, 0.0095, 0.010, 0.012]))
     engine = Engine(target, (DraftCost(()), costs(4e-3, 1.6e-2)), (0.8, 0.02))
-    turns = Turns(engine, (range(2), range(2, 4)), offered={0})
+    groups = Groups(engine, (range(2), range(2, 4)), previewed={0})
     for n in range(12000):
         if n % 50 == 0:
             engine.policy.admit(n // 50 % 4)
-        if turns.step(n)[1] == (1,):
+        if groups.step(n)[1] == (1,):
             return
     pytest.fail("it is still tried")
 
 
-def test_a_drafter_that_is_out_leaves_the_work_to_another() -> None:
+def test_a_drafter_that_is_unavailable_leaves_the_work_to_another() -> None:
     engine = Engine(FLAT, (costs(3e-4, 1.2e-3), costs(6e-4, 2.4e-3)), (0.8, 0.8))
     for _ in range(100):
-        view = engine.look(range(2))
+        view = engine.view(range(2))
         engine.end(engine.policy, view, engine.policy.decide(view))
-    assert set(engine.policy.decide(engine.look(range(2))).drafters.tolist()) == {0}
+    assert set(engine.policy.decide(engine.view(range(2))).drafters.tolist()) == {0}
     engine.broken = {0}
     chosen = []
     for _ in range(200):
-        view = engine.look(range(2), out=frozenset({0}))
+        view = engine.view(range(2), unavailable=frozenset({0}))
         decision = engine.policy.decide(view)
         engine.end(engine.policy, view, decision)
         chosen.append(decision.drafters)
     assert not (np.array(chosen) == 0).any()
     assert (np.array(chosen)[100:] == 1).mean() > 0.9
-    back = [engine.policy.decide(engine.look(range(2))).drafters for _ in range(100)]
+    back = [engine.policy.decide(engine.view(range(2))).drafters for _ in range(100)]
     assert (np.array(back) == 0).any(), "what was known of it is not lost"
 
 
 @pytest.mark.parametrize(("each_s", "asks"), [(2e-4, True), (2e-3, False)])
-def test_who_must_be_asked_beside_what_is_offered_has_to_win_clearly(each_s: float, asks: bool) -> None:
-    """Three rows that nothing is offered may ask: cheaply that wins much, dearly a little, which is not enough."""
+def test_a_drafter_without_preview_has_to_win_clearly_beside_previews(each_s: float, asks: bool) -> None:
+    """For three rows without a preview a cheap drafter wins much, and a dear one a little, which is not enough."""
     target = TargetCost(Curve.of([4, 104], [8e-3, 38e-3]))
     ours = Goodput(
-        MeasuredCost(target, (DraftCost(()), costs(each_s, each_s))), 4, (1, 1), (np.full(1, 0.9), np.full(1, 0.6))
+        OnlineCost(MeasuredCost(target, (DraftCost(()), costs(each_s, each_s)))),
+        4,
+        (1, 1),
+        (np.full(1, 0.9), np.full(1, 0.6)),
     )
     sure, rows = np.array([[0.9], [np.nan], [np.nan], [np.nan]]), np.arange(4)
     view = StepView(rows, np.full(4, 100), np.full(4, 50), Work(0), {0: sure})
-    drafters, chosen, _ = ours._in_turn(view)
-    assert (drafters[chosen.ks > 0] == 1).any(), "as if nothing else came with it"
-    without = ours._in_turn(replace(view, out=frozenset({1})))[1]
-    assert (chosen.speedup > (1 + ASKED_MARGIN) * without.speedup) == asks
+    chosen = ours.choice.choose_row_by_row(view, ours._context)
+    assert (chosen.drafters[chosen.allocation.ks > 0] == 1).any(), "as if nothing else came with it"
+    lookups_only = replace(view, unavailable=frozenset({1}))
+    without = ours.choice.choose_row_by_row(lookups_only, ours._context)
+    gain = chosen.allocation.speedup / without.allocation.speedup
+    assert (gain > 1 + PREVIEW_MARGIN) == asks
     decision = ours.decide(view)
     assert (decision.drafters == 1).any() == asks
     assert decision.drafters[0] == 0
 
 
-@pytest.mark.parametrize("gone", [False, True])
-def test_rows_of_one_drafter_beside_those_that_offer_have_it(gone: bool) -> None:
+@pytest.mark.parametrize("retired", [False, True])
+def test_rows_are_assigned_to_the_only_drafter_without_preview(retired: bool) -> None:
     """There is nothing to choose, for new rows or now and then: one call does all of it."""
     engine = Engine(STEEP, (DraftCost(()), costs(5e-4, 1e-2)), (0.3, 0.3))
-    engine.policy._hopes.gone = frozenset({1} if gone else ())
+    choice = engine.policy.choice
+    choice.retired = frozenset({1} if retired else ())
     for _ in range(40):
-        view = engine.look(range(4), offered={0})
-        assert engine.policy._at_once(view) is not None
+        view = engine.view(range(4), previewed={0})
+        assert choice.choose_in_one_call(view, engine.policy._context) is not None
         engine.end(engine.policy, view, engine.policy.decide(view))
-        assert (engine.policy._own[:4] == (0 if gone else 1)).all()
+        assert (choice.row_drafter[:4] == (0 if retired else 1)).all()
 
 
 # Large passes ------------------------------------------------------------------------------------
@@ -200,19 +206,19 @@ def test_a_pass_of_any_size_is_priced_as_it_was_measured(chunk: int) -> None:
     none = np.zeros(4, np.int64)
     for _ in range(6):
         outcomes = Outcomes(view.rows, none - 1, none, none, 0.0, measured, 1e-4)
-        found = learn_cost(cost, view, plain(view), outcomes, Work(chunk, chunk - 1))
+        found = cost.account_step(view, plain(view), outcomes, Work(chunk, chunk - 1))
         assert 0 <= found.plain_s <= measured + 1e-3
-    assert abs(cost.hour) < 0.05
+    assert abs(cost.machine_drift) < 0.05
 
 
 @pytest.mark.parametrize("tokens", [2040, 4000])
 def test_beside_a_large_chunk_drafts_cost_what_they_do(tokens: int) -> None:
-    cost, base = OnlineCost(MeasuredCost(STEEP, ())), Work(tokens, tokens - 4, 400, 400)
+    cost, base = SlowOnlineCost(MeasuredCost(STEEP, ())), Work(tokens, tokens - 4, 400, 400)
     alive = np.multiply.accumulate(np.full((4, DEPTH), 0.8), axis=1)
     among = Candidates(alive, np.full(4, DEPTH), np.full(4, 100), np.full(4, NONE), 4.0)
-    drafts = in_order(alive, among.most, among.lengths, among.drafters)
+    drafts = in_order(alive, among.max_drafts, among.lengths, among.drafters)
     unpaid_s = float(cost.times(base, 4, drafts)[0]) - 9e-3
-    plainly = best(base, 4, drafts, cost, unpaid_s=unpaid_s)
-    assert choose(cost, base, among, unpaid_s=unpaid_s).ks.tolist() == plainly.ks.tolist()
+    plainly = best(base, 4, drafts, cost.times, unpaid_s=unpaid_s)
+    assert cost.allocate(base, among, unpaid_s=unpaid_s).ks.tolist() == plainly.ks.tolist()
     a_token = float(np.diff(STEEP.by_tokens(np.array([63, 64]))).item())
     assert plainly.seconds - plainly.plain_seconds == pytest.approx(a_token * plainly.ks.sum(), rel=1e-6)

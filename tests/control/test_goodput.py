@@ -11,18 +11,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from tests.oracles.acceptance import SlowAcceptanceModel, sigmoid
+from tests.oracles.allocation import with_stops
+from tests.oracles.cost import SlowCost
+from tests.oracles.online_cost import SlowOnlineCost
 
+from paceline.control.acceptance import logit
+from paceline.control.allocation import PlanContext
 from paceline.control.controller import ClosedLoop
-from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost, Work
-from paceline.control.cruise import CRUISE, Cruise
+from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
 from paceline.control.goodput import Goodput
-from paceline.control.objective import Objective
-from paceline.control.online import OnlineCost
-from paceline.control.policy import NONE, Decision, Drafted, Outcomes, StepView
-from paceline.control.reckoning import learn_cost
-from paceline.control.stance import Stance
-from paceline.control.stopping import with_stops
-from paceline.control.survival import sigmoid
+from paceline.control.hysteresis import Hysteresis
+from paceline.control.latency_target import Objective
+from paceline.control.online_cost import OnlineCost
+from paceline.control.plan_reuse import REUSE_STEPS, PlanReuse
+from paceline.control.policy import NONE, Decision, Drafted, Outcomes, StepView, Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,12 +42,12 @@ COST = MeasuredCost(
 
 
 def policy() -> Goodput:
-    """One drafter that offers, one that is asked."""
+    """A lookup drafter with previews, and one without."""
     return Goodput(OnlineCost(COST), MAX_ROWS, (DEPTH, DEPTH))
 
 
 def view_of(num_rows: int, rng: np.random.Generator, prefill: Work | None = None) -> StepView:
-    """Rows of which some are offered something."""
+    """Rows of which some have a preview."""
     offer = np.where(np.arange(DEPTH) < rng.integers(0, DEPTH, num_rows)[:, None], 0.7, np.nan)
     rows = np.arange(num_rows)
     return StepView(rows, np.full(num_rows, 300), np.full(num_rows, 100), prefill or Work(0), {0: offer})
@@ -55,7 +58,7 @@ def step(policy: Goodput, num_rows: int, rng: np.random.Generator) -> None:
     decision = policy.decide(view)
     kept = np.minimum(rng.geometric(0.3, num_rows) - 1, decision.ks)
     seconds = 1e-3, 20e-3, 1e-3
-    policy.learn(view, Outcomes(view.rows, decision.drafters, decision.ks, kept, *seconds, view.offers[0]))
+    policy.learn(view, Outcomes(view.rows, decision.drafters, decision.ks, kept, *seconds, view.previews[0]))
 
 
 def calls(run: Callable[[], None]) -> int:
@@ -90,42 +93,43 @@ def test_prices_are_renewed_when_rows_come_and_go() -> None:
     """64 rows that share a pass are worth other drafts than one."""
     rng, ours, fresh = np.random.default_rng(0), policy(), policy()
     step(ours, MAX_ROWS, rng)
-    ours._goodput = fresh._goodput = 100.0
+    at = PlanContext(2, 100.0)
     view = view_of(2, rng)
     alive = np.multiply.accumulate(np.full((2, 2, DEPTH), 0.7), axis=2)
-    assert (ours._worth(view, alive) == fresh._worth(view, alive)).all()
+    assert (ours.choice.values(view, at, alive) == fresh.choice.values(view, at, alive)).all()
 
 
 def test_what_is_held_back_is_not_expected() -> None:
     """Speculation that promises less than it must is not begun, and the step is expected to be a plain one."""
-    cost = MeasuredCost(TargetCost(Curve.of([4, 104], [8e-3, 108e-3])), ())  # one row more: an eighth of the time
+    # one row more takes an eighth of the time
+    cost = OnlineCost(MeasuredCost(TargetCost(Curve.of([4, 104], [8e-3, 108e-3])), (DraftCost(()),)))
     ours = Goodput(cost, 4, (1,), (np.full(1, 0.505),))
     view = StepView(np.arange(4), np.full(4, 100), np.full(4, 50), Work(0))
     decision = ours.decide(view)
     assert not decision.ks.any()
     assert (decision.tokens, decision.speedup) == (4.0, 1.0)
     assert decision.seconds == pytest.approx(8e-3)
-    assert ours._goodput == pytest.approx(4 / 8e-3)
+    assert ours._tokens_per_s == pytest.approx(4 / 8e-3)
 
 
-# Reckoning ---------------------------------------------------------------------------------------
+# Accounting -------------------------------------------------------------------------------------------
 
 
-def test_a_step_is_reckoned_against_plain_steps_of_the_same_hour() -> None:
+def test_a_step_is_compared_with_plain_steps_at_the_same_drift() -> None:
     """Eight rows that keep two drafts each stand for three plain steps, on a machine at half its speed."""
     cost, rng = OnlineCost(COST, 1e-3), np.random.default_rng(0)
     view = view_of(8, rng)
     rows, ks = view.rows, np.full(8, 2)
     pairs = 8 * 300 + 8 * (2 * 300 + 3)
     pass_s = float(COST.target(Work(24, 0, 2400, pairs)))
-    drafting_s = float(COST.drafting_of(ks, np.ones(8, np.int64)).sum())
+    drafting_s = SlowCost(COST).drafting_s(ks, np.ones(8, np.int64))
     host_s = cost.host(8, drafts=True)
     plain_s = float(COST.target(Work(8, 0, 2400, 2400))) + host_s
     outcomes = Outcomes(rows, np.ones(8, np.int64), ks, ks, 2 * drafting_s, 2 * pass_s, 2 * host_s)
-    found = learn_cost(cost, view, Decision(ks, np.ones(8, np.int64)), outcomes, Work(0))
+    found = cost.account_step(view, Decision(ks, np.ones(8, np.int64)), outcomes, Work(0))
     assert found.predicted_s == pytest.approx(drafting_s + pass_s + host_s)
     assert found.plain_s == pytest.approx(2 * 3 * plain_s)
-    again = learn_cost(cost, view, Decision(ks, np.ones(8, np.int64)), outcomes, Work(0))
+    again = cost.account_step(view, Decision(ks, np.ones(8, np.int64)), outcomes, Work(0))
     assert again.predicted_s > found.predicted_s, "it has learnt"
 
 
@@ -133,7 +137,7 @@ def test_a_step_without_drafts_is_as_fast_as_itself() -> None:
     cost, view = OnlineCost(COST, 1e-3), view_of(4, np.random.default_rng(0))
     none, nobody = np.zeros(4, np.int64), np.full(4, -1)
     outcomes = Outcomes(view.rows, nobody, none, none, 0.0, 0.07, cost.host(4, drafts=False))
-    found = learn_cost(cost, view, Decision(none, nobody), outcomes, Work(64, 63, 64, 2080))
+    found = cost.account_step(view, Decision(none, nobody), outcomes, Work(64, 63, 64, 2080))
     assert found.plain_s == pytest.approx(0.07 + outcomes.host_s)
 
 
@@ -160,7 +164,7 @@ def taught(ours: Goodput, rng: np.random.Generator, num_rows: int = 16) -> Goodp
 
 
 def test_what_the_drafter_doubts_is_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.control.goodput.LEAST_AT_STAKE", 0.0)
+    monkeypatch.setattr("paceline.control.goodput.MIN_TRIM_S", 0.0)
     rng = np.random.default_rng(1)
     ours = taught(policy(), rng)
     confidence = np.full((16, 4), 0.95)
@@ -187,7 +191,7 @@ def test_the_trim_is_the_best_of_all_cuts() -> None:
     ours = taught(policy(), rng)
     view = StepView(np.arange(3), np.full(3, 300), np.full(3, 100), Work(0))
     told = drafted(ours, view, rng.uniform(0.05, 0.95, (3, 3)))
-    survival, cost = ours.survival[1], ours.cost
+    survival, cost = SlowAcceptanceModel.of(ours.choice.models[1]), ours.choice.cost
     alive = np.multiply.accumulate(sigmoid(survival.logits_with(told.rows, told.confidence)), axis=1)
     base = Work(3, 0, 900, 900)
     spent_s = cost.drafting_s(told.ks, told.drafters)
@@ -204,26 +208,24 @@ def test_the_trim_is_the_best_of_all_cuts() -> None:
 def test_where_little_is_at_stake_nothing_is_trimmed(slower: float) -> None:
     """Looking takes longer than it could save."""
     ours = taught(policy(), np.random.default_rng(3))
-    assert isinstance(ours.cost, OnlineCost)
-    ours.cost.hour = math.log(slower)
-    ours._stance = Stance()  # it was taught with times that have nothing to do with prices
+    assert isinstance(ours.choice.cost, OnlineCost)
+    ours.choice.cost.machine_drift = math.log(slower)
+    ours.hysteresis = Hysteresis()  # it was taught with times that have nothing to do with prices
     view = StepView(np.arange(3), np.full(3, 300), np.full(3, 100), Work(0))
     assert any(ours.decide(view).ks.any() for _ in range(4)), "all but the steps that find out"
-    assert ours.trims == (slower > 1.0)
-    if ours.trims:
+    assert ours.may_trim == (slower > 1.0)
+    if ours.may_trim:
         assert not ours.trim(view, drafted(ours, view, np.full((3, 3), 0.01))).any()
 
 
 def test_what_is_not_verified_counts_as_said_but_not_as_tested() -> None:
-    from paceline.control.survival import Survival, logit
-
-    survival, rows = Survival(4, 3), np.arange(4)
-    before = survival.habit.copy()
+    survival, rows = SlowAcceptanceModel(4, 3), np.arange(4)
+    before = survival.depth_logit.copy()
     confidence = np.tile([0.9, 0.8, 0.2], (4, 1))
     for _ in range(100):
         survival.observe(rows, np.ones(4, np.int64), np.ones(4, np.int64), confidence)
-    assert survival._usual == pytest.approx(logit(np.array([0.9, 0.8, 0.2])))
-    assert (survival.habit[1:] == before[1:]).all()
+    assert survival.mean_confidence == pytest.approx(logit(np.array([0.9, 0.8, 0.2])))
+    assert (survival.depth_logit[1:] == before[1:]).all()
 
 
 @pytest.mark.parametrize("is_so", [False, True])
@@ -231,7 +233,7 @@ def test_what_speculation_is_measured_against_is_seen_now_and_then(is_so: bool) 
     """Measured when the machine was slow for passes of one token: only a step without drafts can tell."""
     told = TargetCost(Curve.of([1, 8, 64], [7e-3, 8e-3, 20e-3]))
     true = told if is_so else TargetCost(Curve.of([1, 8, 64], [4e-3, 8e-3, 20e-3]))
-    cost = OnlineCost(MeasuredCost(told, (TOKEN_BY_TOKEN,)))
+    cost = SlowOnlineCost(MeasuredCost(told, (TOKEN_BY_TOKEN,)))
     asked, draws = Goodput(cost, 1, (DEPTH,)), np.random.default_rng(1)
     rows = np.arange(1)
     asked.admit(0)
@@ -270,55 +272,56 @@ def test_of_steps_without_drafts_the_first_after_drafts_does_not_tell() -> None:
     assert take(0, 12e-3) > 0.0
 
 
-# Stops and cruising ------------------------------------------------------------------------------
+# Stops and plan reuse ----------------------------------------------------------------------------
 
 
 PRIORS = None, np.full(DEPTH, 0.6)
 
 
-def minding_policy() -> Goodput:
-    """As `policy`; the one that is asked heeds stops."""
-    return Goodput(OnlineCost(COST), MAX_ROWS, (DEPTH, DEPTH), PRIORS, minding={1})
+def stopping_policy() -> Goodput:
+    """As `policy`; the one without preview honours stops."""
+    return Goodput(OnlineCost(COST), MAX_ROWS, (DEPTH, DEPTH), PRIORS, honours_stops={1})
 
 
-def quiet_view(num_rows: int = 3, most: int = 100, offered: int = 0, prefill: int = 0) -> StepView:
-    """Rows that are offered so many drafts, hardly to be kept."""
-    offer = np.full((num_rows, offered), 0.01)
+def quiet_view(num_rows: int = 3, max_drafts: int = 100, previewed: int = 0, prefill: int = 0) -> StepView:
+    """Rows with a preview of so many drafts, hardly to be kept."""
+    preview = np.full((num_rows, previewed), 0.01)
     rows, work = np.arange(num_rows), Work(prefill, prefill, prefill, prefill)
-    return StepView(rows, np.full(num_rows, 300), np.full(num_rows, most), work, {0: offer})
+    return StepView(rows, np.full(num_rows, 300), np.full(num_rows, max_drafts), work, {0: preview})
 
 
 def test_rows_that_draft_go_as_deep_as_their_stop_lets_them() -> None:
-    ours, plain = minding_policy(), Goodput(OnlineCost(COST), MAX_ROWS, (DEPTH, DEPTH), PRIORS)
-    view = quiet_view(most=6)
+    ours, plain = stopping_policy(), Goodput(OnlineCost(COST), MAX_ROWS, (DEPTH, DEPTH), PRIORS)
+    view = quiet_view(max_drafts=6)
     deep, fixed = ours.decide(view), plain.decide(view)
     assert fixed.ks.tolist() < [6, 6, 6]
     assert not fixed.stops
     assert deep.ks.tolist() == [6, 6, 6]
     assert deep.stops.keys() == {0, 1, 2}
     assert (deep.seconds, deep.tokens) == (fixed.seconds, fixed.tokens), "promised is what pays without"
-    sure = StepView(view.rows, view.lengths, view.most, Work(0), {0: np.full((3, DEPTH), 0.99)})
+    sure = StepView(view.rows, view.lengths, view.max_drafts, Work(0), {0: np.full((3, DEPTH), 0.99)})
     assert not ours.decide(sure).stops, "lookups cost nothing: there is nothing to stop"
 
 
 def test_rows_are_not_prepared_for_drafts_that_cannot_come() -> None:
-    view, ours = quiet_view(), minding_policy()
+    view = quiet_view()
+    models = [SlowAcceptanceModel.of(m) for m in stopping_policy().choice.models]
     ks, none = np.array([3, 0, 2]), NONE
-    deep, stops = with_stops(view, ks, np.ones(3, np.int64), none, {1: 0.2}, ours.survival)
+    deep, stops = with_stops(view, ks, np.ones(3, np.int64), none, {1: 0.2}, models)
     assert (deep.tolist(), set(stops)) == ([DEPTH, 0, DEPTH], {0, 2})
-    dear, _ = with_stops(view, ks, np.ones(3, np.int64), none, {1: 1.5}, ours.survival)
+    dear, _ = with_stops(view, ks, np.ones(3, np.int64), none, {1: 1.5}, models)
     assert dear.tolist() == [1, 0, 1]
 
 
 def test_a_stop_is_higher_where_a_draft_costs_more() -> None:
-    least = [minding_policy().decide(quiet_view(n)).stops[0].least[0] for n in (1, 32)]
+    least = [stopping_policy().decide(quiet_view(n)).stops[0].least[0] for n in (1, 32)]
     assert 0.0 < least[0] < least[1]
 
 
 def test_stops_raise_what_steps_bring() -> None:
     """Drafts whose margins tell: rows that stop commit more tokens per second than at the best fixed depth."""
     rng = np.random.default_rng(0)
-    ours, rows, one = minding_policy(), np.arange(4), np.ones(4, np.int64)
+    ours, rows, one = stopping_policy(), np.arange(4), np.ones(4, np.int64)
     tokens, seconds = np.zeros((2, DEPTH + 1))  # of stops, and of 1, 2, ... drafts
     for number in range(900):
         low, high = rng.uniform(0, 1, (4, DEPTH)), rng.uniform(3, 5, (4, DEPTH))
@@ -332,7 +335,7 @@ def test_stops_raise_what_steps_bring() -> None:
         for index in range(DEPTH + 1) if number >= 300 and made.any() else ():
             ks = np.full(4, index) if index else made
             tokens[index] += 4 + np.minimum(kept, ks).sum()
-            seconds[index] += ours.cost.price(Work(4, 0, 1200, 1200), view.lengths, ks, one)
+            seconds[index] += ours.choice.cost.price(Work(4, 0, 1200, 1200), view.lengths, ks, one)
         said = np.where(np.arange(DEPTH) < made[:, None], 1 / (1 + np.exp(-margins)), np.nan)
         ours.learn(view, Outcomes(rows, decision.drafters, made, np.minimum(kept, made), 1e-3, 9e-3, 1e-3, said))
     rates = tokens / seconds
@@ -343,59 +346,61 @@ def _drafted(k: int, stop: Stop | None, margins: np.ndarray) -> int:
     return next((n for n in range(1, k) if stop and stop.over(margins[:n].tolist())), k)
 
 
-def test_a_choice_holds_while_nothing_is_new() -> None:
-    ours = minding_policy()
+def test_a_plan_is_reused_while_nothing_is_new() -> None:
+    ours = stopping_policy()
     for _ in range(200):  # until steps without drafts are rare
         ours.decide(quiet_view())
     chosen = [ours.decide(quiet_view()) for _ in range(24)]
     assert len({id(d) for d in chosen}) <= 8
     kinds = {
         "same": quiet_view(),
-        "less room": quiet_view(most=2),
-        "offers": quiet_view(offered=DEPTH),
+        "less room": quiet_view(max_drafts=2),
+        "previews": quiet_view(previewed=DEPTH),
         "another row": quiet_view(4),
         "prefill": quiet_view(prefill=20),
     }
     held = set()
     for name, view in kinds.items():
         before = ours.decide(quiet_view())
-        while ours._steps % CRUISE != 1 or len(before.stops) < 3:  # a choice that holds for some more steps
+        while ours._step % REUSE_STEPS != 1 or len(before.stops) < 3:  # a choice that holds for some more steps
             before = ours.decide(quiet_view())
         now = ours.decide(view)
-        assert (now.ks <= view.most).all()
+        assert (now.ks <= view.max_drafts).all()
         if now.stops is before.stops:
             held.add(name)
     assert held == {"same", "less room"}
 
 
-def test_while_lookups_offer_nothing_a_choice_not_to_draft_holds() -> None:
+def test_a_plan_not_to_draft_is_reused_while_lookups_preview_nothing() -> None:
     """And not one step longer, nor where somebody could be asked for more."""
 
     def view(depth: int) -> StepView:
-        return replace(quiet_view(), offers={0: np.full((quiet_view().num_rows, depth), 0.9)})
+        return replace(quiet_view(), previews={0: np.full((quiet_view().num_rows, depth), 0.9)})
 
     alone = Goodput(OnlineCost(MeasuredCost(COST.target, COST.drafters[:1])), MAX_ROWS, (DEPTH,))
-    chosen = [alone.decide(view(0)) for _ in range(2 * CRUISE)]
+    chosen = [alone.decide(view(0)) for _ in range(2 * REUSE_STEPS)]
     assert len({id(d) for d in chosen}) == 3, "in the first step, and in every eighth"
-    assert alone.hold(view(0)) is chosen[-1]
-    assert alone.hold(view(3)) is None
+    assert alone.reuse(view(0)) is chosen[-1]
+    assert alone.reuse(view(3)) is None
     assert alone.decide(view(3)).ks.all()
-    assert alone.hold(view(0)) is None, "what was drafted is not offered again"
+    assert alone.reuse(view(0)) is None, "what was drafted is not offered again"
     both = Goodput(OnlineCost(COST), MAX_ROWS, (DEPTH, DEPTH))
     both.decide(view(0))
-    assert both.hold(view(0)) is None
+    assert both.reuse(view(0)) is None
 
 
-def test_a_drafter_is_given_up_once() -> None:
-    cruise = Cruise()
-    gone = replace(minding_policy().decide(quiet_view()), given_up=(0,))
-    cruise.keep(quiet_view(), gone, lasting=True)
-    held = cruise.held(quiet_view(), 1)
+def test_a_reused_plan_retires_nothing() -> None:
+    reuse = PlanReuse()
+    gone = replace(stopping_policy().decide(quiet_view()), retired=(0,))
+    reuse.keep(quiet_view(), gone, lasting=True)
+    held = reuse.reuse(quiet_view(), 1)
     assert held is not None
-    assert (held.stops, held.given_up) == (gone.stops, ())
+    assert (held.stops, held.retired) == (gone.stops, ())
 
 
-def test_who_is_in_haste_is_chosen_for_in_every_step() -> None:
-    ours = Goodput(OnlineCost(COST), MAX_ROWS, (DEPTH, DEPTH), PRIORS, Objective.parse("latency:20"), minding={1})
+def test_rows_with_a_latency_target_are_chosen_for_in_every_step() -> None:
+    ours = Goodput(
+        OnlineCost(COST), MAX_ROWS, (DEPTH, DEPTH), PRIORS, Objective.parse("latency:20"), honours_stops={1}
+    )
     chosen = [ours.decide(quiet_view()) for _ in range(20)]
     assert len({id(d) for d in chosen}) == 20

@@ -1,13 +1,13 @@
-"""What is saved up for finding out while speculation pays must not be spent where it does not."""
+"""Probe time that is saved up while speculation pays must not be spent where it does not."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
+from paceline.control.exploration import SAVED_PLAIN_STEPS, SAVED_UPWARD_STEPS, Probes
 from paceline.control.goodput import Goodput
-from paceline.control.online import OnlineCost
-from paceline.control.probes import MOST_DRAFTS, MOST_PLAIN, Probes
+from paceline.control.online_cost import OnlineCost
 from paceline.sim.simulator import SimulatedReplica, Simulator, Workload
 
 PASS_S = 0.010
@@ -25,7 +25,7 @@ def hard_after(num_easy: int, num_hard: int) -> np.ndarray:
     kept = np.repeat([0.97, 0.02], [num_easy, num_hard])
     lengths = np.full(len(kept), TOKENS)
     load = Workload(np.zeros(len(kept)), np.full(len(kept), 8), lengths, np.tile(kept[:, None, None], (1, 1, 4)))
-    ran = Simulator(load, SimulatedReplica(1), cost, Goodput(OnlineCost(cost), 1, (4,)), 0).run()
+    ran = Simulator(load, SimulatedReplica(1), OnlineCost(cost), Goodput(OnlineCost(cost), 1, (4,)), 0).run()
     seconds: np.ndarray = (ran.end_s - ran.first_token_s)[num_easy:]
     return seconds / ((TOKENS - 1) * PASS_S)
 
@@ -41,7 +41,7 @@ def test_a_few_steps_time_is_saved_up() -> None:
     probes = Probes()
     for _ in range(5000):
         probes.earn(PASS_S)
-    assert probes.budget.seconds == MOST_DRAFTS * PASS_S
-    assert probes.plain.seconds == MOST_PLAIN * PASS_S
-    assert probes.budget.afford(PASS_S)
-    assert not probes.budget.afford(MOST_DRAFTS * PASS_S)
+    assert probes.upward.seconds == SAVED_UPWARD_STEPS * PASS_S
+    assert probes.plain.seconds == SAVED_PLAIN_STEPS * PASS_S
+    assert probes.upward.afford(PASS_S)
+    assert not probes.upward.afford(SAVED_UPWARD_STEPS * PASS_S)

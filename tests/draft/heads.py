@@ -14,9 +14,9 @@ from safetensors.numpy import save_file
 from torch.nn import functional
 
 from paceline.backend.reference.decoder import ReferenceDecoder
-from paceline.backend.reference.head_layers import fuse, last_norm, read_out, relay, relayed, run_layers
+from paceline.backend.reference.head import fuse, last_norm, read_out, relay, relayed, run_layers
 from paceline.model.heads.config import HeadConfig, head_shapes, read_config
-from paceline.train.drafts import Bounds, plan_drafts
+from paceline.train.drafts import TextBounds, plan_drafts
 from paceline.train.unroll import unroll
 from tests.draft.test_head_files import LAYER, file_name
 from tests.model.helpers import pack
@@ -145,7 +145,7 @@ def _serial_loss(config: Any, weights: Any, embedded: Any, tapped: Any, soft: An
     embedded, tapped, soft = (
         x.view(NUM_TEXTS, TEXT_LEN, -1)[texts].flatten(0, 1) for x in (embedded, tapped, soft)
     )
-    bounds = [Bounds(first, first + 1, first + TEXT_LEN) for first in range(0, len(embedded), TEXT_LEN)]
+    bounds = [TextBounds(first, first + 1, first + TEXT_LEN) for first in range(0, len(embedded), TEXT_LEN)]
     depths = plan_drafts(bounds, UNROLLED, 1.0, 0, embedded.device)
     loss = torch.zeros(())
     for number, guesses in enumerate(unroll(config, weights, embedded, tapped, bounds, depths)):

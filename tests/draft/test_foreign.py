@@ -11,9 +11,15 @@ from paceline.backend.sampling import draw
 from paceline.core.nouns import BROKEN, SamplingSpec
 from paceline.core.params import SamplingParams
 from paceline.draft.drafter import Vocabulary
-from paceline.draft.model.foreign_rows import Streams
-from paceline.draft.model.id_map import all_places, shared_places
-from paceline.draft.model.retokenize import StringSpelling, TokenSpelling, VocabularyPair, readable, whole_text
+from paceline.draft.model.foreign_rows import ForeignRows
+from paceline.draft.model.id_map import all_ids, shared_ids
+from paceline.draft.model.retokenize import (
+    StringRetokenizer,
+    TokenRetokenizer,
+    VocabularyPair,
+    readable,
+    whole_text,
+)
 from paceline.draft.model.vocabulary import map_tokens
 from tests.draft.foreign import other, renumbered
 from tests.tiny import tiny_tokenizer
@@ -64,8 +70,8 @@ def test_a_guess_is_drawn_by_the_targets_ids(data: st.DataObject) -> None:
     choose = SamplingSpec(
         kind, SamplingParams(temperature=t, top_k=9 if kind == "sampled" else 0), seed=5, position=8
     )
-    places = shared_places(TOKENS)
-    got = draw(lambda specs: places.choose(logits, specs), [choose], [0], dense=False).token_ids
+    id_map = shared_ids(TOKENS)
+    got = draw(lambda specs: id_map.choose(logits, specs), [choose], [0], dense=False).token_ids
     spread = np.full((1, TARGET.size), -np.inf, np.float32)
     for draft_id, token_id in enumerate(TOKENS.to_target.tolist()):
         if token_id >= 0:
@@ -73,48 +79,48 @@ def test_a_guess_is_drawn_by_the_targets_ids(data: st.DataObject) -> None:
     from paceline.core.sampling import choose_token
 
     assert got == [choose_token(spread[0], choose)]
-    assert TOKENS.to_target[places.own_id(got[0])] == got[0]
-    broken = draw(lambda c: places.choose(logits * np.nan, c), [choose], [0], dense=False).token_ids
+    assert TOKENS.to_target[id_map.draft_id(got[0])] == got[0]
+    broken = draw(lambda c: id_map.choose(logits * np.nan, c), [choose], [0], dense=False).token_ids
     assert broken == [BROKEN]
 
 
 def test_behind_a_space_tokens_are_known_by_what_follows_it() -> None:
-    places = all_places(TOKENS, OTHER, b" ")
+    id_map = all_ids(TOKENS, OTHER, b" ")
     theirs = OTHER.tokenizer
-    texts = {theirs.token_bytes(int(i)) for i in places.kept}
+    texts = {theirs.token_bytes(int(i)) for i in id_map.draft_ids}
     assert texts == {b" ", b" an"}
-    an = next(int(i) for i in places.kept if theirs.token_bytes(int(i)) == b" an")
+    an = next(int(i) for i in id_map.draft_ids if theirs.token_bytes(int(i)) == b" an")
     ours = next(i for i in range(319) if TARGET.tokenizer.token_bytes(i) == b"an")
-    assert places.own_id(ours) == an
-    assert places.places.tolist() == sorted(places.places.tolist())
+    assert id_map.draft_id(ours) == an
+    assert id_map.target_ids.tolist() == sorted(id_map.target_ids.tolist())
 
 
 @settings(max_examples=300)
-@given(text=TEXTS, cuts=st.lists(st.integers(1, 9)), kind=st.sampled_from([TokenSpelling, StringSpelling]))
+@given(text=TEXTS, cuts=st.lists(st.integers(1, 9)), kind=st.sampled_from([TokenRetokenizer, StringRetokenizer]))
 def test_a_growing_text_is_the_same_in_both(text: str, cuts: list[int], kind: type) -> None:
     """However the target's tokens come in, the drafter holds their text, up to a last space it still owes."""
     ids = TARGET.tokenizer.encode(text)
-    spelling, held, at = kind(PAIR), [], 0
+    retokenizer, held, at = kind(PAIR), [], 0
     for cut in [*cuts, len(ids)]:
         at = min(len(ids), at + cut)
-        told = spelling.renew(np.array(ids[:at], np.int64))
+        told = retokenizer.renew(np.array(ids[:at], np.int64))
         if told is not None:
             first, new = told
             assert first <= len(held)
             held[first:] = new
             now = text_of(TARGET.tokenizer, ids[:at])
-            assert text_of(OTHER.tokenizer, held) in ((now,) if kind is TokenSpelling else (now, now[:-1]))
-            assert text_of(OTHER.tokenizer, held) + getattr(spelling, "_owed", b"") == now
-    if kind is StringSpelling and held and not text.endswith(" ") and len(text.encode()) <= 512:
+            assert text_of(OTHER.tokenizer, held) in ((now,) if kind is TokenRetokenizer else (now, now[:-1]))
+            assert text_of(OTHER.tokenizer, held) + getattr(retokenizer, "_owed", b"") == now
+    if kind is StringRetokenizer and held and not text.endswith(" ") and len(text.encode()) <= 512:
         assert held == OTHER.tokenizer.encode(text)
 
 
 def test_a_long_text_is_written_anew_only_at_its_end() -> None:
     text = "the thin an x\n" * 400
-    ids, spelling, held = TARGET.tokenizer.encode(text), StringSpelling(PAIR), []
+    ids, retokenizer, held = TARGET.tokenizer.encode(text), StringRetokenizer(PAIR), []
     longest = 0
     for end in range(1, len(ids) + 1):
-        told = spelling.renew(np.array(ids[:end], np.int64))
+        told = retokenizer.renew(np.array(ids[:end], np.int64))
         if told is not None:
             held[told[0] :] = told[1]
             longest = max(longest, len(told[1]))
@@ -124,8 +130,8 @@ def test_a_long_text_is_written_anew_only_at_its_end() -> None:
 
 def test_a_text_that_ends_inside_a_character_waits() -> None:
     ids = TARGET.tokenizer.encode("x漢")
-    spelling = StringSpelling(PAIR)
-    answers = [spelling.renew(np.array(ids[:n], np.int64)) for n in range(1, len(ids) + 1)]
+    retokenizer = StringRetokenizer(PAIR)
+    answers = [retokenizer.renew(np.array(ids[:n], np.int64)) for n in range(1, len(ids) + 1)]
     assert [a is None for a in answers] == [False, True, True, False]
     assert answers[-1] == (0, OTHER.tokenizer.encode("x漢"))
     assert readable(b"\xffa\xe6\xbc") == ("a", b"\xe6\xbc")
@@ -133,14 +139,14 @@ def test_a_text_that_ends_inside_a_character_waits() -> None:
 
 
 def test_guesses_are_read_as_the_target_writes_them() -> None:
-    spelling = StringSpelling(PAIR)
-    spelling.renew(np.array(TARGET.tokenizer.encode("x "), np.int64))
+    retokenizer = StringRetokenizer(PAIR)
+    retokenizer.renew(np.array(TARGET.tokenizer.encode("x "), np.int64))
     guesses = OTHER.tokenizer.encode(" the er")
-    assert text_of(TARGET.tokenizer, spelling.read(guesses)) == b"the er"
-    assert spelling.read(guesses) == TARGET.tokenizer.encode("the er")
-    assert spelling.read([*guesses, *OTHER.tokenizer.eos_ids])[-1] == 319
-    assert spelling.ended([*guesses, *OTHER.tokenizer.eos_ids])
-    assert spelling.read(OTHER.tokenizer.encode("漢")[:2]) == []
+    assert text_of(TARGET.tokenizer, retokenizer.read(guesses)) == b"the er"
+    assert retokenizer.read(guesses) == TARGET.tokenizer.encode("the er")
+    assert retokenizer.read([*guesses, *OTHER.tokenizer.eos_ids])[-1] == 319
+    assert retokenizer.ended([*guesses, *OTHER.tokenizer.eos_ids])
+    assert retokenizer.read(OTHER.tokenizer.encode("漢")[:2]) == []
 
 
 @settings(max_examples=200)
@@ -149,15 +155,15 @@ def test_guesses_are_read_as_the_target_writes_them() -> None:
         st.tuples(st.integers(0, 2), st.lists(st.integers(0, 3), max_size=40), st.integers(0, 8)), max_size=30
     )
 )
-def test_streams_keep_what_stays_the_same(steps: list[tuple[int, list[int], int]]) -> None:
+def test_foreign_keep_what_stays_the_same(steps: list[tuple[int, list[int], int]]) -> None:
     """Against lists: what is counted as stored is a prefix that the text and the store share."""
-    streams, stored = Streams(3, 12, 60), {row: [] for row in range(3)}
+    foreign, stored = ForeignRows(3, 12, 60), {row: [] for row in range(3)}
     for row, ids, guessed in steps:
-        if not ids or not streams.renew(row, 0, ids, guessed + 1):
-            streams.release(row)
+        if not ids or not foreign.renew(row, 0, ids, guessed + 1):
+            foreign.release(row)
             stored[row] = []
             continue
-        start = streams.start(row)
+        start = foreign.start(row)
         assert stored[row][:start] == ids[:start]
         assert start <= len(ids) - 1
         same = next(
@@ -165,12 +171,12 @@ def test_streams_keep_what_stays_the_same(steps: list[tuple[int, list[int], int]
         )
         assert start == min(same, len(ids) - 1, len(stored[row]))
         guesses = [9 - g % 3 for g in range(guessed + 1)]
-        streams.guess(row, guesses)
+        foreign.guess(row, guesses)
         stored[row] = (ids + guesses)[:-1]
-        streams.check(12)
+        foreign.check(12)
     assert all(len(s) <= 100 for s in stored.values())
 
 
 @pytest.mark.parametrize("length", [200, 61])
 def test_a_text_without_room_is_refused(length: int) -> None:
-    assert not Streams(2, 3, 1000).renew(0, 0, [1] * length, 1)
+    assert not ForeignRows(2, 3, 1000).renew(0, 0, [1] * length, 1)

@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.backend.reference.head_layers import fuse, read_out, relay, relayed, run_layers
-from paceline.control.fixed import FixedK
+from paceline.backend.reference.head import fuse, read_out, relay, relayed, run_layers
+from paceline.control.controller import FixedK
 from paceline.core.errors import ConfigError, DrafterMismatch
-from paceline.core.nouns import Batch, Draft, Plan, Request, Scores, Verdict
+from paceline.core.nouns import Batch, Draft, Plan, Request, Scores, Taps, Verdict
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import choose_token
 from paceline.draft import shipped
 from paceline.draft.autoregressive import CATCH_UP_TOKENS, catch_up_tokens, in_pieces, share_out
 from paceline.draft.heads import drafter
-from paceline.draft.heads.parallel import UNKNOWING_GAIN
+from paceline.draft.heads.parallel import BLIND_GAIN
 from paceline.draft.hints import MAX_MATCH, MIN_MATCH, Hints
 from paceline.draft.lookup.suffix import propose_slow
 from paceline.draft.registry import parse_spec
@@ -39,6 +39,7 @@ from tests.model.helpers import pack
 
 if TYPE_CHECKING:
     from paceline.backend.reference.decoder import ReferenceDecoder
+    from paceline.backend.seam import PassRequest, Pending
     from paceline.engine.engine import Engine
 
 KINDS = ("eagle", "eagle3", "peagle", RELAY)
@@ -199,7 +200,7 @@ def hinted_after(
         return merged(found, said.look(tail[-2], tail[-1], len(ids) + len(guesses), hints.recycled_gains))
     token_ids, _, match = propose_slow(ids, ids[-MAX_MATCH:], k, MIN_MATCH, MAX_MATCH, MAX_MATCH, 0.05)
     place = len(guesses)
-    return (token_ids[place], UNKNOWING_GAIN * math.log(match)) if place < len(token_ids) else None
+    return (token_ids[place], BLIND_GAIN * math.log(match)) if place < len(token_ids) else None
 
 
 def chosen_after(rows: Any, row: int, hint: Any, logits: np.ndarray, guesses: list[int]) -> int:
@@ -244,8 +245,13 @@ def positions_read(engine: Engine) -> list[int]:
     """Return a list that gets the first position of every pass of an engine's head."""
     (drafter,) = engine.drafting.drafters.values()
     head, read = drafter._head, list[int]()  # type: ignore[attr-defined]
-    inner = head.run
-    head.run = lambda packed, *more: (read.append(int(packed.positions.min())), inner(packed, *more))[1]
+    launch = head.launch
+
+    def launched(request: PassRequest) -> Pending:
+        read.append(int(request.packed.positions.min()))
+        return launch(request)
+
+    head.launch = launched
     return read
 
 
@@ -312,7 +318,7 @@ def test_a_head_drafts_from_behind_a_hole(kind: str, types: str) -> None:
 def test_lost_taps_cost_drafts_and_nothing_else(kind: str) -> None:
     engine = make_engine(spec(kind), Settings(num_rows=2, prefix_cache=True))
     head: Any = engine.drafting.drafters[drafter_of(kind)]
-    write, calls = head._features.write, [0]
+    write, calls = head._taps.write, [0]
 
     def sometimes(*tapped: Any) -> None:
         calls[0] += 1
@@ -320,7 +326,7 @@ def test_lost_taps_cost_drafts_and_nothing_else(kind: str) -> None:
             raise RuntimeError("lost")
         write(*tapped)
 
-    head._features.write = sometimes
+    head._taps.write = sometimes
     wanted = requests(6)
     answers = run(engine, wanted)
     assert_same(run(make_engine("off", PLAIN), wanted), answers)
@@ -338,8 +344,12 @@ def test_features_that_are_no_numbers_cost_drafts_only(kind: str, law: str, type
     engine = make_engine(spec(kind), PLAIN, law, types)
     head: Any = engine.drafting.drafters[drafter_of(kind)]
 
-    write = head._features.write
-    head._features.write = lambda taps, *places: write([tap * np.nan for tap in taps], *places)
+    write = head._taps.write
+
+    def broken(taps: Taps, counts: list[int]) -> None:
+        write(replace(taps, states={tap: states * np.nan for tap, states in taps.states.items()}), counts)
+
+    head._taps.write = broken
     wanted = [r for r in requests(6) if r.params.temperature == 0 or law == "coupled"]
     assert_same(run(make_engine("off", PLAIN, types=types), wanted), run(engine, wanted))
     assert engine.stats().drafter_failures > 10

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.backend.reference.head_layers import fuse, read_out, relay, relayed, run_layers
+from paceline.backend.reference.head import fuse, read_out, relay, relayed, run_layers
 from paceline.model.heads.config import HeadConfig, head_shapes, read_config
 from tests.draft.test_head_files import EAGLE_FIRST, EAGLE_SPECULATORS, FIRST, FORMATS, TARGET
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from paceline import kernels
-from paceline.backend.native.decoder import NativeDecoder
 from paceline.backend.native.head import NativeHead
-from paceline.backend.packed import Packed
+from paceline.backend.native.load import pack_decoder
 from paceline.backend.reference.decoder import ReferenceDecoder
 from paceline.backend.reference.head import ReferenceHead
+from paceline.backend.seam import Features, FedBack, Packed, PassRequest, PassResult, RelayRequest
 from paceline.core.nouns import BROKEN, UNCHOSEN, Edits, SamplingSpec
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import choose_token
@@ -46,7 +46,7 @@ def runners(
 ) -> tuple[ReferenceHead, NativeHead]:
     """own: type of the head's own weights."""
     weights = tiny_weights(TARGET, dtype=torch.float32)
-    target = NativeDecoder(TARGET, weights, kernels.Team(2), types, kv)
+    target = pack_decoder(TARGET, weights, kernels.Team(2), types, kv)
     return ReferenceHead(head, ReferenceDecoder(TARGET, weights)), NativeHead(head, target, None, own)
 
 
@@ -66,6 +66,13 @@ def entries(chunk: int) -> list[tuple[Packed, np.ndarray]]:
     return passes
 
 
+def run_head(runner: ReferenceHead | NativeHead, packed: Packed, features: Any, kv: Any, specs: Any) -> PassResult:
+    """Run a pass with these features [num_tokens, width], as if all had been fed back."""
+    fed_back = FedBack(features, range(len(features)))
+    given = Features(runner.new_tap_store(1), (), fed_back)
+    return runner.launch(PassRequest(packed, kv, specs, features=given)).wait()
+
+
 def run(runner: ReferenceHead | NativeHead, chunk: int) -> tuple[np.ndarray, np.ndarray]:
     """Logits and fed-back features of every entry, by row and position."""
     kv, results = runner.new_kv(23), {}
@@ -73,9 +80,11 @@ def run(runner: ReferenceHead | NativeHead, chunk: int) -> tuple[np.ndarray, np.
     tapped = random.standard_normal((max(LENGTHS), 3, runner.config.tapped_size)).astype(np.float32)
     features = runner.fuse(tapped.reshape(-1, tapped.shape[-1])).reshape(len(tapped), 3, -1)
     for packed, row_of in entries(chunk):
-        chosen, fed = runner.run(packed, features[packed.positions, row_of], kv, [LOGITS] * len(packed.token_ids))
-        assert (chosen.token_ids == UNCHOSEN).all()
-        for row, position, logits, feature in zip(row_of, packed.positions, chosen.logits, fed, strict=True):
+        found = run_head(runner, packed, features[packed.positions, row_of], kv, [LOGITS] * len(packed.token_ids))
+        assert (found.token_ids == UNCHOSEN).all()
+        for row, position, logits, feature in zip(
+            row_of, packed.positions, found.logits, found.hidden, strict=True
+        ):  # type: ignore[call-overload]
             results[row, position] = logits, feature
     ordered = [results[key] for key in sorted(results)]
     return np.stack([logits for logits, _ in ordered]), np.stack([feature for _, feature in ordered])
@@ -96,7 +105,7 @@ def test_the_border_refuses_what_does_not_fit(
     change: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, weights = kernels.Decoder, tiny_weights(TARGET, dtype=torch.float32)
-    target = NativeDecoder(TARGET, weights, kernels.Team(1), "f32", "f32")
+    target = pack_decoder(TARGET, weights, kernels.Team(1), "f32", "f32")
     monkeypatch.setattr(kernels, "Decoder", lambda **given: make(**(given | change)))
     with pytest.raises(ValueError, match=reason):
         NativeHead(make_head(CASES["eagle, first"]), target)
@@ -194,7 +203,7 @@ def test_what_nobody_reads_leaves_its_keys_and_values(case: str) -> None:
         for start, end in itertools.pairwise(cuts):
             piece = pack([(ids[start:end], start, [2, 0, 1])])
             packed = replace(piece, wanted=piece.wanted[-1:] if end == 40 else piece.wanted[:0])
-            chosen, _ = native.run(packed, features[start:end], kv, [LOGITS] * len(packed.wanted))
+            chosen = run_head(native, packed, features[start:end], kv, [LOGITS] * len(packed.wanted))
         found.append(chosen.logits)
     assert np.array_equal(*found)
 
@@ -214,8 +223,8 @@ def test_choices_are_made_among_the_targets_ids(name: str) -> None:
     ] * len(packed.token_ids)
     asked = asked[: len(packed.token_ids)]
     for runner in runners(head):
-        logits = runner.run(packed, features, runner.new_kv(23), [LOGITS] * len(asked))[0].logits
-        chosen = runner.run(packed, features, runner.new_kv(23), asked)[0]
+        logits = run_head(runner, packed, features, runner.new_kv(23), [LOGITS] * len(asked)).logits
+        chosen = run_head(runner, packed, features, runner.new_kv(23), asked)
         for index, (row, choose) in enumerate(zip(logits, asked, strict=True)):
             got = int(chosen.token_ids[index])
             if isinstance(runner, NativeHead):
@@ -240,9 +249,9 @@ def test_own_tokens_are_written_in_the_targets_rows(case: str) -> None:
         for own in (np.arange(1), *(random.permutation(others)[:count] for count in (3, 20, 0, 70, 7))):
             found = []
             for runner in (reference, native):
-                runner.write_also(own)
+                runner.set_request_tokens(own)
                 kv = runner.new_kv(23)
-                found.append(runner.run(packed, features, kv, [LOGITS] * len(features))[0].logits)
+                found.append(run_head(runner, packed, features, kv, [LOGITS] * len(features)).logits)
             expected, logits = found
             absent = np.setdiff1d(others, own)
             assert np.isneginf(logits[:, absent]).all()
@@ -250,7 +259,7 @@ def test_own_tokens_are_written_in_the_targets_rows(case: str) -> None:
             apart = np.delete(logits, absent, axis=1) - np.delete(expected, absent, axis=1)
             assert np.abs(apart).max() < close
             asked = [any_choose(random, TARGET.vocab_size, position) for position in range(len(features))]
-            chosen = native.run(packed, features, native.new_kv(23), asked)[0]
+            chosen = run_head(native, packed, features, native.new_kv(23), asked)
             drawn = [choose_token(x, c) for x, c in zip(logits, asked, strict=True)]
             assert chosen.token_ids.tolist() == drawn
             assert len(own) < 20 or set(drawn) & set(own.tolist())
@@ -259,15 +268,18 @@ def test_own_tokens_are_written_in_the_targets_rows(case: str) -> None:
 def relayed(runner: ReferenceHead | NativeHead, own: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Logits [3 places, 5 rows, vocab] and what was told [4 places, 5 rows, size]; some guesses are own tokens."""
     random = np.random.default_rng(3)
-    runner.write_also(own)
-    states = random.standard_normal((4, 5, TARGET.hidden_size)).astype(np.float32)
+    runner.set_request_tokens(own)
+    states = random.standard_normal((4 * 5, TARGET.hidden_size)).astype(np.float32)
     guesses = random.integers(0, TARGET.vocab_size, (4, 5))
-    logits, told = [], [runner.relay(states[0], states[0], None, ())[1]]
-    for state, before in zip(states[1:], guesses, strict=False):
-        chosen, heard = runner.relay(states[0], state, (before, told[-1]), [LOGITS] * 5)
-        logits.append(chosen.logits)
-        told.append(heard)
-    return np.stack(logits), np.stack(told)
+    first = list(range(5))
+    logits, told = [], [runner.relay(RelayRequest(states, first, first, ())).hidden]
+    for number, before in enumerate(guesses[:3], start=1):
+        places = [5 * number + row for row in first]
+        known = before.tolist(), FedBack(told[-1], first)
+        result = runner.relay(RelayRequest(states, first, places, [LOGITS] * 5, known))
+        logits.append(result.logits)
+        told.append(result.hidden)
+    return np.stack(logits), np.stack(told)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("types", "close"), [("f32", 1e-4), ("bf16", 0.05), ("int8", 0.05)])
@@ -315,7 +327,7 @@ def test_the_border_refuses_places_that_do_not_fit(which: int | None, given: Any
     for case, why in (("relay", reason), ("peagle", "no relay")):
         native: Any = runners(make_head(CASES[case]))[1]
         with pytest.raises(ValueError, match=why):
-            native._decoder.relay(*arrays, **others)
+            native._compiled.relay(*arrays, **others)
 
 
 @pytest.mark.parametrize("case", ["first", "eagle, first", "eagle, speculators"])
@@ -326,10 +338,10 @@ def test_the_kernel_draws_what_the_spread_row_draws(case: str, types: str) -> No
     random = np.random.default_rng(12)
     features = random.standard_normal((len(packed.token_ids), TARGET.hidden_size))
     _, native = runners(make_head(CASES[case]), types)
-    logits = native.run(packed, features, native.new_kv(23), [LOGITS] * len(features))[0].logits
+    logits = run_head(native, packed, features, native.new_kv(23), [LOGITS] * len(features)).logits
     assert logits is not None
     asked = [any_choose(random, TARGET.vocab_size, position) for position in range(len(features))]
-    chosen = native.run(packed, features, native.new_kv(23), asked)[0]
+    chosen = run_head(native, packed, features, native.new_kv(23), asked)
     assert [int(i) for i in chosen.token_ids] == [choose_token(x, c) for x, c in zip(logits, asked, strict=True)]
     assert chosen.logits is None or np.array_equal(chosen.logits, logits[[c.wants_logits for c in asked]])
     assert len(set(chosen.token_ids.tolist())) > 30
@@ -378,7 +390,7 @@ def test_features_that_are_no_numbers_are_told() -> None:
     ]
     for runner in (*runners(make_head(CASES["first"])), *runners(make_head(CASES["eagle, first"]))):
         asked = (kinds * len(features))[: len(features)]
-        chosen = runner.run(packed, features, runner.new_kv(23), asked)[0].token_ids
+        chosen = run_head(runner, packed, features, runner.new_kv(23), asked).token_ids
         assert set(chosen.tolist()) <= {BROKEN, UNCHOSEN}
         assert (chosen[::3] == BROKEN).all()
 
@@ -388,4 +400,4 @@ def test_the_border_refuses_missing_features() -> None:
     packed, _ = entries(21)[0]
     for features in (np.zeros((3, TARGET.hidden_size)), np.zeros((len(packed.token_ids), 5))):
         with pytest.raises(ValueError, match="features"):
-            native.run(packed, features, native.new_kv(23), [LOGITS] * len(packed.token_ids))
+            run_head(native, packed, features, native.new_kv(23), [LOGITS] * len(packed.token_ids))

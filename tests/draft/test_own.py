@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paceline.backend.rows import Rows
 from paceline.draft import request_vocabulary as own
-from paceline.draft.request_vocabulary import OwnTokens
+from paceline.draft.request_vocabulary import RequestVocabulary
 
 VOCAB, NUM_ROWS, LONGEST = 40, 4, 60
 FIXED = np.arange(0, VOCAB, 3)
@@ -27,10 +27,10 @@ class Row:
 @given(data=st.data())
 def test_own_tokens_are_those_of_the_rows_that_run(most: int, data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(own, "MOST_OWN", most)
+        patch.setattr(own, "MAX_REQUEST_TOKENS", most)
         rows = Rows(NUM_ROWS, LONGEST, frozenset())
         written: list[list[int]] = [[]]
-        tokens = OwnTokens(rows, FIXED, VOCAB, lambda ids: written.append(ids.tolist()))
+        tokens = RequestVocabulary(rows, FIXED, VOCAB, lambda ids: written.append(ids.tolist()))
         model = {row: Row() for row in range(NUM_ROWS)}
         for _ in range(data.draw(st.integers(1, 12))):
             row = data.draw(st.integers(0, NUM_ROWS - 1))
@@ -55,10 +55,10 @@ def test_own_tokens_are_those_of_the_rows_that_run(most: int, data: st.DataObjec
 def test_tokens_met_while_all_places_were_taken_are_written_when_some_are_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(own, "MOST_OWN", 4)
+    monkeypatch.setattr(own, "MAX_REQUEST_TOKENS", 4)
     rows = Rows(2, LONGEST, frozenset())
     written: list[list[int]] = []
-    tokens = OwnTokens(rows, FIXED, VOCAB, lambda ids: written.append(ids.tolist()))
+    tokens = RequestVocabulary(rows, FIXED, VOCAB, lambda ids: written.append(ids.tolist()))
     for row, text in enumerate(([1, 2, 4, 5], [7, 8, 4])):
         rows.token_ids[row, : len(text)] = text
         rows.length[row] = len(text)
@@ -75,7 +75,7 @@ def test_few_places_change_when_a_row_leaves() -> None:
     """Rewriting a place costs a row of a matrix."""
     rows = Rows(2, LONGEST, frozenset())
     written: list[np.ndarray] = []
-    tokens = OwnTokens(rows, FIXED, VOCAB, written.append)
+    tokens = RequestVocabulary(rows, FIXED, VOCAB, written.append)
     for row, text in enumerate(([1, 2], [4, 5, 7, 8, 10])):
         rows.token_ids[row, : len(text)] = text
         rows.length[row] = len(text)

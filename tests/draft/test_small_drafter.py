@@ -12,9 +12,9 @@ import torch
 from safetensors.numpy import save_file
 
 from paceline import kernels
-from paceline.backend.native.cut_model import NativeSmall
-from paceline.backend.native.decoder import NativeDecoder
-from paceline.backend.reference.cut_model import ReferenceSmall
+from paceline.backend.native.cut_model import NativeCutModel
+from paceline.backend.native.load import pack_decoder
+from paceline.backend.reference.cut_model import ReferenceCutModel
 from paceline.backend.reference.decoder import ReferenceDecoder
 from paceline.core.errors import BadModelFile, ConfigError
 from paceline.core.nouns import SamplingSpec
@@ -23,12 +23,12 @@ from paceline.core.sampling import choose_token
 from paceline.draft import shipped
 from paceline.draft.registry import parse_spec
 from paceline.model.files import hf
-from paceline.model.heads.cut_model import SHARED, load_small, shares_tables
+from paceline.model.heads.cut_model import SHARED, load_cut_model, shares_tables
 from paceline.model.weights import canonical_names
 from tests.draft.test_head_drafter import requests
 from tests.draft.test_head_native import any_choose
 from tests.engine.same_text import PLAIN, SHARP, VOCAB, Settings, assert_same, make_engine, run, target
-from tests.model.helpers import pack
+from tests.model.helpers import pack, run_pass
 from tests.tiny import tiny_config, tiny_weights
 
 if TYPE_CHECKING:
@@ -100,15 +100,15 @@ def test_with_all_layers_only_missing_tokens_are_not_accepted(types: str, tmp_pa
 def test_the_compiled_one_computes_what_the_readable_one_does(tied: bool, tmp_path: Path) -> None:
     config = tiny_config(vocab_size=VOCAB, num_layers=3, tie_embeddings=tied)
     weights = tiny_weights(config, seed=4, embed_scale=SHARP, dtype=torch.float32)
-    small = load_small(write_small(tmp_path, tied=tied), config)
-    whole = NativeDecoder(config, weights, kernels.Team(2), "f32", "f32")
-    readable, compiled = ReferenceSmall(small, ReferenceDecoder(config, weights)), NativeSmall(small, whole)
+    small = load_cut_model(write_small(tmp_path, tied=tied), config)
+    whole = pack_decoder(config, weights, kernels.Team(2), "f32", "f32")
+    readable, compiled = ReferenceCutModel(small, ReferenceDecoder(config, weights)), NativeCutModel(small, whole)
     packed = pack([(list(range(40, 70)), 0, [1, 2]), ([7, 8, 9], 0, [0])])
     kinds = [
         SamplingSpec("logits", SamplingParams()),
         SamplingSpec("argmax", SamplingParams(temperature=0.0)),
     ] * 17
-    ours, theirs = (d.run(packed, d.new_kv(3), kinds[:33], taps=(0, 2)) for d in (compiled, readable))
+    ours, theirs = (run_pass(d, packed, d.new_kv(3), kinds[:33], taps=(0, 2)) for d in (compiled, readable))
     assert np.array_equal(ours.token_ids, theirs.token_ids)
     assert set(ours.token_ids[1::2]) <= set(TOKENS.tolist())
     assert ours.logits is not None
@@ -126,21 +126,21 @@ def test_the_kernel_draws_what_the_spread_row_draws(tokens: np.ndarray, tmp_path
     """To the bit, with every kind of parameters; all of the target's ids need no rows of their own in memory."""
     config = tiny_config(vocab_size=VOCAB, num_layers=3, tie_embeddings=True)
     weights = tiny_weights(config, seed=4, embed_scale=SHARP, dtype=torch.float32)
-    whole = NativeDecoder(config, weights, kernels.Team(2))
-    some = load_small(write_small(tmp_path), config)
+    whole = pack_decoder(config, weights, kernels.Team(2))
+    some = load_cut_model(write_small(tmp_path), config)
     cut = (replace(some, token_ids=ids) for ids in (tokens, np.arange(VOCAB)))
-    small, every = (NativeSmall(one, whole, weight_type="int8") for one in cut)
+    small, every = (NativeCutModel(one, whole, weight_type="int8") for one in cut)
     assert (small.weight_bytes == every.weight_bytes) == (len(tokens) == VOCAB)
     random = np.random.default_rng(2)
     packed = pack([(random.integers(0, VOCAB, 90).tolist(), 0, list(range(6)))])
     wanted = [SamplingSpec("logits", SamplingParams())] * 90
-    logits, full = (d.run(packed, d.new_kv(6), wanted).logits for d in (small, every))
+    logits, full = (run_pass(d, packed, d.new_kv(6), wanted).logits for d in (small, every))
     assert logits is not None
     assert full is not None
     assert np.isneginf(np.delete(logits, tokens, axis=1)).all()
     assert np.allclose(logits[:, tokens], full[:, tokens], atol=0.05)  # rows packed anew are rounded anew
     asked = [any_choose(random, VOCAB, position) for position in range(90)]
-    chosen = small.run(packed, small.new_kv(6), asked)
+    chosen = run_pass(small, packed, small.new_kv(6), asked)
     assert chosen.token_ids.tolist() == [choose_token(x, c) for x, c in zip(logits, asked, strict=True)]
     assert len(set(chosen.token_ids.tolist())) > 30
 
@@ -168,4 +168,4 @@ def test_other_folders_are_no_such_models(tmp_path: Path) -> None:
     tensors = {"d2t": -np.arange(3), "model.norm.weight": np.ones(32, np.float32)}
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(BadModelFile):
-        load_small(tmp_path, target().decoder.config)
+        load_cut_model(tmp_path, target().decoder.config)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paceline.backend.reference.head_layers import fuse, read_out, run_layers
+from paceline.backend.reference.head import fuse, read_out, run_layers
 from paceline.model.heads.checkpoint import load_head
 from tests.draft.test_head_forward import causal
 from tests.tiny import tiny_config

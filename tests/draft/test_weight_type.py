@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from paceline.backend.draft_weights import NATIVE_TYPES, native_type
+from paceline.backend.native.load import DRAFT_WEIGHT_TYPES, draft_weight_type
 from paceline.core.errors import ConfigError
 from tests.draft.heads import head_values, random_weights, write_head
 from tests.draft.test_head_drafter import heads_config, requests
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 def test_floats_stay_floats_and_rounded_ones_have_four_bits() -> None:
     usual = {"int8": "int4_row", "int4": "int4_row", "bf16": "bf16", "f32": "f32"}
-    assert {of_target: native_type(None, of_target) for of_target in usual} == usual
-    assert [native_type(asked, "int8") for asked in NATIVE_TYPES] == list(NATIVE_TYPES)
+    assert {of_target: draft_weight_type(None, of_target) for of_target in usual} == usual
+    assert [draft_weight_type(asked, "int8") for asked in DRAFT_WEIGHT_TYPES] == list(DRAFT_WEIGHT_TYPES)
 
 
 def write_eagle3(folder: Path) -> str:
@@ -30,7 +30,7 @@ def write_eagle3(folder: Path) -> str:
     return f"eagle3:model={folder}"
 
 
-@pytest.mark.parametrize("asked", [None, *NATIVE_TYPES])
+@pytest.mark.parametrize("asked", [None, *DRAFT_WEIGHT_TYPES])
 @pytest.mark.parametrize("kind", ["eagle3", "draft-model"])
 def test_every_type_drafts_and_the_text_is_the_same(kind: str, asked: str | None, tmp_path: Path) -> None:
     spec = write_eagle3(tmp_path) if kind == "eagle3" else f"draft-model:model={write_small(tmp_path)}"

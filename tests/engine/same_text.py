@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from hypothesis import strategies as st
 
-from paceline.backend.native import decoder as native
+from paceline.backend.native import load as native
 from paceline.backend.reference.decoder import ReferenceDecoder
 from paceline.core.nouns import Batch, Draft, Outcome, Plan, Request, RowDraft, RowPlan, TokenLogprobs, Verdict
 from paceline.core.params import SamplingParams
@@ -87,13 +87,13 @@ PLAIN = Settings()
 class RestlessK:
     """A controller that changes its mind: any K for any row in any step, trimmed anyhow before verification."""
 
-    looks = False
+    wants_preview = False
 
-    def rests(self, rows: int) -> bool:
+    def reuse_plan(self, num_rows: int) -> bool:
         return False
 
     @property
-    def twin(self) -> RestlessK:
+    def second_group(self) -> RestlessK:
         return self
 
     def __init__(self, drafter: str, k: int, seed: int) -> None:

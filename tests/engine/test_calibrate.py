@@ -23,10 +23,10 @@ from tests.engine.test_faults import REQUESTS
 from tests.engine.test_same_text import AUTO
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
-    from paceline.core.nouns import Batch, Draft, Scores, Verdict
+    from paceline.backend.target import ScoreRequest
+    from paceline.core.nouns import Batch, Draft, Verdict
     from paceline.engine.engine import Engine
 
 MANY = Grid(num_rows=(1, 4, 16), ks=(0, 1, 3), drafter_ks=(1, 3), repeats=2, seconds=60.0)
@@ -153,17 +153,17 @@ def test_a_long_text_is_measured_beside_a_short_one_on_a_machine_that_drifts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = make_engine("off", Settings(prefix_cache=True))
-    begin, now, passes = engine.target.begin, [0.0], [0]
+    request, now, passes = engine.target.request, [0.0], [0]
 
     def seconds(keys: int) -> float:
         return 1e-3 + 1e-6 * keys
 
-    def slower_and_slower(batch: Batch, draft: Draft) -> Callable[[], Scores]:
+    def slower_and_slower(batch: Batch, draft: Draft) -> ScoreRequest:
         passes[0] += 1
         now[0] += seconds(sum(r.max_len - r.max_drafts - 1 for r in batch.rows)) * 1.004 ** passes[0]
-        return begin(batch, draft)
+        return request(batch, draft)
 
-    monkeypatch.setattr(engine.target, "begin", slower_and_slower)
+    monkeypatch.setattr(engine.target, "request", slower_and_slower)
     monkeypatch.setattr("paceline.engine.step.perf_counter", lambda: now[0])
     grid = Grid(num_rows=(1,), ks=(0, 3), drafter_ks=(), repeats=5, seconds=60.0)
     plain = [p for p in calibrate(engine, grid).passes if p.work.tokens == 1 and not p.work.unscored]

@@ -13,7 +13,8 @@ import pytest
 from paceline.control.controller import ClosedLoop
 from paceline.control.cost import MeasuredCost
 from paceline.control.goodput import Goodput
-from paceline.control.objective import LEAST_PREFILL
+from paceline.control.latency_target import MIN_PREFILL_TOKENS
+from paceline.control.policy import Decision, Outcomes, StepView, Work
 from paceline.control.profile import read_profile
 from paceline.core.errors import ConfigError, RequestError
 from paceline.core.nouns import Request
@@ -27,8 +28,7 @@ from tests.engine.same_text import PLAIN, STAIRCASE, make_engine, run
 from tests.engine.test_same_text import AUTO
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from paceline.backend.target import ScoreRequest
     from paceline.control.cost import Work
     from paceline.control.policy import Decision, Outcomes, StepView
     from paceline.core.nouns import Batch, Draft, Plan, Scores, Verdict
@@ -87,7 +87,7 @@ def test_a_drafter_that_is_not_there_is_refused_and_nothing_else_happens() -> No
 def trim_half(engine: Engine, patch: pytest.MonkeyPatch) -> None:
     """Let the policy find half of every draft not worth verifying, whatever it costs here."""
     assert isinstance(engine.controller, ClosedLoop)
-    patch.setattr(Goodput, "trims", True)
+    patch.setattr(Goodput, "may_trim", True)
     patch.setattr(engine.controller.policy, "trim", lambda _, drafted: drafted.ks // 2)
 
 
@@ -150,7 +150,7 @@ def test_a_pace_holds_prompts_back_and_changes_no_text() -> None:
     engine.scheduler.schedule = watched  # type: ignore[method-assign]
     answers = run(engine, hasty, stagger=3)
     assert all(answers[i].token_ids == expected[i].token_ids for i in expected)
-    assert LEAST_PREFILL in chunks
+    assert MIN_PREFILL_TOKENS in chunks
 
 
 def test_an_objective_is_read_when_the_config_is_made() -> None:
@@ -244,13 +244,13 @@ def timed(engine: Engine, patch: pytest.MonkeyPatch) -> ClosedLoop:
     """Let passes of an engine take times of their own, and all else none; return its controller."""
     clock = [0.0]
     patch.setattr("paceline.engine.step.perf_counter", lambda: clock[0])
-    begin = engine.target.begin
+    request = engine.target.request
 
-    def begin_in_time(batch: Batch, draft: Draft) -> Callable[[], Scores]:
+    def request_in_time(batch: Batch, draft: Draft) -> ScoreRequest:
         clock[0] += 0.06 + 0.003 * sum(r.num_known + len(d) for r, d in zip(batch.rows, draft.rows, strict=True))
-        return begin(batch, draft)
+        return request(batch, draft)
 
-    patch.setattr(engine.target, "begin", begin_in_time)
+    patch.setattr(engine.target, "request", request_in_time)
     assert isinstance(engine.controller, ClosedLoop)
     return engine.controller
 
@@ -264,7 +264,7 @@ class Onlooker:
     def admitted(self, row: int) -> None:
         pass
 
-    def rested(self, rows: int, host_s: float) -> None:
+    def reused(self, num_rows: int, host_s: float) -> None:
         pass
 
     def planned(self, view: StepView, decision: Decision, group: int) -> None:
@@ -276,7 +276,7 @@ class Onlooker:
 
 def test_learning_that_waits_for_the_next_choice_changes_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     found, waited, params = [], 0, SamplingParams(temperature=1.0, max_tokens=150, ignore_eos=True)
-    monkeypatch.setattr(Goodput, "trims", False)  # else trimming asks for what is learnt, step by step
+    monkeypatch.setattr(Goodput, "may_trim", False)  # else trimming asks for what is learnt, step by step
     for at_once in (True, False):
         engine = make_engine("auto:suffix+draft-model:model=noisy,k=4", PLAIN)
         loop, onlooker = timed(engine, monkeypatch), Onlooker()
@@ -284,14 +284,14 @@ def test_learning_that_waits_for_the_next_choice_changes_no_choice(monkeypatch: 
 
         def planned(view: StepView, loop: ClosedLoop = loop, plan: Any = plan, seen: Onlooker = onlooker) -> Plan:
             nonlocal waited
-            waited = max(waited, len(loop._over))
+            waited = max(waited, len(loop._pending))
             made: Plan = plan(view)
             assert loop.decision is not None
             seen.planned(view, loop.decision, 0)
             return made
 
         if at_once:
-            loop._watcher = onlooker
+            loop._sink = onlooker
         else:
             monkeypatch.setattr(loop, "plan", planned)
         for i in range(3):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from paceline.backend.packed import Packed
+from paceline.backend.seam import Packed
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from tests.engine.same_text import PLAIN, draft_weights, make_engine, run, target

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from paceline.core.nouns import Batch, Draft, Plan, Scores
+from paceline.core.nouns import Batch, Draft, Plan
 from paceline.draft.drafter import DrafterUnavailable
 from paceline.engine.assembly import auto
 from paceline.engine.assembly.config import EngineConfig
@@ -15,8 +15,7 @@ from tests.engine.same_text import PLAIN, STAIRCASE, assert_same, make_engine, r
 from tests.engine.test_faults import REQUESTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from paceline.backend.target import ScoreRequest
     from paceline.engine.engine import Engine
 
 INDEX = {"a": 0, "b": 1}
@@ -57,13 +56,13 @@ def test_other_drafters_are_not_left_out() -> None:
 
 def passes_alone_take_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give an engine a clock of its own: what is planned hangs on what steps take."""
-    now_s, begin = [0.0], engine.target.begin
+    now_s, request = [0.0], engine.target.request
 
-    def begun(batch: Batch, draft: Draft) -> Callable[[], Scores]:
+    def requested(batch: Batch, draft: Draft) -> ScoreRequest:
         now_s[0] += 1e-3
-        return begin(batch, draft)
+        return request(batch, draft)
 
-    engine.target.begin = begun  # type: ignore[method-assign]
+    engine.target.request = requested  # type: ignore[method-assign]
     for module in ("step", "overlap", "assembly.build"):
         monkeypatch.setattr(f"paceline.engine.{module}.perf_counter", lambda: now_s[0])
 

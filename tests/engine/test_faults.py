@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from math import nan
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -13,12 +14,13 @@ import pytest
 from paceline.core.errors import PromptTooLong, RequestError
 from paceline.core.nouns import BROKEN, UNCHOSEN, Batch, Draft, Plan, Request, RowDraft, Scores
 from paceline.core.params import SamplingParams
-from paceline.model.tokenizer import Detokenizer
+from paceline.model.detokenizer import Detokenizer
 from tests.engine.same_text import PLAIN, Settings, assert_same, make_engine, run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
+    from paceline.backend.target import ScoreRequest
     from paceline.engine.engine import Engine
 
 REQUESTS = [
@@ -69,11 +71,17 @@ def spoil(engine: Engine, request_id: str, least: int = 0) -> None:
 
     That is in the backend's own choices and in its logits alike.
     """
-    begin = engine.target.begin
+    request, launch = engine.target.request, engine.target.launch
+    batches: dict[ScoreRequest, Batch] = {}
 
-    def begun(batch: Batch, draft: Draft) -> Callable[[], Scores]:
-        finish = begin(batch, draft)
-        return lambda: spoilt(batch, finish())
+    def noted(batch: Batch, draft: Draft) -> ScoreRequest:
+        asked = request(batch, draft)
+        batches[asked] = batch
+        return asked
+
+    def launched(asked: ScoreRequest, thread: Any = None) -> Any:
+        pending = launch(asked, thread)
+        return SimpleNamespace(wait=lambda: spoilt(batches[asked], pending.wait()), pass_s=0.0)
 
     def spoilt(batch: Batch, scores: Scores) -> Scores:
         for index in [i for i, r in enumerate(batch.rows) if r.request_id == request_id]:
@@ -86,7 +94,8 @@ def spoil(engine: Engine, request_id: str, least: int = 0) -> None:
                     scores.logits[scores.logit_idx[at]] = nan
         return scores
 
-    engine.target.begin = begun  # type: ignore[method-assign]
+    engine.target.request = noted  # type: ignore[method-assign]
+    engine.target.launch = launched  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("answer", [None, 5, Draft((RowDraft([1], "ngram"),) * 9), Draft(())])

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from paceline.control.fixed import FixedK
+from paceline.backend.pass_thread import PassThread
+from paceline.control.controller import FixedK
+from paceline.control.policy import StepView
 from paceline.core.errors import RequestError
 from paceline.core.params import SamplingParams
 from paceline.engine.overlap import OverlappedLoop
-from paceline.engine.worker import PassThread
 from tests.draft.heads import RELAY, drafter_of, trained_head
 from tests.engine.same_text import (
     PLAIN,
@@ -257,10 +258,11 @@ def test_a_pass_that_fails_is_the_step_s_error_and_leaves_no_thread_behind() -> 
         engine.add(request)
     engine.step()
 
-    def broken(prepared: object) -> None:
-        raise RuntimeError("no target")
+    class Broken:
+        def launch(self, request: object) -> None:
+            raise RuntimeError("no target")
 
-    engine.target.run = broken  # type: ignore[assignment, method-assign]
+    engine.target.decoder = Broken()  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="no target"):
         for _ in range(3):
             engine.step()
@@ -288,9 +290,9 @@ def test_as_many_requests_run_at_once_as_serially_on_equal_pages() -> None:
 class Paired:
     """A controller that is told of a group's round before it plans the group's next one."""
 
-    looks = False
+    wants_preview = False
 
-    def rests(self, rows: int) -> bool:
+    def reuse_plan(self, num_rows: int) -> bool:
         return False
 
     def __init__(self) -> None:
@@ -298,7 +300,7 @@ class Paired:
         self._other: Paired | None = None
 
     @property
-    def twin(self) -> Paired:
+    def second_group(self) -> Paired:
         self._other = self._other or Paired()
         return self._other
 

@@ -10,6 +10,7 @@ import pytest
 
 from paceline import cli
 from paceline.backend.device import Device
+from paceline.backend.pass_thread import PassThread
 from paceline.control.trace import replay
 from paceline.core.errors import ConfigError
 from paceline.core.system import on_cores, usable_cores
@@ -17,7 +18,6 @@ from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.assembly.placement import PlacedDrafter, Placement
 from paceline.engine.overlap import OverlappedLoop
 from paceline.engine.serial import SerialLoop
-from paceline.engine.worker import PassThread
 from tests.draft.heads import trained_head
 from tests.engine.same_text import PLAIN, assert_same, make_engine, run, target
 from tests.engine.test_overlap import REQUESTS, overlapped
@@ -131,9 +131,7 @@ def test_a_worker_raises_what_its_calls_raise_and_goes_on() -> None:
 
 
 @two_cores
-def test_auto_knows_what_turns_would_bring_and_a_replay_sees_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_auto_prices_overlap_and_a_replay_sees_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected = run(make_engine("off", PLAIN), REQUESTS)
     trace, where = tmp_path / "trace.jsonl", f"cpu:{CORES[-1]}"
     engine = make_engine("auto:suffix+draft-model:model=noisy,k=4", PLAIN, draft_device=where, trace=str(trace))
@@ -142,9 +140,9 @@ def test_auto_knows_what_turns_would_bring_and_a_replay_sees_it(
     steps = list(replay(trace))
     assert len(steps) == engine.stats().steps
     assert all((s.now.ks == s.then.ks).all() and (s.now.drafters == s.then.drafters).all() for s in steps)
-    assert any(s.turns is not None and s.turns.apart for s in steps)
+    assert any(s.overlap is not None and s.overlap.apart for s in steps)
     assert any(s.overlapped for s in steps) == (engine.stats().overlapped_steps > 0)
-    number = 1 + next(i for i, s in enumerate(steps) if s.turns is not None)
+    number = 1 + next(i for i, s in enumerate(steps) if s.overlap is not None)
     assert cli.main(["explain", str(trace), "--step", str(number)]) == 0
     assert "A is" in capsys.readouterr().out
 

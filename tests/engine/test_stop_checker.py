@@ -9,7 +9,7 @@ import pytest
 from paceline.core.nouns import BROKEN, Request
 from paceline.core.params import SamplingParams
 from paceline.engine.output import StopCheck, StopChecker
-from paceline.model.tokenizer import Detokenizer
+from paceline.model.detokenizer import Detokenizer
 from tests.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer(320)

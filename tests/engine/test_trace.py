@@ -11,12 +11,10 @@ import pytest
 
 from paceline import cli
 from paceline.control.controller import ClosedLoop
-from paceline.control.cost import Work
 from paceline.control.goodput import Goodput
-from paceline.control.online import OnlineCost
-from paceline.control.policy import Outcomes, StepView
-from paceline.control.profile import read_profile
-from paceline.control.setup import make_loop
+from paceline.control.online_cost import OnlineCost
+from paceline.control.policy import Outcomes, StepView, Work
+from paceline.control.profile import make_loop, read_profile
 from paceline.control.trace import Tracer, replay
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import Request
@@ -75,24 +73,24 @@ def habits(engine: Engine) -> list[list[float]]:
     assert isinstance(engine.controller, ClosedLoop)
     policy = engine.controller.policy
     assert isinstance(policy, Goodput)
-    return [s.alive(np.array([3]), 4).ravel().tolist() for s in policy.survival]
+    return [s.alive(np.array([3]), 4).ravel().tolist() for s in policy.choice.models]
 
 
-class RestAtFirst(Goodput):
+class ReusesAtFirst(Goodput):
     """Its first three steps need no plan."""
 
-    def rest(self, rows: int) -> bool:
-        self._steps += 1
-        return self._steps <= 3
+    def reuse_without_view(self, num_rows: int) -> bool:
+        self._step += 1
+        return self._step <= 3
 
 
 def test_a_step_without_a_plan_is_written_though_nobody_had_a_row_in_it() -> None:
     file, profile = StringIO(), read_profile(Path(STAIRCASE))
     tracer = Tracer(file, profile, ["suffix", "draft-model"], 4, [4, 4])
-    policy = RestAtFirst(profile.cost, 4, [4, 4])
+    policy = ReusesAtFirst(OnlineCost(profile.cost), 4, [4, 4])
     loop = ClosedLoop(policy, OnlineCost(profile.cost), ["suffix", "draft-model"], tracer)
-    assert loop.rests(1)
-    assert loop.rests(1)
+    assert loop.reuse_plan(1)
+    assert loop.reuse_plan(1)
     none = np.zeros(1, np.int64)
     loop.plan(StepView(none, none + 9, none, Work(0)))
     lines = [json.loads(line) for line in file.getvalue().splitlines()[1:]]
@@ -153,8 +151,8 @@ def test_explain_tells_what_was_known_of_the_group_whose_step_it_is(
         loop.plan(views[0])
         for _ in range(20):
             for group, kept in ((0, 4), (1, 0)):
-                (loop, loop.twin)[1 - group].plan(views[1 - group])
-                ended, rows = (loop, loop.twin)[group], views[group].rows
+                (loop, loop.second_group)[1 - group].plan(views[1 - group])
+                ended, rows = (loop, loop.second_group)[group], views[group].rows
                 four = np.full(len(rows), 4)
                 outcomes = Outcomes(rows, four * 0, four, four * 0 + kept, 0.001, 0.01, num_drafted=four)
                 ended.learn(outcomes, Work(0), ended.view, ended.decision)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from paceline.control import controller, goodput, hopes, probes
-from paceline.control.host import HostTime
+from paceline.control import exploration
+from paceline.control.online_cost import HostTime, OnlineCost
 from paceline.core.errors import RequestError
 from paceline.core.nouns import Draft, Request, RowDraft
 from paceline.core.params import SamplingParams, Speculation
@@ -29,13 +29,13 @@ REQUESTS = [Request(str(i), tuple((7 * i + j * j) % 300 for j in range(20)), PAR
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopes, "LOOKS", 8)
-    monkeypatch.setattr(hopes, "REQUESTS", 4)
-    monkeypatch.setattr(hopes, "TRIES", 8)
-    monkeypatch.setattr(hopes, "DEVIATIONS", 0.5)
-    monkeypatch.setattr(probes, "SHARE", 1.0)  # enough probes, however fast the machine is
-    monkeypatch.setattr(goodput, "PROBE_EVERY", 1)
-    monkeypatch.setattr(controller, "learn_cost", lambda *_, **__: None)  # no clock decides
+    monkeypatch.setattr(exploration, "RETIRE_AFTER_CHECKS", 8)
+    monkeypatch.setattr(exploration, "RETIRE_AFTER_REQUESTS", 4)
+    monkeypatch.setattr(exploration, "RETIRE_AFTER_TESTS", 8)
+    monkeypatch.setattr(exploration, "RECORD_SD", 0.5)
+    monkeypatch.setattr(exploration, "EXPLORED_SHARE", 1.0)  # enough probes, however fast the machine is
+    monkeypatch.setattr(exploration, "PROBE_EVERY", 1)
+    monkeypatch.setattr(OnlineCost, "account_step", lambda *_, **__: None)  # no clock decides
     monkeypatch.setattr(HostTime, "observe", lambda *_, **__: None)
 
 

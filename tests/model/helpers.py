@@ -10,9 +10,10 @@ import gguf
 import numpy as np
 import torch
 
-from paceline.backend.packed import Packed
 from paceline.backend.reference.attention import KVStore
 from paceline.backend.reference.decoder import ReferenceDecoder
+from paceline.backend.seam import KV, Executor, Packed, PassRequest, PassResult
+from paceline.core.nouns import SamplingSpec
 from paceline.model.config import ModelConfig
 from paceline.model.files import gguf_model
 from paceline.model.weights import canonical_names
@@ -39,6 +40,13 @@ def pack(pieces: Sequence[Piece]) -> Packed:
     )
     packed.check(1 << 20, 1 << 20)
     return packed
+
+
+def run_pass(
+    executor: Executor, packed: Packed, kv: KV, specs: Sequence[SamplingSpec], **fields: Any
+) -> PassResult:
+    """Launch a pass and wait for it. `fields` are further ones of `PassRequest`."""
+    return executor.launch(PassRequest(packed, kv, specs, **fields)).wait()
 
 
 def logits_of(

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from paceline.core.errors import BadModelFile, ModelError, ModelNotFound, UnsupportedModel
 from paceline.model.config import ModelConfig
 from paceline.model.files import hf
-from paceline.model.safetensors_file import open_safetensors
+from paceline.model.files.safetensors_file import open_safetensors
 from paceline.model.weights import canonical_names, load_model, load_tokenizer
 from tests.tiny import tiny_config, tiny_raw_tokenizer, tiny_weights
 

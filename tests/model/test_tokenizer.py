@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from paceline.core.errors import BadModelFile, RequestError, UnsupportedModel
+from paceline.model.detokenizer import Detokenizer, byte_alphabet
 from paceline.model.files.gguf_tokenizer import tokenizer_from_gguf
-from paceline.model.tokenizer import Detokenizer, Tokenizer, byte_alphabet
+from paceline.model.tokenizer import Tokenizer
 from paceline.model.weights import load_model, load_template, load_tokenizer
 from tests.model.helpers import byte_level_metadata
 from tests.tiny import END, tiny_raw_tokenizer, tiny_tokenizer
@@ -153,7 +154,7 @@ def test_a_long_text_leaves_other_threads_running(tokenizer: Tokenizer) -> None:
 @settings(max_examples=300)
 @given(st.text() | st.text("the anor▁ é\ud800"))
 def test_a_text_never_has_fewer_tokens_than_the_least(tokenizer: Tokenizer, text: str) -> None:
-    least = tokenizer.least_tokens(text)
+    least = tokenizer.min_num_tokens(text)
     assert (least > 0) == (text != "")
     if "\ud800" not in text:
         assert least <= len(tokenizer.encode(text, add_special=False))
@@ -161,10 +162,10 @@ def test_a_text_never_has_fewer_tokens_than_the_least(tokenizer: Tokenizer, text
 
 def test_the_least_number_of_tokens() -> None:
     longest = len("<pad264>")
-    assert BYTES.least_tokens("a" * 10 * longest) == 10
+    assert BYTES.min_num_tokens("a" * 10 * longest) == 10
     raw = tiny_raw_tokenizer()
     raw.normalizer = normalizers.NFC()
-    assert Tokenizer(raw).least_tokens("a" * 40 * longest) == 10
+    assert Tokenizer(raw).min_num_tokens("a" * 40 * longest) == 10
 
 
 def test_bytes_that_a_vocabulary_was_trained_without_are_not_counted() -> None:
@@ -173,9 +174,9 @@ def test_bytes_that_a_vocabulary_was_trained_without_are_not_counted() -> None:
     raw.model = models.BPE(vocab={w: i for i, w in enumerate(words) if w != "ä"}, merges=[])  # 0xE4 begins 一
     tokenizer = Tokenizer(raw)
     text = "一" * 700
-    assert 0 < tokenizer.least_tokens(text) <= len(tokenizer.encode(text)) == 1400
+    assert 0 < tokenizer.min_num_tokens(text) <= len(tokenizer.encode(text)) == 1400
     raw.normalizer = normalizers.NFC()
-    assert Tokenizer(raw).least_tokens(text) == 0
+    assert Tokenizer(raw).min_num_tokens(text) == 0
 
 
 def _strips(raw: tokenizers.Tokenizer) -> None:
@@ -191,10 +192,6 @@ def _removes(raw: tokenizers.Tokenizer) -> None:
     raw.pre_tokenizer = pre_tokenizers.Sequence(cuts)
 
 
-def _truncates(raw: tokenizers.Tokenizer) -> None:
-    raw.enable_truncation(4)
-
-
 def _swallows_spaces(raw: tokenizers.Tokenizer) -> None:
     raw.add_special_tokens([tokenizers.AddedToken("<|user|>", rstrip=True)])
 
@@ -203,11 +200,28 @@ def _knows_no_bytes(raw: tokenizers.Tokenizer) -> None:
     raw.model = models.BPE(vocab={"a": 0, "?": 1}, merges=[], unk_token="?", fuse_unk=True)
 
 
-@pytest.mark.parametrize("change", [_strips, _replaces, _removes, _truncates, _swallows_spaces, _knows_no_bytes])
+@pytest.mark.parametrize("change", [_strips, _replaces, _removes, _swallows_spaces, _knows_no_bytes])
 def test_nothing_is_said_of_a_tokenizer_that_may_drop_text(change: Callable[[tokenizers.Tokenizer], None]) -> None:
     raw = tiny_raw_tokenizer()
     change(raw)
-    assert Tokenizer(raw).least_tokens("b" * 100_000) == 0
+    assert Tokenizer(raw).min_num_tokens("b" * 100_000) == 0
+
+
+def test_truncation_and_padding_of_a_file_are_switched_off() -> None:
+    """Files saved after fine-tuning carry them; the answer would be to a prompt that nobody sent."""
+    text = "the cat in the hat " * 3
+    ids = tiny_tokenizer().encode(text)
+    for enable in (
+        lambda raw: raw.enable_truncation(4),
+        lambda raw: raw.enable_padding(length=64),
+        lambda raw: raw.enable_padding(length=10**9),
+    ):
+        raw = tiny_raw_tokenizer()
+        enable(raw)
+        tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(raw.to_str()))
+        assert tokenizer.encode(text) == ids
+        assert tokenizer.encode(text * 500) == tiny_tokenizer().encode(text * 500)
+        assert 0 < tokenizer.min_num_tokens(text) <= len(ids)
 
 
 def test_the_byte_alphabet_is_the_librarys() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
+
+import pytest
 
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
+from paceline.engine.assembly.build import Built
+from paceline.engine.stats import Stats
 from paceline.engine.wire import Submit
 from paceline.serve.worker.messages import OutcomeBatch, StopEngine
-from paceline.serve.worker.process import EngineWorker
+from paceline.serve.worker.process import WARM_UP_PROMPT_TOKENS, EngineWorker, warm_up
 from tests.engine.same_text import PLAIN, make_engine
 from tests.engine.test_overlap import overlapped
 
@@ -69,3 +74,29 @@ def test_in_turns_who_comes_while_a_pass_runs_is_drafted_for_at_once() -> None:
 
     serve(engine, messages())
     assert engine.stats().overlapped_steps
+
+
+@pytest.mark.parametrize("drafter", ["off", "ngram:k=3", "draft-model:model=noisy,k=3"])
+def test_a_warm_engine_is_like_a_fresh_one(drafter: str) -> None:
+    """The first request finds nothing of the warm-up: no counter, no cached prompt, no other text."""
+    fresh, warm = make_engine(drafter, PLAIN), make_engine(drafter, PLAIN)
+    warm_up(Built(warm, "tiny", None, 256, ()))
+    assert warm.stats() == Stats()
+    assert warm.gauges() == fresh.gauges()
+    assert warm.controller is not None
+    warm.check()
+    found = []
+    for engine in (fresh, warm):
+        prompt = tuple(range(WARM_UP_PROMPT_TOKENS)) * 2
+        engine.add(Request("r", prompt, replace(PARAMS, max_tokens=40), seed=1))
+        outcomes = []
+        while engine.has_work:
+            outcomes += engine.step()
+        found.append(([o.token_ids for o in outcomes], outcomes[-1].figures))
+    assert found[0] == found[1]
+
+
+def test_an_engine_too_small_for_the_warm_up_goes_without() -> None:
+    engine = make_engine("off", PLAIN)
+    warm_up(Built(engine, "tiny", None, WARM_UP_PROMPT_TOKENS, ()))
+    assert engine.stats() == Stats()

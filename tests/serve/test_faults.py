@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import psutil
 import pytest
 import zmq
 
@@ -24,7 +27,7 @@ from paceline.core.params import SamplingParams
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.wire import Failed, Submit, encode
 from paceline.serve.server import HttpConfig
-from paceline.serve.worker.client import EngineClient
+from paceline.serve.worker.client import EngineClient, _message, _private_folder
 from paceline.serve.worker.messages import (
     Load,
     OutcomeBatch,
@@ -192,10 +195,24 @@ def test_the_key_guards_every_route_but_health(model: Path) -> None:
         assert eventually(lambda: not _alive(engine), 10.0)
 
 
+def test_a_server_that_is_killed_leaves_no_folder_behind(model: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="t-") as folder, running(model, env={"TMPDIR": folder}) as server:
+        os.kill(server.process.pid, signal.SIGKILL)
+        server.process.wait()
+        assert list(Path(folder).iterdir()) == []
+
+
+def test_the_first_request_after_a_start_is_counted_as_the_first(model: Path) -> None:
+    with running(model) as server, server.client() as http:
+        assert server.metric("paceline_steps_total") == server.metric("paceline_output_tokens_total") == 0
+        assert http.post("/v1/completions", json={"prompt": "the", "max_tokens": 2}).status_code == 200
+        assert server.metric("paceline_output_tokens_total") == 2
+
+
 def _alive(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
 
 
@@ -207,12 +224,13 @@ def test_other_machines_need_a_key() -> None:
 
 
 def test_a_server_does_not_import_torch() -> None:
-    code = "import sys, paceline.serve.commands.serve; raise SystemExit('torch' in sys.modules)"
+    code = "import sys, paceline.serve.server; raise SystemExit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
-def test_broken_messages_do_not_end_the_engine(model: Path, tmp_path: Path) -> None:
-    address = f"ipc://{tmp_path}/s"
+def test_broken_messages_do_not_end_the_engine(model: Path) -> None:
+    folder = _private_folder()  # with a path short enough for a socket, which pytest's own may not have
+    address = f"ipc://{folder}/s"
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.bind(address)
         command = [sys.executable, "-m", "paceline.serve.worker.process", address]
@@ -239,6 +257,7 @@ def test_broken_messages_do_not_end_the_engine(model: Path, tmp_path: Path) -> N
             process.kill()
             process.wait()
             process.stdin.close()
+            shutil.rmtree(folder)
 
 
 def test_broken_messages_do_not_end_the_server(model: Path) -> None:
@@ -246,11 +265,11 @@ def test_broken_messages_do_not_end_the_server(model: Path) -> None:
         client = EngineClient(EngineConfig(model=str(model), draft="off", threads=1))
         try:
             await client.first_ready
-            life = client._life
-            assert life is not None
+            engine = client._engine
+            assert engine is not None
             strangers = OutcomeBatch((Outcome("nobody", (1,), "a"),)), Rejected("nobody", "QueueFull", "full")
             for data in (b"", b"\xff" * 100, b"\x91" * 5000, b"\xc1", *map(encode, strangers)):
-                client._handle(life, data)
+                client._handle(engine, _message(data))
             answers = await client.submit([Request("r", (65, 66), SamplingParams(max_tokens=3), seed=1)])
             index, outcome = await answers.next()  # type: ignore[misc]
             assert (index, outcome.request_id) == (0, "r")

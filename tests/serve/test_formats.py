@@ -1,4 +1,4 @@
-"""How responses are worded: log-probabilities of /v1/completions."""
+"""Format of responses: log-probabilities of /v1/completions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.nouns import Outcome, TokenLogprobs
-from paceline.model.tokenizer import Detokenizer
-from paceline.serve.api.openai_format import AnswerFormat, CompletionFormat
+from paceline.model.detokenizer import Detokenizer
+from paceline.serve.api.openai_format import CompletionFormat, PartialAnswer
 from tests.tiny import END, tiny_tokenizer
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def outcome(ids: Sequence[int]) -> Outcome:
 
 def streamed(steps: Sequence[Sequence[int]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The log-probabilities of a stream's chunks, and those of the whole answer."""
-    form, answer = CompletionFormat(TOKENIZER), AnswerFormat()
+    form, answer = CompletionFormat(TOKENIZER), PartialAnswer()
     chunks = []
     for ids in steps:
         chunks.append(form.delta(0, answer, outcome(ids))["logprobs"])

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import subprocess
 import sys
+import tempfile
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,8 +16,8 @@ from paceline.core.errors import ConfigError, EngineDied
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.engine.assembly.config import EngineConfig
-from paceline.serve.commands.serve import log_level
-from paceline.serve.server import HttpConfig, HttpServer, listen
+from paceline.serve.server import HttpConfig, HttpServer, listen, log_level
+from paceline.serve.tokenizer_cache import TokenizerCache
 from paceline.serve.worker import client as engine_client
 from paceline.serve.worker.client import EngineClient
 from tests.serve.conftest import COMMAND
@@ -24,6 +25,9 @@ from tests.serve.conftest import COMMAND
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from pathlib import Path
+
+    from paceline.core.errors import PacelineError
+    from paceline.serve.worker.messages import Ready
 
 HANGS_S = 20.0  # what takes so long never ends
 ENDS = "pass"
@@ -69,8 +73,8 @@ def test_an_engine_that_never_connects_can_be_stopped(monkeypatch: pytest.Monkey
 
     async def scenario() -> None:
         client = EngineClient(EngineConfig())
-        await until(lambda: client._life is not None)
-        process = client._life.process  # type: ignore[union-attr]
+        await until(lambda: client._engine is not None)
+        process = client._engine.process  # type: ignore[union-attr]
         if kill_first:
             client.kill()
         await client.stop()
@@ -87,7 +91,7 @@ def test_an_engine_that_ends_at_every_restart_is_started_again(
         client = EngineClient(EngineConfig(model=str(model), draft="off", threads=1))
         await client.first_ready
         engines_run(monkeypatch, ENDS)
-        client._life.process.kill()  # type: ignore[union-attr]
+        client._engine.process.kill()  # type: ignore[union-attr]
         await until(lambda: client.restarts == 2)
         await client.stop()
 
@@ -100,14 +104,99 @@ def test_nothing_waits_for_an_engine_that_is_gone(model: Path) -> None:
     async def scenario() -> None:
         client = EngineClient(EngineConfig(model=str(model), draft="off", threads=1))
         await client.first_ready
-        life = client._life
-        assert life is not None
-        life.process.kill()
+        engine = client._engine
+        assert engine is not None
+        engine.process.kill()
         requests = [Request("r", (65,), SamplingParams(max_tokens=3), seed=1)]
-        while life.socket.get(zmq.EVENTS) & zmq.POLLOUT:
+        while engine.socket.get(zmq.EVENTS) & zmq.POLLOUT:
             pass  # no other task runs, so the client knows nothing yet
         with pytest.raises(EngineDied):
             await client.submit(requests)
+        await client.stop()
+
+    run(scenario)
+
+
+def test_an_engine_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def spawn(_: str) -> asyncio.subprocess.Process:
+        raise OSError("no process left")
+
+    monkeypatch.setattr(engine_client, "_spawn", spawn)
+
+    async def scenario() -> None:
+        client = EngineClient(EngineConfig())
+        with pytest.raises(EngineDied, match="no process left"):
+            await client.first_ready
+        await client.stop()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("name", ["a b", "x" * 120, "☃" * 25])
+def test_an_engine_starts_whatever_the_temporary_folder_is_called(
+    monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path, name: str
+) -> None:
+    """A unix socket's path may have about 100 bytes."""
+    folder = tmp_path / name
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+
+    async def scenario() -> None:
+        client = EngineClient(EngineConfig(model=str(model), draft="off", threads=1))
+        await client.first_ready
+        assert list(folder.iterdir()) == []
+        await client.stop()
+
+    run(scenario)
+
+
+def test_an_engine_is_ready_once_it_is_prepared_for(model: Path) -> None:
+    """The server makes its tokenizer meanwhile, so that no request waits for that."""
+
+    async def scenario() -> None:
+        prepared: list[Ready] = []
+
+        async def prepare(ready: Ready) -> None:
+            assert client.ready is None
+            await asyncio.sleep(0.01)
+            prepared.append(ready)
+
+        client = EngineClient(EngineConfig(model=str(model), draft="off", threads=1), prepare=prepare)
+        assert [await client.first_ready] == prepared
+        await client.stop()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(ConfigError("no such tokenizer"), ConfigError), (ValueError("no such tokenizer"), EngineDied)],
+)
+def test_an_engine_that_cannot_be_prepared_for_is_told(
+    model: Path, error: Exception, kind: type[PacelineError]
+) -> None:
+    async def refuse(_: Ready) -> None:
+        raise error
+
+    async def scenario() -> None:
+        client = EngineClient(EngineConfig(model=str(model), draft="off", threads=1), prepare=refuse)
+        with pytest.raises(kind, match="no such tokenizer"):
+            await client.first_ready
+        await client.stop()
+
+    run(scenario)
+
+
+def test_a_restarted_engine_finds_the_tokenizer_of_the_first(model: Path) -> None:
+    async def scenario() -> None:
+        cache = TokenizerCache()
+        client = EngineClient(EngineConfig(model=str(model), draft="off", threads=1), prepare=cache.of)
+        first = await client.first_ready
+        prompts = await cache.of(first)
+        client._engine.process.kill()  # type: ignore[union-attr]
+        await until(lambda: client.restarts == 1 and client.ready is not None)
+        assert client.ready is not first
+        assert await cache.of(client.ready) is prompts  # type: ignore[arg-type]
         await client.stop()
 
     run(scenario)

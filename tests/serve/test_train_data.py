@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from paceline.cli import main
-from paceline.train.answers import read_answers
+from paceline.train.corpus import read_answers
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,4 +1,4 @@
-"""Turns in the simulator against arithmetic, and the published gains from stated hardware."""
+"""Overlap in the simulator against arithmetic, and the published gains from stated hardware."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from tools.measure.overlap_roofline import (
 )
 
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
+from paceline.control.online_cost import OnlineCost
 from paceline.sim.baselines import Static
-from paceline.sim.overlap_simulator import TurnsSimulator
 from paceline.sim.roofline import fit, pass_s
-from paceline.sim.simulator import SimulatedReplica, Simulator, Workload
+from paceline.sim.simulator import OverlapSimulator, SimulatedReplica, Simulator, Workload
 
 
-def prices(verify_s: float, draft_s: float) -> MeasuredCost:
+def prices(verify_s: float, draft_s: float) -> OnlineCost:
     """Every pass takes as long as any other, and so does every drafting."""
     flat = Curve.of([1, 1000], [verify_s, verify_s])
-    return MeasuredCost(TargetCost(flat), (DraftCost((Curve.of([1, 1000], [draft_s, draft_s]),)),))
+    return OnlineCost(MeasuredCost(TargetCost(flat), (DraftCost((Curve.of([1, 1000], [draft_s, draft_s]),)),)))
 
 
 def workload(num_requests: int, output_len: int, kept: float = 0.5) -> Workload:
@@ -43,24 +43,24 @@ def test_a_round_of_two_groups_takes_twice_the_longer_of_pass_and_drafting(
     """And the tokens are those of serial steps: the same luck for the same places."""
     cost, asked = prices(verify_s, draft_s), workload(16, 400)
     serial = Simulator(asked, SimulatedReplica(16), cost, Static(1)).run()
-    turns = TurnsSimulator(asked, SimulatedReplica(16), cost, Static(1)).run()
-    assert turns.num_tokens == serial.num_tokens
+    overlapped = OverlapSimulator(asked, SimulatedReplica(16), cost, Static(1)).run()
+    assert overlapped.num_tokens == serial.num_tokens
     expected = (verify_s + draft_s) / (2 * max(verify_s, draft_s))
-    assert turns.throughput / serial.throughput == pytest.approx(expected, rel=0.05)
+    assert overlapped.throughput / serial.throughput == pytest.approx(expected, rel=0.05)
 
 
-def test_on_one_device_turns_only_add_passes() -> None:
+def test_on_one_device_overlap_only_adds_passes() -> None:
     cost, asked = prices(1.0, 0.5), workload(16, 400)
     serial = Simulator(asked, SimulatedReplica(16), cost, Static(1)).run()
-    turns = TurnsSimulator(asked, SimulatedReplica(16), cost, Static(1), apart=False).run()
-    assert turns.throughput / serial.throughput == pytest.approx(0.5, rel=0.05)
+    overlapped = OverlapSimulator(asked, SimulatedReplica(16), cost, Static(1), apart=False).run()
+    assert overlapped.throughput / serial.throughput == pytest.approx(0.5, rel=0.05)
 
 
 def test_twice_the_requests_in_flight_is_the_paper_s_comparison() -> None:
     asked = workload(64, 200)
     serial = Simulator(asked, SimulatedReplica(8), prices(1.0, 0.7), Static(1)).run()
-    turns = TurnsSimulator(asked, SimulatedReplica(16), prices(1.0, 0.7), Static(1)).run()
-    assert turns.throughput / serial.throughput == pytest.approx(1.7, rel=0.05)
+    overlapped = OverlapSimulator(asked, SimulatedReplica(16), prices(1.0, 0.7), Static(1)).run()
+    assert overlapped.throughput / serial.throughput == pytest.approx(1.7, rel=0.05)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7])
@@ -70,7 +70,7 @@ def test_every_request_ends_whatever_the_rows(rows: int) -> None:
     asked = Workload(
         np.sort(rng.random(n) * 40), rng.integers(1, 900, n), rng.integers(1, 60, n), np.full((n, 1, 1), 0.6)
     )
-    done = TurnsSimulator(asked, SimulatedReplica(rows, 128), prices(0.2, 0.1), Static(1)).run()
+    done = OverlapSimulator(asked, SimulatedReplica(rows, 128), prices(0.2, 0.1), Static(1)).run()
     assert (done.end_s >= done.first_token_s).all()
     assert (done.first_token_s > asked.arrival_s).all()
 

@@ -7,18 +7,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paceline.control.cost import Curve, MeasuredCost, TargetCost
+from paceline.control.acceptance import conditional
+from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
 from paceline.control.goodput import Goodput
-from paceline.control.policy import Policy, StepView
-from paceline.control.profile import read_profile
-from paceline.control.survival import conditional
+from paceline.control.online_cost import OnlineCost
+from paceline.control.policy import Policy, StepView, Work
+from paceline.control.profile import read_profile, step_cost
 from paceline.sim.baselines import BatchTable, MovingAverage, Static, TurboSpec
 from paceline.sim.simulator import Simulated, SimulatedReplica, Simulator, Workload, mixed_ease
 from tests.control.costs import H100
 
 PROFILE = read_profile(H100)
+TABLE = step_cost(PROFILE)
 CHANCES = conditional(PROFILE.accepted_at)
-FLAT = MeasuredCost(TargetCost(Curve.of([1, 1000], [1.0, 1.0])), ())  # every step takes a second
+FLAT = OnlineCost(
+    MeasuredCost(TargetCost(Curve.of([1, 1000], [1.0, 1.0])), (DraftCost(()),))
+)  # every step takes a second
 
 
 def closed(
@@ -34,11 +38,11 @@ def closed(
 def simulate(rows: int, policy: Policy, scale: float = 1.0, spread: float = 0.0, waves: int = 8) -> Simulated:
     """Serve some waves of requests on the published profile, so many at once."""
     workload = closed(max(8, waves * rows), 256, np.clip(CHANCES * scale, 0, 0.98), spread)
-    return Simulator(workload, SimulatedReplica(rows, 1 << 20), PROFILE.cost, policy).run()
+    return Simulator(workload, SimulatedReplica(rows, 1 << 20), TABLE, policy).run()
 
 
 def ours(rows: int) -> Goodput:
-    return Goodput(PROFILE.cost, rows, (5,), (CHANCES,))
+    return Goodput(TABLE, rows, (5,), (CHANCES,))
 
 
 def test_plain_decoding_takes_a_step_a_token() -> None:
@@ -118,7 +122,7 @@ def test_the_others_do_what_they_are_known_for() -> None:
             "plain": Static(0),
             "table": BatchTable(first_rows=(1, 65), ks=(3, 0)),
             "average": MovingAverage((1, 3, 5)),
-            "turbospec": TurboSpec(PROFILE.cost, 5),
+            "turbospec": TurboSpec(TABLE, 5),
         }.items()
     }
     assert at_256["table"] == at_256["plain"]
@@ -128,7 +132,7 @@ def test_the_others_do_what_they_are_known_for() -> None:
 
 def test_every_row_gets_what_suits_it() -> None:
     """Half the rows are easy for one drafter, half for the other: each is found, and the drafts go there."""
-    drafting = PROFILE.cost
+    drafting = TABLE
     policy = Goodput(drafting, 16, (4, 4))
     n = 32
     chances = np.full((n, 2, 4), 0.2)
@@ -144,9 +148,7 @@ def test_every_row_gets_what_suits_it() -> None:
 
 
 def test_a_view_without_rows_is_no_matter() -> None:
-    from paceline.control.cost import Work
-
     nobody = np.empty(0, np.int64)
     view = StepView(nobody, nobody, nobody, Work(64, 64, 64, 64 * 32))
-    for policy in (ours(4), Static(3), BatchTable(), MovingAverage(), TurboSpec(PROFILE.cost)):
+    for policy in (ours(4), Static(3), BatchTable(), MovingAverage(), TurboSpec(TABLE)):
         assert policy.decide(view).ks.size == 0

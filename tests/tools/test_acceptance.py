@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from tools.peers import acceptance
-from tools.peers.acceptance import Kept, document, whole_passes
+from tools.peers.acceptance import PeerAcceptance, document, whole_passes
 from tools.peers.prepare import unquantized_head
 
 from paceline.core.errors import ConfigError
@@ -26,8 +26,8 @@ def test_prefill_and_the_cut_pass_do_not_count():
     assert whole_passes([0.1, 0.2]) == []
 
 
-def _kept(name: str, *passes: list[int]) -> Kept:
-    return Kept(name, [[sum(p)] for p in passes], list(passes))
+def _kept(name: str, *passes: list[int]) -> PeerAcceptance:
+    return PeerAcceptance(name, [[sum(p)] for p in passes], list(passes))
 
 
 def test_figures():
@@ -41,7 +41,7 @@ def test_figures():
     }
 
 
-def test_answers_of_one_pass_tell_nothing():
+def test_answers_of_one_pass_are_too_short():
     with pytest.raises(ConfigError, match="--new-tokens"):
         document(_kept("a", []), _kept("b", []), num_drafts=1)
 

@@ -14,7 +14,7 @@ from tools.peers import compare, ours, rows, table, timing
 from tools.peers.install import install, python_of, requirements
 from tools.peers.prepare import config_json, prompts_of, unquantized
 from tools.peers.protocol import PeerAnswers, PeerSetting, Recorder, divergence, reply
-from tools.peers.remote import PeerFailed, Remote
+from tools.peers.remote import PeerFailed, PeerProcess
 from tools.peers.speculation import SPECULATION
 
 from paceline.core.errors import ConfigError, UnsupportedModel
@@ -35,7 +35,7 @@ PROMPTS = [[3, 5, 7, 11], [13, 17, 19, 23]]
 def test_decoding_is_timed_while_all_rows_decode():
     # The second row's first token comes at 2 s, the first row's last one at 4 s: 2 + 2 tokens in 2 s.
     found = timing.rate(TWO, [[1.0, 2.0, 3.0, 4.0], [2.0, 3.0, 4.0, 5.0]])
-    assert found == timing.Rate(prefill=10.0, decode=2.0, whole=8 / 5)
+    assert found == timing.PeerRate(prefill=10.0, decode=2.0, whole=8 / 5)
     assert found.figure(TWO) == 2.0
 
 
@@ -64,29 +64,33 @@ def test_best_row_is_that_of_the_largest_median():
     assert timing.best(FIGURES, ("d", "unknown")) is None
 
 
-def test_ratio_is_the_median_over_turns():
+def test_ratio_is_the_median_over_runs():
     found = timing.ratio(FIGURES, ("a",), ("b", "c"))
     assert (found.ours, found.theirs, found.median) == ("a", "b", 2.0)
-    assert timing.ratio(FIGURES, ("a",), ("c",)).median == 3.75  # the failed turn does not count
+    assert timing.ratio(FIGURES, ("a",), ("c",)).median == 3.75  # the failed run does not count
     assert timing.ratio(FIGURES, ("a",), ("d",)) is None
 
 
 @pytest.mark.parametrize("study", [rows.DECODING, SPECULATION])
-def test_bars_name_rows_and_workloads_that_exist(study):
+def test_required_ratios_name_rows_and_workloads_that_exist(study):
     names = {row.name for row in study.rows}
     workloads = {w.name for w in rows.workloads((1, 16, 64), 128, 128, 512)} | {"one request"}
     assert len(names) == len(study.rows)
     assert {row.name for row in study.ours} <= names
-    for bar in study.bars:
-        assert {*bar.ours, *bar.theirs} <= names
-        assert set(bar.least) <= workloads
+    for required in study.required:
+        assert {*required.ours, *required.theirs} <= names
+        assert set(required.minimum) <= workloads
     assert all(row.form in rows.FORMS for row in study.rows)
 
 
-def test_bar_is_held_or_not():
-    bar = rows.Bar("x", ("a",), ("b",), {"batch 1": 2.0, "batch 16": 2.1})
-    found = timing.ratio(FIGURES, bar.ours, bar.theirs)
-    assert [timing.held(bar, w, found) for w in ("batch 1", "batch 16", "batch 64")] == [True, False, None]
+def test_a_required_ratio_is_reached_or_not():
+    required = rows.RequiredRatio("x", ("a",), ("b",), {"batch 1": 2.0, "batch 16": 2.1})
+    found = timing.ratio(FIGURES, required.ours, required.theirs)
+    assert [timing.is_reached(required, w, found) for w in ("batch 1", "batch 16", "batch 64")] == [
+        True,
+        False,
+        None,
+    ]
 
 
 # Environments ------------------------------------------------------------------------------------
@@ -133,10 +137,10 @@ def test_weights_survive_the_way_through_a_folder(model, tmp_path):
     assert all(np.array_equal(here.weights[n], there.weights[n]) for n in here.weights)
 
 
-def test_each_turn_has_prompts_of_its_own(model, prompts):
-    w = rows.PeerWorkload("batch 2", 2, 5, 1, turns_per_repeat=2)
-    turns = prompts_of(load_model(model), str(prompts), [w], repeat=1)[w.name]
-    assert [[len(ids) for ids in turn] for turn in turns] == [[5, 5], [5, 5]]
+def test_each_run_has_prompts_of_its_own(model, prompts):
+    w = rows.PeerWorkload("batch 2", 2, 5, 1, runs_per_repeat=2)
+    runs = prompts_of(load_model(model), str(prompts), [w], repeat=1)[w.name]
+    assert [[len(ids) for ids in run] for run in runs] == [[5, 5], [5, 5]]
     with pytest.raises(ConfigError, match="1000 tokens"):
         prompts_of(load_model(model), str(prompts), [replace(w, prompt_tokens=1000)], repeat=1)
 
@@ -193,7 +197,7 @@ def _is_stopped(pid: int) -> bool:
 
 def test_worker_computes_only_when_asked(model, tmp_path):
     here = ours.load(PeerSetting(str(model), 1, 2, 64, 64), "f32")
-    with Remote(_command(model, weights="f32"), tmp_path / "log", threads=1) as worker:
+    with PeerProcess(_command(model, weights="f32"), tmp_path / "log", threads=1) as worker:
         pid = worker._process.pid
         question = {"do": "decode", "prompts": PROMPTS, "num_tokens": 6}
         for _ in range(2):
@@ -212,12 +216,12 @@ def test_worker_computes_only_when_asked(model, tmp_path):
 
 def test_worker_that_cannot_load_says_why(model, tmp_path):
     with pytest.raises(PeerFailed, match="int3"):
-        Remote(_command(model, weights="int3"), tmp_path / "log", threads=1)
+        PeerProcess(_command(model, weights="int3"), tmp_path / "log", threads=1)
 
 
 def test_worker_that_dies_is_noticed(tmp_path):
     with pytest.raises(PeerFailed, match="ended"):
-        Remote([sys.executable, "-c", "raise SystemExit(3)"], tmp_path / "log", threads=1)
+        PeerProcess([sys.executable, "-c", "raise SystemExit(3)"], tmp_path / "log", threads=1)
 
 
 # The whole ---------------------------------------------------------------------------------------
@@ -235,7 +239,7 @@ def test_comparison_of_our_own_rows(model, prompts, tmp_path, capsys):
     document = json.loads(json_file.read_text())
     (row,) = document["rows"]
     assert row["error"] is None
-    assert {name: len(turns) for name, turns in row["tokens_per_s"].items()} == {
+    assert {name: len(runs) for name, runs in row["tokens_per_s"].items()} == {
         "batch 1": 3,
         "batch 2": 1,
         "prefill": 3,
@@ -289,18 +293,17 @@ def test_bad_flags_are_refused(flags, model, prompts, tmp_path, capsys):
     assert flags[0] in capsys.readouterr().err
 
 
-def test_prompts_are_asked_for_but_to_install(tmp_path, capsys):
+def test_engines_are_installed_without_measuring(tmp_path, capsys):
     flags = ["--rows", "paceline int8", "--engines", str(tmp_path)]
     assert compare.main([*flags, "--install-only"]) == 0
-    with pytest.raises(SystemExit):
-        compare.main(flags)
-    assert "--prompts FILE.jsonl" in capsys.readouterr().err
+    assert "Paceline int8: installed" in capsys.readouterr().out
+    assert compare._arguments(flags).prompts == "builtin"
 
 
-def test_table_shows_ratios_with_their_bars(capsys):
-    def measured(row: rows.Row, decode: float) -> table.Measured:
-        rate = timing.Rate(100.0, decode, 1.0)
-        return table.Measured(row, rates={"batch 1": [rate, rate]}, kl=0.001, top1=0.99)
+def test_table_shows_ratios_and_what_is_required(capsys):
+    def measured(row: rows.PeerRow, decode: float) -> table.MeasuredRow:
+        rate = timing.PeerRate(100.0, decode, 1.0)
+        return table.MeasuredRow(row, rates={"batch 1": [rate, rate]}, kl=0.001, top1=0.99)
 
     shown = [measured(rows.OURS[0], 120.0), measured(rows.LLAMA_CPP_ROWS[0], 100.0)]
     table.print_tables(rows.DECODING, shown, [rows.PeerWorkload("batch 1", 1, 128, 128)])

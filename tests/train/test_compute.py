@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from paceline.model.heads.config import read_config
-from paceline.train.compute import COMPUTES, choose_compute, products
+from paceline.train.compute import COMPUTES, choose_compute, product_precision
 from paceline.train.drafts import plan_drafts
-from paceline.train.parallel import guess_at_once
+from paceline.train.parallel_drafts import draft_in_parallel
 from paceline.train.unroll import unroll
 from tests.draft.test_head_files import PEAGLE, SPECULATORS, TARGET
 from tests.draft.test_head_forward import weights_of
@@ -50,11 +50,11 @@ def test_guesses_and_gradients_stay_near_those_of_float32(kind: str) -> None:
     guesses, gradients = {}, {}
     for name in COMPUTES:
         weights = {n: torch.from_numpy(w).float().requires_grad_() for n, w in weights_of(config).items()}
-        with products(name):
+        with product_precision(name):
             if kind == "eagle3":
                 made = unroll(config, weights, embedded, tapped, BOUNDS, depths)
             else:
-                made = guess_at_once(config, weights, embedded, embedded[0], tapped, BOUNDS, depths)
+                made = draft_in_parallel(config, weights, embedded, embedded[0], tapped, BOUNDS, depths)
         guesses[name] = torch.cat(made)
         guesses[name].square().mul(torch.linspace(0, 1, guesses[name].shape[1])).sum().backward()
         gradients[name] = {n: w.grad for n, w in weights.items() if w.grad is not None}

@@ -9,8 +9,15 @@ import numpy as np
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.train.corpus import Text, held_out, packs, read_corpus, shuffled, split
-from paceline.train.vocabulary import choose_vocabulary
+from paceline.train.corpus import (
+    TrainText,
+    choose_vocabulary,
+    held_out,
+    packs,
+    read_corpus,
+    shuffled,
+    split,
+)
 from paceline.train.widen import origin
 
 if TYPE_CHECKING:
@@ -28,8 +35,8 @@ def write(folder: Path, *names: str) -> Path:
     return folder
 
 
-def text(name: str, *ids: int) -> Text:
-    return Text(name, np.array(ids), 1)
+def text(name: str, *ids: int) -> TrainText:
+    return TrainText(name, np.array(ids), 1)
 
 
 def test_every_answer_long_enough_is_a_text(tmp_path: Path) -> None:

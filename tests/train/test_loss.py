@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.train import loss
-from paceline.train.loss import Wanted, divergence, judge
+from paceline.train.loss import TargetProbs, divergence, evaluate_drafts
 
 WIDTH, VOCAB, NUM = 8, 30, 11
 
@@ -19,10 +19,10 @@ def plain(
     return (each * shares).sum()
 
 
-def wanted_of(probs: torch.Tensor, top: int = VOCAB) -> Wanted:
+def target_probs_of(probs: torch.Tensor, top: int = VOCAB) -> TargetProbs:
     """The `top` likeliest of each row, some of them no draft tokens."""
     most, ids = probs.topk(top, -1)
-    return Wanted.of(torch.where(ids < VOCAB, ids, -1), most)
+    return TargetProbs.of(torch.where(ids < VOCAB, ids, -1), most)
 
 
 def test_value_best_and_gradients(monkeypatch) -> None:
@@ -33,14 +33,14 @@ def test_value_best_and_gradients(monkeypatch) -> None:
     probs = torch.randn(6, VOCAB + 5, dtype=torch.float64).softmax(-1)  # some lies outside
     probs[3, :VOCAB] = 0.0  # all of it
     rows, shares = torch.arange(NUM) % 6, torch.rand(NUM, dtype=torch.float64)
-    wanted = wanted_of(probs, VOCAB + 5)
-    value = divergence(guesses, head, wanted, rows, shares, torch.float64)
+    target_probs = target_probs_of(probs, VOCAB + 5)
+    value = divergence(guesses, head, target_probs, rows, shares, torch.float64)
     ours = torch.autograd.grad(3 * value, (guesses, head))
     expected = plain(guesses, head, probs[:, :VOCAB], rows, shares)
     theirs = torch.autograd.grad(3 * expected, (guesses, head))
     assert torch.allclose(value, expected)
     assert all(torch.allclose(a, b) for a, b in zip(ours, theirs, strict=True))
-    total, best = judge(guesses, head, wanted, rows)
+    total, best = evaluate_drafts(guesses, head, target_probs, rows)
     assert torch.allclose(total, plain(guesses, head, probs[:, :VOCAB], rows, torch.ones_like(shares)))
     assert torch.equal(best, (guesses @ head.T).argmax(-1))
 
@@ -52,11 +52,11 @@ def test_with_factors_of_16_bits_value_and_gradients_stay_near(rows_at_a_time: i
     random = torch.Generator().manual_seed(0)
     guesses = torch.randn(300, 64, generator=random, requires_grad=True)
     head = torch.randn(500, 64, generator=random, requires_grad=True)
-    wanted = wanted_of(torch.randn(300, 500, generator=random).mul(3).softmax(-1), 64)
+    target_probs = target_probs_of(torch.randn(300, 500, generator=random).mul(3).softmax(-1), 64)
     shares = torch.linspace(1e-4, 1e-3, 300)
     values, gradients = [], []
     for dtype in (torch.float32, torch.bfloat16):
-        values.append(divergence(guesses, head, wanted, torch.arange(300), shares, dtype))
+        values.append(divergence(guesses, head, target_probs, torch.arange(300), shares, dtype))
         gradients.append(torch.autograd.grad(values[-1], (guesses, head)))
     assert values[1].dtype == torch.float32
     assert torch.allclose(*values, rtol=1e-3)
@@ -70,32 +70,32 @@ def test_what_is_kept_of_a_distribution_is_what_counts() -> None:
     guesses, head = torch.randn(2, WIDTH, dtype=torch.float64), torch.randn(VOCAB, WIDTH, dtype=torch.float64)
     probs, ones = torch.randn(2, VOCAB, dtype=torch.float64).softmax(-1), torch.ones(2, dtype=torch.float64)
     kept = probs * (probs >= probs.topk(4, -1).values[:, -1:])
-    value = divergence(guesses, head, wanted_of(probs, 4), torch.arange(2), ones, torch.float64)
+    value = divergence(guesses, head, target_probs_of(probs, 4), torch.arange(2), ones, torch.float64)
     assert torch.allclose(value, plain(guesses, head, kept, torch.arange(2), ones))
 
 
 def test_the_best_token_may_be_no_draft_token() -> None:
-    wanted = Wanted.of(torch.tensor([[-1, 4], [2, -1]]), torch.tensor([[0.5, 0.25], [0.5, 0.25]]))
-    assert wanted.best.tolist() == [-1, 2]
-    assert wanted.probs.tolist() == [[0.0, 0.25], [0.5, 0.0]]
+    target_probs = TargetProbs.of(torch.tensor([[-1, 4], [2, -1]]), torch.tensor([[0.5, 0.25], [0.5, 0.25]]))
+    assert target_probs.best.tolist() == [-1, 2]
+    assert target_probs.probs.tolist() == [[0.0, 0.25], [0.5, 0.0]]
 
 
 def test_no_gradient_for_a_frozen_vocabulary_and_nothing_for_no_guesses() -> None:
     guesses = torch.randn(2, WIDTH, requires_grad=True)
-    head, probs = torch.randn(VOCAB, WIDTH), wanted_of(torch.full((1, VOCAB), 1 / VOCAB))
+    head, probs = torch.randn(VOCAB, WIDTH), target_probs_of(torch.full((1, VOCAB), 1 / VOCAB))
     value = divergence(guesses, head, probs, torch.zeros(2, dtype=torch.int64), torch.ones(2))
     value.backward()
     assert head.grad is None
     assert guesses.grad is not None
     nothing = torch.zeros(0, dtype=torch.int64)
     value = divergence(guesses[:0], head, probs, nothing, torch.ones(0))
-    _, best = judge(guesses[:0], head, probs, nothing)
+    _, best = evaluate_drafts(guesses[:0], head, probs, nothing)
     assert float(value.detach()) == 0.0
     assert len(best) == 0
 
 
 def test_the_targets_own_distribution_is_at_zero() -> None:
     guesses, head = torch.randn(4, WIDTH), torch.randn(VOCAB, WIDTH)
-    wanted = wanted_of((guesses @ head.T).softmax(-1))
-    value = divergence(guesses, head, wanted, torch.arange(4), torch.ones(4))
+    target_probs = target_probs_of((guesses @ head.T).softmax(-1))
+    value = divergence(guesses, head, target_probs, torch.arange(4), torch.ones(4))
     assert abs(float(value)) < 1e-4

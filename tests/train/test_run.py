@@ -12,11 +12,11 @@ from safetensors.numpy import save_file
 
 from paceline.cli import main
 from paceline.model.heads.checkpoint import load_head
-from paceline.train import features
-from paceline.train.checkpoint import read_metrics
+from paceline.train import feature_store
 from paceline.train.compute import COMPUTES
 from paceline.train.corpus import read_corpus
-from paceline.train.features import FeatureFile
+from paceline.train.feature_store import FeatureFiles
+from paceline.train.run_folder import read_metrics
 from paceline.train.target import load_target, native_reader, reference_reader
 from tests.train.toy import TEXT_LEN, VOCAB, toy_config, write_answers, write_target
 
@@ -196,14 +196,14 @@ def test_options_that_cannot_work_are_refused(
 def test_hidden_states_are_kept_and_only_new_texts_are_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(features, "SHARD_TOKENS", 4 * TEXT_LEN)
+    monkeypatch.setattr(feature_store, "SHARD_TOKENS", 4 * TEXT_LEN)
     target = load_target(str(write_target(tmp_path / "target")), torch.device("cpu"))
     write_answers(tmp_path / "data", 8)
     read: list[int] = []
 
-    def compute() -> FeatureFile:
+    def compute() -> FeatureFiles:
         texts = read_corpus(tmp_path / "data", VOCAB, 99).texts
-        store = FeatureFile(target, (1, 3), texts, tmp_path / "features")
+        store = FeatureFiles(target, (1, 3), texts, tmp_path / "features")
         reader = reference_reader(target, store.taps)
         read.clear()
 
@@ -220,7 +220,7 @@ def test_hidden_states_are_kept_and_only_new_texts_are_computed(
     reading = reference_reader(target, store.taps)([texts[5]])
     assert store[5].states.shape == (TEXT_LEN, 2, 32)
     assert np.allclose(store[5].states.astype(np.float32) * 16, reading.states.numpy(), rtol=1e-3, atol=1e-3)
-    most, ids = reading.logits.softmax(-1).topk(features.TOP)
+    most, ids = reading.logits.softmax(-1).topk(feature_store.TOP)
     assert np.array_equal(store[5].top_ids, ids.numpy())
     assert np.allclose(store[5].top_probs, most.numpy(), rtol=1e-3, atol=1e-5)
     compute()
@@ -234,7 +234,7 @@ def test_features_can_be_computed_ahead_of_training(toy: Path, tmp_path: Path, m
     kept = ["--data", str(toy / "data"), "--model", str(toy / "target"), "--features", str(tmp_path / "features")]
     assert main(["train", "features", *kept, "--threads", "1"]) == 0
     (shard,) = (tmp_path / "features").iterdir()
-    monkeypatch.setattr(FeatureFile, "compute", lambda self, *_: self[0])
+    monkeypatch.setattr(FeatureFiles, "compute", lambda self, *_: self[0])
     assert main(command("eagle3", toy, tmp_path / "out", "--steps", "1", "--features", str(shard.parent))) == 0
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from paceline.backend.reference.head_layers import fuse, read_out, run_layers
+from paceline.backend.reference.head import fuse, read_out, run_layers
 from paceline.model.heads.config import HeadConfig, read_config
-from paceline.train.drafts import Bounds, plan_drafts
+from paceline.train.drafts import TextBounds, plan_drafts
 from paceline.train.unroll import unroll
 from tests.draft.test_head_files import SPECULATORS, TARGET
 from tests.draft.test_head_forward import CASES, causal, weights_of
@@ -18,7 +18,7 @@ from tests.draft.test_head_forward import CASES, causal, weights_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-BOUNDS = (Bounds(0, 1, 7), Bounds(7, 9, 12), Bounds(12, 13, 21), Bounds(21, 22, 24))
+BOUNDS = (TextBounds(0, 1, 7), TextBounds(7, 9, 12), TextBounds(12, 13, 21), TextBounds(21, 22, 24))
 TOTAL, NUM_STEPS = 24, 4
 CPU = torch.device("cpu")
 
@@ -65,7 +65,7 @@ def test_drafts_begin_in_answers_and_end_with_texts() -> None:
 
 
 def test_a_draft_that_goes_on_was_at_every_depth_before() -> None:
-    depths = plan_drafts((Bounds(0, 1, 400),), NUM_STEPS, 0.5, 3, CPU)
+    depths = plan_drafts((TextBounds(0, 1, 400),), NUM_STEPS, 0.5, 3, CPU)
     entries: list[tuple[int, int]] = []
     for step, (before, depth) in enumerate(pairwise(depths), 1):
         assert torch.equal(before.anchors[depth.kept], depth.anchors)
@@ -73,13 +73,15 @@ def test_a_draft_that_goes_on_was_at_every_depth_before() -> None:
         entries += [(anchor, step) for anchor in depth.anchors.tolist()]
         for anchor, own in zip(depth.anchors.tolist(), depth.own.tolist(), strict=True):
             assert [entries[i] for i in own] == [(anchor, s) for s in range(1, step + 1)]
-    assert torch.equal(depths[-1].anchors, plan_drafts((Bounds(0, 1, 400),), NUM_STEPS, 0.5, 3, CPU)[-1].anchors)
+    assert torch.equal(
+        depths[-1].anchors, plan_drafts((TextBounds(0, 1, 400),), NUM_STEPS, 0.5, 3, CPU)[-1].anchors
+    )
 
 
 def test_everything_is_finite_and_has_a_gradient() -> None:
     config = read_config(SPECULATORS, TARGET)
     weights = {n: torch.from_numpy(w).float().requires_grad_() for n, w in weights_of(config).items()}
-    bounds = (Bounds(0, 1, 3), Bounds(3, 5, 10))
+    bounds = (TextBounds(0, 1, 3), TextBounds(3, 5, 10))
     embedded, tapped = torch.randn(10, TARGET.hidden_size), torch.randn(10, config.tapped_size)
     guesses = unroll(config, weights, embedded, tapped, bounds, plan_drafts(bounds, 3, 1.0, 0, CPU))
     logits = [g @ weights["head"].T for g in guesses]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.train.widen import MOST_TEXT, PromptPair, names, origin, sentences, widen
+from paceline.train.widen import MAX_TEXT, PromptPair, names, origin, sentences, widen
 
 ANSWER = (
     "The old lighthouse stands on a cliff above the sea. Every evening its keeper climbs the narrow stairs. "
@@ -60,7 +60,7 @@ def test_a_name_is_asked_about() -> None:
 def test_a_long_prompt_is_a_text_to_summarise() -> None:
     (made,) = (p for p in widen([PromptPair("4", ANSWER * 30, "Yes.")]) if p.source == "digest")
     assert ANSWER in made.text
-    assert len(made.text) < MOST_TEXT + 200
+    assert len(made.text) < MAX_TEXT + 200
 
 
 def test_the_passage_that_answers_lies_among_others() -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from paceline.backend.packed import Packed
 from paceline.backend.reference.decoder import ReferenceDecoder
+from paceline.backend.seam import Packed
 from paceline.core.nouns import PAGE_TOKENS
 from paceline.model.files import hf
 from paceline.model.weights import canonical_names

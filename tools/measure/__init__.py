@@ -1,1 +1,1 @@
-"""Measurements that developers run: host time, memory, quality, stress."""
+"""Measurements for developers: host time, memory, quality, stress, the roofline of overlap."""

@@ -1,8 +1,8 @@
-"""What a step costs beside drafting and the target: `python -m tools.measure.host --prompts FILE.jsonl`.
+"""Measure the host time of a decode step: `python -m tools.measure.host [--prompts FILE.jsonl]`.
 
-Fills 1, 16 and 32 rows, waits until all of them decode, then takes the median over steps of the host's time:
-admit, plan, judge, commit; and of what it does beside a pass, as to detokenise. Greedy, and with temperature,
-top_p, penalties and log-probabilities.
+It fills 1, 16 and 32 rows, waits until all of them decode, and takes medians over steps. Host time is what remains
+beside drafting and the target: plan, admit, judge, commit. Work beside a running pass, such as detokenising, is
+listed apart. Requests are greedy, or have temperature, top_p, penalties and log-probabilities.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from paceline.bench.prompts import read_prompts, spread
-from paceline.bench.told import told
+from paceline.bench.prompt_file import read_prompts, spread
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.engine.assembly.build import Built, build
 from paceline.engine.assembly.cli_options import add_engine_arguments, engine_config
+from tools.entry import add_prompts, exit_status
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +30,7 @@ ROWS = (1, 16, 32)
 
 
 def sampling(steps: int) -> dict[str, SamplingParams]:
-    """Return what is measured: plain greedy, and everything at once."""
+    """Return the two kinds of request: greedy, and with every sampling option."""
     busy = SamplingParams(
         temperature=0.8,
         top_p=0.95,
@@ -46,16 +46,16 @@ def sampling(steps: int) -> dict[str, SamplingParams]:
 
 
 class StepHostTime(NamedTuple):
-    """The host's time of a step."""
+    """Host time of one step, ms."""
 
-    alone_ms: float  # while nothing else ran
+    alone_ms: float  # while no pass ran
     beside_ms: float  # while a pass ran
 
 
 def host_times(
     built: Built, prompts: Sequence[Sequence[int]], params: SamplingParams, steps: int
 ) -> list[StepHostTime]:
-    """Return the host's time of each of `steps` steps in which every prompt's row decodes. [steps]"""
+    """Return the host time of `steps` steps in which every prompt's row decodes. [steps]"""
     engine = built.engine
     for index, prompt in enumerate(prompts):
         engine.add(Request(f"host-{index}", tuple(prompt), params, seed=index))
@@ -77,7 +77,7 @@ def host_times(
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print a table."""
     parser = ArgumentParser(prog="python -m tools.measure.host", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--prompts", required=True, metavar="FILE.jsonl")
+    add_prompts(parser)
     parser.add_argument(
         "--steps", type=int, default=20, metavar="N", help="steps measured for each row of the table"
     )
@@ -85,8 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     built = build(engine_config(args))
     tokenizer = built.engine.tokenizer
-    questions = spread(read_prompts(args.prompts), max(ROWS))
-    prompts = [tokenizer.encode(q.text)[:128] for q in questions]
+    texts = [p.text for p in spread(read_prompts(args.prompts), max(ROWS))]
+    prompts = [tokenizer.encode(text)[:128] for text in texts]
     table = Table(
         "rows", "sampling", "host ms (median)", "worst", "beside a pass", title="host time of a decode step"
     )
@@ -99,4 +99,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(told(main))
+    sys.exit(exit_status(main))

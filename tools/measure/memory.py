@@ -1,8 +1,7 @@
-"""What serving takes: `python -m tools.measure.memory`, peak memory of a full engine against weights and KV.
+"""Measure the peak memory of a full engine against weights and KV: `python -m tools.measure.memory`.
 
-Fills every row to its full context and compares the most memory the process ever had resident with the packed
-weights and the KV that were asked for. What is beyond them is the interpreter, libraries, activations and what
-loading needed for a moment.
+It fills every row to its full context. The peak resident memory of the process is compared with the packed weights
+and the KV. The difference is the interpreter, libraries, activations and temporary memory of loading.
 """
 
 from __future__ import annotations
@@ -16,23 +15,23 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from paceline.bench.told import told
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.engine.assembly.build import Built, build
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.scheduler import Limits
+from tools.entry import exit_status
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-NEW_TOKENS = 256  # long enough that the first request is still there when the last one is read
+NEW_TOKENS = 256  # of an answer: the first request must still run when the last prompt is prefilled
 MIB = 2**20
 
 
 def peak_bytes() -> int:
-    """Return the most memory this process ever had resident. Raises `ConfigError` if the system does not say."""
+    """Return the peak resident memory of this process. Raises `ConfigError` if the system does not report it."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -41,7 +40,7 @@ def peak_bytes() -> int:
 
 
 def fill(built: Built, num_rows: int, context: int) -> None:
-    """Serve as many requests at once, each of `context` tokens in the end."""
+    """Serve `num_rows` requests at once, each of `context` tokens at its end."""
     engine, random = built.engine, np.random.default_rng(0)
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
     for index in range(num_rows):
@@ -90,4 +89,4 @@ def _print(built: Built, libraries: int, loaded: int, tokens: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(told(main))
+    sys.exit(exit_status(main))

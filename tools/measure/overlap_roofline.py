@@ -1,8 +1,9 @@
-"""Published gains of batch-parallel drafting, from stated hardware: `python -m tools.measure.overlap_roofline`.
+"""Predict published gains of overlapped drafting from hardware data: `python -m tools.measure.overlap_roofline`.
 
-MineDraft (arXiv 2603.18016) reports its throughput against serial speculation at half the requests in flight and
-one device less. One constant is not stated by any hardware, the host's time for a launch; it is fitted on one pair
-and the other pairs are predicted. The same prices then say what is left at equal requests and equal devices.
+MineDraft (arXiv 2603.18016) reports its throughput against serial speculation, which has half the requests in
+flight and one device less. One constant is in no data sheet, the host time of a kernel launch: it is fitted on one
+pair of models, and the other pairs are predicted. The same costs then give the gain at equal requests and equal
+devices.
 """
 
 from __future__ import annotations
@@ -17,33 +18,33 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from paceline.bench.told import told
 from paceline.serve.terminal.output_files import check_picture
 from paceline.sim.roofline import Hardware, ModelPair, ModelSizes, fit
+from tools.entry import exit_status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 TARGET = ModelSizes(64, 5120, 25600, 64, 8)  # Qwen3-32B
-DRAFTERS = {  # Qwen3, and the gain over serial speculation that was reported
+DRAFTERS = {  # Qwen3 sizes, and the reported gain over serial speculation
     "0.6B": (ModelSizes(28, 1024, 3072, 16, 8), 0.7032),
     "1.7B": (ModelSizes(28, 2048, 6144, 16, 8), 0.7568),
     "4B": (ModelSizes(36, 2560, 9728, 32, 8), 0.6564),
 }
 FITTED = "0.6B"
-L40S = Hardware(bytes_per_s=864e9, operations_per_s=362e12)  # as its maker states, 16 bit without sparsity
+L40S = Hardware(bytes_per_s=864e9, operations_per_s=362e12)  # data sheet, 16 bit without sparsity
 ROWS, KS = 16, range(1, 6)
-MOST_LAUNCH_S = 40e-6
+MAX_LAUNCH_S = 40e-6
 
 
 def pair_of(drafter: str, launch_s: float, host_s: float = 0.0) -> ModelPair:
-    """Return a pair on four devices and one, both eager."""
+    """Return a target on four devices and a drafter on one, both without graphs."""
     eager = replace(L40S, launch_s=launch_s)
     return ModelPair(TARGET, replace(eager, num_devices=4), DRAFTERS[drafter][0], eager, host_s)
 
 
 def gain(pair: ModelPair, k: int, rows: int = ROWS) -> float:
-    """Return the paper's figure: turns with twice the requests in flight, against serial, less one."""
+    """Return the paper's figure. The gain of overlap with twice the requests in flight over serial speculation."""
     verify_s, draft_s = pair.verify_s(rows, k), pair.draft_s(rows, k)
     return (verify_s + draft_s) / max(verify_s, draft_s) - 1
 
@@ -61,13 +62,13 @@ def deepest(pair: ModelPair) -> float:
 def fitted_launch_s(rule: Callable[[ModelPair], float], host_s: float = 0.0) -> float:
     """Return the time of a launch at which the fitted pair gains what was reported."""
     reported = DRAFTERS[FITTED][1]
-    return fit(lambda launch_s: rule(pair_of(FITTED, launch_s, host_s)) - reported, MOST_LAUNCH_S)
+    return fit(lambda launch_s: rule(pair_of(FITTED, launch_s, host_s)) - reported, MAX_LAUNCH_S)
 
 
 def equal_terms(pair: ModelPair, k: int, in_flight: int = 2 * ROWS) -> float:
-    """Return tokens per second in turns against serial, less one, at equal requests in flight and equal devices.
+    """Return the gain of overlap at equal requests in flight and equal devices.
 
-    The serial target has the drafter's device too, as if its work could be shared out evenly.
+    The serial target has the drafter's device too, as if its work split evenly over one more.
     """
     own, half = pair.target_on, in_flight // 2
     wider = replace(pair, target_on=replace(own, num_devices=own.num_devices + pair.drafter_on.num_devices))
@@ -76,12 +77,12 @@ def equal_terms(pair: ModelPair, k: int, in_flight: int = 2 * ROWS) -> float:
 
 
 def captured(pair: ModelPair) -> ModelPair:
-    """Return a pair whose drafter is captured once and replayed."""
+    """Return a pair whose drafter replays a captured graph."""
     return replace(pair, drafter_on=replace(pair.drafter_on, launch_s=0.0))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Fit, predict and print; with `--plot`, draw how much the constants matter."""
+    """Fit, predict and print; with `--plot`, draw predictions over both constants."""
     parser = ArgumentParser(
         prog="python -m tools.measure.overlap_roofline", description=(__doc__ or "").split("\n")[0]
     )
@@ -97,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = rule(pair_of(drafter, launch_s))
             table.add_row(drafter, f"{reported:+.1%}", f"{found:+.1%}", f"{100 * (found - reported):+.1f} points")
         console.print(table)
-    table = Table("drafter", *(f"k = {k}" for k in KS), title="equal requests (32) and devices (5), in turns")
+    table = Table("drafter", *(f"k = {k}" for k in KS), title="overlap at equal requests (32) and devices (5)")
     for drafter in DRAFTERS:
         pair = pair_of(drafter, fitted_launch_s(best))
         for how, one in ((f"{drafter} eager", pair), (f"{drafter} captured", captured(pair))):
@@ -129,4 +130,4 @@ def _plot(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(told(main))
+    sys.exit(exit_status(main))

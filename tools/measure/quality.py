@@ -1,8 +1,7 @@
-"""What rounding costs: `python -m tools.measure.quality --prompts FILE.jsonl`.
+"""Measure the quality loss of weight and KV types: `python -m tools.measure.quality [--prompts FILE.jsonl]`.
 
-Answers are written greedily in float32; then every type of weights and KV reads the same texts, and its
-distributions are compared with those of the float32 reference. Perplexity is that of the longest prompts: natural
-text.
+Answers are written greedily in float32. Then each type reads the same texts, and its distributions are compared
+with those of the float32 reference. Perplexity is measured on the longest prompts, which are natural text.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from paceline.backend.packed import Packed
 from paceline.backend.registry import BACKENDS
-from paceline.bench.prompts import read_prompts, spread
-from paceline.bench.run import questions
-from paceline.bench.told import told
+from paceline.backend.seam import Packed, PassRequest
+from paceline.bench.interleave import make_questions
+from paceline.bench.prompt_file import read_prompts, spread
 from paceline.core.nouns import PAGE_TOKENS, SamplingSpec
 from paceline.core.params import SamplingParams
 from paceline.model.weights import load_model, load_template, load_tokenizer
 from paceline.serve.prompts import Prompts
+from tools.entry import add_prompts, exit_status
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,8 +35,8 @@ if TYPE_CHECKING:
     from paceline.backend.seam import Decoder
     from paceline.model.weights import LoadedModel
 
-NUM_TEXTS, TEXT_TOKENS = 8, 512  # whose perplexity is measured
-TYPES = (
+NUM_TEXTS, TEXT_TOKENS = 8, 512  # number and length of the texts for perplexity
+TYPES = (  # (weights, KV)
     ("f32", "f32"),
     ("f32", "f16"),
     ("f32", "i16"),
@@ -53,14 +52,14 @@ _READ = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True, slots=True)
 class QualityText:
-    """Token ids, of which the last `num_judged` are compared."""
+    """Token ids of a text; its last `num_judged` tokens are compared."""
 
     token_ids: tuple[int, ...]
     num_judged: int
 
 
 def log_probs(decoder: Decoder, text: QualityText) -> NDArray[float64]:
-    """Return the log-probabilities [num_judged, vocab] of what follows each judged token's predecessor."""
+    """Return the log-probabilities [num_judged, vocab] float64 that predict the judged tokens."""
     length = len(text.token_ids) - 1
     places = np.arange(length)
     num_pages = -(-length // PAGE_TOKENS)
@@ -72,7 +71,8 @@ def log_probs(decoder: Decoder, text: QualityText) -> NDArray[float64]:
         pages=np.arange(num_pages)[None],
         wanted=places[-text.num_judged :],
     )
-    chosen = decoder.run(packed, decoder.new_kv(num_pages), [SamplingSpec("logits", _READ)] * text.num_judged)
+    specs = [SamplingSpec("logits", _READ)] * text.num_judged
+    chosen = decoder.launch(PassRequest(packed, decoder.new_kv(num_pages), specs)).wait()
     assert chosen.logits is not None
     wide = chosen.logits.astype(np.float64)
     wide -= wide.max(axis=1, keepdims=True)
@@ -80,7 +80,7 @@ def log_probs(decoder: Decoder, text: QualityText) -> NDArray[float64]:
 
 
 def write_greedily(decoder: Decoder, prompt: Sequence[int], num_tokens: int) -> QualityText:
-    """Return a prompt with the decoder's own answer."""
+    """Return a prompt with the decoder's greedy answer."""
     ids, num_pages = list(prompt), -(-(len(prompt) + num_tokens) // PAGE_TOKENS)
     kv, done = decoder.new_kv(num_pages), 0
     for _ in range(num_tokens):
@@ -94,18 +94,19 @@ def write_greedily(decoder: Decoder, prompt: Sequence[int], num_tokens: int) -> 
             wanted=np.array([len(places) - 1]),
         )
         done = len(ids)
-        ids.append(int(decoder.run(packed, kv, [SamplingSpec("argmax", _READ)]).token_ids[0]))
+        request = PassRequest(packed, kv, [SamplingSpec("argmax", _READ)])
+        ids.append(int(decoder.launch(request).wait().token_ids[0]))
     return QualityText(tuple(ids), num_tokens)
 
 
 def load(model: LoadedModel, backend: str, weights: str, kv: str, threads: int | None) -> Decoder:
-    """Make a decoder of some types."""
+    """Return a decoder with these types of weights and KV."""
     return BACKENDS[backend].load()(model.config, model.weights, weights, kv, threads)
 
 
 @dataclass(frozen=True, slots=True)
 class QualityFigures:
-    """One type against the float32 reference."""
+    """Figures of one type against the float32 reference."""
 
     kl: float  # mean over judged positions, nats
     top1: float  # share of positions with the same most likely token
@@ -118,7 +119,7 @@ def measure(
     answers: Sequence[QualityText],
     texts: Sequence[QualityText],
 ) -> QualityFigures:
-    """Compare a decoder with what the reference said of the answers, and take its perplexity of the texts."""
+    """Compare a decoder with the reference's log-probabilities, and take its perplexity of the texts."""
     divergences, same = [], []
     for answer, wanted in zip(answers, expected, strict=True):
         got = log_probs(decoder, answer)
@@ -138,7 +139,7 @@ def measure(
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure every type and print a table."""
     parser = ArgumentParser(prog="python -m tools.measure.quality", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--prompts", required=True, metavar="FILE.jsonl")
+    add_prompts(parser)
     parser.add_argument("--model", default="default")
     parser.add_argument("--limit", type=int, default=20, metavar="N", help="prompts answered")
     parser.add_argument("--max-tokens", type=int, default=64, metavar="M", help="tokens of each answer")
@@ -147,9 +148,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = load_model(args.model)
     tokenizer, prompts = load_tokenizer(model), read_prompts(args.prompts)
     exact = load(model, "native", "f32", "f32", args.threads)
-    rules = Prompts(tokenizer, load_template(model), model.config.max_context)
+    encode = Prompts(tokenizer, load_template(model), model.config.max_context)
     greedy = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
-    asked = [q.request.prompt_ids for q in questions(spread(prompts, args.limit), rules, greedy, 0)]
+    asked = [q.request.prompt_ids for q in make_questions(spread(prompts, args.limit), encode, greedy, 0)]
     bar = Console(stderr=True)
     answers = [write_greedily(exact, ids, args.max_tokens) for ids in track(asked, "writing", console=bar)]
     longest = sorted(prompts, key=lambda p: len(p.text))[-NUM_TEXTS:]
@@ -167,4 +168,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(told(main))
+    sys.exit(exit_status(main))

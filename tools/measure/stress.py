@@ -1,9 +1,9 @@
-"""Do bad clients slow good ones? `python -m tools.measure.stress --url U --prompts FILE.jsonl`.
+"""Measure how bad clients slow good ones: `python -m tools.measure.stress --url U [--prompts FILE.jsonl]`.
 
-Good clients stream answers all the time. Beside them as many others take turns, phase by phase, at being calm and
-being a storm: calm ones read their few tokens to the end, stormy ones ask for many, go away after as few, and then
-send a body of 10 MB. What the engine computes for the others is the same in both; the p99 of good clients' TPOT
-shows the rest.
+Good clients stream answers all the time. Beside them run as many others, in alternating phases. Calm ones read a
+few tokens to the end. Stormy ones ask for many tokens, disconnect after a few, and send a body of 10 MB. The
+engine computes the same for the others in both phases, so the p99 TPOT of good clients shows the cost of their
+behaviour.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from rich.progress import track
 from rich.table import Table
 
 from paceline.bench.load import Server, drive, server
-from paceline.bench.prompts import Prompt, read_prompts
+from paceline.bench.prompt_file import Prompt, read_prompts
 from paceline.bench.statistics import percentile
-from paceline.bench.told import told
+from tools.entry import add_prompts, exit_status
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,14 +40,14 @@ def calm(target: Server, prompt: Prompt) -> None:
 
 
 def stormy(target: Server, prompt: Prompt) -> None:
-    """Ask for many tokens, go away after a few, and send far too much."""
+    """Ask for many tokens, disconnect after a few, send a body that is too large."""
     _stream(target, prompt, max_tokens=512, num_lines=2 * FEW_TOKENS)
     connection = target.connect()
     try:
         connection.request("POST", target.path("/v1/chat/completions"), BIG_BODY, target.headers())
         connection.getresponse().read()
     except (OSError, HTTPException):
-        pass  # refused while we were still sending: as it should be
+        pass  # the server refuses it while it is still being sent, as it should
     finally:
         connection.close()
 
@@ -69,7 +69,7 @@ BEHAVIOURS = {"calm": calm, "storm": stormy}
 
 
 def phase(target: Server, prompts: Sequence[Prompt], behaviour: str, clients: int) -> list[float]:
-    """Return the TPOT of every good answer, in ms, while others behave as named."""
+    """Return the TPOT of every good answer in ms, beside clients of a behaviour."""
     over, others = Event(), cycle(prompts)
 
     def misbehave() -> None:
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print a table."""
     parser = ArgumentParser(prog="python -m tools.measure.stress", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--url", required=True)
-    parser.add_argument("--prompts", required=True, metavar="FILE.jsonl")
+    add_prompts(parser)
     parser.add_argument("--limit", type=int, default=24, metavar="N", help="good answers in each phase")
     parser.add_argument("--clients", type=int, default=4, metavar="C", help="good clients, and as many others")
     parser.add_argument("--phases", type=int, default=3, metavar="P", help="calm and stormy phases of each kind")
@@ -109,4 +109,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(told(main))
+    sys.exit(exit_status(main))

@@ -1,5 +1,5 @@
-"""Paceline beside other engines, measured in turns in one run: `scripts/compare-peers`.
+"""Paceline beside other engines, interleaved in one run: `scripts/compare-peers`.
 
-Each row of the table is a worker process of its own, in the environment of its engine, that speaks JSON lines
-(`protocol`). One driver (`compare`) lets them compute one at a time; whoever is not asked is stopped by a signal.
+Each row of the table is a worker process in the environment of its engine; it answers JSON lines (`protocol`). One
+driver (`compare`) lets one worker compute at a time and stops all others by a signal.
 """

@@ -1,8 +1,8 @@
-"""A head trained here, run by Paceline and by vLLM's build for CPUs: what each keeps of its drafts.
+"""Compare the acceptance of a head in Paceline and in vLLM's build for CPUs.
 
-`python -m tools.peers.acceptance --prompts FILE.jsonl --draft eagle3:k=4`. Both decode in float32,
-greedily, the end of text ignored, a prompt at a time. Both get the same copy of the head, its weights in float32,
-and without what only Paceline knows: a relay, a request's own tokens.
+`python -m tools.peers.acceptance --draft eagle3:k=4 [--prompts FILE.jsonl]`. Both decode greedily in float32, one
+prompt at a time, and ignore the end of text. Both get the same copy of the head in float32, without the parts that
+only Paceline knows: the relay and the request's own tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.backend.seam import num_cores
 from paceline.bench.report import write_json
-from paceline.bench.told import told
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import PAGE_TOKENS
 from paceline.core.system import commit, machine
@@ -28,10 +27,11 @@ from paceline.engine.assembly.config import MAX_THREADS
 from paceline.model.weights import load_model
 from paceline.serve.terminal.display import progress, say, table
 from paceline.serve.terminal.output_files import check_file
+from tools.entry import add_prompts, exit_status
 from tools.peers.install import install, preloads, python_of
 from tools.peers.prepare import chat_prompts, unquantized, unquantized_head
 from tools.peers.protocol import PeerSetting
-from tools.peers.remote import Remote
+from tools.peers.remote import PeerProcess
 from tools.peers.rows import PACELINE, VLLM
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from tools.peers.rows import PeerEngine
 
 Head = Eagle3Config | PEagleConfig
-SPECULATION: dict[type[Head], dict[str, Any]] = {  # what vLLM calls the heads that can be trained here
+SPECULATION: dict[type[Head], dict[str, Any]] = {  # vLLM's options for the heads that can be trained here
     Eagle3Config: {"method": "eagle3"},
     PEagleConfig: {"method": "eagle3", "parallel_drafting": True},
 }
@@ -50,52 +50,52 @@ _BOUNDS = {"limit": (1, 480), "new_tokens": (3, 4096), "threads": (1, MAX_THREAD
 
 
 @dataclass(slots=True, eq=False)
-class Kept:
-    """What one engine wrote, and how many tokens came from each pass."""
+class PeerAcceptance:
+    """Answers of one engine, and the tokens that each pass kept."""
 
     name: str
     token_ids: list[list[int]] = field(default_factory=list)  # [prompt][token]
-    passes: list[list[int]] = field(default_factory=list)  # [prompt][pass] tokens, see `whole_passes`
+    passes: list[list[int]] = field(default_factory=list)  # [prompt][pass] number of tokens, see `whole_passes`
 
     def add(self, answer: dict[str, Any]) -> None:
-        """Take in a worker's answer about one prompt."""
+        """Add a worker's answer to one prompt."""
         self.token_ids += answer["token_ids"]
         self.passes.append(whole_passes(answer["arrivals"][0]))
 
     @property
     def num_passes(self) -> int:
-        """Of all prompts."""
+        """Number of passes over all prompts."""
         return sum(map(len, self.passes))
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens of a pass, the target's own included. Raises `ConfigError` if answers were too short to tell."""
+        """Mean tokens of a pass, the target's own included. Raises `ConfigError` if the answers are too short."""
         if not self.num_passes:
             raise ConfigError("--new-tokens: every answer was over after its first pass; ask for more")
         return sum(map(sum, self.passes)) / self.num_passes
 
     def per_position(self, num_drafts: int) -> list[float]:
-        """Return for each position of a draft the share of passes that kept it."""
+        """Return the share of passes that kept a draft at each position."""
         sizes = list(chain.from_iterable(self.passes))
         return [sum(size > position for size in sizes) / len(sizes) for position in range(1, num_drafts + 1)]
 
 
 def whole_passes(arrivals: Sequence[float]) -> list[int]:
-    """Return how many tokens each pass gave, but for the prefill and the last, which the answer's end may cut.
+    """Return the tokens of each pass. The prefill is left out, and the last pass, which may be cut.
 
-    arrivals: [num_tokens] times; tokens of one pass came at the same time.
+    arrivals: [num_tokens] times in seconds; tokens of one pass have the same time.
     """
     return [len(list(same)) for _, same in groupby(arrivals)][1:-1]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Install, prepare, ask both, print."""
-    return told(lambda: _compare(_arguments(argv)))
+    return exit_status(lambda: _compare(_arguments(argv)))
 
 
 def _arguments(argv: Sequence[str] | None) -> Namespace:
     parser = ArgumentParser(prog="acceptance", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--prompts", required=True, metavar="FILE.jsonl")
+    add_prompts(parser)
     parser.add_argument(
         "--draft", default="eagle3", metavar="SPEC", help="a head, such as peagle:model=FOLDER,k=6"
     )
@@ -139,7 +139,7 @@ def _check(args: Namespace) -> Head:
 
 def _ask(
     args: Namespace, head: Head, model: LoadedModel, engines: Path, prompts: Sequence[list[int]]
-) -> tuple[Kept, Kept]:
+) -> tuple[PeerAcceptance, PeerAcceptance]:
     """Ask both engines every prompt; only one of them computes at a time."""
     work = engines / "work" / model.path.stem
     work.mkdir(parents=True, exist_ok=True)
@@ -152,27 +152,27 @@ def _ask(
     here = {"setting": settings[0], "weights": "f32", "kv": "f32", "draft": same}
     speculation = SPECULATION[type(head)] | drafts
     there = {"setting": settings[1], "dtype": "float32", "eager": True, "speculation": speculation}
-    both = Kept(PACELINE.name), Kept(VLLM.name)
-    with ExitStack() as stack, progress(args.draft) as tell:
+    both = PeerAcceptance(PACELINE.name), PeerAcceptance(VLLM.name)
+    with ExitStack() as stack, progress(args.draft) as update:
         workers = [
             stack.enter_context(_worker(PACELINE, "ours", here, engines, work)),
             stack.enter_context(_worker(VLLM, "vllm_cpu", there, engines, work)),
         ]
         for done, ids in enumerate(prompts):
-            tell(done, len(prompts))
-            for kept, worker in zip(both, workers, strict=True):
-                kept.add(worker.ask({"do": "decode", "prompts": [ids], "num_tokens": args.new_tokens}))
+            update(done, len(prompts))
+            for found, worker in zip(both, workers, strict=True):
+                found.add(worker.ask({"do": "decode", "prompts": [ids], "num_tokens": args.new_tokens}))
     return both
 
 
-def _worker(engine: PeerEngine, module: str, options: dict[str, Any], engines: Path, work: Path) -> Remote:
+def _worker(engine: PeerEngine, module: str, options: dict[str, Any], engines: Path, work: Path) -> PeerProcess:
     command = [python_of(engine, engines), "-m", "tools.peers.worker", module, json.dumps(options)]
     log = work / f"acceptance-{engine.name}.log"
-    return Remote(command, log, options["setting"]["threads"], preloads(engine, engines))
+    return PeerProcess(command, log, options["setting"]["threads"], preloads(engine, engines))
 
 
-def document(ours: Kept, theirs: Kept, num_drafts: int) -> dict[str, Any]:
-    """Return what `--json` writes, the command and the machine apart."""
+def document(ours: PeerAcceptance, theirs: PeerAcceptance, num_drafts: int) -> dict[str, Any]:
+    """Return the figures of the `--json` file."""
     pairs = list(zip(ours.token_ids, theirs.token_ids, strict=True))
     same_passes = sum(a == b for a, b in zip(ours.passes, theirs.passes, strict=True))
     return {
@@ -181,12 +181,12 @@ def document(ours: Kept, theirs: Kept, num_drafts: int) -> dict[str, Any]:
         "same_passes": same_passes,
         "ratio": theirs.acceptance_length / ours.acceptance_length,
         "engines": {
-            kept.name: {
-                "passes": kept.num_passes,
-                "acceptance_length": kept.acceptance_length,
-                "kept_per_position": kept.per_position(num_drafts),
+            side.name: {
+                "passes": side.num_passes,
+                "acceptance_length": side.acceptance_length,
+                "kept_per_position": side.per_position(num_drafts),
             }
-            for kept in (ours, theirs)
+            for side in (ours, theirs)
         },
     }
 

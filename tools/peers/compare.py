@@ -1,10 +1,9 @@
-"""Paceline beside other engines, measured in turns in one run: greedy, end of text ignored.
+"""Measure Paceline beside other engines, interleaved in one run: greedy, the end of text ignored.
 
-Speculation is off everywhere; with --speculate each engine also decodes with what speculation it has.
-
-`python -m tools.peers.compare --prompts FILE.jsonl`, or `scripts/compare-peers` with the same flags.
-Installs the other engines on first use, each in an environment of its own; one that does not install or fails is
-reported and the others go on.
+`python -m tools.peers.compare [--prompts FILE.jsonl]`, or `scripts/compare-peers` with the same flags. Speculation
+is off; with --speculate each engine also decodes with its own kinds of speculation. The other engines are
+installed on first use, each in its own environment. An engine that cannot be installed or fails is reported; the
+others go on.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.backend.seam import num_cores
 from paceline.bench.report import write_json
-from paceline.bench.told import told
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.nouns import PAGE_TOKENS
 from paceline.core.system import commit, machine
@@ -28,13 +26,14 @@ from paceline.engine.assembly.config import MAX_ROWS, MAX_THREADS
 from paceline.model.weights import load_model
 from paceline.serve.terminal.display import progress, say
 from paceline.serve.terminal.output_files import check_file
+from tools.entry import add_prompts, exit_status
 from tools.peers.install import install, preloads, python_of
 from tools.peers.prepare import chat_prompts, judged_texts, prompts_of, requantized, unquantized
 from tools.peers.protocol import PeerSetting
-from tools.peers.remote import PeerFailed, Remote
+from tools.peers.remote import PeerFailed, PeerProcess
 from tools.peers.rows import AS_IS, DECODING, LLAMA_CPP, REQUANTIZED, UNQUANTIZED, PeerWorkload, workloads
 from tools.peers.speculation import DRAFT_MODEL, SPECULATION, draft_gguf
-from tools.peers.table import Measured, document, print_tables
+from tools.peers.table import MeasuredRow, document, print_tables
 from tools.peers.timing import rate
 
 if TYPE_CHECKING:
@@ -42,11 +41,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from paceline.model.weights import LoadedModel
-    from tools.peers.rows import Row, Study
+    from tools.peers.rows import PeerRow, PeerStudy
 
-    Turns = Mapping[str, Sequence[list[list[int]]]]  # by workload, the prompts of each turn
+    RunPrompts = Mapping[str, Sequence[list[list[int]]]]  # by workload, the prompts of each run
 
-WARM_TOKENS = 32  # of each prompt, where there are several
+WARM_UP_TOKENS = 32  # of each prompt of a batch during warm-up
 _BOUNDS = {
     "repeat": (1, 1000),
     "speculate": (1, 480),
@@ -60,10 +59,10 @@ _BOUNDS = {
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Comparison:
-    """What is to be measured, and where things lie."""
+class PeerComparison:
+    """Settings of a comparison."""
 
-    study: Study
+    study: PeerStudy
     model: LoadedModel
     work: Path
     engines: Path
@@ -71,7 +70,7 @@ class Comparison:
     workloads: Sequence[PeerWorkload]
 
     def setting(self, file: Path) -> PeerSetting:
-        """Return what a worker is loaded with."""
+        """Return the setting that a worker is loaded with."""
         w = self.workloads
         return PeerSetting(
             file=str(file),
@@ -84,12 +83,12 @@ class Comparison:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Install, prepare, measure, print."""
-    return told(lambda: _compare(_arguments(argv)))
+    return exit_status(lambda: _compare(_arguments(argv)))
 
 
 def _arguments(argv: Sequence[str] | None) -> Namespace:
     parser = ArgumentParser(prog="compare-peers", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--prompts", metavar="FILE.jsonl", help="needed but for --install-only")
+    add_prompts(parser)
     parser.add_argument("--model", default="default", help="the default model or a .gguf file")
     parser.add_argument("--rows", default="", metavar="WORDS", help="only rows whose names hold one of these, a,b")
     parser.add_argument(
@@ -99,7 +98,7 @@ def _arguments(argv: Sequence[str] | None) -> Namespace:
         help="with speculation, on N whole prompts of the file, one at a time",
     )
     parser.add_argument("--batches", default="1,16,64", metavar="N,N")
-    parser.add_argument("--repeat", type=int, default=3, metavar="R", help="turns; of short workloads 3 R")
+    parser.add_argument("--repeat", type=int, default=3, metavar="R", help="runs; of short workloads 3 R")
     parser.add_argument("--prompt-tokens", type=int, default=128, metavar="N")
     parser.add_argument("--new-tokens", type=int, default=128, metavar="N")
     parser.add_argument("--prefill-tokens", type=int, default=512, metavar="N")
@@ -112,8 +111,6 @@ def _arguments(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--install-only", action="store_true", help="install the other engines and stop")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(argv)
-    if not (args.prompts or args.install_only):
-        parser.error("--prompts FILE.jsonl: what to ask; --install-only does without")
     args.command = " ".join(["python -m tools.peers.compare", *(sys.argv[1:] if argv is None else argv)])
     return args
 
@@ -122,7 +119,7 @@ def _compare(args: Namespace) -> int:
     _check(args)
     words = [w for w in args.rows.lower().split(",") if w]
     study = DECODING if args.speculate is None else SPECULATION
-    rows = [Measured(r) for r in study.rows if not words or any(w in r.name.lower() for w in words)]
+    rows = [MeasuredRow(r) for r in study.rows if not words or any(w in r.name.lower() for w in words)]
     if not rows:
         names = [r.name for r in study.rows]
         raise ConfigError(f"--rows: no row's name holds one of {args.rows!r}; rows: {names}")
@@ -133,16 +130,16 @@ def _compare(args: Namespace) -> int:
         _print_failures(rows)
         return 0
     model = load_model(args.model)
-    work, turns = _work(args, model)
-    c = Comparison(study, model, engines / "work" / model.path.stem, engines, args.threads, work)
+    work, prompts = _work(args, model)
+    c = PeerComparison(study, model, engines / "work" / model.path.stem, engines, args.threads, work)
     c.work.mkdir(parents=True, exist_ok=True)
     start = time.time()
     with ExitStack() as stack:
         workers = _start(c, rows, stack)
-        _warm_up(c, rows, workers, turns)
+        _warm_up(c, rows, workers, prompts)
         if args.quality_prompts and args.speculate is None:
             _judge(c, rows, workers, args)
-        _measure(c, rows, workers, turns, args.repeat)
+        _measure(c, rows, workers, prompts, args.repeat)
     print_tables(study, rows, c.workloads)
     if args.json:
         head = {
@@ -163,8 +160,8 @@ def _check(args: Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} must be between {low} and {high}")
 
 
-def _work(args: Namespace, model: LoadedModel) -> tuple[list[PeerWorkload], Turns]:
-    """Return what is measured, and the prompts of each turn."""
+def _work(args: Namespace, model: LoadedModel) -> tuple[list[PeerWorkload], RunPrompts]:
+    """Return the workloads, and the prompts of each of their runs."""
     if args.speculate is None:
         found = _workloads(args)
         return found, prompts_of(model, args.prompts, found, args.repeat)
@@ -181,7 +178,7 @@ def _workloads(args: Namespace) -> list[PeerWorkload]:
     raise ConfigError(f"--batches must be numbers between 1 and {MAX_ROWS}, such as 1,16,64")
 
 
-def _install(rows: Sequence[Measured], folder: Path) -> None:
+def _install(rows: Sequence[MeasuredRow], folder: Path) -> None:
     needed = [m.row.engine for m in rows] + [LLAMA_CPP for m in rows if m.row.form in REQUANTIZED]
     for engine in dict.fromkeys(needed):
         try:
@@ -194,7 +191,7 @@ def _install(rows: Sequence[Measured], folder: Path) -> None:
                     m.error = f"not installed: {error}"
 
 
-def _print_failures(rows: Sequence[Measured]) -> None:
+def _print_failures(rows: Sequence[MeasuredRow]) -> None:
     for m in rows:
         say(f"{m.row.name}: {m.error or 'installed'}")
 
@@ -202,8 +199,8 @@ def _print_failures(rows: Sequence[Measured]) -> None:
 # Workers -----------------------------------------------------------------------------------------
 
 
-def _file(c: Comparison, row: Row) -> Path:
-    """Return the model in the form a row reads, made when it is first wanted."""
+def _file(c: PeerComparison, row: PeerRow) -> Path:
+    """Return the model in the form that a row reads, made on first use."""
     llama = Path(python_of(LLAMA_CPP, c.engines))
     makers: dict[str, Callable[[], Path]] = {
         AS_IS: lambda: c.model.path,
@@ -214,12 +211,12 @@ def _file(c: Comparison, row: Row) -> Path:
     return makers[row.form]()
 
 
-def _start(c: Comparison, rows: Sequence[Measured], stack: ExitStack) -> dict[str, Remote]:
-    """Start all workers, one after the other; those that fail are noted."""
+def _start(c: PeerComparison, rows: Sequence[MeasuredRow], stack: ExitStack) -> dict[str, PeerProcess]:
+    """Start all workers one after another; record those that fail."""
     workers = {}
-    with progress("loading") as tell:
+    with progress("loading") as update:
         for done, m in enumerate(rows):
-            tell(done, len(rows))
+            update(done, len(rows))
             if m.error:
                 continue
             try:
@@ -230,7 +227,7 @@ def _start(c: Comparison, rows: Sequence[Measured], stack: ExitStack) -> dict[st
     return workers
 
 
-def _worker(c: Comparison, row: Row) -> Remote:
+def _worker(c: PeerComparison, row: PeerRow) -> PeerProcess:
     options = {"setting": asdict(c.setting(_file(c, row))), **row.options}
     if DRAFT_MODEL in options:
         options[DRAFT_MODEL] = str(draft_gguf(c.model, c.work))
@@ -242,11 +239,11 @@ def _worker(c: Comparison, row: Row) -> Remote:
         json.dumps(options),
     ]
     name = "".join(ch if ch.isalnum() else "-" for ch in row.name)
-    return Remote(command, c.work / f"{name}.log", c.threads, preloads(row.engine, c.engines))
+    return PeerProcess(command, c.work / f"{name}.log", c.threads, preloads(row.engine, c.engines))
 
 
-def _ask(m: Measured, workers: dict[str, Remote], question: dict[str, Any]) -> dict[str, Any] | None:
-    """Ask a row's worker; one that fails is ended and noted."""
+def _ask(m: MeasuredRow, workers: dict[str, PeerProcess], question: dict[str, Any]) -> dict[str, Any] | None:
+    """Ask a row's worker; end one that fails and record why."""
     worker = workers.get(m.row.name)
     if worker is None:
         return None
@@ -262,47 +259,57 @@ def _decode(prompts: Sequence[Sequence[int]], num_tokens: int) -> dict[str, Any]
     return {"do": "decode", "prompts": prompts, "num_tokens": num_tokens}
 
 
-def _warm_up(c: Comparison, rows: Sequence[Measured], workers: dict[str, Remote], turns: Turns) -> None:
-    """Let every worker see every batch size once."""
-    with progress("warming up") as tell:
+def _warm_up(
+    c: PeerComparison, rows: Sequence[MeasuredRow], workers: dict[str, PeerProcess], prompts: RunPrompts
+) -> None:
+    """Run every batch size once in every worker."""
+    with progress("warming up") as update:
         for done, m in enumerate(rows):
-            tell(done, len(rows))
+            update(done, len(rows))
             for w in c.workloads:
-                length = w.prompt_tokens if w.num_rows == 1 else WARM_TOKENS
-                _ask(m, workers, _decode([ids[:length] for ids in turns[w.name][0]], min(2, w.new_tokens)))
+                length = w.prompt_tokens if w.num_rows == 1 else WARM_UP_TOKENS
+                _ask(m, workers, _decode([ids[:length] for ids in prompts[w.name][0]], min(2, w.new_tokens)))
 
 
-def _judge(c: Comparison, rows: Sequence[Measured], workers: dict[str, Remote], args: Namespace) -> None:
-    with progress("writing texts in float32") as tell:
+def _judge(
+    c: PeerComparison, rows: Sequence[MeasuredRow], workers: dict[str, PeerProcess], args: Namespace
+) -> None:
+    with progress("writing texts in float32") as update:
         judged = judged_texts(
-            c.model, args.prompts, args.quality_prompts, args.quality_tokens, c.work / "expected.npy", tell
+            c.model, args.prompts, args.quality_prompts, args.quality_tokens, c.work / "expected.npy", update
         )
     question = {"do": "quality", "texts": judged.texts, "expected": str(judged.expected)}
-    with progress("quality") as tell:
+    with progress("quality") as update:
         for done, m in enumerate(rows):
-            tell(done, len(rows))
+            update(done, len(rows))
             if answer := _ask(m, workers, question):
                 m.kl, m.top1 = answer["kl"], answer["top1"]
 
 
 def _measure(
-    c: Comparison, rows: Sequence[Measured], workers: dict[str, Remote], turns: Turns, repeat: int
+    c: PeerComparison,
+    rows: Sequence[MeasuredRow],
+    workers: dict[str, PeerProcess],
+    prompts: RunPrompts,
+    repeat: int,
 ) -> None:
-    """Measure in turns; each turn of a workload begins with another row."""
-    total = sum(w.cost * w.num_turns(repeat) for w in c.workloads) * len(rows)
+    """Measure all rows interleaved; each run of a workload begins with another row."""
+    total = sum(w.cost * w.num_runs(repeat) for w in c.workloads) * len(rows)
     done = 0.0
-    with progress("measuring") as tell:
+    with progress("measuring") as update:
         for again in range(repeat):
             for w in c.workloads:
-                for turn in range(again * w.turns_per_repeat, (again + 1) * w.turns_per_repeat):
-                    first = turn % len(rows)
+                for run in range(again * w.runs_per_repeat, (again + 1) * w.runs_per_repeat):
+                    first = run % len(rows)
                     for m in (*rows[first:], *rows[:first]):
-                        _measure_one(m, workers, w, turns[w.name][turn])
+                        _measure_one(m, workers, w, prompts[w.name][run])
                         done += w.cost
-                        tell(int(done), int(total))
+                        update(int(done), int(total))
 
 
-def _measure_one(m: Measured, workers: dict[str, Remote], w: PeerWorkload, prompts: list[list[int]]) -> None:
+def _measure_one(
+    m: MeasuredRow, workers: dict[str, PeerProcess], w: PeerWorkload, prompts: list[list[int]]
+) -> None:
     answer = _ask(m, workers, _decode(prompts, w.new_tokens))
     found = None
     if answer is not None:

@@ -1,4 +1,4 @@
-"""The environments of the engines: made once each, apart from Paceline's own."""
+"""Environments of the other engines, each made once and apart from Paceline's own."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ STAMP = "installed"
 
 
 def python_of(engine: PeerEngine, folder: Path) -> str:
-    """Return the Python an engine's workers run in."""
+    """Return the Python that an engine's workers run in."""
     return str(folder / engine.name / "bin" / "python") if engine.packages else sys.executable
 
 
 def preloads(engine: PeerEngine, folder: Path) -> dict[str, str]:
-    """Return the variable that makes an engine's workers start with the libraries it asks for, those there are."""
+    """Return the environment variable that preloads the existing libraries of an engine."""
     files = [str(f) for f in (folder / engine.name / name for name in engine.preload) if f.is_file()]
     found = [soname for name in engine.preload_found if (soname := find_library(name))]
     return {"LD_PRELOAD": ":".join(files + found)} if files or found else {}
 
 
 def install(engine: PeerEngine, folder: Path) -> None:
-    """Make an engine's environment unless it is there. Raises `ConfigError` with the last line pip said."""
+    """Make an engine's environment unless it exists. Raises `ConfigError` with pip's last error line."""
     stamp = folder / engine.name / STAMP
     if not engine.packages or (stamp.is_file() and stamp.read_text(encoding="utf-8") == _stamp(engine)):
         return
@@ -59,7 +59,7 @@ def _stamp(engine: PeerEngine) -> str:
 
 
 def requirements(requires: Sequence[str], without: frozenset[str]) -> list[str]:
-    """Return a package's requirements that apply here, without extras and without some names."""
+    """Return the requirements that apply here, without extras and without the names in `without`."""
     found = []
     for text in requires:
         r = Requirement(text)

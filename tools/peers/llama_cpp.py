@@ -1,4 +1,4 @@
-"""llama.cpp through its C interface: all rows are sequences of one context, one batch per step."""
+"""Adapter of llama.cpp through its C interface. Rows are sequences of one context, one batch per step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tools.peers.llama_cpp_drafts import PeerLookup, SecondModel
+from tools.peers.llama_cpp_drafts import PeerDraftModel, PeerLookup
 from tools.peers.protocol import PeerAnswers, PeerSetting, Recorder
 
 if TYPE_CHECKING:
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
     from tools.peers.llama_cpp_drafts import PeerDrafts
 
-    Token = tuple[int, int, int, bool]  # id, position, row, whether its logits are wanted
+    Token = tuple[int, int, int, bool]  # id, position, row, logits wanted
 
-BATCH_TOKENS = 2048  # handed over at once; it cuts them into passes of its own default size
+BATCH_TOKENS = 2048  # per call; llama.cpp cuts them into passes of its own default size
 FLASH = {False: 0, True: 1}  # llama_flash_attn_type
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LlamaCpp:
-    """A loaded model. Each question gets a context of its own, made before the clock starts."""
+    """A loaded model. Each question gets its own context, made before the clock starts."""
 
     lib: Any  # the module of ctypes bindings
     model: Any
@@ -39,7 +39,7 @@ class LlamaCpp:
     drafts: PeerDrafts | None = None
 
     def describe(self) -> str:
-        """Return the bindings' version and the instructions that llama.cpp was built for."""
+        """Return the version of the bindings and the instruction sets of the build."""
         info: bytes = self.lib.llama_print_system_info()
         return f"llama-cpp-python {version('llama-cpp-python')}: {info.decode()}"
 
@@ -60,15 +60,15 @@ class LlamaCpp:
         return recorder.answers()
 
     def logits(self, token_ids: Sequence[int], num_judged: int) -> NDArray[float32]:
-        """Return the logits that predict a text's last tokens."""
+        """Return the logits [num_judged, vocab] that predict a text's last tokens."""
         first = len(token_ids) - 1 - num_judged
         tokens = [(t, place, 0, place >= first) for place, t in enumerate(token_ids[:-1])]
         with self.context(1, len(token_ids)) as (context, batch):
             return np.concatenate([self._run(context, batch, part)[1].copy() for part in _parts(tokens)])
 
     def _speculate(self, drafts: PeerDrafts, prompt: Sequence[int], num_tokens: int) -> PeerAnswers:
-        """Continue one prompt: a pass over the newest token and its drafts, of which those it agrees with stay."""
-        length, text = len(prompt) + num_tokens + drafts.most, list(prompt)
+        """Continue one prompt. Each pass scores the newest token and its drafts and keeps those that agree."""
+        length, text = len(prompt) + num_tokens + drafts.max_drafts, list(prompt)
         with self.context(1, length) as (context, batch), drafts.open(length) as draft:
             recorder = Recorder(1)
             logits = self.extend(context, batch, prompt, 0, 1)
@@ -88,20 +88,20 @@ class LlamaCpp:
                 logits = self.extend(context, batch, [text[-1], *proposed], len(text) - 1, 1 + len(proposed))
 
     def forget(self, context: Any, length: int) -> None:
-        """Drop what a context of one row knows beyond its first tokens."""
+        """Drop the KV of a one-row context beyond `length` tokens."""
         self.lib.llama_memory_seq_rm(self.lib.llama_get_memory(context), 0, length, -1)
 
     def extend(
         self, context: Any, batch: Any, ids: Sequence[int], start: int, num_wanted: int
     ) -> NDArray[float32]:
-        """Run tokens of one row from a place on; return the logits [num_wanted, vocab] behind the last ones."""
+        """Run tokens of one row from a position on. Return the logits [num_wanted, vocab] of the last ones."""
         first = len(ids) - num_wanted
         tokens = [(t, start + i, 0, i >= first) for i, t in enumerate(ids)]
         return [self._run(context, batch, part)[1] for part in _parts(tokens)][-1]
 
     @contextmanager
     def context(self, num_rows: int, length: int) -> Iterator[tuple[Any, Any]]:
-        """Make a context and a batch for so many rows."""
+        """Make a context and a batch for `num_rows` rows of `length` tokens."""
         lib = self.lib
         params = lib.llama_context_default_params()
         params.n_ctx, params.n_seq_max = num_rows * (-(-length // 256) * 256), num_rows
@@ -120,7 +120,7 @@ class LlamaCpp:
             lib.llama_free(context)
 
     def _choose(self, context: Any, batch: Any, tokens: Sequence[Token], recorder: Recorder) -> dict[int, int]:
-        """Run tokens and return the likeliest next one of each row whose logits were wanted."""
+        """Run tokens; return the likeliest next token of each row whose logits were wanted."""
         rows, logits = self._run(context, batch, tokens)
         chosen = dict(zip(rows, logits.argmax(axis=1).tolist(), strict=True))
         for row, token_id in chosen.items():
@@ -128,7 +128,7 @@ class LlamaCpp:
         return chosen
 
     def _run(self, context: Any, batch: Any, tokens: Sequence[Token]) -> tuple[list[int], NDArray[float32]]:
-        """Run tokens; return the rows whose logits were wanted, and those [len(rows), vocab], valid for now."""
+        """Run tokens; return the rows with logits, and these logits, valid until the next call."""
         batch.n_tokens = len(tokens)
         for i, (token_id, place, row, wanted) in enumerate(tokens):
             batch.token[i], batch.pos[i], batch.logits[i] = token_id, place, wanted
@@ -150,13 +150,15 @@ def _parts(tokens: Sequence[Token]) -> Iterator[Sequence[Token]]:
         yield tokens[start : start + BATCH_TOKENS]
 
 
-def load(setting: PeerSetting, flash: bool, lookup: int = 0, draft_model: str = "", most: int = 16) -> LlamaCpp:
-    """Load a GGUF file. lookup: drafts of its prompt lookup. draft_model: the file of a second model."""
+def load(
+    setting: PeerSetting, flash: bool, lookup: int = 0, draft_model: str = "", max_drafts: int = 16
+) -> LlamaCpp:
+    """Load a GGUF file. lookup: number of drafts by prompt lookup. draft_model: GGUF file of a draft model."""
     target = _load(setting.file, setting.threads, flash)
     if lookup:
         return replace(target, drafts=PeerLookup(lookup))
     if draft_model:
-        return replace(target, drafts=SecondModel(_load(draft_model, setting.threads, flash), most))
+        return replace(target, drafts=PeerDraftModel(_load(draft_model, setting.threads, flash), max_drafts))
     return target
 
 

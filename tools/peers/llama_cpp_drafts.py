@@ -1,4 +1,4 @@
-"""What llama.cpp drafts with: the prompt lookup of its Python bindings, or a second model."""
+"""Drafters of llama.cpp: the prompt lookup of its Python bindings, or a draft model."""
 
 from __future__ import annotations
 
@@ -11,61 +11,83 @@ import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
-    from tools.peers.llama_cpp import LlamaCpp
+    from numpy import float32
+    from numpy.typing import NDArray
 
-    Draft = Callable[[Sequence[int]], list[int]]  # from the text so far
+    ProposeDraft = Callable[[Sequence[int]], list[int]]  # token ids so far -> draft ids
 
-LEAST_PROBABILITY = 0.75  # below it the second model stops drafting: llama.cpp's own default
+MIN_PROBABILITY = 0.75  # the draft model stops below it; llama.cpp's default
+
+
+class DraftingModel(Protocol):
+    """The calls of a llama.cpp model that a draft model needs; see `llama_cpp.LlamaCpp`."""
+
+    def context(self, num_rows: int, length: int) -> AbstractContextManager[tuple[Any, Any]]:
+        """Make a context and a batch for `num_rows` rows of `length` tokens."""
+        ...
+
+    def forget(self, context: Any, length: int) -> None:
+        """Drop the KV of a one-row context beyond `length` tokens."""
+        ...
+
+    def extend(
+        self, context: Any, batch: Any, ids: Sequence[int], start: int, num_wanted: int
+    ) -> NDArray[float32]:
+        """Run tokens of one row from a position on. Return the logits [num_wanted, vocab] of the last ones."""
+        ...
 
 
 class PeerDrafts(Protocol):
-    """Something that drafts for one text at a time."""
+    """A drafter for one text at a time."""
 
     @property
-    def most(self) -> int:
-        """Drafts at once."""
+    def max_drafts(self) -> int:
+        """Largest number of drafts at once."""
         ...
 
     def open(self, length: int) -> Any:
-        """Return a context manager that gives a `Draft` for a text of so many tokens at most."""
+        """Return a context manager with a `ProposeDraft` for a text of at most `length` tokens."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLookup:
-    """What followed the last tokens before, as the bindings do it."""
+    """Prompt lookup as the bindings implement it."""
 
-    most: int
+    max_drafts: int
 
     @contextmanager
-    def open(self, length: int) -> Iterator[Draft]:
-        """See `PeerDrafts`."""
-        lookup = import_module("llama_cpp.llama_speculative").LlamaPromptLookupDecoding(num_pred_tokens=self.most)
+    def open(self, length: int) -> Iterator[ProposeDraft]:
+        """Return a context manager with a `ProposeDraft`, see `PeerDrafts`."""
+        lookup = import_module("llama_cpp.llama_speculative").LlamaPromptLookupDecoding(
+            num_pred_tokens=self.max_drafts
+        )
         yield lambda text: lookup(np.array(text, np.intc)).tolist()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SecondModel:
-    """The likeliest tokens of a smaller model, as long as it is sure of them."""
+class PeerDraftModel:
+    """Greedy drafts of a smaller model while their probability stays above `MIN_PROBABILITY`."""
 
-    model: LlamaCpp
-    most: int
+    model: DraftingModel
+    max_drafts: int
 
     @contextmanager
-    def open(self, length: int) -> Iterator[Draft]:
-        """See `PeerDrafts`."""
+    def open(self, length: int) -> Iterator[ProposeDraft]:
+        """Return a context manager with a `ProposeDraft`, see `PeerDrafts`."""
         with self.model.context(1, length) as (context, batch):
-            yield _Continued(self.model, context, batch, self.most).draft
+            yield _DraftContext(self.model, context, batch, self.max_drafts).draft
 
 
 @dataclass(slots=True, eq=False)
-class _Continued:
-    model: LlamaCpp
+class _DraftContext:
+    model: DraftingModel
     context: Any
     batch: Any
-    most: int
-    known: list[int] = field(default_factory=list)  # tokens whose keys and values it has
+    max_drafts: int
+    known: list[int] = field(default_factory=list)  # token ids whose KV it has
 
     def draft(self, text: Sequence[int]) -> list[int]:
         shared = next(
@@ -76,9 +98,9 @@ class _Continued:
         del self.known[shared:]
         drafts: list[int] = []
         new = list(text[shared:])
-        while len(drafts) < self.most:
+        while len(drafts) < self.max_drafts:
             token_id, probability = self._next(new)
-            if probability < LEAST_PROBABILITY:
+            if probability < MIN_PROBABILITY:
                 break
             drafts.append(token_id)
             new = [token_id]

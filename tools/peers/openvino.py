@@ -1,4 +1,4 @@
-"""OpenVINO GenAI: its continuous batching pipeline, stepped by hand; it reads GGUF files itself."""
+"""Adapter of OpenVINO GenAI. Its continuous batching pipeline, one `step` call at a time, on GGUF files."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 CACHE_GB = 1
-LOOKUP = 5, 3  # drafts, and tokens of a match at most: as in its own samples
-SAVED = "openvino_model.xml"  # what its reader writes beside a GGUF file when asked to
+LOOKUP = 5, 3  # drafts, and largest n-gram: the values of its samples
+SAVED = "openvino_model.xml"  # written beside the GGUF file with `enable_save_ov_model`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenVino:
-    """A pipeline, and the same compiled model once more without a pipeline, for its logits."""
+    """A pipeline, and the same compiled model without a pipeline, for its logits."""
 
     genai: Any  # the module
     tensor: Any  # openvino.Tensor
     pipeline: Any
     compiled: Any
-    lookup: bool  # drafts what followed the last tokens in the prompt
+    lookup: bool  # prompt lookup decoding
 
     def describe(self) -> str:
-        """Return the version and the types the plugin chose."""
+        """Return the version and the types that the plugin chose."""
         names = ("DYNAMIC_QUANTIZATION_GROUP_SIZE", "KV_CACHE_PRECISION", "INFERENCE_PRECISION_HINT")
         types = ", ".join(f"{name} {self.compiled.get_property(name)}" for name in names)
         return f"openvino-genai {version('openvino-genai')}: {types}"
@@ -60,7 +60,7 @@ class OpenVino:
         return recorder.answers()
 
     def logits(self, token_ids: Sequence[int], num_judged: int) -> NDArray[float32]:
-        """Return the logits that predict a text's last tokens."""
+        """Return the logits [num_judged, vocab] that predict a text's last tokens."""
         ids = np.array([token_ids[:-1]], np.int64)
         request = self.compiled.create_infer_request()
         found = request.infer(
@@ -76,7 +76,7 @@ class OpenVino:
 
 
 def load(setting: PeerSetting, lookup: bool = False) -> OpenVino:
-    """Load a GGUF file; the types of its weights are kept. lookup: with its prompt lookup decoding."""
+    """Load a GGUF file with its own weight types. lookup: use prompt lookup decoding."""
     genai, ov = import_module("openvino_genai"), import_module("openvino")
     scheduler = genai.SchedulerConfig()
     scheduler.cache_size, scheduler.enable_prefix_caching = CACHE_GB, False

@@ -1,4 +1,4 @@
-"""Paceline itself: the whole engine, host side included."""
+"""Adapter of Paceline: the whole engine, host side included."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ours:
-    """An engine, by default without a drafter."""
+class PacelinePeer:
+    """An engine with or without a drafter."""
 
     engine: Engine
     decoder: Decoder
 
     def describe(self) -> str:
-        """Return the decoder's own words."""
+        """Return the version and the decoder's description."""
         return f"paceline {paceline.__version__}: {self.decoder.describe()}"
 
     def decode(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> PeerAnswers:
@@ -51,12 +51,12 @@ class Ours:
         return recorder.answers()
 
     def logits(self, token_ids: Sequence[int], num_judged: int) -> NDArray[float32]:
-        """Return log-probabilities, which are logits too."""
+        """Return log-probabilities [num_judged, vocab], which serve as logits."""
         return log_probs(self.decoder, QualityText(tuple(token_ids), num_judged)).astype(np.float32)
 
 
-def load(setting: PeerSetting, weights: str, kv: str = "i16", draft: str = "off") -> Ours:
-    """Load a model with one type of weights and of KV, and a drafter."""
+def load(setting: PeerSetting, weights: str, kv: str = "i16", draft: str = "off") -> PacelinePeer:
+    """Load a model with types of weights and KV, and a drafter."""
     config = EngineConfig(
         model=setting.file,
         draft=draft,
@@ -67,4 +67,4 @@ def load(setting: PeerSetting, weights: str, kv: str = "i16", draft: str = "off"
         limits=Limits(num_rows=setting.max_rows, max_len=setting.max_len, prefill_tokens=setting.prefill_tokens),
     )
     target = load_target(config)
-    return Ours(assemble(config, target).engine, target.decoder)
+    return PacelinePeer(assemble(config, target).engine, target.decoder)

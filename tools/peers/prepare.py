@@ -1,4 +1,4 @@
-"""What all workers share: the model in the form each reads, the prompts, the texts that quality is measured on."""
+"""Input of the workers. The model in the form that each reads, prompts, texts for the quality."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from paceline.bench.prompts import read_prompts, spread
-from paceline.bench.run import questions
+from paceline.bench.interleave import make_questions
+from paceline.bench.prompt_file import read_prompts, spread
 from paceline.core.errors import ConfigError, UnsupportedModel
 from paceline.core.params import SamplingParams
 from paceline.model.files import hf
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
     Update = Callable[[int, int], None]
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM"}  # by family: those that are written for other engines
+ARCHITECTURES = {"llama": "LlamaForCausalLM"}  # by family; the families that can be written for other engines
 
 
 def requantized(model: LoadedModel, folder: Path, python: Path, kind: str) -> Path:
-    """Return the model in another type of GGUF, made by llama.cpp's quantiser. Raises `UnsupportedModel`."""
+    """Return the model in another GGUF type, made by llama.cpp's quantiser. Raises `UnsupportedModel`."""
     target = folder / f"{kind}.gguf"
     if not target.is_file():
         command = [str(python), "-m", "tools.peers.requantize", str(model.path), str(target), kind]
@@ -65,7 +65,7 @@ def unquantized(model: LoadedModel, folder: Path) -> Path:
 
 
 def unquantized_head(head: Path, folder: Path) -> Path:
-    """Return a copy of a head that was trained here, its weights in float32, without what only Paceline knows."""
+    """Return a float32 copy of a head, without the parts that only Paceline knows."""
     target = folder / "head"
     target.mkdir(parents=True, exist_ok=True)
     stored = load_file(head / "model.safetensors")
@@ -111,49 +111,51 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 def prompts_of(
     model: LoadedModel, file: str, workloads: Sequence[PeerWorkload], repeat: int
 ) -> dict[str, list[list[list[int]]]]:
-    """Return for each workload the prompts [num_rows][prompt_tokens] of each of its turns.
+    """Return the prompts [num_rows][prompt_tokens] of each run of each workload.
 
-    They are the beginnings of the file's texts that are long enough, shuffled, each turn's behind those of the one
-    before. Raises `ConfigError` if no text is long enough.
+    They are beginnings of the texts that are long enough, shuffled; each run takes the next ones. Raises
+    `ConfigError` if no text is long enough.
     """
     tokenizer = load_tokenizer(model)
     texts = [tokenizer.encode(p.text) for p in read_prompts(file)]
     random.Random(0).shuffle(texts)  # noqa: S311 (a fixed order, not a secret)
-    turns: dict[str, list[list[list[int]]]] = {}
+    prompts: dict[str, list[list[list[int]]]] = {}
     for w in workloads:
         fitting = [list(ids[: w.prompt_tokens]) for ids in texts if len(ids) >= w.prompt_tokens]
         if not fitting:
             raise ConfigError(f"--prompts: no text has {w.prompt_tokens} tokens")
-        turns[w.name] = [
-            [fitting[(turn * w.num_rows + row) % len(fitting)] for row in range(w.num_rows)]
-            for turn in range(w.num_turns(repeat))
+        prompts[w.name] = [
+            [fitting[(run * w.num_rows + row) % len(fitting)] for row in range(w.num_rows)]
+            for run in range(w.num_runs(repeat))
         ]
-    return turns
+    return prompts
 
 
 def chat_prompts(model: LoadedModel, file: str, limit: int) -> list[list[int]]:
-    """Return a file's prompts as the model is asked them, `limit` of them, evenly spread over its tasks."""
-    rules = Prompts(load_tokenizer(model), load_template(model), model.config.max_context)
-    asked = questions(spread(read_prompts(file), limit), rules, SamplingParams(max_tokens=1), 0)
-    return [list(q.request.prompt_ids) for q in asked]
+    """Return `limit` prompts through the chat template, evenly spread over the file. [prompt][token] ids"""
+    encode = Prompts(load_tokenizer(model), load_template(model), model.config.max_context)
+    questions = make_questions(spread(read_prompts(file), limit), encode, SamplingParams(max_tokens=1), 0)
+    return [list(q.request.prompt_ids) for q in questions]
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
-    """Texts, and what float32 thinks of their last tokens."""
+class JudgedTexts:
+    """Texts, and the float32 log-probabilities of their last tokens."""
 
     texts: list[list[int]]
     expected: Path  # .npy, log-probabilities [num_texts, num_tokens, vocab] float32
 
 
-def judged_texts(model: LoadedModel, file: str, limit: int, num_tokens: int, target: Path, tell: Update) -> Judged:
-    """Let float32 answer some prompts greedily, and keep its distributions, as `bench.quality` does."""
+def judged_texts(
+    model: LoadedModel, file: str, limit: int, num_tokens: int, target: Path, update: Update
+) -> JudgedTexts:
+    """Write greedy float32 answers to `limit` prompts, and save their distributions, as `measure.quality` does."""
     asked = chat_prompts(model, file, limit)
     writer = load(model, "native", "f32", "f32", None)
     answers = []
     for done, prompt_ids in enumerate(asked):
-        tell(done, len(asked))
+        update(done, len(asked))
         answers.append(write_greedily(writer, tuple(prompt_ids), num_tokens))
     reference = load(model, "reference", "f32", "f32", None)
     np.save(target, np.stack([log_probs(reference, a).astype(np.float32) for a in answers]))
-    return Judged([list(a.token_ids) for a in answers], target)
+    return JudgedTexts([list(a.token_ids) for a in answers], target)

@@ -1,6 +1,6 @@
-"""What a worker is and how it is spoken to: JSON lines, one answer to each question.
+"""Protocol of the workers: JSON lines, one answer to each question.
 
-Imported by every engine's own environment: the standard library only, and numpy where it is used.
+Every engine's own environment imports this module: it needs the standard library only, and numpy where it is used.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PeerAnswers:
-    """The new tokens of some rows that were decoded at once."""
+    """New tokens of rows that were decoded as one batch."""
 
     token_ids: list[list[int]]  # [num_rows][num_tokens]
-    arrivals: list[list[float]]  # [num_rows][num_tokens], seconds after the rows were handed over
+    arrivals: list[list[float]]  # [num_rows][num_tokens], seconds after the call
 
 
 @dataclass(frozen=True, slots=True)
 class PeerSetting:
-    """What every engine is loaded with."""
+    """Setting that every engine is loaded with."""
 
-    file: str  # or folder
+    file: str  # a model file or folder
     threads: int
     max_rows: int
-    max_len: int  # tokens of prompt and answer of one row
+    max_len: int  # prompt and answer tokens of one row
     prefill_tokens: int  # prompt tokens in one step
 
 
@@ -41,21 +41,21 @@ class Peer(Protocol):
     """An engine with a model loaded: greedy, speculation and prefix caching off, all cores."""
 
     def describe(self) -> str:
-        """Return version and what else a reader of the table should know."""
+        """Return the version and other facts for readers of the table."""
         ...
 
     def decode(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> PeerAnswers:
-        """Continue all prompts at once, `num_tokens` each, the end of text ignored."""
+        """Continue all prompts as one batch by `num_tokens` each; ignore the end of text."""
         ...
 
     def logits(self, token_ids: Sequence[int], num_judged: int) -> NDArray[float32] | None:
-        """Return the logits [num_judged, vocab] that predict a text's last tokens; None if it gives none."""
+        """Return the logits [num_judged, vocab] that predict a text's last tokens; None if unavailable."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Recorder:
-    """Notes when each row's tokens came. The clock starts when it is made."""
+    """Records the arrival of each row's tokens. Its clock starts when it is made."""
 
     num_rows: int
     now_s: Callable[[], float] = time.perf_counter
@@ -69,12 +69,12 @@ class Recorder:
         self.start_s = self.now_s()
 
     def add(self, row: int, token_ids: Sequence[int]) -> None:
-        """Note tokens that have come now."""
+        """Record tokens that have arrived now."""
         self.token_ids[row] += token_ids
         self.arrivals[row] += [self.now_s() - self.start_s] * len(token_ids)
 
     def answers(self) -> PeerAnswers:
-        """Return what was noted."""
+        """Return the recorded answers."""
         return PeerAnswers(self.token_ids, self.arrivals)
 
 

@@ -1,4 +1,4 @@
-"""A worker as its driver sees it: it computes only while it is asked."""
+"""The driver's side of a worker process, which computes only while it is asked."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ if TYPE_CHECKING:
 
     Json = dict[str, Any]
 
-LOAD_S = 1800.0  # compilers run, too
-ANSWER_S = 1800.0
-END_S = 10.0
+LOAD_TIMEOUT_S = 1800.0  # includes compiling
+ANSWER_TIMEOUT_S = 1800.0
+END_TIMEOUT_S = 10.0
 
 
 def variables(threads: int | None = None) -> dict[str, str]:
-    """Return what the environment of a process in another engine's environment needs: our sources, its threads."""
+    """Return the environment variables of a worker. The path of these sources, its number of threads."""
     sources = (Path(paceline.__file__).parents[1], Path(__file__).parents[2])  # of the package, and of these tools
     ours = {"PYTHONPATH": os.pathsep.join(map(str, sources))}
     return ours | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
 
 
 class PeerFailed(PacelineError):  # noqa: N818
-    """A worker said that something went wrong, or said nothing."""
+    """A worker reported an error, or did not answer."""
 
 
-class Remote:
-    """A worker process in a process group of its own, stopped (SIGSTOP) whenever it is not asked.
+class PeerProcess:
+    """A worker process in its own process group, stopped (SIGSTOP) whenever it is not asked.
 
-    So an idle engine takes no processor time, however its threads wait. Raises `PeerFailed` if it cannot load.
+    An idle engine thus takes no processor time, however its threads wait. Raises `PeerFailed` if it cannot load.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class Remote:
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         Thread(target=self._read, daemon=True).start()
         try:
-            self.description: str = self._answer(LOAD_S)["ready"]
+            self.description: str = self._answer(LOAD_TIMEOUT_S)["ready"]
         except BaseException:
             self.close()
             raise
         self._signal(signal.SIGSTOP)
 
-    def __enter__(self) -> Remote:
+    def __enter__(self) -> PeerProcess:
         return self
 
     def __exit__(
@@ -76,23 +76,23 @@ class Remote:
         self.close()
 
     def ask(self, question: Json) -> Json:
-        """Wake the worker, ask, wait, and put it to sleep again. Raises `PeerFailed`."""
+        """Continue the worker, ask, wait for the answer, stop it again. Raises `PeerFailed`."""
         self._signal(signal.SIGCONT)
         try:
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(question) + "\n")
             self._process.stdin.flush()
-            return self._answer(ANSWER_S)
+            return self._answer(ANSWER_TIMEOUT_S)
         except (OSError, ValueError) as error:  # a broken pipe, a closed one, no JSON
             raise PeerFailed(f"the worker has ended (see {self._log})") from error
         finally:
             self._signal(signal.SIGSTOP)
 
     def close(self) -> None:
-        """End the worker."""
+        """Kill the worker."""
         self._signal(signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_S)
+            self._process.wait(END_TIMEOUT_S)
         for pipe in (self._process.stdin, self._process.stdout):
             with suppress(OSError):
                 if pipe is not None:
@@ -118,7 +118,7 @@ class Remote:
         self._lines.put("")
 
     def _signal(self, number: signal.Signals) -> None:
-        """Signal the whole group, if there is one yet or still."""
+        """Signal the process group if the worker is running."""
         if self._process.poll() is None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, number)

@@ -1,4 +1,4 @@
-"""llama.cpp's own quantiser: `python -m tools.peers.requantize FROM.gguf TO.gguf TYPE`."""
+"""Convert a GGUF file with llama.cpp's quantiser: `python -m tools.peers.requantize FROM.gguf TO.gguf TYPE`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write a GGUF file in another type; weights that are quantised already are first read as float32."""
+    """Write a GGUF file in another type; quantised weights are read as float32 first."""
     source, target, name = argv
     lib = import_module("llama_cpp.llama_cpp")
     params = lib.llama_model_quantize_default_params()

@@ -1,4 +1,4 @@
-"""Engines with what speculation each of them has, one request at a time."""
+"""Rows of engines with their own kinds of speculation, one request at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, qu
 from paceline.core.errors import UnsupportedModel
 from paceline.draft.shipped import shipped_folder
 from paceline.model.files.gguf_model import LAYER_NAMES, LAYER_PREFIX, MODEL_NAMES
-from paceline.model.heads.cut_model import load_small
+from paceline.model.heads.cut_model import load_cut_model
 from tools.peers.prepare import ARCHITECTURES
 from tools.peers.rows import (
     AS_IS,
@@ -20,9 +20,9 @@ from tools.peers.rows import (
     OPENVINO_ROWS,
     OURS,
     PACELINE,
-    Bar,
-    Row,
-    Study,
+    PeerRow,
+    PeerStudy,
+    RequiredRatio,
     names_of,
 )
 
@@ -34,30 +34,30 @@ if TYPE_CHECKING:
 
     from paceline.model.weights import LoadedModel
 
-DRAFT_MODEL = "draft_model"  # the option that names the file of `draft_gguf`
+DRAFT_MODEL = "draft_model"  # row option with the path of the file from `draft_gguf`
 DRAFTS = ("ngram:k=4", "suffix", "draft-model", "eagle3", "peagle", "auto:suffix+eagle3")
 SPECULATING = tuple(
-    Row(f"Paceline int8, {draft}", PACELINE, "ours", AS_IS, {"weights": "int8", "draft": draft})
+    PeerRow(f"Paceline int8, {draft}", PACELINE, "ours", AS_IS, {"weights": "int8", "draft": draft})
     for draft in DRAFTS
 )
 _LLAMA_CPP = tuple(
-    Row(f"llama.cpp Q4_1, {name}", LLAMA_CPP, "llama_cpp", AS_IS, {"flash": True, **options})
+    PeerRow(f"llama.cpp Q4_1, {name}", LLAMA_CPP, "llama_cpp", AS_IS, {"flash": True, **options})
     for name, options in (
         ("lookup of 2", {"lookup": 2}),
         ("lookup of 10", {"lookup": 10}),
-        ("our draft model", {DRAFT_MODEL: "", "most": 4}),
+        ("our draft model", {DRAFT_MODEL: "", "max_drafts": 4}),
     )
 )
-_OPENVINO = (Row("OpenVINO int4 (Q4_1), prompt lookup", OPENVINO, "openvino", AS_IS, {"lookup": True}),)
+_OPENVINO = (PeerRow("OpenVINO int4 (Q4_1), prompt lookup", OPENVINO, "openvino", AS_IS, {"lookup": True}),)
 _PLAIN = (OURS[0], LLAMA_CPP_ROWS[0], OPENVINO_ROWS[2])
 _OURS = (OURS[0], *SPECULATING)
 
-SPECULATION = Study(
+SPECULATION = PeerStudy(
     rows=(*_PLAIN, *SPECULATING, *_LLAMA_CPP, *_OPENVINO),
     ours=_OURS,
-    bars=(
-        Bar("plain decoding", names_of(SPECULATING), (OURS[0].name,), {}),
-        Bar(
+    required=(
+        RequiredRatio("plain decoding", names_of(SPECULATING), (OURS[0].name,), {}),
+        RequiredRatio(
             "the best of llama.cpp and OpenVINO, with speculation or without",
             names_of(_OURS),
             names_of((*_PLAIN[1:], *_LLAMA_CPP, *_OPENVINO)),
@@ -68,7 +68,7 @@ SPECULATION = Study(
 
 
 def draft_gguf(model: LoadedModel, folder: Path) -> Path:
-    """Write the draft model that ships for a target as a GGUF file of 8 bits, with the target's tables.
+    """Write the target's shipped draft model as an 8-bit GGUF file, with the target's tables.
 
     Raises `ConfigError` if none ships, `UnsupportedModel` if the target is no GGUF file of a Llama model.
     """
@@ -76,7 +76,7 @@ def draft_gguf(model: LoadedModel, folder: Path) -> Path:
         raise UnsupportedModel(
             "a draft model is written for llama.cpp from a target that is a GGUF file of a Llama"
         )
-    small = load_small(shipped_folder("draft-model", model.fingerprint), model.config)
+    small = load_cut_model(shipped_folder("draft-model", model.fingerprint), model.config)
     target = folder / "draft-model.gguf"
     reader, writer = GGUFReader(model.path), GGUFWriter(target, "llama")
     changed = {"llama.block_count": small.config.num_layers}
@@ -90,7 +90,7 @@ def draft_gguf(model: LoadedModel, folder: Path) -> Path:
     heads = {"attn_q": small.config.num_heads, "attn_k": small.config.num_kv_heads}
     for name, tensor in small.weights.items():
         _, *rest = name.split(".", 2)
-        values = _halves_together(tensor, heads[rest[1]]) if rest and rest[1] in heads else tensor
+        values = _interleave_halves(tensor, heads[rest[1]]) if rest and rest[1] in heads else tensor
         _add(writer, _gguf_name(name), np.asarray(values, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -106,8 +106,8 @@ def _gguf_name(name: str) -> str:
     return LAYER_PREFIX.format(layer=number) + LAYER_NAMES[short]
 
 
-def _halves_together(matrix: NDArray[floating], num_heads: int) -> NDArray[floating]:
-    """Put the rows of each head that RoPE turns together next to each other, as GGUF files of Llama have them."""
+def _interleave_halves(matrix: NDArray[floating], num_heads: int) -> NDArray[floating]:
+    """Interleave the two halves of each head: the order of GGUF files of Llama."""
     rows, width = matrix.shape
     return matrix.reshape(num_heads, 2, rows // num_heads // 2, width).swapaxes(1, 2).reshape(rows, width)
 

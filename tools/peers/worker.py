@@ -1,4 +1,4 @@
-"""A worker process, `python -m tools.peers.worker MODULE OPTIONS`: asked on stdin, answers on stdout."""
+"""Worker process, `python -m tools.peers.worker MODULE OPTIONS`: questions on stdin, answers on stdout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PR_SET_PDEATHSIG, _SIGKILL = 1, 9  # see prctl(2)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Load, say so, then answer until stdin ends."""
+    """Load, report it, then answer until stdin ends."""
     module, options = argv
     _die_with_parent()
     answers = _own_stdout()
@@ -45,14 +45,14 @@ def _load(module: str, options: dict[str, Any]) -> Peer:
 
 
 def _own_stdout() -> TextIO:
-    """Return the real stdout; what libraries print goes to stderr from now on."""
+    """Return the real stdout; send later prints of libraries to stderr."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return answers
 
 
 def _die_with_parent() -> None:
-    """A stopped worker would outlive a driver that was killed."""
+    """End this process with its driver: a stopped worker would outlive a killed driver."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _SIGKILL)
 

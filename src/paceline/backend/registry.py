@@ -1,46 +1,24 @@
-"""The registry of backends: what executes a model, the types of weights and KV it offers, and who makes it."""
+"""The registry of backends: the types of weights and KV that each offers, and the modules that make its parts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError, suggest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from numpy import floating
-    from numpy.typing import NDArray
-
-    from paceline.backend.device import Device
-    from paceline.backend.head_runner import LoadHeadRunner
-    from paceline.backend.seam import Decoder, LoadSmallDecoder
-    from paceline.model.config import ModelConfig
+    from paceline.backend.rows import Rows
+    from paceline.backend.seam import LoadCutModel, LoadDecoder, LoadHeadRunner
 
 # Bytes of one stored number, scales included.
 NUM_BYTES = {"f64": 8.0, "f32": 4.0, "f16": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.625}
 
 
-class LoadDecoder(Protocol):
-    """Makes a backend's decoder from float weights."""
-
-    def __call__(
-        self,
-        config: ModelConfig,
-        weights: Mapping[str, NDArray[floating]],
-        weight_type: str,
-        kv_type: str,
-        threads: int | None,
-        device: Device | None = None,
-    ) -> Decoder:
-        """threads: how many may compute, None for all cores of the device. device: None for the usual one."""
-
-
 @dataclass(frozen=True, slots=True)
 class BackendSpec:
-    """What a backend offers. The engine reads this and never asks which backend it is."""
+    """Offer of one backend. The engine reads this and never asks which backend it is."""
 
     name: str
     about: str
@@ -48,19 +26,25 @@ class BackendSpec:
     kv_types: tuple[str, ...]  # the first is the default; none: that of the weights
     loader: str  # module:function, a `LoadDecoder`
     head_loader: str  # module:function, a `LoadHeadRunner`
-    small_loader: str  # module:function, a `LoadSmallDecoder`
+    cut_model_loader: str  # module:function, a `LoadCutModel`
+    rows_class: str = "paceline.backend.rows:Rows"  # module:class of its per-row state
+    needs: str | None = None  # package that only this backend imports, and the extra that installs it
 
     def load(self) -> LoadDecoder:
-        """Import what makes its decoders."""
-        return _imported(self.loader)  # type: ignore[no-any-return]
+        """Import the maker of its decoders."""
+        return self._imported(self.loader)  # type: ignore[no-any-return]
 
     def load_head(self) -> LoadHeadRunner:
-        """Import what makes its runners of draft heads."""
-        return _imported(self.head_loader)  # type: ignore[no-any-return]
+        """Import the maker of its runners of draft heads."""
+        return self._imported(self.head_loader)  # type: ignore[no-any-return]
 
-    def load_small(self) -> LoadSmallDecoder:
-        """Import what makes its decoders of draft models that share the target's tables."""
-        return _imported(self.small_loader)  # type: ignore[no-any-return]
+    def load_cut_model(self) -> LoadCutModel:
+        """Import the maker of its decoders of draft models that share the target's tables."""
+        return self._imported(self.cut_model_loader)  # type: ignore[no-any-return]
+
+    def rows(self) -> type[Rows]:
+        """Import the class of its per-row state."""
+        return self._imported(self.rows_class)  # type: ignore[no-any-return]
 
     def weight_type(self, asked: str | None) -> str:
         """Return the type of weights to use. Raises `ConfigError`."""
@@ -76,10 +60,16 @@ class BackendSpec:
             raise ConfigError(f"the {self.name} backend has no {flag} {asked}{suggest(asked, known)}")
         return asked
 
-
-def _imported(path: str) -> Any:
-    module, function = path.split(":")
-    return getattr(import_module(module), function)
+    def _imported(self, path: str) -> Any:
+        module, function = path.split(":")
+        try:
+            return getattr(import_module(module), function)
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name != self.needs:
+                raise
+            raise ConfigError(
+                f"the {self.name} backend needs {self.needs}: pip install 'paceline[{self.needs}]'"
+            ) from None
 
 
 BACKENDS = {
@@ -90,18 +80,19 @@ BACKENDS = {
             "C++ kernels for CPUs; a token's numbers are the same in every batch",
             ("int8", "int4", "bf16", "f32"),
             ("i16", "i8", "f16", "f32"),
-            "paceline.backend.native.decoder:load_decoder",
+            "paceline.backend.native.load:load_decoder",
             "paceline.backend.native.head:load_runner",
-            "paceline.backend.native.cut_model:load_decoder",
+            "paceline.backend.native.cut_model:load_cut_model",
         ),
         BackendSpec(
             "reference",
-            "readable PyTorch, the twin that the others are compared with",
+            "readable PyTorch, the definition that the others are compared with",
             ("f32", "f64", "bf16", "f16"),
             (),
             "paceline.backend.reference.decoder:load_decoder",
             "paceline.backend.reference.head:load_runner",
-            "paceline.backend.reference.cut_model:load_decoder",
+            "paceline.backend.reference.cut_model:load_cut_model",
+            needs="torch",
         ),
     )
 }

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    import torch
     from numpy import float32, floating
     from numpy.typing import NDArray
 
@@ -42,27 +41,3 @@ def _llama3(plain: NDArray[float32], rope: Rope) -> NDArray[float32]:
     blended = (1 - smooth) * plain / factor + smooth * plain
     stretched = np.where(wavelength > context / low, plain / factor, blended)
     return np.asarray(np.where(wavelength < context / high, plain, stretched), np.float32)
-
-
-def cos_sin(
-    positions: torch.Tensor, inverse: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosine and sine of each token's angles, twice [num_tokens, 1, head_dim / 2] of `dtype`.
-
-    Angles are float32 products; a float64 model takes their cosine in float64, so that it does not depend on
-    where in a vector register a token happens to lie.
-    """
-    import torch
-
-    angles = positions[:, None, None].to(torch.float32) * inverse  # [num_tokens, 1, head_dim / 2] float32
-    if dtype == torch.float64:
-        angles = angles.to(torch.float64)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn `x` [num_tokens, heads, head_dim], dimension i paired with i + head_dim / 2."""
-    import torch
-
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -1,4 +1,4 @@
-"""From a pass's logits to token ids: the target's own choice in PyTorch, and a drafter's draw."""
+"""Token ids from the logits of a pass: selection among them, and the draw of a drafter."""
 
 from __future__ import annotations
 
@@ -8,47 +8,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.backend.seam import SampledTokens
+from paceline.backend.seam import PassResult
 from paceline.core import sampling
 from paceline.core.noise import Lane, key
 from paceline.core.nouns import BROKEN, UNCHOSEN
-from paceline.core.sampling import BrokenRow, choose_ahead, choose_token, distribution
+from paceline.core.sampling import BrokenRow, choose_ahead, distribution
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch
     from numpy import floating, int64
     from numpy.typing import NDArray
 
     from paceline.core.nouns import SamplingSpec
-
-
-def choose_from(logits: torch.Tensor, specs: Sequence[SamplingSpec]) -> SampledTokens:
-    """Choose a token per row of `logits` [n, vocab] where its kind allows."""
-    kinds = np.array([c.kind for c in specs], dtype="U7")
-    chosen = np.full(len(specs), UNCHOSEN, np.int64)
-    margins = np.full(len(specs), np.nan) if any(c.margin for c in specs) else None
-    if (plain := np.flatnonzero(kinds == "argmax")).size:
-        rows = logits if plain.size == len(specs) else logits[plain]
-        best, ids = rows.max(dim=-1)  # the lowest id on ties
-        chosen[plain] = np.where(best.isfinite().cpu().numpy(), ids.cpu().numpy(), BROKEN)
-        if margins is not None:
-            two = rows.topk(2).values
-            margins[plain] = (two[:, 0] - two[:, 1]).cpu().numpy()
-    host = logits.cpu().numpy() if (kinds != "argmax").any() else None
-    for index in np.flatnonzero(kinds == "noisy").tolist():
-        assert host is not None
-        if margins is None:
-            chosen[index] = choose_token(host[index], specs[index])
-        else:
-            chosen[index], margins[index] = choose_ahead(host[index], specs[index])
-    left = np.flatnonzero([c.wants_logits for c in specs])
-    if host is None or not left.size:
-        return SampledTokens(chosen, None, None, margins=margins)
-    return SampledTokens(
-        chosen, host if left.size == len(specs) else host[left], logit_rows(specs), margins=margins
-    )
 
 
 def logit_rows(specs: Sequence[SamplingSpec]) -> NDArray[int64]:
@@ -57,14 +29,14 @@ def logit_rows(specs: Sequence[SamplingSpec]) -> NDArray[int64]:
     return np.where(wanted, np.cumsum(wanted) - 1, -1)
 
 
-def pick(chosen: SampledTokens, places: Sequence[int]) -> SampledTokens:
+def pick(chosen: PassResult, places: Sequence[int]) -> PassResult:
     """Return what a pass says of some of its wanted tokens."""
     token_ids, margins = chosen.token_ids[places], None if chosen.margins is None else chosen.margins[places]
     if chosen.logits is None or chosen.logit_idx is None:
-        return SampledTokens(token_ids, None, None, margins=margins)
+        return PassResult(token_ids, margins=margins)
     rows = chosen.logit_idx[places]
     idx = np.where(rows >= 0, np.cumsum(rows >= 0) - 1, -1)
-    return SampledTokens(token_ids, chosen.logits[rows[rows >= 0]], idx, margins=margins)
+    return PassResult(token_ids, chosen.logits[rows[rows >= 0]], idx, margins=margins)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,11 +45,11 @@ class Drawn:
 
     token_ids: list[int]  # [n]
     probs: list[NDArray[floating]] | None = None  # [n] of [vocab]: what each was drawn from, if that was asked for
-    margins: list[float] | None = None  # [n] as `SampledTokens.margins`
+    margins: list[float] | None = None  # [n] as `PassResult.margins`
 
 
 def draw(
-    run: Callable[[Sequence[SamplingSpec]], SampledTokens],
+    run: Callable[[Sequence[SamplingSpec]], PassResult],
     specs: Sequence[SamplingSpec],
     depths: Sequence[int],
     *,

@@ -1,12 +1,19 @@
-"""The seam between the engine and whatever executes a model: `Decoder`; and the target's `Backend` over it."""
+"""The seam between the engine and whatever executes a model: one way to run a pass, and a view of rows.
+
+    pending = executor.launch(PassRequest(packed, kv, specs))    it may go on beside the caller
+    result = pending.wait()                                      PassResult
+
+Targets, draft models and draft heads are all launched so. Arrays in requests and results are the backend's own:
+numpy on a host, handles elsewhere. Only token ids, logits and margins are always numpy.
+"""
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from paceline.backend.device import usable_cores
-from paceline.core.nouns import Scores, Taps, noun
+from paceline.core.nouns import noun
+from paceline.core.system import usable_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -16,18 +23,52 @@ if TYPE_CHECKING:
 
     from paceline import kernels
     from paceline.backend.device import Device
-    from paceline.backend.packed import Packed
-    from paceline.backend.rows import Rows
-    from paceline.core.nouns import Batch, Draft, SamplingSpec, Stop, Verdict
+    from paceline.core.nouns import SamplingSpec, Stop, Taps
     from paceline.model.config import ModelConfig
-    from paceline.model.heads.cut_model import SmallModel
+    from paceline.model.heads.checkpoint import Head
+    from paceline.model.heads.config import HeadConfig
+    from paceline.model.heads.cut_model import CutModel
 
-MOST_OWN = 2048  # own tokens of all running requests together; a request has some dozens
+    Span = tuple[int, int, int, Sequence[int]]  # (row, start, num_known, guesses)
+
+MAX_REQUEST_TOKENS = 2048  # tokens that running requests add to a draft vocabulary; a request adds some dozens
 
 
 def num_cores() -> int:
     """Return how many cores this process may use."""
     return len(usable_cores())
+
+
+# A pass ------------------------------------------------------------------------------------------
+
+
+@noun
+class Packed:
+    """Tokens of one pass with, for each, its place in the text and in the KV store.
+
+    Row i of the pass owns tokens cu_len[i]:cu_len[i + 1], at consecutive positions. Token t attends to its row's
+    slots at positions first_keys[i]..positions[t], its own included: K and V are written before they are read.
+    The slot of a position p of row i is `pages[i, p // 16] * 16 + p % 16`. A backend with handles of its own
+    takes numpy arrays, too.
+    """
+
+    token_ids: NDArray[int64]  # [num_tokens]
+    positions: NDArray[int64]  # [num_tokens] place in the text, for RoPE and the causal mask
+    slots: NDArray[int64]  # [num_tokens] where K and V are written
+    cu_len: NDArray[int64]  # [num_rows + 1]
+    pages: NDArray[int64]  # [num_rows, max_pages] page ids, padded with 0
+    wanted: NDArray[int64]  # [num_wanted] indices of the tokens whose hidden state is returned
+    first_keys: NDArray[int64] | None = None  # [num_rows] position of the first key that a row sees; None: all 0
+
+    def check(self, num_slots: int, vocab_size: int) -> None:
+        """Assert shapes and ranges."""
+        num_tokens = len(self.token_ids)
+        assert self.cu_len[0] == 0
+        assert self.cu_len[-1] == num_tokens == len(self.positions) == len(self.slots)
+        assert len(self.pages) == len(self.cu_len) - 1
+        assert ((0 <= self.token_ids) & (self.token_ids < vocab_size)).all()
+        assert ((0 <= self.slots) & (self.slots < num_slots)).all()
+        assert ((0 <= self.wanted) & (self.wanted < num_tokens)).all()
 
 
 class KV(Protocol):
@@ -39,206 +80,314 @@ class KV(Protocol):
         ...
 
 
-@noun
-class SampledTokens:
-    """What a pass says about the tokens that were wanted."""
-
-    token_ids: NDArray[int64]  # [num_wanted]; UNCHOSEN for the kind "logits", may be for "sampled"; or BROKEN
-    # [num_logit_rows, vocab_size] raw, of these two kinds only; a drafter may leave out those of "sampled"
-    logits: NDArray[floating] | None
-    logit_idx: NDArray[int64] | None  # [num_wanted] row of `logits`, -1 where there is none
-    taps: Mapping[int, NDArray[floating]] = field(default_factory=dict)  # as `Taps.states`
-    margins: NDArray[floating] | None = None  # [num_wanted] logits by which each is ahead, NaN where not known
-
-
 class StepLimit(NamedTuple):
-    """How a row takes part in passes in turn."""
+    """Limits of one row in a pass of several steps."""
 
-    depth: int  # passes, at most
-    stop: Stop | None = None  # where it leaves before
-    pointer: kernels.Pointer | None = None  # to what its choices are told, where nothing else edits them
+    depth: int  # steps, at most
+    stop: Stop | None = None  # ends the row earlier
+    pointer: kernels.Pointer | None = None  # gives logits to hinted tokens, where nothing else edits the choices
 
 
-class MultiStep(Protocol):
-    """Runs passes one after another, each over the token that the one before chose for its row."""
+class FedBack(NamedTuple):
+    """Features of a head's newest guesses: outputs of its last step."""
 
-    def __call__(
-        self,
-        packed: Packed,
-        kv: KV,
-        specs: Sequence[SamplingSpec],
-        ends: Sequence[StepLimit],
-        *,
-        num_layers: int | None = None,
-        vocab_size: int | None = None,
-    ) -> SampledTokens:
-        """Run passes for each row, the first over `packed`, which wants the last token of every row.
+    hidden: object  # `PassResult.hidden` of that step
+    rows: Sequence[int]  # [num_guesses of the pass] the row of `hidden` that each reads
 
-        ends: how each row takes part. chooses: [sum of depths], a row's one after another, none of the kind
-        `logits`; so are the tokens and margins that come back, UNCHOSEN behind
-        the last and behind one that is BROKEN. `packed.pages` reach as far as the passes do.
-        """
+
+@noun
+class Features:
+    """Features [num_tokens, width] that stand beside a head's tokens: each is that of the token before.
+
+    Those of committed tokens are made of their taps. Tokens of a row behind these are guesses: they read what is
+    fed back, or the head's mask feature where nothing is.
+    """
+
+    taps: TapStore
+    pieces: Sequence[tuple[int, int, int]]  # (row of the pass, first token whose taps are read, tokens), in order
+    fed_back: FedBack | None = None
+
+
+@noun
+class PassRequest:
+    """One pass, or several steps in one call.
+
+    `steps` runs several: each chooses a token for every row that takes part, and the next reads that token. The
+    first reads `packed`, which wants the last token of each row (a parallel head: the places of all guesses);
+    `packed.pages` reach as far as all steps do. No spec of theirs is of kind `logits`.
+    """
+
+    packed: Packed
+    kv: KV
+    specs: Sequence[SamplingSpec]  # [num_wanted]; with `steps` [sum of depths], a row's one after another
+    steps: Sequence[StepLimit] = ()  # [num_rows of the pass]; empty: one step
+    num_layers: int | None = None  # only the first layers; None: all
+    vocab_size: int | None = None  # token ids to choose among; None: the model's own
+    taps: Sequence[int] = ()  # layers after which the residual stream is handed out, 0: embeddings; none twice
+    features: Features | None = None  # of a head
+
+
+@noun
+class PassResult:
+    """Tokens that a pass chose, and the states that were asked for."""
+
+    # [len(specs)] UNCHOSEN for the kind "logits", may be for "sampled"; or BROKEN. With several steps UNCHOSEN
+    # behind a row's last token, and behind one that is BROKEN.
+    token_ids: NDArray[int64]
+    logits: NDArray[floating] | None = None  # [num_logit_rows, vocab] raw; drafters may leave out "sampled" rows
+    logit_idx: NDArray[int64] | None = None  # [num_wanted] row of `logits`, -1 where there is none
+    taps: Mapping[int, NDArray[floating]] = field(default_factory=dict)  # as `Taps.states`
+    margins: NDArray[floating] | None = None  # [len(specs)] logits by which each is ahead, NaN where not known
+    hidden: object = None  # [num_wanted, width] of a head: features of its guesses; the backend's own array
+    pass_s: float | None = None  # seconds that the pass took by itself, where that was measured
+
+
+class Pending(Protocol):
+    """A pass that was launched."""
+
+    def wait(self) -> PassResult:
+        """Return the result, as often as asked. Raises what went wrong in the pass."""
         ...
 
 
-class Begin(Protocol):
-    """Begins a pass that goes on beside the caller."""
+class Deferred:
+    """A pass that runs when it is waited for."""
 
-    def __call__(
-        self, packed: Packed, kv: KV, specs: Sequence[SamplingSpec], *, taps: Sequence[int] = ()
-    ) -> Callable[[], SampledTokens]:
-        """Begin a pass over all layers, see `Decoder.run`; return what waits for it and says what `run` would.
+    __slots__ = ("_result", "_run")
 
-        Nothing is to touch what it reads before; another pass waits for it.
-        """
+    def __init__(self, run: Callable[[], PassResult]) -> None:
+        self._run = run
+        self._result: PassResult | None = None
+
+    def wait(self) -> PassResult:
+        """Run the pass, once."""
+        if self._result is None:
+            self._result = self._run()
+        return self._result
+
+
+# What runs passes --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """Abilities that an executor declares. Callers read them and never ask for its type."""
+
+    multi_step: bool = False  # takes requests with `steps`
+    asynchronous: bool = False  # a launched pass goes on beside the caller
+
+
+class Executor(Protocol):
+    """Runs passes of one model or head. Holds weights only; all other state is in the stores it makes."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Abilities of this executor, on this machine."""
+        ...
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of its weights in memory; of a drafter's, those of the target not counted."""
+        ...
+
+    def launch(self, request: PassRequest) -> Pending:
+        """Launch a pass, which writes its keys and values. Nothing it reads may change until it was waited for."""
         ...
 
 
-class Decoder(Protocol):
-    """Executes a model. Holds its weights; all other state is in the stores it makes."""
+class Decoder(Executor, Protocol):
+    """Executes a model."""
 
     name: str  # of the backend it belongs to
     config: ModelConfig
 
     def describe(self) -> str:
-        """Return what it is, in a few words for the user: backend, types, instruction set."""
-        ...
-
-    @property
-    def beside(self) -> Begin | None:
-        """What begins a pass and returns, if it can."""
-        ...
-
-    @property
-    def in_turn(self) -> MultiStep | None:
-        """What runs several passes in one call, if it can."""
-        ...
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of its weights in memory."""
+        """Return backend, types and instruction set, in a few words for the user."""
         ...
 
     def new_kv(self, num_pages: int, num_layers: int | None = None) -> KV:
         """Return an empty store of `num_pages` pages for the first `num_layers` layers (all by default)."""
         ...
 
-    def run(
-        self,
-        packed: Packed,
-        kv: KV,
-        specs: Sequence[SamplingSpec],
-        *,
-        num_layers: int | None = None,
-        vocab_size: int | None = None,
-        taps: Sequence[int] = (),
-    ) -> SampledTokens:
-        """Run a pass, write its keys and values, and choose a token for each of `packed.wanted`.
 
-        `num_layers` runs only the first layers, for self-drafting. `vocab_size` is the number of token ids to
-        choose among, the model's own by default; a drafter passes its target's. `taps` names the layers after
-        which the residual stream of every token is handed out, 0 being the embeddings; none twice.
-        """
+class DraftExecutor(Executor, Protocol):
+    """Executes a drafter that shares tables with its target and writes some of the target's tokens."""
+
+    weight_type: str  # of its matrices
+
+    def set_request_tokens(self, token_ids: NDArray[int64]) -> None:
+        """Write these tokens [n], too, with the target's rows, and no others beside the draft vocabulary."""
+        ...
+
+
+class CutModelDecoder(DraftExecutor, Decoder, Protocol):
+    """Executes a draft model that was cut from its target."""
+
+
+class TapStore(Protocol):
+    """Hidden states tapped from committed tokens, by slot of the target's page table, in half precision."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of all states of one token."""
+        ...
+
+    def write(self, taps: Taps, counts: Sequence[int]) -> None:
+        """Keep the states of the first `counts[i]` tokens of each row i of a target pass."""
+        ...
+
+
+class HeadRunner(DraftExecutor, Protocol):
+    """Executes a draft head beside its target. Its requests have `features`.
+
+    Only a head whose config says `request_tokens` is told of such tokens.
+    """
+
+    config: HeadConfig
+
+    def new_kv(self, num_pages: int) -> KV:
+        """Return an empty store of `num_pages` pages for the head's layers."""
+        ...
+
+    def new_tap_store(self, num_pages: int) -> TapStore:
+        """Return an empty store of `num_pages` pages for the taps that the head reads."""
+        ...
+
+    def relay(self, request: RelayRequest) -> PassResult:
+        """Choose the next guesses of rows, told of those before them. Only of a head with a relay."""
         ...
 
 
 @noun
-class Prepared:
-    """A target pass that has not run yet."""
+class RelayRequest:
+    """One step of a head's relay, after its pass over the places of all guesses.
 
-    packed: Packed
-    cu_len: Sequence[int]  # as `Scores.cu_len`
-    specs: Sequence[SamplingSpec]
+    `PassResult.hidden` of it is what these guesses were told.
+    """
 
-
-class Pending(Protocol):
-    """A pass that has been launched."""
-
-    def wait(self) -> Scores:
-        """Wait for the pass and return its scores."""
-        ...
+    hidden: object  # `PassResult.hidden` of the pass
+    first: Sequence[int]  # [n] each row's first place in it
+    places: Sequence[int]  # [n] and that of the guess to come
+    specs: Sequence[SamplingSpec]  # [n]; none where these are the first guesses: the pass chose them
+    known: tuple[Sequence[int], FedBack] | None = None  # [n] guesses before, and what they were told
 
 
-class _Begun:
-    def __init__(self, finish: Callable[[], Scores]) -> None:
-        self.wait = finish
+# Who makes executors, see `registry.py` ----------------------------------------------------------
 
 
-class Backend:
-    """Executes the target. Owns every row's outcome-dependent state (`rows`) and the target's KV."""
-
-    def __init__(self, decoder: Decoder, rows: Rows, num_pages: int) -> None:
-        self.decoder = decoder
-        self.config = decoder.config
-        self.rows = rows
-        self.kv = decoder.new_kv(num_pages)
-        self.taps: tuple[int, ...] = ()  # layers whose hidden states drafters read, in every pass
-
-    @property
-    def name(self) -> str:
-        """What the backend is called."""
-        return self.decoder.name
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of target KV per token."""
-        return self.kv.bytes_per_token
-
-    @property
-    def beside(self) -> bool:
-        """Whether a pass that was begun goes on beside the caller."""
-        return self.decoder.beside is not None
-
-    def begin(self, batch: Batch, draft: Draft) -> Callable[[], Scores]:
-        """Begin a pass over the known tokens and the drafts of a batch, with the taps that are asked for.
-
-        Return what waits for it: it runs then, if not beside the caller. Only rows that choose by `logits` get
-        theirs back.
-        """
-        prepared, begin = self.prepare(batch, draft), self.decoder.beside
-        if begin is None:
-            return lambda: self.run(prepared)
-        finish = begin(prepared.packed, self.kv, prepared.specs, taps=self.taps)
-        return lambda: _scores(prepared, finish())
-
-    def launch(self, batch: Batch, draft: Draft) -> Pending:
-        """Launch a pass, see `begin`."""
-        return _Begun(self.begin(batch, draft))
-
-    def prepare(self, batch: Batch, draft: Draft) -> Prepared:
-        """Return all that a pass reads of the rows, as copies."""
-        return Prepared(self.rows.pack(batch, draft), *self.rows.specs(batch, draft))
-
-    def run(self, prepared: Prepared) -> Scores:
-        """Run a pass that was prepared. Touches no row, so that another thread may do it."""
-        return _scores(prepared, self.decoder.run(prepared.packed, self.kv, prepared.specs, taps=self.taps))
-
-    def commit(self, batch: Batch, verdict: Verdict) -> None:
-        """Advance the rows by what was kept."""
-        self.rows.commit(batch, verdict)
-
-
-def _scores(prepared: Prepared, chosen: SampledTokens) -> Scores:
-    packed = prepared.packed
-    taps = Taps(chosen.taps, packed.cu_len, packed.slots) if chosen.taps else None
-    return Scores(prepared.cu_len, prepared.specs, chosen.token_ids, chosen.logits, chosen.logit_idx, taps)
-
-
-class SmallDecoder(Decoder, Protocol):
-    """A decoder that writes some of its target's tokens."""
-
-    weight_type: str
-
-    def write_also(self, own_ids: NDArray[int64]) -> None:
-        """From now on, write these tokens [n], too, and no others beside the vocabulary."""
-        ...
-
-
-class LoadSmallDecoder(Protocol):
-    """Makes a decoder of a model that was cut from the target and shares its tables."""
+class LoadDecoder(Protocol):
+    """Makes a backend's decoder from float weights."""
 
     def __call__(
-        self, small: SmallModel, target: Decoder, device: Device | None, weight_type: str | None
-    ) -> SmallDecoder:
-        """device: where it runs, None for where the target does."""
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, NDArray[floating]],
+        weight_type: str,
+        kv_type: str,
+        threads: int | None,
+        device: Device | None = None,
+    ) -> Decoder:
+        """threads: of the device's cores, None for all. device: None for the usual one."""
+        ...
+
+
+class LoadHeadRunner(Protocol):
+    """Makes the runner of a head on its target's backend."""
+
+    def __call__(self, head: Head, target: Decoder, device: Device | None, weight_type: str | None) -> HeadRunner:
+        """Embed tokens as the target does, unless the head brings an embedding of its own.
+
+        device: None for the target's. weight_type: of its matrices, None for the usual one. Raises `ConfigError`
+        if the backend has no drafters of that type.
+        """
+        ...
+
+
+class LoadCutModel(Protocol):
+    """Makes the decoder of a model that was cut from the target and shares its tables."""
+
+    def __call__(
+        self, model: CutModel, target: Decoder, device: Device | None, weight_type: str | None
+    ) -> CutModelDecoder:
+        """See `LoadHeadRunner`."""
+        ...
+
+
+# Rows, as drafters see them ----------------------------------------------------------------------
+
+
+class RowView(Protocol):
+    """Rows of an engine, as drafters see them: a host answers at once, a device may answer late.
+
+    What is known of a row may trail by the outcomes of `late_steps` steps. It is exact when a row is admitted.
+    """
+
+    @property
+    def num_rows(self) -> int:
+        """Rows there are, in use or not."""
+        ...
+
+    @property
+    def max_len(self) -> int:
+        """Tokens that a row has room for."""
+        ...
+
+    @property
+    def late_steps(self) -> int:
+        """Steps whose outcomes may not be known yet. If there are any, drafts may stand at later positions."""
+        ...
+
+    def known_len(self, row: int) -> int:
+        """Return a row's committed tokens, as far as they are known."""
+        ...
+
+    def computed_len(self, row: int) -> int:
+        """Return how many of them have target KV."""
+        ...
+
+    def tokens(self, row: int) -> NDArray[int64]:
+        """Return a row's committed tokens, [known_len] int64 on the host; nobody may write to it."""
+        ...
+
+    def text(self, row: int) -> kernels.TextIndex:
+        """Return an index of the same, made when it is first asked for."""
+        ...
+
+    def texts(self, rows: Sequence[int]) -> list[kernels.TextIndex]:
+        """Return the indexes of several rows."""
+        ...
+
+    def page_ids(self, row: int, start: int, end: int) -> list[int]:
+        """Return entries `start` to `end` of a row's page table."""
+        ...
+
+    def pack(
+        self,
+        spans: Sequence[Span],
+        wanted: Sequence[int],
+        ahead: int = 0,
+        *,
+        first_keys: Sequence[int] | None = None,
+        read_as: NDArray[int64] | None = None,
+    ) -> Packed:
+        """Pack spans `(row, start, num_known, guesses)`: committed tokens from `start` on, then guesses.
+
+        `wanted[i]` counts the tokens at the end of span i whose hidden state is returned. The pages reach `ahead`
+        tokens further than the spans. first_keys: see `Packed`. read_as: [vocab] token ids of the reader, by ours.
+        """
+        ...
+
+    def row_specs(self, row: int, guesses: Sequence[int], *, margin: bool = False) -> list[SamplingSpec]:
+        """Return the specs of the tokens after a row's newest token and after each guess, [1 + num_guesses].
+
+        margin: ask for margins.
+        """
+        ...
+
+    def spec_after(self, row: int, guesses: Sequence[int]) -> SamplingSpec:
+        """Return the spec of the token after a row's known tokens and some guesses."""
+        ...
+
+    def penalised(self, row: int) -> bool:
+        """Return True if a row's specs depend on which tokens come before them."""
         ...

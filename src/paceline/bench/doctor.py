@@ -1,70 +1,146 @@
-"""Does a drafter fit its target, and what does a pass cost? Checks first, then a few real passes."""
+"""`paceline doctor`: check a target and its drafter, and estimate the speed-up on twenty prompts."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
 from paceline.backend.registry import NUM_BYTES
-from paceline.bench.run import empty
-from paceline.control.fixed import FixedK
+from paceline.bench.interleave import cancel_all
+from paceline.bench.measure import acceptance_length, kept_per_position
+from paceline.bench.prompt_file import BUILTIN, read_prompts
+from paceline.bench.report import PLAIN
+from paceline.bench.session import Session, run_here
+from paceline.control.controller import FixedK
 from paceline.core.errors import ConfigError, ModelError
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.core.system import available_bytes, uninterrupted
 from paceline.draft.registry import parse_drafters
+from paceline.engine.assembly.build import assemble, load
 from paceline.engine.assembly.calibration import AlwaysDrafter
+from paceline.engine.assembly.cli_options import add_engine_arguments, engine_config
 from paceline.engine.drafters import DrafterPool
-from paceline.model.cost import num_weights
+from paceline.model.config import num_weights
 from paceline.model.files.pull import resolve
 from paceline.model.weights import load_model, load_template, load_tokenizer
+from paceline.serve.terminal.display import progress, say, table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from argparse import ArgumentParser, Namespace
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from paceline.bench.measure import MeasuredAnswer
+    from paceline.bench.prompt_file import Prompt
     from paceline.core.errors import PacelineError
-    from paceline.engine.assembly.build import Built
+    from paceline.engine.assembly.build import Built, Loaded
     from paceline.engine.assembly.config import EngineConfig
     from paceline.engine.engine import Engine
     from paceline.model.weights import LoadedModel
 
-STEPS = 16  # steps timed
+TIMED_STEPS = 16
 SAMPLE = "Explain in a few sentences how a bicycle stays upright, then say it again in other words."
+CATEGORIES = (  # of the built-in prompts; the two shortest of each are asked
+    *("writing", "reasoning", "math", "coding", "code_edit"),
+    *("extraction", "translation", "summarization", "qa", "rag"),
+)
+PER_CATEGORY = 2
+MAX_TOKENS = 48  # of an answer
+MIN_SPEEDUP = 1.05  # smaller gains are within the noise of a shared machine
+
+
+# The command -------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("--no-measure", action="store_true", help="check only, time nothing")
+    add_engine_arguments(parser)
+
+
+def run(args: Namespace) -> int:
+    """Print the checks and a verdict; return 1 if something will not work."""
+    config = engine_config(args)
+    drafters = parse_drafters(config.draft)  # a misspelt option is an error, not a failed check
+    checks, error = check_files(config)
+    if error is None and all(c.ok for c in checks):
+        try:
+            with progress(f"loading {config.model}") as update:
+                loaded = load(config, lambda _, done, total: update(done, total))
+            built = assemble(config, loaded)
+            checks += [Check(choice.what, True, f"{choice.value}: {choice.why}") for choice in built.choices]
+        except (ConfigError, ModelError) as load_error:
+            error = load_error
+    if error is not None:
+        checks.append(Check("error", False, str(error)))
+    rows = [["ok" if check.ok else "FAIL", check.subject, check.text] for check in checks]
+    table("checks", ["", "what", "found"], rows, num_left=3)
+    if not all(c.ok for c in checks):
+        say("Verdict: this will not work; see the lines marked FAIL.")
+        return 1
+    if args.no_measure:
+        say("Verdict: target and drafter fit.")
+        return 0
+    _print_cost(measure_steps(built, config.draft))
+    if not drafters.configs:
+        say("Verdict: it works; plain decoding, so there is no speculation to judge.")
+        return 0
+    del built  # frees its KV: the evaluation makes engines of its own
+    num_requests = 2 * len(CATEGORIES) * PER_CATEGORY
+    with progress("asking twenty prompts, with speculation and without") as update:
+        evaluation = evaluate_drafter(config, loaded, lambda done: update(done, num_requests))
+    _print_evaluation(evaluation)
+    return 0
+
+
+def _print_cost(cost: PassTimes) -> None:
+    plain = 1.0 / cost.plain_s
+    say(f"One request, greedy, medians of real steps: {1e3 * cost.plain_s:.1f} ms a token, {plain:.1f} tokens/s.")
+    if cost.k:
+        say(
+            f"A pass that verifies {cost.k} drafts takes {1e3 * cost.verify_s:.1f} ms, drafting "
+            f"{1e3 * cost.draft_s:.1f} ms: it pays from {cost.break_even:.2f} tokens kept per pass on, "
+            f"of at most {cost.k + 1}.\n"
+        )
+
+
+def _print_evaluation(evaluation: DrafterEvaluation) -> None:
+    columns = ["prompts", "kept per pass", "% kept at 1, 2, ...", "ms a token, plain", "with drafts", "speed-up"]
+    rows = []
+    for part in (*evaluation.categories, evaluation.all):
+        kept = " ".join(f"{100 * share:.0f}" for share in part.kept_per_position)
+        times = [f"{part.plain_ms:.1f}", f"{part.ms:.1f}", f"{part.speedup:.2f}x"]
+        rows.append([part.category, f"{part.kept_per_pass:.2f}", kept or "-", *times])
+    table("twenty prompts, greedy", columns, rows)
+    say(evaluation.verdict())
+
+
+# Checks of the files, before anything is loaded --------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
     """One line of the diagnosis."""
 
-    what: str
+    subject: str
     ok: bool
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """What steps of one row cost, in seconds: medians of real ones."""
-
-    plain_s: float  # one token
-    verify_s: float  # the newest token and k drafts, without drafting
-    draft_s: float  # proposing
-    k: int
-
-    @property
-    def break_even(self) -> float:
-        """Tokens per pass at which speculation is as fast as plain decoding; at most k + 1 can be had."""
-        return (self.verify_s + self.draft_s) / self.plain_s
+def check_files(config: EngineConfig) -> tuple[list[Check], PacelineError | None]:
+    """Return the checks of the model's files, and the error that ended them, if any."""
+    checks: list[Check] = []
+    try:
+        checks.extend(_file_checks(config))  # keeps the checks before an error
+    except (ModelError, ConfigError) as error:
+        return checks, error
+    return checks, None
 
 
-# Before anything is loaded -----------------------------------------------------------------------
-
-
-def check_files(config: EngineConfig) -> Iterator[Check]:
-    """Look at what the files say: architecture, vocabulary, template, context, memory.
-
-    Yields a line for each; raises `ModelError`, `ConfigError` where there is no use in going on.
-    """
+def _file_checks(config: EngineConfig) -> Iterator[Check]:
+    """Yield checks of shape, vocabulary, template, context and memory. Raises `ModelError`, `ConfigError`."""
     model = load_model(resolve(config.model))
     c = model.config
     shape = f"{c.num_layers} layers of {c.hidden_size}, {c.num_heads} heads, {c.num_kv_heads} for KV"
@@ -76,17 +152,17 @@ def check_files(config: EngineConfig) -> Iterator[Check]:
     template = load_template(model)
     chat = "there is one" if template else "none, as in base models: `chat` is refused, `generate` works"
     yield Check("chat template", True, chat)
-    asked = config.limits.max_len
-    yield Check("context", True, f"{c.max_context} tokens; requests may have {min(asked, c.max_context)}")
+    max_len = min(config.limits.max_len, c.max_context)
+    yield Check("context", True, f"{c.max_context} tokens; requests may have {max_len}")
     yield _check_memory(config, model)
 
 
 def _check_memory(config: EngineConfig, model: LoadedModel) -> Check:
-    """Weights of target and drafter against free memory; the KV cache takes a share of what is left."""
+    """Compare the weights of target and drafter with free memory. The KV cache takes a share of the remainder."""
     per_weight, free = NUM_BYTES[config.weight_type], available_bytes()
     weights = num_weights(model.config) * per_weight
-    asked = parse_drafters(config.draft, model.fingerprint)
-    drafter = sum(spec.num_weights(model) for spec in asked.configs) * per_weight
+    drafters = parse_drafters(config.draft, model.fingerprint)
+    drafter = sum(spec.num_weights(model) for spec in drafters.configs) * per_weight
     text = (
         f"weights {_mib(weights)}, drafter at most {_mib(drafter)}, free {_mib(free)}; the KV cache comes on top"
     )
@@ -97,67 +173,142 @@ def _mib(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:.0f} MiB"
 
 
-def check_built(built: Built) -> Iterator[Check]:
-    """Say what was chosen for the engine and why."""
-    for choice in built.choices:
-        yield Check(choice.what, True, f"{choice.value}: {choice.why}")
-
-
-def diagnose(config: EngineConfig) -> tuple[list[Check], PacelineError | None]:
-    """Return the checks of the files, up to the error that ended them."""
-    checks: list[Check] = []
-    try:
-        checks.extend(check_files(config))  # keeps what was found before an error
-    except (ModelError, ConfigError) as error:
-        return checks, error
-    return checks, None
-
-
-# Real passes -------------------------------------------------------------------------------------
+# Cost of real steps ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class PassTimes:
+    """Median times of steps of one row, seconds."""
+
+    plain_s: float  # one token
+    verify_s: float  # the newest token and k drafts, without drafting
+    draft_s: float  # proposing
+    k: int
+
+    @property
+    def break_even(self) -> float:
+        """Tokens per pass at which speculation is as fast as plain decoding. The maximum is k + 1."""
+        return (self.verify_s + self.draft_s) / self.plain_s
+
+
+@dataclass(frozen=True, slots=True)
+class _StepTime:
     step_s: float
     draft_s: float
 
 
-def measure(built: Built, draft: str) -> Speed:
-    """Time plain steps, steps that verify k drafts, and the drafter's own. The engine must be idle."""
+def measure_steps(built: Built, draft: str) -> PassTimes:
+    """Time plain steps, steps that verify k drafts, and drafting. The engine must be idle."""
     engine = built.engine
     k = max((spec.k for spec in parse_drafters(draft).configs), default=0)
-    own = _steps(engine, k)
-    kept = engine.drafting, engine.controller
+    drafting = _time_steps(engine, k)
+    own_drafters, own_controller = engine.drafting, engine.controller
     try:
-        engine.drafting, engine.controller = DrafterPool([], engine.target.config.vocab_size), FixedK()
-        plain = _steps(engine, 0)
+        engine.drafting = DrafterPool([], engine.target.config.vocab_size)
+        engine.controller = FixedK()
+        plain = _time_steps(engine, 0)
         engine.drafting = DrafterPool([AlwaysDrafter()], engine.target.config.vocab_size)
         engine.controller = FixedK(AlwaysDrafter.name, k)
-        full = _steps(engine, k) if k else plain
+        verifying = _time_steps(engine, k) if k else plain
     finally:
-        engine.drafting, engine.controller = kept
-    return Speed(
+        engine.drafting = own_drafters
+        engine.controller = own_controller
+    return PassTimes(
         plain_s=median(s.step_s for s in plain),
-        verify_s=median(s.step_s - s.draft_s for s in full),
-        draft_s=median(s.draft_s for s in own) if k else 0.0,
+        verify_s=median(s.step_s - s.draft_s for s in verifying),
+        draft_s=median(s.draft_s for s in drafting) if k else 0.0,
         k=k,
     )
 
 
-def _steps(engine: Engine, k: int) -> list[_Step]:
-    """Ask the sample prompt and return its decode steps."""
+def _time_steps(engine: Engine, k: int) -> list[_StepTime]:
+    """Ask the sample prompt; return the times of its decode steps."""
     ids = tuple(engine.tokenizer.encode(SAMPLE))
-    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=(STEPS + 2) * (k + 1))
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=(TIMED_STEPS + 2) * (k + 1))
     engine.add(Request("doctor", ids, params, seed=0))
-    steps: list[_Step] = []
+    steps: list[_StepTime] = []
     before = engine.stats()
-    while engine.has_work and len(steps) < STEPS:
+    while engine.has_work and len(steps) < TIMED_STEPS:
         with uninterrupted():
             engine.step()
         after = engine.stats()
         gained = after.since(before)
         if gained.decode_passes:
-            steps.append(_Step(gained.step_s, gained.draft_s))
+            steps.append(_StepTime(gained.step_s, gained.draft_s))
         before = after
-    empty(engine, ["doctor"])
+    cancel_all(engine, ["doctor"])
     return steps
+
+
+# Speed-up on twenty prompts ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CategorySpeedup:
+    """Drafter figures on the prompts of one category, or of all."""
+
+    category: str
+    kept_per_pass: float  # tokens, the target's own included
+    kept_per_position: tuple[float, ...]  # share of passes that kept a draft there
+    plain_ms: float  # per token after the first, without speculation
+    ms: float  # the same with the drafter
+    speedup: float  # median of the prompts' own ratios
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterEvaluation:
+    """Figures by category, and of all prompts together."""
+
+    categories: tuple[CategorySpeedup, ...]
+    all: CategorySpeedup
+
+    def verdict(self) -> str:
+        """Return a sentence that says what speed-up to expect and which `--draft` to use."""
+        best, worst = (pick(self.categories, key=lambda c: c.speedup) for pick in (max, min))
+        spread = f"{worst.speedup:.2f}x for {worst.category} to {best.speedup:.2f}x for {best.category}"
+        figures = f"{self.all.speedup:.2f}x by the time of a token ({spread})"
+        if self.all.speedup >= MIN_SPEEDUP:
+            return f"Verdict: it works and is worth it; expect {figures}."
+        if best.speedup >= MIN_SPEEDUP:
+            return f"Verdict: it works, but not for all prompts: {figures}. --draft auto drafts where it pays."
+        return f"Verdict: it works, but is not worth it on this machine: {figures}. Use --draft off."
+
+
+def evaluation_prompts() -> list[Prompt]:
+    """Return the two shortest built-in prompts of each of ten categories."""
+    by_category: dict[str, list[Prompt]] = defaultdict(list)
+    for prompt in sorted(read_prompts(BUILTIN), key=lambda prompt: len(prompt.text)):
+        by_category[prompt.category].append(prompt)
+    return [prompt for category in CATEGORIES for prompt in by_category[category][:PER_CATEGORY]]
+
+
+def evaluate_drafter(
+    config: EngineConfig, loaded: Loaded, on_progress: Callable[[int], None]
+) -> DrafterEvaluation:
+    """Ask twenty prompts one at a time, greedily: plain decoding interleaved with the config's drafter."""
+    params = SamplingParams(temperature=0.0, min_tokens=2, max_tokens=MAX_TOKENS)  # TPOT needs two tokens
+    session = Session(drafts=(PLAIN, config.draft), concurrencies=(1,), params=params)
+    runs = run_here(config, loaded, session, evaluation_prompts(), on_progress)
+    both = [run.answers for run in runs]
+    parts = [
+        _speedup(category, *([a for a in answers if a.prompt.category == category] for answers in both))
+        for category in CATEGORIES
+    ]
+    return DrafterEvaluation(tuple(parts), _speedup("all", *both))
+
+
+def _speedup(category: str, plain: Sequence[MeasuredAnswer], drafted: Sequence[MeasuredAnswer]) -> CategorySpeedup:
+    plain_ms, drafted_ms = _token_times_ms(plain), _token_times_ms(drafted)
+    return CategorySpeedup(
+        category=category,
+        kept_per_pass=acceptance_length(drafted) or 1.0,
+        kept_per_position=tuple(kept_per_position(drafted) or ()),
+        plain_ms=median(plain_ms),
+        ms=median(drafted_ms),
+        speedup=median(p / d for p, d in zip(plain_ms, drafted_ms, strict=True)),
+    )
+
+
+def _token_times_ms(answers: Iterable[MeasuredAnswer]) -> list[float]:
+    """Return the TPOT of each answer in ms. The median over answers is robust to a stall of the machine."""
+    return [1e3 * a.tpot_s for a in answers if a.tpot_s is not None]

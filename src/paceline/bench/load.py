@@ -1,7 +1,7 @@
-"""The load generator: drives a running server over HTTP with C clients, or with Poisson arrivals.
+"""Load generator: drives a running server over HTTP with C clients, or with Poisson arrivals.
 
-One thread per request in flight over `http.client`: the standard library reads chunked bodies and TLS, so a
-bench can run wherever the server runs, without an HTTP package.
+It runs one thread per request in flight over `http.client`. The standard library handles chunked bodies and TLS,
+so a bench needs no HTTP package.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from http.client import HTTPResponse
 
-    from paceline.bench.prompts import Prompt
+    from paceline.bench.prompt_file import Prompt
 
-    Tell = Callable[[int], None]
+    OnProgress = Callable[[int], None]  # called with the number of finished requests
 
 TIMEOUT_S = 600.0
 MAX_LINE_BYTES = 1 << 20
@@ -37,10 +37,10 @@ _DONE = "[DONE]"
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where to send requests, and what every request asks for beside its prompt."""
+    """Address of a server and the fields that every request has beside its prompt."""
 
     url: str
-    body: Mapping[str, Any]  # of /v1/chat/completions, without messages
+    body: Mapping[str, Any]  # body for /v1/chat/completions, without messages
     api_key: str | None = None
 
     def __post_init__(self) -> None:
@@ -48,7 +48,7 @@ class Server:
             raise ConfigError(f"--url must look like http://127.0.0.1:8000, not {self.url!r}")
 
     def connect(self) -> HTTPConnection:
-        """Return a connection, not opened yet."""
+        """Return a connection that is not open yet."""
         parts = urlsplit(self.url)
         connection: HTTPConnection = _CONNECTIONS[parts.scheme](
             parts.hostname or "", parts.port, timeout=TIMEOUT_S
@@ -56,7 +56,7 @@ class Server:
         return connection
 
     def path(self, route: str) -> str:
-        """Return the path of a route below the server's own."""
+        """Return the path of a route below the path of the URL."""
         return urlsplit(self.url).path.rstrip("/").removesuffix("/v1") + route
 
     def headers(self) -> dict[str, str]:
@@ -66,7 +66,7 @@ class Server:
 
 
 def _is_address(url: str) -> bool:
-    """Whether a connection can be opened to it, which may still fail."""
+    """Return whether the URL is well formed; connecting may still fail."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
@@ -78,9 +78,9 @@ def _is_address(url: str) -> bool:
 
 
 def server(url: str, params: Mapping[str, Any]) -> Server:
-    """Return a server that answers, with the name of its model. Raises `ConfigError`, `PacelineError`.
+    """Ask a server for its model and return how to drive it. Raises `ConfigError`, `PacelineError`.
 
-    The key is read from PACELINE_API_KEY.
+    The API key is read from PACELINE_API_KEY.
     """
     bare = Server(url, {}, os.environ.get("PACELINE_API_KEY") or None)
     models = _get(bare, "/v1/models")
@@ -93,8 +93,8 @@ def server(url: str, params: Mapping[str, Any]) -> Server:
 
 
 def arrival_times(count: int, rate_per_s: float, seed: int) -> list[float]:
-    """Return when requests of a Poisson process arrive, in seconds from its start."""
-    draw = random.Random(seed)  # noqa: S311 (a load, not a secret)
+    """Return arrival times of a Poisson process, in seconds from its start."""
+    draw = random.Random(seed)  # noqa: S311 (load, not secrets)
     return list(accumulate(draw.expovariate(rate_per_s) for _ in range(count)))
 
 
@@ -104,9 +104,9 @@ def drive(
     concurrency: int | None,
     rate_per_s: float | None,
     seed: int,
-    tell: Tell | None = None,
+    on_progress: OnProgress | None = None,
 ) -> list[MeasuredAnswer]:
-    """Ask every prompt and return the answers in their order. Raises `PacelineError` if a request fails."""
+    """Ask every prompt and return the answers in order. Raises `PacelineError` if a request fails."""
     if not prompts:
         return []
     times = [0.0] * len(prompts) if rate_per_s is None else arrival_times(len(prompts), rate_per_s, seed)
@@ -122,8 +122,8 @@ def drive(
             for future in futures:
                 answers.append(future.result())
                 done += 1
-                if tell is not None:
-                    tell(done)
+                if on_progress is not None:
+                    on_progress(done)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -131,7 +131,7 @@ def drive(
 
 
 def ask(target: Server, prompt: Prompt, seed: int) -> MeasuredAnswer:
-    """Ask one prompt, streaming. Raises `PacelineError`."""
+    """Ask one prompt and read the streamed answer. Raises `PacelineError`."""
     body = {**target.body, "seed": seed, "messages": [{"role": "user", "content": prompt.text}]}
     connection = target.connect()
     start_s = perf_counter()
@@ -147,9 +147,9 @@ def ask(target: Server, prompt: Prompt, seed: int) -> MeasuredAnswer:
 
 
 def answer_of(prompt: Prompt, start_s: float, events: Iterator[tuple[float, dict[str, Any]]]) -> MeasuredAnswer:
-    """Return the answer that streamed chunks, each with its time, add up to. Raises `PacelineError`.
+    """Return the answer made of streamed chunks, each with its time. Raises `PacelineError`.
 
-    A chunk does not say how many tokens it brings: the first counts as one, the others share the rest evenly.
+    A chunk does not say how many tokens it holds: the first counts as one, the others share the remainder evenly.
     """
     times, usage = [], None
     for time_s, chunk in events:
@@ -165,11 +165,11 @@ def answer_of(prompt: Prompt, start_s: float, events: Iterator[tuple[float, dict
 
 
 def _answer(prompt: Prompt, start_s: float, times: list[float], usage: Mapping[str, Any]) -> MeasuredAnswer:
-    tokens, told = int(usage["completion_tokens"]), usage.get("speculation") or {}
+    tokens, speculation = int(usage["completion_tokens"]), usage.get("speculation") or {}
     first = min(1, tokens) if len(times) > 1 else tokens
     share = (tokens - first) / max(len(times) - 1, 1)
-    length = float(told.get("acceptance_length") or 0.0)
-    decoded = max(tokens - 1, 0)  # the prefill's token is not decoded
+    length = float(speculation.get("acceptance_length") or 0.0)
+    decoded = max(tokens - 1, 0)  # the first token comes from the prefill
     return MeasuredAnswer(
         prompt=prompt,
         prompt_tokens=int(usage["prompt_tokens"]),
@@ -178,14 +178,14 @@ def _answer(prompt: Prompt, start_s: float, times: list[float], usage: Mapping[s
         arrivals=((times[0], first), *((time_s, share) for time_s in times[1:])),
         decode_passes=round(decoded / length) if length > 0.0 else 0,
         decoded_tokens=decoded,
-        drafted_tokens=int(told.get("drafted_tokens", 0)),
-        verified_tokens=int(told.get("verified_tokens", 0)),
-        accepted_tokens=int(told.get("accepted_tokens", 0)),
+        drafted_tokens=int(speculation.get("drafted_tokens", 0)),
+        verified_tokens=int(speculation.get("verified_tokens", 0)),
+        accepted_tokens=int(speculation.get("accepted_tokens", 0)),
     )
 
 
 def _events(response: HTTPResponse) -> Iterator[tuple[float, dict[str, Any]]]:
-    """Yield the server-sent events of a response with the time at which each came."""
+    """Yield the server-sent events of a response, each with its arrival time."""
     while line := response.readline(MAX_LINE_BYTES):
         time_s, text = perf_counter(), line.decode("utf-8", "replace").strip()
         if text.startswith("data:"):
@@ -220,5 +220,5 @@ def _get(target: Server, route: str) -> dict[str, Any]:
 
 def _check(response: HTTPResponse) -> None:
     if response.status != 200:
-        said = response.read(1000).decode("utf-8", "replace")
-        raise PacelineError(f"the server answered {response.status}: {said[:300]}")
+        body = response.read(1000).decode("utf-8", "replace")
+        raise PacelineError(f"the server answered {response.status}: {body[:300]}")

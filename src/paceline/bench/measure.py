@@ -1,4 +1,4 @@
-"""From what happened in a run to the figures of its record."""
+"""Figures of a run, computed from the answers and the engine's statistics."""
 
 from __future__ import annotations
 
@@ -10,63 +10,66 @@ from paceline.bench.statistics import num_repeated, repeat_share, spread_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.bench.prompts import Prompt
+    from paceline.bench.prompt_file import Prompt
     from paceline.engine.stats import DraftCounts, Stats
 
     Json = dict[str, Any]
 
 MS_PER_S = 1000.0
-LOOPING_SHARE = 0.3  # of an answer's tokens inside repeated 16-grams
+LOOPING_SHARE = 0.3  # an answer loops if a larger share of its tokens lies in repeated 16-grams
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MeasuredAnswer:
-    """One request, as the one who asked saw it. Times are seconds of one monotonic clock."""
+    """One request as its client saw it. Times are seconds of one monotonic clock."""
 
     prompt: Prompt
     prompt_tokens: int
     output_tokens: int
-    start_s: float  # when it was sent
-    arrivals: tuple[tuple[float, float], ...]  # (time_s, tokens that came then), the first and the last included
+    start_s: float  # time at which the request was sent
+    arrivals: tuple[tuple[float, float], ...]  # (time_s, number of tokens), in order
     decode_passes: int
     decoded_tokens: int
     drafted_tokens: int
     verified_tokens: int
     accepted_tokens: int
-    token_ids: tuple[int, ...] | None = None  # None: a server does not tell them
+    token_ids: tuple[int, ...] | None = None  # None: a server does not send token ids
 
     @property
     def first_s(self) -> float:
-        """When its first token came."""
+        """Time of the first token."""
         return self.arrivals[0][0]
 
     @property
     def end_s(self) -> float:
-        """When its last token came."""
+        """Time of the last token."""
         return self.arrivals[-1][0]
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token after the first; None if there was no second."""
+        """Time per output token after the first, seconds; None for an answer of one token."""
         gaps = self.output_tokens - 1
         return (self.end_s - self.first_s) / gaps if gaps > 0 else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """One pass over the prompts."""
+    """One pass over the prompts with one drafter."""
 
     draft: str
-    concurrency: int | None  # None: requests arrived on their own
+    concurrency: int | None  # None: Poisson arrivals
     repeat: int
     answers: tuple[MeasuredAnswer, ...]
-    stats: Stats | None  # what the engine counted; None: a server, which was not alone
+    stats: Stats | None  # of the engine; None for a server, which may have had other clients
     peak_rss_mb: float | None
     warm: bool = False
 
 
 def busy_until(answers: Sequence[MeasuredAnswer], concurrency: int | None) -> float:
-    """Return when fewer than `concurrency` requests were left; with free arrivals, when the last one came."""
+    """Return the time from which fewer than `concurrency` requests were left.
+
+    With free arrivals (None) it is the arrival of the last request.
+    """
     if concurrency is None:
         return max(a.start_s for a in answers)
     ends = sorted(a.end_s for a in answers)
@@ -74,18 +77,18 @@ def busy_until(answers: Sequence[MeasuredAnswer], concurrency: int | None) -> fl
 
 
 def tokens_until(answers: Sequence[MeasuredAnswer], time_s: float) -> float:
-    """Return how many tokens had come by then."""
+    """Return the number of tokens that had arrived by a time."""
     return sum(tokens for a in answers for arrived_s, tokens in a.arrivals if arrived_s <= time_s)
 
 
 def acceptance_length(answers: Sequence[MeasuredAnswer]) -> float | None:
-    """Return tokens committed per request and decode pass, the target's own included, the prefill's not."""
+    """Return tokens per request and decode pass, the target's own included, the prefill's token not."""
     passes = sum(a.decode_passes for a in answers)
     return sum(a.decoded_tokens for a in answers) / passes if passes else None
 
 
 def record(run: Run) -> Json:
-    """Return a run's record, as the bench contract names its keys."""
+    """Return a run's record with the keys of the bench contract."""
     answers = run.answers
     start_s, end_s = min(a.start_s for a in answers), max(a.end_s for a in answers)
     busy_s = busy_until(answers, run.concurrency)
@@ -129,7 +132,7 @@ def _speculation(answers: Sequence[MeasuredAnswer]) -> Json:
 
 
 def _steps(stats: Stats | None) -> Json:
-    """What only the engine itself can tell; null for a server."""
+    """Figures that only the engine knows; null for a server."""
     if stats is None:
         keys = ("steps", "accepted_per_position", "k_histogram", "draft_ms", "target_ms", "host_ms")
         more = ("hidden_ms", "control_ms", "prediction_error", "prediction_error_p50", "estimated_speedup")
@@ -151,7 +154,7 @@ def _steps(stats: Stats | None) -> Json:
 
 
 def accepted_per_position(counts: Sequence[DraftCounts]) -> list[float]:
-    """Return, for each position of a draft, the share of tokens verified there that were kept."""
+    """Return the accepted share of verified tokens at each position of a draft."""
     depth = max((len(c.verified_at) for c in counts), default=0)
     shares = []
     for position in range(depth):
@@ -162,7 +165,7 @@ def accepted_per_position(counts: Sequence[DraftCounts]) -> list[float]:
 
 
 def _by_category(answers: Sequence[MeasuredAnswer]) -> Json:
-    """Return the figures of each category. Its rate is that of its requests while they ran, one by one."""
+    """Return the figures of each category. Its rate divides its tokens by the summed times of its requests."""
     categories = dict.fromkeys(a.prompt.category for a in answers)
     groups = {c: [a for a in answers if a.prompt.category == c] for c in categories}
     return {category: _category(group) for category, group in groups.items()}
@@ -182,23 +185,23 @@ def _category(answers: Sequence[MeasuredAnswer]) -> Json:
 
 
 def kept_per_position(answers: Sequence[MeasuredAnswer]) -> list[float] | None:
-    """Return, for each position, the share of decode passes that kept a draft there: 1 + their sum is the length.
+    """Return the share of decode passes that kept a draft at each position. One plus their sum is the mean length.
 
-    Null for a server, of which it is not known what came from one pass.
+    None for a server: its chunks do not tell which tokens came from one pass.
     """
     if not answers or any(a.token_ids is None for a in answers):
         return None
-    kept = [tokens - 1 for a in answers for _, tokens in a.arrivals[1:]]  # the first is the prefill's
+    kept = [tokens - 1 for a in answers for _, tokens in a.arrivals[1:]]  # the first token comes from the prefill
     return [sum(k > position for k in kept) / len(kept) for position in range(int(max(kept, default=0)))]
 
 
 def _repetition(answers: Sequence[MeasuredAnswer]) -> Json:
-    """How much of the answers repeats itself; loops are easily guessed, so how drafts do in the other answers."""
-    told = [(a, a.token_ids) for a in answers if a.token_ids is not None]
-    calm = [a for a, ids in told if num_repeated(ids) <= LOOPING_SHARE * len(ids)]
+    """Share of repeated text, and the acceptance length of answers that do not loop. Loops are easy to draft."""
+    known = [(a, a.token_ids) for a in answers if a.token_ids is not None]
+    without_loops = [a for a, ids in known if num_repeated(ids) <= LOOPING_SHARE * len(ids)]
     return {
-        "repeat_share": repeat_share([ids for _, ids in told]),
-        "without_loops": {"requests": len(calm), "acceptance_length": acceptance_length(calm)},
+        "repeat_share": repeat_share([ids for _, ids in known]),
+        "without_loops": {"requests": len(without_loops), "acceptance_length": acceptance_length(without_loops)},
     }
 
 

@@ -1,12 +1,16 @@
-"""What a benchmark prints and writes: the summary, its tables, the JSON file."""
+"""Output of a benchmark: the summary, its tables, the JSON file."""
 
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from paceline import __version__
 from paceline.bench.statistics import median_interval
+from paceline.core.system import commit, machine
 from paceline.serve.terminal.display import table
 
 if TYPE_CHECKING:
@@ -16,11 +20,11 @@ if TYPE_CHECKING:
     from paceline.bench.measure import Run
 
     Json = dict[str, Any]
-    Figure = Callable[[Json], float | None]  # from a run's or a category's record
+    Figure = Callable[[Json], float | None]  # reads one figure from the record of a run or a category
 
 SCHEMA = 1
 PLAIN = "off"
-# Columns in the order of the six verbs: admit, plan, propose, score, judge, commit.
+# Columns in the order of the six verbs: plan, admit, propose, score, judge, commit.
 COLUMNS: tuple[tuple[str, str, Figure], ...] = (
     ("TTFT ms", "{:.0f}", lambda r: r["ttft_ms"]["p50"]),
     ("K", "{:.2f}", lambda r: _mean_k(r["k_histogram"])),
@@ -45,7 +49,7 @@ CATEGORY_COLUMNS = (
 
 
 def summary(records: Sequence[Json]) -> list[Json]:
-    """Return, for each draft and concurrency, its median rate and its speed-ups over plain decoding.
+    """Return the median rate and the speed-ups over plain decoding of each draft and concurrency.
 
     A speed-up is the median over repeats of the ratio to `off` in the same repeat; null without `off`.
     """
@@ -61,18 +65,29 @@ def summary(records: Sequence[Json]) -> list[Json]:
     ]
 
 
+def file_head(subject: Json) -> Json:
+    """Return the first fields of every JSON file. Command, git, version, machine, then those of `subject`."""
+    return {
+        "command": shlex.join(["paceline", *sys.argv[1:]]),
+        "git": commit(),
+        "version": __version__,
+        "machine": machine(),
+        **subject,
+    }
+
+
 def document(head: Json, records: Sequence[Json]) -> Json:
-    """Return what `--json` writes. head: command, git, version, machine, model, backend."""
+    """Return the content of the `--json` file. head: see `file_head`."""
     return {"schema": SCHEMA, **head, "runs": list(records), "summary": summary(records)}
 
 
 def write_json(path: Path, value: Json) -> None:
-    """Write a document."""
+    """Write a JSON file."""
     path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def write_tokens(path: Path, runs: Iterable[Run]) -> None:
-    """Write one line per request: what it was, and the token ids of its answer."""
+    """Write one line per request with the token ids of its answer."""
     with path.open("w", encoding="utf-8") as file:
         for run in runs:
             for a in run.answers:
@@ -87,7 +102,7 @@ def write_tokens(path: Path, runs: Iterable[Run]) -> None:
 
 
 def print_tables(records: Sequence[Json]) -> None:
-    """Print the table of drafts, the plain-decoding row first, and one of categories if there are several."""
+    """Print the table of drafts, plain decoding first. Print one of categories if there are several."""
     names = ["draft", "in flight", *(name for name, _, _ in COLUMNS), "speed-up", "95 %", "by TPOT"]
     rows = []
     for (draft, concurrency, own, _), total in zip(_groups(records), summary(records), strict=True):
@@ -99,13 +114,13 @@ def print_tables(records: Sequence[Json]) -> None:
 
 
 def category_rows(records: Sequence[Json]) -> list[list[str]]:
-    """Return the lines of the table by category, plain decoding first."""
+    """Return the rows of the table by category, plain decoding first."""
     rows = []
     for draft, concurrency, own, plain in _groups(records):
         for category in own[0]["by_category"]:
-            mine, its = ([r["by_category"][category] for r in runs] for runs in (own, plain))
-            ratios = _ratios(mine, its, lambda r: r["output_tokens_per_s"])
-            by_tpot = _ratios(its, mine, lambda r: r["tpot_ms"]["mean"])
+            mine, base = ([r["by_category"][category] for r in runs] for runs in (own, plain))
+            ratios = _ratios(mine, base, lambda r: r["output_tokens_per_s"])
+            by_tpot = _ratios(base, mine, lambda r: r["tpot_ms"]["mean"])
             cells = (
                 ("{:.2f}", _median(r["acceptance_length"] for r in mine)),
                 ("{:.2f}", _median(r["without_loops"]["acceptance_length"] for r in mine)),
@@ -135,7 +150,7 @@ def _runs(records: Sequence[Json], draft: str, concurrency: int | None) -> list[
 
 
 def _ratios(above: Sequence[Json], below: Sequence[Json], figure: Figure) -> list[float]:
-    """Return the ratios of a figure in the same repeat; none where it is missing or there is no such run."""
+    """Return the ratio of a figure for each repeat that has it in both."""
     pairs = ((figure(a), figure(b)) for a, b in zip(above, below, strict=False))
     return [a / b for a, b in pairs if a is not None and b]
 
@@ -147,7 +162,7 @@ def _speedups(total: Json) -> list[str]:
 
 
 def _lost(before: int, after: int) -> float | None:
-    """Return the share that went missing."""
+    """Return the share of `before` that is missing from `after`."""
     return 1 - after / before if before else None
 
 

@@ -1,13 +1,13 @@
-"""All runs of a benchmark: drafters in turns of a second, so that a drifting machine drifts for all."""
+"""All runs of a benchmark. The drafters are interleaved, so a drifting machine drifts for all."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from paceline.bench.interleave import SlicedRun, interleave, make_questions
 from paceline.bench.load import drive
 from paceline.bench.measure import Run
-from paceline.bench.run import TURN_S, Asking, ask_in_turns, questions
 from paceline.core.errors import ConfigError
 from paceline.core.params import MAX_SEED, MAX_TOKENS
 from paceline.core.system import peak_rss_mb, reset_peak_rss
@@ -16,30 +16,30 @@ from paceline.engine.assembly.config import MAX_ROWS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from paceline.bench.interleave import Question
     from paceline.bench.load import Server
-    from paceline.bench.prompts import Prompt
-    from paceline.bench.run import Question
+    from paceline.bench.prompt_file import Prompt
     from paceline.core.params import SamplingParams
     from paceline.engine.assembly.build import Loaded
     from paceline.engine.assembly.config import EngineConfig
     from paceline.engine.engine import Engine
 
-    Tell = Callable[[int], None]  # requests done so far, over all runs
+    OnProgress = Callable[[int], None]  # called with the number of finished requests, over all runs
 
-SPARE_TOKENS = 32  # drafts behind the last token of an answer
+SPARE_TOKENS = 32  # room for drafts behind the last token of an answer
 _BOUNDS = {"repeat": (1, 10_000), "warmup": (0, MAX_TOKENS), "seed": (0, MAX_SEED)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """What to run. Checked when made; raises `ConfigError`."""
+    """Settings of a benchmark. Checked when made; raises `ConfigError`."""
 
     drafts: tuple[str, ...]
     concurrencies: tuple[int, ...]
     params: SamplingParams
     seed: int = 0  # question i is asked with seed + i
     repeat: int = 1
-    warmup: int = 1  # requests before the first run of each drafter that do not count
+    warmup: int = 1  # uncounted requests before the first run of each drafter
     warm: bool = False  # keep caches and history from run to run
 
     def __post_init__(self) -> None:
@@ -51,24 +51,25 @@ class Session:
 
     @property
     def num_runs(self) -> int:
-        """Runs in all."""
+        """Number of runs: drafts times concurrencies times repeats."""
         return len(self.drafts) * len(self.concurrencies) * self.repeat
 
 
 def run_here(
-    config: EngineConfig, loaded: Loaded, session: Session, prompts: Sequence[Prompt], tell: Tell
+    config: EngineConfig, loaded: Loaded, session: Session, prompts: Sequence[Prompt], on_progress: OnProgress
 ) -> Iterator[Run]:
-    """Yield the runs in this process: one engine per drafter, all over the same loaded weights, in turns.
+    """Yield the runs in this process. They are interleaved, with one engine per drafter over the same weights.
 
-    Each engine has KV of its own, just large enough for the longest question and answer. Runs of one repeat take
-    turns, so they share the peak of the process's memory.
+    Each engine has its own KV, just large enough for the longest question and answer. The runs of a repeat are
+    interleaved, so their peak memory is one figure.
     """
     from paceline.engine.assembly.build import assemble
     from paceline.serve.prompts import Prompts
 
     max_len = min(config.limits.max_len, loaded.decoder.config.max_context)
-    asked = questions(prompts, Prompts(loaded.tokenizer, loaded.template, max_len), session.params, session.seed)
-    longest = max(len(q.request.prompt_ids) for q in asked) + session.params.max_tokens + SPARE_TOKENS
+    encode = Prompts(loaded.tokenizer, loaded.template, max_len)
+    questions = make_questions(prompts, encode, session.params, session.seed)
+    longest = max(len(q.request.prompt_ids) for q in questions) + session.params.max_tokens + SPARE_TOKENS
     limits = replace(config.limits, num_rows=max(session.concurrencies), max_len=min(max_len, longest))
     engines = {
         draft: assemble(replace(config, draft=draft, limits=limits), loaded).engine for draft in session.drafts
@@ -76,63 +77,60 @@ def run_here(
     done = 0
     for concurrency in session.concurrencies:
         for engine in engines.values():
-            ask_in_turns([Asking(engine, asked[: session.warmup], concurrency)], TURN_S)
+            interleave([SlicedRun(engine, questions[: session.warmup], concurrency)])
         for repeat in range(session.repeat):
-            yield from _runs(engines, asked, concurrency, repeat, session.warm, _after(done, tell))
-            done += len(asked) * len(engines)
+            yield from _repeat(engines, questions, concurrency, repeat, session.warm, _offset(done, on_progress))
+            done += len(questions) * len(engines)
 
 
-def _after(done: int, tell: Tell) -> Tell:
-    """Return what tells of a run's requests, behind those of the runs before it."""
-    return lambda count: tell(done + count)
+def _offset(done: int, on_progress: OnProgress) -> OnProgress:
+    """Return a callback for one run that adds the requests of the runs before it."""
+    return lambda count: on_progress(done + count)
 
 
-def _runs(
+def _repeat(
     engines: Mapping[str, Engine],
-    asked: Sequence[Question],
+    questions: Sequence[Question],
     concurrency: int,
     repeat: int,
     warm: bool,
-    tell: Tell,
+    on_progress: OnProgress,
 ) -> Iterator[Run]:
     if not warm:
         for engine in engines.values():
             engine.forget()
     reset_peak_rss()
-    before = {draft: engine.stats() for draft, engine in engines.items()}
-    askings = {draft: Asking(engine, asked, concurrency) for draft, engine in engines.items()}
-    ask_in_turns(list(askings.values()), TURN_S, tell)
-    for draft, engine in engines.items():
+    runs = {draft: SlicedRun(engine, questions, concurrency) for draft, engine in engines.items()}
+    interleave(list(runs.values()), on_progress=on_progress)
+    for draft, run in runs.items():
         yield Run(
             draft=draft,
             concurrency=concurrency,
             repeat=repeat,
-            answers=tuple(askings[draft].in_order()),
-            stats=engine.stats().since(before[draft]),
+            answers=tuple(run.in_order()),
+            stats=run.stats,
             peak_rss_mb=peak_rss_mb(),
             warm=warm,
         )
 
 
 def run_there(
-    target: Server, session: Session, rate_per_s: float | None, prompts: Sequence[Prompt], tell: Tell
+    target: Server, session: Session, rate_per_s: float | None, prompts: Sequence[Prompt], on_progress: OnProgress
 ) -> Iterator[Run]:
-    """Yield the runs against a server: its drafter is its own, and its caches cannot be emptied from here."""
+    """Yield the runs against a server. Its drafter is fixed, and its caches are not emptied."""
     concurrencies: tuple[int | None, ...] = session.concurrencies if rate_per_s is None else (None,)
     drive(target, prompts[: session.warmup], 1, None, session.seed)
     done = 0
     for concurrency in concurrencies:
         for repeat in range(session.repeat):
-            answers = drive(target, prompts, concurrency, rate_per_s, session.seed, _after(done, tell))
+            answers = drive(target, prompts, concurrency, rate_per_s, session.seed, _offset(done, on_progress))
             yield Run(session.drafts[0], concurrency, repeat, tuple(answers), None, None, warm=True)
             done += len(prompts)
 
 
-def about(config: EngineConfig, loaded: Loaded) -> dict[str, Any]:
-    """Return the JSON file's `model` and `backend`."""
-    import torch
-
-    from paceline.model.cost import num_weights
+def model_and_backend(config: EngineConfig, loaded: Loaded) -> dict[str, Any]:
+    """Return the fields `model` and `backend` of the JSON file."""
+    from paceline.model.config import num_weights
 
     c = loaded.decoder.config
     return {
@@ -147,7 +145,7 @@ def about(config: EngineConfig, loaded: Loaded) -> dict[str, Any]:
             "name": config.backend,
             "weights": config.weight_type,
             "kv": config.kv_type,
-            "threads": torch.get_num_threads(),
+            "threads": config.num_threads,
             "law": config.law,
         },
     }

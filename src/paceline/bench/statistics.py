@@ -1,4 +1,4 @@
-"""The statistics behind the figures: pure functions over lists of numbers."""
+"""Statistics behind the figures: pure functions over lists of numbers."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ if TYPE_CHECKING:
 
     Json = dict[str, float | None]
 
-REPEAT_TOKENS = 16  # an n-gram of this length does not come back by chance
+REPEAT_TOKENS = 16  # length of an n-gram that hardly repeats by chance
 RESAMPLES = 2000
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value below which `share` (0 to 1) of the values lie, linear between neighbours."""
+    """Return the `share` quantile (0 to 1), interpolated linearly as numpy does."""
     ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = int(place)
+    rank = share * (len(ordered) - 1)
+    low = int(rank)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
 
 
 def spread_of(values: Sequence[float]) -> Json:
-    """Return `{mean, p50, p99}`, each null if there are no values."""
+    """Return `{mean, p50, p99}`; each is None if there are no values."""
     if not values:
         return {"mean": None, "p50": None, "p99": None}
     return {"mean": fmean(values), "p50": percentile(values, 0.5), "p99": percentile(values, 0.99)}
@@ -35,7 +35,7 @@ def spread_of(values: Sequence[float]) -> Json:
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> Json:
     """Return `{median, low, high}`: the median and its bootstrap interval (percentile method, fixed seed).
 
-    One value has no interval: then low and high are null.
+    One value has no interval: low and high are None then.
     """
     if not values:
         return {"median": None, "low": None, "high": None}
@@ -52,17 +52,16 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Json:
 
 
 def paired_ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
-    """Return the ratio of each repeat's two values. Raises `ValueError` if one is missing."""
+    """Return above / below for each repeat. Raises `ValueError` if the lengths differ."""
     return [a / b for a, b in zip(above, below, strict=True)]
 
 
 def num_repeated(token_ids: Sequence[int], length: int = REPEAT_TOKENS) -> int:
-    """Return how many tokens of an answer lie inside a repeated n-gram.
+    """Return the number of tokens of an answer that lie inside a repeated n-gram.
 
-    A window of `length` tokens is repeated if the same tokens, in the same order, began at an earlier place of the
-    same answer; the two may overlap. Its tokens count, each once; those of the first occurrence do not, unless
-    they repeat something themselves. So a text without loops has 0, and of a text that says one token for ever
-    all but the first token count.
+    A window of `length` tokens is repeated if the same window began earlier in the answer; the two may overlap.
+    Each token of a repeated window counts once. Tokens of a first occurrence do not count, unless they repeat
+    something themselves. A text without loops has 0; in a text of one token over and over all but the first count.
     """
     seen: set[tuple[int, ...]] = set()
     edges = [0] * (len(token_ids) + 1)  # +1 where a repeated window begins, -1 behind its end
@@ -76,6 +75,6 @@ def num_repeated(token_ids: Sequence[int], length: int = REPEAT_TOKENS) -> int:
 
 
 def repeat_share(answers: Sequence[Sequence[int]]) -> float | None:
-    """Return the share of all answers' tokens that lie inside a repeated 16-gram; null without tokens."""
+    """Return the share of all tokens that lie inside a repeated 16-gram; None without tokens."""
     total = sum(len(ids) for ids in answers)
     return sum(num_repeated(ids) for ids in answers) / total if total else None

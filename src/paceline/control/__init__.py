@@ -1,1 +1,1 @@
-"""How much to speculate."""
+"""Control: how much to speculate."""

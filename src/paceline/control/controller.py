@@ -1,59 +1,58 @@
-"""The controller of an engine: the seam, and the policy in it that learns from every step."""
+"""Controllers of an engine: plans out, verdicts in. `ClosedLoop` learns, `FixedK` does not."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from paceline.control.arrays import came_of, drafted_of
-from paceline.control.cruise import MANY_ROWS
-from paceline.control.policy import NONE, Decision, Outcomes, StepView
-from paceline.control.reckoning import Reckoning, learn_cost
+import numpy as np
+
+from paceline.control.plan_reuse import MANY_ROWS
+from paceline.control.policy import NONE, Decision, Outcomes, StepView, drafted_of, outcomes_of
 from paceline.core.nouns import Draft, Plan, RowPlan, noun
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.control.cost import Work
-    from paceline.control.online import OnlineCost
-    from paceline.control.policy import Policy
+    from paceline.control.online_cost import OnlineCost, StepAccounting
+    from paceline.control.policy import Policy, Work
     from paceline.core.nouns import Batch, Verdict
 
 
 @noun
 class StepTimes:
-    """Where the seconds of a step went."""
+    """Seconds of a step by what they were spent on."""
 
     draft_s: float
     target_s: float
     host_s: float
-    wait_s: float = 0.0  # of its rows, while the step was the other group's
+    wait_s: float = 0.0  # time in which these rows waited for the other group's step
 
     @property
     def total_s(self) -> float:
-        """All of it that was spent on these rows."""
+        """Seconds spent on these rows."""
         return self.draft_s + self.target_s + self.host_s
 
 
 class Controller(Protocol):
-    """Decides how much to speculate: asked before drafting and after, told what came of it."""
+    """Decides how much to speculate, and learns from outcomes."""
 
     @property
-    def looks(self) -> bool:
-        """Whether it wants to see what drafters that cost nothing would propose, before it plans."""
+    def wants_preview(self) -> bool:
+        """True if lookup drafters should be queried before `plan`."""
         ...
 
     @property
-    def twin(self) -> Controller:
-        """The same controller for the rows of a second group: its plans are its own, nothing is learnt apart."""
+    def second_group(self) -> Controller:
+        """Controller of a second group of rows, with the same estimates and its own plans."""
         ...
 
     def admit(self, row: int) -> None:
-        """A request begins in a row."""
+        """Note that a request begins in a row."""
         ...
 
-    def rests(self, rows: int) -> bool:
-        """Begin a step of so many rows without a plan, if nothing is drafted in it; return whether so."""
+    def reuse_plan(self, num_rows: int) -> bool:
+        """Begin a step without drafts or view if the last plan holds; return whether."""
         ...
 
     def plan(self, view: StepView) -> Plan:
@@ -61,39 +60,83 @@ class Controller(Protocol):
         ...
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
-        """Return how much of a draft is worth verifying."""
+        """Return the part of a draft that is worth verifying."""
         ...
 
     def observe(
         self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes
-    ) -> Sequence[Reckoning]:
-        """Take in a step: drafts as proposed and as verified. Returns what was made of steps since the last."""
+    ) -> Sequence[StepAccounting]:
+        """Learn from a step; return the accounting since the last call.
+
+        proposed, draft: before and after trimming."""
         ...
 
 
-class Watcher(Protocol):
-    """Is told everything that a closed loop sees, chooses and gets."""
+@dataclass(frozen=True, slots=True)
+class FixedK:
+    """Plans k drafts of one drafter for every row. `drafter=None` is plain decoding."""
+
+    drafter: str | None = None
+    k: int = 0
+
+    @property
+    def wants_preview(self) -> bool:
+        """False: plans do not depend on previews."""
+        return False
+
+    @property
+    def second_group(self) -> FixedK:
+        """Itself, as it keeps no state."""
+        return self
+
+    def admit(self, row: int) -> None:
+        """Ignore it: rows are alike."""
+
+    def reuse_plan(self, num_rows: int) -> bool:
+        """Return True for plain decoding, which needs no plan."""
+        return self.drafter is None
+
+    def plan(self, view: StepView) -> Plan:
+        """Plan a step for the rows that decode."""
+        if not self.drafter:
+            return Plan()
+        ks = np.minimum(view.max_drafts, self.k).tolist()
+        return Plan({row: RowPlan(self.drafter, k) for row, k in zip(view.rows.tolist(), ks, strict=True)})
+
+    def trim(self, batch: Batch, draft: Draft) -> Draft:
+        """Return the whole draft."""
+        return draft
+
+    def observe(
+        self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes
+    ) -> tuple[StepAccounting, ...]:
+        """Learn nothing."""
+        return ()
+
+
+class TraceSink(Protocol):
+    """Receives everything that a closed loop sees, chooses and gets."""
 
     def admitted(self, row: int) -> None:
-        """A request begins in a row."""
+        """Note that a request began in a row."""
         ...
 
-    def rested(self, rows: int, host_s: float) -> None:
-        """A step that was not planned is over. rows: that decoded; 0 if there was prefill besides."""
+    def reused(self, num_rows: int, host_s: float) -> None:
+        """Note a step that reused a plan without a view. num_rows: 0 with prefill."""
         ...
 
     def planned(self, view: StepView, decision: Decision, group: int) -> None:
-        """A step of a group was planned."""
+        """Note the plan of a group's step."""
         ...
 
     def learnt(self, outcomes: Outcomes, prefill: Work, group: int) -> None:
-        """A group's step is over; it did so much prefill."""
+        """Note the outcome of a group's step, and the work of its prefill."""
         ...
 
 
 @noun
-class _Over:
-    """A step that is over: what it was planned with, and what came of it."""
+class _PendingStep:
+    """A step that is over and was not learnt from yet."""
 
     view: StepView
     decision: Decision
@@ -105,10 +148,10 @@ class _Over:
 
 
 class ClosedLoop:
-    """A policy in the engine's terms: rows of arrays become plans, verdicts become arrays.
+    """A controller around a policy: batches, drafts and verdicts become arrays, decisions become plans.
 
-    It learns from a step before it chooses the next time. Steps in which a choice holds wait until then: after a
-    pass, which sweeps the caches, learning from several costs little more than learning from one.
+    It learns from a step before the next choice. Steps that reuse a plan wait until then: after a pass, which
+    sweeps the caches, learning from several steps costs little more than learning from one.
     """
 
     def __init__(
@@ -116,162 +159,164 @@ class ClosedLoop:
         policy: Policy,
         cost: OnlineCost | None,
         names: Sequence[str],
-        watcher: Watcher | None = None,
+        sink: TraceSink | None = None,
         group: int = 0,
     ) -> None:
-        self.policy, self.cost, self.names, self._watcher = policy, cost, tuple(names), watcher
+        """cost: corrected by every step; None: prices are fixed. names: of drafters, by index."""
+        self.policy = policy
+        self.cost = cost
+        self.names = tuple(names)
         self.view: StepView | None = None  # of the last plan
-        self.decision: Decision | None = None
-        self._asked: frozenset[str] = frozenset()  # by the last plan, drafters whose proposals it did not know
-        self._index = {name: index for index, name in enumerate(names)}
-        self._over: list[_Over] = []  # steps that nothing was learnt from yet
-        self._reckoned: list[Reckoning] = []  # what was made of steps, and not yet told
-        self._had_drafts = False  # the step before
-        self._resting = False  # in this step
+        self.decision: Decision | None = None  # of the last plan
+        self._sink = sink
         self._group = group
-        self._twin: ClosedLoop | None = None
-        self._num_gained = 0
+        self._second_group: ClosedLoop | None = None
+        self._index_of = {name: index for index, name in enumerate(names)}
+        self._asked: frozenset[str] = frozenset()  # drafters of the last plan that gave no preview
+        self._pending: list[_PendingStep] = []
+        self._accounted: list[StepAccounting] = []  # not returned yet
+        self._had_drafts = False  # the step before this one
+        self._reuses = False  # this step reuses a plan without a view
+        self._num_tokens = 0
 
     @property
-    def num_gained(self) -> int:
-        """Tokens written in the steps that were observed, of both groups."""
-        return self._num_gained + (self._twin._num_gained if self._twin else 0)
+    def num_tokens(self) -> int:
+        """Tokens committed in observed steps, of both groups."""
+        return self._num_tokens + (self._second_group._num_tokens if self._second_group else 0)
 
     @property
-    def twin(self) -> ClosedLoop:
-        """The same estimates and prices, with choices and an open plan of its own."""
-        if self._twin is None:
-            own = self.policy.twin()
-            self._twin = ClosedLoop(own, self.cost, self.names, self._watcher, 1 - self._group)
-        return self._twin
+    def second_group(self) -> ClosedLoop:
+        """Loop of the other group: the same estimates and prices, its own plans."""
+        if self._second_group is None:
+            policy = self.policy.for_second_group()
+            self._second_group = ClosedLoop(policy, self.cost, self.names, self._sink, 1 - self._group)
+        return self._second_group
 
     @property
-    def looks(self) -> bool:
-        """As the policy does."""
-        return self.policy.looks
+    def wants_preview(self) -> bool:
+        """See `Controller.wants_preview`."""
+        return self.policy.wants_preview
 
     def admit(self, row: int) -> None:
-        """A request begins in a row."""
-        self._settle()
+        """Begin a request in a row."""
+        self._learn_pending()
         self.policy.admit(row)
-        if self._watcher:
-            self._watcher.admitted(row)
+        if self._sink:
+            self._sink.admitted(row)
 
-    def rests(self, rows: int) -> bool:
-        """Begin a step without a plan, if the last choice, to draft nothing, holds; return whether it does."""
-        self._end_rest()
-        self._resting = self.policy.rest(rows)
-        return self._resting
+    # Before a step -------------------------------------------------------------------------------
 
-    def _end_rest(self) -> None:
-        """Note a step without a plan that nobody had a row in: nothing was observed of it."""
-        if self._resting:
-            self.rested(0, 0.0)
+    def reuse_plan(self, num_rows: int) -> bool:
+        """See `Controller.reuse_plan`."""
+        self._end_unobserved()
+        self._reuses = self.policy.reuse_without_view(num_rows)
+        return self._reuses
+
+    def _end_unobserved(self) -> None:
+        """End a step that reused a plan and had no rows to observe."""
+        if self._reuses:
+            self.observe_reused(0, 0.0)
 
     def plan(self, view: StepView) -> Plan:
-        """Plan a step."""
-        self._end_rest()
-        d = self.policy.hold(view)
-        if d is None:
-            self._settle()
-            d = self.policy.choose(view)
-        self.view, self.decision = view, d
-        if self._watcher:
-            self._watcher.planned(view, d, self._group)
-        planned = zip(view.rows.tolist(), d.drafters.tolist(), d.ks.tolist(), strict=True)
+        """See `Controller.plan`."""
+        self._end_unobserved()
+        decision = self.policy.reuse(view)
+        if decision is None:
+            self._learn_pending()
+            decision = self.policy.choose(view)
+        self.view, self.decision = view, decision
+        if self._sink:
+            self._sink.planned(view, decision, self._group)
+        planned = zip(view.rows.tolist(), decision.drafters.tolist(), decision.ks.tolist(), strict=True)
         rows = {
-            row: RowPlan(self.names[drafter], k, d.stops.get(row))
+            row: RowPlan(self.names[drafter], k, decision.stops.get(row))
             for row, drafter, k in planned
             if k and drafter != NONE
         }
-        known = {self.names[drafter] for drafter in view.offers}
-        self._asked = frozenset(p.drafter for p in rows.values() if p.drafter) - known
-        return Plan(rows, d.prefill_tokens, tuple(self.names[drafter] for drafter in d.given_up))
+        previewed = {self.names[drafter] for drafter in view.previews}
+        self._asked = frozenset(p.drafter for p in rows.values() if p.drafter) - previewed
+        return Plan(rows, decision.prefill_tokens, tuple(self.names[drafter] for drafter in decision.retired))
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
-        """Drop what is not worth verifying, where a drafter has said something that was not known to the plan."""
-        if self.view is None or self._resting or not self.policy.trims or not self._says_more(draft):
+        """Drop drafts that are not worth verifying, given confidence new to the plan."""
+        if self.view is None or self._reuses or not self.policy.may_trim or not self._has_news(draft):
             return draft
-        self._settle()
-        drafted = drafted_of(batch, draft, self._index)
-        ks = self.policy.trim(self.view, drafted)
-        if ks is drafted.ks:
-            return draft
-        rows, kept = list(draft.rows), iter(ks.tolist())
-        for index, r in enumerate(batch.rows):
-            if r.decodes:
-                rows[index] = rows[index].first(next(kept))
-        return Draft(tuple(rows))
+        self._learn_pending()
+        drafted = drafted_of(batch, draft, self._index_of)
+        kept = iter(self.policy.trim(self.view, drafted).tolist())
+        rows = zip(batch.rows, draft.rows, strict=True)
+        return Draft(tuple(d.first(next(kept)) if r.decodes else d for r, d in rows))
 
-    def _says_more(self, draft: Draft) -> bool:
-        """Whether a draft says more than the plan knew: how sure a drafter is that had not been asked before."""
+    def _has_news(self, draft: Draft) -> bool:
+        """Return whether a drafter without preview states its confidence in a draft."""
         return bool(self._asked) and any(d.confidence and d.drafter in self._asked for d in draft.rows)
+
+    # After a step --------------------------------------------------------------------------------
 
     def observe(
         self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes
-    ) -> Sequence[Reckoning]:
-        """Take in a step; of one that was not planned, what the host took.
+    ) -> Sequence[StepAccounting]:
+        """See `Controller.observe`. Steps without a view teach the host's time only.
 
-        Where somebody watches, or other rows are planned by what is learnt of these, it learns at once.
+        With a trace, or with two groups, it learns at once: the other group is planned by what this one taught.
         """
-        self._num_gained += sum(len(v.token_ids) for v in verdict.rows)
-        if self._resting:
-            decode = len(batch.rows) if batch.num_known_tokens == len(batch.rows) else 0
-            self.rested(decode, times.host_s)
+        self._num_tokens += sum(len(v.token_ids) for v in verdict.rows)
+        if self._reuses:
+            only_decodes = batch.num_known_tokens == len(batch.rows)
+            self.observe_reused(len(batch.rows) if only_decodes else 0, times.host_s)
         elif self.view is not None and self.decision is not None:
-            self._over.append(_Over(self.view, self.decision, batch, proposed, draft, verdict, times))
-            if self._watcher or self._group or self._twin:
-                self._settle()
-        reckoned, self._reckoned = self._reckoned, []
-        return reckoned
+            step = _PendingStep(self.view, self.decision, batch, proposed, draft, verdict, times)
+            self._pending.append(step)
+            if self._sink or self._group or self._second_group:
+                self._learn_pending()
+        accounted = self._accounted
+        self._accounted = []
+        return accounted
 
-    def _settle(self) -> None:
+    def _learn_pending(self) -> None:
         """Learn from the steps that are over."""
-        over, self._over = self._over, []
-        for step in over:
+        pending = self._pending
+        self._pending = []
+        for step in pending:
             self._learn_from(step)
 
-    def _learn_from(self, step: _Over) -> None:
-        came, times = came_of(step.batch, step.proposed, step.draft, step.verdict, self._index), step.times
-        outcomes = Outcomes(
-            came.rows,
-            came.drafters,
-            came.num_verified,
-            came.num_accepted,
-            times.draft_s,
-            times.target_s,
-            times.host_s,
-            came.confidence if came.confidence.size else None,
-            times.wait_s,
-            came.num_drafted,
+    def _learn_from(self, step: _PendingStep) -> None:
+        times = step.times
+        seconds = times.draft_s, times.target_s, times.host_s, times.wait_s
+        outcomes, prefill = outcomes_of(
+            step.batch, step.proposed, step.draft, step.verdict, self._index_of, seconds
         )
-        reckoning = self.learn(outcomes, came.prefill, step.view, step.decision)
-        self._reckoned += [reckoning] if reckoning else []
-        if self._watcher:
-            self._watcher.learnt(outcomes, came.prefill, self._group)
+        accounting = self.learn(outcomes, prefill, step.view, step.decision)
+        if accounting:
+            self._accounted.append(accounting)
+        if self._sink:
+            self._sink.learnt(outcomes, prefill, self._group)
 
-    def rested(self, rows: int, host_s: float) -> None:
-        """Take in a step that was not planned; see `Watcher`."""
-        self._settle()
-        self._resting = self._had_drafts = False
-        if self.cost is not None and rows:
-            self.cost.host.observe(rows, host_s, drafts=False)
-        if self._watcher:
-            self._watcher.rested(rows, host_s)
+    def observe_reused(self, num_rows: int, host_s: float) -> None:
+        """Take in a step that reused a plan without a view. num_rows: as in `TraceSink.reused`."""
+        self._learn_pending()
+        self._reuses = self._had_drafts = False
+        if self.cost is not None and num_rows:
+            self.cost.host.observe(num_rows, host_s, drafts=False)
+        if self._sink:
+            self._sink.reused(num_rows, host_s)
 
-    def learn(self, outcomes: Outcomes, prefill: Work, view: StepView, decision: Decision) -> Reckoning | None:
-        """Learn from what came of a plan."""
-        self.policy.learn(view, self._as_it_rests(outcomes))
-        had_drafts, self._had_drafts = self._had_drafts, any(outcomes.num_verified.tolist())
-        settled = self._had_drafts or not had_drafts
+    def learn(
+        self, outcomes: Outcomes, prefill: Work, view: StepView, decision: Decision
+    ) -> StepAccounting | None:
+        """Learn from the outcome of a plan. Returns its accounting if prices are corrected."""
+        self.policy.learn(view, self._with_reused_host_time(outcomes))
+        had_drafts, has_drafts = self._had_drafts, any(outcomes.num_verified.tolist())
+        self._had_drafts = has_drafts
         if self.cost is None:
             return None
-        return learn_cost(self.cost, view, decision, outcomes, prefill, settled=settled)
+        settled = has_drafts or not had_drafts
+        return self.cost.account_step(view, decision, outcomes, prefill, settled=settled)
 
-    def _as_it_rests(self, outcomes: Outcomes) -> Outcomes:
-        """Return a plain step's outcomes with the host's time of those that will follow it without a plan.
+    def _with_reused_host_time(self, outcomes: Outcomes) -> Outcomes:
+        """Return a plain step's outcomes with the host time of steps that reuse plans.
 
-        Else what plain decoding of many rows takes would seem to hold what looking for drafts takes.
+        Otherwise the price of plain decoding of many rows would hold the time of looking for drafts.
         """
         rows = len(outcomes.rows)
         if self.cost is None or rows < MANY_ROWS or any(outcomes.num_verified.tolist()):

@@ -1,9 +1,9 @@
-"""Is it better to draft for one half of the rows while the other half is scored? The inequality, measured.
+"""Overlap of one group's drafting with the other's pass: does it pay?
 
-All rows together take V + t: the pass with what the host does around it, then drafting. Two groups in turn take
-max(V1, t2) + max(V2, t1), if drafters have a device of their own; on the target's own device everything adds up.
-As V1 + V2 is V and once more the fixed cost A of a pass, turns pay where drafting takes longer than A: with equal
-halves and t <= V, just where t > A. So they do not pay for drafters that cost little, however good they are.
+All rows together take V + t: the pass with the host's time around it, then drafting. Two groups take max(V1, t2) +
+max(V2, t1) if drafters have a device of their own; on the target's own device everything adds up. V1 + V2 is V
+plus once more the fixed cost A of a pass, so overlap pays where drafting takes longer than A: with equal halves
+and t <= V, just where t > A. So it does not pay for cheap drafters, however good they are.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.control.cost import Work
+from paceline.control.policy import Work
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from numpy import int64
     from numpy.typing import NDArray
 
+    from paceline.control.allocation import StepCost
     from paceline.control.controller import ClosedLoop
-    from paceline.control.cost import StepCost
 
     Part = tuple[NDArray[int64], NDArray[int64], NDArray[int64]]  # lengths, drafts and drafters of some rows
 
-MARGIN = 0.03  # by which turns must promise to win before they begin
-ASK_EVERY = 8  # steps between two looks
-RATE = 0.02  # of what is known of steps of a kind, that one replaces
-MOST_TIMES = 4.0  # of what a step takes, that a single one may count for
-FADE = 1 / 256  # of what is known of turns, lost with each look while they are not taken
+BEGIN_MARGIN = 0.03  # by which overlap must promise to win before it begins
+ASK_EVERY = 8  # steps between two comparisons
+MIN_RATE = 0.02  # share of the means of a kind of step that one step replaces
+MAX_STALL = 4.0  # times the mean step that one step may count for
+FADE = 1 / 256  # share of what is known of overlap that is lost with each comparison while it is off
 
 
 @dataclass(frozen=True, slots=True)
-class Price:
-    """What some rows cost."""
+class PartCost:
+    """Seconds of some rows."""
 
     verify_s: float  # V
     draft_s: float  # t
@@ -43,11 +43,11 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class OverlapCost:
-    """What a round of all rows takes, together and in two groups that take turns."""
+    """Seconds of a round of all rows, together and in two groups."""
 
-    whole: Price
-    first: Price
-    second: Price
+    whole: PartCost
+    first: PartCost
+    second: PartCost
     apart: bool  # drafters have a device of their own
 
     @property
@@ -56,31 +56,32 @@ class OverlapCost:
         return self.whole.verify_s + self.whole.draft_s
 
     @property
-    def turns_s(self) -> float:
+    def overlapped_s(self) -> float:
         """Seconds of a round of each group, one beside the other."""
-        join = max if self.apart else _sum
         a, b = self.first, self.second
-        return join(a.verify_s, b.draft_s) + join(b.verify_s, a.draft_s)
+        if self.apart:
+            return max(a.verify_s, b.draft_s) + max(b.verify_s, a.draft_s)
+        return (a.verify_s + b.draft_s) + (b.verify_s + a.draft_s)
 
     @property
     def gain(self) -> float:
-        """Rounds per second in turns against those of all together."""
-        return self.serial_s / self.turns_s if self.turns_s else 1.0
+        """Rounds per second with overlap, relative to all rows together."""
+        return self.serial_s / self.overlapped_s if self.overlapped_s else 1.0
 
     @property
     def fixed_s(self) -> float:
-        """A: what a pass costs whatever is in it, which turns pay twice."""
+        """A: fixed cost of a pass, which overlap pays twice."""
         return self.first.verify_s + self.second.verify_s - self.whole.verify_s
 
     def explain(self) -> str:
         """Return the inequality with its numbers."""
         join, sign = "max" if self.apart else "sum", "<" if self.gain > 1 else ">="
-        a, b, better = self.first, self.second, "turns" if self.gain > 1 else "all rows together"
+        a, b, better = self.first, self.second, "overlap" if self.gain > 1 else "all rows together"
         pairs = ("V1", a.verify_s, "t2", b.draft_s), ("V2", b.verify_s, "t1", a.draft_s)
         taken = " + ".join(f"{join}({v} {_ms(v_s)}, {t} {_ms(t_s)})" for v, v_s, t, t_s in pairs)
         together = f"V {_ms(self.whole.verify_s)} + t {_ms(self.whole.draft_s)} ms"
         return (
-            f"{taken} = {_ms(self.turns_s)} {sign} {_ms(self.serial_s)} = {together}; "
+            f"{taken} = {_ms(self.overlapped_s)} {sign} {_ms(self.serial_s)} = {together}; "
             f"A is {_ms(self.fixed_s)} ms: {better} would be faster"
         )
 
@@ -89,34 +90,32 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.2f}"
 
 
-def _sum(a: float, b: float) -> float:
-    return a + b
-
-
-def turns_of(cost: StepCost, parts: Sequence[Part], *, apart: bool) -> OverlapCost:
-    """Price two groups of rows, and both together. Prefill is left out: it is the same work either way."""
+def overlap_cost(cost: StepCost, parts: Sequence[Part], *, apart: bool) -> OverlapCost:
+    """Price two groups of rows, and both together, without prefill."""
     lengths, ks, drafters = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-    first, second = (_price(cost, part) for part in parts)
-    return OverlapCost(_price(cost, (lengths, ks, drafters)), first, second, apart)
+    first, second = (_part_cost(cost, part) for part in parts)
+    return OverlapCost(_part_cost(cost, (lengths, ks, drafters)), first, second, apart)
 
 
-def _price(cost: StepCost, part: Part) -> Price:
+def _part_cost(cost: StepCost, part: Part) -> PartCost:
     lengths, ks, drafters = part
     keys = int(lengths.sum())
     draft_s = cost.drafting_s(ks, drafters)
-    return Price(cost.price(Work(len(lengths), 0, keys, keys), lengths, ks, drafters) - draft_s, draft_s)
+    return PartCost(cost.price(Work(len(lengths), 0, keys, keys), lengths, ks, drafters) - draft_s, draft_s)
 
 
-def planned_turns(loop: ClosedLoop, *, apart: bool, overlapped: bool) -> OverlapCost | None:
-    """Price what a loop has planned last: for both groups, or for all rows, every other one of which is a group.
+def planned_overlap(loop: ClosedLoop, *, apart: bool, overlapped: bool) -> OverlapCost | None:
+    """Price the last plan of a loop in two groups.
 
-    None if it knows no prices, or if there are not two rows.
+    Groups that are not there yet are every other row. None if the loop knows no prices, or if there are not two
+    rows.
     """
-    whole = [part for part in map(_planned, (loop, loop.twin) if overlapped else (loop,)) if part is not None]
-    parts = whole if overlapped else _halves(whole)
+    loops = (loop, loop.second_group) if overlapped else (loop,)
+    planned = [part for part in map(_planned, loops) if part is not None]
+    parts = planned if overlapped else _halves(planned)
     if loop.cost is None or len(parts) != 2 or not all(len(lengths) for lengths, _, _ in parts):
         return None
-    return turns_of(loop.cost, parts, apart=apart)
+    return overlap_cost(loop.cost, parts, apart=apart)
 
 
 def _planned(loop: ClosedLoop) -> Part | None:
@@ -129,55 +128,9 @@ def _halves(whole: Sequence[Part]) -> list[Part]:
     return [(lengths[i::2], ks[i::2], drafters[i::2]) for lengths, ks, drafters in whole for i in (0, 1)]
 
 
-class OverlapSwitch:
-    """Says whether two groups take turns: from when it promises to win clearly until it does not win any more.
-
-    What tells is tokens per second by the clock, once turns were taken: two passes at once also share memory and
-    caches, which is in no price. What is known of turns fades while they are not taken: they are tried again.
-    """
-
-    def __init__(self, *, apart: bool) -> None:
-        self.on = False
-        self._apart = apart
-        self._asked = 0
-        self._since = 0.0, 0, 0  # when it last answered, tokens written by then, and rows
-        self._rates: dict[tuple[bool, int], _Rate] = {}  # by whether in turns, and the order of the rows' number
-
-    def ask(self, loop: ClosedLoop, now_s: float) -> bool:
-        """Answer, with a new look now and then. now_s: by any clock that goes on."""
-        self._note(loop, now_s)
-        if self._asked % ASK_EVERY == 0:
-            turns = planned_turns(loop, apart=self._apart, overlapped=self.on)
-            together, in_turns = (self._of(on, self._since[2]) for on in (False, True))
-            gain = _gain(turns.gain, together, in_turns) if turns else 0.0
-            self.on = gain > (1.0 if self.on else 1.0 + MARGIN)
-            if turns and not self.on:
-                in_turns.fade(turns.gain * together.tokens_per_s)
-        self._asked += 1
-        return self.on
-
-    def _of(self, on: bool, rows: int) -> _Rate:
-        return self._rates.setdefault((on, rows.bit_length()), _Rate())
-
-    def _note(self, loop: ClosedLoop, now_s: float) -> None:
-        """Take in the step since the last answer, if it was of the same rows, without prefill."""
-        views = [one.view for one in ((loop, loop.twin) if self.on else (loop,)) if one.view is not None]
-        rows, tokens, (since_s, before, rows_before) = sum(v.num_rows for v in views), loop.num_gained, self._since
-        if rows == rows_before and not any(view.prefill.tokens for view in views):
-            self._of(self.on, rows).learn(tokens - before, now_s - since_s)
-        self._since = now_s, tokens, rows
-
-
-def _gain(promised: float, together: _Rate, in_turns: _Rate) -> float:
-    """Return what turns gain: as promised, until some of them were seen."""
-    if not together.seen or in_turns.seen < ASK_EVERY:
-        return promised
-    return in_turns.tokens_per_s / together.tokens_per_s
-
-
 @dataclass(slots=True)
-class _Rate:
-    """Tokens and seconds of the last steps of a kind."""
+class _Throughput:
+    """Means of tokens and seconds over the last steps of a kind."""
 
     tokens: float = 0.0
     seconds: float = 0.0
@@ -185,20 +138,68 @@ class _Rate:
 
     @property
     def tokens_per_s(self) -> float:
-        """0 if none was seen."""
+        """Tokens per second; 0 if no step was seen."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def learn(self, tokens: int, seconds: float) -> None:
-        """Take in a step; a stall counts for no more than a few of them."""
+        """Take in a step; a stall counts for a few mean steps."""
         if seconds <= 0:
             return
         self.seen += 1
-        rate = max(RATE, 1 / self.seen)
+        rate = max(MIN_RATE, 1 / self.seen)
+        bounded_s = min(seconds, MAX_STALL * self.seconds) if self.seconds else seconds
         self.tokens += rate * (tokens - self.tokens)
-        self.seconds += rate * (
-            (min(seconds, MOST_TIMES * self.seconds) if self.seconds else seconds) - self.seconds
-        )
+        self.seconds += rate * (bounded_s - self.seconds)
 
     def fade(self, tokens_per_s: float) -> None:
-        """Forget some of it for what is promised."""
+        """Move the mean towards a prediction."""
         self.tokens += FADE * (tokens_per_s * self.seconds - self.tokens)
+
+
+class OverlapSwitch:
+    """Decides whether to overlap two groups: a margin begins it, no gain ends it.
+
+    Once overlapped steps were seen, measured tokens per second decide: two passes at once share memory and caches,
+    which is in no price. What is known of overlap fades while it is off, so that it is tried again.
+    """
+
+    def __init__(self, *, apart: bool) -> None:
+        self.on = False
+        self._apart = apart
+        self._asked = 0
+        self._last_s = 0.0  # clock, tokens and rows at the last answer
+        self._last_tokens = 0
+        self._last_rows = 0
+        self._kinds: dict[tuple[bool, int], _Throughput] = {}  # by (overlapped, bits of the number of rows)
+
+    def ask(self, loop: ClosedLoop, now_s: float) -> bool:
+        """Return whether to overlap; compared again every `ASK_EVERY` calls. now_s: by any monotonic clock."""
+        self._note(loop, now_s)
+        if self._asked % ASK_EVERY == 0:
+            predicted = planned_overlap(loop, apart=self._apart, overlapped=self.on)
+            serial, overlapped = (self._of(on, self._last_rows) for on in (False, True))
+            gain = _gain(predicted.gain, serial, overlapped) if predicted else 0.0
+            self.on = gain > (1.0 if self.on else 1.0 + BEGIN_MARGIN)
+            if predicted and not self.on:
+                overlapped.fade(predicted.gain * serial.tokens_per_s)
+        self._asked += 1
+        return self.on
+
+    def _of(self, on: bool, rows: int) -> _Throughput:
+        return self._kinds.setdefault((on, rows.bit_length()), _Throughput())
+
+    def _note(self, loop: ClosedLoop, now_s: float) -> None:
+        """Learn from the step since the last answer, if rows stayed, without prefill."""
+        loops = (loop, loop.second_group) if self.on else (loop,)
+        views = [one.view for one in loops if one.view is not None]
+        rows, tokens = sum(view.num_rows for view in views), loop.num_tokens
+        if rows == self._last_rows and not any(view.prefill.tokens for view in views):
+            self._of(self.on, rows).learn(tokens - self._last_tokens, now_s - self._last_s)
+        self._last_s, self._last_tokens, self._last_rows = now_s, tokens, rows
+
+
+def _gain(predicted: float, serial: _Throughput, overlapped: _Throughput) -> float:
+    """Return the gain of overlap: the prediction, until enough overlapped steps were seen."""
+    if not serial.seen or overlapped.seen < ASK_EVERY:
+        return predicted
+    return overlapped.tokens_per_s / serial.tokens_per_s

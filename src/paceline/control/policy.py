@@ -1,4 +1,4 @@
-"""The seam of control: what a policy sees before a step, what it answers, what it learns afterwards. Arrays only.
+"""Seam of control: a policy's input, its answer, and what it learns from, as arrays.
 
 The same policies run in the engine and in the simulator.
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from paceline.control.cost import Work
+from paceline import kernels
 from paceline.core.nouns import noun
 
 if TYPE_CHECKING:
@@ -19,124 +19,157 @@ if TYPE_CHECKING:
     from numpy import float64, int64
     from numpy.typing import NDArray
 
-    from paceline.core.nouns import Stop
+    from paceline.core.nouns import Batch, Draft, RowDraft, Stop, Verdict
 
-NONE = -1  # in place of a drafter: the row decodes plainly
+    Count = int | NDArray[int64]  # of one pass, or of each of several
+
+NONE = -1  # index in place of a drafter: the row decodes plainly
+
+
+@noun
+class Work:
+    """Work of one target pass, or of each of several."""
+
+    tokens: Count  # token rows: newest tokens, drafts and prefill
+    unscored: Count = 0  # prefill tokens among them whose successor is not asked for
+    kv_tokens: Count = 0  # cached keys that are read, each row's counted once
+    pairs: Count = 0  # (token row, key) pairs of attention
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.tokens + other.tokens,
+            self.unscored + other.unscored,
+            self.kv_tokens + other.kv_tokens,
+            self.pairs + other.pairs,
+        )
+
+    @property
+    def as_ints(self) -> tuple[int, int, int, int]:
+        """The four counts of one pass, as compiled calls take them."""
+        return int(self.tokens), int(self.unscored), int(self.kv_tokens), int(self.pairs)
+
+
+NO_WORK = Work(0)
 
 
 @noun
 class StepView:
-    """What is known of a step before drafting.
+    """State of a step before drafting.
 
-    An offer is what a drafter that costs nothing would propose: how sure it is of each token, [n, depth], NaN
-    behind the end of a row's proposal.
+    A preview is the confidence of a lookup drafter in each token that it would propose: [n, depth], NaN behind the
+    end of a row's proposal.
     """
 
-    rows: NDArray[int64]  # [n] that decode
-    lengths: NDArray[int64]  # [n] tokens of each
-    most: NDArray[int64]  # [n] drafts that each may have
-    prefill: Work  # of the chunks that ride along
-    offers: Mapping[int, NDArray[float64]] = field(default_factory=dict)  # by drafter, see `Controller.looks`
-    wishes: Mapping[int, int] = field(default_factory=dict)  # row -> the drafter that its request named
-    waiting: int = 0  # requests that have no row yet
-    targets: Mapping[int, float] = field(default_factory=dict)  # row -> seconds per token its request asked for
-    out: frozenset[int] = frozenset()  # drafters that fail, and are left in peace for some steps
+    rows: NDArray[int64]  # [n] rows that decode
+    lengths: NDArray[int64]  # [n] tokens of each row
+    max_drafts: NDArray[int64]  # [n] most drafts that each row may have
+    prefill: Work  # work of the prefill chunks in the same pass
+    previews: Mapping[int, NDArray[float64]] = field(default_factory=dict)  # drafter -> its preview
+    requested: Mapping[int, int] = field(default_factory=dict)  # row -> the drafter that its request names
+    num_waiting: int = 0  # requests that have no row yet
+    tpot_s: Mapping[int, float] = field(default_factory=dict)  # row -> seconds per token that its request asks for
+    unavailable: frozenset[int] = frozenset()  # drafters that failed and are not asked for some steps
 
     @property
     def num_rows(self) -> int:
-        """Rows that decode."""
+        """Number of rows that decode."""
         return len(self.rows)
 
     @property
     def work(self) -> Work:
-        """A pass of these rows without drafts, and without prefill."""
+        """Work of a pass over these rows without drafts and without prefill."""
         keys = int(self.lengths.sum())
         return Work(self.num_rows, 0, keys, keys)
 
 
 @noun
 class Decision:
-    """How far each row drafts, and with what."""
+    """Drafter and draft length of each row, with what is expected of the step."""
 
-    ks: NDArray[int64]  # [n]
+    ks: NDArray[int64]  # [n] drafts of each row, at most
     drafters: NDArray[int64]  # [n] index of a drafter, or NONE
-    seconds: float = 0.0  # the step is expected to take, 0 if nothing was predicted
-    tokens: float = 0.0  # it is expected to commit
-    speedup: float = 1.0  # expected against a step without drafts
-    prefill_tokens: int | None = None  # at most so many ride along; None: as many as fit
-    given_up: tuple[int, ...] = ()  # drafters that are not asked again, from now on
-    stops: Mapping[int, Stop] = field(default_factory=dict)  # row -> where its drafting ends before its k
+    seconds: float = 0.0  # expected duration of the step; 0: nothing was predicted
+    tokens: float = 0.0  # expected number of tokens committed
+    speedup: float = 1.0  # expected tokens per second, relative to a step without drafts
+    prefill_tokens: int | None = None  # most prefill tokens in the pass; None: no limit
+    retired: tuple[int, ...] = ()  # drafters that are never asked again from this step on
+    stops: Mapping[int, Stop] = field(default_factory=dict)  # row -> rule that ends its drafting before `ks`
 
 
 @noun
 class Outcomes:
-    """What became of a step's drafts."""
+    """Outcome of one step, as arrays over the rows that decoded."""
 
     rows: NDArray[int64]  # [n]
-    drafters: NDArray[int64]  # [n]
-    num_verified: NDArray[int64]  # [n]
-    num_accepted: NDArray[int64]  # [n]
+    drafters: NDArray[int64]  # [n] index of each row's drafter; NONE where nothing was proposed
+    num_verified: NDArray[int64]  # [n] drafts that the target scored
+    num_accepted: NDArray[int64]  # [n] drafts that were kept
     draft_s: float
     target_s: float
     host_s: float = 0.0
-    confidence: NDArray[float64] | None = None  # [n, depth] of all proposed, NaN where the drafter said nothing
-    wait_s: float = 0.0  # of the rows, while other rows had their step
-    num_drafted: NDArray[int64] | None = None  # [n] proposed; None: as many as were planned
+    confidence: NDArray[float64] | None = None  # [n, depth] of all proposed drafts, NaN where unknown
+    wait_s: float = 0.0  # time in which these rows waited for the other group's step
+    num_drafted: NDArray[int64] | None = None  # [n] drafts proposed; None: those planned
+
+    @property
+    def step_s(self) -> float:
+        """Seconds that the step spent on these rows."""
+        return self.draft_s + self.target_s + self.host_s
 
 
 @noun
 class Drafted:
-    """What drafters proposed, before any of it is verified."""
+    """Proposals of all rows, before any of them is verified."""
 
-    rows: NDArray[int64]  # [n] that decode, in the order of the batch
+    rows: NDArray[int64]  # [n] rows that decode, in the order of the batch
     drafters: NDArray[int64]  # [n]
     ks: NDArray[int64]  # [n] tokens proposed
-    confidence: NDArray[float64]  # [n, depth], NaN where the drafter said nothing
+    confidence: NDArray[float64]  # [n, depth], NaN where unknown
 
 
 class Policy(Protocol):
     """Decides how far to draft."""
 
     @property
-    def looks(self) -> bool:
-        """Whether its next decision wants to know what drafters that cost nothing would propose."""
+    def wants_preview(self) -> bool:
+        """True if lookup drafters should be queried for the next view."""
         ...
 
-    def twin(self) -> Policy:
-        """Return the same for another group of rows: it shares what is learnt, its choices are its own."""
+    def for_second_group(self) -> Policy:
+        """Return a policy for a second group: the same estimates, its own choices."""
         ...
 
     def admit(self, row: int) -> None:
-        """A request begins in a row."""
+        """Note that a request begins in a row."""
         ...
 
-    def rest(self, rows: int) -> bool:
-        """Take a step of so many rows without a decision if the last one, to draft nothing, holds; say whether."""
+    def reuse_without_view(self, num_rows: int) -> bool:
+        """Begin a step without drafts if the last decision holds; return whether it does."""
         ...
 
-    def hold(self, view: StepView) -> Decision | None:
-        """Take a step with the last decision if that holds, whatever was learnt since; None if it does not."""
+    def reuse(self, view: StepView) -> Decision | None:
+        """Begin a step by the last decision, if it holds for a view; else None."""
         ...
 
     def choose(self, view: StepView) -> Decision:
-        """Decide for every row of a step anew, by what was learnt."""
+        """Begin a step by a new decision, from what was learnt."""
         ...
 
     def decide(self, view: StepView) -> Decision:
-        """Decide for every row of a step, anew if the last decision does not hold."""
+        """Reuse the last decision, or choose anew."""
         ...
 
     @property
-    def trims(self) -> bool:
-        """Whether some of what is drafted now may not be worth verifying."""
+    def may_trim(self) -> bool:
+        """True if some drafts of this step may not be worth verifying."""
         ...
 
     def trim(self, view: StepView, drafted: Drafted) -> NDArray[int64]:
-        """Return how much of each row's draft is verified. Changes nothing in the policy. [n]"""
+        """Return how many of each row's drafts to verify. Changes nothing in the policy. [n]"""
         ...
 
     def learn(self, view: StepView, outcomes: Outcomes) -> None:
-        """Take in what a step brought."""
+        """Learn from the outcome of a step."""
         ...
 
 
@@ -145,7 +178,39 @@ def plain(view: StepView) -> Decision:
     return Decision(np.zeros(view.num_rows, np.int64), np.full(view.num_rows, NONE))
 
 
-def alike(view: StepView, drafter: int, k: int) -> Decision:
-    """Return the same for every row, as far as each may go."""
-    ks = np.minimum(view.most, k)
-    return Decision(ks, np.where(ks > 0, drafter, NONE))
+# Reading rounds, one compiled call each: attributes of Python objects are cold after a pass ----------------
+
+
+def drafted_of(batch: Batch, draft: Draft, indices: dict[str, int]) -> Drafted:
+    """Return the proposals of decoding rows. indices: drafter by name, else NONE."""
+    (rows, drafters, ks), confidence = kernels.drafted_of(batch.rows, draft.rows, indices, NONE)
+    return Drafted(rows, drafters, ks, confidence)
+
+
+def confidence_of(drafts: list[RowDraft]) -> NDArray[float64]:
+    """Return the confidence in each draft, NaN behind the end of each row's. [n, longest]"""
+    return kernels.confidence_of(drafts)
+
+
+def outcomes_of(
+    batch: Batch,
+    proposed: Draft,
+    verified: Draft,
+    verdict: Verdict,
+    indices: dict[str, int],
+    seconds: tuple[float, float, float, float],
+) -> tuple[Outcomes, Work]:
+    """Return the outcome of a round, and the work of its prefill chunks.
+
+    indices: as for `drafted_of`. seconds: of drafting, of the target pass, of the host, and of waiting.
+    """
+    draft_s, target_s, host_s, wait_s = seconds
+    arrays, confidence, prefill = kernels.outcomes_of(
+        batch.rows, proposed.rows, verified.rows, verdict.rows, indices, NONE
+    )
+    rows, drafters, num_drafted, num_verified, num_accepted = arrays
+    said = confidence if confidence.size else None
+    outcomes = Outcomes(
+        rows, drafters, num_verified, num_accepted, draft_s, target_s, host_s, said, wait_s, num_drafted
+    )
+    return outcomes, Work(*prefill) if prefill[0] else NO_WORK

@@ -1,7 +1,7 @@
-"""A run of the controller on disk, and the same run again: what it knew, what it chose, what it got.
+"""Traces: a run of the controller on disk, and its replay.
 
-JSON lines: first the profile it began with, then in turn what each step showed it and what came of it. Everything
-that a policy does follows from these, so a replay makes the same choices.
+A trace is JSON lines: first the profile, then the view and the outcome of each step. Everything that a policy does
+follows from these, so a replay makes the same choices. Keys on disk keep the names that version 1 gave them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from paceline.control.cost import Work
-from paceline.control.cruise import MANY_ROWS
+from paceline.control.acceptance import alive_once_drafted
 from paceline.control.goodput import Goodput
-from paceline.control.objective import THROUGHPUT, Objective
-from paceline.control.overlap import planned_turns
-from paceline.control.policy import Decision, Drafted, Outcomes, StepView
-from paceline.control.profile import Profile, from_json, to_json
-from paceline.control.setup import make_loop
+from paceline.control.latency_target import THROUGHPUT, Objective
+from paceline.control.overlap import planned_overlap
+from paceline.control.plan_reuse import MANY_ROWS
+from paceline.control.policy import Decision, Drafted, Outcomes, StepView, Work
+from paceline.control.profile import Profile, from_json, make_loop, to_json
 from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ FORMAT = "paceline trace 1"
 
 
 class Tracer:
-    """Writes down what a loop sees, chooses and gets; see `Watcher`."""
+    """Writes what a loop sees, chooses and gets; see `TraceSink`."""
 
     def __init__(
         self,
@@ -51,8 +50,9 @@ class Tracer:
         objective: str = THROUGHPUT,
         apart: bool = False,
     ) -> None:
-        """apart: whether drafters have a device of their own."""
-        self._file, self._ended = file, False
+        """names, max_ks: by drafter. apart: drafters have a device of their own."""
+        self._file = file
+        self._failed = False
         self._write(
             format=FORMAT,
             profile=to_json(profile),
@@ -64,64 +64,60 @@ class Tracer:
         )
 
     def begun(self) -> None:
-        """A loop begins that has learnt nothing yet."""
+        """Note that a loop begins that has learnt nothing yet."""
         self._write(begun=True)
 
     def admitted(self, row: int) -> None:
-        """A request begins in a row."""
+        """See `TraceSink.admitted`."""
         self._write(admitted=row)
 
-    def rested(self, rows: int, host_s: float) -> None:
-        """A step went by without a plan."""
-        self._write(rested=rows, host_s=host_s)
+    def reused(self, num_rows: int, host_s: float) -> None:
+        """See `TraceSink.reused`."""
+        self._write(rested=num_rows, host_s=host_s)
 
     def planned(self, view: StepView, decision: Decision, group: int) -> None:
-        """A step was planned."""
-        offers = {str(drafter): _sure(offered) for drafter, offered in view.offers.items()}
+        """See `TraceSink.planned`."""
+        previews = {str(drafter): _with_null(preview) for drafter, preview in view.previews.items()}
         seen = {
             "rows": view.rows.tolist(),
             "lengths": view.lengths.tolist(),
-            "most": view.most.tolist(),
-            "prefill": _numbers(view.prefill),
-            "offers": offers,
-            "wishes": {str(row): drafter for row, drafter in view.wishes.items()},
-            "waiting": view.waiting,
-            "targets": {str(row): target_s for row, target_s in view.targets.items()},
-            "out": sorted(view.out),
+            "most": view.max_drafts.tolist(),
+            "prefill": list(view.prefill.as_ints),
+            "offers": previews,
+            "wishes": {str(row): drafter for row, drafter in view.requested.items()},
+            "waiting": view.num_waiting,
+            "targets": {str(row): target_s for row, target_s in view.tpot_s.items()},
+            "out": sorted(view.unavailable),
         }
         self._write(view=seen, ks=decision.ks.tolist(), drafters=decision.drafters.tolist(), group=group)
 
     def learnt(self, outcomes: Outcomes, prefill: Work, group: int) -> None:
-        """A step is over."""
+        """See `TraceSink.learnt`."""
         o = outcomes
-        confidence = None if o.confidence is None else _sure(o.confidence)
+        confidence = None if o.confidence is None else _with_null(o.confidence)
         arrays = {name: getattr(o, name).tolist() for name in ("rows", "drafters", "num_verified", "num_accepted")}
         seconds = {"draft_s": o.draft_s, "target_s": o.target_s, "host_s": o.host_s, "wait_s": o.wait_s}
         drafted = None if o.num_drafted is None else o.num_drafted.tolist()
         got = arrays | seconds | {"confidence": confidence, "num_drafted": drafted}
-        self._write(outcomes=got, prefill=_numbers(prefill), group=group)
+        self._write(outcomes=got, prefill=list(prefill.as_ints), group=group)
 
     def _write(self, **values: Any) -> None:
-        """Write a line; a disk that is full ends the trace, not the engine."""
-        if self._ended:
+        """Write a line. A full disk ends the trace, not the engine."""
+        if self._failed:
             return
         try:
             self._file.write(json.dumps(values) + "\n")
         except OSError as error:
-            self._ended = True
+            self._failed = True
             log.warning("the trace ends here, as it cannot be written: %s", error)
 
 
-def _sure(confidence: NDArray[float64]) -> list[list[float | None]]:
-    """Return confidences as JSON has them: null in place of NaN."""
+def _with_null(confidence: NDArray[float64]) -> list[list[float | None]]:
+    """Return confidence as JSON has it: null in place of NaN."""
     return [[None if np.isnan(c) else c for c in row] for row in confidence.tolist()]
 
 
-def _numbers(work: Work) -> list[int]:
-    return [int(n) for n in (work.tokens, work.unscored, work.kv_tokens, work.pairs)]
-
-
-# Again -------------------------------------------------------------------------------------------
+# Replay ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,20 +125,20 @@ class Step:
     """One step of a replay."""
 
     view: StepView
-    then: Decision  # what was chosen when it ran: `ks` and `drafters`
-    now: Decision  # what the replay chooses
+    then: Decision  # of the run: `ks` and `drafters`
+    now: Decision  # of the replay
     outcomes: Outcomes
-    turns: OverlapCost | None  # the inequality that says whether two groups should take turns
-    overlapped: bool  # whether they did
-    dropped: NDArray[int64]  # [n] drafts of each row of the outcomes that were made and not verified
-    dropped_tokens: float  # of these, believed to be kept if they had been verified
-    group: int = 0  # of rows: 1 is the one that takes turns with 0
+    overlap: OverlapCost | None  # price of overlapping two groups
+    overlapped: bool  # the run did so
+    dropped: NDArray[int64]  # [n] drafts of each row that were made and not verified
+    dropped_tokens: float  # number of these that would have been kept, as estimated
+    group: int = 0  # group of rows: 1 is the one that overlaps with 0
 
 
 def replay(path: Path, on_step: Callable[[ClosedLoop, int], None] | None = None) -> Iterator[Step]:
     """Yield the steps of a trace, chosen again. Raises `ConfigError`.
 
-    on_step: called between choice and outcome with a loop and its group, to look into it.
+    on_step: called between choice and outcome with the loop and its group.
     """
     lines = _read(path)
     try:
@@ -160,12 +156,12 @@ def replay(path: Path, on_step: Callable[[ClosedLoop, int], None] | None = None)
 
 
 def drafter_names(path: Path) -> tuple[str, ...]:
-    """Return the drafters of a trace by their index. Raises `ConfigError`."""
+    """Return the names of a trace's drafters by index. Raises `ConfigError`."""
     return tuple(next(_read(path), {}).get("names", ()))
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines, but for a half-written last one: of an engine that was killed, or of a full disk."""
+    """Yield the lines, without a last one that was not written whole."""
     try:
         with path.open() as file:
             for line in file:
@@ -183,7 +179,7 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _with_rows(line: dict[str, Any], num_rows: int) -> dict[str, Any]:
-    """Return a line as it is. Raises `ValueError` if it is of a row that the engine did not have."""
+    """Return a line unchanged. Raises `ValueError` if it names an unknown row."""
     rows = [*line.get("view", {}).get("rows", ()), *line.get("outcomes", {}).get("rows", ())]
     for row in (*rows, line.get("admitted", 0)):
         if not 0 <= row < num_rows:
@@ -198,18 +194,18 @@ def _steps(
     *,
     apart: bool,
 ) -> Iterator[Step]:
-    planned: dict[int, Decision] = {}  # by group, when it ran
+    planned: dict[int, Decision] = {}  # by group, of the run
     loop = new_loop()
     for line in lines:
         group = int(line.get("group", 0))
-        own = loop.twin if group else loop
+        own = loop.second_group if group else loop
         if "begun" in line:
             loop = new_loop()
         elif "admitted" in line:
             loop.admit(int(line["admitted"]))
         elif "rested" in line:
-            loop.rests(MANY_ROWS)  # it did
-            loop.rested(int(line["rested"]), float(line["host_s"]))
+            loop.reuse_plan(MANY_ROWS)  # as the run did
+            loop.observe_reused(int(line["rested"]), float(line["host_s"]))
         elif "view" in line:
             planned[group] = Decision(np.array(line["ks"], np.int64), np.array(line["drafters"], np.int64))
             own.plan(_view(line["view"]))
@@ -218,39 +214,42 @@ def _steps(
         elif own.view is not None and own.decision is not None:
             outcomes = _outcomes(line["outcomes"])
             overlapped = outcomes.wait_s > 0
-            turns = planned_turns(loop, apart=apart, overlapped=overlapped)
+            overlap = planned_overlap(loop, apart=apart, overlapped=overlapped)
             dropped, worth = _dropped(own, outcomes)
             now = own.decision
             own.learn(outcomes, Work(*line["prefill"]), own.view, now)
-            yield Step(own.view, planned[group], now, outcomes, turns, overlapped, dropped, worth, group)
+            yield Step(own.view, planned[group], now, outcomes, overlap, overlapped, dropped, worth, group)
 
 
 def _dropped(loop: ClosedLoop, o: Outcomes) -> tuple[NDArray[int64], float]:
-    """Return what was trimmed of each row: only drafts that come with a confidence are."""
+    """Return the trimmed drafts of each row, and how many would have been kept.
+
+    Only drafts with a confidence are ever trimmed.
+    """
     if o.confidence is None or not isinstance(loop.policy, Goodput):
         return np.zeros(len(o.rows), np.int64), 0.0
     made = np.isfinite(o.confidence).sum(axis=1)
-    alive = loop.policy.alive(Drafted(o.rows, o.drafters, made, o.confidence))
+    choice, drafted = loop.policy.choice, Drafted(o.rows, o.drafters, made, o.confidence)
+    alive = alive_once_drafted(choice.models, drafted, choice.max_k)
     depths = np.arange(alive.shape[1])
     lost = (depths >= o.num_verified[:, None]) & (depths < made[:, None])
     return np.maximum(made - o.num_verified, 0), float(alive[lost].sum())
 
 
 def _view(seen: dict[str, Any]) -> StepView:
-    offers = {
+    previews = {
         int(d): np.array(o, np.float64).reshape(len(o), len(o[0]) if o else 0) for d, o in seen["offers"].items()
     }
-    wishes = {int(row): int(drafter) for row, drafter in seen["wishes"].items()}
     return StepView(
         rows=np.array(seen["rows"], np.int64),
         lengths=np.array(seen["lengths"], np.int64),
-        most=np.array(seen["most"], np.int64),
+        max_drafts=np.array(seen["most"], np.int64),
         prefill=Work(*seen["prefill"]),
-        offers=offers,
-        wishes=wishes,
-        waiting=int(seen["waiting"]),
-        targets={int(row): float(target_s) for row, target_s in seen.get("targets", {}).items()},
-        out=frozenset(map(int, seen.get("out", ()))),
+        previews=previews,
+        requested={int(row): int(drafter) for row, drafter in seen["wishes"].items()},
+        num_waiting=int(seen["waiting"]),
+        tpot_s={int(row): float(target_s) for row, target_s in seen.get("targets", {}).items()},
+        unavailable=frozenset(map(int, seen.get("out", ()))),
     )
 
 

@@ -249,6 +249,7 @@ class Taps:
     states: Mapping[int, NDArray[floating]]  # number of layers -> [num_tokens, hidden] residual stream after them
     cu_len: NDArray[int64]  # [num_rows + 1] row i of the batch owns tokens cu_len[i]:cu_len[i + 1]
     slots: NDArray[int64]  # [num_tokens] slot of each token in every store
+    starts: Sequence[int] = ()  # [num_rows] position of each row's first token
 
 
 @noun

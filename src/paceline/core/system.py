@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
@@ -42,17 +43,22 @@ def processor() -> dict[str, Any]:
 
 def machine() -> dict[str, Any]:
     """Return what figures depend on: processor, cores, memory, system, versions of what we run on."""
-    import numpy
-    import torch
-
     return {
         **processor(),
         "memory_gb": round(memory_bytes() / 1e9, 1),
         "system": platform.platform(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": numpy.__version__,
+        "torch": _version("torch"),
+        "numpy": _version("numpy"),
     }
+
+
+def _version(package: str) -> str | None:
+    """Return the version of an installed package without importing it; None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def commit(folder: Path = Path(__file__).parent) -> str | None:

@@ -1,4 +1,4 @@
-"""What drafters with a forward pass share: catching up on known tokens, and drawing tokens into chains.
+"""Autoregressive drafting: catching up on known tokens, and drawing tokens into chains.
 
 Tokens are drawn with the noise of the target's own choice: draft and target then agree with probability at least
 (1 - TV) / (1 + TV) (Daliri et al., arXiv 2408.07978).
@@ -24,16 +24,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline import kernels
-    from paceline.backend.rows import Rows, Span
-    from paceline.backend.seam import SampledTokens
+    from paceline.backend.seam import PassResult, RowView, Span
     from paceline.core.nouns import Plan, SamplingSpec, Stop
     from paceline.draft.hints import Hints
     from paceline.model.config import ModelConfig
 
     # Runs a pass over spans and chooses the token after each of them.
-    RunSpans = Callable[[Sequence[Span], Sequence[SamplingSpec]], SampledTokens]
-    # Runs passes in turn, so many for each span, see `backend.MultiStep`.
-    RunSpansInTurn = Callable[[Sequence[Span], Sequence[SamplingSpec], Sequence[StepLimit]], SampledTokens]
+    RunSpans = Callable[[Sequence[Span], Sequence[SamplingSpec]], PassResult]
+    # Runs several steps for each span in one call, see `PassRequest.steps`.
+    RunSteps = Callable[[Sequence[Span], Sequence[SamplingSpec], Sequence[StepLimit]], PassResult]
 
 CATCH_UP_TOKENS = 512  # known tokens read per step for rows that fell behind, by a drafter as large as its target
 
@@ -116,7 +115,7 @@ def in_pieces(counts: Mapping[int, int], most: int) -> Iterator[dict[int, int]]:
 
 
 def extend(
-    rows: Rows, chains: Sequence[Chain], run: Callable[[Sequence[SamplingSpec]], SampledTokens], *, dense: bool
+    rows: RowView, chains: Sequence[Chain], run: Callable[[Sequence[SamplingSpec]], PassResult], *, dense: bool
 ) -> None:
     """Draw one more token for each chain. `dense` also keeps the distributions they were drawn from."""
     specs = [pointed(rows.spec_after(c.row, c.token_ids), c.pointer, c.token_ids) for c in chains]
@@ -134,45 +133,43 @@ def begin(starts: Iterable[int], depth: Mapping[int, int], plan: Plan, hints: Hi
     return {row: Chain(row, depth[row], hints.pointer(row), plan.stop(row)) for row in starts}
 
 
-def draft_in_turn(
-    rows: Rows,
+def draft_steps(
+    rows: RowView,
     chains: Mapping[int, Chain],
     starts: Mapping[int, int],
     run: RunSpans,
-    at_once: RunSpansInTurn | None = None,
+    run_all: RunSteps | None = None,
     *,
     dense: bool,
 ) -> None:
     """Draft token by token.
 
-    The first pass reads each row's known tokens from `starts[row]` on, those after it one guess. `at_once` runs
-    them in one call, for rows whose choices do not depend on which tokens the guesses are.
+    The first step reads each row's known tokens from `starts[row]` on, those after it one guess. `run_all` runs
+    all steps in one call, for rows whose specs do not depend on which tokens the guesses are.
     """
-    spans: list[Span] = [(row, start, int(rows.length[row]) - start, ()) for row, start in starts.items()]
-    if at_once and not dense:
+    spans: list[Span] = [(row, start, rows.known_len(row) - start, ()) for row, start in starts.items()]
+    if run_all and not dense:
         easy = [span for span in spans if not rows.penalised(span[0])]
         spans = [span for span in spans if rows.penalised(span[0])]
         if easy:
-            _draft_at_once(rows, [chains[row] for row, *_ in easy], partial(at_once, easy))
+            _draft_all(rows, [chains[row] for row, *_ in easy], partial(run_all, easy))
     while spans:
         wanting = [chains[row] for row, *_ in spans]
         extend(rows, wanting, partial(run, spans), dense=dense)
         spans = [_guess(rows, chain) for chain in wanting if chain.goes_on]
 
 
-def _draft_at_once(
-    rows: Rows,
+def _draft_all(
+    rows: RowView,
     chains: Sequence[Chain],
-    run: Callable[[Sequence[SamplingSpec], Sequence[StepLimit]], SampledTokens],
+    run: Callable[[Sequence[SamplingSpec], Sequence[StepLimit]], PassResult],
 ) -> None:
     """Fill chains in one call."""
     # Without penalties it only counts how many guesses come before, not which.
-    specs = [
-        choose for chain in chains for choose in rows.row_specs(chain.row, [0] * (chain.depth - 1), margin=True)
-    ]
-    drawn = run(specs, [StepLimit(chain.depth, chain.stop, chain.pointer) for chain in chains])
-    assert drawn.margins is not None
-    token_ids, margins = drawn.token_ids.tolist(), drawn.margins.tolist()
+    specs = [spec for chain in chains for spec in rows.row_specs(chain.row, [0] * (chain.depth - 1), margin=True)]
+    result = run(specs, [StepLimit(chain.depth, chain.stop, chain.pointer) for chain in chains])
+    assert result.margins is not None
+    token_ids, margins = result.token_ids.tolist(), result.margins.tolist()
     done = 0
     for chain in chains:
         end = done + chain.depth
@@ -181,7 +178,7 @@ def _draft_at_once(
         done = end
 
 
-def _guess(rows: Rows, chain: Chain) -> Span:
+def _guess(rows: RowView, chain: Chain) -> Span:
     """Return the span of a row's newest guess, which comes after the guesses before it."""
-    start = int(rows.length[chain.row]) + len(chain.token_ids) - 1
+    start = rows.known_len(chain.row) + len(chain.token_ids) - 1
     return chain.row, start, 0, chain.token_ids[-1:]

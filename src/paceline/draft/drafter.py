@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from paceline.backend.head_runner import HeadRunner
-    from paceline.backend.rows import Rows
-    from paceline.backend.seam import KV, Decoder, SmallDecoder
+    from paceline.backend.seam import KV, CutModelDecoder, Decoder, HeadRunner, RowView
     from paceline.core.nouns import Batch, Draft, Plan, Request, RowDraft, Scores, Verdict
     from paceline.model.config import ModelConfig
     from paceline.model.heads.checkpoint import Head
-    from paceline.model.heads.cut_model import SmallModel
+    from paceline.model.heads.cut_model import CutModel
     from paceline.model.tokenizer import Tokenizer
 
     RunHead = Callable[[Head, str | None], HeadRunner]  # with weights of a type, None for the usual one
-    RunSmall = Callable[[SmallModel, str | None], SmallDecoder]
+    RunCutModel = Callable[[CutModel, str | None], CutModelDecoder]  # likewise
 
 MAX_K = 16  # drafts per row and step
 
@@ -54,7 +52,7 @@ class Memory:
     decoder: Decoder
     kv: KV
     run_head: RunHead  # on the target's backend
-    run_small: RunSmall  # likewise
+    run_cut_model: RunCutModel  # likewise
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,7 +60,7 @@ class Target:
     """What a drafter knows of its target."""
 
     config: ModelConfig
-    rows: Rows  # of a drafter in another process, its own copy
+    rows: RowView  # of a drafter in another process, its own copy
     num_pages: int
     vocabulary: Vocabulary
     law_needs_probs: bool  # drafts must then carry the distribution each token was drawn from

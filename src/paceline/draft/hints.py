@@ -26,7 +26,7 @@ from paceline.core.nouns import Edits
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from paceline.backend.rows import Rows
+    from paceline.backend.seam import RowView
     from paceline.core.nouns import Batch, ChooseKind, SamplingSpec, Scores, Verdict
 
 MIN_MATCH, MAX_MATCH = 2, 32  # tokens
@@ -48,7 +48,7 @@ NO_GAINS = RecycledGains()
 class Hints:
     """What the guesses of a drafter are told, row by row: of the text, and of what the target said besides."""
 
-    def __init__(self, rows: Rows, gain: float, recycled: RecycledGains = NO_GAINS) -> None:
+    def __init__(self, rows: RowView, gain: float, recycled: RecycledGains = NO_GAINS) -> None:
         """gain: logits for a match that is e times as long. Where all are 0, nothing is told."""
         self.gain, self.recycled_gains = gain, recycled
         self._rows = rows
@@ -62,7 +62,7 @@ class Hints:
         tail = self._rows.tokens(row)[-MAX_MATCH:]
         pointer = kernels.Pointer(self._rows.text(row), tail, self.gain, MIN_MATCH, MAX_MATCH)
         if row in self._recycled:
-            pointer.recycle(self._recycled[row], self.recycled_gains, self._rows.length.item(row))
+            pointer.recycle(self._recycled[row], self.recycled_gains, self._rows.known_len(row))
         return pointer
 
     def note(self, drafts: Mapping[int, Sequence[int]]) -> None:
@@ -80,7 +80,7 @@ class Hints:
             start, end = scores.cu_len[index], scores.cu_len[index + 1]
             if drafted and start + v.num_accepted + 1 < end <= start + len(drafted):
                 recycled = self._recycled.setdefault(r.row, kernels.Recycled())
-                place = self._rows.length.item(r.row) - len(v.token_ids)
+                place = self._rows.known_len(r.row) - len(v.token_ids)
                 recycled.learn(drafted[: end - start], scores.chosen[start:end], v.num_accepted, place)
 
     def release(self, row: int) -> None:
@@ -95,7 +95,7 @@ def pointed(choose: SamplingSpec, pointer: kernels.Pointer | None, guesses: Sequ
     return _with(choose, *found) if found else choose
 
 
-def hinted(specs: Sequence[SamplingSpec], rows: Rows, row: int, gain: float) -> list[SamplingSpec]:
+def hinted(specs: Sequence[SamplingSpec], rows: RowView, row: int, gain: float) -> list[SamplingSpec]:
     """Return how a row's next drafts are chosen where none knows those before it.
 
     What the text went on with after its end is told to all of them, place by place, as far as it is known.

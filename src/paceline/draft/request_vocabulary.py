@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.backend.seam import MOST_OWN
+from paceline.backend.seam import MAX_REQUEST_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from numpy import int64
     from numpy.typing import NDArray
 
-    from paceline.backend.rows import Rows
+    from paceline.backend.seam import RowView
 
 
-class OwnTokens:
-    """The own tokens of all running requests. Each may be drafted for any of them; at worst that costs a guess."""
+class RequestVocabulary:
+    """Request tokens of all running requests. Each may be drafted for any of them; at worst that costs a guess."""
 
     def __init__(
-        self, rows: Rows, fixed: NDArray[int64], vocab_size: int, write_also: Callable[[NDArray[int64]], None]
+        self, rows: RowView, fixed: NDArray[int64], vocab_size: int, set_tokens: Callable[[NDArray[int64]], None]
     ) -> None:
-        """fixed: the drafter's vocabulary. write_also: tells what executes it the tokens [n] beside those."""
+        """fixed: the drafter's vocabulary. set_tokens: sets the tokens [n] that its executor writes besides."""
         self._rows = rows
         self._missing = np.ones(vocab_size, bool)  # [vocab] what the drafter's vocabulary leaves out
         self._missing[fixed] = False
-        self._write_also = write_also
+        self._set_tokens = set_tokens
         self._seen: dict[int, int] = {}  # row -> tokens of it that were looked at
         self._of_row: dict[int, set[int]] = {}
         self._holders: Counter[int] = Counter()  # token -> rows whose text has it
@@ -43,17 +43,17 @@ class OwnTokens:
     def follow(self, rows: Iterable[int]) -> None:
         """Take in what the texts of some rows hold by now."""
         for row in rows:
-            start, end = self._seen.get(row, 0), int(self._rows.length[row])
-            self._seen[row] = end
-            tokens = self._rows.token_ids[row, start:end]
+            known = self._rows.tokens(row)
+            tokens = known[self._seen.get(row, 0) :]
+            self._seen[row] = len(known)
             found = tokens[self._missing[tokens]].tolist()
             if found:
                 self._hold(self._of_row.setdefault(row, set()), found)
-        if len(self._holders) > len(self._written) < MOST_OWN:
+        if len(self._holders) > len(self._written) < MAX_REQUEST_TOKENS:
             self._refill()
         if self._changed:
             self._changed = False
-            self._write_also(np.array(self._written, np.int64))
+            self._set_tokens(np.array(self._written, np.int64))
 
     def release(self, row: int) -> None:
         """Forget a row, and the tokens that no other has."""
@@ -70,13 +70,13 @@ class OwnTokens:
                 continue
             own.add(token)
             self._holders[token] += 1
-            if self._holders[token] == 1 and len(self._written) < MOST_OWN:
+            if self._holders[token] == 1 and len(self._written) < MAX_REQUEST_TOKENS:
                 self._write(token)
 
     def _refill(self) -> None:
         """Write tokens that were met while all places were taken, the first met first."""
         for token in self._holders:
-            if len(self._written) == MOST_OWN:
+            if len(self._written) == MAX_REQUEST_TOKENS:
                 return
             if token not in self._places:
                 self._write(token)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from paceline.control.arrays import confidence_of
+from paceline.control.policy import confidence_of
 from paceline.core.errors import RequestError
 from paceline.core.nouns import NO_DRAFT, Draft, RowDraft
 from paceline.core.params import AUTO, OFF

@@ -14,12 +14,12 @@ from paceline.engine.scheduler import Scheduler
 from paceline.engine.serial import SerialLoop
 from paceline.engine.stats import Gauges, Stats
 from paceline.engine.step import Verbs
-from paceline.model.tokenizer import Detokenizer
+from paceline.model.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from paceline.backend.seam import Backend
+    from paceline.backend.target import Backend
     from paceline.control.controller import Controller
     from paceline.core.nouns import Request
     from paceline.draft.drafter import Drafter

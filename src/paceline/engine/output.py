@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from paceline.core.nouns import FinishReason, Request, RowVerdict, TokenLogprobs
     from paceline.engine.scheduler import RequestState
-    from paceline.model.tokenizer import Detokenizer
+    from paceline.model.detokenizer import Detokenizer
 
 log = logging.getLogger(__name__)
 

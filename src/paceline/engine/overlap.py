@@ -6,10 +6,10 @@ else happens beside that pass: the first group is judged and committed, its outc
 admitted and drafted for again. New requests join the group that is about to be drafted for. Before that, rows of
 it move to the other group while that has less work. Where there are not two groups the step is serial.
 
-What the two threads share, and who may touch it when:
+What a pass in a thread shares with the engine's thread, and who may touch it when:
 
-- A pass reads copies of its rows' tokens, positions and page tables (`Backend.prepare`) and weights that
-  do not change. It writes the target's keys and values of its own rows, and its own taps and choices.
+- A pass reads copies of its rows' tokens, positions and page tables (`Backend.request`) and weights that nobody
+  writes. It writes the target's keys and values of its own rows, and taps and choices that nobody else knows of.
 - All else belongs to the engine's thread: rows, pages, drafters and their stores, answers. It changes nothing of
   the rows that are being scored until their pass is over.
 - A row is in flight at most once, so the groups' rows are different ones. A pass writes pages that only one row
@@ -23,9 +23,8 @@ Texts do not change: noise depends on the request and the position, a pass's num
 from __future__ import annotations
 
 from collections import Counter
-from concurrent.futures import wait
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -36,24 +35,23 @@ from paceline.engine.step import StepScores
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from concurrent.futures import Future
 
-    from paceline.backend.seam import Backend, Prepared
+    from paceline.backend.pass_thread import PassThread
+    from paceline.backend.target import PendingScores, ScoreRequest
     from paceline.engine.scheduler import RequestState, Scheduler
     from paceline.engine.step import StepInput, Verbs
-    from paceline.engine.worker import PassThread
 
 
 class OverlappedLoop:
     """Scores one group while it drafts for the other; see `Loop`."""
 
-    def __init__(self, worker: PassThread, wanted: Callable[[Verbs], bool]) -> None:
-        """worker: runs the passes. wanted: asked before each plan whether two groups are better than one."""
-        self._worker, self._wanted = worker, wanted
+    def __init__(self, thread: PassThread, wanted: Callable[[Verbs], bool]) -> None:
+        """thread: runs passes of the target. wanted: asked before each plan if two groups are better than one."""
+        self._thread, self._wanted = thread, wanted
         self._serial = SerialLoop()
         self._groups = Groups()
         self._scoring: ReadyInput | None = None  # its pass is in flight
-        self._result: Future[StepScores] | None = None  # of that pass
+        self._pending: PendingScores | None = None  # of that pass
         self._ready: ReadyInput | None = None  # drafted for, to be scored next
 
     def step(self, engine: Verbs) -> None:
@@ -89,19 +87,19 @@ class OverlappedLoop:
         self._scoring = self._ready
         self._ready = None
         if self._scoring is not None:
-            self._result = self._worker.start(partial(_score, engine.target, self._scoring.prepared))
+            self._pending = engine.target.launch(self._scoring.request, self._thread)
 
     def _wait_pass(self) -> tuple[StepInput, StepScores]:
         """Wait for the pass in flight; return what it was launched with, and its scores."""
         assert self._scoring is not None
-        assert self._result is not None
-        ready, result = self._scoring, self._result
-        self._scoring = self._result = None
+        assert self._pending is not None
+        ready, pending = self._scoring, self._pending
+        self._scoring = self._pending = None
         start = perf_counter()
-        scored = result.result()
+        scores = pending.wait()
         end = perf_counter()
-        ready.drafted.idle_s = end - ready.ready_s - scored.target_s
-        return ready.drafted, StepScores(scored.scores, scored.target_s, scored.target_s - (end - start))
+        ready.drafted.idle_s = end - ready.ready_s - pending.pass_s
+        return ready.drafted, StepScores(scores, pending.pass_s, pending.pass_s - (end - start))
 
     def _draft(self, engine: Verbs, group: int) -> ReadyInput | None:
         """Plan, admit and propose for a group; None if it has no rows or all should go together.
@@ -116,14 +114,15 @@ class OverlappedLoop:
         if not batch.rows:
             return None
         drafted = engine.propose(batch, plan, group)
-        prepared = engine.target.prepare(drafted.batch, drafted.draft)
-        return ReadyInput(drafted, prepared, perf_counter())
+        request = engine.target.request(drafted.batch, drafted.draft)
+        return ReadyInput(drafted, request, perf_counter())
 
     def wait(self) -> bool:
         """Wait for the pass in flight; the next step takes in what came of it."""
-        if self._result is not None:
-            wait((self._result,))
-        return self._result is not None
+        if self._pending is not None:
+            with suppress(Exception):  # the next step raises it
+                self._pending.wait()
+        return self._pending is not None
 
     def check(self, engine: Verbs) -> None:
         """Assert what the module's docstring says of rows and pages."""
@@ -135,7 +134,7 @@ class OverlappedLoop:
             assert r.in_flight == (r.row in group_of), "a row is in flight twice, or will not be scored"
             assert r.group == group_of.get(r.row, r.group)
             assert len(r.pages) <= pages_for(r.upper_len), "pages are held that no outcome needs"
-            first = int(engine.target.rows.computed[r.row]) // PAGE_TOKENS if r.in_flight else len(r.pages)
+            first = engine.target.rows.computed_len(r.row) // PAGE_TOKENS if r.in_flight else len(r.pages)
             assert all(holders[page] == 1 for page in r.pages[first:]), "a pass would write a shared page"
 
 
@@ -144,7 +143,7 @@ class ReadyInput:
     """Rows that may be scored at once."""
 
     drafted: StepInput
-    prepared: Prepared
+    request: ScoreRequest
     ready_s: float  # clock at which they were ready
 
 
@@ -175,9 +174,3 @@ def _work(state: RequestState, scheduler: Scheduler) -> int:
     if state.decoding:
         return 1 + state.num_drafts
     return min(len(state.token_ids) - state.scheduled_len, scheduler.limits.prefill_tokens)
-
-
-def _score(target: Backend, prepared: Prepared) -> StepScores:
-    start = perf_counter()
-    scores = target.run(prepared)
-    return StepScores(scores, perf_counter() - start)

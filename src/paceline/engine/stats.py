@@ -9,7 +9,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.control.reckoning import Reckoning
+    from paceline.control.online_cost import StepAccounting
     from paceline.core.nouns import Batch, Draft, RowDraft, Verdict
     from paceline.engine.scheduler import Scheduler
 
@@ -61,7 +61,7 @@ class Predictions:
     plain_s: float = 0.0  # estimated time of the same tokens without drafts
     errors: list[int] = field(default_factory=list)  # [percent] steps by the error of their prediction
 
-    def count(self, reckoning: Reckoning) -> None:
+    def count(self, reckoning: StepAccounting) -> None:
         """Add a step. A prediction that is no finite number counts as the largest error, and as no speed-up."""
         step_s = reckoning.measured_s
         self.step_s += step_s

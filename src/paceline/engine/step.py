@@ -17,7 +17,7 @@ from paceline.engine.stats import Stats
 from paceline.engine.step_view import step_view
 
 if TYPE_CHECKING:
-    from paceline.backend.seam import Backend, Pending
+    from paceline.backend.target import Backend, PendingScores
     from paceline.control.controller import Controller
     from paceline.core.nouns import Batch, BatchRow, Draft, Outcome, RowVerdict, Scores, Verdict
     from paceline.engine.drafters import DrafterPool
@@ -55,10 +55,10 @@ class StepScores:
     overlapped_s: float = 0.0  # of `target_s`: host or drafters worked beside the pass
 
 
-class PendingScores:
+class PendingStep:
     """A pass of the target that has been launched. Until `wait` the caller works beside it, where it can be."""
 
-    def __init__(self, pending: Pending, start_s: float, *, asynchronous: bool) -> None:
+    def __init__(self, pending: PendingScores, start_s: float, *, asynchronous: bool) -> None:
         """start_s: clock before the launch. asynchronous: the pass runs while the caller does something else."""
         self._pending = pending
         self._start_s = start_s
@@ -128,9 +128,9 @@ class Verbs:
         """Decide how far each row of a group may draft. group: None for all rows."""
         self._planned_s = perf_counter()
         controller = self.controller_of(group)
-        if group is None and not self.scheduler.any_asks and controller.rests(len(self.scheduler.running)):
+        if group is None and not self.scheduler.any_asks and controller.reuse_plan(len(self.scheduler.running)):
             return NO_PLAN
-        view = step_view(self.scheduler, self.drafting, previews=controller.looks, group=group)
+        view = step_view(self.scheduler, self.drafting, previews=controller.wants_preview, group=group)
         start = perf_counter()
         plan = controller.plan(view)
         self._stats.control_s += perf_counter() - start
@@ -163,11 +163,11 @@ class Verbs:
         self._stats.control_s += perf_counter() - end
         return StepInput(group, batch, proposed, draft, self._planned_s, end - start)
 
-    def score(self, drafted: StepInput) -> PendingScores:
+    def score(self, drafted: StepInput) -> PendingStep:
         """Launch the target's pass over known tokens and drafts."""
         start = perf_counter()
-        pending = self.target.launch(drafted.batch, drafted.draft)
-        return PendingScores(pending, start, asynchronous=self.target.beside)
+        pending = self.target.launch(self.target.request(drafted.batch, drafted.draft))
+        return PendingStep(pending, start, asynchronous=self.target.asynchronous)
 
     def judge(self, drafted: StepInput, scored: StepScores) -> Verdict:
         """Decide which drafts are kept."""
@@ -201,7 +201,7 @@ class Verbs:
 
     def controller_of(self, group: Group) -> Controller:
         """Return what plans for a group: one controller, which keeps the groups' open steps apart."""
-        return self.controller.twin if group else self.controller
+        return self.controller.second_group if group else self.controller
 
     def _unload(self, name: str) -> None:
         """Give back what a drafter holds: its weights, its stores, the taps that only it reads."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline import kernels
-from paceline.control.cost import NO_WORK, Work
-from paceline.control.objective import MS_PER_S
-from paceline.control.policy import StepView
+from paceline.control.latency_target import MS_PER_S
+from paceline.control.policy import NO_WORK, StepView, Work
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

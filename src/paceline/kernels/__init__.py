@@ -1,4 +1,4 @@
-"""The compiled kernels (csrc/), with everything that comes in checked at the border. Below all other packages."""
+"""Compiled kernels (csrc/), which check all arguments. The lowest package: it imports no other of Paceline's."""
 
 from pathlib import Path
 
@@ -47,7 +47,7 @@ from paceline.kernels._ext import (
     zero_halves,
 )
 
-EXTENSION = Path(_ext.__file__)  # the compiled file
+EXTENSION = Path(_ext.__file__)  # file of the compiled module
 
 __all__ = [
     "EXTENSION",

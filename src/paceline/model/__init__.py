@@ -1,1 +1,1 @@
-"""What a model is: config and families, tokenizer, template, weights."""
+"""Models as data: config and families, tokenizer, template, weights."""

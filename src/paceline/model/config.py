@@ -1,7 +1,8 @@
-"""What a model is, whichever file it came from: `ModelConfig`, the families, and the tensors a config asks for."""
+"""Shape of a model, whichever file it came from: config, families, tensors."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
 RopeScaling = Literal["none", "linear", "llama3", "factors"]
 
-# Upper bounds of what a file may claim: generous, and far below what could exhaust memory by itself.
+# Bounds of what a file may claim: generous, and far below what could exhaust memory.
 _BOUNDS: dict[str, tuple[int, int]] = {
     "vocab_size": (1, 1 << 22),
     "hidden_size": (1, 1 << 17),
@@ -27,9 +28,9 @@ _BOUNDS: dict[str, tuple[int, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class MixedLayers:
-    """What files of such a family may leave out about their layers with a sliding window."""
+    """Defaults for files that say too little about their layers with a sliding window."""
 
-    period: int  # the last of so many layers sees all tokens
+    period: int  # the last of every `period` layers sees all tokens
     theta: float  # of its RoPE
     local_theta: float  # of the others' RoPE
     query_scalars: Mapping[int, float]  # number of layers -> `ModelConfig.query_scalar`, which GGUF does not keep
@@ -37,7 +38,7 @@ class MixedLayers:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What all models of one family share and their files do not say."""
+    """Facts that all models of one family share and their files leave out."""
 
     name: str  # also `model_type` in a Hugging Face config.json
     gguf_arch: str  # `general.architecture` in GGUF
@@ -45,12 +46,12 @@ class Family:
     biases: frozenset[str] = frozenset()  # projections that always have a bias
     qk_norm: bool = False  # RMS norm over each head of q and k
     gguf_permutes_qk: bool = False  # GGUF keeps rows of q and k in the order of interleaved RoPE
-    default_window: int | None = None  # sliding window if config.json does not speak of one
-    mixed_layers: MixedLayers | None = None  # layers with a sliding window stand between those without
+    default_window: int | None = None  # sliding window if config.json has no such key
+    mixed_layers: MixedLayers | None = None  # layers with and without a sliding window alternate
     sandwich_norms: bool = False  # a second norm over what a block adds to the residual stream
     norms_from_one: bool = False  # safetensors files keep norm weights as their distance from 1
     scales_embedding: bool = False  # embeddings times the root of their size
-    ties_embeddings: bool = False  # if config.json does not speak of it
+    ties_embeddings: bool = False  # if config.json has no such key
 
 
 QKV = frozenset({"attn_q", "attn_k", "attn_v"})
@@ -89,7 +90,7 @@ class Rope:
     original_context: int = 8192
 
     def check(self) -> None:
-        """Raise `BadModelFile` for numbers that would give no finite angles."""
+        """Raise `BadModelFile` for numbers that give no finite angles."""
         numbers = (self.theta, self.factor, self.low_freq_factor, self.high_freq_factor)
         if not all(0.0 < n < 1e12 for n in numbers) or not 0 < self.original_context < 1 << 24:
             raise BadModelFile(f"the model's RoPE settings are not sensible numbers: {self}")
@@ -99,14 +100,14 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class Sliding:
-    """Layers whose tokens see only the newest ones, turned by a RoPE of their own."""
+    """Layers whose tokens see only the newest ones, with their own RoPE."""
 
     window: int  # tokens that a token sees, its own included
     layers: frozenset[int]
     rope: Rope
 
     def check(self, num_layers: int) -> None:
-        """Raise `BadModelFile` for a window or layers that cannot be."""
+        """Raise `BadModelFile` for an impossible window or layers."""
         if not 1 <= self.window < 1 << 24 or not self.layers <= set(range(num_layers)):
             raise BadModelFile(f"the model says that layers {sorted(self.layers)} see {self.window} tokens")
         if self.rope.scaling == "factors":
@@ -131,34 +132,34 @@ class ModelConfig:
     tie_embeddings: bool = False
     biases: frozenset[str] = frozenset()  # projections with a bias, by canonical name without the layer
     sliding: Sliding | None = None  # None: every layer sees all tokens
-    query_scalar: float | None = None  # scores are divided by its root; None: by that of head_dim
-    max_context: int = 2048  # tokens; where all layers slide never beyond the window, so that attention is full
+    query_scalar: float | None = None  # attention scores are divided by its root; None: head_dim
+    max_context: int = 2048  # tokens; at most the window if all layers slide, so that attention is full
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
 
     @property
     def facts(self) -> Family:
-        """What its family fixes."""
+        """Facts that its family fixes."""
         return family(self.family)
 
     @property
     def query_scale(self) -> float:
-        """What scores of attention are multiplied by."""
+        """Factor of attention scores."""
         return float((self.query_scalar or self.head_dim) ** -0.5)
 
     @property
     def embed_scale(self) -> float:
-        """What embeddings are multiplied by before the first layer."""
+        """Factor of embeddings before the first layer."""
         return float(self.hidden_size**0.5) if self.facts.scales_embedding else 1.0
 
     @property
     def rope_of_window(self) -> dict[int, Rope]:
-        """The RoPE of layers that see all tokens (window 0), and of those with a window."""
+        """RoPE by window: 0 for layers that see all tokens."""
         return {0: self.rope} | ({} if self.sliding is None else {self.sliding.window: self.sliding.rope})
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """How many tokens each layer sees, 0 for all. [num_layers]"""
+        """Number of tokens each layer sees, 0 for all. [num_layers]"""
         s = self.sliding
         return tuple(s.window if s is not None and i in s.layers else 0 for i in range(self.num_layers))
 
@@ -218,7 +219,7 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return every tensor a config asks for, by canonical name, with its shape."""
+    """Return the shape of every tensor a config asks for, by canonical name."""
     c = config
     shapes: dict[str, tuple[int, ...]] = {"embed": (c.vocab_size, c.hidden_size), "final_norm": (c.hidden_size,)}
     if not c.tie_embeddings:
@@ -229,3 +230,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     for i in range(c.num_layers):
         shapes |= {f"layers.{i}.{name}": shape for name, shape in one_layer.items()}
     return shapes
+
+
+def num_weights(config: ModelConfig) -> int:
+    """Return the number of weights of a model."""
+    return sum(math.prod(shape) for shape in tensor_shapes(config).values())

@@ -1,4 +1,4 @@
-"""Chat templates: Jinja in a sandbox that can neither change anything nor run away."""
+"""Chat templates: Jinja in an immutable sandbox with limits of time and memory."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ MAX_TEMPLATE_CHARS = 1 << 20
 MAX_OUTPUT_CHARS = 1 << 26
 MAX_REPEAT = 1 << 16  # of a text by a number
 MAX_RENDER_S = 10.0
-_deadline_s: ContextVar[float] = ContextVar("_deadline_s")  # of the rendering under way, on the monotonic clock
+_deadline_s: ContextVar[float] = ContextVar("_deadline_s")  # of the current rendering, monotonic clock
 _PADDING = frozenset({"ljust", "rjust", "center", "zfill", "expandtabs"})
 _WIDE_FIELD = re.compile(r":[^}]*(\d{5}|\{)")  # of `format`, whose fields may take their width from another
 _WIDE_FORMAT = re.compile(r"%[^a-zA-Z%]*(\d{4}|\*)")
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks answers for training; when rendering it is only its body."""
+    """Tag `{% generation %}`, which marks answers for training and renders as its body."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
@@ -47,11 +47,14 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class _Clock(Extension):
-    """Looks at the clock in every round of a loop and call of a macro: they may run for long without a word."""
+class _Deadline(Extension):
+    """Deadline check in every iteration of a loop and call of a macro.
+
+    These may run for long without output, which is checked elsewhere.
+    """
 
     def watch(self, template: nodes.Template) -> nodes.Template:
-        """Return the template with a look at the clock before what may be done over and over."""
+        """Return the template with a deadline check in everything that repeats."""
         repeating: list[nodes.For | nodes.Macro] = [*template.find_all(nodes.For), *template.find_all(nodes.Macro)]
         for repeated in repeating:
             repeated.body.insert(0, nodes.ExprStmt(self.call_method("tick"), lineno=repeated.lineno))
@@ -64,12 +67,12 @@ class _Clock(Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """The immutable sandbox, with the operators that could fill memory at a stroke held back."""
+    """Immutable sandbox without the operators that could fill memory at once."""
 
     intercepted_binops = frozenset({"*", "**", "%"})
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as there
-        """Refuse methods that would pad a text, or write a number, very wide."""
+        """Refuse methods that would pad a text or a number very wide."""
         name, text = getattr(__obj, "__name__", ""), getattr(__obj, "__self__", None)
         if name in _PADDING and isinstance(text, str):
             _check_widths(text, args, kwargs)
@@ -93,7 +96,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _check_widths(text: object, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
-    """Raise `SecurityError` if a text's lines and tabs, padded by so much, could fill memory."""
+    """Raise `SecurityError` if padding every line and tab of a text could fill memory."""
     places = max(len(text.splitlines()) + text.count("\t"), 1) if isinstance(text, str) else 1
     for given in (*args, *kwargs.values()):
         width = len(given) if isinstance(given, str) else given  # `indent` takes either
@@ -102,7 +105,7 @@ def _check_widths(text: object, args: Sequence[object], kwargs: Mapping[str, obj
 
 
 def _with_widths_checked(filter_: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter that looks at its numbers first: all but the value, or the context, that it begins with."""
+    """Return a filter that checks the widths among its arguments, the first excepted."""
 
     @wraps(filter_)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -113,7 +116,7 @@ def _with_widths_checked(filter_: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _format(text: object, *args: Any, **kwargs: Any) -> Any:
-    """Jinja's `format`, which writes as % does and is held back as that is."""
+    """Jinja's filter `format`, with the same limit as the operator %."""
     if _WIDE_FORMAT.search(str(text)):
         raise SecurityError("a chat template pads a text too far")
     return FILTERS["format"](text, *args, **kwargs)
@@ -132,12 +135,12 @@ def _now(form: str) -> str:
 
 
 def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
-    """JSON as transformers renders it: no HTML escapes, no ASCII escapes."""
+    """Return JSON as transformers writes it: no HTML escapes, no ASCII escapes."""
     return json.dumps(value, ensure_ascii=False, indent=min(indent, 16) if indent is not None else None)
 
 
 def _environment() -> _Sandbox:
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, _Clock, loopcontrols])
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, _Deadline, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.filters["format"] = _format
     for name in ("center", "indent", "batch", "slice", "round"):
@@ -149,14 +152,14 @@ def _environment() -> _Sandbox:
 
 @dataclass(frozen=True, slots=True)
 class TemplateSource:
-    """A template's text and the special tokens it may name."""
+    """Text of a template and the special tokens it may name."""
 
     text: str
     special: Mapping[str, str]  # bos_token, eos_token ... -> text
 
 
 class ChatTemplate:
-    """One model's way of writing a conversation down as a prompt."""
+    """Chat template of one model: conversation to prompt."""
 
     def __init__(self, source: TemplateSource) -> None:
         """Compile the template. Raises `BadModelFile` if it is not valid Jinja."""
@@ -164,8 +167,8 @@ class ChatTemplate:
             raise BadModelFile("the model's chat template is longer than any real one")
         try:
             environment = _environment()
-            clock = _Clock(environment)
-            self._template = environment.from_string(clock.watch(environment.parse(source.text)))
+            deadline = _Deadline(environment)
+            self._template = environment.from_string(deadline.watch(environment.parse(source.text)))
         except (TemplateError, RecursionError, SyntaxError) as error:
             raise BadModelFile(f"the model's chat template is not valid: {str(error)[:200]}") from None
         self.source = source

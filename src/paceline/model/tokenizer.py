@@ -1,136 +1,47 @@
-"""Text to token ids and back, over the `tokenizers` library, with an exact incremental way back."""
+"""Text to token ids and back, over the `tokenizers` library. `detokenizer` turns ids into text step by step."""
 
 from __future__ import annotations
 
-import codecs
 import json
-import re
+import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.core.errors import BadModelFile, RequestError, UnsupportedModel
+from paceline.model.detokenizer import BYTE_DECODERS, BYTE_OF, TokenBytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import tokenizers
 
-LONG_CHARS = 4096  # texts from here on are tokenised while other threads run
-_BEFORE = "\n"  # joins no token after it, where a tokenizer puts a space before a text
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+log = logging.getLogger(__name__)
 
-
-def byte_alphabet() -> dict[str, int]:
-    """Return the printable stand-in of each byte in byte-level BPE (GPT-2): itself, or 256 and up in order."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = (b for b in range(256) if b not in printable)
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
-_BYTE_OF = byte_alphabet()
-
-
-def _byte_level(token: str) -> bytes:
-    if all(char in _BYTE_OF for char in token):
-        return bytes(_BYTE_OF[char] for char in token)
-    return token.encode()
-
-
-def _sentence_piece(token: str) -> bytes:
-    byte = _BYTE_TOKEN.fullmatch(token)
-    return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
-
-
-# How a token's text is spelled, by a decoder of tokenizer.json that gives it away.
-SPELLINGS: dict[str, Callable[[str], bytes]] = {
-    "ByteLevel": _byte_level,
-    "ByteFallback": _sentence_piece,
-    "Metaspace": _sentence_piece,
-}
-
-
-def _steps(part: Any, name: str) -> list[dict[str, Any]]:
-    """Return the steps of one of the tokenizer's own parts, from a Sequence of that name or a single one."""
-    whole = json.loads(part.__getstate__()) if part is not None else {}
-    return [step for step in whole.get(name, [whole]) if "type" in step]
-
-
-def _decoders(raw: tokenizers.Tokenizer) -> dict[str, dict[str, object]]:
-    """Return the tokenizer's own decoders by type."""
-    return {step["type"]: step for step in _steps(raw.decoder, "decoders")}
-
-
-def _strips_space(decoders: dict[str, dict[str, object]]) -> bool:
-    """Whether the first space of a text is the tokenizer's own and not shown."""
-    strip, metaspace = decoders.get("Strip", {}), decoders.get("Metaspace", {})
-    return strip.get("start") == 1 or metaspace.get("prepend_scheme") in ("always", "first")
-
-
-# How much text one token may stand for ------------------------------------------------------------------
-
-_KEEPING = frozenset({"ByteLevel", "Digits", "Metaspace", "NFC", "Prepend"})  # steps that drop nothing of a text
-_NFC_BYTES = 4  # that may become one: 3.5 is the most, for a Greek letter with two marks
-
-
-class _Reach(NamedTuple):
-    """What the tokens of a text can stand for."""
-
-    most: int  # bytes for each token
-    dropped: bytes  # that no token stands for, as the vocabulary was trained without them
-
-
-def _reach(raw: tokenizers.Tokenizer) -> _Reach | None:
-    """Return how much text a token can stand for, or None if that is not certain.
-
-    A step that drops text, a token that takes the spaces around it or one for all that is unknown has no bound.
-    """
-    normalizing, cutting = _steps(raw.normalizer, "normalizers"), _steps(raw.pre_tokenizer, "pretokenizers")
-    vocab, added = raw.get_vocab(with_added_tokens=False), raw.get_added_tokens_decoder().values()
-    keeps = all(_keeps(step) for step in [*normalizing, *cutting]) and not any(t.lstrip or t.rstrip for t in added)
-    if not keeps or raw.truncation is not None or type(raw.model).__name__ != "BPE":
-        return None
-    dropped = b""
-    if any(step["type"] == "ByteLevel" for step in cutting):
-        dropped = bytes(byte for char, byte in _BYTE_OF.items() if char not in vocab)
-        most = max(map(len, vocab), default=1)  # a character stands for a byte
-    elif raw.model.byte_fallback and all(f"<0x{byte:02X}>" in vocab for byte in range(256)):
-        most = max(len(token.encode()) for token in vocab)
-    else:
-        return None
-    most = max([most, *(len(token.content.encode()) for token in added)])
-    if any(step["type"] == "NFC" for step in normalizing):
-        return None if dropped else _Reach(_NFC_BYTES * most, dropped)
-    return _Reach(most, dropped)
-
-
-def _keeps(step: Mapping[str, Any]) -> bool:
-    if step["type"] == "Split":
-        return bool(step["behavior"] != "Removed")
-    if step["type"] == "Replace":
-        return bool(step["pattern"] == {"String": " "} and step["content"] == "▁")
-    return step["type"] in _KEEPING
+LONG_CHARS = 4096  # from this length on, a text is tokenised without holding the interpreter's lock
+_CONTEXT = "\n"  # no token joins it with what follows, also where a tokenizer puts a space before a text
 
 
 class Tokenizer:
-    """One model's vocabulary. Ids beyond it (padding rows of the embedding) decode to nothing."""
+    """Vocabulary of one model. Ids beyond it (padding rows of the embedding) decode to nothing."""
 
     def __init__(
         self, raw: tokenizers.Tokenizer, *, eos_ids: Sequence[int] = (), bos_id: int | None = None
     ) -> None:
-        """Wrap a tokenizer of the `tokenizers` library. Raises `UnsupportedModel` for an unknown spelling."""
+        """Wrap a tokenizer of the `tokenizers` library, whose truncation and padding are switched off.
+
+        Raises `UnsupportedModel` if the decoders do not tell how a token is written as bytes.
+        """
+        _use_whole_texts(raw)
         decoders = _decoders(raw)
-        known = [SPELLINGS[kind] for kind in decoders if kind in SPELLINGS]
+        known = [BYTE_DECODERS[kind] for kind in decoders if kind in BYTE_DECODERS]
         if not known:
             raise UnsupportedModel(f"Paceline cannot turn this tokenizer's ids back into text: {sorted(decoders)}")
         self.raw = raw
         self.eos_ids = tuple(eos_ids)
         self.bos_id = bos_id
         self.strips_space = _strips_space(decoders)
-        self._spelling = known[0]
-        self._added = {i: (t.content, t.special) for i, t in raw.get_added_tokens_decoder().items()}
-        self._bytes: dict[int, bytes] = {}  # filled as tokens are seen
-        self._shown: dict[int, bytes] = {}  # likewise
-        self._reach = _reach(raw)
+        self.pieces = TokenBytes(raw, known[0])
         self.vocab_size = 1 + max(raw.get_vocab(with_added_tokens=True).values(), default=-1)
+        self._text_bound = _text_bound(raw)
 
     def check_fits(self, vocab_size: int) -> None:
         """Raise `BadModelFile` if the model's embedding has no row for some token."""
@@ -141,7 +52,7 @@ class Tokenizer:
             )
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Return the token ids of `text`, with the model's own first tokens if `add_special`.
+        """Return the token ids of `text`, preceded by the model's own first tokens if `add_special`.
 
         Raises `RequestError` for text that is not valid Unicode.
         """
@@ -154,90 +65,117 @@ class Tokenizer:
         except (UnicodeEncodeError, TypeError):  # the library says TypeError for a str it cannot encode
             raise RequestError("the text holds half a surrogate pair; send valid Unicode") from None
 
-    def least_tokens(self, text: str) -> int:
-        """Return how many tokens a text has at least, without tokenising it; 0 if that cannot be said."""
-        if self._reach is None:
+    def min_num_tokens(self, text: str) -> int:
+        """Return a lower bound on a text's tokens without tokenising it; 0 if unknown."""
+        if self._text_bound is None:
             return 0
-        most, dropped = self._reach
-        return -(-len(text.encode("utf-8", "replace").translate(None, dropped)) // most)
+        max_bytes, dropped = self._text_bound
+        return -(-len(text.encode("utf-8", "replace").translate(None, dropped)) // max_bytes)
 
     def encode_within(self, text: str) -> list[int]:
-        """Return the ids of a text that continues another: without a space that the tokenizer puts before a text.
+        """Return the ids of a text that continues another.
 
-        Raises `RequestError` as `encode`.
+        They are without the space that some tokenizers put before a text. Raises `RequestError` as `encode`.
         """
         if not self.strips_space:
             return self.encode(text, add_special=False)
-        before = self.encode(_BEFORE, add_special=False)
-        ids = self.encode(_BEFORE + text, add_special=False)
+        before = self.encode(_CONTEXT, add_special=False)
+        ids = self.encode(_CONTEXT + text, add_special=False)
         return ids[len(before) :] if ids[: len(before)] == before else self.encode(text, add_special=False)
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """Return the text of `ids`. Bytes that are no UTF-8 become U+FFFD."""
-        data = b"".join(self.token_bytes(i) for i in ids if not (skip_special and self.is_special(i)))
-        return self._first(data.decode("utf-8", "replace"))
+        """Return the text of `ids`. Bytes that are not UTF-8 become U+FFFD."""
+        bytes_of = self.pieces.visible if skip_special else self.pieces.whole
+        text = b"".join(bytes_of(i) for i in ids).decode("utf-8", "replace")
+        return text.removeprefix(" ") if self.strips_space else text
 
     def is_special(self, token_id: int) -> bool:
-        """Whether a token steers the model and is not text."""
-        return self._added.get(token_id, ("", False))[1]
+        """Return True if a token steers the model and is not text."""
+        return self.pieces.is_special(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes one token stands for; not always whole characters."""
-        found = self._bytes.get(token_id)
-        if found is None:
-            found = self._bytes[token_id] = self._spell(token_id)
-        return found
-
-    def shown_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds to a text: none if it is special."""
-        found = self._shown.get(token_id)
-        if found is None:
-            found = self._shown[token_id] = b"" if self.is_special(token_id) else self.token_bytes(token_id)
-        return found
+        """Return the bytes a token stands for, which need not be whole characters."""
+        return self.pieces.whole(token_id)
 
     def token_text(self, token_id: int) -> str:
         """Return one token as text, for log-probabilities; parts of characters become U+FFFD."""
-        return self.token_bytes(token_id).decode("utf-8", "replace")
-
-    def _spell(self, token_id: int) -> bytes:
-        if token_id in self._added:
-            return self._added[token_id][0].encode()
-        token = self.raw.id_to_token(token_id)
-        return b"" if token is None else self._spelling(token)
-
-    def _first(self, text: str) -> str:
-        return text.removeprefix(" ") if self.strips_space else text
+        return self.pieces.whole(token_id).decode("utf-8", "replace")
 
 
-class Detokenizer:
-    """Text of a growing answer: all that `push` and `flush` returned, joined, is `decode` of all ids.
+def _use_whole_texts(raw: tokenizers.Tokenizer) -> None:
+    """Switch truncation and padding off.
 
-    A character whose bytes are split over tokens is held back until it is whole.
+    Files saved after training often carry them. Obeyed, they would change prompts without a word.
     """
+    if raw.truncation is not None or raw.padding is not None:
+        log.warning("the tokenizer's own truncation and padding are switched off: prompts are taken as they are")
+        raw.no_truncation()
+        raw.no_padding()
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special = skip_special
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._at_start = tokenizer.strips_space
-        self._between = True  # characters: none has begun
 
-    def push(self, ids: Iterable[int]) -> str:
-        """Take further tokens and return the text that became certain."""
-        spell = self._tokenizer.shown_bytes if self._skip_special else self._tokenizer.token_bytes
-        data = b"".join([spell(i) for i in ids])
-        if self._between and not self._at_start and data.isascii():
-            return data.decode("ascii")  # as `_emit` does, sooner
-        return self._emit(data, final=False)
+def _steps(part: Any, name: str) -> list[dict[str, Any]]:
+    """Return the steps of one part of a tokenizer.
 
-    def flush(self) -> str:
-        """Return what is left of an unfinished character. Call once, at the end."""
-        return self._emit(b"", final=True)
+    They are what a Sequence lists under `name`, otherwise the part itself.
+    """
+    whole = json.loads(part.__getstate__()) if part is not None else {}
+    return [step for step in whole.get(name, [whole]) if "type" in step]
 
-    def _emit(self, data: bytes, final: bool) -> str:
-        text = self._utf8.decode(data, final)
-        self._between = not self._utf8.getstate()[0]
-        if self._at_start and text:
-            self._at_start = False
-            return text.removeprefix(" ")
-        return text
+
+def _decoders(raw: tokenizers.Tokenizer) -> dict[str, dict[str, object]]:
+    """Return the tokenizer's decoders by type."""
+    return {step["type"]: step for step in _steps(raw.decoder, "decoders")}
+
+
+def _strips_space(decoders: dict[str, dict[str, object]]) -> bool:
+    """Return True if the tokenizer puts a space before a text, which is not shown."""
+    strip, metaspace = decoders.get("Strip", {}), decoders.get("Metaspace", {})
+    return strip.get("start") == 1 or metaspace.get("prepend_scheme") in ("always", "first")
+
+
+# Upper bound of the text of one token -------------------------------------------------------------------
+
+_LOSSLESS = frozenset({"ByteLevel", "Digits", "Metaspace", "NFC", "Prepend"})  # steps that drop no text
+_NFC_BYTES = 4  # bytes that NFC may turn into one; the maximum is 3.5, for a Greek letter with two marks
+
+
+class _TextBound(NamedTuple):
+    """Bound on the text that tokens stand for."""
+
+    max_bytes: int  # per token
+    dropped: bytes  # bytes that no token stands for, as the vocabulary was trained without them
+
+
+def _text_bound(raw: tokenizers.Tokenizer) -> _TextBound | None:
+    """Return the bound on a token's text, None if there is no certain one.
+
+    There is none with a step that drops text, with a token that takes the spaces around it, or with one token for
+    everything unknown.
+    """
+    normalizing, cutting = _steps(raw.normalizer, "normalizers"), _steps(raw.pre_tokenizer, "pretokenizers")
+    vocab, added = raw.get_vocab(with_added_tokens=False), raw.get_added_tokens_decoder().values()
+    lossless = all(_is_lossless(s) for s in [*normalizing, *cutting]) and not any(
+        t.lstrip or t.rstrip for t in added
+    )
+    if not lossless or type(raw.model).__name__ != "BPE":
+        return None
+    dropped = b""
+    if any(step["type"] == "ByteLevel" for step in cutting):
+        dropped = bytes(byte for char, byte in BYTE_OF.items() if char not in vocab)
+        max_bytes = max(map(len, vocab), default=1)  # a character stands for a byte
+    elif raw.model.byte_fallback and all(f"<0x{byte:02X}>" in vocab for byte in range(256)):
+        max_bytes = max(len(token.encode()) for token in vocab)
+    else:
+        return None
+    max_bytes = max([max_bytes, *(len(token.content.encode()) for token in added)])
+    if any(step["type"] == "NFC" for step in normalizing):
+        return None if dropped else _TextBound(_NFC_BYTES * max_bytes, dropped)
+    return _TextBound(max_bytes, dropped)
+
+
+def _is_lossless(step: Mapping[str, Any]) -> bool:
+    if step["type"] == "Split":
+        return bool(step["behavior"] != "Removed")
+    if step["type"] == "Replace":
+        return bool(step["pattern"] == {"String": " "} and step["content"] == "▁")
+    return step["type"] in _LOSSLESS

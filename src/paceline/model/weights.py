@@ -1,18 +1,21 @@
-"""Opening a model: config, tensors by canonical name, tokenizer, all checked before anything is allocated."""
+"""Opening a model: config, tensors by canonical name, tokenizer, checked before allocation."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import numpy as np
 
 from paceline.core.errors import BadModelFile, ModelNotFound
 from paceline.model.config import ModelConfig, tensor_shapes
 from paceline.model.files import gguf_model, hf
 from paceline.model.files.gguf_file import FourBit, GgufTensor, open_gguf
 from paceline.model.files.pull import resolve
-from paceline.model.fingerprint import fingerprint
+from paceline.model.files.stored import Stored
 from paceline.model.template import ChatTemplate
 from paceline.model.tokenizer import Tokenizer
 
@@ -24,22 +27,11 @@ if TYPE_CHECKING:
     from paceline.model.template import TemplateSource
 
 
-class Stored(Protocol):
-    """A tensor that lies in a file."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape once read, outermost first."""
-
-    def read(self) -> NDArray[floating]:
-        """Return it in float32, or float64 if it is stored so."""
-
-
 StoredT = TypeVar("StoredT", bound=Stored)
 
 
 class LazyWeights(Mapping[str, "NDArray[floating]"]):
-    """Tensors by canonical name, each read from its file when asked for and not kept."""
+    """Tensors by canonical name, read from the file at every access."""
 
     def __init__(self, stored: Mapping[str, Stored]) -> None:
         self._stored = stored
@@ -60,7 +52,7 @@ class LazyWeights(Mapping[str, "NDArray[floating]"]):
 
 
 class TextSource(Protocol):
-    """Where a model keeps its tokenizer and chat template."""
+    """Source of a model's tokenizer and chat template."""
 
     def tokenizer(self) -> tokenizers.Tokenizer:
         """Build the tokenizer. Raises `ModelNotFound`, `BadModelFile`, `UnsupportedModel`."""
@@ -71,7 +63,7 @@ class TextSource(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model whose files were found to be whole and to fit its config. No weight is in memory yet."""
+    """A model whose files are complete and fit its config. No weight is in memory yet."""
 
     path: Path
     config: ModelConfig
@@ -80,8 +72,15 @@ class LoadedModel:
 
     @property
     def fingerprint(self) -> str:
-        """What the model is, whatever file it came from; reads one small tensor."""
-        return fingerprint(self.config, self.weights["final_norm"])
+        """Name made of the shape and a hash of the final norm.
+
+        That tensor is never quantised, so a folder and a GGUF file of one model share the name; a base model and
+        its fine-tune do not. Reads one small tensor.
+        """
+        final_norm = np.ascontiguousarray(self.weights["final_norm"], np.float32)
+        digest = hashlib.sha256(final_norm.tobytes()).hexdigest()[:12]
+        c = self.config
+        return f"{c.family}-{c.num_layers}x{c.hidden_size}-{c.vocab_size}-{digest}"
 
 
 def load_tokenizer(model: LoadedModel) -> Tokenizer:
@@ -119,7 +118,7 @@ def choose_tensors(
     where: Path,
     given: Collection[str] = (),
 ) -> dict[str, StoredT]:
-    """Pick the tensors the config asks for, but for those `given` otherwise.
+    """Choose the tensors that the config asks for, except those in `given`.
 
     Raises `BadModelFile` if one is missing or has another shape.
     """
@@ -137,9 +136,10 @@ def choose_tensors(
 
 
 def load_model(name_or_path: str | Path) -> LoadedModel:
-    """Open a model by name or path, see `pull.resolve`: a folder of safetensors or a `.gguf` file.
+    """Open a model by name or path: a folder of safetensors or a `.gguf` file.
 
-    Raises `ModelNotFound`, `BadModelFile`, `UnsupportedModel`; nothing large is allocated before all is checked.
+    Names as in `pull.resolve`. Nothing large is allocated before all is checked. Raises `ModelNotFound`,
+    `BadModelFile`, `UnsupportedModel`.
     """
     path = resolve(name_or_path)
     if path.is_dir() and not (path / "config.json").is_file():

@@ -1,4 +1,4 @@
-"""The HTTP routes, as OpenAI's clients expect them."""
+"""HTTP routes, as OpenAI's clients expect them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from starlette.routing import Route
 
 from paceline import __version__
 from paceline.core.errors import EngineDied, PacelineError, QueueFull, RequestError
-from paceline.serve.api.auth import Guard
-from paceline.serve.api.errors import Problem, internal_problem, problem_of
+from paceline.serve.api.auth import AuthMiddleware
+from paceline.serve.api.errors import ApiError, api_error_of, internal_error, shutting_down
 from paceline.serve.api.openai_format import to_json
-from paceline.serve.api.parse import ClientGone, chat_job, completion_job, read_body
-from paceline.serve.api.respond import Answering
+from paceline.serve.api.parse import ClientDisconnected, chat_job, completion_job, read_body
+from paceline.serve.api.respond import Responder
 from paceline.serve.observe.metrics import Metrics
-from paceline.serve.tokenizer_cache import TokenizerCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
 
     from paceline.serve.api.parse import Job
     from paceline.serve.prompts import Prompts
+    from paceline.serve.tokenizer_cache import TokenizerCache
     from paceline.serve.worker.client import EngineClient
 
     JobMaker = Callable[[bytes, Prompts, str, float], Job]
@@ -39,27 +39,27 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_OPEN = 1024  # answers that may be open at once
-LONG_BODY_BYTES = 16 << 10  # bodies from here on are tokenised in a thread
+LONG_BODY_BYTES = 16 << 10  # from this size on, a body is tokenised in a thread
 
 
 @dataclass(slots=True, eq=False)
-class State:
-    """What the routes share."""
+class AppState:
+    """State that the routes share."""
 
     client: EngineClient
     metrics: Metrics
-    texts: TokenizerCache
+    tokenizer_cache: TokenizerCache
     max_open: int = MAX_OPEN
-    draining: bool = False  # take no new work
+    draining: bool = False  # no new work is accepted
     num_active: int = 0  # requests to the model that are being answered
     created: int = field(default_factory=lambda: int(time.time()))
     long_bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Count a request while it is answered. Raises `Problem` while the server drains."""
+        """Count a request while it is answered. Raises `ApiError` while the server drains."""
         if self.draining:
-            raise Problem(503, "the server is shutting down", kind="service_unavailable", code="shutting_down")
+            raise shutting_down()
         self.num_active += 1
         try:
             yield
@@ -68,9 +68,9 @@ class State:
 
 
 class ModelRoute:
-    """A route that asks the model: plain ASGI, so that nothing stands between a client's going and its request."""
+    """Route that asks the model. Plain ASGI, so that it notices at once when the client disconnects."""
 
-    def __init__(self, state: State, make_job: JobMaker) -> None:
+    def __init__(self, state: AppState, make_job: JobMaker) -> None:
         self._state = state
         self._make_job = make_job
 
@@ -79,31 +79,31 @@ class ModelRoute:
         try:
             with self._state.active():
                 await self._answer(scope, receive, send)
-        except ClientGone:
+        except ClientDisconnected:
             pass
-        except (Problem, PacelineError) as error:
-            problem = error if isinstance(error, Problem) else problem_of(error)
-            self._state.metrics.refused(problem.status)
-            await problem.response()(scope, receive, send)
+        except (ApiError, PacelineError) as error:
+            refusal = error if isinstance(error, ApiError) else api_error_of(error)
+            self._state.metrics.refused(refusal.status)
+            await refusal.response()(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = self._state
         data = await read_body(scope, receive)
         job = await self._job(data, time.monotonic())
-        if len(job.requests) > state.max_open:  # however often it is tried
+        if len(job.requests) > state.max_open:  # a retry could not succeed either
             asked = f"{len(job.requests)} answers (prompts times n)"
             raise RequestError(
                 f"{asked} are more than this server's --max-open {state.max_open}; ask for fewer", "n"
             )
         if state.client.num_open + len(job.requests) > state.max_open:
             raise QueueFull(f"{state.client.num_open} answers are open already; try again later")
-        await Answering(job, state.metrics).run(state.client, scope, receive, send)
+        await Responder(job, state.metrics).run(state.client, scope, receive, send)
 
     async def _job(self, data: bytes, arrival_s: float) -> Job:
         ready = self._state.client.ready
         if ready is None:
             raise EngineDied("the engine is not ready; try again later")
-        prompts = await self._state.texts.of(ready)
+        prompts = await self._state.tokenizer_cache.of(ready)
         if len(data) < LONG_BODY_BYTES:
             return self._make_job(data, prompts, ready.model_name, arrival_s)
         async with self._state.long_bodies:
@@ -114,7 +114,7 @@ def _json(body: object, status: int = 200) -> Response:
     return Response(to_json(body), status, media_type="application/json")
 
 
-def _routes(state: State) -> list[Route]:
+def _routes(state: AppState) -> list[Route]:
     async def health(_: HttpRequest) -> Response:
         status = "draining" if state.draining else "ok" if state.client.ready else "engine not ready"
         return _json({"status": status}, 200 if status == "ok" else 503)
@@ -131,7 +131,7 @@ def _routes(state: State) -> list[Route]:
     async def model(request: HttpRequest) -> Response:
         found, wanted = _model(state), request.path_params["model"]
         if wanted not in (found["id"], "default"):
-            raise Problem(404, f"no model {wanted[:256]!r} here", param="model", code="model_not_found")
+            raise ApiError(404, f"no model {wanted[:256]!r} here", param="model", code="model_not_found")
         return _json(found)
 
     return [
@@ -145,10 +145,10 @@ def _routes(state: State) -> list[Route]:
     ]
 
 
-def _model(state: State) -> dict[str, object]:
+def _model(state: AppState) -> dict[str, object]:
     ready = state.client.ready
     if ready is None:
-        raise problem_of(EngineDied("the engine is not ready; try again later"))
+        raise api_error_of(EngineDied("the engine is not ready; try again later"))
     return {
         "id": ready.model_name,
         "object": "model",
@@ -159,28 +159,32 @@ def _model(state: State) -> dict[str, object]:
 
 
 def _handlers(metrics: Metrics) -> dict[Any, Any]:
-    """Return what answers the exceptions that leave a route, and counts them."""
+    """Return the handlers of exceptions that leave a route; each answers and counts."""
 
-    async def problem(_: HttpRequest, error: Problem) -> Response:
+    async def refusal(_: HttpRequest, error: ApiError) -> Response:
         metrics.refused(error.status)
         return error.response()
 
     async def http_error(request: HttpRequest, error: HTTPException) -> Response:
         metrics.refused(error.status_code)
         message = f"{request.method} {request.url.path[:256]}: {error.detail}"
-        return Problem(error.status_code, message).response(error.headers)
+        return ApiError(error.status_code, message).response(error.headers)
 
     async def bug(_: HttpRequest, __: Exception) -> Response:
         metrics.refused(500)
-        return internal_problem().response()
+        return internal_error().response()
 
-    return {Problem: problem, HTTPException: http_error, Exception: bug}
+    return {ApiError: refusal, HTTPException: http_error, Exception: bug}
 
 
 def make_app(
-    client: EngineClient, api_key: str | None = None, max_open: int = MAX_OPEN, local: bool = False
-) -> tuple[ASGIApp, State]:
-    """Return the ASGI application over an engine, and the state that draining it needs. `local` as for `Guard`."""
-    state = State(client, Metrics(client), TokenizerCache(), max_open)
+    client: EngineClient,
+    tokenizer_cache: TokenizerCache,
+    api_key: str | None = None,
+    max_open: int = MAX_OPEN,
+    local: bool = False,
+) -> tuple[ASGIApp, AppState]:
+    """Return the ASGI application over an engine, and its state. local: as for `AuthMiddleware`."""
+    state = AppState(client, Metrics(client), tokenizer_cache, max_open)
     app = Starlette(routes=_routes(state), exception_handlers=_handlers(state.metrics))
-    return Guard(app, api_key, state.metrics.refused, local), state
+    return AuthMiddleware(app, api_key, state.metrics.refused, local), state

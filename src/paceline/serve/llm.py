@@ -1,4 +1,4 @@
-"""The Python API: an engine in this process.
+"""Python API: an engine in this process.
 
 from paceline import LLM, SamplingParams
 
@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError, EngineDied, QueueFull, RequestError, suggest
@@ -52,7 +51,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What became of one prompt: n answers, whose first is at hand directly."""
+    """The n answers to one prompt. The first one's fields are properties."""
 
     prompt_ids: tuple[int, ...]
     choices: tuple[Answer, ...]  # [n]
@@ -69,7 +68,7 @@ class Completion:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Why the first answer ended."""
+        """Reason why the first answer ended."""
         return self.choices[0].finish_reason
 
     @property
@@ -84,7 +83,7 @@ class Completion:
 
     @property
     def figures(self) -> Figures:
-        """What the first answer cost, and what speculation did for it."""
+        """Cost of the first answer and effect of speculation on it."""
         return self.choices[0].figures
 
     @property
@@ -95,7 +94,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one step added to one answer of a stream."""
+    """Tokens and text that one step added to one answer of a stream."""
 
     choice: int
     outcome: Outcome
@@ -112,18 +111,18 @@ class Delta:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the answer ended; None while it goes on."""
+        """Reason why the answer ended; None while it is open."""
         return self.outcome.finish_reason
 
     @property
     def figures(self) -> Figures | None:
-        """What the answer cost, with its last delta."""
+        """Cost of the answer; in its last delta only."""
         return self.outcome.figures
 
 
 @dataclass(slots=True, eq=False)
-class _Written:
-    """One answer as it is written."""
+class _OpenAnswer:
+    """Outcomes of one answer so far."""
 
     outcomes: list[Outcome] = field(default_factory=list)
 
@@ -159,16 +158,16 @@ class LLM:
 
     @classmethod
     def of(cls, config: EngineConfig, progress: Progress | None = None) -> LLM:
-        """Load a model from a config that is made already. Raises as the class does."""
+        """Load a model from a config. Raises as the class does."""
         llm = cls.__new__(cls)
         llm._open(config, progress)
         return llm
 
     def _open(self, config: EngineConfig, progress: Progress | None) -> None:
-        with _shown(progress) as told:
-            self._built: Built | None = build(config, told)
+        with _visible(progress) as callback:
+            self._built: Built | None = build(config, callback)
         self._numbers = itertools.count()
-        self._sinks: dict[str, Callable[[Outcome], None]] = {}  # request id -> who takes its outcomes
+        self._sinks: dict[str, Callable[[Outcome], None]] = {}  # request id -> receiver of its outcomes
 
     def __enter__(self) -> LLM:
         return self
@@ -182,14 +181,14 @@ class LLM:
 
     @property
     def built(self) -> Built:
-        """The engine and what its outside world needs."""
+        """The engine, its template and its limits."""
         if self._built is None:
             raise EngineDied("this LLM is closed")
         return self._built
 
     @property
     def prompts(self) -> Prompts:
-        """What turns prompts into token ids."""
+        """Conversion of prompts to token ids."""
         size = self._engine.target.config.vocab_size
         return Prompts(self._engine.tokenizer, self.built.template, self.built.max_len, size)
 
@@ -205,12 +204,13 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_done: Callable[[int, Completion], None] | None = None,
     ) -> list[Completion]:
-        """Continue each prompt, a text or token ids. `on_done` is called with each as it is finished.
+        """Continue each prompt, a text or token ids.
 
-        `params` are one for all prompts or one for each. Raises `RequestError`; then nothing is left open.
+        params: one for all prompts, or one for each. on_done: called with each prompt's index and completion.
+        Raises `RequestError`; then nothing is left open.
         """
-        many = [self._prompt_ids(prompt) for prompt in _several(prompts)]
-        return self._complete(many, _for_each(params, len(many)), on_done)
+        all_ids = [self._prompt_ids(prompt) for prompt in _as_list(prompts)]
+        return self._complete(all_ids, _one_for_each(params, len(all_ids)), on_done)
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
         """Answer a conversation. Raises `RequestError`."""
@@ -222,8 +222,8 @@ class LLM:
         params: Sequence[SamplingParams],
         on_done: Callable[[int, Completion], None] | None,
     ) -> list[Completion]:
-        written = [[_Written() for _ in range(p.n)] for p in params]
-        waiting: deque[tuple[Request, _Written]] = deque()
+        written = [[_OpenAnswer() for _ in range(p.n)] for p in params]
+        waiting: deque[tuple[Request, _OpenAnswer]] = deque()
         for prompt_ids, asked, answers in zip(prompts, params, written, strict=True):
             waiting.extend(zip(self._requests(prompt_ids, asked), answers, strict=True))
         open_ids = [request.request_id for request, _ in waiting]
@@ -241,19 +241,19 @@ class LLM:
         return [finished[index] for index in range(len(prompts))]
 
     def _until_one_is_done(
-        self, waiting: deque[tuple[Request, _Written]], written: Mapping[int, Sequence[_Written]]
+        self, waiting: deque[tuple[Request, _OpenAnswer]], written: Mapping[int, Sequence[_OpenAnswer]]
     ) -> list[int]:
-        """Take steps until some prompts have all their answers, and return which."""
-        with uninterrupted() as look_up:
+        """Step until some prompts have all their answers, and return their indices."""
+        with uninterrupted() as allow_interrupt:
             while True:
                 self._queue(waiting)
                 self._step()
                 if done := [i for i, answers in written.items() if all(w.done for w in answers)]:
                     return done
-                look_up()
+                allow_interrupt()
 
-    def _queue(self, waiting: deque[tuple[Request, _Written]]) -> None:
-        """Hand over as many requests as the engine's queue holds."""
+    def _queue(self, waiting: deque[tuple[Request, _OpenAnswer]]) -> None:
+        """Add waiting requests until the engine's queue is full."""
         while waiting:
             request, written = waiting[0]
             try:
@@ -269,33 +269,34 @@ class LLM:
     def stream(
         self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None
     ) -> Generator[Delta, None, None]:
-        """Yield what each step adds to the answer of a prompt or conversation; n answers come mixed.
+        """Yield what each step adds to the answers; with n, they come interleaved.
 
-        Raises `RequestError` at once. One that is closed or dropped early cancels what is open.
+        Raises `RequestError` at once. A stream that is closed or dropped early cancels what is open.
         """
         messages = _as_messages(prompt)
         prompt_ids = self._prompt_ids(prompt) if messages is None else self.prompts.of_messages(messages)
         stream = self._deltas(self._requests(prompt_ids, _or_default(params)))
-        next(stream)  # into its `try`: a generator that has not begun would not run its `finally`
+        next(stream)  # enters its `try`: a generator that has not started would not run its `finally`
         return stream
 
     def _deltas(self, requests: Sequence[Request]) -> Generator[Delta, None, None]:
-        """Queue requests and yield None for that, then what each step adds. Raises `RequestError`."""
-        deltas: deque[Delta] = deque()
+        """Add requests and yield None, then yield what each step adds. Raises `RequestError`."""
+        choices = {request.request_id: request.choice for request in requests}
+        outcomes: deque[Outcome] = deque()
         num_open = len(requests)
         try:
             for request in requests:
-                self._add(request, partial(_append_delta, deltas, request.choice))
+                self._add(request, outcomes.append)
             yield None  # type: ignore[misc]
             while num_open:
-                while not deltas:
+                while not outcomes:
                     with uninterrupted():
                         self._step()
-                delta = deltas.popleft()
-                num_open -= delta.finish_reason is not None
-                yield delta
+                outcome = outcomes.popleft()
+                num_open -= outcome.finish_reason is not None
+                yield Delta(choices[outcome.request_id], outcome)
         finally:
-            self._drop([r.request_id for r in requests])
+            self._drop(list(choices))
 
     # The engine --------------------------------------------------------------------------------------
 
@@ -307,11 +308,11 @@ class LLM:
         raise RequestError(f"a prompt must be a text or token ids, not {type(prompt).__name__}", "prompt")
 
     def _requests(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> list[Request]:
-        """Return the requests for one prompt's answers; by default as long as fits. Raises `PromptTooLong`."""
+        """Return one prompt's requests; the default max_tokens shrinks to what fits. Raises `PromptTooLong`."""
         room = self.prompts.room(prompt_ids)
         if params is _DEFAULT and params.max_tokens > room:
             params = replace(params, max_tokens=room)
-        self.prompts.check_room(prompt_ids, params.max_tokens)  # now, while no other prompt's answers can be lost
+        self.prompts.check_room(prompt_ids, params.max_tokens)  # now, before any prompt is answered
         name = f"llm-{next(self._numbers)}"
         return requests_of(name, prompt_ids, params, seed_of(params), time.monotonic())
 
@@ -326,7 +327,7 @@ class LLM:
                 sink(outcome)
 
     def _drop(self, request_ids: Sequence[str]) -> None:
-        """Cancel what is still open, and take no more outcomes."""
+        """Cancel what is still open and discard its outcomes."""
         for request_id in request_ids:
             self._sinks.pop(request_id, None)
             if self._built is not None:
@@ -336,12 +337,8 @@ class LLM:
 _DEFAULT = SamplingParams()
 
 
-def _append_delta(deltas: deque[Delta], choice: int, outcome: Outcome) -> None:
-    deltas.append(Delta(choice, outcome))
-
-
 def _or_default(params: object) -> SamplingParams:
-    """Return parameters, the default ones for None. Raises `RequestError` for anything else, such as a dict."""
+    """Return parameters, the defaults for None. Raises `RequestError` for any other type."""
     if params is None:
         return _DEFAULT
     if not isinstance(params, SamplingParams):
@@ -349,17 +346,19 @@ def _or_default(params: object) -> SamplingParams:
     return params
 
 
-def _several(prompts: Prompt | Iterable[Prompt]) -> Sequence[Prompt]:
-    """Return a list of prompts, from one or several. Raises `RequestError` for what is neither."""
+def _as_list(prompts: Prompt | Iterable[Prompt]) -> Sequence[Prompt]:
+    """Return one or several prompts as a list. Raises `RequestError` for any other type."""
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Iterable):
         raise RequestError(f"prompts must be one or several, not {type(prompts).__name__}", "prompt")
-    many = list(prompts)  # before a look at its items, which would be the last of an iterator's
-    return [many] if many and all(isinstance(p, int) for p in many) else many  # type: ignore[list-item, return-value]
+    items = list(prompts)  # first, since looking at an iterator's items would use it up
+    return [items] if items and all(isinstance(p, int) for p in items) else items  # type: ignore[list-item, return-value]
 
 
-def _for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+def _one_for_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> Sequence[SamplingParams]:
     if not isinstance(params, list | tuple):
         return [_or_default(params)] * count
     if len(params) != count:
@@ -368,13 +367,13 @@ def _for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
 
 
 def _as_messages(prompt: Any) -> Sequence[Message] | None:
-    """Return a conversation if that is what was given."""
+    """Return the argument if it is a conversation, else None."""
     is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
     return prompt if is_list and prompt and all(isinstance(m, Mapping) for m in prompt) else None
 
 
 def config_of(model: str, options: Mapping[str, Any]) -> EngineConfig:
-    """Return an engine's config from options by name, those of its limits among them. Raises `ConfigError`."""
+    """Return an engine's config from options of `EngineConfig` and `Limits` by name. Raises `ConfigError`."""
     own = {f.name for f in fields(EngineConfig)} - {"model", "limits"}
     limits = {f.name for f in fields(Limits)}
     for name in options:
@@ -388,8 +387,8 @@ def config_of(model: str, options: Mapping[str, Any]) -> EngineConfig:
 
 
 @contextmanager
-def _shown(progress: Progress | None) -> Iterator[Progress | None]:
-    """Show how a start gets on, on a terminal where nobody else does."""
+def _visible(progress: Progress | None) -> Iterator[Progress | None]:
+    """Yield the progress callback, or on a terminal a bar if there is none."""
     if progress is not None or not sys.stderr.isatty():
         yield progress
         return

@@ -1,29 +1,32 @@
-"""From what a user sends, text, token ids or a conversation, to requests the engine takes."""
+"""User input (texts, token ids, conversations, files of them) to engine requests."""
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.errors import PromptTooLong, RequestError
+from paceline.core.errors import ConfigError, PromptTooLong, RequestError
 from paceline.core.nouns import Request
 from paceline.core.params import shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from paceline.core.params import SamplingParams, Speculation
     from paceline.model.template import ChatTemplate
     from paceline.model.tokenizer import Tokenizer
 
-DRAWN_SEEDS = 1 << 53  # doubles hold every integer below this
+MAX_DRAWN_SEED = 1 << 53  # exclusive; clients whose numbers are doubles keep every integer below it
+MAX_FILE_BYTES = 1 << 30  # of a file of prompts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompts:
-    """What turns prompts into token ids for one model."""
+    """Conversion of prompts to token ids for one model."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
@@ -32,32 +35,33 @@ class Prompts:
 
     def of_text(self, text: str) -> tuple[int, ...]:
         """Return a text's token ids. Raises `RequestError`, `PromptTooLong`."""
-        self._check_length(self.tokenizer.least_tokens(text), "prompt", "at least ")
+        self._check_length(self.tokenizer.min_num_tokens(text), "prompt", "at least ")
         return self._checked(self.tokenizer.encode(text), "prompt")
 
     def of_ids(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """Return token ids that are a prompt already. Raises `RequestError`, `PromptTooLong`."""
+        """Return a prompt of token ids after checking it. Raises `RequestError`, `PromptTooLong`."""
         return self._checked(ids, "prompt")
 
     def of_messages(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Return the token ids of a conversation; a content may be a text or parts of type text.
+        """Return the token ids of a conversation.
 
-        Raises `RequestError`, `PromptTooLong`.
+        A message's content is a text or a list of text parts.
+                Raises `RequestError`, `PromptTooLong`.
         """
         if self.template is None:
             raise RequestError("this model has no chat template; send a prompt to /v1/completions", "messages")
         if not messages:
             raise RequestError("messages must hold at least one message", "messages")
-        text = self.template.render([_flat(message) for message in messages])
-        self._check_length(self.tokenizer.least_tokens(text), "messages", "at least ")
+        text = self.template.render([_with_text_content(message) for message in messages])
+        self._check_length(self.tokenizer.min_num_tokens(text), "messages", "at least ")
         return self._checked(self.tokenizer.encode(text, add_special=False), "messages")
 
     def room(self, prompt_ids: Sequence[int]) -> int:
-        """Return how many tokens an answer to this prompt may have."""
+        """Return the largest number of tokens that an answer to this prompt may have."""
         return self.max_len - len(prompt_ids)
 
     def check_room(self, prompt_ids: Sequence[int], max_tokens: int) -> None:
-        """Raise `PromptTooLong` if an answer of so many tokens does not fit behind a prompt."""
+        """Raise `PromptTooLong` if an answer of `max_tokens` does not fit behind a prompt."""
         if max_tokens > self.room(prompt_ids):
             raise PromptTooLong(
                 f"the prompt has {len(prompt_ids)} tokens and max_tokens is {max_tokens}, together more than the "
@@ -83,7 +87,7 @@ class Prompts:
 
 
 def part_text(kind: object, text: object) -> str:
-    """Return the text of one part of a message's content. Raises `RequestError` for a part that is no text."""
+    """Return the text of one part of a message's content. Raises `RequestError` for any other kind of part."""
     if kind != "text":
         raise RequestError(f"content of type {shown(kind)} is not supported; send text", "messages")
     if not isinstance(text, str):
@@ -91,8 +95,8 @@ def part_text(kind: object, text: object) -> str:
     return text
 
 
-def _flat(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message as templates take it: its content one text, not a list of parts."""
+def _with_text_content(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message whose content is one text instead of a list of parts."""
     if not isinstance(message, Mapping):
         raise RequestError(f"a message must be a mapping, not {type(message).__name__}", "messages")
     content = message.get("content")
@@ -103,9 +107,12 @@ def _flat(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "content": "".join(part_text(part.get("type"), part.get("text")) for part in content)}
 
 
+# Requests --------------------------------------------------------------------------------------------
+
+
 def seed_of(params: SamplingParams) -> int:
-    """Return the seed a request asks for, or draw one that survives a client whose numbers are doubles."""
-    return secrets.randbelow(DRAWN_SEEDS) if params.seed is None else params.seed
+    """Return the seed a request asks for, or draw one below 2**53."""
+    return secrets.randbelow(MAX_DRAWN_SEED) if params.seed is None else params.seed
 
 
 def requests_of(
@@ -117,8 +124,75 @@ def requests_of(
     salt: str = "",
     speculation: Speculation | None = None,
 ) -> list[Request]:
-    """Return one request for each of the n choices, alike but for the choice; ids are NAME-CHOICE."""
+    """Return one request for each of the n choices, with ids NAME-CHOICE."""
     return [
         Request(f"{name}-{choice}", prompt_ids, params, seed, choice, salt, arrival_s, speculation)
         for choice in range(params.n)
     ]
+
+
+# Files of prompts ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One line of a file of prompts: a text to continue, or a conversation."""
+
+    name: str | int
+    prompt: str | None = None
+    messages: tuple[dict[str, str], ...] = ()
+    where: str = field(default="", compare=False)  # file and line, for error messages
+
+    def ids(self, prompts: Prompts, params: SamplingParams, *, chat: bool) -> tuple[int, ...]:
+        """Return the prompt's token ids; with `chat` a text becomes a user's message.
+
+        Raises `RequestError` that names the item, also if the answer has no room.
+        """
+        try:
+            prompt_ids = self._ids(prompts, chat)
+            prompts.check_room(prompt_ids, params.max_tokens)
+        except RequestError as error:
+            if not self.where:
+                raise
+            raise type(error)(f"{self.where}: {error}", error.param) from None
+        return prompt_ids
+
+    def _ids(self, prompts: Prompts, chat: bool) -> tuple[int, ...]:
+        if self.prompt is not None and not chat:
+            return prompts.of_text(self.prompt)
+        return prompts.of_messages(self.messages or ({"role": "user", "content": self.prompt or ""},))
+
+
+def read_items(path: Path) -> list[Item]:
+    """Read a file of JSON lines with `prompt`, `messages` or `turns` (the first is used). Raises `ConfigError`."""
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MB")
+        lines = path.read_text(encoding="utf-8").split("\n")  # JSON may hold other line separators as they are
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
+    items = [_item(line, number, path) for number, line in enumerate(lines, 1) if line.strip()]
+    if not items:
+        raise ConfigError(f"{path} holds no prompts")
+    return items
+
+
+def _item(line: str, number: int, path: Path) -> Item:
+    where = f"{path}, line {number}"
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{where} is not valid JSON") from None
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where} must be a JSON object")
+    given = row.get("question_id", row.get("id"))
+    name = given if isinstance(given, str | int) else number
+    if isinstance(row.get("prompt"), str):
+        return Item(name, row["prompt"], where=where)
+    turns = row.get("turns")
+    if isinstance(turns, list) and turns and isinstance(turns[0], str):
+        return Item(name, messages=({"role": "user", "content": turns[0]},), where=where)
+    messages = row.get("messages")
+    if isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages):
+        return Item(name, messages=tuple(messages), where=where)
+    raise ConfigError(f"{where} needs a prompt, messages or turns")

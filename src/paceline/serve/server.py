@@ -1,4 +1,4 @@
-"""Run the server: listen, load, serve, drain when told to stop."""
+"""`paceline serve`: listen, load the engine, serve, and drain when told to stop."""
 
 from __future__ import annotations
 
@@ -6,19 +6,25 @@ import asyncio
 import errno
 import ipaddress
 import logging
+import os
 import socket
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import uvicorn
 
 from paceline.core.errors import ConfigError
+from paceline.engine.assembly.cli_options import add_engine_arguments, engine_config
 from paceline.serve.api.auth import LOOPBACK, check_exposure
 from paceline.serve.app import MAX_OPEN, make_app
+from paceline.serve.terminal.banner import LoadingBar, show_choices, show_url
+from paceline.serve.tokenizer_cache import TokenizerCache
 from paceline.serve.worker.client import EngineClient
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from argparse import ArgumentParser, Namespace
+    from collections.abc import Callable, Mapping
     from types import FrameType
 
     from starlette.types import ASGIApp
@@ -32,18 +38,19 @@ MAX_HEADER_BYTES = 64 << 10
 MAX_CONNECTIONS = 4096
 BACKLOG = 1024
 DRAIN_POLL_S = 0.05
-CLOSE_S = 2  # for connections to end once everything is answered
+CLOSE_S = 2  # wait for connections to close once everything is answered
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpConfig:
-    """Where and to whom the server speaks. Checked when made; raises `ConfigError`."""
+    """Address, access and limits of the HTTP side. Checked when made; raises `ConfigError`."""
 
     host: str = "127.0.0.1"
-    port: int = 8000  # 0: any free one
+    port: int = 8000  # 0: any free port
     api_key: str | None = None
-    insecure: bool = False  # other machines may come in without a key
-    drain_s: float = 30.0  # for open requests to finish after SIGTERM
+    insecure: bool = False  # other machines may connect without a key
+    drain_s: float = 30.0  # time for open requests to finish after SIGTERM
     max_open: int = MAX_OPEN  # answers that may be open at once
     access_log: bool = False
 
@@ -58,12 +65,12 @@ class HttpConfig:
 
     @property
     def local(self) -> bool:
-        """Whether only this machine is meant, so that a request must be addressed to it."""
+        """True if only this machine may send requests."""
         return self.host in LOOPBACK and not self.api_key and not self.insecure
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a bound socket. Raises `ConfigError` if the address cannot be had."""
+    """Return a bound socket. Raises `ConfigError` if the address is not available."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
@@ -94,16 +101,16 @@ def url_of(bound: socket.socket) -> str:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, with a signal handler that drains first. A second signal stops at once."""
+    """uvicorn's server with our own signal handler."""
 
     def __init__(self, config: uvicorn.Config, on_signal: Callable[[], None]) -> None:
         super().__init__(config)
-        self._on_signal = on_signal
+        self._handle_signal = on_signal
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called by the signal handler that uvicorn installs."""
+        """Pass a signal on. uvicorn installs this as its signal handler."""
         del sig, frame
-        self._on_signal()
+        self._handle_signal()
 
 
 class HttpServer:
@@ -115,14 +122,15 @@ class HttpServer:
         """Bind the port. Raises `ConfigError`. Call in a running event loop."""
         self.config = config
         self.socket = listen(config.host, config.port)
-        self.client = EngineClient(engine, on_progress)
-        app, self.state = make_app(self.client, config.api_key, config.max_open, config.local)
-        self._server = _Server(_uvicorn_config(app, config), self._signalled)
+        tokenizer_cache = TokenizerCache()
+        self.client = EngineClient(engine, on_progress, tokenizer_cache.of)
+        app, self.state = make_app(self.client, tokenizer_cache, config.api_key, config.max_open, config.local)
+        self._server = _Server(_uvicorn_config(app, config), self._on_signal)
         self._loop = asyncio.get_running_loop()
         self._drainer: asyncio.Task[None] | None = None
 
     async def run(self, on_ready: Callable[[str, Ready], None]) -> None:
-        """Serve until told to stop; `on_ready` is called with the URL once the engine is ready.
+        """Serve until told to stop. on_ready: called with the URL once the engine is ready.
 
         Raises `ConfigError` or `ModelError` if the engine cannot be loaded.
         """
@@ -130,7 +138,7 @@ class HttpServer:
         first_ready = self.client.first_ready
         try:
             await asyncio.wait((serving, first_ready), return_when=asyncio.FIRST_COMPLETED)
-            if first_ready.done() and not first_ready.cancelled():  # cancelled: told to stop while it loads
+            if first_ready.done() and not first_ready.cancelled():  # cancelled: stopped while loading
                 on_ready(url_of(self.socket), first_ready.result())
                 await serving
         finally:
@@ -139,8 +147,8 @@ class HttpServer:
             await serving
             self.socket.close()
 
-    def _signalled(self) -> None:
-        """Drain at the first signal, stop at the second. Called between any two instructions."""
+    def _on_signal(self) -> None:
+        """Drain at the first signal, stop at the second. Runs between any two instructions."""
         self._loop.call_soon_threadsafe(self._drain_or_stop)
 
     def _drain_or_stop(self) -> None:
@@ -153,7 +161,8 @@ class HttpServer:
     async def _drain(self) -> None:
         self.state.draining = True
         if self.state.num_active:
-            log.warning("stopping once %d open requests are answered", self.state.num_active)
+            count = self.state.num_active
+            log.warning("stopping once %d open request%s answered", count, " is" if count == 1 else "s are")
         deadline_s = self._loop.time() + self.config.drain_s
         while self.state.num_active and self._loop.time() < deadline_s:
             await asyncio.sleep(DRAIN_POLL_S)
@@ -176,3 +185,75 @@ def _uvicorn_config(app: ASGIApp, config: HttpConfig) -> uvicorn.Config:
         backlog=BACKLOG,
         timeout_graceful_shutdown=CLOSE_S,
     )
+
+
+# The command -----------------------------------------------------------------------------------------
+
+_DEFAULTS = HttpConfig()
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the flags of `paceline serve`."""
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default=_DEFAULTS.host, help="address to listen on")
+    group.add_argument("--port", type=int, default=_DEFAULTS.port, help="port to listen on; 0 takes a free one")
+    group.add_argument("--api-key", metavar="KEY", help="ask for this key on every route but /health")
+    group.add_argument(
+        "--insecure", action="store_true", help="let other machines in without a key, and answer to any name"
+    )
+    group.add_argument(
+        "--drain-seconds",
+        type=float,
+        metavar="S",
+        default=_DEFAULTS.drain_s,
+        help="how long open requests may go on after SIGTERM",
+    )
+    group.add_argument(
+        "--max-open", type=int, metavar="N", default=_DEFAULTS.max_open, help="answers that may be open at once"
+    )
+    group.add_argument("--access-log", action="store_true", help="log every request")
+    add_engine_arguments(parser)
+
+
+def run(args: Namespace) -> int:
+    """Serve until told to stop and return the exit status."""
+    logging.basicConfig(level=log_level(os.environ), format="%(message)s")
+    if args.access_log:
+        logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+    return asyncio.run(_serve(http_config(args), engine_config(args)))
+
+
+def http_config(args: Namespace) -> HttpConfig:
+    """Return the HTTP side that parsed flags ask for. Raises `ConfigError`."""
+    return HttpConfig(
+        host=args.host,
+        port=args.port,
+        api_key=args.api_key or os.environ.get("PACELINE_API_KEY") or None,
+        insecure=args.insecure,
+        drain_s=args.drain_seconds,
+        max_open=args.max_open,
+        access_log=args.access_log,
+    )
+
+
+def log_level(environ: Mapping[str, str]) -> str:
+    """Return the level in PACELINE_LOG_LEVEL, which the engine's processes read too. Raises `ConfigError`."""
+    level = environ.get("PACELINE_LOG_LEVEL", "WARNING").upper()
+    if level not in logging.getLevelNamesMapping():  # which has synonyms such as WARN as well
+        raise ConfigError(f"PACELINE_LOG_LEVEL must be one of {', '.join(LOG_LEVELS)}, not {level!r}")
+    return level
+
+
+async def _serve(config: HttpConfig, engine: EngineConfig) -> int:
+    with LoadingBar() as bar:
+
+        def on_progress(progress: Progress) -> None:
+            bar(progress.what, progress.done, progress.total)
+
+        def on_ready(url: str, ready: Ready) -> None:
+            bar.close()
+            show_choices(ready.choices, sys.stdout)
+            show_url(url, ready.template is not None, sys.stdout, config.api_key is not None)
+
+        await HttpServer(config, engine, on_progress).run(on_ready)
+    return 0

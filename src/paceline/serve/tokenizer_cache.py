@@ -1,4 +1,4 @@
-"""The server's own tokenizer and template, made from what the engine process sent."""
+"""Tokenizer and chat template of the server process, made from what the engine process sent."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import tokenizers
 
+from paceline.core.errors import RequestError
 from paceline.model.template import ChatTemplate, TemplateSource
 from paceline.model.tokenizer import Tokenizer
 from paceline.serve.prompts import Prompts
@@ -14,9 +15,14 @@ from paceline.serve.prompts import Prompts
 if TYPE_CHECKING:
     from paceline.serve.worker.messages import Ready
 
+WARM_UP_TEXT = "Hello"
+
 
 class TokenizerCache:
-    """Makes `Prompts` from a `Ready` message, in a thread and once for each engine that became ready."""
+    """`Prompts` of the running engine, made in a thread from its `Ready` message.
+
+    Making them takes tenths of a second. An engine that restarts with the same model reuses them.
+    """
 
     def __init__(self) -> None:
         self._ready: Ready | None = None
@@ -24,13 +30,13 @@ class TokenizerCache:
         self._lock = asyncio.Lock()
 
     async def of(self, ready: Ready) -> Prompts:
-        """Return the prompts of the engine that said this."""
+        """Return the prompts of the engine that sent `ready`."""
         if ready is self._ready and self._prompts is not None:
             return self._prompts
         async with self._lock:
-            if ready is not self._ready or self._prompts is None:
+            if self._prompts is None or ready != self._ready:
                 self._prompts = await asyncio.to_thread(_prompts, ready)
-                self._ready = ready
+            self._ready = ready
             return self._prompts
 
 
@@ -39,4 +45,16 @@ def _prompts(ready: Ready) -> Prompts:
     tokenizer = Tokenizer(raw, eos_ids=ready.eos_ids, bos_id=ready.bos_id)
     source = ready.template
     template = None if source is None else ChatTemplate(TemplateSource(source.source, source.tokens))
-    return Prompts(tokenizer, template, ready.max_len, ready.vocab_size)
+    prompts = Prompts(tokenizer, template, ready.max_len, ready.vocab_size)
+    _warm_up(prompts)
+    return prompts
+
+
+def _warm_up(prompts: Prompts) -> None:
+    """Use tokenizer and template once, so that the first request finds them warm."""
+    try:
+        prompts.of_text(WARM_UP_TEXT)
+        if prompts.template is not None:
+            prompts.of_messages([{"role": "user", "content": WARM_UP_TEXT}])
+    except RequestError:
+        pass  # a template may refuse any conversation, and a context may be too short for one

@@ -1,6 +1,6 @@
-"""The policies of others, to compare with: a fixed K, a table of batch sizes, a moving average, TurboSpec's scan.
+"""Policies of other engines: fixed K, table by batch size, moving average, TurboSpec.
 
-Each is as its authors ship or describe it, on our seam; none of them looks at single rows.
+Each is as its authors ship or describe it, on Paceline's seam. None of them tells rows apart.
 """
 
 from __future__ import annotations
@@ -11,73 +11,78 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
 
-from paceline.control.choice import in_order
-from paceline.control.cost import Work
-from paceline.control.policy import Decision, Outcomes, StepView, alike, plain
+from paceline.control.policy import NONE, Decision, Outcomes, StepView, Work, plain
 
 if TYPE_CHECKING:
     from numpy import int64
     from numpy.typing import NDArray
 
-    from paceline.control.cost import StepCost
+    from paceline.control.allocation import StepCost
     from paceline.control.policy import Drafted
 
 
 class _EveryStep:
-    """Decides in every step, by what is offered."""
+    """A policy that chooses in every step, and verifies everything."""
 
     __slots__ = ()
-    looks: ClassVar[bool] = True
-    trims: ClassVar[bool] = False
+    wants_preview: ClassVar[bool] = True
+    may_trim: ClassVar[bool] = False
 
-    def twin(self) -> Self:
-        """It knows of no groups."""
+    def for_second_group(self) -> Self:
+        """See `Policy.for_second_group`: the policy itself."""
         return self
 
-    def rest(self, rows: int) -> bool:
-        """Never."""
+    def admit(self, row: int) -> None:
+        """Ignore it: rows are alike."""
+
+    def reuse_without_view(self, num_rows: int) -> bool:
+        """See `Policy.reuse_without_view`: never."""
         return False
 
-    def hold(self, view: StepView) -> Decision | None:
-        """Nothing is held."""
+    def reuse(self, view: StepView) -> Decision | None:
+        """See `Policy.reuse`: never."""
         return None
 
     def decide(self, view: StepView) -> Decision:
-        """Nothing is held: choose."""
+        """See `Policy.decide`."""
         return self.choose(view)
 
     def choose(self, view: StepView) -> Decision:
-        """As `Policy.choose`."""
+        """See `Policy.choose`."""
         raise NotImplementedError
 
     def trim(self, view: StepView, drafted: Drafted) -> NDArray[int64]:
-        """Verify everything."""
+        """See `Policy.trim`: all of it."""
         return drafted.ks
+
+    def learn(self, view: StepView, outcomes: Outcomes) -> None:
+        """Learn nothing."""
+
+
+def uniform(view: StepView, drafter: int, k: int) -> Decision:
+    """Return the decision to draft k tokens for every row, within its bound."""
+    if not k:
+        return plain(view)
+    ks = np.minimum(view.max_drafts, k)
+    return Decision(ks, np.where(ks > 0, drafter, NONE))
 
 
 @dataclass(frozen=True, slots=True)
 class Static(_EveryStep):
-    """Always the same K, of one drafter."""
+    """The same K of one drafter in every step."""
 
     k: int
     drafter: int = 0
 
-    def admit(self, row: int) -> None:
-        """Nothing to know."""
-
     def choose(self, view: StepView) -> Decision:
         """Draft `k` tokens for every row."""
-        return alike(view, self.drafter, self.k) if self.k else plain(view)
-
-    def learn(self, view: StepView, outcomes: Outcomes) -> None:
-        """Nothing to learn."""
+        return uniform(view, self.drafter, self.k)
 
 
 @dataclass(frozen=True, slots=True)
-class BatchTable(Static):
+class BatchTable(_EveryStep):
     """K by the number of rows: vLLM's `num_speculative_tokens_per_batch_size`."""
 
-    k: int = 0
     drafter: int = 0
     first_rows: tuple[int, ...] = (1, 17, 65)  # ascending; K changes from these numbers of rows on
     ks: tuple[int, ...] = (3, 1, 0)
@@ -85,12 +90,12 @@ class BatchTable(Static):
     def choose(self, view: StepView) -> Decision:
         """Look up the number of rows."""
         index = bisect_right(self.first_rows, view.num_rows) - 1
-        return alike(view, self.drafter, self.ks[index]) if index >= 0 else plain(view)
+        return uniform(view, self.drafter, self.ks[index]) if index >= 0 else plain(view)
 
 
 @dataclass(slots=True)
 class MovingAverage(_EveryStep):
-    """SGLang's adaptive length: a moving average of accepted drafts, with some margin, chooses among a few K."""
+    """SGLang's adaptive length: a moving average of accepted drafts chooses K."""
 
     ks: tuple[int, ...] = (1, 3, 7)
     drafter: int = 0
@@ -98,13 +103,10 @@ class MovingAverage(_EveryStep):
     margin: float = 0.25
     average: float = 3.0
 
-    def admit(self, row: int) -> None:
-        """Rows are not told apart."""
-
     def choose(self, view: StepView) -> Decision:
-        """Take the smallest K that lets the average through."""
+        """Take the smallest K that is not below the average and its margin."""
         k = next((k for k in self.ks if k >= self.average + self.margin), self.ks[-1])
-        return alike(view, self.drafter, k)
+        return uniform(view, self.drafter, k)
 
     def learn(self, view: StepView, outcomes: Outcomes) -> None:
         """Move the average."""
@@ -115,9 +117,10 @@ class MovingAverage(_EveryStep):
 
 @dataclass(slots=True)
 class TurboSpec(_EveryStep):
-    """TurboSpec's scan (arXiv 2406.14066): one acceptance rate for all, goodput for K = 0, 1, ... until it falls.
+    """TurboSpec's scan (arXiv 2406.14066): goodput for K = 0, 1, ... until it falls.
 
-    Every so many steps; K = 0 counts a tenth more, so that speculation must win clearly.
+    One acceptance rate for all rows. Scanned every `every` steps. K = 0 counts a tenth more, so that speculation
+    must win clearly.
     """
 
     cost: StepCost
@@ -129,29 +132,24 @@ class TurboSpec(_EveryStep):
     k: int = 3
     _steps: int = field(default=0, init=False)
 
-    def admit(self, row: int) -> None:
-        """Rows are not told apart."""
-
     def choose(self, view: StepView) -> Decision:
-        """Scan now and then."""
+        """Scan if it is time, then draft `k` tokens for every row."""
         if self._steps % self.every == 0 and view.num_rows:
             self.k = self._scan(view)
         self._steps += 1
-        return alike(view, self.drafter, self.k) if self.k else plain(view)
+        return uniform(view, self.drafter, self.k)
 
     def learn(self, view: StepView, outcomes: Outcomes) -> None:
-        """Average accepted over drafted."""
+        """Move the average of accepted over drafted."""
         drafted = int(outcomes.num_verified.sum())
         if drafted:
             self.acceptance += self.rate * (int(outcomes.num_accepted.sum()) / drafted - self.acceptance)
 
     def _scan(self, view: StepView) -> int:
+        n, keys = view.num_rows, int(view.lengths.sum())
+        base = Work(n, 0, keys, keys) + view.prefill
+        seconds = self.cost.uniform_prices(base, view.lengths, n, self.drafter + 1, self.max_k)[self.drafter]
         kept = self.acceptance ** np.arange(1, self.max_k + 1)
-        n = view.num_rows
-        ids = np.full(n, self.drafter)
-        drafts = in_order(np.tile(kept, (n, 1)), np.full(n, self.max_k), view.lengths, ids)
-        keys = int(view.lengths.sum())
-        seconds = self.cost.times(Work(n, 0, keys, keys) + view.prefill, n, drafts)[::n]
         goodputs = n * (1 + np.concatenate(([0.0], np.cumsum(kept)))) / seconds
         goodputs[0] *= 1.1
         best = 0

@@ -1,4 +1,4 @@
-"""`paceline simulate`: serving without a model. Which policy would do how well, on whose costs?"""
+"""`paceline simulate`: compare policies without a model, on measured costs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 ALL = ("off", *(f"static:{k}" for k in (1, 3, 5)), "table", "average", "turbospec", "ours")
 POLICIES = "off, static:K, table, average, turbospec, ours"
-MOST_REPLICAS = 4096
-DEEPEST = 16  # drafts of a row
+MAX_REPLICAS = 4096
+MAX_DEPTH = 16  # drafts of a row, at most
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -62,14 +62,19 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="X",
         help="drafts are kept X times as often as the policies think",
     )
-    add("--overlap", choices=("off", "on"), default="off", help="two groups of rows take turns")
+    add(
+        "--overlap",
+        choices=("off", "on"),
+        default="off",
+        help="draft for one half of the rows while the other is scored",
+    )
     add(
         "--draft-device",
         choices=("same", "own"),
         default="own",
         help="with --overlap on: whether drafters wait for the target's device or have their own",
     )
-    add("--spread", type=float, default=0.0, metavar="S", help="how much requests differ in ease, in logits")
+    add("--spread", type=float, default=0.0, metavar="S", help="how much requests differ in acceptance, in logits")
     add("--seed", type=int, default=0, metavar="N")
     add("--json", metavar="FILE", help="write the table there too")
 
@@ -82,7 +87,7 @@ def run(args: Namespace) -> int:
     profile = _profile(args)
     policies, sizes = args.policy or ALL, _sizes(args.rows)
     for name in policies:
-        policy_of(name, profile, 1)  # a bad one should not wait for those before it
+        policy_of(name, profile, 1)  # a wrong name is refused before anything runs
     found: list[dict[str, Any]] = []
     with progress("simulating") as update:
         for number, (rows, name) in enumerate((r, p) for r in sizes for p in policies):
@@ -117,14 +122,14 @@ def _milliseconds(seconds: float | None) -> str:
 
 def _check(args: Namespace) -> None:
     from paceline.serve.terminal.output_files import check_file
-    from paceline.sim.workloads import MOST_REQUESTS, MOST_TOKENS
+    from paceline.sim.workloads import MAX_REQUEST_TOKENS, MAX_REQUESTS
 
     check_file("--json", args.json)
     for name, value, low, high in (
-        ("--replicas", args.replicas, 1, MOST_REPLICAS),
-        ("--requests", args.requests or 1, 1, MOST_REQUESTS),
-        ("--prompt-tokens", args.prompt_tokens, 1, MOST_TOKENS),
-        ("--output-tokens", args.output_tokens, 1, MOST_TOKENS),
+        ("--replicas", args.replicas, 1, MAX_REPLICAS),
+        ("--requests", args.requests or 1, 1, MAX_REQUESTS),
+        ("--prompt-tokens", args.prompt_tokens, 1, MAX_REQUEST_TOKENS),
+        ("--output-tokens", args.output_tokens, 1, MAX_REQUEST_TOKENS),
         ("--tail", args.tail, 0, 5),
         ("--scale", args.scale, 0, 100),
         ("--spread", args.spread, 0, 10),
@@ -135,10 +140,7 @@ def _check(args: Namespace) -> None:
 
 
 def _profile(args: Namespace) -> Profile:
-    """Return what steps cost and how often drafts are kept, of one drafter: policies here have no other.
-
-    Raises `ConfigError`.
-    """
+    """Return the costs and the acceptance of one drafter. Raises `ConfigError`."""
     from paceline.control.profile import read_profile
 
     profile = of_drafter(read_profile(Path(args.profile)), args.drafter)
@@ -149,7 +151,7 @@ def _profile(args: Namespace) -> Profile:
 
 
 def _shares(text: str) -> tuple[float, ...]:
-    """Return how many of all drafts are kept at depth 1, 2, ... Raises `ConfigError`."""
+    """Read the share of drafts kept at depth 1, 2, ... Raises `ConfigError`."""
     try:
         shares = tuple(float(word) for word in text.split(","))
     except ValueError:
@@ -158,15 +160,16 @@ def _shares(text: str) -> tuple[float, ...]:
         raise ConfigError(
             "--acceptance: shares of all drafts kept at depth 1, 2, ... lie between 0 and 1 and never rise"
         )
-    if len(shares) > DEEPEST:
-        raise ConfigError(f"--acceptance: drafts are at most {DEEPEST} deep, not {len(shares)}")
+    if len(shares) > MAX_DEPTH:
+        raise ConfigError(f"--acceptance: drafts are at most {MAX_DEPTH} deep, not {len(shares)}")
     return shares
 
 
 def of_drafter(profile: Profile, name: str | None) -> Profile:
-    """Return a profile with the costs of one drafter: that name, or the only one that takes time.
+    """Return a profile with the costs of one drafter.
 
-    Raises `ConfigError` if that does not say which.
+    It is the named one, or the only one that takes time. Raises `ConfigError` if there is no such drafter, or more
+    than one.
     """
     from paceline.control.cost import DraftCost, MeasuredCost, TableCost
 
@@ -176,7 +179,7 @@ def of_drafter(profile: Profile, name: str | None) -> Profile:
         raise ConfigError(f"--drafter {name}: the profile's drafters are: {known}")
     if isinstance(cost, TableCost):
         return profile
-    if not names:  # drafts of nobody cost nothing
+    if not names:  # no drafter: drafts cost nothing
         return replace(profile, cost=MeasuredCost(cost.target, (DraftCost(()),)))
     slow = [n for n, drafter in zip(names, cost.drafters, strict=True) if drafter.max_depth]
     usual = names if len(names) == 1 else slow
@@ -184,11 +187,11 @@ def of_drafter(profile: Profile, name: str | None) -> Profile:
         raise ConfigError(f"this profile has several drafters; choose one with --drafter: {known}")
     name = name or usual[0]
     own = MeasuredCost(cost.target, (cost.drafters[names.index(name)],))
-    return replace(profile, cost=own, drafters=(name,), trained_to=(), minding=())
+    return replace(profile, cost=own, drafters=(name,), trained_acceptance=(), honours_stops=())
 
 
 def _drafts_of(profile: Profile) -> str:
-    """Say whose drafts a simulated engine has, and whether they are free: then their device says nothing."""
+    """Return the end of the table's title: the drafter, and whether its drafts cost nothing."""
     from paceline.control.cost import TableCost
 
     if isinstance(profile.cost, TableCost):
@@ -209,7 +212,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def _simulate(args: Namespace, profile: Profile, rows: int, name: str) -> dict[str, Any]:
-    from paceline.control.setup import step_cost
+    from paceline.control.profile import step_cost
     from paceline.sim.simulator import SimulatedReplica
     from paceline.sim.workloads import split
 
@@ -224,16 +227,15 @@ def _simulate(args: Namespace, profile: Profile, rows: int, name: str) -> dict[s
 
 
 def _simulator(args: Namespace, profile: Profile) -> Callable[..., Simulator]:
-    """Return what makes the loop that was asked for. Raises `ConfigError`."""
+    """Return the simulator of the loop that was asked for. Raises `ConfigError`."""
     from paceline.control.cost import TableCost
-    from paceline.sim.overlap_simulator import TurnsSimulator
-    from paceline.sim.simulator import Simulator
+    from paceline.sim.simulator import OverlapSimulator, Simulator
 
     if args.overlap == "off":
         return Simulator
     if isinstance(profile.cost, TableCost):
         raise ConfigError("--overlap on: this profile does not tell drafting from passes; use `paceline profile`")
-    return partial(TurnsSimulator, apart=args.draft_device == "own")
+    return partial(OverlapSimulator, apart=args.draft_device == "own")
 
 
 def _figures(done: list[Simulated]) -> dict[str, Any]:
@@ -255,7 +257,7 @@ def _figures(done: list[Simulated]) -> dict[str, Any]:
 def _workload(args: Namespace, profile: Profile, rows: int) -> Workload:
     import numpy as np
 
-    from paceline.control.survival import conditional
+    from paceline.control.acceptance import conditional
     from paceline.sim import workloads
 
     chances = np.clip(conditional(profile.accepted_at) * args.scale, 0.001, 0.999)
@@ -267,15 +269,12 @@ def _workload(args: Namespace, profile: Profile, rows: int) -> Workload:
 
 
 def policy_of(name: str, profile: Profile, rows: int) -> Policy:
-    """Return a policy by name, which drafts as deep as the profile tells how often drafts are kept.
-
-    Raises `ConfigError`.
-    """
+    """Return a policy by name, as deep as acceptance is known. Raises `ConfigError`."""
     import numpy as np
 
+    from paceline.control.acceptance import conditional
     from paceline.control.goodput import Goodput
-    from paceline.control.setup import step_cost
-    from paceline.control.survival import conditional
+    from paceline.control.profile import step_cost
     from paceline.sim.baselines import BatchTable, MovingAverage, Static, TurboSpec
 
     cost, depth = step_cost(profile), len(profile.accepted_at)
@@ -288,7 +287,7 @@ def policy_of(name: str, profile: Profile, rows: int) -> Policy:
         "ours": lambda: Goodput(cost, rows, (depth,), (prior,)),
     }
     kind, _, k = name.partition(":")
-    if kind == "static" and k.isdecimal() and int(k) <= DEEPEST:
+    if kind == "static" and k.isdecimal() and int(k) <= MAX_DEPTH:
         return Static(int(k))
     if name not in makers:
         raise ConfigError(f"--policy {name}: known are {POLICIES}")

@@ -1,8 +1,8 @@
-"""Prices of passes that nobody here can run: from the bytes, operations and launches of stated hardware.
+"""Roofline prices of passes on stated hardware, from bytes, operations and launches.
 
-A pass takes as long as the slowest of reading weights and keys, computing, and telling the device what to do; on
-several devices each layer's two sums are exchanged besides. Peak rates as their makers state them, so these are
-lower bounds; what hardware does not say is a constant, and it is the user's to say how it was found.
+A pass takes as long as the slowest of reading weights and keys, computing, and launching kernels. On several
+devices the two sums of each layer are exchanged besides. Rates are the peaks that makers state, so these are lower
+bounds. What data sheets do not state is a constant, and its source is for the user to state.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-NUM_BYTES = 2  # of a weight, a key, a value, an activation
-LAUNCHES_PER_LAYER = 15  # norms, products, rotation, store, attention, activation, sums
+NUM_BYTES = 2  # bytes of a weight, a key, a value or an activation
+LAUNCHES_PER_LAYER = 15  # kernels: norms, products, rotary embedding, KV store, attention, activation, sums
 TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -26,17 +26,17 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 class Hardware:
     """Devices that run a model together."""
 
-    bytes_per_s: float  # memory of one
-    operations_per_s: float  # of one
+    bytes_per_s: float  # memory bandwidth of one device
+    operations_per_s: float  # of one device
     num_devices: int = 1
     link_bytes_per_s: float = 32e9
     link_latency_s: float = 20e-6  # of one exchange
-    launch_s: float = 0.0  # host's time for one launch; 0: captured once and replayed
+    launch_s: float = 0.0  # host time of one launch; 0: a captured graph is replayed
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """A Llama-like model."""
+    """Sizes of a Llama-like model."""
 
     num_layers: int
     hidden: int
@@ -54,7 +54,7 @@ class ModelSizes:
 
     @property
     def head(self) -> int:
-        """Weights that turn a hidden state into logits."""
+        """Weights of the LM head."""
         return self.vocab * self.hidden
 
     @property
@@ -64,7 +64,7 @@ class ModelSizes:
 
 
 def pass_s(sizes: ModelSizes, on: Hardware, tokens: float, kv_tokens: float = 0.0) -> float:
-    """Return the seconds of a pass of so many token rows over keys of so many tokens, all successors chosen."""
+    """Return the seconds of a pass over cached tokens, with all rows scored."""
     read = (sizes.body + sizes.head) * NUM_BYTES + kv_tokens * sizes.kv_bytes
     operations = 2.0 * (sizes.body + sizes.head) * tokens
     device_s = max(read / on.bytes_per_s, operations / on.operations_per_s) / on.num_devices
@@ -73,7 +73,7 @@ def pass_s(sizes: ModelSizes, on: Hardware, tokens: float, kv_tokens: float = 0.
 
 
 def _exchange_s(sizes: ModelSizes, on: Hardware, tokens: float) -> float:
-    """Return the seconds of the sums over devices, two in each layer, in a ring."""
+    """Return the seconds of the all-reduces, two in each layer, in a ring."""
     if on.num_devices == 1:
         return 0.0
     sent = 2 * (on.num_devices - 1) / on.num_devices * tokens * sizes.hidden * NUM_BYTES
@@ -82,7 +82,7 @@ def _exchange_s(sizes: ModelSizes, on: Hardware, tokens: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ModelPair:
-    """A target and its drafter, each on its hardware, and what a step costs besides."""
+    """A target and its drafter, each on its hardware, and the host's time."""
 
     target: ModelSizes
     target_on: Hardware
@@ -92,15 +92,15 @@ class ModelPair:
     context: int = 400  # tokens of a row
 
     def verify_s(self, rows: int, k: int) -> float:
-        """Seconds of the pass over k drafts of each row, the host's included."""
+        """Return the seconds of a pass over k drafts of each row, the host's included."""
         return pass_s(self.target, self.target_on, rows * (1 + k), rows * self.context) + self.host_s
 
     def draft_s(self, rows: int, k: int) -> float:
-        """Seconds of drafting k tokens for each row, one pass after another."""
+        """Return the seconds of drafting k tokens for each row, one pass after another."""
         return k * pass_s(self.drafter, self.drafter_on, rows, rows * self.context)
 
     def cost(self, max_k: int) -> MeasuredCost:
-        """Return the same as prices for the simulator; keys count as those of so many rows of `context`."""
+        """Return prices for the simulator; rows have `context` keys."""
         rate = self.target_on.bytes_per_s * self.target_on.num_devices
         passes = [pass_s(self.target, self.target_on, n) + self.host_s for n in TOKENS]
         target = TargetCost(Curve.of(TOKENS, passes), kv_token_s=self.target.kv_bytes / rate)
@@ -113,7 +113,7 @@ def _curve(seconds: Callable[[int], float]) -> Curve:
 
 
 def fit(residual: Callable[[float], float], high: float, num_steps: int = 100) -> float:
-    """Return the smallest place up to `high` where a function comes up through zero; `high` if there is none."""
+    """Return the smallest x where a function rises through zero, or `high`."""
     low = 0.0
     for above in (high * (i + 1) / num_steps for i in range(num_steps)):
         if residual(above) >= 0:

@@ -1,4 +1,4 @@
-"""Requests to simulate: how many, when, how long, and how easy to draft for."""
+"""Requests to simulate: number, arrivals, lengths and acceptance."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
     from numpy import float64, int64
     from numpy.typing import NDArray
 
-MOST_REQUESTS = 10_000_000
-MOST_TOKENS = 1 << 24
+MAX_REQUESTS = 10_000_000
+MAX_REQUEST_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How long requests are."""
+    """Lengths of requests."""
 
     prompt_tokens: int = 128
     output_tokens: int = 128
-    tail: float = 0.0  # standard deviation of the logs of the answers' lengths; 0: all alike
+    tail: float = 0.0  # standard deviation of the log of an answer's length; 0: all are equal
 
 
 def arrivals(spec: str, num_requests: int, rng: np.random.Generator) -> NDArray[float64]:
-    """Return when requests come: `closed`, all at once; `poisson:RATE` a second; `bursts:RATE,SIZE`.
+    """Return arrival times in seconds, [num_requests]. Raises `ConfigError`.
 
-    Raises `ConfigError`.
+    spec: `closed`, all at once; `poisson:RATE`, a second; `bursts:RATE,SIZE`.
     """
     kind, _, numbers = spec.partition(":")
     values = _numbers(spec, numbers)
@@ -63,16 +63,16 @@ def make(
 ) -> Workload:
     """Return a workload.
 
-    chances: [depth] that a draft is kept given that the one before was. spread: standard deviation, in logits, of
-    how easy requests are.
+    chances: [depth] that a draft is kept given that the one before was. spread: standard deviation of requests'
+    acceptance among themselves, logits.
     """
     rng = np.random.default_rng(seed)
     times = arrivals(spec, num_requests, rng)
     lens = np.full(num_requests, sizes.output_tokens)
     if sizes.tail:
-        lens = np.clip(sizes.output_tokens * rng.lognormal(0, sizes.tail, num_requests), 1, MOST_TOKENS).astype(
-            int
-        )
+        lens = np.clip(
+            sizes.output_tokens * rng.lognormal(0, sizes.tail, num_requests), 1, MAX_REQUEST_TOKENS
+        ).astype(int)
     ease = rng.normal(0, spread, num_requests)
     return Workload(times, np.full(num_requests, sizes.prompt_tokens), lens, mixed_ease(chances, ease))
 
@@ -85,21 +85,19 @@ def read_trace(path: Path, chances: NDArray[float64], spread: float, seed: int =
         prompts, outputs = (np.array([int(line[k]) for line in lines]) for k in ("prompt_tokens", "output_tokens"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is no trace: {type(error).__name__} {error}") from None
-    if not (
-        0 < len(lines) <= MOST_REQUESTS and _within(prompts) and _within(outputs) and np.isfinite(times).all()
-    ):
-        raise ConfigError(f"{path}: a trace has 1 to {MOST_REQUESTS} requests of 1 to {MOST_TOKENS} tokens")
+    if not (0 < len(lines) <= MAX_REQUESTS and _within(prompts) and _within(outputs) and np.isfinite(times).all()):
+        raise ConfigError(f"{path}: a trace has 1 to {MAX_REQUESTS} requests of 1 to {MAX_REQUEST_TOKENS} tokens")
     order = np.argsort(times, kind="stable")
     ease = np.random.default_rng(seed).normal(0, spread, len(lines))
     return Workload(times[order], prompts[order], outputs[order], mixed_ease(chances, ease))
 
 
 def _within(counts: NDArray[int64]) -> bool:
-    return bool(((counts >= 1) & (counts <= MOST_TOKENS)).all())
+    return bool(((counts >= 1) & (counts <= MAX_REQUEST_TOKENS)).all())
 
 
 def split(workload: Workload, num_replicas: int) -> list[Workload]:
-    """Deal requests out to replicas, one after another."""
+    """Deal requests out to replicas, round robin."""
     w, count = workload, min(num_replicas, len(workload))
     parts = [slice(i, None, num_replicas) for i in range(count)]
     return [Workload(w.arrival_s[p], w.prompt_lens[p], w.output_lens[p], w.chances[p]) for p in parts]

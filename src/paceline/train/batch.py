@@ -1,4 +1,4 @@
-"""Batches: packed texts with what the target thinks of every token of an answer."""
+"""Batches: packed texts with the target's distribution behind every token of an answer."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from paceline.train.drafts import Bounds
-from paceline.train.features import SCALE
-from paceline.train.loss import Wanted
+from paceline.train.drafts import TextBounds
+from paceline.train.feature_store import SCALE
+from paceline.train.loss import TargetProbs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,35 +18,35 @@ if TYPE_CHECKING:
     from numpy import int64
     from numpy.typing import NDArray
 
-    from paceline.train.corpus import Text
-    from paceline.train.features import FeatureFile
+    from paceline.train.corpus import TrainText
+    from paceline.train.feature_store import FeatureFiles
     from paceline.train.target import TrainTarget
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainBatch:
-    """Some texts, packed. Entry i stands for token i, and its guess is of token i + 1."""
+    """Packed texts. Entry i stands for token i and predicts token i + 1."""
 
     token_ids: torch.Tensor  # [n] int64
-    own_ids: torch.Tensor  # [num_own] int64 what drafts may be beside the draft vocabulary's tokens
-    bounds: tuple[Bounds, ...]
+    own_ids: torch.Tensor  # [num_own] int64 ids that extend the draft vocabulary
+    bounds: tuple[TextBounds, ...]
     tapped: torch.Tensor  # [n, tapped_size] float32 the target's hidden states
-    wanted: Wanted  # the target's distribution behind every token of an answer
-    rows: torch.Tensor  # [n] int64 the row of `wanted` of each token of an answer
+    expected: TargetProbs  # the target's distribution behind every token of an answer
+    rows: torch.Tensor  # [n] int64 row of `expected` for each token of an answer
 
 
 class Batcher:
-    """Makes batches of texts by number."""
+    """Makes batches from numbers of texts."""
 
     def __init__(
         self,
         target: TrainTarget,
-        texts: Sequence[Text],
-        store: FeatureFile,
+        texts: Sequence[TrainText],
+        store: FeatureFiles,
         vocabulary: NDArray[int64],
         num_own: int = 0,
     ) -> None:
-        """vocabulary: [draft_vocab] target ids of the draft tokens. num_own: tokens that a batch adds."""
+        """vocabulary: [draft_vocab] target ids of the draft tokens. num_own: request tokens that a batch adds."""
         self._texts = texts
         self._store = store
         self._device = target.embed.device
@@ -58,17 +58,17 @@ class Batcher:
         self._draft_ids = draft_ids.to(self._device)
 
     def lengths(self) -> list[int]:
-        """Return the tokens of every text."""
+        """Return the number of tokens of every text."""
         return [len(text) for text in self._texts]
 
     @torch.no_grad()
     def make(self, numbers: Sequence[int]) -> TrainBatch:
-        """Return some texts as one batch."""
+        """Return texts as one batch."""
         texts = [self._texts[n] for n in numbers]
         features = [self._store[n] for n in numbers]
         ends = np.cumsum([len(t) for t in texts]).tolist()
         starts = [end - len(t) for end, t in zip(ends, texts, strict=True)]
-        bounds = [Bounds(s, s + t.prompt_len, e) for s, t, e in zip(starts, texts, ends, strict=True)]
+        bounds = [TextBounds(s, s + t.prompt_len, e) for s, t, e in zip(starts, texts, ends, strict=True)]
         answered = np.concatenate([np.arange(b.answer, b.end) for b in bounds])
         rows = np.zeros(ends[-1], np.int64)
         rows[answered] = np.arange(len(answered))
@@ -84,21 +84,21 @@ class Batcher:
             own_ids=own_ids,
             bounds=tuple(bounds),
             tapped=(states.float() / SCALE).flatten(1),  # exact
-            wanted=Wanted.of(ids, self._tensor(np.concatenate([f.top_probs for f in features])).float()),
+            expected=TargetProbs.of(ids, self._tensor(np.concatenate([f.top_probs for f in features])).float()),
             rows=self._tensor(rows),
         )
 
     def _own_ids(self, numbers: Sequence[int]) -> NDArray[int64]:
-        """Return tokens that the vocabulary leaves out: the prompts', and others by chance.
+        """Return `num_own` tokens outside the vocabulary: those of the prompts, then random ones.
 
-        Always as many, as products of another shape are slow the first time.
+        Their number is fixed, since matrix products of a new shape are slow the first time.
         """
         random = np.random.default_rng(numbers)
         prompts = [self._texts[n].token_ids[: self._texts[n].prompt_len] for n in numbers]
         own = np.intersect1d(np.concatenate(prompts), self._others)
-        rest = np.setdiff1d(self._others, own)
+        others = np.setdiff1d(self._others, own)
         num_own = min(self._num_own, len(self._others))
-        ids = np.concatenate([random.permutation(own)[:num_own], random.permutation(rest)])
+        ids = np.concatenate([random.permutation(own)[:num_own], random.permutation(others)])
         return ids[:num_own]
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:

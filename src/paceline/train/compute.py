@@ -1,7 +1,7 @@
-"""Which numbers training multiplies matrices in.
+"""Number type of matrix products in training.
 
-With bfloat16 the factors of a linear map's products are rounded to 8 bits of mantissa, and sums are float32. All
-else is float32 whatever is chosen: the weights that are kept, their moments, norms, attention, residual stream.
+With bfloat16 the factors of a linear map are rounded to 8 bits of mantissa, and sums are float32. Everything else
+is always float32: weights, moments, norms, attention, the residual stream.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ if TYPE_CHECKING:
 AUTO = "auto"
 COMPUTES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-# Rows of products come in multiples of it. The CPU's library makes code for each new shape, which costs more than
-# multiplying does; no two batches have as many rows.
-GRAIN = 128
+# Products have a multiple of this number of rows, by padding. The CPU library generates code for each new shape,
+# which costs more than the product, and batches differ in their number of rows.
+ROW_MULTIPLE = 128
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceChoice:
-    """What a run multiplies in, and why."""
+class PrecisionChoice:
+    """Number type of products, and the reason."""
 
     name: str  # a key of `COMPUTES`
-    why: str  # for the user
+    why: str  # reason, shown to the user
 
 
-def choose_compute(asked: str, device: torch.device) -> DeviceChoice:
-    """Return what was asked for, or for "auto" bfloat16 where the device has instructions made for it."""
-    if asked != AUTO:
-        return DeviceChoice(asked, "as asked")
+def choose_compute(requested: str, device: torch.device) -> PrecisionChoice:
+    """Return the requested type; for "auto" bfloat16 if the device has instructions for it."""
+    if requested != AUTO:
+        return PrecisionChoice(requested, "as asked")
     fast, why = _HARDWARE.get(device.type, _unknown)()
-    return DeviceChoice("bfloat16" if fast else "float32", why)
+    return PrecisionChoice("bfloat16" if fast else "float32", why)
 
 
 def _processor() -> tuple[bool, str]:
-    # Without instructions of its own bfloat16 is no faster than float32, and on some processors far slower.
+    # Without special instructions bfloat16 is no faster than float32, and on some processors far slower.
     probes = {name: getattr(torch.cpu, probe, None) for name, probe in _INSTRUCTIONS.items()}
     if None in probes.values():
         return False, "this PyTorch cannot tell what instructions the processor has"
@@ -65,16 +65,16 @@ _INSTRUCTIONS = {"AMX": "_is_amx_tile_supported", "AVX-512 BF16": "_is_avx512_bf
 _HARDWARE = {"cpu": _processor, "cuda": _gpu}
 
 
-def products(name: str) -> AbstractContextManager[object]:
-    """Return a context in which linear maps, [n, in] -> [n, out], multiply as `name` says.
+def product_precision(name: str) -> AbstractContextManager[object]:
+    """Return a context in which linear maps multiply in a type of `COMPUTES`.
 
-    For one step: it rounds each weight once, and so must not outlive a change of the weights.
+    Use one per step: it rounds each weight once, so it must not outlive a change of the weights.
     """
-    return nullcontext() if name == "float32" else _Rounding(COMPUTES[name])
+    return nullcontext() if name == "float32" else _RoundedLinear(COMPUTES[name])
 
 
-class _Rounding(TorchFunctionMode):
-    """Takes the place of `functional.linear`; the forward passes need not know."""
+class _RoundedLinear(TorchFunctionMode):
+    """Replacement of `functional.linear` inside the context."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -95,12 +95,12 @@ class _Rounding(TorchFunctionMode):
     def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if id(weight) not in self._rounded:
             self._rounded[id(weight)] = weight.detach().to(self._dtype)
-        made = cast("torch.Tensor", _Product.apply(x, weight, self._rounded[id(weight)]))  # type: ignore[no-untyped-call]
+        made = cast("torch.Tensor", _RoundedProduct.apply(x, weight, self._rounded[id(weight)]))  # type: ignore[no-untyped-call]
         return made if bias is None else made + bias
 
 
-class _Product(torch.autograd.Function):
-    """x @ weight.T with rounded factors, forwards and backwards; results are of x's type and of the weight's."""
+class _RoundedProduct(torch.autograd.Function):
+    """x @ weight.T with rounded factors, forward and backward. Results keep the types of x and weight."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: torch.Tensor, _weight: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
@@ -121,14 +121,14 @@ class _Product(torch.autograd.Function):
         )
 
 
-def grained(num: int) -> int:
-    """Return the next multiple of `GRAIN`."""
-    return -(-num // GRAIN) * GRAIN
+def round_up(num: int) -> int:
+    """Return the next multiple of `ROW_MULTIPLE`."""
+    return -(-num // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def padded(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return rows [n, width] in a type, and zeros below them up to a multiple of `GRAIN`."""
-    made = rows.new_empty(grained(len(rows)), rows.shape[1], dtype=dtype)
+    """Return rows [n, width] in a type, zero-padded to a multiple of `ROW_MULTIPLE` rows."""
+    made = rows.new_empty(round_up(len(rows)), rows.shape[1], dtype=dtype)
     made[: len(rows)] = rows
     made[len(rows) :] = 0
     return made

@@ -1,9 +1,9 @@
-"""Which drafts a head is trained on: where they begin, how deep they go, and what each guess may look at.
+"""Drafts that a head is trained on: their first entries, their depths, and their attention.
 
-A draft that begins at entry a guesses token a + 1 from true entries up to a. Its guess at depth d belongs to entry
-a + d and sees true entries up to a, and of each depth 1..d the one entry that belongs to the same draft. Fewer
-drafts go on with each depth (drop-token training: PARD, arXiv 2504.18583; P-EAGLE, arXiv 2602.01469), and one that
-goes on has been at every depth before.
+A draft with anchor a predicts token a + 1 from the true entries up to a. Its prediction at depth d belongs to
+entry a + d. It attends to the true entries up to a, and to its own entry at each depth 1..d. Only a share of the
+drafts continues to each next depth (drop-token training: PARD, arXiv 2504.18583; P-EAGLE, arXiv 2602.01469); a
+draft at a depth has been at every depth before.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
-    """Where a text lies in a batch, and where its answer begins."""
+class TextBounds:
+    """Position of a text in a batch, and the start of its answer."""
 
     start: int
     answer: int
@@ -30,21 +30,21 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Depth:
+class DraftDepth:
     """The drafts that reach one depth."""
 
-    anchors: torch.Tensor  # [m] int64 entries where they begin, ascending
-    kept: torch.Tensor  # [m] int64 their places among the drafts of the depth before
-    own: torch.Tensor  # [m, depth] int64 their entries of depths 1..depth, counted over all drafts from depth 1 on
-    cuts: tuple[tuple[int, int], ...]  # which of them belong to each text
+    anchors: torch.Tensor  # [m] int64 first entries, ascending
+    kept: torch.Tensor  # [m] int64 indices among the drafts of the depth before
+    own: torch.Tensor  # [m, depth] int64 their entries at depths 1..depth, numbered from depth 1 on
+    cuts: tuple[tuple[int, int], ...]  # (first, end) of the drafts of each text
 
 
 def plan_drafts(
-    bounds: Sequence[Bounds], num_steps: int, keep: float, seed: int, device: torch.device
-) -> list[Depth]:
-    """Return the drafts of each depth, at first at every token of an answer.
+    bounds: Sequence[TextBounds], num_steps: int, keep: float, seed: int, device: torch.device
+) -> list[DraftDepth]:
+    """Return the drafts of each depth. Depth 0 has one at every token of an answer but the last of a text.
 
-    keep: the share that goes on to the next depth. The last token of a text has no guess: nothing follows it.
+    keep: share of the drafts that continues to the next depth.
     """
     random = torch.Generator().manual_seed(seed)
     anchors = torch.cat([torch.arange(b.answer, b.end - 1) for b in bounds])
@@ -53,8 +53,8 @@ def plan_drafts(
     kept = torch.arange(len(anchors))
     depths, total = [_depth(anchors, kept, own, bounds, device)], 0
     for depth in range(1, num_steps):
-        goes_on = (anchors + depth <= last) & (torch.rand(len(anchors), generator=random) < keep)
-        kept = goes_on.nonzero()[:, 0]
+        continues = (anchors + depth <= last) & (torch.rand(len(anchors), generator=random) < keep)
+        kept = continues.nonzero()[:, 0]
         anchors, last = anchors[kept], last[kept]
         own = torch.cat([own[kept], total + torch.arange(len(kept))[:, None]], 1)
         total += len(kept)
@@ -63,22 +63,26 @@ def plan_drafts(
 
 
 def _depth(
-    anchors: torch.Tensor, kept: torch.Tensor, own: torch.Tensor, bounds: Sequence[Bounds], device: torch.device
-) -> Depth:
+    anchors: torch.Tensor,
+    kept: torch.Tensor,
+    own: torch.Tensor,
+    bounds: Sequence[TextBounds],
+    device: torch.device,
+) -> DraftDepth:
     edges = torch.searchsorted(anchors, torch.tensor([b.start for b in bounds] + [bounds[-1].end])).tolist()
     cuts = tuple(pairwise(edges))
-    return Depth(anchors.to(device), kept.to(device), own.to(device), cuts)
+    return DraftDepth(anchors.to(device), kept.to(device), own.to(device), cuts)
 
 
-def every_entry(bounds: Sequence[Bounds], device: torch.device) -> Depth:
-    """Return all entries of a batch as what is seen before any draft."""
+def every_entry(bounds: Sequence[TextBounds], device: torch.device) -> DraftDepth:
+    """Return all true entries of a batch as a depth without draft entries."""
     entries = torch.arange(bounds[-1].end)
     return _depth(entries, entries, entries.new_empty(len(entries), 0), bounds, device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Seen:
-    """Keys and values of one layer: of the true entries, and of all drafts' entries one depth after another."""
+class TrainKV:
+    """Keys and values of one layer: true entries, and draft entries depth by depth."""
 
     keys: torch.Tensor  # [num_tokens, kv_heads, dim]
     values: torch.Tensor
@@ -86,58 +90,60 @@ class Seen:
     draft_values: torch.Tensor
 
 
-def attend(query: torch.Tensor, seen: Seen, depth: Depth, bounds: Sequence[Bounds]) -> torch.Tensor:
-    """Attend from the drafts of one depth, [m, heads, dim] -> [m, heads * dim], text by text.
+def attend(query: torch.Tensor, kv: TrainKV, depth: DraftDepth, bounds: Sequence[TextBounds]) -> torch.Tensor:
+    """Attend from the drafts of one depth, text by text. [m, heads, dim] -> [m, heads * dim]
 
-    The first entry of a text has no feature before it and is never looked at; what it looks at itself has no
-    meaning, only finite numbers.
+    The first entry of a text has no feature before it, so nothing attends to it; its own output is finite but
+    meaningless.
     """
     if not depth.own.shape[1]:
-        return _attend_before_drafts(query, seen, bounds)
-    count, kv_heads, dim = len(query), seen.keys.shape[1], query.shape[2]
+        return _attend_before_drafts(query, kv, bounds)
+    count, kv_heads, dim = len(query), kv.keys.shape[1], query.shape[2]
     folded = (query * dim**-0.5).view(count, kv_heads, query.shape[1] // kv_heads, dim)
-    own_values = seen.draft_values[depth.own]
-    own_scores = torch.einsum("mkgd,mtkd->kmgt", folded, seen.draft_keys[depth.own]).flatten(1, 2)
+    own_values = kv.draft_values[depth.own]
+    own_scores = torch.einsum("mkgd,mtkd->kmgt", folded, kv.draft_keys[depth.own]).flatten(1, 2)
     group, true, own = folded.shape[2], [], []
     mask = _triangle(max(b.end - b.start for b in bounds), query.dtype, query.device)
-    counts = [(last - first) * group for first, last in depth.cuts]  # rows are a draft's heads, draft by draft
-    asked = torch.split(folded.transpose(0, 1).flatten(1, 2), counts, 1)
+    counts = [(last - first) * group for first, last in depth.cuts]  # rows: heads of a draft, draft by draft
+    queries = torch.split(folded.transpose(0, 1).flatten(1, 2), counts, 1)
     for b, (first, last), rows, of_own, keys, values in zip(
         bounds,
         depth.cuts,
-        asked,
+        queries,
         torch.split(own_scores, counts, 1),
-        _by_text(seen.keys, bounds),
-        _by_text(seen.values, bounds),
+        _by_text(kv.keys, bounds),
+        _by_text(kv.values, bounds),
         strict=True,
     ):
         size = b.end - b.start - 1
-        places = (depth.anchors[first:last] - b.start - 1).clamp(min=0)
-        limits = mask[places, :size].repeat_interleave(group, 0)[None]
+        positions = (depth.anchors[first:last] - b.start - 1).clamp(min=0)
+        limits = mask[positions, :size].repeat_interleave(group, 0)[None]
         scores = torch.baddbmm(limits, rows, keys[:, 1:].transpose(1, 2))
         probs = torch.cat([scores, of_own], -1).softmax(-1)
         true.append(torch.bmm(probs[..., :size], values[:, 1:]))
         own.append(probs[..., size:])
-    guessed = torch.einsum("kmgt,mtkd->mkgd", torch.unflatten(torch.cat(own, 1), 1, (count, group)), own_values)
-    return (torch.unflatten(torch.cat(true, 1), 1, (count, group)).transpose(0, 1) + guessed).flatten(1)
+    shares = torch.unflatten(torch.cat(own, 1), 1, (count, group))
+    from_drafts = torch.einsum("kmgt,mtkd->mkgd", shares, own_values)
+    from_true = torch.unflatten(torch.cat(true, 1), 1, (count, group)).transpose(0, 1)
+    return (from_true + from_drafts).flatten(1)
 
 
-def _attend_before_drafts(query: torch.Tensor, seen: Seen, bounds: Sequence[Bounds]) -> torch.Tensor:
-    """Attend from every true entry to those up to it."""
+def _attend_before_drafts(query: torch.Tensor, kv: TrainKV, bounds: Sequence[TextBounds]) -> torch.Tensor:
+    """Attend from every true entry to the true entries up to it."""
     mixed = []
-    for parts in zip(*(_by_text(x, bounds) for x in (query, seen.keys, seen.values)), strict=True):
-        asked, keys, values = (part[None, :, 1:] for part in parts)
-        made = functional.scaled_dot_product_attention(asked, keys, values, is_causal=True, enable_gqa=True)
+    for parts in zip(*(_by_text(x, bounds) for x in (query, kv.keys, kv.values)), strict=True):
+        queries, keys, values = (part[None, :, 1:] for part in parts)
+        made = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
         mixed.append(functional.pad(made[0], (0, 0, 1, 0)))  # zeros for the first entry
     return torch.cat(mixed, 1).transpose(0, 1).flatten(1)
 
 
-def _by_text(x: torch.Tensor, bounds: Sequence[Bounds]) -> tuple[torch.Tensor, ...]:
-    """Split [n, heads, dim] into [heads, size, dim] a text: slices would have gradients of full size."""
+def _by_text(x: torch.Tensor, bounds: Sequence[TextBounds]) -> tuple[torch.Tensor, ...]:
+    """Split [n, heads, dim] into [heads, size, dim] per text. Gradients of slices would have the full size."""
     return torch.split(x.transpose(0, 1), [b.end - b.start for b in bounds], 1)
 
 
 @lru_cache(maxsize=2)
 def _triangle(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return [size, size] zeros up to the diagonal and minus infinity beyond."""
+    """Return a causal mask [size, size]: zeros up to the diagonal, minus infinity beyond."""
     return torch.full((size, size), -torch.inf, dtype=dtype, device=device).triu(1)

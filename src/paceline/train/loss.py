@@ -1,4 +1,4 @@
-"""How far a head's distribution is from the target's, and its gradient without keeping a vocabulary of logits."""
+"""Divergence of drafts from the target, with gradients that never keep a vocabulary of logits."""
 
 from __future__ import annotations
 
@@ -7,124 +7,125 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from paceline.train.compute import grained, padded
+from paceline.train.compute import padded, round_up
 
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
 
-ROWS = 256  # at a time: their logits stay in cache and on the heap, and are many for each laying out of the head
-TINY = 1e-30  # of a sum that may be nothing
+ROWS = 256  # per chunk: their logits stay in cache, and are enough to pay for laying out the output matrix
+TINY = 1e-30  # lower bound of a divisor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Wanted:
-    """The target's probabilities of the draft tokens, at some places, of those that it would write at all.
+class TargetProbs:
+    """The target's probabilities of its likeliest draft tokens, by row.
 
-    What it gives to other tokens is missing from their sum, so that a place counts as much as the draft vocabulary
-    covers of it.
+    The probability of tokens outside the draft vocabulary is missing from the sum, so a row counts by the share
+    that the vocabulary covers.
     """
 
-    ids: torch.Tensor  # [num, top] int64 draft tokens, no two alike but for those without probability
+    ids: torch.Tensor  # [num, top] int64 draft ids, distinct except for those of probability 0
     probs: torch.Tensor  # [num, top]
-    entropies: torch.Tensor  # [num] the sums of -p log p
-    best: torch.Tensor  # [num] int64 the target's most likely token, -1 if it is no draft token
+    entropies: torch.Tensor  # [num] sum of -p log p
+    best: torch.Tensor  # [num] int64 draft id of the target's likeliest token, -1 if it has none
 
     @classmethod
-    def of(cls, ids: torch.Tensor, probs: torch.Tensor) -> Wanted:
-        """ids: the most likely first; -1 where a token is no draft token."""
+    def of(cls, ids: torch.Tensor, probs: torch.Tensor) -> TargetProbs:
+        """Make it from draft ids [num, top], best first. -1 for a token outside the vocabulary."""
         known = ids >= 0
         probs = probs * known
         return cls(ids * known, probs, torch.special.entr(probs).sum(-1), ids[:, 0])
 
 
 def divergence(
-    guesses: torch.Tensor,
-    head: torch.Tensor,
-    wanted: Wanted,
+    hidden: torch.Tensor,
+    output_rows: torch.Tensor,
+    expected: TargetProbs,
     rows: torch.Tensor,
     shares: torch.Tensor,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Return the sum over guesses of shares * sum_v p(v) (log p(v) - log q(v)).
+    """Return the sum over drafts of shares * sum_v p(v) (log p(v) - log q(v)).
 
-    q is the softmax of `guesses` [m, width] times `head` [draft_vocab, width], p a row of `wanted`: which, `rows`
-    [m] says. shares: [m], how much each guess counts. dtype: of the factors of products; the rest is `guesses`'.
+    q is the softmax of `hidden` [m, width] times `output_rows` [draft_vocab, width]; p is row `rows` [m] of
+    `expected`. shares: [m] weights of the drafts. dtype: type of the factors of products; sums keep that of
+    `hidden`.
     """
-    probs = wanted.probs[rows] * shares[:, None]
-    crossed = _CrossEntropy.apply(guesses, head, wanted.ids[rows], probs, dtype)  # type: ignore[no-untyped-call]
-    return cast("torch.Tensor", crossed) - (wanted.entropies[rows] * shares).sum()
+    probs = expected.probs[rows] * shares[:, None]
+    crossed = _CrossEntropy.apply(hidden, output_rows, expected.ids[rows], probs, dtype)  # type: ignore[no-untyped-call]
+    return cast("torch.Tensor", crossed) - (expected.entropies[rows] * shares).sum()
 
 
 @torch.no_grad()
-def judge(
-    guesses: torch.Tensor, head: torch.Tensor, wanted: Wanted, rows: torch.Tensor
+def evaluate_drafts(
+    hidden: torch.Tensor, output_rows: torch.Tensor, expected: TargetProbs, rows: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the plain sum of what `divergence` does, and each guess's best draft token [m] int64."""
-    best, total = rows.new_empty(len(rows)), -wanted.entropies[rows].sum()
-    for first in range(0, len(guesses), ROWS):
+    """Return the unweighted sum of divergences, and each best draft id [m] int64."""
+    best, total = rows.new_empty(len(rows)), -expected.entropies[rows].sum()
+    for first in range(0, len(hidden), ROWS):
         chunk = slice(first, first + ROWS)
-        logits = guesses[chunk] @ head.T
+        logits = hidden[chunk] @ output_rows.T
         best[chunk] = logits.argmax(-1)
-        picked = logits.log_softmax(-1).gather(1, wanted.ids[rows[chunk]])
-        total -= torch.linalg.vecdot(wanted.probs[rows[chunk]], picked).sum()
+        picked = logits.log_softmax(-1).gather(1, expected.ids[rows[chunk]])
+        total -= torch.linalg.vecdot(expected.probs[rows[chunk]], picked).sum()
     return total, best
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Sum of -p log q; computes gradients along the way.
+    """Sum of -p log q; the forward pass computes the gradients too.
 
-    The gradient of a row's logits is mass * q - p. It is computed as mass times q - p / mass, which is what may be
-    rounded to 16 bits: the rows' scales stay outside.
+    The gradient of a row's logits is mass * q - p. It is computed as mass times (q - p / mass); only the second
+    factor is rounded to 16 bits, so the scale of a row costs no precision.
     """
 
     @staticmethod
     def forward(
         ctx: FunctionCtx,
-        guesses: torch.Tensor,
-        head: torch.Tensor,
+        hidden: torch.Tensor,
+        output_rows: torch.Tensor,
         ids: torch.Tensor,
         probs: torch.Tensor,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        total, of_guesses = guesses.new_zeros(()), torch.empty_like(guesses)
-        of_head = torch.zeros_like(head) if head.requires_grad else None
-        factor, scratch = head.to(dtype), _Scratch(guesses, head, dtype)
-        for first in range(0, len(guesses), ROWS):
+        total, hidden_grad = hidden.new_zeros(()), torch.empty_like(hidden)
+        output_grad = torch.zeros_like(output_rows) if output_rows.requires_grad else None
+        factor, scratch = output_rows.to(dtype), _Scratch(hidden, output_rows, dtype)
+        for first in range(0, len(hidden), ROWS):
             chunk = slice(first, first + ROWS)
-            given, mass = guesses[chunk], probs[chunk].sum(-1, keepdim=True)
+            given, mass = hidden[chunk], probs[chunk].sum(-1, keepdim=True)
             logs = scratch.log_softmax(padded(given, dtype), factor)
             num = len(given)
             total -= torch.linalg.vecdot(probs[chunk], logs[:num].gather(1, ids[chunk])).sum()
             slopes = logs.exp_()
             slopes[:num].scatter_add_(1, ids[chunk], probs[chunk] / -mass.clamp(min=TINY))
             narrow = scratch.rounded(slopes)
-            of_guesses[chunk] = torch.mm(narrow, factor)[:num]
-            if of_head is not None:
-                of_head += torch.mm(narrow.T, padded(given * mass, dtype))
-        of_guesses *= probs.sum(-1, keepdim=True)
-        ctx.save_for_backward(of_guesses, *([] if of_head is None else [of_head]))
+            hidden_grad[chunk] = torch.mm(narrow, factor)[:num]
+            if output_grad is not None:
+                output_grad += torch.mm(narrow.T, padded(given * mass, dtype))
+        hidden_grad *= probs.sum(-1, keepdim=True)
+        ctx.save_for_backward(hidden_grad, *([] if output_grad is None else [output_grad]))
         return total
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> Any:
-        of_guesses, *of_head = cast("Any", ctx).saved_tensors
-        return grads[0] * of_guesses, grads[0] * of_head[0] if of_head else None, None, None, None
+        hidden_grad, *output_grad = cast("Any", ctx).saved_tensors
+        return grads[0] * hidden_grad, grads[0] * output_grad[0] if output_grad else None, None, None, None
 
 
 class _Scratch:
-    """Room for the logits of a chunk of rows, used again: fresh memory costs more than what is written to it."""
+    """Reused buffers for the logits of a chunk. Fresh memory costs more than writing to it."""
 
-    def __init__(self, guesses: torch.Tensor, head: torch.Tensor, dtype: torch.dtype) -> None:
-        shape = grained(min(ROWS, len(guesses))), len(head)
-        self._narrow = guesses.new_empty(shape, dtype=dtype)
-        self._wide = self._narrow if guesses.dtype == dtype else guesses.new_empty(shape)
-        self._logs = guesses.new_empty(shape)
+    def __init__(self, hidden: torch.Tensor, output_rows: torch.Tensor, dtype: torch.dtype) -> None:
+        shape = round_up(min(ROWS, len(hidden))), len(output_rows)
+        self._narrow = hidden.new_empty(shape, dtype=dtype)
+        self._wide = self._narrow if hidden.dtype == dtype else hidden.new_empty(shape)
+        self._logs = hidden.new_empty(shape)
 
-    def log_softmax(self, given: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
-        """Return log q of some rows, in the wide type."""
-        logits = torch.mm(given, head.T, out=self._narrow[: len(given)])
+    def log_softmax(self, given: torch.Tensor, output_rows: torch.Tensor) -> torch.Tensor:
+        """Return log q of a chunk of rows, in the wide type."""
+        logits = torch.mm(given, output_rows.T, out=self._narrow[: len(given)])
         return torch.log_softmax(self._wide[: len(given)].copy_(logits), -1, out=self._logs[: len(given)])
 
     def rounded(self, slopes: torch.Tensor) -> torch.Tensor:
-        """Return rows in the narrow type."""
+        """Return rows rounded to the narrow type."""
         return self._narrow[: len(slopes)].copy_(slopes)

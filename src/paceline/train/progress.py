@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar on a terminal, a line now and then elsewhere."""
+"""Progress on stderr: a bar on a terminal, elsewhere a line every 30 seconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LINE_EVERY_S = 30.0
 
 @contextmanager
 def progress(what: str) -> Iterator[Update]:
-    """Show how far something is."""
+    """Show the progress of a task; yields the function that updates it."""
     if not sys.stderr.isatty():
         yield _lines(what)
         return
@@ -31,12 +31,12 @@ def progress(what: str) -> Iterator[Update]:
 
 
 def _lines(what: str) -> Update:
-    told = -LINE_EVERY_S
+    last_line_s = -LINE_EVERY_S
 
     def update(done: int, total: int, note: str) -> None:
-        nonlocal told
-        if done >= total or time.monotonic() - told >= LINE_EVERY_S:
-            told = time.monotonic()
+        nonlocal last_line_s
+        if done >= total or time.monotonic() - last_line_s >= LINE_EVERY_S:
+            last_line_s = time.monotonic()
             sys.stderr.write(f"{what}: {done} of {total} {note}\n")
             sys.stderr.flush()
 

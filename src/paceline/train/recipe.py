@@ -1,52 +1,103 @@
-"""What the trainer asks of whatever it trains."""
+"""Drafters in training: their interface to the trainer, and their files."""
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from paceline.train.run_folder import save_whole, write_json
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from numpy import floating
     from numpy.typing import NDArray
 
     from paceline.train.batch import TrainBatch
-    from paceline.train.drafts import Depth
+    from paceline.train.drafts import DraftDepth
+
+    Tensors = dict[str, torch.Tensor]
+
+# Description of int8 matrices with a scale per row, in the format of the compressed-tensors project.
+_INT8_PER_ROW = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
+        }
+    },
+}
 
 
 class Recipe(Protocol):
     """A drafter in training."""
 
-    num_steps: int  # depths that are trained
-    weights: dict[str, torch.Tensor]  # what is trained, float32, by canonical name
-    taken_over: set[str]  # names of the weights that `start_from` brought
+    num_steps: int  # number of depths that are trained
+    weights: dict[str, torch.Tensor]  # trained weights, float32, by canonical name
+    inherited: set[str]  # names of the weights that `start_from` copied
 
-    def written(self, own_ids: torch.Tensor) -> torch.Tensor:
-        """Return what turns guesses into logits [draft_vocab + num_own, width], `own_ids` last."""
+    def output_rows(self, own_ids: torch.Tensor) -> torch.Tensor:
+        """Return the output matrix [draft_vocab + num_own, width]; the rows of `own_ids` are last."""
         ...
 
-    def guess(self, batch: TrainBatch, depths: Sequence[Depth]) -> list[torch.Tensor]:
-        """Return what is multiplied with what is `written`, [m, width] for the drafts of each depth."""
+    def predict(self, batch: TrainBatch, depths: Sequence[DraftDepth]) -> list[torch.Tensor]:
+        """Return the last hidden states of each depth, [m, width]; times `output_rows` they are logits."""
         ...
 
     def start_from(self, folder: Path) -> str:
-        """Take over what a trained drafter has in common with this one; return the hash of its file.
+        """Copy the weights that a trained drafter shares with this one. Return the hash of its file.
 
         Raises `ModelError`, `DrafterMismatch`.
         """
         ...
 
     def export(self) -> tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]:
-        """Return config.json and the tensors of the drafter's folder, float32, by the names there."""
+        """Return config.json and the float32 tensors of the drafter's folder."""
         ...
 
 
-def take_over(weights: Mapping[str, torch.Tensor], trained: Mapping[str, NDArray[floating]]) -> set[str]:
-    """Copy what has the same name and shape into the weights; return the names."""
+def inherit(weights: Mapping[str, torch.Tensor], trained: Mapping[str, NDArray[floating]]) -> set[str]:
+    """Copy the trained tensors of equal name and shape into the weights; return the names."""
     names = {n for n, ours in weights.items() if n in trained and trained[n].shape == tuple(ours.shape)}
     for name in names:
         weights[name].copy_(torch.tensor(trained[name]))
     return names
+
+
+def write_drafter(folder: Path, recipe: Recipe, kind: str) -> None:
+    """Write config.json and model.safetensors for the engine. kind: a key of `KINDS`."""
+    values, tensors = recipe.export()
+    about, convert = KINDS[kind]
+    stored: Tensors = {}
+    for name, tensor in tensors.items():
+        stored |= convert(name, tensor.detach().cpu()) if tensor.is_floating_point() else {name: tensor}
+    save_whole(folder / "model.safetensors", stored, {"format": "pt"})
+    write_json(folder / "config.json", {**values, "dtype": "float16", **about})
+
+
+def hash_of(folder: Path) -> str:
+    """Return the SHA-256 of a drafter's weights."""
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+def _half(name: str, tensor: torch.Tensor) -> Tensors:
+    return {name: tensor.to(torch.float16)}
+
+
+def _int8(name: str, tensor: torch.Tensor) -> Tensors:
+    """Return a matrix as int8 with scales [rows, 1] float32; other tensors as float16."""
+    if tensor.ndim != 2:
+        return _half(name, tensor)
+    scales = tensor.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
+    return {name: (tensor / scales).round().to(torch.int8), f"{name}_scale": scales}
+
+
+KINDS: dict[str, tuple[Mapping[str, Any], Callable[[str, torch.Tensor], Tensors]]] = {
+    "fp16": ({}, _half),
+    "int8": ({"quantization_config": _INT8_PER_ROW}, _int8),
+}

@@ -1,4 +1,4 @@
-"""One training run in a folder: from captured answers to a drafter's files, resumed where it stopped."""
+"""A training run in a folder. From captured answers to a drafter's files, resumed where it stopped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ import torch
 from paceline.core.errors import ConfigError
 from paceline.core.system import commit, machine
 from paceline.train.batch import Batcher
-from paceline.train.checkpoint import (
+from paceline.train.progress import progress
+from paceline.train.recipe import write_drafter
+from paceline.train.run_folder import (
     append_metrics,
     keep_metrics,
     read_metrics,
@@ -23,9 +25,7 @@ from paceline.train.checkpoint import (
     save_checkpoint,
     write_json,
 )
-from paceline.train.export import write_drafter
-from paceline.train.plot import plot
-from paceline.train.progress import progress
+from paceline.train.summary import plot
 from paceline.train.trainer import Evaluation, Trainer, evaluate
 
 if TYPE_CHECKING:
@@ -35,90 +35,90 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.train.corpus import Corpus
-    from paceline.train.features import FeatureFile
+    from paceline.train.feature_store import FeatureFiles
     from paceline.train.recipe import Recipe
     from paceline.train.target import TrainTarget
     from paceline.train.trainer import TrainConfig
 
-# Settings that may change on the way.
-NOT_RESUMED = ("eval_every", "save_every", "eval_tokens", "eval_steps", "keep_start")
+# Settings that may change when a run resumes.
+MUTABLE_SETTINGS = ("eval_every", "save_every", "eval_tokens", "eval_steps", "keep_start")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Material:
-    """What a run learns from."""
+class TrainMaterial:
+    """Input of a run."""
 
     target: TrainTarget
     corpus: Corpus
     training: list[int]  # numbers of texts
     held_out: list[int]
-    store: FeatureFile
+    store: FeatureFiles
     vocabulary: NDArray[int64]  # [draft_vocab] target ids
-    coverage: float  # share of the answers' tokens in it
+    coverage: float  # share of the answers' tokens in the vocabulary
 
 
-def run(
-    recipe: Recipe, config: TrainConfig, material: Material, choices: dict[str, Any], folder: Path, kind: str
+def train(
+    recipe: Recipe, config: TrainConfig, material: TrainMaterial, choices: dict[str, Any], folder: Path, kind: str
 ) -> Evaluation:
     """Train in a folder and return the last evaluation.
 
-    choices: what the user chose of the drafter. kind: of the numbers in its files, a key of `export.KINDS`.
+    choices: the user's settings of the drafter. kind: number type of its files, a key of `recipe.KINDS`.
     """
     batcher = Batcher(
         material.target, material.corpus.texts, material.store, material.vocabulary, config.own_tokens
     )
     trainer = Trainer(recipe, config, batcher, material.training)
-    brought = _brought(recipe) if config.keep_start else {}
+    initial = _inherited_weights(recipe) if config.keep_start else {}
     settings = _settings(config, material, choices)
     folder.mkdir(parents=True, exist_ok=True)
-    watch = _Watch(trainer, config, batcher, material.held_out, folder)
+    evaluator = _Evaluator(trainer, config, batcher, material.held_out, folder)
     if not resume(folder, trainer, settings):
-        keep_metrics(folder, -1)  # of a run that was stopped before its first checkpoint
-        watch.evaluate(0.0)
+        keep_metrics(folder, -1)  # drops rows of a run that stopped before its first checkpoint
+        evaluator.evaluate(0.0)
     with progress("training") as update:
-        update(trainer.step, config.steps, watch.note)
+        update(trainer.step, config.steps, evaluator.note)
         for loss in trainer.run():
             if trainer.step % config.eval_every == 0 or trainer.step == config.steps:
-                watch.evaluate(loss)
+                evaluator.evaluate(loss)
             if trainer.step % config.save_every == 0 or trainer.step == config.steps:
                 save_checkpoint(folder, trainer, settings)
-                write_drafter(folder, recipe, kind)  # so that a run that is stopped here leaves one behind
-            update(trainer.step, config.steps, f"loss {loss:.3f} {watch.note}")
-    if brought:
-        _mix(recipe, brought, config.keep_start)
-        watch.evaluate(0.0, trainer.step + 1)
+                write_drafter(folder, recipe, kind)  # a run that is stopped here leaves a drafter behind
+            update(trainer.step, config.steps, f"loss {loss:.3f} {evaluator.note}")
+    if initial:
+        _average(recipe, initial, config.keep_start)
+        evaluator.evaluate(0.0, trainer.step + 1)
     write_drafter(folder, recipe, kind)
     settings["keep_start"] = config.keep_start
     write_json(folder / "provenance.json", _provenance(settings, material, folder))
     _draw(folder)
-    return watch.last
+    return evaluator.last
 
 
 def _draw(folder: Path) -> None:
-    """Draw the run, or say why not: nobody asked for the picture, and the drafter is there without it."""
+    """Draw the run, or say why not. A missing matplotlib must not fail a finished run."""
     try:
         plot(folder, folder / "acceptance.png")
     except ConfigError as error:
         sys.stderr.write(f"acceptance.png is left out: {error}\n")
 
 
-def _brought(recipe: Recipe) -> dict[str, torch.Tensor]:
-    """Return the weights that a run begins with and did not make."""
-    return {name: recipe.weights[name].detach().clone() for name in recipe.taken_over}
+def _inherited_weights(recipe: Recipe) -> dict[str, torch.Tensor]:
+    """Return copies of the weights that `--start-from` brought."""
+    return {name: recipe.weights[name].detach().clone() for name in recipe.inherited}
 
 
 @torch.no_grad()
-def _mix(recipe: Recipe, brought: dict[str, torch.Tensor], share: float) -> None:
-    """Let the weights be means of what they became and what was brought.
+def _average(recipe: Recipe, initial: dict[str, torch.Tensor], share: float) -> None:
+    """Average trained and initial weights; `share` is the share of the initial ones.
 
-    A mean of both often guesses better than either, on texts of other kinds above all (arXiv 2109.01903).
+    The mean often drafts better than either, above all on texts of other kinds (WiSE-FT, arXiv 2109.01903).
     """
-    for name, weight in brought.items():
+    for name, weight in initial.items():
         recipe.weights[name].lerp_(weight, share)
 
 
-class _Watch:
-    """Evaluates now and then, and logs it."""
+class _Evaluator:
+    """Evaluates the weights on held-out texts and logs the figures."""
 
     def __init__(
         self, trainer: Trainer, config: TrainConfig, batcher: Batcher, held_out: list[int], folder: Path
@@ -138,7 +138,7 @@ class _Watch:
         return Evaluation(row["divergence"], tuple(row["agreement"]), tuple(row["accepted"]))
 
     def evaluate(self, loss: float, step: int | None = None) -> None:
-        """Evaluate the weights as they are. step: under which it is logged, if not the trainer's."""
+        """Evaluate the current weights and log them. step: number in the log, by default the trainer's."""
         result = evaluate(self._trainer.recipe, self._config, self._batcher, self._held_out)
         step = self._trainer.step if step is None else step
         row = {"step": step, "loss": loss, "acceptance_length": result.acceptance_length}
@@ -147,9 +147,9 @@ class _Watch:
         self.note = f"held out: acceptance length {result.acceptance_length:.2f} ({by_position})"
 
 
-def _settings(config: TrainConfig, material: Material, choices: dict[str, Any]) -> dict[str, Any]:
-    """Return everything that decides what comes out."""
-    values = {key: value for key, value in asdict(config).items() if key not in NOT_RESUMED}
+def _settings(config: TrainConfig, material: TrainMaterial, choices: dict[str, Any]) -> dict[str, Any]:
+    """Return all settings that determine the trained weights."""
+    values = {key: value for key, value in asdict(config).items() if key not in MUTABLE_SETTINGS}
     return values | choices | {
         "data": material.corpus.sha256,
         "target": material.target.fingerprint(),
@@ -158,7 +158,7 @@ def _settings(config: TrainConfig, material: Material, choices: dict[str, Any]) 
     }  # fmt: skip
 
 
-def _provenance(settings: dict[str, Any], material: Material, folder: Path) -> dict[str, Any]:
+def _provenance(settings: dict[str, Any], material: TrainMaterial, folder: Path) -> dict[str, Any]:
     rows = read_metrics(folder)
     texts = material.corpus.texts
     return {

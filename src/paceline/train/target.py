@@ -1,4 +1,4 @@
-"""What training reads of the target: its tables, and its hidden states for any text."""
+"""The target in training: its embedding and output tables, and its hidden states for texts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from paceline.backend.native import decoder as native
-from paceline.backend.packed import Packed
+from paceline.backend.native import load as native
 from paceline.backend.reference.decoder import ReferenceDecoder
-from paceline.backend.seam import num_cores
+from paceline.backend.seam import Packed, PassRequest, num_cores
 from paceline.core.nouns import PAGE_TOKENS, SamplingSpec
 from paceline.core.params import SamplingParams
 from paceline.model.files.pull import published_name
@@ -23,14 +22,14 @@ if TYPE_CHECKING:
 
     from paceline.model.config import ModelConfig
     from paceline.model.weights import LoadedModel
-    from paceline.train.corpus import Text
+    from paceline.train.corpus import TrainText
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainTarget:
-    """The frozen tables that a head shares with its target."""
+    """The target's frozen tables, which a head shares."""
 
-    name: str  # as other tools know it
+    name: str  # published name, known to other tools
     model: LoadedModel
     embed: torch.Tensor  # [vocab, hidden] float32
     head: torch.Tensor  # [vocab, hidden] float32
@@ -42,7 +41,7 @@ class TrainTarget:
         return self.model.config
 
     def fingerprint(self) -> str:
-        """Return a hash that differs between models, from a few of its weights."""
+        """Return a hash of a few weights that differs between models."""
         digest = hashlib.sha256(repr(self.config).encode())
         digest.update(self.final_norm.cpu().numpy().tobytes())
         digest.update(self.embed[:64].cpu().numpy().tobytes())
@@ -62,55 +61,55 @@ def _tensor(model: LoadedModel, name: str, device: torch.device) -> torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reading:
-    """What the target makes of some texts, their tokens one after another."""
+class TargetOutput:
+    """The target's output for texts, packed token after token."""
 
     states: torch.Tensor  # [num_tokens, num_taps, hidden] float32
-    logits: torch.Tensor  # [num_answer_tokens, vocab] float32 of what follows each token of the answers
+    logits: torch.Tensor  # [num_answer_tokens, vocab] float32, predicting the token after each answer token
 
 
-class Reader(Protocol):
-    """Runs the target; the one place where training meets whatever executes it."""
+class TargetReader(Protocol):
+    """Runs the target; the only seam between training and a backend."""
 
-    def __call__(self, texts: Sequence[Text]) -> Reading:
-        """Return what the target makes of texts. Tap i is the residual stream after i layers."""
+    def __call__(self, texts: Sequence[TrainText]) -> TargetOutput:
+        """Return the target's output for texts. Tap i is the residual stream after i layers."""
         ...
 
 
 def native_reader(
     target: TrainTarget, taps: Sequence[int], weight_type: str = "int8", threads: int | None = None
-) -> Reader:
-    """Return a reader that runs the target as it will be served: compiled kernels, weights of a type of theirs."""
+) -> TargetReader:
+    """Return a reader on the native kernels. The target as it will be served, with their weight types."""
     decoder = native.load_decoder(target.config, target.model.weights, weight_type, "i16", threads or num_cores())
     wanted = tuple(dict.fromkeys(taps))
     choose = SamplingSpec("logits", SamplingParams())
 
-    def read(texts: Sequence[Text]) -> Reading:
+    def read(texts: Sequence[TrainText]) -> TargetOutput:
         packed = _packed(texts)
         kv = decoder.new_kv(int(packed.pages.max()) + 1)
-        chosen = decoder.run(packed, kv, [choose] * len(packed.wanted), taps=wanted)
+        chosen = decoder.launch(PassRequest(packed, kv, [choose] * len(packed.wanted), taps=wanted)).wait()
         logits = np.empty((0, target.config.vocab_size), np.float32) if chosen.logits is None else chosen.logits
         states = np.stack([chosen.taps[tap] for tap in taps], 1)
-        return Reading(torch.from_numpy(states), torch.from_numpy(logits))
+        return TargetOutput(torch.from_numpy(states), torch.from_numpy(logits))
 
     return read
 
 
-def reference_reader(target: TrainTarget, taps: Sequence[int]) -> Reader:
-    """Return a reader that runs the target in float32, on any device."""
+def reference_reader(target: TrainTarget, taps: Sequence[int]) -> TargetReader:
+    """Return a reader that runs the target in float32 on any device."""
     decoder = ReferenceDecoder(target.config, target.model.weights, torch.float32, target.embed.device)
     wanted = tuple(dict.fromkeys(taps))
 
-    def read(texts: Sequence[Text]) -> Reading:
+    def read(texts: Sequence[TrainText]) -> TargetOutput:
         packed = _packed(texts)
         hidden, tapped = decoder.forward(packed, decoder.new_kv(int(packed.pages.max()) + 1), taps=wanted)
-        return Reading(torch.stack([tapped[tap] for tap in taps], 1), decoder.logits(hidden))
+        return TargetOutput(torch.stack([tapped[tap] for tap in taps], 1), decoder.logits(hidden))
 
     return read
 
 
-def _packed(texts: Sequence[Text]) -> Packed:
-    """Lay texts out as the rows of one pass, each with pages of its own; wanted are the tokens of answers."""
+def _packed(texts: Sequence[TrainText]) -> Packed:
+    """Pack texts as the rows of one pass, each with its own pages. Wanted are the tokens of answers."""
     lengths = np.array([len(text) for text in texts])
     num_pages = -(-lengths // PAGE_TOKENS)
     firsts = np.cumsum(num_pages) - num_pages

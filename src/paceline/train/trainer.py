@@ -1,7 +1,7 @@
-"""The training loop, the same for all drafters.
+"""Training loop of all drafters.
 
-Everything that is random is a function of the seed and the number of the step, so that a checkpoint is weights,
-moments and a number, and a run that resumes ends with the same bits as one that was never interrupted.
+All randomness is a function of the seed and the number of the step. A checkpoint is therefore weights, moments and
+a number, and a resumed run ends with the same bits as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.core.errors import PacelineError
-from paceline.train.compute import COMPUTES, products
+from paceline.train.compute import COMPUTES, product_precision
 from paceline.train.corpus import packs, shuffled
 from paceline.train.drafts import plan_drafts
-from paceline.train.loss import divergence, judge
+from paceline.train.loss import divergence, evaluate_drafts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -25,28 +25,28 @@ if TYPE_CHECKING:
     from paceline.train.recipe import Recipe
 
 BETAS = (0.9, 0.95)
-LAST_LR = 0.05  # of the peak, at the end of the cosine
+LAST_LR = 0.05  # learning rate at the end of the cosine, as a share of its peak
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """How to train. Where a run resumes all is the same, but for how it is watched and what is kept at the end."""
+    """Settings of the loop. Only those of evaluation, of saving and `keep_start` may change when a run resumes."""
 
     steps: int
     lr: float = 1e-3
-    start_lr: float = 1.0  # share of `lr` at which weights learn that another drafter brought
-    keep_start: float = 0.0  # share of these, as they were brought, in what is written at the end
-    warmup: float = 0.04  # share of the steps
-    weight_decay: float = 0.01  # of matrices
-    clip: float = 1.0  # of the gradient's norm
+    start_lr: float = 1.0  # learning rate of weights from another drafter, as a share of `lr`
+    keep_start: float = 0.0  # share of their initial values in the weights written at the end
+    warmup: float = 0.04  # share of the steps with a rising learning rate
+    weight_decay: float = 0.01  # for matrices only
+    clip: float = 1.0  # largest norm of the gradient
     batch_tokens: int = 2048
-    decay: float = 0.8  # weight of each depth against the one before
+    decay: float = 0.8  # weight of a depth relative to the depth before it
     keep: float = 0.8  # share of the drafts that go on to the next depth
-    own_tokens: int = 0  # that a batch adds to the vocabulary
+    own_tokens: int = 0  # request tokens that a batch adds to the vocabulary
     seed: int = 0
-    compute: str = "float32"  # of products, a key of `COMPUTES`
+    compute: str = "float32"  # number type of matrix products, a key of `COMPUTES`
     eval_tokens: int = 16384
-    eval_steps: int = 5  # depths that are evaluated
+    eval_steps: int = 5  # number of depths that are evaluated
     eval_every: int = 200
     save_every: int = 100
 
@@ -61,15 +61,15 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """How well drafts do on held-out texts, against the target's most likely token."""
+    """Figures of drafts on held-out texts, against the target's most likely token."""
 
-    divergence: float  # KL per guess of depth 0, in nats
-    agreement: tuple[float, ...]  # by depth, after the true tokens
-    accepted: tuple[float, ...]  # by depth: all guesses up to there agree
+    divergence: float  # KL per draft of depth 0, in nats
+    agreement: tuple[float, ...]  # by depth: share of drafts equal to the target's token
+    accepted: tuple[float, ...]  # by depth: share with all drafts up to there equal
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens of a pass with as many drafts, the target's own included."""
+        """Mean tokens of a pass, the target's own included."""
         return 1.0 + sum(self.accepted)
 
 
@@ -77,7 +77,7 @@ class Trainer:
     """Weights, moments and the number of the next step."""
 
     def __init__(self, recipe: Recipe, config: TrainConfig, batcher: Batcher, numbers: Sequence[int]) -> None:
-        """numbers: the texts to train on."""
+        """numbers: numbers of the training texts."""
         self.recipe = recipe
         self.config = config
         self.step = 0
@@ -88,26 +88,26 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(self._groups(), lr=config.lr, betas=BETAS, fused=True)
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Return what the optimizer treats alike: matrices and vectors, taken over and new."""
+        """Return the optimizer's parameter groups: matrices and vectors, inherited and new."""
         groups: dict[tuple[bool, bool], list[torch.Tensor]] = {}
         for name, weight in self.recipe.weights.items():
-            groups.setdefault((weight.ndim > 1, name in self.recipe.taken_over), []).append(weight)
+            groups.setdefault((weight.ndim > 1, name in self.recipe.inherited), []).append(weight)
         return [
             {
                 "params": weights,
                 "weight_decay": self.config.weight_decay if is_matrix else 0.0,
-                "share": self.config.start_lr if taken_over else 1.0,
+                "share": self.config.start_lr if inherited else 1.0,
             }
-            for (is_matrix, taken_over), weights in groups.items()
+            for (is_matrix, inherited), weights in groups.items()
         ]
 
     def run(self) -> Iterator[float]:
-        """Take the steps that are left; yield the loss of each. Raises `PacelineError` if it is not finite."""
+        """Take the remaining steps; yield the loss of each. Raises `PacelineError` if it is not finite."""
         for numbers in self._batches():
             yield self._take_step(self._batcher.make(numbers))
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return everything but the number of the step."""
+        """Return weights and moments, without the number of the step."""
         tensors = {f"weight.{n}": w.detach() for n, w in self.recipe.weights.items()}
         for name, weight in self.recipe.weights.items():
             for key, value in self._optimizer.state.get(weight, {}).items():
@@ -115,18 +115,18 @@ class Trainer:
         return tensors
 
     def restore(self, step: int, tensors: dict[str, torch.Tensor]) -> None:
-        """Go on from a state."""
+        """Continue from a state."""
         self.step = step
         for name, weight in self.recipe.weights.items():
             with torch.no_grad():
                 weight.copy_(tensors[f"weight.{name}"])
-            if f"step.{name}" in tensors:  # one that nothing has pulled at yet has no moments
+            if f"step.{name}" in tensors:  # a weight without a gradient so far has no moments
                 moments = {key: tensors[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
-                # The step too: AdamW in one kernel wants it where the weight is.
+                # Fused AdamW wants its step counter on the device of the weight.
                 self._optimizer.state[weight] = {key: v.to(weight.device) for key, v in moments.items()}
 
     def _batches(self) -> Iterator[list[int]]:
-        """Yield the texts of the steps that are left, epoch after epoch."""
+        """Yield the texts of the remaining steps, epoch after epoch."""
         lengths, epoch, passed = self._batcher.lengths(), 0, 0
         while True:
             for numbers in packs(
@@ -143,15 +143,15 @@ class Trainer:
         config, recipe = self.config, self.recipe
         seed = (config.seed << 32) + self.step
         depths = plan_drafts(batch.bounds, recipe.num_steps, config.keep, seed, batch.token_ids.device)
-        with products(config.compute):
-            guesses = recipe.guess(batch, depths)
+        with product_precision(config.compute):
+            hidden = recipe.predict(batch, depths)
         rows = torch.cat([batch.rows[depth.anchors + number] for number, depth in enumerate(depths)])
         loss = divergence(
-            torch.cat(guesses),
-            recipe.written(batch.own_ids),
-            batch.wanted,
+            torch.cat(hidden),
+            recipe.output_rows(batch.own_ids),
+            batch.expected,
             rows,
-            self._shares(guesses),
+            self._shares(hidden),
             COMPUTES[config.compute],
         )
         if not loss.isfinite():
@@ -168,35 +168,35 @@ class Trainer:
         self.step += 1
         return float(loss.detach())
 
-    def _shares(self, guesses: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return how much each guess counts: all of a depth together `decay` times those of the one before."""
-        weights = [self.config.decay**number for number in range(len(guesses))]
-        parts = (g.new_full((len(g),), w / max(1, len(g))) for g, w in zip(guesses, weights, strict=True))
+    def _shares(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the weight of each draft. A depth in total has `decay` times the weight of the depth before."""
+        weights = [self.config.decay**number for number in range(len(hidden))]
+        parts = (h.new_full((len(h),), w / max(1, len(h))) for h, w in zip(hidden, weights, strict=True))
         return torch.cat(list(parts)) / sum(weights)
 
 
 @torch.inference_mode()
 def evaluate(recipe: Recipe, config: TrainConfig, batcher: Batcher, numbers: Sequence[int]) -> Evaluation:
-    """Draft at every place of some held-out texts, of `config.eval_tokens` tokens in all."""
+    """Draft at every position of held-out texts with at least `config.eval_tokens` tokens in all."""
     agreed, accepted, counts = (torch.zeros(config.eval_steps, dtype=torch.float64) for _ in range(3))
     diverged = 0.0
     for pack in _first(packs(numbers, batcher.lengths(), config.batch_tokens), batcher, config.eval_tokens):
         batch = batcher.make(pack)
         depths = plan_drafts(batch.bounds, config.eval_steps, 1.0, 0, batch.token_ids.device)
         alive = torch.ones(len(depths[0].anchors), dtype=torch.bool, device=batch.token_ids.device)
-        with products(config.compute):
-            drafted = recipe.guess(batch, depths)
-        head = recipe.written(batch.own_ids)
-        # Logits in float32: in 16 bits many are equal, and which of them is the best is chance.
-        for number, (depth, guesses) in enumerate(zip(depths, drafted, strict=True)):
+        with product_precision(config.compute):
+            predicted = recipe.predict(batch, depths)
+        output_rows = recipe.output_rows(batch.own_ids)
+        # Logits are float32: in 16 bits many are equal, and the best of them is chance.
+        for number, (depth, hidden) in enumerate(zip(depths, predicted, strict=True)):
             rows = batch.rows[depth.anchors + number]
-            total, best = judge(guesses, head, batch.wanted, rows)
-            agrees = best == batch.wanted.best[rows]
+            total, best = evaluate_drafts(hidden, output_rows, batch.expected, rows)
+            agrees = best == batch.expected.best[rows]
             alive = alive[depth.kept] & agrees
             diverged += float(total) if number == 0 else 0.0
             for sums, value in ((agreed, agrees), (accepted, alive)):
                 sums[number] += int(value.sum())
-            counts[number] += len(guesses)
+            counts[number] += len(hidden)
     counts = counts.clamp(min=1)
     return Evaluation(
         diverged / float(counts[0]), tuple((agreed / counts).tolist()), tuple((accepted / counts).tolist())
@@ -204,7 +204,7 @@ def evaluate(recipe: Recipe, config: TrainConfig, batcher: Batcher, numbers: Seq
 
 
 def _first(batches: Iterator[list[int]], batcher: Batcher, num_tokens: int) -> Iterator[list[int]]:
-    """Yield batches until they hold so many tokens."""
+    """Yield batches until they hold `num_tokens` tokens."""
     lengths, seen = batcher.lengths(), 0
     for pack in batches:
         if seen >= num_tokens:

@@ -1,7 +1,7 @@
-"""Training-time test (EAGLE-3, arXiv 2503.01840): a head is trained on its own guesses, as it will be used.
+"""Training-time test (EAGLE-3, arXiv 2503.01840). Train a head on its own features, as it will be used.
 
-Entry i of a text is (the feature of token i - 1, token i) and guesses token i + 1. At depth 0 all features are the
-target's. At depth d the feature of an entry is what the head made, one depth before, of the entry before it.
+Entry i of a text is (feature of token i - 1, token i) and predicts token i + 1. At depth 0 all features are the
+target's. At depth d the feature of an entry is the head's output, one depth before, for the entry before it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.backend.reference.head_layers import fuse, last_norm, run_layers
-from paceline.train.drafts import Bounds, Depth, Seen, attend, every_entry
+from paceline.backend.reference.head import fuse, last_norm, run_layers
+from paceline.train.drafts import DraftDepth, TextBounds, TrainKV, attend, every_entry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.backend.reference.head_layers import Weights
+    from paceline.backend.reference.head import Weights
     from paceline.model.heads.config import HeadConfig
 
 
@@ -26,39 +26,39 @@ def unroll(
     weights: Weights,
     embedded: torch.Tensor,
     tapped: torch.Tensor,
-    bounds: Sequence[Bounds],
-    depths: Sequence[Depth],
+    bounds: Sequence[TextBounds],
+    depths: Sequence[DraftDepth],
 ) -> list[torch.Tensor]:
-    """Run a head over packed texts, each depth on what the one before it made.
+    """Run a head over packed texts, each depth on the output of the depth before.
 
-    embedded: [n, width] of the tokens. tapped: [n, tapped_size] the target's hidden states. Returns what the
-    vocabulary is multiplied with, [m, width] for the drafts of each depth.
+    embedded: [n, width] token embeddings. tapped: [n, tapped_size] the target's hidden states. Returns the last
+    hidden states of each depth, [m, width] float32.
     """
-    places = torch.cat([torch.arange(b.end - b.start) for b in bounds]).to(embedded.device)
-    chains = _Chains(bounds, every_entry(bounds, embedded.device))
+    positions = torch.cat([torch.arange(b.end - b.start) for b in bounds]).to(embedded.device)
+    kv = _UnrolledKV(bounds, every_entry(bounds, embedded.device))
     features = torch.roll(fuse(config, weights, tapped), 1, 0)
-    hidden = run_layers(config, weights, embedded, features, places, chains.attend)
-    guesses = []
+    hidden = run_layers(config, weights, embedded, features, positions, kv.attend)
+    outputs = []
     for number, depth in enumerate(depths):
         if number:
             entries = depth.anchors + number
-            chains.depth = depth
-            hidden = run_layers(config, weights, embedded[entries], features, places[entries], chains.attend)
+            kv.depth = depth
+            hidden = run_layers(config, weights, embedded[entries], features, positions[entries], kv.attend)
         else:
             hidden = hidden[depth.anchors]
         normed = last_norm(config, weights, hidden)
-        guesses.append(normed)
+        outputs.append(normed)
         if number + 1 < len(depths):
             features = (normed if config.norm_output else hidden)[depths[number + 1].kept]
-    return guesses
+    return outputs
 
 
 @dataclass
-class _Chains:
-    """Keys and values of every depth so far, by layer."""
+class _UnrolledKV:
+    """Keys and values of all depths so far, by layer."""
 
-    bounds: Sequence[Bounds]
-    depth: Depth
+    bounds: Sequence[TextBounds]
+    depth: DraftDepth
     true: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     drafted: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
@@ -69,4 +69,4 @@ class _Chains:
         else:
             keys, values = self.drafted[layer]
             self.drafted[layer] = torch.cat([keys, key]), torch.cat([values, value])
-        return attend(query, Seen(*self.true[layer], *self.drafted[layer]), self.depth, self.bounds)
+        return attend(query, TrainKV(*self.true[layer], *self.drafted[layer]), self.depth, self.bounds)

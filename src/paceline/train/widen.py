@@ -1,8 +1,8 @@
-"""More kinds of prompts from what there is: translate, summarise, answer from passages or without.
+"""Further prompts made from given ones: translate, summarise, answer with or without passages.
 
-Training prompts are mostly code and arithmetic; a draft head that has seen nothing else guesses badly elsewhere.
-The texts asked about are the target's own answers and the prompts themselves, so nothing new is brought in. A text
-in another language is one that the target wrote when asked to translate.
+Given training prompts are mostly code and arithmetic; a head that has seen nothing else drafts badly elsewhere.
+The new prompts are about the target's own answers and about the prompts themselves, so no other text is needed.
+Texts in other languages are translations that the target wrote.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-# The first word of a made prompt's name.
+# First words of the names of made prompts.
 SOURCES = ("translate", "back", "summarise", "answer", "digest", "search", "ask")
 LANGUAGES = ("German", "French", "Spanish", "Italian", "Chinese")
-LEAST_SENTENCE, MOST_SENTENCE = 30, 300  # characters
-LEAST_PASSAGE, MOST_PASSAGE = 200, 2500
-LONG_TEXT, MOST_TEXT = 1500, 4000  # a prompt that is a text of its own
-NUM_PASSAGES, MOST_OF_SEVERAL = 4, 800
+MIN_SENTENCE, MAX_SENTENCE = 30, 300  # characters
+MIN_PASSAGE, MAX_PASSAGE = 200, 2500
+LONG_TEXT, MAX_TEXT = 1500, 4000  # a prompt of this length is a text in itself
+NUM_PASSAGES, MAX_OF_SEVERAL = 4, 800  # passages of a search prompt, and characters of each
 _SENTENCE = re.compile(r"[A-Z\"'][^.!?\n`{}<>=]{20,}[.!?](?=\s|$)")
 _NAME = re.compile(r"(?<=[a-z,] )[A-Z][a-z]+(?: [A-Z][a-z]+){0,2}")
 
@@ -65,7 +65,7 @@ class PromptPair:
 class TrainPrompt:
     """A prompt made from others."""
 
-    name: str  # says from which, and how
+    name: str  # kind of prompt, then the name of the prompt it was made from
     source: str  # one of SOURCES
     text: str
 
@@ -73,7 +73,7 @@ class TrainPrompt:
 def widen(pairs: Sequence[PromptPair], seed: int = 0) -> Iterator[TrainPrompt]:
     """Yield prompts made from each pair, the same for the same seed.
 
-    A pair that is itself a translation is only asked to be translated back.
+    A pair that is a translation gives only a prompt to translate it back.
     """
     for pair in pairs:
         random = Random(f"{seed} {pair.name}")  # noqa: S311 - not for secrets
@@ -88,27 +88,27 @@ def widen(pairs: Sequence[PromptPair], seed: int = 0) -> Iterator[TrainPrompt]:
 
 
 def is_translation(name: str) -> bool:
-    """Whether a prompt of this name was made here and asks for a translation."""
+    """Return whether a prompt of this name was made here and asks for a translation."""
     words = name.split(" ", 2)
     return len(words) == 3 and words[0] == "translate" and words[1] in LANGUAGES
 
 
 def origin(name: str) -> str:
-    """Return the name of the given prompt that a prompt was made from, by whatever steps."""
-    word, _, rest = name.partition(" ")
+    """Return the name of the given prompt that a prompt was made from."""
+    word, _, source = name.partition(" ")
     if is_translation(name):
         return origin(name.split(" ", 2)[2])
-    return origin(rest) if word in SOURCES and word != SOURCES[0] and rest else name
+    return origin(source) if word in SOURCES and word != SOURCES[0] and source else name
 
 
 def sentences(text: str) -> list[str]:
-    """Return the sentences of a text that are of some length and hold no code."""
+    """Return the sentences of a text that have a suitable length and no code."""
     found = (match.group().strip() for match in _SENTENCE.finditer(text))
-    return [s for s in found if LEAST_SENTENCE <= len(s) <= MOST_SENTENCE]
+    return [s for s in found if MIN_SENTENCE <= len(s) <= MAX_SENTENCE]
 
 
 def names(text: str) -> list[str]:
-    """Return what looks like names within sentences, each once, in the order of the text."""
+    """Return words that look like names, each once, in the order of the text."""
     return list(dict.fromkeys(match.group() for match in _NAME.finditer(text)))
 
 
@@ -122,58 +122,58 @@ def _translate(pair: PromptPair, random: Random) -> Iterator[TrainPrompt]:
 
 def _back(pair: PromptPair) -> Iterator[TrainPrompt]:
     language, text = pair.name.split()[1], pair.answer.strip().split("\n")[0]
-    if LEAST_SENTENCE <= len(text) <= MOST_SENTENCE:
+    if MIN_SENTENCE <= len(text) <= MAX_SENTENCE:
         yield TrainPrompt(f"back {pair.name}", "back", TRANSLATE[1].format(language=language, text=text))
 
 
 def _summarise(pair: PromptPair, random: Random) -> Iterator[TrainPrompt]:
     if len(pair.prompt) >= LONG_TEXT and len(sentences(pair.prompt)) >= 3:
-        text = random.choice(SUMMARISE).format(text=_excerpt(pair.prompt, MOST_TEXT, random))
+        text = random.choice(SUMMARISE).format(text=_excerpt(pair.prompt, MAX_TEXT, random))
         yield TrainPrompt(f"digest {pair.name}", "digest", text)
-    if LEAST_PASSAGE <= len(pair.answer) and len(sentences(pair.answer)) >= 3:
-        text = random.choice(SUMMARISE).format(text=pair.answer[:MOST_PASSAGE])
+    if MIN_PASSAGE <= len(pair.answer) and len(sentences(pair.answer)) >= 3:
+        text = random.choice(SUMMARISE).format(text=pair.answer[:MAX_PASSAGE])
         yield TrainPrompt(f"summarise {pair.name}", "summarise", text)
 
 
 def _answer(pair: PromptPair, random: Random) -> Iterator[TrainPrompt]:
-    """A passage of several answers' kind, and the question its prompt was."""
+    """Yield the answer as a passage, with its prompt as the question."""
     question = pair.prompt.strip().split("\n")[0]
-    if LEAST_PASSAGE <= len(pair.answer) and LEAST_SENTENCE <= len(question) <= MOST_SENTENCE:
-        text = random.choice(ANSWER[:2]).format(text=pair.answer[:MOST_PASSAGE], question=question)
+    if MIN_PASSAGE <= len(pair.answer) and MIN_SENTENCE <= len(question) <= MAX_SENTENCE:
+        text = random.choice(ANSWER[:2]).format(text=pair.answer[:MAX_PASSAGE], question=question)
         yield TrainPrompt(f"answer {pair.name}", "answer", text)
 
 
 def _search(pair: PromptPair, pairs: Sequence[PromptPair], random: Random) -> Iterator[TrainPrompt]:
-    """Several passages, of which one was the answer to the question or names whom it is about.
+    """Yield a question with several passages. One of them has the answer or names the subject.
 
-    Long, so that only a few are made.
+    These prompts are long, so only three in ten pairs give one.
     """
-    if not LEAST_PASSAGE <= len(pair.answer) or random.random() > 0.3:
+    if not MIN_PASSAGE <= len(pair.answer) or random.random() > 0.3:
         return
     text = _passage(pair, random)
     sample = random.sample(pairs, min(len(pairs), 4 * NUM_PASSAGES))
     others = (_passage(other, random) for other in sample if other is not pair)
     prose = [other for other in others if len(sentences(other)) >= 2][: NUM_PASSAGES - 1]
     known, question = names(text), pair.prompt.strip().split("\n")[0]
-    if known and (len(pair.prompt) >= LONG_TEXT or not LEAST_SENTENCE <= len(question) <= MOST_SENTENCE):
+    if known and (len(pair.prompt) >= LONG_TEXT or not MIN_SENTENCE <= len(question) <= MAX_SENTENCE):
         question = random.choice(ASK).format(name=random.choice(known))
-    if len(prose) >= 2 and len(question) <= MOST_SENTENCE:
+    if len(prose) >= 2 and len(question) <= MAX_SENTENCE:
         passages = [text, *prose]
         random.shuffle(passages)
         yield TrainPrompt(f"search {pair.name}", "search", "\n\n".join([*passages, question]))
 
 
 def _passage(pair: PromptPair, random: Random) -> str:
-    """Return some of a prompt that is a text of its own, or else of the answer."""
+    """Return an excerpt of a long prompt, or else the beginning of the answer."""
     if len(pair.prompt) >= LONG_TEXT:
-        return _excerpt(pair.prompt, MOST_OF_SEVERAL, random)
-    return pair.answer[:MOST_OF_SEVERAL]
+        return _excerpt(pair.prompt, MAX_OF_SEVERAL, random)
+    return pair.answer[:MAX_OF_SEVERAL]
 
 
-def _excerpt(text: str, most: int, random: Random) -> str:
-    """Return at most so many characters from anywhere in a text, from the start of a word on."""
-    start = random.randrange(max(1, len(text) - most))
-    return text[start : start + most].partition(" ")[2]
+def _excerpt(text: str, max_chars: int, random: Random) -> str:
+    """Return at most `max_chars` characters from a random place, beginning with a whole word."""
+    start = random.randrange(max(1, len(text) - max_chars))
+    return text[start : start + max_chars].partition(" ")[2]
 
 
 def _ask(pair: PromptPair, random: Random) -> Iterator[TrainPrompt]:

@@ -1,1 +1,1 @@
-"""The lossless law: which drafts are kept."""
+"""Verification laws: the rules that decide which drafts a step keeps."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline import kernels
-from paceline.backend.seam import MOST_OWN
+from paceline.backend.seam import MAX_REQUEST_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.backend.native.decoder import NativeDecoder
-    from paceline.backend.seam import SampledTokens
+    from paceline.backend.seam import PassResult
     from paceline.core.nouns import SamplingSpec
 
 
-class ReducedVocabulary:
+class DraftVocabulary:
     """The tokens a drafter can write, ascending: of equal logits the lowest of the target's ids comes first.
 
-    Behind them there may be room for requests' own ones. The kernels choose by the target's ids, as noise and
+    Behind them there may be room for tokens of requests. The kernels choose by the target's ids, as noise and
     edits go by these; only rows of logits are spread here.
     """
 
-    def __init__(self, token_ids: NDArray[int64], target: NativeDecoder, *, own: bool) -> None:
-        """token_ids: the target's, none twice. own: make room for own tokens."""
+    def __init__(self, token_ids: NDArray[int64], target: NativeDecoder, *, extensible: bool) -> None:
+        """token_ids: the target's, none twice. extensible: make room for tokens of requests."""
         self._target = target
         self._vocab_size = target.config.vocab_size
         self._num_fixed = len(token_ids)
         self._order = np.argsort(token_ids)  # [num_fixed] where each of the ascending ids comes from
-        room = min(MOST_OWN, self._vocab_size - len(token_ids)) if own else 0
-        free = np.full(room, token_ids[0])  # a place's token until it has one: never an own one
+        room = min(MAX_REQUEST_TOKENS, self._vocab_size - len(token_ids)) if extensible else 0
+        free = np.full(room, token_ids[0])  # a place's token until it has one: never one of a request
         self._token_ids = np.concatenate([token_ids[self._order], free])
         self._is_lowest = not room and bool(token_ids.max() == len(token_ids) - 1)  # the first ids, none left out
         self.num_tokens = len(token_ids)  # that can be written now
@@ -52,42 +52,42 @@ class ReducedVocabulary:
         return kernels.pack(rows, weight_type)
 
     def rows_of_target(self, weight_type: str) -> kernels.Matrix:
-        """Return the target's rows of these tokens; the lowest, if no own ones are wanted, need no copy."""
+        """Return the target's rows of these tokens; the lowest, if none can be added, need no copy."""
         if self._is_lowest:
-            return self._target.head
+            return self._target.tables.head
         rows = np.zeros((len(self._token_ids), self._target.config.hidden_size), np.float32)
         for row, token_id in zip(rows, self._token_ids[: self._num_fixed].tolist(), strict=False):
-            self._target.head.row(token_id, row)
+            self._target.tables.head.row(token_id, row)
         return kernels.pack(rows, weight_type)
 
-    def write_also(
-        self, own_ids: NDArray[int64], decoder: kernels.Decoder, put_row: Callable[[int, NDArray[float32]], None]
+    def set_request_tokens(
+        self, token_ids: NDArray[int64], decoder: kernels.Decoder, put_row: Callable[[int, NDArray[float32]], None]
     ) -> None:
-        """Let a decoder write own tokens. put_row: puts the target's row of one where its head has room."""
+        """Let a decoder write tokens of requests. put_row: writes the target's row of one into its head."""
         places = self._token_ids[self._num_fixed :]
         row = np.empty(self._target.config.hidden_size, np.float32)
-        for place in np.flatnonzero(places[: len(own_ids)] != own_ids).tolist():
-            token_id = places[place] = int(own_ids[place])
-            self._target.head.row(token_id, row)
+        for place in np.flatnonzero(places[: len(token_ids)] != token_ids).tolist():
+            token_id = places[place] = int(token_ids[place])
+            self._target.tables.head.row(token_id, row)
             put_row(self._num_fixed + place, row)
             decoder.set_token_id(self._num_fixed + place, token_id)
-        self.num_tokens = self._num_fixed + len(own_ids)
+        self.num_tokens = self._num_fixed + len(token_ids)
 
-    def spread(self, chosen: SampledTokens, specs: Sequence[SamplingSpec]) -> SampledTokens:
-        """Turn rows of these tokens' logits into rows of the target's, where they are what was asked for."""
-        if chosen.logits is None or chosen.logit_idx is None or self._num_fixed == self._vocab_size:
-            return chosen
-        asked = [i for i, choose in enumerate(specs) if choose.kind == "logits"]
+    def spread(self, result: PassResult, specs: Sequence[SamplingSpec]) -> PassResult:
+        """Turn rows of these tokens' logits into rows of the target's, where a spec asks for logits."""
+        if result.logits is None or result.logit_idx is None or self._num_fixed == self._vocab_size:
+            return result
+        asked = [i for i, spec in enumerate(specs) if spec.kind == "logits"]
         if not asked:
-            return replace(chosen, logits=None, logit_idx=None)
+            return replace(result, logits=None, logit_idx=None)
         logits = np.full((len(asked), self._vocab_size), -np.inf, np.float32)
-        logits[:, self._token_ids[: self.num_tokens]] = chosen.logits[chosen.logit_idx[asked]]
+        logits[:, self._token_ids[: self.num_tokens]] = result.logits[result.logit_idx[asked]]
         logit_idx = np.full(len(specs), -1, np.int64)
         logit_idx[asked] = np.arange(len(asked))
-        return replace(chosen, logits=logits, logit_idx=logit_idx)
+        return replace(result, logits=logits, logit_idx=logit_idx)
 
 
 def own_bytes(decoder: kernels.Decoder, tables: Sequence[kernels.Matrix], target: NativeDecoder) -> int:
     """Return the bytes of a drafter's packed matrices without those of its tables that are its target's."""
-    shared = {id(m): m.num_bytes for m in tables if m is target.embed or m is target.head}
+    shared = {id(m): m.num_bytes for m in tables if m is target.tables.embed or m is target.tables.head}
     return decoder.weight_bytes - sum(shared.values())

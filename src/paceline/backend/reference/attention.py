@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy import int64
     from numpy.typing import NDArray
 
-    from paceline.backend.packed import Packed
+    from paceline.backend.seam import Packed
 
 TILE_QUERIES = 128  # a longer run of queries is cut, each piece reading only the keys before its own end
 
@@ -147,3 +147,23 @@ def attend(
         mixed = mixed.view(num_tiles, num_kv_heads, num_queries, -1, head_dim).transpose(1, 2)
         result[tiles.tokens] = mixed.reshape(num_tiles, num_queries, num_heads, head_dim)
     return result.view(num_tokens, -1)
+
+
+def cos_sin(
+    positions: torch.Tensor, inverse: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosine and sine of the rotary angles of each token, both [num_tokens, 1, head_dim / 2] of `dtype`.
+
+    Angles are float32 products; a float64 model takes their cosine in float64, so that it does not depend on
+    where in a vector register a token happens to lie.
+    """
+    angles = positions[:, None, None].to(torch.float32) * inverse  # [num_tokens, 1, head_dim / 2] float32
+    if dtype == torch.float64:
+        angles = angles.to(torch.float64)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Apply rotary embedding to `x` [num_tokens, heads, head_dim]; dimension i is paired with i + head_dim / 2."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

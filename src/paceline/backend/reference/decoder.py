@@ -1,4 +1,4 @@
-"""The `reference` backend: readable PyTorch, any device and dtype, the twin of every fast path.
+"""The `reference` backend: readable PyTorch, any device and dtype, the definition of every fast path.
 
 In float64 it keeps promise 1; in float32, but for near-ties.
 """
@@ -9,16 +9,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch.nn import functional
 
 from paceline.backend.device import CPU
-from paceline.backend.reference.attention import KVStore, Tiles, attend, lazy_zeros, plan_tiles
-from paceline.backend.rope import cos_sin, inverse_frequencies, rotate
-from paceline.backend.sampling import choose_from
-from paceline.backend.seam import SampledTokens
+from paceline.backend.reference.attention import KVStore, Tiles, attend, cos_sin, lazy_zeros, plan_tiles, rotate
+from paceline.backend.rope import inverse_frequencies
+from paceline.backend.sampling import logit_rows
+from paceline.backend.seam import Capabilities, Deferred, PassResult
 from paceline.core.errors import ConfigError
-from paceline.core.nouns import PAGE_TOKENS
+from paceline.core.nouns import BROKEN, PAGE_TOKENS, UNCHOSEN
+from paceline.core.sampling import choose_ahead, choose_token
 from paceline.model.config import ModelConfig, layer_shapes
 
 if TYPE_CHECKING:
@@ -28,8 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.backend.device import Device
-    from paceline.backend.packed import Packed
-    from paceline.backend.seam import KV
+    from paceline.backend.seam import Packed, PassRequest, Pending
     from paceline.core.nouns import SamplingSpec
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -49,11 +50,17 @@ def load_decoder(
     threads: int | None,
     device: Device | None = None,
 ) -> ReferenceDecoder:
-    """Make a decoder, see `backend/registry.py`."""
+    """Make a decoder, see `LoadDecoder`."""
     assert kv_type == weight_type, "KV has the type of the weights"
     if threads is not None:
         torch.set_num_threads(threads)
     return ReferenceDecoder(config, weights, TYPES[weight_type], torch_device(device))
+
+
+def check_draft_type(asked: str | None) -> None:
+    """Raise `ConfigError` if a type is asked for: drafters have their target's on this backend."""
+    if asked is not None:
+        raise ConfigError(f"drafters have the type of their target on this backend: leave out weights={asked}")
 
 
 def torch_device(device: Device | None) -> torch.device:
@@ -98,8 +105,7 @@ class ReferenceDecoder:
     """A Llama-family decoder over paged keys and values. Holds weights only; all state is in the `KVStore`."""
 
     name = "reference"
-    beside = None  # every pass is a call
-    in_turn = None  # and so is every one of several
+    capabilities = Capabilities()
 
     def __init__(
         self,
@@ -146,26 +152,21 @@ class ReferenceDecoder:
         shape = (num_layers or c.num_layers, 2, num_pages * PAGE_TOKENS, c.num_kv_heads, c.head_dim)
         return KVStore(lazy_zeros(shape, self.dtype, self.device))
 
+    def launch(self, request: PassRequest) -> Pending:
+        """Launch a pass, which runs in `wait`."""
+        return Deferred(partial(self._run, request))
+
     @torch.inference_mode()
-    def run(
-        self,
-        packed: Packed,
-        kv: KV,
-        specs: Sequence[SamplingSpec],
-        *,
-        num_layers: int | None = None,
-        vocab_size: int | None = None,
-        taps: Sequence[int] = (),
-    ) -> SampledTokens:
-        """Run a pass and choose its tokens, see `backend.Decoder`."""
-        assert isinstance(kv, KVStore)
-        hidden, tapped = self.forward(packed, kv, num_layers=num_layers, taps=taps)
+    def _run(self, request: PassRequest) -> PassResult:
+        packed, vocab_size = request.packed, request.vocab_size
+        assert isinstance(request.kv, KVStore)
+        hidden, tapped = self.forward(packed, request.kv, num_layers=request.num_layers, taps=request.taps)
         logits = self.logits(hidden) if len(packed.wanted) else hidden.new_empty(0, self.config.vocab_size)
         missing = (vocab_size or self.config.vocab_size) - self.config.vocab_size
         if missing > 0:  # the target's padding rows
             logits = functional.pad(logits, (0, missing), value=-torch.inf)
-        chosen = choose_from(logits[:, :vocab_size].contiguous(), specs)
-        return replace(chosen, taps={tap: to_numpy(states) for tap, states in tapped.items()})
+        result = choose_from(logits[:, :vocab_size].contiguous(), request.specs)
+        return replace(result, taps={tap: to_numpy(states) for tap, states in tapped.items()})
 
     @torch.inference_mode()
     def forward(
@@ -234,3 +235,28 @@ class ReferenceDecoder:
         layer_kv[0].index_copy_(0, places.slots, key)
         layer_kv[1].index_copy_(0, places.slots, linear(layer, "attn_v", normed).view(heads))
         return linear(layer, "attn_o", attend(query, layer_kv, places.tiles, self.config.query_scale))
+
+
+def choose_from(logits: torch.Tensor, specs: Sequence[SamplingSpec]) -> PassResult:
+    """Choose a token per row of `logits` [n, vocab] where its kind allows."""
+    kinds = np.array([c.kind for c in specs], dtype="U7")
+    chosen = np.full(len(specs), UNCHOSEN, np.int64)
+    margins = np.full(len(specs), np.nan) if any(c.margin for c in specs) else None
+    if (plain := np.flatnonzero(kinds == "argmax")).size:
+        rows = logits if plain.size == len(specs) else logits[plain]
+        best, ids = rows.max(dim=-1)  # the lowest id on ties
+        chosen[plain] = np.where(best.isfinite().cpu().numpy(), ids.cpu().numpy(), BROKEN)
+        if margins is not None:
+            two = rows.topk(2).values
+            margins[plain] = (two[:, 0] - two[:, 1]).cpu().numpy()
+    host = logits.cpu().numpy() if (kinds != "argmax").any() else None
+    for index in np.flatnonzero(kinds == "noisy").tolist():
+        assert host is not None
+        if margins is None:
+            chosen[index] = choose_token(host[index], specs[index])
+        else:
+            chosen[index], margins[index] = choose_ahead(host[index], specs[index])
+    left = np.flatnonzero([c.wants_logits for c in specs])
+    if host is None or not left.size:
+        return PassResult(chosen, margins=margins)
+    return PassResult(chosen, host if left.size == len(specs) else host[left], logit_rows(specs), margins=margins)

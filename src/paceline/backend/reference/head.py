@@ -1,43 +1,70 @@
-"""Draft heads on the `reference` backend: the readable forward pass over paged keys and values."""
+"""Draft heads on the `reference` backend: the forward pass as papers write it, over paged keys and values.
+
+The functions below the class are also what training differentiates.
+
+EAGLE-3 (arXiv 2503.01840): hidden states of several depths are fused to one feature, `fc`. The first layer reads
+that feature beside the embedding of the token that came after it, and so guesses the token after that. Its output,
+before the last norm, stands for the next feature. P-EAGLE (arXiv 2602.01469) instead puts a learned
+feature and a mask token at the positions that are not known yet, and guesses all of them in one pass.
+
+EAGLE-1 (arXiv 2401.15077): the feature is what the target's own head reads, and so is the layer's output. `fc`
+fuses feature and embedding to the input of a layer that norms nothing before its attention.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch.nn import functional
 
-from paceline.backend.draft_weights import check_target_type
-from paceline.backend.reference import head_layers as forward
-from paceline.backend.reference.attention import KVStore, attend, lazy_zeros, plan_tiles
-from paceline.backend.reference.decoder import ReferenceDecoder, to_numpy, torch_device
-from paceline.backend.sampling import choose_from
+from paceline.backend.reference.attention import KVStore, attend, cos_sin, lazy_zeros, plan_tiles, rotate
+from paceline.backend.reference.decoder import (
+    ACTIVATIONS,
+    ReferenceDecoder,
+    check_draft_type,
+    choose_from,
+    linear,
+    rms_norm,
+    to_numpy,
+    torch_device,
+)
+from paceline.backend.rope import inverse_frequencies
+from paceline.backend.seam import Capabilities, Deferred
+from paceline.backend.taps import HostTapStore, interleave
 from paceline.core.nouns import PAGE_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy import floating, int64
     from numpy.typing import NDArray
 
     from paceline.backend.device import Device
-    from paceline.backend.packed import Packed
-    from paceline.backend.seam import KV, Decoder, SampledTokens
+    from paceline.backend.seam import Decoder, FedBack, PassRequest, PassResult, Pending, RelayRequest
     from paceline.core.nouns import SamplingSpec
     from paceline.model.heads.checkpoint import Head
+    from paceline.model.heads.config import HeadConfig
+
+    # (layer, queries [n, heads, dim], keys and values [n, kv_heads, dim]) -> [n, heads * dim]
+    Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    Weights = Mapping[str, torch.Tensor]
 
 
 def load_runner(head: Head, target: Decoder, device: Device | None, weight_type: str | None) -> ReferenceHead:
-    """Make a head's runner, see `backend/registry.py`."""
+    """Make a head's runner, see `LoadHeadRunner`."""
     assert isinstance(target, ReferenceDecoder)
-    check_target_type(weight_type)
+    check_draft_type(weight_type)
     return ReferenceHead(head, target, device)
 
 
 class ReferenceHead:
     """A head in the target's type, on its device or another."""
 
-    in_turn = None  # every pass is a call
+    capabilities = Capabilities()
 
     def __init__(self, head: Head, target: ReferenceDecoder, device: Device | None = None) -> None:
         self.config = head.config
@@ -51,14 +78,16 @@ class ReferenceHead:
             self._weights |= {"head": head_rows, "target_norm": target.final_norm.to(self._device)}
         self._vocab_size = target.config.vocab_size
         self._target, self._fixed = target, (self._weights["head"], self._token_ids)
+        if "mask_hidden" in head.weights:
+            self._mask_feature = self.fuse(head.weights["mask_hidden"][None])  # [1, width] of tokens not known yet
 
     def _take(self, array: NDArray[floating]) -> torch.Tensor:
         return torch.as_tensor(array).to(device=self._device, dtype=self._dtype)
 
-    def write_also(self, own_ids: NDArray[int64]) -> None:
-        """Write these tokens, too, see `HeadRunner`."""
+    def set_request_tokens(self, token_ids: NDArray[int64]) -> None:
+        """Write these tokens, too, see `DraftExecutor`."""
         rows, fixed_ids = self._fixed
-        ids = torch.from_numpy(own_ids)
+        ids = torch.from_numpy(token_ids)
         own = self._target.head[ids.to(self._target.device)].to(rows)
         self._weights["head"], self._token_ids = torch.cat([rows, own]), torch.cat([fixed_ids, ids.to(fixed_ids)])
 
@@ -73,18 +102,19 @@ class ReferenceHead:
         shape = (c.num_layers, 2, num_pages * PAGE_TOKENS, c.num_kv_heads, c.head_dim)
         return KVStore(lazy_zeros(shape, self._dtype, self._device))
 
-    @torch.inference_mode()
-    def fuse(self, tapped: NDArray[floating]) -> NDArray[floating]:
-        """Return the feature of each token, see `HeadRunner`."""
-        return to_numpy(forward.fuse(self.config, self._weights, self._take(tapped)))
+    def new_tap_store(self, num_pages: int) -> HostTapStore:
+        """Return an empty store of `num_pages` pages for the taps that the head reads."""
+        return HostTapStore(num_pages, self.config.taps, self.config.target_hidden_size)
+
+    def launch(self, request: PassRequest) -> Pending:
+        """Launch a pass over entries: tokens, and the features of the tokens before them."""
+        return Deferred(partial(self._run, request))
 
     @torch.inference_mode()
-    def run(
-        self, packed: Packed, features: NDArray[floating], kv: KV, specs: Sequence[SamplingSpec]
-    ) -> tuple[SampledTokens, NDArray[floating]]:
-        """Run a pass, see `HeadRunner`."""
-        assert isinstance(kv, KVStore)
-        c, data = self.config.layers, kv.data
+    def _run(self, request: PassRequest) -> PassResult:
+        packed, c = request.packed, self.config.layers
+        assert isinstance(request.kv, KVStore)
+        data = request.kv.data
         slots = torch.from_numpy(packed.slots).to(self._device)
         tiles = plan_tiles(packed, c.num_heads // c.num_kv_heads, self._device)
 
@@ -95,30 +125,159 @@ class ReferenceHead:
 
         embedded = functional.embedding(torch.from_numpy(packed.token_ids).to(self._device), self._embed)
         positions = torch.from_numpy(packed.positions).to(self._device)
-        hidden = forward.run_layers(self.config, self._weights, embedded, self._take(features), positions, paged)
+        features = self._take(self._features(request))
+        hidden = run_layers(self.config, self._weights, embedded, features, positions, paged)
         wanted = hidden[torch.from_numpy(packed.wanted).to(self._device)]
-        logits, fed_back = forward.read_out(self.config, self._weights, wanted)
-        return self._choose(logits, specs), to_numpy(fed_back)
+        logits, fed_back = read_out(self.config, self._weights, wanted)
+        return replace(self._choose(logits, request.specs), hidden=to_numpy(fed_back))
+
+    def _features(self, request: PassRequest) -> NDArray[floating]:
+        """Return what stands beside the tokens of a pass, [num_tokens, width]; beside guesses in float32."""
+        asked, packed = request.features, request.packed
+        assert asked is not None
+        assert isinstance(asked.taps, HostTapStore)
+        if asked.fed_back is not None and not asked.pieces:
+            return _fed_back(asked.fed_back).astype(np.float32)
+        known = self.fuse(asked.taps.read(packed.pages, asked.pieces))
+        if len(known) == len(packed.token_ids):
+            return known
+        guessed = self._mask_feature if asked.fed_back is None else _fed_back(asked.fed_back)
+        return interleave(known, asked.pieces, guessed, packed.cu_len)
 
     @torch.inference_mode()
-    def relay(
-        self,
-        first: NDArray[floating],
-        normed: NDArray[floating],
-        known: tuple[NDArray[int64], NDArray[floating]] | None,
-        specs: Sequence[SamplingSpec],
-    ) -> tuple[SampledTokens, NDArray[floating]]:
-        """Tell guesses of those before them, see `HeadRunner`."""
-        states, before = self._take(normed), None
-        if known is not None:
-            token_ids = torch.from_numpy(known[0]).to(self._device)
-            before = functional.embedding(token_ids, self._embed), self._take(known[1])
-        told = forward.relay(self.config, self._weights, self._take(first), states, before)
-        states = states[: len(specs)] + forward.relayed(self._weights, told[: len(specs)])
-        return self._choose(functional.linear(states, self._weights["head"]), specs), to_numpy(told)
+    def fuse(self, tapped: NDArray[floating]) -> NDArray[floating]:
+        """Return the feature [n, width] of each token from its taps, one after another [n, tapped_size]."""
+        return to_numpy(fuse(self.config, self._weights, self._take(tapped)))
 
-    def _choose(self, logits: torch.Tensor, specs: Sequence[SamplingSpec]) -> SampledTokens:
+    @torch.inference_mode()
+    def relay(self, request: RelayRequest) -> PassResult:
+        """Choose the next guesses, see `HeadRunner`."""
+        assert isinstance(request.hidden, np.ndarray)
+        states, specs = self._take(request.hidden), request.specs
+        known = None
+        if request.known is not None:
+            token_ids = torch.tensor(request.known[0], device=self._device)
+            known = functional.embedding(token_ids, self._embed), self._take(_fed_back(request.known[1]))
+        here = states[request.places]
+        told = relay(self.config, self._weights, states[request.first], here, known)
+        here = here[: len(specs)] + relayed(self._weights, told[: len(specs)])
+        result = self._choose(functional.linear(here, self._weights["head"]), specs)
+        return replace(result, hidden=to_numpy(told))
+
+    def _choose(self, logits: torch.Tensor, specs: Sequence[SamplingSpec]) -> PassResult:
         """Choose by rows of the draft vocabulary's logits."""
         spread = logits.new_full((len(logits), self._vocab_size), -torch.inf)
         spread[:, self._token_ids] = logits
         return choose_from(spread, specs)
+
+
+def _fed_back(fed_back: FedBack) -> NDArray[floating]:
+    """Return what is fed back to guesses, [num_guesses, width]."""
+    assert isinstance(fed_back.hidden, np.ndarray)
+    features: NDArray[floating] = fed_back.hidden.take(fed_back.rows, axis=0)
+    return features
+
+
+# Layers ------------------------------------------------------------------------------------------
+
+
+def fuse(config: HeadConfig, weights: Weights, tapped: torch.Tensor) -> torch.Tensor:
+    """Return the feature [n, width] of each token from its taps, one after another [n, tapped_size]."""
+    eps = config.layers.norm_eps
+    if config.algorithm.guesses_features:
+        return rms_norm(tapped, weights["target_norm"], config.target_norm_eps)
+    if config.norm_before_fc:
+        tapped = rms_norm(tapped, weights["input_norm"], eps)
+    if config.fc_norm:
+        parts = torch.split(tapped, config.target_hidden_size, dim=-1)
+        normed = [rms_norm(part, weights[f"fc_norm.{i}"], eps) for i, part in enumerate(parts)]
+        tapped = torch.cat(normed, dim=-1)
+    return functional.linear(tapped, weights["fc"])
+
+
+def run_layers(
+    config: HeadConfig,
+    weights: Weights,
+    embedded: torch.Tensor,
+    features: torch.Tensor,
+    positions: torch.Tensor,
+    attend: Attend,
+) -> torch.Tensor:
+    """Return the output [n, width] of the head's layers, before the last norm.
+
+    embedded: [n, width] of the tokens. features: [n, width] of the tokens before them. positions: [n] int64.
+    """
+    inverse = torch.from_numpy(inverse_frequencies(config.layers.rope, config.layers.head_dim)).to(embedded.device)
+    cos, sin = cos_sin(positions, inverse, embedded.dtype)
+    eps = config.layers.norm_eps
+    hidden = features
+    if config.algorithm.guesses_features:
+        embedded = _norm(weights, "embed_norm", embedded, eps)
+        hidden = linear(weights, "fc", torch.cat([embedded, features], dim=-1))
+    for index in range(config.layers.num_layers):
+        layer = {n.split(".", 2)[2]: w for n, w in weights.items() if n.startswith(f"layers.{index}.")}
+        if "hidden_norm" in layer:
+            normed = rms_norm(hidden, layer["hidden_norm"], eps)
+            hidden = normed if config.norm_before_residual else hidden
+            read = torch.cat([rms_norm(embedded, layer["attn_norm"], eps), normed], dim=-1)
+        else:
+            read = _norm(layer, "attn_norm", hidden, eps)
+        query, key, value = (
+            torch.unflatten(linear(layer, f"attn_{name}", read), -1, (-1, config.layers.head_dim))
+            for name in "qkv"
+        )
+        if config.layers.facts.qk_norm:
+            query, key = rms_norm(query, layer["attn_q_norm"], eps), rms_norm(key, layer["attn_k_norm"], eps)
+        mixed = attend(index, rotate(query, cos, sin), rotate(key, cos, sin), value)
+        hidden = hidden + linear(layer, "attn_o", mixed)
+        normed = rms_norm(hidden, layer["mlp_norm"], eps)
+        gate = ACTIVATIONS[config.layers.facts.activation](linear(layer, "mlp_gate", normed))
+        hidden = hidden + linear(layer, "mlp_down", gate * linear(layer, "mlp_up", normed))
+    return hidden
+
+
+def last_norm(config: HeadConfig, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
+    """Return what the vocabulary is multiplied with, [n, width]."""
+    return _norm(weights, "norm", hidden, config.layers.norm_eps)
+
+
+def read_out(config: HeadConfig, weights: Weights, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits [n, draft_vocab_size] and what stands for the next positions' features [n, width]."""
+    normed = last_norm(config, weights, hidden)
+    return functional.linear(normed, weights["head"]), normed if config.norm_output else hidden
+
+
+def relay(
+    config: HeadConfig,
+    weights: Weights,
+    first: torch.Tensor,
+    normed: torch.Tensor,
+    known: tuple[torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor:
+    """Return what guesses tell those after them, [n, relay_size], between -1 and 1.
+
+    A head that guesses all tokens at once does not know at one place what it guesses at the one before. This
+    recurrence over the places tells it, once the layers have been run (recurrent drafters: ReDrafter, arXiv
+    2403.09919; heads that see the guesses before: Hydra, arXiv 2402.05109). What a guess is told is added, as
+    `relayed`, to what the vocabulary is multiplied with.
+
+    first, normed: [n, width] of the rows' first places and of these guesses' own, as `last_norm` returns them.
+    known: the embeddings [n, width] of the guesses before, and what was told to these [n, relay_size]; None for
+    first guesses.
+    """
+    both = functional.linear(torch.cat([first, normed], dim=-1), weights["relay.place"])
+    if known is not None:
+        before = rms_norm(known[0], weights["relay.embed_norm"], config.layers.norm_eps)
+        both = both + functional.linear(torch.cat([before, known[1]], dim=-1), weights["relay.known"])
+    gate, value = both.chunk(2, dim=-1)
+    return torch.tanh(functional.linear(functional.silu(gate) * value, weights["relay.tell"]))
+
+
+def relayed(weights: Weights, told: torch.Tensor) -> torch.Tensor:
+    """Return what is added to what the vocabulary is multiplied with, [n, width], for what guesses were told."""
+    return functional.linear(told, weights["relay.out"])
+
+
+def _norm(weights: Weights, name: str, x: torch.Tensor, eps: float) -> torch.Tensor:
+    """Norm where the head has that norm."""
+    return rms_norm(x, weights[name], eps) if name in weights else x

@@ -9,29 +9,24 @@ are written again from its own features.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from paceline.backend.seam import Features, PassRequest
 from paceline.core.nouns import NO_DRAFT, Draft
 from paceline.draft.autoregressive import CATCH_UP_TOKENS, begin, catch_up_tokens, in_pieces, share_out
 from paceline.draft.drafter import Needs
-from paceline.draft.heads.entries import Entries
-from paceline.draft.heads.features import FeatureStore
+from paceline.draft.heads.features import Entries, TappedRuns
 from paceline.draft.hints import NO_GAINS, Hints, RecycledGains
-from paceline.draft.request_vocabulary import OwnTokens
+from paceline.draft.request_vocabulary import RequestVocabulary
 from paceline.draft.training import trained_to
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from numpy import float32, floating
-    from numpy.typing import NDArray
-
-    from paceline.backend.packed import Packed
-    from paceline.backend.rows import Span
-    from paceline.core.nouns import Batch, Plan, Request, Scores, Verdict
+    from paceline.backend.seam import FedBack, Span, StepLimit
+    from paceline.core.nouns import Batch, Plan, Request, SamplingSpec, Scores, Verdict
     from paceline.draft.autoregressive import Chain
     from paceline.draft.drafter import Target
     from paceline.draft.heads.options import HeadOptions
@@ -58,19 +53,22 @@ class HeadDrafter:
         self._rows = target.rows
         self._dense = target.law_needs_probs
         fixed = head.token_ids if head.config.own_tokens else np.arange(target.config.vocab_size)
-        self._own = OwnTokens(target.rows, fixed, target.config.vocab_size, self._head.write_also)
+        self._vocabulary = RequestVocabulary(
+            target.rows, fixed, target.config.vocab_size, self._head.set_request_tokens
+        )
         self.hints = Hints(target.rows, self.hint_gain, self.recycled_gains)
         self._kv = self._head.new_kv(target.num_pages)
-        self._features = FeatureStore(target.rows, target.num_pages, head.config.tapped_size)
+        self._taps = self._head.new_tap_store(target.num_pages)
+        self._tapped = TappedRuns(target.rows)
         layers = head.config.layers
         self._allowance = catch_up_tokens(layers, layers.num_layers, target.config)
-        self._entries = Entries(self._rows, self._features)
+        self._entries = Entries(self._rows, self._tapped)
         self._feature_store = f"{options.name} features"
         self.needs = Needs(
             pages="shared",
             stores=(options.name, self._feature_store),
             tap_store=self._feature_store,
-            kv_bytes_per_token=self._kv.bytes_per_token + self._features.bytes_per_token,
+            kv_bytes_per_token=self._kv.bytes_per_token + self._taps.bytes_per_token,
             taps=head.config.taps,
             stops=not self._dense,  # the law's own draws tell of no margins
             trained_to=trained_to(options.folder(target)),
@@ -78,7 +76,7 @@ class HeadDrafter:
 
     def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
         """Start with what the stores already hold of the row's cached pages."""
-        self._features.admit(row, valid_lens[self._feature_store])
+        self._tapped.admit(row, valid_lens[self._feature_store])
         self._entries.admit(row, valid_lens[self.name])
 
     def propose(self, batch: Batch, plan: Plan) -> Draft:
@@ -86,7 +84,7 @@ class HeadDrafter:
         depth = {r.row: min(plan.k(r.row), r.max_drafts) for r in batch.rows}
         ready = self._catch_up([row for row, k in depth.items() if k > 0], len(batch.rows))
         starts = {row: self._entries.start(row) for row in ready}
-        self._own.follow(starts)
+        self._vocabulary.follow(starts)
         chains = begin(starts, depth, plan, self.hints)
         if chains:
             self._draft(chains, starts)
@@ -96,25 +94,23 @@ class HeadDrafter:
         return Draft(tuple(chains[r.row].draft(self.name) if r.row in chains else NO_DRAFT for r in batch.rows))
 
     def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
-        """Keep the states of all tokens that are now committed."""
+        """Keep the taps of all tokens that are now committed."""
         self.hints.learn(batch, scores, verdict)
         taps = scores.taps
-        assert taps is not None, "the engine tells every pass to hand out what drafters need"
-        gained = [
-            (r.row, r.num_known + max(0, len(v.token_ids) - 1))
-            for r, v in zip(batch.rows, verdict.rows, strict=True)
+        assert taps is not None, "every target pass hands out the taps that drafters need"
+        counts = [
+            r.num_known + max(0, len(v.token_ids) - 1) for r, v in zip(batch.rows, verdict.rows, strict=True)
         ]
-        states = [taps.states[layer] for layer in self._config.taps]
-        self._features.write(states, taps.cu_len[:-1].tolist(), [count for _, count in gained], taps.slots)
-        self._features.add(gained)
+        self._taps.write(taps, counts)
+        self._tapped.add([r.row for r in batch.rows], taps.starts, counts)
 
     def valid_lens(self, row: int) -> Mapping[str, int]:
         """Leading tokens of a row that the stores hold. Entries behind a hole are nobody else's."""
-        return {self.name: self._entries.valid_len(row), self._feature_store: self._features.valid_len(row)}
+        return {self.name: self._entries.valid_len(row), self._feature_store: self._tapped.valid_len(row)}
 
     def release(self, row: int) -> None:
         """Forget the row."""
-        self._own.release(row)
+        self._vocabulary.release(row)
         self.hints.release(row)
 
     def forget(self) -> None:
@@ -151,23 +147,27 @@ class HeadDrafter:
         nearer |= {row: behind[row] - 1 for row in ready if behind[row] > _MANY_BEHIND}
         for piece in in_pieces(nearer, _AT_ONCE):
             spans: list[Span] = [(row, self._entries.start(row), count, ()) for row, count in piece.items()]
-            self._head.run(self._pack(spans, [0] * len(spans)), self._read(spans, None), self._kv, ())
+            self._head.launch(self._request(spans, [0] * len(spans), ())).wait()
             for row, count in piece.items():
                 self._entries.add(row, count)
         return ready
 
-    def _pack(self, spans: Sequence[Span], wanted: Sequence[int], ahead: int = 0) -> Packed:
-        first = np.array([self._entries.first(row) for row, *_ in spans], np.int64)
-        return replace(self._rows.pack_spans(spans, wanted, ahead), first_keys=first)
-
-    def _read(self, spans: Sequence[Span], guessed: Mapping[int, NDArray[floating]] | None) -> NDArray[float32]:
-        """Return the features of spans: of known tokens from their states, of guesses `guessed[row]` [width]."""
-        states = self._features.read([(row, start - 1, num_known) for row, start, num_known, _ in spans])
-        known = self._head.fuse(states)
-        if guessed is None:
-            return known
-        parts, done = [], 0
-        for row, _, num_known, guesses in spans:
-            parts += [known[done : done + num_known], *(guessed[row][None] for _ in guesses)]
-            done += num_known
-        return np.concatenate(parts, dtype=np.float32)
+    def _request(
+        self,
+        spans: Sequence[Span],
+        wanted: Sequence[int],
+        specs: Sequence[SamplingSpec],
+        steps: Sequence[StepLimit] = (),
+        fed_back: FedBack | None = None,
+        ahead: int = 0,
+    ) -> PassRequest:
+        """Return a pass over entries of rows. Guesses in spans read what is fed back, or the mask feature."""
+        first_keys = [self._entries.first(row) for row, *_ in spans]
+        pieces = [(index, start - 1, known) for index, (_, start, known, _) in enumerate(spans) if known]
+        return PassRequest(
+            self._rows.pack(spans, wanted, ahead, first_keys=first_keys),
+            self._kv,
+            specs,
+            steps,
+            features=Features(self._taps, pieces, fed_back),
+        )

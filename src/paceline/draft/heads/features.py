@@ -1,111 +1,99 @@
-"""What heads read of the target: what was tapped of every committed token, a store over the page table."""
+"""Features and entries of a head, row by row: which of them are there. The arrays are the backend's."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from paceline import kernels
-from paceline.backend.native.decoder import as_float32
-from paceline.core.nouns import PAGE_TOKENS
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy import float16, float32, floating, int64
-    from numpy.typing import NDArray
+    from paceline.backend.seam import RowView
 
-    from paceline.backend.rows import Rows
-
-_MOST = float(np.finfo(np.float16).max)
+KEEP_FACTOR = 4  # times as many entries are made where otherwise as many would be lost
 
 
-def runs(starts: Sequence[int], counts: Sequence[int]) -> list[int]:
-    """Return `counts[i]` numbers from `starts[i]` on, for each i."""
-    pieces = zip(starts, counts, strict=True)
-    return [i for start, count in pieces for i in range(start, start + count)]
+class TappedRuns:
+    """Tokens of each row whose taps are kept: an unbroken run up to the newest.
 
-
-class FeatureStore:
-    """What features are made of, by slot, in half precision, and how far each row's reach back without a hole.
-
-    States, not features: a prompt's are read only if its request drafts, and to keep them costs a fraction of what
-    it costs to make a feature of them. They can only be had when the target computes their token. Where they were
-    not taken then (a cached page from a time without the head, a pass whose taps were lost) there is a hole, and
-    what is read begins behind it.
+    Taps can only be had when the target computes their token. Where they were not taken then (a cached page from a
+    time without the head, a pass whose taps were lost) there is a hole, and the run begins behind it.
     """
 
-    def __init__(self, rows: Rows, num_pages: int, width: int) -> None:
+    def __init__(self, rows: RowView) -> None:
         self._rows = rows
-        self._data: NDArray[float16] = kernels.zero_halves(num_pages * PAGE_TOKENS, width).view(np.float16)
-        self._begin = [0] * rows.num_rows  # first token of each row's unbroken run ...
+        self._begin = [0] * rows.num_rows  # first token of each row's run ...
         self._end = [0] * rows.num_rows  # ... and the token behind its last
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of all states of one token."""
-        return int(self._data[0].nbytes)
-
     def admit(self, row: int, valid_len: int) -> None:
-        """Start with the states of a row's cached pages; those of its last tokens must be there to be of use."""
-        computed = int(self._rows.computed[row])
+        """Start with the taps of a row's cached pages; those of its last tokens must be there to be of use."""
+        computed = self._rows.computed_len(row)
         self._begin[row] = 0 if valid_len >= computed else computed
         self._end[row] = computed
 
-    def add(self, gained: Sequence[tuple[int, int]]) -> None:
-        """Note that states of rows' last computed tokens are there.
-
-        gained: row and how many, no row twice.
-        """
-        for row, count in gained:
-            end = self._rows.computed.item(row)
-            if end - count != self._end[row]:  # those between are lost
-                self._begin[row] = end - count
-            self._end[row] = end
-
-    def write(
-        self, taps: Sequence[NDArray[floating]], starts: list[int], counts: list[int], slots: NDArray[int64]
-    ) -> None:
-        """Keep the states of `counts[i]` tokens of a pass from `starts[i]` on, for each i.
-
-        taps: of each tap [num_tokens, hidden]. slots: [num_tokens] of the store. What half precision cannot hold
-        becomes the largest number it can.
-        """
-        kernels.write_halves([as_float32(tap) for tap in taps], starts, counts, slots, self._data.view(np.uint16))
-
-    def write_slow(
-        self, taps: Sequence[NDArray[floating]], starts: list[int], counts: list[int], slots: NDArray[int64]
-    ) -> None:
-        """Write what `write` writes, plainly."""
-        places = runs(starts, counts)
-        self._data[slots[places]] = np.clip(np.concatenate(taps, axis=1)[places], -_MOST, _MOST)
+    def add(self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> None:
+        """Note that taps of `counts[i]` tokens of row `rows[i]` from `starts[i]` on were kept. No row twice."""
+        for row, start, count in zip(rows, starts, counts, strict=True):
+            if start != self._end[row]:  # those between are lost
+                self._begin[row] = start
+            self._end[row] = start + count
 
     def first_entry(self, row: int) -> int:
-        """Return the first token of a row whose predecessor's states are there, and so all up to the newest one.
+        """Return the first token of a row whose predecessor's taps are there, and so all up to the newest one.
 
         The row's length if there is none.
         """
-        length = self._rows.length.item(row)
+        length = self._rows.known_len(row)
         return self._begin[row] + 1 if self._end[row] >= length - 1 else length
 
     def valid_len(self, row: int) -> int:
-        """Return the leading tokens of a row whose states are all there; 0 behind a hole."""
+        """Return the leading tokens of a row whose taps are all there; 0 behind a hole."""
         return self._end[row] if self._begin[row] == 0 else 0
 
-    def read(self, pieces: list[tuple[int, int, int]]) -> NDArray[float32]:
-        """Return the states of `count` tokens of a row from `start` on, for each piece (row, start, count).
 
-        [sum of counts, width] float32, one piece after another.
+class Entries:
+    """Entries of each row in the head's own store: an unbroken run, and where it ends.
+
+    It begins at the row's first entry, but behind a hole in the taps it is made of, and behind what was left out
+    because nobody would pay for it.
+    """
+
+    def __init__(self, rows: RowView, tapped: TappedRuns) -> None:
+        self._rows, self._tapped = rows, tapped
+        self._left_out = [0] * rows.num_rows  # tokens of each row before the first one whose entry is made
+        self._end = [0] * rows.num_rows  # the token behind the last entry that is valid
+
+    def admit(self, row: int, valid_len: int) -> None:
+        """Start with the entries of a row's cached pages."""
+        self._left_out[row], self._end[row] = 0, valid_len
+
+    def first(self, row: int) -> int:
+        """Return the first token of a row whose entry is read."""
+        return max(self._left_out[row], self._tapped.first_entry(row))
+
+    def start(self, row: int) -> int:
+        """Return the first token of a row whose entry is still to be made."""
+        return max(self._end[row], self.first(row))
+
+    def missing(self, row: int) -> int:
+        """Return how many entries are still to be made."""
+        return self._rows.known_len(row) - self.start(row)
+
+    def leave_out(self, row: int, num_kept: int) -> None:
+        """Make the last `num_kept` of a row's missing entries only; those before are never read again.
+
+        Some more are made where as many are there, which otherwise are lost. What a head's second layer keeps of
+        those left out knows less, also in a page that another row shares: that row's drafts may be a little
+        worse for it, its text is the same.
         """
-        states = np.empty((sum(count for *_, count in pieces), self._data.shape[1]), np.float32)
-        kernels.read_halves(self._data.view(np.uint16), self._rows.pages, pieces, states)
-        return states
+        there = self.start(row) - self.first(row)
+        if self.missing(row) > max(num_kept, min(there, KEEP_FACTOR * num_kept)):
+            self._left_out[row] = self._rows.known_len(row) - num_kept
 
-    def read_slow(self, pieces: list[tuple[int, int, int]]) -> NDArray[float32]:
-        """Return what `read` returns, plainly."""
-        rows, starts, counts = np.array(pieces, np.int64).T
-        positions = np.array(runs(starts.tolist(), counts.tolist()), np.int64)
-        pages = self._rows.pages[np.repeat(rows, counts), positions // PAGE_TOKENS]
-        states: NDArray[float32] = self._data[pages * PAGE_TOKENS + positions % PAGE_TOKENS].astype(np.float32)
-        return states
+    def add(self, row: int, count: int) -> None:
+        """Note that `count` more entries were made."""
+        self._end[row] = self.start(row) + count
+
+    def valid_len(self, row: int) -> int:
+        """Return the leading tokens of a row whose entries are all there, and depend on nothing but them."""
+        whole = self._left_out[row] == 0 and self._tapped.valid_len(row) > 0
+        return self._end[row] if whole else 0

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.draft.autoregressive import draft_in_turn
+from paceline.backend.seam import FedBack
+from paceline.draft.autoregressive import draft_steps
 from paceline.draft.heads.drafter import HeadDrafter
 from paceline.draft.hints import RecycledGains
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from numpy import floating
-    from numpy.typing import NDArray
-
-    from paceline.backend.rows import Span
-    from paceline.backend.seam import SampledTokens, StepLimit
+    from paceline.backend.seam import PassResult, Span, StepLimit
     from paceline.core.nouns import SamplingSpec
     from paceline.draft.autoregressive import Chain
     from paceline.draft.drafter import Target
@@ -31,21 +28,23 @@ class SerialHeadDrafter(HeadDrafter):
 
     def __init__(self, options: HeadOptions, target: Target, head: Head) -> None:
         super().__init__(options, target, head)
-        self._fed_back: dict[int, NDArray[floating]] = {}  # row -> [width] of its newest guess
+        self._hidden: object = None  # of the newest guesses, `PassResult.hidden`
+        self._hidden_rows: dict[int, int] = {}  # row -> its row there
 
     def _draft(self, chains: Mapping[int, Chain], starts: Mapping[int, int]) -> None:
-        at_once = self._run_in_turn if self._head.in_turn else None
-        draft_in_turn(self._rows, chains, starts, self._run, at_once, dense=self._dense)
+        all_steps = self._run_steps if self._head.capabilities.multi_step else None
+        draft_steps(self._rows, chains, starts, self._run, all_steps, dense=self._dense)
 
-    def _run_in_turn(
-        self, spans: Sequence[Span], specs: Sequence[SamplingSpec], ends: Sequence[StepLimit]
-    ) -> SampledTokens:
-        assert self._head.in_turn is not None
-        packed = self._pack(spans, [1] * len(spans), max(end.depth for end in ends) - 1)
-        return self._head.in_turn(packed, self._read(spans, None), self._kv, specs, ends)
+    def _run_steps(
+        self, spans: Sequence[Span], specs: Sequence[SamplingSpec], steps: Sequence[StepLimit]
+    ) -> PassResult:
+        ahead = max(limit.depth for limit in steps) - 1
+        return self._head.launch(self._request(spans, [1] * len(spans), specs, steps, ahead=ahead)).wait()
 
-    def _run(self, spans: Sequence[Span], specs: Sequence[SamplingSpec]) -> SampledTokens:
-        packed, features = self._pack(spans, [1] * len(spans)), self._read(spans, self._fed_back)
-        chosen, fed_back = self._head.run(packed, features, self._kv, specs)
-        self._fed_back = {row: feature for (row, *_), feature in zip(spans, fed_back, strict=True)}
-        return chosen
+    def _run(self, spans: Sequence[Span], specs: Sequence[SamplingSpec]) -> PassResult:
+        guessing = [row for row, _, _, guesses in spans if guesses]
+        fed_back = FedBack(self._hidden, [self._hidden_rows[row] for row in guessing]) if guessing else None
+        result = self._head.launch(self._request(spans, [1] * len(spans), specs, fed_back=fed_back)).wait()
+        self._hidden = result.hidden
+        self._hidden_rows = {row: index for index, (row, *_) in enumerate(spans)}
+        return result

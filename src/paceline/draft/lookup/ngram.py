@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy import int64
     from numpy.typing import NDArray
 
-    from paceline.backend.rows import Rows
+    from paceline.backend.seam import RowView
     from paceline.core.nouns import Batch, Plan, Request, Scores, Verdict
     from paceline.draft.drafter import Target
     from paceline.draft.registry import Loader
@@ -65,7 +65,7 @@ class NgramDrafter:
     name = NgramConfig.name
     needs = Needs()
 
-    def __init__(self, config: NgramConfig, rows: Rows) -> None:
+    def __init__(self, config: NgramConfig, rows: RowView) -> None:
         self.config = config
         self._rows = rows
 

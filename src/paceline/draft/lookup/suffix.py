@@ -22,7 +22,7 @@ from paceline.draft.registry import bounded
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from paceline.backend.rows import Rows
+    from paceline.backend.seam import RowView
     from paceline.core.nouns import Batch, Plan, Request, Scores, Verdict
     from paceline.draft.drafter import Target
     from paceline.draft.registry import Loader
@@ -81,7 +81,7 @@ class SuffixDrafter:
 
     name = SuffixConfig.name
 
-    def __init__(self, config: SuffixConfig, rows: Rows) -> None:
+    def __init__(self, config: SuffixConfig, rows: RowView) -> None:
         self.config = config
         self.needs = Needs(max_k=config.k, instant=True)
         self._tokens = rows

@@ -1,8 +1,8 @@
 """A small language model as drafter whose tokenizer is not the target's.
 
 It keeps the text of each row in its own tokens and in pages of its own. When the target has gone another way than
-it guessed, its text is rolled back to the last border that both have (`streams.py`); what it reads and what its
-guesses mean, a spelling says (`spelling.py`).
+it guessed, its text is rolled back to the last border that both have (`foreign_rows.py`). `retokenize.py` says
+which of its tokens stand for the target's text, and which of the target's for its guesses.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.backend.sampling import draw
+from paceline.backend.seam import PassRequest
 from paceline.core.nouns import NO_DRAFT, Draft, RowDraft
 from paceline.draft.autoregressive import catch_up_tokens, share_out
 from paceline.draft.drafter import Needs
-from paceline.draft.model.foreign_rows import Streams
+from paceline.draft.model.foreign_rows import ForeignRows
 from paceline.draft.model.id_map import GREEDY_KIND
 
 if TYPE_CHECKING:
@@ -25,12 +26,11 @@ if TYPE_CHECKING:
     from numpy import floating
     from numpy.typing import NDArray
 
-    from paceline.backend.rows import Span
-    from paceline.backend.seam import Decoder, SampledTokens
+    from paceline.backend.seam import Decoder, PassResult, Span
     from paceline.core.nouns import Batch, Plan, Request, SamplingSpec, Scores, Verdict
     from paceline.draft.drafter import Target
-    from paceline.draft.model.id_map import Places
-    from paceline.draft.model.retokenize import Spelling
+    from paceline.draft.model.id_map import IdMap
+    from paceline.draft.model.retokenize import Retokenizer
 
 PAGES_PER_PAGE = 2  # of the target's: a drafter may need more tokens for a text, and memory is taken as it is used
 
@@ -38,8 +38,9 @@ PAGES_PER_PAGE = 2  # of the target's: a drafter may need more tokens for a text
 class _Guesses:
     """A row's guesses so far, in both vocabularies."""
 
-    def __init__(self, row: int, spelling: Spelling, depth: int) -> None:
-        self.row, self.spelling, self.depth = row, spelling, depth
+    def __init__(self, row: int, retokenizer: Retokenizer, depth: int) -> None:
+        self.row, self.depth = row, depth
+        self.retokenizer = retokenizer
         self.own_ids: list[int] = []  # the drafter's
         self.token_ids: list[int] = []  # the target's
         self.probs: list[NDArray[floating]] = []  # [vocab] each, if the law needs them
@@ -47,14 +48,14 @@ class _Guesses:
     def add(self, own_id: int) -> None:
         """Take in a guess of the drafter's."""
         self.own_ids.append(own_id)
-        self.token_ids = self.spelling.read(self.own_ids)
+        self.token_ids = self.retokenizer.read(self.own_ids)
 
     @property
     def goes_on(self) -> bool:
         """Whether another guess is wanted."""
-        if self.spelling.ended(self.own_ids) or len(self.token_ids) >= self.depth:
+        if self.retokenizer.ended(self.own_ids) or len(self.token_ids) >= self.depth:
             return False
-        return len(self.own_ids) < self.depth * self.spelling.passes_per_draft
+        return len(self.own_ids) < self.depth * self.retokenizer.passes_per_draft
 
     def draft(self, drafter: str) -> RowDraft:
         """Return the target's tokens, up to one that it does not have."""
@@ -72,7 +73,7 @@ class ForeignDraftModel:
         name: str,
         target: Target,
         decoder: Decoder,
-        new_spelling: Callable[[], Spelling],
+        new_retokenizer: Callable[[], Retokenizer],
         report: Mapping[str, Any],
         num_layers: int | None = None,
     ) -> None:
@@ -81,29 +82,29 @@ class ForeignDraftModel:
         self._num_layers = num_layers
         layers = num_layers or decoder.config.num_layers
         self._allowance = catch_up_tokens(decoder.config, layers, target.config)
-        self._new_spelling = new_spelling
+        self._new_retokenizer = new_retokenizer
         self._report = report
         self._rows = target.rows
         self._dense = target.law_needs_probs
-        num_pages, width = PAGES_PER_PAGE * target.num_pages, PAGES_PER_PAGE * target.rows.token_ids.shape[1]
+        num_pages, max_len = PAGES_PER_PAGE * target.num_pages, PAGES_PER_PAGE * target.rows.max_len
         self._kv = decoder.new_kv(num_pages, num_layers)
-        self._streams = Streams(target.rows.num_rows, num_pages, min(width, decoder.config.max_context))
-        self._spellings: dict[int, Spelling] = {}  # of rows whose text the drafter can follow
+        self._foreign = ForeignRows(target.rows.num_rows, num_pages, min(max_len, decoder.config.max_context))
+        self._retokenizers: dict[int, Retokenizer] = {}  # of rows whose text the drafter can follow
         self.needs = Needs(pages="own", kv_bytes_per_token=PAGES_PER_PAGE * self._kv.bytes_per_token)
 
     def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
         """Start from nothing: pages of one's own know of no cached prefix."""
         self.release(row)
-        self._spellings[row] = self._new_spelling()
+        self._retokenizers[row] = self._new_retokenizer()
 
     def propose(self, batch: Batch, plan: Plan) -> Draft:
         """Bring the texts up to date, catch up on them, and draft token by token."""
         depth = {r.row: min(plan.k(r.row), r.max_drafts) for r in batch.rows}
         ready = self._catch_up([row for row, k in depth.items() if k > 0 and self._renew(row, k)])
-        guesses = [_Guesses(row, self._spellings[row], depth[row]) for row in ready]
+        guesses = [_Guesses(row, self._retokenizers[row], depth[row]) for row in ready]
         self._draft(guesses)
         for g in guesses:
-            self._streams.guess(g.row, g.own_ids)
+            self._foreign.guess(g.row, g.own_ids)
         drafts = {g.row: g.draft(self.name) for g in guesses}
         return Draft(tuple(drafts.get(r.row, NO_DRAFT) for r in batch.rows))
 
@@ -116,8 +117,8 @@ class ForeignDraftModel:
 
     def release(self, row: int) -> None:
         """Forget the row."""
-        self._streams.release(row)
-        self._spellings.pop(row, None)
+        self._foreign.release(row)
+        self._retokenizers.pop(row, None)
 
     def forget(self) -> None:
         """Nothing is learnt across requests."""
@@ -128,61 +129,62 @@ class ForeignDraftModel:
 
     def _renew(self, row: int, depth: int) -> bool:
         """Bring a row's text up to date. Returns whether it can be drafted for."""
-        spelling = self._spellings.get(row)
-        told = spelling.renew(self._rows.tokens(row)) if spelling is not None else None
-        if spelling is None or told is None:
+        retokenizer = self._retokenizers.get(row)
+        changed = retokenizer.renew(self._rows.tokens(row)) if retokenizer is not None else None
+        if retokenizer is None or changed is None:
             return False
-        fits = self._streams.renew(row, *told, room=depth * spelling.passes_per_draft)
+        fits = self._foreign.renew(row, *changed, room=depth * retokenizer.passes_per_draft)
         if not fits:  # nor will it later: the text only grows
             self.release(row)
         return fits
 
     def _catch_up(self, rows: list[int]) -> list[int]:
         """Return the rows whose unseen tokens fit this step's allowance; bring the others nearer."""
-        own = self._streams.rows
-        behind = {row: int(own.length[row]) - self._streams.start(row) for row in rows}
+        own = self._foreign
+        behind = {row: own.known_len(row) - own.start(row) for row in rows}
         ready, nearer = share_out(behind, self._allowance)
         if nearer:
-            spans: list[Span] = [(row, self._streams.start(row), count, ()) for row, count in nearer.items()]
-            packed = own.pack_spans(spans, [0] * len(spans))
-            self._decoder.run(packed, self._kv, (), num_layers=self._num_layers)
+            spans: list[Span] = [(row, self._foreign.start(row), count, ()) for row, count in nearer.items()]
+            packed = own.pack(spans, [0] * len(spans))
+            self._decoder.launch(PassRequest(packed, self._kv, (), num_layers=self._num_layers)).wait()
         for row, count in nearer.items():
-            self._streams.advance(row, count)
+            self._foreign.advance(row, count)
         return ready
 
     def _draft(self, guesses: Sequence[_Guesses]) -> None:
         """Draw guess after guess. The first pass reads what is new of each row's text, the others one guess."""
-        own, wanting = self._streams.rows, list(guesses)
-        starts = {g.row: self._streams.start(g.row) for g in guesses}
-        spans: list[Span] = [(row, at, int(own.length[row]) - at, ()) for row, at in starts.items()]
+        own, wanting = self._foreign, list(guesses)
+        starts = {g.row: own.start(g.row) for g in guesses}
+        spans: list[Span] = [(row, at, own.known_len(row) - at, ()) for row, at in starts.items()]
         while wanting:
             logits = self._run(spans)
             wanting = [g for g, row in zip(wanting, logits, strict=True) if self._extend(g, row) and g.goes_on]
-            spans = [(g.row, int(own.length[g.row]) + len(g.own_ids) - 1, 0, g.own_ids[-1:]) for g in wanting]
+            spans = [(g.row, own.known_len(g.row) + len(g.own_ids) - 1, 0, g.own_ids[-1:]) for g in wanting]
 
     def _run(self, spans: Sequence[Span]) -> NDArray[floating]:
         """Return the drafter's logits after each span. [num_spans, its vocabulary]"""
-        packed = self._streams.rows.pack_spans(spans, [1] * len(spans))
+        packed = self._foreign.pack(spans, [1] * len(spans))
         wanted = [self._rows.spec_after(row, ())._replace(kind="logits", edits=None) for row, *_ in spans]
-        logits = self._decoder.run(packed, self._kv, wanted, num_layers=self._num_layers).logits
+        request = PassRequest(packed, self._kv, wanted, num_layers=self._num_layers)
+        logits = self._decoder.launch(request).wait().logits
         assert logits is not None
         return logits
 
     def _extend(self, guesses: _Guesses, logits: NDArray[floating]) -> bool:
         """Draw one more guess from logits [its vocabulary]. Returns whether there is one."""
         choose = self._rows.spec_after(guesses.row, guesses.token_ids)
-        dense = self._dense and guesses.spelling.has_probs
+        dense = self._dense and guesses.retokenizer.has_probs
         if self._dense and not dense:  # a certain guess, as lawful as a lookup: the noise is the law's own
             choose = choose._replace(kind=GREEDY_KIND, edits=None)
-        places = guesses.spelling.places(guesses.own_ids)
-        run = partial(_choose, places, logits)
+        id_map = guesses.retokenizer.id_map(guesses.own_ids)
+        run = partial(_choose, id_map, logits)
         drawn = draw(run, [choose], [len(guesses.token_ids)], dense=dense)
         if drawn.token_ids[0] < 0:
             return False
-        guesses.add(places.own_id(drawn.token_ids[0]))
+        guesses.add(id_map.draft_id(drawn.token_ids[0]))
         guesses.probs += drawn.probs or []
         return True
 
 
-def _choose(places: Places, logits: NDArray[floating], specs: Sequence[SamplingSpec]) -> SampledTokens:
-    return places.choose(logits[None], specs)
+def _choose(id_map: IdMap, logits: NDArray[floating], specs: Sequence[SamplingSpec]) -> PassResult:
+    return id_map.choose(logits[None], specs)

@@ -15,32 +15,34 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
+from paceline.backend.seam import PassRequest
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import NO_DRAFT, Draft
-from paceline.draft.autoregressive import begin, catch_up_tokens, draft_in_turn, share_out
+from paceline.draft.autoregressive import begin, catch_up_tokens, draft_steps, share_out
 from paceline.draft.drafter import MAX_K, Needs
 from paceline.draft.hints import Hints, RecycledGains
 from paceline.draft.model.cross_vocabulary import ForeignDraftModel
 from paceline.draft.model.id_map import TranslatedDecoder
-from paceline.draft.model.retokenize import SPELLINGS, VocabularyPair
+from paceline.draft.model.retokenize import RETOKENIZERS, VocabularyPair
 from paceline.draft.model.vocabulary import difference, map_tokens
 from paceline.draft.registry import bounded
-from paceline.draft.request_vocabulary import OwnTokens
+from paceline.draft.request_vocabulary import RequestVocabulary
 from paceline.draft.shipped import shipped_folder
 from paceline.draft.training import trained_to
-from paceline.model.cost import num_weights
+from paceline.model.config import num_weights
 from paceline.model.files.pull import resolve
-from paceline.model.heads.cut_model import load_small, num_small_weights, shares_tables
+from paceline.model.heads.cut_model import load_cut_model, num_cut_weights, shares_tables
 from paceline.model.weights import load_model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from paceline.backend.rows import Rows, Span
-    from paceline.backend.seam import KV, Decoder, SampledTokens, StepLimit
+    from numpy import int64
+    from numpy.typing import NDArray
+
+    from paceline.backend.seam import KV, Decoder, PassResult, Span, StepLimit
     from paceline.core.nouns import Batch, Plan, Request, SamplingSpec, Scores, Verdict
+    from paceline.draft.autoregressive import Chain
     from paceline.draft.drafter import Drafter, Target
     from paceline.draft.registry import Loader
     from paceline.model.weights import LoadedModel
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
 ENOUGH_SHARED = 0.999  # of the target's tokens, for token by token to lose nothing
 RECYCLED_GAINS = RecycledGains(pair=4.0, far_pair=1.0, token=2.0)
 CUT_GAIN = 4.0  # of hints to what was cut from the target, see `hints`
-by_token, by_string = SPELLINGS
+by_token, by_string = RETOKENIZERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +65,15 @@ class DraftModelConfig:
     k: int = 4
     layers: int | None = None  # how many of the first layers; without a model, of the target's own
     model: str | None = None  # a model of its own: folder, .gguf or Hugging Face id
-    vocabulary: str | None = None  # a key of SPELLINGS; None: as the two tokenizers suggest
+    vocabulary: str | None = None  # a key of RETOKENIZERS; None: as the two tokenizers suggest
     weights: str | None = None  # their type in memory where tables are the target's, see `weight_type`
 
     def __post_init__(self) -> None:
         bounded(self, "k", 1, MAX_K)
-        if self.vocabulary is not None and (self.model is None or self.vocabulary not in SPELLINGS):
-            raise ConfigError(f"draft-model:vocabulary goes with model=PATH and is one of {', '.join(SPELLINGS)}")
+        if self.vocabulary is not None and (self.model is None or self.vocabulary not in RETOKENIZERS):
+            raise ConfigError(
+                f"draft-model:vocabulary goes with model=PATH and is one of {', '.join(RETOKENIZERS)}"
+            )
 
     def num_weights(self, target: LoadedModel) -> int:
         """Return the size of a model of its own; the target's layers and tables cost nothing."""
@@ -77,7 +81,7 @@ class DraftModelConfig:
             return 0
         folder = resolve(self.model) if self.model else shipped_folder(self.name, target.fingerprint)
         if shares_tables(folder):
-            return num_small_weights(folder)
+            return num_cut_weights(folder)
         config = load_model(folder).config
         return num_weights(replace(config, num_layers=self.layers or config.num_layers))
 
@@ -93,7 +97,7 @@ class DraftModelConfig:
             return self._own_layers(target)
         folder = Path(self.model) if self.model else shipped_folder(self.name, target.fingerprint)
         if self.model is None or shares_tables(folder):
-            return self._small_model(folder, target)
+            return self._cut_model(folder, target)
         self._refuse_weights("a whole model has")
         return self._own_model(self.model, target, load)
 
@@ -107,6 +111,8 @@ class DraftModelConfig:
 
     def _own_layers(self, target: Target) -> DraftModel:
         self._check_layers(target.config.num_layers - 1)
+        if target.rows.late_steps:  # guesses would overwrite KV of tokens that are committed and not known yet
+            raise ConfigError(f"{self.name}:layers={self.layers} needs a backend that knows its rows at once")
         report = {"drafter": self.name, "k": self.k, "model": f"the target's first {self.layers} layers"}
         memory = target.memory
         needs = Needs(pages="shared", stops=not target.law_needs_probs)
@@ -114,15 +120,19 @@ class DraftModelConfig:
         drafter.hints.gain = CUT_GAIN
         return drafter
 
-    def _small_model(self, folder: Path, target: Target) -> Drafter:
+    def _cut_model(self, folder: Path, target: Target) -> Drafter:
         """Return a model that was cut from the target and shares its tables."""
-        small = load_small(folder, target.config)
-        self._check_layers(small.config.num_layers)
-        decoder = target.memory.run_small(small, self.weights)
+        cut = load_cut_model(folder, target.config)
+        self._check_layers(cut.config.num_layers)
+        decoder = target.memory.run_cut_model(cut, self.weights)
         model = self.model or "ships for this target"
         report = {"drafter": self.name, "k": self.k, "model": model, "weights": decoder.weight_type}
-        own = OwnTokens(target.rows, small.token_ids, target.config.vocab_size, decoder.write_also)
-        return self._over_shared_pages(target, decoder, report, own, trained_to(folder))
+        vocabulary = RequestVocabulary(
+            target.rows, cut.token_ids, target.config.vocab_size, decoder.set_request_tokens
+        )
+        drafter = self._over_shared_pages(target, decoder, report, trained_to(folder), vocabulary=vocabulary)
+        drafter.hints.gain = CUT_GAIN
+        return drafter
 
     def _own_model(self, name: str, target: Target, load: Loader) -> Drafter:
         drafter = load(name)
@@ -133,13 +143,14 @@ class DraftModelConfig:
         decoder = drafter.decoder
         if self.vocabulary is not None or difference(target.vocabulary, drafter.vocabulary) is not None:
             tokens = map_tokens(target.vocabulary, drafter.vocabulary)
-            spelling = self.vocabulary or (by_token if tokens.share >= ENOUGH_SHARED else by_string)
-            report["vocabulary"] = f"{spelling}: the drafter has {tokens.share:.1%} of the target's tokens"
-            if spelling != by_token or not tokens.is_total:
+            way = self.vocabulary or (by_token if tokens.share >= ENOUGH_SHARED else by_string)
+            report["vocabulary"] = f"{way}: the drafter has {tokens.share:.1%} of the target's tokens"
+            if way != by_token or not tokens.is_total:
                 pair = VocabularyPair(target.vocabulary, drafter.vocabulary, tokens)
-                new_spelling = partial(SPELLINGS[spelling], pair)
-                return ForeignDraftModel(self.name, target, decoder, new_spelling, report, self.layers)
+                new_retokenizer = partial(RETOKENIZERS[way], pair)
+                return ForeignDraftModel(self.name, target, decoder, new_retokenizer, report, self.layers)
             decoder = TranslatedDecoder(decoder, tokens)  # each token of the target's is one: pages can be shared
+            return self._over_shared_pages(target, decoder, report, read_as=decoder.read_as)
         return self._over_shared_pages(target, decoder, report)
 
     def _over_shared_pages(
@@ -147,9 +158,11 @@ class DraftModelConfig:
         target: Target,
         decoder: Decoder,
         report: Mapping[str, Any],
-        own: OwnTokens | None = None,
         kept: tuple[float, ...] = (),
-    ) -> Drafter:
+        *,
+        vocabulary: RequestVocabulary | None = None,
+        read_as: NDArray[int64] | None = None,
+    ) -> DraftModel:
         kv = decoder.new_kv(target.num_pages, self.layers)
         needs = Needs(
             pages="shared",
@@ -158,10 +171,7 @@ class DraftModelConfig:
             stops=not target.law_needs_probs,
             trained_to=kept,
         )
-        drafter = DraftModel(target, decoder, kv, needs, report, self.layers, own)
-        if own:
-            drafter.hints.gain = CUT_GAIN
-        return drafter
+        return DraftModel(target, decoder, kv, needs, report, self.layers, vocabulary=vocabulary, read_as=read_as)
 
 
 class DraftModel:
@@ -177,22 +187,25 @@ class DraftModel:
         needs: Needs,
         report: Mapping[str, Any],
         num_layers: int | None = None,
-        own: OwnTokens | None = None,
+        *,
+        vocabulary: RequestVocabulary | None = None,
+        read_as: NDArray[int64] | None = None,
     ) -> None:
-        """own: of a decoder that writes some of the target's tokens only."""
+        """vocabulary: of a decoder that writes some of the target's tokens only. read_as: see `RowView.pack`."""
         self.needs = needs
         self._decoder = decoder
         self._kv = kv
         self._num_layers = num_layers
         self._report = report
-        self._rows: Rows = target.rows
+        self._rows = target.rows
         self.hints = Hints(target.rows, 0.0, RECYCLED_GAINS)  # a whole model reads the text for itself
         self._vocab_size = target.config.vocab_size
         self._dense = target.law_needs_probs
         layers = num_layers or decoder.config.num_layers
         self._allowance = catch_up_tokens(decoder.config, layers, target.config)
-        self._own = own
-        self._valid = np.zeros(self._rows.num_rows, np.int64)  # tokens of each row in the own store
+        self._vocabulary = vocabulary
+        self._read_as = read_as
+        self._valid = [0] * self._rows.num_rows  # tokens of each row in the own store
         self._seen: dict[int, int] = {}  # row -> tokens in the store if every open guess is kept
 
     def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
@@ -204,12 +217,12 @@ class DraftModel:
         depth = {r.row: min(plan.k(r.row), r.max_drafts) for r in batch.rows}
         ready = self._catch_up([row for row, k in depth.items() if k > 0])
         starts = {row: self._start(row) for row in ready}
-        if self._own:
-            self._own.follow(starts)
+        if self._vocabulary:
+            self._vocabulary.follow(starts)
         chains = begin(starts, depth, plan, self.hints)
-        at_once = self._run_in_turn if self._decoder.in_turn else None
-        draft_in_turn(self._rows, chains, starts, self._run, at_once, dense=self._dense)
-        self._seen |= {row: int(self._rows.length[row]) + len(c.token_ids) - 1 for row, c in chains.items()}
+        all_steps = self._run_steps if self._decoder.capabilities.multi_step else None
+        draft_steps(self._rows, chains, starts, self._run, all_steps, dense=self._dense)
+        self._seen |= {row: self._rows.known_len(row) + self._num_kept(c) for row, c in chains.items()}
         self.hints.note({row: chain.token_ids for row, chain in chains.items()})
         return Draft(tuple(chains[r.row].draft(self.name) if r.row in chains else NO_DRAFT for r in batch.rows))
 
@@ -217,17 +230,17 @@ class DraftModel:
         """Keep the entries of kept tokens: all but the newest token, as far as they were seen."""
         self.hints.learn(batch, scores, verdict)
         for row in self._seen.keys() & {r.row for r in batch.rows}:
-            self._valid[row] = min(self._seen.pop(row), int(self._rows.length[row]) - 1)
+            self._valid[row] = min(self._seen.pop(row), self._rows.known_len(row) - 1)
 
     def valid_lens(self, row: int) -> Mapping[str, int]:
         """Leading tokens of a row that the own store holds, if there is one."""
-        return dict.fromkeys(self.needs.stores, int(self._valid[row]))
+        return dict.fromkeys(self.needs.stores, self._valid[row])
 
     def release(self, row: int) -> None:
         """Forget the row."""
         self._valid[row] = 0
-        if self._own:
-            self._own.release(row)
+        if self._vocabulary:
+            self._vocabulary.release(row)
         self.hints.release(row)
         self._seen.pop(row, None)
 
@@ -238,32 +251,42 @@ class DraftModel:
         """Tell what was chosen."""
         return self._report
 
+    def _num_kept(self, chain: Chain) -> int:
+        """Return how many guesses are in the store where the target may accept them; none if rows are late."""
+        return 0 if self._rows.late_steps else len(chain.token_ids) - 1
+
     def _start(self, row: int) -> int:
         """Return the first token of a row without KV."""
-        valid = self._valid if self.needs.stores else self._rows.computed
-        return int(valid[row])
+        return self._valid[row] if self.needs.stores else self._rows.computed_len(row)
 
     def _catch_up(self, rows: list[int]) -> list[int]:
         """Return the rows whose unseen tokens fit this step's allowance; bring the others nearer."""
-        behind = {row: int(self._rows.length[row]) - self._start(row) for row in rows}
+        behind = {row: self._rows.known_len(row) - self._start(row) for row in rows}
         ready, nearer = share_out(behind, self._allowance)
         if nearer:
             spans: list[Span] = [(row, self._start(row), count, ()) for row, count in nearer.items()]
-            packed = self._rows.pack_spans(spans, [0] * len(spans))
-            self._decoder.run(packed, self._kv, (), num_layers=self._num_layers)
+            self._launch(spans, [0] * len(spans), ())
         for row, count in nearer.items():
             self._valid[row] += count
         return ready
 
-    def _run(self, spans: Sequence[Span], specs: Sequence[SamplingSpec]) -> SampledTokens:
-        packed = self._rows.pack_spans(spans, [1] * len(spans))
-        return self._decoder.run(packed, self._kv, specs, num_layers=self._num_layers, vocab_size=self._vocab_size)
+    def _run(self, spans: Sequence[Span], specs: Sequence[SamplingSpec]) -> PassResult:
+        return self._launch(spans, [1] * len(spans), specs)
 
-    def _run_in_turn(
-        self, spans: Sequence[Span], specs: Sequence[SamplingSpec], ends: Sequence[StepLimit]
-    ) -> SampledTokens:
-        assert self._decoder.in_turn is not None
-        packed = self._rows.pack_spans(spans, [1] * len(spans), max(end.depth for end in ends) - 1)
-        return self._decoder.in_turn(
-            packed, self._kv, specs, ends, num_layers=self._num_layers, vocab_size=self._vocab_size
-        )
+    def _run_steps(
+        self, spans: Sequence[Span], specs: Sequence[SamplingSpec], steps: Sequence[StepLimit]
+    ) -> PassResult:
+        return self._launch(spans, [1] * len(spans), specs, steps, max(limit.depth for limit in steps) - 1)
+
+    def _launch(
+        self,
+        spans: Sequence[Span],
+        wanted: Sequence[int],
+        specs: Sequence[SamplingSpec],
+        steps: Sequence[StepLimit] = (),
+        ahead: int = 0,
+    ) -> PassResult:
+        packed = self._rows.pack(spans, wanted, ahead, read_as=self._read_as)
+        layers, vocab = self._num_layers, self._vocab_size
+        request = PassRequest(packed, self._kv, specs, steps, num_layers=layers, vocab_size=vocab)
+        return self._decoder.launch(request).wait()

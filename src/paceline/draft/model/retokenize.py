@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from paceline.draft.model.id_map import Places, all_places, shared_places
+from paceline.draft.model.id_map import IdMap, all_ids, shared_ids
 from paceline.draft.model.vocabulary import by_text
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ MOST_TAIL_BYTES = 512  # of a text that is written anew when it grows
 LEFT_TAIL_BYTES = 128
 
 
-class Spelling(Protocol):
+class Retokenizer(Protocol):
     """One row's text in both vocabularies."""
 
     passes_per_draft: ClassVar[int]  # of the drafter at most
@@ -41,7 +41,7 @@ class Spelling(Protocol):
         """
         ...
 
-    def places(self, guesses: Sequence[int]) -> Places:
+    def id_map(self, guesses: Sequence[int]) -> IdMap:
         """Return what may follow the drafter's guesses."""
         ...
 
@@ -60,9 +60,9 @@ class VocabularyPair:
     def __init__(self, target: Vocabulary, drafter: Vocabulary, tokens: TokenMap) -> None:
         self.target, self.drafter = target.tokenizer, drafter.tokenizer
         self.tokens = tokens
-        self.shared = shared_places(tokens)
-        self.all = all_places(tokens, drafter)
-        self.behind_space = all_places(tokens, drafter, b" ")
+        self.shared = shared_ids(tokens)
+        self.all = all_ids(tokens, drafter)
+        self.behind_space = all_ids(tokens, drafter, b" ")
         self._bytes = {text: i for text, i in by_text(drafter.tokenizer).items() if len(text) == 1}
         self._spelled: dict[int, list[int]] = {}
 
@@ -86,7 +86,7 @@ class VocabularyPair:
         return [self._bytes[part] for part in (data[i : i + 1] for i in range(len(data))) if part in self._bytes]
 
 
-class TokenSpelling:
+class TokenRetokenizer:
     """Token for token. The drafter may read several tokens where the target has one, but never guesses such."""
 
     passes_per_draft: ClassVar[int] = 1
@@ -98,22 +98,22 @@ class TokenSpelling:
         self._num_spelled = 0  # tokens of the drafter's that these are
 
     def renew(self, token_ids: NDArray[int64]) -> tuple[int, list[int]] | None:
-        """See `Spelling`. What is spelled stays as it is."""
+        """See `Retokenizer`. What is spelled stays as it is."""
         first = self._num_spelled
         new = [i for token_id in token_ids[self._num_read :].tolist() for i in self._pair.spell(token_id)]
         self._num_read, self._num_spelled = len(token_ids), first + len(new)
         return (first, new) if self._num_spelled else None
 
-    def places(self, guesses: Sequence[int]) -> Places:
-        """See `Spelling`."""
+    def id_map(self, guesses: Sequence[int]) -> IdMap:
+        """See `Retokenizer`."""
         return self._pair.shared
 
     def read(self, guesses: Sequence[int]) -> list[int]:
-        """See `Spelling`."""
+        """See `Retokenizer`."""
         return [int(self._pair.tokens.to_target[i]) for i in guesses]
 
     def ended(self, guesses: Sequence[int]) -> bool:
-        """See `Spelling`."""
+        """See `Retokenizer`."""
         return False
 
 
@@ -126,7 +126,7 @@ class _Tail:
     untold: list[int] = field(default_factory=list)  # and those that were not, all before it
 
 
-class StringSpelling:
+class StringRetokenizer:
     """As the drafter's own tokenizer writes the text, but for a last space, which it puts to what follows."""
 
     passes_per_draft: ClassVar[int] = 2  # its tokens may be shorter than the target's
@@ -139,7 +139,7 @@ class StringSpelling:
         self._owed = b""  # end of the text that the drafter has not been told, but must begin with
 
     def renew(self, token_ids: NDArray[int64]) -> tuple[int, list[int]] | None:
-        """See `Spelling`. None where the text ends inside a character."""
+        """See `Retokenizer`. None where the text ends inside a character."""
         target, tail = self._pair.target, self._tail
         for token_id in token_ids[self._num_read :].tolist():
             if target.is_special(token_id):
@@ -159,18 +159,18 @@ class StringSpelling:
         self._settle(written)
         return first, new
 
-    def places(self, guesses: Sequence[int]) -> Places:
-        """See `Spelling`."""
+    def id_map(self, guesses: Sequence[int]) -> IdMap:
+        """See `Retokenizer`."""
         return self._pair.behind_space if self._owed and not guesses else self._pair.all
 
     def read(self, guesses: Sequence[int]) -> list[int]:
-        """See `Spelling`."""
+        """See `Retokenizer`."""
         steering = self._steering(guesses)
         text = whole_text(self._text(guesses[: len(guesses) - len(steering)]).removeprefix(self._owed))
         return self._pair.target.encode_within(text) + steering
 
     def ended(self, guesses: Sequence[int]) -> bool:
-        """See `Spelling`."""
+        """See `Retokenizer`."""
         return self._pair.drafter.is_special(guesses[-1])
 
     def _steering(self, guesses: Sequence[int]) -> list[int]:
@@ -220,7 +220,7 @@ def readable(data: bytes | bytearray) -> tuple[str, bytes]:
 
 
 # By the name of the option.
-SPELLINGS: dict[str, Callable[[VocabularyPair], Spelling]] = {
-    "tokens": TokenSpelling,
-    "strings": StringSpelling,
+RETOKENIZERS: dict[str, Callable[[VocabularyPair], Retokenizer]] = {
+    "tokens": TokenRetokenizer,
+    "strings": StringRetokenizer,
 }

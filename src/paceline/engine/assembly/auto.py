@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from paceline import kernels
-from paceline.control.objective import Objective
-from paceline.control.profile import ANY_DRAFTER, Profile, read_profile, write_profile
-from paceline.control.setup import make_loop
+from paceline.control.latency_target import Objective
+from paceline.control.profile import ANY_DRAFTER, Profile, make_loop, read_profile, write_profile
 from paceline.control.trace import Tracer
 from paceline.core.errors import ConfigError
 from paceline.core.system import POLL_S, file_lock, processor, usable_cores
@@ -46,8 +45,8 @@ def close_loop(engine: Engine, config: EngineConfig, model: str, progress: Progr
             f"{list(names)}; run `paceline profile` with the same --draft"
         )
     needs = [drafter.needs for drafter in engine.drafting.drafters.values()]
-    minding = tuple(index for index, n in enumerate(needs) if n.stops)
-    profile = replace(profile, trained_to=tuple(n.trained_to for n in needs), minding=minding)
+    honours_stops = tuple(index for index, n in enumerate(needs) if n.stops)
+    profile = replace(profile, trained_acceptance=tuple(n.trained_to for n in needs), honours_stops=honours_stops)
     max_ks = [min(n.max_k, MAX_DEPTH) for n in needs]
     num_rows = engine.scheduler.limits.num_rows
     tracer = None

@@ -9,10 +9,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from paceline.backend.rows import Rows
-from paceline.backend.seam import Backend, num_cores
-from paceline.control.controller import ClosedLoop
-from paceline.control.fixed import FixedK
+from paceline.backend.target import Backend
+from paceline.control.controller import ClosedLoop, FixedK
 from paceline.control.overlap import OverlapSwitch
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import PAGE_TOKENS
@@ -28,7 +26,7 @@ from paceline.engine.pages import PagePool, pages_for
 from paceline.engine.remote.protocol import BeginDrafter
 from paceline.engine.remote.remote_drafter import RemoteDrafter
 from paceline.engine.serial import SerialLoop
-from paceline.model.cost import num_weights
+from paceline.model.config import num_weights
 from paceline.model.files.pull import resolve
 from paceline.model.weights import LazyWeights, load_model, load_template, load_tokenizer
 from paceline.verify.law import load_law
@@ -40,8 +38,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.backend.device import Device
-    from paceline.backend.head_runner import HeadRunner
-    from paceline.backend.seam import Decoder, SmallDecoder
+    from paceline.backend.rows import Rows
+    from paceline.backend.seam import CutModelDecoder, Decoder, HeadRunner
     from paceline.draft.drafter import Drafter
     from paceline.draft.registry import DrafterConfig, Loader
     from paceline.engine.assembly.config import EngineConfig
@@ -51,7 +49,7 @@ if TYPE_CHECKING:
     from paceline.model.config import ModelConfig
     from paceline.model.files.gguf_file import FourBit
     from paceline.model.heads.checkpoint import Head
-    from paceline.model.heads.cut_model import SmallModel
+    from paceline.model.heads.cut_model import CutModel
     from paceline.model.template import ChatTemplate
     from paceline.model.tokenizer import Tokenizer
     from paceline.model.weights import LoadedModel
@@ -137,11 +135,11 @@ def assemble(
     limits = _limits(config, loaded.decoder.config)
     bytes_per_token = loaded.decoder.new_kv(1).bytes_per_token
     num_pages, why_pages = choose_num_pages(config, limits, bytes_per_token)
-    rows = _rows(limits, loaded.tokenizer, law)
+    rows = _rows(config, limits, loaded.tokenizer, law)
     backend = Backend(loaded.decoder, rows, num_pages)
     target = Target(
         config=loaded.decoder.config,
-        rows=rows,
+        rows=rows.view,
         num_pages=num_pages,
         vocabulary=loaded.vocabulary,
         law_needs_probs=law.needs_probs,
@@ -150,7 +148,7 @@ def assemble(
             loaded.decoder,
             backend.kv,
             partial(_run_head, config, loaded.decoder),
-            partial(_run_small, config, loaded.decoder),
+            partial(_run_cut_model, config, loaded.decoder),
         ),
     )
     drafters = _drafters(config, target, specs.configs, load_drafter)
@@ -173,10 +171,10 @@ def build_apart(config: EngineConfig, index: int, num_pages: int) -> tuple[Draft
     """
     model, law = load_model(resolve(config.model)), load_law(config.law)
     tokenizer = load_tokenizer(model)
-    rows = _rows(_limits(config, model.config), tokenizer, law)
+    rows = _rows(config, _limits(config, model.config), tokenizer, law)
     target = Target(
         config=model.config,
-        rows=rows,
+        rows=rows.view,
         num_pages=num_pages,
         vocabulary=Vocabulary(_short_name(config.model), tokenizer, model.config.vocab_size),
         law_needs_probs=law.needs_probs,
@@ -221,9 +219,9 @@ def _limits(config: EngineConfig, model: ModelConfig) -> Limits:
     return replace(config.limits, max_len=min(config.limits.max_len, model.max_context))
 
 
-def _rows(limits: Limits, tokenizer: Tokenizer, law: Law) -> Rows:
-    eos_ids = frozenset(tokenizer.eos_ids)
-    return Rows(limits.num_rows, limits.max_len, eos_ids, law_needs_probs=law.needs_probs)
+def _rows(config: EngineConfig, limits: Limits, tokenizer: Tokenizer, law: Law) -> Rows:
+    eos_ids, new_rows = frozenset(tokenizer.eos_ids), config.backend_spec.rows()
+    return new_rows(limits.num_rows, limits.max_len, eos_ids, law_needs_probs=law.needs_probs)
 
 
 def _close_loop(engine: Engine, config: EngineConfig, loaded: Loaded, progress: Progress | None) -> str:
@@ -284,8 +282,10 @@ def _run_head(config: EngineConfig, target: Decoder, head: Head, weight_type: st
     return config.backend_spec.load_head()(head, target, config.placement.draft, weight_type)
 
 
-def _run_small(config: EngineConfig, target: Decoder, small: SmallModel, weight_type: str | None) -> SmallDecoder:
-    return config.backend_spec.load_small()(small, target, config.placement.draft, weight_type)
+def _run_cut_model(
+    config: EngineConfig, target: Decoder, model: CutModel, weight_type: str | None
+) -> CutModelDecoder:
+    return config.backend_spec.load_cut_model()(model, target, config.placement.draft, weight_type)
 
 
 def choose_loop(asked: str, engine: Engine, placement: Placement) -> tuple[Loop, str]:
@@ -319,10 +319,8 @@ def _describe(config: EngineConfig, loaded: Loaded) -> Iterator[Choice]:
     )
     yield Choice("model", text, "the default" if config.model == "default" else "as asked")
     yield Choice("backend", loaded.decoder.describe(), config.backend_spec.about)
-    target = config.placement.target
-    usual = ("all cores", num_cores()) if target is None else ("all cores but the drafters'", len(target.cores))
-    why, threads = usual if config.threads is None else ("as asked", config.threads)
-    yield Choice("threads", str(threads), why)
+    usual = "all cores" if config.placement.target is None else "all cores but the drafters'"
+    yield Choice("threads", str(config.num_threads), usual if config.threads is None else "as asked")
     why = "same seed, same text, with drafts or without" if config.law == "coupled" else "same distribution only"
     yield Choice("law", config.law, why)
 

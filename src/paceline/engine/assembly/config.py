@@ -6,9 +6,9 @@ import os
 from dataclasses import dataclass, field, fields
 from types import NoneType
 
-from paceline.backend.device import SAME
+from paceline.backend.device import SAME, usable_cores
 from paceline.backend.registry import DEFAULT_BACKEND, BackendSpec, backend_spec
-from paceline.control.objective import THROUGHPUT, Objective
+from paceline.control.latency_target import THROUGHPUT, Objective
 from paceline.core.errors import ConfigError, suggest
 from paceline.engine.assembly.placement import Placement
 from paceline.engine.scheduler import Limits
@@ -66,6 +66,12 @@ class EngineConfig:
             "--trace": self.trace is not None,
         }
         return next((flag for flag, used in given.items() if used), None)
+
+    @property
+    def num_threads(self) -> int:
+        """Threads that compute a pass of the target."""
+        target = self.placement.target
+        return self.threads or len(usable_cores() if target is None else target.cores)
 
     @property
     def backend_spec(self) -> BackendSpec:

@@ -12,9 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from paceline.backend.device import SAME, Device
+from paceline.backend.pass_thread import PassThread
 from paceline.core.errors import ConfigError
 from paceline.core.system import usable_cores
-from paceline.engine.worker import PassThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -32,7 +32,7 @@ from paceline.engine.wire import Submit
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from paceline.backend.rows import Rows
+    from paceline.backend.seam import RowView
     from paceline.core.nouns import Batch, Plan, Request, Scores, Verdict
     from paceline.engine.remote.protocol import RemoteRowDraft, ToDrafter, ToEngine
 
@@ -50,7 +50,7 @@ class _KnownRow:
 class RemoteDrafter:
     """Drafts in another process, each call with a deadline; see `Drafter`. A lost process is restarted."""
 
-    def __init__(self, name: str, begin: BeginDrafter, rows: Rows, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(self, name: str, begin: BeginDrafter, rows: RowView, deadline_s: float = DEADLINE_S) -> None:
         """Start the process. rows: the engine's. Raises what loading the drafter there raises."""
         self.name = name
         self.supervisor = _started(begin, name)
@@ -133,8 +133,8 @@ class RemoteDrafter:
             return RowUpdate(row, gained)
         num_kept = known.num_full_pages
         known.num_full_pages = len(tokens) // PAGE_TOKENS
-        pages = self._rows.pages[row, num_kept : pages_for(len(tokens) + ahead)]
-        return RowUpdate(row, gained, num_kept, tuple(pages.tolist()))
+        pages = self._rows.page_ids(row, num_kept, pages_for(len(tokens) + ahead))
+        return RowUpdate(row, gained, num_kept, tuple(pages))
 
     def _row_draft(self, found: RemoteRowDraft | None) -> RowDraft:
         if found is None or not found.token_ids:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 from weakref import finalize
 
+from paceline.backend.pass_thread import PassThread
 from paceline.core.system import RestartBackoff
 from paceline.engine.remote.protocol import (
     BeginDrafter,
@@ -21,7 +22,6 @@ from paceline.engine.remote.protocol import (
     open_channel,
 )
 from paceline.engine.wire import BAD_MESSAGE, Failed, encode, error_of
-from paceline.engine.worker import PassThread
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

@@ -1,1 +1,1 @@
-"""Files that models come in: GGUF, safetensors, hub folders."""
+"""Model files: GGUF, safetensors, hub folders."""

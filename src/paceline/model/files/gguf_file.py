@@ -1,7 +1,6 @@
-"""Reading GGUF (versions 2 and 3, little-endian) with every count and offset checked against the file.
+"""Reader of GGUF files (versions 2 and 3, little-endian) that checks every count and offset.
 
-The header is read here, as the `gguf` package's reader trusts the file; its `dequantize` turns quantised blocks
-into numbers.
+The `gguf` package's own reader trusts the file, so only its `dequantize` is used.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 import numpy as np
 
 from paceline.core.errors import BadModelFile, UnsupportedModel
-from paceline.model.files.floats import FLOAT_BYTES, read_floats
+from paceline.model.files.stored import FLOAT_BYTES, read_floats
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,14 +39,14 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class Quant:
-    """How numbers of one tensor type are stored."""
+    """Storage of one tensor type."""
 
     name: str
     block: int  # numbers in a block
     block_bytes: int
 
 
-# The types we read, by their number in the file.
+# Tensor types that can be read, by their number in the file.
 QUANTS: dict[int, Quant] = {
     0: Quant("F32", 1, 4),
     1: Quant("F16", 1, 2),
@@ -65,7 +64,7 @@ QUANTS: dict[int, Quant] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FourBit:
-    """A matrix as a file's own 4-bit blocks of 32: weight = value * scale + minimum."""
+    """Matrix in 4-bit blocks of 32: weight = value * scale + minimum."""
 
     values: NDArray[uint8]  # [out, in], 0..15
     scales: NDArray[float16]  # [out, in / 32]
@@ -74,7 +73,7 @@ class FourBit:
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where one tensor lies. Both ends were found to be inside the file."""
+    """Position of one tensor, checked to be inside the file."""
 
     path: Path
     quant_id: int  # key of QUANTS
@@ -84,12 +83,12 @@ class GgufTensor:
 
     @property
     def quant(self) -> Quant:
-        """How its numbers are stored."""
+        """Storage of its numbers."""
         return QUANTS[self.quant_id]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in the file."""
+        """Size in the file."""
         return math.prod(self.shape) // self.quant.block * self.quant.block_bytes
 
     def read(self) -> NDArray[floating]:
@@ -102,9 +101,9 @@ class GgufTensor:
         return _halves_apart(tensor, self.permuted_heads) if self.permuted_heads else tensor
 
     def four_bit(self) -> FourBit | None:
-        """Return the file's own 4-bit values, None if it is stored otherwise. Raises `BadModelFile`.
+        """Return the file's 4-bit blocks, None if it is stored otherwise. Raises `BadModelFile`.
 
-        Q4_0 keeps value - 8 times a scale, Q4_1 a scale and a minimum.
+        Q4_0 stores (value - 8) * scale, Q4_1 value * scale + minimum.
         """
         if self.quant.name not in ("Q4_0", "Q4_1") or self.shape[-1] % self.quant.block:
             return None
@@ -137,14 +136,14 @@ class GgufTensor:
 
 
 def _halves_apart(tensor: NDArray[Number], heads: int) -> NDArray[Number]:
-    """Reorder each head's rows from interleaved pairs (0, 1), (2, 3) to pairs half a head apart."""
+    """Reorder each head's rows: pairs (0, 1), (2, 3) become half a head apart."""
     per_head = tensor.reshape(heads, -1, 2, *tensor.shape[1:])
     return per_head.swapaxes(1, 2).reshape(tensor.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GgufFile:
-    """A file's metadata and where its tensors lie."""
+    """Metadata of a file and the positions of its tensors."""
 
     path: Path
     metadata: dict[str, Any]  # numbers, strings, and lists of either
@@ -152,7 +151,7 @@ class GgufFile:
 
 
 class _Cursor:
-    """Reads a header front to back and never past the end of its file."""
+    """Reader of a header, front to back, never past the end of the file."""
 
     def __init__(self, file: BinaryIO, path: Path, file_bytes: int) -> None:
         self.file = file
@@ -176,9 +175,9 @@ class _Cursor:
     def number(self, code: str) -> Any:
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
 
-    def text(self, most: int | None = None) -> str:
+    def text(self, max_bytes: int | None = None) -> str:
         length = self.number("Q")
-        if most is not None and length > most:
+        if max_bytes is not None and length > max_bytes:
             raise self.bad(f"a name of {length} bytes")
         try:
             return self.take(length).decode("utf-8")
@@ -196,7 +195,7 @@ class _Cursor:
 
     def _array(self) -> list[Any]:
         kind, count = self.number("I"), self.number("Q")
-        if kind == _STRING and count <= self.left // 8:  # each has at least its length
+        if kind == _STRING and count <= self.left // 8:  # each takes at least the 8 bytes of its length
             return [self.text() for _ in range(count)]
         if kind not in _NUMBERS or count > self.left:
             raise self.bad(f"a list of {count} values of type {kind}")
@@ -206,7 +205,7 @@ class _Cursor:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Read a file's header, no tensor yet. Raises `BadModelFile` for any lie, `UnsupportedModel`."""
+    """Read a file's header, no tensor yet. Raises `BadModelFile`, `UnsupportedModel`."""
     file_bytes = path.stat().st_size
     with path.open("rb") as file:
         cursor = _Cursor(file, path, file_bytes)
@@ -227,7 +226,7 @@ def open_gguf(path: Path) -> GgufFile:
 
 
 def _counts(cursor: _Cursor) -> tuple[int, int]:
-    """Read the fixed start: magic, version, number of tensors and of metadata keys."""
+    """Read the fixed start and return the numbers of tensors and metadata keys."""
     if cursor.left < 24 or cursor.take(4) != b"GGUF":
         raise cursor.bad("it does not begin like one")
     version = cursor.number("I")

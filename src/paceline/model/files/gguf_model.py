@@ -1,4 +1,4 @@
-"""A model in a GGUF file: its config from the metadata, the names of its tensors."""
+"""Model in a GGUF file: config from the metadata, names of tensors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _BIAS_SUFFIX = "_bias"
 
 
 class _GgufReader:
-    """Typed look-ups in the metadata, below the architecture's prefix."""
+    """Typed reads of the metadata under the architecture's prefix."""
 
     def __init__(self, file: GgufFile, arch: str) -> None:
         self.file = file
@@ -83,7 +83,7 @@ class _GgufReader:
 
 
 def config_from_gguf(file: GgufFile) -> ModelConfig:
-    """Read the metadata. Raises `UnsupportedModel` for an architecture or feature we lack, `BadModelFile`."""
+    """Read the metadata. Raises `UnsupportedModel`, `BadModelFile`."""
     arch = str(file.metadata.get("general.architecture"))[:80]
     if arch not in ARCHITECTURES:
         raise UnsupportedModel(f"{file.path} has the architecture {arch!r}{suggest(arch, ARCHITECTURES)}")
@@ -126,7 +126,7 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
 
 
 def tensors_for(file: GgufFile, config: ModelConfig) -> dict[str, GgufTensor]:
-    """Return the file's tensors, those of q and k marked where the architecture permutes their rows."""
+    """Return the file's tensors, those of q and k marked if permuted."""
     if not config.facts.gguf_permutes_qk:
         return file.tensors
     heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
@@ -138,7 +138,7 @@ def tensors_for(file: GgufFile, config: ModelConfig) -> dict[str, GgufTensor]:
 
 
 def _biases(file: GgufFile) -> frozenset[str]:
-    """Which projections have a bias: the file simply holds them."""
+    """Return the projections for which the file holds a bias."""
     biased = {name for name in LAYER_NAMES if name.endswith(_BIAS_SUFFIX)}
     first = LAYER_PREFIX.format(layer=0)
     return frozenset(n.removesuffix(_BIAS_SUFFIX) for n in biased if first + LAYER_NAMES[n] in file.tensors)
@@ -158,7 +158,7 @@ def _rope(read: _GgufReader, facts: Family) -> Rope:
 
 
 def _sliding(read: _GgufReader, facts: Family) -> Sliding | None:
-    """Layers with a window, where those stand between others: all but the last of every so many."""
+    """Return the layers with a window: all but the last of every `period` layers."""
     mixed, window = facts.mixed_layers, read.integer("attention.sliding_window", 0)
     if mixed is None or not window:
         return None
@@ -174,7 +174,7 @@ def _query_scalar(read: _GgufReader, facts: Family) -> float | None:
 
 
 def _max_context(read: _GgufReader, facts: Family) -> int:
-    """Positions the model knows, but never beyond the window of all layers: within it, attention is full."""
+    """Return the model's positions, at most the window if all layers slide."""
     positions, window = read.integer("context_length"), read.integer("attention.sliding_window", 0)
     return min(positions, window) if window and facts.mixed_layers is None else positions
 

@@ -19,22 +19,22 @@ _CONTROL, _USER_DEFINED = 3, 4  # token types
 
 
 @dataclass(frozen=True, slots=True)
-class Pre:
-    """How byte-level BPE cuts a text into words, by `tokenizer.ggml.pre`."""
+class PreTokenizer:
+    """Pre-tokenizer of byte-level BPE, chosen by `tokenizer.ggml.pre`."""
 
-    patterns: tuple[str, ...]  # each cuts what the ones before left
-    ignore_merges: bool = False  # a word that is a token stays whole
-    add_bos: bool = False  # if the file does not say
+    patterns: tuple[str, ...]  # regular expressions, applied one after the other
+    ignore_merges: bool = False  # a word that is a token is not split
+    add_bos: bool = False  # default if the file does not say
     nfc: bool = False
 
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = Pre((_CONTRACTIONS + r"\p{N}{1,3}" + _SPACES,), ignore_merges=True, add_bos=True)
-_QWEN2 = Pre((_CONTRACTIONS + r"\p{N}" + _SPACES,), nfc=True)
+_LLAMA3 = PreTokenizer((_CONTRACTIONS + r"\p{N}{1,3}" + _SPACES,), ignore_merges=True, add_bos=True)
+_QWEN2 = PreTokenizer((_CONTRACTIONS + r"\p{N}" + _SPACES,), nfc=True)
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN = Pre(
+_TEKKEN = PreTokenizer(
     (
         rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
         r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -43,10 +43,10 @@ _TEKKEN = Pre(
     add_bos=True,
 )
 
-PRES: dict[str, Pre] = {
-    "default": Pre((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
-    "gpt-2": Pre((_GPT2,)),
-    "smollm": Pre((r"\p{N}", _GPT2)),
+PRES: dict[str, PreTokenizer] = {
+    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    "gpt-2": PreTokenizer((_GPT2,)),
+    "smollm": PreTokenizer((r"\p{N}", _GPT2)),
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
@@ -57,7 +57,7 @@ PRES: dict[str, Pre] = {
 
 
 def tokenizer_from_gguf(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
-    """Build the file's tokenizer. Raises `UnsupportedModel` for a kind we lack, `BadModelFile` for nonsense."""
+    """Build the file's tokenizer. Raises `UnsupportedModel`, `BadModelFile`."""
     kind = str(metadata.get("tokenizer.ggml.model"))[:80]
     if kind not in _KINDS:
         raise UnsupportedModel(f"the GGUF tokenizer kind {kind!r} is not supported{suggest(kind, _KINDS)}")
@@ -86,7 +86,7 @@ def _list(metadata: dict[str, Any], key: str, kind: type) -> list[Any]:
 
 
 def _byte_level(tokens: list[str], metadata: dict[str, Any]) -> tuple[tokenizers.Tokenizer, bool]:
-    """Byte-level BPE as in GPT-2, with explicit merges."""
+    """Return a byte-level BPE tokenizer as in GPT-2, with explicit merges."""
     name = str(metadata.get("tokenizer.ggml.pre", "default"))[:80]
     if name not in PRES:
         raise UnsupportedModel(f"the GGUF pre-tokenizer {name!r} is not supported{suggest(name, PRES)}")
@@ -105,7 +105,7 @@ def _byte_level(tokens: list[str], metadata: dict[str, Any]) -> tuple[tokenizers
 
 
 def _merges(vocab: dict[str, int], metadata: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return pairs in order of rank. The library trusts them, so they are checked here."""
+    """Return the pairs in order of rank, checked, since the library trusts them."""
     merges = []
     for line in _list(metadata, "tokenizer.ggml.merges", str):
         left, _, right = line.partition(" ")
@@ -116,7 +116,10 @@ def _merges(vocab: dict[str, int], metadata: dict[str, Any]) -> list[tuple[str, 
 
 
 def _sentence_piece(tokens: list[str], metadata: dict[str, Any]) -> tuple[tokenizers.Tokenizer, bool]:
-    """SentencePiece BPE: the pair whose joint token scores highest merges first; unknown characters as bytes."""
+    """Return a SentencePiece BPE tokenizer.
+
+    The pair whose joint token scores highest merges first; unknown characters become bytes.
+    """
     scores = _list(metadata, "tokenizer.ggml.scores", float)
     if len(scores) != len(tokens):
         raise BadModelFile(f"the GGUF file has {len(scores)} scores for {len(tokens)} tokens")
@@ -138,7 +141,10 @@ def _sentence_piece(tokens: list[str], metadata: dict[str, Any]) -> tuple[tokeni
 
 
 def _scored_merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Return every pair of tokens that joins to a token, best joint score first, then in order of ids."""
+    """Return all pairs of tokens that join to a token, best joint score first.
+
+    Equal scores are in order of ids.
+    """
     ranked = [
         (-scores[i], vocab[token[:cut]], vocab[token[cut:]], token[:cut], token[cut:])
         for token, i in vocab.items()
@@ -148,7 +154,7 @@ def _scored_merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str
     return [(left, right) for *_, left, right in sorted(ranked, key=itemgetter(0, 1, 2))]
 
 
-# `tokenizer.ggml.model` -> builder, which also says whether a text begins with BOS unless the file speaks of it.
+# `tokenizer.ggml.model` -> builder; its second result is the default of "a text begins with BOS".
 _KINDS: dict[str, Callable[[list[str], dict[str, Any]], tuple[tokenizers.Tokenizer, bool]]] = {
     "gpt2": _byte_level,
     "llama": _sentence_piece,
@@ -156,7 +162,7 @@ _KINDS: dict[str, Callable[[list[str], dict[str, Any]], tuple[tokenizers.Tokeniz
 
 
 def _add_special(raw: tokenizers.Tokenizer, tokens: list[str], metadata: dict[str, Any]) -> None:
-    """Mark control tokens, and those the user defined, as whole words of their own."""
+    """Add control and user-defined tokens, which are never split or merged."""
     kinds = _list(metadata, "tokenizer.ggml.token_type", int)
     if kinds and len(kinds) != len(tokens):
         raise BadModelFile(f"the GGUF file has {len(kinds)} token types for {len(tokens)} tokens")

@@ -1,4 +1,4 @@
-"""A Hugging Face model folder: config.json, the names of its tensors, its safetensors files."""
+"""Hugging Face model folder: config.json, names of tensors, safetensors files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tokenizers
 
 from paceline.core.errors import BadModelFile, ModelNotFound, UnsupportedModel, suggest
 from paceline.model.config import QKV, Family, ModelConfig, Rope, RopeScaling, Sliding, family
-from paceline.model.safetensors_file import StoredTensor, open_safetensors
+from paceline.model.files.safetensors_file import StoredTensor, open_safetensors
 from paceline.model.template import MAX_TEMPLATE_CHARS, TemplateSource
 
 if TYPE_CHECKING:
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from numpy import floating
     from numpy.typing import NDArray
 
-    from paceline.model.weights import Stored
+    from paceline.model.files.stored import Stored
 
-MAX_JSON_BYTES = 256 << 20  # a tokenizer.json of the largest vocabularies has tens of MB
+MAX_JSON_BYTES = 256 << 20  # the largest vocabularies have a tokenizer.json of tens of MB
 MAX_SHARDS = 1024
 MAX_LAYERS = 1 << 10
 
@@ -63,8 +63,8 @@ LAYER_PREFIX = "model.layers.{layer}."
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-# What some models have and none of ours: read only to be refused.
-_LACKING = ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention")
+# Features that are not supported: read only to refuse them.
+_UNSUPPORTED = ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention")
 
 _SCALINGS: dict[str, RopeScaling] = {"default": "none", "linear": "linear", "llama3": "llama3"}
 # Switches of config.json that add biases, and to which projections.
@@ -90,7 +90,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class _FolderReader:
-    """Typed look-ups in config.json; a null counts as absent."""
+    """Typed reads of config.json; null counts as absent."""
 
     def __init__(self, values: dict[str, Any], where: str) -> None:
         self.values = values
@@ -104,7 +104,7 @@ class _FolderReader:
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default)
-        # The bound is a float's: an integer of JSON may be longer than any, which float() would not take.
+        # JSON integers may exceed every float, and float() would raise.
         if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
             raise BadModelFile(f"{self.where}: {key} = {str(value)[:80]} must be a finite number")
         return float(value)
@@ -127,19 +127,20 @@ class _FolderReader:
 
 
 def token_ids(value: object) -> tuple[int, ...]:
-    """Return the ids of a field that may be absent, one id or a list of them."""
+    """Return the ids of a field that is absent, one id or a list."""
     values = value if isinstance(value, list) else [value]
     return tuple(dict.fromkeys(v for v in values if type(v) is int))
 
 
 def config_from_json(values: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
-    """Read config.json, old style or that of transformers 5; end-of-text ids also from generation_config.json.
+    """Read config.json, also of transformers 5.
 
-    Raises `UnsupportedModel` for a family or feature we lack, `BadModelFile` for nonsense.
+    generation: generation_config.json, which may hold further end-of-text ids. Raises `UnsupportedModel`,
+    `BadModelFile`.
     """
     read = _FolderReader(values, "config.json")
     facts = family(str(values.get("model_type")))
-    _refuse_lacking(values, facts)
+    _refuse_unsupported(values, facts)
     hidden, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
     config = ModelConfig(
         family=facts.name,
@@ -166,21 +167,24 @@ def config_from_json(values: dict[str, Any], generation: dict[str, Any] | None =
     return config
 
 
-def _refuse_lacking(values: dict[str, Any], facts: Family) -> None:
-    """Raise `UnsupportedModel` for what we would silently compute otherwise than the model was trained."""
+def _refuse_unsupported(values: dict[str, Any], facts: Family) -> None:
+    """Raise `UnsupportedModel` for features that would otherwise be ignored silently."""
     activation = values.get("hidden_activation") or values.get("hidden_act") or facts.activation
     if not isinstance(activation, str) or _ACTIVATIONS.get(activation, activation) != facts.activation:
         raise UnsupportedModel(
             f"a {facts.name} model with the activation {str(activation)[:80]!r} is not supported; it has"
             f" {facts.activation}"
         )
-    for key in _LACKING:
+    for key in _UNSUPPORTED:
         if values.get(key):
             raise UnsupportedModel(f"config.json has {key} = {str(values[key])[:80]}, which is not supported")
 
 
 def _rope(read: _FolderReader, facts: Family) -> Rope:
-    """`rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling`: of layers that see all tokens."""
+    """Return the RoPE of layers that see all tokens.
+
+    It is in `rope_parameters` (transformers 5), or in `rope_theta` and `rope_scaling`.
+    """
     table = read.table("rope_parameters") or read.table("rope_scaling")
     default = 10000.0 if facts.mixed_layers is None else facts.mixed_layers.theta
     return _rope_of(read, _FolderReader(table, "").table(_FULL) or table, read.number("rope_theta", default))
@@ -207,7 +211,10 @@ def _rope_of(read: _FolderReader, table: dict[str, Any], theta: float) -> Rope:
 
 
 def _sliding(read: _FolderReader, facts: Family) -> Sliding | None:
-    """Which layers have a window: `layer_types`, or all but the last of every `sliding_window_pattern`."""
+    """Return the layers with a window.
+
+    They are named in `layer_types`, or all but the last of every `sliding_window_pattern`.
+    """
     mixed = facts.mixed_layers
     if mixed is None or read.values.get("sliding_window") is None:
         return None
@@ -231,7 +238,7 @@ def _query_scalar(read: _FolderReader) -> float | None:
 
 
 def _max_context(read: _FolderReader, facts: Family) -> int:
-    """Positions the model knows, but never beyond the window of all layers: within it, attention is full."""
+    """Return the model's positions, at most the window if all layers slide."""
     positions = read.integer("max_position_embeddings", 2048)
     if facts.mixed_layers is not None:
         return positions
@@ -244,28 +251,28 @@ def _max_context(read: _FolderReader, facts: Family) -> int:
 
 
 def layer_names(config: ModelConfig) -> dict[str, str]:
-    """Return what a layer's tensors are called in the model's files, by canonical name."""
+    """Return the names of a layer's tensors in the files, by canonical name."""
     return LAYER_NAMES | (SANDWICH_NAMES if config.facts.sandwich_norms else {})
 
 
 @dataclass(frozen=True, slots=True)
 class FromOne:
-    """A tensor that its file keeps as the distance from 1."""
+    """Tensor that is stored as its distance from 1."""
 
     stored: Stored
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """Shape after reading."""
         return self.stored.shape
 
     def read(self) -> NDArray[floating]:
-        """Return it as it is used."""
+        """Return the tensor with 1 added."""
         return self.stored.read() + np.float32(1)
 
 
 def as_used(config: ModelConfig, stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Return tensors by canonical name, norm weights such that they multiply."""
+    """Return tensors by canonical name, with norm weights as factors."""
     shifted = config.facts.norms_from_one
     return {
         name: FromOne(tensor) if shifted and name.endswith("norm") else tensor for name, tensor in stored.items()
@@ -273,7 +280,7 @@ def as_used(config: ModelConfig, stored: Mapping[str, Stored]) -> dict[str, Stor
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of all safetensors files of a folder, by the names they have there."""
+    """Return the tensors of all safetensors files of a folder, by their names there."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         files = [folder / "model.safetensors"] if (folder / "model.safetensors").is_file() else []
@@ -294,7 +301,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """Return a file of the folder itself: an index must not point elsewhere."""
+    """Return a file of the folder. Raises `BadModelFile` for an index that points elsewhere."""
     if "/" in name or "\\" in name or not name.endswith(".safetensors"):
         raise BadModelFile(f"{folder}: the index names {name!r}, which is no safetensors file of the folder")
     if not (folder / name).is_file():
@@ -304,7 +311,7 @@ def _inside(folder: Path, name: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class FolderText:
-    """A folder's tokenizer.json and chat template."""
+    """Tokenizer and chat template of a folder."""
 
     folder: Path
 
@@ -338,7 +345,7 @@ class FolderText:
 
 
 def _content(token: object) -> str:
-    """A special token is a string, or an object that has it as `content`."""
+    """Return a special token from a string, or from an object with the key `content`."""
     value = token.get("content") if isinstance(token, dict) else token
     return value if isinstance(value, str) else ""
 
@@ -348,7 +355,7 @@ def _is_default(entry: object) -> bool:
 
 
 def _default_template(value: object) -> str | None:
-    """A template is a string, or the one named "default" in a list."""
+    """Return a template from a string, or the one named "default" from a list."""
     if isinstance(value, list):
         value = next((t.get("template") for t in reversed(value) if _is_default(t)), None)
     return value if isinstance(value, str) else None

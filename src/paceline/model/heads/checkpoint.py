@@ -10,8 +10,8 @@ import numpy as np
 
 from paceline.core.errors import BadModelFile, DrafterMismatch
 from paceline.model.files.hf import LAYER_NAMES, read_json, stored_tensors
+from paceline.model.files.safetensors_file import join_scales
 from paceline.model.heads.config import HeadConfig, head_shapes, read_config
-from paceline.model.safetensors_file import join_scales
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.model.config import ModelConfig
-    from paceline.model.safetensors_file import StoredTensor
-    from paceline.model.weights import Stored
+    from paceline.model.files.safetensors_file import StoredTensor
+    from paceline.model.files.stored import Stored
 
 _NAMES = {
     "fc.weight": "fc",

@@ -14,7 +14,7 @@ import numpy as np
 
 from paceline.core.errors import BadModelFile, DrafterMismatch
 from paceline.model.files import hf
-from paceline.model.safetensors_file import join_scales
+from paceline.model.files.safetensors_file import join_scales
 from paceline.model.weights import canonical_names, choose_tensors
 
 if TYPE_CHECKING:
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.model.config import ModelConfig
-    from paceline.model.safetensors_file import StoredTensor
+    from paceline.model.files.safetensors_file import StoredTensor
 
 SHARED = ("embed", "head")
 VOCABULARY_TENSORS = ("d2t", "t2d")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SmallModel:
-    """What a decoder beside the target's is made of."""
+class CutModel:
+    """Parts of a decoder beside the target's."""
 
     config: ModelConfig
     weights: Mapping[str, NDArray[floating]]  # as `tensor_shapes(config)`, but for the target's tables
@@ -46,12 +46,12 @@ def shares_tables(folder: Path) -> bool:
     return path.is_file() and "shares" in hf.read_json(path)
 
 
-def num_small_weights(folder: Path) -> int:
+def num_cut_weights(folder: Path) -> int:
     """Return how many weights a folder brings. Raises `BadModelFile`, `ModelNotFound`."""
     return sum(prod(t.shape) for name, t in hf.stored_tensors(folder).items() if name not in VOCABULARY_TENSORS)
 
 
-def load_small(folder: Path, target: ModelConfig) -> SmallModel:
+def load_cut_model(folder: Path, target: ModelConfig) -> CutModel:
     """Read a folder. Raises `BadModelFile`, `DrafterMismatch`, `ModelNotFound`, `UnsupportedModel`."""
     values = hf.read_json(folder / "config.json")
     config = replace(hf.config_from_json(values), tie_embeddings=target.tie_embeddings)
@@ -68,7 +68,7 @@ def load_small(folder: Path, target: ModelConfig) -> SmallModel:
     names = canonical_names(own, hf.MODEL_NAMES, hf.layer_names(own), hf.LAYER_PREFIX)
     stored = choose_tensors(own, names, join_scales(found), folder, given=SHARED)
     weights = {name: tensor.read() for name, tensor in hf.as_used(own, stored).items()}
-    return SmallModel(config, weights, _token_ids(found, target, folder))
+    return CutModel(config, weights, _token_ids(found, target, folder))
 
 
 def _token_ids(found: Mapping[str, StoredTensor], target: ModelConfig, folder: Path) -> NDArray[int64]:

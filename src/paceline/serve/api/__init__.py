@@ -1,1 +1,1 @@
-"""The HTTP routes and their formats."""
+"""HTTP routes and their formats."""

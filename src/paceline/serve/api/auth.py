@@ -1,4 +1,4 @@
-"""What stands before every route: the API key and the refusal of new work while the server drains."""
+"""Access control in front of every route: API key and Host header."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import hmac
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
-from paceline.serve.api.errors import Problem
+from paceline.serve.api.errors import ApiError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-OPEN_ROUTES = frozenset({"/health"})  # what a load balancer may ask without a key
+OPEN_ROUTES = frozenset({"/health"})  # routes that a load balancer may ask without a key
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
@@ -27,17 +27,17 @@ def check_exposure(host: str, api_key: str | None, insecure: bool) -> None:
         )
 
 
-class Guard:
+class AuthMiddleware:
     """ASGI wrapper that asks for `Authorization: Bearer KEY` on every route but /health.
 
-    If `local`, it asks instead that a request be addressed to this machine: a foreign web page may let its own
-    name point here, and its browser then takes the server for the page's.
+    With `local`, requests must name this machine in their Host header instead. A foreign web page may let its own
+    domain resolve to 127.0.0.1, and the browser would then let the page read the server's answers.
     """
 
     def __init__(
         self, app: ASGIApp, api_key: str | None, on_refusal: Callable[[int], None], local: bool = False
     ) -> None:
-        """Wrap `app`; `on_refusal` is called with the status of each refusal."""
+        """Wrap `app`. on_refusal: called with the status of each refusal."""
         self._app = app
         self._local = local
         self._on_refusal = on_refusal
@@ -47,12 +47,12 @@ class Guard:
         """Answer 401 or 421, or pass the request on."""
         if scope["type"] != "http" or scope["path"] in OPEN_ROUTES:
             await self._app(scope, receive, send)
-        elif self._local and not _addresses_us(_header(scope, b"host")):
+        elif self._local and not _names_this_machine(_header(scope, b"host")):
             self._on_refusal(421)
             message = (
                 "this server answers only to localhost; for another name start it with --api-key or --insecure"
             )
-            await Problem(421, message, code="unknown_host").response()(scope, receive, send)
+            await ApiError(421, message, code="unknown_host").response()(scope, receive, send)
         elif self._allowed(scope):
             await self._app(scope, receive, send)
         else:
@@ -60,8 +60,9 @@ class Guard:
 
     async def _ask_for_key(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._on_refusal(401)
-        problem = Problem(401, "missing or wrong API key; send Authorization: Bearer KEY", code="invalid_api_key")
-        await problem.response({"www-authenticate": "Bearer"})(scope, receive, send)
+        message = "missing or wrong API key; send Authorization: Bearer KEY"
+        error = ApiError(401, message, code="invalid_api_key")
+        await error.response({"www-authenticate": "Bearer"})(scope, receive, send)
 
     def _allowed(self, scope: Scope) -> bool:
         if self._digest is None:
@@ -73,8 +74,11 @@ def _header(scope: Scope, wanted: bytes) -> bytes:
     return next((bytes(value) for name, value in scope["headers"] if name == wanted), b"")
 
 
-def _addresses_us(host: bytes) -> bool:
-    """Whether a `Host`, with or without a port, is a name of this machine; browsers always send one."""
+def _names_this_machine(host: bytes) -> bool:
+    """Return True for a Host that names this machine, with or without a port.
+
+    A missing Host is accepted: browsers always send one.
+    """
     name = host.decode("latin-1").strip().lower()
     name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
     return not host or name.removesuffix(".") in LOOPBACK

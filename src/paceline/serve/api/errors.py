@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from starlette.responses import Response
@@ -13,11 +13,11 @@ from paceline.serve.api.openai_format import to_json
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-RETRY_S = "1"  # for clients that were told to come again
+RETRY_S = "1"  # value of Retry-After on responses that may be tried again
 
 
-class Problem(Exception):  # noqa: N818
-    """A request that is answered with an error."""
+class ApiError(Exception):
+    """Error response to a request."""
 
     def __init__(
         self,
@@ -45,27 +45,35 @@ class _Wording:
     status: int
     kind: str = "invalid_request_error"
     code: str | None = None
-    shown: bool = field(default=True)  # whether the error's own words are for clients
+    shows_message: bool = True  # False: the error's own message is not for clients
 
 
-# The first class that fits, from the most special on. Anything else is a bug of ours.
+# The first class that matches wins, so subclasses stand first.
 _WORDINGS: dict[type[PacelineError], _Wording] = {
     PromptTooLong: _Wording(400, code="context_length_exceeded"),
     QueueFull: _Wording(429, "rate_limit_error", "queue_full"),
     RequestError: _Wording(400),
     EngineDied: _Wording(503, "service_unavailable", "engine_unavailable"),
-    PacelineError: _Wording(503, "service_unavailable", "engine_unavailable", shown=False),
+    PacelineError: _Wording(503, "service_unavailable", "engine_unavailable", shows_message=False),
 }
 
 
-def problem_of(error: PacelineError) -> Problem:
-    """Return how a client is told of an error."""
+def api_error_of(error: PacelineError) -> ApiError:
+    """Return the response to a request that failed with an error of the tree."""
     wording = next(w for kind, w in _WORDINGS.items() if isinstance(error, kind))
-    message = str(error) if wording.shown else "the engine could not take this request; try again"
+    message = str(error) if wording.shows_message else "the engine could not take this request; try again"
     param = error.param if isinstance(error, RequestError) else None
-    return Problem(wording.status, message, kind=wording.kind, param=param, code=wording.code)
+    return ApiError(wording.status, message, kind=wording.kind, param=param, code=wording.code)
 
 
-def internal_problem(message: str = "internal error; the server's log has the details") -> Problem:
-    """Return how a client is told of a bug of ours: without its words, which may hold what is not theirs."""
-    return Problem(500, message, kind="server_error", code="internal_error")
+def internal_error(message: str = "internal error; the server's log has the details") -> ApiError:
+    """Return the response after a bug of ours.
+
+    It leaves the exception's message out, which may quote another client's data.
+    """
+    return ApiError(500, message, kind="server_error", code="internal_error")
+
+
+def shutting_down() -> ApiError:
+    """Return the response to requests that come or are still open when the server stops."""
+    return ApiError(503, "the server is shutting down", kind="service_unavailable", code="shutting_down")

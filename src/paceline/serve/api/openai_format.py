@@ -1,6 +1,6 @@
-"""What a client gets: responses and stream chunks, in the form the `openai` client expects.
+"""Responses and stream chunks in the form the `openai` client expects.
 
-Beyond OpenAI: `seed` at the top, `usage.speculation`, `choices[].stop_reason`. Described in docs/server.md.
+Beyond OpenAI: `seed` at the top, `usage.speculation`, `choices[].stop_reason`. Described in the server guide.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from paceline.model.tokenizer import Detokenizer
+from paceline.model.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from paceline.core.nouns import Figures, Outcome, TokenLogprobs
     from paceline.model.tokenizer import Tokenizer
 
-LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say; as OpenAI
+MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON lacks; as OpenAI
 
 to_json = msgspec.json.Encoder().encode
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerHead:
-    """What every chunk of a response repeats."""
+class ResponseMeta:
+    """Fields that every chunk of a response repeats."""
 
     response_id: str
     created: int  # unix time, seconds
@@ -46,16 +46,18 @@ class AnswerHead:
 
 
 @dataclass(slots=True, eq=False)
-class AnswerFormat:
-    """One answer as it is written."""
+class PartialAnswer:
+    """Outcomes of one choice so far."""
 
     texts: list[str] = field(default_factory=list)
+    num_tokens: int = 0
     logprobs: list[TokenLogprobs] | None = None
-    last: Outcome | None = None  # the outcome that ended it
+    last: Outcome | None = None  # the outcome that ended it; None: it is still open
 
     def add(self, outcome: Outcome) -> None:
-        """Take in what a step brought."""
+        """Append what a step brought."""
         self.texts.append(outcome.text)
+        self.num_tokens += len(outcome.token_ids)
         if outcome.logprobs is not None:
             if self.logprobs is None:
                 self.logprobs = []
@@ -70,27 +72,27 @@ class AnswerFormat:
 
     @property
     def started(self) -> bool:
-        """Whether anything came yet."""
+        """True once an outcome came."""
         return bool(self.texts)
 
     def ending(self) -> Json:
-        """Return why it ended; nulls while it has not."""
+        """Return the finish and stop reason; nulls while it is open."""
         reason, stop = (None, None) if self.last is None else (self.last.finish_reason, self.last.stop_reason)
         return {"finish_reason": reason, "stop_reason": stop}
 
 
-class Format(Protocol):
-    """How one route words its responses."""
+class RouteFormat(Protocol):
+    """Form of one route's responses."""
 
     prefix: str  # of response ids
     kind: str
     chunk_kind: str
 
-    def choice(self, index: int, answer: AnswerFormat) -> Json:
+    def choice(self, index: int, answer: PartialAnswer) -> Json:
         """Return a whole choice."""
         ...
 
-    def delta(self, index: int, answer: AnswerFormat, outcome: Outcome) -> Json:
+    def delta(self, index: int, answer: PartialAnswer, outcome: Outcome) -> Json:
         """Return what an outcome adds to a choice; `answer` does not hold it yet."""
         ...
 
@@ -104,7 +106,7 @@ class ChatFormat:
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def choice(self, index: int, answer: AnswerFormat) -> Json:
+    def choice(self, index: int, answer: PartialAnswer) -> Json:
         """Return a whole choice."""
         message = {"role": "assistant", "content": answer.text, "refusal": None}
         return {
@@ -114,7 +116,7 @@ class ChatFormat:
             **answer.ending(),
         }
 
-    def delta(self, index: int, answer: AnswerFormat, outcome: Outcome) -> Json:
+    def delta(self, index: int, answer: PartialAnswer, outcome: Outcome) -> Json:
         """Return what an outcome adds to a choice."""
         role = {} if answer.started else {"role": "assistant"}
         delta = role | ({"content": outcome.text} if outcome.text or role else {})
@@ -133,24 +135,24 @@ class ChatFormat:
     def _token(self, token_id: int, logprob: float) -> Json:
         return {
             "token": self.tokenizer.token_text(token_id),
-            "logprob": max(logprob, LEAST_LOGPROB),
+            "logprob": max(logprob, MIN_LOGPROB),
             "bytes": list(self.tokenizer.token_bytes(token_id)),
         }
 
 
-class _Place:
-    """Where in an answer's text its tokens stand, one after the other.
+class _TextOffsets:
+    """Offsets of an answer's tokens in its text, one token after the other.
 
-    A part of a character stands where the character will: it counts with the token that completes it. A special
-    token, which the text leaves out, takes no room.
+    A token with part of a character has the offset of that character, which counts with the token that completes
+    it. A special token, which the text leaves out, has no length.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._text = Detokenizer(tokenizer)
         self._offset = 0  # characters
 
-    def passed(self, token_id: int) -> int:
-        """Return where the next token stands, and go past it."""
+    def next(self, token_id: int) -> int:
+        """Return the offset of the next token and advance behind it."""
         start = self._offset
         self._offset += len(self._text.push((token_id,)))
         return start
@@ -161,63 +163,81 @@ class CompletionFormat:
     """POST /v1/completions."""
 
     tokenizer: Tokenizer
-    echoes: Sequence[str] = ()  # [num_prompts] text to begin each prompt's answers with
+    echoes: Sequence[str] = ()  # [num_prompts] text that begins the answers to each prompt; empty: no echo
     n: int = 1
-    _places: dict[int, _Place] = field(default_factory=dict, init=False)  # of the choices that are streamed
+    _offsets: dict[int, _TextOffsets] = field(default_factory=dict, init=False)  # by choice, of a stream
     prefix = "cmpl-"
     kind = "text_completion"
     chunk_kind = "text_completion"
 
-    def choice(self, index: int, answer: AnswerFormat) -> Json:
+    def choice(self, index: int, answer: PartialAnswer) -> Json:
         """Return a whole choice."""
-        text, scored = self._echo(index) + answer.text, answer.logprobs
-        logprobs = None if scored is None else self._logprobs(scored, _Place(self.tokenizer))
+        text = self._echo(index) + answer.text
+        scored = answer.logprobs
+        logprobs = None if scored is None else self._logprobs(scored, _TextOffsets(self.tokenizer))
         return {"index": index, "text": text, "logprobs": logprobs, **answer.ending()}
 
-    def delta(self, index: int, answer: AnswerFormat, outcome: Outcome) -> Json:
+    def delta(self, index: int, answer: PartialAnswer, outcome: Outcome) -> Json:
         """Return what an outcome adds to a choice."""
         text = outcome.text if answer.started else self._echo(index) + outcome.text
-        logprobs = None if outcome.logprobs is None else self._logprobs(outcome.logprobs, self._place(index))
+        scored = outcome.logprobs
+        logprobs = None if scored is None else self._logprobs(scored, self._stream_offsets(index))
         return {"index": index, "text": text, "logprobs": logprobs, **_ending_of(outcome)}
 
-    def _place(self, index: int) -> _Place:
-        return self._places.setdefault(index, _Place(self.tokenizer))
+    def _stream_offsets(self, index: int) -> _TextOffsets:
+        return self._offsets.setdefault(index, _TextOffsets(self.tokenizer))
 
     def _echo(self, index: int) -> str:
         return self.echoes[index // self.n] if self.echoes else ""
 
-    def _logprobs(self, logprobs: Sequence[TokenLogprobs], place: _Place) -> Json:
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs], offsets: _TextOffsets) -> Json:
         return {
             "tokens": [self.tokenizer.token_text(entry.token_id) for entry in logprobs],
-            "token_logprobs": [max(entry.logprob, LEAST_LOGPROB) for entry in logprobs],
+            "token_logprobs": [max(entry.logprob, MIN_LOGPROB) for entry in logprobs],
             "top_logprobs": [self._alternatives(entry) for entry in logprobs],
-            "text_offset": [place.passed(entry.token_id) for entry in logprobs],
+            "text_offset": [offsets.next(entry.token_id) for entry in logprobs],
         }
 
     def _alternatives(self, entry: TokenLogprobs) -> dict[str, float]:
-        """Return the alternatives and the chosen token. Tokens that look alike keep the likelier's number."""
+        """Return text -> log-probability of the alternatives and the chosen token.
+
+        Of several tokens with the same text, the likeliest counts.
+        """
         pairs = [(entry.token_id, entry.logprob), *zip(entry.top_ids, entry.top_logprobs, strict=True)]
         pairs.sort(key=lambda pair: pair[1])
-        shown = {self.tokenizer.token_text(i): max(logprob, LEAST_LOGPROB) for i, logprob in pairs}
-        return dict(reversed(shown.items()))
+        by_text = {self.tokenizer.token_text(i): max(logprob, MIN_LOGPROB) for i, logprob in pairs}
+        return dict(reversed(by_text.items()))
 
 
 def _ending_of(outcome: Outcome) -> Json:
     return {"finish_reason": outcome.finish_reason, "stop_reason": outcome.stop_reason}
 
 
-def usage(figures: Sequence[Figures], n: int) -> Json:
-    """Return the usage of a response: prompts counted once, whatever n is; speculation over all answers."""
-    prompt_tokens = sum(f.prompt_tokens for f in figures[::n])
-    completion_tokens = sum(f.completion_tokens for f in figures)
-    passes, decoded = sum(f.decode_passes for f in figures), sum(f.decoded_tokens for f in figures)
-    drafted, verified, accepted = (
-        sum(getattr(f, name) for f in figures) for name in ("drafted_tokens", "verified_tokens", "accepted_tokens")
-    )
+# Usage -----------------------------------------------------------------------------------------------
+
+
+def token_usage(prompt_tokens: int, completion_tokens: int) -> Json:
+    """Return the token counts of a usage; before an answer ends there is no more."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def usage(figures: Sequence[Figures], n: int) -> Json:
+    """Return the usage of a response.
+
+    Each prompt is counted once, whatever n is; speculation is summed over all choices.
+    """
+    prompt_tokens = sum(f.prompt_tokens for f in figures[::n])
+    completion_tokens = sum(f.completion_tokens for f in figures)
+    passes = sum(f.decode_passes for f in figures)
+    decoded = sum(f.decoded_tokens for f in figures)
+    drafted = sum(f.drafted_tokens for f in figures)
+    verified = sum(f.verified_tokens for f in figures)
+    accepted = sum(f.accepted_tokens for f in figures)
+    return token_usage(prompt_tokens, completion_tokens) | {
         "prompt_tokens_details": {"cached_tokens": sum(f.cached_tokens for f in figures[::n])},
         "speculation": {
             "drafted_tokens": drafted,

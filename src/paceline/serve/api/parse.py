@@ -1,4 +1,4 @@
-"""From an HTTP body to a job for the engine."""
+"""HTTP bodies to jobs for the engine."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import RequestError
-from paceline.serve.api.errors import Problem
-from paceline.serve.api.openai_format import AnswerHead, ChatFormat, CompletionFormat
+from paceline.serve.api.errors import ApiError
+from paceline.serve.api.openai_format import ChatFormat, CompletionFormat, ResponseMeta
 from paceline.serve.api.schema import MAX_ANSWERS, ChatBody, CompletionBody, decode
 from paceline.serve.prompts import requests_of, seed_of
 
@@ -20,36 +20,42 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope
 
     from paceline.core.nouns import Request
-    from paceline.serve.api.openai_format import Format
+    from paceline.serve.api.openai_format import RouteFormat
     from paceline.serve.prompts import Prompts
 
 MAX_BODY_BYTES = 4 << 20
-MAX_DISCARDED_BYTES = 64 << 20  # read and dropped, so that the client reads its 413
-BODY_S = 30.0  # without a byte of the body
+MAX_DISCARDED_BYTES = 64 << 20  # of a body that is too large: read and dropped, so that the client reads its 413
+BODY_TIMEOUT_S = 30.0  # without a byte of the body
 
 
-class ClientGone(Exception):  # noqa: N818
-    """There is nobody left to answer."""
+class ClientDisconnected(Exception):  # noqa: N818 - an event, not an error
+    """The client closed its connection, so no response can be sent."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
     """One HTTP request, ready for the engine."""
 
-    head: AnswerHead
-    format: Format
+    meta: ResponseMeta
+    format: RouteFormat
     requests: Sequence[Request]  # [num_prompts * n]
     n: int
     stream: bool
-    wants_usage: bool
+    wants_usage: bool  # the stream's last chunk carries the usage
+    wants_running_usage: bool  # every chunk carries the usage so far
     arrival_s: float
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts, each counted once."""
+        return sum(len(request.prompt_ids) for request in self.requests[:: self.n])
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int = MAX_BODY_BYTES) -> bytes:
-    """Return the body, of at most `limit` bytes. Raises `Problem` 408, 413 or 415, and `ClientGone`."""
+    """Return the body, of at most `limit` bytes. Raises `ApiError` 408, 413 or 415, and `ClientDisconnected`."""
     _check_type(scope)
     announced = _header(scope, b"content-length")
-    too_large = Problem(413, f"the body is larger than {limit} bytes", code="body_too_large")
+    too_large = ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
     if announced.isdigit() and int(announced[:20]) > MAX_DISCARDED_BYTES:
         raise too_large
     chunks, num_bytes = [], 0
@@ -66,24 +72,24 @@ async def read_body(scope: Scope, receive: Receive, limit: int = MAX_BODY_BYTES)
 
 async def _chunk(receive: Receive) -> tuple[bytes, bool]:
     try:
-        message = await asyncio.wait_for(receive(), BODY_S)
+        message = await asyncio.wait_for(receive(), BODY_TIMEOUT_S)
     except TimeoutError:
-        raise Problem(408, f"no byte of the body came for {BODY_S:g} s") from None
+        raise ApiError(408, f"no byte of the body came for {BODY_TIMEOUT_S:g} s") from None
     if message["type"] == "http.disconnect":
-        raise ClientGone
+        raise ClientDisconnected
     return message.get("body", b""), message.get("more_body", False)
 
 
 def _check_type(scope: Scope) -> None:
-    """Refuse other types, which a foreign web page could send without asking first.
+    """Refuse content types that a foreign web page could send without a preflight request.
 
-    A page can leave the type out, too, but not its origin; simple clients name neither.
+    A page can leave the type out, but not its Origin; a simple client such as curl may send neither.
     """
     kind = _header(scope, b"content-type").split(b";")[0].strip().lower()
     if kind == b"application/json" or (kind == b"" and b"origin" not in dict(scope["headers"])):
         return
     shown = kind[:64].decode("latin-1") or "without a type"
-    raise Problem(415, f"the body must be application/json, not {shown}; set the header content-type")
+    raise ApiError(415, f"the body must be application/json, not {shown}; set the header content-type")
 
 
 def _header(scope: Scope, wanted: bytes) -> bytes:
@@ -118,15 +124,17 @@ def _requests(
 ) -> list[Request]:
     """Return the requests for all answers to all prompts, under one seed.
 
-    Raises `RequestError`, also for what the engine would say of one prompt when another is answered already.
+    Raises `RequestError`, also for what the engine would refuse in one prompt after it began to answer another.
     """
     params = [body.params(prompts.room(ids)) for ids in all_ids]
     if len(all_ids) * params[0].n > MAX_ANSWERS:
         raise RequestError(f"one request may ask for at most {MAX_ANSWERS} answers (prompts times n)", "n")
     for ids, asked in zip(all_ids, params, strict=True):
         prompts.check_room(ids, asked.max_tokens)
-    seed, name, salt = seed_of(params[0]), secrets.token_hex(12), body.cache_salt or ""
-    speculation = body.speculation.asked() if body.speculation else None
+    seed = seed_of(params[0])
+    name = secrets.token_hex(12)
+    salt = body.cache_salt or ""
+    speculation = body.speculation.checked() if body.speculation else None
     return [
         request
         for index, (ids, asked) in enumerate(zip(all_ids, params, strict=True))
@@ -135,15 +143,23 @@ def _requests(
 
 
 def _job(
-    body: ChatBody | CompletionBody, requests: list[Request], model: str, form: Format, arrival_s: float
+    body: ChatBody | CompletionBody, requests: list[Request], model: str, form: RouteFormat, arrival_s: float
 ) -> Job:
     first = requests[0]
     response_id = form.prefix + first.request_id.partition("-")[0]
-    head = AnswerHead(response_id, int(time.time()), model, first.seed)
-    return Job(head, form, requests, first.params.n, bool(body.stream), body.wants_usage, arrival_s)
+    return Job(
+        meta=ResponseMeta(response_id, int(time.time()), model, first.seed),
+        format=form,
+        requests=requests,
+        n=first.params.n,
+        stream=bool(body.stream),
+        wants_usage=body.wants_usage,
+        wants_running_usage=body.wants_running_usage,
+        arrival_s=arrival_s,
+    )
 
 
 def _check_model(body: ChatBody | CompletionBody, model: str) -> None:
     if body.model not in (None, model, "default"):
         message = f"no model {body.model!r} here; this server serves {model!r}"
-        raise Problem(404, message, param="model", code="model_not_found")
+        raise ApiError(404, message, param="model", code="model_not_found")

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import Response
 
 from paceline.core.errors import PacelineError
-from paceline.serve.api.errors import Problem, internal_problem, problem_of
-from paceline.serve.api.openai_format import AnswerFormat, to_json, usage
-from paceline.serve.api.parse import ClientGone
-from paceline.serve.worker.client import Gone
+from paceline.serve.api.errors import ApiError, api_error_of, internal_error, shutting_down
+from paceline.serve.api.openai_format import PartialAnswer, to_json, token_usage, usage
+from paceline.serve.api.parse import ClientDisconnected
+from paceline.serve.worker.client import Disconnected
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -28,22 +28,22 @@ _STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-OUR_FAULT = 500  # statuses from here on
+SERVER_FAULT = 500  # statuses from here on are faults of the server
 
 
-class Answering:
-    """Collects the answers of one job."""
+class Responder:
+    """Collects the answers of one job and writes the response."""
 
     def __init__(self, job: Job, metrics: Metrics) -> None:
         self.job = job
-        self.answers = [AnswerFormat() for _ in job.requests]
+        self.answers = [PartialAnswer() for _ in job.requests]
         self._metrics = metrics
-        self._first_s: dict[int, float] = {}  # answer -> its first token, counted from arrival
+        self._first_s: dict[int, float] = {}  # answer -> time from arrival to its first token
 
     async def run(self, client: EngineClient, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the job to the engine and its answers to the client; cancel it if the client goes away.
+        """Send the job to the engine and its answers to the client.
 
-        Raises `Problem` while nothing has been sent yet.
+        Cancels the job if the client disconnects. Raises `ApiError` while nothing has been sent yet.
         """
         events = await client.submit(self.job.requests)
         watcher = asyncio.create_task(_watch(receive, events))
@@ -52,10 +52,10 @@ class Answering:
                 await self._stream(events, send)
             else:
                 await self._whole(events, scope, receive, send)
-        except ClientGone:
-            self._count_rest("cancelled")
-        except Problem as problem:
-            self._count_failed(problem)
+        except ClientDisconnected:
+            self._count_unfinished("cancelled")
+        except ApiError as error:
+            self._count_failed(error)
             raise
         finally:
             watcher.cancel()
@@ -63,33 +63,34 @@ class Answering:
 
     async def _whole(self, events: Answers, scope: Scope, receive: Receive, send: Send) -> None:
         while not self._finished:
-            index, outcome = self._taken(await events.next())
+            index, outcome = _outcome_of(await events.next())
             self._add(index, outcome)
         choices = [self.job.format.choice(i, a) for i, a in enumerate(self.answers)]
-        body = self.job.head.fields(self.job.format.kind) | {"choices": choices, "usage": self._usage()}
+        body = self.job.meta.fields(self.job.format.kind) | {"choices": choices, "usage": self._usage()}
         response = Response(to_json(body), media_type="application/json", headers=self._headers)
         await response(scope, receive, send)
 
     async def _stream(self, events: Answers, send: Send) -> None:
-        event = await events.next()
-        first = self._taken(event)  # a request that is refused gets a status of its own
+        first = _outcome_of(await events.next())  # a request that is refused gets a status of its own
         headers = [*_STREAM_HEADERS, *((k.encode(), v.encode()) for k, v in self._headers.items())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        pieces = [self._chunk(*first)]
+        unsent = [self._chunk(*first)]
         try:
             while not self._finished:
-                if not events.queue.empty():
-                    pieces.append(self._chunk(*self._taken(events.queue.get_nowait())))
-                    continue
-                await _send_body(send, b"".join(pieces))
-                pieces = [self._chunk(*self._taken(await events.next()))]
+                if events.queue.empty():
+                    await _send_body(send, b"".join(unsent))
+                    unsent.clear()  # before the wait, which may raise
+                    event = await events.next()
+                else:
+                    event = events.queue.get_nowait()
+                unsent.append(self._chunk(*_outcome_of(event)))
             if self.job.wants_usage:
-                pieces.append(self._data([], self._usage()))
-        except Problem as problem:  # too late for a status
-            self._count_failed(problem)
-            self._metrics.refused(problem.status)
-            pieces.append(_event(problem.body))
-        await _send_body(send, b"".join([*pieces, b"data: [DONE]\n\n"]), more=False)
+                unsent.append(self._data([], self._usage()))
+        except ApiError as error:  # too late for a status
+            self._count_failed(error)
+            self._metrics.refused(error.status)
+            unsent.append(_event(error.body))
+        await _send_body(send, b"".join([*unsent, b"data: [DONE]\n\n"]), more=False)
 
     # Bookkeeping -------------------------------------------------------------------------------------
 
@@ -99,20 +100,7 @@ class Answering:
 
     @property
     def _headers(self) -> dict[str, str]:
-        return {"x-request-id": self.job.head.response_id}
-
-    def _taken(self, event: Event) -> tuple[int, Outcome]:
-        """Return an event that is an outcome. Raises `ClientGone` or `Problem` for all others."""
-        if isinstance(event, Gone):
-            raise ClientGone
-        if isinstance(event, PacelineError):
-            raise problem_of(event)
-        index, outcome = event
-        if outcome.finish_reason == "error":
-            raise internal_problem(outcome.error or "internal error")
-        if outcome.finish_reason == "cancelled":
-            raise Problem(503, "the server is shutting down", kind="service_unavailable", code="shutting_down")
-        return index, outcome
+        return {"x-request-id": self.job.meta.response_id}
 
     def _add(self, index: int, outcome: Outcome) -> None:
         elapsed_s = time.monotonic() - self.job.arrival_s
@@ -123,37 +111,54 @@ class Answering:
         if outcome.finish_reason is not None:
             self._metrics.finished(outcome.finish_reason, self._first_s[index], outcome.figures, elapsed_s)
 
-    def _count_failed(self, problem: Problem) -> None:
-        """Count the answers that a fault of ours cut short; what the client did wrong is no answer."""
-        if problem.status >= OUR_FAULT:
-            self._count_rest("error")
+    def _count_failed(self, error: ApiError) -> None:
+        """Count the answers that a fault of the server cut short. A client's mistake is not an answer."""
+        if error.status >= SERVER_FAULT:
+            self._count_unfinished("error")
 
-    def _count_rest(self, reason: str) -> None:
+    def _count_unfinished(self, reason: str) -> None:
         """Count the answers that will not end by themselves, once."""
         for answer in self.answers:
             if answer.last is None:
                 self._metrics.finished(reason, 0.0, None, 0.0)
 
     def _chunk(self, index: int, outcome: Outcome) -> bytes:
-        """Return the event that tells an outcome, and take it in."""
+        """Add an outcome to its answer and return the event that carries it."""
         choice = self.job.format.delta(index, self.answers[index], outcome)
         self._add(index, outcome)
-        return self._data([choice], None)
+        return self._data([choice], self._running_usage() if self.job.wants_running_usage else None)
 
     def _data(self, choices: list[Json], total: Json | None) -> bytes:
-        body = self.job.head.fields(self.job.format.chunk_kind) | {"choices": choices}
+        body = self.job.meta.fields(self.job.format.chunk_kind) | {"choices": choices}
         return _event(body | ({"usage": total} if self.job.wants_usage else {}))
+
+    def _running_usage(self) -> Json:
+        return token_usage(self.job.num_prompt_tokens, sum(answer.num_tokens for answer in self.answers))
 
     def _usage(self) -> Json:
         ends = [answer.last for answer in self.answers if answer.last is not None]
         return usage([end.figures for end in ends if end.figures is not None], self.job.n)
 
 
+def _outcome_of(event: Event) -> tuple[int, Outcome]:
+    """Return (answer, outcome) of an event. Raises `ClientDisconnected` or `ApiError` for any other event."""
+    if isinstance(event, Disconnected):
+        raise ClientDisconnected
+    if isinstance(event, PacelineError):
+        raise api_error_of(event)
+    index, outcome = event
+    if outcome.finish_reason == "error":
+        raise internal_error(outcome.error or "internal error")
+    if outcome.finish_reason == "cancelled":
+        raise shutting_down()
+    return index, outcome
+
+
 async def _watch(receive: Receive, events: Answers) -> None:
-    """Put `Gone` among the events when the client goes away."""
+    """Put `Disconnected` among the events when the client closes its connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    events.put(Gone())
+    events.put(Disconnected())
 
 
 async def _send_body(send: Send, data: bytes, more: bool = True) -> None:

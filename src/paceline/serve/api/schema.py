@@ -1,12 +1,12 @@
-"""What a client may send: every field of a request body, its type, and how an unfit body is explained.
+"""Request bodies: fields, types, and the explanation of a body that does not fit.
 
-Bounds of sampling parameters are those of `SamplingParams`, stated there once. `null` counts as absent.
+The bounds of sampling parameters are those of `SamplingParams`. `null` counts as absent.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -29,7 +29,7 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 1024
 MAX_PROMPTS = 128
 MAX_ANSWERS = 256  # prompts x n
-MAX_SHOWN_CHARS = 300  # of a client's own words in an error message
+MAX_MESSAGE_CHARS = 300  # of an error message that quotes the client
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI
 
 Name = Annotated[str, Meta(max_length=256)]
@@ -39,8 +39,8 @@ Prompt = (
     str | Annotated[list[str | int | TokenIds], Meta(max_length=1 << 24)]  # texts, ids, or lists of ids; not mixed
 )
 
-# Fields of OpenAI that Paceline does not serve yet, with the values that ask for nothing.
-HARMLESS: dict[str, tuple[Any, ...]] = {
+# Fields of OpenAI that are not supported yet -> the values that ask for nothing and are accepted.
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
     "function_call": ("none", "auto"),
@@ -59,7 +59,8 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
-UNSERVED = ("annotations", "audio", "function_call", "refusal", "tool_calls")  # of a message
+# Fields of a message that are accepted if null or empty.
+UNSUPPORTED_FIELDS = ("annotations", "audio", "function_call", "refusal", "tool_calls")
 
 
 class _Part(Struct, frozen=True, forbid_unknown_fields=True):
@@ -79,7 +80,7 @@ class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
     content: str | Annotated[list[_Part], Meta(max_length=MAX_PARTS)] | None = None
     name: Name | None = None
     tool_call_id: Name | None = None
-    # of OpenAI's answers; a client that sends one back as it came sends them empty
+    # Fields of OpenAI's answers. A client that sends an answer back unchanged sends them empty.
     annotations: Any = None
     audio: Any = None
     function_call: Any = None
@@ -87,8 +88,8 @@ class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
     tool_calls: Any = None
 
     def for_template(self) -> dict[str, str]:
-        """Return the message as chat templates take it; `developer` is today's name for `system`."""
-        for name in UNSERVED:
+        """Return the message as chat templates take it; `developer` is OpenAI's newer name for `system`."""
+        for name in UNSUPPORTED_FIELDS:
             if getattr(self, name) not in (None, []):
                 raise RequestError(f"{name} in a message is not supported yet; leave it out", "messages")
         role = "system" if self.role == "developer" else self.role
@@ -106,26 +107,27 @@ class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """How to stream."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # of vLLM: every chunk carries the usage so far
     include_obfuscation: bool | None = None
 
 
 class SpeculationBody(Struct, frozen=True, forbid_unknown_fields=True):
-    """What one request asks of speculation."""
+    """Speculation that one request asks for."""
 
     draft: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
     k: int | None = None
     tpot_ms: float | None = None
 
-    def asked(self) -> Speculation:
-        """Return it checked. Raises `RequestError`."""
+    def checked(self) -> Speculation:
+        """Return the checked request. Raises `RequestError`."""
         return Speculation(AUTO if self.draft is None else self.draft, self.k, self.tpot_ms)
 
 
 class _Common(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Fields that both routes share."""
+    """Fields of both routes."""
 
     model: Name | None = None
     max_tokens: int | None = None
@@ -148,12 +150,12 @@ class _Common(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     stream_options: StreamOptions | None = None
     cache_salt: Salt | None = None
     speculation: SpeculationBody | None = None
-    # accepted, without effect
+    # Accepted without effect.
     user: Annotated[str, Meta(max_length=1024)] | None = None
     safety_identifier: Annotated[str, Meta(max_length=1024)] | None = None
     prompt_cache_key: Annotated[str, Meta(max_length=1024)] | None = None
     metadata: Annotated[dict[str, str], Meta(max_length=64)] | None = None
-    # only with a value of HARMLESS
+    # Accepted with a value of NEUTRAL_VALUES.
     best_of: Any = None
     response_format: Any = None
     service_tier: Any = None
@@ -161,24 +163,33 @@ class _Common(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with a chunk that carries the usage."""
+        """True if a stream's last chunk should carry the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def wants_running_usage(self) -> bool:
+        """True if every chunk should carry the usage so far.
+
+        As in vLLM, this needs `include_usage` too.
+        """
+        options = self.stream_options
+        return options is not None and bool(options.include_usage and options.continuous_usage_stats)
+
     def check(self) -> None:
-        """Raise `RequestError` for what types cannot say."""
-        for field in sorted(HARMLESS.keys() & set(self.__struct_fields__)):
-            _check_harmless(field, getattr(self, field))
+        """Raise `RequestError` for what the types cannot express."""
+        for field in sorted(NEUTRAL_VALUES.keys() & set(self.__struct_fields__)):
+            _check_neutral(field, getattr(self, field))
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed with stream: true", "stream_options")
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             raise RequestError("include_obfuscation is not supported yet", "stream_options")
 
     def sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
-        """Return what is asked of sampling. Raises `RequestError`."""
+        """Return the sampling parameters. Raises `RequestError`."""
         wanted: dict[str, Any] = {
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "top_k": None if self.top_k == -1 else self.top_k,  # -1 keeps all elsewhere
+            "top_k": None if self.top_k == -1 else self.top_k,  # other servers say -1 for all
             "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
             "presence_penalty": self.presence_penalty,
@@ -204,7 +215,7 @@ class ChatBody(_Common, frozen=True, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    # only with a value of HARMLESS
+    # Accepted with a value of NEUTRAL_VALUES.
     audio: Any = None
     function_call: Any = None
     functions: Any = None
@@ -217,10 +228,8 @@ class ChatBody(_Common, frozen=True, kw_only=True):
     verbosity: Any = None
     web_search_options: Any = None
 
-    where: ClassVar[str] = "messages"
-
     def params(self, room: int) -> SamplingParams:
-        """Return what is asked of sampling; without max_tokens the answer may fill the `room`."""
+        """Return the sampling parameters; without max_tokens the answer may fill `room`, in tokens."""
         asked = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return self.sampling(room if asked is None else asked, self._num_logprobs())
 
@@ -239,12 +248,10 @@ class CompletionBody(_Common, frozen=True, kw_only=True):
     prompt: Prompt
     logprobs: int | None = None
     echo: bool | None = None
-    suffix: Any = None  # only with a value of HARMLESS
-
-    where: ClassVar[str] = "prompt"
+    suffix: Any = None  # accepted with a value of NEUTRAL_VALUES
 
     def params(self, room: int) -> SamplingParams:
-        """Return what is asked of sampling; without max_tokens 16 tokens, as OpenAI has it."""
+        """Return the sampling parameters; without max_tokens an answer has 16 tokens, as with OpenAI."""
         if self.echo and self.logprobs is not None:
             raise RequestError("echo together with logprobs is not supported yet", "echo")
         _check_range("logprobs", self.logprobs)
@@ -252,7 +259,7 @@ class CompletionBody(_Common, frozen=True, kw_only=True):
         return self.sampling(default if self.max_tokens is None else self.max_tokens, self.logprobs)
 
     def prompts(self) -> list[str | list[int]]:
-        """Return the prompts, each a text or its token ids. Raises `RequestError` for a mixture."""
+        """Return the prompts, each a text or token ids. Raises `RequestError` for a mixture."""
         given = [self.prompt] if isinstance(self.prompt, str) else self.prompt
         if given and all(isinstance(p, int) for p in given):
             return [[_token_id(p) for p in given]]
@@ -274,15 +281,15 @@ def _token_id(value: object) -> int:
 
 
 def _check_range(name: str, value: int | None) -> None:
-    """Check a number of alternatives under the name the client gave it."""
+    """Check a number of alternatives and blame the field the client used."""
     try:
         SamplingParams(logprobs=value)
     except RequestError as error:
         raise RequestError(str(error).replace("logprobs", name, 1), name) from None
 
 
-def _check_harmless(field: str, value: Any) -> None:
-    allowed = HARMLESS[field]
+def _check_neutral(field: str, value: Any) -> None:
+    allowed = NEUTRAL_VALUES[field]
     if value is None or any(type(value) is type(known) and value == known for known in allowed):
         return
     values = ", ".join(msgspec.json.encode(v).decode() for v in allowed)
@@ -290,9 +297,9 @@ def _check_harmless(field: str, value: Any) -> None:
     raise RequestError(f"{field} is not supported yet{hint}", field)
 
 
-def _seed(given: int) -> int:
-    """Return a seed of OpenAI's range, all of int64, as one of ours: of a negative one the lower 63 bits."""
-    return given & MAX_SEED if -MAX_SEED - 1 <= given < 0 else given
+def _seed(given: int) -> int | None:
+    """Return a seed of OpenAI's range, int64; None (drawn) for a negative one."""
+    return None if -MAX_SEED - 1 <= given < 0 else given
 
 
 def _bias(given: dict[str, float]) -> dict[int, float]:
@@ -309,7 +316,7 @@ _UNKNOWN = re.compile(r"unknown field `(\w*)`$")
 
 
 def decode(data: bytes, kind: type[Body]) -> Body:
-    """Return the body in `data`. Raises `RequestError` that says what is wrong with which field."""
+    """Return the body in `data`. Raises `RequestError` that names the field."""
     try:
         body = msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
@@ -328,5 +335,5 @@ def _explained(message: str, kind: type[Struct]) -> RequestError:
     at, unknown = _AT.search(message), _UNKNOWN.search(message)
     hint = suggest(unknown[1], kind.__struct_fields__) if unknown and len(unknown[1]) < 64 else ""
     param = at[1] if at else unknown[1] if unknown else None
-    text = message if len(message) <= MAX_SHOWN_CHARS else message[:MAX_SHOWN_CHARS] + "..."
+    text = message if len(message) <= MAX_MESSAGE_CHARS else message[:MAX_MESSAGE_CHARS] + "..."
     return RequestError(text + hint, param[:64] if param else None)

@@ -1,1 +1,1 @@
-"""What operators see of a running server."""
+"""Metrics of a running server."""

@@ -1,4 +1,4 @@
-"""What /metrics tells: the engine's counters, from its newest snapshot, and what the server itself observes."""
+"""Prometheus metrics: the engine's counters from its newest snapshot, and the server's own observations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 
-# Counters of `Stats` that are told as they are: metric, field, help. They start anew when the engine does.
+# Counters of `Stats` that become metrics unchanged: metric, field, help. A restarted engine counts from 0.
 _COUNTERS = (
     ("paceline_steps", "steps", "Engine steps"),
     ("paceline_step_seconds", "step_s", "Time in engine steps"),
@@ -32,7 +32,7 @@ _COUNTERS = (
     ("paceline_decoded_tokens", "decoded_tokens", "Tokens committed by decode passes"),
     ("paceline_prompt_tokens", "prompt_tokens", "Prompt tokens of requests that got a row"),
     ("paceline_cached_tokens", "cached_tokens", "Prompt tokens found in the prefix cache"),
-    ("paceline_prefilled_tokens", "prefilled_tokens", "Tokens computed of prompts and of what a preemption took"),
+    ("paceline_prefilled_tokens", "prefilled_tokens", "Tokens computed of prompts, again after a preemption"),
     ("paceline_output_tokens", "output_tokens", "Tokens written"),
     ("paceline_preemptions", "preemptions", "Requests sent back to the queue for want of pages"),
     ("paceline_drafter_failures", "drafter_failures", "Drafts dropped because a drafter failed"),
@@ -50,7 +50,7 @@ _GAUGES = (
 
 
 class EngineCollector(Collector):
-    """Tells the engine's newest snapshot."""
+    """Metrics of the engine's newest snapshot."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -58,13 +58,13 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield every metric of the engine."""
         client = self._client
-        yield _gauge("paceline_engine_up", "Whether the engine is ready", int(client.ready is not None))
-        yield _counter("paceline_engine_restarts", "Times the engine process was started anew", client.restarts)
+        yield _gauge("paceline_engine_up", "1 if the engine is ready", int(client.ready is not None))
+        yield _counter("paceline_engine_restarts", "Times the engine process was restarted", client.restarts)
         yield _gauge("paceline_requests_open", "Answers the server is waiting for", client.num_open)
         if client.snapshot is not None:
             yield from _counters(client.snapshot.stats)
             yield from _speculation(client.snapshot.stats)
-            yield from _reckoned(client.snapshot.stats.predictions)
+            yield from _predictions(client.snapshot.stats.predictions)
             yield from _gauges(client.snapshot.gauges)
 
 
@@ -81,7 +81,10 @@ def _gauges(gauges: Gauges) -> Iterator[Metric]:
 
 
 def _speculation(stats: Stats) -> Iterator[Metric]:
-    """Per drafter and position. accepted / verified at a position is the chance that a draft gets that far."""
+    """Yield counts of drafts by drafter and position.
+
+    accepted / verified at a position estimates the chance that a draft gets that far.
+    """
     drafted = CounterMetricFamily("paceline_drafted_tokens", "Tokens proposed", labels=["drafter"])
     labels = ["drafter", "position"]
     verified = CounterMetricFamily("paceline_verified_tokens", "Drafts scored by the target", labels=labels)
@@ -103,12 +106,12 @@ def _speculation(stats: Stats) -> Iterator[Metric]:
     yield from (drafted, trimmed, verified, accepted, rejected, passes)
 
 
-def _reckoned(reckoned: Predictions) -> Iterator[Metric]:
-    """How well the controller knows the machine, and what speculation is believed to have brought."""
-    yield _counter("paceline_predicted_step_seconds", "Time of steps that were predicted", reckoned.step_s)
-    yield _counter("paceline_misprediction_seconds", "Time by which predictions were off", reckoned.error_s)
+def _predictions(predictions: Predictions) -> Iterator[Metric]:
+    """Yield the controller's prediction errors and the estimated time of plain decoding."""
+    yield _counter("paceline_predicted_step_seconds", "Time of steps that were predicted", predictions.step_s)
+    yield _counter("paceline_misprediction_seconds", "Time by which predictions were off", predictions.error_s)
     about = "Time that the tokens of these steps would have taken without drafts, estimated"
-    yield _counter("paceline_plain_seconds", about, reckoned.plain_s)
+    yield _counter("paceline_plain_seconds", about, predictions.plain_s)
 
 
 def _counter(name: str, about: str, value: float) -> CounterMetricFamily:
@@ -120,7 +123,7 @@ def _gauge(name: str, about: str, value: float) -> GaugeMetricFamily:
 
 
 class Metrics:
-    """What one server observes, in a registry of its own."""
+    """Observations of one server, in a registry of their own."""
 
     def __init__(self, client: EngineClient) -> None:
         self.registry = CollectorRegistry()
@@ -141,11 +144,14 @@ class Metrics:
         self.registry.register(_Constant(version))
 
     def first_token(self, wait_s: float) -> None:
-        """Observe how long a request waited for its first token."""
+        """Observe the time from a request's arrival to its first token."""
         self._ttft.observe(wait_s)
 
     def finished(self, reason: str, first_s: float, figures: Figures | None, total_s: float) -> None:
-        """Observe the end of an answer whose first token came after `first_s`."""
+        """Observe the end of an answer.
+
+        first_s, total_s: from arrival to the first token and to the end. figures: None if it was cut short.
+        """
         self.answers.labels(reason).inc()
         if figures is None:
             return
@@ -158,7 +164,7 @@ class Metrics:
         self._refused.labels(str(status)).inc()
 
     def text(self) -> bytes:
-        """Return everything in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:

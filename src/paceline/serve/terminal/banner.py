@@ -1,4 +1,7 @@
-"""What is shown while an engine loads and once it is ready: rich on a terminal, plain text otherwise."""
+"""Progress while an engine loads, and the banner once it is ready.
+
+Rich output on a terminal, plain text elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,11 @@ if TYPE_CHECKING:
     from paceline.engine.assembly.build import Choice
     from paceline.serve.worker.messages import StartupChoice
 
-
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class LoadingBar:
-    """Shows how far pulling, loading and measuring have come; call it with (what, done, total)."""
+    """Progress of pulling, loading and measuring; call it with (what, done, total)."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         stream = sys.stderr if stream is None else stream
@@ -42,14 +44,14 @@ class LoadingBar:
         self.close()
 
     def close(self) -> None:
-        """Take the bar away. May be called twice."""
+        """Remove the bar. May be called twice."""
         if self._bar is not None:
             self._bar.stop()
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        """Show that `done` of `total` are there."""
+        """Show that `done` of `total` is done."""
         if self._bar is None:
-            self._tell_plainly(what)
+            self._write_line(what)
             return
         if what not in self._seen:
             self._seen[what] = self._bar.add_task(what, total=total)
@@ -57,7 +59,7 @@ class LoadingBar:
         assert task is not None
         self._bar.update(task, completed=done, total=total)
 
-    def _tell_plainly(self, what: str) -> None:
+    def _write_line(self, what: str) -> None:
         if what not in self._seen:
             self._seen[what] = None
             self._stream.write(f"{what} ...\n")
@@ -71,12 +73,12 @@ def _bar(stream: TextIO) -> Progress:
 
 
 def printable(text: str, stream: TextIO) -> str:
-    """Return what may be written of a model's words: on a terminal no control characters, which could steer it."""
+    """Return a model's text without the control characters that could steer a terminal."""
     return text if not stream.isatty() else _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def show_choices(choices: Iterable[Choice | StartupChoice], stream: TextIO) -> None:
-    """Tell what was chosen, and why."""
+    """Show what was chosen at start-up, and why."""
     if not stream.isatty():
         for choice in choices:
             stream.write(f"{choice.what:<9}{choice.value}  ({choice.why})\n")
@@ -88,7 +90,7 @@ def show_choices(choices: Iterable[Choice | StartupChoice], stream: TextIO) -> N
 
 
 def show_url(url: str, chats: bool, stream: TextIO, needs_key: bool) -> None:
-    """Tell where the server is, with a line that can be pasted."""
+    """Show the server's URL and a shell line that can be pasted."""
     line = curl_line(url, chats, needs_key)
     if stream.isatty():
         console = Console(file=stream, highlight=False)
@@ -101,7 +103,7 @@ def show_url(url: str, chats: bool, stream: TextIO, needs_key: bool) -> None:
 
 
 def curl_line(url: str, chats: bool, needs_key: bool) -> str:
-    """Return a shell line that asks the server something."""
+    """Return a shell line that sends the server a request."""
     key = '-H "Authorization: Bearer $PACELINE_API_KEY" ' if needs_key else ""
     route, body = (
         ("chat/completions", '{"messages":[{"role":"user","content":"What is a paceline?"}],"max_tokens":100}')

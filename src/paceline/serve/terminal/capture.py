@@ -1,8 +1,7 @@
-"""Answers kept on disk as they are finished, to train draft heads on: `paceline generate --capture DIR`.
+"""Answers written to disk to train draft heads on: `paceline generate --capture DIR`.
 
-DIR/answers.jsonl has a line for each prompt: its token ids and those of its different answers. A run that is
-interrupted goes on where it stopped: a prompt whose line is there, asked with the same parameters, is not asked
-again.
+DIR/answers.jsonl has a line for each prompt: its token ids and those of its distinct answers. A run that was
+interrupted resumes: a prompt that already has a line for the same parameters is not asked again.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from paceline.core.errors import ConfigError
 from paceline.serve.api.openai_format import to_json
-from paceline.serve.terminal.generate import AnswersBar
+from paceline.serve.terminal.display import AnswersBar
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -23,42 +22,42 @@ if TYPE_CHECKING:
 
     from paceline.core.params import SamplingParams
     from paceline.serve.llm import LLM, Completion
-    from paceline.serve.terminal.generate import Item
+    from paceline.serve.prompts import Item
 
 FILE = "answers.jsonl"
-_SEED_BYTES = 7  # of a key, so that a seed is below 2**63
+_SEED_BYTES = 7  # bytes of a key that make a seed, which is then below 2**63
 
 
 def capture(llm: LLM, items: Sequence[Item], params: SamplingParams, folder: Path, *, chat: bool) -> int:
-    """Answer every prompt that has no line yet and append it when it is done. Returns 1 if some got no answer.
+    """Answer every prompt that has no line yet and append each line at once. Returns 1 if some got no answer.
 
-    Without a seed of its own each prompt gets one from its text, so that the data is the same in every run.
+    If `params` has no seed, each prompt's seed is made from its token ids, so that every run writes the same data.
     """
     wanted: dict[str, tuple[Item, tuple[int, ...]]] = {}
     for item in items:
-        prompt_ids = item.ids(llm, params, chat=chat)
+        prompt_ids = item.ids(llm.prompts, params, chat=chat)
         wanted.setdefault(key_of(prompt_ids, params), (item, prompt_ids))
-    with open_for_more(folder / FILE) as (file, done):
-        left = [key for key in wanted if key not in done]
+    with open_to_append(folder / FILE) as (file, done):
+        missing = [key for key in wanted if key not in done]
         failed = 0
 
         def keep(index: int, completion: Completion) -> None:
             nonlocal failed
-            line = _line(left[index], wanted[left[index]][0], completion)
+            line = _line(missing[index], wanted[missing[index]][0], completion)
             failed += not line["answers"]
             if line["answers"]:
                 file.write(to_json(line) + b"\n")
                 file.flush()
             bar.advance()
 
-        with AnswersBar(len(wanted), len(wanted) - len(left)) as bar:
-            seeded = [params if params.seed is not None else replace(params, seed=_seed(key)) for key in left]
-            llm.generate([wanted[key][1] for key in left], seeded, keep)
+        with AnswersBar(len(wanted), len(wanted) - len(missing)) as bar:
+            seeded = [params if params.seed is not None else replace(params, seed=_seed(key)) for key in missing]
+            llm.generate([wanted[key][1] for key in missing], seeded, keep)
     return int(failed > 0)
 
 
 def key_of(prompt_ids: Sequence[int], params: SamplingParams) -> str:
-    """Return what tells one prompt, asked in one way, from others."""
+    """Return the hash of a prompt and the parameters it is asked with."""
     asked = [(f.name, getattr(params, f.name)) for f in fields(params)]
     return hashlib.sha256(repr((tuple(prompt_ids), asked)).encode()).hexdigest()
 
@@ -68,8 +67,11 @@ def _seed(key: str) -> int:
 
 
 @contextmanager
-def open_for_more(path: Path) -> Iterator[tuple[BinaryIO, set[str]]]:
-    """Open a file of JSON lines to append to, with the keys it holds; a line cut short by a crash is dropped."""
+def open_to_append(path: Path) -> Iterator[tuple[BinaryIO, set[str]]]:
+    """Open a file of JSON lines for appending, and return the keys it holds.
+
+    A last line that a crash cut short is dropped.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a+b")
@@ -92,12 +94,12 @@ def _key_in(line: bytes, where: str) -> str:
     except (ValueError, RecursionError):
         row = None
     if not isinstance(row, dict) or not isinstance(row.get("key"), str):
-        raise ConfigError(f"{where} is no line that --capture wrote; give another folder")
+        raise ConfigError(f"{where} is not a line that --capture wrote; give another folder")
     return str(row["key"])
 
 
 def _line(key: str, item: Item, completion: Completion) -> dict[str, Any]:
-    """Return one prompt's line: answers that failed are left out, equal ones are kept once."""
+    """Return one prompt's line, without failed answers and with equal answers once."""
     answers = {a.token_ids: a.finish_reason for a in completion.choices if a.error is None and a.token_ids}
     return {
         "key": key,

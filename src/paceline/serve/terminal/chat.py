@@ -1,4 +1,4 @@
-"""A conversation in the terminal."""
+"""`paceline chat`: a conversation in the terminal."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TextIO
 
-from paceline.core.errors import RequestError
-from paceline.serve.terminal.banner import printable
+from paceline.core.errors import ConfigError, RequestError
+from paceline.engine.assembly.cli_options import add_engine_arguments, engine_config
+from paceline.serve.llm import LLM
+from paceline.serve.terminal.banner import LoadingBar, printable, show_choices
+from paceline.serve.terminal.generate import add_sampling_arguments, sampling_params
 
 if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
     from collections.abc import Callable
 
     from paceline.core.nouns import Figures
     from paceline.core.params import SamplingParams
-    from paceline.serve.llm import LLM
 
 HELP = """/help   this text
 /reset  forget the conversation
@@ -24,9 +27,31 @@ Ctrl-C  stop the answer
 """
 
 
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the flags of `paceline chat`."""
+    parser.add_argument("--system", metavar="TEXT", help="system message that begins the conversation")
+    add_sampling_arguments(parser)
+    add_engine_arguments(parser)
+
+
+def run(args: Namespace) -> int:
+    """Converse and return the exit status."""
+    params = sampling_params(args)
+    with LoadingBar() as bar:
+        llm = LLM.of(engine_config(args), progress=bar)
+    with llm:
+        if llm.built.template is None:
+            raise ConfigError("this model has no chat template; use `paceline generate`")
+        if sys.stdin.isatty():
+            show_choices(llm.built.choices, sys.stderr)
+            sys.stderr.write(f"\n{HELP}\n")
+        Chat(llm, params, args.system).run()
+    return 0
+
+
 @dataclass(slots=True, eq=False)
 class Chat:
-    """Reads lines, writes answers."""
+    """Conversation between a stream of lines and a model."""
 
     llm: LLM
     params: SamplingParams
@@ -51,7 +76,7 @@ class Chat:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def _ask(self) -> str | None:
-        """Return the next line; None at the end. Ctrl-C at the prompt leaves, too."""
+        """Return the next line; None at the end of input or after Ctrl-C."""
         try:
             if self.source is sys.stdin and self.source.isatty():
                 return input("> ")
@@ -116,7 +141,7 @@ _COMMANDS: dict[str, Callable[[Chat], bool | None]] = {
 
 
 def _summary(figures: Figures | None, wall_s: float) -> str:
-    """Return how fast an answer was, and what speculation did for it."""
+    """Return a line with an answer's speed and how many drafts were accepted."""
     if figures is None:
         return "[stopped before the end]\n"
     rate = (figures.completion_tokens - 1) / wall_s if wall_s > 0 and figures.completion_tokens > 1 else 0.0

@@ -1,4 +1,4 @@
-"""What the commands show: progress bars on a terminal, plain lines elsewhere."""
+"""Output of commands: progress bars and tables on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def say(text: str = "") -> None:
 
 @contextmanager
 def progress(what: str, unit: str = "") -> Iterator[Update]:
-    """Show progress on stderr: a bar on a terminal, otherwise a line for each tenth. unit "B" shows bytes."""
+    """Show progress on stderr: a bar on a terminal, otherwise a line for each tenth. unit: "B" shows bytes."""
     if not sys.stderr.isatty():
         yield _Lines(what)
         return
@@ -36,23 +36,50 @@ def progress(what: str, unit: str = "") -> Iterator[Update]:
         yield lambda done, total: bar.update(task, completed=done, total=total or None)
 
 
+class AnswersBar:
+    """Progress over finished answers, shown on a terminal only."""
+
+    def __init__(self, total: int, done: int = 0) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        console = Console(file=sys.stderr)
+        self._bar = Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty())
+        self._task = self._bar.add_task("answers", total=total, completed=done)
+
+    def __enter__(self) -> AnswersBar:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def advance(self) -> None:
+        """Count one finished answer."""
+        self._bar.advance(self._task)
+
+
 class _Lines:
-    """Writes a line whenever another tenth is done."""
+    """Progress as plain lines, one for each tenth."""
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._told = -1
+        self._shown_tenths = -1
 
     def __call__(self, done: int, total: int) -> None:
         tenths = _TENTHS * done // total if total else 0
-        if tenths > self._told:
-            self._told = tenths
+        if tenths > self._shown_tenths:
+            self._shown_tenths = tenths
             sys.stderr.write(f"{self._what}: {100 * tenths // _TENTHS} %\n")
             sys.stderr.flush()
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], num_left: int = 1) -> None:
-    """Print a table, its first columns aligned left: with rules on a terminal, as plain text elsewhere."""
+    """Print a table, ruled on a terminal and as plain text elsewhere.
+
+    num_left: number of first columns that are aligned left.
+    """
     if not sys.stdout.isatty():
         say(plain_table(title, columns, rows, num_left))
         return

@@ -1,91 +1,114 @@
-"""Answers to prompts from an argument, standard input or a file, as text or JSON lines."""
+"""`paceline generate`: answers to prompts as text, JSON lines or training data, without a server."""
 
 from __future__ import annotations
 
-import json
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-from paceline.core.errors import ConfigError, PacelineError, RequestError
+from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.params import SamplingParams
+from paceline.engine.assembly.cli_options import add_engine_arguments, engine_config
 from paceline.serve.api.openai_format import to_json
-from paceline.serve.terminal.banner import printable
+from paceline.serve.llm import LLM
+from paceline.serve.prompts import Item, read_items
+from paceline.serve.terminal.banner import LoadingBar, printable
+from paceline.serve.terminal.capture import capture
+from paceline.serve.terminal.display import AnswersBar
 
 if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
     from collections.abc import Iterator, Sequence
 
-    from paceline.core.params import SamplingParams
-    from paceline.serve.llm import LLM, Answer, Completion
+    from paceline.serve.llm import Answer, Completion
 
-MAX_FILE_BYTES = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One thing to answer: a text to continue, or a conversation."""
-
-    name: str | int
-    prompt: str | None = None
-    messages: tuple[dict[str, str], ...] = ()
-    where: str = field(default="", compare=False)  # file and line
-
-    def ids(self, llm: LLM, params: SamplingParams, *, chat: bool) -> tuple[int, ...]:
-        """Return the prompt's token ids; with `chat` a text becomes a user's message.
-
-        Raises `RequestError` that names the item, also if the answer has no room.
-        """
-        try:
-            prompt_ids = self._ids(llm, chat)
-            llm.prompts.check_room(prompt_ids, params.max_tokens)
-        except RequestError as error:
-            if not self.where:
-                raise
-            raise type(error)(f"{self.where}: {error}", error.param) from None
-        return prompt_ids
-
-    def _ids(self, llm: LLM, chat: bool) -> tuple[int, ...]:
-        if self.prompt is not None and not chat:
-            return llm.prompts.of_text(self.prompt)
-        return llm.prompts.of_messages(self.messages or ({"role": "user", "content": self.prompt or ""},))
+# The command -----------------------------------------------------------------------------------------
 
 
-def read_items(path: Path) -> list[Item]:
-    """Read a file of JSON lines with `prompt`, `messages` or `turns` (the first is used). Raises `ConfigError`."""
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MB")
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from None
-    items = [_item(line, number, path) for number, line in enumerate(lines, 1) if line.strip()]
-    if not items:
-        raise ConfigError(f"{path} holds no prompts")
-    return items
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the flags of `paceline generate`."""
+    parser.add_argument("prompt", nargs="?", help="what to continue; standard input if it is missing or -")
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        type=Path,
+        help="JSON lines with prompt, messages or turns, in place of a prompt",
+    )
+    parser.add_argument("--chat", action="store_true", help="send a prompt as a user's message")
+    parser.add_argument("--json", action="store_true", help="write JSON lines with token ids and figures")
+    parser.add_argument(
+        "--capture",
+        metavar="DIR",
+        type=Path,
+        help="append answers to DIR/answers.jsonl as token ids, to train on; resumes where it stopped",
+    )
+    parser.add_argument("--n", type=int, default=1, metavar="N", help="answers to each prompt")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens")
+    add_sampling_arguments(parser)
+    add_engine_arguments(parser)
 
 
-def _item(line: str, number: int, path: Path) -> Item:
-    where = f"{path}, line {number}"
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        raise ConfigError(f"{where} is not valid JSON") from None
-    if not isinstance(row, dict):
-        raise ConfigError(f"{where} must be a JSON object")
-    given = row.get("question_id", row.get("id"))
-    name = given if isinstance(given, str | int) else number
-    if isinstance(row.get("prompt"), str):
-        return Item(name, row["prompt"], where=where)
-    turns = row.get("turns")
-    if isinstance(turns, list) and turns and isinstance(turns[0], str):
-        return Item(name, messages=({"role": "user", "content": turns[0]},), where=where)
-    messages = row.get("messages")
-    if isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages):
-        return Item(name, messages=tuple(messages), where=where)
-    raise ConfigError(f"{where} needs a prompt, messages or turns")
+def run(args: Namespace) -> int:
+    """Answer everything asked and return the exit status."""
+    params = sampling_params(args, n=args.n, ignore_eos=args.ignore_eos)
+    items = _items(args)
+    config = engine_config(args)
+    with LoadingBar() as bar:
+        llm = LLM.of(config, progress=bar)
+    with llm:
+        if args.capture is not None:
+            return capture(llm, items, params, args.capture, chat=args.chat)
+        return generate(llm, items, params, chat=args.chat, as_json=args.json, sink=sys.stdout)
+
+
+def _items(args: Namespace) -> list[Item]:
+    if args.prompts is not None:
+        if args.prompt is not None:
+            raise ConfigError("give a prompt or --prompts, not both")
+        return read_items(args.prompts)
+    text = sys.stdin.read() if args.prompt in (None, "-") else args.prompt
+    if not text:
+        raise ConfigError("there is no prompt; give one, or --prompts FILE")
+    return [Item(1, text)]
+
+
+# Sampling flags, shared with `paceline chat` ---------------------------------------------------------
+
+_DEFAULTS = SamplingParams()
+_NUMBERS: tuple[tuple[str, type, str], ...] = (
+    ("max_tokens", int, "largest number of tokens of an answer"),
+    ("temperature", float, "0 takes the likeliest token"),
+    ("top_p", float, "keep the likeliest tokens up to this share"),
+    ("top_k", int, "keep this many of the likeliest tokens; 0 keeps all"),
+    ("min_p", float, "drop tokens less likely than this times the likeliest"),
+    ("repetition_penalty", float, "above 1, tokens that occurred become less likely"),
+    ("presence_penalty", float, "above 0, tokens that were written become less likely"),
+    ("frequency_penalty", float, "above 0, the same by how often they were written"),
+    ("seed", int, "the same seed gives the same text; drawn if missing or negative"),
+)
+
+
+def add_sampling_arguments(parser: ArgumentParser) -> None:
+    """Add the flags of `SamplingParams`."""
+    group = parser.add_argument_group("sampling")
+    for name, kind, about in _NUMBERS:
+        flag = "--" + name.replace("_", "-")
+        group.add_argument(flag, type=kind, metavar="N", default=getattr(_DEFAULTS, name), help=about)
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end the answer before this text; repeatable"
+    )
+
+
+def sampling_params(args: Namespace, **others: Any) -> SamplingParams:
+    """Return the sampling that parsed flags ask for. Raises `RequestError`."""
+    values = {name: getattr(args, name) for name, _, _ in _NUMBERS}
+    if args.seed is not None and args.seed < 0:  # as clients of other servers say "random"
+        values["seed"] = None
+    return SamplingParams(**values, stop=tuple(args.stop or ()), **others)
+
+
+# Answers ---------------------------------------------------------------------------------------------
 
 
 def generate(
@@ -95,8 +118,8 @@ def generate(
     if len(items) == 1 and not as_json and params.n == 1:
         return _stream_one(llm, items[0], params, chat, sink)
     with AnswersBar(len(items)) as bar:
-        prompts = [item.ids(llm, params, chat=chat) for item in items]
-        completions = llm.generate(prompts, params, lambda *_: bar.advance())
+        prompt_ids = [item.ids(llm.prompts, params, chat=chat) for item in items]
+        completions = llm.generate(prompt_ids, params, lambda *_: bar.advance())
     for item, completion in zip(items, completions, strict=True):
         for piece in _json_lines(item, completion) if as_json else _texts(completion):
             sink.write(printable(piece, sink))
@@ -105,7 +128,7 @@ def generate(
 
 def _stream_one(llm: LLM, item: Item, params: SamplingParams, chat: bool, sink: TextIO) -> int:
     error = None
-    for delta in llm.stream(item.ids(llm, params, chat=chat), params):
+    for delta in llm.stream(item.ids(llm.prompts, params, chat=chat), params):
         sink.write(printable(delta.text, sink))
         sink.flush()
         error = delta.outcome.error
@@ -122,10 +145,10 @@ def _texts(completion: Completion) -> Iterator[str]:
 
 def _json_lines(item: Item, completion: Completion) -> Iterator[str]:
     for index, answer in enumerate(completion.choices):
-        yield to_json(_row(item, index, answer)).decode() + "\n"
+        yield to_json(_json_row(item, index, answer)).decode() + "\n"
 
 
-def _row(item: Item, index: int, answer: Answer) -> dict[str, Any]:
+def _json_row(item: Item, index: int, answer: Answer) -> dict[str, Any]:
     figures = asdict(answer.figures) | {"acceptance_length": answer.figures.acceptance_length}
     return {
         "id": item.name,
@@ -136,24 +159,3 @@ def _row(item: Item, index: int, answer: Answer) -> dict[str, Any]:
         "token_ids": answer.token_ids,
         "figures": figures,
     } | ({} if answer.error is None else {"error": answer.error})
-
-
-class AnswersBar:
-    """How many answers are finished; shown on a terminal only."""
-
-    def __init__(self, total: int, done: int = 0) -> None:
-        columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        console = Console(file=sys.stderr)
-        self._bar = Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty())
-        self._task = self._bar.add_task("answers", total=total, completed=done)
-
-    def __enter__(self) -> AnswersBar:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def advance(self) -> None:
-        """Count one."""
-        self._bar.advance(self._task)

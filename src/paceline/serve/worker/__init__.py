@@ -1,1 +1,1 @@
-"""The engine's own process, and the server's client to it."""
+"""Process of the engine, and the server's client to it."""

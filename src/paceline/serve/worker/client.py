@@ -1,9 +1,10 @@
-"""The server's side of the engine process: start it, feed it, hand its outcomes out, start it again if it dies."""
+"""Server side of the engine process: start, supervise, send requests, distribute outcomes."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 import sys
 import tempfile
@@ -35,209 +36,227 @@ from paceline.serve.worker.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from paceline.core.nouns import Outcome, Request
     from paceline.engine.assembly.config import EngineConfig
 
 log = logging.getLogger(__name__)
 
-STOP_S = 5.0  # for the engine to leave by itself before it is killed
-MAX_SOCKET_CHARS = 90  # a unix socket's path has about 100
+STOP_S = 5.0  # time for the engine to end by itself before it is killed
+MAX_FOLDER_BYTES = 90  # of a socket's folder; a unix socket's path may have about 100
 
-GONE = "the engine process ended; it is being restarted, so try again"
+RESTARTING = "the engine process ended; it is being restarted, so try again"
 STOPPING = "the server is shutting down"
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
-    """The client went away."""
+class Disconnected:
+    """Event of a client that closed its connection."""
 
 
-Event = tuple[int, "Outcome"] | PacelineError | Gone
+Event = tuple[int, "Outcome"] | PacelineError | Disconnected
 
 
 @dataclass(slots=True, eq=False)
 class Answers:
-    """The open answers of one HTTP request, and what has come for them."""
+    """Answers to one HTTP request, and the events that came for them."""
 
     client: EngineClient
-    index: dict[str, int]  # request id -> which answer it is, while it is open
+    index: dict[str, int]  # request id -> index of its answer; open ones only
     queue: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
 
     async def next(self) -> Event:
-        """Wait for what comes next."""
+        """Wait for the next event."""
         return await self.queue.get()
 
     def put(self, event: Event) -> None:
-        """Hand over an event."""
+        """Add an event."""
         self.queue.put_nowait(event)
 
     async def close(self) -> None:
-        """Cancel what is still open. Every user of `submit` calls this in the end."""
+        """Cancel what is still open. Every caller of `submit` calls this in the end."""
         await self.client.cancel(self)
 
 
 @dataclass(slots=True, eq=False)
 class EngineProcess:
-    """One engine process, from birth to death."""
+    """One engine process, from its start to its end."""
 
     socket: zmq.asyncio.Socket
     process: asyncio.subprocess.Process
-    ready: Ready | None = None
-    failed: PacelineError | None = None
+    ready: Ready | None = None  # None: it loads
+    failed: PacelineError | None = None  # reason why it could not load
 
 
 class EngineClient:
     """Supervises one engine process. All methods are for the event loop's thread."""
 
-    def __init__(self, config: EngineConfig, on_progress: Callable[[Progress], None] | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_progress: Callable[[Progress], None] | None = None,
+        prepare: Callable[[Ready], Awaitable[object]] | None = None,
+    ) -> None:
+        """Start the engine process. prepare: awaited before an engine that has loaded counts as ready."""
         self.config = config
         self.restarts = 0
-        self.snapshot: Snapshot | None = None  # newest counters of the engine that lives, or lived last
+        self.snapshot: Snapshot | None = None  # newest counters, of the running engine or of the last one
         self.first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
-        self._on_progress = on_progress or (lambda _: None)
-        self._folder = _private_folder()
+        self._on_progress = on_progress
+        self._prepare = prepare
         self._context = zmq.asyncio.Context()
-        self._life: EngineProcess | None = None
+        self._engine: EngineProcess | None = None
         self._open: dict[str, Answers] = {}
         self._stopping = False
         self._supervisor = asyncio.create_task(self._supervise())
 
     @property
     def ready(self) -> Ready | None:
-        """What the engine said when it became ready; None while it loads, restarts or is stopped."""
-        return self._life.ready if self._life is not None else None
+        """Message of the engine that is ready; None while it loads, restarts or is stopped."""
+        return self._engine.ready if self._engine is not None else None
 
     @property
     def num_open(self) -> int:
-        """Answers that are being written or wait."""
+        """Number of answers that run or wait."""
         return len(self._open)
 
     @property
     def pid(self) -> int | None:
-        """The engine's process id, for tests and logs."""
-        return self._life.process.pid if self._life is not None else None
+        """Process id of the engine, for tests and logs."""
+        return self._engine.process.pid if self._engine is not None else None
 
     # Requests ----------------------------------------------------------------------------------------
 
     async def submit(self, requests: Sequence[Request]) -> Answers:
-        """Send requests, as the answers 0.. of one HTTP request. Raises `EngineDied` while there is no engine."""
-        life = self._life
-        if life is None or life.ready is None:
+        """Send the requests of one HTTP request, whose answers are numbered from 0.
+
+        Raises `EngineDied` while there is no engine.
+        """
+        engine = self._engine
+        if engine is None or engine.ready is None:
             raise EngineDied("the engine is not ready; try again later")
         answers = Answers(self, {r.request_id: i for i, r in enumerate(requests)})
         self._open |= dict.fromkeys(answers.index, answers)
         try:
             for request in requests:
-                await _send_now(life.socket, Submit.of(request))
+                await _send_now(engine.socket, Submit.of(request))
         except BaseException:
             await self.cancel(answers)
             raise
         return answers
 
     async def cancel(self, answers: Answers) -> None:
-        """End what is open of these answers; nothing more is put into their queue."""
+        """End the open ones of these answers; no further event is put into their queue."""
         still_open = list(answers.index)
         answers.index.clear()
         for request_id in still_open:
             self._open.pop(request_id, None)
         for request_id in still_open:
-            if self._life is not None:
+            if self._engine is not None:
                 with suppress(EngineDied):
-                    await _send_now(self._life.socket, Cancel(request_id))
+                    await _send_now(self._engine.socket, Cancel(request_id))
 
     async def stop(self) -> None:
         """End the engine and everything that is open. May be called twice."""
         self._stopping = True
-        if self._life is None:
+        if self._engine is None:
             self._supervisor.cancel()
-        elif self._life.ready is None:
-            _kill(self._life.process)
+        elif self._engine.ready is None:
+            _kill(self._engine.process)
         else:
-            await self._ask_to_stop(self._life)
+            await self._ask_to_stop(self._engine)
         await asyncio.gather(self._supervisor, return_exceptions=True)
-        self.first_ready.cancel()  # does nothing if it is done
+        self.first_ready.cancel()  # no effect if it is done
         self._context.destroy(linger=0)
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def kill(self) -> None:
-        """End the engine and everything that is open at once, asking nobody. `stop` still has to be called."""
+        """End the engine and everything that is open at once. `stop` still has to be called."""
         self._stopping = True
         self._fail_open(EngineDied(STOPPING))
-        self._supervisor.cancel()  # it kills the process on its way out
+        self._supervisor.cancel()  # its `finally` kills the process
 
-    async def _ask_to_stop(self, life: EngineProcess) -> None:
+    async def _ask_to_stop(self, engine: EngineProcess) -> None:
         try:
-            await _send_now(life.socket, StopEngine())
-            await asyncio.wait_for(life.process.wait(), STOP_S)
+            await _send_now(engine.socket, StopEngine())
+            await asyncio.wait_for(engine.process.wait(), STOP_S)
         except (EngineDied, TimeoutError):
-            _kill(life.process)
+            _kill(engine.process)
 
     # Supervision -------------------------------------------------------------------------------------
 
     async def _supervise(self) -> None:
         back_off = RestartBackoff()
         while True:
-            born_s = time.monotonic()
-            failed = await self._live()
-            self._fail_open(EngineDied(STOPPING if self._stopping else GONE))
+            start_s = time.monotonic()
+            try:
+                failed = await self._run_engine()
+            except OSError as error:
+                failed = EngineDied(f"the engine process cannot be started: {error}")
+            self._fail_open(EngineDied(STOPPING if self._stopping else RESTARTING))
             if self._stopping:
                 return
             if not self.first_ready.done():
                 self.first_ready.set_exception(failed or EngineDied("the engine process ended while loading"))
                 return
             log.error("the engine process ended (%s); restarting it", failed or "killed or crashed")
-            await asyncio.sleep(back_off.wait_s(time.monotonic() - born_s))
+            await asyncio.sleep(back_off.wait_s(time.monotonic() - start_s))
             self.restarts += 1
 
-    async def _live(self) -> PacelineError | None:
+    async def _run_engine(self) -> PacelineError | None:
         """Run one engine process to its end. Returns why it failed to load, if it did."""
+        folder = _private_folder()
         socket = self._context.socket(zmq.PAIR)
         try:
-            address = f"ipc://{self._folder}/{self.restarts}"
-            _prepare(socket).bind(address)
-            life = EngineProcess(socket, await _spawn(address))
+            address = f"ipc://{folder}/engine"
+            _without_limits(socket).bind(address)
+            engine = EngineProcess(socket, await _spawn(address))
             try:
-                self._life = life
-                await self._listen(life)
+                self._engine = engine
+                await self._listen(engine, folder)
             finally:
-                self._life = None
-                _kill(life.process)
-                await life.process.wait()
-                _close_stdin(life.process)
-            return life.failed
+                self._engine = None
+                _kill(engine.process)
+                await engine.process.wait()
+                _close_stdin(engine.process)
+            return engine.failed
         finally:
             socket.close(linger=0)
+            shutil.rmtree(folder, ignore_errors=True)
 
-    async def _listen(self, life: EngineProcess) -> None:
-        """Tell the process what to load and handle messages until it has ended and its last words are read."""
-        ended = asyncio.create_task(life.process.wait())
-        listening = asyncio.create_task(self._handle_forever(life))
+    async def _listen(self, engine: EngineProcess, folder: Path) -> None:
+        """Handle the process's messages until it has ended and the last one is read."""
+        ended = asyncio.create_task(engine.process.wait())
+        listening = asyncio.create_task(self._load_and_handle(engine, folder))
         try:
             await asyncio.wait({ended, listening}, return_when=asyncio.FIRST_COMPLETED)
             if listening.done():
-                listening.result()  # a bug of ours: it never returns
+                listening.result()  # raises if there was a bug of ours
         finally:
             for task in (ended, listening):
                 task.cancel()
             await asyncio.gather(ended, listening, return_exceptions=True)
-        while await life.socket.poll(0):
-            self._handle(life, await life.socket.recv())
+        while await engine.socket.poll(0):
+            self._handle(engine, _message(await engine.socket.recv()))
 
-    async def _handle_forever(self, life: EngineProcess) -> None:
-        # Waits for the process to connect, which it may never do.
-        await life.socket.send(encode(Load(self.config)))
+    async def _load_and_handle(self, engine: EngineProcess, folder: Path) -> None:
+        """Tell the process what to load and handle its messages. Returns only if it cannot become ready."""
+        await engine.socket.send(encode(Load(self.config)))  # waits until the process has connected
+        # The connection needs the socket's name no longer, and a server that is killed cannot remove it.
+        shutil.rmtree(folder, ignore_errors=True)
         while True:
-            self._handle(life, await life.socket.recv())
+            message = _message(await engine.socket.recv())
+            if isinstance(message, Ready) and self._prepare is not None:
+                try:
+                    await self._prepare(message)
+                except Exception as error:
+                    engine.failed = error if isinstance(error, PacelineError) else _unprepared(error)
+                    return
+            self._handle(engine, message)
 
-    def _handle(self, life: EngineProcess, data: bytes) -> None:
-        try:
-            message = decode_to_server(data)
-        except BAD_MESSAGE as error:
-            log.warning("dropped a broken message of the engine: %s", error)
-            return
-        _HANDLERS[type(message)](self, life, message)
+    def _handle(self, engine: EngineProcess, message: ToServer | None) -> None:
+        if message is not None:
+            _HANDLERS[type(message)](self, engine, message)
 
     # Messages ----------------------------------------------------------------------------------------
 
@@ -259,21 +278,22 @@ class EngineClient:
         self.snapshot = message
 
     def _progress(self, _: EngineProcess, message: Progress) -> None:
-        self._on_progress(message)
+        if self._on_progress is not None:
+            self._on_progress(message)
 
-    def _ready(self, life: EngineProcess, message: Ready) -> None:
-        life.ready = message
+    def _ready(self, engine: EngineProcess, message: Ready) -> None:
+        engine.ready = message
         if not self.first_ready.done():
             self.first_ready.set_result(message)
 
-    def _failed(self, life: EngineProcess, message: Failed) -> None:
-        life.failed = error_of(message.kind, message.message)
+    def _failed(self, engine: EngineProcess, message: Failed) -> None:
+        engine.failed = error_of(message.kind, message.message)
 
     def _forget(self, request_id: str) -> None:
         self._open.pop(request_id).index.pop(request_id)
 
     def _fail_open(self, error: PacelineError) -> None:
-        """Tell every open request that its engine is gone."""
+        """End every open request with an error."""
         answers_of = {id(a): a for a in self._open.values()}
         self._open.clear()
         for answers in answers_of.values():
@@ -291,32 +311,47 @@ _HANDLERS: dict[type[ToServer], Callable[[EngineClient, EngineProcess, Any], Non
 }
 
 
+def _message(data: bytes) -> ToServer | None:
+    """Return a decoded message; None for bytes that are none."""
+    try:
+        message: ToServer = decode_to_server(data)
+    except BAD_MESSAGE as error:
+        log.warning("dropped a broken message of the engine: %s", error)
+        return None
+    return message
+
+
+def _unprepared(error: Exception) -> EngineDied:
+    log.error("the server cannot use what the engine sent", exc_info=error)
+    return EngineDied(f"the server cannot use what the engine sent: {type(error).__name__}: {error}")
+
+
 async def _send_now(socket: zmq.asyncio.Socket, message: ToEngine) -> None:
-    """Send to an engine that was ready. Raises `EngineDied` if it is gone: nothing would end a wait for it."""
+    """Send to an engine that was ready. Raises `EngineDied` at once if it cannot take the message."""
     try:
         await socket.send(encode(message), zmq.DONTWAIT)
     except zmq.Again:
-        raise EngineDied(GONE) from None
+        raise EngineDied(RESTARTING) from None
 
 
-def _prepare(socket: zmq.asyncio.Socket) -> zmq.asyncio.Socket:
+def _without_limits(socket: zmq.asyncio.Socket) -> zmq.asyncio.Socket:
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_TO_SERVER_BYTES)
-    socket.setsockopt(zmq.SNDHWM, 0)  # the server bounds how many requests are open
+    socket.setsockopt(zmq.SNDHWM, 0)  # no limit: the server bounds the open requests
     socket.setsockopt(zmq.RCVHWM, 0)
     return socket
 
 
 def _private_folder() -> Path:
-    """Make a folder that only this user can enter (0700), with a path short enough for a socket."""
+    """Make a folder (0700) with a path short enough for a unix socket."""
     folder = tempfile.mkdtemp(prefix="paceline-")
-    if len(folder) > MAX_SOCKET_CHARS:
+    if len(os.fsencode(folder)) > MAX_FOLDER_BYTES:
         shutil.rmtree(folder)
         folder = tempfile.mkdtemp(prefix="paceline-", dir="/tmp")
     return Path(folder)
 
 
 async def _spawn(address: str) -> asyncio.subprocess.Process:
-    """Start the engine process: a fresh interpreter, since a fork of a threaded process may hang."""
+    """Start the engine in a fresh interpreter, since a forked threaded process may hang."""
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "paceline.serve.worker.process", address, stdin=asyncio.subprocess.PIPE
     )

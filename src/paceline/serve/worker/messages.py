@@ -1,4 +1,4 @@
-"""What the server and the engine process say to each other: typed msgpack over a private socket, never pickle."""
+"""Messages between server and engine process: typed msgpack over a private socket, never pickle."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_TO_SERVER_BYTES = 512 << 20  # the tokenizer travels in `Ready`
 
 
 class Load(Message, frozen=True):
-    """The first message: what to load."""
+    """First message: the model and engine to load."""
 
     config: EngineConfig
 
@@ -30,14 +30,14 @@ class Cancel(Message, frozen=True):
 
 
 class StopEngine(Message, frozen=True):
-    """Leave, whatever is still open."""
+    """End the process, also if requests are open."""
 
 
 # To the server ---------------------------------------------------------------------------------------
 
 
 class Progress(Message, frozen=True):
-    """How far pulling, loading or measuring has come."""
+    """Progress of pulling, loading or measuring."""
 
     what: str
     done: int
@@ -52,7 +52,7 @@ class Template(Message, frozen=True):
 
 
 class StartupChoice(Struct, frozen=True, forbid_unknown_fields=True):
-    """One line of the banner: `engine.build.Choice`, without that module's import of torch."""
+    """One line of the banner. Equal to the engine's `Choice`, whose module imports torch."""
 
     what: str
     value: str
@@ -60,7 +60,7 @@ class StartupChoice(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Ready(Message, frozen=True):
-    """The engine serves; with all that the server needs to turn text into token ids."""
+    """The engine is ready. Carries what the server needs to make token ids."""
 
     model_name: str
     max_len: int  # tokens of prompt and answer of one request
@@ -73,7 +73,7 @@ class Ready(Message, frozen=True):
 
 
 class Rejected(Message, frozen=True):
-    """A request was not taken. `kind` as in `Failed`."""
+    """A request was refused. `kind` as in `Failed`."""
 
     request_id: str
     kind: str
@@ -82,13 +82,13 @@ class Rejected(Message, frozen=True):
 
 
 class OutcomeBatch(Message, frozen=True):
-    """What a step brought."""
+    """Outcomes of one step."""
 
     outcomes: tuple[Outcome, ...]
 
 
 class Snapshot(Message, frozen=True):
-    """The engine's counters and gauges."""
+    """Counters and gauges of the engine."""
 
     stats: Stats
     gauges: Gauges

@@ -1,7 +1,7 @@
-"""The engine in a process of its own: load, then step while there is work, else wait for messages.
+"""Process of the engine: load, step while there is work, otherwise wait for messages.
 
-Started by `engine_client` as `python -m paceline.serve.worker.process ADDRESS`. It lives no longer than its
-parent: stdin is a pipe the parent holds open, and its end is the parent's end, however that came about.
+`client` starts it as `python -m paceline.serve.worker.process ADDRESS`. It ends with its parent: stdin is a pipe
+that the parent holds open, and it is closed however the parent ends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from paceline.control.controller import FixedK
 from paceline.core.errors import PacelineError, RequestError
+from paceline.core.nouns import Request
+from paceline.core.params import SamplingParams
 from paceline.core.system import end_with_parent
 from paceline.engine.assembly.build import build
 from paceline.engine.wire import BAD_MESSAGE, Failed, Submit, encode
@@ -42,15 +45,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-IDLE_MS = 500  # how long to wait for a message before looking whether to stop
+IDLE_MS = 500  # wait for a message before checking whether to stop
 SNAPSHOT_S = 0.25  # between two snapshots of the counters while there is work
-PROGRESS_S = 0.1  # between two reports on loading
-SEND_MS = 30_000  # a server that takes no message for so long is gone
+PROGRESS_S = 0.1  # between two progress messages
+SEND_MS = 30_000  # a server that accepts no message for this long is gone
+WARM_UP_PROMPT_TOKENS = 16
+WARM_UP_TOKENS = 6
+WARM_UP_K = 2
 INTERNAL = "internal error; the server's log has the details"
 
 
-class Link:
-    """The engine's end of the socket."""
+class ServerConnection:
+    """Engine's end of the socket."""
 
     def __init__(self, address: str) -> None:
         self._context = zmq.Context()
@@ -61,11 +67,11 @@ class Link:
         self._socket.connect(address)
 
     def send(self, message: ToServer) -> None:
-        """Send a message. Raises `zmq.Again` if the server takes none any more."""
+        """Send a message. Raises `zmq.Again` if the server no longer accepts any."""
         self._socket.send(encode(message))
 
     def receive(self, timeout_ms: int) -> ToEngine | None:
-        """Return the next message, or None if none comes in time. Bytes that are no message are dropped."""
+        """Return the next message, None if none comes in time. Bytes that are no message are dropped."""
         while self._socket.poll(timeout_ms):
             try:
                 message: ToEngine = decode_to_engine(self._socket.recv())
@@ -76,31 +82,31 @@ class Link:
         return None
 
     def close(self) -> None:
-        """Send what is left and close."""
+        """Send what is queued and close."""
         self._socket.close()
         self._context.term()
 
 
 class EngineWorker:
-    """Takes messages in, steps the engine, sends outcomes out."""
+    """Receives messages, steps the engine, sends outcomes."""
 
-    def __init__(self, engine: Engine, link: Link) -> None:
+    def __init__(self, engine: Engine, server: ServerConnection) -> None:
         self.engine = engine
-        self.link = link
-        self.leaving = False  # take no more requests, finish those that are open
+        self.server = server
+        self.draining = False  # accept no more requests, finish the open ones
         self.stopped = False
         self._next_snapshot_s = 0.0
         self._handlers: dict[type, Any] = {Submit: self._submit, Cancel: self._cancel, StopEngine: self._stop}
 
     def run(self) -> None:
-        """Serve until told to stop, or until nothing is open when told to leave."""
-        while not self.stopped and not (self.leaving and not self.engine.has_work):
-            self._take_in()
+        """Serve until told to stop, or while draining until nothing is open."""
+        while not self.stopped and not (self.draining and not self.engine.has_work):
+            self._receive()
             if self.engine.has_work and not self.stopped:
                 self._step()
 
-    def _take_in(self) -> None:
-        while (message := self.link.receive(0 if self.engine.has_work else IDLE_MS)) is not None:
+    def _receive(self) -> None:
+        while (message := self.server.receive(0 if self.engine.has_work else IDLE_MS)) is not None:
             handler = self._handlers.get(type(message))
             if handler is None:
                 log.warning("dropped a message out of place: %s", type(message).__name__)
@@ -111,32 +117,35 @@ class EngineWorker:
 
     def _step(self) -> None:
         if self.engine.loop.wait():
-            self._take_in()  # who came while the pass ran is to come along in the next
+            self._receive()  # requests that came while the pass ran join the next one
             if self.stopped:
                 return
         outcomes = self.engine.step()
-        self._tell_counters()
+        self._send_snapshot()
         if outcomes:
-            self.link.send(OutcomeBatch(tuple(outcomes)))
+            self.server.send(OutcomeBatch(tuple(outcomes)))
 
-    def _tell_counters(self) -> None:
-        """Send a snapshot now and then, and before the last outcome, so that it is never older than an answer."""
+    def _send_snapshot(self) -> None:
+        """Send a snapshot at intervals, and before the last outcome of all.
+
+        So the server's counters are never older than an answer.
+        """
         now_s = time.monotonic()
         if now_s >= self._next_snapshot_s or not self.engine.has_work:
             self._next_snapshot_s = now_s + SNAPSHOT_S
-            self.link.send(Snapshot(self.engine.stats(), self.engine.gauges()))
+            self.server.send(Snapshot(self.engine.stats(), self.engine.gauges()))
 
     def _submit(self, message: Submit) -> None:
         try:
-            if self.leaving:
+            if self.draining:
                 raise PacelineError("the engine is stopping")
             self.engine.add(message.request())
         except PacelineError as error:
             param = error.param if isinstance(error, RequestError) else None
-            self.link.send(Rejected(message.request_id, type(error).__name__, str(error), param))
+            self.server.send(Rejected(message.request_id, type(error).__name__, str(error), param))
         except Exception:  # one request's error never ends another's
             log.exception("request %s could not be taken", message.request_id)
-            self.link.send(Rejected(message.request_id, "", INTERNAL))
+            self.server.send(Rejected(message.request_id, "", INTERNAL))
 
     def _cancel(self, message: Cancel) -> None:
         self.engine.cancel(message.request_id)
@@ -145,8 +154,8 @@ class EngineWorker:
         self.stopped = True
 
 
-def _reporter(link: Link) -> Any:
-    """Return a progress callback that reports no more often than a bar can show."""
+def _progress_sender(server: ServerConnection) -> Any:
+    """Return a progress callback that sends no more often than a bar can show."""
     last_s = 0.0
 
     def report(what: str, done: int, total: int) -> None:
@@ -154,7 +163,7 @@ def _reporter(link: Link) -> Any:
         now_s = time.monotonic()
         if done >= total or now_s - last_s >= PROGRESS_S:
             last_s = now_s
-            link.send(Progress(what, done, total))
+            server.send(Progress(what, done, total))
 
     return report
 
@@ -174,41 +183,64 @@ def _ready(built: Built) -> Ready:
     )
 
 
-def _load(link: Link) -> Built | None:
-    """Load what the first message asks for; tell the server why if that fails."""
-    message = link.receive(SEND_MS)
+def warm_up(built: Built) -> None:
+    """Answer one short request with each drafter, then forget them and reset the counters.
+
+    The first pass of a fresh engine takes 4 to 6 times as long as the next: it touches all weights, work space and
+    KV for the first time. Texts do not depend on it, and the prefix cache is emptied again.
+    """
+    engine = built.engine
+    if built.max_len < WARM_UP_PROMPT_TOKENS + WARM_UP_TOKENS:
+        return
+    vocab_size = engine.target.config.vocab_size
+    prompt_ids = tuple(i % vocab_size for i in range(WARM_UP_PROMPT_TOKENS))
+    params = SamplingParams(max_tokens=WARM_UP_TOKENS, ignore_eos=True)
+    for drafter in (None, *engine.drafting.drafters):
+        engine.controller = FixedK(drafter, WARM_UP_K)  # the engine's own would trace these steps
+        engine.add(Request("warm-up", prompt_ids, params, seed=0, salt=drafter or ""))  # no prefix hit
+        while engine.has_work:
+            engine.step()
+    engine.forget()  # and take a fresh controller of the engine's own kind
+    engine.reset_stats()
+
+
+def _load(server: ServerConnection) -> Built | None:
+    """Load what the first message asks for. Sends the reason and returns None if that fails."""
+    message = server.receive(SEND_MS)
     if not isinstance(message, Load):
         log.error("the first message must say what to load")
         return None
     try:
-        return build(message.config, _reporter(link))
+        built = build(message.config, _progress_sender(server))
+        warm_up(built)
+        return built
     except PacelineError as error:
-        link.send(Failed(type(error).__name__, str(error)))
+        server.send(Failed(type(error).__name__, str(error)))
     except Exception as error:
         log.exception("loading failed")
-        link.send(Failed("", f"loading failed: {type(error).__name__}: {error}"))
+        server.send(Failed("", f"loading failed: {type(error).__name__}: {error}"))
     return None
 
 
 def run(address: str) -> int:
-    """Serve one server until it is done with us. Returns the exit status."""
-    link = Link(address)
+    """Serve one server until it stops us. Returns the exit status."""
+    server = ServerConnection(address)
     try:
-        built = _load(link)
+        built = _load(server)
         if built is None:
             return 2
-        worker = EngineWorker(built.engine, link)
-        # Who stops a whole process group, as systemd does, stops us too: finish what is open, so that the server
-        # can drain.
-        signal.signal(signal.SIGTERM, lambda *_: setattr(worker, "leaving", True))
-        link.send(Snapshot(built.engine.stats(), built.engine.gauges()))
-        link.send(_ready(built))
+        worker = EngineWorker(built.engine, server)
+        # A signal to the whole process group, as systemd sends it, comes here too. Finish what is open, so that
+        # the server can drain.
+        signal.signal(signal.SIGTERM, lambda *_: setattr(worker, "draining", True))
+        server.send(Snapshot(built.engine.stats(), built.engine.gauges()))
+        server.send(_ready(built))
         worker.run()
     except zmq.Again:
-        log.exception("the server takes no messages any more")
+        log.exception("the server accepts no messages any more")
         return 1
     finally:
-        link.close()
+        server.close()
     return 0
 
 
@@ -217,7 +249,7 @@ def main() -> int:
     logging.basicConfig(
         level=os.environ.get("PACELINE_LOG_LEVEL", "WARNING").upper(), format="engine: %(message)s"
     )
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     end_with_parent()
     return run(sys.argv[1])
 

@@ -1,0 +1,222 @@
+"""Loading for the `native` backend: weights packed, types checked, decoders compiled. No step comes here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import numpy as np
+
+from paceline import kernels
+from paceline.backend.device import on_cores
+from paceline.backend.native.decoder import NativeDecoder, SharedTables
+from paceline.backend.rope import inverse_frequencies
+from paceline.backend.seam import num_cores
+from paceline.core.errors import ConfigError, suggest
+from paceline.model.config import ModelConfig, layer_shapes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy import float32, floating, int64
+    from numpy.typing import NDArray
+
+    from paceline.backend.device import Device
+    from paceline.model.files.gguf_file import FourBit
+
+    PackedLayer = tuple[dict[str, kernels.Matrix], dict[str, NDArray[float32]]]  # matrices, vectors
+
+# Of drafters. Guesses are checked, so four bits, which are read in half the time, cost one now and then and no
+# text. Where the target keeps floats, so does the drafter.
+DRAFT_WEIGHT_TYPES = ("int4_row", "int8", "bf16", "f32")
+_FOUR_BIT_DRAFTS = ("int8", "int4")  # target types whose drafters have four bits
+
+_TABLE_TYPES = {"int4": "int8", "int4_row": "int8"}  # where four bits would cost too much of the choice
+_MAX_INT8_COLUMNS = 1 << 16  # as the border of the kernels has it, and the next
+_MAX_INT_KV_HEAD_DIM = 256
+
+
+@runtime_checkable
+class _KeepsBlocks(Protocol):
+    def four_bit(self, name: str) -> FourBit | None: ...
+
+
+def load_decoder(
+    config: ModelConfig,
+    weights: Mapping[str, NDArray[floating]],
+    weight_type: str,
+    kv_type: str,
+    threads: int | None,
+    device: Device | None = None,
+) -> NativeDecoder:
+    """Make a decoder, see `LoadDecoder`."""
+    return pack_decoder(config, weights, team_of(device, threads), weight_type, kv_type)
+
+
+def pack_decoder(
+    config: ModelConfig,
+    weights: Mapping[str, NDArray[floating]],
+    team: kernels.Team,
+    weight_type: str = "int8",
+    kv_type: str = "i16",
+) -> NativeDecoder:
+    """Pack the tensors named by `tensor_shapes(config)`; `team` is shared by all decoders of a process.
+
+    Raises `ConfigError` for types that the model is too wide for.
+    """
+    config.check()
+    check_types(config, weight_type, kv_type)
+    of_tables = table_type(weight_type)
+    embed = pack(weights, "embed", of_tables)
+    head = embed if config.tie_embeddings else pack(weights, "head", of_tables)
+    tables = SharedTables(embed, head, as_float32(weights["final_norm"]))
+    compiled = compile_decoder(
+        config,
+        team,
+        embed=embed,
+        output=Output(head, tables.final_norm),
+        layers=[pack_layer(i, layer_shapes(config), weights, weight_type) for i in range(config.num_layers)],
+        factors=weights["rope_factors"] if config.rope.scaling == "factors" else None,
+    )
+    return NativeDecoder(config, team, compiled, tables, weight_type, kv_type)
+
+
+def team_of(device: Device | None, threads: int | None = None) -> kernels.Team:
+    """Return the team for a device. Raises `ConfigError` if it is none of cores."""
+    if device is not None and device.torch_name is not None:
+        raise ConfigError(f"the native backend computes on cores, such as cpu:2-3, not on {device}")
+    cores = frozenset[int]() if device is None else device.cores
+    return _team(threads or len(cores) or num_cores(), cores)
+
+
+@lru_cache
+def _team(num_threads: int, cores: frozenset[int]) -> kernels.Team:
+    """Return the process's team of `num_threads` there, which runs one pass after another, whoever asks.
+
+    The thread that asks for a pass is one of them.
+    """
+    return on_cores(cores, partial(kernels.Team, num_threads))
+
+
+# Types -------------------------------------------------------------------------------------------
+
+
+def draft_weight_type(asked: str | None, target: str) -> str:
+    """Return a drafter's type beside a target's. Raises `ConfigError` for an unknown one."""
+    if asked is None:
+        return DRAFT_WEIGHT_TYPES[0] if target in _FOUR_BIT_DRAFTS else target
+    if asked not in DRAFT_WEIGHT_TYPES:
+        known = ", ".join(DRAFT_WEIGHT_TYPES)
+        raise ConfigError(
+            f"a drafter's weights are one of {known}, not {asked!r}{suggest(asked, DRAFT_WEIGHT_TYPES)}"
+        )
+    return asked
+
+
+def table_type(weight_type: str) -> str:
+    """Return the type of embedding and head beside layers of a type."""
+    return _TABLE_TYPES.get(weight_type, weight_type)
+
+
+def check_types(config: ModelConfig, weight_type: str, kv_type: str) -> None:
+    """Raise `ConfigError` for sizes whose integer sums could overflow, before any weight is read."""
+    widest = config.hidden_size  # columns of embedding and head, whatever the others' type
+    if weight_type in ("int8", "int4_row"):
+        widest = max(widest, config.intermediate_size, config.num_heads * config.head_dim)
+    if table_type(weight_type) == "int8" and widest > _MAX_INT8_COLUMNS:
+        raise ConfigError(
+            f"{weight_type} weights take rows of at most {_MAX_INT8_COLUMNS} numbers, and this model has rows of"
+            f" {widest}: use --weights bf16"
+        )
+    if kv_type in ("i16", "i8") and config.head_dim > _MAX_INT_KV_HEAD_DIM:
+        raise ConfigError(
+            f"a KV cache of {kv_type} takes heads of at most {_MAX_INT_KV_HEAD_DIM} numbers, and this model has"
+            f" heads of {config.head_dim}: use --kv f16"
+        )
+
+
+# Packing -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Output:
+    """Last part of a decoder: from hidden states to tokens."""
+
+    head: kernels.Matrix  # [num_tokens, hidden]
+    norm: NDArray[float32] | None  # [hidden]; only a decoder that fuses features can do without
+    token_ids: NDArray[int64] | None = None  # [num_tokens] of the rows of `head`, ascending; None: their numbers
+    feeds_normed: bool = False  # with several steps, the next reads a state as the head does
+    relay: PackedLayer | None = None  # tells guesses that are made in one pass of those before them
+
+
+def compile_decoder(
+    config: ModelConfig,
+    team: kernels.Team,
+    *,
+    embed: kernels.Matrix,
+    output: Output,
+    layers: list[PackedLayer],
+    factors: NDArray[floating] | None = None,
+    norms_residual: bool = False,
+    fusing: PackedLayer | None = None,
+) -> kernels.Decoder:
+    """Put packed weights together. `factors` is the tensor `rope_factors`, for the one RoPE that reads it.
+
+    fusing: `fc` and what goes with it, which make one input of each token's embedding and feature.
+    """
+    ropes = config.rope_of_window
+    fusing_matrices, fusing_vectors = fusing or ({}, {})
+    relay_matrices, relay_vectors = output.relay or ({}, {})
+    return kernels.Decoder(
+        vocab=config.vocab_size,
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        norm_eps=config.norm_eps,
+        team=team,
+        embed=embed,
+        head=output.head,
+        final_norm=np.empty(0, np.float32) if output.norm is None else output.norm,
+        inverse_frequencies=np.stack(
+            [inverse_frequencies(rope, config.head_dim, factors) for rope in ropes.values()]
+        ),
+        layers=layers,
+        windows=list(config.windows),
+        ropes=[list(ropes).index(window) for window in config.windows],
+        query_scale=config.query_scale,
+        embed_scale=config.embed_scale,
+        activation=config.facts.activation,
+        norms_residual=norms_residual,
+        feeds_normed=output.feeds_normed,
+        fusing_matrices=fusing_matrices,
+        fusing_vectors=fusing_vectors,
+        relay_matrices=relay_matrices,
+        relay_vectors=relay_vectors,
+        token_ids=output.token_ids,
+    )
+
+
+def pack_layer(
+    index: int, shapes: Mapping[str, tuple[int, ...]], weights: Mapping[str, NDArray[floating]], weight_type: str
+) -> PackedLayer:
+    """Return the matrices, packed, and the vectors of one layer. shapes: of its tensors, by short name."""
+    return (
+        {n: pack(weights, f"layers.{index}.{n}", weight_type) for n, shape in shapes.items() if len(shape) == 2},
+        {n: as_float32(weights[f"layers.{index}.{n}"]) for n, shape in shapes.items() if len(shape) == 1},
+    )
+
+
+def pack(weights: Mapping[str, NDArray[floating]], name: str, weight_type: str) -> kernels.Matrix:
+    """Pack one matrix; one that its file keeps in 4-bit blocks of 32 keeps them if 4 bits are wanted."""
+    blocks = weights.four_bit(name) if weight_type == "int4" and isinstance(weights, _KeepsBlocks) else None
+    if blocks is None:
+        return kernels.pack(as_float32(weights[name]), weight_type)
+    return kernels.pack_int4(blocks.values, blocks.scales.view(np.uint16), blocks.minima.view(np.uint16))
+
+
+def as_float32(tensor: NDArray[floating]) -> NDArray[float32]:
+    """Return an array as the kernels read it."""
+    return np.ascontiguousarray(tensor, np.float32)

@@ -1,0 +1,101 @@
+"""A thread that makes one call after another, on cores of its own if asked, and passes among them."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from queue import SimpleQueue
+from threading import Lock, Thread, current_thread
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import finalize
+
+from paceline.core.system import stay_on
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from paceline.backend.seam import Executor, PassRequest, PassResult
+
+    Call = tuple[Future[Any], Lock, Callable[[], Any]]
+
+T = TypeVar("T")
+
+LEAVE_S = 2.0  # seconds that the end of a process waits for a call
+
+
+class PassThread:
+    """Begins with its first call and ends with its owner. A call that hangs keeps nobody from leaving."""
+
+    def __init__(self, name: str, cores: frozenset[int] = frozenset()) -> None:
+        """cores: for the thread, and every thread it starts; none: all."""
+        self.cores = cores
+        self._name = name
+        self._calls: SimpleQueue[Call | None] | None = None
+
+    def launch(self, executor: Executor, request: PassRequest) -> PassInThread:
+        """Begin a pass in the thread and return; it measures the seconds that the pass takes."""
+        return PassInThread(self.start(partial(_run, executor, request)))
+
+    def start(self, call: Callable[[], T]) -> Future[T]:
+        """Begin a call and return at once; the thread has then left Python's lock for what releases it."""
+        future: Future[T] = Future()
+        begun = Lock()
+        begun.acquire()
+        self._queue().put((future, begun, call))
+        begun.acquire()  # or the caller would keep Python's lock for milliseconds before the thread gets it
+        return future
+
+    def call(self, call: Callable[[], T], timeout_s: float | None = None) -> T:
+        """Make a call and wait for it. Raises what it raises, and `TimeoutError` if it takes too long."""
+        future: Future[T] = Future()
+        self._queue().put((future, Lock(), call))
+        return future.result(timeout_s)
+
+    def _queue(self) -> SimpleQueue[Call | None]:
+        if self._calls is None:
+            self._calls = SimpleQueue()
+            thread = Thread(target=_serve, args=(self._calls, self.cores), name=self._name, daemon=True)
+            thread.start()
+            finalize(self, _end, self._calls, thread)
+        return self._calls
+
+
+class PassInThread:
+    """A pass that a thread runs; see `Pending`."""
+
+    __slots__ = ("_future",)
+
+    def __init__(self, future: Future[PassResult]) -> None:
+        self._future = future
+
+    def wait(self) -> PassResult:
+        """Wait for the thread."""
+        return self._future.result()
+
+
+def _run(executor: Executor, request: PassRequest) -> PassResult:
+    start = perf_counter()
+    result = executor.launch(request).wait()
+    return replace(result, pass_s=perf_counter() - start)
+
+
+def _end(calls: SimpleQueue[Call | None], thread: Thread) -> None:
+    """Let a thread finish its call: a process that ends in the middle of native code does not end well."""
+    calls.put(None)
+    if thread is not current_thread():
+        thread.join(LEAVE_S)
+
+
+def _serve(calls: SimpleQueue[Call | None], cores: frozenset[int]) -> None:
+    stay_on(cores)
+    while (task := calls.get()) is not None:
+        future, begun, call = task
+        if begun.locked():
+            begun.release()
+        try:
+            future.set_result(call())
+        except BaseException as error:  # the caller's, whatever it is
+            future.set_exception(error)
+        del task, future, call  # nothing that a call holds is kept until the next one

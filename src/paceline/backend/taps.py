@@ -1,0 +1,78 @@
+"""Taps on a host: hidden states of committed tokens, a store over the page table, and features made of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline import kernels
+from paceline.core.nouns import PAGE_TOKENS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy import float16, float32, int64
+    from numpy.typing import NDArray
+
+    from paceline.core.nouns import Taps
+
+
+class HostTapStore:
+    """Hidden states by slot, in half precision; see `TapStore`.
+
+    States, not features: a prompt's are read only if its request drafts, and to keep them costs a fraction of what
+    it costs to make a feature of them.
+    """
+
+    def __init__(self, num_pages: int, layers: Sequence[int], hidden_size: int) -> None:
+        """layers: those tapped, in the order in which their states stand side by side."""
+        self._layers = layers
+        width = len(layers) * hidden_size
+        self.data: NDArray[float16] = kernels.zero_halves(num_pages * PAGE_TOKENS, width).view(np.float16)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of all states of one token."""
+        return int(self.data[0].nbytes)
+
+    def write(self, taps: Taps, counts: Sequence[int]) -> None:
+        """Keep the states of the first `counts[i]` tokens of each row i of a target pass.
+
+        Numbers that half precision cannot hold become the largest that it can.
+        """
+        states = [np.ascontiguousarray(taps.states[layer], np.float32) for layer in self._layers]
+        starts: list[int] = taps.cu_len[:-1].tolist()
+        kernels.write_halves(states, starts, list(counts), taps.slots, self.data.view(np.uint16))
+
+    def read(self, pages: NDArray[int64], pieces: Sequence[tuple[int, int, int]]) -> NDArray[float32]:
+        """Return the states of `count` tokens from `start` on, for each piece (row of `pages`, start, count).
+
+        [sum of counts, width] float32, one piece after another.
+        """
+        states = np.empty((sum(count for *_, count in pieces), self.data.shape[1]), np.float32)
+        kernels.read_halves(self.data.view(np.uint16), pages, list(pieces), states)
+        return states
+
+
+def interleave(
+    known: NDArray[float32],
+    pieces: Sequence[tuple[int, int, int]],
+    guessed: NDArray[float32],
+    cu_len: NDArray[int64],
+) -> NDArray[float32]:
+    """Return the features of a pass whose rows have known tokens, then guesses. [num_tokens, width] float32
+
+    known: those of all pieces, one of each row. guessed: [num_guesses, width], or [1, width] for all of them.
+    """
+    counts = {row: count for row, _, count in pieces}
+    ends: list[int] = cu_len.tolist()
+    features = np.empty((ends[-1], known.shape[1]), np.float32)
+    guesses = np.broadcast_to(guessed, (ends[-1] - len(known), known.shape[1]))
+    done = num_guessed = 0
+    for row, end in enumerate(ends[1:]):
+        begin = ends[row] + counts.get(row, 0)  # of the row's guesses
+        features[ends[row] : begin] = known[done : done + begin - ends[row]]
+        features[begin:end] = guesses[num_guessed : num_guessed + end - begin]
+        done, num_guessed = done + begin - ends[row], num_guessed + end - begin
+    return features

@@ -1,0 +1,100 @@
+"""The target: a decoder, its KV and the rows whose tokens it scores."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from paceline.backend.seam import PassRequest
+from paceline.core.nouns import Scores, Taps, noun
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.backend.pass_thread import PassThread
+    from paceline.backend.rows import Rows
+    from paceline.backend.seam import Decoder, PassResult, Pending
+    from paceline.core.nouns import Batch, Draft, Verdict
+
+
+@noun
+class ScoreRequest:
+    """A target pass over a batch and its drafts. All that it reads of the rows is copied."""
+
+    request: PassRequest
+    cu_len: Sequence[int]  # as `Scores.cu_len`
+    starts: Sequence[int]  # as `Taps.starts`
+
+
+class PendingScores:
+    """Scores of a target pass that was launched."""
+
+    __slots__ = ("_asked", "_launched_s", "_pending", "_scores", "pass_s")
+
+    def __init__(self, asked: ScoreRequest, pending: Pending, launched_s: float) -> None:
+        self._asked, self._pending = asked, pending
+        self._launched_s = launched_s  # by the clock
+        self._scores: Scores | None = None
+        self.pass_s = 0.0  # seconds that the pass took, once it was waited for
+
+    def wait(self) -> Scores:
+        """Return the scores, as often as asked. Raises what went wrong in the pass."""
+        if self._scores is None:
+            result = self._pending.wait()
+            wall_s = perf_counter() - self._launched_s
+            self.pass_s = wall_s if result.pass_s is None else result.pass_s
+            self._scores = _scores(self._asked, result)
+        return self._scores
+
+
+class Backend:
+    """Executes the target. Owns every row's outcome-dependent state (`rows`) and the target's KV."""
+
+    def __init__(self, decoder: Decoder, rows: Rows, num_pages: int) -> None:
+        self.decoder = decoder
+        self.config = decoder.config
+        self.rows = rows
+        self.kv = decoder.new_kv(num_pages)
+        self.taps: tuple[int, ...] = ()  # layers whose hidden states drafters read, in every pass
+
+    @property
+    def name(self) -> str:
+        """Name of the backend."""
+        return self.decoder.name
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of target KV per token."""
+        return self.kv.bytes_per_token
+
+    @property
+    def asynchronous(self) -> bool:
+        """True if a pass that was launched without a thread goes on beside the caller."""
+        return self.decoder.capabilities.asynchronous
+
+    def request(self, batch: Batch, draft: Draft) -> ScoreRequest:
+        """Gather a pass over the known tokens and the drafts of a batch, with the taps that drafters read."""
+        packed = self.rows.pack_batch(batch, draft)
+        cu_len, specs = self.rows.specs(batch, draft)
+        starts = [self.rows.computed_len(r.row) for r in batch.rows] if self.taps else ()
+        return ScoreRequest(PassRequest(packed, self.kv, specs, taps=self.taps), cu_len, starts)
+
+    def launch(self, asked: ScoreRequest, thread: PassThread | None = None) -> PendingScores:
+        """Launch a pass. It touches no row.
+
+        thread: runs the pass whole, so that it goes on beside the caller whatever the decoder can do.
+        """
+        start = perf_counter()
+        executor = self.decoder
+        pending = executor.launch(asked.request) if thread is None else thread.launch(executor, asked.request)
+        return PendingScores(asked, pending, start)
+
+    def commit(self, batch: Batch, verdict: Verdict) -> None:
+        """Advance the rows by what was kept."""
+        self.rows.commit(batch, verdict)
+
+
+def _scores(asked: ScoreRequest, result: PassResult) -> Scores:
+    packed, specs = asked.request.packed, asked.request.specs
+    taps = Taps(result.taps, packed.cu_len, packed.slots, asked.starts) if result.taps else None
+    return Scores(asked.cu_len, specs, result.token_ids, result.logits, result.logit_idx, taps)

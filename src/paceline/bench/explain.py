@@ -1,0 +1,142 @@
+"""`paceline explain`: replay a trace of the controller: what it knew, chose and got."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+    from collections.abc import Sequence
+
+    from paceline.control.controller import ClosedLoop
+    from paceline.control.trace import Step
+
+MAX_ROWS_SHOWN = 20
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("trace", metavar="FILE", help="written by --draft auto --trace FILE")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="show one step, counted from 1, with all that was known"
+    )
+
+
+def run(args: Namespace) -> int:
+    """Replay a trace; print a summary, or one step."""
+    if args.step is None:
+        _summary(args.trace)
+    else:
+        _one_step(args.trace, args.step)
+    return 0
+
+
+def _summary(path: str) -> None:
+    from paceline.control.trace import replay
+    from paceline.serve.terminal.display import progress, say, table
+
+    steps: list[Step] = []
+    with progress("replaying") as update:
+        for step in replay(Path(path)):
+            steps.append(step)
+            update(len(steps), 0)
+    if not steps:
+        raise ConfigError(f"{path} has no steps")
+    ks: Counter[int] = Counter()
+    kept: Counter[int] = Counter()
+    for step in steps:
+        ks.update(step.outcomes.num_verified.tolist())
+        kept.update(step.outcomes.num_accepted.tolist())
+    rows = [(str(k), str(ks[k]), str(kept[k])) for k in range(max(ks, default=0) + 1)]
+    table(f"{len(steps)} steps", ("k", "rows that verified k", "rows that kept k"), rows)
+    chosen = [s for s in steps if _same(s)]  # the time of another choice is unknown
+    predicted = [(s.now.seconds, _seconds(s)) for s in chosen if s.now.seconds and len(s.view.rows)]
+    if predicted:
+        errors = [abs(p / m - 1) for p, m in predicted]
+        p90 = sorted(errors)[len(errors) * 9 // 10]
+        say(f"predicted step time is off by {median(errors):.1%} (median), {p90:.1%} (p90)")
+    dropped, worth = sum(int(s.dropped.sum()) for s in steps), sum(s.dropped_tokens for s in steps)
+    say(f"trimmed: {dropped} drafts were made and not verified; they were worth {worth:.1f} tokens, as believed")
+    _say_retired(path, steps)
+    tokens = sum(float(s.outcomes.num_accepted.sum()) + len(s.outcomes.rows) for s in steps)
+    hoped = sum(s.now.tokens for s in steps)
+    say(f"tokens: {tokens:.0f} committed by decoding, {hoped:.0f} expected")
+    plain = sum(s.now.speedup * _seconds(s) for s in steps) / sum(_seconds(s) for s in steps)
+    say(f"estimated speed-up against no drafts: {plain:.2f}x")
+    found = [s.overlap for s in steps if s.overlap is not None]
+    if found:
+        win, done = sum(t.gain > 1 for t in found), sum(s.overlapped for s in steps)
+        say(f"overlap: would have been faster in {win} of {len(found)} steps; {done} were overlapped")
+    say(f"the replay chose the same in {len(chosen)} of {len(steps)} steps")
+
+
+def _same(step: Step) -> bool:
+    """Return whether the replay chose the same as the recorded run."""
+    now, then = step.now, step.then
+    return bool((now.ks == then.ks).all() and (now.drafters == then.drafters).all())
+
+
+def _say_retired(path: str, steps: Sequence[Step]) -> None:
+    from paceline.control.trace import drafter_names
+    from paceline.serve.terminal.display import say
+
+    for number, step in enumerate(steps, start=1):
+        for drafter in step.now.retired:
+            name = drafter_names(Path(path))[drafter]
+            say(f"step {number}: {name} was given up and unloaded, as it could not pay")
+
+
+def _seconds(step: Step) -> float:
+    return step.outcomes.draft_s + step.outcomes.target_s + step.outcomes.host_s
+
+
+def _one_step(path: str, number: int) -> None:
+    from paceline.control.trace import replay
+    from paceline.serve.terminal.display import say, table
+
+    known: dict[int, list[list[str]]] = {}  # by group: the other group may plan between a plan and its outcome
+
+    def on_plan(loop: ClosedLoop, group: int) -> None:
+        known[group] = _survival(loop)
+
+    step = next((s for i, s in enumerate(replay(Path(path), on_plan), start=1) if i == number), None)
+    if step is None:
+        raise ConfigError(f"{path} has no step {number}")
+    v, d, o = step.view, step.now, step.outcomes
+    say(f"step {number}: {len(v.rows)} rows decode, {v.prefill.tokens} tokens of prefill ride along")
+    cells = [
+        [str(row), str(length), str(drafter), str(k), " ".join(chances)]
+        for row, length, drafter, k, chances in zip(
+            v.rows, v.lengths, d.drafters, d.ks, known[step.group], strict=True
+        )
+    ]
+    table("chosen", ("row", "tokens", "drafter", "k", "chance of each depth, by drafter"), cells[:MAX_ROWS_SHOWN])
+    counted = zip(o.rows, step.dropped, o.num_verified, o.num_accepted, strict=True)
+    got = [list(map(str, line)) for line in counted]
+    table("got", ("row", "trimmed", "verified", "kept"), got[:MAX_ROWS_SHOWN])
+    if step.dropped.any():
+        say(f"what was trimmed was worth {step.dropped_tokens:.2f} tokens, as believed")
+    if step.overlap is not None:
+        say(f"overlap: {step.overlap.explain()}; it was {'on' if step.overlapped else 'off'}")
+    say(f"expected {1e3 * d.seconds:.1f} ms and {d.tokens:.1f} tokens, took {1e3 * _seconds(step):.1f} ms")
+
+
+def _survival(loop: ClosedLoop) -> list[list[str]]:
+    """Return the expected survival per drafter and depth, for each row of the plan. A fixed policy has none."""
+    from paceline.control.goodput import Goodput
+
+    policy, view = loop.policy, loop.view
+    if view is None:
+        return []
+    if not isinstance(policy, Goodput):
+        return [[] for _ in range(view.num_rows)]
+    chances: Sequence[list[list[float]]] = policy.choice.expected(view).tolist()
+    return [
+        [f"{loop.names[d]}: " + " ".join(f"{c:.2f}" for c in rows[i] if c) for d, rows in enumerate(chances)]
+        for i in range(view.num_rows)
+    ]

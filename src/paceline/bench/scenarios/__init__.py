@@ -1,0 +1,1 @@
+"""Scenarios that compare `auto` with fixed choices on real runs."""

@@ -1,0 +1,147 @@
+"""Chance that a draft survives to a depth, learnt online from what the target accepted.
+
+The chance of a position, given that the one before was accepted, is logistic in the sum of three terms: an
+intercept of the drafter at that depth, an offset of the row, and, where the drafter states its confidence, a
+weight times how far that is above its mean there. Each term is a number with a variance. An outcome moves the
+uncertain ones most (a Kalman filter with logistic observations), and variances grow with time, so that a change of
+subject is followed. Only positions that were really tested count: those up to the first rejection.
+
+The arithmetic is compiled; `tests/oracles/acceptance.py` is the same in numpy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from paceline import kernels
+from paceline.core.nouns import MOST_MARGIN
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy import float64, int64
+    from numpy.typing import NDArray
+
+    from paceline.control.policy import Drafted, Outcomes
+
+PRIOR_CHANCE = 0.6  # of a position, before anything was seen
+DEPTH_SD = 1.5  # logits: standard deviation of an intercept before anything was seen ...
+MEASURED_DEPTH_SD = 0.2  # ... and where acceptance was measured elsewhere
+PRIOR_ROW_SD = 0.5  # logits: standard deviation of rows among themselves, until it is learnt
+PRIOR_CONFIDENCE_WEIGHT, PRIOR_WEIGHT_SD = 0.5, 0.5  # logits of acceptance per logit of confidence
+MAX_LOGIT = MOST_MARGIN  # of any chance or confidence
+MIN_CHANCE = 1 / (1 + np.exp(MAX_LOGIT))
+
+
+class FilterRates(NamedTuple):
+    """Rates of the filter, in the order of the compiled `Rates`."""
+
+    depth_drift: float = 2e-4  # variance that an intercept gains with each step
+    row_drift: float = 0.01  # variance that a row's offset gains, as a share of the variance among rows
+    row_sd_rate: float = 0.02  # share of the variance among rows that one step replaces
+    min_row_sd: float = 0.1  # logits
+    max_row_sd: float = 1.5  # logits
+    weight_drift: float = 1e-5  # variance that the confidence weight gains with each step
+    max_confidences: float = 1000.0  # that a mean counts: older ones are forgotten
+    max_logit: float = MAX_LOGIT
+
+
+RATES = np.array(FilterRates())
+
+
+class SharedEffects:
+    """Three numbers that all rows of a drafter share, in one array."""
+
+    def __init__(self) -> None:
+        self.values = np.array([PRIOR_ROW_SD**2, PRIOR_CONFIDENCE_WEIGHT, PRIOR_WEIGHT_SD**2])
+
+    @property
+    def row_variance(self) -> float:
+        """Variance of the offsets of rows."""
+        return float(self.values[0])
+
+    @property
+    def confidence_weight(self) -> float:
+        """Logits of acceptance that one logit of confidence is worth."""
+        return float(self.values[1])
+
+
+class AcceptanceModel:
+    """Estimates for one drafter, in arrays that compiled code reads and updates."""
+
+    def __init__(self, num_rows: int, max_depth: int, prior: NDArray[float64] | None = None) -> None:
+        """prior: chance of each depth given the one before, as measured elsewhere. [max_depth]"""
+        self.depth_logit = np.full(max_depth, logit(PRIOR_CHANCE)) if prior is None else logit(prior)
+        self.depth_var = np.full(max_depth, (DEPTH_SD if prior is None else MEASURED_DEPTH_SD) ** 2)
+        self.row_logit = np.zeros(num_rows)
+        self.row_var = np.full(num_rows, PRIOR_ROW_SD**2)
+        self.mean_confidence = np.zeros(max_depth)  # logits
+        self.num_confidences = np.zeros(max_depth)  # that each mean counts
+        self.shared = SharedEffects()
+        by_depth = self.depth_logit, self.depth_var, self.mean_confidence, self.num_confidences
+        self.estimates = kernels.Estimates(*by_depth, self.row_logit, self.row_var, self.shared.values)
+
+    @property
+    def max_depth(self) -> int:
+        """Deepest depth that it knows."""
+        return len(self.depth_logit)
+
+    def admit(self, row: int) -> None:
+        """Begin a new text in a row: nothing sets it apart from others yet."""
+        self.row_logit[row] = 0.0
+        self.row_var[row] = self.shared.row_variance
+
+    def alive(
+        self,
+        rows: NDArray[int64],
+        depth: int,
+        confidence: NDArray[float64] | None = None,
+        *,
+        usual: bool = False,
+        optimism: float = 0.0,
+    ) -> NDArray[float64]:
+        """Return the chance that each draft survives, 0 beyond the deepest. [n, depth]
+
+        confidence: [n, some depth] of known drafts. NaN, or a missing column, means that there is no draft; with
+        `usual` it means that the drafter states no confidence there. optimism: standard deviations to add.
+        """
+        known = None if confidence is None else np.ascontiguousarray(confidence)
+        return kernels.alive_of(self.estimates, MAX_LOGIT, rows, depth, known, usual, optimism)
+
+
+def alive_once_drafted(models: Sequence[AcceptanceModel], drafted: Drafted, max_k: int) -> NDArray[float64]:
+    """Return the chance that each proposed draft is kept, given its drafter's confidence. [n, max_k]"""
+    found = np.zeros((len(drafted.rows), max_k))
+    for index in set(drafted.drafters[drafted.drafters >= 0].tolist()):
+        own = drafted.drafters == index
+        found[own] = models[index].alive(drafted.rows[own], max_k, drafted.confidence[own], usual=True)
+    return found
+
+
+def learn_acceptance(models: Sequence[AcceptanceModel], outcomes: Outcomes) -> None:
+    """Update the estimates for all drafters with the outcome of a step. models: by drafter."""
+    o = outcomes
+    estimates, indices = [m.estimates for m in models], list(range(len(models)))
+    kernels.observe_drafts(
+        estimates, RATES, o.rows, o.num_verified, o.num_accepted, o.drafters, indices, o.confidence
+    )
+
+
+def logit(p: float | NDArray[float64]) -> NDArray[float64]:
+    """Return log(p / (1 - p)), bounded by `MAX_LOGIT`."""
+    inside = np.minimum(np.maximum(np.asarray(p, np.float64), MIN_CHANCE), 1 - MIN_CHANCE)
+    found: NDArray[float64] = np.log(inside / (1 - inside))
+    return found
+
+
+def conditional(accepted_at: NDArray[float64] | tuple[float, ...]) -> NDArray[float64]:
+    """Return the chance of each position given the one before. [max_depth]
+
+    accepted_at: share of all drafts accepted at each depth. Behind a depth at which none was, the chance is 0.
+    """
+    rates = np.asarray(accepted_at, np.float64)
+    before = np.concatenate(([1.0], rates[:-1]))
+    found: NDArray[float64] = np.divide(rates, before, out=np.zeros(len(rates)), where=before > 0)
+    return found

@@ -1,0 +1,120 @@
+"""Token ids to text while an answer grows: the tokenizer's part in a decode step."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    import tokenizers
+
+    from paceline.model.tokenizer import Tokenizer
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Return character -> byte of byte-level BPE (GPT-2).
+
+    A printable byte is its own character; the others are numbered from 256 on.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (b for b in range(256) if b not in printable)
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+BYTE_OF = byte_alphabet()
+
+
+def _byte_level(token: str) -> bytes:
+    if all(char in BYTE_OF for char in token):
+        return bytes(BYTE_OF[char] for char in token)
+    return token.encode()
+
+
+def _sentence_piece(token: str) -> bytes:
+    byte = _BYTE_TOKEN.fullmatch(token)
+    return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
+
+
+# Conversion of a vocabulary entry to bytes, by the decoder in tokenizer.json that implies it.
+BYTE_DECODERS: dict[str, Callable[[str], bytes]] = {
+    "ByteLevel": _byte_level,
+    "ByteFallback": _sentence_piece,
+    "Metaspace": _sentence_piece,
+}
+
+
+class TokenBytes:
+    """Bytes of every token of a vocabulary, computed when a token is first seen."""
+
+    def __init__(self, raw: tokenizers.Tokenizer, decode: Callable[[str], bytes]) -> None:
+        """Read the added tokens. decode: vocabulary entry -> bytes, one of `BYTE_DECODERS`."""
+        self._raw = raw
+        self._decode = decode
+        self._added: Mapping[int, tuple[str, bool]] = {
+            i: (t.content, t.special) for i, t in raw.get_added_tokens_decoder().items()
+        }
+        self._whole: dict[int, bytes] = {}  # token id -> its bytes
+        self._visible: dict[int, bytes] = {}  # token id -> the bytes it adds to a text
+
+    def is_special(self, token_id: int) -> bool:
+        """Return True if a token steers the model and is not text."""
+        return self._added.get(token_id, ("", False))[1]
+
+    def whole(self, token_id: int) -> bytes:
+        """Return the bytes of a token, not always whole characters; b"" for an unknown id."""
+        found = self._whole.get(token_id)
+        if found is None:
+            found = self._whole[token_id] = self._bytes_of(token_id)
+        return found
+
+    def visible(self, token_id: int) -> bytes:
+        """Return the bytes a token adds to a text: none if it is special."""
+        found = self._visible.get(token_id)
+        if found is None:
+            found = self._visible[token_id] = b"" if self.is_special(token_id) else self.whole(token_id)
+        return found
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        if token_id in self._added:
+            return self._added[token_id][0].encode()
+        token = self._raw.id_to_token(token_id)
+        return b"" if token is None else self._decode(token)
+
+
+class Detokenizer:
+    """Text of a growing answer.
+
+    All that `push` and `flush` return, joined, equals `decode` of all ids. A character whose bytes are split over
+    tokens is held back until it is complete.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+        self._bytes_of = tokenizer.pieces.visible if skip_special else tokenizer.pieces.whole
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._at_start = tokenizer.strips_space
+        self._between_characters = True  # no byte of an unfinished character is held back
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Take further tokens and return the text that became certain."""
+        bytes_of = self._bytes_of
+        data = b"".join([bytes_of(i) for i in ids])
+        if self._between_characters and not self._at_start and data.isascii():
+            return data.decode("ascii")  # the common case, faster than `_emit` and equal to it
+        return self._emit(data, final=False)
+
+    def flush(self) -> str:
+        """Return what is left of an unfinished character. Call once, at the end."""
+        return self._emit(b"", final=True)
+
+    def _emit(self, data: bytes, final: bool) -> str:
+        text = self._utf8.decode(data, final)
+        self._between_characters = not self._utf8.getstate()[0]
+        if self._at_start and text:
+            self._at_start = False
+            return text.removeprefix(" ")
+        return text

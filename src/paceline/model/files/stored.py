@@ -1,0 +1,36 @@
+"""Tensors as files store them: the interface of every reader, and the floating-point types."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy import floating
+    from numpy.typing import NDArray
+
+FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_NUMPY_TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+
+
+class Stored(Protocol):
+    """A tensor in a file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape after reading, outermost dimension first."""
+
+    def read(self) -> NDArray[floating]:
+        """Return the tensor in float32, or in float64 if the file stores that."""
+
+
+def read_floats(data: bytearray, kind: str) -> NDArray[floating]:
+    """Return stored numbers, [n]: float64 for F64, float32 for the others.
+
+    float32 holds the 16-bit types exactly. kind: one of `FLOAT_BYTES`.
+    """
+    stored = np.frombuffer(data, _NUMPY_TYPES[kind])
+    if kind == "BF16":  # the upper half of a float32
+        return (stored.astype(np.uint32) << 16).view(np.float32)
+    return stored.astype(np.float32) if kind == "F16" else stored

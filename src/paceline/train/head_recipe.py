@@ -1,0 +1,200 @@
+"""EAGLE-3 and P-EAGLE heads in training: initial weights, predictions, files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from paceline.core.errors import UnsupportedModel
+from paceline.model.files.hf import LAYER_NAMES
+from paceline.model.heads.checkpoint import load_head
+from paceline.model.heads.config import OWN_TOKENS, RELAY_SIZE, HeadConfig, head_shapes, read_config
+from paceline.train.parallel_drafts import draft_in_parallel
+from paceline.train.recipe import hash_of, inherit
+from paceline.train.unroll import unroll
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from numpy import int64
+    from numpy.typing import NDArray
+
+    from paceline.model.config import ModelConfig, Rope
+    from paceline.train.batch import TrainBatch
+    from paceline.train.drafts import DraftDepth
+    from paceline.train.target import TrainTarget
+
+DEVIATION = 0.02  # standard deviation of a new matrix
+FIRST_NORM = 0.25  # times the target's norm: first predictions are near uniform, not confidently wrong
+_LAYER_OUTPUTS = ("attn_o", "mlp_down")  # matrices whose products a layer adds to the residual stream
+_NORMS = {"fc_norm": True, "norm_output": True}
+_FILE_NAMES = {"fc": "fc.weight", "norm": "norm.weight", "head": "lm_head.weight", "mask_hidden": "mask_hidden"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadShape:
+    """Settings of a head that the user chooses."""
+
+    algorithm: str  # name in the `speculators` format
+    architecture: str  # name in the `speculators` format
+    num_layers: int
+    num_steps: int
+    taps: tuple[int, ...]
+    mask_token_id: int | None = None
+    relay_size: int = 0  # width of the state between parallel drafts, see `head_layers.relay`
+    own_tokens: bool = False  # trained to draft request tokens outside its vocabulary
+
+
+class HeadRecipe:
+    """A head over the target's hidden states, see `Recipe`."""
+
+    def __init__(self, shape: HeadShape, target: TrainTarget, vocabulary: NDArray[int64], seed: int) -> None:
+        """vocabulary: [draft_vocab] target ids, ascending."""
+        self.num_steps = shape.num_steps
+        self._values = config_json(shape, target, len(vocabulary))
+        self._config = read_config(self._values, target.config)
+        self._vocabulary = vocabulary
+        self._target = target
+        self.weights = first_weights(self._config, target, vocabulary, seed)
+        self.inherited: set[str] = set()
+
+    def output_rows(self, own_ids: torch.Tensor) -> torch.Tensor:
+        """Return the head's output rows, and the target's rows of `own_ids`, see `Recipe`."""
+        own = self.weights["head"]
+        return torch.cat([own, self._target.head[own_ids]]) if len(own_ids) else own
+
+    def predict(self, batch: TrainBatch, depths: Sequence[DraftDepth]) -> list[torch.Tensor]:
+        """Run the head over all drafts, see `Recipe`."""
+        embedded = self._target.embed[batch.token_ids]
+        if self._config.mask_token_id is None:
+            return unroll(self._config, self.weights, embedded, batch.tapped, batch.bounds, depths)
+        mask = self._target.embed[self._config.mask_token_id]
+        return draft_in_parallel(self._config, self.weights, embedded, mask, batch.tapped, batch.bounds, depths)
+
+    def start_from(self, folder: Path) -> str:
+        """Copy the weights that a trained head shares with this one. Return the hash of its file.
+
+        Copied are weights of equal name and shape, and output rows of tokens in both vocabularies. The trained
+        head may thus be of other data or of the other algorithm. Additional layers begin with zero output, so that
+        its predictions are kept. Raises `ModelError`, `DrafterMismatch`.
+        """
+        trained = load_head(folder, self._target.config)
+        others = {name: ours for name, ours in self.weights.items() if name != "head"}
+        self.inherited = {"head", *inherit(others, trained.weights)}
+        for name, ours in self.weights.items():
+            if name not in self.inherited and name.endswith(_LAYER_OUTPUTS):
+                ours.zero_()
+        _, here, there = np.intersect1d(self._vocabulary, trained.token_ids, return_indices=True)
+        ours = self.weights["head"]
+        ours[here] = torch.tensor(trained.weights["head"][there], dtype=ours.dtype).to(ours.device)
+        return hash_of(folder)
+
+    def export(self) -> tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]:
+        """Return a folder of the `speculators` format, see `Recipe`."""
+        tensors = {file_name(n): w for n, w in self.weights.items()}
+        if "mask_hidden" in tensors:
+            tensors["mask_hidden"] = tensors["mask_hidden"].view(1, 1, -1)
+        return self._values, tensors | vocabulary_tensors(self._vocabulary, self._target.config.vocab_size)
+
+
+def vocabulary_tensors(vocabulary: NDArray[int64], vocab_size: int) -> dict[str, torch.Tensor]:
+    """Return `d2t`, offsets from draft to target ids, and `t2d`, the mask of draft tokens."""
+    in_draft = np.zeros(vocab_size, bool)
+    in_draft[vocabulary] = True
+    return {"d2t": torch.from_numpy(vocabulary - np.arange(len(vocabulary))), "t2d": torch.from_numpy(in_draft)}
+
+
+def file_name(name: str) -> str:
+    """Return a tensor's name in the `speculators` format."""
+    kind, _, path = name.partition(".")
+    if kind == "layers":
+        number, short = path.split(".")
+        return f"layers.{number}.{ {**LAYER_NAMES, 'hidden_norm': 'hidden_norm.weight'}[short] }"
+    return _FILE_NAMES.get(name, f"{name}.weight")
+
+
+def config_json(shape: HeadShape, target: TrainTarget, draft_vocab_size: int) -> dict[str, Any]:
+    """Return a head's config.json in the `speculators` format."""
+    proposal = {"proposal_type": "greedy", "speculative_tokens": shape.num_steps}
+    optional = {} if shape.mask_token_id is None else {"mask_token_id": shape.mask_token_id}
+    optional |= {OWN_TOKENS: True} if shape.own_tokens else {}
+    optional |= {RELAY_SIZE: shape.relay_size} if shape.relay_size else {}
+    return optional | {
+        "architectures": [shape.architecture],
+        "speculators_model_type": shape.algorithm,
+        "speculators_config": {
+            "algorithm": shape.algorithm,
+            "proposal_methods": [proposal],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": target.name, "architectures": ["LlamaForCausalLM"]},
+        },
+        # vLLM 0.32 reads the norms of a P-EAGLE head inside this dictionary, those of an EAGLE-3 head outside.
+        "transformer_layer_config": _layer_json(target.config, shape.num_layers) | _NORMS,
+        "draft_vocab_size": draft_vocab_size,
+        "target_hidden_size": target.config.hidden_size,
+        "eagle_aux_hidden_state_layer_ids": list(shape.taps),
+        "norm_before_residual": True,
+        "norm_before_fc": False,
+        **_NORMS,
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+    }
+
+
+def _layer_json(target: ModelConfig, num_layers: int) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "hidden_size": target.hidden_size,
+        "intermediate_size": target.intermediate_size,
+        "num_attention_heads": target.num_heads,
+        "num_key_value_heads": target.num_kv_heads,
+        "head_dim": target.head_dim,
+        "num_hidden_layers": num_layers,
+        "rms_norm_eps": target.norm_eps,
+        "vocab_size": target.vocab_size,
+        "max_position_embeddings": target.max_context,
+        "hidden_act": "silu",
+        **rope_json(target.rope),
+    }
+
+
+def rope_json(rope: Rope) -> dict[str, Any]:
+    """Return the RoPE settings of config.json. Raises `UnsupportedModel` for factors in a tensor."""
+    if rope.scaling == "factors":
+        raise UnsupportedModel(
+            "the target keeps its RoPE settings as a tensor; heads for it cannot be written yet"
+        )
+    scaling = {
+        "none": None,
+        "linear": {"rope_type": "linear", "factor": rope.factor},
+        "llama3": {
+            "rope_type": "llama3",
+            "factor": rope.factor,
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+            "original_max_position_embeddings": rope.original_context,
+        },
+    }[rope.scaling]
+    return {"rope_theta": rope.theta, "rope_scaling": scaling}
+
+
+def first_weights(
+    config: HeadConfig, target: TrainTarget, vocabulary: NDArray[int64], seed: int
+) -> dict[str, torch.Tensor]:
+    """Return an untrained head's weights; its output rows are the target's."""
+    random = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in head_shapes(config).items():
+        if "norm" in name:
+            weights[name] = torch.ones(shape)
+        else:
+            weights[name] = torch.randn(shape, generator=random) * DEVIATION
+    if config.relay_size:
+        weights["relay.out"].zero_()  # the relayed state has no effect at first
+    weights["norm"] = target.final_norm * FIRST_NORM
+    weights["head"] = target.head[torch.from_numpy(vocabulary).to(target.head.device)]
+    return {name: w.to(target.embed.device) for name, w in weights.items()}

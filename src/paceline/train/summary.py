@@ -1,0 +1,60 @@
+"""Table and picture of a training run. The acceptance of each drafted position over the steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from paceline.core.errors import ConfigError
+from paceline.train.run_folder import read_metrics
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+
+def print_summary(folder: Path, vocab_size: int, coverage: float, accepted: Sequence[float]) -> None:
+    """Print the acceptance by position at the start and at the end.
+
+    accepted: by position, at the end. coverage: share of answer tokens in the draft vocabulary.
+    """
+    pairs = list(zip(read_metrics(folder)[0]["accepted"], accepted, strict=False))
+    title = f"{folder}, {vocab_size} tokens ({coverage:.1%} of the answers)"
+    table = Table("draft", "at the start", "trained", title=title)
+    for position, (before, after) in enumerate(pairs, 1):
+        table.add_row(str(position), f"{before:.3f}", f"{after:.3f}")
+    table.add_row("length", *(f"{1 + sum(shares):.2f}" for shares in zip(*pairs, strict=True)))
+    Console().print(table)
+
+
+def plot(folder: Path, target: Path) -> None:
+    """Draw a run's log, with a dotted line at the untrained drafter.
+
+    A resumed run may evaluate another number of drafts; only positions that all rows have are drawn. Raises
+    `ConfigError` if there is no log or matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("the picture needs matplotlib: pip install 'paceline[plot]'") from None
+    rows = read_metrics(folder)
+    steps, num_drafts = [row["step"] for row in rows], min(len(row["accepted"]) for row in rows)
+    tokens = [1.0 + sum(row["accepted"][:num_drafts]) for row in rows]
+    figure = Figure(figsize=(9.0, 4.0), layout="constrained")
+    by_position, lengths = figure.subplots(1, 2)
+    for position in range(num_drafts):
+        accepted = [row["accepted"][position] for row in rows]
+        (line,) = by_position.plot(steps, accepted, label=f"draft {position + 1}")
+        by_position.axhline(accepted[0], color=line.get_color(), linestyle=":", linewidth=0.8)
+    by_position.set_ylim(0.0, 1.0)
+    by_position.set_ylabel("share of drafts accepted up to here")
+    by_position.legend()
+    lengths.plot(steps, tokens, color="black")
+    lengths.axhline(tokens[0], color="black", linestyle=":", linewidth=0.8)
+    lengths.set_ylabel("acceptance length, tokens per pass")
+    for axes in (by_position, lengths):
+        axes.set_xlabel("training steps")
+    figure.suptitle("held-out prompts, greedy; dotted: untrained", fontsize=9)
+    figure.savefig(target, dpi=150)

@@ -1,0 +1,274 @@
+"""Options shared by the `paceline train` commands, and what is built from them."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.core.errors import ConfigError
+from paceline.model.heads.config import EAGLE3
+from paceline.train.compute import AUTO, COMPUTES, choose_compute
+from paceline.train.corpus import choose_vocabulary, packs, read_corpus, split, vocabulary_of
+from paceline.train.feature_store import FeatureFiles
+from paceline.train.head_recipe import HeadRecipe
+from paceline.train.progress import progress
+from paceline.train.recipe import KINDS
+from paceline.train.run import TrainMaterial, train
+from paceline.train.summary import print_summary
+from paceline.train.target import load_target, native_reader, reference_reader
+from paceline.train.trainer import TrainConfig
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+    from collections.abc import Sequence
+
+    from paceline.train.corpus import TrainText
+    from paceline.train.head_recipe import HeadShape
+    from paceline.train.recipe import Recipe
+    from paceline.train.target import TargetReader, TrainTarget
+
+MAX_SEED = (1 << 31) - 1  # seed << 32 plus the number of a step fits in 64 bits
+VOCABULARY = 8192  # tokens; covers nine tenths of what the target writes at a quarter of the time of a draft
+
+
+def add_data(parser: ArgumentParser) -> None:
+    """Add the options of commands that read the data."""
+    parser.add_argument(
+        "--data", required=True, metavar="DIR", type=Path, help="answers, as `paceline train data` wrote them"
+    )
+    parser.add_argument("--model", default="default", metavar="default|PATH|ID", help="the target")
+    parser.add_argument(
+        "--features",
+        metavar="DIR",
+        type=Path,
+        help="where hidden states are kept (default: DIR of --data/features)",
+    )
+    parser.add_argument(
+        "--weights",
+        default="int8",
+        choices=("int8", "int4", "bf16", "f32"),
+        help="of the target while it reads the texts, best as it will be served; f32 with --device cuda",
+    )
+    parser.add_argument("--max-len", type=int, default=1024, metavar="N", help="tokens of a text; the rest is cut")
+    parser.add_argument("--threads", type=int, metavar="N", help="of the processor (default: all cores)")
+    parser.add_argument("--device", default="cpu", metavar="cpu|cuda", help="where to compute")
+
+
+def add_training(parser: ArgumentParser) -> None:
+    """Add the options of a training run."""
+    add_data(parser)
+    parser.add_argument(
+        "--out", required=True, metavar="DIR", type=Path, help="the drafter's folder; a run resumes there"
+    )
+    parser.add_argument(
+        "--start-from",
+        type=Path,
+        metavar="FOLDER",
+        help="a trained drafter for this target to go on from: for heads one of either kind",
+    )
+    parser.add_argument("--epochs", type=float, default=3.0, metavar="E", help="passes over the data")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps, in place of --epochs")
+    parser.add_argument("--batch-tokens", type=int, default=2048, metavar="N", help="tokens of a step")
+    parser.add_argument("--lr", type=float, default=1e-3, metavar="LR", help="the highest learning rate")
+    parser.add_argument(
+        "--start-lr",
+        type=float,
+        default=1.0,
+        metavar="SHARE",
+        help="of --lr: the learning rate of what --start-from brings",
+    )
+    parser.add_argument(
+        "--keep-start",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="of what --start-from brings, in the weights that are written at the end: such means often draft "
+        "better than either",
+    )
+    parser.add_argument(
+        "--vocab",
+        type=int,
+        metavar="N",
+        help=f"tokens the drafter can write (default: those of --start-from, or {VOCABULARY})",
+    )
+    parser.add_argument(
+        "--own-tokens",
+        type=int,
+        default=512,
+        metavar="N",
+        help="tokens of the prompts that a step adds to those: drafts may be any token of a request's text",
+    )
+    parser.add_argument("--held-out", type=float, default=0.03, metavar="SHARE", help="of the prompts")
+    parser.add_argument("--eval-tokens", type=int, default=16384, metavar="N", help="held-out tokens evaluated")
+    parser.add_argument("--eval-every", type=int, default=200, metavar="N", help="steps")
+    parser.add_argument("--save-every", type=int, default=100, metavar="N", help="steps")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of first weights, order and dropping")
+    parser.add_argument(
+        "--compute",
+        default=AUTO,
+        choices=(AUTO, *COMPUTES),
+        help="numbers that matrices are multiplied in; auto: bfloat16 where the machine is fast at it",
+    )
+    parser.add_argument("--type", default="fp16", choices=KINDS, help="of the numbers in the drafter's files")
+
+
+def add_reading(parser: ArgumentParser) -> None:
+    """Add the options of drafters that read hidden states."""
+    parser.add_argument(
+        "--taps",
+        metavar="I,J,...",
+        help="after which of the target's layers to look (default: 2, half, last but 3)",
+    )
+
+
+def add_depths(parser: ArgumentParser, num_steps: int) -> None:
+    """Add the options of drafters that learn several depths."""
+    parser.add_argument("--k", type=int, default=num_steps, metavar="K", help="drafts to train for")
+    parser.add_argument(
+        "--keep", type=float, default=0.8, metavar="SHARE", help="of the drafts that go on to the next depth"
+    )
+    parser.add_argument(
+        "--decay", type=float, default=0.8, metavar="X", help="weight of a depth against the one before"
+    )
+    add_reading(parser)
+
+
+def open_target(args: Namespace) -> TrainTarget:
+    """Check the options, set the threads, open the target. Raises `ConfigError`, `ModelError`."""
+    _check(args)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    return load_target(args.model, torch.device(args.device))
+
+
+def chosen_taps(args: Namespace, target: TrainTarget) -> tuple[int, ...]:
+    """Return the taps of `--taps`. The default is the same for all heads, so they share feature files."""
+    if args.taps is None:
+        return EAGLE3.default_taps(target.config.num_layers)
+    try:
+        taps = tuple(int(word) for word in args.taps.split(","))
+    except ValueError:
+        raise ConfigError(f"--taps must be layers such as 2,15,27, not {args.taps!r}") from None
+    if not all(0 <= tap <= target.config.num_layers for tap in taps):
+        raise ConfigError(f"--taps {args.taps}: the target has layers 0 to {target.config.num_layers}")
+    return taps
+
+
+def gather(args: Namespace, target: TrainTarget, taps: tuple[int, ...]) -> TrainMaterial:
+    """Read the data; compute the target's hidden states that are missing on disk."""
+    corpus = read_corpus(args.data, target.config.vocab_size, args.max_len)
+    training, held_out = split(corpus.texts, args.held_out)
+    texts, vocab_size = (corpus.texts[n] for n in training), target.config.vocab_size
+    if args.vocab is None and args.start_from is not None:
+        vocabulary, coverage = vocabulary_of(args.start_from, texts, vocab_size)
+    else:
+        vocabulary, coverage = choose_vocabulary(texts, vocab_size, args.vocab or VOCABULARY)
+    store = features_of(args, target, taps, corpus.texts)
+    return TrainMaterial(target, corpus, training, held_out, store, vocabulary, coverage)
+
+
+def features_of(
+    args: Namespace, target: TrainTarget, taps: tuple[int, ...], texts: Sequence[TrainText]
+) -> FeatureFiles:
+    """Return the target's features of the texts; compute those that are missing."""
+    store = FeatureFiles(target, taps, texts, args.features or args.data / "features", _weight_type(args))
+    with progress("hidden states, tokens") as update:
+        store.compute(lambda: _reader(args, target, taps), lambda done, total: update(done, total, ""))
+    return store
+
+
+def _weight_type(args: Namespace) -> str:
+    """Return the type of the target's weights while it reads. Compiled kernels exist for CPUs only."""
+    return str(args.weights) if args.device == "cpu" else "f32"
+
+
+def _reader(args: Namespace, target: TrainTarget, taps: tuple[int, ...]) -> TargetReader:
+    if args.device == "cpu":
+        return native_reader(target, taps, _weight_type(args), args.threads)
+    return reference_reader(target, taps)
+
+
+def train_config(args: Namespace, material: TrainMaterial, **changes: float) -> TrainConfig:
+    """Return the settings of the run; without --steps, its steps are those of --epochs."""
+    lengths = [len(text) for text in material.corpus.texts]
+    per_epoch = sum(1 for _ in packs(material.training, lengths, args.batch_tokens))
+    compute = choose_compute(args.compute, torch.device(args.device))
+    sys.stderr.write(f"matrix products in {compute.name}: {compute.why}\n")
+    return TrainConfig(
+        steps=args.steps or max(1, round(args.epochs * per_epoch)),
+        lr=args.lr,
+        start_lr=args.start_lr,
+        keep_start=args.keep_start,
+        batch_tokens=args.batch_tokens,
+        own_tokens=args.own_tokens,
+        seed=args.seed,
+        compute=compute.name,
+        eval_tokens=args.eval_tokens,
+        eval_every=args.eval_every,
+        save_every=args.save_every,
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+def start_from(args: Namespace, recipe: Recipe) -> dict[str, str]:
+    """Copy the weights of `--start-from` if given; return its hash for the provenance."""
+    return {} if args.start_from is None else {"started_from": recipe.start_from(args.start_from)}
+
+
+def _check(args: Namespace) -> None:
+    for flag in (
+        "steps",
+        "batch_tokens",
+        "max_len",
+        "vocab",
+        "eval_tokens",
+        "eval_every",
+        "save_every",
+        "threads",
+        "k",
+    ):
+        value = getattr(args, flag, None)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{flag.replace('_', '-')} must be at least 1, not {value}")
+    seed = getattr(args, "seed", 0)
+    if not 0 <= seed <= MAX_SEED:
+        raise ConfigError(f"--seed must be between 0 and {MAX_SEED}, not {seed}")
+    keep_start = getattr(args, "keep_start", 0.0)
+    if keep_start and (args.start_from is None or not 0.0 < keep_start < 1.0):
+        raise ConfigError(f"--keep-start {keep_start} must be between 0 and 1, and goes with --start-from")
+    if getattr(args, "own_tokens", 0) < 0:
+        raise ConfigError(f"--own-tokens must be at least 0, not {args.own_tokens}")
+    for flag, high in (
+        ("epochs", 1_000_000),
+        ("lr", 1.0),
+        ("start_lr", 1.0),
+        ("held_out", 0.9),
+        ("keep", 1.0),
+        ("decay", 1.0),
+    ):
+        value = getattr(args, flag, None)
+        if value is not None and not 0.0 < value <= high:
+            raise ConfigError(f"--{flag.replace('_', '-')} must be above 0 and at most {high}, not {value}")
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: PyTorch finds no GPU here; train with --device cpu")
+
+
+def train_and_report(
+    args: Namespace, material: TrainMaterial, recipe: Recipe, choices: dict[str, Any], config: TrainConfig
+) -> int:
+    """Train a drafter in the folder of `--out` and print its acceptance."""
+    choices = choices | start_from(args, recipe)
+    last = train(recipe, config, material, choices, args.out, args.type)
+    print_summary(args.out, len(material.vocabulary), material.coverage, last.accepted)
+    return 0
+
+
+def train_head(args: Namespace, material: TrainMaterial, shape: HeadShape) -> int:
+    """Train a head and print its acceptance."""
+    config = train_config(args, material, keep=args.keep, decay=args.decay, eval_steps=args.k)
+    recipe = HeadRecipe(shape, material.target, material.vocabulary, args.seed)
+    return train_and_report(args, material, recipe, asdict(shape), config)

@@ -1,0 +1,97 @@
+"""From engine events to bytes on the wire: what a stream holds, also one that breaks off."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from paceline.core.errors import EngineDied
+from paceline.core.nouns import Figures, Outcome
+from paceline.serve.api.errors import ApiError
+from paceline.serve.api.parse import completion_job
+from paceline.serve.api.respond import Responder
+from paceline.serve.observe.metrics import Metrics
+from paceline.serve.prompts import Prompts
+from tests.tiny import tiny_tokenizer
+
+if TYPE_CHECKING:
+    from paceline.serve.worker.client import Event
+
+BODY = {"prompt": "the", "max_tokens": 8, "stream": True}
+
+
+class Events:
+    """The events of one job, those of `waiting` in the queue, the others one at a time."""
+
+    def __init__(self, events: list[Event]) -> None:
+        self._later = events
+        self.queue: asyncio.Queue[Event] = asyncio.Queue()
+
+    async def next(self) -> Event:
+        return self._later.pop(0)
+
+    def put(self, event: Event) -> None:
+        raise AssertionError("the client stays")
+
+    async def close(self) -> None:
+        pass
+
+
+def streamed(events: list[Event], **extra: Any) -> list[dict[str, Any]]:
+    """The events a client reads, without [DONE]."""
+    job = completion_job(json.dumps(BODY | extra).encode(), Prompts(tiny_tokenizer(), None, 64), "tiny", 0.0)
+    sent: list[bytes] = []
+
+    async def submit(_: object) -> Any:
+        return Events(events)
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    client: Any = SimpleNamespace(submit=submit, ready=None, restarts=0, num_open=0, snapshot=None)
+    asyncio.run(Responder(job, Metrics(client)).run(client, {}, receive, send))
+    lines = [line.removeprefix("data: ") for line in b"".join(sent).decode().split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def outcome(text: str, *ids: int, **more: Any) -> tuple[int, Outcome]:
+    return 0, Outcome("r", ids, text, **more)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_stream_that_breaks_off_repeats_nothing(count: int) -> None:
+    """Clients keep the text they have: a piece sent twice would be a wrong text."""
+    texts = ["the", " cat", " in"][:count]
+    parts = streamed([*(outcome(t, 1) for t in texts), EngineDied("gone")])
+    assert [p["choices"][0]["text"] for p in parts[:-1]] == texts
+    assert parts[-1]["error"]["code"] == "engine_unavailable"
+
+
+def test_a_request_that_is_refused_at_once_gets_a_status() -> None:
+    with pytest.raises(ApiError):
+        streamed([EngineDied("gone")])
+
+
+def test_every_chunk_carries_the_usage_so_far_if_asked() -> None:
+    figures = Figures(2, 3, 0, 2, 2, 0, 0, 0, seed=1)
+    last = outcome(" in", 3, finish_reason="stop", figures=figures)
+    events = [outcome("the", 1), outcome(" cat", 2), last]
+    prompt_tokens = len(tiny_tokenizer().encode(BODY["prompt"]))
+    both = {"include_usage": True, "continuous_usage_stats": True}
+    parts = streamed(list(events), stream_options=both)
+    assert [p["usage"]["completion_tokens"] for p in parts] == [1, 2, 3, 3]
+    assert [p["usage"]["prompt_tokens"] for p in parts[:3]] == [prompt_tokens] * 3
+    assert all(p["usage"]["total_tokens"] == sum(list(p["usage"].values())[:2]) for p in parts)
+    assert "speculation" in parts[-1]["usage"]
+    only_last = streamed(list(events), stream_options={"include_usage": True, "continuous_usage_stats": False})
+    assert [p["usage"] is None for p in only_last] == [True, True, True, False]
+    none = streamed(list(events), stream_options={"continuous_usage_stats": True})
+    assert all("usage" not in p for p in none), "as vLLM: only together with include_usage"

@@ -1,0 +1,117 @@
+"""Runs that go on where they stopped: with other drafts to look at, with weights at rest, with a broken log."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from paceline.cli import main
+from paceline.train.run_folder import METRICS
+from paceline.train.trainer import TrainConfig, Trainer
+from tests.train.test_run import command
+from tests.train.toy import write_answers, write_target
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+OFTEN = ("--steps", "4", "--save-every", "2", "--eval-every", "2")
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("toy")
+    write_target(folder / "target")
+    write_answers(folder / "data", 60)
+    return folder
+
+
+def stop(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a command that is interrupted in its fourth step."""
+    take = Trainer._take_step
+
+    def stumble(self: Trainer, batch: Any) -> float:
+        if self.step == 3:
+            raise KeyboardInterrupt
+        return take(self, batch)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "_take_step", stumble)
+        assert main(words) == 130
+
+
+@pytest.mark.parametrize(("before", "after"), [("2", "4"), ("4", "2")])
+def test_a_draft_model_may_be_looked_at_in_other_depths_from_there(
+    before: str, after: str, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    words = [*command("draft-model", toy, tmp_path), *OFTEN, "--layers", "2"]
+    stop([*words, "--k", before], monkeypatch)
+    assert main([*words, "--k", after]) == 0
+    cells = [line.split() for line in capsys.readouterr().out.splitlines()]
+    numbers = [line[1] for line in cells if line[:1] == ["│"] and line[1].isdecimal()]
+    assert numbers == ["1", "2"]
+    assert (tmp_path / "acceptance.png").is_file()
+
+
+def test_a_head_whose_relay_has_nothing_to_tell_goes_on(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one draft no guess comes after another: the relay's weights have no gradients, and so no moments."""
+    straight, halves = ([*command("peagle", toy, tmp_path / name), *OFTEN, "--k", "1"] for name in "sh")
+    assert main(straight) == 0
+    stop(halves, monkeypatch)
+    assert main(halves) == 0
+    for name in ("checkpoint.safetensors", "model.safetensors"):
+        assert (tmp_path / "s" / name).read_bytes() == (tmp_path / "h" / name).read_bytes()
+
+
+def test_moments_and_their_step_are_put_where_the_weight_is() -> None:
+    recipe = SimpleNamespace(weights={"w": torch.ones(2)}, inherited=set())
+    trainer = Trainer(recipe, TrainConfig(steps=1), None, [])  # type: ignore[arg-type]
+    saved = {"weight.w": torch.ones(2), "step.w": torch.tensor(3.0)}
+    saved |= {"exp_avg.w": torch.ones(2), "exp_avg_sq.w": torch.ones(2)}
+    trainer.recipe.weights["w"] = torch.ones(2, device="meta")  # as far away as a GPU
+    trainer.restore(3, saved)
+    assert {name: tensor.device.type for name, tensor in trainer.state().items()} == dict.fromkeys(saved, "meta")
+
+
+@pytest.mark.parametrize("line", ["\0\0garbage", "[1]", '{"loss": 1}', '{"step": "x", "accepted": []}'])
+def test_a_log_with_a_line_that_is_not_ours_is_refused(
+    line: str, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    words = [*command("eagle3", toy, tmp_path), *OFTEN]
+    stop(words, monkeypatch)
+    log = tmp_path / METRICS
+    whole = log.read_text()
+    log.write_text(line + "\n" + whole)
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert "line 1" in told
+    assert "remove that line" in told
+    log.write_text(whole + line[:3])  # half a line is of a run that was killed
+    assert main(words) == 0
+    assert [json.loads(row)["step"] for row in log.read_text().splitlines()] == [0, 2, 4]
+
+
+@pytest.mark.parametrize("seed", [-1, 1 << 31, 1 << 32])
+def test_seeds_that_are_too_large_are_refused(seed: int, toy: Path, tmp_path: Path, capsys: Any) -> None:
+    assert main([*command("eagle3", toy, tmp_path), "--seed", str(seed)]) == 2
+    assert f"--seed must be between 0 and 2147483647, not {seed}" in capsys.readouterr().err
+
+
+def test_the_largest_seed_trains(toy: Path, tmp_path: Path) -> None:
+    assert main([*command("eagle3", toy, tmp_path), "--steps", "2", "--seed", str((1 << 31) - 1)]) == 0
+
+
+def test_a_run_without_matplotlib_leaves_the_picture_out(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main([*command("eagle3", toy, tmp_path), "--steps", "1"]) == 0
+    assert "acceptance.png is left out: the picture needs matplotlib: pip install" in capsys.readouterr().err
+    assert (tmp_path / "provenance.json").is_file()
+    assert not (tmp_path / "acceptance.png").exists()

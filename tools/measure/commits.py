@@ -1,0 +1,159 @@
+"""Two checkouts in one interleaved run: `python -m tools.measure.commits OLD NEW --prompts FILE.jsonl`.
+
+Each checkout is a folder with a built package; its engines live in a process of their own. The processes take
+slices of a second, the one that is behind first, and the other one is stopped meanwhile. Both are asked the same
+questions with the same seeds; their answers are compared, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+from argparse import ArgumentParser
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.bench.prompt_file import read_prompts, spread
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+SLICE_S = 0.7  # seconds that one checkout computes before the other one does
+WORKER = Path(__file__).with_name("commits_worker.py")
+
+
+class Checkout:
+    """A worker process over one checkout's sources, stopped by a signal while it is not asked."""
+
+    def __init__(self, folder: Path, setup: Mapping[str, Any]) -> None:
+        environment = os.environ | {"PYTHONPATH": str(folder / "src")}
+        self._process = subprocess.Popen(  # noqa: S603 (our own worker)
+            [sys.executable, str(WORKER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            text=True,
+        )
+        self.tell(setup)
+
+    def tell(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Let the worker compute; return its reply."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.send_signal(signal.SIGCONT)
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit("a worker ended; see its message above")
+        self._process.send_signal(signal.SIGSTOP)
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    def close(self) -> None:
+        """End the worker."""
+        self._process.send_signal(signal.SIGCONT)
+        self._process.kill()
+        self._process.wait()
+
+
+def run_cell(checkouts: Sequence[Checkout], order: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Ask all checkouts the same questions in slices; return tokens, seconds, counters and the answers' hash."""
+    totals: list[dict[str, Any]] = [
+        {"tokens": 0, "seconds": 0.0, "done": False, "counters": {}} for _ in checkouts
+    ]
+    for checkout in checkouts:
+        checkout.tell({**order, "do": "ask"})
+    while unfinished := [i for i, total in enumerate(totals) if not total["done"]]:
+        index = min(unfinished, key=lambda i: totals[i]["tokens"])
+        told = checkouts[index].tell({"do": "play", "draft": order["draft"], "seconds": SLICE_S})
+        total = totals[index]
+        total["tokens"] += told["tokens"]
+        total["seconds"] += told["seconds"]
+        total["done"], total["hash"] = told["done"], told["hash"]
+        for name, value in told["counters"].items():
+            total["counters"][name] = total["counters"].get(name, 0.0) + value
+    return totals
+
+
+def host_ms(total: Mapping[str, Any]) -> float:
+    """Return the host's own milliseconds of a step: neither drafting nor the target's pass."""
+    c: dict[str, float] = total["counters"]
+    in_both = c.get("overlapped_s", 0.0) + c.get("hidden_s", 0.0)  # seconds counted as the pass' and as the host's
+    return 1e3 * (c["step_s"] - c["draft_s"] - c["target_s"] + in_both) / max(c["steps"], 1.0)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print one line for each drafter and number in flight."""
+    parser = ArgumentParser(prog="python -m tools.measure.commits", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("old", type=Path, help="folder of the checkout to compare with")
+    parser.add_argument("new", type=Path, help="folder of the checkout that is compared")
+    parser.add_argument("--prompts", required=True, help="questions, as `paceline bench` reads them")
+    parser.add_argument("--model", default="default")
+    parser.add_argument("--draft", action="append", help="drafters (default: off and auto)")
+    parser.add_argument("--concurrency", default="1,4,16,64", help="numbers of requests in flight")
+    parser.add_argument("--limit", type=int, default=0, help="questions of a repeat; 0: a number by concurrency")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+    drafts, sizes = args.draft or ["off", "auto"], [int(c) for c in args.concurrency.split(",")]
+    setup = {"model": args.model, "drafts": drafts, "num_rows": max(sizes)}
+    prompts = read_prompts(args.prompts)
+    checkouts = [Checkout(folder.resolve(), setup) for folder in (args.old, args.new)]
+    cells = []
+    try:
+        for size in sizes:
+            texts = [p.text for p in spread(prompts, args.limit or max(8, 3 * size // 2))]
+            for draft in drafts:
+                cells.append(_measure(checkouts, draft, size, texts, args))
+                _print(cells[-1])
+                if args.json:
+                    args.json.write_text(json.dumps(cells, indent=1) + "\n")
+    finally:
+        for checkout in checkouts:
+            checkout.close()
+    return 0
+
+
+def _measure(
+    checkouts: Sequence[Checkout], draft: str, size: int, texts: Sequence[str], args: Any
+) -> dict[str, Any]:
+    order = {"draft": draft, "texts": list(texts), "concurrency": size, "max_tokens": args.max_tokens}
+    run_cell(checkouts, order | {"tag": "warm", "texts": list(texts[: max(2, size)])})
+    repeats = []
+    for repeat in range(args.repeat):
+        turned = checkouts if repeat % 2 == 0 else checkouts[::-1]  # neither is always first
+        totals = run_cell(turned, order | {"tag": str(repeat)})
+        repeats.append(totals if repeat % 2 == 0 else totals[::-1])
+    ratios = [old["seconds"] / new["seconds"] for old, new in repeats]
+    return {
+        "draft": draft,
+        "concurrency": size,
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
+        "old_tokens_per_s": statistics.median(old["tokens"] / old["seconds"] for old, _ in repeats),
+        "new_tokens_per_s": statistics.median(new["tokens"] / new["seconds"] for _, new in repeats),
+        "old_host_ms": statistics.median(host_ms(old) for old, _ in repeats),
+        "new_host_ms": statistics.median(host_ms(new) for _, new in repeats),
+        "same_text": all(old["hash"] == new["hash"] for old, new in repeats),
+    }
+
+
+def _print(cell: Mapping[str, Any]) -> None:
+    ratios = ", ".join(f"{r:.3f}" for r in cell["ratios"])
+    sys.stdout.write(
+        f"{cell['draft']:<6}{cell['concurrency']:>3} in flight: {cell['ratio']:.3f} of the old speed ({ratios}); "
+        f"{cell['old_tokens_per_s']:.0f} -> {cell['new_tokens_per_s']:.0f} tokens/s; "
+        f"host {cell['old_host_ms']:.3f} -> {cell['new_host_ms']:.3f} ms a step; "
+        f"{'same text' if cell['same_text'] else 'OTHER TEXT'}\n"
+    )
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
