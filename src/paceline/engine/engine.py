@@ -11,7 +11,7 @@ from paceline.core.errors import RequestError
 from paceline.core.params import check_token_ids
 from paceline.engine.drafters import DrafterPool
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.serial import SerialLoop
+from paceline.engine.serial_loop import SerialLoop
 from paceline.engine.stats import Gauges, Stats
 from paceline.engine.step import Verbs
 from paceline.model.detokenizer import Detokenizer

@@ -8,7 +8,7 @@ a row with passes *in flight* is at most `upper_len` tokens long. Its promises:
   newest request is preempted and later recomputed, and only while none of its passes is in flight.
 - While a row waits for pages, newer rows pause. They drain and can be preempted, so nothing starves.
 
-A step may be scheduled for one group of rows while the other group's outcome is not known (`overlap.py`).
+A step may be scheduled for one group of rows while the other group's outcome is not known (`overlapped_loop.py`).
 """
 
 from __future__ import annotations

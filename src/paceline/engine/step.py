@@ -1,6 +1,6 @@
 """One step of the engine: the six verbs, and what is handed from verb to verb.
 
-`serial.py` and `overlap.py` are the loops over the verbs. `engine.py` adds requests, counters and a cold start.
+`serial_loop.py` and `overlapped_loop.py` are the loops over the verbs. `engine.py` adds requests and counters.
 """
 
 from __future__ import annotations

@@ -21,11 +21,11 @@ from paceline.engine.assembly.auto import close_loop
 from paceline.engine.assembly.config import OFF, ON
 from paceline.engine.assembly.placement import place
 from paceline.engine.engine import Engine
-from paceline.engine.overlap import OverlappedLoop
+from paceline.engine.overlapped_loop import OverlappedLoop
 from paceline.engine.pages import PagePool, pages_for
 from paceline.engine.remote.protocol import BeginDrafter
 from paceline.engine.remote.remote_drafter import RemoteDrafter
-from paceline.engine.serial import SerialLoop
+from paceline.engine.serial_loop import SerialLoop
 from paceline.model.config import num_weights
 from paceline.model.files.pull import resolve
 from paceline.model.weights import LazyWeights, load_model, load_template, load_tokenizer
