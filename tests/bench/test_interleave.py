@@ -16,7 +16,7 @@ from paceline.bench.prompt_file import Prompt
 from paceline.core.errors import PacelineError
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
-from paceline.engine.overlap import OverlappedLoop
+from paceline.engine.overlapped_loop import OverlappedLoop
 from tests.engine.same_text import PLAIN, make_engine
 
 if TYPE_CHECKING:

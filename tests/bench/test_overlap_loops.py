@@ -25,9 +25,9 @@ from paceline.core.errors import ConfigError
 from paceline.core.params import SamplingParams
 from paceline.core.system import usable_cores
 from paceline.engine.assembly.config import EngineConfig
-from paceline.engine.overlap import OverlappedLoop
+from paceline.engine.overlapped_loop import OverlappedLoop
 from paceline.engine.scheduler import Limits
-from paceline.engine.step import SerialLoop
+from paceline.engine.serial_loop import SerialLoop
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -15,7 +15,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.core.system import usable_cores
-from paceline.engine.overlap import OverlappedLoop
+from paceline.engine.overlapped_loop import OverlappedLoop
 from tests.engine.same_text import PLAIN, make_engine
 
 if TYPE_CHECKING:

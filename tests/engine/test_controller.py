@@ -243,8 +243,7 @@ def test_costs_of_other_drafters_are_refused() -> None:
 def timed(engine: Engine, patch: pytest.MonkeyPatch) -> ClosedLoop:
     """Let passes of an engine take times of their own, and all else none; return its controller."""
     clock = [0.0]
-    for module in ("step", "engine"):
-        patch.setattr(f"paceline.engine.{module}.perf_counter", lambda: clock[0])
+    patch.setattr("paceline.engine.step.perf_counter", lambda: clock[0])
     request = engine.target.request
 
     def request_in_time(batch: Batch, draft: Draft) -> ScoreRequest:

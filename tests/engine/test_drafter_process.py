@@ -25,7 +25,7 @@ from paceline.core.params import SamplingParams
 from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.assembly.placement import PlacedDrafter
-from paceline.engine.overlap import OverlappedLoop
+from paceline.engine.overlapped_loop import OverlappedLoop
 from paceline.engine.remote.protocol import BeginDrafter, Channel, ChannelClosed, open_channel
 from paceline.engine.remote.remote_drafter import RemoteDrafter
 from paceline.engine.remote.supervisor import DrafterProcess
@@ -35,7 +35,7 @@ from paceline.model.files import hf
 from paceline.model.weights import canonical_names
 from tests.engine.same_text import DRAFTER_NOISE, SHARP, STAIRCASE, VOCAB, assert_same, run
 from tests.engine.test_faults import spoil
-from tests.engine.test_overlap import serve
+from tests.engine.test_overlapped_loop import serve
 from tests.engine.test_placement import CORES, two_cores
 from tests.model.test_safetensors import config_json
 from tests.tiny import tiny_config, tiny_raw_tokenizer, tiny_weights

@@ -22,7 +22,7 @@ from tests.engine.same_text import (
     settings_,
     workloads,
 )
-from tests.engine.test_overlap import serve
+from tests.engine.test_overlapped_loop import serve
 from tests.engine.test_same_text import AUTO
 
 if TYPE_CHECKING:

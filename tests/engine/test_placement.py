@@ -16,11 +16,11 @@ from paceline.core.errors import ConfigError
 from paceline.core.system import on_cores, usable_cores
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.assembly.placement import PlacedDrafter, Placement
-from paceline.engine.overlap import OverlappedLoop
-from paceline.engine.step import SerialLoop
+from paceline.engine.overlapped_loop import OverlappedLoop
+from paceline.engine.serial_loop import SerialLoop
 from tests.draft.heads import trained_head
 from tests.engine.same_text import PLAIN, assert_same, make_engine, run, target
-from tests.engine.test_overlap import REQUESTS, overlapped
+from tests.engine.test_overlapped_loop import REQUESTS, overlapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,7 +8,8 @@ import pytest
 
 from paceline.core.nouns import Batch
 from paceline.engine import step
-from paceline.engine.step import PendingScores, SerialLoop
+from paceline.engine.serial_loop import SerialLoop
+from paceline.engine.step import PendingStep
 from tests.engine.same_text import PLAIN, Request, make_engine
 from tests.engine.test_output_queue import asked
 
@@ -32,7 +33,7 @@ class Spy:
         def noted(*arguments: Any) -> Any:
             self._seen.append(name)
             made = call(*arguments)
-            return Spy(made, self._seen) if isinstance(made, PendingScores) else made
+            return Spy(made, self._seen) if isinstance(made, PendingStep) else made
 
         return noted
 
@@ -64,7 +65,7 @@ def test_work_beside_a_pass_is_its_time_only_if_the_pass_goes_on(
 ) -> None:
     clock = iter([2.0, 5.0, 9.0])  # launched, waited for, over
     monkeypatch.setattr(step, "perf_counter", lambda: next(clock))
-    scored = PendingScores(Pass(), 1.0, asynchronous=asynchronous).wait()  # type: ignore[arg-type]
+    scored = PendingStep(Pass(), 1.0, asynchronous=asynchronous).wait()  # type: ignore[arg-type]
     assert scored.target_s == (8.0 if asynchronous else 5.0)
     assert scored.overlapped_s == (3.0 if asynchronous else 0.0)
 

@@ -15,7 +15,7 @@ from paceline.engine.wire import Submit
 from paceline.serve.worker.messages import OutcomeBatch, StopEngine
 from paceline.serve.worker.process import WARM_UP_PROMPT_TOKENS, EngineWorker, warm_up
 from tests.engine.same_text import PLAIN, make_engine
-from tests.engine.test_overlap import overlapped
+from tests.engine.test_overlapped_loop import overlapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

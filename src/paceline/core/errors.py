@@ -73,7 +73,7 @@ class EngineDied(PacelineError):  # noqa: N818
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?`, or the list of what is known, to end an error message with."""
+    """Return the end of an error message: `; did you mean 'x'?`, or all known names."""
     choices = sorted(known)
     close = get_close_matches(name, choices, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(choices)}"

@@ -91,12 +91,12 @@ def gumbel(key: Key, ids: NDArray[integer]) -> NDArray[float64]:
 
 
 def uniform(key: Key, token_id: int = 0) -> float:
-    """Return the leading 53 bits of n as a number in [0, 1): `uniform < p` holds with probability p."""
+    """Return the leading 53 bits of n as a number in [0, 1). `uniform < p` holds with probability p."""
     return (_bits_int(key, token_id) >> 11) * 2.0**-53
 
 
 def noisy_argmax(z: NDArray[floating], key: Key, ids: NDArray[integer] | None = None) -> int:
-    """Return the token id with the largest z + gumbel, the lowest id on ties: a sample of softmax(z).
+    """Return the token id with the largest z + gumbel, the lowest on ties. It is a sample of softmax(z).
 
     z: [n] logits divided by the temperature. ids: [n] token ids, None for 0..n-1. Every candidate gets its exact
     noise here; `csrc/model/sampling.cpp` computes it only for those that can still win.

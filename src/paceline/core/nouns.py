@@ -74,7 +74,7 @@ class Stop:
     least: list[float]  # [k] least chance that all drafts up to a depth are kept, for another draft to follow
 
     def over(self, margins: Sequence[float]) -> bool:
-        """True if no draft should follow drafts with these margins; False if one of them is NaN, not known."""
+        """True if no draft should follow drafts with these margins. A margin of NaN, not known, gives False."""
         alive = 1.0
         for odds, margin in zip(self.odds, margins, strict=False):
             alive /= 1.0 + math.exp(-(odds + self.sureness * min(margin, MOST_MARGIN)))
@@ -218,7 +218,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Edits:
-    """A sparse list of changes to the logits: l[ids] becomes (l / scale if l > 0 else l * scale) + add."""
+    """Sparse changes of the logits. l[ids] becomes (l / scale if l > 0 else l * scale) + add."""
 
     ids: NDArray[int64]  # [num_edits], distinct
     scale: NDArray[float32]  # [num_edits], 1 where there is no repetition penalty
@@ -282,7 +282,7 @@ class TokenLogprobs:
 
 @noun
 class RowVerdict:
-    """Tokens that one row gains: its kept drafts, then the target's own next token, or BROKEN, which ends it."""
+    """Gain of one row. It is its kept drafts, then the target's own next token, or BROKEN, which ends it."""
 
     token_ids: Sequence[int] = ()  # [num_accepted + 1], empty if the row did not sample
     num_accepted: int = 0

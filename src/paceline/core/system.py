@@ -106,7 +106,7 @@ def available_bytes() -> int:
 
 
 def reset_peak_rss() -> None:
-    """Start a new peak of this process's memory, where the system can; else the peak is the whole process's."""
+    """Start a new peak of this process's memory, where the system can."""
     try:
         (_PROC / "self" / "clear_refs").write_text(_RESET_PEAK)
     except OSError:
@@ -146,7 +146,7 @@ def stay_on(cores: frozenset[int]) -> None:
 
 
 def on_cores(cores: frozenset[int], call: Callable[[], T]) -> T:
-    """Make a call that must not fail in a thread on some cores; threads it starts stay on them too."""
+    """Make a call in a thread on some cores. It must not fail; threads it starts stay on them too."""
     found: list[T] = []
 
     def run() -> None:

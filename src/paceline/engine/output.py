@@ -34,7 +34,7 @@ class StopCheck(NamedTuple):
 
 
 class StopChecker:
-    """Takes a request's tokens as if each had come alone, never in drafts, and stops at the first that ends it.
+    """Takes a request's tokens and stops at the first that ends it, as if each had come alone.
 
     Tokens that cannot end the answer are only read, that is turned into text, when their text is asked for.
     """
@@ -98,7 +98,7 @@ class StopChecker:
         self._num_tokens += len(unread)
 
     def _add(self, token_id: int) -> tuple[str, FinishReason | None, str | int | None]:
-        """Add one token; return text that is safe to stream, then finish and stop reason if it ends the answer."""
+        """Add one token; return text that is safe to stream, finish reason and stop reason."""
         may_stop = self._num_tokens >= self._params.min_tokens
         if may_stop and token_id in self._eos_ids:
             return self._all_held(), "stop", None
@@ -204,7 +204,7 @@ class OutputQueue:
         self.responses[request.request_id] = Response(request.request_id, checker)
 
     def put(self, response: Response, token_ids: Sequence[int], verdict: RowVerdict) -> None:
-        """Queue tokens that a response has taken in a step; the first of an answer become an outcome at once."""
+        """Queue tokens that a response has taken. The first of an answer become an outcome at once."""
         if len(token_ids) < response.checker.num_tokens:
             self.gains.append((response, token_ids, verdict))
         else:

@@ -1,4 +1,4 @@
-"""The page pool: which rows hold which pages, which pages are cached, and how far each store is valid in them.
+"""The page pool: reference counts, the prefix cache, and valid slots of each store.
 
 One page table serves every store (the target's KV, each drafter's KV, the taps): page p holds the same 16 tokens
 in each of them. A page is *free*, *held* by at least one row, or *idle*: held by none, published in the prefix
@@ -24,7 +24,7 @@ def pages_for(num_tokens: int) -> int:
 
 
 def root_hash(fingerprint: str, salt: str) -> bytes:
-    """Return the first hash of a chain: of all that KV depends on beside its tokens, and of the salt (SHA-256)."""
+    """Return the first hash of a chain (SHA-256): of what KV depends on beside its tokens, and of the salt."""
     digest = hashlib.sha256(fingerprint.encode())
     digest.update(b"\0" + salt.encode())
     return digest.digest()

@@ -8,7 +8,7 @@ a row with passes *in flight* is at most `upper_len` tokens long. Its promises:
   newest request is preempted and later recomputed, and only while none of its passes is in flight.
 - While a row waits for pages, newer rows pause. They drain and can be preempted, so nothing starves.
 
-A step may be scheduled for one group of rows while the other group's outcome is not known (`overlap.py`).
+A step may be scheduled for one group of rows while the other group's outcome is not known (`overlapped_loop.py`).
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Scheduler:
         return self.pool.num_pages * PAGE_TOKENS
 
     def end(self, request_id: str) -> RequestState:
-        """End a request at any moment; its row and pages are freed once no pass of it is in flight."""
+        """End a request at any moment. Its row and pages are freed once no pass of it is in flight."""
         state = self.requests[request_id]
         state.ended = True
         if state.row < 0:
@@ -215,7 +215,7 @@ class Scheduler:
         return True
 
     def _decode_row(self, state: RequestState, k: int) -> BatchRow:
-        """Schedule a decode pass with up to k drafts, as far as its request and the free pages go."""
+        """Schedule a decode pass with up to k drafts, within its request and the free pages."""
         if k > 0:
             k = min(k, state.remaining - 1)
             upper_len = state.upper_len
@@ -253,7 +253,7 @@ class Scheduler:
         )
 
     def _admit(self, group: Group) -> RequestState | None:
-        """Give the oldest waiting request a row and the pages of all its known tokens, if there is room."""
+        """Give the oldest waiting request a row and pages for its known tokens, if there is room."""
         if not self.waiting or not self._free_rows:
             return None
         self.publish()

@@ -158,7 +158,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Gauges:
-    """What an engine holds now."""
+    """Sizes of what an engine holds now."""
 
     num_running: int
     num_waiting: int

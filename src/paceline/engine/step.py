@@ -1,45 +1,36 @@
-"""One step of the engine: the six verbs in their order, and what is handed from verb to verb.
+"""One step of the engine: the six verbs, and what is handed from verb to verb.
 
-`SerialLoop` takes all rows through the verbs together. `overlap.py` has the other loop.
+`serial_loop.py` and `overlapped_loop.py` are the loops over the verbs. `engine.py` adds requests and counters.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
-from paceline.core.nouns import noun
+from paceline.control.controller import StepTimes
+from paceline.core.nouns import PAGE_TOKENS, Plan, noun
+from paceline.engine.output import OutputQueue
+from paceline.engine.stats import Stats
+from paceline.engine.step_view import step_view
 
 if TYPE_CHECKING:
-    from paceline.backend.target import PendingScores
-    from paceline.core.nouns import Batch, Draft, Plan, Scores, Verdict
-    from paceline.engine.scheduler import Group, Scheduler
+    from paceline.backend.target import Backend, PendingScores
+    from paceline.control.controller import Controller
+    from paceline.core.nouns import Batch, BatchRow, Draft, Outcome, RowVerdict, Scores, Verdict
+    from paceline.engine.drafters import DrafterPool
+    from paceline.engine.scheduler import Group, RequestState, Scheduler
+    from paceline.verify.law import Law
 
+log = logging.getLogger(__name__)
 
-class SerialLoop:
-    """Drafts, then scores; see `Loop`."""
-
-    def step(self, engine: Verbs) -> None:
-        """Take all rows through the six verbs."""
-        plan = engine.plan()
-        batch = engine.admit(plan)
-        if not batch.rows:
-            return
-        drafted = engine.propose(batch, plan)
-        pending = engine.score(drafted)
-        engine.flush()  # beside the pass: outcomes of the step before
-        scored = pending.wait()
-        verdict = engine.judge(drafted, scored)
-        engine.commit(drafted, scored, verdict)
-
-    def wait(self) -> bool:
-        """Return False: a step ends with its pass."""
-        return False
-
-    def check(self, engine: Verbs) -> None:
-        """Assert that no row is in flight between steps."""
-        assert not any(r.in_flight for r in engine.scheduler.running)
+UNLOADED = (
+    "drafter %s is unloaded: as often as it was tried, it could not have paid for itself here; "
+    "its weights and %.0f MiB of its KV are given back, texts stay the same"
+)
+NO_PLAN = Plan()
 
 
 @dataclass(slots=True, eq=False)
@@ -84,47 +75,10 @@ class PendingStep:
         return StepScores(scores, whole_s - beside_s)
 
 
-class Verbs(Protocol):
-    """The six verbs of a step, in their order. `Engine` implements them."""
+class Loop(Protocol):
+    """The order in which the verbs run, and the rows they run on."""
 
-    scheduler: Scheduler
-
-    def plan(self, group: Group = None) -> Plan:
-        """Decide how far each row of a group may draft."""
-        ...
-
-    def admit(self, plan: Plan, group: Group = None) -> Batch:
-        """Choose the rows of a group that run now."""
-        ...
-
-    def propose(self, batch: Batch, plan: Plan, group: Group = None) -> StepInput:
-        """Draft for a batch."""
-        ...
-
-    def score(self, drafted: StepInput) -> PendingStep:
-        """Launch the target's pass."""
-        ...
-
-    def judge(self, drafted: StepInput, scored: StepScores) -> Verdict:
-        """Decide which drafts are kept."""
-        ...
-
-    def commit(self, drafted: StepInput, scored: StepScores, verdict: Verdict) -> None:
-        """Take in what was kept."""
-        ...
-
-    def flush(self) -> None:
-        """Make outcomes of the last commit. It is no verb, but work to do beside a pass."""
-        ...
-
-
-EngineT = TypeVar("EngineT", contravariant=True)
-
-
-class Loop(Protocol[EngineT]):
-    """The order in which an engine's verbs run, and the rows they run on."""
-
-    def step(self, engine: EngineT) -> None:
+    def step(self, engine: Verbs) -> None:
         """Take one step: at most one pass of the target."""
         ...
 
@@ -132,6 +86,173 @@ class Loop(Protocol[EngineT]):
         """Wait, between steps, for the pass in flight; return False if there is none."""
         ...
 
-    def check(self, engine: EngineT) -> None:
+    def check(self, engine: Verbs) -> None:
         """Assert, between steps, what the loop promises."""
         ...
+
+
+class Verbs:
+    """The six verbs of a step. They work on a target, a drafter pool, a controller, a law and a scheduler."""
+
+    def __init__(
+        self,
+        target: Backend,
+        drafting: DrafterPool,
+        controller: Controller,
+        law: Law,
+        scheduler: Scheduler,
+        loop: Loop,
+    ) -> None:
+        self.target = target
+        self.target.taps = drafting.taps
+        self.drafting = drafting
+        self.controller = controller
+        self.law = law
+        self.scheduler = scheduler
+        self.loop = loop
+        self.outputs = OutputQueue(scheduler.end)
+        self._stats = Stats()
+        self._planned_s = 0.0  # clock at which the last plan began
+
+    def step(self) -> list[Outcome]:
+        """Run one step of the loop, at most one pass of the target. A step without a pass is not counted."""
+        start, num_steps = perf_counter(), self._stats.steps
+        self.loop.step(self)
+        if self._stats.steps > num_steps:
+            self._stats.step_s += perf_counter() - start
+        return self.outputs.take_outcomes()
+
+    # The verbs -----------------------------------------------------------------------------------
+
+    def plan(self, group: Group = None) -> Plan:
+        """Decide how far each row of a group may draft. group: None for all rows."""
+        self._planned_s = perf_counter()
+        controller = self.controller_of(group)
+        if group is None and not self.scheduler.any_asks and controller.reuse_plan(len(self.scheduler.running)):
+            return NO_PLAN
+        view = step_view(self.scheduler, self.drafting, previews=controller.wants_preview, group=group)
+        start = perf_counter()
+        plan = controller.plan(view)
+        self._stats.control_s += perf_counter() - start
+        for name in plan.given_up:
+            self._unload(name)
+        return plan
+
+    def admit(self, plan: Plan, group: Group = None) -> Batch:
+        """Choose the rows of a group that run now, new requests among them, and hold pages for all."""
+        batch = self.scheduler.schedule(plan, group)
+        for row in self.scheduler.take_released():
+            self.drafting.release(row)
+        self.target.rows.apply(batch)
+        for admission in batch.admissions:
+            if not admission.rebirth:
+                self._stats.prompt_tokens += len(admission.request.prompt_ids)
+                self._stats.cached_tokens += admission.cached_len
+            valid_lens = self.scheduler.pool.valid_lens(admission.pages)
+            self.drafting.admit(admission.row, admission.request, valid_lens, admission.cached_len)
+            self.controller.admit(admission.row)
+        return batch
+
+    def propose(self, batch: Batch, plan: Plan, group: Group = None) -> StepInput:
+        """Draft for a batch, and trim what is not worth verifying, if the law admits that."""
+        start = perf_counter()
+        proposed = self.drafting.propose(batch, plan)
+        end = perf_counter()
+        self._stats.draft_s += end - start
+        draft = self.controller_of(group).trim(batch, proposed) if self.law.admits_any_trim else proposed
+        self._stats.control_s += perf_counter() - end
+        return StepInput(group, batch, proposed, draft, self._planned_s, end - start)
+
+    def score(self, drafted: StepInput) -> PendingStep:
+        """Launch the target's pass over known tokens and drafts."""
+        start = perf_counter()
+        pending = self.target.launch(self.target.request(drafted.batch, drafted.draft))
+        return PendingStep(pending, start, asynchronous=self.target.asynchronous)
+
+    def judge(self, drafted: StepInput, scored: StepScores) -> Verdict:
+        """Decide which drafts are kept."""
+        return self.law.judge(drafted.draft, scored.scores)
+
+    def commit(self, drafted: StepInput, scored: StepScores, verdict: Verdict) -> None:
+        """Take in what was kept: rows, drafters, pages, answers; then counters and the controller.
+
+        What answers gained waits for `flush`, but for their first tokens and their ends.
+        """
+        assert not self.outputs.gains, "an end could overtake the tokens before it"
+        batch, proposed, draft = drafted.batch, drafted.proposed, drafted.draft
+        self._stats.count_pass(batch, proposed, draft, verdict)
+        self.target.commit(batch, verdict)
+        start = perf_counter()
+        self.drafting.commit(batch, scored.scores, verdict)
+        drafters_s = perf_counter() - start
+        drafted.draft_s += drafters_s
+        self._stats.draft_s += drafters_s
+        for r, p, d, v in zip(batch.rows, proposed.rows, draft.rows, verdict.rows, strict=True):
+            self._commit_row(r, v, len(p), len(d))
+        self._stats.count_step(scored.target_s, scored.overlapped_s, overlapped=drafted.group is not None)
+        self._learn(drafted, scored, verdict)
+
+    def flush(self) -> None:
+        """Publish full pages and make outcomes of gains. No plan depends on it, so it runs beside a pass."""
+        self.scheduler.publish()
+        self.outputs.flush()
+
+    # Parts of plan and commit --------------------------------------------------------------------
+
+    def controller_of(self, group: Group) -> Controller:
+        """Return what plans for a group: one controller, which keeps the groups' open steps apart."""
+        return self.controller.second_group if group else self.controller
+
+    def _unload(self, name: str) -> None:
+        """Give back what a drafter holds: its weights, its stores, the taps that only it reads."""
+        before = self.kv_bytes_per_token
+        drafter = self.drafting.drop(name)
+        for store in drafter.needs.stores:
+            self.scheduler.pool.drop_store(store)
+        self.target.taps = self.drafting.taps
+        freed = (before - self.kv_bytes_per_token) * self.scheduler.capacity
+        log.warning(UNLOADED, name, freed / 2**20)
+
+    def _commit_row(self, r: BatchRow, verdict: RowVerdict, num_drafted: int, num_verified: int) -> None:
+        state = self.scheduler.requests[r.request_id]
+        response = self.outputs.responses.get(r.request_id)
+        if response is None:  # it ended while this pass ran
+            self.scheduler.reveal(r, state, ())
+            return
+        check = response.take(verdict.token_ids)
+        count, ends = check.num_tokens, check.finish_reason is not None
+        token_ids = verdict.token_ids if count == len(verdict.token_ids) else verdict.token_ids[:count]
+        if r.decodes:
+            response.count_pass(num_drafted, num_verified, min(verdict.num_accepted, count), count)
+            self._stats.decoded_tokens += count
+        self._stats.output_tokens += count
+        num_full = state.computed_len // PAGE_TOKENS
+        self.scheduler.reveal(r, state, token_ids)
+        if ends or state.computed_len // PAGE_TOKENS > num_full:
+            self._mark_stores(state)  # others only ever read pages that are full
+        if ends:
+            self.outputs.end(response, check, response.checker.text(), token_ids, verdict)
+        elif token_ids:
+            self.outputs.put(response, token_ids, verdict)
+
+    def _mark_stores(self, state: RequestState) -> None:
+        """Record in the page table how far the drafters' own stores hold a row's tokens."""
+        for store, start, end in self.drafting.newly_valid(state.row, state.computed_len):
+            self.scheduler.pool.mark_valid(store, state.pages, end, start)
+
+    def _learn(self, drafted: StepInput, scored: StepScores, verdict: Verdict) -> None:
+        """Report a step to the controller, before it plans for these rows again."""
+        start = perf_counter()
+        d, target_s = drafted, scored.target_s
+        host_s = start - d.begun_s - d.draft_s - target_s - d.idle_s
+        times = StepTimes(d.draft_s, target_s, host_s, d.idle_s)
+        reckoned = self.controller_of(d.group).observe(d.batch, d.proposed, d.draft, verdict, times)
+        self._stats.control_s += perf_counter() - start
+        for reckoning in reckoned:
+            self._stats.predictions.count(reckoning)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of KV per token, the drafters' included."""
+        own = sum(d.needs.kv_bytes_per_token for d in self.drafting.drafters.values())
+        return self.target.kv_bytes_per_token + own

@@ -1,4 +1,4 @@
-"""What the controller sees of a step before it plans it."""
+"""The controller's view of a step before the plan."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _targets(decoding: Sequence[RequestState]) -> Iterator[tuple[int, float]]:
 
 
 def _prefill(scheduler: Scheduler, group: Group) -> Work:
-    """Return the work of the next prefill chunks, if the prefix cache holds nothing and pages do not run out."""
+    """Return the work of the next prefill chunks. Prefix hits and a shortage of pages are not foreseen."""
     budget, total = scheduler.limits.prefill_tokens, NO_WORK
     for state in _to_prefill(scheduler, group):
         if budget <= 0:

@@ -212,7 +212,7 @@ class Simulator:
 
 
 class OverlapSimulator(Simulator):
-    """One engine with the overlapped loop, as `engine/overlap.py` runs it.
+    """One engine with the overlapped loop, as `engine/overlapped_loop.py` runs it.
 
     Groups are evened out by their rows, not by their work.
     """

@@ -46,7 +46,7 @@ class Block:
 
 
 def prefixes(drafted: RowDraft, row: RowScores) -> Iterator[tuple[float, NDArray[float64] | None]]:
-    """Yield, for each prefix from the empty one on, h_i and the weights r_i [vocab] of the token that follows it.
+    """Yield h_i and the weights r_i [vocab] of the next token, for each prefix from the empty one on.
 
     h_0 is 1. For the whole draft the weights are p_k; they are None, at the end, where the target has no number.
     """

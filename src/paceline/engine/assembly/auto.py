@@ -81,7 +81,7 @@ def _opened(path: str) -> IO[str]:
 
 
 def _measured(engine: Engine, config: EngineConfig, model: str, progress: Progress | None) -> tuple[Profile, str]:
-    """Return the costs of steps: kept from an earlier start with these settings on this machine, or measured now.
+    """Return the costs of steps, kept from an earlier start or measured now, and their origin.
 
     One engine of the machine measures for a file at a time. Engines that start meanwhile wait for it, for at most
     `LOCK_WAIT_S`, and take what it has measured: measuring beside it would time both engines together.
@@ -159,6 +159,6 @@ def _key(engine: Engine, config: EngineConfig, model: str) -> dict[str, object]:
 
 
 def _build() -> str:
-    """Return a mark of this build of the kernels and of the method: costs of another do not hold for it."""
+    """Return a mark of the kernels' build and of the method. Costs of another do not hold for it."""
     stat = kernels.EXTENSION.stat()
     return f"{METHOD} {stat.st_size} {stat.st_mtime_ns}"

@@ -21,11 +21,11 @@ from paceline.engine.assembly.auto import close_loop
 from paceline.engine.assembly.config import OFF, ON
 from paceline.engine.assembly.placement import place
 from paceline.engine.engine import Engine
-from paceline.engine.overlap import OverlappedLoop
+from paceline.engine.overlapped_loop import OverlappedLoop
 from paceline.engine.pages import PagePool, pages_for
 from paceline.engine.remote.protocol import BeginDrafter
 from paceline.engine.remote.remote_drafter import RemoteDrafter
-from paceline.engine.step import SerialLoop
+from paceline.engine.serial_loop import SerialLoop
 from paceline.model.config import num_weights
 from paceline.model.files.pull import resolve
 from paceline.model.weights import LazyWeights, load_model, load_template, load_tokenizer
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from paceline.engine.assembly.config import EngineConfig
     from paceline.engine.assembly.placement import Placement
     from paceline.engine.scheduler import Limits
-    from paceline.engine.step import Loop
+    from paceline.engine.step import Loop, Verbs
     from paceline.model.config import ModelConfig
     from paceline.model.files.gguf_file import FourBit
     from paceline.model.heads.checkpoint import Head
@@ -188,7 +188,7 @@ def build_apart(config: EngineConfig, index: int, num_pages: int) -> tuple[Draft
 def _drafters(
     config: EngineConfig, target: Target, configs: Sequence[DrafterConfig], load_drafter: Loader | None
 ) -> list[Drafter]:
-    """Make each drafter where it belongs: beside the target, in a thread or in a process of its own."""
+    """Make each drafter beside the target, in a thread or in a process of its own."""
     placement, load = config.placement, load_drafter or partial(_load_drafter, config)
     may_leave = placement.apart and load_drafter is None and not target.law_needs_probs
     return [
@@ -288,7 +288,7 @@ def _run_cut_model(
     return config.backend_spec.load_cut_model()(model, target, config.placement.draft, weight_type)
 
 
-def choose_loop(asked: str, engine: Engine, placement: Placement) -> tuple[Loop[Engine], str]:
+def choose_loop(asked: str, engine: Engine, placement: Placement) -> tuple[Loop, str]:
     """Return the loop for an engine, and why. asked: value of --overlap."""
     serial = SerialLoop()
     if asked == OFF or not engine.drafting.drafters:
@@ -301,7 +301,7 @@ def choose_loop(asked: str, engine: Engine, placement: Placement) -> tuple[Loop[
         return serial, "off: only --draft auto knows what passes and drafting cost; --overlap on insists"
     switch = OverlapSwitch(apart=True)
 
-    def wanted(engine: Engine) -> bool:
+    def wanted(engine: Verbs) -> bool:
         controller = engine.controller
         return isinstance(controller, ClosedLoop) and switch.ask(controller, perf_counter())
 

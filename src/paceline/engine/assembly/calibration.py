@@ -24,7 +24,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.system import uninterrupted
 from paceline.draft.drafter import Needs
 from paceline.engine.drafters import DrafterPool
-from paceline.engine.step import SerialLoop
+from paceline.engine.serial_loop import SerialLoop
 from paceline.engine.step_view import step_view
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ class _Calibrator:
         return max(0, self._longest - self._prompt_len - AHEAD)
 
     def _fits(self, num_rows: int, kinds: Sequence[_StepKind]) -> bool:
-        """True if a step of each kind with `num_rows` is likely to end in time, by the cost of a token so far."""
+        """True if a step of each kind is likely to end in time, by the cost of a token so far."""
         verified = sum(1 + (kind.k if kind.drafter is None else 0) for kind in kinds)
         tokens = num_rows * (self._prompt_len + verified)
         seconds = len(kinds) * min(p.seconds for p in self.passes) + tokens * self._token_s()
@@ -241,7 +241,7 @@ class _Calibrator:
     def _measure(
         self, kinds: Sequence[_StepKind], each: Sequence[_Rows], until: float
     ) -> Mapping[tuple[_Rows, _StepKind], list[_Timed]]:
-        """Time each kind with each of some rows, repeat by repeat, so that a stall hits each kind at most once.
+        """Time each kind with each of some rows, repeat by repeat. A stall then hits each kind at most once.
 
         The first repeat only warms up, unless there is no time for a second. A kind for which there is no room is
         left out. until: share of the time budget after which no repeat is begun.
@@ -272,7 +272,7 @@ class _Calibrator:
         self.hosts.append(median(s.host_s for s in steps))
 
     def _time(self, kind: _StepKind, rows: _Rows) -> _Timed | None:
-        """Time a step of a kind, with new rows if these are about to end; None if there is no room for it."""
+        """Time a step of a kind; None if there is no room. Rows about to end are replaced first."""
         for _ in range(2):
             if not self._ready(rows, kind.k) and not self._fill(rows):
                 break
@@ -366,7 +366,7 @@ class _Calibrator:
 
 
 class _Timed(NamedTuple):
-    """What a timed step did, and its times."""
+    """Work and times of a step."""
 
     work: Work
     target_s: float
@@ -404,7 +404,7 @@ class AlwaysDrafter:
     needs = Needs()
 
     def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
-        """Do nothing: it keeps nothing of a row."""
+        """Ignore the row: it keeps nothing."""
 
     def propose(self, batch: Batch, plan: Plan) -> Draft:
         """Propose token 0 for each planned draft."""
@@ -414,7 +414,7 @@ class AlwaysDrafter:
         )
 
     def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
-        """Do nothing: it keeps nothing of a row."""
+        """Ignore the row: it keeps nothing."""
 
     def valid_lens(self, row: int) -> Mapping[str, int]:
         """Return nothing: it has no store."""
@@ -422,10 +422,10 @@ class AlwaysDrafter:
         return {}
 
     def release(self, row: int) -> None:
-        """Do nothing: it learns nothing."""
+        """Ignore the call: it learns nothing."""
 
     def forget(self) -> None:
-        """Do nothing: it learns nothing."""
+        """Ignore the call: it learns nothing."""
 
     def report(self) -> Mapping[str, Any]:
         """Return its name."""
@@ -434,7 +434,7 @@ class AlwaysDrafter:
 
 @dataclass(frozen=True)
 class ScriptedK(FixedK):
-    """A controller that plans the same in every step, and records the steps: pages may not allow the plan."""
+    """A controller that plans the same in every step. It records the steps, as pages may not allow the plan."""
 
     verifies: bool = True  # False: drafts are dropped, as far as the law allows, so that the pass is the cheapest
     seen: list[tuple[Batch, Draft]] = field(default_factory=list)  # each step with rows, and its verified drafts

@@ -61,7 +61,7 @@ class DrafterGivenUp(Exception):  # noqa: N818 (a state, no error of the user's)
 
 
 class PlacedDrafter:
-    """A drafter whose passes run in a thread on its own device, each call with a deadline; see `Drafter`.
+    """A drafter whose passes run in a thread on its own device; see `Drafter`. Each call has a deadline.
 
     After a call that did not return in time the drafter is given up: it refuses to draft and is not called again.
     """

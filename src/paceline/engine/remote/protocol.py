@@ -129,7 +129,7 @@ decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 
 
 def max_message_bytes(limits: Limits) -> int:
-    """Return the size of the largest message: all rows are new at once, each as long as it may be."""
+    """Return the size of the largest message: all rows are new at once, of full length."""
     tokens = limits.max_len * (_MAX_INT_BYTES + 1)  # and their pages
     return _SPARE_BYTES + limits.num_rows * (_MAX_PARAMS_BYTES + tokens)
 
@@ -186,7 +186,7 @@ class Channel:
 
 
 def open_channel(max_bytes: int) -> tuple[Channel, socket.socket, int]:
-    """Return one end of a channel, and the socket and the descriptor of the memory for the other end.
+    """Return one end of a channel, then socket and memory descriptor for the other end.
 
     max_bytes: of a message. Memory is only taken as messages fill it.
     """

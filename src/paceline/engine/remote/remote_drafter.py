@@ -41,7 +41,7 @@ AnswerT = TypeVar("AnswerT", bound="ToEngine")
 
 @dataclass(slots=True)
 class _KnownRow:
-    """What the process knows of a row."""
+    """The process's knowledge of a row."""
 
     length: int
     num_full_pages: int = 0  # full of known tokens, so they do not change

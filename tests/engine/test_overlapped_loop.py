@@ -14,7 +14,7 @@ from paceline.control.controller import FixedK
 from paceline.control.policy import StepView
 from paceline.core.errors import RequestError
 from paceline.core.params import SamplingParams
-from paceline.engine.overlap import OverlappedLoop
+from paceline.engine.overlapped_loop import OverlappedLoop
 from tests.draft.heads import RELAY, drafter_of, trained_head
 from tests.engine.same_text import (
     PLAIN,

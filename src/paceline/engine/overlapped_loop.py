@@ -30,22 +30,22 @@ from typing import TYPE_CHECKING
 
 from paceline.core.nouns import PAGE_TOKENS
 from paceline.engine.pages import pages_for
-from paceline.engine.step import SerialLoop, StepScores
+from paceline.engine.serial_loop import SerialLoop
+from paceline.engine.step import StepScores
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from paceline.backend.pass_thread import PassThread
     from paceline.backend.target import PendingScores, ScoreRequest
-    from paceline.engine.engine import Engine
     from paceline.engine.scheduler import RequestState, Scheduler
-    from paceline.engine.step import StepInput
+    from paceline.engine.step import StepInput, Verbs
 
 
 class OverlappedLoop:
     """Scores one group while it drafts for the other; see `Loop`."""
 
-    def __init__(self, thread: PassThread, wanted: Callable[[Engine], bool]) -> None:
+    def __init__(self, thread: PassThread, wanted: Callable[[Verbs], bool]) -> None:
         """thread: runs passes of the target. wanted: asked before each plan if two groups are better than one."""
         self._thread, self._wanted = thread, wanted
         self._serial = SerialLoop()
@@ -54,8 +54,8 @@ class OverlappedLoop:
         self._pending: PendingScores | None = None  # of that pass
         self._ready: ReadyInput | None = None  # drafted for, to be scored next
 
-    def step(self, engine: Engine) -> None:
-        """Wait for one group's pass and launch the other's; beside that one, commit the first and draft for it."""
+    def step(self, engine: Verbs) -> None:
+        """Wait for one group's pass, launch the other's, and commit and draft for the first beside it."""
         if self._scoring is None and not self._begin(engine):
             self._serial.step(engine)
             return
@@ -67,8 +67,8 @@ class OverlappedLoop:
         if self._scoring is not None:
             self._ready = self._draft(engine, drafted.group or 0)
 
-    def _begin(self, engine: Engine) -> bool:
-        """Draft for one group while nothing is in flight, if there are two, and for the other beside its pass."""
+    def _begin(self, engine: Verbs) -> bool:
+        """Launch the pass of one group, and draft for the other beside it. False if there are not two groups."""
         for group in (0, 1):
             self._groups.even_out(engine.scheduler, group)
         groups = [r.group for r in engine.scheduler.open()]
@@ -83,7 +83,7 @@ class OverlappedLoop:
         self._ready = self._draft(engine, 1 - first)
         return True
 
-    def _launch_pass(self, engine: Engine) -> None:
+    def _launch_pass(self, engine: Verbs) -> None:
         self._scoring = self._ready
         self._ready = None
         if self._scoring is not None:
@@ -101,8 +101,8 @@ class OverlappedLoop:
         ready.drafted.idle_s = end - ready.ready_s - pending.pass_s
         return ready.drafted, StepScores(scores, pending.pass_s, pending.pass_s - (end - start))
 
-    def _draft(self, engine: Engine, group: int) -> ReadyInput | None:
-        """Plan, admit and propose for a group; None if it has no rows, or if all rows should go together again.
+    def _draft(self, engine: Verbs, group: int) -> ReadyInput | None:
+        """Plan, admit and propose for a group; None if it has no rows or all should go together.
 
         Where pages ran out, all rows go together, so that the newest of all is preempted.
         """
@@ -124,7 +124,7 @@ class OverlappedLoop:
                 self._pending.wait()
         return self._pending is not None
 
-    def check(self, engine: Engine) -> None:
+    def check(self, engine: Verbs) -> None:
         """Assert what the module's docstring says of rows and pages."""
         open_steps = [ready.drafted for ready in (self._scoring, self._ready) if ready is not None]
         group_of = {r.row: drafted.group for drafted in open_steps for r in drafted.batch.rows}
@@ -154,7 +154,7 @@ class Groups:
         self._moved: set[RequestState] = set()  # rows that have moved and not run since
 
     def even_out(self, scheduler: Scheduler, group: int) -> None:
-        """Move rows out of a group, newest first, while it keeps at least as much work as the other.
+        """Move rows out of a group, newest first, while it keeps the larger share of work.
 
         A row that moves misses a step, so none moves again before it has run.
         """
@@ -170,7 +170,7 @@ class Groups:
 
 
 def _work(state: RequestState, scheduler: Scheduler) -> int:
-    """Return the expected tokens of a row's next pass: a chunk of its prompt, or the tokens of its last pass."""
+    """Return the expected tokens of a row's next pass: a prefill chunk, or those of its last pass."""
     if state.decoding:
         return 1 + state.num_drafts
     return min(len(state.token_ids) - state.scheduled_len, scheduler.limits.prefill_tokens)
