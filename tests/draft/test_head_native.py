@@ -317,7 +317,7 @@ PLACE = [np.zeros((2, 32), np.float32)] * 2 + [np.arange(2), np.zeros((2, 6), np
 def test_the_border_refuses_places_that_do_not_fit(which: int | None, given: Any, reason: str) -> None:
     arrays = [given if i == which else array for i, array in enumerate(PLACE)]
     others = {
-        "chooses": kernels.read_specs([SamplingSpec("argmax", SamplingParams())] * 2, TARGET.vocab_size),
+        "specs": kernels.read_specs([SamplingSpec("argmax", SamplingParams())] * 2, TARGET.vocab_size),
         "vocab": 1000 if which is None else 20,
         "chosen": np.empty(2, np.int64),
         "logits": np.empty((0, 20), np.float32),

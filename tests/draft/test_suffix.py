@@ -16,7 +16,7 @@ from paceline.core.nouns import BROKEN, Admission, Batch, BatchRow, Plan, Reques
 from paceline.core.params import SamplingParams
 from paceline.draft.lookup.suffix import SuffixConfig, SuffixDrafter
 from paceline.draft.registry import parse_spec
-from paceline.kernels import TextIndex, extend_rows, go_on
+from paceline.kernels import TextIndex, extend_rows, propose_continuations
 from tests.oracles import lookup as oracle
 from tests.oracles.lookup import BORDER
 
@@ -203,7 +203,7 @@ def test_a_text_goes_on_as_its_own_end_is_continued(tokens: list[int], k: int, c
     extend_rows([text], [0], ids, np.array([len(tokens) // 2]))
     extend_rows([text], [0], ids, np.array([len(tokens)]))
     tail = np.array(tokens[-8:])
-    assert go_on([text], [k], 2, 8, 2.0, 0.1) == [text.propose(tail, k, 2, 8, 2.0, 0.1)]
+    assert propose_continuations([text], [k], 2, 8, 2.0, 0.1) == [text.propose(tail, k, 2, 8, 2.0, 0.1)]
 
 
 def test_rows_that_do_not_fit_their_texts_are_refused() -> None:
@@ -213,4 +213,4 @@ def test_rows_that_do_not_fit_their_texts_are_refused() -> None:
     with pytest.raises(ValueError, match="longer than its room"):
         extend_rows([TextIndex(8)], [0], ids, np.full(2, 5))
     with pytest.raises(ValueError, match="number for each text"):
-        go_on([TextIndex(8)], [], 2, 8, 2.0, 0.1)
+        propose_continuations([TextIndex(8)], [], 2, 8, 2.0, 0.1)
