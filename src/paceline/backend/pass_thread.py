@@ -1,4 +1,4 @@
-"""A thread that makes one call after another, on cores of its own if asked, and passes among them."""
+"""A thread for passes and other calls, on cores of its own if asked."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _run(executor: Executor, request: PassRequest) -> PassResult:
 
 
 def _end(calls: SimpleQueue[Call | None], thread: Thread) -> None:
-    """Let a thread finish its call: a process that ends in the middle of native code does not end well."""
+    """Let a thread finish its call: a process must not end in the middle of native code."""
     calls.put(None)
     if thread is not current_thread():
         thread.join(LEAVE_S)

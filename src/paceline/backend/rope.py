@@ -47,7 +47,7 @@ def _llama3(plain: NDArray[float32], rope: Rope) -> NDArray[float32]:
 def cos_sin(
     positions: torch.Tensor, inverse: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosine and sine of each token's angles, twice [num_tokens, 1, head_dim / 2] of `dtype`.
+    """Return cosine and sine of each token's angles, both [num_tokens, 1, head_dim / 2].
 
     Angles are float32 products; a float64 model takes their cosine in float64, so that it does not depend on
     where in a vector register a token happens to lie.
@@ -61,7 +61,7 @@ def cos_sin(
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn `x` [num_tokens, heads, head_dim], dimension i paired with i + head_dim / 2."""
+    """Rotate `x` [num_tokens, heads, head_dim], dimension i paired with i + head_dim / 2."""
     import torch
 
     first, second = x.chunk(2, dim=-1)

@@ -190,4 +190,4 @@ class DrafterPool:
 
 
 def _look(drafter: Lookup, most: Mapping[int, int]) -> dict[int, RowDraft]:
-    return drafter.look(most)
+    return drafter.preview(most)

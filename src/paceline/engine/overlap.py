@@ -75,7 +75,7 @@ class OverlappedLoop:
         engine.count_step(now.round, perf_counter() - start, scored.target_s, hidden_s=scored.target_s - wait_s)
 
     def _begin(self, engine: Engine) -> bool:
-        """Draft for one group while nothing is in flight, if there are two, and for the other beside its pass."""
+        """Draft for one of two groups while nothing is in flight, and for the other beside its pass."""
         for group in (0, 1):
             self._groups.even_out(engine.scheduler, group)
         groups = [r.group for r in engine.scheduler.open()]
@@ -161,13 +161,13 @@ def _times(now: ReadyInput, scored: StepScores, commit_s: float) -> StepTimes:
 
 
 class Groups:
-    """Who runs with whom."""
+    """The two groups: moves rows from one to the other."""
 
     def __init__(self) -> None:
         self._moved: set[RequestState] = set()  # rows that sat out a round for it, and have not run since
 
     def even_out(self, scheduler: Scheduler, group: int) -> None:
-        """Move rows of a group to the other while the group stays the one with more work, the newest first.
+        """Move rows of the group with more work to the other, the newest first.
 
         A row that moves waits for a round, so none does twice in a row.
         """
@@ -183,7 +183,7 @@ class Groups:
 
 
 def _work(running: RequestState, scheduler: Scheduler) -> int:
-    """Return the tokens that a row's next pass is expected to have: of its prompt, or as many as the last one."""
+    """Return the tokens expected in a row's next pass."""
     if running.decoding:
         return 1 + running.num_drafts
     return min(len(running.token_ids) - running.computed, scheduler.limits.prefill_tokens)

@@ -38,7 +38,7 @@ def load_cut_model(
 
 
 class NativeCutModel:
-    """A `Decoder` over packed layers of its own, the target's embedding, and some rows of the target's head."""
+    """A `Decoder` over own packed layers, the target's embedding and rows of its head."""
 
     name = NativeDecoder.name
     capabilities = Capabilities(multi_step=True)  # its caller waits for drafts

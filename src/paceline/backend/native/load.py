@@ -147,7 +147,7 @@ class Output:
     norm: NDArray[float32] | None  # [hidden]; only a decoder that fuses features can do without
     token_ids: NDArray[int64] | None = None  # [num_tokens] of the rows of `head`, ascending; None: their numbers
     feeds_normed: bool = False  # with several steps, the next reads a state as the head does
-    relay: PackedLayer | None = None  # tells guesses that are made in one pass of those before them
+    relay: PackedLayer | None = None  # messages between guesses that are made in one pass
 
 
 def compile_decoder(

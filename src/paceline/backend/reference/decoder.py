@@ -74,7 +74,7 @@ def torch_device(device: Device | None) -> torch.device:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Places:
-    """Where the tokens of a pass stand, to layers of one kind."""
+    """Positions of a pass's tokens, as layers with one window see them."""
 
     slots: torch.Tensor  # [num_tokens] int64
     cos: torch.Tensor  # [num_tokens, 1, head_dim / 2] model dtype
