@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from paceline.backend.pass_thread import PassThread
+from paceline.backend.pending import PassThread
 from paceline.bench.compare.players import Player, race, rates, warm
 from paceline.bench.prompts import Prompt
 from paceline.bench.run import Question

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from paceline.backend.pass_thread import PassThread
+from paceline.backend.pending import PassThread
 from paceline.bench.doctor import _steps
 from paceline.bench.run import Asking, Question, ask_in_turns
 from paceline.engine.overlap import OverlappedLoop

@@ -8,7 +8,7 @@ import pytest
 
 from paceline import cli
 from paceline.backend.device import usable_cores
-from paceline.backend.pass_thread import PassThread
+from paceline.backend.pending import PassThread
 from paceline.bench.prompts import Prompt
 from paceline.bench.run import Question
 from paceline.bench.timeline import DRAFT, STEP, TARGET, Span, Timeline, record, summary

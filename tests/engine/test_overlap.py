@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from paceline.backend.pass_thread import PassThread
+from paceline.backend.pending import PassThread
 from paceline.control.fixed import FixedK
 from paceline.core.errors import RequestError
 from paceline.core.params import SamplingParams

@@ -16,7 +16,7 @@ from paceline.backend.device import usable_cores
 from paceline.core.nouns import noun
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy import floating, int64
     from numpy.typing import NDArray
@@ -150,23 +150,7 @@ class Pending(Protocol):
         ...
 
 
-class Deferred:
-    """A pass that runs when it is waited for."""
-
-    __slots__ = ("_result", "_run")
-
-    def __init__(self, run: Callable[[], PassResult]) -> None:
-        self._run = run
-        self._result: PassResult | None = None
-
-    def wait(self) -> PassResult:
-        """Run the pass, once."""
-        if self._result is None:
-            self._result = self._run()
-        return self._result
-
-
-# What runs passes --------------------------------------------------------------------------------
+# Executors --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from paceline.core.nouns import Scores, Taps, noun
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.backend.pass_thread import PassThread
+    from paceline.backend.pending import PassThread
     from paceline.backend.rows import Rows
     from paceline.backend.seam import Decoder, PassResult, Pending
     from paceline.core.nouns import Batch, Draft, Verdict

@@ -14,7 +14,7 @@ from threading import get_ident
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from paceline.backend.seam import Deferred
+from paceline.backend.pending import Deferred
 from paceline.core.errors import ConfigError, PacelineError
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from paceline.engine.serial import SerialLoop
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from paceline.backend.pass_thread import PassThread
+    from paceline.backend.pending import PassThread
     from paceline.backend.target import PendingScores, ScoreRequest
     from paceline.engine.engine import Engine
     from paceline.engine.rounds import StepInput

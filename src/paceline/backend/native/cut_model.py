@@ -6,18 +6,18 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from paceline import kernels
-from paceline.backend.native.decoder import NativeDecoder, run_pass, run_steps
+from paceline.backend.native.decoder import NativeDecoder, as_float32, run_pass, run_steps
 from paceline.backend.native.draft_vocabulary import DraftVocabulary, own_bytes
 from paceline.backend.native.load import (
     Output,
-    as_float32,
     check_types,
     compile_decoder,
     draft_weight_type,
     pack_layer,
     team_of,
 )
-from paceline.backend.seam import Capabilities, Deferred
+from paceline.backend.pending import Deferred
+from paceline.backend.seam import Capabilities
 from paceline.model.config import layer_shapes
 
 if TYPE_CHECKING:

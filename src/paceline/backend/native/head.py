@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline import kernels
-from paceline.backend.native.decoder import NativeDecoder, run_pass, run_steps
+from paceline.backend.native.decoder import NativeDecoder, as_float32, run_pass, run_steps
 from paceline.backend.native.draft_vocabulary import DraftVocabulary, own_bytes
 from paceline.backend.native.load import (
     Output,
-    as_float32,
     check_types,
     compile_decoder,
     draft_weight_type,
@@ -22,8 +21,9 @@ from paceline.backend.native.load import (
     table_type,
     team_of,
 )
+from paceline.backend.pending import Deferred
 from paceline.backend.sampling import logit_rows
-from paceline.backend.seam import Capabilities, Deferred, PassResult
+from paceline.backend.seam import Capabilities, PassResult
 from paceline.backend.taps import HostTapStore, interleave
 from paceline.model.heads.config import head_shapes
 

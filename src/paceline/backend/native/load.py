@@ -10,7 +10,7 @@ import numpy as np
 
 from paceline import kernels
 from paceline.backend.device import on_cores
-from paceline.backend.native.decoder import NativeDecoder, SharedTables
+from paceline.backend.native.decoder import NativeDecoder, SharedTables, as_float32
 from paceline.backend.rope import inverse_frequencies
 from paceline.backend.seam import num_cores
 from paceline.core.errors import ConfigError, suggest
@@ -215,8 +215,3 @@ def pack(weights: Mapping[str, NDArray[floating]], name: str, weight_type: str) 
     if blocks is None:
         return kernels.pack(as_float32(weights[name]), weight_type)
     return kernels.pack_int4(blocks.values, blocks.scales.view(np.uint16), blocks.minima.view(np.uint16))
-
-
-def as_float32(tensor: NDArray[floating]) -> NDArray[float32]:
-    """Return an array as the kernels read it."""
-    return np.ascontiguousarray(tensor, np.float32)

@@ -14,10 +14,11 @@ import torch
 from torch.nn import functional
 
 from paceline.backend.device import CPU
+from paceline.backend.pending import Deferred
 from paceline.backend.reference.attention import KVStore, Tiles, attend, lazy_zeros, plan_tiles
 from paceline.backend.rope import cos_sin, inverse_frequencies, rotate
 from paceline.backend.sampling import logit_rows
-from paceline.backend.seam import Capabilities, Deferred, PassResult
+from paceline.backend.seam import Capabilities, PassResult
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import BROKEN, PAGE_TOKENS, UNCHOSEN
 from paceline.core.sampling import choose_ahead, choose_token

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from paceline.backend.pending import Deferred
 from paceline.backend.reference.attention import KVStore, attend, lazy_zeros, plan_tiles
 from paceline.backend.reference.decoder import (
     ACTIVATIONS,
@@ -33,7 +34,7 @@ from paceline.backend.reference.decoder import (
     torch_device,
 )
 from paceline.backend.rope import cos_sin, inverse_frequencies, rotate
-from paceline.backend.seam import Capabilities, Deferred
+from paceline.backend.seam import Capabilities
 from paceline.backend.taps import HostTapStore, interleave
 from paceline.core.nouns import PAGE_TOKENS
 

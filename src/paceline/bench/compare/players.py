@@ -12,7 +12,7 @@ from paceline.core.errors import PacelineError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from paceline.backend.pass_thread import PassThread
+    from paceline.backend.pending import PassThread
     from paceline.bench.run import Question
     from paceline.engine.engine import Engine
     from paceline.engine.stats import Stats

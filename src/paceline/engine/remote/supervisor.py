@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 from weakref import finalize
 
-from paceline.backend.pass_thread import PassThread
+from paceline.backend.pending import PassThread
 from paceline.core.process import BackOff
 from paceline.engine.remote.channel import LineDead, open_line
 from paceline.engine.remote.messages import BeginDrafter, Up, decode_to_engine, most_bytes
