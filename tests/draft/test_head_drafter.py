@@ -168,7 +168,7 @@ def watch(engine: Engine, every: int = 1, first: int = 1, near: int | None = Non
         draft = propose(batch, plan)
         drafting = [r.row for r, d in zip(batch.rows, draft.rows, strict=True) if len(d)]
         own.update((row, set(rows.tokens(row).tolist()) - fixed) for row in drafting)
-        scratch.write_also(sorted(set().union(*own.values())) if scratch.config.own_tokens else [])
+        scratch.write_also(sorted(set().union(*own.values())) if scratch.config.request_tokens else [])
         for r, d in zip(batch.rows, draft.rows, strict=True):
             ids = rows.tokens(r.row).tolist()
             if len(d):

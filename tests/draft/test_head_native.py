@@ -240,7 +240,7 @@ def test_own_tokens_are_written_in_the_targets_rows(case: str) -> None:
     """Whatever was written before them, as the readable head does; edits find them in any order."""
     random = np.random.default_rng(2)
     head = make_head({**CASES[case], "draft_vocab_size": 250})
-    head = replace(head, config=replace(head.config, own_tokens=True), token_ids=np.arange(70, 320))
+    head = replace(head, config=replace(head.config, request_tokens=True), token_ids=np.arange(70, 320))
     others = np.setdiff1d(np.arange(TARGET.vocab_size), head.token_ids)
     packed, _ = entries(290)[0]
     features = random.standard_normal((len(packed.token_ids), TARGET.hidden_size))
@@ -285,7 +285,7 @@ def relayed(runner: ReferenceHead | NativeHead, own: np.ndarray) -> tuple[np.nda
 @pytest.mark.parametrize(("types", "close"), [("f32", 1e-4), ("bf16", 0.05), ("int8", 0.05)])
 def test_guesses_are_told_as_the_twin_tells_them(types: str, close: float) -> None:
     head = make_head({**CASES["relay"], "draft_vocab_size": 250})
-    head = replace(head, config=replace(head.config, own_tokens=True), token_ids=np.arange(70, 320))
+    head = replace(head, config=replace(head.config, request_tokens=True), token_ids=np.arange(70, 320))
     reference, native = runners(head, types, own=types)
     for own in (np.arange(0), np.array([4, 69, 7]), np.array([8])):
         (expected, heard), (logits, told) = relayed(reference, own), relayed(native, own)
@@ -369,7 +369,7 @@ def any_choose(random: np.random.Generator, vocab_size: int, position: int) -> S
 def test_an_eagle_head_writes_with_some_of_its_targets_rows(ids: np.ndarray) -> None:
     """The target's lowest ids need no rows of their own in memory."""
     whole = make_head(CASES["eagle, first"])
-    config = replace(whole.config, draft_vocab_size=len(ids), own_tokens=False)
+    config = replace(whole.config, draft_vocab_size=len(ids), request_tokens=False)
     head = replace(whole, config=config, token_ids=ids)
     for types, close in (("f32", 1e-3), ("int8", 0.2)):
         (reference, native), (_, native_whole) = (runners(h, types, own=types) for h in (head, whole))

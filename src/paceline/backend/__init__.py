@@ -1,1 +1,1 @@
-"""What executes a model: the seam, its registry, and one folder for each backend."""
+"""Execution of models: the seam, its registry, and one folder for each backend."""

@@ -41,10 +41,10 @@ def pick(chosen: PassResult, places: Sequence[int]) -> PassResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drawn:
-    """What a drafter drew."""
+    """Tokens that a drafter drew."""
 
     token_ids: list[int]  # [n]
-    probs: list[NDArray[floating]] | None = None  # [n] of [vocab]: what each was drawn from, if that was asked for
+    probs: list[NDArray[floating]] | None = None  # [n] of [vocab]: distribution of each draw, if the law needs it
     margins: list[float] | None = None  # [n] as `PassResult.margins`
 
 
@@ -75,11 +75,11 @@ def draw(
     return Drawn(token_ids, margins=margins)
 
 
-def _draw_dense(logits: NDArray[floating], choose: SamplingSpec, depth: int) -> tuple[int, NDArray[floating]]:
+def _draw_dense(logits: NDArray[floating], spec: SamplingSpec, depth: int) -> tuple[int, NDArray[floating]]:
     try:
-        ids, probs = distribution(logits, choose)
+        ids, probs = distribution(logits, spec)
     except BrokenRow:
         return BROKEN, np.zeros(len(logits))
     full = np.zeros(len(logits), probs.dtype)
     full[ids] = probs
-    return sampling.draw(full, key(choose.seed, choose.choice, Lane.DRAFT, choose.position, depth)), full
+    return sampling.draw(full, key(spec.seed, spec.choice, Lane.DRAFT, spec.position, depth)), full

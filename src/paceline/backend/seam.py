@@ -1,4 +1,4 @@
-"""The seam between the engine and whatever executes a model: one way to run a pass, and a view of rows.
+"""The seam between the engine and the backends: one way to run a pass, and a view of rows.
 
     pending = executor.launch(PassRequest(packed, kv, specs))    it may go on beside the caller
     result = pending.wait()                                      PassResult
@@ -16,7 +16,7 @@ from paceline.core.nouns import noun
 from paceline.core.system import usable_cores
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy import floating, int64
     from numpy.typing import NDArray
@@ -44,7 +44,7 @@ def num_cores() -> int:
 
 @noun
 class Packed:
-    """Tokens of one pass with, for each, its place in the text and in the KV store.
+    """Tokens of one pass, with their places in the texts and in the KV store.
 
     Row i of the pass owns tokens cu_len[i]:cu_len[i + 1], at consecutive positions. Token t attends to its row's
     slots at positions first_keys[i]..positions[t], its own included: K and V are written before they are read.
@@ -72,7 +72,7 @@ class Packed:
 
 
 class KV(Protocol):
-    """Keys and values of some of a decoder's layers, by page. Only the decoder that made it looks inside."""
+    """Keys and values of some of a decoder's layers, by page. Only that decoder reads them."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -150,23 +150,7 @@ class Pending(Protocol):
         ...
 
 
-class Deferred:
-    """A pass that runs when it is waited for."""
-
-    __slots__ = ("_result", "_run")
-
-    def __init__(self, run: Callable[[], PassResult]) -> None:
-        self._run = run
-        self._result: PassResult | None = None
-
-    def wait(self) -> PassResult:
-        """Run the pass, once."""
-        if self._result is None:
-            self._result = self._run()
-        return self._result
-
-
-# What runs passes --------------------------------------------------------------------------------
+# Executors --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,12 +195,12 @@ class Decoder(Executor, Protocol):
 
 
 class DraftExecutor(Executor, Protocol):
-    """Executes a drafter that shares tables with its target and writes some of the target's tokens."""
+    """Executes a drafter that shares tables with its target. It writes some of the target's tokens."""
 
     weight_type: str  # of its matrices
 
     def set_request_tokens(self, token_ids: NDArray[int64]) -> None:
-        """Write these tokens [n], too, with the target's rows, and no others beside the draft vocabulary."""
+        """Write these tokens [n], and no others, beside the draft vocabulary, with the target's rows."""
         ...
 
 
@@ -225,7 +209,7 @@ class CutModelDecoder(DraftExecutor, Decoder, Protocol):
 
 
 class TapStore(Protocol):
-    """Hidden states tapped from committed tokens, by slot of the target's page table, in half precision."""
+    """Taps of committed tokens by slot of the target's page table, in half precision."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -233,14 +217,14 @@ class TapStore(Protocol):
         ...
 
     def write(self, taps: Taps, counts: Sequence[int]) -> None:
-        """Keep the states of the first `counts[i]` tokens of each row i of a target pass."""
+        """Keep the taps of the first `counts[i]` tokens of row i of a target pass."""
         ...
 
 
 class HeadRunner(DraftExecutor, Protocol):
     """Executes a draft head beside its target. Its requests have `features`.
 
-    Only a head whose config says `request_tokens` is told of such tokens.
+    Only a head whose config says `request_tokens` gets such tokens.
     """
 
     config: HeadConfig
@@ -254,7 +238,7 @@ class HeadRunner(DraftExecutor, Protocol):
         ...
 
     def relay(self, request: RelayRequest) -> PassResult:
-        """Choose the next guesses of rows, told of those before them. Only of a head with a relay."""
+        """Choose the next guesses of rows by messages from those before. Only for a head with a relay."""
         ...
 
 
@@ -262,17 +246,17 @@ class HeadRunner(DraftExecutor, Protocol):
 class RelayRequest:
     """One step of a head's relay, after its pass over the places of all guesses.
 
-    `PassResult.hidden` of it is what these guesses were told.
+    `PassResult.hidden` of it are the messages that these guesses receive.
     """
 
     hidden: object  # `PassResult.hidden` of the pass
     first: Sequence[int]  # [n] each row's first place in it
     places: Sequence[int]  # [n] and that of the guess to come
     specs: Sequence[SamplingSpec]  # [n]; none where these are the first guesses: the pass chose them
-    known: tuple[Sequence[int], FedBack] | None = None  # [n] guesses before, and what they were told
+    known: tuple[Sequence[int], FedBack] | None = None  # [n] guesses before, and their messages
 
 
-# Who makes executors, see `registry.py` ----------------------------------------------------------
+# Makers of executors, see `registry.py` ----------------------------------------------------------
 
 
 class LoadDecoder(Protocol):
@@ -304,7 +288,7 @@ class LoadHeadRunner(Protocol):
 
 
 class LoadCutModel(Protocol):
-    """Makes the decoder of a model that was cut from the target and shares its tables."""
+    """Makes the decoder of a draft model that was cut from its target."""
 
     def __call__(
         self, model: CutModel, target: Decoder, device: Device | None, weight_type: str | None
@@ -378,7 +362,7 @@ class RowView(Protocol):
         ...
 
     def row_specs(self, row: int, guesses: Sequence[int], *, margin: bool = False) -> list[SamplingSpec]:
-        """Return the specs of the tokens after a row's newest token and after each guess, [1 + num_guesses].
+        """Return the specs after a row's newest token and after each guess. [1 + num_guesses]
 
         margin: ask for margins.
         """

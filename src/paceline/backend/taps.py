@@ -37,7 +37,7 @@ class HostTapStore:
         return int(self.data[0].nbytes)
 
     def write(self, taps: Taps, counts: Sequence[int]) -> None:
-        """Keep the states of the first `counts[i]` tokens of each row i of a target pass.
+        """Keep the taps of the first `counts[i]` tokens of row i of a target pass.
 
         Numbers that half precision cannot hold become the largest that it can.
         """
@@ -46,7 +46,7 @@ class HostTapStore:
         kernels.write_halves(states, starts, list(counts), taps.slots, self.data.view(np.uint16))
 
     def read(self, pages: NDArray[int64], pieces: Sequence[tuple[int, int, int]]) -> NDArray[float32]:
-        """Return the states of `count` tokens from `start` on, for each piece (row of `pages`, start, count).
+        """Return the states of pieces (row of `pages`, first token, tokens), in order.
 
         [sum of counts, width] float32, one piece after another.
         """

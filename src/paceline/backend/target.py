@@ -11,7 +11,7 @@ from paceline.core.nouns import Scores, Taps, noun
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.backend.pass_thread import PassThread
+    from paceline.backend.pending import PassThread
     from paceline.backend.rows import Rows
     from paceline.backend.seam import Decoder, PassResult, Pending
     from paceline.core.nouns import Batch, Draft, Verdict
@@ -73,7 +73,7 @@ class Backend:
         return self.decoder.capabilities.asynchronous
 
     def request(self, batch: Batch, draft: Draft) -> ScoreRequest:
-        """Gather a pass over the known tokens and the drafts of a batch, with the taps that drafters read."""
+        """Gather a pass over the known tokens and the drafts of a batch."""
         packed = self.rows.pack_batch(batch, draft)
         cu_len, specs = self.rows.specs(batch, draft)
         starts = [self.rows.computed_len(r.row) for r in batch.rows] if self.taps else ()

@@ -43,7 +43,7 @@ class Chain:
     def __init__(
         self, row: int, depth: int, pointer: kernels.TokenHints | None = None, stop: Stop | None = None
     ) -> None:
-        """depth: guesses wanted, at most. pointer: gives them hints. stop: where there are fewer."""
+        """depth: guesses at most. pointer: gives them hints. stop: ends the chain earlier."""
         self.row, self.depth, self.pointer, self.stop = row, depth, pointer, stop
         self.token_ids: list[int] = []
         self.probs: list[NDArray[floating]] = []  # [vocab] each, if the law needs them
@@ -51,12 +51,12 @@ class Chain:
 
     @property
     def broken(self) -> bool:
-        """Whether its newest guess is none, because no logit was a finite number."""
+        """True if no logit of the newest guess was a finite number."""
         return bool(self.token_ids) and self.token_ids[-1] < 0
 
     @property
     def goes_on(self) -> bool:
-        """Whether another guess follows."""
+        """True if another guess follows."""
         stops = self.stop is not None and bool(self.margins) and self.stop.over(self.margins)
         return len(self.token_ids) < self.depth and not self.broken and not stops
 
@@ -67,7 +67,7 @@ class Chain:
 
 
 def confidence_of(margins: Sequence[float]) -> list[float] | None:
-    """Return how likely tokens are kept whose rivals are so many logits behind; None where one is not known.
+    """Return the chance that each token is kept, by its margin in logits; None if one is not known.
 
     As if target and drafter differed by logistic noise; how much they really differ the controller learns.
     """
@@ -77,13 +77,13 @@ def confidence_of(margins: Sequence[float]) -> list[float] | None:
 
 
 def catch_up_tokens(own: ModelConfig, num_layers: int, target: ModelConfig) -> int:
-    """Return how many known tokens a drafter may read in a step: the more, the smaller it is beside its target."""
+    """Return the known tokens that a drafter may read in a step: more for a small one."""
     share = num_layers * own.hidden_size**2 / (target.num_layers * target.hidden_size**2)
     return max(CATCH_UP_TOKENS, int(CATCH_UP_TOKENS / share))
 
 
 def share_out(behind: Mapping[int, int], allowance: int) -> tuple[list[int], dict[int, int]]:
-    """Return the rows whose unseen tokens fit into a step, and how many tokens bring others nearer.
+    """Return the rows that can catch up in a step, and tokens that bring others nearer.
 
     behind: row -> tokens it has not seen. The rows that are nearest come first.
     """
@@ -98,10 +98,10 @@ def share_out(behind: Mapping[int, int], allowance: int) -> tuple[list[int], dic
     return ready, nearer
 
 
-def in_pieces(counts: Mapping[int, int], most: int) -> Iterator[dict[int, int]]:
-    """Cut so many tokens of each row, in order, into pieces of at most `most` tokens, of one row or of several."""
+def in_pieces(counts: Mapping[int, int], size: int) -> Iterator[dict[int, int]]:
+    """Cut `counts[row]` tokens of each row, in order, into pieces of at most `size` tokens."""
     piece: dict[int, int] = {}
-    room = most
+    room = size
     for row, left in counts.items():
         done = 0
         while done < left:
@@ -109,7 +109,7 @@ def in_pieces(counts: Mapping[int, int], most: int) -> Iterator[dict[int, int]]:
             done, room = done + piece[row], room - piece[row]
             if not room:
                 yield piece
-                piece, room = {}, most
+                piece, room = {}, size
     if piece:
         yield piece
 
@@ -129,7 +129,7 @@ def extend(
 
 
 def begin(starts: Iterable[int], depth: Mapping[int, int], plan: Plan, hints: Hints) -> dict[int, Chain]:
-    """Begin a chain for each of some rows, `depth[row]` deep, with the plan's stops and a drafter's hints."""
+    """Begin a chain of `depth[row]` guesses for each row, with its stop and hints."""
     return {row: Chain(row, depth[row], hints.pointer(row), plan.stop(row)) for row in starts}
 
 

@@ -23,11 +23,11 @@ MAX_K = 16  # drafts per row and step
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a drafter needs of the engine. The engine reads this and never asks for the drafter's type."""
+    """Needs of a drafter. The engine reads them and never asks for its type."""
 
     pages: Literal["none", "shared", "own"] = "none"  # page table its KV lives in
     stores: tuple[str, ...] = ()  # names of its own stores over the shared page table
-    tap_store: str | None = None  # of these, the one that taps fill: what is missing there cannot be made up for
+    tap_store: str | None = None  # of these, the one that taps fill: what is missing there cannot be made again
     kv_bytes_per_token: int = 0  # of all its stores
     taps: tuple[int, ...] = ()  # after how many of the target's layers it reads hidden states
     max_k: int = MAX_K
@@ -47,7 +47,7 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Memory:
-    """What a drafter in the target's process may share with it."""
+    """Parts of the target that a drafter in its process may share."""
 
     decoder: Decoder
     kv: KV
@@ -57,7 +57,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """What a drafter knows of its target."""
+    """The target, as far as drafters know it."""
 
     config: ModelConfig
     rows: RowView  # of a drafter in another process, its own copy
@@ -65,13 +65,13 @@ class Target:
     vocabulary: Vocabulary
     law_needs_probs: bool  # drafts must then carry the distribution each token was drawn from
     fingerprint: str  # what it is, see `model/fingerprint.py`
-    lent: Memory | None  # None to a drafter in another process
+    local: Memory | None  # None to a drafter in another process
 
     @property
     def memory(self) -> Memory:
-        """What is lent to a drafter that does not stand alone."""
-        assert self.lent is not None, "a drafter that said it stands alone asks for the target's memory"
-        return self.lent
+        """Parts of the target, for a drafter that does not stand alone."""
+        assert self.local is not None, "a drafter that said it stands alone asks for the target's memory"
+        return self.local
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,23 +83,23 @@ class DraftWeights:
 
 
 class DrafterUnavailable(Exception):  # noqa: N818 (a state, no error of the user's)
-    """Raised by `propose` while a drafter cannot be asked and says so itself, as between two lives."""
+    """Raised by `propose` while a drafter restarts and cannot be asked."""
 
 
 class StoresLost(Exception):  # noqa: N818 (it is news, not an error of the user's)
-    """A drafter raises it, from whatever it was asked, when all that its stores held is gone. Rows start anew."""
+    """Raised by any call of a drafter whose stores are gone. Rows start anew."""
 
 
 class Lookup(Protocol):
-    """What a drafter has whose proposals cost next to nothing: they can be looked at before a step is planned."""
+    """A drafter whose proposals cost next to nothing: previewed before a step is planned."""
 
-    def look(self, most: Mapping[int, int]) -> dict[int, RowDraft]:
-        """Propose up to so many tokens for rows, with a confidence for each; rows may be left out."""
+    def preview(self, max_drafts: Mapping[int, int]) -> dict[int, RowDraft]:
+        """Propose up to `max_drafts[row]` tokens for rows, with a confidence for each; rows may be left out."""
         ...
 
 
 class Drafter(Protocol):
-    """Proposes tokens. It is told of births and deaths and trims its own state at commit.
+    """Proposes tokens. It learns of admissions and releases, and trims its own state at commit.
 
     It may fail, time out or return nonsense: its rows then draft nothing in that step. It is never fatal.
     Some rows may be drafted for while the drafts of others are being scored: what is open is kept by row.
@@ -109,7 +109,7 @@ class Drafter(Protocol):
     needs: Needs
 
     def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
-        """A request was born in a row; each of the drafter's stores holds so many first tokens already."""
+        """Begin a request in a row; each of the drafter's stores holds `valid_lens[store]` first tokens."""
         ...
 
     def propose(self, batch: Batch, plan: Plan) -> Draft:
@@ -125,13 +125,13 @@ class Drafter(Protocol):
         ...
 
     def release(self, row: int) -> None:
-        """The row's request has ended or was preempted."""
+        """Forget a row whose request has ended or was preempted."""
         ...
 
     def forget(self) -> None:
-        """Drop whatever was learnt across requests."""
+        """Drop everything learnt across requests."""
         ...
 
     def report(self) -> Mapping[str, Any]:
-        """What to tell the user about this drafter at start-up."""
+        """Return facts about this drafter for the start-up banner."""
         ...

@@ -1,4 +1,4 @@
-"""Hints: what a row's text went on with, where it looked like its end before.
+"""Hints: tokens that followed earlier places of a row's text that end like it.
 
 A small drafter knows less of its row than the text itself does: names, numbers and phrases come back. So where the
 last tokens, guesses among them, occurred before, the token that followed there is given some logits before the
@@ -35,7 +35,7 @@ _LEAST_SHARE = 0.05  # a path goes on while so few of its places do
 
 
 class RecycledGains(NamedTuple):
-    """Logits for what the target said behind drafts that it did not keep."""
+    """Logits for the target's choices behind drafts that it refused."""
 
     pair: float = 0.0  # behind the same two tokens, at most three places from here
     far_pair: float = 0.0  # and anywhere else
@@ -46,17 +46,17 @@ NO_GAINS = RecycledGains()
 
 
 class Hints:
-    """What the guesses of a drafter are told, row by row: of the text, and of what the target said besides."""
+    """Hints for the guesses of a drafter, row by row: from the text and from refused drafts."""
 
     def __init__(self, rows: RowView, gain: float, recycled: RecycledGains = NO_GAINS) -> None:
-        """gain: logits for a match that is e times as long. Where all are 0, nothing is told."""
+        """gain: logits for a match that is e times as long. Gains of 0 give no hints."""
         self.gain, self.recycled_gains = gain, recycled
         self._rows = rows
         self._drafted: dict[int, list[int]] = {}  # row -> its newest token, and the drafts behind it
         self._recycled: dict[int, kernels.RecycledTokens] = {}
 
     def pointer(self, row: int) -> kernels.TokenHints | None:
-        """Return what points the drafts of a row to the tokens that get something; None if none does."""
+        """Return the pointer to hinted tokens for the drafts of a row; None without hints."""
         if not self.gain and row not in self._recycled:
             return None
         tail = self._rows.tokens(row)[-MAX_MATCH:]
@@ -66,13 +66,13 @@ class Hints:
         return pointer
 
     def note(self, drafts: Mapping[int, Sequence[int]]) -> None:
-        """Take in what is drafted for some rows, before it is scored."""
+        """Take in the drafts of some rows, before they are scored."""
         if any(self.recycled_gains):
             newest = {row: self._rows.tokens(row)[-1].item() for row in drafts}
             self._drafted |= {row: [newest[row], *token_ids] for row, token_ids in drafts.items()}
 
     def learn(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
-        """Keep what the target said behind the first draft that it refused; the rows know what it kept."""
+        """Keep the target's choices behind the first draft that it refused."""
         if not self._drafted:
             return
         for index, (r, v) in enumerate(zip(batch.rows, verdict.rows, strict=True)):
@@ -89,16 +89,16 @@ class Hints:
         self._recycled.pop(row, None)
 
 
-def pointed(choose: SamplingSpec, pointer: kernels.TokenHints | None, guesses: Sequence[int]) -> SamplingSpec:
-    """Return how the draft after some guesses is chosen, with what its pointer says."""
-    found = pointer and choose.edits is None and pointer.next_hint(np.array(guesses, np.int64))
-    return _with(choose, *found) if found else choose
+def pointed(spec: SamplingSpec, pointer: kernels.TokenHints | None, guesses: Sequence[int]) -> SamplingSpec:
+    """Return the spec of the draft after some guesses, with its pointer's hint."""
+    found = pointer and spec.edits is None and pointer.next_hint(np.array(guesses, np.int64))
+    return _with(spec, *found) if found else spec
 
 
 def hinted(specs: Sequence[SamplingSpec], rows: RowView, row: int, gain: float) -> list[SamplingSpec]:
-    """Return how a row's next drafts are chosen where none knows those before it.
+    """Return the specs of a row's next drafts with hints, where none knows those before it.
 
-    What the text went on with after its end is told to all of them, place by place, as far as it is known.
+    The tokens that followed the text's end before are hints to all of them, place by place, as far as known.
     """
     tail = rows.tokens(row)[-MAX_MATCH:]
     found, _, match = rows.text(row).propose(tail, len(specs), MIN_MATCH, MAX_MATCH, _REACH, _LEAST_SHARE)
@@ -106,13 +106,13 @@ def hinted(specs: Sequence[SamplingSpec], rows: RowView, row: int, gain: float) 
     return [*some, *specs[len(some) :]]
 
 
-def _with(choose: SamplingSpec, token_id: int, add: float) -> SamplingSpec:
-    """Give a token some logits. What penalties or biases edit already is left alone."""
-    if choose.edits is not None:
-        return choose
-    kind: ChooseKind = "noisy" if choose.kind == "argmax" else choose.kind  # argmax looks at no edits
+def _with(spec: SamplingSpec, token_id: int, add: float) -> SamplingSpec:
+    """Give a token some logits. Specs that penalties or biases edit are left alone."""
+    if spec.edits is not None:
+        return spec
+    kind: ChooseKind = "noisy" if spec.kind == "argmax" else spec.kind  # argmax reads no edits
     edits = Edits(np.array([token_id], np.int64), _ONE, np.array([add], np.float32))
-    return choose._replace(kind=kind, edits=edits)
+    return spec._replace(kind=kind, edits=edits)
 
 
 _ONE = np.ones(1, np.float32)

@@ -29,7 +29,7 @@ DRAFTERS = {
 
 
 class DrafterConfig(Protocol):
-    """What every drafter's config has: a name, the drafts per step, and how to build the drafter."""
+    """Config of a drafter: its name, the drafts per step, and a way to build it."""
 
     @property
     def name(self) -> str:
@@ -47,7 +47,7 @@ class DrafterConfig(Protocol):
 
     @property
     def stands_alone(self) -> bool:
-        """Whether it has passes of its own and reads nothing of a target but tokens, so can be another process."""
+        """True if it reads only tokens of a target, so that it can be another process."""
         ...
 
     def build(self, target: Target, load: Loader) -> Drafter:
@@ -62,10 +62,10 @@ IF_SHIPPED = ("eagle3",)  # and those that it has where they come with the proje
 
 @dataclass(frozen=True, slots=True)
 class Drafters:
-    """The drafters of an engine, and who says how far they draft."""
+    """The drafters of an engine."""
 
     configs: tuple[DrafterConfig, ...]
-    auto: bool  # the controller; otherwise each drafter's own k
+    auto: bool  # the controller says how far they draft; otherwise each drafter's own k
 
 
 def parse_drafters(spec: str, fingerprint: str = "") -> Drafters:

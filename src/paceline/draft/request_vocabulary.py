@@ -1,4 +1,4 @@
-"""A request's own tokens: what its text holds and a drafter's vocabulary leaves out.
+"""Request tokens: tokens of a request's text that a draft vocabulary leaves out.
 
 A draft vocabulary of some thousand tokens is cheap to score and covers most of what is written, but not the names
 in an article that is to be summarised. These few a request brings itself: while it runs, they can be drafted too.
@@ -33,7 +33,7 @@ class RequestVocabulary:
         self._missing = np.ones(vocab_size, bool)  # [vocab] what the drafter's vocabulary leaves out
         self._missing[fixed] = False
         self._set_tokens = set_tokens
-        self._seen: dict[int, int] = {}  # row -> tokens of it that were looked at
+        self._seen: dict[int, int] = {}  # row -> tokens of it that were read
         self._of_row: dict[int, set[int]] = {}
         self._holders: Counter[int] = Counter()  # token -> rows whose text has it
         self._written: list[int] = []
@@ -41,7 +41,7 @@ class RequestVocabulary:
         self._changed = False
 
     def follow(self, rows: Iterable[int]) -> None:
-        """Take in what the texts of some rows hold by now."""
+        """Take in the new tokens of some rows."""
         for row in rows:
             known = self._rows.tokens(row)
             tokens = known[self._seen.get(row, 0) :]

@@ -14,7 +14,7 @@ _MAX_BYTES, _MAX_DEPTH = 1 << 22, 64
 
 
 def ships(name: str, fingerprint: str) -> bool:
-    """Tell whether a drafter ships for a target."""
+    """Return True if a drafter ships for a target."""
     return bool(fingerprint) and (FOLDER / fingerprint / name).is_dir()
 
 

@@ -219,7 +219,7 @@ class DrafterPool:
 
 
 def _look(drafter: Lookup, max_drafts: Mapping[int, int]) -> dict[int, RowDraft]:
-    return drafter.look(max_drafts)
+    return drafter.preview(max_drafts)
 
 
 class FailureBackoff:

@@ -6,18 +6,18 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from paceline import kernels
-from paceline.backend.native.decoder import NativeDecoder, run_pass, run_steps
+from paceline.backend.native.decoder import NativeDecoder, as_float32, run_pass, run_steps
 from paceline.backend.native.draft_vocabulary import DraftVocabulary, own_bytes
 from paceline.backend.native.load import (
     Output,
-    as_float32,
     check_types,
     compile_decoder,
     draft_weight_type,
     pack_layer,
     team_of,
 )
-from paceline.backend.seam import Capabilities, Deferred
+from paceline.backend.pending import Deferred
+from paceline.backend.seam import Capabilities
 from paceline.model.config import layer_shapes
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def load_cut_model(
 
 
 class NativeCutModel:
-    """A `Decoder` over packed layers of its own, the target's embedding, and some rows of the target's head."""
+    """A `Decoder` over own packed layers, the target's embedding and rows of its head."""
 
     name = NativeDecoder.name
     capabilities = Capabilities(multi_step=True)  # its caller waits for drafts

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from paceline import kernels
+from paceline.backend.pending import Deferred
 from paceline.backend.sampling import logit_rows
-from paceline.backend.seam import Capabilities, Deferred, PassResult
+from paceline.backend.seam import Capabilities, PassResult
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy import float32, float64
+    from numpy import float32, float64, floating
     from numpy.typing import NDArray
 
     from paceline.backend.seam import Packed, PassRequest, Pending, StepLimit
@@ -221,3 +222,8 @@ def _read(compiled: kernels.Decoder, packed: Packed, features: NDArray[float32] 
         np.empty((0, compiled.hidden), np.float32) if features is None else features,
         packed.wanted,
     )
+
+
+def as_float32(tensor: NDArray[floating]) -> NDArray[float32]:
+    """Return an array as the kernels read it."""
+    return np.ascontiguousarray(tensor, np.float32)

@@ -63,7 +63,10 @@ class DraftVocabulary:
     def set_request_tokens(
         self, token_ids: NDArray[int64], decoder: kernels.Decoder, put_row: Callable[[int, NDArray[float32]], None]
     ) -> None:
-        """Let a decoder write tokens of requests. put_row: writes the target's row of one into its head."""
+        """Let a decoder write tokens of requests.
+
+        put_row: writes the target's row of one into its head.
+        """
         places = self._token_ids[self._num_fixed :]
         row = np.empty(self._target.config.hidden_size, np.float32)
         for place in np.flatnonzero(places[: len(token_ids)] != token_ids).tolist():
@@ -74,7 +77,7 @@ class DraftVocabulary:
         self.num_tokens = self._num_fixed + len(token_ids)
 
     def spread(self, result: PassResult, specs: Sequence[SamplingSpec]) -> PassResult:
-        """Turn rows of these tokens' logits into rows of the target's, where a spec asks for logits."""
+        """Spread logits over the target's vocabulary where a spec asks for them."""
         if result.logits is None or result.logit_idx is None or self._num_fixed == self._vocab_size:
             return result
         asked = [i for i, spec in enumerate(specs) if spec.kind == "logits"]
@@ -88,6 +91,6 @@ class DraftVocabulary:
 
 
 def own_bytes(decoder: kernels.Decoder, tables: Sequence[kernels.Matrix], target: NativeDecoder) -> int:
-    """Return the bytes of a drafter's packed matrices without those of its tables that are its target's."""
+    """Return the bytes of a drafter's packed matrices, tables of its target left out."""
     shared = {id(m): m.num_bytes for m in tables if m is target.tables.embed or m is target.tables.head}
     return decoder.weight_bytes - sum(shared.values())

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline import kernels
-from paceline.backend.native.decoder import NativeDecoder, run_pass, run_steps
+from paceline.backend.native.decoder import NativeDecoder, as_float32, run_pass, run_steps
 from paceline.backend.native.draft_vocabulary import DraftVocabulary, own_bytes
 from paceline.backend.native.load import (
     Output,
-    as_float32,
     check_types,
     compile_decoder,
     draft_weight_type,
@@ -22,8 +21,9 @@ from paceline.backend.native.load import (
     table_type,
     team_of,
 )
+from paceline.backend.pending import Deferred
 from paceline.backend.sampling import logit_rows
-from paceline.backend.seam import Capabilities, Deferred, PassResult
+from paceline.backend.seam import Capabilities, PassResult
 from paceline.backend.taps import HostTapStore, interleave
 from paceline.model.heads.config import head_shapes
 
@@ -63,7 +63,7 @@ class NativeHead:
         self._embed = target.tables.embed
         if "embed" in head.weights:
             self._embed = pack(head.weights, "embed", table_type(weight_type))
-        self._vocabulary = DraftVocabulary(head.token_ids, target, extensible=head.config.own_tokens)
+        self._vocabulary = DraftVocabulary(head.token_ids, target, extensible=head.config.request_tokens)
         if head.config.algorithm.guesses_features:
             self._written = self._vocabulary.rows_of_target(weight_type)
         else:
@@ -139,7 +139,7 @@ class NativeHead:
         return replace(self._vocabulary.spread(result, request.specs), taps={}, hidden=fed_back)
 
     def _features(self, request: PassRequest) -> NDArray[float32]:
-        """Return what stands beside the tokens of a pass, [num_tokens, width]."""
+        """Return the features beside the tokens of a pass, [num_tokens, width]."""
         asked, packed = request.features, request.packed
         assert asked is not None
         assert isinstance(asked.taps, HostTapStore)
@@ -152,7 +152,7 @@ class NativeHead:
         return interleave(known, asked.pieces, guessed, packed.cu_len)
 
     def fuse(self, tapped: NDArray[floating]) -> NDArray[float32]:
-        """Return the feature [n, width] of each token from its taps, one after another [n, tapped_size]."""
+        """Return the feature [n, width] of each token from its taps [n, tapped_size]."""
         c, rows = self.config, as_float32(tapped)
         if c.algorithm.guesses_features:
             return _norm(self._target.tables.final_norm, rows, c.target_norm_eps)
@@ -173,7 +173,7 @@ class NativeHead:
         read_specs = kernels.read_specs(list(specs), compiled.vocab if compiled.maps_ids else vocab)
         logits = np.empty((read_specs.num_logit_rows, vocab), np.float32)
         chosen, margins = np.empty(len(specs), np.int64), np.empty(len(specs), np.float32)
-        told = np.empty((len(request.first), self.config.relay_size), np.float32)
+        messages = np.empty((len(request.first), self.config.relay_size), np.float32)
         compiled.relay(
             as_float32(states[request.first]),
             as_float32(states[request.places]),
@@ -184,19 +184,19 @@ class NativeHead:
             chosen=chosen,
             logits=logits,
             margins=margins,
-            messages=told,
+            messages=messages,
         )
         found = PassResult(chosen, margins=margins)
         if len(logits):
             found = replace(found, logits=logits, logit_idx=logit_rows(specs))
-        return replace(self._vocabulary.spread(found, specs), hidden=told)
+        return replace(self._vocabulary.spread(found, specs), hidden=messages)
 
     def _norm(self, name: str, rows: NDArray[float32]) -> NDArray[float32]:
         return _norm(self._vectors[name], rows, self.config.layers.norm_eps)
 
 
 class _Relay:
-    """A head's relay, which tells guesses of those before; the head's rows are multiplied with `relay.out`."""
+    """A head's relay: messages to guesses. The head's rows are multiplied with `relay.out` beforehand."""
 
     def __init__(self, head: Head, vocabulary: DraftVocabulary, weight_type: str) -> None:
         self._out = as_float32(head.weights["relay.out"])  # [width, relay_size]
@@ -211,7 +211,7 @@ class _Relay:
 
 
 def _fed_back(fed_back: FedBack) -> NDArray[float32]:
-    """Return what is fed back to guesses, [num_guesses, width]."""
+    """Return the features fed back to guesses, [num_guesses, width]."""
     assert isinstance(fed_back.hidden, np.ndarray)
     return as_float32(fed_back.hidden.take(fed_back.rows, axis=0))
 

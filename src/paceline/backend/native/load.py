@@ -10,7 +10,7 @@ import numpy as np
 
 from paceline import kernels
 from paceline.backend.device import on_cores
-from paceline.backend.native.decoder import NativeDecoder, SharedTables
+from paceline.backend.native.decoder import NativeDecoder, SharedTables, as_float32
 from paceline.backend.rope import inverse_frequencies
 from paceline.backend.seam import num_cores
 from paceline.core.errors import ConfigError, suggest
@@ -147,7 +147,7 @@ class Output:
     norm: NDArray[float32] | None  # [hidden]; only a decoder that fuses features can do without
     token_ids: NDArray[int64] | None = None  # [num_tokens] of the rows of `head`, ascending; None: their numbers
     feeds_normed: bool = False  # with several steps, the next reads a state as the head does
-    relay: PackedLayer | None = None  # tells guesses that are made in one pass of those before them
+    relay: PackedLayer | None = None  # messages between guesses that are made in one pass
 
 
 def compile_decoder(
@@ -215,8 +215,3 @@ def pack(weights: Mapping[str, NDArray[floating]], name: str, weight_type: str) 
     if blocks is None:
         return kernels.pack(as_float32(weights[name]), weight_type)
     return kernels.pack_int4(blocks.values, blocks.scales.view(np.uint16), blocks.minima.view(np.uint16))
-
-
-def as_float32(tensor: NDArray[floating]) -> NDArray[float32]:
-    """Return an array as the kernels read it."""
-    return np.ascontiguousarray(tensor, np.float32)

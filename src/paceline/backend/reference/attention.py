@@ -52,7 +52,7 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tiles:
-    """Pieces of rows with equally many queries each, and what their attention reads. Fixed for a pass."""
+    """Pieces of rows with equally many queries, and the keys that they read. Fixed for a pass."""
 
     tokens: torch.Tensor  # [num_tiles, num_queries] int64 indices into the packed tokens
     pages: torch.Tensor  # [num_tiles * num_pages] int64 page ids
@@ -64,7 +64,7 @@ class Tiles:
 def plan_tiles(packed: Packed, group: int, device: torch.device | str, window: int = 0) -> list[Tiles]:
     """Cut a pass into tiles; `group` query heads share one KV head.
 
-    With a `window` a token sees so many tokens, its own included.
+    With a `window` a token sees that many tokens, its own included.
     """
     by_len: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for row, (start, end) in enumerate(zip(packed.cu_len[:-1].tolist(), packed.cu_len[1:].tolist(), strict=True)):
@@ -108,7 +108,10 @@ def _tiles(
 
 
 def first_keys(packed: Packed, window: int) -> NDArray[int64]:
-    """Return the position of the first key that each token sees, of at most `window` (0: any). [num_tokens]"""
+    """Return the position of each token's first visible key. [num_tokens]
+
+    window: keys that a token sees at most; 0: any number.
+    """
     first = np.zeros(len(packed.pages), np.int64) if packed.first_keys is None else packed.first_keys
     per_token = np.repeat(first, np.diff(packed.cu_len))
     return np.maximum(per_token, packed.positions - window + 1) if window else per_token
@@ -129,7 +132,7 @@ def attend(
 ) -> torch.Tensor:
     """Attend from every packed token to its own row's keys up to its position.
 
-    scale: what scores are multiplied by, 1 / sqrt(head_dim) by default.
+    scale: factor of the scores, 1 / sqrt(head_dim) by default.
 
     query: [num_tokens, num_heads, head_dim]; layer_kv: [2, num_slots, num_kv_heads, head_dim], this pass's own
     keys and values already written. Returns [num_tokens, num_heads * head_dim].

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from paceline.backend.pending import Deferred
 from paceline.backend.reference.attention import KVStore
 from paceline.backend.reference.decoder import (
     ReferenceDecoder,
@@ -16,7 +17,7 @@ from paceline.backend.reference.decoder import (
     to_numpy,
     torch_device,
 )
-from paceline.backend.seam import Capabilities, Deferred
+from paceline.backend.seam import Capabilities
 
 if TYPE_CHECKING:
     from numpy import int64

@@ -14,10 +14,11 @@ import torch
 from torch.nn import functional
 
 from paceline.backend.device import CPU
+from paceline.backend.pending import Deferred
 from paceline.backend.reference.attention import KVStore, Tiles, attend, cos_sin, lazy_zeros, plan_tiles, rotate
 from paceline.backend.rope import inverse_frequencies
 from paceline.backend.sampling import logit_rows
-from paceline.backend.seam import Capabilities, Deferred, PassResult
+from paceline.backend.seam import Capabilities, PassResult
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import BROKEN, PAGE_TOKENS, UNCHOSEN
 from paceline.core.sampling import choose_ahead, choose_token
@@ -74,7 +75,7 @@ def torch_device(device: Device | None) -> torch.device:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Places:
-    """Where the tokens of a pass stand, to layers of one kind."""
+    """Positions of a pass's tokens, as layers with one window see them."""
 
     slots: torch.Tensor  # [num_tokens] int64
     cos: torch.Tensor  # [num_tokens, 1, head_dim / 2] model dtype

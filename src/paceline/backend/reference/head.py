@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from paceline.backend.pending import Deferred
 from paceline.backend.reference.attention import KVStore, attend, cos_sin, lazy_zeros, plan_tiles, rotate
 from paceline.backend.reference.decoder import (
     ACTIVATIONS,
@@ -33,7 +34,7 @@ from paceline.backend.reference.decoder import (
     torch_device,
 )
 from paceline.backend.rope import inverse_frequencies
-from paceline.backend.seam import Capabilities, Deferred
+from paceline.backend.seam import Capabilities
 from paceline.backend.taps import HostTapStore, interleave
 from paceline.core.nouns import PAGE_TOKENS
 
@@ -132,7 +133,7 @@ class ReferenceHead:
         return replace(self._choose(logits, request.specs), hidden=to_numpy(fed_back))
 
     def _features(self, request: PassRequest) -> NDArray[floating]:
-        """Return what stands beside the tokens of a pass, [num_tokens, width]; beside guesses in float32."""
+        """Return the features beside the tokens of a pass, [num_tokens, width]; of guesses in float32."""
         asked, packed = request.features, request.packed
         assert asked is not None
         assert isinstance(asked.taps, HostTapStore)
@@ -146,7 +147,7 @@ class ReferenceHead:
 
     @torch.inference_mode()
     def fuse(self, tapped: NDArray[floating]) -> NDArray[floating]:
-        """Return the feature [n, width] of each token from its taps, one after another [n, tapped_size]."""
+        """Return the feature [n, width] of each token from its taps [n, tapped_size]."""
         return to_numpy(fuse(self.config, self._weights, self._take(tapped)))
 
     @torch.inference_mode()
@@ -159,10 +160,10 @@ class ReferenceHead:
             token_ids = torch.tensor(request.known[0], device=self._device)
             known = functional.embedding(token_ids, self._embed), self._take(_fed_back(request.known[1]))
         here = states[request.places]
-        told = relay(self.config, self._weights, states[request.first], here, known)
-        here = here[: len(specs)] + relayed(self._weights, told[: len(specs)])
+        messages = relay(self.config, self._weights, states[request.first], here, known)
+        here = here[: len(specs)] + relayed(self._weights, messages[: len(specs)])
         result = self._choose(functional.linear(here, self._weights["head"]), specs)
-        return replace(result, hidden=to_numpy(told))
+        return replace(result, hidden=to_numpy(messages))
 
     def _choose(self, logits: torch.Tensor, specs: Sequence[SamplingSpec]) -> PassResult:
         """Choose by rows of the draft vocabulary's logits."""
@@ -172,7 +173,7 @@ class ReferenceHead:
 
 
 def _fed_back(fed_back: FedBack) -> NDArray[floating]:
-    """Return what is fed back to guesses, [num_guesses, width]."""
+    """Return the features fed back to guesses, [num_guesses, width]."""
     assert isinstance(fed_back.hidden, np.ndarray)
     features: NDArray[floating] = fed_back.hidden.take(fed_back.rows, axis=0)
     return features
@@ -182,7 +183,7 @@ def _fed_back(fed_back: FedBack) -> NDArray[floating]:
 
 
 def fuse(config: HeadConfig, weights: Weights, tapped: torch.Tensor) -> torch.Tensor:
-    """Return the feature [n, width] of each token from its taps, one after another [n, tapped_size]."""
+    """Return the feature [n, width] of each token from its taps [n, tapped_size]."""
     eps = config.layers.norm_eps
     if config.algorithm.guesses_features:
         return rms_norm(tapped, weights["target_norm"], config.target_norm_eps)
@@ -237,12 +238,12 @@ def run_layers(
 
 
 def last_norm(config: HeadConfig, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
-    """Return what the vocabulary is multiplied with, [n, width]."""
+    """Return the normed states [n, width] that the vocabulary is multiplied with."""
     return _norm(weights, "norm", hidden, config.layers.norm_eps)
 
 
 def read_out(config: HeadConfig, weights: Weights, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logits [n, draft_vocab_size] and what stands for the next positions' features [n, width]."""
+    """Return logits [n, draft_vocab_size] and the features of the next positions [n, width]."""
     normed = last_norm(config, weights, hidden)
     return functional.linear(normed, weights["head"]), normed if config.norm_output else hidden
 
@@ -254,16 +255,16 @@ def relay(
     normed: torch.Tensor,
     known: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
-    """Return what guesses tell those after them, [n, relay_size], between -1 and 1.
+    """Return the messages that guesses receive, [n, relay_size], between -1 and 1.
 
     A head that guesses all tokens at once does not know at one place what it guesses at the one before. This
     recurrence over the places tells it, once the layers have been run (recurrent drafters: ReDrafter, arXiv
-    2403.09919; heads that see the guesses before: Hydra, arXiv 2402.05109). What a guess is told is added, as
-    `relayed`, to what the vocabulary is multiplied with.
+    2403.09919; heads that see the guesses before: Hydra, arXiv 2402.05109). A guess's message is added, as
+    `relayed`, to the normed state that the vocabulary is multiplied with.
 
     first, normed: [n, width] of the rows' first places and of these guesses' own, as `last_norm` returns them.
-    known: the embeddings [n, width] of the guesses before, and what was told to these [n, relay_size]; None for
-    first guesses.
+    known: the embeddings [n, width] of the guesses before, and their messages [n, relay_size]; None for first
+    guesses.
     """
     both = functional.linear(torch.cat([first, normed], dim=-1), weights["relay.place"])
     if known is not None:
@@ -273,9 +274,9 @@ def relay(
     return torch.tanh(functional.linear(functional.silu(gate) * value, weights["relay.tell"]))
 
 
-def relayed(weights: Weights, told: torch.Tensor) -> torch.Tensor:
-    """Return what is added to what the vocabulary is multiplied with, [n, width], for what guesses were told."""
-    return functional.linear(told, weights["relay.out"])
+def relayed(weights: Weights, messages: torch.Tensor) -> torch.Tensor:
+    """Return the addition to normed states, [n, width], that messages make."""
+    return functional.linear(messages, weights["relay.out"])
 
 
 def _norm(weights: Weights, name: str, x: torch.Tensor, eps: float) -> torch.Tensor:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from paceline.backend.device import CPU, SAME, usable_cores
-from paceline.backend.pass_thread import PassThread
+from paceline.backend.pending import PassThread
 from paceline.bench.scenarios.engine_pool import EnginePool
 from paceline.core.errors import ConfigError
 from paceline.engine.assembly.config import AUTO, OFF, ON

@@ -1,4 +1,4 @@
-"""What drafters with a head share: taps in, features kept, entries caught up.
+"""Drafters with a head: taps in, entries caught up.
 
 All read the target's hidden states (`needs.taps`) of every committed token and keep two stores over its page
 table: those states, and the keys and values of the head's own layers. The entry of a token is (the feature of the
@@ -50,7 +50,7 @@ class AskedHead:
 
 
 class HeadDrafter:
-    """What all kinds share: taps in, features kept, entries caught up."""
+    """Base of all kinds of heads: taps in, entries caught up."""
 
     hint_gain: ClassVar[float]
     recycled_gains: ClassVar[RecycledGains] = NO_GAINS
@@ -62,7 +62,7 @@ class HeadDrafter:
         self._head = target.memory.run_head(head, asked.weights)
         self._rows = target.rows
         self._dense = target.law_needs_probs
-        fixed = head.token_ids if head.config.own_tokens else np.arange(target.config.vocab_size)
+        fixed = head.token_ids if head.config.request_tokens else np.arange(target.config.vocab_size)
         self._vocabulary = RequestVocabulary(
             target.rows, fixed, target.config.vocab_size, self._head.set_request_tokens
         )
@@ -80,7 +80,7 @@ class HeadDrafter:
             tap_store=self._feature_store,
             kv_bytes_per_token=self._kv.bytes_per_token + self._taps.bytes_per_token,
             taps=head.config.taps,
-            stops=not self._dense,  # the law's own draws tell of no margins
+            stops=not self._dense,  # the law's own draws have no margins
             trained_to=asked.trained_to,
         )
 
@@ -135,7 +135,7 @@ class HeadDrafter:
             "model": self._asked.model or "ships for this target",
             "taps after layers": " ".join(map(str, c.taps)),
             "tokens": c.draft_vocab_size,
-            "of the text besides": "all" if c.own_tokens else "none",
+            "of the text besides": "all" if c.request_tokens else "none",
             "weights": f"{self._head.weight_bytes / 2**20:.1f} MiB of {self._head.weight_type}",
         }
 

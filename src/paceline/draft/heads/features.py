@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from paceline.backend.seam import RowView
 
-KEEP_FACTOR = 4  # times as many entries are made where otherwise as many would be lost
+KEEP_FACTOR = 4  # factor of entries made where otherwise so much would be lost
 
 
 class TappedRuns:
@@ -25,7 +25,7 @@ class TappedRuns:
         self._end = [0] * rows.num_rows  # ... and the token behind its last
 
     def admit(self, row: int, valid_len: int) -> None:
-        """Start with the taps of a row's cached pages; those of its last tokens must be there to be of use."""
+        """Start with the taps of a row's cached pages, if they reach to its last token."""
         computed = self._rows.computed_len(row)
         self._begin[row] = 0 if valid_len >= computed else computed
         self._end[row] = computed
@@ -38,9 +38,9 @@ class TappedRuns:
             self._end[row] = start + count
 
     def first_entry(self, row: int) -> int:
-        """Return the first token of a row whose predecessor's taps are there, and so all up to the newest one.
+        """Return the first token of a row whose predecessor's taps are there.
 
-        The row's length if there is none.
+        Those of all later tokens are there, too. The row's length if there is none.
         """
         length = self._rows.known_len(row)
         return self._begin[row] + 1 if self._end[row] >= length - 1 else length
@@ -81,9 +81,9 @@ class Entries:
     def leave_out(self, row: int, num_kept: int) -> None:
         """Make the last `num_kept` of a row's missing entries only; those before are never read again.
 
-        Some more are made where as many are there, which otherwise are lost. What a head's second layer keeps of
-        those left out knows less, also in a page that another row shares: that row's drafts may be a little
-        worse for it, its text is the same.
+        Up to `KEEP_FACTOR` times as many are made where those already there would be lost. A head's second layer
+        knows less of entries behind those left out, also in a page that another row shares: that row's drafts may
+        be a little worse for it, its text is the same.
         """
         there = self.start(row) - self.first(row)
         if self.missing(row) > max(num_kept, min(there, KEEP_FACTOR * num_kept)):
@@ -94,6 +94,6 @@ class Entries:
         self._end[row] = self.start(row) + count
 
     def valid_len(self, row: int) -> int:
-        """Return the leading tokens of a row whose entries are all there, and depend on nothing but them."""
+        """Return the leading tokens whose entries are there and depend on nothing else."""
         whole = self._left_out[row] == 0 and self._tapped.valid_len(row) > 0
         return self._end[row] if whole else 0

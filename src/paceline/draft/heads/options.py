@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from paceline.model.heads.checkpoint import Head
     from paceline.model.weights import LoadedModel
 
-_VOCABULARY = 8192  # tokens that EAGLE-1 writes unless told: a larger target head would cost more than the layer
+_VOCABULARY = 8192  # tokens that EAGLE-1 writes by default: a larger target head would cost more than the layer
 
 
 @dataclass(frozen=True, slots=True)
 class HeadOptions:
-    """What the options of all heads share."""
+    """Options of all heads."""
 
     name: ClassVar[str]
     k: int = 4
@@ -49,7 +49,7 @@ class HeadOptions:
 
     @property
     def stands_alone(self) -> bool:
-        """It reads the target's taps and embedding."""
+        """False: heads read the target's taps and embedding."""
         return False
 
     def folder(self, target: Target | LoadedModel) -> Path:

@@ -1,7 +1,7 @@
 """P-EAGLE: heads that make all drafts in one pass.
 
 Mask tokens with a learnt feature stand for the tokens that are not known yet. So a guess does not depend on the
-guess before it; a head with a relay tells it, after the pass and for a part of its cost.
+guess before it. A head with a relay sends it a message, after the pass and for a part of its cost.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class ParallelHeadDrafter(HeadDrafter):
         specs: Sequence[SamplingSpec],
         steps: Sequence[StepLimit] = (),
     ) -> PassRequest:
-        """Return a pass over known tokens of rows (row, start, count) and masks for all guesses but the first."""
+        """Return a pass over known tokens (row, start, count) and masks for further guesses."""
         spans: list[Span] = [
             (*part, [self._mask] * (depth - 1)) for part, depth in zip(known, depths, strict=True)
         ]
@@ -84,7 +84,7 @@ def _already_run(result: PassResult, _: Sequence[SamplingSpec]) -> PassResult:
 
 
 class RelayHeadDrafter(ParallelHeadDrafter):
-    """Drafts all tokens in one pass, and tells each of those before it."""
+    """Drafts all tokens in one pass, with a message to each from those before it."""
 
     hint_gain = 6.0
     recycled_gains = RecycledGains(pair=6.0, far_pair=2.0, token=3.0)
@@ -93,8 +93,8 @@ class RelayHeadDrafter(ParallelHeadDrafter):
         super().__init__(asked, target, head)
         self._hidden: object = None  # of the places of all guesses, `PassResult.hidden`
         self._first: dict[int, int] = {}  # row -> its first place there
-        self._told: object = None  # to the newest guesses, `PassResult.hidden` of the relay
-        self._told_rows: dict[int, int] = {}  # row -> its row there
+        self._messages: object = None  # to the newest guesses, `PassResult.hidden` of the relay
+        self._message_rows: dict[int, int] = {}  # row -> its row there
 
     def _draft(self, chains: Mapping[int, Chain], starts: Mapping[int, int]) -> None:
         all_steps = self._run_steps if self._head.capabilities.multi_step else None
@@ -115,11 +115,11 @@ class RelayHeadDrafter(ParallelHeadDrafter):
             return self._run_first(spans, specs, [chains[row].depth for row, *_ in spans])
         rows = [row for row, *_ in spans]
         newest = [guesses[-1] for *_, guesses in spans]
-        told = FedBack(self._told, [self._told_rows[row] for row in rows])
+        messages = FedBack(self._messages, [self._message_rows[row] for row in rows])
         first = [self._first[row] for row in rows]
         places = [place + number for place in first]
-        result = self._head.relay(RelayRequest(self._hidden, first, places, specs, (newest, told)))
-        self._keep_told(rows, result)
+        result = self._head.relay(RelayRequest(self._hidden, first, places, specs, (newest, messages)))
+        self._keep_messages(rows, result)
         return result
 
     def _run_first(
@@ -132,9 +132,9 @@ class RelayHeadDrafter(ParallelHeadDrafter):
         first = [sum(depths[:index]) for index in range(len(depths))]
         self._hidden = result.hidden
         self._first = dict(zip(rows, first, strict=True))
-        self._keep_told(rows, self._head.relay(RelayRequest(result.hidden, first, first, ())))
+        self._keep_messages(rows, self._head.relay(RelayRequest(result.hidden, first, first, ())))
         return pick(result, first)
 
-    def _keep_told(self, rows: Sequence[int], result: PassResult) -> None:
-        self._told = result.hidden
-        self._told_rows = {row: index for index, row in enumerate(rows)}
+    def _keep_messages(self, rows: Sequence[int], result: PassResult) -> None:
+        self._messages = result.hidden
+        self._message_rows = {row: index for index, row in enumerate(rows)}

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last time the text ended like this?
+"""Prompt lookup: the tokens that followed the last time the text ended like this.
 
 Finds the longest suffix of a row's tokens, of bounded length, that occurred before, and proposes what followed
 its latest occurrence. Stateless: a draft is a function of the row's tokens alone. After Saxena's prompt lookup
@@ -46,12 +46,12 @@ class NgramConfig:
         bounded(self, "min", 1, self.max)
 
     def num_weights(self, target: LoadedModel) -> int:
-        """None."""
+        """Return 0: it has no weights."""
         return 0
 
     @property
     def stands_alone(self) -> bool:
-        """It has no passes."""
+        """False: it has no passes."""
         return False
 
     def build(self, target: Target, load: Loader) -> NgramDrafter:
@@ -60,7 +60,7 @@ class NgramConfig:
 
 
 class NgramDrafter:
-    """Proposes what followed the longest earlier match of a row's suffix."""
+    """Proposes the tokens that followed the longest earlier match of a row's suffix."""
 
     name = NgramConfig.name
     needs = Needs()
@@ -104,7 +104,7 @@ class NgramDrafter:
 
 
 def lookup(token_ids: NDArray[int64], k: int, min_len: int, max_len: int) -> Sequence[int]:
-    """Return up to k tokens that followed the latest occurrence of the longest matching suffix, or none.
+    """Return up to k tokens that followed the latest occurrence of the longest suffix.
 
     token_ids: [length] int64. Where the continuation reaches the end of the text it goes on with its own drafts,
     so that a text that has begun to repeat is followed for all k tokens.

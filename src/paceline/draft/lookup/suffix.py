@@ -1,8 +1,8 @@
-"""Suffix decoding: what mostly followed where the text looked like this before?
+"""Suffix decoding: the tokens that mostly followed where the text ended like this.
 
 After SuffixDecoding (arXiv 2411.04975). Instead of one earlier place, all places whose text ends like the row's
 are asked, and the path that most of them took is proposed as far as enough of them stay on it. The longer the
-match, the further the proposal goes. Places are found in the row's own text and, if the server was told to share,
+match, the further the proposal goes. Places are found in the row's own text and, where sharing is on,
 in past answers of the same salt. The paper keeps suffix trees; an index of where each pair of tokens stands, as
 compressors of the LZ77 kind have it, answers the same question from a ring of bounded size that forgets the oldest
 by itself. The index is compiled (`csrc/host/text_index.cpp`).
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     Path = tuple[list[int], list[float], int]  # tokens, their shares, and the match that they follow
 
 MAX_MATCH = 64
-MOST_SHARED_TOKENS = 1 << 26
-MOST_SALTS = 64  # with past answers of their own; the longest unused is forgotten first
+MAX_SHARED_TOKENS = 1 << 26
+MAX_SALTS = 64  # with past answers of their own; the longest unused is forgotten first
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +57,15 @@ class SuffixConfig:
         bounded(self, "min", 2, self.max)
         bounded(self, "reach", 0.1, 64.0)
         bounded(self, "share", 0.0, 1.0)
-        bounded(self, "shared", 0, MOST_SHARED_TOKENS)
+        bounded(self, "shared", 0, MAX_SHARED_TOKENS)
 
     def num_weights(self, target: LoadedModel) -> int:
-        """None."""
+        """Return 0: it has no weights."""
         return 0
 
     @property
     def stands_alone(self) -> bool:
-        """It has no passes."""
+        """False: it has no passes."""
         return False
 
     def build(self, target: Target, load: Loader) -> SuffixDrafter:
@@ -74,7 +74,7 @@ class SuffixConfig:
 
 
 class SuffixDrafter:
-    """Proposes what most earlier places that end like the row went on with."""
+    """Proposes the tokens that followed most earlier places that end like the row."""
 
     name = SuffixConfig.name
 
@@ -86,22 +86,22 @@ class SuffixDrafter:
         self._shared: dict[str, kernels.TextIndex] = {}  # by salt, the longest unused first
 
     def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
-        """Keep in mind whose answers it may share."""
+        """Remember the salt whose answers it may share."""
         self._requests[row] = request
 
     def propose(self, batch: Batch, plan: Plan) -> Draft:
         """Ask every row that may draft; a row without a match drafts nothing."""
-        found = self.look({r.row: min(plan.k(r.row), r.max_drafts) for r in batch.rows})
+        found = self.preview({r.row: min(plan.k(r.row), r.max_drafts) for r in batch.rows})
         return Draft(tuple(found.get(r.row, NO_DRAFT) for r in batch.rows))
 
-    def look(self, most: Mapping[int, int]) -> dict[int, RowDraft]:
-        """Propose up to so many tokens for rows, with a confidence for each; rows without a match are left out."""
-        rows, c = [row for row, k in most.items() if k > 0], self.config
+    def preview(self, max_drafts: Mapping[int, int]) -> dict[int, RowDraft]:
+        """Propose up to `max_drafts[row]` tokens with confidences; rows without a match are left out."""
+        rows, c = [row for row, k in max_drafts.items() if k > 0], self.config
         found = kernels.propose_continuations(
-            self._tokens.texts(rows), [most[row] for row in rows], c.min, c.max, c.reach, c.share
+            self._tokens.texts(rows), [max_drafts[row] for row in rows], c.min, c.max, c.reach, c.share
         )
         if self._shared:
-            found = [self._or_shared(row, most[row], own) for row, own in zip(rows, found, strict=True)]
+            found = [self._or_shared(row, max_drafts[row], own) for row, own in zip(rows, found, strict=True)]
         drafts = {}
         for row, (token_ids, shares, match) in zip(rows, found, strict=True):
             if token_ids:
@@ -110,7 +110,7 @@ class SuffixDrafter:
         return drafts
 
     def _or_shared(self, row: int, k: int, own: Path) -> Path:
-        """Return what past answers say where that promises more than the row's own text."""
+        """Return the path of past answers where it promises more than the row's own text."""
         shared, c = self._shared.get(self._requests[row].salt), self.config
         if shared is None:
             return own
@@ -125,7 +125,7 @@ class SuffixDrafter:
         return {}
 
     def release(self, row: int) -> None:
-        """Where sharing was asked for, keep the row's answer."""
+        """Keep the row's answer where sharing is on."""
         request = self._requests.pop(row)
         answer = self._tokens.tokens(row)[len(request.prompt_ids) :]
         answer = answer[answer != BROKEN]  # behind an answer that ended with an error
@@ -135,7 +135,7 @@ class SuffixDrafter:
             shared.end_text()
 
     def _past_answers(self, salt: str) -> kernels.TextIndex:
-        if salt not in self._shared and len(self._shared) == MOST_SALTS:
+        if salt not in self._shared and len(self._shared) == MAX_SALTS:
             del self._shared[next(iter(self._shared))]
         found = self._shared.pop(salt) if salt in self._shared else kernels.TextIndex(self.config.shared)
         self._shared[salt] = found  # now the last one used
@@ -153,7 +153,7 @@ class SuffixDrafter:
 
 
 def expected(shares: Sequence[float]) -> float:
-    """Return how many tokens of a path are kept on average, if each is kept with its share."""
+    """Return the mean number of tokens kept, if each is kept with its share."""
     total, path = 0.0, 1.0
     for share in shares:
         path *= share

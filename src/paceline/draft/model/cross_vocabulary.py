@@ -52,7 +52,7 @@ class _Guesses:
 
     @property
     def goes_on(self) -> bool:
-        """Whether another guess is wanted."""
+        """True if another guess is wanted."""
         if self.retokenizer.ended(self.own_ids) or len(self.token_ids) >= self.depth:
             return False
         return len(self.own_ids) < self.depth * self.retokenizer.passes_per_draft
@@ -128,7 +128,7 @@ class ForeignDraftModel:
         return self._report
 
     def _renew(self, row: int, depth: int) -> bool:
-        """Bring a row's text up to date. Returns whether it can be drafted for."""
+        """Bring a row's text up to date. Returns True if it can be drafted for."""
         retokenizer = self._retokenizers.get(row)
         changed = retokenizer.renew(self._rows.tokens(row)) if retokenizer is not None else None
         if retokenizer is None or changed is None:
@@ -171,7 +171,7 @@ class ForeignDraftModel:
         return logits
 
     def _extend(self, guesses: _Guesses, logits: NDArray[floating]) -> bool:
-        """Draw one more guess from logits [its vocabulary]. Returns whether there is one."""
+        """Draw one more guess from logits [its vocabulary]. Returns True if there is one."""
         choose = self._rows.spec_after(guesses.row, guesses.token_ids)
         dense = self._dense and guesses.retokenizer.has_probs
         if self._dense and not dense:  # a certain guess, as lawful as a lookup: the noise is the law's own
@@ -191,7 +191,7 @@ def _choose(id_map: IdMap, logits: NDArray[floating], specs: Sequence[SamplingSp
 
 
 class ForeignRows:
-    """For each row the drafter's tokens, how many of them have keys and values, and their pages."""
+    """Rows in the drafter's own tokens: texts, pages, and how much is stored."""
 
     def __init__(self, num_rows: int, num_pages: int, max_len: int) -> None:
         self._rows = TokenRows(num_rows, max_len + SLACK_TOKENS)

@@ -1,6 +1,6 @@
 """A small language model as drafter: one of its own, or the target's first layers.
 
-One whose tokenizer is another's than the target's is in `foreign.py`.
+One whose tokenizer is not the target's is in `cross_vocabulary.py`.
 
 Both run the same autoregressive loop over a `Decoder`. They differ in whose KV they fill: a model of its own keeps
 a store over the target's page table and catches up on tokens it has not seen; the target's first layers read and
@@ -85,7 +85,7 @@ class DraftModelConfig:
 
     @property
     def stands_alone(self) -> bool:
-        """Whether it is a whole model: layers cut from the target need its tables, the target's own its KV."""
+        """True of a whole model: cut layers need the target's tables, own layers its KV."""
         return self.model is not None and not shares_tables(Path(self.model))
 
     def build(self, target: Target, load: Loader) -> Drafter:
@@ -103,9 +103,9 @@ class DraftModelConfig:
         if self.weights is not None:
             raise ConfigError(f"leave out {self.name}:weights={self.weights}: {what} the type that --weights says")
 
-    def _check_layers(self, most: int) -> None:
-        if self.layers is not None and not 1 <= self.layers <= most:
-            raise ConfigError(f"draft-model:layers must be between 1 and {most}, not {self.layers}")
+    def _check_layers(self, num_layers: int) -> None:
+        if self.layers is not None and not 1 <= self.layers <= num_layers:
+            raise ConfigError(f"draft-model:layers must be between 1 and {num_layers}, not {self.layers}")
 
     def _own_layers(self, target: Target) -> DraftModel:
         self._check_layers(target.config.num_layers - 1)
@@ -211,7 +211,7 @@ class DraftModel:
         self._valid[row] = valid_lens.get(self.name, 0)
 
     def propose(self, batch: Batch, plan: Plan) -> Draft:
-        """Catch up on unseen tokens and draft the first token in one pass, then one pass per further token."""
+        """Catch up on unseen tokens and draft the first in one pass, then one step per token."""
         depth = {r.row: min(plan.k(r.row), r.max_drafts) for r in batch.rows}
         ready = self._catch_up([row for row, k in depth.items() if k > 0])
         starts = {row: self._start(row) for row in ready}

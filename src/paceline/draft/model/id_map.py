@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from paceline.backend.pending import Deferred
 from paceline.backend.sampling import logit_rows
-from paceline.backend.seam import Capabilities, Deferred, PassResult
+from paceline.backend.seam import Capabilities, PassResult
 from paceline.core.nouns import BROKEN, UNCHOSEN, SamplingSpec
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ GREEDY_KIND: ChooseKind = "argmax"
 
 
 def difference(target: Vocabulary, drafter: Vocabulary) -> str | None:
-    """Return the first thing that the tokenizers spell otherwise, None if every id means the same to both.
+    """Return the first difference of two tokenizers, None if every id means the same.
 
     Sizes of the embeddings may differ by padding, as 151936 and 152064 do among Qwen models.
     """
@@ -47,7 +48,7 @@ def difference(target: Vocabulary, drafter: Vocabulary) -> str | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenMap:
-    """Which tokens of two vocabularies stand for the same: the same bytes, or the begin or end of a text."""
+    """Tokens of two vocabularies with the same bytes, or the same role at a text's ends."""
 
     to_target: NDArray[int64]  # [rows of the drafter's embedding] the target's id, -1 where there is none
     to_drafter: NDArray[int64]  # [rows of the target's embedding] the drafter's id, -1 where there is none
@@ -136,7 +137,7 @@ def shared_ids(tokens: TokenMap) -> IdMap:
 
 
 def all_ids(tokens: TokenMap, drafter: Vocabulary, before: bytes = b"") -> IdMap:
-    """Return the ids of the drafter's tokens whose text begins with `before`, known by the text behind it."""
+    """Return the ids of drafter's tokens that begin with `before`, by the text behind it."""
     known, size = drafter.tokenizer, len(tokens.to_drafter)
     ids: dict[int, int] = {}  # target ids by draft id
     for draft_id in range(known.vocab_size):

@@ -1,4 +1,4 @@
-"""How a target's text becomes a drafter's tokens, and how its guesses become the target's.
+"""From a target's text to a drafter's tokens, and from its guesses to the target's.
 
 Two ways (arXiv 2502.05202). `tokens`: each of the target's tokens is spelled by itself, and only tokens that both
 vocabularies have are guessed (token-level intersection). `strings`: the drafter reads and continues the text as
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from paceline.draft.drafter import Vocabulary
     from paceline.draft.model.id_map import TokenMap
 
-MOST_TAIL_BYTES = 512  # of a text that is written anew when it grows
-LEFT_TAIL_BYTES = 128
+MAX_TAIL_BYTES = 512  # of a text that is written anew when it grows
+KEPT_TAIL_BYTES = 128
 
 
 class Retokenizer(Protocol):
     """One row's text in both vocabularies."""
 
-    passes_per_draft: ClassVar[int]  # of the drafter at most
-    has_probs: ClassVar[bool]  # whether guesses come with the distribution over the target's tokens they are from
+    passes_per_draft: ClassVar[int]  # passes of the drafter at most
+    has_probs: ClassVar[bool]  # True if guesses come with a distribution over the target's tokens
 
     def renew(self, token_ids: NDArray[int64]) -> tuple[int, list[int]] | None:
         """Take in the row's committed tokens, the target's.
 
-        Returns from which of the drafter's tokens on its text is new, and these; None while it cannot be told.
+        Returns from which of the drafter's tokens on its text is new, and these; None while it is not known.
         """
         ...
 
@@ -49,7 +49,7 @@ class Retokenizer(Protocol):
         ...
 
     def ended(self, guesses: Sequence[int]) -> bool:
-        """Whether nothing can follow these guesses."""
+        """Return True if nothing can follow these guesses."""
         ...
 
 
@@ -121,12 +121,12 @@ class _Tail:
     """The end of a text whose tokens may still change."""
 
     data: bytearray = field(default_factory=bytearray)
-    settled: int = 0  # tokens before it that were told
-    untold: list[int] = field(default_factory=list)  # and those that were not, all before it
+    settled: int = 0  # tokens before it that `renew` returned
+    unsent: list[int] = field(default_factory=list)  # tokens before it that it did not return yet
 
 
 class StringRetokenizer:
-    """As the drafter's own tokenizer writes the text, but for a last space, which it puts to what follows."""
+    """Text as the drafter's own tokenizer writes it. A last space goes to what follows."""
 
     passes_per_draft: ClassVar[int] = 2  # its tokens may be shorter than the target's
     has_probs: ClassVar[bool] = False
@@ -135,14 +135,14 @@ class StringRetokenizer:
         self._pair = pair
         self._num_read = 0  # of the target's tokens
         self._tail = _Tail()
-        self._owed = b""  # end of the text that the drafter has not been told, but must begin with
+        self._owed = b""  # end of the text that guesses must begin with
 
     def renew(self, token_ids: NDArray[int64]) -> tuple[int, list[int]] | None:
         """See `Retokenizer`. None where the text ends inside a character."""
         target, tail = self._pair.target, self._tail
         for token_id in token_ids[self._num_read :].tolist():
             if target.is_special(token_id):
-                tail.untold += self._write(tail.data) + self._pair.spell(token_id)
+                tail.unsent += self._write(tail.data) + self._pair.spell(token_id)
                 tail.data.clear()
             else:
                 tail.data += target.token_bytes(token_id)
@@ -151,10 +151,11 @@ class StringRetokenizer:
         tail.data = bytearray(text.encode() + unfinished)
         self._owed = b" " if text.endswith(" ") else b""
         written = self._write(text.encode().removesuffix(self._owed))
-        first, new = tail.settled, tail.untold + written
+        first, new = tail.settled, tail.unsent + written
         if unfinished or not first + len(new):
             return None
-        tail.settled, tail.untold = first + len(tail.untold), []
+        tail.settled = first + len(tail.unsent)
+        tail.unsent = []
         self._settle(written)
         return first, new
 
@@ -186,18 +187,18 @@ class StringRetokenizer:
         return self._pair.drafter.encode_within(text) if text else []
 
     def _settle(self, written: Sequence[int]) -> None:
-        """Keep a long tail's first tokens as they are, up to the last word that begins far from its end."""
+        """Settle a long tail's first tokens, up to the last word far from its end."""
         tail = self._tail
-        if len(tail.data) <= MOST_TAIL_BYTES:
+        if len(tail.data) <= MAX_TAIL_BYTES:
             return
         texts = [self._pair.drafter.token_bytes(i) for i in written]
         ends = [0]
         ends += accumulate(map(len, texts))
-        most = len(tail.data) - LEFT_TAIL_BYTES
+        limit = len(tail.data) - KEPT_TAIL_BYTES
         words = [
             n
             for n in range(1, len(texts))
-            if ends[n] <= most and texts[n][:1].isspace() and not texts[n - 1][-1:].isspace()
+            if ends[n] <= limit and texts[n][:1].isspace() and not texts[n - 1][-1:].isspace()
         ]
         if words and tail.data.startswith(b"".join(texts[: words[-1]])):
             tail.settled += words[-1]
@@ -205,7 +206,7 @@ class StringRetokenizer:
 
 
 def whole_text(data: bytes) -> str:
-    """Return the text of bytes up to the first that are no UTF-8, or that begin a character without ending it."""
+    """Return the text of bytes up to the first that are no whole UTF-8 character."""
     try:
         return codecs.getincrementaldecoder("utf-8")("strict").decode(data)
     except UnicodeDecodeError as error:
@@ -213,7 +214,7 @@ def whole_text(data: bytes) -> str:
 
 
 def readable(data: bytes | bytearray) -> tuple[str, bytes]:
-    """Return the text of bytes, without those that are no UTF-8, and the beginning of a character at their end."""
+    """Return the valid UTF-8 of bytes, and an unfinished character at their end."""
     decoder = codecs.getincrementaldecoder("utf-8")("ignore")
     return decoder.decode(bytes(data)), decoder.getstate()[0]
 

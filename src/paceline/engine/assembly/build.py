@@ -144,7 +144,7 @@ def assemble(
         vocabulary=loaded.vocabulary,
         law_needs_probs=law.needs_probs,
         fingerprint=loaded.fingerprint,
-        lent=Memory(
+        local=Memory(
             loaded.decoder,
             backend.kv,
             partial(_run_head, config, loaded.decoder),
@@ -179,7 +179,7 @@ def build_apart(config: EngineConfig, index: int, num_pages: int) -> tuple[Draft
         vocabulary=Vocabulary(_short_name(config.model), tokenizer, model.config.vocab_size),
         law_needs_probs=law.needs_probs,
         fingerprint=model.fingerprint,
-        lent=None,
+        local=None,
     )
     specs = parse_drafters(config.draft, model.fingerprint)
     return specs.configs[index].build(target, partial(_load_drafter, config)), rows

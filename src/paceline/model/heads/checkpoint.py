@@ -39,7 +39,7 @@ _NAMES = {
 }
 _LAYER_NAMES = {there: here for here, there in LAYER_NAMES.items()} | {"hidden_norm.weight": "hidden_norm"}
 _LAYER = re.compile(r"(?:layers\.(\d{1,3})|midlayer|transformer)\.(.+)")
-RELAY = "relay."  # begins the names of what tells guesses of those before them
+RELAY = "relay."  # begins the names of a relay's tensors
 _RELAY = re.compile(rf"{re.escape(RELAY)}(?:place|known|tell|out|embed_norm)(?=\.weight$)")
 _FC_NORM = re.compile(r"fc_norm\.(\d{1,2})\.weight")
 
@@ -86,7 +86,7 @@ def narrowed(head: Head, num_tokens: int) -> Head:
 
 
 def canonical_name(name: str) -> str | None:
-    """Return our name of a tensor in a head's file, None for one that is not used.
+    """Return our name of a tensor in a head's file; None: it is not used.
 
     The scales of a matrix of 8 bits have its name and `_scale` behind it.
     """

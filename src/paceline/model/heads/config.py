@@ -1,4 +1,4 @@
-"""What a draft head's config.json says, in both formats in use.
+"""Config of a draft head, read from config.json in both formats in use.
 
 Those of the EAGLE authors (arXiv 2401.15077, 2503.01840) are the config of a Llama of one layer with some fields
 more; those of the `speculators` project keep that in `transformer_layer_config`. P-EAGLE heads (arXiv 2602.01469)
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
     from paceline.model.config import ModelConfig
 
-MOST_TAPS = 16
-_MOST_PADDING = 1024  # tokens by which vocabularies of one model differ, rounded up to this or that
+MAX_TAPS = 16
+_MAX_PADDING = 1024  # tokens by which padded vocabularies of one model differ
 
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """What all heads of one kind share."""
+    """Facts that all heads of one kind share."""
 
     name: str  # of the drafter that runs them
     parallel: bool  # guesses all tokens in one pass, mask tokens in place of those that are not known yet
-    last_tap: int  # the highest layer the paper looks after, counted from the target's last
+    last_tap: int  # the paper's highest tap, counted back from the target's last layer
     guesses_features: bool = False  # reads and guesses what the target's own head reads, and writes with that head
 
     def default_taps(self, num_layers: int) -> tuple[int, ...]:
-        """Return after how many of the target's layers the paper looks: of a low, a middle and a high one."""
+        """Return the paper's taps: after a low, a middle and a high layer of the target."""
         if self.guesses_features:
             return (num_layers,)
         return (2, num_layers // 2, num_layers - self.last_tap)
@@ -56,13 +56,13 @@ _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 OWN_TOKENS = "draft_own_tokens"  # in config.json: Paceline's own addition, others read past it
 RELAY_SIZE = "relay_size"  # likewise
 MOST_RELAYED = 4096
-RELAY_FACTOR = 3  # a relay is so many times as wide inside as what it tells
+RELAY_FACTOR = 3  # width inside a relay, by the width of its messages
 _MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadConfig:
-    """The shape of one head. Hidden states are the target's residual stream after so many of its layers."""
+    """Shape of one head. Hidden states are the target's residual stream after some layer."""
 
     algorithm: Algorithm
     layers: ModelConfig  # of the head's own layers; the first one reads twice the width
@@ -74,10 +74,10 @@ class HeadConfig:
     fc_norm: bool = False  # a norm of its own for each tap (EAGLE-3.1, arXiv 2605.09992)
     norm_output: bool = False  # what is fed back is the normed output
     mask_token_id: int | None = None  # P-EAGLE: stands for a token that is not known yet
-    relay_size: int = 0  # P-EAGLE: numbers that tell each guess of those before it; 0: it is not told
+    relay_size: int = 0  # P-EAGLE: numbers of the message to each guess from those before; 0: no relay
     fusion_bias: bool = False  # EAGLE-1: `fc` adds a bias
     layernorms: bool = False  # EAGLE-1: norms of the embedding, before the layer and before the target's head
-    own_tokens: bool = False  # its output goes with the target's head too: for tokens its vocabulary leaves out
+    request_tokens: bool = False  # its output fits the target's head, too: for tokens of requests
     target_norm_eps: float = 1e-6  # EAGLE-1: of the target's last norm, whose results are the features
 
     @property
@@ -111,7 +111,7 @@ def read_config(values: Mapping[str, Any], target: ModelConfig) -> HeadConfig:
             taps=_taps(everywhere, algorithm, target),
             mask_token_id=_mask_token(everywhere) if algorithm.parallel else None,
             relay_size=_relay_size(everywhere) if algorithm.parallel else 0,
-            own_tokens=_flag(everywhere, OWN_TOKENS),
+            request_tokens=_flag(everywhere, OWN_TOKENS),
             **{name: _flag(everywhere, name) for name in _FLAGS},
         )
     _check(config, target, _made_for(values))
@@ -130,7 +130,7 @@ def _feature_head(
         target_hidden_size=layers.hidden_size,
         taps=algorithm.default_taps(target.num_layers),
         norm_output=layernorms,
-        own_tokens=True,
+        request_tokens=True,
         layernorms=layernorms,
         fusion_bias=_flag(values, "fusion_bias"),
         target_norm_eps=target.norm_eps,
@@ -198,7 +198,7 @@ def _algorithm(values: Mapping[str, Any]) -> Algorithm:
 
 
 def _without_tokens(values: dict[str, Any], target: ModelConfig) -> dict[str, Any]:
-    """A head has no special tokens of its own, and often repeats those of another vocabulary."""
+    """Drop special tokens: heads have none of their own and repeat those of others."""
     kept = {key: value for key, value in values.items() if not key.endswith("_token_id")}
     kept.setdefault("vocab_size", target.vocab_size)
     kept.setdefault("rms_norm_eps", target.norm_eps)
@@ -209,7 +209,7 @@ def _taps(values: Mapping[str, Any], algorithm: Algorithm, target: ModelConfig) 
     given = values.get("eagle_aux_hidden_state_layer_ids")
     if given is None:
         return algorithm.default_taps(target.num_layers)
-    if not isinstance(given, list) or not 1 <= len(given) <= MOST_TAPS or not all(type(i) is int for i in given):
+    if not isinstance(given, list) or not 1 <= len(given) <= MAX_TAPS or not all(type(i) is int for i in given):
         raise BadModelFile(f"eagle_aux_hidden_state_layer_ids = {str(given)[:80]} must be a list of layers")
     return tuple(given)
 
@@ -245,7 +245,7 @@ def _flag(values: Mapping[str, Any], key: str) -> bool:
 
 
 def _made_for(values: Mapping[str, Any]) -> str:
-    """Return the model that a head of the `speculators` project names as its target, in words."""
+    """Return the target that a head of the `speculators` project names, in words."""
     found: Any = values
     for key in ("speculators_config", "verifier", "name_or_path"):
         found = found.get(key) if isinstance(found, dict) else None
@@ -259,7 +259,7 @@ def _check(config: HeadConfig, target: ModelConfig, made_for: str) -> None:
             f"the head was made for a target {config.target_hidden_size} numbers wide, this one has "
             f"{target.hidden_size}; it belongs to another model{made_for}"
         )
-    if abs(config.layers.vocab_size - target.vocab_size) > _MOST_PADDING:
+    if abs(config.layers.vocab_size - target.vocab_size) > _MAX_PADDING:
         raise DrafterMismatch(
             f"the head was made for a target of {config.layers.vocab_size} tokens, this one has "
             f"{target.vocab_size}; it belongs to another model{made_for}"

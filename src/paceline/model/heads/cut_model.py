@@ -1,4 +1,4 @@
-"""A draft model cut from its target: its folder holds layers, and names the tables that it shares with the target.
+"""A draft model cut from its target: its folder holds layers and names shared tables.
 
 `shares` in its config.json lists the target's tensors that it uses as they are: embedding and head. `d2t` says
 which tokens it was trained to write, as in a draft head.
@@ -41,7 +41,7 @@ class CutModel:
 
 
 def shares_tables(folder: Path) -> bool:
-    """Tell whether a local folder is such a draft model. Raises `BadModelFile`."""
+    """Return True if a local folder is such a draft model. Raises `BadModelFile`."""
     path = folder / "config.json"
     return path.is_file() and "shares" in hf.read_json(path)
 

@@ -1,4 +1,4 @@
-"""A thread that makes one call after another, on cores of its own if asked, and passes among them."""
+"""Launched passes: deferred to their wait, or in a thread, on cores of its own if asked."""
 
 from __future__ import annotations
 
@@ -23,6 +23,22 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LEAVE_S = 2.0  # seconds that the end of a process waits for a call
+
+
+class Deferred:
+    """A pass that runs when it is waited for."""
+
+    __slots__ = ("_result", "_run")
+
+    def __init__(self, run: Callable[[], PassResult]) -> None:
+        self._run = run
+        self._result: PassResult | None = None
+
+    def wait(self) -> PassResult:
+        """Run the pass, once."""
+        if self._result is None:
+            self._result = self._run()
+        return self._result
 
 
 class PassThread:
@@ -82,7 +98,7 @@ def _run(executor: Executor, request: PassRequest) -> PassResult:
 
 
 def _end(calls: SimpleQueue[Call | None], thread: Thread) -> None:
-    """Let a thread finish its call: a process that ends in the middle of native code does not end well."""
+    """Let a thread finish its call: a process must not end in the middle of native code."""
     calls.put(None)
     if thread is not current_thread():
         thread.join(LEAVE_S)
