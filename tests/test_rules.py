@@ -34,6 +34,9 @@ SHARED_FILE_NAMES = {
     "cut_model": "each backend's folder has the same file names, and model/heads has the format",
     "load": "each backend's folder has the same file names",
     "registry": "backends and drafters: what exists, as data",
+    "sampling": "core has the transforms of one row, backend the choices of a pass",
+    "errors": "core has the tree, serve/api its replies over HTTP",
+    "config": "frozen dataclasses beside the code that reads them: model, draft heads, engine",
 }
 
 PLAIN_TEMPLATES = "chat templates need the ImmutableSandboxedEnvironment"

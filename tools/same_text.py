@@ -53,6 +53,7 @@ class EngineSetting:
     preempt: bool
 
 
+PEAGLE = "eagle3:k=8"  # replaced by the head that `--peagle` names: none ships with the default model
 CHOICES: dict[str, tuple[Any, ...]] = {
     "weights": ("int8", "int4", "f32"),
     "draft": (
@@ -63,7 +64,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
         "draft-model:layers=28,k=2",
         "draft-model",
         "eagle3",
-        "peagle",
+        PEAGLE,
         "auto",
     ),
     "rows": (1, 3, 16, 64),
@@ -163,9 +164,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, default=120, metavar="N")
     parser.add_argument("--max-tokens", type=int, default=128, metavar="M")
     parser.add_argument("--weights", default=",".join(CHOICES["weights"]), metavar="TYPE[,TYPE...]")
+    parser.add_argument(
+        "--peagle", metavar="FOLDER", help="a P-EAGLE head for the model, to be among the drafters"
+    )
     parser.add_argument("--keep", metavar="FOLDER", help="keep answers there, to go on after an interruption")
     args = parser.parse_args(argv)
-    choices = CHOICES | {"weights": tuple(args.weights.split(","))}
+    drafts = tuple(
+        f"peagle:model={args.peagle}" if args.peagle and draft == PEAGLE else draft for draft in CHOICES["draft"]
+    )
+    choices = CHOICES | {"weights": tuple(args.weights.split(",")), "draft": drafts}
     settings = sorted(covering(choices), key=lambda s: (s.weights, s.threads))
     different, shown = 0, Console(width=140)
     shown.print(_line([*(f.name for f in fields(EngineSetting)), "preemptions", "answers", "different"]))

@@ -17,8 +17,8 @@ EXPECTED = {"paceline/__init__.py", "paceline/py.typed"}
 def test_the_package_has_its_types_prompts_and_drafters():
     found = package_files()
     assert {"paceline/py.typed", "paceline/kernels/_ext.pyi"} <= found
-    assert any(name.endswith("trial.jsonl") for name in found)
-    assert sum(name.endswith("/model.safetensors") for name in found) >= 3
+    assert "paceline/bench/builtin_prompts.jsonl" in found
+    assert sum(name.endswith("/model.safetensors") for name in found) >= 2
     assert not any(name.endswith((".so", ".pyc")) for name in found)
 
 

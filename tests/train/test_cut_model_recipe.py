@@ -17,7 +17,7 @@ from paceline.train.cut_model_recipe import CutModelRecipe, choose_layers
 from paceline.train.drafts import TextBounds, plan_drafts
 from paceline.train.recipe import write_drafter
 from paceline.train.run_folder import read_metrics, save_whole, write_json
-from paceline.train.target import load_target
+from paceline.train.target_model import load_target
 from tests.model.helpers import logits_of
 from tests.tiny import tiny_config
 from tests.train.test_run import command

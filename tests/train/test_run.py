@@ -17,7 +17,7 @@ from paceline.train.compute import COMPUTES
 from paceline.train.corpus import read_corpus
 from paceline.train.feature_store import FeatureFiles
 from paceline.train.run_folder import read_metrics
-from paceline.train.target import load_target, native_reader, reference_reader
+from paceline.train.target_model import load_target, native_reader, reference_reader
 from tests.train.toy import TEXT_LEN, VOCAB, toy_config, write_answers, write_target
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from paceline.model.weights import LoadedModel
 
 DRAFT_MODEL = "draft_model"  # row option with the path of the file from `draft_gguf`
-DRAFTS = ("ngram:k=4", "suffix", "draft-model", "eagle3", "peagle", "auto:suffix+eagle3")
+DRAFTS = ("ngram:k=4", "suffix", "draft-model", "eagle3", "auto:suffix+eagle3")
 SPECULATING = tuple(
     PeerRow(f"Paceline int8, {draft}", PACELINE, "ours", AS_IS, {"weights": "int8", "draft": draft})
     for draft in DRAFTS

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from paceline.train.corpus import TrainText
     from paceline.train.feature_store import FeatureFiles
-    from paceline.train.target import TrainTarget
+    from paceline.train.target_model import TrainTarget
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from paceline.train.batch import TrainBatch
     from paceline.train.drafts import DraftDepth, TextBounds
-    from paceline.train.target import TrainTarget
+    from paceline.train.target_model import TrainTarget
 
     Layer = dict[str, torch.Tensor]
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.train.corpus import TrainText
-    from paceline.train.target import TargetReader, TrainTarget
+    from paceline.train.target_model import TargetReader, TrainTarget
 
     OnProgress = Callable[[int, int], None]  # (tokens done, tokens in all)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from paceline.model.config import ModelConfig, Rope
     from paceline.train.batch import TrainBatch
     from paceline.train.drafts import DraftDepth
-    from paceline.train.target import TrainTarget
+    from paceline.train.target_model import TrainTarget
 
 DEVIATION = 0.02  # standard deviation of a new matrix
 FIRST_NORM = 0.25  # times the target's norm: first predictions are near uniform, not confidently wrong

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from paceline.train.corpus import Corpus
     from paceline.train.feature_store import FeatureFiles
     from paceline.train.recipe import Recipe
-    from paceline.train.target import TrainTarget
+    from paceline.train.target_model import TrainTarget
     from paceline.train.trainer import TrainConfig
 
 # Settings that may change when a run resumes.

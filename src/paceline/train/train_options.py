@@ -19,7 +19,7 @@ from paceline.train.progress import progress
 from paceline.train.recipe import KINDS
 from paceline.train.run import TrainMaterial, train
 from paceline.train.summary import print_summary
-from paceline.train.target import load_target, native_reader, reference_reader
+from paceline.train.target_model import load_target, native_reader, reference_reader
 from paceline.train.trainer import TrainConfig
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from paceline.train.corpus import TrainText
     from paceline.train.head_recipe import HeadShape
     from paceline.train.recipe import Recipe
-    from paceline.train.target import TargetReader, TrainTarget
+    from paceline.train.target_model import TargetReader, TrainTarget
 
 MAX_SEED = (1 << 31) - 1  # seed << 32 plus the number of a step fits in 64 bits
 VOCABULARY = 8192  # tokens; covers nine tenths of what the target writes at a quarter of the time of a draft
