@@ -13,15 +13,19 @@ from typing import TYPE_CHECKING
 import pytest
 
 from paceline import cli
+from paceline.backend import registry as backend_registry
 from paceline.core.errors import ConfigError
 from paceline.draft import registry
 from paceline.draft.drafter import Drafter
+from tests.decode_path import DRAFTS, decode_path
+from tests.tiny import tiny_config, tiny_weights
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterator
 
 ROOT = Path(__file__).resolve().parents[1]
+TOUR = ROOT / "docs/tour.md"
 PACKAGE = ROOT / "src" / "paceline"
 README = ROOT / "README.md"
 ALL = [
@@ -268,6 +272,52 @@ def test_the_drafter_of_the_tutorial_runs(tmp_path, monkeypatch):
         registry.parse_spec("repeat:k=0")
 
 
+def test_the_backend_of_the_tutorial_loads(tmp_path, monkeypatch):
+    text = (ROOT / "docs/develop/add-a-backend.md").read_text(encoding="utf-8")
+    files = dict(re.findall(r"`src/paceline/backend/(mine/\w+\.py)`:\n\n```python\n(.*?)```", text, re.DOTALL))
+    (tmp_path / "mine").mkdir()
+    for file, code in files.items():
+        (tmp_path / file).write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    entry = re.search(r"^ +BackendSpec\((.*?)^ +\),", text, re.DOTALL | re.MULTILINE)
+    spec = eval(f"BackendSpec({entry[1]})".replace("paceline.backend.mine", "mine"), vars(backend_registry))
+    config = tiny_config(num_layers=1)
+    decoder = spec.load()(config, tiny_weights(config), spec.weight_type(None), spec.kv_type(None, "f32"), None)
+    assert decoder.name == spec.name == "mine"
+    assert spec.load_head()
+    assert spec.load_cut_model()
+
+
+def listed_paths(text: str) -> dict[str, list[str]]:
+    """Return the files that the tour lists for each way of drafting."""
+    found = re.findall(r"<!-- decode-path:(\w+) -->\n```\n(.*?)```\n<!-- /", text, re.DOTALL)
+    return {name: listed.split() for name, listed in found}
+
+
+def list_paths(text: str) -> str:
+    """Return the tour with lists of the files that run now."""
+    for name, draft in PATHS.items():
+        mark, lines = f"decode-path:{name} -->\n", "".join(f"{file}\n" for file in decode_path(draft))
+        text = re.sub(f"(<!-- {mark}```\n).*?(```\n<!-- /{mark})", rf"\g<1>{lines}\g<2>", text, flags=re.DOTALL)
+    return text
+
+
+PATHS = dict(zip(("off", "fixed", "auto"), DRAFTS, strict=True))  # name of a list in the tour -> `--draft`
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_the_tour_lists_every_file_of_a_decode_step(name):
+    """If it fails, see whether the step must touch a new file; then `python -m tests.test_docs`."""
+    ran, listed = decode_path(PATHS[name]), listed_paths(TOUR.read_text(encoding="utf-8"))[name]
+    assert set(ran) - set(listed) == set()
+
+
+def test_a_file_that_the_tour_does_not_list_is_found():
+    text = list_paths(TOUR.read_text(encoding="utf-8"))
+    assert listed_paths(text) == {name: decode_path(draft) for name, draft in PATHS.items()}
+    assert "engine/step.py" in listed_paths(text)["off"]
+
+
 # The rules can fail -------------------------------------------------------------------------------
 
 
@@ -317,3 +367,7 @@ def test_rule_finds(rule, text):
 )
 def test_rule_spares(rule, text):
     assert rule(text, README) == []
+
+
+if __name__ == "__main__":
+    TOUR.write_text(list_paths(TOUR.read_text(encoding="utf-8")), encoding="utf-8")
