@@ -14,7 +14,6 @@ from paceline.engine.scheduler import Scheduler
 from paceline.engine.serial_loop import SerialLoop
 from paceline.engine.stats import Gauges, Stats
 from paceline.engine.step import Verbs
-from paceline.model.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -59,7 +58,7 @@ class Engine(Verbs):
         check_token_ids(request.prompt_ids, request.params, self.target.config.vocab_size)
         self.drafting.check_request(request)
         self.scheduler.add(request)
-        self.outputs.open(request, frozenset(self.tokenizer.eos_ids), Detokenizer(self.tokenizer))
+        self.outputs.open(request, frozenset(self.tokenizer.eos_ids), self.tokenizer.detokenizer())
 
     def cancel(self, request_id: str) -> None:
         """End a request now; its last outcome comes with the next step. Unknown ids are ignored."""
