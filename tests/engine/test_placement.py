@@ -10,7 +10,7 @@ import pytest
 
 from paceline import cli
 from paceline.backend.device import Device
-from paceline.backend.pending import PassThread
+from paceline.backend.pass_thread import PassThread
 from paceline.control.trace import replay
 from paceline.core.errors import ConfigError
 from paceline.core.system import on_cores, usable_cores

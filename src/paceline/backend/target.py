@@ -1,4 +1,4 @@
-"""The target: a decoder, its KV and the rows whose tokens it scores."""
+"""The target: a decoder, its KV and the rows whose tokens it scores; launched passes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from paceline.backend.seam import PassRequest
 from paceline.core.nouns import Scores, Taps, noun
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from paceline.backend.pending import PassThread
+    from paceline.backend.pass_thread import PassThread
     from paceline.backend.rows import Rows
     from paceline.backend.seam import Decoder, PassResult, Pending
     from paceline.core.nouns import Batch, Draft, Verdict
@@ -24,6 +24,22 @@ class ScoreRequest:
     request: PassRequest
     cu_len: Sequence[int]  # as `Scores.cu_len`
     starts: Sequence[int]  # as `Taps.starts`
+
+
+class Deferred:
+    """A pass that runs when it is waited for; see `Pending`."""
+
+    __slots__ = ("_result", "_run")
+
+    def __init__(self, run: Callable[[], PassResult]) -> None:
+        self._run = run
+        self._result: PassResult | None = None
+
+    def wait(self) -> PassResult:
+        """Run the pass, once."""
+        if self._result is None:
+            self._result = self._run()
+        return self._result
 
 
 class PendingScores:

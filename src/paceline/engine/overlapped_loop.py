@@ -36,7 +36,7 @@ from paceline.engine.step import StepScores
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from paceline.backend.pending import PassThread
+    from paceline.backend.pass_thread import PassThread
     from paceline.backend.target import PendingScores, ScoreRequest
     from paceline.engine.scheduler import RequestState, Scheduler
     from paceline.engine.step import StepInput, Verbs

@@ -16,8 +16,8 @@ from paceline.backend.native.load import (
     pack_layer,
     team_of,
 )
-from paceline.backend.pending import Deferred
 from paceline.backend.seam import Capabilities
+from paceline.backend.target import Deferred
 from paceline.model.config import layer_shapes
 
 if TYPE_CHECKING:

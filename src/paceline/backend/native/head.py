@@ -21,10 +21,10 @@ from paceline.backend.native.load import (
     table_type,
     team_of,
 )
-from paceline.backend.pending import Deferred
 from paceline.backend.sampling import logit_rows
 from paceline.backend.seam import Capabilities, PassResult
 from paceline.backend.taps import HostTapStore, interleave
+from paceline.backend.target import Deferred
 from paceline.model.heads.config import head_shapes
 
 if TYPE_CHECKING:

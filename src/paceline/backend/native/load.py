@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import numpy as np
 
 from paceline import kernels
-from paceline.backend.device import on_cores
 from paceline.backend.native.decoder import NativeDecoder, SharedTables, as_float32
 from paceline.backend.rope import inverse_frequencies
-from paceline.backend.seam import num_cores
 from paceline.core.errors import ConfigError, suggest
+from paceline.core.system import on_cores, usable_cores
 from paceline.model.config import ModelConfig, layer_shapes
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ def team_of(device: Device | None, threads: int | None = None) -> kernels.Thread
     if device is not None and device.torch_name is not None:
         raise ConfigError(f"the native backend computes on cores, such as cpu:2-3, not on {device}")
     cores = frozenset[int]() if device is None else device.cores
-    return _team(threads or len(cores) or num_cores(), cores)
+    return _team(threads or len(cores) or len(usable_cores()), cores)
 
 
 @lru_cache

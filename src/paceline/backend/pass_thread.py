@@ -1,4 +1,4 @@
-"""Launched passes: deferred to their wait, or in a thread, on cores of its own if asked."""
+"""A thread for passes and other calls, on cores of its own if asked."""
 
 from __future__ import annotations
 
@@ -23,22 +23,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LEAVE_S = 2.0  # seconds that the end of a process waits for a call
-
-
-class Deferred:
-    """A pass that runs when it is waited for."""
-
-    __slots__ = ("_result", "_run")
-
-    def __init__(self, run: Callable[[], PassResult]) -> None:
-        self._run = run
-        self._result: PassResult | None = None
-
-    def wait(self) -> PassResult:
-        """Run the pass, once."""
-        if self._result is None:
-            self._result = self._run()
-        return self._result
 
 
 class PassThread:
