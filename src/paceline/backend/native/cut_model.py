@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 from paceline import kernels
 from paceline.backend.native.decoder import NativeDecoder, as_float32, run_pass, run_steps
-from paceline.backend.native.draft_vocabulary import DraftVocabulary, own_bytes
+from paceline.backend.native.draft_vocabulary import DraftVocabulary
 from paceline.backend.native.load import (
     Output,
     check_types,
     compile_decoder,
     draft_weight_type,
+    own_bytes,
     pack_layer,
     team_of,
 )

@@ -88,9 +88,3 @@ class DraftVocabulary:
         logit_idx = np.full(len(specs), -1, np.int64)
         logit_idx[asked] = np.arange(len(asked))
         return replace(result, logits=logits, logit_idx=logit_idx)
-
-
-def own_bytes(decoder: kernels.Decoder, tables: Sequence[kernels.Matrix], target: NativeDecoder) -> int:
-    """Return the bytes of a drafter's packed matrices, tables of its target left out."""
-    shared = {id(m): m.num_bytes for m in tables if m is target.tables.embed or m is target.tables.head}
-    return decoder.weight_bytes - sum(shared.values())
