@@ -27,7 +27,8 @@ from paceline.core.nouns import (
 )
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import choose_token
-from paceline.draft.hints import Hints, RecycledGains, hinted, pointed
+from paceline.draft.heads.parallel import hinted
+from paceline.draft.hints import Hints, RecycledGains, pointed
 from tests.draft.recycled import PlainRecycled
 from tests.engine.same_text import PLAIN, make_engine, run
 

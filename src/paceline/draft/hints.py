@@ -15,7 +15,6 @@ the one that serves it best; those that drafters declare come from prompts made 
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     from paceline.core.nouns import Batch, ChooseKind, SamplingSpec, Scores, Verdict
 
 MIN_MATCH, MAX_MATCH = 2, 32  # tokens
-_REACH = MAX_MATCH  # tokens of a path per token matched: as many as are drafted
-_LEAST_SHARE = 0.05  # a path goes on while so few of its places do
 
 
 class RecycledGains(NamedTuple):
@@ -92,21 +89,10 @@ class Hints:
 def pointed(spec: SamplingSpec, pointer: kernels.TokenHints | None, guesses: Sequence[int]) -> SamplingSpec:
     """Return the spec of the draft after some guesses, with its pointer's hint."""
     found = pointer and spec.edits is None and pointer.next_hint(np.array(guesses, np.int64))
-    return _with(spec, *found) if found else spec
+    return with_hint(spec, *found) if found else spec
 
 
-def hinted(specs: Sequence[SamplingSpec], rows: RowView, row: int, gain: float) -> list[SamplingSpec]:
-    """Return the specs of a row's next drafts with hints, where none knows those before it.
-
-    The tokens that followed the text's end before are hints to all of them, place by place, as far as known.
-    """
-    tail = rows.tokens(row)[-MAX_MATCH:]
-    found, _, match = rows.text(row).propose(tail, len(specs), MIN_MATCH, MAX_MATCH, _REACH, _LEAST_SHARE)
-    some = [_with(c, token_id, gain * math.log(match)) for c, token_id in zip(specs, found, strict=False)]
-    return [*some, *specs[len(some) :]]
-
-
-def _with(spec: SamplingSpec, token_id: int, add: float) -> SamplingSpec:
+def with_hint(spec: SamplingSpec, token_id: int, add: float) -> SamplingSpec:
     """Give a token some logits. Specs that penalties or biases edit are left alone."""
     if spec.edits is not None:
         return spec
