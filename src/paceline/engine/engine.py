@@ -12,9 +12,8 @@ from paceline.core.errors import PromptTooLong, QueueFull, RequestError
 from paceline.core.params import AUTO, OFF, check_token_ids
 from paceline.engine.drafters import DrafterPool
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.serial_loop import SerialLoop
 from paceline.engine.stats import Gauges, Stats
-from paceline.engine.step import Verbs
+from paceline.engine.step import SerialLoop, Verbs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

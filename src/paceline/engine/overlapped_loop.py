@@ -30,8 +30,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.nouns import PAGE_TOKENS
 from paceline.engine.pages import pages_for
-from paceline.engine.serial_loop import SerialLoop
-from paceline.engine.step import StepScores
+from paceline.engine.step import SerialLoop, StepScores
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,6 +1,6 @@
-"""One step of the engine: the six verbs, and what is handed from verb to verb.
+"""One step of the engine: the six verbs, what is handed from verb to verb, and the serial loop over them.
 
-`serial_loop.py` and `overlapped_loop.py` are the loops over the verbs. `engine.py` adds requests and counters.
+`overlapped_loop.py` is the other loop. `engine.py` adds requests and counters.
 """
 
 from __future__ import annotations
@@ -237,3 +237,28 @@ class Verbs:
         self._stats.control_s += perf_counter() - start
         for reckoning in reckoned:
             self._stats.predictions.count(reckoning)
+
+
+class SerialLoop:
+    """The six verbs one after another, all rows together; see `Loop`."""
+
+    def step(self, engine: Verbs) -> None:
+        """Take all rows through the six verbs."""
+        plan = engine.plan()
+        batch = engine.admit(plan)
+        if not batch.rows:
+            return
+        drafted = engine.propose(batch, plan)
+        pending = engine.score(drafted)
+        engine.flush()  # beside the pass: outcomes of the step before
+        scored = pending.wait()
+        verdict = engine.judge(drafted, scored)
+        engine.commit(drafted, scored, verdict)
+
+    def wait(self) -> bool:
+        """Return False: a step ends with its pass."""
+        return False
+
+    def check(self, engine: Verbs) -> None:
+        """Assert that no row is in flight between steps."""
+        assert not any(r.in_flight for r in engine.scheduler.running)
