@@ -17,16 +17,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from paceline import kernels
-from paceline.core.nouns import Edits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from paceline.backend.seam import RowView
-    from paceline.core.nouns import Batch, ChooseKind, SamplingSpec, Scores, Verdict
+    from paceline.core.nouns import Batch, Scores, Verdict
 
 MIN_MATCH, MAX_MATCH = 2, 32  # tokens
 
@@ -84,21 +81,3 @@ class Hints:
         """Forget a row."""
         self._drafted.pop(row, None)
         self._recycled.pop(row, None)
-
-
-def pointed(spec: SamplingSpec, pointer: kernels.TokenHints | None, guesses: Sequence[int]) -> SamplingSpec:
-    """Return the spec of the draft after some guesses, with its pointer's hint."""
-    found = pointer and spec.edits is None and pointer.next_hint(np.array(guesses, np.int64))
-    return with_hint(spec, *found) if found else spec
-
-
-def with_hint(spec: SamplingSpec, token_id: int, add: float) -> SamplingSpec:
-    """Give a token some logits. Specs that penalties or biases edit are left alone."""
-    if spec.edits is not None:
-        return spec
-    kind: ChooseKind = "noisy" if spec.kind == "argmax" else spec.kind  # argmax reads no edits
-    edits = Edits(np.array([token_id], np.int64), _ONE, np.array([add], np.float32))
-    return spec._replace(kind=kind, edits=edits)
-
-
-_ONE = np.ones(1, np.float32)

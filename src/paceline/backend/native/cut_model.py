@@ -15,6 +15,7 @@ from paceline.backend.native.load import (
     draft_weight_type,
     own_bytes,
     pack_layer,
+    pack_target_head,
     team_of,
 )
 from paceline.backend.seam import Capabilities
@@ -56,7 +57,7 @@ class NativeCutModel:
         check_types(c, weight_type, target.kv_type)
         self._target = target
         self._vocabulary = DraftVocabulary(model.token_ids, target, extensible=True)
-        self._head = self._vocabulary.rows_of_target(weight_type)
+        self._head = pack_target_head(self._vocabulary, target, weight_type)
         self._compiled = compile_decoder(
             c,
             target.team if device is None else team_of(device),

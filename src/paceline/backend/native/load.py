@@ -122,9 +122,9 @@ def load_runner(
     embed = pack(weights, "embed", table_type(weight_type)) if "embed" in weights else target.tables.embed
     vocabulary = DraftVocabulary(head.token_ids, target, extensible=config.request_tokens)
     if algorithm.guesses_features:
-        written = vocabulary.rows_of_target(weight_type)
+        written = pack_target_head(vocabulary, target, weight_type)
     else:
-        written = vocabulary.pack_rows(as_float32(weights["head"]), weight_type)
+        written = _pack_own_head(vocabulary, as_float32(weights["head"]), weight_type)
     relay, packed_relay = _pack_relay(head, vocabulary, weight_type) if config.relay_size else (None, None)
     compiled = compile_decoder(
         replace(config.layers, vocab_size=target.config.vocab_size),
@@ -157,10 +157,27 @@ def load_runner(
 
 def _pack_relay(head: Head, vocabulary: DraftVocabulary, weight_type: str) -> tuple[Relay, PackedLayer]:
     out = as_float32(head.weights["relay.out"])
-    written = vocabulary.pack_rows(as_float32(head.weights["head"]) @ out, weight_type)
+    written = _pack_own_head(vocabulary, as_float32(head.weights["head"]) @ out, weight_type)
     matrices = {name: pack(head.weights, f"relay.{name}", weight_type) for name in ("place", "known", "tell")}
     norm = as_float32(head.weights["relay.embed_norm"])
     return Relay(out, written), (matrices | {"written": written}, {"embed_norm": norm})
+
+
+def _pack_own_head(vocabulary: DraftVocabulary, table: NDArray[float32], weight_type: str) -> kernels.Matrix:
+    """Pack a drafter's own head. table: [num_fixed, width], in the order that the ids were given in."""
+    rows = np.zeros((len(vocabulary.token_ids), table.shape[1]), np.float32)
+    rows[: vocabulary.num_fixed] = table[vocabulary.order]
+    return kernels.pack(rows, weight_type)
+
+
+def pack_target_head(vocabulary: DraftVocabulary, target: NativeDecoder, weight_type: str) -> kernels.Matrix:
+    """Return the target's rows of a vocabulary; the lowest, if none can be added, need no copy."""
+    if vocabulary.is_lowest:
+        return target.tables.head
+    rows = np.zeros((len(vocabulary.token_ids), target.config.hidden_size), np.float32)
+    for row, token_id in zip(rows, vocabulary.token_ids[: vocabulary.num_fixed].tolist(), strict=False):
+        target.tables.head.row(token_id, row)
+    return kernels.pack(rows, weight_type)
 
 
 def _last_norms(config: HeadConfig, vectors: Mapping[str, NDArray[float32]]) -> NDArray[float32]:

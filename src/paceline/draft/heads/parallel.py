@@ -10,11 +10,11 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING
 
-from paceline.backend.sampling import pick
+from paceline.backend.sampling import pick, with_hint
 from paceline.backend.seam import FedBack, RelayRequest
 from paceline.draft.autoregressive import draft_steps, extend
 from paceline.draft.heads.drafter import HeadDrafter
-from paceline.draft.hints import MAX_MATCH, MIN_MATCH, RecycledGains, with_hint
+from paceline.draft.hints import MAX_MATCH, MIN_MATCH, RecycledGains
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
