@@ -8,7 +8,8 @@ import pytest
 
 from paceline.core.nouns import BROKEN, Request
 from paceline.core.params import SamplingParams
-from paceline.engine.output import StopCheck, StopChecker
+from paceline.engine.output import StopChecker
+from paceline.engine.stops import StopCheck
 from tests.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer(320)
