@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from dataclasses import replace
-from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread, current_thread
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import finalize
 
@@ -15,8 +12,6 @@ from paceline.core.system import stay_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from paceline.backend.seam import Executor, PassRequest, PassResult
 
     Call = tuple[Future[Any], Lock, Callable[[], Any]]
 
@@ -33,10 +28,6 @@ class PassThread:
         self.cores = cores
         self._name = name
         self._calls: SimpleQueue[Call | None] | None = None
-
-    def launch(self, executor: Executor, request: PassRequest) -> PassInThread:
-        """Begin a pass in the thread and return; it measures the seconds that the pass takes."""
-        return PassInThread(self.start(partial(_run, executor, request)))
 
     def start(self, call: Callable[[], T]) -> Future[T]:
         """Begin a call and return at once; the thread has then left Python's lock for what releases it."""
@@ -60,25 +51,6 @@ class PassThread:
             thread.start()
             finalize(self, _end, self._calls, thread)
         return self._calls
-
-
-class PassInThread:
-    """A pass that a thread runs; see `Pending`."""
-
-    __slots__ = ("_future",)
-
-    def __init__(self, future: Future[PassResult]) -> None:
-        self._future = future
-
-    def wait(self) -> PassResult:
-        """Wait for the thread."""
-        return self._future.result()
-
-
-def _run(executor: Executor, request: PassRequest) -> PassResult:
-    start = perf_counter()
-    result = executor.launch(request).wait()
-    return replace(result, pass_s=perf_counter() - start)
 
 
 def _end(calls: SimpleQueue[Call | None], thread: Thread) -> None:
