@@ -9,10 +9,10 @@ import numpy as np
 
 from paceline import kernels
 from paceline.backend.native import cut_model, head, load
-from paceline.backend.pending import Deferred
 from paceline.backend.registry import BACKENDS, BackendSpec
 from paceline.backend.rows import Rows
 from paceline.backend.seam import FedBack, Packed
+from paceline.backend.target import Deferred
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

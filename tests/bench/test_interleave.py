@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from paceline.backend.pending import PassThread
+from paceline.backend.pass_thread import PassThread
 from paceline.bench.doctor import _time_steps
 from paceline.bench.interleave import Question, SlicedRun, interleave, measure_rates, round_robin, warm_run
 from paceline.bench.prompt_file import Prompt

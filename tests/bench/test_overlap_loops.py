@@ -27,7 +27,7 @@ from paceline.core.system import usable_cores
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.overlapped_loop import OverlappedLoop
 from paceline.engine.scheduler import Limits
-from paceline.engine.serial_loop import SerialLoop
+from paceline.engine.step import SerialLoop
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

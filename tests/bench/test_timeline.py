@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from paceline import cli
-from paceline.backend.pending import PassThread
+from paceline.backend.pass_thread import PassThread
 from paceline.bench.interleave import Question
 from paceline.bench.prompt_file import Prompt
 from paceline.bench.timeline import DRAFT, STEP, TARGET, Span, Timeline, record, summary

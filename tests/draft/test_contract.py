@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from paceline.backend.pending import Deferred
 from paceline.backend.registry import BACKENDS
+from paceline.backend.target import Deferred
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import BROKEN, UNCHOSEN
 from paceline.core.params import SamplingParams

@@ -12,7 +12,7 @@ import torch
 
 from paceline import kernels
 from paceline.backend.native.head import NativeHead
-from paceline.backend.native.load import pack_decoder
+from paceline.backend.native.load import load_runner, pack_decoder
 from paceline.backend.reference.decoder import ReferenceDecoder
 from paceline.backend.reference.head import ReferenceHead
 from paceline.backend.seam import Features, FedBack, Packed, PassRequest, PassResult, RelayRequest
@@ -47,7 +47,7 @@ def runners(
     """own: type of the head's own weights."""
     weights = tiny_weights(TARGET, dtype=torch.float32)
     target = pack_decoder(TARGET, weights, kernels.ThreadPool(2), types, kv)
-    return ReferenceHead(head, ReferenceDecoder(TARGET, weights)), NativeHead(head, target, None, own)
+    return ReferenceHead(head, ReferenceDecoder(TARGET, weights)), load_runner(head, target, None, own)
 
 
 def entries(chunk: int) -> list[tuple[Packed, np.ndarray]]:
@@ -108,7 +108,7 @@ def test_the_border_refuses_what_does_not_fit(
     target = pack_decoder(TARGET, weights, kernels.ThreadPool(1), "f32", "f32")
     monkeypatch.setattr(kernels, "Decoder", lambda **given: make(**(given | change)))
     with pytest.raises(ValueError, match=reason):
-        NativeHead(make_head(CASES["eagle, first"]), target)
+        load_runner(make_head(CASES["eagle, first"]), target)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -327,7 +327,7 @@ def test_the_border_refuses_places_that_do_not_fit(which: int | None, given: Any
     for case, why in (("relay", reason), ("peagle", "no relay")):
         native: Any = runners(make_head(CASES[case]))[1]
         with pytest.raises(ValueError, match=why):
-            native._compiled.relay(*arrays, **others)
+            native.compiled.relay(*arrays, **others)
 
 
 @pytest.mark.parametrize("case", ["first", "eagle, first", "eagle, speculators"])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from paceline import kernels
 from paceline.backend.rows import Rows
+from paceline.backend.sampling import pointed
 from paceline.core.nouns import (
     BROKEN,
     UNCHOSEN,
@@ -27,7 +28,8 @@ from paceline.core.nouns import (
 )
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import choose_token
-from paceline.draft.hints import Hints, RecycledGains, hinted, pointed
+from paceline.draft.heads.parallel import hinted
+from paceline.draft.hints import Hints, RecycledGains
 from tests.draft.recycled import PlainRecycled
 from tests.engine.same_text import PLAIN, make_engine, run
 

@@ -266,7 +266,7 @@ def test_one_of_several_drafters_and_once_unloaded_it_ends() -> None:
     work = requests(1)
     assert_same(plain(work), run(engine, work))
     process = drafter_of(engine).supervisor._process._process  # type: ignore[union-attr]
-    engine._unload(NAME)
+    engine.unload(NAME)
     until(lambda: process.poll() is not None)
 
 

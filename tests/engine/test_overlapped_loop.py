@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from paceline.backend.pending import PassThread
+from paceline.backend.pass_thread import PassThread
 from paceline.control.controller import FixedK
 from paceline.control.policy import StepView
 from paceline.core.errors import RequestError

@@ -10,14 +10,14 @@ import pytest
 
 from paceline import cli
 from paceline.backend.device import Device
-from paceline.backend.pending import PassThread
+from paceline.backend.pass_thread import PassThread
 from paceline.control.trace import replay
 from paceline.core.errors import ConfigError
 from paceline.core.system import on_cores, usable_cores
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.assembly.placement import PlacedDrafter, Placement
 from paceline.engine.overlapped_loop import OverlappedLoop
-from paceline.engine.serial_loop import SerialLoop
+from paceline.engine.step import SerialLoop
 from tests.draft.heads import trained_head
 from tests.engine.same_text import PLAIN, assert_same, make_engine, run, target
 from tests.engine.test_overlapped_loop import REQUESTS, overlapped

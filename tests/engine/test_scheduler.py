@@ -19,6 +19,7 @@ from paceline import kernels
 from paceline.core.errors import PromptTooLong, QueueFull
 from paceline.core.nouns import PAGE_TOKENS, Admission, Batch, BatchRow, Plan, Request, RowPlan
 from paceline.core.params import SamplingParams, Speculation
+from paceline.engine.engine import check_room
 from paceline.engine.pages import PagePool, chain_hash, pages_for, root_hash
 from paceline.engine.scheduler import Limits, Scheduler
 from tests.oracles.step_view import bounds_of as bounds_of_slow
@@ -135,7 +136,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         asks = self.random.choice([None, Speculation("off"), Speculation(k=2)])
         request = Request(name, prompt, params, seed=0, salt="salt" if salt else "", speculation=asks)
         try:
-            self.scheduler.add(request)
+            _add(self.scheduler, request)
         except PromptTooLong:
             assert len(prompt) + max_tokens > self.scheduler.capacity
         except QueueFull:
@@ -220,6 +221,12 @@ TestLateScheduler = LateSchedulerMachine.TestCase
 TestLateScheduler.settings = _SETTINGS
 
 
+def _add(scheduler: Scheduler, request: Request) -> None:
+    """As the engine does."""
+    check_room(scheduler, request)
+    scheduler.add(request)
+
+
 def _request(name: str, prompt: tuple[int, ...], max_tokens: int = 4, salt: str = "") -> Request:
     return Request(name, prompt, SamplingParams(max_tokens=max_tokens), seed=0, salt=salt)
 
@@ -291,11 +298,11 @@ def test_the_newest_is_preempted_and_finishes_later() -> None:
 def test_too_long_and_too_many_are_refused_and_change_nothing() -> None:
     scheduler = Scheduler(Limits(num_rows=1, max_queued_tokens=50), PagePool(4))
     with pytest.raises(PromptTooLong, match="64"):
-        scheduler.add(_request("long", (1,) * 61, max_tokens=4))
+        _add(scheduler, _request("long", (1,) * 61, max_tokens=4))
     for name in ("a", "b"):
-        scheduler.add(_request(name, (1,) * 25))
+        _add(scheduler, _request(name, (1,) * 25))
     with pytest.raises(QueueFull):
-        scheduler.add(_request("c", (1,)))
+        _add(scheduler, _request("c", (1,)))
     assert list(scheduler.requests) == ["a", "b"]
     scheduler.check()
 
@@ -304,10 +311,10 @@ def test_further_choices_of_a_text_are_not_refused_for_their_first() -> None:
     scheduler = Scheduler(Limits(num_rows=1, max_queued_tokens=50), PagePool(9))
     params = SamplingParams(max_tokens=4, n=3)
     for choice in range(3):
-        scheduler.add(Request(f"text-{choice}", (1,) * 40, params, seed=0, choice=choice))
+        _add(scheduler, Request(f"text-{choice}", (1,) * 40, params, seed=0, choice=choice))
     assert len(scheduler.waiting) == 3
     with pytest.raises(QueueFull):
-        scheduler.add(_request("other", (1,)))
+        _add(scheduler, _request("other", (1,)))
     scheduler.check()
 
 

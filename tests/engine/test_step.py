@@ -8,8 +8,7 @@ import pytest
 
 from paceline.core.nouns import Batch
 from paceline.engine import step
-from paceline.engine.serial_loop import SerialLoop
-from paceline.engine.step import PendingStep
+from paceline.engine.step import PendingStep, SerialLoop
 from tests.engine.same_text import PLAIN, Request, make_engine
 from tests.engine.test_output_queue import asked
 

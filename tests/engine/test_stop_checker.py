@@ -8,8 +8,8 @@ import pytest
 
 from paceline.core.nouns import BROKEN, Request
 from paceline.core.params import SamplingParams
-from paceline.engine.output import StopCheck, StopChecker
-from paceline.model.detokenizer import Detokenizer
+from paceline.engine.output import StopChecker
+from paceline.engine.stops import StopCheck
 from tests.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer(320)
@@ -27,7 +27,7 @@ PARAMS = [
 def _written(
     params: SamplingParams, drafts: list[list[int]], method: str
 ) -> tuple[list[tuple[StopCheck, str]], str]:
-    writer = StopChecker(Request("r", (1,), params, seed=0), frozenset({EOS}), Detokenizer(TOKENIZER))
+    writer = StopChecker(Request("r", (1,), params, seed=0), frozenset({EOS}), TOKENIZER.detokenizer())
     found: list[tuple[StopCheck, str]] = []
     for drafted in drafts:
         taken: StopCheck = getattr(writer, method)(drafted)

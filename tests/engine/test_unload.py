@@ -81,7 +81,7 @@ def test_taps_that_only_it_read_are_taken_no_more() -> None:
     engine = make_engine(AUTO, CACHING)
     assert engine.target.taps == ()
     engine.target.taps = (1,)
-    engine._unload(NAME)
+    engine.unload(NAME)
     assert engine.target.taps == engine.drafting.taps == ()
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from paceline.core.errors import BadModelFile, RequestError, UnsupportedModel
-from paceline.model.detokenizer import Detokenizer, byte_alphabet
+from paceline.model.detokenizer import byte_alphabet
 from paceline.model.files.gguf_tokenizer import tokenizer_from_gguf
 from paceline.model.tokenizer import Tokenizer
 from paceline.model.weights import load_model, load_template, load_tokenizer
@@ -48,7 +48,7 @@ SENTENCE = Tokenizer(tokenizer_from_gguf(piece_metadata()), eos_ids=(2,), bos_id
 
 def grown(tokenizer: Tokenizer, ids: list[int], cuts: list[int], skip_special: bool) -> str:
     """The text as a stream gives it, the ids pushed in runs of the given lengths."""
-    stream = Detokenizer(tokenizer, skip_special)
+    stream = tokenizer.detokenizer(skip_special)
     text, at = "", 0
     for cut in cuts:
         text += stream.push(ids[at : at + cut])
@@ -92,7 +92,7 @@ def test_sentence_piece_decode_equals_the_library(text: str) -> None:
 
 def test_half_a_character_is_held_back() -> None:
     ids = BYTES.encode("a€b")
-    stream = Detokenizer(BYTES)
+    stream = BYTES.detokenizer()
     assert [stream.push([i]) for i in ids] == ["a", "", "", "€", "b"]
     assert stream.push(BYTES.encode("€")[:2]) == ""
     assert stream.flush() == "\ufffd"

@@ -16,11 +16,10 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.backend.seam import num_cores
 from paceline.bench.report import write_json
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import PAGE_TOKENS
-from paceline.core.system import commit, machine
+from paceline.core.system import commit, machine, usable_cores
 from paceline.draft.heads.options import Eagle3Config, PEagleConfig
 from paceline.draft.registry import parse_spec
 from paceline.engine.assembly.config import MAX_THREADS
@@ -102,7 +101,7 @@ def _arguments(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--model", default="default", help="the default model or another that is a Llama")
     parser.add_argument("--limit", type=int, default=24, metavar="N", help="prompts, evenly spaced over the file")
     parser.add_argument("--new-tokens", type=int, default=64, metavar="N")
-    parser.add_argument("--threads", type=int, default=num_cores(), metavar="N")
+    parser.add_argument("--threads", type=int, default=len(usable_cores()), metavar="N")
     parser.add_argument("--engines", default=".peers", metavar="FOLDER", help="where vLLM is installed")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(argv)

@@ -17,11 +17,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.backend.seam import num_cores
 from paceline.bench.report import write_json
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.nouns import PAGE_TOKENS
-from paceline.core.system import commit, machine
+from paceline.core.system import commit, machine, usable_cores
 from paceline.engine.assembly.config import MAX_ROWS, MAX_THREADS
 from paceline.model.weights import load_model
 from paceline.serve.terminal.display import progress, say
@@ -104,7 +103,7 @@ def _arguments(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--prefill-tokens", type=int, default=512, metavar="N")
     parser.add_argument("--quality-prompts", type=int, default=20, metavar="N", help="0: quality is not measured")
     parser.add_argument("--quality-tokens", type=int, default=64, metavar="N")
-    parser.add_argument("--threads", type=int, default=num_cores(), metavar="N")
+    parser.add_argument("--threads", type=int, default=len(usable_cores()), metavar="N")
     parser.add_argument(
         "--engines", default=".peers", metavar="FOLDER", help="where the other engines are installed"
     )

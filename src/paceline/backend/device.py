@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.core.errors import ConfigError
-from paceline.core.system import on_cores as on_cores
-from paceline.core.system import stay_on as stay_on
-from paceline.core.system import usable_cores as usable_cores
+from paceline.core.system import usable_cores
 
 SAME = "same"  # as the target
 CPU = "cpu"

@@ -81,7 +81,7 @@ BACKENDS = {
             ("int8", "int4", "bf16", "f32"),
             ("i16", "i8", "f16", "f32"),
             "paceline.backend.native.load:load_decoder",
-            "paceline.backend.native.head:load_runner",
+            "paceline.backend.native.load:load_runner",
             "paceline.backend.native.cut_model:load_cut_model",
         ),
         BackendSpec(

@@ -1,4 +1,4 @@
-"""Token ids from the logits of a pass: selection among them, and the draw of a drafter."""
+"""Token ids from the logits of a pass: selection among them, hints to a drafter's choice, and its draw."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from paceline.backend.seam import PassResult
 from paceline.core import sampling
 from paceline.core.noise import Lane, key
-from paceline.core.nouns import BROKEN, UNCHOSEN
+from paceline.core.nouns import BROKEN, UNCHOSEN, Edits
 from paceline.core.sampling import BrokenRow, choose_ahead, distribution
 
 if TYPE_CHECKING:
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from numpy import floating, int64
     from numpy.typing import NDArray
 
-    from paceline.core.nouns import SamplingSpec
+    from paceline import kernels
+    from paceline.core.nouns import ChooseKind, SamplingSpec
 
 
 def logit_rows(specs: Sequence[SamplingSpec]) -> NDArray[int64]:
@@ -37,6 +38,24 @@ def pick(chosen: PassResult, places: Sequence[int]) -> PassResult:
     rows = chosen.logit_idx[places]
     idx = np.where(rows >= 0, np.cumsum(rows >= 0) - 1, -1)
     return PassResult(token_ids, chosen.logits[rows[rows >= 0]], idx, margins=margins)
+
+
+def pointed(spec: SamplingSpec, pointer: kernels.TokenHints | None, guesses: Sequence[int]) -> SamplingSpec:
+    """Return the spec of the draft after some guesses, with its pointer's hint."""
+    found = pointer and spec.edits is None and pointer.next_hint(np.array(guesses, np.int64))
+    return with_hint(spec, *found) if found else spec
+
+
+def with_hint(spec: SamplingSpec, token_id: int, add: float) -> SamplingSpec:
+    """Give a token some logits. Specs that penalties or biases edit are left alone."""
+    if spec.edits is not None:
+        return spec
+    kind: ChooseKind = "noisy" if spec.kind == "argmax" else spec.kind  # argmax reads no edits
+    edits = Edits(np.array([token_id], np.int64), _ONE, np.array([add], np.float32))
+    return spec._replace(kind=kind, edits=edits)
+
+
+_ONE = np.ones(1, np.float32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

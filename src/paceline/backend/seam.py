@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from paceline.core.nouns import noun
-from paceline.core.system import usable_cores
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,11 +31,6 @@ if TYPE_CHECKING:
     Span = tuple[int, int, int, Sequence[int]]  # (row, start, num_known, guesses)
 
 MAX_REQUEST_TOKENS = 2048  # tokens that running requests add to a draft vocabulary; a request adds some dozens
-
-
-def num_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(usable_cores())
 
 
 # A pass ------------------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
-"""The target: a decoder, its KV and the rows whose tokens it scores."""
+"""The target: a decoder, its KV and the rows whose tokens it scores; launched passes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -9,11 +11,11 @@ from paceline.backend.seam import PassRequest
 from paceline.core.nouns import Scores, Taps, noun
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from paceline.backend.pending import PassThread
+    from paceline.backend.pass_thread import PassThread
     from paceline.backend.rows import Rows
-    from paceline.backend.seam import Decoder, PassResult, Pending
+    from paceline.backend.seam import Decoder, Executor, PassResult, Pending
     from paceline.core.nouns import Batch, Draft, Verdict
 
 
@@ -24,6 +26,22 @@ class ScoreRequest:
     request: PassRequest
     cu_len: Sequence[int]  # as `Scores.cu_len`
     starts: Sequence[int]  # as `Taps.starts`
+
+
+class Deferred:
+    """A pass that runs when it is waited for; see `Pending`."""
+
+    __slots__ = ("_result", "_run")
+
+    def __init__(self, run: Callable[[], PassResult]) -> None:
+        self._run = run
+        self._result: PassResult | None = None
+
+    def wait(self) -> PassResult:
+        """Run the pass, once."""
+        if self._result is None:
+            self._result = self._run()
+        return self._result
 
 
 class PendingScores:
@@ -58,11 +76,6 @@ class Backend:
         self.taps: tuple[int, ...] = ()  # layers whose hidden states drafters read, in every pass
 
     @property
-    def name(self) -> str:
-        """Name of the backend."""
-        return self.decoder.name
-
-    @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of target KV per token."""
         return self.kv.bytes_per_token
@@ -85,13 +98,21 @@ class Backend:
         thread: runs the pass whole, so that it goes on beside the caller whatever the decoder can do.
         """
         start = perf_counter()
-        executor = self.decoder
-        pending = executor.launch(asked.request) if thread is None else thread.launch(executor, asked.request)
-        return PendingScores(asked, pending, start)
+        if thread is None:
+            return PendingScores(asked, self.decoder.launch(asked.request), start)
+        result = thread.start(partial(_run, self.decoder, asked.request)).result
+        return PendingScores(asked, Deferred(result), start)
 
     def commit(self, batch: Batch, verdict: Verdict) -> None:
         """Advance the rows by what was kept."""
         self.rows.commit(batch, verdict)
+
+
+def _run(executor: Executor, request: PassRequest) -> PassResult:
+    """Run a pass and measure the seconds that it takes."""
+    start = perf_counter()
+    result = executor.launch(request).wait()
+    return replace(result, pass_s=perf_counter() - start)
 
 
 def _scores(asked: ScoreRequest, result: PassResult) -> Scores:

@@ -20,7 +20,7 @@ from paceline.core.system import uninterrupted
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from paceline.backend.pending import PassThread
+    from paceline.backend.pass_thread import PassThread
     from paceline.bench.prompt_file import Prompt
     from paceline.core.nouns import Outcome
     from paceline.core.params import SamplingParams

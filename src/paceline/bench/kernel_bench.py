@@ -15,10 +15,11 @@ import numpy as np
 from paceline import kernels
 from paceline.backend.native.decoder import NativeDecoder
 from paceline.backend.native.load import pack_decoder
-from paceline.backend.seam import Packed, PassRequest, num_cores
+from paceline.backend.seam import Packed, PassRequest
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import PAGE_TOKENS, SamplingSpec
 from paceline.core.params import SamplingParams
+from paceline.core.system import usable_cores
 from paceline.engine.assembly.config import MAX_THREADS
 from paceline.model.config import layer_shapes
 from paceline.model.weights import load_model
@@ -55,7 +56,7 @@ def run(args: Namespace) -> int:
     """Measure and print three tables."""
     if args.weights not in WEIGHT_TYPES or args.kv not in KV_TYPES:
         raise ConfigError(f"--weights is one of {', '.join(WEIGHT_TYPES)}, --kv one of {', '.join(KV_TYPES)}")
-    threads = num_cores() if args.threads is None else args.threads
+    threads = len(usable_cores()) if args.threads is None else args.threads
     if not 1 <= threads <= MAX_THREADS or not 1 <= args.repeat <= 10_000:
         raise ConfigError(f"--threads must be between 1 and {MAX_THREADS}, --repeat between 1 and 10000")
     model, team = load_model(args.model), kernels.ThreadPool(threads)

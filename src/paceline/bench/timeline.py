@@ -15,7 +15,7 @@ from threading import get_ident
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from paceline.backend.pending import Deferred
+from paceline.backend.target import Deferred
 from paceline.bench.prompt_file import BUILTIN, PROMPTS_HELP, PROMPTS_METAVAR, read_prompts
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.params import SamplingParams

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.backend.sampling import draw
+from paceline.backend.sampling import draw, pointed
 from paceline.backend.seam import StepLimit
 from paceline.core.nouns import UNCHOSEN, RowDraft
-from paceline.draft.hints import pointed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -15,23 +15,17 @@ the one that serves it best; those that drafters declare come from prompts made 
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from paceline import kernels
-from paceline.core.nouns import Edits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from paceline.backend.seam import RowView
-    from paceline.core.nouns import Batch, ChooseKind, SamplingSpec, Scores, Verdict
+    from paceline.core.nouns import Batch, Scores, Verdict
 
 MIN_MATCH, MAX_MATCH = 2, 32  # tokens
-_REACH = MAX_MATCH  # tokens of a path per token matched: as many as are drafted
-_LEAST_SHARE = 0.05  # a path goes on while so few of its places do
 
 
 class RecycledGains(NamedTuple):
@@ -87,32 +81,3 @@ class Hints:
         """Forget a row."""
         self._drafted.pop(row, None)
         self._recycled.pop(row, None)
-
-
-def pointed(spec: SamplingSpec, pointer: kernels.TokenHints | None, guesses: Sequence[int]) -> SamplingSpec:
-    """Return the spec of the draft after some guesses, with its pointer's hint."""
-    found = pointer and spec.edits is None and pointer.next_hint(np.array(guesses, np.int64))
-    return _with(spec, *found) if found else spec
-
-
-def hinted(specs: Sequence[SamplingSpec], rows: RowView, row: int, gain: float) -> list[SamplingSpec]:
-    """Return the specs of a row's next drafts with hints, where none knows those before it.
-
-    The tokens that followed the text's end before are hints to all of them, place by place, as far as known.
-    """
-    tail = rows.tokens(row)[-MAX_MATCH:]
-    found, _, match = rows.text(row).propose(tail, len(specs), MIN_MATCH, MAX_MATCH, _REACH, _LEAST_SHARE)
-    some = [_with(c, token_id, gain * math.log(match)) for c, token_id in zip(specs, found, strict=False)]
-    return [*some, *specs[len(some) :]]
-
-
-def _with(spec: SamplingSpec, token_id: int, add: float) -> SamplingSpec:
-    """Give a token some logits. Specs that penalties or biases edit are left alone."""
-    if spec.edits is not None:
-        return spec
-    kind: ChooseKind = "noisy" if spec.kind == "argmax" else spec.kind  # argmax reads no edits
-    edits = Edits(np.array([token_id], np.int64), _ONE, np.array([add], np.float32))
-    return spec._replace(kind=kind, edits=edits)
-
-
-_ONE = np.ones(1, np.float32)

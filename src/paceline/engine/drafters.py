@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from paceline.control.policy import confidence_of
-from paceline.core.errors import RequestError
 from paceline.core.nouns import NO_DRAFT, Draft, RowDraft
-from paceline.core.params import AUTO, OFF
 from paceline.draft.drafter import DrafterUnavailable, StoresLost
 
 if TYPE_CHECKING:
@@ -60,15 +58,6 @@ class DrafterPool:
     def taps(self) -> tuple[int, ...]:
         """Target layers after which some drafter reads hidden states, ascending."""
         return tuple(sorted({tap for drafter in self.drafters.values() for tap in drafter.needs.taps}))
-
-    def check_request(self, request: Request) -> None:
-        """Raise `RequestError` if a request names a drafter that is not loaded."""
-        known = (AUTO, OFF, *self.drafters)
-        if request.speculation and (name := request.speculation.draft) not in known:
-            why = "was unloaded, as it never paid" if name in self.names else "is not"
-            raise RequestError(
-                f"drafter {name!r} {why} here; speculation.draft may be {', '.join(known)}", "speculation"
-            )
 
     def drop(self, name: str) -> Drafter:
         """Forget a drafter, and return it."""

@@ -5,16 +5,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
-from paceline.core.errors import RequestError
-from paceline.core.params import check_token_ids
+from paceline.core.errors import PromptTooLong, QueueFull, RequestError
+from paceline.core.params import AUTO, OFF, check_token_ids
 from paceline.engine.drafters import DrafterPool
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.serial_loop import SerialLoop
 from paceline.engine.stats import Gauges, Stats
-from paceline.engine.step import Verbs
-from paceline.model.detokenizer import Detokenizer
+from paceline.engine.step import SerialLoop, Verbs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,6 +26,13 @@ if TYPE_CHECKING:
     from paceline.engine.scheduler import Limits
     from paceline.model.tokenizer import Tokenizer
     from paceline.verify.law import Law
+
+log = logging.getLogger(__name__)
+
+UNLOADED = (
+    "drafter %s is unloaded: as often as it was tried, it could not have paid for itself here; "
+    "its weights and %.0f MiB of its KV are given back, texts stay the same"
+)
 
 
 class Engine(Verbs):
@@ -57,9 +63,19 @@ class Engine(Verbs):
         if request.request_id in self.scheduler.requests:  # also one that was cancelled, while its last pass runs
             raise RequestError(f"request id {request.request_id!r} is in use")
         check_token_ids(request.prompt_ids, request.params, self.target.config.vocab_size)
-        self.drafting.check_request(request)
+        self._check_speculation(request)
+        check_room(self.scheduler, request)
         self.scheduler.add(request)
-        self.outputs.open(request, frozenset(self.tokenizer.eos_ids), Detokenizer(self.tokenizer))
+        self.outputs.open(request, frozenset(self.tokenizer.eos_ids), self.tokenizer.detokenizer())
+
+    def _check_speculation(self, request: Request) -> None:
+        """Raise `RequestError` if a request names a drafter that is not loaded."""
+        known = (AUTO, OFF, *self.drafting.drafters)
+        if request.speculation and (name := request.speculation.draft) not in known:
+            why = "was unloaded, as it never paid" if name in self.drafting.names else "is not"
+            raise RequestError(
+                f"drafter {name!r} {why} here; speculation.draft may be {', '.join(known)}", "speculation"
+            )
 
     def cancel(self, request_id: str) -> None:
         """End a request now; its last outcome comes with the next step. Unknown ids are ignored."""
@@ -88,10 +104,26 @@ class Engine(Verbs):
         """Return what the engine holds now."""
         return Gauges.of(self.scheduler, len(self.drafting.drafters), self.kv_bytes_per_token)
 
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of KV per token, the drafters' included."""
+        own = sum(d.needs.kv_bytes_per_token for d in self.drafting.drafters.values())
+        return self.target.kv_bytes_per_token + own
+
     def control_by(self, new_controller: Callable[[], Controller]) -> None:
         """Take a new controller from a factory, now and again at each `forget`."""
         self._new_controller = new_controller
         self.controller = new_controller()
+
+    def unload(self, name: str) -> None:
+        """Give back what a drafter holds: its weights, its stores, the taps that only it reads."""
+        before = self.kv_bytes_per_token
+        drafter = self.drafting.drop(name)
+        for store in drafter.needs.stores:
+            self.scheduler.pool.drop_store(store)
+        self.target.taps = self.drafting.taps
+        freed = (before - self.kv_bytes_per_token) * self.scheduler.capacity
+        log.warning(UNLOADED, name, freed / 2**20)
 
     def forget(self) -> None:
         """Start cold: empty the prefix cache and what drafters and controller learnt across requests.
@@ -108,3 +140,22 @@ class Engine(Verbs):
         self.target.rows.check()
         self.loop.check(self)
         assert set(self.outputs.responses) == {i for i, r in self.scheduler.requests.items() if not r.ended}
+
+
+def check_room(scheduler: Scheduler, request: Request) -> None:
+    """Raise `PromptTooLong` or `QueueFull` for a request that there is no room for.
+
+    Only the first of n choices is held to the queue's bound: the others share its pages, and an answer with
+    some of its choices refused would be no answer.
+    """
+    prompt_len, limits = len(request.prompt_ids), scheduler.limits
+    max_len = min(limits.max_len, scheduler.capacity)
+    if prompt_len + request.params.max_tokens > max_len:
+        raise PromptTooLong(
+            f"the prompt has {prompt_len} tokens and max_tokens is {request.params.max_tokens}, "
+            f"together more than the {max_len} this engine holds for one request; shorten either",
+            "max_tokens" if prompt_len < max_len else "messages",
+        )
+    num_queued = scheduler.num_queued_tokens
+    if request.choice == 0 and scheduler.waiting and num_queued + prompt_len > limits.max_queued_tokens:
+        raise QueueFull(f"{num_queued} prompt tokens are waiting already; try again later")

@@ -30,13 +30,12 @@ from typing import TYPE_CHECKING
 
 from paceline.core.nouns import PAGE_TOKENS
 from paceline.engine.pages import pages_for
-from paceline.engine.serial_loop import SerialLoop
-from paceline.engine.step import StepScores
+from paceline.engine.step import SerialLoop, StepScores
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from paceline.backend.pending import PassThread
+    from paceline.backend.pass_thread import PassThread
     from paceline.backend.target import PendingScores, ScoreRequest
     from paceline.engine.scheduler import RequestState, Scheduler
     from paceline.engine.step import StepInput, Verbs

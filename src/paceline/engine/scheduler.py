@@ -17,7 +17,6 @@ from bisect import insort
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from paceline.core.errors import PromptTooLong, QueueFull
 from paceline.core.nouns import PAGE_TOKENS, Admission, Batch, BatchRow
 from paceline.engine.pages import PagePool, chain_hash, pages_for, root_hash
 
@@ -102,22 +101,7 @@ class Scheduler:
     # Arrivals and ends ---------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises `PromptTooLong` or `QueueFull`; then nothing has changed.
-
-        Only the first of n choices is held to the queue's bound: the others share its pages, and an answer with
-        some of its choices refused would be no answer.
-        """
-        prompt_len = len(request.prompt_ids)
-        max_len = min(self.limits.max_len, self.capacity)
-        if prompt_len + request.params.max_tokens > max_len:
-            raise PromptTooLong(
-                f"the prompt has {prompt_len} tokens and max_tokens is {request.params.max_tokens}, "
-                f"together more than the {max_len} this engine holds for one request; shorten either",
-                "max_tokens" if prompt_len < max_len else "messages",
-            )
-        is_first = request.choice == 0
-        if is_first and self.waiting and self.num_queued_tokens + prompt_len > self.limits.max_queued_tokens:
-            raise QueueFull(f"{self.num_queued_tokens} prompt tokens are waiting already; try again later")
+        """Queue a request that `engine.check_room` admits."""
         root = root_hash(self.fingerprint, request.salt)
         state = RequestState(request, self._num_arrived, [root], list(request.prompt_ids))
         self._num_arrived += 1

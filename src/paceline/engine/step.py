@@ -1,11 +1,10 @@
-"""One step of the engine: the six verbs, and what is handed from verb to verb.
+"""One step of the engine: the six verbs, what is handed from verb to verb, and the serial loop over them.
 
-`serial_loop.py` and `overlapped_loop.py` are the loops over the verbs. `engine.py` adds requests and counters.
+`overlapped_loop.py` is the other loop. `engine.py` adds requests and counters.
 """
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
@@ -24,12 +23,6 @@ if TYPE_CHECKING:
     from paceline.engine.scheduler import Group, RequestState, Scheduler
     from paceline.verify.law import Law
 
-log = logging.getLogger(__name__)
-
-UNLOADED = (
-    "drafter %s is unloaded: as often as it was tried, it could not have paid for itself here; "
-    "its weights and %.0f MiB of its KV are given back, texts stay the same"
-)
 NO_PLAN = Plan()
 
 
@@ -135,7 +128,7 @@ class Verbs:
         plan = controller.plan(view)
         self._stats.control_s += perf_counter() - start
         for name in plan.given_up:
-            self._unload(name)
+            self.unload(name)
         return plan
 
     def admit(self, plan: Plan, group: Group = None) -> Batch:
@@ -203,15 +196,9 @@ class Verbs:
         """Return what plans for a group: one controller, which keeps the groups' open steps apart."""
         return self.controller.second_group if group else self.controller
 
-    def _unload(self, name: str) -> None:
-        """Give back what a drafter holds: its weights, its stores, the taps that only it reads."""
-        before = self.kv_bytes_per_token
-        drafter = self.drafting.drop(name)
-        for store in drafter.needs.stores:
-            self.scheduler.pool.drop_store(store)
-        self.target.taps = self.drafting.taps
-        freed = (before - self.kv_bytes_per_token) * self.scheduler.capacity
-        log.warning(UNLOADED, name, freed / 2**20)
+    def unload(self, name: str) -> None:
+        """Give back what a drafter holds; see `Engine`."""
+        raise NotImplementedError
 
     def _commit_row(self, r: BatchRow, verdict: RowVerdict, num_drafted: int, num_verified: int) -> None:
         state = self.scheduler.requests[r.request_id]
@@ -251,8 +238,27 @@ class Verbs:
         for reckoning in reckoned:
             self._stats.predictions.count(reckoning)
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of KV per token, the drafters' included."""
-        own = sum(d.needs.kv_bytes_per_token for d in self.drafting.drafters.values())
-        return self.target.kv_bytes_per_token + own
+
+class SerialLoop:
+    """The six verbs one after another, all rows together; see `Loop`."""
+
+    def step(self, engine: Verbs) -> None:
+        """Take all rows through the six verbs."""
+        plan = engine.plan()
+        batch = engine.admit(plan)
+        if not batch.rows:
+            return
+        drafted = engine.propose(batch, plan)
+        pending = engine.score(drafted)
+        engine.flush()  # beside the pass: outcomes of the step before
+        scored = pending.wait()
+        verdict = engine.judge(drafted, scored)
+        engine.commit(drafted, scored, verdict)
+
+    def wait(self) -> bool:
+        """Return False: a step ends with its pass."""
+        return False
+
+    def check(self, engine: Verbs) -> None:
+        """Assert that no row is in flight between steps."""
+        assert not any(r.in_flight for r in engine.scheduler.running)

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     import tokenizers
 
-    from paceline.model.tokenizer import Tokenizer
-
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -93,10 +91,11 @@ class Detokenizer:
     tokens is held back until it is complete.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
-        self._bytes_of = tokenizer.pieces.visible if skip_special else tokenizer.pieces.whole
+    def __init__(self, bytes_of: Callable[[int], bytes], strips_space: bool) -> None:
+        """See `Tokenizer.detokenizer`."""
+        self._bytes_of = bytes_of
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._at_start = tokenizer.strips_space
+        self._at_start = strips_space
         self._between_characters = True  # no byte of an unfinished character is held back
 
     def push(self, ids: Iterable[int]) -> str:

@@ -7,10 +7,10 @@ import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.core.errors import BadModelFile, RequestError, UnsupportedModel
-from paceline.model.detokenizer import BYTE_DECODERS, BYTE_OF, TokenBytes
+from paceline.model.detokenizer import BYTE_DECODERS, BYTE_OF, Detokenizer, TokenBytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import tokenizers
 
@@ -85,9 +85,16 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Return the text of `ids`. Bytes that are not UTF-8 become U+FFFD."""
-        bytes_of = self.pieces.visible if skip_special else self.pieces.whole
+        bytes_of = self._bytes_of(skip_special)
         text = b"".join(bytes_of(i) for i in ids).decode("utf-8", "replace")
         return text.removeprefix(" ") if self.strips_space else text
+
+    def detokenizer(self, skip_special: bool = True) -> Detokenizer:
+        """Return what makes the text of an answer that grows."""
+        return Detokenizer(self._bytes_of(skip_special), self.strips_space)
+
+    def _bytes_of(self, skip_special: bool) -> Callable[[int], bytes]:
+        return self.pieces.visible if skip_special else self.pieces.whole
 
     def is_special(self, token_id: int) -> bool:
         """Return True if a token steers the model and is not text."""

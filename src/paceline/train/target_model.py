@@ -11,7 +11,7 @@ import torch
 
 from paceline.backend.native import load as native
 from paceline.backend.reference.decoder import ReferenceDecoder
-from paceline.backend.seam import Packed, PassRequest, num_cores
+from paceline.backend.seam import Packed, PassRequest
 from paceline.core.nouns import PAGE_TOKENS, SamplingSpec
 from paceline.core.params import SamplingParams
 from paceline.model.files.pull import published_name
@@ -80,7 +80,7 @@ def native_reader(
     target: TrainTarget, taps: Sequence[int], weight_type: str = "int8", threads: int | None = None
 ) -> TargetReader:
     """Return a reader on the native kernels. The target as it will be served, with their weight types."""
-    decoder = native.load_decoder(target.config, target.model.weights, weight_type, "i16", threads or num_cores())
+    decoder = native.load_decoder(target.config, target.model.weights, weight_type, "i16", threads)
     wanted = tuple(dict.fromkeys(taps))
     choose = SamplingSpec("logits", SamplingParams())
 

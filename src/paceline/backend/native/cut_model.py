@@ -7,17 +7,19 @@ from typing import TYPE_CHECKING
 
 from paceline import kernels
 from paceline.backend.native.decoder import NativeDecoder, as_float32, run_pass, run_steps
-from paceline.backend.native.draft_vocabulary import DraftVocabulary, own_bytes
+from paceline.backend.native.draft_vocabulary import DraftVocabulary
 from paceline.backend.native.load import (
     Output,
     check_types,
     compile_decoder,
     draft_weight_type,
+    own_bytes,
     pack_layer,
+    pack_target_head,
     team_of,
 )
-from paceline.backend.pending import Deferred
 from paceline.backend.seam import Capabilities
+from paceline.backend.target import Deferred
 from paceline.model.config import layer_shapes
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ class NativeCutModel:
         check_types(c, weight_type, target.kv_type)
         self._target = target
         self._vocabulary = DraftVocabulary(model.token_ids, target, extensible=True)
-        self._head = self._vocabulary.rows_of_target(weight_type)
+        self._head = pack_target_head(self._vocabulary, target, weight_type)
         self._compiled = compile_decoder(
             c,
             target.team if device is None else team_of(device),

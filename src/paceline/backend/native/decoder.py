@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from paceline import kernels
-from paceline.backend.pending import Deferred
 from paceline.backend.sampling import logit_rows
 from paceline.backend.seam import Capabilities, PassResult
+from paceline.backend.target import Deferred
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

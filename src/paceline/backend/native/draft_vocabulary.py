@@ -32,33 +32,18 @@ class DraftVocabulary:
         """token_ids: the target's, none twice. extensible: make room for tokens of requests."""
         self._target = target
         self._vocab_size = target.config.vocab_size
-        self._num_fixed = len(token_ids)
-        self._order = np.argsort(token_ids)  # [num_fixed] where each of the ascending ids comes from
+        self.num_fixed = len(token_ids)
+        self.order = np.argsort(token_ids)  # [num_fixed] where each of the ascending ids comes from
         room = min(MAX_REQUEST_TOKENS, self._vocab_size - len(token_ids)) if extensible else 0
         free = np.full(room, token_ids[0])  # a place's token until it has one: never one of a request
-        self._token_ids = np.concatenate([token_ids[self._order], free])
-        self._is_lowest = not room and bool(token_ids.max() == len(token_ids) - 1)  # the first ids, none left out
+        self.token_ids = np.concatenate([token_ids[self.order], free])  # of all places
+        self.is_lowest = not room and bool(token_ids.max() == len(token_ids) - 1)  # the first ids, none left out
         self.num_tokens = len(token_ids)  # that can be written now
 
     @property
     def mapped_ids(self) -> NDArray[int64] | None:
         """The ids of a head's rows, as `Output` has them."""
-        return None if self._is_lowest else self._token_ids
-
-    def pack_rows(self, table: NDArray[float32], weight_type: str) -> kernels.Matrix:
-        """Pack a drafter's own head. table: [num_fixed, width], in the order that the ids were given in."""
-        rows = np.zeros((len(self._token_ids), table.shape[1]), np.float32)
-        rows[: self._num_fixed] = table[self._order]
-        return kernels.pack(rows, weight_type)
-
-    def rows_of_target(self, weight_type: str) -> kernels.Matrix:
-        """Return the target's rows of these tokens; the lowest, if none can be added, need no copy."""
-        if self._is_lowest:
-            return self._target.tables.head
-        rows = np.zeros((len(self._token_ids), self._target.config.hidden_size), np.float32)
-        for row, token_id in zip(rows, self._token_ids[: self._num_fixed].tolist(), strict=False):
-            self._target.tables.head.row(token_id, row)
-        return kernels.pack(rows, weight_type)
+        return None if self.is_lowest else self.token_ids
 
     def set_request_tokens(
         self, token_ids: NDArray[int64], decoder: kernels.Decoder, put_row: Callable[[int, NDArray[float32]], None]
@@ -67,30 +52,24 @@ class DraftVocabulary:
 
         put_row: writes the target's row of one into its head.
         """
-        places = self._token_ids[self._num_fixed :]
+        places = self.token_ids[self.num_fixed :]
         row = np.empty(self._target.config.hidden_size, np.float32)
         for place in np.flatnonzero(places[: len(token_ids)] != token_ids).tolist():
             token_id = places[place] = int(token_ids[place])
             self._target.tables.head.row(token_id, row)
-            put_row(self._num_fixed + place, row)
-            decoder.set_token_id(self._num_fixed + place, token_id)
-        self.num_tokens = self._num_fixed + len(token_ids)
+            put_row(self.num_fixed + place, row)
+            decoder.set_token_id(self.num_fixed + place, token_id)
+        self.num_tokens = self.num_fixed + len(token_ids)
 
     def spread(self, result: PassResult, specs: Sequence[SamplingSpec]) -> PassResult:
         """Spread logits over the target's vocabulary where a spec asks for them."""
-        if result.logits is None or result.logit_idx is None or self._num_fixed == self._vocab_size:
+        if result.logits is None or result.logit_idx is None or self.num_fixed == self._vocab_size:
             return result
         asked = [i for i, spec in enumerate(specs) if spec.kind == "logits"]
         if not asked:
             return replace(result, logits=None, logit_idx=None)
         logits = np.full((len(asked), self._vocab_size), -np.inf, np.float32)
-        logits[:, self._token_ids[: self.num_tokens]] = result.logits[result.logit_idx[asked]]
+        logits[:, self.token_ids[: self.num_tokens]] = result.logits[result.logit_idx[asked]]
         logit_idx = np.full(len(specs), -1, np.int64)
         logit_idx[asked] = np.arange(len(asked))
         return replace(result, logits=logits, logit_idx=logit_idx)
-
-
-def own_bytes(decoder: kernels.Decoder, tables: Sequence[kernels.Matrix], target: NativeDecoder) -> int:
-    """Return the bytes of a drafter's packed matrices, tables of its target left out."""
-    shared = {id(m): m.num_bytes for m in tables if m is target.tables.embed or m is target.tables.head}
-    return decoder.weight_bytes - sum(shared.values())

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
 from paceline import kernels
-from paceline.backend.device import on_cores
 from paceline.backend.native.decoder import NativeDecoder, SharedTables, as_float32
+from paceline.backend.native.draft_vocabulary import DraftVocabulary
+from paceline.backend.native.head import NativeHead
+from paceline.backend.native.relay import Relay
 from paceline.backend.rope import inverse_frequencies
-from paceline.backend.seam import num_cores
 from paceline.core.errors import ConfigError, suggest
+from paceline.core.system import on_cores, usable_cores
 from paceline.model.config import ModelConfig, layer_shapes
+from paceline.model.heads.config import head_shapes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from numpy import float32, floating, int64
     from numpy.typing import NDArray
 
     from paceline.backend.device import Device
+    from paceline.backend.seam import Decoder
     from paceline.model.files.gguf_file import FourBit
+    from paceline.model.heads.checkpoint import Head
+    from paceline.model.heads.config import HeadConfig
 
     PackedLayer = tuple[dict[str, kernels.Matrix], dict[str, NDArray[float32]]]  # matrices, vectors
 
@@ -87,7 +93,7 @@ def team_of(device: Device | None, threads: int | None = None) -> kernels.Thread
     if device is not None and device.torch_name is not None:
         raise ConfigError(f"the native backend computes on cores, such as cpu:2-3, not on {device}")
     cores = frozenset[int]() if device is None else device.cores
-    return _team(threads or len(cores) or num_cores(), cores)
+    return _team(threads or len(cores) or len(usable_cores()), cores)
 
 
 @lru_cache
@@ -97,6 +103,106 @@ def _team(num_threads: int, cores: frozenset[int]) -> kernels.ThreadPool:
     The thread that asks for a pass is one of them.
     """
     return on_cores(cores, partial(kernels.ThreadPool, num_threads))
+
+
+# Heads -------------------------------------------------------------------------------------------
+
+
+def load_runner(
+    head: Head, target: Decoder, device: Device | None = None, weight_type: str | None = None
+) -> NativeHead:
+    """Pack a head beside its target, see `LoadHeadRunner`."""
+    assert isinstance(target, NativeDecoder)
+    config, weights, algorithm = head.config, head.weights, head.config.algorithm
+    weight_type = draft_weight_type(weight_type, target.weight_type)
+    check_types(config.layers, weight_type, target.kv_type)
+    team = target.team if device is None else team_of(device)
+    vectors = {name: as_float32(weights[name]) for name in _vector_names(config)}
+    fc = pack(weights, "fc", weight_type)
+    embed = pack(weights, "embed", table_type(weight_type)) if "embed" in weights else target.tables.embed
+    vocabulary = DraftVocabulary(head.token_ids, target, extensible=config.request_tokens)
+    if algorithm.guesses_features:
+        written = pack_target_head(vocabulary, target, weight_type)
+    else:
+        written = _pack_own_head(vocabulary, as_float32(weights["head"]), weight_type)
+    relay, packed_relay = _pack_relay(head, vocabulary, weight_type) if config.relay_size else (None, None)
+    compiled = compile_decoder(
+        replace(config.layers, vocab_size=target.config.vocab_size),
+        team,
+        embed=embed,
+        output=Output(written, vectors.get("norm"), vocabulary.mapped_ids, config.norm_output, packed_relay),
+        layers=[
+            pack_layer(i, _layer_shapes(config, i), weights, weight_type) for i in range(config.layers.num_layers)
+        ],
+        norms_residual=config.norm_before_residual,
+        fusing=({"fc": fc}, vectors) if algorithm.guesses_features else None,
+    )
+    fused_apart = 0 if algorithm.guesses_features else fc.num_bytes
+    return NativeHead(
+        config,
+        weight_type,
+        own_bytes(compiled, (embed, written), target) + fused_apart,
+        target,
+        team,
+        compiled,
+        vocabulary,
+        written,
+        fc,
+        _last_norms(config, vectors),
+        vectors,
+        weights.get("mask_hidden"),
+        relay,
+    )
+
+
+def _pack_relay(head: Head, vocabulary: DraftVocabulary, weight_type: str) -> tuple[Relay, PackedLayer]:
+    out = as_float32(head.weights["relay.out"])
+    written = _pack_own_head(vocabulary, as_float32(head.weights["head"]) @ out, weight_type)
+    matrices = {name: pack(head.weights, f"relay.{name}", weight_type) for name in ("place", "known", "tell")}
+    norm = as_float32(head.weights["relay.embed_norm"])
+    return Relay(out, written), (matrices | {"written": written}, {"embed_norm": norm})
+
+
+def _pack_own_head(vocabulary: DraftVocabulary, table: NDArray[float32], weight_type: str) -> kernels.Matrix:
+    """Pack a drafter's own head. table: [num_fixed, width], in the order that the ids were given in."""
+    rows = np.zeros((len(vocabulary.token_ids), table.shape[1]), np.float32)
+    rows[: vocabulary.num_fixed] = table[vocabulary.order]
+    return kernels.pack(rows, weight_type)
+
+
+def pack_target_head(vocabulary: DraftVocabulary, target: NativeDecoder, weight_type: str) -> kernels.Matrix:
+    """Return the target's rows of a vocabulary; the lowest, if none can be added, need no copy."""
+    if vocabulary.is_lowest:
+        return target.tables.head
+    rows = np.zeros((len(vocabulary.token_ids), target.config.hidden_size), np.float32)
+    for row, token_id in zip(rows, vocabulary.token_ids[: vocabulary.num_fixed].tolist(), strict=False):
+        target.tables.head.row(token_id, row)
+    return kernels.pack(rows, weight_type)
+
+
+def _last_norms(config: HeadConfig, vectors: Mapping[str, NDArray[float32]]) -> NDArray[float32]:
+    """Return the norms right before `fc`: [num_norms, the part of the states that each norms]."""
+    if config.fc_norm:
+        return np.stack([vectors[f"fc_norm.{i}"] for i in range(len(config.taps))])
+    return vectors["input_norm"][None] if config.norm_before_fc else np.empty((0, 1), np.float32)
+
+
+def _vector_names(config: HeadConfig) -> set[str]:
+    """Return the norms and biases outside the layers."""
+    shapes = head_shapes(config).items()
+    return {n for n, shape in shapes if len(shape) == 1 and not n.startswith(("layers.", "mask", "relay."))}
+
+
+def _layer_shapes(config: HeadConfig, index: int) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of one layer by short name."""
+    prefix = f"layers.{index}."
+    return {n.removeprefix(prefix): s for n, s in head_shapes(config).items() if n.startswith(prefix)}
+
+
+def own_bytes(decoder: kernels.Decoder, tables: Sequence[kernels.Matrix], target: NativeDecoder) -> int:
+    """Return the bytes of a drafter's packed matrices, tables of its target left out."""
+    shared = {id(m): m.num_bytes for m in tables if m is target.tables.embed or m is target.tables.head}
+    return decoder.weight_bytes - sum(shared.values())
 
 
 # Types -------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.backend.pending import Deferred
 from paceline.backend.reference.attention import KVStore
 from paceline.backend.reference.decoder import (
     ReferenceDecoder,
@@ -18,6 +17,7 @@ from paceline.backend.reference.decoder import (
     torch_device,
 )
 from paceline.backend.seam import Capabilities
+from paceline.backend.target import Deferred
 
 if TYPE_CHECKING:
     from numpy import int64

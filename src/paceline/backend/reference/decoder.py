@@ -14,11 +14,11 @@ import torch
 from torch.nn import functional
 
 from paceline.backend.device import CPU
-from paceline.backend.pending import Deferred
 from paceline.backend.reference.attention import KVStore, Tiles, attend, cos_sin, lazy_zeros, plan_tiles, rotate
 from paceline.backend.rope import inverse_frequencies
 from paceline.backend.sampling import logit_rows
 from paceline.backend.seam import Capabilities, PassResult
+from paceline.backend.target import Deferred
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import BROKEN, PAGE_TOKENS, UNCHOSEN
 from paceline.core.sampling import choose_ahead, choose_token

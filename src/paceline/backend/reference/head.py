@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from paceline.backend.pending import Deferred
 from paceline.backend.reference.attention import KVStore, attend, cos_sin, lazy_zeros, plan_tiles, rotate
 from paceline.backend.reference.decoder import (
     ACTIVATIONS,
@@ -36,6 +35,7 @@ from paceline.backend.reference.decoder import (
 from paceline.backend.rope import inverse_frequencies
 from paceline.backend.seam import Capabilities
 from paceline.backend.taps import HostTapStore, interleave
+from paceline.backend.target import Deferred
 from paceline.core.nouns import PAGE_TOKENS
 
 if TYPE_CHECKING:

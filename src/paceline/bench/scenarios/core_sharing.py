@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from paceline.backend.device import CPU, SAME, usable_cores
-from paceline.backend.pending import PassThread
+from paceline.backend.device import CPU, SAME
+from paceline.backend.pass_thread import PassThread
 from paceline.bench.scenarios.engine_pool import EnginePool
 from paceline.core.errors import ConfigError
+from paceline.core.system import usable_cores
 from paceline.engine.assembly.config import AUTO, OFF, ON
 
 if TYPE_CHECKING:

@@ -6,19 +6,20 @@ guess before it. A head with a relay sends it a message, after the pass and for 
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING
 
-from paceline.backend.sampling import pick
+from paceline.backend.sampling import pick, with_hint
 from paceline.backend.seam import FedBack, RelayRequest
 from paceline.draft.autoregressive import draft_steps, extend
 from paceline.draft.heads.drafter import HeadDrafter
-from paceline.draft.hints import RecycledGains, hinted
+from paceline.draft.hints import MAX_MATCH, MIN_MATCH, RecycledGains
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from paceline.backend.seam import PassRequest, PassResult, Span, StepLimit
+    from paceline.backend.seam import PassRequest, PassResult, RowView, Span, StepLimit
     from paceline.core.nouns import SamplingSpec
     from paceline.draft.autoregressive import Chain
     from paceline.draft.drafter import Target
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 
 BLIND_GAIN = 8.0  # of hints to guesses that do not know those before them
+_REACH = MAX_MATCH  # tokens of a path per token matched: as many as are drafted
+_LEAST_SHARE = 0.05  # a path goes on while so few of its places do
 
 
 class ParallelHeadDrafter(HeadDrafter):
@@ -76,6 +79,17 @@ class ParallelHeadDrafter(HeadDrafter):
             (*part, [self._mask] * (depth - 1)) for part, depth in zip(known, depths, strict=True)
         ]
         return self._request(spans, depths, specs, steps)
+
+
+def hinted(specs: Sequence[SamplingSpec], rows: RowView, row: int, gain: float) -> list[SamplingSpec]:
+    """Return the specs of a row's next drafts with hints, where none knows those before it.
+
+    The tokens that followed the text's end before are hints to all of them, place by place, as far as known.
+    """
+    tail = rows.tokens(row)[-MAX_MATCH:]
+    found, _, match = rows.text(row).propose(tail, len(specs), MIN_MATCH, MAX_MATCH, _REACH, _LEAST_SHARE)
+    some = [with_hint(c, token_id, gain * math.log(match)) for c, token_id in zip(specs, found, strict=False)]
+    return [*some, *specs[len(some) :]]
 
 
 def _already_run(result: PassResult, _: Sequence[SamplingSpec]) -> PassResult:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.backend.pending import Deferred
 from paceline.backend.sampling import logit_rows
 from paceline.backend.seam import Capabilities, PassResult
+from paceline.backend.target import Deferred
 from paceline.core.nouns import BROKEN, UNCHOSEN, SamplingSpec
 
 if TYPE_CHECKING:

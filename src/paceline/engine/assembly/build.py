@@ -25,7 +25,7 @@ from paceline.engine.overlapped_loop import OverlappedLoop
 from paceline.engine.pages import PagePool, pages_for
 from paceline.engine.remote.protocol import BeginDrafter
 from paceline.engine.remote.remote_drafter import RemoteDrafter
-from paceline.engine.serial_loop import SerialLoop
+from paceline.engine.step import SerialLoop
 from paceline.model.config import num_weights
 from paceline.model.files.pull import resolve
 from paceline.model.weights import LazyWeights, load_model, load_template, load_tokenizer

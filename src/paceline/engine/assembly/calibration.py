@@ -24,7 +24,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.system import uninterrupted
 from paceline.draft.drafter import Needs
 from paceline.engine.drafters import DrafterPool
-from paceline.engine.serial_loop import SerialLoop
+from paceline.engine.step import SerialLoop
 from paceline.engine.step_view import step_view
 
 if TYPE_CHECKING:

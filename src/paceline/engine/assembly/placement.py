@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from paceline.backend.device import SAME, Device
-from paceline.backend.pending import PassThread
+from paceline.backend.pass_thread import PassThread
 from paceline.core.errors import ConfigError
 from paceline.core.system import usable_cores
 

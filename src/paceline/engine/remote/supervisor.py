@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 from weakref import finalize
 
-from paceline.backend.pending import PassThread
+from paceline.backend.pass_thread import PassThread
 from paceline.core.system import RestartBackoff
 from paceline.engine.remote.protocol import (
     BeginDrafter,

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from paceline.model.detokenizer import Detokenizer
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -148,7 +146,7 @@ class _TextOffsets:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._text = Detokenizer(tokenizer)
+        self._text = tokenizer.detokenizer()
         self._offset = 0  # characters
 
     def next(self, token_id: int) -> int:

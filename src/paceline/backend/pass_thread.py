@@ -1,13 +1,10 @@
-"""Launched passes: deferred to their wait, or in a thread, on cores of its own if asked."""
+"""A thread for passes and other calls, on cores of its own if asked."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future
-from dataclasses import replace
-from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread, current_thread
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import finalize
 
@@ -16,29 +13,11 @@ from paceline.core.system import stay_on
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from paceline.backend.seam import Executor, PassRequest, PassResult
-
     Call = tuple[Future[Any], Lock, Callable[[], Any]]
 
 T = TypeVar("T")
 
 LEAVE_S = 2.0  # seconds that the end of a process waits for a call
-
-
-class Deferred:
-    """A pass that runs when it is waited for."""
-
-    __slots__ = ("_result", "_run")
-
-    def __init__(self, run: Callable[[], PassResult]) -> None:
-        self._run = run
-        self._result: PassResult | None = None
-
-    def wait(self) -> PassResult:
-        """Run the pass, once."""
-        if self._result is None:
-            self._result = self._run()
-        return self._result
 
 
 class PassThread:
@@ -49,10 +28,6 @@ class PassThread:
         self.cores = cores
         self._name = name
         self._calls: SimpleQueue[Call | None] | None = None
-
-    def launch(self, executor: Executor, request: PassRequest) -> PassInThread:
-        """Begin a pass in the thread and return; it measures the seconds that the pass takes."""
-        return PassInThread(self.start(partial(_run, executor, request)))
 
     def start(self, call: Callable[[], T]) -> Future[T]:
         """Begin a call and return at once; the thread has then left Python's lock for what releases it."""
@@ -76,25 +51,6 @@ class PassThread:
             thread.start()
             finalize(self, _end, self._calls, thread)
         return self._calls
-
-
-class PassInThread:
-    """A pass that a thread runs; see `Pending`."""
-
-    __slots__ = ("_future",)
-
-    def __init__(self, future: Future[PassResult]) -> None:
-        self._future = future
-
-    def wait(self) -> PassResult:
-        """Wait for the thread."""
-        return self._future.result()
-
-
-def _run(executor: Executor, request: PassRequest) -> PassResult:
-    start = perf_counter()
-    result = executor.launch(request).wait()
-    return replace(result, pass_s=perf_counter() - start)
 
 
 def _end(calls: SimpleQueue[Call | None], thread: Thread) -> None:
