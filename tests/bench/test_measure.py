@@ -15,7 +15,7 @@ from paceline.bench.measure import (
 )
 from paceline.bench.prompt_file import Prompt
 from paceline.bench.report import category_rows, summary
-from paceline.control.online_cost import StepAccounting
+from paceline.control.protocols import StepAccounting
 from paceline.engine.stats import DraftCounts, Predictions, Stats
 
 

@@ -15,7 +15,6 @@ from tests.control.costs import H100, drafts_of, measured_costs
 from tests.oracles.cost import SlowCost, nth_of_its_kind, uniform_prices
 from tests.oracles.online_cost import SlowOnlineCost
 
-from paceline.control.allocation import Candidates
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
 from paceline.control.online_cost import OnlineCost
 from paceline.control.policy import Work
@@ -29,6 +28,7 @@ from paceline.control.profile import (
     read_profile,
     write_profile,
 )
+from paceline.control.protocols import Candidates
 from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -10,11 +10,12 @@ import pytest
 from tests.oracles.allocation import best, in_order
 from tests.oracles.online_cost import SlowOnlineCost
 
-from paceline.control.allocation import PREVIEW_MARGIN, Candidates
+from paceline.control.allocation import PREVIEW_MARGIN
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
 from paceline.control.goodput import Goodput
 from paceline.control.online_cost import OnlineCost
 from paceline.control.policy import NONE, Decision, Outcomes, StepView, Work, plain
+from paceline.control.protocols import Candidates
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

@@ -17,7 +17,6 @@ from tests.oracles.cost import SlowCost
 from tests.oracles.online_cost import SlowOnlineCost
 
 from paceline.control.acceptance import logit
-from paceline.control.allocation import PlanContext
 from paceline.control.controller import ClosedLoop
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
 from paceline.control.goodput import Goodput
@@ -26,6 +25,7 @@ from paceline.control.latency_target import Objective
 from paceline.control.online_cost import OnlineCost
 from paceline.control.plan_reuse import REUSE_STEPS, PlanReuse
 from paceline.control.policy import NONE, Decision, Drafted, Outcomes, StepView, Work
+from paceline.control.protocols import PlanContext
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.control.allocation import Allocation
+from paceline.control.policy import Allocation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

@@ -56,10 +56,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from paceline.bench.interleave import Question
-    from paceline.control.allocation import Allocation, RowDrafts
-    from paceline.control.online_cost import StepAccounting
-    from paceline.control.policy import Decision, Drafted, Outcomes, StepView
+    from paceline.control.allocation import RowDrafts
+    from paceline.control.policy import Allocation, Decision, Drafted, Outcomes, StepView
     from paceline.control.profile import Profile
+    from paceline.control.protocols import StepAccounting
     from paceline.engine.engine import Engine
 
     Rates = dict[tuple[str, int], list[float]]  # tokens per second of each repeat, by variant and number in flight

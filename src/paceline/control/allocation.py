@@ -14,14 +14,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from paceline import kernels
 from paceline.control.acceptance import AcceptanceModel, alive_once_drafted
-from paceline.control.policy import NONE
-from paceline.core.nouns import Stop, noun
+from paceline.control.policy import NONE, Allocation
+from paceline.control.protocols import Candidates, KnownDrafters, StepChoice
+from paceline.core.nouns import Stop
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.control.policy import Drafted, StepView, Work
+    from paceline.control.protocols import PlanContext, StepCost
 
     RowDrafts = tuple[NDArray[int64], NDArray[int64]]  # drafts of each row, and their drafter. [n] each
 
@@ -37,105 +39,6 @@ PRICE_EVERY = 8  # steps for which marginal prices hold: contexts grow slowly
 SIMILAR_TOKENS = 1 / 8  # share of a pass's tokens by which it may change before drafts are priced again
 ASSIGN_EVERY = 8  # steps between two choices of the drafter that suits a row
 PREVIEW_MARGIN = 0.03  # by which drafters without preview must win: they read prompts and keep states unseen
-MIN_PLAIN_TOKENS = 1e-9  # of a step without drafts: speedups divide by them
-
-
-@noun
-class Candidates:
-    """Drafts that a step may have, by row."""
-
-    alive: NDArray[float64]  # [n, depth] chance that each is kept, times the weight of the row's tokens
-    max_drafts: NDArray[int64]  # [n] most drafts of each row
-    lengths: NDArray[int64]  # [n] tokens of each row
-    drafters: NDArray[int64]  # [n] drafter of each row
-    plain_tokens: float  # tokens that the step commits without drafts, weighted
-
-
-@noun
-class Allocation:
-    """Draft length of each row, with what is expected of the step."""
-
-    ks: NDArray[int64]  # [n]
-    tokens: float  # committed, the target's own included, weighted
-    seconds: float  # prefill left out
-    plain_tokens: float  # of the same step without drafts
-    plain_seconds: float
-
-    @property
-    def speedup(self) -> float:
-        """Tokens per second, relative to the step without drafts."""
-        return self.tokens * self.plain_seconds / (self.plain_tokens * self.seconds) if self.seconds else 1.0
-
-
-@noun
-class StepChoice:
-    """Drafter and draft length of each row."""
-
-    drafters: NDArray[int64]  # [n]
-    allocation: Allocation
-    prefill_s: float  # seconds of the step that are the prefill's, due in any case
-
-
-class PlanContext(NamedTuple):
-    """Step number of a group, and the tokens per second expected of its last step."""
-
-    step: int
-    tokens_per_s: float
-
-
-class KnownDrafters(NamedTuple):
-    """Knowledge of the drafters when a step is planned, by drafter."""
-
-    estimates: list[kernels.Estimates | None]  # None: it cannot be asked
-    prices_s: NDArray[float64]  # [num_drafters, max_k] seconds of 1, 2, ... drafts of each row
-    tokens_per_s: float  # value of a second to one row, in tokens
-
-
-class StepCost(Protocol):
-    """Prices steps, and allocates drafts by these prices."""
-
-    def price(self, base: Work, lengths: NDArray[int64], ks: NDArray[int64], drafters: NDArray[int64]) -> float:
-        """Return the seconds of a step. base: without drafts. Others: by row, [n]."""
-        ...
-
-    def drafting_s(self, ks: NDArray[int64], drafters: NDArray[int64]) -> float:
-        """Return the seconds of drafting alone. [n] each"""
-        ...
-
-    def uniform_prices(
-        self, base: Work, lengths: NDArray[int64], paying: int, num_drafters: int, max_k: int
-    ) -> NDArray[float64]:
-        """Return the seconds of steps in which all rows draft alike. [num_drafters, max_k + 1]
-
-        paying: number of rows whose drafts are charged: drafting for these alone, and their share of what all
-        drafts add to the pass.
-        """
-        ...
-
-    def allocate(
-        self, base: Work, among: Candidates, *, unpaid_s: float = 0.0, drafted: bool = False
-    ) -> Allocation:
-        """Return the number of drafts with the highest goodput, the smallest among equals.
-
-        unpaid_s: seconds of the step that are not decoding's: prefill chunks, due in any case.
-        drafted: the drafts are made, and only their verification is to be paid.
-        """
-        ...
-
-    def plan_in_one_call(
-        self, view: StepView, known: KnownDrafters, row_drafter: NDArray[int64], only_drafter: int
-    ) -> StepChoice | None:
-        """Choose like `DrafterChoice.choose_row_by_row` in one compiled call; None if there is none.
-
-        row_drafter: drafter of every row of the engine. only_drafter: assigned to the view's rows, unless NONE.
-        """
-        ...
-
-    def trim_in_one_call(
-        self, base: Work, view: StepView, known: KnownDrafters, drafted: Drafted, unpaid_s: float, exempt_row: int
-    ) -> NDArray[int64] | None:
-        """Trim like `DrafterChoice.trim` in one compiled call; None if there is none. [n]"""
-        ...
 
 
 class MarginalPrices:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.control.allocation import MIN_PLAIN_TOKENS, Allocation
+from paceline.control.policy import MIN_PLAIN_TOKENS, Allocation
 from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from numpy import float64, int64
     from numpy.typing import NDArray
 
-    from paceline.control.allocation import Candidates, KnownDrafters, StepChoice
     from paceline.control.policy import Count, Drafted, StepView, Work
+    from paceline.control.protocols import Candidates, KnownDrafters, StepChoice
 
 MAX_TABLE_ROWS = 1024  # rows in tables of drafting times; more rows cost what these do
 MIN_STEP_S = 1e-9  # shortest step that a goodput is computed with, seconds

@@ -16,15 +16,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.control.allocation import Candidates, with_prefill
+from paceline.control.allocation import with_prefill
 from paceline.control.policy import NONE, Work
+from paceline.control.protocols import Candidates
 
 if TYPE_CHECKING:
     from numpy import float64, int64
     from numpy.typing import NDArray
 
-    from paceline.control.allocation import DrafterChoice, RowDrafts, StepCost
+    from paceline.control.allocation import DrafterChoice, RowDrafts
     from paceline.control.policy import Outcomes, StepView
+    from paceline.control.protocols import StepCost
 
 EXPLORED_SHARE = 0.01  # of all time, for each kind of probe
 SAVED_UPWARD_STEPS = 4  # steps' time saved up for upward probes, at most: a good spell must not pay for a bad one

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.control.acceptance import learn_acceptance
-from paceline.control.allocation import DrafterChoice, PlanContext
+from paceline.control.allocation import DrafterChoice
 from paceline.control.exploration import Exploration, Probes, Retirement
 from paceline.control.hysteresis import Hysteresis, StepPromise
 from paceline.control.latency_target import LatencyTarget, Objective
 from paceline.control.plan_reuse import PlanReuse
 from paceline.control.policy import NONE, Decision, plain
+from paceline.control.protocols import PlanContext
 from paceline.core.nouns import noun
 
 if TYPE_CHECKING:
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from numpy import float64, int64
     from numpy.typing import NDArray
 
-    from paceline.control.allocation import StepChoice, StepCost
     from paceline.control.policy import Drafted, Outcomes, StepView
+    from paceline.control.protocols import StepChoice, StepCost
 
 MIN_TRIM_S = 0.006  # cost of a step's drafts from which on trimming saves more than it takes
 

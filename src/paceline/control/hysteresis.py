@@ -12,8 +12,7 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from paceline.control.allocation import Allocation
-    from paceline.control.policy import Outcomes
+    from paceline.control.policy import Allocation, Outcomes
 
 BEGIN_MARGIN = 0.01  # by which speculation must promise to win before it begins
 STEP_RATE = 0.05  # share of a mean that one step replaces; less where rows are few:

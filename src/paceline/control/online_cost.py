@@ -27,19 +27,18 @@ import numpy as np
 
 from paceline import kernels
 from paceline.control.acceptance import MAX_LOGIT
-from paceline.control.allocation import MIN_PLAIN_TOKENS, Allocation, StepChoice
 from paceline.control.cost import draft_tables
 from paceline.control.plan_reuse import MANY_ROWS
-from paceline.control.policy import Work
-from paceline.core.nouns import noun
+from paceline.control.policy import MIN_PLAIN_TOKENS, Allocation, Work
+from paceline.control.protocols import StepAccounting, StepChoice
 
 if TYPE_CHECKING:
     from numpy import float64, int64
     from numpy.typing import NDArray
 
-    from paceline.control.allocation import Candidates, KnownDrafters
     from paceline.control.cost import MeasuredCost
     from paceline.control.policy import Decision, Drafted, Outcomes, StepView
+    from paceline.control.protocols import Candidates, KnownDrafters
 
 MIN_RATE = 0.05  # share of an estimate that one step of its kind replaces ...
 FIRST_RATE = 0.2  # ... and that the first one replaces; between them it falls as one over the steps
@@ -64,15 +63,6 @@ class CostRates(NamedTuple):
         1e-3  # variance that the price of a key gains with each observation, in measured prices squared
     )
     min_kv_share: float = 0.1  # share of a pass that reading keys must take for it to tell the price of a key
-
-
-@noun
-class StepAccounting:
-    """Predicted and measured time of a step, and an estimate for plain decoding."""
-
-    measured_s: float
-    predicted_s: float  # by the prices before the step, its prefill being known
-    plain_s: float  # the same tokens in steps without drafts, on the same machine at the same time
 
 
 class HostTime:

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from numpy import float64
     from numpy.typing import NDArray
 
-    from paceline.control.controller import TraceSink
     from paceline.control.latency_target import Objective
     from paceline.control.policy import Work
+    from paceline.control.protocols import TraceSink
 
 ANY_DRAFTER = "any"  # name of a table's drafter, which the format does not tell
 FORMAT = "paceline profile 1"

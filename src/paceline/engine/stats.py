@@ -9,7 +9,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.control.online_cost import StepAccounting
+    from paceline.control.protocols import StepAccounting
     from paceline.core.nouns import Batch, Draft, RowDraft, Verdict
     from paceline.engine.scheduler import Scheduler
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from collections.abc import Callable
 
-    from paceline.control.policy import Policy
     from paceline.control.profile import Profile
+    from paceline.control.protocols import Policy
     from paceline.sim.simulator import Simulated, Simulator, Workload
 
 ALL = ("off", *(f"static:{k}" for k in (1, 3, 5)), "table", "average", "turbospec", "ours")
