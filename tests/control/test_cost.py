@@ -15,19 +15,19 @@ from tests.control.costs import H100, drafts_of, measured_costs
 from tests.oracles.cost import SlowCost, nth_of_its_kind, uniform_prices
 from tests.oracles.online_cost import SlowOnlineCost
 
-from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
-from paceline.control.online_cost import OnlineCost
-from paceline.control.policy import Work
-from paceline.control.profile import (
-    FORMAT,
-    Profile,
+from paceline.control.cost import (
+    Curve,
+    DraftCost,
+    MeasuredCost,
+    TargetCost,
     TimedPass,
     fit_drafting,
     fit_target,
     non_negative,
-    read_profile,
-    write_profile,
 )
+from paceline.control.online_cost import OnlineCost
+from paceline.control.policy import Work
+from paceline.control.profile import FORMAT, Profile, read_profile, write_profile
 from paceline.control.protocols import Candidates
 from paceline.core.errors import ConfigError
 

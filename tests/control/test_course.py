@@ -190,7 +190,7 @@ def test_rows_are_assigned_to_the_only_drafter_without_preview(retired: bool) ->
         view = engine.view(range(4), previewed={0})
         assert choice.choose_in_one_call(view, engine.policy._context) is not None
         engine.end(engine.policy, view, engine.policy.decide(view))
-        assert (choice.row_drafter[:4] == (0 if retired else 1)).all()
+        assert (choice.assignment.row_drafter[:4] == (0 if retired else 1)).all()
 
 
 # Large passes ------------------------------------------------------------------------------------

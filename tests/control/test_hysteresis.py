@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.control.hysteresis import Hysteresis, StepPromise
+from paceline.control.plan_reuse import Hysteresis, StepPromise
 from paceline.control.policy import NONE, Allocation, Outcomes
 
 ROWS = 16

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy import float64, int64
     from numpy.typing import NDArray
 
-    from paceline.control.policy import Drafted, Outcomes
+    from paceline.control.policy import Outcomes
 
 PRIOR_CHANCE = 0.6  # of a position, before anything was seen
 DEPTH_SD = 1.5  # logits: standard deviation of an intercept before anything was seen ...
@@ -111,15 +111,6 @@ class AcceptanceModel:
         return kernels.survival_probs(self.estimates, MAX_LOGIT, rows, depth, known, usual, optimism)
 
 
-def alive_once_drafted(models: Sequence[AcceptanceModel], drafted: Drafted, max_k: int) -> NDArray[float64]:
-    """Return the chance that each proposed draft is kept, given its drafter's confidence. [n, max_k]"""
-    found = np.zeros((len(drafted.rows), max_k))
-    for index in set(drafted.drafters[drafted.drafters >= 0].tolist()):
-        own = drafted.drafters == index
-        found[own] = models[index].alive(drafted.rows[own], max_k, drafted.confidence[own], usual=True)
-    return found
-
-
 def learn_acceptance(models: Sequence[AcceptanceModel], outcomes: Outcomes) -> None:
     """Update the estimates for all drafters with the outcome of a step. models: by drafter."""
     o = outcomes
@@ -133,15 +124,4 @@ def logit(p: float | NDArray[float64]) -> NDArray[float64]:
     """Return log(p / (1 - p)), bounded by `MAX_LOGIT`."""
     inside = np.minimum(np.maximum(np.asarray(p, np.float64), MIN_CHANCE), 1 - MIN_CHANCE)
     found: NDArray[float64] = np.log(inside / (1 - inside))
-    return found
-
-
-def conditional(accepted_at: NDArray[float64] | tuple[float, ...]) -> NDArray[float64]:
-    """Return the chance of each position given the one before. [max_depth]
-
-    accepted_at: share of all drafts accepted at each depth. Behind a depth at which none was, the chance is 0.
-    """
-    rates = np.asarray(accepted_at, np.float64)
-    before = np.concatenate(([1.0], rates[:-1]))
-    found: NDArray[float64] = np.divide(rates, before, out=np.zeros(len(rates)), where=before > 0)
     return found

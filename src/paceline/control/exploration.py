@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.control.allocation import with_prefill
+from paceline.control.online_cost import with_prefill
 from paceline.control.policy import NONE, Work
 from paceline.control.protocols import Candidates
 

@@ -16,11 +16,10 @@ import numpy as np
 from paceline.control.acceptance import learn_acceptance
 from paceline.control.allocation import DrafterChoice
 from paceline.control.exploration import Exploration, Probes, Retirement
-from paceline.control.hysteresis import Hysteresis, StepPromise
-from paceline.control.latency_target import LatencyTarget, Objective
-from paceline.control.plan_reuse import PlanReuse
+from paceline.control.plan_reuse import Hysteresis, PlanReuse, StepPromise
 from paceline.control.policy import NONE, Decision, plain
 from paceline.control.protocols import PlanContext
+from paceline.control.row_by_row import LatencyTarget, Objective
 from paceline.core.nouns import noun
 
 if TYPE_CHECKING:
@@ -128,7 +127,7 @@ class Goodput:
             return plain(view)
         self._step += 1
         self.exploration.probes.row = NONE
-        timed = self._latency.note(view.tpot_s)
+        timed = bool(view.tpot_s or self._latency.in_use) and self._latency.note(view.tpot_s)
         chosen = self._choose(view, timed=timed)
         draft = self._explore(view, chosen, self._drafts_or_none(view, chosen))
         row_tokens = None
@@ -149,7 +148,9 @@ class Goodput:
 
         row_tokens: expected of each row, [n], if some have a latency target.
         """
-        budget, prefill_s = self._latency.prefill_budget(view, row_tokens, draft.seconds, self._prefill_s)
+        budget, prefill_s = None, self._prefill_s
+        if row_tokens is not None:
+            budget, prefill_s = self._latency.prefill_budget(view, row_tokens, draft.seconds, prefill_s)
         planned, exempt_row = (draft.ks, draft.drafters), self.exploration.probes.row
         ks, drafters, stops = self.choice.with_stop_rules(view, planned, self._context, exempt_row)
         expected = draft.seconds + prefill_s, tokens, draft.speedup
@@ -161,10 +162,13 @@ class Goodput:
 
     def _choose(self, view: StepView, *, timed: bool) -> StepChoice:
         """Choose drafters and draft lengths. timed: some rows have a latency target."""
-        weights = self._latency.weights(view.rows)
+        weights = self._weights(view.rows)
         if timed:
             return self.choice.choose_row_by_row(view, self._context, weights)
         return self.choice.choose(view, self._context, weights)
+
+    def _weights(self, rows: NDArray[int64]) -> NDArray[float64] | None:
+        return self._latency.weights(rows) if self._latency.in_use else None
 
     def _drafts_or_none(self, view: StepView, chosen: StepChoice) -> _StepDraft:
         """Return the drafts as allocated, or none where speculation does not promise enough."""
@@ -206,14 +210,15 @@ class Goodput:
 
     def trim(self, view: StepView, drafted: Drafted) -> NDArray[int64]:
         """See `Policy.trim`."""
-        weights, exempt_row = self._latency.weights(drafted.rows), self.exploration.probes.row
+        weights, exempt_row = self._weights(drafted.rows), self.exploration.probes.row
         return self.choice.trim(view, drafted, self._context, self._prefill_s, exempt_row, weights)
 
     # After a step --------------------------------------------------------------------------------
 
     def learn(self, view: StepView, outcomes: Outcomes) -> None:
         """See `Policy.learn`."""
-        self._latency.learn(outcomes)
+        if self._latency.in_use:
+            self._latency.learn(outcomes)
         if not view.prefill.tokens:
             self.hysteresis.learn(outcomes)
         self.exploration.retirement.learn(outcomes, self.exploration.probes.row)

@@ -19,7 +19,7 @@ The arithmetic of learning and of choosing is compiled; `tests/oracles/online_co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from math import exp
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,9 +27,9 @@ import numpy as np
 
 from paceline import kernels
 from paceline.control.acceptance import MAX_LOGIT
-from paceline.control.cost import draft_tables
+from paceline.control.cost import TABLE_TOKENS, PassTable, draft_tables
 from paceline.control.plan_reuse import MANY_ROWS
-from paceline.control.policy import MIN_PLAIN_TOKENS, Allocation, Work
+from paceline.control.policy import MIN_PLAIN_TOKENS, NONE, Allocation, Work
 from paceline.control.protocols import StepAccounting, StepChoice
 
 if TYPE_CHECKING:
@@ -38,15 +38,17 @@ if TYPE_CHECKING:
 
     from paceline.control.cost import MeasuredCost
     from paceline.control.policy import Decision, Drafted, Outcomes, StepView
-    from paceline.control.protocols import Candidates, KnownDrafters
+    from paceline.control.protocols import Candidates, KnownDrafters, StepCost
 
 MIN_RATE = 0.05  # share of an estimate that one step of its kind replaces ...
 FIRST_RATE = 0.2  # ... and that the first one replaces; between them it falls as one over the steps
 FIXED_ROWS = 10  # host time of a step without rows, in rows: 0.17 ms and 16 us a row (2026-11-22)
 MAX_HOST_FACTOR, HOST_SLACK_S = 2, 1e-3  # bound of one observation: twice the expected host time and a millisecond
-NUM_SIZES = 24  # size classes of passes, two to every doubling of the tokens
-TABLE_TOKENS = 1 << 11  # tokens of a pass in the table; larger ones have the error of the last size class
 MIN_KEY_SHARE_OF_PASS = 1e-4  # of a one-token pass: the least price of a key that start-up can measure
+
+
+PRICE_EVERY = 8  # steps for which marginal prices hold: contexts grow slowly
+SIMILAR_TOKENS = 1 / 8  # share of a pass's tokens by which it may change before drafts are priced again
 
 
 class CostRates(NamedTuple):
@@ -94,26 +96,6 @@ class HostTime:
         )
         if not self.seen[1]:
             self.row_s[1] = self.row_s[0]
-
-
-@dataclass(slots=True, eq=False)
-class PassTable:
-    """Seconds of passes by their tokens, and the error of each size class."""
-
-    size_class: NDArray[int64]  # [TABLE_TOKENS]
-    measured_s: NDArray[float64]  # [TABLE_TOKENS]
-    seconds: NDArray[float64]  # [TABLE_TOKENS] corrected by size, machine drift left out
-    log_error: NDArray[float64]  # [NUM_SIZES] log of the factor of each size
-    seen: NDArray[int64]  # [NUM_SIZES] passes without prompts
-    last: NDArray[int64]  # [NUM_SIZES] number of the last pass
-
-    @classmethod
-    def of(cls, measured_s: NDArray[float64]) -> PassTable:
-        """Begin with the measured times of passes of 0, 1, ... tokens."""
-        doublings = np.log2(np.maximum(np.arange(len(measured_s)), 1))
-        size_class = np.minimum(doublings * 2, NUM_SIZES - 1).astype(np.int64)
-        counts = np.zeros(NUM_SIZES, np.int64), np.zeros(NUM_SIZES, np.int64)
-        return cls(size_class, measured_s, measured_s.copy(), np.zeros(NUM_SIZES), *counts)
 
 
 class OnlineCost:
@@ -272,3 +254,39 @@ class OnlineCost:
         rows = view.rows, view.lengths, o.rows, o.num_verified, o.num_accepted, ks, drafters
         seconds, few_rows = (o.draft_s, o.target_s, o.host_s), len(o.rows) < MANY_ROWS
         return StepAccounting(*self.compiled.learn(*rows, prefill.as_ints, seconds, settled, few_rows))
+
+
+class MarginalPrices:
+    """Seconds that drafts add to a step, renewed now and then."""
+
+    def __init__(self, num_drafters: int, max_k: int) -> None:
+        self.seconds: NDArray[float64] = np.zeros((num_drafters, max_k))  # of 1, 2, ... drafts of each row
+        self.seconds_of_half = self.seconds  # for half of the rows: the deeper, the fewer rows share a draft pass
+        self.num_rows = 1  # rows that `seconds` are for
+        self.num_half = 1  # half of them
+        self._pass_tokens = 0  # of the pass that they hold for
+        self._period = 0  # number of the period in which they were renewed
+
+    def renew(self, cost: StepCost, view: StepView, step: int) -> None:
+        """Price drafts again after a period, or when many tokens came or went."""
+        tokens, period = view.num_rows + int(view.prefill.tokens), step // PRICE_EVERY
+        if period == self._period and abs(tokens - self._pass_tokens) <= SIMILAR_TOKENS * self._pass_tokens:
+            return
+        base, lengths, shape = view.work + view.prefill, view.lengths, self.seconds.shape
+        n, half = len(lengths), (len(lengths) + 1) // 2
+        all_s = cost.uniform_prices(base, lengths, n, *shape)
+        half_s = all_s if half == n else cost.uniform_prices(base, lengths, half, *shape)
+        self.seconds, self.seconds_of_half = all_s[:, 1:] - all_s[:, :1], half_s[:, 1:] - half_s[:, :1]
+        self.num_rows, self.num_half = n, half
+        self._pass_tokens, self._period = tokens, period
+
+
+def with_prefill(cost: StepCost, view: StepView) -> tuple[Work, float]:
+    """Return a step's work without drafts, and the seconds of its prefill."""
+    own = view.work
+    if not view.prefill.tokens:
+        return own, 0.0
+    whole = own + view.prefill
+    no_ks, no_drafters = np.zeros(view.num_rows, np.int64), np.full(view.num_rows, NONE)
+    price = partial(cost.price, lengths=view.lengths, ks=no_ks, drafters=no_drafters)
+    return whole, price(whole) - price(own)

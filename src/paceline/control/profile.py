@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paceline.control.acceptance import conditional
 from paceline.control.controller import ClosedLoop
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TableCost, TargetCost
 from paceline.control.goodput import Goodput
@@ -27,16 +26,12 @@ if TYPE_CHECKING:
     from numpy import float64
     from numpy.typing import NDArray
 
-    from paceline.control.latency_target import Objective
-    from paceline.control.policy import Work
     from paceline.control.protocols import TraceSink
+    from paceline.control.row_by_row import Objective
 
 ANY_DRAFTER = "any"  # name of a table's drafter, which the format does not tell
 FORMAT = "paceline profile 1"
 MAX_PROFILE_BYTES = 1 << 24
-MAX_FIT_ROUNDS = 2000  # of coordinate descent
-FIT_TOLERANCE = 1e-9  # change of a scaled price at which the descent ends
-SHORT_CONTEXT = 48  # keys of a context that is too short to tell the price of keys from that of tokens
 MIN_PRIOR, MAX_PRIOR = 0.01, 0.99  # chance of a position that estimates begin with
 
 
@@ -93,6 +88,17 @@ def _chances(accepted_at: tuple[float, ...], max_k: int) -> NDArray[float64]:
     """Return the chance of each position given the one before, the last one repeated."""
     known = np.clip(conditional(np.maximum(accepted_at, 1e-9)), MIN_PRIOR, MAX_PRIOR)
     return known[np.minimum(np.arange(max_k), len(known) - 1)]
+
+
+def conditional(accepted_at: NDArray[float64] | tuple[float, ...]) -> NDArray[float64]:
+    """Return the chance of each position given the one before. [max_depth]
+
+    accepted_at: share of all drafts accepted at each depth. Behind a depth at which none was, the chance is 0.
+    """
+    rates = np.asarray(accepted_at, np.float64)
+    before = np.concatenate(([1.0], rates[:-1]))
+    found: NDArray[float64] = np.divide(rates, before, out=np.zeros(len(rates)), where=before > 0)
+    return found
 
 
 # On disk -----------------------------------------------------------------------------------------
@@ -227,77 +233,3 @@ def _shares(values: Sequence[Any]) -> tuple[float, ...]:
     if not all(0 <= share <= 1 for share in shares):
         raise ValueError("how often drafts are kept is not a share, from 0 to 1")
     return shares
-
-
-# Fit to timed steps ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class TimedPass:
-    """Work of one kind of target pass, and its duration."""
-
-    work: Work
-    seconds: float
-
-
-def fit_target(passes: Sequence[TimedPass]) -> TargetCost:
-    """Return the prices with the least squared relative error, none negative.
-
-    The curve has a point at every count of tokens that was timed with all tokens scored; keys and unscored tokens
-    have one price each. If all contexts are short, the price of keys cannot be told from that of tokens and is 0.
-    """
-    counts = sorted({int(p.work.tokens) for p in passes if not p.work.unscored})
-    rises = np.array([[_share(int(p.work.tokens), counts, i) for i in range(len(counts))] for p in passes])
-    others = np.array([[p.work.kv_tokens, p.work.pairs, -p.work.unscored] for p in passes], np.float64)
-    if all(int(p.work.pairs) < SHORT_CONTEXT * int(p.work.tokens) for p in passes):
-        others[:, :2] = 0.0
-    seconds = np.array([p.seconds for p in passes])
-    prices = non_negative(np.hstack([rises, others]) / seconds[:, None], np.ones(len(passes)))
-    kv_token_s, pair_s, unscored_s = prices[len(counts) :]
-    curve = Curve.of(counts, np.cumsum(prices[: len(counts)]).tolist())
-    return TargetCost(curve, float(unscored_s), float(kv_token_s), float(pair_s))
-
-
-def fit_drafting(timed: Mapping[tuple[int, int], float]) -> DraftCost:
-    """Return a drafter's prices from seconds by (rows, depth), interpolated between timed depths.
-
-    Left out are depths at which the fewest rows were not timed, and rows that were not timed at all other depths.
-    Without times drafting costs nothing.
-    """
-    if not timed:
-        return DraftCost(())
-    fewest = min(rows for rows, _ in timed)
-    depths = sorted(d for r, d in timed if r == fewest)
-    rows = [r for r in sorted({r for r, _ in timed}) if all((r, d) in timed for d in depths)]
-    table = np.array([[timed[r, d] for d in depths] for r in rows])
-    between = np.array([np.interp(range(depths[-1] + 1), [0, *depths], [0.0, *line]) for line in table])
-    return DraftCost(tuple(Curve.of(rows, between[:, d].tolist()) for d in range(1, depths[-1] + 1)))
-
-
-def _share(count: int, counts: Sequence[int], index: int) -> float:
-    """Return the share of a rise between counts that lies below `count`.
-
-    It is above 1 only beyond the last count."""
-    if index == 0:
-        return 1.0
-    low, high = counts[index - 1], counts[index]
-    limit = float("inf") if index == len(counts) - 1 else 1.0
-    return min(max((count - low) / (high - low), 0.0), limit)
-
-
-def non_negative(matrix: NDArray[float64], target: NDArray[float64]) -> NDArray[float64]:
-    """Return x >= 0 with the smallest |matrix x - target|, by coordinate descent."""
-    scale = np.sqrt((matrix**2).sum(axis=0))
-    scale[scale == 0] = 1.0
-    a = matrix / scale
-    gram, wanted = a.T @ a, a.T @ target
-    x = np.zeros(a.shape[1])
-    for _ in range(MAX_FIT_ROUNDS):
-        before = x.copy()
-        for i in range(len(x)):
-            if gram[i, i] > 0:
-                x[i] = max(0.0, x[i] + (wanted[i] - gram[i] @ x) / gram[i, i])
-        if np.abs(x - before).max() < FIT_TOLERANCE:
-            break
-    found: NDArray[float64] = x / scale
-    return found

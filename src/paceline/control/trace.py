@@ -14,13 +14,12 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from paceline.control.acceptance import alive_once_drafted
 from paceline.control.goodput import Goodput
-from paceline.control.latency_target import THROUGHPUT, Objective
 from paceline.control.overlap import planned_overlap
 from paceline.control.plan_reuse import MANY_ROWS
 from paceline.control.policy import Decision, Drafted, Outcomes, StepView, Work
 from paceline.control.profile import Profile, from_json, make_loop, to_json
+from paceline.control.row_by_row import THROUGHPUT, Objective, alive_once_drafted
 from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:

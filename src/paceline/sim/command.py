@@ -257,7 +257,7 @@ def _figures(done: list[Simulated]) -> dict[str, Any]:
 def _workload(args: Namespace, profile: Profile, rows: int) -> Workload:
     import numpy as np
 
-    from paceline.control.acceptance import conditional
+    from paceline.control.profile import conditional
     from paceline.sim import workloads
 
     chances = np.clip(conditional(profile.accepted_at) * args.scale, 0.001, 0.999)
@@ -272,9 +272,8 @@ def policy_of(name: str, profile: Profile, rows: int) -> Policy:
     """Return a policy by name, as deep as acceptance is known. Raises `ConfigError`."""
     import numpy as np
 
-    from paceline.control.acceptance import conditional
     from paceline.control.goodput import Goodput
-    from paceline.control.profile import step_cost
+    from paceline.control.profile import conditional, step_cost
     from paceline.sim.baselines import BatchTable, MovingAverage, Static, TurboSpec
 
     cost, depth = step_cost(profile), len(profile.accepted_at)
