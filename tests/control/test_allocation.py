@@ -14,9 +14,9 @@ from tests.oracles.allocation import best, best_uniform
 from tests.oracles.cost import SlowCost, table_times
 
 from paceline.control.cost import Curve, MeasuredCost, TableCost, TargetCost
+from paceline.control.files import read_profile
 from paceline.control.online_cost import OnlineCost
 from paceline.control.policy import Work
-from paceline.control.profile import read_profile
 from paceline.control.protocols import Candidates
 
 PROFILE = read_profile(H100)

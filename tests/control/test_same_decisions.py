@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from tests.control.costs import H100
 
+from paceline.control.files import conditional, from_json, make_loop, read_profile
 from paceline.control.goodput import Goodput
 from paceline.control.policy import StepView, Work
-from paceline.control.profile import conditional, from_json, make_loop, read_profile
 from paceline.control.protocols import StepTimes
 from paceline.control.row_by_row import Objective
 from paceline.core.nouns import NO_DRAFT, Batch, BatchRow, Draft, RowDraft, RowVerdict, Verdict

@@ -33,11 +33,11 @@ from paceline.bench.session import SPARE_TOKENS
 from paceline.bench.statistics import median_interval, paired_ratios
 from paceline.control.controller import ClosedLoop
 from paceline.control.exploration import Probes
+from paceline.control.files import conditional, read_profile, step_cost
 from paceline.control.goodput import Goodput
 from paceline.control.online_cost import OnlineCost
 from paceline.control.plan_reuse import Hysteresis, PlanReuse
 from paceline.control.policy import NO_WORK
-from paceline.control.profile import conditional, read_profile, step_cost
 from paceline.core.errors import ConfigError
 from paceline.core.params import MAX_TOKENS, SamplingParams
 from paceline.engine.assembly.build import assemble, load
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 
     from paceline.bench.interleave import Question
     from paceline.control.allocation import RowDrafts
+    from paceline.control.files import Profile
     from paceline.control.policy import Allocation, Decision, Drafted, Outcomes, StepView
-    from paceline.control.profile import Profile
     from paceline.control.protocols import StepAccounting
     from paceline.engine.engine import Engine
 
