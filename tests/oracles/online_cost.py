@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.control.cost import TABLE_TOKENS
-from paceline.control.online_cost import MIN_RATE, CostRates, OnlineCost
+from paceline.control.cost import MIN_RATE, TABLE_TOKENS, CostRates
+from paceline.control.online_cost import OnlineCost
 from paceline.control.plan_reuse import MANY_ROWS
 from paceline.control.policy import Work
 from paceline.control.protocols import StepAccounting

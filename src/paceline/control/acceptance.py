@@ -1,10 +1,9 @@
 """Chance that a draft survives to a depth, learnt online from what the target accepted.
 
-The chance of a position, given that the one before was accepted, is logistic in the sum of three terms: an
-intercept of the drafter at that depth, an offset of the row, and, where the drafter states its confidence, a
-weight times how far that is above its mean there. Each term is a number with a variance. An outcome moves the
-uncertain ones most (a Kalman filter with logistic observations), and variances grow with time, so that a change of
-subject is followed. Only positions that were really tested count: those up to the first rejection.
+The chance of a position, given that the one before was accepted, is logistic in the sum of an intercept of the
+drafter at that depth, an offset of the row, and a weight times how far the drafter's confidence is above its mean
+there. Each term has a variance (a Kalman filter with logistic observations), which grows with time, so that a
+change of subject is followed. Only positions up to the first rejection count, as only these were tested.
 
 The arithmetic is compiled; `tests/oracles/acceptance.py` is the same in numpy.
 """

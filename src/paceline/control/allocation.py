@@ -1,13 +1,9 @@
 """Choice of each row's drafter and draft length, by expected tokens per second.
 
 Survival falls with depth, so the drafts that are likeliest to survive are a prefix of each row's (DSpark, arXiv
-2607.05147, Algorithm 1). Time is often a staircase, so every length of the list of drafts is priced and the best
-is taken; a search that ended where goodput first falls would end at the first step of the stairs.
-
-A plan knows how far drafts pay on average. Stop rules tell more while drafts are made: half of the drafts at a
-depth that pays on average do not pay, and some beyond it do. So a row that drafts may go as deep as its drafter
-can, and ends where the next draft is not worth its time. That confidence predicts acceptance is EAGLE-2's finding
-(arXiv 2406.16858); here the threshold is priced in every step.
+2607.05147, Algorithm 1). Every length of the list of drafts is priced, as time is often a staircase. Stop rules
+end a row's drafting by its confidence, as in EAGLE-2 (arXiv 2406.16858), at a threshold that is priced in every
+step; see docs/guide/auto.md, "Early stops".
 """
 
 from __future__ import annotations

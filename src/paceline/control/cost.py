@@ -1,4 +1,4 @@
-"""Measured costs, and their fit to timed steps: target passes by their work, drafting by rows and depth.
+"""Measured costs and their fit: target passes by their work, drafting by rows and depth. All runs at start.
 
 A pass costs what its token rows cost (a monotone curve through measured counts: linear between them, or a
 staircase where the backend pads), plus a price for every key that it reads and every pair of query and key, less a
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 NUM_SIZES = 24  # size classes of passes, two to every doubling of the tokens
 TABLE_TOKENS = 1 << 11  # tokens of a pass in the table; larger ones have the error of the last size class
+MIN_RATE = 0.05  # share of an estimate that one step of its kind replaces ...
+FIRST_RATE = 0.2  # ... and that the first one replaces; between them it falls as one over the steps
+FIXED_ROWS = 10  # host time of a step without rows, in rows: 0.17 ms and 16 us a row (2026-11-22)
 MAX_TABLE_ROWS = 1024  # rows in tables of drafting times; more rows cost what these do
 MAX_FIT_ROUNDS = 2000  # of coordinate descent
 FIT_TOLERANCE = 1e-9  # change of a scaled price at which the descent ends
@@ -133,6 +136,20 @@ def draft_tables(drafters: tuple[DraftCost, ...]) -> DraftTables:
         seconds[index] = np.pad(drafter.seconds, ((0, 0), (0, width - 1 - drafter.max_depth)), mode="edge")
     deepening = np.diff(seconds, axis=2, prepend=0.0)
     return DraftTables(seconds, deepening, np.diff(deepening, axis=1, prepend=0.0))
+
+
+class CostRates(NamedTuple):
+    """Rates of learning, in the order of the compiled `CostRates`."""
+
+    drift: float = 0.2  # share of a step's error that machine drift takes
+    rare_steps: float = 16.0  # steps since the last pass of a size that add `MIN_RATE` to the rate of the next
+    max_error: float = 0.5  # log seconds of one step; shared machines slow down by as much within a second
+    min_rate: float = MIN_RATE
+    first_rate: float = FIRST_RATE
+    fixed_rows: float = FIXED_ROWS
+    key_noise: float = 0.02  # variance of a pass's log error, as an observation of the price of a key
+    key_drift: float = 1e-3  # variance that it gains with each observation, in measured prices squared
+    min_kv_share: float = 0.1  # share of a pass that reading keys must take for it to tell the price of a key
 
 
 @dataclass(slots=True, eq=False)

@@ -1,12 +1,8 @@
 """Exploration: probes of what does not seem to pay, and retirement of drafters.
 
-Each kind of probe has a hundredth of the time. Upward probes let one row draft further than was chosen. Plain
-probes are steps without drafts: while all steps draft, nothing else tells what plain decoding costs. A drafter
-whose probes say time and again that it cannot pay is retired.
-
-Probes are rare, so a drafter that is never chosen is known by the plain record of its probes: the number of drafts
-that were tested at each depth, and accepted. The best that this record admits is two standard deviations above its
-mean (Agresti and Coull).
+Each kind of probe has a hundredth of the time; see docs/guide/auto.md, "Exploration and retirement". A drafter
+that is never chosen is known by the plain record of its probes: the drafts tested at each depth, and accepted. The
+best that a record admits is two standard deviations above its mean (Agresti and Coull).
 """
 
 from __future__ import annotations

@@ -266,15 +266,9 @@ class Tracer:
         """names, max_ks: by drafter. apart: drafters have a device of their own."""
         self._file = file
         self._failed = False
-        self._write(
-            format=TRACE_FORMAT,
-            profile=to_json(profile),
-            names=list(names),
-            num_rows=num_rows,
-            max_ks=list(max_ks),
-            objective=objective,
-            apart=apart,
-        )
+        drafters = {"names": list(names), "num_rows": num_rows, "max_ks": list(max_ks)}
+        known = {"format": TRACE_FORMAT, "profile": to_json(profile), **drafters}
+        self._write(**known, objective=objective, apart=apart)
 
     def begun(self) -> None:
         """Note that a loop begins that has learnt nothing yet."""

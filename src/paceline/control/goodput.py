@@ -1,8 +1,7 @@
 """Paceline's own policy: every step has the drafts with the highest expected tokens per second.
 
 After TurboSpec (arXiv 2406.14066), which made goodput the aim, and DSpark (arXiv 2607.05147), which shares it out
-among rows. This policy estimates each row, chooses among drafters, leaves the time of prefill chunks out of the
-account (it is due in any case), and keeps exploring with one hundredth of the time.
+among rows. Prefill chunks are left out of the account, as their time is due in any case.
 """
 
 from __future__ import annotations

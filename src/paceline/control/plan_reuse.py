@@ -1,11 +1,8 @@
 """Keeping a plan: reuse for some steps, and hysteresis between speculation and plain decoding.
 
 With many rows a step brings hardly more than choosing costs, so a choice holds for several steps. With few rows it
-holds while the same rows draft under stop rules, or while nothing is drafted and nothing is previewed.
-
-A plan counts drafts that stop rules then keep from being made, and it is reused in steps that bring less. A plain
-step among others finds their data in the caches. So both kinds of step miss their promise, by as much as there is
-to gain with many rows, and only real steps tell by how much.
+holds while nothing new would change it. Both kinds of step, with drafts and without, miss their promise by as much
+as there is to gain with many rows, so real steps scale it; see docs/guide/auto.md, "Hysteresis" and "Plan reuse".
 """
 
 from __future__ import annotations

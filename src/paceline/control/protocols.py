@@ -53,28 +53,22 @@ class Controller(Protocol):
     @property
     def wants_preview(self) -> bool:
         """True if lookup drafters should be queried before `plan`."""
-        ...
 
     @property
     def second_group(self) -> Controller:
         """Controller of a second group of rows, with the same estimates and its own plans."""
-        ...
 
     def admit(self, row: int) -> None:
         """Note that a request begins in a row."""
-        ...
 
     def reuse_plan(self, num_rows: int) -> bool:
         """Begin a step without drafts or view if the last plan holds; return whether."""
-        ...
 
     def plan(self, view: StepView) -> Plan:
         """Plan a step."""
-        ...
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         """Return the part of a draft that is worth verifying."""
-        ...
 
     def observe(
         self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes
@@ -82,7 +76,6 @@ class Controller(Protocol):
         """Learn from a step; return the accounting since the last call.
 
         proposed, draft: before and after trimming."""
-        ...
 
 
 class TraceSink(Protocol):
@@ -90,19 +83,15 @@ class TraceSink(Protocol):
 
     def admitted(self, row: int) -> None:
         """Note that a request began in a row."""
-        ...
 
     def reused(self, num_rows: int, host_s: float) -> None:
         """Note a step that reused a plan without a view. num_rows: 0 with prefill."""
-        ...
 
     def planned(self, view: StepView, decision: Decision, group: int) -> None:
         """Note the plan of a group's step."""
-        ...
 
     def learnt(self, outcomes: Outcomes, prefill: Work, group: int) -> None:
         """Note the outcome of a group's step, and the work of its prefill."""
-        ...
 
 
 # A choice ----------------------------------------------------------------------------------------
@@ -114,44 +103,34 @@ class Policy(Protocol):
     @property
     def wants_preview(self) -> bool:
         """True if lookup drafters should be queried for the next view."""
-        ...
 
     def for_second_group(self) -> Policy:
         """Return a policy for a second group: the same estimates, its own choices."""
-        ...
 
     def admit(self, row: int) -> None:
         """Note that a request begins in a row."""
-        ...
 
     def reuse_without_view(self, num_rows: int) -> bool:
         """Begin a step without drafts if the last decision holds; return whether it does."""
-        ...
 
     def reuse(self, view: StepView) -> Decision | None:
         """Begin a step by the last decision, if it holds for a view; else None."""
-        ...
 
     def choose(self, view: StepView) -> Decision:
         """Begin a step by a new decision, from what was learnt."""
-        ...
 
     def decide(self, view: StepView) -> Decision:
         """Reuse the last decision, or choose anew."""
-        ...
 
     @property
     def may_trim(self) -> bool:
         """True if some drafts of this step may not be worth verifying."""
-        ...
 
     def trim(self, view: StepView, drafted: Drafted) -> NDArray[int64]:
         """Return how many of each row's drafts to verify. Changes nothing in the policy. [n]"""
-        ...
 
     def learn(self, view: StepView, outcomes: Outcomes) -> None:
         """Learn from the outcome of a step."""
-        ...
 
 
 # Prices ------------------------------------------------------------------------------------------
@@ -197,11 +176,9 @@ class StepCost(Protocol):
 
     def price(self, base: Work, lengths: NDArray[int64], ks: NDArray[int64], drafters: NDArray[int64]) -> float:
         """Return the seconds of a step. base: without drafts. Others: by row, [n]."""
-        ...
 
     def drafting_s(self, ks: NDArray[int64], drafters: NDArray[int64]) -> float:
         """Return the seconds of drafting alone. [n] each"""
-        ...
 
     def uniform_prices(
         self, base: Work, lengths: NDArray[int64], paying: int, num_drafters: int, max_k: int
@@ -211,7 +188,6 @@ class StepCost(Protocol):
         paying: number of rows whose drafts are charged: drafting for these alone, and their share of what all
         drafts add to the pass.
         """
-        ...
 
     def allocate(
         self, base: Work, among: Candidates, *, unpaid_s: float = 0.0, drafted: bool = False
@@ -221,7 +197,6 @@ class StepCost(Protocol):
         unpaid_s: seconds of the step that are not decoding's: prefill chunks, due in any case.
         drafted: the drafts are made, and only their verification is to be paid.
         """
-        ...
 
     def plan_in_one_call(
         self, view: StepView, known: KnownDrafters, row_drafter: NDArray[int64], only_drafter: int
@@ -230,10 +205,8 @@ class StepCost(Protocol):
 
         row_drafter: drafter of every row of the engine. only_drafter: assigned to the view's rows, unless NONE.
         """
-        ...
 
     def trim_in_one_call(
         self, base: Work, view: StepView, known: KnownDrafters, drafted: Drafted, unpaid_s: float, exempt_row: int
     ) -> NDArray[int64] | None:
         """Trim like `DrafterChoice.trim` in one compiled call; None if there is none. [n]"""
-        ...
