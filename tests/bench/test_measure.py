@@ -15,8 +15,9 @@ from paceline.bench.measure import (
 )
 from paceline.bench.prompt_file import Prompt
 from paceline.bench.report import category_rows, summary
-from paceline.control.online_cost import StepAccounting
-from paceline.engine.stats import DraftCounts, Predictions, Stats
+from paceline.control.online_cost import Predictions
+from paceline.control.protocols import StepAccounting
+from paceline.engine.stats import DraftCounts, Stats
 
 
 def answer(start_s=0.0, times=(1.0, 2.0, 3.0), category="qa", tokens=None, **counts):

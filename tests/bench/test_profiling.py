@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from paceline.bench.pictures import draw_profile
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
-from paceline.control.profile import Profile
+from paceline.control.files import Profile
 
 if TYPE_CHECKING:
     from pathlib import Path

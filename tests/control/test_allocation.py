@@ -13,11 +13,11 @@ from tests.control.costs import H100, drafts_of, measured_costs
 from tests.oracles.allocation import best, best_uniform
 from tests.oracles.cost import SlowCost, table_times
 
-from paceline.control.allocation import Candidates
 from paceline.control.cost import Curve, MeasuredCost, TableCost, TargetCost
+from paceline.control.files import read_profile
 from paceline.control.online_cost import OnlineCost
 from paceline.control.policy import Work
-from paceline.control.profile import read_profile
+from paceline.control.protocols import Candidates
 
 PROFILE = read_profile(H100)
 RATES = np.array(PROFILE.accepted_at)

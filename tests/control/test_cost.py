@@ -15,20 +15,20 @@ from tests.control.costs import H100, drafts_of, measured_costs
 from tests.oracles.cost import SlowCost, nth_of_its_kind, uniform_prices
 from tests.oracles.online_cost import SlowOnlineCost
 
-from paceline.control.allocation import Candidates
-from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
-from paceline.control.online_cost import OnlineCost
-from paceline.control.policy import Work
-from paceline.control.profile import (
-    FORMAT,
-    Profile,
+from paceline.control.cost import (
+    Curve,
+    DraftCost,
+    MeasuredCost,
+    TargetCost,
     TimedPass,
     fit_drafting,
     fit_target,
     non_negative,
-    read_profile,
-    write_profile,
 )
+from paceline.control.files import PROFILE_FORMAT, Profile, read_profile, write_profile
+from paceline.control.online_cost import OnlineCost
+from paceline.control.policy import Work
+from paceline.control.protocols import Candidates
 from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def test_prices_that_cannot_be_are_refused(tmp_path: Path) -> None:
     curve = {"counts": [1.0, 4.0], "seconds": [1e-3, 2e-3], "stepped": False}
     prices = {"unscored_s": 0.0, "kv_token_s": 0.0, "pair_s": 0.0}
     good = {
-        "format": FORMAT,
+        "format": PROFILE_FORMAT,
         "about": {"host_s": 1e-3},
         "target": curve | prices,
         "drafters": {},

@@ -10,11 +10,12 @@ import pytest
 from tests.oracles.allocation import best, in_order
 from tests.oracles.online_cost import SlowOnlineCost
 
-from paceline.control.allocation import PREVIEW_MARGIN, Candidates
+from paceline.control.allocation import PREVIEW_MARGIN
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
 from paceline.control.goodput import Goodput
 from paceline.control.online_cost import OnlineCost
 from paceline.control.policy import NONE, Decision, Outcomes, StepView, Work, plain
+from paceline.control.protocols import Candidates
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -189,7 +190,7 @@ def test_rows_are_assigned_to_the_only_drafter_without_preview(retired: bool) ->
         view = engine.view(range(4), previewed={0})
         assert choice.choose_in_one_call(view, engine.policy._context) is not None
         engine.end(engine.policy, view, engine.policy.decide(view))
-        assert (choice.row_drafter[:4] == (0 if retired else 1)).all()
+        assert (choice.assignment.row_drafter[:4] == (0 if retired else 1)).all()
 
 
 # Large passes ------------------------------------------------------------------------------------

@@ -17,15 +17,14 @@ from tests.oracles.cost import SlowCost
 from tests.oracles.online_cost import SlowOnlineCost
 
 from paceline.control.acceptance import logit
-from paceline.control.allocation import PlanContext
 from paceline.control.controller import ClosedLoop
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
 from paceline.control.goodput import Goodput
-from paceline.control.hysteresis import Hysteresis
-from paceline.control.latency_target import Objective
 from paceline.control.online_cost import OnlineCost
-from paceline.control.plan_reuse import REUSE_STEPS, PlanReuse
+from paceline.control.plan_reuse import REUSE_STEPS, Hysteresis, PlanReuse
 from paceline.control.policy import NONE, Decision, Drafted, Outcomes, StepView, Work
+from paceline.control.protocols import PlanContext
+from paceline.control.row_by_row import Objective
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -96,7 +95,9 @@ def test_prices_are_renewed_when_rows_come_and_go() -> None:
     at = PlanContext(2, 100.0)
     view = view_of(2, rng)
     alive = np.multiply.accumulate(np.full((2, 2, DEPTH), 0.7), axis=2)
-    assert (ours.choice.values(view, at, alive) == fresh.choice.values(view, at, alive)).all()
+    assert (
+        ours.choice.assignment.values(view, at, alive) == fresh.choice.assignment.values(view, at, alive)
+    ).all()
 
 
 def test_what_is_held_back_is_not_expected() -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.control.allocation import Allocation
-from paceline.control.hysteresis import Hysteresis, StepPromise
-from paceline.control.policy import NONE, Outcomes
+from paceline.control.plan_reuse import Hysteresis, StepPromise
+from paceline.control.policy import NONE, Allocation, Outcomes
 
 ROWS = 16
 

@@ -9,9 +9,9 @@ import pytest
 
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
 from paceline.control.goodput import Goodput
-from paceline.control.latency_target import MAX_WEIGHT, MIN_PREFILL_TOKENS, LatencyTarget, Objective
 from paceline.control.online_cost import OnlineCost
 from paceline.control.policy import Outcomes, StepView, Work
+from paceline.control.row_by_row import MAX_WEIGHT, MIN_PREFILL_TOKENS, LatencyTarget, Objective
 from paceline.core.errors import ConfigError
 from paceline.sim.simulator import Simulated, SimulatedReplica, Simulator, Workload
 

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from tests.oracles.allocation import price_of_one_more
 
-from paceline.control.allocation import PRICE_EVERY, MarginalPrices
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
-from paceline.control.online_cost import OnlineCost
+from paceline.control.online_cost import PRICE_EVERY, MarginalPrices, OnlineCost
 from paceline.control.policy import StepView, Work
 
 DEPTH, VERIFY_S, SHARED_S, ROW_S, FIRST_S = 4, 1e-4, 3e-4, 5e-5, 2e-3

@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 from tests.control.costs import H100
 
-from paceline.control.acceptance import conditional
-from paceline.control.controller import StepTimes
+from paceline.control.files import conditional, from_json, make_loop, read_profile
 from paceline.control.goodput import Goodput
-from paceline.control.latency_target import Objective
 from paceline.control.policy import StepView, Work
-from paceline.control.profile import from_json, make_loop, read_profile
+from paceline.control.protocols import StepTimes
+from paceline.control.row_by_row import Objective
 from paceline.core.nouns import NO_DRAFT, Batch, BatchRow, Draft, RowDraft, RowVerdict, Verdict
 from paceline.sim.simulator import SimulatedReplica, Simulator, Workload, mixed_ease
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from paceline.backend.reference.head import fuse, read_out, relay, relayed, run_layers
-from paceline.control.controller import FixedK
+from paceline.control.fixed import FixedK
 from paceline.core.errors import ConfigError, DrafterMismatch
 from paceline.core.nouns import Batch, Draft, Plan, Request, Scores, Taps, Verdict
 from paceline.core.params import SamplingParams

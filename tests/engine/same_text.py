@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from paceline.backend.seam import Decoder
-    from paceline.control.controller import StepTimes
     from paceline.control.policy import StepView
+    from paceline.control.protocols import StepTimes
     from paceline.model.config import ModelConfig
 
 VOCAB = 320

@@ -12,10 +12,10 @@ import pytest
 
 from paceline.control.controller import ClosedLoop
 from paceline.control.cost import MeasuredCost
+from paceline.control.files import read_profile
 from paceline.control.goodput import Goodput
-from paceline.control.latency_target import MIN_PREFILL_TOKENS
 from paceline.control.policy import Decision, Outcomes, StepView, Work
-from paceline.control.profile import read_profile
+from paceline.control.row_by_row import MIN_PREFILL_TOKENS
 from paceline.core.errors import ConfigError, RequestError
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams, Speculation

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from paceline.control.profile import Profile, read_profile, write_profile
+from paceline.control.files import Profile, read_profile, write_profile
 from paceline.core.system import file_lock
 from paceline.engine.assembly import auto
 from paceline.engine.assembly.config import EngineConfig

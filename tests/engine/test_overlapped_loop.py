@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from paceline.backend.pass_thread import PassThread
-from paceline.control.controller import FixedK
+from paceline.control.fixed import FixedK
 from paceline.control.policy import StepView
 from paceline.core.errors import RequestError
 from paceline.core.params import SamplingParams

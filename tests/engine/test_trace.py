@@ -11,11 +11,10 @@ import pytest
 
 from paceline import cli
 from paceline.control.controller import ClosedLoop
+from paceline.control.files import Tracer, make_loop, read_profile, replay
 from paceline.control.goodput import Goodput
 from paceline.control.online_cost import OnlineCost
 from paceline.control.policy import Outcomes, StepView, Work
-from paceline.control.profile import make_loop, read_profile
-from paceline.control.trace import Tracer, replay
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams, Speculation

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.control.allocation import Allocation
+from paceline.control.policy import Allocation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from numpy import float64, int64
     from numpy.typing import NDArray
 
-    from paceline.control.allocation import MarginalPrices
+    from paceline.control.online_cost import MarginalPrices
     from paceline.control.policy import StepView, Work
     from paceline.core.nouns import Stop
     from tests.oracles.acceptance import SlowAcceptanceModel

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.control.online_cost import MIN_RATE, TABLE_TOKENS, CostRates, OnlineCost, StepAccounting
+from paceline.control.cost import MIN_RATE, TABLE_TOKENS, CostRates
+from paceline.control.online_cost import OnlineCost
 from paceline.control.plan_reuse import MANY_ROWS
 from paceline.control.policy import Work
+from paceline.control.protocols import StepAccounting
 from tests.oracles.cost import drafting_times
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import pytest
 
 from paceline import cli
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
-from paceline.control.profile import Profile, write_profile
+from paceline.control.files import Profile, write_profile
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paceline.control.acceptance import conditional
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
+from paceline.control.files import conditional, read_profile, step_cost
 from paceline.control.goodput import Goodput
 from paceline.control.online_cost import OnlineCost
-from paceline.control.policy import Policy, StepView, Work
-from paceline.control.profile import read_profile, step_cost
+from paceline.control.policy import StepView, Work
+from paceline.control.protocols import Policy
 from paceline.sim.baselines import BatchTable, MovingAverage, Static, TurboSpec
 from paceline.sim.simulator import Simulated, SimulatedReplica, Simulator, Workload, mixed_ease
 from tests.control.costs import H100

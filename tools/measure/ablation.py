@@ -31,15 +31,13 @@ from paceline.bench.measure import Run, record
 from paceline.bench.prompt_file import read_prompts
 from paceline.bench.session import SPARE_TOKENS
 from paceline.bench.statistics import median_interval, paired_ratios
-from paceline.control.acceptance import conditional
 from paceline.control.controller import ClosedLoop
 from paceline.control.exploration import Probes
+from paceline.control.files import conditional, read_profile, step_cost
 from paceline.control.goodput import Goodput
-from paceline.control.hysteresis import Hysteresis
 from paceline.control.online_cost import OnlineCost
-from paceline.control.plan_reuse import PlanReuse
+from paceline.control.plan_reuse import Hysteresis, PlanReuse
 from paceline.control.policy import NO_WORK
-from paceline.control.profile import read_profile, step_cost
 from paceline.core.errors import ConfigError
 from paceline.core.params import MAX_TOKENS, SamplingParams
 from paceline.engine.assembly.build import assemble, load
@@ -56,10 +54,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from paceline.bench.interleave import Question
-    from paceline.control.allocation import Allocation, RowDrafts
-    from paceline.control.online_cost import StepAccounting
-    from paceline.control.policy import Decision, Drafted, Outcomes, StepView
-    from paceline.control.profile import Profile
+    from paceline.control.allocation import RowDrafts
+    from paceline.control.files import Profile
+    from paceline.control.policy import Allocation, Decision, Drafted, Outcomes, StepView
+    from paceline.control.protocols import StepAccounting
     from paceline.engine.engine import Engine
 
     Rates = dict[tuple[str, int], list[float]]  # tokens per second of each repeat, by variant and number in flight

@@ -13,7 +13,7 @@ from paceline.bench.measure import acceptance_length, kept_per_position
 from paceline.bench.prompt_file import BUILTIN, read_prompts
 from paceline.bench.report import PLAIN
 from paceline.bench.session import Session, run_here
-from paceline.control.controller import FixedK
+from paceline.control.fixed import FixedK
 from paceline.core.errors import ConfigError, ModelError
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.control.controller import ClosedLoop
-    from paceline.control.trace import Step
+    from paceline.control.files import Step
 
 MAX_ROWS_SHOWN = 20
 
@@ -37,7 +37,7 @@ def run(args: Namespace) -> int:
 
 
 def _summary(path: str) -> None:
-    from paceline.control.trace import replay
+    from paceline.control.files import replay
     from paceline.serve.terminal.display import progress, say, table
 
     steps: list[Step] = []
@@ -82,7 +82,7 @@ def _same(step: Step) -> bool:
 
 
 def _say_retired(path: str, steps: Sequence[Step]) -> None:
-    from paceline.control.trace import drafter_names
+    from paceline.control.files import drafter_names
     from paceline.serve.terminal.display import say
 
     for number, step in enumerate(steps, start=1):
@@ -96,7 +96,7 @@ def _seconds(step: Step) -> float:
 
 
 def _one_step(path: str, number: int) -> None:
-    from paceline.control.trace import replay
+    from paceline.control.files import replay
     from paceline.serve.terminal.display import say, table
 
     known: dict[int, list[list[str]]] = {}  # by group: the other group may plan between a plan and its outcome

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from paceline.bench.scenarios.batch_sweep import BatchSweep
-    from paceline.control.profile import Profile
+    from paceline.control.files import Profile
 
     Json = dict[str, Any]
 

@@ -11,7 +11,7 @@ from paceline.serve.terminal.output_files import check_file, check_picture
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-    from paceline.control.profile import Profile
+    from paceline.control.files import Profile
 
 ROWS, KS = (1, 2, 4, 8, 16, 32, 64), (0, 1, 2, 3, 4, 6, 8)  # of the table
 CONTEXT = 256  # tokens of context of each row of the table
@@ -29,7 +29,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Measure, print a table, write the file."""
-    from paceline.control.profile import write_profile
+    from paceline.control.files import write_profile
     from paceline.engine.assembly.auto import measure
     from paceline.engine.assembly.build import build
     from paceline.engine.assembly.calibration import QUICK, THOROUGH

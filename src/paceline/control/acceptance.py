@@ -1,10 +1,9 @@
 """Chance that a draft survives to a depth, learnt online from what the target accepted.
 
-The chance of a position, given that the one before was accepted, is logistic in the sum of three terms: an
-intercept of the drafter at that depth, an offset of the row, and, where the drafter states its confidence, a
-weight times how far that is above its mean there. Each term is a number with a variance. An outcome moves the
-uncertain ones most (a Kalman filter with logistic observations), and variances grow with time, so that a change of
-subject is followed. Only positions that were really tested count: those up to the first rejection.
+The chance of a position, given that the one before was accepted, is logistic in the sum of an intercept of the
+drafter at that depth, an offset of the row, and a weight times how far the drafter's confidence is above its mean
+there. Each term has a variance (a Kalman filter with logistic observations), which grows with time, so that a
+change of subject is followed. Only positions up to the first rejection count, as only these were tested.
 
 The arithmetic is compiled; `tests/oracles/acceptance.py` is the same in numpy.
 """
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from numpy import float64, int64
     from numpy.typing import NDArray
 
-    from paceline.control.policy import Drafted, Outcomes
+    from paceline.control.policy import Outcomes
 
 PRIOR_CHANCE = 0.6  # of a position, before anything was seen
 DEPTH_SD = 1.5  # logits: standard deviation of an intercept before anything was seen ...
@@ -111,15 +110,6 @@ class AcceptanceModel:
         return kernels.survival_probs(self.estimates, MAX_LOGIT, rows, depth, known, usual, optimism)
 
 
-def alive_once_drafted(models: Sequence[AcceptanceModel], drafted: Drafted, max_k: int) -> NDArray[float64]:
-    """Return the chance that each proposed draft is kept, given its drafter's confidence. [n, max_k]"""
-    found = np.zeros((len(drafted.rows), max_k))
-    for index in set(drafted.drafters[drafted.drafters >= 0].tolist()):
-        own = drafted.drafters == index
-        found[own] = models[index].alive(drafted.rows[own], max_k, drafted.confidence[own], usual=True)
-    return found
-
-
 def learn_acceptance(models: Sequence[AcceptanceModel], outcomes: Outcomes) -> None:
     """Update the estimates for all drafters with the outcome of a step. models: by drafter."""
     o = outcomes
@@ -133,15 +123,4 @@ def logit(p: float | NDArray[float64]) -> NDArray[float64]:
     """Return log(p / (1 - p)), bounded by `MAX_LOGIT`."""
     inside = np.minimum(np.maximum(np.asarray(p, np.float64), MIN_CHANCE), 1 - MIN_CHANCE)
     found: NDArray[float64] = np.log(inside / (1 - inside))
-    return found
-
-
-def conditional(accepted_at: NDArray[float64] | tuple[float, ...]) -> NDArray[float64]:
-    """Return the chance of each position given the one before. [max_depth]
-
-    accepted_at: share of all drafts accepted at each depth. Behind a depth at which none was, the chance is 0.
-    """
-    rates = np.asarray(accepted_at, np.float64)
-    before = np.concatenate(([1.0], rates[:-1]))
-    found: NDArray[float64] = np.divide(rates, before, out=np.zeros(len(rates)), where=before > 0)
     return found

@@ -1,137 +1,21 @@
-"""Controllers of an engine: plans out, verdicts in. `ClosedLoop` learns, `FixedK` does not."""
+"""Controller that learns: plans out, verdicts in."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
-
-import numpy as np
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from paceline.control.plan_reuse import MANY_ROWS
-from paceline.control.policy import NONE, Decision, Outcomes, StepView, drafted_of, outcomes_of
+from paceline.control.policy import NONE, drafted_of, outcomes_of
 from paceline.core.nouns import Draft, Plan, RowPlan, noun
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.control.online_cost import OnlineCost, StepAccounting
-    from paceline.control.policy import Policy, Work
+    from paceline.control.online_cost import OnlineCost
+    from paceline.control.policy import Decision, Outcomes, StepView, Work
+    from paceline.control.protocols import Policy, StepAccounting, StepTimes, TraceSink
     from paceline.core.nouns import Batch, Verdict
-
-
-@noun
-class StepTimes:
-    """Seconds of a step by what they were spent on."""
-
-    draft_s: float
-    target_s: float
-    host_s: float
-    wait_s: float = 0.0  # time in which these rows waited for the other group's step
-
-    @property
-    def total_s(self) -> float:
-        """Seconds spent on these rows."""
-        return self.draft_s + self.target_s + self.host_s
-
-
-class Controller(Protocol):
-    """Decides how much to speculate, and learns from outcomes."""
-
-    @property
-    def wants_preview(self) -> bool:
-        """True if lookup drafters should be queried before `plan`."""
-        ...
-
-    @property
-    def second_group(self) -> Controller:
-        """Controller of a second group of rows, with the same estimates and its own plans."""
-        ...
-
-    def admit(self, row: int) -> None:
-        """Note that a request begins in a row."""
-        ...
-
-    def reuse_plan(self, num_rows: int) -> bool:
-        """Begin a step without drafts or view if the last plan holds; return whether."""
-        ...
-
-    def plan(self, view: StepView) -> Plan:
-        """Plan a step."""
-        ...
-
-    def trim(self, batch: Batch, draft: Draft) -> Draft:
-        """Return the part of a draft that is worth verifying."""
-        ...
-
-    def observe(
-        self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes
-    ) -> Sequence[StepAccounting]:
-        """Learn from a step; return the accounting since the last call.
-
-        proposed, draft: before and after trimming."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class FixedK:
-    """Plans k drafts of one drafter for every row. `drafter=None` is plain decoding."""
-
-    drafter: str | None = None
-    k: int = 0
-
-    @property
-    def wants_preview(self) -> bool:
-        """False: plans do not depend on previews."""
-        return False
-
-    @property
-    def second_group(self) -> FixedK:
-        """Itself, as it keeps no state."""
-        return self
-
-    def admit(self, row: int) -> None:
-        """Ignore it: rows are alike."""
-
-    def reuse_plan(self, num_rows: int) -> bool:
-        """Return True for plain decoding, which needs no plan."""
-        return self.drafter is None
-
-    def plan(self, view: StepView) -> Plan:
-        """Plan a step for the rows that decode."""
-        if not self.drafter:
-            return Plan()
-        ks = np.minimum(view.max_drafts, self.k).tolist()
-        return Plan({row: RowPlan(self.drafter, k) for row, k in zip(view.rows.tolist(), ks, strict=True)})
-
-    def trim(self, batch: Batch, draft: Draft) -> Draft:
-        """Return the whole draft."""
-        return draft
-
-    def observe(
-        self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes
-    ) -> tuple[StepAccounting, ...]:
-        """Learn nothing."""
-        return ()
-
-
-class TraceSink(Protocol):
-    """Receives everything that a closed loop sees, chooses and gets."""
-
-    def admitted(self, row: int) -> None:
-        """Note that a request began in a row."""
-        ...
-
-    def reused(self, num_rows: int, host_s: float) -> None:
-        """Note a step that reused a plan without a view. num_rows: 0 with prefill."""
-        ...
-
-    def planned(self, view: StepView, decision: Decision, group: int) -> None:
-        """Note the plan of a group's step."""
-        ...
-
-    def learnt(self, outcomes: Outcomes, prefill: Work, group: int) -> None:
-        """Note the outcome of a group's step, and the work of its prefill."""
-        ...
 
 
 @noun

@@ -1,4 +1,4 @@
-"""Measured costs: target passes by their work, drafting by rows and depth.
+"""Measured costs and their fit: target passes by their work, drafting by rows and depth. All runs at start.
 
 A pass costs what its token rows cost (a monotone curve through measured counts: linear between them, or a
 staircase where the backend pads), plus a price for every key that it reads and every pair of query and key, less a
@@ -9,23 +9,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from paceline.control.allocation import MIN_PLAIN_TOKENS, Allocation
+from paceline.control.policy import MIN_PLAIN_TOKENS, Allocation
 from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy import float64, int64
     from numpy.typing import NDArray
 
-    from paceline.control.allocation import Candidates, KnownDrafters, StepChoice
     from paceline.control.policy import Count, Drafted, StepView, Work
+    from paceline.control.protocols import Candidates, KnownDrafters, StepChoice
 
+NUM_SIZES = 24  # size classes of passes, two to every doubling of the tokens
+TABLE_TOKENS = 1 << 11  # tokens of a pass in the table; larger ones have the error of the last size class
+MIN_RATE = 0.05  # share of an estimate that one step of its kind replaces ...
+FIRST_RATE = 0.2  # ... and that the first one replaces; between them it falls as one over the steps
+FIXED_ROWS = 10  # host time of a step without rows, in rows: 0.17 ms and 16 us a row (2026-11-22)
 MAX_TABLE_ROWS = 1024  # rows in tables of drafting times; more rows cost what these do
+MAX_FIT_ROUNDS = 2000  # of coordinate descent
+FIT_TOLERANCE = 1e-9  # change of a scaled price at which the descent ends
+SHORT_CONTEXT = 48  # keys of a context that is too short to tell the price of keys from that of tokens
 MIN_STEP_S = 1e-9  # shortest step that a goodput is computed with, seconds
 
 
@@ -130,6 +138,40 @@ def draft_tables(drafters: tuple[DraftCost, ...]) -> DraftTables:
     return DraftTables(seconds, deepening, np.diff(deepening, axis=1, prepend=0.0))
 
 
+class CostRates(NamedTuple):
+    """Rates of learning, in the order of the compiled `CostRates`."""
+
+    drift: float = 0.2  # share of a step's error that machine drift takes
+    rare_steps: float = 16.0  # steps since the last pass of a size that add `MIN_RATE` to the rate of the next
+    max_error: float = 0.5  # log seconds of one step; shared machines slow down by as much within a second
+    min_rate: float = MIN_RATE
+    first_rate: float = FIRST_RATE
+    fixed_rows: float = FIXED_ROWS
+    key_noise: float = 0.02  # variance of a pass's log error, as an observation of the price of a key
+    key_drift: float = 1e-3  # variance that it gains with each observation, in measured prices squared
+    min_kv_share: float = 0.1  # share of a pass that reading keys must take for it to tell the price of a key
+
+
+@dataclass(slots=True, eq=False)
+class PassTable:
+    """Seconds of passes by their tokens, and the error of each size class."""
+
+    size_class: NDArray[int64]  # [TABLE_TOKENS]
+    measured_s: NDArray[float64]  # [TABLE_TOKENS]
+    seconds: NDArray[float64]  # [TABLE_TOKENS] corrected by size, machine drift left out
+    log_error: NDArray[float64]  # [NUM_SIZES] log of the factor of each size
+    seen: NDArray[int64]  # [NUM_SIZES] passes without prompts
+    last: NDArray[int64]  # [NUM_SIZES] number of the last pass
+
+    @classmethod
+    def of(cls, measured_s: NDArray[float64]) -> PassTable:
+        """Begin with the measured times of passes of 0, 1, ... tokens."""
+        doublings = np.log2(np.maximum(np.arange(len(measured_s)), 1))
+        size_class = np.minimum(doublings * 2, NUM_SIZES - 1).astype(np.int64)
+        counts = np.zeros(NUM_SIZES, np.int64), np.zeros(NUM_SIZES, np.int64)
+        return cls(size_class, measured_s, measured_s.copy(), np.zeros(NUM_SIZES), *counts)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class MeasuredCost:
     """Target pass and drafting, measured separately; `OnlineCost` prices steps with them."""
@@ -142,7 +184,7 @@ class MeasuredCost:
 class TableCost:
     """Duration of whole steps, measured at some numbers of rows and drafts; a `StepCost`.
 
-    The format of vLLM's Dynamic SD proposal, see `profile.py`. It knows neither context lengths nor the share of
+    The format of vLLM's Dynamic SD proposal, see `files.py`. It knows neither context lengths nor the share of
     drafting, so it is not corrected while it is used, and choices by it are made in numpy.
     """
 
@@ -202,3 +244,77 @@ class TableCost:
         inside = np.interp(mean_ks, self.ks, measured)
         beyond: NDArray[float64] = inside + slope * np.maximum(mean_ks - self.ks[-1], 0)
         return beyond
+
+
+# Fit to timed steps ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TimedPass:
+    """Work of one kind of target pass, and its duration."""
+
+    work: Work
+    seconds: float
+
+
+def fit_target(passes: Sequence[TimedPass]) -> TargetCost:
+    """Return the prices with the least squared relative error, none negative.
+
+    The curve has a point at every count of tokens that was timed with all tokens scored; keys and unscored tokens
+    have one price each. If all contexts are short, the price of keys cannot be told from that of tokens and is 0.
+    """
+    counts = sorted({int(p.work.tokens) for p in passes if not p.work.unscored})
+    rises = np.array([[_share(int(p.work.tokens), counts, i) for i in range(len(counts))] for p in passes])
+    others = np.array([[p.work.kv_tokens, p.work.pairs, -p.work.unscored] for p in passes], np.float64)
+    if all(int(p.work.pairs) < SHORT_CONTEXT * int(p.work.tokens) for p in passes):
+        others[:, :2] = 0.0
+    seconds = np.array([p.seconds for p in passes])
+    prices = non_negative(np.hstack([rises, others]) / seconds[:, None], np.ones(len(passes)))
+    kv_token_s, pair_s, unscored_s = prices[len(counts) :]
+    curve = Curve.of(counts, np.cumsum(prices[: len(counts)]).tolist())
+    return TargetCost(curve, float(unscored_s), float(kv_token_s), float(pair_s))
+
+
+def fit_drafting(timed: Mapping[tuple[int, int], float]) -> DraftCost:
+    """Return a drafter's prices from seconds by (rows, depth), interpolated between timed depths.
+
+    Left out are depths at which the fewest rows were not timed, and rows that were not timed at all other depths.
+    Without times drafting costs nothing.
+    """
+    if not timed:
+        return DraftCost(())
+    fewest = min(rows for rows, _ in timed)
+    depths = sorted(d for r, d in timed if r == fewest)
+    rows = [r for r in sorted({r for r, _ in timed}) if all((r, d) in timed for d in depths)]
+    table = np.array([[timed[r, d] for d in depths] for r in rows])
+    between = np.array([np.interp(range(depths[-1] + 1), [0, *depths], [0.0, *line]) for line in table])
+    return DraftCost(tuple(Curve.of(rows, between[:, d].tolist()) for d in range(1, depths[-1] + 1)))
+
+
+def _share(count: int, counts: Sequence[int], index: int) -> float:
+    """Return the share of a rise between counts that lies below `count`.
+
+    It is above 1 only beyond the last count."""
+    if index == 0:
+        return 1.0
+    low, high = counts[index - 1], counts[index]
+    limit = float("inf") if index == len(counts) - 1 else 1.0
+    return min(max((count - low) / (high - low), 0.0), limit)
+
+
+def non_negative(matrix: NDArray[float64], target: NDArray[float64]) -> NDArray[float64]:
+    """Return x >= 0 with the smallest |matrix x - target|, by coordinate descent."""
+    scale = np.sqrt((matrix**2).sum(axis=0))
+    scale[scale == 0] = 1.0
+    a = matrix / scale
+    gram, wanted = a.T @ a, a.T @ target
+    x = np.zeros(a.shape[1])
+    for _ in range(MAX_FIT_ROUNDS):
+        before = x.copy()
+        for i in range(len(x)):
+            if gram[i, i] > 0:
+                x[i] = max(0.0, x[i] + (wanted[i] - gram[i] @ x) / gram[i, i])
+        if np.abs(x - before).max() < FIT_TOLERANCE:
+            break
+    found: NDArray[float64] = x / scale
+    return found

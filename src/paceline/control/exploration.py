@@ -1,12 +1,8 @@
 """Exploration: probes of what does not seem to pay, and retirement of drafters.
 
-Each kind of probe has a hundredth of the time. Upward probes let one row draft further than was chosen. Plain
-probes are steps without drafts: while all steps draft, nothing else tells what plain decoding costs. A drafter
-whose probes say time and again that it cannot pay is retired.
-
-Probes are rare, so a drafter that is never chosen is known by the plain record of its probes: the number of drafts
-that were tested at each depth, and accepted. The best that this record admits is two standard deviations above its
-mean (Agresti and Coull).
+Each kind of probe has a hundredth of the time; see docs/guide/auto.md, "Exploration and retirement". A drafter
+that is never chosen is known by the plain record of its probes: the drafts tested at each depth, and accepted. The
+best that a record admits is two standard deviations above its mean (Agresti and Coull).
 """
 
 from __future__ import annotations
@@ -16,15 +12,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.control.allocation import Candidates, with_prefill
+from paceline.control.online_cost import with_prefill
 from paceline.control.policy import NONE, Work
+from paceline.control.protocols import Candidates
 
 if TYPE_CHECKING:
     from numpy import float64, int64
     from numpy.typing import NDArray
 
-    from paceline.control.allocation import DrafterChoice, RowDrafts, StepCost
+    from paceline.control.allocation import DrafterChoice, RowDrafts
     from paceline.control.policy import Outcomes, StepView
+    from paceline.control.protocols import StepCost
 
 EXPLORED_SHARE = 0.01  # of all time, for each kind of probe
 SAVED_UPWARD_STEPS = 4  # steps' time saved up for upward probes, at most: a good spell must not pay for a bad one

@@ -1,8 +1,7 @@
 """Paceline's own policy: every step has the drafts with the highest expected tokens per second.
 
 After TurboSpec (arXiv 2406.14066), which made goodput the aim, and DSpark (arXiv 2607.05147), which shares it out
-among rows. This policy estimates each row, chooses among drafters, leaves the time of prefill chunks out of the
-account (it is due in any case), and keeps exploring with one hundredth of the time.
+among rows. Prefill chunks are left out of the account, as their time is due in any case.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.control.acceptance import learn_acceptance
-from paceline.control.allocation import DrafterChoice, PlanContext
+from paceline.control.allocation import DrafterChoice
 from paceline.control.exploration import Exploration, Probes, Retirement
-from paceline.control.hysteresis import Hysteresis, StepPromise
-from paceline.control.latency_target import LatencyTarget, Objective
-from paceline.control.plan_reuse import PlanReuse
+from paceline.control.plan_reuse import Hysteresis, PlanReuse, StepPromise
 from paceline.control.policy import NONE, Decision, plain
+from paceline.control.protocols import PlanContext
+from paceline.control.row_by_row import LatencyTarget, Objective
 from paceline.core.nouns import noun
 
 if TYPE_CHECKING:
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
     from numpy import float64, int64
     from numpy.typing import NDArray
 
-    from paceline.control.allocation import StepChoice, StepCost
     from paceline.control.policy import Drafted, Outcomes, StepView
+    from paceline.control.protocols import StepChoice, StepCost
 
 MIN_TRIM_S = 0.006  # cost of a step's drafts from which on trimming saves more than it takes
 
@@ -127,7 +126,7 @@ class Goodput:
             return plain(view)
         self._step += 1
         self.exploration.probes.row = NONE
-        timed = self._latency.note(view.tpot_s)
+        timed = bool(view.tpot_s or self._latency.in_use) and self._latency.note(view.tpot_s)
         chosen = self._choose(view, timed=timed)
         draft = self._explore(view, chosen, self._drafts_or_none(view, chosen))
         row_tokens = None
@@ -148,7 +147,9 @@ class Goodput:
 
         row_tokens: expected of each row, [n], if some have a latency target.
         """
-        budget, prefill_s = self._latency.prefill_budget(view, row_tokens, draft.seconds, self._prefill_s)
+        budget, prefill_s = None, self._prefill_s
+        if row_tokens is not None:
+            budget, prefill_s = self._latency.prefill_budget(view, row_tokens, draft.seconds, prefill_s)
         planned, exempt_row = (draft.ks, draft.drafters), self.exploration.probes.row
         ks, drafters, stops = self.choice.with_stop_rules(view, planned, self._context, exempt_row)
         expected = draft.seconds + prefill_s, tokens, draft.speedup
@@ -160,10 +161,13 @@ class Goodput:
 
     def _choose(self, view: StepView, *, timed: bool) -> StepChoice:
         """Choose drafters and draft lengths. timed: some rows have a latency target."""
-        weights = self._latency.weights(view.rows)
+        weights = self._weights(view.rows)
         if timed:
             return self.choice.choose_row_by_row(view, self._context, weights)
         return self.choice.choose(view, self._context, weights)
+
+    def _weights(self, rows: NDArray[int64]) -> NDArray[float64] | None:
+        return self._latency.weights(rows) if self._latency.in_use else None
 
     def _drafts_or_none(self, view: StepView, chosen: StepChoice) -> _StepDraft:
         """Return the drafts as allocated, or none where speculation does not promise enough."""
@@ -205,14 +209,15 @@ class Goodput:
 
     def trim(self, view: StepView, drafted: Drafted) -> NDArray[int64]:
         """See `Policy.trim`."""
-        weights, exempt_row = self._latency.weights(drafted.rows), self.exploration.probes.row
+        weights, exempt_row = self._weights(drafted.rows), self.exploration.probes.row
         return self.choice.trim(view, drafted, self._context, self._prefill_s, exempt_row, weights)
 
     # After a step --------------------------------------------------------------------------------
 
     def learn(self, view: StepView, outcomes: Outcomes) -> None:
         """See `Policy.learn`."""
-        self._latency.learn(outcomes)
+        if self._latency.in_use:
+            self._latency.learn(outcomes)
         if not view.prefill.tokens:
             self.hysteresis.learn(outcomes)
         self.exploration.retirement.learn(outcomes, self.exploration.probes.row)

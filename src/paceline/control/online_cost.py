@@ -1,78 +1,50 @@
 """Prices of steps, corrected online: measured costs follow the machine with every real step.
 
-A machine that others share stalls now and then and is slow for whole minutes. So the ratio of measured to
-predicted time is split into a factor that all steps share (machine drift), and what is left for one size of pass
-or for one drafter (the model's own error). Drift is followed quickly. Own errors are followed slowly, except in
-the first steps of a size: otherwise the price of a rare size would be taken for drift. One step counts for little,
-so that a stall of seconds is one step. A rare size, such as a pass without drafts where all steps draft, counts
-for more when it comes.
-
-The price of reading a key is measured at start-up in less time than it takes to tell it from drift, and it decides
-what many rows with long texts cost. So passes that read many keys correct it first, in proportion to its variance
-(a Kalman filter of one number). Passes with prompts correct the price of their own size only: there keys cost
-less.
-
-Drafting is planned, trimmed and learnt from on the host, and that time is part of its price.
+The ratio of measured to predicted time is split into a factor that all steps share (machine drift), followed
+quickly, and the own error of a size of pass or of a drafter, followed slowly. The price of a key is a Kalman
+filter of one number. Reasons are in docs/guide/auto.md, "What a step costs".
 
 The arithmetic of learning and of choosing is compiled; `tests/oracles/online_cost.py` is the same in Python.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import exp
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from math import exp, isfinite
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from paceline import kernels
 from paceline.control.acceptance import MAX_LOGIT
-from paceline.control.allocation import MIN_PLAIN_TOKENS, Allocation, StepChoice
-from paceline.control.cost import draft_tables
+from paceline.control.cost import (
+    FIRST_RATE,
+    FIXED_ROWS,
+    MIN_RATE,
+    TABLE_TOKENS,
+    CostRates,
+    PassTable,
+    draft_tables,
+)
 from paceline.control.plan_reuse import MANY_ROWS
-from paceline.control.policy import Work
-from paceline.core.nouns import noun
+from paceline.control.policy import MIN_PLAIN_TOKENS, NONE, Allocation, Work
+from paceline.control.protocols import StepAccounting, StepChoice
 
 if TYPE_CHECKING:
     from numpy import float64, int64
     from numpy.typing import NDArray
 
-    from paceline.control.allocation import Candidates, KnownDrafters
     from paceline.control.cost import MeasuredCost
     from paceline.control.policy import Decision, Drafted, Outcomes, StepView
+    from paceline.control.protocols import Candidates, KnownDrafters, StepCost
 
-MIN_RATE = 0.05  # share of an estimate that one step of its kind replaces ...
-FIRST_RATE = 0.2  # ... and that the first one replaces; between them it falls as one over the steps
-FIXED_ROWS = 10  # host time of a step without rows, in rows: 0.17 ms and 16 us a row (2026-11-22)
 MAX_HOST_FACTOR, HOST_SLACK_S = 2, 1e-3  # bound of one observation: twice the expected host time and a millisecond
-NUM_SIZES = 24  # size classes of passes, two to every doubling of the tokens
-TABLE_TOKENS = 1 << 11  # tokens of a pass in the table; larger ones have the error of the last size class
 MIN_KEY_SHARE_OF_PASS = 1e-4  # of a one-token pass: the least price of a key that start-up can measure
-
-
-class CostRates(NamedTuple):
-    """Rates of learning, in the order of the compiled `CostRates`."""
-
-    drift: float = 0.2  # share of a step's error that machine drift takes
-    rare_steps: float = 16.0  # steps since the last pass of a size that add `MIN_RATE` to the rate of the next
-    max_error: float = 0.5  # log seconds of one step; shared machines slow down by as much within a second
-    min_rate: float = MIN_RATE
-    first_rate: float = FIRST_RATE
-    fixed_rows: float = FIXED_ROWS
-    key_noise: float = 0.02  # variance of a pass's log error, as an observation of the price of a key
-    key_drift: float = (
-        1e-3  # variance that the price of a key gains with each observation, in measured prices squared
-    )
-    min_kv_share: float = 0.1  # share of a pass that reading keys must take for it to tell the price of a key
-
-
-@noun
-class StepAccounting:
-    """Predicted and measured time of a step, and an estimate for plain decoding."""
-
-    measured_s: float
-    predicted_s: float  # by the prices before the step, its prefill being known
-    plain_s: float  # the same tokens in steps without drafts, on the same machine at the same time
+MAX_ERROR = 2.0  # of a prediction, as a share of a step's time; larger errors count as this one
+PRICE_EVERY = 8  # steps for which marginal prices hold: contexts grow slowly
+SIMILAR_TOKENS = 1 / 8  # share of a pass's tokens by which it may change before drafts are priced again
 
 
 class HostTime:
@@ -99,31 +71,10 @@ class HostTime:
         known = self(rows, drafts=drafts)
         rate = max(MIN_RATE, 1.0 / (1.0 / FIRST_RATE + self.seen.item(int(drafts))))
         self.seen[int(drafts)] += 1
-        self.row_s[int(drafts)] += (
-            rate * (min(seconds, MAX_HOST_FACTOR * known + HOST_SLACK_S) - known) / (FIXED_ROWS + rows)
-        )
+        bounded_s = min(seconds, MAX_HOST_FACTOR * known + HOST_SLACK_S)
+        self.row_s[int(drafts)] += rate * (bounded_s - known) / (FIXED_ROWS + rows)
         if not self.seen[1]:
             self.row_s[1] = self.row_s[0]
-
-
-@dataclass(slots=True, eq=False)
-class PassTable:
-    """Seconds of passes by their tokens, and the error of each size class."""
-
-    size_class: NDArray[int64]  # [TABLE_TOKENS]
-    measured_s: NDArray[float64]  # [TABLE_TOKENS]
-    seconds: NDArray[float64]  # [TABLE_TOKENS] corrected by size, machine drift left out
-    log_error: NDArray[float64]  # [NUM_SIZES] log of the factor of each size
-    seen: NDArray[int64]  # [NUM_SIZES] passes without prompts
-    last: NDArray[int64]  # [NUM_SIZES] number of the last pass
-
-    @classmethod
-    def of(cls, measured_s: NDArray[float64]) -> PassTable:
-        """Begin with the measured times of passes of 0, 1, ... tokens."""
-        doublings = np.log2(np.maximum(np.arange(len(measured_s)), 1))
-        size_class = np.minimum(doublings * 2, NUM_SIZES - 1).astype(np.int64)
-        counts = np.zeros(NUM_SIZES, np.int64), np.zeros(NUM_SIZES, np.int64)
-        return cls(size_class, measured_s, measured_s.copy(), np.zeros(NUM_SIZES), *counts)
 
 
 class OnlineCost:
@@ -138,12 +89,8 @@ class OnlineCost:
         self.host = HostTime(host_s)
         self.passes = PassTable.of(measured.target.by_tokens(np.arange(TABLE_TOKENS)))
         self.num_passes = np.zeros(1, np.int64)
-        self.key_price = np.array(
-            [measured.target.kv_token_s, 1.0]
-        )  # seconds, and variance in `key_unit_s` squared
-        self.draft_factor = np.ones(
-            len(measured.drafters)
-        )  # slowness of each drafter, relative to its measurement
+        self.key_price = np.array([measured.target.kv_token_s, 1.0])  # seconds; variance in `key_unit_s` squared
+        self.draft_factor = np.ones(len(measured.drafters))  # time of each drafter, relative to its measurement
         self.draft_steps = np.zeros(len(measured.drafters), np.int64)
         self._drift = np.zeros(1)
         self.compiled = self._compiled()
@@ -244,15 +191,10 @@ class OnlineCost:
     ) -> StepChoice | None:
         """See `StepCost.plan_in_one_call`."""
         previews = tuple(map(view.previews.get, range(len(known.estimates))))
+        prefill = view.prefill.as_ints
         of_rows = view.rows, view.lengths, view.max_drafts, row_drafter, only_drafter
         drafters, ks, tokens, seconds, plain_s, prefill_s = self.compiled.plan(
-            known.estimates,
-            MAX_LOGIT,
-            previews,
-            known.prices_s,
-            known.tokens_per_s,
-            *of_rows,
-            view.prefill.as_ints,
+            known.estimates, MAX_LOGIT, previews, known.prices_s, known.tokens_per_s, *of_rows, prefill
         )
         allocation = Allocation(ks, tokens, seconds, float(view.num_rows), plain_s)
         return StepChoice(drafters, allocation, prefill_s)
@@ -282,3 +224,79 @@ class OnlineCost:
         rows = view.rows, view.lengths, o.rows, o.num_verified, o.num_accepted, ks, drafters
         seconds, few_rows = (o.draft_s, o.target_s, o.host_s), len(o.rows) < MANY_ROWS
         return StepAccounting(*self.compiled.learn(*rows, prefill.as_ints, seconds, settled, few_rows))
+
+
+@dataclass(slots=True)
+class Predictions:
+    """Predictions of a controller that knows costs against real steps; all zero without one."""
+
+    step_s: float = 0.0  # time of the predicted steps
+    error_s: float = 0.0  # sum of the absolute errors of the predictions
+    plain_s: float = 0.0  # estimated time of the same tokens without drafts
+    errors: list[int] = field(default_factory=list)  # [percent] steps by the error of their prediction
+
+    def count(self, accounting: StepAccounting) -> None:
+        """Add a step. A prediction that is no finite number counts as the largest error, and as no speed-up."""
+        step_s = accounting.measured_s
+        self.step_s += step_s
+        error_s = abs(accounting.predicted_s - step_s)
+        if not isfinite(error_s):
+            error_s = MAX_ERROR * step_s
+        self.error_s += error_s
+        percent = round(100 * min(error_s / max(step_s, 1e-9), MAX_ERROR))
+        self.errors.extend([0] * (percent + 1 - len(self.errors)))
+        self.errors[percent] += 1
+        self.plain_s += accounting.plain_s if isfinite(accounting.plain_s) else step_s
+
+    @property
+    def speedup(self) -> float | None:
+        """Estimated speed-up against plain decoding; None if nothing was predicted."""
+        return self.plain_s / self.step_s if self.step_s else None
+
+    @property
+    def error(self) -> float | None:
+        """Mean error of the predictions as a share of the time; None without any. A stall counts most."""
+        return self.error_s / self.step_s if self.step_s else None
+
+    @property
+    def median_error(self) -> float | None:
+        """Median error of the predictions as a share of a step's time, to a per cent."""
+        half = sum(self.errors) / 2
+        passed = accumulate(self.errors)
+        return next((percent / 100 for percent, steps in enumerate(passed) if steps > half), None)
+
+
+class MarginalPrices:
+    """Seconds that drafts add to a step, renewed now and then."""
+
+    def __init__(self, num_drafters: int, max_k: int) -> None:
+        self.seconds: NDArray[float64] = np.zeros((num_drafters, max_k))  # of 1, 2, ... drafts of each row
+        self.seconds_of_half = self.seconds  # for half of the rows: the deeper, the fewer rows share a draft pass
+        self.num_rows = 1  # rows that `seconds` are for
+        self.num_half = 1  # half of them
+        self._pass_tokens = 0  # of the pass that they hold for
+        self._period = 0  # number of the period in which they were renewed
+
+    def renew(self, cost: StepCost, view: StepView, step: int) -> None:
+        """Price drafts again after a period, or when many tokens came or went."""
+        tokens, period = view.num_rows + int(view.prefill.tokens), step // PRICE_EVERY
+        if period == self._period and abs(tokens - self._pass_tokens) <= SIMILAR_TOKENS * self._pass_tokens:
+            return
+        base, lengths, shape = view.work + view.prefill, view.lengths, self.seconds.shape
+        n, half = len(lengths), (len(lengths) + 1) // 2
+        all_s = cost.uniform_prices(base, lengths, n, *shape)
+        half_s = all_s if half == n else cost.uniform_prices(base, lengths, half, *shape)
+        self.seconds, self.seconds_of_half = all_s[:, 1:] - all_s[:, :1], half_s[:, 1:] - half_s[:, :1]
+        self.num_rows, self.num_half = n, half
+        self._pass_tokens, self._period = tokens, period
+
+
+def with_prefill(cost: StepCost, view: StepView) -> tuple[Work, float]:
+    """Return a step's work without drafts, and the seconds of its prefill."""
+    own = view.work
+    if not view.prefill.tokens:
+        return own, 0.0
+    whole = own + view.prefill
+    no_ks, no_drafters = np.zeros(view.num_rows, np.int64), np.full(view.num_rows, NONE)
+    price = partial(cost.price, lengths=view.lengths, ks=no_ks, drafters=no_drafters)
+    return whole, price(whole) - price(own)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from numpy import int64
     from numpy.typing import NDArray
 
-    from paceline.control.allocation import StepCost
     from paceline.control.controller import ClosedLoop
+    from paceline.control.protocols import StepCost
 
     Part = tuple[NDArray[int64], NDArray[int64], NDArray[int64]]  # lengths, drafts and drafters of some rows
 

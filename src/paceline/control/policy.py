@@ -6,7 +6,7 @@ The same policies run in the engine and in the simulator.
 from __future__ import annotations
 
 from dataclasses import field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     Count = int | NDArray[int64]  # of one pass, or of each of several
 
 NONE = -1  # index in place of a drafter: the row decodes plainly
+MIN_PLAIN_TOKENS = 1e-9  # of a step without drafts: speedups divide by them
 
 
 @noun
@@ -127,50 +128,20 @@ class Drafted:
     confidence: NDArray[float64]  # [n, depth], NaN where unknown
 
 
-class Policy(Protocol):
-    """Decides how far to draft."""
+@noun
+class Allocation:
+    """Draft length of each row, with what is expected of the step."""
+
+    ks: NDArray[int64]  # [n]
+    tokens: float  # committed, the target's own included, weighted
+    seconds: float  # prefill left out
+    plain_tokens: float  # of the same step without drafts
+    plain_seconds: float
 
     @property
-    def wants_preview(self) -> bool:
-        """True if lookup drafters should be queried for the next view."""
-        ...
-
-    def for_second_group(self) -> Policy:
-        """Return a policy for a second group: the same estimates, its own choices."""
-        ...
-
-    def admit(self, row: int) -> None:
-        """Note that a request begins in a row."""
-        ...
-
-    def reuse_without_view(self, num_rows: int) -> bool:
-        """Begin a step without drafts if the last decision holds; return whether it does."""
-        ...
-
-    def reuse(self, view: StepView) -> Decision | None:
-        """Begin a step by the last decision, if it holds for a view; else None."""
-        ...
-
-    def choose(self, view: StepView) -> Decision:
-        """Begin a step by a new decision, from what was learnt."""
-        ...
-
-    def decide(self, view: StepView) -> Decision:
-        """Reuse the last decision, or choose anew."""
-        ...
-
-    @property
-    def may_trim(self) -> bool:
-        """True if some drafts of this step may not be worth verifying."""
-        ...
-
-    def trim(self, view: StepView, drafted: Drafted) -> NDArray[int64]:
-        """Return how many of each row's drafts to verify. Changes nothing in the policy. [n]"""
-        ...
-
-    def learn(self, view: StepView, outcomes: Outcomes) -> None:
-        """Learn from the outcome of a step."""
-        ...
+    def speedup(self) -> float:
+        """Tokens per second, relative to the step without drafts."""
+        return self.tokens * self.plain_seconds / (self.plain_tokens * self.seconds) if self.seconds else 1.0
 
 
 def plain(view: StepView) -> Decision:

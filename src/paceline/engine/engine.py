@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from paceline.backend.target import Backend
-    from paceline.control.controller import Controller
+    from paceline.control.protocols import Controller
     from paceline.core.nouns import Request
     from paceline.draft.drafter import Drafter
     from paceline.engine.pages import PagePool

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
-from itertools import accumulate
-from math import isfinite
 from typing import TYPE_CHECKING, Any
 
+from paceline.control.online_cost import Predictions
+
 if TYPE_CHECKING:
-    from paceline.control.online_cost import StepAccounting
     from paceline.core.nouns import Batch, Draft, RowDraft, Verdict
     from paceline.engine.scheduler import Scheduler
-
-
-MAX_ERROR = 2.0  # share of a step's time; larger errors count as this one
 
 
 @dataclass(slots=True)
@@ -53,46 +49,6 @@ class DraftCounts:
 
 
 @dataclass(slots=True)
-class Predictions:
-    """Predictions of a controller that knows costs against real steps; all zero without one."""
-
-    step_s: float = 0.0  # time of the predicted steps
-    error_s: float = 0.0  # sum of the absolute errors of the predictions
-    plain_s: float = 0.0  # estimated time of the same tokens without drafts
-    errors: list[int] = field(default_factory=list)  # [percent] steps by the error of their prediction
-
-    def count(self, reckoning: StepAccounting) -> None:
-        """Add a step. A prediction that is no finite number counts as the largest error, and as no speed-up."""
-        step_s = reckoning.measured_s
-        self.step_s += step_s
-        error_s = abs(reckoning.predicted_s - step_s)
-        if not isfinite(error_s):
-            error_s = MAX_ERROR * step_s
-        self.error_s += error_s
-        percent = round(100 * min(error_s / max(step_s, 1e-9), MAX_ERROR))
-        self.errors.extend([0] * (percent + 1 - len(self.errors)))
-        self.errors[percent] += 1
-        self.plain_s += reckoning.plain_s if isfinite(reckoning.plain_s) else step_s
-
-    @property
-    def speedup(self) -> float | None:
-        """Estimated speed-up against plain decoding; None if nothing was predicted."""
-        return self.plain_s / self.step_s if self.step_s else None
-
-    @property
-    def error(self) -> float | None:
-        """Mean error of the predictions as a share of the time; None without any. A stall counts most."""
-        return self.error_s / self.step_s if self.step_s else None
-
-    @property
-    def median_error(self) -> float | None:
-        """Median error of the predictions as a share of a step's time, to a per cent."""
-        half = sum(self.errors) / 2
-        passed = accumulate(self.errors)
-        return next((percent / 100 for percent, steps in enumerate(passed) if steps > half), None)
-
-
-@dataclass(slots=True)
 class Stats:
     """Counters since the engine was made; `since` gives the difference of two snapshots."""
 
@@ -114,7 +70,6 @@ class Stats:
     untapped_tokens: int = 0  # cached tokens without taps; a head drafts from behind them
     k_histogram: list[int] = field(default_factory=list)  # [k] decode passes that verified k drafts
     drafters: dict[str, DraftCounts] = field(default_factory=dict)
-
     predictions: Predictions = field(default_factory=Predictions)
 
     @property

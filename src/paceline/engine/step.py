@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
-from paceline.control.controller import StepTimes
+from paceline.control.protocols import StepTimes
 from paceline.core.nouns import PAGE_TOKENS, Plan, noun
 from paceline.engine.output import OutputQueue
 from paceline.engine.stats import Stats
@@ -17,7 +17,7 @@ from paceline.engine.step_view import step_view
 
 if TYPE_CHECKING:
     from paceline.backend.target import Backend, PendingScores
-    from paceline.control.controller import Controller
+    from paceline.control.protocols import Controller
     from paceline.core.nouns import Batch, BatchRow, Draft, Outcome, RowVerdict, Scores, Verdict
     from paceline.engine.drafters import DrafterPool
     from paceline.engine.scheduler import Group, RequestState, Scheduler

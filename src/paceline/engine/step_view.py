@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline import kernels
-from paceline.control.latency_target import MS_PER_S
 from paceline.control.policy import NO_WORK, StepView, Work
+from paceline.control.row_by_row import MS_PER_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from numpy import int64
     from numpy.typing import NDArray
 
-    from paceline.control.allocation import StepCost
     from paceline.control.policy import Drafted
+    from paceline.control.protocols import StepCost
 
 
 class _EveryStep:

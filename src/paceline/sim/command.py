@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from collections.abc import Callable
 
-    from paceline.control.policy import Policy
-    from paceline.control.profile import Profile
+    from paceline.control.files import Profile
+    from paceline.control.protocols import Policy
     from paceline.sim.simulator import Simulated, Simulator, Workload
 
 ALL = ("off", *(f"static:{k}" for k in (1, 3, 5)), "table", "average", "turbospec", "ours")
@@ -141,7 +141,7 @@ def _check(args: Namespace) -> None:
 
 def _profile(args: Namespace) -> Profile:
     """Return the costs and the acceptance of one drafter. Raises `ConfigError`."""
-    from paceline.control.profile import read_profile
+    from paceline.control.files import read_profile
 
     profile = of_drafter(read_profile(Path(args.profile)), args.drafter)
     rates = _shares(args.acceptance) if args.acceptance else profile.accepted_at
@@ -212,7 +212,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def _simulate(args: Namespace, profile: Profile, rows: int, name: str) -> dict[str, Any]:
-    from paceline.control.profile import step_cost
+    from paceline.control.files import step_cost
     from paceline.sim.simulator import SimulatedReplica
     from paceline.sim.workloads import split
 
@@ -257,7 +257,7 @@ def _figures(done: list[Simulated]) -> dict[str, Any]:
 def _workload(args: Namespace, profile: Profile, rows: int) -> Workload:
     import numpy as np
 
-    from paceline.control.acceptance import conditional
+    from paceline.control.files import conditional
     from paceline.sim import workloads
 
     chances = np.clip(conditional(profile.accepted_at) * args.scale, 0.001, 0.999)
@@ -272,9 +272,8 @@ def policy_of(name: str, profile: Profile, rows: int) -> Policy:
     """Return a policy by name, as deep as acceptance is known. Raises `ConfigError`."""
     import numpy as np
 
-    from paceline.control.acceptance import conditional
+    from paceline.control.files import conditional, step_cost
     from paceline.control.goodput import Goodput
-    from paceline.control.profile import step_cost
     from paceline.sim.baselines import BatchTable, MovingAverage, Static, TurboSpec
 
     cost, depth = step_cost(profile), len(profile.accepted_at)

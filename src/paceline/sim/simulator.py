@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from numpy import bool_, float64, int64
     from numpy.typing import NDArray
 
-    from paceline.control.allocation import StepCost
-    from paceline.control.policy import Decision, Policy
+    from paceline.control.policy import Decision
+    from paceline.control.protocols import Policy, StepCost
 
 
 @dataclass(frozen=True, slots=True, eq=False)

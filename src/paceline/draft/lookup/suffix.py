@@ -1,11 +1,10 @@
 """Suffix decoding: the tokens that mostly followed where the text ended like this.
 
-After SuffixDecoding (arXiv 2411.04975). Instead of one earlier place, all places whose text ends like the row's
-are asked, and the path that most of them took is proposed as far as enough of them stay on it. The longer the
-match, the further the proposal goes. Places are found in the row's own text and, where sharing is on,
-in past answers of the same salt. The paper keeps suffix trees; an index of where each pair of tokens stands, as
-compressors of the LZ77 kind have it, answers the same question from a ring of bounded size that forgets the oldest
-by itself. The index is compiled (`csrc/host/text_index.cpp`).
+After SuffixDecoding (arXiv 2411.04975). All earlier places whose text ends like the row's are asked, and the path
+that most of them took is proposed as far as enough of them stay on it: the further, the longer the match. Places
+are in the row's own text and, where sharing is on, in past answers of the same salt. The paper keeps suffix trees;
+an index of where each pair of tokens stands, as in LZ77 compressors, answers the same question from a ring of
+bounded size that forgets the oldest by itself (compiled: `csrc/host/text_index.cpp`).
 """
 
 from __future__ import annotations

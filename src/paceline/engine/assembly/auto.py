@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from paceline import kernels
-from paceline.control.latency_target import Objective
-from paceline.control.profile import ANY_DRAFTER, Profile, make_loop, read_profile, write_profile
-from paceline.control.trace import Tracer
+from paceline.control.files import ANY_DRAFTER, Profile, Tracer, make_loop, read_profile, write_profile
+from paceline.control.row_by_row import Objective
 from paceline.core.errors import ConfigError
 from paceline.core.system import POLL_S, file_lock, processor, usable_cores
 from paceline.engine.assembly.calibration import METHOD, QUICK, calibrate, room

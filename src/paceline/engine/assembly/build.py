@@ -10,7 +10,8 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from paceline.backend.target import Backend
-from paceline.control.controller import ClosedLoop, FixedK
+from paceline.control.controller import ClosedLoop
+from paceline.control.fixed import FixedK
 from paceline.control.overlap import OverlapSwitch
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import PAGE_TOKENS

@@ -14,10 +14,9 @@ from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paceline.control.controller import FixedK
-from paceline.control.cost import MeasuredCost, TargetCost
+from paceline.control.cost import MeasuredCost, TargetCost, TimedPass, fit_drafting, fit_target
+from paceline.control.fixed import FixedK
 from paceline.control.policy import Work
-from paceline.control.profile import TimedPass, fit_drafting, fit_target
 from paceline.core.errors import ConfigError, QueueFull
 from paceline.core.nouns import NO_DRAFT, Draft, Request, RowDraft
 from paceline.core.params import SamplingParams
@@ -30,7 +29,7 @@ from paceline.engine.step_view import step_view
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from paceline.control.controller import StepTimes
+    from paceline.control.protocols import StepTimes
     from paceline.core.nouns import Batch, BatchRow, Plan, Scores, Verdict
     from paceline.engine.engine import Engine
 

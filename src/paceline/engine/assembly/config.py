@@ -8,7 +8,7 @@ from types import NoneType
 
 from paceline.backend.device import SAME
 from paceline.backend.registry import DEFAULT_BACKEND, BackendSpec, backend_spec
-from paceline.control.latency_target import THROUGHPUT, Objective
+from paceline.control.row_by_row import THROUGHPUT, Objective
 from paceline.core.errors import ConfigError, suggest
 from paceline.core.system import usable_cores
 from paceline.engine.assembly.placement import Placement

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
+    from paceline.control.online_cost import Predictions
     from paceline.core.nouns import Figures
-    from paceline.engine.stats import Gauges, Predictions, Stats
+    from paceline.engine.stats import Gauges, Stats
     from paceline.serve.worker.client import EngineClient
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from paceline.control.controller import FixedK
+from paceline.control.fixed import FixedK
 from paceline.core.errors import PacelineError, RequestError
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams

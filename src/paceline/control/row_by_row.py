@@ -1,0 +1,215 @@
+"""Choices row by row, for steps that one compiled call cannot plan, and latency targets.
+
+Rows are told apart where each is assigned one of several drafters now and then, where requests name a drafter or
+a time per output token, and where costs are a table of whole steps.
+
+A row's time per output token is that of its whole answer, so what counts is how late it is against its target.
+Tokens of rows that are late weigh more when drafts are allocated, and prefill that would make a row late waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf, isfinite
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.control.protocols import Candidates
+from paceline.core.errors import ConfigError
+from paceline.core.params import MAX_TPOT_MS, MIN_TPOT_MS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy import float64, int64
+    from numpy.typing import NDArray
+
+    from paceline.control.acceptance import AcceptanceModel
+    from paceline.control.online_cost import MarginalPrices
+    from paceline.control.policy import Drafted, Outcomes, StepView
+    from paceline.control.protocols import PlanContext, StepCost
+
+THROUGHPUT, LATENCY = "throughput", "latency"
+MIN_PREFILL_TOKENS = 16  # in a step, however late rows are: new requests must get on
+MAX_AHEAD_TOKENS = 16  # tokens' time by which a row may be ahead of its target, to be spent on prefill
+MAX_WEIGHT = 4.0  # of a token of a row that is late
+MS_PER_S = 1000.0
+ASSIGN_EVERY = 8  # steps between two choices of the drafter that suits a row
+
+
+# Drafters of rows --------------------------------------------------------------------------------
+
+
+class DrafterAssignment:
+    """Drafter of every row of an engine, out of those without a preview."""
+
+    def __init__(self, num_rows: int, cost: StepCost, prices: MarginalPrices) -> None:
+        self.row_drafter = np.zeros(num_rows, np.int64)  # best of those without preview, for each row
+        self.unassigned = set(range(num_rows))  # rows for which that was not chosen yet
+        self._cost = cost
+        self._prices = prices
+
+    def due(self, view: StepView, step: int) -> bool:
+        """Return whether rows' own drafters are chosen again in this step."""
+        return step % ASSIGN_EVERY == 0 or not self.unassigned.isdisjoint(view.rows.tolist())
+
+    def assign(
+        self, view: StepView, at: PlanContext, alive: NDArray[float64], candidates: list[int]
+    ) -> NDArray[int64]:
+        """Return each row's drafter: its own, or one whose preview is worth more. [n]
+
+        alive: [num_drafters, n, max_k]. candidates: drafters that can be asked and gave no preview.
+        """
+        if len(alive) == 1:
+            return np.zeros(view.num_rows, np.int64)
+        due = self.due(view, at.step)
+        if not due and not any(preview.size for preview in view.previews.values()):
+            drafters = self.row_drafter[view.rows]
+        else:
+            values = self.values(view, at, alive)
+            if due:
+                self._choose_again(view, values, candidates)
+            drafters = self.row_drafter[view.rows]
+            for lookup in view.previews:
+                drafters[values[lookup] > values[drafters, np.arange(view.num_rows)]] = lookup
+        for row, requested in view.requested.items():
+            drafters[view.rows == row] = requested
+        return drafters
+
+    def _choose_again(self, view: StepView, values: NDArray[float64], candidates: list[int]) -> None:
+        """Assign each row the candidate with the highest value. values: [num_drafters, n]"""
+        if candidates:
+            self.row_drafter[view.rows] = np.array(candidates)[values[candidates].argmax(axis=0)]
+        self.unassigned.difference_update(view.rows.tolist())
+
+    def values(self, view: StepView, at: PlanContext, alive: NDArray[float64]) -> NDArray[float64]:
+        """Return the net value of each drafter to each row, in tokens. [num_drafters, n]
+
+        Its time is priced at the goodput. alive: [num_drafters, n, max_k].
+        """
+        self._prices.renew(self._cost, view, at.step)
+        tokens = np.add.accumulate(alive, axis=2)
+        tokens -= (self._prices.seconds * (at.tokens_per_s / self._prices.num_rows))[:, None]
+        found: NDArray[float64] = tokens.max(axis=2)
+        return np.maximum(found, 0.0, out=found)
+
+
+def alive_once_drafted(models: Sequence[AcceptanceModel], drafted: Drafted, max_k: int) -> NDArray[float64]:
+    """Return the chance that each proposed draft is kept, given its drafter's confidence. [n, max_k]"""
+    found = np.zeros((len(drafted.rows), max_k))
+    for index in set(drafted.drafters[drafted.drafters >= 0].tolist()):
+        own = drafted.drafters == index
+        found[own] = models[index].alive(drafted.rows[own], max_k, drafted.confidence[own], usual=True)
+    return found
+
+
+def candidates_once_drafted(
+    models: Sequence[AcceptanceModel],
+    view: StepView,
+    drafted: Drafted,
+    max_k: int,
+    weights: NDArray[float64] | None,
+) -> Candidates:
+    """Return the proposed drafts as candidates for verification. weights: of a token of each row, [n]."""
+    length_of = np.zeros(1 + max((*view.rows.tolist(), *drafted.rows.tolist()), default=0), np.int64)
+    length_of[view.rows] = view.lengths
+    counts = np.ones(len(drafted.rows)) if weights is None else weights
+    alive = alive_once_drafted(models, drafted, max_k) * counts[:, None]
+    return Candidates(alive, drafted.ks, length_of[drafted.rows], drafted.drafters, float(counts.sum()))
+
+
+# Latency targets ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """Time per output token for all rows; infinite: tokens per second alone count."""
+
+    tpot_s: float = inf
+
+    @classmethod
+    def parse(cls, text: str) -> Objective:
+        """Read `throughput` or `latency:MS`. Raises `ConfigError`."""
+        kind, _, ms = text.partition(":")
+        if text == THROUGHPUT:
+            return cls()
+        try:
+            tpot_ms = float(ms)
+        except ValueError:
+            tpot_ms = 0.0
+        if kind != LATENCY or not MIN_TPOT_MS <= tpot_ms <= MAX_TPOT_MS:
+            raise ConfigError(
+                f"--objective {text!r}: it is throughput, or latency:MS with the milliseconds per output token "
+                f"to keep to, such as latency:20 ({MIN_TPOT_MS:g} to {MAX_TPOT_MS:g})"
+            )
+        return cls(tpot_ms / MS_PER_S)
+
+
+class LatencyTarget:
+    """Lateness of each row against its target."""
+
+    def __init__(self, num_rows: int, objective: Objective) -> None:
+        self.objective = objective
+        self._tpot_s = np.full(num_rows, objective.tpot_s)  # [num_rows] seconds per token
+        self._late_s = np.zeros(num_rows)  # [num_rows] seconds behind the target; negative: ahead
+        self._own_target: set[int] = set()  # rows whose requests ask for a time of their own
+        self.in_use = isfinite(objective.tpot_s)  # some row has a target; without one no method needs a call
+
+    def admit(self, row: int) -> None:
+        """Begin a request in a row."""
+        self._tpot_s[row] = self.objective.tpot_s
+        self._late_s[row] = 0.0
+        self._own_target.discard(row)
+        self.in_use = isfinite(self.objective.tpot_s) or bool(self._own_target)
+
+    def note(self, tpot_s: Mapping[int, float]) -> bool:
+        """Note requests' targets, seconds per token by row; return whether there is any."""
+        for row, target_s in tpot_s.items():
+            self._tpot_s[row] = target_s
+            self._own_target.add(row)
+            self.in_use = True
+        return isfinite(self.objective.tpot_s) or bool(tpot_s)
+
+    def _has_target(self, rows: NDArray[int64]) -> bool:
+        """Return whether any of some rows has a target."""
+        some = self._own_target and not self._own_target.isdisjoint(rows.tolist())
+        return isfinite(self.objective.tpot_s) or bool(some)
+
+    def weights(self, rows: NDArray[int64]) -> NDArray[float64] | None:
+        """Return the weight of each row's tokens, above 1 if late; None without targets."""
+        if not self._has_target(rows):
+            return None
+        late = self._late_s[rows] / (MAX_AHEAD_TOKENS * self._tpot_s[rows])  # 0 for rows without a target
+        weights: NDArray[float64] = np.minimum(1.0 + (MAX_WEIGHT - 1.0) * np.maximum(late, 0.0), MAX_WEIGHT)
+        return weights
+
+    def longest_step_s(self, rows: NDArray[int64], tokens: NDArray[float64]) -> float:
+        """Return the longest step that makes no row late. tokens: expected, [n]."""
+        ahead_s = np.maximum(-self._late_s[rows], 0.0)
+        return float((self._tpot_s[rows] * tokens + ahead_s).min(initial=inf))
+
+    def prefill_budget(
+        self, view: StepView, tokens: NDArray[float64], seconds: float, prefill_s: float
+    ) -> tuple[int | None, float]:
+        """Return how many prefill tokens make no row late, None for all, and their seconds.
+
+        tokens: expected of each row, [n]. seconds: of the step without its prefill, which would take `prefill_s`.
+        """
+        if not view.prefill.tokens or prefill_s <= 0:
+            return None, prefill_s
+        spare_s = self.longest_step_s(view.rows, tokens) - seconds
+        if spare_s >= prefill_s:
+            return None, prefill_s
+        share = max(spare_s, 0.0) / prefill_s
+        budget = max(int(share * int(view.prefill.tokens)), MIN_PREFILL_TOKENS)
+        return budget, prefill_s * min(1.0, budget / int(view.prefill.tokens))
+
+    def learn(self, outcomes: Outcomes) -> None:
+        """Take in the time of a step."""
+        rows = outcomes.rows
+        if not self._has_target(rows):
+            return
+        target_s = self._tpot_s[rows]
+        late_s = self._late_s[rows] + (outcomes.step_s + outcomes.wait_s) - target_s * (1 + outcomes.num_accepted)
+        self._late_s[rows] = np.where(np.isfinite(target_s), np.maximum(late_s, -MAX_AHEAD_TOKENS * target_s), 0.0)
