@@ -27,7 +27,7 @@ WORKER = Path(__file__).with_name("commits_worker.py")
 
 
 class Checkout:
-    """A worker process over one checkout's sources, stopped by a signal while it is not asked."""
+    """A worker process over one checkout's sources, stopped by a signal between orders."""
 
     def __init__(self, folder: Path, setup: Mapping[str, Any]) -> None:
         environment = os.environ | {"PYTHONPATH": str(folder / "src")}
@@ -41,7 +41,7 @@ class Checkout:
         self.tell(setup)
 
     def tell(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Let the worker compute; return its reply."""
+        """Send the worker an order and return its reply."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.send_signal(signal.SIGCONT)
@@ -62,7 +62,7 @@ class Checkout:
 
 
 def run_cell(checkouts: Sequence[Checkout], order: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Ask all checkouts the same questions in slices; return tokens, seconds, counters and the answers' hash."""
+    """Ask all checkouts the same questions in slices; return tokens, seconds, counters and answer hashes."""
     totals: list[dict[str, Any]] = [
         {"tokens": 0, "seconds": 0.0, "done": False, "counters": {}} for _ in checkouts
     ]

@@ -1,4 +1,4 @@
-"""Text to token ids and back, over the `tokenizers` library. `detokenizer` turns ids into text step by step."""
+"""Text to token ids and back with `tokenizers`; `detokenizer` turns ids into text stepwise."""
 
 from __future__ import annotations
 

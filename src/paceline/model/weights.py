@@ -63,7 +63,7 @@ class TextSource(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model whose files are complete and fit its config. No weight is in memory yet."""
+    """A model whose files are complete and fit its config; no weights are loaded yet."""
 
     path: Path
     config: ModelConfig

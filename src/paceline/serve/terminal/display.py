@@ -22,7 +22,7 @@ def say(text: str = "") -> None:
 
 @contextmanager
 def progress(what: str, unit: str = "") -> Iterator[Update]:
-    """Show progress on stderr: a bar on a terminal, otherwise a line for each tenth. unit: "B" shows bytes."""
+    """Show progress on stderr: a terminal bar, or a line per tenth. unit: "B": bytes."""
     if not sys.stderr.isatty():
         yield _Lines(what)
         return
