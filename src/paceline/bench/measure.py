@@ -66,10 +66,7 @@ class Run:
 
 
 def busy_until(answers: Sequence[MeasuredAnswer], concurrency: int | None) -> float:
-    """Return the time from which fewer than `concurrency` requests were left.
-
-    With free arrivals (None) it is the arrival of the last request.
-    """
+    """Return when fewer than `concurrency` requests were left; None: the last arrival."""
     if concurrency is None:
         return max(a.start_s for a in answers)
     ends = sorted(a.end_s for a in answers)
@@ -187,7 +184,7 @@ def _category(answers: Sequence[MeasuredAnswer]) -> Json:
 def kept_per_position(answers: Sequence[MeasuredAnswer]) -> list[float] | None:
     """Return the share of decode passes that kept a draft at each position.
 
-    One plus their sum is the mean length. None for a server: its chunks do not tell which tokens came from one pass.
+    One plus their sum is the mean length. None for a server: its chunks do not tell passes apart.
     """
     if not answers or any(a.token_ids is None for a in answers):
         return None

@@ -240,10 +240,7 @@ class _CallRecorder:
 
 
 def _awaited(step: Span, passes: Sequence[Span]) -> list[Span]:
-    """Return the passes that a step awaits: its own and earlier ones of another thread.
-
-    A pass that the step has begun on another thread is awaited by the next step.
-    """
+    """Return the passes that a step awaits: its own and earlier ones of another thread."""
     return [p for p in passes if p.thread == step.thread or p.start_s < step.start_s]
 
 

@@ -275,9 +275,7 @@ def fit_drafting(timed: Mapping[tuple[int, int], float]) -> DraftCost:
 
 
 def _share(count: int, counts: Sequence[int], index: int) -> float:
-    """Return the share of a rise between counts that lies below `count`.
-
-    It is above 1 only beyond the last count."""
+    """Return the share of a rise between counts below `count`; above 1 beyond the last."""
     if index == 0:
         return 1.0
     low, high = counts[index - 1], counts[index]

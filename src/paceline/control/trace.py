@@ -222,10 +222,7 @@ def _steps(
 
 
 def _dropped(loop: ClosedLoop, o: Outcomes) -> tuple[NDArray[int64], float]:
-    """Return the trimmed drafts of each row, and how many would have been kept.
-
-    Only drafts with a confidence are ever trimmed.
-    """
+    """Return each row's trimmed drafts, which have confidences, and the number that would be kept."""
     if o.confidence is None or not isinstance(loop.policy, Goodput):
         return np.zeros(len(o.rows), np.int64), 0.0
     made = np.isfinite(o.confidence).sum(axis=1)

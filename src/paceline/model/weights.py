@@ -118,10 +118,7 @@ def choose_tensors(
     where: Path,
     given: Collection[str] = (),
 ) -> dict[str, StoredT]:
-    """Choose the tensors that the config asks for, except those in `given`.
-
-    Raises `BadModelFile` if one is missing or has another shape.
-    """
+    """Choose the config's tensors except `given`. Raises `BadModelFile` if missing or of another shape."""
     chosen: dict[str, StoredT] = {}
     for name, shape in tensor_shapes(config).items():
         if name in given:

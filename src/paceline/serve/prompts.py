@@ -43,11 +43,7 @@ class Prompts:
         return self._checked(ids, "prompt")
 
     def of_messages(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Return the token ids of a conversation.
-
-        A message's content is a text or a list of text parts.
-                Raises `RequestError`, `PromptTooLong`.
-        """
+        """Return token ids; a content is text or text parts. Raises `RequestError`, `PromptTooLong`."""
         if self.template is None:
             raise RequestError("this model has no chat template; send a prompt to /v1/completions", "messages")
         if not messages:

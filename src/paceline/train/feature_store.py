@@ -136,7 +136,6 @@ def _offsets(sizes: Sequence[int]) -> list[int]:
 
 
 def _mapped(path: Path) -> TextFeatures:
-    """Map a shard's file into memory."""
     stored = open_safetensors(path)
     types = {"states": "<f2", "top_ids": "<i4", "top_probs": "<f2"}
     arrays = {

@@ -133,7 +133,6 @@ class _Evaluator:
 
     @property
     def last(self) -> Evaluation:
-        """The newest evaluation in the log."""
         row = read_metrics(self._folder)[-1]
         return Evaluation(row["divergence"], tuple(row["agreement"]), tuple(row["accepted"]))
 

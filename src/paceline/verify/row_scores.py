@@ -47,10 +47,7 @@ class RowScores:
         return choose_token(self.logits(index), self.choose(index)) if chosen == UNCHOSEN else chosen
 
     def probs(self, index: int) -> NDArray[float64]:
-        """Return the target's distribution [vocab] at a position, after the request's transforms.
-
-        Raises `BrokenRow`.
-        """
+        """Return the target's distribution [vocab] after the request's transforms. Raises `BrokenRow`."""
         import numpy as np
 
         logits = self.logits(index)

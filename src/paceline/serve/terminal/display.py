@@ -76,10 +76,7 @@ class _Lines:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], num_left: int = 1) -> None:
-    """Print a table, ruled on a terminal and as plain text elsewhere.
-
-    num_left: number of first columns that are aligned left.
-    """
+    """Print a table, ruled on a terminal, plain elsewhere. num_left: first columns aligned left."""
     if not sys.stdout.isatty():
         say(plain_table(title, columns, rows, num_left))
         return

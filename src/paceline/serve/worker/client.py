@@ -129,10 +129,7 @@ class EngineClient:
     # Requests ----------------------------------------------------------------------------------------
 
     async def submit(self, requests: Sequence[Request]) -> Answers:
-        """Send the requests of one HTTP request, whose answers are numbered from 0.
-
-        Raises `EngineDied` while there is no engine.
-        """
+        """Send the requests of one HTTP request, numbered from 0. Raises `EngineDied` without an engine."""
         engine = self._engine
         if engine is None or engine.ready is None:
             raise EngineDied("the engine is not ready; try again later")

@@ -126,10 +126,7 @@ class EngineWorker:
             self.server.send(OutcomeBatch(tuple(outcomes)))
 
     def _send_snapshot(self) -> None:
-        """Send a snapshot at intervals, and before the last outcome of all.
-
-        So the server's counters are never older than an answer.
-        """
+        """Send a snapshot at intervals and before the last outcome, so it counts every answer."""
         now_s = time.monotonic()
         if now_s >= self._next_snapshot_s or not self.engine.has_work:
             self._next_snapshot_s = now_s + SNAPSHOT_S
