@@ -38,9 +38,9 @@ class Checkout:
             env=environment,
             text=True,
         )
-        self.tell(setup)
+        self.ask(setup)
 
-    def tell(self, order: Mapping[str, Any]) -> dict[str, Any]:
+    def ask(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """Send the worker an order and return its reply."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -67,15 +67,15 @@ def run_cell(checkouts: Sequence[Checkout], order: Mapping[str, Any]) -> list[di
         {"tokens": 0, "seconds": 0.0, "done": False, "counters": {}} for _ in checkouts
     ]
     for checkout in checkouts:
-        checkout.tell({**order, "do": "ask"})
+        checkout.ask({**order, "do": "ask"})
     while unfinished := [i for i, total in enumerate(totals) if not total["done"]]:
         index = min(unfinished, key=lambda i: totals[i]["tokens"])
-        told = checkouts[index].tell({"do": "play", "draft": order["draft"], "seconds": SLICE_S})
+        reply = checkouts[index].ask({"do": "play", "draft": order["draft"], "seconds": SLICE_S})
         total = totals[index]
-        total["tokens"] += told["tokens"]
-        total["seconds"] += told["seconds"]
-        total["done"], total["hash"] = told["done"], told["hash"]
-        for name, value in told["counters"].items():
+        total["tokens"] += reply["tokens"]
+        total["seconds"] += reply["seconds"]
+        total["done"], total["hash"] = reply["done"], reply["hash"]
+        for name, value in reply["counters"].items():
             total["counters"][name] = total["counters"].get(name, 0.0) + value
     return totals
 
