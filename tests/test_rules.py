@@ -24,7 +24,7 @@ SOURCE = Path(paceline.__file__).parent
 ROOT = Path(__file__).parents[1]
 FILES = sorted(SOURCE.rglob("*.py"))
 COMPILED = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".cpp", ".h"))
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_ATTRIBUTES = 500, 60, 15
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_ATTRIBUTES, MAX_WORDS = 500, 60, 15, 15
 MAX_SOURCE_LINES, MAX_SOURCE_FILES, MAX_COMPILED_LINES = 29_000, 210, 7_298
 # File names that stand in several folders, and why.
 SHARED_FILE_NAMES = {
@@ -53,6 +53,10 @@ BANNED_CALLS = {
 }
 PICKLING_METHODS = {"recv_pyobj", "send_pyobj"}
 HEAVY = {"torch", "numpy"}
+# A first docstring line is an imperative or a noun phrase; these words begin a clause.
+CLAUSES = {"As", "Do", "How", "If", "It", "Let", "That", "What", "When", "Where", "Whether", "Which", "Who"}
+# Packages whose first docstring lines keep the rule; the others are still to be rewritten.
+PLAIN_ROOMS = ("bench", "control", "kernels", "model", "serve", "sim", "train", "verify")
 # Names of drafters, families and backends, those to come included: only a registry may know them.
 NAMES = {*DRAFTERS, *FAMILIES, "suffix", "eagle", "eagle3", "reference", "native", "cuda"}
 
@@ -166,6 +170,15 @@ def slow_twins(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, f"{node.name} is a twin for tests; tests/oracles is the place of it"
 
 
+def long_first_lines(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """First docstring lines of more than `MAX_WORDS` words, or that open with a word of `CLAUSES`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            words = (ast.get_docstring(node) or "").partition("\n")[0].split()
+            if len(words) > MAX_WORDS or CLAUSES & set(words[:1]):
+                yield node.body[0].lineno, f"{' '.join(words[:4])}...: {len(words)} words in the first line"
+
+
 # Rules over all files ----------------------------------------------------------------------------
 
 
@@ -263,6 +276,11 @@ def test_core_imports_neither_torch_nor_numpy_at_module_level():
     assert _problems(heavy_at_module_level, sorted((SOURCE / "core").glob("*.py"))) == []
 
 
+def test_first_docstring_lines_are_short():
+    rooms = [p for room in PLAIN_ROOMS for p in sorted((SOURCE / room).rglob("*.py"))]
+    assert _problems(long_first_lines, [*rooms, SOURCE / "cli.py", *sorted((ROOT / "tools").rglob("*.py"))]) == []
+
+
 PLAIN = sorted(p for folder in ("control", "core") for p in (SOURCE / folder).rglob("*.py"))
 PLAIN += [SOURCE / "cli.py", *(SOURCE / "engine" / f"{name}.py" for name in ("scheduler", "pages"))]
 PLAIN += [SOURCE / "engine" / "assembly" / "cli_options.py"]
@@ -309,6 +327,9 @@ def test_public_names_are_what_can_be_imported():
         (branches_on_names, "if backend in ('reference', 'x'): pass"),
         (branches_on_names, "match name:\n case 'eagle3': pass"),
         (slow_twins, "def pack_slow(x): pass"),
+        (long_first_lines, f"'{'word ' * 16}'"),
+        (long_first_lines, "def f():\n 'What it does.'"),
+        (long_first_lines, "class A:\n async def f():\n  'Let it run.'"),
     ],
 )
 def test_rule_finds(rule, code):
@@ -322,6 +343,8 @@ def test_rule_finds(rule, code):
         (heavy_at_module_level, "if TYPE_CHECKING:\n import numpy\ndef f():\n import torch"),
         (branches_on_names, "DRAFTERS = {'ngram': 'a:b'}\nx = y == 'off'"),
         (banned_words, "from jinja2.sandbox import ImmutableSandboxedEnvironment"),
+        (long_first_lines, f"def f():\n '''{'word ' * 15}\n\n{'word ' * 30}'''"),
+        (long_first_lines, "class A:\n 'Italic text, where it is.'\n x = 1"),
     ],
 )
 def test_rule_spares(rule, code):

@@ -1,1 +1,1 @@
-"""Developers' tools, run from the root of a clone as `python -m tools.NAME`. They are not in the wheel."""
+"""Developers' tools, not in the wheel: `python -m tools.NAME` from a clone's root."""

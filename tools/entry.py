@@ -19,7 +19,7 @@ def add_prompts(parser: ArgumentParser) -> None:
 
 
 def exit_status(main: Callable[[], int]) -> int:
-    """Run a tool and return its exit status. Errors that the user can mend are one line."""
+    """Run a tool, with user errors as one line, and return its exit status."""
     try:
         return main()
     except PacelineError as error:

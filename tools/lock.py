@@ -1,4 +1,4 @@
-"""Write the lock files of the scripts' installs: pinned releases, with the hash of each of their files.
+"""Write the lock files of the scripts' installs: pinned releases with hashes of all files.
 
 `scripts/lock` runs this. pip resolves the requirements of `pyproject.toml`. The hashes are those that the index of
 pip's configuration lists; they cover the files of every platform. torch is pinned in a file of its own without
@@ -69,7 +69,7 @@ def canonical(name: str) -> str:
 
 
 class Index:
-    """The package index that pip is configured with, through pip's own client (private names of pip 23)."""
+    """pip's configured package index, through its own client (private names of pip 23)."""
 
     def __init__(self) -> None:
         command = import_module("pip._internal.commands").create_command("download")
@@ -82,7 +82,7 @@ class Index:
         self._collect = import_module("pip._internal.index.collector")
 
     def hashes(self, name: str, version: str) -> list[str]:
-        """Return the SHA-256 of each file of a release. Raises `LookupError` if the index lists none."""
+        """Return the SHA-256 of a release's files. Raises `LookupError` if none are listed."""
         link = import_module("pip._internal.models.link").Link(f"{self._url}/{name}/")
         page = self._collector.fetch_response(link)
         links = [] if page is None else self._collect.parse_links(page)
@@ -93,7 +93,7 @@ class Index:
 
 
 def _release(filename: str) -> str | None:
-    """Return the version in the name of a wheel or source archive, None for other files."""
+    """Return the version in a wheel's or source archive's name, None for other files."""
     try:
         parse = NAMES.parse_wheel_filename if filename.endswith(".whl") else NAMES.parse_sdist_filename
         return str(parse(filename)[1])

@@ -1,4 +1,4 @@
-"""Check what a wheel of Paceline holds; `scripts/wheel` runs this on the wheel that it builds.
+"""Check the files of a Paceline wheel; `scripts/wheel` runs this on its build.
 
 Usage: python -m tools.wheel FILE.whl
 """
@@ -35,7 +35,7 @@ def package_files() -> set[str]:
 
 
 def problems(names: Iterable[str], expected: set[str]) -> Iterable[str]:
-    """Yield what is missing in a wheel with files `names`, and what does not belong in it."""
+    """Yield what is missing among a wheel's files `names`, and what does not belong."""
     found = set(names)
     built = {name for name in found if fnmatch(name, EXTENSION)}
     about = {name for name in found if name.partition("/")[0].endswith(".dist-info")}

@@ -35,7 +35,8 @@ void observe_drafts(const AllEstimates& all, const Numbers& rates, const Ids& ro
                             {rows.data(), num_verified.data(), num_accepted.data(), drafters.data(), indices[d], n});
 }
 
-// Seconds of one more draft of a row, where rows have about `k` drafts, 1 or more, and half of them draft on: see control/stopping.py.
+// Seconds of one more draft of a row, where rows have about `k` drafts, 1 or more, and half of them draft on: see `MarginalPrices` in
+// control/allocation.py.
 double one_more_s(const double* half_s, size_t depth, size_t k, size_t half) {
     const auto price = [&](size_t drafts) { return drafts ? half_s[drafts - 1] : 0.0; };
     const size_t high = std::min(k + 1, depth), low = std::max(std::min(k - 1, high - 1), std::min<size_t>(1, high - 1));

@@ -29,7 +29,7 @@ inline Returned<int64_t, 1> copied(const std::vector<int64_t>& numbers) {
     return returned(std::move(copy), numbers.size());
 }
 
-// Estimates for one drafter, in arrays that Python keeps: see control/survival.py.
+// Estimates for one drafter, in arrays that Python keeps: see control/acceptance.py.
 class Estimates {
   public:
     Estimates(const State& depth_logit, const State& depth_var, const State& usual_confidence, const State& num_usual,

@@ -32,7 +32,7 @@ std::vector<int64_t> lengths_of(const Ids& rows, const Ids& known_rows, const Id
     return lengths;
 }
 
-// Prices, in arrays that Python keeps: see control/online.py.
+// Prices, in arrays that Python keeps: see `OnlineCost` in control/online_cost.py.
 class CostTables {
   public:
     CostTables(const std::tuple<State, Tally, Tally>& sizes, const std::tuple<Ids, Numbers, State>& passes,
@@ -215,7 +215,7 @@ Returned<int64_t, 1> trim_drafts(const CostTables& tables, const Work& base, con
     return copied(best.ks);
 }
 
-// Learn from a step, see control/reckoning.py. Returns the seconds it took, was to take, and would have taken without drafts.
+// Learn from a step, see control/online_cost.py. Returns the seconds it took, was to take, and would have taken without drafts.
 std::tuple<double, double, double> learn_cost(const CostTables& tables, const Ids& known_rows, const Ids& known_lengths, const Ids& rows,
                                               const Ids& num_verified, const Ids& num_accepted, const Ids& num_drafted, const Ids& drafters,
                                               const Work& prefill, const std::tuple<double, double, double>& seconds, bool settled,

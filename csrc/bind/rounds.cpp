@@ -1,5 +1,5 @@
-// The outcome of a step as the arrays that control learns from, see control/arrays.py. In one call each, as every attribute that
-// Python reads after a pass is cold.
+// The outcome of a step as the arrays that control learns from, see control/policy.py. Each is one call, since every attribute
+// that Python reads after a pass is cold.
 #include <algorithm>
 #include <cmath>
 #include <vector>

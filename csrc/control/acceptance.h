@@ -1,4 +1,4 @@
-// How likely drafts are to be accepted: the filter of one drafter, compiled. control/survival.py says why it computes what it does.
+// Chances of acceptance: the compiled filter of one drafter. control/acceptance.py has the model and its reasons.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +24,7 @@ struct Spread {
     double confidence_weight, confidence_weight_var;
 };
 
-// In the order in which Python hands them over: control/quick.py.
+// In the order in which Python hands them over: `FilterRates` in control/acceptance.py.
 struct FilterRates {
     double depth_drift, row_drift, spread, min_spread, max_spread, confidence_drift, max_usual, largest_logit;
 };

@@ -1,4 +1,5 @@
-// How many drafts each row of a step should have. control/choice.py says why; this is its `best` for prices that are sums.
+// Number of drafts of each row of a step, for prices that are sums. control/allocation.py has the reasons, and
+// tests/oracles/allocation.py is the same in Python.
 #pragma once
 
 #include <cmath>

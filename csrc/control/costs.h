@@ -1,4 +1,4 @@
-// What steps cost: measured prices, corrected by every real step. control/online.py, control/host.py and control/reckoning.py say why.
+// What steps cost: measured prices, corrected by every real step. control/online_cost.py has the reasons.
 #pragma once
 
 #include <cstddef>
@@ -35,7 +35,7 @@ struct PriceCurve {
     double operator()(double count) const;
 };
 
-// In the order in which Python hands them over: control/online.py.
+// In the order in which Python hands them over: `CostRates` in control/online_cost.py.
 struct CostRates {
     double drift, rare, max_surprise, min_rate, first_rate, rows_of_a_step, key_noise, key_drift, min_key_share;
 };

@@ -33,7 +33,7 @@ struct Layer {
     std::shared_ptr<const Matrix> q, k, v, o, gate, up, down;
 };
 
-// The recurrence of a parallel draft head: each guess sends a message to the next, see `relay` in backend/reference/head_layers.py.
+// The recurrence of a parallel draft head: each guess sends a message to the next, see `relay` in backend/reference/head.py.
 struct Relay {
     size_t size = 0, inner = 0;                  // numbers of a message, and of its gate; size 0: there is no relay
     std::vector<float> embed_norm;               // [hidden]

@@ -23,7 +23,7 @@ struct SamplingSpec {
 
 constexpr int64_t kUnchosen = -1;  // as core/nouns.py: the law of verification chooses
 
-// See backend/packed.py.
+// The arrays of `Packed` in backend/seam.py, with the rows' choices of tokens.
 struct Pass {
     size_t num_tokens, num_rows, max_pages;
     const int64_t *token_ids, *positions, *slots;  // [num_tokens]

@@ -147,7 +147,7 @@ def parse(parser: argparse.ArgumentParser, argv: list[str], environ: Mapping[str
 
 
 def _flags(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Yield the options with a long name but --help. argparse has no public list of them."""
+    """Yield the options with a long name but --help; argparse has no public list."""
     for action in parser._actions:
         if action.option_strings and action.option_strings[-1].startswith("--") and action.dest != "help":
             yield action

@@ -87,7 +87,7 @@ def test_the_fitted_pair_is_met_and_the_others_are_predicted() -> None:
     launch_s = fitted_launch_s(best)
     assert best(pair_of(FITTED, launch_s)) == pytest.approx(DRAFTERS[FITTED][1], abs=1e-3)
     for drafter, (_, reported) in DRAFTERS.items():
-        assert abs(best(pair_of(drafter, launch_s)) - reported) < 0.25, drafter  # see docs/overlap.md
+        assert abs(best(pair_of(drafter, launch_s)) - reported) < 0.25, drafter  # see docs/guide/overlap.md
 
 
 def test_on_equal_terms_a_captured_drafter_is_better_served_serially() -> None:

@@ -27,7 +27,7 @@ WORKER = Path(__file__).with_name("commits_worker.py")
 
 
 class Checkout:
-    """A worker process over one checkout's sources, stopped by a signal while it is not asked."""
+    """A worker process over one checkout's sources, stopped by a signal between orders."""
 
     def __init__(self, folder: Path, setup: Mapping[str, Any]) -> None:
         environment = os.environ | {"PYTHONPATH": str(folder / "src")}
@@ -38,10 +38,10 @@ class Checkout:
             env=environment,
             text=True,
         )
-        self.tell(setup)
+        self.ask(setup)
 
-    def tell(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Let the worker compute; return its reply."""
+    def ask(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Send the worker an order and return its reply."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.send_signal(signal.SIGCONT)
@@ -62,20 +62,20 @@ class Checkout:
 
 
 def run_cell(checkouts: Sequence[Checkout], order: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Ask all checkouts the same questions in slices; return tokens, seconds, counters and the answers' hash."""
+    """Ask all checkouts the same questions in slices; return tokens, seconds, counters and answer hashes."""
     totals: list[dict[str, Any]] = [
         {"tokens": 0, "seconds": 0.0, "done": False, "counters": {}} for _ in checkouts
     ]
     for checkout in checkouts:
-        checkout.tell({**order, "do": "ask"})
+        checkout.ask({**order, "do": "ask"})
     while unfinished := [i for i, total in enumerate(totals) if not total["done"]]:
         index = min(unfinished, key=lambda i: totals[i]["tokens"])
-        told = checkouts[index].tell({"do": "play", "draft": order["draft"], "seconds": SLICE_S})
+        reply = checkouts[index].ask({"do": "play", "draft": order["draft"], "seconds": SLICE_S})
         total = totals[index]
-        total["tokens"] += told["tokens"]
-        total["seconds"] += told["seconds"]
-        total["done"], total["hash"] = told["done"], told["hash"]
-        for name, value in told["counters"].items():
+        total["tokens"] += reply["tokens"]
+        total["seconds"] += reply["seconds"]
+        total["done"], total["hash"] = reply["done"], reply["hash"]
+        for name, value in reply["counters"].items():
             total["counters"][name] = total["counters"].get(name, 0.0) + value
     return totals
 

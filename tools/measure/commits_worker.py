@@ -49,14 +49,13 @@ class Asker:
                 self._answers.setdefault(outcome.request_id, []).extend(outcome.token_ids)
                 self._inflight -= outcome.finish_reason is not None
         loop = self._engine.loop
-        getattr(
-            loop, "wait", getattr(loop, "rest", int)
-        )()  # a launched pass is this slice's; its name in older checkouts
+        # Time a launched pass in the slice that launched it. Older checkouts call the method `rest`.
+        getattr(loop, "wait", getattr(loop, "rest", int))()
         spent = {name: value - before[name] for name, value in self._counters().items()}
         done = not (self._waiting or self._inflight)
         answers = json.dumps(sorted(self._answers.items())) if done else ""
-        told = {"tokens": tokens, "seconds": perf_counter() - start, "done": done, "counters": spent}
-        return told | {"hash": sha256(answers.encode()).hexdigest()[:16] if done else None}
+        reply = {"tokens": tokens, "seconds": perf_counter() - start, "done": done, "counters": spent}
+        return reply | {"hash": sha256(answers.encode()).hexdigest()[:16] if done else None}
 
     def forget(self) -> None:
         """Start cold: caches and history are emptied."""
@@ -83,8 +82,8 @@ def main() -> None:
             _reply(asker.play(order["seconds"]))
 
 
-def _reply(told: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(told) + "\n")
+def _reply(reply: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(reply) + "\n")
     sys.stdout.flush()
 
 

@@ -31,7 +31,7 @@ MIB = 2**20
 
 
 def peak_bytes() -> int:
-    """Return the peak resident memory of this process. Raises `ConfigError` if the system does not report it."""
+    """Return this process's peak resident memory. Raises `ConfigError` if the system reports none."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

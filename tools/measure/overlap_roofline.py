@@ -44,7 +44,7 @@ def pair_of(drafter: str, launch_s: float, host_s: float = 0.0) -> ModelPair:
 
 
 def gain(pair: ModelPair, k: int, rows: int = ROWS) -> float:
-    """Return the paper's figure. The gain of overlap with twice the requests in flight over serial speculation."""
+    """Return the paper's figure: gain of overlap with twice the requests over serial speculation."""
     verify_s, draft_s = pair.verify_s(rows, k), pair.draft_s(rows, k)
     return (verify_s + draft_s) / max(verify_s, draft_s) - 1
 

@@ -68,7 +68,7 @@ class PeerAcceptance:
 
     @property
     def acceptance_length(self) -> float:
-        """Mean tokens of a pass, the target's own included. Raises `ConfigError` if the answers are too short."""
+        """Mean tokens of a pass, the target's own included. Raises `ConfigError` for short answers."""
         if not self.num_passes:
             raise ConfigError("--new-tokens: every answer was over after its first pass; ask for more")
         return sum(map(sum, self.passes)) / self.num_passes
@@ -80,7 +80,7 @@ class PeerAcceptance:
 
 
 def whole_passes(arrivals: Sequence[float]) -> list[int]:
-    """Return the tokens of each pass. The prefill is left out, and the last pass, which may be cut.
+    """Return the tokens of each pass, without prefill and the last, which may be cut.
 
     arrivals: [num_tokens] times in seconds; tokens of one pass have the same time.
     """

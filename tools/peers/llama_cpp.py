@@ -1,4 +1,4 @@
-"""Adapter of llama.cpp through its C interface. Rows are sequences of one context, one batch per step."""
+"""Adapter of llama.cpp's C interface: rows as sequences of one context, one batch per step."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class LlamaCpp:
             return np.concatenate([self._run(context, batch, part)[1].copy() for part in _parts(tokens)])
 
     def _speculate(self, drafts: PeerDrafts, prompt: Sequence[int], num_tokens: int) -> PeerAnswers:
-        """Continue one prompt. Each pass scores the newest token and its drafts and keeps those that agree."""
+        """Continue one prompt; each pass scores drafts and keeps those that agree."""
         length, text = len(prompt) + num_tokens + drafts.max_drafts, list(prompt)
         with self.context(1, length) as (context, batch), drafts.open(length) as draft:
             recorder = Recorder(1)
@@ -94,7 +94,7 @@ class LlamaCpp:
     def extend(
         self, context: Any, batch: Any, ids: Sequence[int], start: int, num_wanted: int
     ) -> NDArray[float32]:
-        """Run tokens of one row from a position on. Return the logits [num_wanted, vocab] of the last ones."""
+        """Run a row's tokens from a position; return the last logits [num_wanted, vocab]."""
         first = len(ids) - num_wanted
         tokens = [(t, start + i, 0, i >= first) for i, t in enumerate(ids)]
         return [self._run(context, batch, part)[1] for part in _parts(tokens)][-1]
@@ -153,7 +153,7 @@ def _parts(tokens: Sequence[Token]) -> Iterator[Sequence[Token]]:
 def load(
     setting: PeerSetting, flash: bool, lookup: int = 0, draft_model: str = "", max_drafts: int = 16
 ) -> LlamaCpp:
-    """Load a GGUF file. lookup: number of drafts by prompt lookup. draft_model: GGUF file of a draft model."""
+    """Load a GGUF file. lookup: number of drafts by prompt lookup. draft_model: GGUF file."""
     target = _load(setting.file, setting.threads, flash)
     if lookup:
         return replace(target, drafts=PeerLookup(lookup))

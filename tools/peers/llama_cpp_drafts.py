@@ -35,7 +35,7 @@ class DraftingModel(Protocol):
     def extend(
         self, context: Any, batch: Any, ids: Sequence[int], start: int, num_wanted: int
     ) -> NDArray[float32]:
-        """Run tokens of one row from a position on. Return the logits [num_wanted, vocab] of the last ones."""
+        """Run a row's tokens from a position; return the last logits [num_wanted, vocab]."""
         ...
 
 

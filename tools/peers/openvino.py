@@ -1,4 +1,4 @@
-"""Adapter of OpenVINO GenAI. Its continuous batching pipeline, one `step` call at a time, on GGUF files."""
+"""Adapter of OpenVINO GenAI's continuous batching pipeline, step by step, on GGUF files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Input of the workers. The model in the form that each reads, prompts, texts for the quality."""
+"""Input of the workers: the model in each one's form, prompts, texts for quality."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ END_TIMEOUT_S = 10.0
 
 
 def variables(threads: int | None = None) -> dict[str, str]:
-    """Return the environment variables of a worker. The path of these sources, its number of threads."""
+    """Return a worker's environment variables: path of these sources, number of threads."""
     sources = (Path(paceline.__file__).parents[1], Path(__file__).parents[2])  # of the package, and of these tools
     ours = {"PYTHONPATH": os.pathsep.join(map(str, sources))}
     return ours | ({"OMP_NUM_THREADS": str(threads)} if threads else {})

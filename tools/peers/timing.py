@@ -53,7 +53,7 @@ def best(figures: Mapping[str, Sequence[float | None]], names: Sequence[str]) ->
 
 @dataclass(frozen=True, slots=True)
 class PeerRatio:
-    """The best of our rows over the best of others. Median over runs, and its 95 % interval."""
+    """Our best row over the others' best: median over runs with its 95 % interval."""
 
     ours: str
     theirs: str
@@ -65,7 +65,7 @@ class PeerRatio:
 def ratio(
     figures: Mapping[str, Sequence[float | None]], ours: Sequence[str], theirs: Sequence[str]
 ) -> PeerRatio | None:
-    """Compare the best row of each side run by run. None if one side was not measured."""
+    """Compare the best row of each side run by run; None if one is unmeasured."""
     mine, other = best(figures, ours), best(figures, theirs)
     if mine is None or other is None:
         return None
@@ -77,7 +77,7 @@ def ratio(
 
 
 def is_reached(required: RequiredRatio, workload: str, found: PeerRatio | None) -> bool | None:
-    """Return whether a required ratio is reached. None if there is none or nothing was measured."""
+    """Return whether a required ratio is reached, None if there is none or no measurement."""
     minimum = required.minimum.get(workload)
     return None if minimum is None or found is None else found.median >= minimum
 

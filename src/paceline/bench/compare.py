@@ -262,7 +262,7 @@ def _policies(args: Namespace, pool: EnginePool) -> tuple[str, ...]:
 
 
 def _sizes(args: Namespace, default: str) -> tuple[int, ...]:
-    """Return the numbers of `--sizes`; the text used becomes a setting of the file. Raises `ConfigError`."""
+    """Return the numbers of `--sizes`. The text becomes a setting of the file. Raises `ConfigError`."""
     args.sizes = text = args.sizes or default
     try:
         sizes = tuple(dict.fromkeys(int(n) for n in text.split(",")))

@@ -158,7 +158,7 @@ def _file_checks(config: EngineConfig) -> Iterator[Check]:
 
 
 def _check_memory(config: EngineConfig, model: LoadedModel) -> Check:
-    """Compare the weights of target and drafter with free memory. The KV cache takes a share of the remainder."""
+    """Compare the weights of target and drafter with free memory; the KV shares the remainder."""
     per_weight, free = NUM_BYTES[config.weight_type], available_bytes()
     weights = num_weights(model.config) * per_weight
     drafters = parse_drafters(config.draft, model.fingerprint)
@@ -187,7 +187,7 @@ class PassTimes:
 
     @property
     def break_even(self) -> float:
-        """Tokens per pass at which speculation is as fast as plain decoding. The maximum is k + 1."""
+        """Tokens per pass, of k + 1 possible, at which speculation matches plain decoding."""
         return (self.verify_s + self.draft_s) / self.plain_s
 
 
@@ -310,5 +310,5 @@ def _speedup(category: str, plain: Sequence[MeasuredAnswer], drafted: Sequence[M
 
 
 def _token_times_ms(answers: Iterable[MeasuredAnswer]) -> list[float]:
-    """Return the TPOT of each answer in ms. The median over answers is robust to a stall of the machine."""
+    """Return the TPOT of each answer in ms; their median withstands a stall."""
     return [1e3 * a.tpot_s for a in answers if a.tpot_s is not None]

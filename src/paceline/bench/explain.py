@@ -127,7 +127,7 @@ def _one_step(path: str, number: int) -> None:
 
 
 def _survival(loop: ClosedLoop) -> list[list[str]]:
-    """Return the expected survival per drafter and depth, for each row of the plan. A fixed policy has none."""
+    """Return the expected survival per drafter and depth, by row; none under a fixed policy."""
     from paceline.control.goodput import Goodput
 
     policy, view = loop.policy, loop.view

@@ -35,7 +35,7 @@ SLICE_S = 1.0  # length of a time slice
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Question:
-    """A prompt and the request that asks it. Every drafter and every repeat asks it with the same seed."""
+    """A prompt and its request, with the same seed for every drafter and repeat."""
 
     prompt: Prompt
     request: Request
@@ -261,7 +261,7 @@ def warm_run(
 
 
 def round_robin(runs: Mapping[str, SlicedRun]) -> None:
-    """Give each run a slice after the other until all are done. Raises `PacelineError` if a drafter failed."""
+    """Give the runs slices in rotation until all are done. Raises `PacelineError` if one fails."""
     while not all(run.done for run in runs.values()):
         for run in runs.values():
             if not run.done:

@@ -154,7 +154,7 @@ def matrix_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 def measure_products(
     team: kernels.ThreadPool, limits: MachineLimits, shape: tuple[int, int], weights: str, tokens: Sequence[int]
 ) -> Iterator[ProductTime]:
-    """Multiply cold copies of a matrix by each number of tokens. Yield medians of several rounds."""
+    """Multiply cold copies of a matrix by each number of tokens. Yield medians of rounds."""
     random = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
     first = kernels.pack(random, weights)
     copies = min(MAX_COPIES, -(-COLD_BYTES // first.num_bytes))

@@ -78,10 +78,7 @@ def _is_address(url: str) -> bool:
 
 
 def server(url: str, params: Mapping[str, Any]) -> Server:
-    """Ask a server for its model and return how to drive it. Raises `ConfigError`, `PacelineError`.
-
-    The API key is read from PACELINE_API_KEY.
-    """
+    """Ask a server for its model, with the key in PACELINE_API_KEY. Raises `ConfigError`, `PacelineError`."""
     bare = Server(url, {}, os.environ.get("PACELINE_API_KEY") or None)
     models = _get(bare, "/v1/models")
     try:

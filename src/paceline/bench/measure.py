@@ -66,10 +66,7 @@ class Run:
 
 
 def busy_until(answers: Sequence[MeasuredAnswer], concurrency: int | None) -> float:
-    """Return the time from which fewer than `concurrency` requests were left.
-
-    With free arrivals (None) it is the arrival of the last request.
-    """
+    """Return when fewer than `concurrency` requests were left; None: the last arrival."""
     if concurrency is None:
         return max(a.start_s for a in answers)
     ends = sorted(a.end_s for a in answers)
@@ -165,7 +162,7 @@ def accepted_per_position(counts: Sequence[DraftCounts]) -> list[float]:
 
 
 def _by_category(answers: Sequence[MeasuredAnswer]) -> Json:
-    """Return the figures of each category. Its rate divides its tokens by the summed times of its requests."""
+    """Return the figures of each category; a rate is tokens over summed request times."""
     categories = dict.fromkeys(a.prompt.category for a in answers)
     groups = {c: [a for a in answers if a.prompt.category == c] for c in categories}
     return {category: _category(group) for category, group in groups.items()}
@@ -185,9 +182,9 @@ def _category(answers: Sequence[MeasuredAnswer]) -> Json:
 
 
 def kept_per_position(answers: Sequence[MeasuredAnswer]) -> list[float] | None:
-    """Return the share of decode passes that kept a draft at each position. One plus their sum is the mean length.
+    """Return the share of decode passes that kept a draft at each position.
 
-    None for a server: its chunks do not tell which tokens came from one pass.
+    One plus their sum is the mean length. None for a server: its chunks do not tell passes apart.
     """
     if not answers or any(a.token_ids is None for a in answers):
         return None
@@ -196,7 +193,7 @@ def kept_per_position(answers: Sequence[MeasuredAnswer]) -> list[float] | None:
 
 
 def _repetition(answers: Sequence[MeasuredAnswer]) -> Json:
-    """Share of repeated text, and the acceptance length of answers that do not loop. Loops are easy to draft."""
+    """Share of repeated text, and acceptance length without answers that loop: these draft easily."""
     known = [(a, a.token_ids) for a in answers if a.token_ids is not None]
     without_loops = [a for a, ids in known if num_repeated(ids) <= LOOPING_SHARE * len(ids)]
     return {

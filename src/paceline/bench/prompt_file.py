@@ -29,7 +29,7 @@ class Prompt:
 
 
 def read_prompts(name: str | Path, limit: int | None = None) -> list[Prompt]:
-    """Return the prompts of a file or the built-in ones; `limit` of them evenly spaced. Raises `ConfigError`."""
+    """Return `limit` evenly spaced prompts of a file, or built-in ones. Raises `ConfigError`."""
     file = BUILTIN_FILE if name == BUILTIN else Path(name)
     if not file.is_file():
         raise ConfigError(
@@ -49,7 +49,7 @@ def read_prompts(name: str | Path, limit: int | None = None) -> list[Prompt]:
 
 
 def spread(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
-    """Return `limit` prompts evenly spaced over all. Each category of a sorted file has its share."""
+    """Return `limit` evenly spaced prompts, so each category of a sorted file has its share."""
     if limit is None or limit >= len(prompts):
         return list(prompts)
     return [prompts[i * len(prompts) // limit] for i in range(limit)]

@@ -66,7 +66,7 @@ def summary(records: Sequence[Json]) -> list[Json]:
 
 
 def file_head(subject: Json) -> Json:
-    """Return the first fields of every JSON file. Command, git, version, machine, then those of `subject`."""
+    """Return the first fields of a JSON file: command, git, version, machine, then `subject`."""
     return {
         "command": shlex.join(["paceline", *sys.argv[1:]]),
         "git": commit(),
@@ -102,7 +102,7 @@ def write_tokens(path: Path, runs: Iterable[Run]) -> None:
 
 
 def print_tables(records: Sequence[Json]) -> None:
-    """Print the table of drafts, plain decoding first. Print one of categories if there are several."""
+    """Print the table of drafts, plain decoding first, then the categories if there are several."""
     names = ["draft", "in flight", *(name for name, _, _ in COLUMNS), "speed-up", "95 %", "by TPOT"]
     rows = []
     for (draft, concurrency, own, _), total in zip(_groups(records), summary(records), strict=True):

@@ -1,4 +1,4 @@
-"""All runs of a benchmark. The drafters are interleaved, so a drifting machine drifts for all."""
+"""All runs of a benchmark, drafters interleaved, so that a drifting machine drifts for all."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Session:
 def run_here(
     config: EngineConfig, loaded: Loaded, session: Session, prompts: Sequence[Prompt], on_progress: OnProgress
 ) -> Iterator[Run]:
-    """Yield the runs in this process. They are interleaved, with one engine per drafter over the same weights.
+    """Yield the runs in this process, one engine per drafter over the same weights.
 
     Each engine has its own KV, just large enough for the longest question and answer. The runs of a repeat are
     interleaved, so their peak memory is one figure.
@@ -117,7 +117,7 @@ def _repeat(
 def run_there(
     target: Server, session: Session, rate_per_s: float | None, prompts: Sequence[Prompt], on_progress: OnProgress
 ) -> Iterator[Run]:
-    """Yield the runs against a server. Its drafter is fixed, and its caches are not emptied."""
+    """Yield the runs against a server of fixed drafter; its caches are not emptied."""
     concurrencies: tuple[int | None, ...] = session.concurrencies if rate_per_s is None else (None,)
     drive(target, prompts[: session.warmup], 1, None, session.seed)
     done = 0

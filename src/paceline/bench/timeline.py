@@ -91,7 +91,7 @@ def _check(args: Namespace) -> None:
 
 
 def _record_loops(args: Namespace, config: EngineConfig) -> dict[str, Timeline]:
-    """Return the timelines of the serial and the overlapped loop. The drafter has its own cores in both."""
+    """Return timelines of the serial and the overlapped loop, both with separate drafter cores."""
     from paceline.bench.scenarios.core_sharing import OVERLAPPED, SEPARATE, separate_cores
 
     splits = separate_cores(config)
@@ -146,7 +146,7 @@ class PassCycle:
 
     @property
     def serial(self) -> float:
-        """Length over V + t. It is 1 if the sides never overlapped and the host took no time."""
+        """Length over V + t: 1 if nothing overlapped and the host took no time."""
         return self.length_s / (self.verify_s + self.draft_s)
 
 
@@ -240,10 +240,7 @@ class _CallRecorder:
 
 
 def _awaited(step: Span, passes: Sequence[Span]) -> list[Span]:
-    """Return the passes that a step waits for. They are its own, and earlier ones of another thread.
-
-    A pass that the step has begun on another thread is awaited by the next step.
-    """
+    """Return the passes that a step awaits: its own and earlier ones of another thread."""
     return [p for p in passes if p.thread == step.thread or p.start_s < step.start_s]
 
 

@@ -156,10 +156,7 @@ class DrafterChoice:
     def with_stop_rules(
         self, view: StepView, planned: RowDrafts, at: PlanContext, exempt_row: int
     ) -> tuple[NDArray[int64], NDArray[int64], dict[int, Stop]]:
-        """Return the depth, the drafter and the stop rule of each row.
-
-        The drafter is NONE without drafts. exempt_row: keeps its plan.
-        """
+        """Return each row's depth, drafter (NONE without drafts) and stop rule. exempt_row: keeps its plan."""
         ks, row_drafters = planned
         drafters = [d if k else NONE for d, k in zip(row_drafters.tolist(), ks.tolist(), strict=True)]
         if all(self.stoppable[drafter] is None for drafter in set(drafters) - {NONE}):

@@ -158,7 +158,6 @@ class ClosedLoop:
         return accounted
 
     def _learn_pending(self) -> None:
-        """Learn from the steps that are over."""
         pending = self._pending
         self._pending = []
         for step in pending:

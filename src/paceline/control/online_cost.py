@@ -78,10 +78,7 @@ class HostTime:
 
 
 class OnlineCost:
-    """Prices of steps by measured costs and what was learnt since; a `StepCost`.
-
-    Compiled code reads and corrects the same arrays.
-    """
+    """A `StepCost` of measured costs and what was learnt, in arrays shared with compiled code."""
 
     def __init__(self, measured: MeasuredCost, host_s: float = 0.0) -> None:
         """host_s: measured host time of a step with one row, seconds."""

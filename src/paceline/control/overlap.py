@@ -152,7 +152,6 @@ class _Throughput:
         self.seconds += rate * (bounded_s - self.seconds)
 
     def fade(self, tokens_per_s: float) -> None:
-        """Move the mean towards a prediction."""
         self.tokens += FADE * (tokens_per_s * self.seconds - self.tokens)
 
 

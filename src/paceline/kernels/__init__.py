@@ -1,4 +1,4 @@
-"""Compiled kernels (csrc/), which check all arguments. The lowest package: it imports no other of Paceline's."""
+"""Compiled kernels (csrc/) that check all arguments. The lowest package: it imports no other."""
 
 from pathlib import Path
 

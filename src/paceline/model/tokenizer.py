@@ -1,4 +1,4 @@
-"""Text to token ids and back, over the `tokenizers` library. `detokenizer` turns ids into text step by step."""
+"""Text to token ids and back with `tokenizers`; `detokenizer` turns ids into text stepwise."""
 
 from __future__ import annotations
 
@@ -110,10 +110,7 @@ class Tokenizer:
 
 
 def _use_whole_texts(raw: tokenizers.Tokenizer) -> None:
-    """Switch truncation and padding off.
-
-    Files saved after training often carry them. Obeyed, they would change prompts without a word.
-    """
+    """Switch truncation and padding off: left from training, they would change prompts silently."""
     if raw.truncation is not None or raw.padding is not None:
         log.warning("the tokenizer's own truncation and padding are switched off: prompts are taken as they are")
         raw.no_truncation()
@@ -121,16 +118,12 @@ def _use_whole_texts(raw: tokenizers.Tokenizer) -> None:
 
 
 def _steps(part: Any, name: str) -> list[dict[str, Any]]:
-    """Return the steps of one part of a tokenizer.
-
-    They are what a Sequence lists under `name`, otherwise the part itself.
-    """
+    """Return a tokenizer part's steps: a Sequence's list under `name`, otherwise the part itself."""
     whole = json.loads(part.__getstate__()) if part is not None else {}
     return [step for step in whole.get(name, [whole]) if "type" in step]
 
 
 def _decoders(raw: tokenizers.Tokenizer) -> dict[str, dict[str, object]]:
-    """Return the tokenizer's decoders by type."""
     return {step["type"]: step for step in _steps(raw.decoder, "decoders")}
 
 

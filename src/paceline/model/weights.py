@@ -63,7 +63,7 @@ class TextSource(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model whose files are complete and fit its config. No weight is in memory yet."""
+    """A model whose files are complete and fit its config; no weights are loaded yet."""
 
     path: Path
     config: ModelConfig
@@ -118,10 +118,7 @@ def choose_tensors(
     where: Path,
     given: Collection[str] = (),
 ) -> dict[str, StoredT]:
-    """Choose the tensors that the config asks for, except those in `given`.
-
-    Raises `BadModelFile` if one is missing or has another shape.
-    """
+    """Choose the config's tensors except `given`. Raises `BadModelFile` if missing or of another shape."""
     chosen: dict[str, StoredT] = {}
     for name, shape in tensor_shapes(config).items():
         if name in given:

@@ -68,7 +68,7 @@ class AppState:
 
 
 class ModelRoute:
-    """Route that asks the model. Plain ASGI, so that it notices at once when the client disconnects."""
+    """Route to the model in plain ASGI, which notices at once when a client disconnects."""
 
     def __init__(self, state: AppState, make_job: JobMaker) -> None:
         self._state = state

@@ -147,7 +147,7 @@ class _OpenAnswer:
 
 
 class LLM:
-    """A model in this process. Not thread-safe; several streams may be open at once on one thread."""
+    """A model in this process, not thread-safe; one thread may have several streams open."""
 
     def __init__(self, model: str = "default", *, progress: Progress | None = None, **options: Any) -> None:
         """Load a model. `options` are those of `EngineConfig` and `Limits`.

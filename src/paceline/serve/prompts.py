@@ -43,11 +43,7 @@ class Prompts:
         return self._checked(ids, "prompt")
 
     def of_messages(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Return the token ids of a conversation.
-
-        A message's content is a text or a list of text parts.
-                Raises `RequestError`, `PromptTooLong`.
-        """
+        """Return token ids; a content is text or text parts. Raises `RequestError`, `PromptTooLong`."""
         if self.template is None:
             raise RequestError("this model has no chat template; send a prompt to /v1/completions", "messages")
         if not messages:
@@ -87,7 +83,7 @@ class Prompts:
 
 
 def part_text(kind: object, text: object) -> str:
-    """Return the text of one part of a message's content. Raises `RequestError` for any other kind of part."""
+    """Return the text of one part of a message's content. Raises `RequestError` for other kinds."""
     if kind != "text":
         raise RequestError(f"content of type {shown(kind)} is not supported; send text", "messages")
     if not isinstance(text, str):
@@ -164,7 +160,7 @@ class Item:
 
 
 def read_items(path: Path) -> list[Item]:
-    """Read a file of JSON lines with `prompt`, `messages` or `turns` (the first is used). Raises `ConfigError`."""
+    """Read JSON lines with `prompt`, `messages` or `turns` (the first is used). Raises `ConfigError`."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MB")

@@ -29,30 +29,24 @@ class _EveryStep:
     may_trim: ClassVar[bool] = False
 
     def for_second_group(self) -> Self:
-        """See `Policy.for_second_group`: the policy itself."""
         return self
 
     def admit(self, row: int) -> None:
         """Ignore it: rows are alike."""
 
     def reuse_without_view(self, num_rows: int) -> bool:
-        """See `Policy.reuse_without_view`: never."""
         return False
 
     def reuse(self, view: StepView) -> Decision | None:
-        """See `Policy.reuse`: never."""
         return None
 
     def decide(self, view: StepView) -> Decision:
-        """See `Policy.decide`."""
         return self.choose(view)
 
     def choose(self, view: StepView) -> Decision:
-        """See `Policy.choose`."""
         raise NotImplementedError
 
     def trim(self, view: StepView, drafted: Drafted) -> NDArray[int64]:
-        """See `Policy.trim`: all of it."""
         return drafted.ks
 
     def learn(self, view: StepView, outcomes: Outcomes) -> None:

@@ -212,10 +212,7 @@ class Simulator:
 
 
 class OverlapSimulator(Simulator):
-    """One engine with the overlapped loop, as `engine/overlapped_loop.py` runs it.
-
-    Groups are evened out by their rows, not by their work.
-    """
+    """One engine with the loop of `engine/overlapped_loop.py`; groups are evened out by rows, not work."""
 
     def __init__(
         self,

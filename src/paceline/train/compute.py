@@ -100,7 +100,7 @@ class _RoundedLinear(TorchFunctionMode):
 
 
 class _RoundedProduct(torch.autograd.Function):
-    """x @ weight.T with rounded factors, forward and backward. Results keep the types of x and weight."""
+    """x @ weight.T with rounded factors, also backward; results keep the types given."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: torch.Tensor, _weight: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:

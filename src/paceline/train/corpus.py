@@ -42,7 +42,7 @@ class CapturedPrompt:
 
 
 def read_answers(folder: Path) -> Iterator[CapturedPrompt]:
-    """Yield the complete lines of a folder's answers. Raises `ConfigError` if the file is no capture."""
+    """Yield the complete lines of a folder's answers. Raises `ConfigError` if it is no capture."""
     path = folder / FILE
     try:
         with path.open("rb") as file:
@@ -91,7 +91,7 @@ class TrainText:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Corpus:
-    """All texts of a folder, in the order of the file. More data only adds to the end."""
+    """All texts of a folder in file order; more data only adds to the end."""
 
     texts: tuple[TrainText, ...]
     sha256: str  # hash of the prompts and answers
@@ -135,13 +135,13 @@ def _texts(captured: CapturedPrompt, max_len: int) -> Iterator[TrainText]:
 
 
 def held_out(text: TrainText, share: float) -> bool:
-    """Return whether a text is kept from training. All texts made from one prompt go together."""
+    """Return whether a text is held out, together with all texts from its prompt."""
     head = hashlib.sha256(origin(text.name).encode()).digest()[:8]
     return int.from_bytes(head, "big") < share * 2**64
 
 
 def split(texts: Sequence[TrainText], share: float) -> tuple[list[int], list[int]]:
-    """Return the numbers of the training texts and of the held-out ones. Raises `ConfigError` if one is empty."""
+    """Return numbers of training texts and of held-out ones. Raises `ConfigError` if either is empty."""
     parts: tuple[list[int], list[int]] = ([], [])
     for number, text in enumerate(texts):
         parts[held_out(text, share)].append(number)
@@ -154,7 +154,7 @@ def split(texts: Sequence[TrainText], share: float) -> tuple[list[int], list[int
 
 
 def packs(order: Sequence[int], lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
-    """Yield texts in batches of at most `budget` tokens. A longer text forms its own batch."""
+    """Yield batches of at most `budget` tokens; a longer text forms its own batch."""
     pack: list[int] = []
     size = 0
     for number in order:
@@ -168,7 +168,7 @@ def packs(order: Sequence[int], lengths: Sequence[int], budget: int) -> Iterator
 
 
 def shuffled(numbers: Sequence[int], seed: int, epoch: int) -> list[int]:
-    """Return the order of one epoch, a function of seed and epoch alone. Resuming needs no state."""
+    """Return an epoch's order from seed and epoch alone, so resuming needs no state."""
     return [numbers[i] for i in np.random.default_rng((seed, epoch)).permutation(len(numbers))]
 
 

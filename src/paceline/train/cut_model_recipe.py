@@ -56,7 +56,7 @@ def run(args: Namespace) -> int:
 
 
 class CutModelRecipe:
-    """A copy of chosen target layers with its own final norm. Embedding and output rows are the target's."""
+    """Copied target layers with their own final norm; embedding and output rows are the target's."""
 
     num_steps = 1  # it always predicts from true tokens
 

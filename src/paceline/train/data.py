@@ -69,7 +69,6 @@ def _capture(args: Namespace, prompts: Path) -> None:
 
 
 def _prompt_texts(path: Path) -> dict[str, str]:
-    """Return prompt texts by id."""
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
         return {str(row["id"]): row["prompt"] for row in rows}

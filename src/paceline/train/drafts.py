@@ -42,7 +42,7 @@ class DraftDepth:
 def plan_drafts(
     bounds: Sequence[TextBounds], num_steps: int, keep: float, seed: int, device: torch.device
 ) -> list[DraftDepth]:
-    """Return the drafts of each depth. Depth 0 has one at every token of an answer but the last of a text.
+    """Return drafts by depth; depth 0 drafts at every answer token but a text's last.
 
     keep: share of the drafts that continues to the next depth.
     """
@@ -91,10 +91,10 @@ class TrainKV:
 
 
 def attend(query: torch.Tensor, kv: TrainKV, depth: DraftDepth, bounds: Sequence[TextBounds]) -> torch.Tensor:
-    """Attend from the drafts of one depth, text by text. [m, heads, dim] -> [m, heads * dim]
+    """Attend from the drafts of one depth, text by text.
 
-    The first entry of a text has no feature before it, so nothing attends to it; its own output is finite but
-    meaningless.
+    [m, heads, dim] -> [m, heads * dim]. The first entry of a text has no feature before it, so nothing attends to
+    it; its own output is finite but meaningless.
     """
     if not depth.own.shape[1]:
         return _attend_before_drafts(query, kv, bounds)
@@ -139,7 +139,7 @@ def _attend_before_drafts(query: torch.Tensor, kv: TrainKV, bounds: Sequence[Tex
 
 
 def _by_text(x: torch.Tensor, bounds: Sequence[TextBounds]) -> tuple[torch.Tensor, ...]:
-    """Split [n, heads, dim] into [heads, size, dim] per text. Gradients of slices would have the full size."""
+    """Split [n, heads, dim] into [heads, size, dim] per text; slices would have full-size gradients."""
     return torch.split(x.transpose(0, 1), [b.end - b.start for b in bounds], 1)
 
 

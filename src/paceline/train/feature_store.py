@@ -58,7 +58,7 @@ class FeatureFiles:
         folder: Path,
         read_as: str = "int8",
     ) -> None:
-        """read_as: weight type of the target while it reads. Features of other types differ a little."""
+        """read_as: weight type of the target while it reads; it changes features a little."""
         self.taps = tuple(taps)
         self._common = f"{target.fingerprint()} {self.taps} {read_as} {SCALE} {TOP}"
         self._texts = texts
@@ -136,7 +136,6 @@ def _offsets(sizes: Sequence[int]) -> list[int]:
 
 
 def _mapped(path: Path) -> TextFeatures:
-    """Map a shard's file into memory."""
     stored = open_safetensors(path)
     types = {"states": "<f2", "top_ids": "<i4", "top_probs": "<f2"}
     arrays = {

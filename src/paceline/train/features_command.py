@@ -18,7 +18,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Compute the features that are missing. It may run beside `train data`, which only adds texts."""
+    """Compute the missing features. May run beside `train data`, which only adds texts."""
     target = open_target(args)
     corpus = read_corpus(args.data, target.config.vocab_size, args.max_len)
     features_of(args, target, chosen_taps(args, target), corpus.texts)

@@ -76,7 +76,7 @@ class HeadRecipe:
         return draft_in_parallel(self._config, self.weights, embedded, mask, batch.tapped, batch.bounds, depths)
 
     def start_from(self, folder: Path) -> str:
-        """Copy the weights that a trained head shares with this one. Return the hash of its file.
+        """Copy the weights that a trained head shares; return the hash of its file.
 
         Copied are weights of equal name and shape, and output rows of tokens in both vocabularies. The trained
         head may thus be of other data or of the other algorithm. Additional layers begin with zero output, so that

@@ -31,7 +31,7 @@ class TargetProbs:
 
     @classmethod
     def of(cls, ids: torch.Tensor, probs: torch.Tensor) -> TargetProbs:
-        """Make it from draft ids [num, top], best first. -1 for a token outside the vocabulary."""
+        """Make it from draft ids [num, top], best first; -1 is outside the vocabulary."""
         known = ids >= 0
         probs = probs * known
         return cls(ids * known, probs, torch.special.entr(probs).sum(-1), ids[:, 0])
@@ -113,7 +113,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class _Scratch:
-    """Reused buffers for the logits of a chunk. Fresh memory costs more than writing to it."""
+    """Reused buffers for the logits of a chunk, as fresh memory costs more than writes."""
 
     def __init__(self, hidden: torch.Tensor, output_rows: torch.Tensor, dtype: torch.dtype) -> None:
         shape = round_up(min(ROWS, len(hidden))), len(output_rows)

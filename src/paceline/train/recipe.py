@@ -50,7 +50,7 @@ class Recipe(Protocol):
         ...
 
     def start_from(self, folder: Path) -> str:
-        """Copy the weights that a trained drafter shares with this one. Return the hash of its file.
+        """Copy the weights that a trained drafter shares; return the hash of its file.
 
         Raises `ModelError`, `DrafterMismatch`.
         """

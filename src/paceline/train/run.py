@@ -1,4 +1,4 @@
-"""A training run in a folder. From captured answers to a drafter's files, resumed where it stopped."""
+"""A resumable training run in a folder, from captured answers to a drafter's files."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def train(
 
 
 def _draw(folder: Path) -> None:
-    """Draw the run, or say why not. A missing matplotlib must not fail a finished run."""
+    """Draw the run, or say why not; without matplotlib a finished run must not fail."""
     try:
         plot(folder, folder / "acceptance.png")
     except ConfigError as error:
@@ -133,12 +133,11 @@ class _Evaluator:
 
     @property
     def last(self) -> Evaluation:
-        """The newest evaluation in the log."""
         row = read_metrics(self._folder)[-1]
         return Evaluation(row["divergence"], tuple(row["agreement"]), tuple(row["accepted"]))
 
     def evaluate(self, loss: float, step: int | None = None) -> None:
-        """Evaluate the current weights and log them. step: number in the log, by default the trainer's."""
+        """Evaluate the current weights and log them as `step`, by default the trainer's."""
         result = evaluate(self._trainer.recipe, self._config, self._batcher, self._held_out)
         step = self._trainer.step if step is None else step
         row = {"step": step, "loss": loss, "acceptance_length": result.acceptance_length}

@@ -44,7 +44,7 @@ def save_checkpoint(folder: Path, trainer: Resumable, settings: Mapping[str, Any
 
 
 def resume(folder: Path, trainer: Resumable, settings: Mapping[str, Any]) -> bool:
-    """Restore the folder's checkpoint if there is one. Raises `ConfigError` if it is of another run."""
+    """Restore the folder's checkpoint, if any. Raises `ConfigError` if it is of another run."""
     path = folder / CHECKPOINT
     if not path.is_file():
         return False
@@ -87,7 +87,7 @@ def append_metrics(folder: Path, row: Mapping[str, Any]) -> None:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of the log. Raises `ConfigError` if there are none, or one is malformed."""
+    """Return the rows of the log. Raises `ConfigError` if there are none or malformed ones."""
     path = folder / METRICS
     rows = [row for _, row in _logged(path)]
     if not rows:

@@ -1,4 +1,4 @@
-"""Table and picture of a training run. The acceptance of each drafted position over the steps."""
+"""Table and picture of a training run: acceptance of each drafted position over the steps."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class TargetReader(Protocol):
 def native_reader(
     target: TrainTarget, taps: Sequence[int], weight_type: str = "int8", threads: int | None = None
 ) -> TargetReader:
-    """Return a reader on the native kernels. The target as it will be served, with their weight types."""
+    """Return a reader on the native kernels, of the target as it will be served."""
     decoder = native.load_decoder(target.config, target.model.weights, weight_type, "i16", threads)
     wanted = tuple(dict.fromkeys(taps))
     choose = SamplingSpec("logits", SamplingParams())
@@ -109,7 +109,7 @@ def reference_reader(target: TrainTarget, taps: Sequence[int]) -> TargetReader:
 
 
 def _packed(texts: Sequence[TrainText]) -> Packed:
-    """Pack texts as the rows of one pass, each with its own pages. Wanted are the tokens of answers."""
+    """Pack texts as rows of one pass, each with own pages; answer tokens are wanted."""
     lengths = np.array([len(text) for text in texts])
     num_pages = -(-lengths // PAGE_TOKENS)
     firsts = np.cumsum(num_pages) - num_pages

@@ -146,7 +146,7 @@ def open_target(args: Namespace) -> TrainTarget:
 
 
 def chosen_taps(args: Namespace, target: TrainTarget) -> tuple[int, ...]:
-    """Return the taps of `--taps`. The default is the same for all heads, so they share feature files."""
+    """Return the taps of `--taps`; one default serves all heads, so they share feature files."""
     if args.taps is None:
         return EAGLE3.default_taps(target.config.num_layers)
     try:
@@ -182,7 +182,7 @@ def features_of(
 
 
 def _weight_type(args: Namespace) -> str:
-    """Return the type of the target's weights while it reads. Compiled kernels exist for CPUs only."""
+    """Return the target's weight type while it reads; compiled kernels exist for CPUs only."""
     return str(args.weights) if args.device == "cpu" else "f32"
 
 

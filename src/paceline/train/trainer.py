@@ -30,7 +30,7 @@ LAST_LR = 0.05  # learning rate at the end of the cosine, as a share of its peak
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """Settings of the loop. Only those of evaluation, of saving and `keep_start` may change when a run resumes."""
+    """Settings of the loop; resuming may change only those of evaluation, saving and `keep_start`."""
 
     steps: int
     lr: float = 1e-3
@@ -102,7 +102,7 @@ class Trainer:
         ]
 
     def run(self) -> Iterator[float]:
-        """Take the remaining steps; yield the loss of each. Raises `PacelineError` if it is not finite."""
+        """Take the remaining steps; yield each loss. Raises `PacelineError` if it is not finite."""
         for numbers in self._batches():
             yield self._take_step(self._batcher.make(numbers))
 
@@ -169,7 +169,7 @@ class Trainer:
         return float(loss.detach())
 
     def _shares(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the weight of each draft. A depth in total has `decay` times the weight of the depth before."""
+        """Return the weight of each draft; a depth's total is `decay` times the one before."""
         weights = [self.config.decay**number for number in range(len(hidden))]
         parts = (h.new_full((len(h),), w / max(1, len(h))) for h, w in zip(hidden, weights, strict=True))
         return torch.cat(list(parts)) / sum(weights)

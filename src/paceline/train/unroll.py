@@ -1,4 +1,4 @@
-"""Training-time test (EAGLE-3, arXiv 2503.01840). Train a head on its own features, as it will be used.
+"""Training-time test (EAGLE-3, arXiv 2503.01840): train a head on its own features.
 
 Entry i of a text is (feature of token i - 1, token i) and predicts token i + 1. At depth 0 all features are the
 target's. At depth d the feature of an entry is the head's output, one depth before, for the entry before it.

@@ -144,7 +144,7 @@ def _answer(pair: PromptPair, random: Random) -> Iterator[TrainPrompt]:
 
 
 def _search(pair: PromptPair, pairs: Sequence[PromptPair], random: Random) -> Iterator[TrainPrompt]:
-    """Yield a question with several passages. One of them has the answer or names the subject.
+    """Yield a question with several passages, one with the answer or the subject's name.
 
     These prompts are long, so only three in ten pairs give one.
     """

@@ -1,6 +1,7 @@
-"""Block verification: Sun et al., arXiv 2403.10444, algorithm 2. On average it keeps at least as many drafts.
+"""Block verification: Sun et al., arXiv 2403.10444, algorithm 2.
 
-With p_i the target's and q_i the draft's distribution after the first i of k drafts, x_1 to x_k:
+On average it keeps at least as many drafts as rejection sampling token by token. With p_i the target's and q_i the
+draft's distribution after the first i of k drafts, x_1 to x_k:
 
     c_0 = 1,  c_i = min(c_{i-1} * p_{i-1}(x_i) / q_{i-1}(x_i), 1)    probability with which the prefix may stay
     r_i = max(c_i * p_i - q_i, 0),  z_i = sum of r_i                   residual weights behind it
@@ -46,7 +47,7 @@ class Block:
 
 
 def prefixes(drafted: RowDraft, row: RowScores) -> Iterator[tuple[float, NDArray[float64] | None]]:
-    """Yield h_i and the weights r_i [vocab] of the next token, for each prefix from the empty one on.
+    """Yield h_i and the next token's weights r_i [vocab] for each prefix, empty first.
 
     h_0 is 1. For the whole draft the weights are p_k; they are None, at the end, where the target has no number.
     """

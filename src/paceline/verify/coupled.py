@@ -39,7 +39,7 @@ def _verdict(kept: list[int]) -> RowVerdict:
 
 
 def coupled_row(drafted: RowDraft, row: RowScores) -> list[int]:
-    """Return the target's own tokens, up to the first that differs from its draft, that one included.
+    """Return the target's own tokens through the first that differs from its draft.
 
     BROKEN differs from every draft. No token is chosen behind the first that differs.
     """

@@ -25,7 +25,7 @@ class Law(Protocol):
     needs_probs: bool  # rows with a temperature need logits, and drafts the q that they were drawn from
 
     def judge(self, draft: Draft, scores: Scores) -> Verdict:
-        """Return each row's kept drafts and the target's next token; nothing for rows that were not scored."""
+        """Return each row's kept drafts and next target token; rows without scores get nothing."""
         ...
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RowScores:
-    """Scored positions of one row: index 0 is behind its newest token, index i behind its i-th draft."""
+    """Scored positions of a row: index 0 follows its newest token, index i draft i."""
 
     scores: Scores
     start: int
@@ -47,10 +47,7 @@ class RowScores:
         return choose_token(self.logits(index), self.choose(index)) if chosen == UNCHOSEN else chosen
 
     def probs(self, index: int) -> NDArray[float64]:
-        """Return the target's distribution [vocab] at a position, after the request's transforms.
-
-        Raises `BrokenRow`.
-        """
+        """Return the target's distribution [vocab] after the request's transforms. Raises `BrokenRow`."""
         import numpy as np
 
         logits = self.logits(index)
@@ -64,7 +61,7 @@ class RowScores:
         return noise.uniform(self._key(index, noise.Lane.ACCEPT, depth))
 
     def draw(self, index: int, weights: NDArray[float64]) -> int:
-        """Draw the token in place of the rejected draft at a position. weights: [vocab], of any sum.
+        """Draw a position's token in place of the rejected draft. weights: [vocab], any sum.
 
         The sum is 0 only by rounding, where p equals q; p is used then.
         """
@@ -76,7 +73,7 @@ class RowScores:
 
 
 def draft_probs(drafted: RowDraft, index: int, vocab_size: int) -> NDArray[floating]:
-    """Return the distribution q [vocab] that a draft was drawn from, one-hot if its drafter did not draw."""
+    """Return a draft's distribution q [vocab], one-hot if its drafter did not draw."""
     import numpy as np
 
     if drafted.probs is not None:

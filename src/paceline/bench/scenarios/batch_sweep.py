@@ -48,7 +48,7 @@ class BatchSweep:
         return auto_policy(self.drafters)
 
     def run(self, on_progress: OnProgress) -> list[Json]:
-        """Make the runs that are missing. Return a row of the table for each size and finalist."""
+        """Make the missing runs; return a table row for each size and finalist."""
         policies = fixed_policies(self.drafters)
         total, done = (len(policies) + self.repeat) * len(self.sizes), 0
         for policy in policies:

@@ -1,4 +1,4 @@
-"""Ways to share cores between a target and its drafter. Each has a pool of engines in one process."""
+"""Ways to share cores between target and drafter: pools of engines in one process."""
 
 from __future__ import annotations
 
@@ -46,10 +46,7 @@ class CoreSharing:
 
 
 def split_cores(config: EngineConfig) -> EngineConfig:
-    """Return a config whose drafter has its own cores. By default it is the last core.
-
-    Raises `ConfigError`.
-    """
+    """Return a config whose drafter has own cores (default: the last). Raises `ConfigError`."""
     last = f"{CPU}:{max(usable_cores())}"
     config = replace(config, draft_device=last if config.draft_device == SAME else config.draft_device)
     if config.placement.target is None:
@@ -60,10 +57,7 @@ def split_cores(config: EngineConfig) -> EngineConfig:
 
 
 def separate_cores(config: EngineConfig, seed: int = 0) -> dict[str, CoreSharing]:
-    """Load the target for its own cores. Return the ways in which the drafter has the others.
-
-    config: from `split_cores`.
-    """
+    """Load the target of a `split_cores` config; return the ways with separate drafter cores."""
     from paceline.engine.assembly.build import load
 
     few = replace(config, threads=len(_target_cores(config)))

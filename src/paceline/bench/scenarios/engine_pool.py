@@ -49,10 +49,7 @@ class EnginePool:
         self._engines = {name: self._engines[name] for name in policies if name in self._engines}
 
     def choose(self, prompts: Sequence[Prompt], count: int, params: SamplingParams) -> list[Question]:
-        """Return `count` questions, evenly spaced over the prompts that fit; too few prompts are repeated.
-
-        Raises `ConfigError` if no prompt fits.
-        """
+        """Return `count` questions of fitting prompts, spread or repeated. Raises `ConfigError` if none fits."""
         from paceline.serve.prompts import Prompts
 
         limits = self.config.limits

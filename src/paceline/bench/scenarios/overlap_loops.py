@@ -1,4 +1,4 @@
-"""The overlapped loop against the serial loop, on equal cores and on fewer. Requests in flight are equal."""
+"""Overlapped against serial loop on equal cores and on fewer, with equal requests in flight."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class OverlapComparison:
     repeat: int = 5
 
     def run(self, on_progress: OnProgress) -> list[Json]:
-        """Make the runs that are missing. Return a row of the table for each drafter, size and way."""
+        """Make the missing runs; return a table row for each drafter, size and way."""
         total, done = len(self.drafters) * len(self.sizes) * self.repeat, 0
         for drafter in self.drafters:
             for sharing in self.sharings.values():
@@ -59,7 +59,7 @@ class OverlapComparison:
         return [row for drafter in self.drafters for size in self.sizes for row in self.rows(drafter, size)]
 
     def draft_of(self, sharing: str, drafter: str) -> str:
-        """Return the `--draft` of a way. `auto` has no fixed k: the controller could not choose the loop then."""
+        """Return the `--draft` of a way. With a fixed k, `auto` could not choose loops."""
         if self.k is None or sharing == AUTO_LOOP:
             return auto_policy((drafter,))
         return fixed_policies((drafter,), (self.k,))[0]

@@ -1,4 +1,4 @@
-"""Runs on disk as they are made. A comparison takes hours and resumes where it stopped."""
+"""Runs on disk as they are made, so that a long comparison can resume."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ResultFile:
 
 
 def _runs(file: Path, document: Json) -> list[Json]:
-    """Return the runs of a file. Raises `ConfigError` if it is of another comparison than `document`."""
+    """Return a file's runs. Raises `ConfigError` if it is of another comparison than `document`."""
     try:
         found, ours = json.loads(file.read_text(encoding="utf-8")), json.loads(json.dumps(document))
         changed = _changed(found["settings"], ours["settings"])

@@ -73,7 +73,7 @@ class Rollout:
         return replace(question.request.params, max_tokens=min(max(length, MIN_TOKENS), max_tokens))
 
     def rows(self) -> list[Json]:
-        """Return the seconds of each policy. Ratios are to plain decoding and to the best fixed policy.
+        """Return each policy's seconds and its ratios to plain decoding and the best fixed policy.
 
         Ratios are taken within a repeat, then their median; below 1 is faster. The best has the lowest median of
         seconds.

@@ -1,7 +1,7 @@
-"""A day's load: requests in flight rise and fall, tasks change. Policies alternate in slices of a second.
+"""A day's load: requests in flight rise and fall, and tasks change.
 
-Slices are short, so a slow hour of the machine slows every policy. A calibration loop before and after each slice
-finds the rounds in which the machine stalled.
+Policies alternate in slices of a second, so a slow hour of the machine slows every policy. A calibration loop
+before and after each slice finds the rounds in which the machine stalled.
 
 Phases are compared by tokens per second. Windows of some seconds are too short for that: prompts are read in
 bursts, and a policy that reads a second earlier has its output tokens in another window. There prompt tokens count

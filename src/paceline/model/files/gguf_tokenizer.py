@@ -69,7 +69,6 @@ def tokenizer_from_gguf(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
 
 
 def _tokens(metadata: dict[str, Any]) -> list[str]:
-    """Return the vocabulary in order of ids."""
     tokens = _list(metadata, "tokenizer.ggml.tokens", str)
     if not tokens or len(set(tokens)) != len(tokens):
         raise BadModelFile("the GGUF file's list of tokens is empty or names one twice")
@@ -116,10 +115,7 @@ def _merges(vocab: dict[str, int], metadata: dict[str, Any]) -> list[tuple[str, 
 
 
 def _sentence_piece(tokens: list[str], metadata: dict[str, Any]) -> tuple[tokenizers.Tokenizer, bool]:
-    """Return a SentencePiece BPE tokenizer.
-
-    The pair whose joint token scores highest merges first; unknown characters become bytes.
-    """
+    """Return a SentencePiece BPE tokenizer: best joint score merges first, unknown characters become bytes."""
     scores = _list(metadata, "tokenizer.ggml.scores", float)
     if len(scores) != len(tokens):
         raise BadModelFile(f"the GGUF file has {len(scores)} scores for {len(tokens)} tokens")
@@ -141,10 +137,7 @@ def _sentence_piece(tokens: list[str], metadata: dict[str, Any]) -> tuple[tokeni
 
 
 def _scored_merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that join to a token, best joint score first.
-
-    Equal scores are in order of ids.
-    """
+    """Return token pairs that join to a token, best joint score first, then by ids."""
     ranked = [
         (-scores[i], vocab[token[:cut]], vocab[token[cut:]], token[:cut], token[cut:])
         for token, i in vocab.items()

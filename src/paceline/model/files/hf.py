@@ -211,10 +211,7 @@ def _rope_of(read: _FolderReader, table: dict[str, Any], theta: float) -> Rope:
 
 
 def _sliding(read: _FolderReader, facts: Family) -> Sliding | None:
-    """Return the layers with a window.
-
-    They are named in `layer_types`, or all but the last of every `sliding_window_pattern`.
-    """
+    """Return the windowed layers: by `layer_types`, or all but the last of every `sliding_window_pattern`."""
     mixed = facts.mixed_layers
     if mixed is None or read.values.get("sliding_window") is None:
         return None

@@ -114,7 +114,7 @@ def resolve(name_or_path: str | Path, progress: Progress | None = None) -> Path:
 
 
 def pull(name: str, progress: Progress | None = None) -> Path:
-    """Fetch a model by name and return its path. A complete copy is checked and kept.
+    """Fetch a model by name and return its path; a complete copy is only checked.
 
     Raises `ModelNotFound` if it cannot be fetched, `BadModelFile` if its checksum differs; then no file is left.
     """

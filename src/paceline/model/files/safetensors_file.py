@@ -132,7 +132,6 @@ def _header(path: Path, file_bytes: int) -> tuple[dict[str, Any], int]:
 
 
 def _entry(path: Path, name: str, entry: object, start: int) -> StoredTensor:
-    """Return one checked header entry."""
     fields = entry if isinstance(entry, dict) else {}
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     if not isinstance(dtype, str) or not _sizes(shape, MAX_DIMS) or not _sizes(offsets, 2) or len(offsets) != 2:

@@ -1,4 +1,4 @@
-"""A draft head's files: every tensor checked against the config and the target before one is used."""
+"""A draft head's files; all tensors are checked against config and target before any use."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def load_head(folder: Path, target: ModelConfig) -> Head:
 
 
 def narrowed(head: Head, num_tokens: int) -> Head:
-    """Return a head that writes the lowest token ids only. It must write with its target's own head.
+    """Return a head that writes only the lowest token ids.
 
-    These are the most frequent ones in most tokenizers: a BPE gives ids in the order of its merges, a unigram
-    model in that of its probabilities.
+    It must write with its target's own head. The lowest ids are the most frequent tokens in most tokenizers: a BPE
+    gives ids in the order of its merges, a unigram model in that of its probabilities.
     """
     assert head.config.algorithm.guesses_features
     config = replace(head.config, draft_vocab_size=num_tokens)
@@ -126,7 +126,7 @@ def _read(found: Mapping[str, Stored], name: str, shape: tuple[int, ...], folder
 def _token_ids(
     found: Mapping[str, StoredTensor], config: HeadConfig, target: ModelConfig, folder: Path
 ) -> NDArray[int64]:
-    """Return the target's ids of the draft tokens: `d2t` holds how far each is from its own index."""
+    """Return target ids of the draft tokens: `d2t` holds each one's distance from its index."""
     index: NDArray[int64] = np.arange(config.draft_vocab_size, dtype=np.int64)
     stored = found.get("d2t")
     if stored is None:

@@ -33,7 +33,7 @@ class Algorithm:
     guesses_features: bool = False  # reads and guesses what the target's own head reads, and writes with that head
 
     def default_taps(self, num_layers: int) -> tuple[int, ...]:
-        """Return the paper's taps: after a low, a middle and a high layer of the target."""
+        """Return the paper's taps, after a low, a middle and a high layer."""
         if self.guesses_features:
             return (num_layers,)
         return (2, num_layers // 2, num_layers - self.last_tap)
@@ -121,7 +121,7 @@ def read_config(values: Mapping[str, Any], target: ModelConfig) -> HeadConfig:
 def _feature_head(
     algorithm: Algorithm, layers: ModelConfig, values: Mapping[str, Any], target: ModelConfig
 ) -> HeadConfig:
-    """EAGLE-1: as wide as its target. What its layers make is a feature once `layernorms` have normed it."""
+    """EAGLE-1: as wide as its target; layer outputs are features once `layernorms` normed them."""
     layernorms = _flag(values, "layernorms")
     return HeadConfig(
         algorithm=algorithm,

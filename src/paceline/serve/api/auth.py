@@ -75,10 +75,7 @@ def _header(scope: Scope, wanted: bytes) -> bytes:
 
 
 def _names_this_machine(host: bytes) -> bool:
-    """Return True for a Host that names this machine, with or without a port.
-
-    A missing Host is accepted: browsers always send one.
-    """
+    """Return True if a Host names this machine or is missing; browsers always send one."""
     name = host.decode("latin-1").strip().lower()
     name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
     return not host or name.removesuffix(".") in LOOPBACK

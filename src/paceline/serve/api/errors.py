@@ -67,10 +67,7 @@ def api_error_of(error: PacelineError) -> ApiError:
 
 
 def internal_error(message: str = "internal error; the server's log has the details") -> ApiError:
-    """Return the response after a bug of ours.
-
-    It leaves the exception's message out, which may quote another client's data.
-    """
+    """Return the response after a bug, without its message: that may quote another client's data."""
     return ApiError(500, message, kind="server_error", code="internal_error")
 
 

@@ -197,10 +197,7 @@ class CompletionFormat:
         }
 
     def _alternatives(self, entry: TokenLogprobs) -> dict[str, float]:
-        """Return text -> log-probability of the alternatives and the chosen token.
-
-        Of several tokens with the same text, the likeliest counts.
-        """
+        """Return text -> log-probability of alternatives and chosen token; the likeliest of equal texts."""
         pairs = [(entry.token_id, entry.logprob), *zip(entry.top_ids, entry.top_logprobs, strict=True)]
         pairs.sort(key=lambda pair: pair[1])
         by_text = {self.tokenizer.token_text(i): max(logprob, MIN_LOGPROB) for i, logprob in pairs}
@@ -224,10 +221,7 @@ def token_usage(prompt_tokens: int, completion_tokens: int) -> Json:
 
 
 def usage(figures: Sequence[Figures], n: int) -> Json:
-    """Return the usage of a response.
-
-    Each prompt is counted once, whatever n is; speculation is summed over all choices.
-    """
+    """Return the usage: each prompt counts once, whatever n; speculation sums over choices."""
     prompt_tokens = sum(f.prompt_tokens for f in figures[::n])
     completion_tokens = sum(f.completion_tokens for f in figures)
     passes = sum(f.decode_passes for f in figures)

@@ -52,7 +52,7 @@ class Job:
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int = MAX_BODY_BYTES) -> bytes:
-    """Return the body, of at most `limit` bytes. Raises `ApiError` 408, 413 or 415, and `ClientDisconnected`."""
+    """Return the body. Raises `ApiError` 408, 413 (over `limit` bytes) or 415, and `ClientDisconnected`."""
     _check_type(scope)
     announced = _header(scope, b"content-length")
     too_large = ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")

@@ -112,7 +112,7 @@ class Responder:
             self._metrics.finished(outcome.finish_reason, self._first_s[index], outcome.figures, elapsed_s)
 
     def _count_failed(self, error: ApiError) -> None:
-        """Count the answers that a fault of the server cut short. A client's mistake is not an answer."""
+        """Count the answers that a fault of the server cut short, not a client's mistake."""
         if error.status >= SERVER_FAULT:
             self._count_unfinished("error")
 

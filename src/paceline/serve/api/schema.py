@@ -168,10 +168,7 @@ class _Common(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def wants_running_usage(self) -> bool:
-        """True if every chunk should carry the usage so far.
-
-        As in vLLM, this needs `include_usage` too.
-        """
+        """True if every chunk should carry usage so far; as in vLLM, with `include_usage`."""
         options = self.stream_options
         return options is not None and bool(options.include_usage and options.continuous_usage_stats)
 

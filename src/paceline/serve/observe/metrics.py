@@ -82,10 +82,7 @@ def _gauges(gauges: Gauges) -> Iterator[Metric]:
 
 
 def _speculation(stats: Stats) -> Iterator[Metric]:
-    """Yield counts of drafts by drafter and position.
-
-    accepted / verified at a position estimates the chance that a draft gets that far.
-    """
+    """Yield counts of drafts by drafter and position; accepted / verified estimates survival."""
     drafted = CounterMetricFamily("paceline_drafted_tokens", "Tokens proposed", labels=["drafter"])
     labels = ["drafter", "position"]
     verified = CounterMetricFamily("paceline_verified_tokens", "Drafts scored by the target", labels=labels)

@@ -29,7 +29,7 @@ _SEED_BYTES = 7  # bytes of a key that make a seed, which is then below 2**63
 
 
 def capture(llm: LLM, items: Sequence[Item], params: SamplingParams, folder: Path, *, chat: bool) -> int:
-    """Answer every prompt that has no line yet and append each line at once. Returns 1 if some got no answer.
+    """Answer every prompt without a line; append each at once. Returns 1 if one failed.
 
     If `params` has no seed, each prompt's seed is made from its token ids, so that every run writes the same data.
     """

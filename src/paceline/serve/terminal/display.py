@@ -22,7 +22,7 @@ def say(text: str = "") -> None:
 
 @contextmanager
 def progress(what: str, unit: str = "") -> Iterator[Update]:
-    """Show progress on stderr: a bar on a terminal, otherwise a line for each tenth. unit: "B" shows bytes."""
+    """Show progress on stderr: a terminal bar, or a line per tenth. unit: "B": bytes."""
     if not sys.stderr.isatty():
         yield _Lines(what)
         return
@@ -76,10 +76,7 @@ class _Lines:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], num_left: int = 1) -> None:
-    """Print a table, ruled on a terminal and as plain text elsewhere.
-
-    num_left: number of first columns that are aligned left.
-    """
+    """Print a table, ruled on a terminal, plain elsewhere. num_left: first columns aligned left."""
     if not sys.stdout.isatty():
         say(plain_table(title, columns, rows, num_left))
         return

@@ -114,7 +114,7 @@ def sampling_params(args: Namespace, **others: Any) -> SamplingParams:
 def generate(
     llm: LLM, items: Sequence[Item], params: SamplingParams, *, chat: bool, as_json: bool, sink: TextIO
 ) -> int:
-    """Answer every item and write the answers in the items' order. Returns 1 if some could not be answered."""
+    """Answer all items and write the answers in their order. Returns 1 if one failed."""
     if len(items) == 1 and not as_json and params.n == 1:
         return _stream_one(llm, items[0], params, chat, sink)
     with AnswersBar(len(items)) as bar:

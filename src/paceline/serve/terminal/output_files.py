@@ -9,7 +9,7 @@ from paceline.core.errors import ConfigError
 
 
 def check_file(flag: str, name: str | None) -> None:
-    """Raise `ConfigError` if a flag's file cannot be written. None or empty: the flag was not given."""
+    """Raise `ConfigError` if a flag's file cannot be written. None or empty: not given."""
     if not name:
         return
     path = Path(name)
@@ -25,7 +25,7 @@ def check_file(flag: str, name: str | None) -> None:
 
 
 def check_picture(flag: str, name: str | None) -> None:
-    """Raise `ConfigError` if a flag's picture cannot be drawn or written. None: the flag was not given."""
+    """Raise `ConfigError` if a flag's picture cannot be drawn or written. None: not given."""
     if not name:
         return
     try:

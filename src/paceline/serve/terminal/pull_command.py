@@ -23,7 +23,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Fetch the model unless it is there, check that it can be used, print its path."""
+    """Fetch the model unless present, check that it can be used, print its path."""
     from paceline.model.files.pull import pull
     from paceline.model.weights import load_model
 

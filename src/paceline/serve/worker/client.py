@@ -129,10 +129,7 @@ class EngineClient:
     # Requests ----------------------------------------------------------------------------------------
 
     async def submit(self, requests: Sequence[Request]) -> Answers:
-        """Send the requests of one HTTP request, whose answers are numbered from 0.
-
-        Raises `EngineDied` while there is no engine.
-        """
+        """Send the requests of one HTTP request, numbered from 0. Raises `EngineDied` without an engine."""
         engine = self._engine
         if engine is None or engine.ready is None:
             raise EngineDied("the engine is not ready; try again later")
@@ -171,7 +168,7 @@ class EngineClient:
         self._context.destroy(linger=0)
 
     def kill(self) -> None:
-        """End the engine and everything that is open at once. `stop` still has to be called."""
+        """End the engine and all that is open at once; `stop` must still be called."""
         self._stopping = True
         self._fail_open(EngineDied(STOPPING))
         self._supervisor.cancel()  # its `finally` kills the process
@@ -204,7 +201,7 @@ class EngineClient:
             self.restarts += 1
 
     async def _run_engine(self) -> PacelineError | None:
-        """Run one engine process to its end. Returns why it failed to load, if it did."""
+        """Run one engine process to its end; return why it failed to load, or None."""
         folder = _private_folder()
         socket = self._context.socket(zmq.PAIR)
         try:
@@ -240,7 +237,7 @@ class EngineClient:
             self._handle(engine, _message(await engine.socket.recv()))
 
     async def _load_and_handle(self, engine: EngineProcess, folder: Path) -> None:
-        """Tell the process what to load and handle its messages. Returns only if it cannot become ready."""
+        """Send the config, then handle messages. Returns only if the process cannot become ready."""
         await engine.socket.send(encode(Load(self.config)))  # waits until the process has connected
         # The connection needs the socket's name no longer, and a server that is killed cannot remove it.
         shutil.rmtree(folder, ignore_errors=True)
@@ -327,7 +324,7 @@ def _unprepared(error: Exception) -> EngineDied:
 
 
 async def _send_now(socket: zmq.asyncio.Socket, message: ToEngine) -> None:
-    """Send to an engine that was ready. Raises `EngineDied` at once if it cannot take the message."""
+    """Send to a ready engine. Raises `EngineDied` at once if it takes no message."""
     try:
         await socket.send(encode(message), zmq.DONTWAIT)
     except zmq.Again:

@@ -71,7 +71,7 @@ class ServerConnection:
         self._socket.send(encode(message))
 
     def receive(self, timeout_ms: int) -> ToEngine | None:
-        """Return the next message, None if none comes in time. Bytes that are no message are dropped."""
+        """Return the next message, None after `timeout_ms`. Bytes that are no message are dropped."""
         while self._socket.poll(timeout_ms):
             try:
                 message: ToEngine = decode_to_engine(self._socket.recv())
@@ -126,10 +126,7 @@ class EngineWorker:
             self.server.send(OutcomeBatch(tuple(outcomes)))
 
     def _send_snapshot(self) -> None:
-        """Send a snapshot at intervals, and before the last outcome of all.
-
-        So the server's counters are never older than an answer.
-        """
+        """Send a snapshot at intervals and before the last outcome, so it counts every answer."""
         now_s = time.monotonic()
         if now_s >= self._next_snapshot_s or not self.engine.has_work:
             self._next_snapshot_s = now_s + SNAPSHOT_S
@@ -205,7 +202,7 @@ def warm_up(built: Built) -> None:
 
 
 def _load(server: ServerConnection) -> Built | None:
-    """Load what the first message asks for. Sends the reason and returns None if that fails."""
+    """Load what the first message asks for, or send the reason and return None."""
     message = server.receive(SEND_MS)
     if not isinstance(message, Load):
         log.error("the first message must say what to load")
