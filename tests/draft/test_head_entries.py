@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.backend.rows import Rows
-from paceline.draft.heads.drafter import Entries, TappedRuns
+from paceline.draft.heads.head_drafter import Entries, TappedRuns
 
 MOST = 32
 

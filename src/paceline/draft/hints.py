@@ -10,7 +10,7 @@ the end, a place before or after. So what it said is kept by the token or two be
 too, where a guess comes behind them. This use of it is token recycling's (Luo et al., arXiv 2408.08696).
 
 A gain is the logits for a match that is e times as long. The better a drafter guesses by itself, the smaller is
-the one that serves it best; those that drafters declare come from prompts made for training (docs/log.md).
+the one that serves it best; those that drafters declare come from prompts made for training (docs/lab/log.md).
 """
 
 from __future__ import annotations

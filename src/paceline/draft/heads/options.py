@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from paceline.core.errors import ConfigError, DrafterMismatch
 from paceline.draft.drafter import MAX_K
-from paceline.draft.heads.drafter import AskedHead
+from paceline.draft.heads.head_drafter import AskedHead
 from paceline.draft.heads.parallel import ParallelHeadDrafter, RelayHeadDrafter
 from paceline.draft.heads.serial import SerialHeadDrafter
 from paceline.draft.registry import bounded
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from paceline.draft.drafter import Target
-    from paceline.draft.heads.drafter import HeadDrafter
+    from paceline.draft.heads.head_drafter import HeadDrafter
     from paceline.draft.registry import Loader
     from paceline.model.heads.checkpoint import Head
     from paceline.model.weights import LoadedModel

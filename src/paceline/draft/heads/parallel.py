@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from paceline.backend.sampling import pick, with_hint
 from paceline.backend.seam import FedBack, RelayRequest
 from paceline.draft.autoregressive import draft_steps, extend
-from paceline.draft.heads.drafter import HeadDrafter
+from paceline.draft.heads.head_drafter import HeadDrafter
 from paceline.draft.hints import MAX_MATCH, MIN_MATCH, RecycledGains
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from paceline.core.nouns import SamplingSpec
     from paceline.draft.autoregressive import Chain
     from paceline.draft.drafter import Target
-    from paceline.draft.heads.drafter import AskedHead
+    from paceline.draft.heads.head_drafter import AskedHead
     from paceline.model.heads.checkpoint import Head
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from paceline.backend.seam import FedBack
 from paceline.draft.autoregressive import draft_steps
-from paceline.draft.heads.drafter import HeadDrafter
+from paceline.draft.heads.head_drafter import HeadDrafter
 from paceline.draft.hints import RecycledGains
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from paceline.core.nouns import SamplingSpec
     from paceline.draft.autoregressive import Chain
     from paceline.draft.drafter import Target
-    from paceline.draft.heads.drafter import AskedHead
+    from paceline.draft.heads.head_drafter import AskedHead
     from paceline.model.heads.checkpoint import Head
 
 
