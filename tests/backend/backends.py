@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from paceline import kernels
-from paceline.backend.native import cut_model, head, load
+from paceline.backend.native import cut_model, load
 from paceline.backend.registry import BACKENDS, BackendSpec
 from paceline.backend.rows import Rows
 from paceline.backend.seam import FedBack, Packed
@@ -190,7 +190,7 @@ def load_decoder(*args: Any) -> Any:
 
 
 def load_runner(draft_head: Any, target: Any, *rest: Any) -> Any:
-    return OpaqueExecutor(head.load_runner(draft_head, target.inner, *rest))
+    return OpaqueExecutor(load.load_runner(draft_head, target.inner, *rest))
 
 
 def load_cut_model(model: Any, target: Any, *rest: Any) -> Any:

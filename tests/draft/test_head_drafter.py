@@ -23,7 +23,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.sampling import choose_token
 from paceline.draft import shipped
 from paceline.draft.autoregressive import CATCH_UP_TOKENS, catch_up_tokens, in_pieces, share_out
-from paceline.draft.heads import drafter
+from paceline.draft.heads import head_drafter
 from paceline.draft.heads.parallel import BLIND_GAIN
 from paceline.draft.hints import MAX_MATCH, MIN_MATCH, Hints
 from paceline.draft.registry import parse_spec
@@ -225,9 +225,9 @@ def test_drafts_from_pages_are_drafts_from_scratch(
     kind: str, changed: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With K changing from step to step, rows that fell behind, cached pages and preempted requests."""
-    monkeypatch.setattr(drafter, "catch_up_tokens", lambda *_: 30)
-    monkeypatch.setattr(drafter, "CATCH_UP_TOKENS", 30)
-    monkeypatch.setattr(drafter, "_LEAST_NEAR", 1000)  # all of a prompt: that less is read has its own test
+    monkeypatch.setattr(head_drafter, "catch_up_tokens", lambda *_: 30)
+    monkeypatch.setattr(head_drafter, "CATCH_UP_TOKENS", 30)
+    monkeypatch.setattr(head_drafter, "_LEAST_NEAR", 1000)  # all of a prompt: that less is read has its own test
     engine = make_engine(spec(kind), changed)
     if changed is not PLAIN:
         engine.controller = RestlessK(drafter_of(kind), 4, seed=2)
@@ -270,8 +270,8 @@ def test_cached_pages_are_not_computed_again(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_many_rows_only_the_end_of_a_prompt_is_read(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what was left out is not told to the prefix cache: a row alone reads it all."""
-    monkeypatch.setattr(drafter, "_NEAR", 40)
-    monkeypatch.setattr(drafter, "_LEAST_NEAR", 4)
+    monkeypatch.setattr(head_drafter, "_NEAR", 40)
+    monkeypatch.setattr(head_drafter, "_LEAST_NEAR", 4)
     engine = make_engine(spec(kind), Settings(num_rows=5, num_pages=60, prefill_tokens=256, prefix_cache=True))
     compared = watch(engine, near=8)
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
