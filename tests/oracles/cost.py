@@ -57,9 +57,9 @@ class SlowCost:
         if self.measured.drafters:
             tables = draft_tables(self.measured.drafters)
             for drafter in range(len(self.measured.drafters)):
-                own = np.minimum(ks[drafters == drafter], tables.width - 1)
-                deep = [np.count_nonzero(own >= depth) for depth in range(1, tables.width)]
-                found[drafter] = tables.deepening[drafter, deep, np.arange(1, tables.width)].sum()
+                own = np.minimum(ks[drafters == drafter], tables.seconds.shape[2] - 1)
+                deep = [np.count_nonzero(own >= depth) for depth in range(1, tables.seconds.shape[2])]
+                found[drafter] = tables.deepening[drafter, deep, np.arange(1, tables.seconds.shape[2])].sum()
         return found
 
 
@@ -78,8 +78,8 @@ def drafting_times(
     seconds = np.zeros(len(drafts) + 1)
     if drafters:
         tables = draft_tables(drafters)
-        depths = np.minimum(drafts.depths, tables.width - 1)
-        nth = nth_of_its_kind(drafts.drafters * tables.width + depths)
+        depths = np.minimum(drafts.depths, tables.seconds.shape[2] - 1)
+        nth = nth_of_its_kind(drafts.drafters * tables.seconds.shape[2] + depths)
         added = tables.added[drafts.drafters, nth, depths]
         if factors is not None:
             added *= factors[drafts.drafters]

@@ -1,8 +1,8 @@
-"""Measured costs and their fit: target passes by their work, drafting by rows and depth. All runs at start.
+"""Measured costs of passes by work and of drafting by rows and depth, and their fit.
 
 A pass costs what its token rows cost (a monotone curve through measured counts: linear between them, or a
 staircase where the backend pads), plus a price for every key that it reads and every pair of query and key, less a
-discount for prefill tokens whose successor is not asked for. Prices are in seconds.
+discount for prefill tokens whose successor is not asked for. Prices are in seconds. All of this runs at start.
 """
 
 from __future__ import annotations
@@ -117,14 +117,9 @@ def _seconds(cost: DraftCost) -> NDArray[float64]:
 class DraftTables:
     """Drafting times of several drafters; depths beyond the measured ones add nothing."""
 
-    seconds: NDArray[float64]  # [num_drafters, MAX_TABLE_ROWS + 1, width] by rows and depth
+    seconds: NDArray[float64]  # [num_drafters, MAX_TABLE_ROWS + 1, depths] with the first unmeasured depth
     deepening: NDArray[float64]  # same shape: time that the last depth adds, for all rows
     added: NDArray[float64]  # same shape: time that the n-th row at a depth adds there
-
-    @property
-    def width(self) -> int:
-        """Number of depths, 0 and the first unmeasured one included."""
-        return int(self.seconds.shape[2])
 
 
 @lru_cache(maxsize=16)

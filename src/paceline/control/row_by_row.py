@@ -111,7 +111,7 @@ def candidates_once_drafted(
     max_k: int,
     weights: NDArray[float64] | None,
 ) -> Candidates:
-    """Return the proposed drafts as candidates for verification. weights: of a token of each row, [n]."""
+    """Return the proposed drafts as candidates for verification. weights: of tokens, [n]."""
     length_of = np.zeros(1 + max((*view.rows.tolist(), *drafted.rows.tolist()), default=0), np.int64)
     length_of[view.rows] = view.lengths
     counts = np.ones(len(drafted.rows)) if weights is None else weights
