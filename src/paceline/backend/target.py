@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @noun
 class ScoreRequest:
-    """A target pass over a batch and its drafts. All that it reads of the rows is copied."""
+    """A target pass over a batch and its drafts. Copies all it reads of rows."""
 
     request: PassRequest
     cu_len: Sequence[int]  # as `Scores.cu_len`
