@@ -43,10 +43,7 @@ class HostTapStore:
         kernels.write_halves(states, starts, list(counts), taps.slots, self.data.view(np.uint16))
 
     def read(self, pages: NDArray[int64], pieces: Sequence[tuple[int, int, int]]) -> NDArray[float32]:
-        """Return the states of pieces (row of `pages`, first token, tokens), in order.
-
-        [sum of counts, width] float32, one piece after another.
-        """
+        """Return states of pieces (row of `pages`, first token, tokens) in order, [tokens, width] float32."""
         states = np.empty((sum(count for *_, count in pieces), self.data.shape[1]), np.float32)
         kernels.read_halves(self.data.view(np.uint16), pages, list(pieces), states)
         return states

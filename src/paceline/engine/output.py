@@ -29,8 +29,7 @@ INTERNAL = "internal error while writing the answer; the log has the details"
 class StopChecker(TokenwiseChecker):
     """Stop detection: take a request's tokens up to the first that ends it.
 
-    The result is as if each token had come alone. Tokens that cannot end the answer are turned into text on
-    demand.
+    The result is as if each token had come alone. Tokens that cannot end it are turned into text on demand.
     """
 
     def __init__(self, request: Request, eos_ids: frozenset[int], detokenizer: Detokenizer) -> None:
