@@ -1,4 +1,4 @@
-"""Where passes run: on which cores of this machine, or on which device of PyTorch's."""
+"""Devices of passes: cores of this machine, or a device of PyTorch's."""
 
 from __future__ import annotations
 

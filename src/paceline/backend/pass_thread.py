@@ -21,7 +21,7 @@ LEAVE_S = 2.0  # seconds that the end of a process waits for a call
 
 
 class PassThread:
-    """Begins with its first call and ends with its owner. A call that hangs keeps nobody from leaving."""
+    """Daemon thread from its first call to its owner's end; hanging calls prevent no exit."""
 
     def __init__(self, name: str, cores: frozenset[int] = frozenset()) -> None:
         """cores: for the thread, and every thread it starts; none: all."""
@@ -30,7 +30,7 @@ class PassThread:
         self._calls: SimpleQueue[Call | None] | None = None
 
     def start(self, call: Callable[[], T]) -> Future[T]:
-        """Begin a call and return at once; the thread has then left Python's lock for what releases it."""
+        """Begin a call; return when it first releases Python's lock."""
         future: Future[T] = Future()
         begun = Lock()
         begun.acquire()
@@ -39,7 +39,7 @@ class PassThread:
         return future
 
     def call(self, call: Callable[[], T], timeout_s: float | None = None) -> T:
-        """Make a call and wait for it. Raises what it raises, and `TimeoutError` if it takes too long."""
+        """Make a call and wait. Raises its error, or `TimeoutError` after `timeout_s`."""
         future: Future[T] = Future()
         self._queue().put((future, Lock(), call))
         return future.result(timeout_s)
@@ -54,7 +54,7 @@ class PassThread:
 
 
 def _end(calls: SimpleQueue[Call | None], thread: Thread) -> None:
-    """Let a thread finish its call: a process must not end in the middle of native code."""
+    """Wait for a thread's call, as a process must not end in native code."""
     calls.put(None)
     if thread is not current_thread():
         thread.join(LEAVE_S)

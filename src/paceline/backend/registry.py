@@ -1,4 +1,4 @@
-"""The registry of backends: the types of weights and KV that each offers, and the modules that make its parts."""
+"""The registry of backends: the weight and KV types of each, and its parts' modules."""
 
 from __future__ import annotations
 

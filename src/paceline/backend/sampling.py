@@ -1,4 +1,4 @@
-"""Token ids from the logits of a pass: selection among them, hints to a drafter's choice, and its draw."""
+"""Token ids from a pass's logits: selection, hints to a drafter's choice, and its draw."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def logit_rows(specs: Sequence[SamplingSpec]) -> NDArray[int64]:
-    """Return for each position its row among the logits that its kind wants, or -1. [n]"""
+    """Return each position's row among the logits that its kind wants, or -1. [n]"""
     wanted = np.array([c.wants_logits for c in specs], bool)
     return np.where(wanted, np.cumsum(wanted) - 1, -1)
 

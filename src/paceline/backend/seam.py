@@ -1,4 +1,4 @@
-"""The seam between the engine and the backends: one way to run a pass, and a view of rows.
+"""The seam between engine and backends: one way to run passes, and a row view.
 
     pending = executor.launch(PassRequest(packed, kv, specs))    it may go on beside the caller
     result = pending.wait()                                      PassResult
@@ -66,7 +66,7 @@ class Packed:
 
 
 class KV(Protocol):
-    """Keys and values of some of a decoder's layers, by page. Only that decoder reads them."""
+    """Keys and values of some decoder layers, by page. Only that decoder reads them."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -91,7 +91,7 @@ class FedBack(NamedTuple):
 
 @noun
 class Features:
-    """Features [num_tokens, width] that stand beside a head's tokens: each is that of the token before.
+    """Features [num_tokens, width] beside a head's tokens: each is of the token before.
 
     Those of committed tokens are made of their taps. Tokens of a row behind these are guesses: they read what is
     fed back, or the head's mask feature where nothing is.
@@ -156,7 +156,7 @@ class Capabilities:
 
 
 class Executor(Protocol):
-    """Runs passes of one model or head. Holds weights only; all other state is in the stores it makes."""
+    """Executor of one model or head. Holds weights; all other state is in its stores."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -169,7 +169,7 @@ class Executor(Protocol):
         ...
 
     def launch(self, request: PassRequest) -> Pending:
-        """Launch a pass, which writes its keys and values. Nothing it reads may change until it was waited for."""
+        """Launch a pass that writes KV. Nothing it reads may change until `wait` returns."""
         ...
 
 
@@ -189,7 +189,7 @@ class Decoder(Executor, Protocol):
 
 
 class DraftExecutor(Executor, Protocol):
-    """Executes a drafter that shares tables with its target. It writes some of the target's tokens."""
+    """Executor of a drafter that shares its target's tables and writes some of its tokens."""
 
     weight_type: str  # of its matrices
 
@@ -232,7 +232,7 @@ class HeadRunner(DraftExecutor, Protocol):
         ...
 
     def relay(self, request: RelayRequest) -> PassResult:
-        """Choose the next guesses of rows by messages from those before. Only for a head with a relay."""
+        """Choose the next guesses of rows by messages from earlier ones. For relay heads only."""
         ...
 
 
@@ -295,7 +295,7 @@ class LoadCutModel(Protocol):
 
 
 class RowView(Protocol):
-    """Rows of an engine, as drafters see them: a host answers at once, a device may answer late.
+    """Rows as drafters see them: a host answers at once, a device may answer late.
 
     What is known of a row may trail by the outcomes of `late_steps` steps. It is exact when a row is admitted.
     """
@@ -312,7 +312,7 @@ class RowView(Protocol):
 
     @property
     def late_steps(self) -> int:
-        """Steps whose outcomes may not be known yet. If there are any, drafts may stand at later positions."""
+        """Steps whose outcomes may be unknown. If any, drafts may stand at later positions."""
         ...
 
     def known_len(self, row: int) -> int:
@@ -356,10 +356,7 @@ class RowView(Protocol):
         ...
 
     def row_specs(self, row: int, guesses: Sequence[int], *, margin: bool = False) -> list[SamplingSpec]:
-        """Return the specs after a row's newest token and after each guess. [1 + num_guesses]
-
-        margin: ask for margins.
-        """
+        """Return the specs after a row's newest token and after each guess. [1 + num_guesses]"""
         ...
 
     def spec_after(self, row: int, guesses: Sequence[int]) -> SamplingSpec:

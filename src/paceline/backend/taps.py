@@ -1,4 +1,4 @@
-"""Taps on a host: hidden states of committed tokens, a store over the page table, and features made of them."""
+"""Taps on a host: hidden states of committed tokens, stored by page, and their features."""
 
 from __future__ import annotations
 
@@ -37,19 +37,13 @@ class HostTapStore:
         return int(self.data[0].nbytes)
 
     def write(self, taps: Taps, counts: Sequence[int]) -> None:
-        """Keep the taps of the first `counts[i]` tokens of row i of a target pass.
-
-        Numbers that half precision cannot hold become the largest that it can.
-        """
+        """Keep the taps of row i's first `counts[i]` tokens, clamped to half precision's range."""
         states = [np.ascontiguousarray(taps.states[layer], np.float32) for layer in self._layers]
         starts: list[int] = taps.cu_len[:-1].tolist()
         kernels.write_halves(states, starts, list(counts), taps.slots, self.data.view(np.uint16))
 
     def read(self, pages: NDArray[int64], pieces: Sequence[tuple[int, int, int]]) -> NDArray[float32]:
-        """Return the states of pieces (row of `pages`, first token, tokens), in order.
-
-        [sum of counts, width] float32, one piece after another.
-        """
+        """Return states of pieces (row of `pages`, first token, tokens) in order, [tokens, width] float32."""
         states = np.empty((sum(count for *_, count in pieces), self.data.shape[1]), np.float32)
         kernels.read_halves(self.data.view(np.uint16), pages, list(pieces), states)
         return states
@@ -61,7 +55,7 @@ def interleave(
     guessed: NDArray[float32],
     cu_len: NDArray[int64],
 ) -> NDArray[float32]:
-    """Return the features of a pass whose rows have known tokens, then guesses. [num_tokens, width] float32
+    """Return a pass's features [num_tokens, width] float32: rows have known tokens, then guesses.
 
     known: those of all pieces, one of each row. guessed: [num_guesses, width], or [1, width] for all of them.
     """

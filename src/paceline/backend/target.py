@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @noun
 class ScoreRequest:
-    """A target pass over a batch and its drafts. All that it reads of the rows is copied."""
+    """A target pass over a batch and its drafts. Copies all it reads of rows."""
 
     request: PassRequest
     cu_len: Sequence[int]  # as `Scores.cu_len`
@@ -93,10 +93,7 @@ class Backend:
         return ScoreRequest(PassRequest(packed, self.kv, specs, taps=self.taps), cu_len, starts)
 
     def launch(self, asked: ScoreRequest, thread: PassThread | None = None) -> PendingScores:
-        """Launch a pass. It touches no row.
-
-        thread: runs the pass whole, so that it goes on beside the caller whatever the decoder can do.
-        """
+        """Launch a pass that touches no row. thread: runs it whole, beside the caller."""
         start = perf_counter()
         if thread is None:
             return PendingScores(asked, self.decoder.launch(asked.request), start)

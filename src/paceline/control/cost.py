@@ -1,8 +1,8 @@
-"""Measured costs of passes by work and of drafting by rows and depth, and their fit.
+"""Measured costs and their fit: target passes by work, drafting by rows and depth.
 
-A pass costs what its token rows cost (a monotone curve through measured counts: linear between them, or a
-staircase where the backend pads), plus a price for every key that it reads and every pair of query and key, less a
-discount for prefill tokens whose successor is not asked for. Prices are in seconds. All of this runs at start.
+All of this runs at start. A pass costs what its token rows cost (a monotone curve through measured counts: linear
+between them, or a staircase where the backend pads), plus a price for every key that it reads and every pair of
+query and key, less a discount for prefill tokens whose successor is not asked for. Prices are in seconds.
 """
 
 from __future__ import annotations
@@ -287,9 +287,7 @@ def fit_drafting(timed: Mapping[tuple[int, int], float]) -> DraftCost:
 
 
 def _share(count: int, counts: Sequence[int], index: int) -> float:
-    """Return the share of a rise between counts that lies below `count`.
-
-    It is above 1 only beyond the last count."""
+    """Return the share of a rise between counts below `count`; beyond the last, above 1."""
     if index == 0:
         return 1.0
     low, high = counts[index - 1], counts[index]

@@ -140,7 +140,7 @@ def from_json(values: Any) -> Profile:
 
 
 def write_profile(path: Path, profile: Profile) -> None:
-    """Write a profile; other processes see the old file or the new one, whole. Raises `OSError`."""
+    """Write a profile atomically: other processes see the old or new file. Raises `OSError`."""
     part = path.with_name(f"{path.name}.{token_hex(8)}.part")  # of its own: two may write at once
     try:
         part.write_text(json.dumps(to_json(profile), indent=1))

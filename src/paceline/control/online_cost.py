@@ -233,7 +233,7 @@ class Predictions:
     errors: list[int] = field(default_factory=list)  # [percent] steps by the error of their prediction
 
     def count(self, accounting: StepAccounting) -> None:
-        """Add a step; no finite number counts as the largest error, without speed-up."""
+        """Add a step. A non-finite prediction counts as the largest error and as no speed-up."""
         step_s = accounting.measured_s
         self.step_s += step_s
         error_s = abs(accounting.predicted_s - step_s)
@@ -252,12 +252,12 @@ class Predictions:
 
     @property
     def error(self) -> float | None:
-        """Mean error as a share of the time, None without predictions; stalls count most."""
+        """Mean prediction error as a share of the time; None without any. Stalls count most."""
         return self.error_s / self.step_s if self.step_s else None
 
     @property
     def median_error(self) -> float | None:
-        """Median error as a share of a step's time, to a per cent."""
+        """Median prediction error as a share of a step's time, to a per cent."""
         half = sum(self.errors) / 2
         passed = accumulate(self.errors)
         return next((percent / 100 for percent, steps in enumerate(passed) if steps > half), None)

@@ -111,7 +111,7 @@ def candidates_once_drafted(
     max_k: int,
     weights: NDArray[float64] | None,
 ) -> Candidates:
-    """Return the proposed drafts as candidates for verification. weights: of tokens, [n]."""
+    """Return the proposed drafts as verification candidates. weights: [n], of one token per row."""
     length_of = np.zeros(1 + max((*view.rows.tolist(), *drafted.rows.tolist()), default=0), np.int64)
     length_of[view.rows] = view.lengths
     counts = np.ones(len(drafted.rows)) if weights is None else weights
@@ -172,7 +172,6 @@ class LatencyTarget:
         return isfinite(self.objective.tpot_s) or bool(tpot_s)
 
     def _has_target(self, rows: NDArray[int64]) -> bool:
-        """Return whether any of some rows has a target."""
         some = self._own_target and not self._own_target.isdisjoint(rows.tolist())
         return isfinite(self.objective.tpot_s) or bool(some)
 

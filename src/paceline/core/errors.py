@@ -1,4 +1,4 @@
-"""The errors a user can cause. Each message says what is wrong and what to do.
+"""Errors a user can cause. Each message says what is wrong and what to do.
 
     PacelineError
     ├── ConfigError            an option or a combination of options that cannot work
@@ -73,7 +73,7 @@ class EngineDied(PacelineError):  # noqa: N818
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error message: `; did you mean 'x'?`, or all known names."""
+    """Return an error message's end: `; did you mean 'x'?`, or all known names."""
     choices = sorted(known)
     close = get_close_matches(name, choices, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(choices)}"

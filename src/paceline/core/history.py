@@ -1,4 +1,4 @@
-"""Token counts of a row, kept as the edits that penalties make to its next logits."""
+"""Token counts of a row, kept as the edits that penalties make to logits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MIN_ROOM = 32
 
 
 def choose_kind(params: SamplingParams, law_needs_probs: bool) -> ChooseKind:
-    """Return how a row's tokens are chosen: by its parameters and the engine's law, never by its batch."""
+    """Return a row's kind of token choice: by its parameters and the engine's law only."""
     if law_needs_probs and not params.greedy:
         return "logits"
     if params.logprobs is not None or params.filtered:
@@ -32,7 +32,7 @@ def choose_kind(params: SamplingParams, law_needs_probs: bool) -> ChooseKind:
 
 
 class History:
-    """Counts of a row's tokens, kept as the edits that they make to the next logits.
+    """Counts of a row's tokens, kept as their edits to the next logits.
 
     A row without penalties keeps nothing but its logit bias, however long it grows.
     """
@@ -56,7 +56,7 @@ class History:
             self._ahead = (), self._table
 
     def edits(self, drafted: Sequence[int], num_generated: int, stop_ids: frozenset[int]) -> Edits | None:
-        """Return the edits at the position behind the drafted tokens, ids ascending; None if there are none.
+        """Return the edits at the position behind the drafts, ids ascending, or None.
 
         num_generated: tokens of the answer before the drafts. stop_ids: banned until the answer has `min_tokens`.
         """
@@ -68,7 +68,7 @@ class History:
         return table.edits()
 
     def _after(self, drafted: tuple[int, ...]) -> _EditTable:
-        """Return the table behind the drafts. It is kept, as the next call often has one draft more."""
+        """Return the table behind the drafts; keep it, as the next call often adds one."""
         if not drafted:
             return self._table
         known, table = self._ahead

@@ -1,4 +1,4 @@
-"""Counter-based noise: a function of (seed, choice, lane, position, depth, token id) and of nothing else.
+"""Counter-based noise: a function of (seed, choice, lane, position, depth, token id) alone.
 
 It does not depend on batch, step or drafter, so the same seed gives the same text however the engine runs. The
 native kernels have their own copy (`csrc/model/noise.h`); tests hold golden values of this one. All arithmetic is
@@ -49,7 +49,7 @@ class Lane(IntEnum):
 
 
 def key(seed: int, choice: int, lane: int, position: int, depth: int = 0) -> Key:
-    """Return the two 32-bit words that name one draw. `seed` has 63 bits, the others at most 32.
+    """Return one draw's two 32-bit words. `seed` has 63 bits, the others at most 32.
 
     `position` is the index, in the row's tokens, of the token that is drawn or judged. `depth` is 0 where a draw
     is used once per position. Under block verification (lanes DRAFT and ACCEPT) draws behind the last kept token
@@ -61,7 +61,7 @@ def key(seed: int, choice: int, lane: int, position: int, depth: int = 0) -> Key
 
 @lru_cache(maxsize=4096)
 def _stem(seed: int, choice: int, lane: int) -> Key:
-    """Return a key's state before its position, which is the same at every step of a row."""
+    """Return a key's state before its position, constant over a row's steps."""
     state = 0x243F6A88, 0x85A308D3
     for word in (seed & _MASK, seed >> 32, choice, lane):
         state = _absorb(state, word)
@@ -76,7 +76,7 @@ def _absorb(state: Key, word: int) -> Key:
 
 
 def leading(key: Key, ids: NDArray[integer]) -> NDArray[uint32]:
-    """Return h1 of each token id: the leading 32 bits of its uniform. Same shape as `ids`."""
+    """Return h1 of each token id: its uniform's leading 32 bits. Shaped as `ids`."""
     return _word(ids, key[0], key[1], _LOWBIAS)
 
 
@@ -91,12 +91,12 @@ def gumbel(key: Key, ids: NDArray[integer]) -> NDArray[float64]:
 
 
 def uniform(key: Key, token_id: int = 0) -> float:
-    """Return the leading 53 bits of n as a number in [0, 1). `uniform < p` holds with probability p."""
+    """Scale n's leading 53 bits to [0, 1). `uniform < p` holds with probability p."""
     return (_bits_int(key, token_id) >> 11) * 2.0**-53
 
 
 def noisy_argmax(z: NDArray[floating], key: Key, ids: NDArray[integer] | None = None) -> int:
-    """Return the token id with the largest z + gumbel, the lowest on ties. It is a sample of softmax(z).
+    """Return the id of the largest z + gumbel (lowest on ties), sampling softmax(z).
 
     z: [n] logits divided by the temperature. ids: [n] token ids, None for 0..n-1. Every candidate gets its exact
     noise here; `csrc/model/sampling.cpp` computes it only for those that can still win.
@@ -137,7 +137,6 @@ def _word(ids: NDArray[integer], before: int, between: int, mixer: tuple[int, ..
 
 
 def _mix(x: NDArray[uint32], scratch: NDArray[uint32], mixer: tuple[int, ...]) -> None:
-    """Mix x in place."""
     import numpy as np
 
     a, m, b, n, c = (np.uint32(word) for word in mixer)

@@ -34,7 +34,7 @@ ChooseKind = Literal["argmax", "noisy", "sampled", "logits"]
 
 @dataclass_transform(frozen_default=True)
 def noun(cls: type[T]) -> type[T]:
-    """Make a dataclass for objects that a step creates by the hundred: frozen for the type checker only.
+    """Dataclass decorator for objects made by the hundred per step: frozen for type checkers only.
 
     A dataclass frozen at run time takes five times as long to create, which was 2 % of a step of sixteen rows.
     Objects are equal only to themselves.
@@ -44,7 +44,7 @@ def noun(cls: type[T]) -> type[T]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """A request for one text. A user's request for n choices becomes n of these, which differ in `choice` only."""
+    """A request for one text; n choices become n requests that differ in `choice` only."""
 
     request_id: str
     prompt_ids: tuple[int, ...]  # [prompt_len]
@@ -64,7 +64,7 @@ class Request:
 
 @noun
 class Stop:
-    """Rule by which a drafter ends a row's draft early: where a further draft would hardly be kept.
+    """Rule that ends a row's draft early, where a further draft would hardly be kept.
 
     The chance that a draft is kept, if those before it are, is logistic in the drafter's margin at its token.
     """
@@ -74,7 +74,7 @@ class Stop:
     least: list[float]  # [k] least chance that all drafts up to a depth are kept, for another draft to follow
 
     def over(self, margins: Sequence[float]) -> bool:
-        """True if no draft should follow drafts with these margins. A margin of NaN, not known, gives False."""
+        """True if no draft should follow drafts with these margins. NaN (unknown) gives False."""
         alive = 1.0
         for odds, margin in zip(self.odds, margins, strict=False):
             alive /= 1.0 + math.exp(-(odds + self.sureness * min(margin, MOST_MARGIN)))
@@ -218,15 +218,15 @@ class Draft:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Edits:
-    """Sparse changes of the logits. l[ids] becomes (l / scale if l > 0 else l * scale) + add."""
+    """Sparse changes of the logits."""
 
-    ids: NDArray[int64]  # [num_edits], distinct
+    ids: NDArray[int64]  # [num_edits], distinct; l[ids] becomes (l / scale if l > 0 else l * scale) + add
     scale: NDArray[float32]  # [num_edits], 1 where there is no repetition penalty
     add: NDArray[float32]  # [num_edits], may be -inf
 
 
 class SamplingSpec(NamedTuple):
-    """Rule by which the target's own token is chosen at one position, a function of the request alone."""
+    """Rule of the target's own choice at one position, a function of the request alone."""
 
     kind: ChooseKind
     params: SamplingParams
@@ -254,7 +254,7 @@ class Taps:
 
 @noun
 class Scores:
-    """The target's choice at every scored position: at a row's newest token, then at each of its drafts."""
+    """The target's choice at each scored position: a row's newest token, then its drafts."""
 
     cu_len: Sequence[int]  # [num_rows + 1] row i owns positions cu_len[i]:cu_len[i + 1], none in a chunk
     specs: Sequence[SamplingSpec]  # [num_scored]
@@ -282,7 +282,7 @@ class TokenLogprobs:
 
 @noun
 class RowVerdict:
-    """Gain of one row. It is its kept drafts, then the target's own next token, or BROKEN, which ends it."""
+    """Gain of one row: kept drafts, then the target's next token, or a final BROKEN."""
 
     token_ids: Sequence[int] = ()  # [num_accepted + 1], empty if the row did not sample
     num_accepted: int = 0
@@ -306,7 +306,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Counts of one request, sent with its last outcome: its cost, and what speculation did for it."""
+    """Counts of one request, sent with its last outcome: its cost and speculation's effect."""
 
     prompt_tokens: int
     completion_tokens: int

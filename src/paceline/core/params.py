@@ -110,7 +110,7 @@ class SamplingParams:
 
     @property
     def filtered(self) -> bool:
-        """True if a filter may remove tokens. Filters keep the largest logit, so greedy needs none."""
+        """True if a filter may remove tokens. Greedy needs none: filters keep the largest logit."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
 
@@ -187,7 +187,7 @@ MIN_TPOT_MS, MAX_TPOT_MS = 1e-3, 1e6
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Speculation wanted by one request, within what the engine has. It changes the speed, never the text."""
+    """Speculation wanted by a request, within the engine's limits. Changes speed, never text."""
 
     draft: str = AUTO  # the engine's own choice; `off`; or the name of one of its drafters
     k: int | None = None  # upper bound of the drafts in a step

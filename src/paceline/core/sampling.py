@@ -22,11 +22,11 @@ MIN_TEMPERATURE = 1e-5  # lower temperatures act as this one, so that a scaled l
 
 
 class BrokenRow(ValueError):  # noqa: N818
-    """No logit of a row is a finite number, so there is no token to choose."""
+    """Row without a finite logit, so without a token to choose."""
 
 
 def choose_token(logits: NDArray[floating], choose: SamplingSpec) -> int:
-    """Return the target's own token at one position, for every kind of `choose`; BROKEN if there is none.
+    """Return the target's own token at one position, for every `choose`; BROKEN if none.
 
     Temperature 0: the largest edited logit, the lowest id on ties. Otherwise the largest scaled logit plus noise
     among the tokens that the filters keep, which is an exact sample of `distribution`.
@@ -39,7 +39,7 @@ def choose_token(logits: NDArray[floating], choose: SamplingSpec) -> int:
 
 
 def choose_ahead(logits: NDArray[floating], choose: SamplingSpec) -> tuple[int, float]:
-    """Return what `choose_token` returns, and by how many logits it was ahead of the next token.
+    """Return `choose_token`'s result and its lead over the next token, in logits.
 
     The margin is the lead in noisy scores times the temperature. It is in logits, as differences between models
     are, so it says how far two models may differ and still choose the same token. Infinite without another token.
@@ -76,7 +76,7 @@ def distribution(logits: NDArray[floating], choose: SamplingSpec) -> tuple[NDArr
 
 
 def draw(weights: NDArray[floating], key: noise.Key) -> int:
-    """Return an index with probability proportional to its weight. weights: [n], none negative, not all 0."""
+    """Draw an index by weight. weights: [n], none negative, not all 0."""
     import numpy as np
 
     (ids,) = weights.nonzero()
@@ -93,7 +93,7 @@ def no_edits() -> Edits:
 
 
 def apply_edits(logits: NDArray[floating], edits: Edits | None) -> NDArray[floating]:
-    """Return the logits [vocab] with the edits made on a copy; the logits themselves if there are none."""
+    """Return the logits [vocab], edited on a copy; the logits themselves without edits."""
     import numpy as np
 
     if edits is None or len(edits.ids) == 0:
@@ -104,12 +104,12 @@ def apply_edits(logits: NDArray[floating], edits: Edits | None) -> NDArray[float
 
 
 def scaled(logits: NDArray[floating], params: SamplingParams, edits: Edits | None) -> NDArray[floating]:
-    """Return the edited logits times 1 / temperature, same shape and type, for a temperature above 0."""
+    """Return the edited logits times 1 / temperature (above 0), same shape and type."""
     return apply_edits(logits, edits) * logits.dtype.type(1 / max(params.temperature, MIN_TEMPERATURE))
 
 
 def keep(z: NDArray[floating], params: SamplingParams) -> NDArray[int64]:
-    """Return the tokens that top_k, then top_p, then min_p leave over, ascending ids int64 [n], n >= 1.
+    """Return ascending ids int64 [n], n >= 1, left by top_k, then top_p, then min_p.
 
     Each filter sees the distribution left by the one before, renormalised. Of equally likely tokens the lower ids
     stay. z: [vocab] scaled logits. Raises `BrokenRow`.
@@ -128,7 +128,7 @@ def keep(z: NDArray[floating], params: SamplingParams) -> NDArray[int64]:
 
 
 def logprobs(logits: NDArray[floating], token_id: int, num_top: int) -> TokenLogprobs:
-    """Return the log-probabilities of a token and of the `num_top` most likely tokens. logits: [vocab] raw."""
+    """Return log-probabilities of a token and the `num_top` most likely. logits: [vocab] raw."""
     from paceline import kernels
 
     logprob, top_ids, top_logprobs = kernels.logprobs(logits, token_id, num_top)

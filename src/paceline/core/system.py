@@ -54,7 +54,7 @@ def machine() -> dict[str, Any]:
 
 
 def _version(package: str) -> str | None:
-    """Return the version of an installed package without importing it; None if it is not installed."""
+    """Return an installed package's version without importing it; None if not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -94,7 +94,7 @@ def memory_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """Return the memory that can be had without swapping, within the control group's limit if there is one."""
+    """Return the memory available without swapping, within the control group's limit if any."""
     free = memory_bytes()
     for line in _lines(_PROC / "meminfo"):
         if line.startswith("MemAvailable:"):
@@ -140,13 +140,13 @@ def usable_cores() -> frozenset[int]:
 
 
 def stay_on(cores: frozenset[int]) -> None:
-    """Keep this thread, and threads it starts, on some cores, where the system can. No cores: no limit."""
+    """Keep this thread and its new threads on cores, if possible. No cores: no limit."""
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
 
 
 def on_cores(cores: frozenset[int], call: Callable[[], T]) -> T:
-    """Make a call in a thread on some cores. It must not fail; threads it starts stay on them too."""
+    """Make a call, which must not fail, in a thread on some cores; see `stay_on`."""
     found: list[T] = []
 
     def run() -> None:
@@ -177,7 +177,7 @@ class RestartBackoff:
 
 @contextmanager
 def file_lock(path: Path, wait_s: float, on_wait: Callable[[float], None]) -> Iterator[bool]:
-    """Hold a lock among this machine's processes during the block; yield False if it cannot be had.
+    """Hold a lock among this machine's processes during the block; yield False if unavailable.
 
     The system frees the lock when its holder ends, in whatever way; the file stays. wait_s: bound of the wait for
     the holder. on_wait: called while waiting, every `POLL_S`, with the seconds waited so far.
@@ -214,7 +214,7 @@ def end_with_parent() -> None:
 
 @contextmanager
 def uninterrupted() -> Iterator[Callable[[], None]]:
-    """Hold Ctrl-C back until the block has ended: half a step would leave an engine in disorder.
+    """Hold Ctrl-C back until the block ends: half a step would disorder an engine.
 
     Raises `KeyboardInterrupt` at the end of the block, or where the block calls the function it is given: a block
     of many steps calls it between two of them, as to begin and end a block takes 30 us. Other threads are never

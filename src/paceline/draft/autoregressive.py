@@ -66,9 +66,9 @@ class Chain:
 
 
 def confidence_of(margins: Sequence[float]) -> list[float] | None:
-    """Return the chance that each token is kept, by its margin in logits; None if one is not known.
+    """Return each token's chance to be kept, by logit margin; None if any is unknown.
 
-    As if target and drafter differed by logistic noise; how much they really differ the controller learns.
+    As if target and drafter differed by logistic noise; the controller learns the real difference.
     """
     if not margins or any(math.isnan(m) for m in margins):
         return None
@@ -76,13 +76,13 @@ def confidence_of(margins: Sequence[float]) -> list[float] | None:
 
 
 def catch_up_tokens(own: ModelConfig, num_layers: int, target: ModelConfig) -> int:
-    """Return the known tokens that a drafter may read in a step: more for a small one."""
+    """Return the known tokens a drafter may read per step: more for a small one."""
     share = num_layers * own.hidden_size**2 / (target.num_layers * target.hidden_size**2)
     return max(CATCH_UP_TOKENS, int(CATCH_UP_TOKENS / share))
 
 
 def share_out(behind: Mapping[int, int], allowance: int) -> tuple[list[int], dict[int, int]]:
-    """Return the rows that can catch up in a step, and tokens that bring others nearer.
+    """Return the rows that can catch up in a step, and tokens for the others.
 
     behind: row -> tokens it has not seen. The rows that are nearest come first.
     """
@@ -116,7 +116,7 @@ def in_pieces(counts: Mapping[int, int], size: int) -> Iterator[dict[int, int]]:
 def extend(
     rows: RowView, chains: Sequence[Chain], run: Callable[[Sequence[SamplingSpec]], PassResult], *, dense: bool
 ) -> None:
-    """Draw one more token for each chain. `dense` also keeps the distributions they were drawn from."""
+    """Draw one more token per chain. `dense` also keeps the distributions they came from."""
     specs = [pointed(rows.spec_after(c.row, c.token_ids), c.pointer, c.token_ids) for c in chains]
     drawn = draw(run, specs, [len(chain.token_ids) for chain in chains], dense=dense)
     for index, chain in enumerate(chains):

@@ -94,7 +94,7 @@ class Lookup(Protocol):
     """A drafter whose proposals cost next to nothing: previewed before a step is planned."""
 
     def preview(self, max_drafts: Mapping[int, int]) -> dict[int, RowDraft]:
-        """Propose up to `max_drafts[row]` tokens for rows, with a confidence for each; rows may be left out."""
+        """Propose up to `max_drafts[row]` tokens, each with its confidence; rows may be left out."""
         ...
 
 
@@ -113,11 +113,11 @@ class Drafter(Protocol):
         ...
 
     def propose(self, batch: Batch, plan: Plan) -> Draft:
-        """Propose up to `max_drafts` tokens for each row of the batch. May propose fewer, or none."""
+        """Propose up to `max_drafts` tokens, perhaps none, for each row of the batch."""
         ...
 
     def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
-        """Trim own state to what was kept, take in taps. Called after the backend has advanced its rows."""
+        """Trim own state to kept tokens; take in taps. The backend has advanced its rows."""
         ...
 
     def valid_lens(self, row: int) -> Mapping[str, int]:

@@ -40,10 +40,10 @@ NO_GAINS = RecycledGains()
 
 
 class Hints:
-    """Hints for the guesses of a drafter, row by row: from the text and from refused drafts."""
+    """Hints for a drafter's guesses, by row: from the text and from refused drafts."""
 
     def __init__(self, rows: RowView, gain: float, recycled: RecycledGains = NO_GAINS) -> None:
-        """gain: logits for a match that is e times as long. Gains of 0 give no hints."""
+        """gain: logits for an e times longer match. Gains of 0 give no hints."""
         self.gain, self.recycled_gains = gain, recycled
         self._rows = rows
         self._drafted: dict[int, list[int]] = {}  # row -> its newest token, and the drafts behind it

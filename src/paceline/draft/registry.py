@@ -29,7 +29,7 @@ DRAFTERS = {
 
 
 class DrafterConfig(Protocol):
-    """Config of a drafter: its name, the drafts per step, and a way to build it."""
+    """Config of a drafter: its name, its drafts per step, and its builder."""
 
     @property
     def name(self) -> str:
@@ -42,12 +42,12 @@ class DrafterConfig(Protocol):
         ...
 
     def num_weights(self, target: LoadedModel) -> int:
-        """Return how many weights of its own it brings, by what its files say. Raises `PacelineError`."""
+        """Return the number of its own weights, by its files. Raises `PacelineError`."""
         ...
 
     @property
     def stands_alone(self) -> bool:
-        """True if it reads only tokens of a target, so that it can be another process."""
+        """True if it reads only target tokens, so that it can be another process."""
         ...
 
     def build(self, target: Target, load: Loader) -> Drafter:

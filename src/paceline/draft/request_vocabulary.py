@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class RequestVocabulary:
-    """Request tokens of all running requests. Each may be drafted for any of them; at worst that costs a guess."""
+    """Request tokens of all running requests, shared by all: at worst, a wasted guess."""
 
     def __init__(
         self, rows: RowView, fixed: NDArray[int64], vocab_size: int, set_tokens: Callable[[NDArray[int64]], None]

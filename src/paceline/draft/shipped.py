@@ -1,4 +1,4 @@
-"""Files of trained drafters: those that ship with the project, and how well training says they draft."""
+"""Files of trained drafters: those that ship, and how well training says they draft."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def ships(name: str, fingerprint: str) -> bool:
 
 
 def shipped_folder(name: str, fingerprint: str) -> Path:
-    """Return the folder of the drafter that ships for a target. Raises `ConfigError` if there is none."""
+    """Return the folder of a target's shipped drafter. Raises `ConfigError` if there is none."""
     folder = FOLDER / fingerprint / name
     if not ships(name, fingerprint):
         raise ConfigError(
@@ -30,10 +30,7 @@ def shipped_folder(name: str, fingerprint: str) -> Path:
 
 
 def trained_to(folder: Path) -> tuple[float, ...]:
-    """Return the share of drafts kept at each depth on held-out texts; empty where the folder does not say.
-
-    Only a first guess is made of it, so a file that cannot be read is none.
-    """
+    """Return the share of drafts kept per depth on held-out texts; empty if unreadable."""
     path = folder / METRICS_FILE
     try:
         if path.stat().st_size > _MAX_BYTES:

@@ -1,4 +1,4 @@
-"""The drafters of an engine, called at arm's length: one that fails costs speculation, never a request."""
+"""The drafters of an engine: one that fails costs speculation, never a request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NONE_LEFT_OUT: frozenset[int] = frozenset()
 
 
 class DrafterPool:
-    """Calls the drafters and merges their drafts. Wrong or failing drafts become no drafts, and are counted."""
+    """Call the drafters and merge their drafts; drop and count wrong or failing ones."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class DrafterPool:
     # Before a plan -------------------------------------------------------------------------------
 
     def preview(self, rows: Sequence[int], max_drafts: Sequence[int]) -> dict[int, NDArray[float64]]:
-        """Ask the lookup drafters for their drafts before the plan; return their confidence by drafter index.
+        """Ask the lookup drafters for drafts before the plan; return confidence by drafter index.
 
         max_drafts: [num_rows] drafts that each row may have. `propose` returns these drafts in the same step.
         """
@@ -129,7 +129,7 @@ class DrafterPool:
         return Draft(tuple(rows))
 
     def _previewed(self, batch: Batch, plan: Plan, name: str) -> Draft | None:
-        """Return the planned part of a drafter's preview of this step; None if there was none."""
+        """Return the planned part of a drafter's preview of this step, or None."""
         drafts = self._previews.pop(name, None)
         if drafts is None:
             return None
@@ -138,7 +138,7 @@ class DrafterPool:
         )
 
     def _merge(self, drafter: Drafter, draft: Draft | None, batch: Batch, rows: list[RowDraft]) -> None:
-        """Put the fitting drafts of a drafter into `rows`. May raise anything if `draft` is ill-formed."""
+        """Put a drafter's fitting drafts into `rows`. May raise anything if `draft` is ill-formed."""
         if draft is None:
             return
         for index, (row_draft, bound) in enumerate(zip(draft.rows, batch.rows, strict=True)):
@@ -151,7 +151,7 @@ class DrafterPool:
             self._guard(drafter, drafter.commit, batch, scores, verdict)
 
     def newly_valid(self, row: int, computed_len: int) -> Iterator[tuple[str, int, int]]:
-        """Yield (store, known before, known now) of a row's tokens, for each store that has grown.
+        """Yield (store, known before, known now) of a row for each store that grew.
 
         computed_len: tokens whose target KV is there; a store's tokens beyond are not certain.
         """
@@ -166,7 +166,7 @@ class DrafterPool:
     # Failures ------------------------------------------------------------------------------------
 
     def _guard(self, drafter: Drafter, call: Callable[..., T], *arguments: object) -> T | None:
-        """Make a call of a drafter; return None, and note it, if it fails in any way."""
+        """Call a drafter; note any failure and return None for it."""
         try:
             return call(*arguments)
         except DrafterUnavailable:
@@ -180,7 +180,6 @@ class DrafterPool:
             return None
 
     def _lose_stores(self, drafter: Drafter) -> None:
-        """Note that a drafter's stores are empty."""
         self.num_failures += 1
         self._failed_now.add(drafter.name)
         self._marked |= {key: 0 for key in self._marked if key[0] in drafter.needs.stores}
@@ -212,10 +211,9 @@ def _look(drafter: Lookup, max_drafts: Mapping[int, int]) -> dict[int, RowDraft]
 
 
 class FailureBackoff:
-    """Leaves a drafter that fails several times in a row out of plans, for longer each time.
+    """Backoff that leaves a drafter out of plans after repeated failures, longer each time.
 
-    A failure teaches the controller nothing, so without this it would go on planning with the failing drafter by
-    what it learnt before, and never turn to one that works.
+    The controller learns nothing from a failure, so without this it would go on planning with the failing drafter.
     """
 
     def __init__(self) -> None:
@@ -234,7 +232,7 @@ class FailureBackoff:
             self._until[name] = self._num_plans + min(FIRST_PAUSE << min(count - MAX_FAILURES, 8), LONGEST_PAUSE)
 
     def unavailable(self, index: Mapping[str, int]) -> frozenset[int]:
-        """Begin a plan; return the indices of the drafters to leave out. index: name -> index."""
+        """Begin a plan; return indices of drafters to leave out. index: name -> index."""
         self._num_plans += 1
         if not self._until:
             return NONE_LEFT_OUT

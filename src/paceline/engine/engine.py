@@ -36,7 +36,7 @@ UNLOADED = (
 
 
 class Engine(Verbs):
-    """Runs requests on a target, a set of drafters, a controller and a law. Not thread-safe."""
+    """Engine of a target, a set of drafters, a controller and a law. Not thread-safe."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Engine(Verbs):
         pool: PagePool,
         fingerprint: str = "",
     ) -> None:
-        """fingerprint: names what the KV depends on beside its tokens; every page's hash begins with it."""
+        """fingerprint: names all that KV depends on beside tokens; begins every page's hash."""
         drafting = DrafterPool(drafters, target.config.vocab_size, pool.empty_store)
         super().__init__(target, drafting, controller, law, Scheduler(limits, pool, fingerprint), SerialLoop())
         self.tokenizer = tokenizer
@@ -78,7 +78,7 @@ class Engine(Verbs):
             )
 
     def cancel(self, request_id: str) -> None:
-        """End a request now; its last outcome comes with the next step. Unknown ids are ignored."""
+        """End a request; its last outcome comes with the next step. Ignores unknown ids."""
         self.outputs.cancel(request_id)
 
     @property
@@ -116,7 +116,7 @@ class Engine(Verbs):
         self.controller = new_controller()
 
     def unload(self, name: str) -> None:
-        """Give back what a drafter holds: its weights, its stores, the taps that only it reads."""
+        """Give back what a drafter holds: weights, stores, and taps that only it reads."""
         before = self.kv_bytes_per_token
         drafter = self.drafting.drop(name)
         for store in drafter.needs.stores:
@@ -126,10 +126,7 @@ class Engine(Verbs):
         log.warning(UNLOADED, name, freed / 2**20)
 
     def forget(self) -> None:
-        """Start cold: empty the prefix cache and what drafters and controller learnt across requests.
-
-        A drafter that was unloaded stays so: its weights are gone.
-        """
+        """Start cold: empty the prefix cache, drafters' and controller's memory; unloaded drafters stay so."""
         self.scheduler.pool.forget()
         self.drafting.forget()
         self.controller = self._new_controller()

@@ -27,9 +27,9 @@ INTERNAL = "internal error while writing the answer; the log has the details"
 
 
 class StopChecker(TokenwiseChecker):
-    """Takes a request's tokens and stops at the first that ends it, as if each had come alone.
+    """Stop detection: take a request's tokens up to the first that ends it.
 
-    Tokens that cannot end the answer are only read, that is turned into text, when their text is asked for.
+    The result is as if each token had come alone. Tokens that cannot end it are turned into text on demand.
     """
 
     def __init__(self, request: Request, eos_ids: frozenset[int], detokenizer: Detokenizer) -> None:
@@ -129,7 +129,7 @@ class OutputQueue:
         self.responses[request.request_id] = Response(request.request_id, checker)
 
     def put(self, response: Response, token_ids: Sequence[int], verdict: RowVerdict) -> None:
-        """Queue tokens that a response has taken. The first of an answer become an outcome at once."""
+        """Queue a response's tokens. The first of an answer become an outcome at once."""
         if len(token_ids) < response.checker.num_tokens:
             self.gains.append((response, token_ids, verdict))
         else:
@@ -189,5 +189,5 @@ class OutputQueue:
 
 
 def _logprobs(verdict: RowVerdict, count: int) -> tuple[TokenLogprobs, ...] | None:
-    """Return the log-probabilities of a row's first `count` tokens; None if its request asked for none."""
+    """Return the log-probabilities of a row's first `count` tokens; None if not requested."""
     return None if verdict.logprobs is None else tuple(verdict.logprobs[:count])

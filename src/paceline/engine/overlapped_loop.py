@@ -1,4 +1,4 @@
-"""The overlapped loop: while the target scores one group of rows, the drafters draft for the other.
+"""The overlapped loop: the target scores one row group while drafters draft for the other.
 
 After MineDraft (arXiv 2603.18016). Rows are split into two groups that alternate, so nothing is guessed about
 outcomes and no draft is wasted. A step waits for one group's pass and launches the other's at once. Everything
@@ -45,7 +45,7 @@ class OverlappedLoop:
     """Scores one group while it drafts for the other; see `Loop`."""
 
     def __init__(self, thread: PassThread, wanted: Callable[[Verbs], bool]) -> None:
-        """thread: runs passes of the target. wanted: asked before each plan if two groups are better than one."""
+        """thread: runs target passes. wanted: asked before each plan if two groups are better."""
         self._thread, self._wanted = thread, wanted
         self._serial = SerialLoop()
         self._groups = Groups()
@@ -54,7 +54,7 @@ class OverlappedLoop:
         self._ready: ReadyInput | None = None  # drafted for, to be scored next
 
     def step(self, engine: Verbs) -> None:
-        """Wait for one group's pass, launch the other's, and commit and draft for the first beside it."""
+        """Wait for a group's pass, launch the other's, then commit and draft beside it."""
         if self._scoring is None and not self._begin(engine):
             self._serial.step(engine)
             return
@@ -67,7 +67,7 @@ class OverlappedLoop:
             self._ready = self._draft(engine, drafted.group or 0)
 
     def _begin(self, engine: Verbs) -> bool:
-        """Launch the pass of one group, and draft for the other beside it. False if there are not two groups."""
+        """Launch one group's pass and draft for the other beside it; False without two groups."""
         for group in (0, 1):
             self._groups.even_out(engine.scheduler, group)
         groups = [r.group for r in engine.scheduler.open()]
@@ -101,7 +101,7 @@ class OverlappedLoop:
         return ready.drafted, StepScores(scores, pending.pass_s, pending.pass_s - (end - start))
 
     def _draft(self, engine: Verbs, group: int) -> ReadyInput | None:
-        """Plan, admit and propose for a group; None if it has no rows or all should go together.
+        """Plan, admit and propose for a group; None without rows or if all go together.
 
         Where pages ran out, all rows go together, so that the newest of all is preempted.
         """
@@ -153,7 +153,7 @@ class Groups:
         self._moved: set[RequestState] = set()  # rows that have moved and not run since
 
     def even_out(self, scheduler: Scheduler, group: int) -> None:
-        """Move rows out of a group, newest first, while it keeps the larger share of work.
+        """Move rows out of a group, newest first, while it keeps more of the work.
 
         A row that moves misses a step, so none moves again before it has run.
         """
@@ -169,7 +169,7 @@ class Groups:
 
 
 def _work(state: RequestState, scheduler: Scheduler) -> int:
-    """Return the expected tokens of a row's next pass: a prefill chunk, or those of its last pass."""
+    """Return a row's expected tokens: of its last decode pass, or its next prefill chunk."""
     if state.decoding:
         return 1 + state.num_drafts
     return min(len(state.token_ids) - state.scheduled_len, scheduler.limits.prefill_tokens)

@@ -24,7 +24,7 @@ def pages_for(num_tokens: int) -> int:
 
 
 def root_hash(fingerprint: str, salt: str) -> bytes:
-    """Return the first hash of a chain (SHA-256): of what KV depends on beside its tokens, and of the salt."""
+    """Return a chain's first hash (SHA-256): of the KV's fingerprint and the salt."""
     digest = hashlib.sha256(fingerprint.encode())
     digest.update(b"\0" + salt.encode())
     return digest.digest()
@@ -36,7 +36,7 @@ def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 class PagePool:
-    """The pages of an engine, with reference counts and a prefix cache evicted in LRU order."""
+    """Pages of an engine, with reference counts and an LRU prefix cache."""
 
     def __init__(self, num_pages: int, stores: Sequence[str] = (), *, caching: bool = True) -> None:
         self.num_pages = num_pages
@@ -50,7 +50,7 @@ class PagePool:
 
     @property
     def stores(self) -> tuple[str, ...]:
-        """Names of the drafters' stores, without the target's: its published pages are valid to their end."""
+        """Names of the drafters' stores only: the target's published pages are valid to their end."""
         return tuple(self._valid)
 
     @property
@@ -86,7 +86,7 @@ class PagePool:
                 self._idle[page] = None
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """Return the cached pages of the longest published prefix of a hash chain, held for the caller."""
+        """Return the cached pages of a hash chain's longest published prefix, held for the caller."""
         pages: list[int] = []
         for page_hash in hashes if self.caching else ():
             page = self._by_hash.get(page_hash)
@@ -98,14 +98,14 @@ class PagePool:
         return pages
 
     def publish(self, page: int, page_hash: bytes) -> None:
-        """Offer a full, computed page to other requests. A second page of the same tokens stays private."""
+        """Offer a full, computed page to other requests. A duplicate stays private."""
         if not self.caching or self._hash[page] is not None or page_hash in self._by_hash:
             return
         self._hash[page] = page_hash
         self._by_hash[page_hash] = page
 
     def mark_valid(self, store: str, pages: Sequence[int], num_tokens: int, start: int = 0) -> None:
-        """Record that a store holds a row's first `num_tokens` tokens, of which the first `start` are recorded."""
+        """Record that a store holds a row's first `num_tokens` tokens; the first `start` are recorded."""
         valid = self._valid[store]
         for index in range(start // PAGE_TOKENS, pages_for(num_tokens)):
             filled = min(PAGE_TOKENS, num_tokens - index * PAGE_TOKENS)
@@ -149,7 +149,7 @@ class PagePool:
         return page
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
-        """Assert that no page is leaked, held twice by one row, or shared without being published."""
+        """Assert that no page is leaked, held twice by a row, or shared while unpublished."""
         counts = Counter(page for pages in holders for page in pages)
         free, idle = set(self._free), set(self._idle)
         assert len(free) == len(self._free), "a page is free twice"

@@ -1,4 +1,4 @@
-"""The scheduler: the rows of the next step, their tokens and pages. Plain logic over ints: no model, no clock.
+"""The scheduler: the next step's rows, tokens and pages. Ints only: no model, no clock.
 
 The next step may be scheduled before the last one's outcome is known. The scheduler then works with upper bounds:
 a row with passes *in flight* is at most `upper_len` tokens long. Its promises:
@@ -114,7 +114,7 @@ class Scheduler:
         return self.pool.num_pages * PAGE_TOKENS
 
     def end(self, request_id: str) -> RequestState:
-        """End a request at any moment. Its row and pages are freed once no pass of it is in flight."""
+        """End a request; free its row and pages after its passes in flight."""
         state = self.requests[request_id]
         state.ended = True
         if state.row < 0:
@@ -151,10 +151,7 @@ class Scheduler:
     # The next step -------------------------------------------------------------------------------
 
     def schedule(self, plan: Plan, group: Group = None) -> Batch:
-        """Choose the rows of the next step and hold pages for every token and draft in it.
-
-        Requests that are admitted now join the group.
-        """
+        """Choose a group's next rows, admitted requests included; hold pages for tokens and drafts."""
         decodes = self._secure_decodes(group)
         rows = [self._decode_row(r, plan.k(r.row)) for r in decodes]
         budget = min(self.limits.prefill_tokens, plan.prefill_tokens or self.limits.prefill_tokens)
@@ -171,7 +168,7 @@ class Scheduler:
         return Batch(self._step, tuple(rows), tuple(admissions))
 
     def _secure_decodes(self, group: Group) -> list[RequestState]:
-        """Reserve a page for each decoding row, oldest first; stop at the first that cannot get one."""
+        """Reserve a page per decoding row, oldest first; stop at the first failure."""
         served: list[RequestState] = []
         self.out_of_pages = False
         for state in self.decoding(group):
@@ -184,7 +181,7 @@ class Scheduler:
         return served
 
     def _make_room(self, state: RequestState) -> bool:
-        """Hold pages up to a row's `upper_len`, preempting newer rows; return False if that is not possible."""
+        """Hold pages up to a row's `upper_len`, preempting newer rows; False if impossible."""
         need = pages_for(state.upper_len) - len(state.pages)
         if need <= 0:
             return True
@@ -199,7 +196,7 @@ class Scheduler:
         return True
 
     def _decode_row(self, state: RequestState, k: int) -> BatchRow:
-        """Schedule a decode pass with up to k drafts, within its request and the free pages."""
+        """Schedule a decode pass with at most k drafts, within request and free pages."""
         if k > 0:
             k = min(k, state.remaining - 1)
             upper_len = state.upper_len
@@ -237,7 +234,7 @@ class Scheduler:
         )
 
     def _admit(self, group: Group) -> RequestState | None:
-        """Give the oldest waiting request a row and pages for its known tokens, if there is room."""
+        """Give the oldest waiting request a row and pages for its known tokens, if possible."""
         if not self.waiting or not self._free_rows:
             return None
         self.publish()
@@ -281,7 +278,7 @@ class Scheduler:
             self._return_spare(state)
 
     def publish(self) -> None:
-        """Offer filled pages to the prefix cache. Can wait until pages are matched or given back."""
+        """Offer filled pages to the prefix cache, before pages are next matched or given back."""
         filled, self._filled = self._filled, []
         for state, first, full in filled:
             hashes = state.page_hashes(full)
@@ -319,7 +316,6 @@ class Scheduler:
         del self.requests[state.request.request_id]
 
     def _vacate(self, state: RequestState) -> None:
-        """Free a request's row and pages."""
         self.publish()
         self.running.remove(state)
         self._free_rows.append(state.row)

@@ -87,14 +87,14 @@ class Stats:
         return difference
 
     def count_step(self, target_s: float, overlapped_s: float, *, overlapped: bool) -> None:
-        """Add one step with its pass; its whole time is added to `step_s` by the caller."""
+        """Add one step with its pass; the caller adds its whole time to `step_s`."""
         self.steps += 1
         self.overlapped_steps += overlapped
         self.target_s += target_s
         self.overlapped_s += overlapped_s
 
     def count_pass(self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict) -> None:
-        """Add the prefill tokens and the drafts of one step. draft: what was verified of `proposed`."""
+        """Add a step's prefill tokens and drafts. draft: what was verified of `proposed`."""
         for r, whole, kept, v in zip(batch.rows, proposed.rows, draft.rows, verdict.rows, strict=True):
             if r.decodes:
                 self._count_row(whole, len(kept), v.num_accepted)
@@ -138,7 +138,6 @@ class Gauges:
 
 
 def _bump(counts: list[int], length: int) -> None:
-    """Add one to each of the first `length` counts."""
     counts.extend([0] * (length - len(counts)))
     for index in range(length):
         counts[index] += 1

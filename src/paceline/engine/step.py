@@ -1,4 +1,4 @@
-"""One step of the engine: the six verbs, what is handed from verb to verb, and the serial loop over them.
+"""One step of the engine: the six verbs, their data, and the serial loop.
 
 `overlapped_loop.py` is the other loop. `engine.py` adds requests and counters.
 """
@@ -49,7 +49,7 @@ class StepScores:
 
 
 class PendingStep:
-    """A pass of the target that has been launched. Until `wait` the caller works beside it, where it can be."""
+    """A launched pass of the target. Until `wait` the caller works beside it if possible."""
 
     def __init__(self, pending: PendingScores, start_s: float, *, asynchronous: bool) -> None:
         """start_s: clock before the launch. asynchronous: the pass runs while the caller does something else."""
@@ -59,7 +59,7 @@ class PendingStep:
         self._asynchronous = asynchronous
 
     def wait(self) -> StepScores:
-        """Wait for the pass. Its time does not include the caller's work that it did not run beside."""
+        """Wait for the pass; its time excludes the caller's work that did not overlap."""
         beside_s = perf_counter() - self._launched_s
         scores = self._pending.wait()
         whole_s = perf_counter() - self._start_s
@@ -85,7 +85,7 @@ class Loop(Protocol):
 
 
 class Verbs:
-    """The six verbs of a step. They work on a target, a drafter pool, a controller, a law and a scheduler."""
+    """The six verbs of a step, on a target, drafters, a controller, law and scheduler."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Verbs:
         self._planned_s = 0.0  # clock at which the last plan began
 
     def step(self) -> list[Outcome]:
-        """Run one step of the loop, at most one pass of the target. A step without a pass is not counted."""
+        """Run a step with at most one target pass; without one it is not counted."""
         start, num_steps = perf_counter(), self._stats.steps
         self.loop.step(self)
         if self._stats.steps > num_steps:
@@ -132,7 +132,7 @@ class Verbs:
         return plan
 
     def admit(self, plan: Plan, group: Group = None) -> Batch:
-        """Choose the rows of a group that run now, new requests among them, and hold pages for all."""
+        """Choose the rows of a group that run now, new requests included; hold their pages."""
         batch = self.scheduler.schedule(plan, group)
         for row in self.scheduler.take_released():
             self.drafting.release(row)
@@ -147,7 +147,7 @@ class Verbs:
         return batch
 
     def propose(self, batch: Batch, plan: Plan, group: Group = None) -> StepInput:
-        """Draft for a batch, and trim what is not worth verifying, if the law admits that."""
+        """Draft for a batch; trim what is not worth verifying, if the law allows."""
         start = perf_counter()
         proposed = self.drafting.propose(batch, plan)
         end = perf_counter()
@@ -186,7 +186,7 @@ class Verbs:
         self._learn(drafted, scored, verdict)
 
     def flush(self) -> None:
-        """Publish full pages and make outcomes of gains. No plan depends on it, so it runs beside a pass."""
+        """Publish full pages and make outcomes. Runs beside a pass, as no plan needs it."""
         self.scheduler.publish()
         self.outputs.flush()
 

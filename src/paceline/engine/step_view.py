@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def step_view(scheduler: Scheduler, drafting: DrafterPool, *, previews: bool, group: Group = None) -> StepView:
-    """Return the rows of a group that would decode, and the prefill that is likely to ride along.
+    """Return the rows of a group that would decode, and the likely prefill beside them.
 
     previews: query the lookup drafters before the plan. Also done if a request asks for its own speculation.
     """
@@ -45,14 +45,14 @@ def _requested_drafters(decoding: Sequence[RequestState], names: Sequence[str]) 
 
 
 def _targets(decoding: Sequence[RequestState]) -> Iterator[tuple[int, float]]:
-    """Yield (row, seconds per output token) where a request has a latency target of its own."""
+    """Yield (row, seconds per output token) of requests with a latency target of their own."""
     for r in decoding:
         if r.request.speculation and r.request.speculation.tpot_ms is not None:
             yield r.row, r.request.speculation.tpot_ms / MS_PER_S
 
 
 def _prefill(scheduler: Scheduler, group: Group) -> Work:
-    """Return the work of the next prefill chunks. Prefix hits and a shortage of pages are not foreseen."""
+    """Return the work of the next prefill chunks, without prefix hits or page shortages."""
     budget, total = scheduler.limits.prefill_tokens, NO_WORK
     for state in _to_prefill(scheduler, group):
         if budget <= 0:

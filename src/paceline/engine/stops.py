@@ -1,4 +1,4 @@
-"""Stops, token by token: where an answer ends, and which of its text is safe to stream."""
+"""Stops, token by token: an answer's end, and its text that is safe to stream."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TokenwiseChecker:
         self._held = ""  # text that may turn out to begin a stop string
 
     def take_each(self, token_ids: Sequence[int]) -> StopCheck:
-        """Add tokens, of which one may end the answer, one by one. The text of those before was made."""
+        """Add tokens one by one: one may end the answer. Earlier tokens have been read."""
         for count, token_id in enumerate(token_ids, 1):
             if token_id == BROKEN:
                 self._text += self._all_held()
@@ -64,7 +64,7 @@ class TokenwiseChecker:
         return self._release(), None, None
 
     def _find_stop(self, may_stop: bool) -> tuple[str, str] | None:
-        """Return the text up to the first stop string, and that string; None if there is none yet."""
+        """Return the text up to the first stop string, and that string, or None."""
         found = [(at, stop) for stop in self._params.stop if (at := self._held.find(stop)) >= 0]
         if not found or not may_stop:
             return None
@@ -84,7 +84,7 @@ class TokenwiseChecker:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
+    """Return the length of `text`'s longest suffix that is a proper prefix of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

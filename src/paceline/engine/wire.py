@@ -74,7 +74,7 @@ class Submit(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """Something failed. `kind` is the name of a class of the error tree, "" for a bug of ours."""
+    """A failure. `kind`: its class in the error tree, "" for a bug of ours."""
 
     kind: str
     message: str

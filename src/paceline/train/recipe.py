@@ -50,10 +50,7 @@ class Recipe(Protocol):
         ...
 
     def start_from(self, folder: Path) -> str:
-        """Copy the weights that a trained drafter shares; return the hash of its file.
-
-        Raises `ModelError`, `DrafterMismatch`.
-        """
+        """Copy a drafter's shared weights; return its file's hash. Raises `ModelError`, `DrafterMismatch`."""
         ...
 
     def export(self) -> tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]:

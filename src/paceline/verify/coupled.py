@@ -39,10 +39,7 @@ def _verdict(kept: list[int]) -> RowVerdict:
 
 
 def coupled_row(drafted: RowDraft, row: RowScores) -> list[int]:
-    """Return the target's own tokens through the first that differs from its draft.
-
-    BROKEN differs from every draft. No token is chosen behind the first that differs.
-    """
+    """Return the target's tokens through the first that differs from its draft, as BROKEN does."""
     token_ids: list[int] = []
     for index, guess in enumerate(drafted.token_ids):
         token_ids.append(row.choice(index))

@@ -1,4 +1,4 @@
-"""Draft models on the `native` backend: in their target's kernels, on its threads if not on other cores."""
+"""Draft models on `native`: in their target's kernels, on its threads or on other cores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `native` backend: C++ kernels for CPUs (csrc/), one call per forward pass, the same bits in every batch."""
+"""The `native` backend: C++ CPU kernels (csrc/), one call per pass, batch-invariant bits."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class NativeDecoder:
 
     @property
     def capabilities(self) -> Capabilities:
-        """A pass goes on beside the caller if the team has other threads; the caller joins them when it waits."""
+        """Capabilities: overlapping passes if the team has other threads; `wait` joins those."""
         return Capabilities(multi_step=True, asynchronous=self.team.num_threads > 1)
 
     @property
@@ -76,7 +76,7 @@ class NativeDecoder:
         return kernels.KVStore(self.kv_type, num_layers or c.num_layers, num_pages, c.num_kv_heads, c.head_dim)
 
     def launch(self, request: PassRequest) -> Pending:
-        """Begin a pass on the team's other threads; without any, or with several steps, it runs in `wait`."""
+        """Begin a one-step pass on the team's other threads, if any; others run in `wait`."""
         if request.steps or self.team.num_threads == 1:
             return Deferred(partial(self._run, request))
         prepared = prepare(self.compiled, request, self._num_choices(request), self._num_layers(request))
@@ -178,7 +178,7 @@ def run_steps(
     num_layers: int,
     features: NDArray[float32] | None = None,
 ) -> PassResult:
-    """Run several steps in one call; a step's output for a token is the feature beside the next."""
+    """Run several steps in one call; a token's output is the next token's feature."""
     specs, steps = request.specs, request.steps
     assert isinstance(request.kv, kernels.KVStore)
     token_ids, margins = np.empty(len(specs), np.int64), np.empty(len(specs), np.float32)
@@ -198,7 +198,7 @@ def run_steps(
 
 
 def _stop_table(steps: Sequence[StepLimit]) -> NDArray[float64]:
-    """Return the stops of rows: odds, sureness, least; 0 for those without. [sum of depths, 3]"""
+    """Return the stops of rows: odds, sureness, least; 0 without. [sum of depths, 3]"""
     if not any(limit.stop for limit in steps):
         return np.empty((0, 3))
     table: list[float] = []

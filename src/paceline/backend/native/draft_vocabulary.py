@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class DraftVocabulary:
-    """The tokens a drafter can write, ascending: of equal logits the lowest of the target's ids comes first.
+    """The tokens a drafter can write, ascending, so ties go to the lowest target id.
 
     Behind them there may be room for tokens of requests. The kernels choose by the target's ids, as noise and
     edits go by these; only rows of logits are spread here.
@@ -48,10 +48,7 @@ class DraftVocabulary:
     def set_request_tokens(
         self, token_ids: NDArray[int64], decoder: kernels.Decoder, put_row: Callable[[int, NDArray[float32]], None]
     ) -> None:
-        """Let a decoder write tokens of requests.
-
-        put_row: writes the target's row of one into its head.
-        """
+        """Allow request tokens in a decoder. put_row: writes a token's target row into its head."""
         places = self.token_ids[self.num_fixed :]
         row = np.empty(self._target.config.hidden_size, np.float32)
         for place in np.flatnonzero(places[: len(token_ids)] != token_ids).tolist():

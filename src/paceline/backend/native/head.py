@@ -1,4 +1,4 @@
-"""Draft heads on the `native` backend: in their target's kernels, and on its threads if not on other cores."""
+"""Draft heads on `native`: in their target's kernels, on its threads or on other cores."""
 
 from __future__ import annotations
 

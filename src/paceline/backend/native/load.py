@@ -98,10 +98,7 @@ def team_of(device: Device | None, threads: int | None = None) -> kernels.Thread
 
 @lru_cache
 def _team(num_threads: int, cores: frozenset[int]) -> kernels.ThreadPool:
-    """Return the process's team of `num_threads` there, which runs one pass after another, whoever asks.
-
-    The thread that asks for a pass is one of them.
-    """
+    """Return the process's team of `num_threads`, the asking thread included; passes run in turn."""
     return on_cores(cores, partial(kernels.ThreadPool, num_threads))
 
 
@@ -164,14 +161,14 @@ def _pack_relay(head: Head, vocabulary: DraftVocabulary, weight_type: str) -> tu
 
 
 def _pack_own_head(vocabulary: DraftVocabulary, table: NDArray[float32], weight_type: str) -> kernels.Matrix:
-    """Pack a drafter's own head. table: [num_fixed, width], in the order that the ids were given in."""
+    """Pack a drafter's own head. table: [num_fixed, width], in the order of the given ids."""
     rows = np.zeros((len(vocabulary.token_ids), table.shape[1]), np.float32)
     rows[: vocabulary.num_fixed] = table[vocabulary.order]
     return kernels.pack(rows, weight_type)
 
 
 def pack_target_head(vocabulary: DraftVocabulary, target: NativeDecoder, weight_type: str) -> kernels.Matrix:
-    """Return the target's rows of a vocabulary; the lowest, if none can be added, need no copy."""
+    """Return the target's rows of a vocabulary, without a copy if fixed and lowest."""
     if vocabulary.is_lowest:
         return target.tables.head
     rows = np.zeros((len(vocabulary.token_ids), target.config.hidden_size), np.float32)
@@ -267,7 +264,7 @@ def compile_decoder(
     norms_residual: bool = False,
     fusing: PackedLayer | None = None,
 ) -> kernels.Decoder:
-    """Put packed weights together. `factors` is the tensor `rope_factors`, for the one RoPE that reads it.
+    """Assemble packed weights. `factors`: the tensor `rope_factors`, for the one RoPE that reads it.
 
     fusing: `fc` and what goes with it, which make one input of each token's embedding and feature.
     """
@@ -308,7 +305,7 @@ def compile_decoder(
 def pack_layer(
     index: int, shapes: Mapping[str, tuple[int, ...]], weights: Mapping[str, NDArray[floating]], weight_type: str
 ) -> PackedLayer:
-    """Return the matrices, packed, and the vectors of one layer. shapes: of its tensors, by short name."""
+    """Return one layer's packed matrices and its vectors. shapes: of its tensors, by short name."""
     return (
         {n: pack(weights, f"layers.{index}.{n}", weight_type) for n, shape in shapes.items() if len(shape) == 2},
         {n: as_float32(weights[f"layers.{index}.{n}"]) for n, shape in shapes.items() if len(shape) == 1},
@@ -316,7 +313,7 @@ def pack_layer(
 
 
 def pack(weights: Mapping[str, NDArray[floating]], name: str, weight_type: str) -> kernels.Matrix:
-    """Pack one matrix; one that its file keeps in 4-bit blocks of 32 keeps them if 4 bits are wanted."""
+    """Pack a matrix; keep its file's 4-bit blocks of 32 if 4 bits are wanted."""
     blocks = weights.four_bit(name) if weight_type == "int4" and isinstance(weights, _KeepsBlocks) else None
     if blocks is None:
         return kernels.pack(as_float32(weights[name]), weight_type)

@@ -1,4 +1,4 @@
-"""The relay of a parallel head on the `native` backend: messages between guesses that are made in one pass."""
+"""The relay of a parallel head on `native`: messages between guesses of one pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over paged keys and values in plain PyTorch: rows of equal query length share one call."""
+"""Attention over paged keys and values in plain PyTorch, one call per query length."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class KVStore:
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros that take host memory only once they are written: `torch.zeros` touches all of it at once."""
+    """Return zeros that take host memory only once written: `torch.zeros` touches all at once."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     flat = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
@@ -52,7 +52,7 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tiles:
-    """Pieces of rows with equally many queries, and the keys that they read. Fixed for a pass."""
+    """Row pieces with equal query counts, and the keys they read. Fixed for a pass."""
 
     tokens: torch.Tensor  # [num_tiles, num_queries] int64 indices into the packed tokens
     pages: torch.Tensor  # [num_tiles * num_pages] int64 page ids
@@ -108,10 +108,7 @@ def _tiles(
 
 
 def first_keys(packed: Packed, window: int) -> NDArray[int64]:
-    """Return the position of each token's first visible key. [num_tokens]
-
-    window: keys that a token sees at most; 0: any number.
-    """
+    """Return each token's first visible key position. [num_tokens] window: keys seen at most; 0: any."""
     first = np.zeros(len(packed.pages), np.int64) if packed.first_keys is None else packed.first_keys
     per_token = np.repeat(first, np.diff(packed.cu_len))
     return np.maximum(per_token, packed.positions - window + 1) if window else per_token
@@ -155,10 +152,10 @@ def attend(
 def cos_sin(
     positions: torch.Tensor, inverse: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosine and sine of the rotary angles of each token, both [num_tokens, 1, head_dim / 2] of `dtype`.
+    """Return cosine and sine of rotary angles, each [num_tokens, 1, head_dim / 2] of `dtype`.
 
-    Angles are float32 products; a float64 model takes their cosine in float64, so that it does not depend on
-    where in a vector register a token happens to lie.
+    Angles are float32 products; a float64 model takes their cosine in float64, so that it does not depend on where
+    in a vector register a token happens to lie.
     """
     angles = positions[:, None, None].to(torch.float32) * inverse  # [num_tokens, 1, head_dim / 2] float32
     if dtype == torch.float64:
@@ -167,6 +164,6 @@ def cos_sin(
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply rotary embedding to `x` [num_tokens, heads, head_dim]; dimension i is paired with i + head_dim / 2."""
+    """Rotate `x` [num_tokens, heads, head_dim]; dimension i is paired with i + head_dim / 2."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

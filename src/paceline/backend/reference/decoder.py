@@ -103,7 +103,7 @@ def to_numpy(states: torch.Tensor) -> NDArray[floating]:
 
 
 class ReferenceDecoder:
-    """A Llama-family decoder over paged keys and values. Holds weights only; all state is in the `KVStore`."""
+    """A Llama-family decoder over paged KV. Holds weights only; the `KVStore` holds all state."""
 
     name = "reference"
     capabilities = Capabilities()

@@ -1,4 +1,4 @@
-"""Draft heads on the `reference` backend: the forward pass as papers write it, over paged keys and values.
+"""Draft heads on the `reference` backend: the papers' forward pass over paged keys and values.
 
 The functions below the class are also what training differentiates.
 

@@ -115,7 +115,7 @@ class HeadDrafter:
         self._tapped.add([r.row for r in batch.rows], taps.starts, counts)
 
     def valid_lens(self, row: int) -> Mapping[str, int]:
-        """Leading tokens of a row that the stores hold. Entries behind a hole are nobody else's."""
+        """Return a row's leading tokens in the stores; entries behind a hole stay private."""
         return {self.name: self._entries.valid_len(row), self._feature_store: self._tapped.valid_len(row)}
 
     def release(self, row: int) -> None:
@@ -143,7 +143,7 @@ class HeadDrafter:
         raise NotImplementedError
 
     def _catch_up(self, rows: list[int], num_rows: int) -> list[int]:
-        """Return those of a step's rows whose missing entries fit its allowance; bring the others nearer.
+        """Return the rows whose missing entries fit the step's allowance; bring the others nearer.
 
         Nothing is guessed from a prompt's entries: of those the last layer need only keep keys and values.
         """
@@ -171,7 +171,7 @@ class HeadDrafter:
         fed_back: FedBack | None = None,
         ahead: int = 0,
     ) -> PassRequest:
-        """Return a pass over entries of rows. Guesses in spans read what is fed back, or the mask feature."""
+        """Return a pass over rows' entries. Guesses in spans read feedback or the mask feature."""
         first_keys = [self._entries.first(row) for row, *_ in spans]
         pieces = [(index, start - 1, known) for index, (_, start, known, _) in enumerate(spans) if known]
         return PassRequest(
@@ -199,33 +199,30 @@ class TappedRuns:
         self._end = [0] * rows.num_rows  # ... and the token behind its last
 
     def admit(self, row: int, valid_len: int) -> None:
-        """Start with the taps of a row's cached pages, if they reach to its last token."""
+        """Start with the taps of a row's cached pages, if they reach its last token."""
         computed = self._rows.computed_len(row)
         self._begin[row] = 0 if valid_len >= computed else computed
         self._end[row] = computed
 
     def add(self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> None:
-        """Note that taps of `counts[i]` tokens of row `rows[i]` from `starts[i]` on were kept. No row twice."""
+        """Note that `counts[i]` taps of row `rows[i]` from `starts[i]` were kept. No row twice."""
         for row, start, count in zip(rows, starts, counts, strict=True):
             if start != self._end[row]:  # those between are lost
                 self._begin[row] = start
             self._end[row] = start + count
 
     def first_entry(self, row: int) -> int:
-        """Return the first token of a row whose predecessor's taps are there.
-
-        Those of all later tokens are there, too. The row's length if there is none.
-        """
+        """Return a row's first token from which all predecessors' taps are there, or its length."""
         length = self._rows.known_len(row)
         return self._begin[row] + 1 if self._end[row] >= length - 1 else length
 
     def valid_len(self, row: int) -> int:
-        """Return the leading tokens of a row whose taps are all there; 0 behind a hole."""
+        """Return a row's leading tokens whose taps are all there; 0 behind a hole."""
         return self._end[row] if self._begin[row] == 0 else 0
 
 
 class Entries:
-    """Entries of each row in the head's own store: an unbroken run, and where it ends.
+    """Entries of each row in the head's store: an unbroken run and its end.
 
     It begins at the row's first entry, but behind a hole in the taps it is made of, and behind what was left out
     because nobody would pay for it.
@@ -253,7 +250,7 @@ class Entries:
         return self._rows.known_len(row) - self.start(row)
 
     def leave_out(self, row: int, num_kept: int) -> None:
-        """Make the last `num_kept` of a row's missing entries only; those before are never read again.
+        """Make only the last `num_kept` of a row's missing entries; earlier ones are never read.
 
         Up to `_KEEP_FACTOR` times as many are made where those already there would be lost. A head's second layer
         knows less of entries behind those left out, also in a page that another row shares: that row's drafts may

@@ -82,7 +82,7 @@ class ParallelHeadDrafter(HeadDrafter):
 
 
 def hinted(specs: Sequence[SamplingSpec], rows: RowView, row: int, gain: float) -> list[SamplingSpec]:
-    """Return the specs of a row's next drafts with hints, where none knows those before it.
+    """Return specs of a row's next drafts with hints, where none knows those before it.
 
     The tokens that followed the text's end before are hints to all of them, place by place, as far as known.
     """

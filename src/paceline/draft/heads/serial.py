@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class SerialHeadDrafter(HeadDrafter):
-    """Drafts token by token: what the head makes of one entry stands for the feature of the next."""
+    """Token-by-token drafter: an entry's output stands for the next entry's feature."""
 
     hint_gain = 1.5
     recycled_gains = RecycledGains(pair=4.0, far_pair=1.0, token=2.0)

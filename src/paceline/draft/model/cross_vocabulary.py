@@ -152,7 +152,7 @@ class ForeignDraftModel:
         return ready
 
     def _draft(self, guesses: Sequence[_Guesses]) -> None:
-        """Draw guess after guess. The first pass reads what is new of each row's text, the others one guess."""
+        """Draw guess after guess. The first pass reads each row's new text, others one guess."""
         own, wanting = self._foreign, list(guesses)
         starts = {g.row: own.start(g.row) for g in guesses}
         spans: list[Span] = [(row, at, own.known_len(row) - at, ()) for row, at in starts.items()]
@@ -205,7 +205,7 @@ class ForeignRows:
         return self._rows.known_len(row)
 
     def start(self, row: int) -> int:
-        """Return the first token of a row that is not in the store; the newest token never counts as there."""
+        """Return a row's first token outside the store; the newest always counts as outside."""
         return min(self._valid[row], self.known_len(row) - 1)
 
     def pack(self, spans: Sequence[Span], wanted: Sequence[int]) -> Packed:
@@ -213,7 +213,7 @@ class ForeignRows:
         return self._rows.pack(spans, wanted)
 
     def renew(self, row: int, first: int, token_ids: Sequence[int], room: int) -> bool:
-        """Make `token_ids` the text of a row from its token `first` on. Returns True if `room` more tokens fit.
+        """Make `token_ids` a row's text from token `first` on; True if `room` more fit.
 
         Keys and values stay up to the first token that changed: the last border that both texts have.
         """

@@ -74,7 +74,7 @@ class DraftModelConfig:
             )
 
     def num_weights(self, target: LoadedModel) -> int:
-        """Return the size of a model of its own; the target's layers and tables cost nothing."""
+        """Return the model's own size; the target's layers and tables cost nothing."""
         if self.layers is not None and self.model is None:
             return 0
         folder = resolve(self.model) if self.model else shipped_folder(self.name, target.fingerprint)
@@ -211,7 +211,7 @@ class DraftModel:
         self._valid[row] = valid_lens.get(self.name, 0)
 
     def propose(self, batch: Batch, plan: Plan) -> Draft:
-        """Catch up on unseen tokens and draft the first in one pass, then one step per token."""
+        """Catch up and draft the first token in one pass, then one step per token."""
         depth = {r.row: min(plan.k(r.row), r.max_drafts) for r in batch.rows}
         ready = self._catch_up([row for row, k in depth.items() if k > 0])
         starts = {row: self._start(row) for row in ready}
@@ -225,7 +225,7 @@ class DraftModel:
         return Draft(tuple(chains[r.row].draft(self.name) if r.row in chains else NO_DRAFT for r in batch.rows))
 
     def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
-        """Keep the entries of kept tokens: all but the newest token, as far as they were seen."""
+        """Keep the entries of kept tokens that were seen, without the newest token's."""
         self.hints.learn(batch, scores, verdict)
         for row in self._seen.keys() & {r.row for r in batch.rows}:
             self._valid[row] = min(self._seen.pop(row), self._rows.known_len(row) - 1)
@@ -250,7 +250,7 @@ class DraftModel:
         return self._report
 
     def _num_kept(self, chain: Chain) -> int:
-        """Return how many guesses are in the store where the target may accept them; none if rows are late."""
+        """Return the number of stored guesses the target may accept; 0 with late rows."""
         return 0 if self._rows.late_steps else len(chain.token_ids) - 1
 
     def _start(self, row: int) -> int:

@@ -1,4 +1,4 @@
-"""Two vocabularies: which tokens mean the same, and a drafter's choice by the ids that the target knows.
+"""Two vocabularies: tokens that mean the same, and a drafter's choice by target ids.
 
 Noise, penalties and bias go by the target's ids, so that draft and target agree as often as their distributions
 allow. Tokens that only the drafter has stand behind the target's, at the target's vocabulary size plus their id.
@@ -48,7 +48,7 @@ def difference(target: Vocabulary, drafter: Vocabulary) -> str | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenMap:
-    """Tokens of two vocabularies with the same bytes, or the same role at a text's ends."""
+    """Tokens of two vocabularies with the same bytes or the same role at text ends."""
 
     to_target: NDArray[int64]  # [rows of the drafter's embedding] the target's id, -1 where there is none
     to_drafter: NDArray[int64]  # [rows of the target's embedding] the drafter's id, -1 where there is none
@@ -74,7 +74,7 @@ def map_tokens(target: Vocabulary, drafter: Vocabulary) -> TokenMap:
 
 
 def by_text(tokenizer: Tokenizer) -> dict[bytes, int]:
-    """Return a token's id by its text; of several with one text, that which the tokenizer itself writes."""
+    """Return a token's id by its text; of several, the one the tokenizer itself writes."""
     known: dict[bytes, list[int]] = defaultdict(list)
     for token_id in range(tokenizer.vocab_size):
         if _is_text(tokenizer, token_id):
@@ -92,7 +92,7 @@ def _is_text(tokenizer: Tokenizer, token_id: int) -> bool:
 
 
 def _same_roles(ours: Tokenizer, theirs: Tokenizer) -> list[tuple[int, int]]:
-    """Return the tokens that begin a text, then those that end one: a drafter may have one for both."""
+    """Return the tokens that begin a text, then those that end one; both may coincide."""
     begin = [] if ours.bos_id is None or theirs.bos_id is None else [(ours.bos_id, theirs.bos_id)]
     return begin + list(zip(ours.eos_ids[:1], theirs.eos_ids[:1], strict=False))
 
@@ -113,7 +113,7 @@ class IdMap:
         return int(self.draft_ids[self.target_ids.searchsorted(target_id)])
 
     def choose(self, logits: NDArray[floating], specs: Sequence[SamplingSpec]) -> PassResult:
-        """Choose a target id for each row of the drafter's logits [n, its vocabulary]; see `PassResult`.
+        """Choose a target id per row of drafter logits [n, drafter vocabulary]; see `PassResult`.
 
         Rows that are not chosen by their largest logit alone come back spread over the target ids.
         """

@@ -86,7 +86,7 @@ class VocabularyPair:
 
 
 class TokenRetokenizer:
-    """Token for token. The drafter may read several tokens where the target has one, but never guesses such."""
+    """Token for token. The drafter may read several tokens for one, but never guesses such."""
 
     passes_per_draft: ClassVar[int] = 1
     has_probs: ClassVar[bool] = True

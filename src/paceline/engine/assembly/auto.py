@@ -1,4 +1,4 @@
-"""`--draft auto`: several drafters, and a controller that knows what a step costs on this machine."""
+"""`--draft auto`: several drafters, and a controller that knows this machine's step costs."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _opened(path: str) -> IO[str]:
 
 
 def _measured(engine: Engine, config: EngineConfig, model: str, progress: Progress | None) -> tuple[Profile, str]:
-    """Return the costs of steps, kept from an earlier start or measured now, and their origin.
+    """Return the step costs, kept from an earlier start or measured now, and their origin.
 
     One engine of the machine measures for a file at a time. Engines that start meanwhile wait for it, for at most
     `LOCK_WAIT_S`, and take what it has measured: measuring beside it would time both engines together.
@@ -102,7 +102,7 @@ def _measured(engine: Engine, config: EngineConfig, model: str, progress: Progre
 
 
 def _kept(file: Path, *, logs: bool = True) -> Profile | None:
-    """Return the profile of an earlier start; None if there is none or it cannot be used."""
+    """Return the profile of an earlier start; None if missing or unusable."""
     try:
         return read_profile(file)
     except ConfigError as error:
@@ -133,7 +133,7 @@ def measure(
 
 
 def profile_file(engine: Engine, config: EngineConfig, model: str) -> Path:
-    """Return the file that keeps the costs of an engine. model: name and fingerprint of the target."""
+    """Return the file of an engine's costs. model: name and fingerprint of the target."""
     digest = hashlib.sha256(json.dumps(_key(engine, config, model), sort_keys=True).encode()).hexdigest()
     return cache_folder() / "profiles" / f"{digest[:32]}.json"
 
@@ -158,6 +158,6 @@ def _key(engine: Engine, config: EngineConfig, model: str) -> dict[str, object]:
 
 
 def _build() -> str:
-    """Return a mark of the kernels' build and of the method. Costs of another do not hold for it."""
+    """Return a mark of the kernels' build and the method that the costs belong to."""
     stat = kernels.EXTENSION.stat()
     return f"{METHOD} {stat.st_size} {stat.st_mtime_ns}"

@@ -1,4 +1,4 @@
-"""From an `EngineConfig` to a running engine, with a note of what was chosen and why."""
+"""Build a running engine from an `EngineConfig`, and note each choice with its reason."""
 
 from __future__ import annotations
 
@@ -166,9 +166,9 @@ def assemble(
 
 
 def build_apart(config: EngineConfig, index: int, num_pages: int) -> tuple[Drafter, Rows]:
-    """Make a drafter that needs no memory of the target, and a copy of the rows. Raises `PacelineError`.
+    """Make a drafter that needs no target memory, and a copy of the rows.
 
-    index: of the drafter, among those of the config. num_pages: of the engine's page pool.
+    index: of the drafter, among those of the config. num_pages: of the engine's page pool. Raises `PacelineError`.
     """
     model, law = load_model(resolve(config.model)), load_law(config.law)
     tokenizer = load_tokenizer(model)
@@ -189,7 +189,7 @@ def build_apart(config: EngineConfig, index: int, num_pages: int) -> tuple[Draft
 def _drafters(
     config: EngineConfig, target: Target, configs: Sequence[DrafterConfig], load_drafter: Loader | None
 ) -> list[Drafter]:
-    """Make each drafter beside the target, in a thread or in a process of its own."""
+    """Make each drafter: beside the target, in a thread, or in its own process."""
     placement, load = config.placement, load_drafter or partial(_load_drafter, config)
     may_leave = placement.apart and load_drafter is None and not target.law_needs_probs
     return [
@@ -201,7 +201,7 @@ def _drafters(
 
 
 def choose_num_pages(config: EngineConfig, limits: Limits, bytes_per_token: int) -> tuple[int, str]:
-    """Return how many KV pages to make, and why. Raises `ConfigError` if there is no memory for any."""
+    """Return the number of KV pages, and why. Raises `ConfigError` if none fits."""
     if config.kv_tokens is not None:
         return max(pages_for(config.kv_tokens), 1), "as asked"
     wanted = limits.num_rows * pages_for(limits.max_len)
@@ -230,7 +230,7 @@ def _close_loop(engine: Engine, config: EngineConfig, loaded: Loaded, progress: 
 
 
 def _short_name(model: str) -> str:
-    """Return a model's name in answers and tables: its id, or the last part of its path."""
+    """Return a model's name for answers and tables: its id, or its last path part."""
     return Path(model).resolve().stem if Path(model).exists() else model
 
 

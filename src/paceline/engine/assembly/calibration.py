@@ -1,4 +1,4 @@
-"""Calibration: the cost of a step, measured on the engine itself with requests whose text is dropped.
+"""Calibration: measure step costs on the engine itself, with requests whose text is dropped.
 
 At each number of rows a few steps are timed: without drafts, with drafts that are free and useless (the cost of
 verification), and with each real drafter, whose drafts are not verified (the cost of drafting). What matters most
@@ -76,9 +76,10 @@ class Calibration:
 
 
 def room(engine: Engine) -> list[int]:
-    """Return the engine's limits that restrict what can be measured, each cut at the value that restricts nothing.
+    """Return the engine's limits that restrict what can be measured.
 
-    Tokens: of one text, of all texts, of prompts in a step, of prompts that wait.
+    Tokens: of one text, of all texts, of prompts in a step, of prompts that wait. Each is cut at the value that
+    restricts nothing.
     """
     limits, capacity = engine.scheduler.limits, engine.scheduler.capacity
     at_once = MANY * PROMPT_LEN
@@ -170,7 +171,7 @@ class _Calibrator:
                 self._keep(kind, num_rows, steps)
 
     def _context(self, until: float) -> None:
-        """Measure one row with a long text, as long as a share of the time allows.
+        """Measure one row with a long text, for at most a share of the time.
 
         Steps with it alternate with steps of a short text, because a shared machine drifts by more than some
         hundred keys cost. The ratio of the two is applied to what the short text took before.
@@ -198,7 +199,7 @@ class _Calibrator:
 
     @property
     def _prompt_len(self) -> int:
-        """Tokens of a prompt: few, so that most of the text is left to measure with."""
+        """Return the tokens of a prompt: few, to leave most of the text for measuring."""
         return max(1, min(PROMPT_LEN, self._longest // PROMPT_LEN))
 
     @property
@@ -207,7 +208,7 @@ class _Calibrator:
         return max(0, self._longest - self._prompt_len - AHEAD)
 
     def _fits(self, num_rows: int, kinds: Sequence[_StepKind]) -> bool:
-        """True if a step of each kind is likely to end in time, by the cost of a token so far."""
+        """True if each kind's step is likely to end in time, judged by token cost."""
         verified = sum(1 + (kind.k if kind.drafter is None else 0) for kind in kinds)
         tokens = num_rows * (self._prompt_len + verified)
         seconds = len(kinds) * min(p.seconds for p in self.passes) + tokens * self._token_s()
@@ -228,7 +229,7 @@ class _Calibrator:
             self.progress(WHAT, int(100 * min(self._spent(), 1.0)), 100)
 
     def _kinds(self, num_rows: int) -> list[_StepKind]:
-        """Return the kinds of steps to time. Lookup drafters are left out, as they cost next to nothing."""
+        """Return the kinds of steps to time, without lookup drafters: they cost next to nothing."""
         ks, drafter_ks = (
             sorted({min(k, self._deepest) for k in of}) for of in (self.grid.ks, self.grid.drafter_ks)
         )
@@ -240,10 +241,11 @@ class _Calibrator:
     def _measure(
         self, kinds: Sequence[_StepKind], each: Sequence[_Rows], until: float
     ) -> Mapping[tuple[_Rows, _StepKind], list[_Timed]]:
-        """Time each kind with each of some rows, repeat by repeat. A stall then hits each kind at most once.
+        """Time each kind with each number of rows, repeat by repeat.
 
-        The first repeat only warms up, unless there is no time for a second. A kind for which there is no room is
-        left out. until: share of the time budget after which no repeat is begun.
+        A stall then hits each kind at most once. The first repeat only warms up, unless there is no time for a
+        second. A kind for which there is no room is left out. until: share of the time budget after which no
+        repeat is begun.
         """
         timed: dict[tuple[_Rows, _StepKind], list[_Timed]] = {}
         left = [(rows, kind) for rows in each for kind in kinds]
@@ -271,7 +273,7 @@ class _Calibrator:
         self.hosts.append(median(s.host_s for s in steps))
 
     def _time(self, kind: _StepKind, rows: _Rows) -> _Timed | None:
-        """Time a step of a kind; None if there is no room. Rows about to end are replaced first."""
+        """Time a step of a kind; None without room. Replace rows about to end first."""
         for _ in range(2):
             if not self._ready(rows, kind.k) and not self._fill(rows):
                 break
@@ -285,7 +287,7 @@ class _Calibrator:
         return None
 
     def _ready(self, rows: _Rows, k: int) -> bool:
-        """True if these rows and no others decode, and are far enough from their ends for k drafts."""
+        """True if exactly these rows decode, each far enough from its end for k drafts."""
         decoding = self.engine.scheduler.decoding()
         left = min((r.remaining for r in decoding), default=0)
         return rows == self._rows and self._num_open() == len(decoding) == rows.num and left >= k + AHEAD - 1
@@ -311,9 +313,9 @@ class _Calibrator:
         return _Timed(work, gained.target_s, gained.draft_s, gained.host_s, ks, num_prefilled, foreseen)
 
     def _fill(self, rows: _Rows, passes: list[TimedPass] | None = None) -> bool:
-        """Replace all rows by new ones, and return whether all of them decode. Their prefill is added to `passes`.
+        """Replace all rows by new ones; return True if all of them decode.
 
-        They do not if pages are too few, or if the first have ended before the last begin.
+        Not all do if pages are too few, or if the first end before the last begin. Adds their prefill to `passes`.
         """
         self.clear()
         self._following, self._rows = None, rows
@@ -384,7 +386,7 @@ def _decoding(rows: Sequence[tuple[BatchRow, int]]) -> Work:
 
 
 def _more_rows(timed: Mapping[tuple[int, int], float], target: TargetCost) -> Mapping[tuple[int, int], float]:
-    """Extrapolate to `MANY` rows where one number was measured: drafting grows as a pass of the target does."""
+    """Extrapolate to `MANY` rows where one number was measured: drafting grows as target passes do."""
     known = {rows for rows, _ in timed}
     if len(known) != 1:
         return timed
@@ -433,7 +435,7 @@ class AlwaysDrafter:
 
 @dataclass(frozen=True)
 class ScriptedK(FixedK):
-    """A controller that plans the same in every step. It records the steps, as pages may not allow the plan."""
+    """A controller with a constant plan. Records the steps, as pages may not allow it."""
 
     verifies: bool = True  # False: drafts are dropped, as far as the law allows, so that the pass is the cheapest
     seen: list[tuple[Batch, Draft]] = field(default_factory=list)  # each step with rows, and its verified drafts

@@ -61,9 +61,9 @@ class DrafterGivenUp(Exception):  # noqa: N818 (a state, no error of the user's)
 
 
 class PlacedDrafter:
-    """A drafter whose passes run in a thread on its own device; see `Drafter`. Each call has a deadline.
+    """A drafter whose passes run in a thread on its own device; see `Drafter`.
 
-    After a call that did not return in time the drafter is given up: it refuses to draft and is not called again.
+    Each call has a deadline. A drafter that misses it is given up: it refuses to draft and is not called again.
     """
 
     def __init__(self, drafter: Drafter, worker: PassThread, deadline_s: float = DEADLINE_S) -> None:
@@ -115,7 +115,7 @@ class PlacedDrafter:
 
 
 def place(drafter: Drafter, placement: Placement) -> Drafter:
-    """Return a drafter that runs its passes on the drafters' device, if it has any. Raises `ConfigError`."""
+    """Return a drafter that runs on the drafters' device, if any. Raises `ConfigError`."""
     if placement.draft is None or drafter.needs.pages == "none":
         return drafter
     if drafter.needs.pages == "shared" and not drafter.needs.stores:

@@ -1,1 +1,1 @@
-"""Drafters in processes of their own. A process that crashes or hangs is restarted; no request notices."""
+"""Drafters in their own processes. A crashed or hung process is restarted; no request notices."""

@@ -61,7 +61,7 @@ class DrafterHost:
         }
 
     def answer(self, message: ToDrafter) -> ToEngine:
-        """Take in a message and answer it. If the drafter raises, that is the answer; rows are up to date then."""
+        """Update the rows and answer a message; the drafter's error is an answer too."""
         call = self._handlers[type(message)](message)
         try:
             return call()
@@ -107,7 +107,7 @@ class DrafterHost:
         self._drafter.admit(new.row, request, valid_lens)
 
     def _update(self, updates: Sequence[RowUpdate]) -> tuple[Batch, Verdict]:
-        """Bring rows up to date; return their batch and verdict as the engine's drafters see them."""
+        """Update rows; return their batch and verdict as the engine's drafters see them."""
         batch = Batch(0, tuple(map(_batch_row, updates)))
         gained = [u for u in updates if u.token_ids]
         self._rows.apply(batch)

@@ -1,4 +1,4 @@
-"""Messages between the engine and a drafter's process, and the channel they go through: one question, one answer.
+"""Messages between the engine and a drafter's process, and their channel: one question, one answer.
 
 A message lies in memory that both processes see, and a byte on a socket says that it is there. Each end writes
 into its own half, and only after it has read the other's last message. The memory has no name, so nothing of it is
@@ -99,7 +99,7 @@ class Up(Message, frozen=True):
 
 
 class RemoteRowDraft(DraftPart, frozen=True):
-    """A draft of one row. The engine checks what it says as it checks any drafter's."""
+    """A draft of one row. The engine checks it as it checks any drafter's."""
 
     token_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_K)]
     confidence: Annotated[tuple[float, ...], Meta(max_length=MAX_K)] | None
@@ -129,7 +129,7 @@ decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 
 
 def max_message_bytes(limits: Limits) -> int:
-    """Return the size of the largest message: all rows are new at once, of full length."""
+    """Return the largest message's size in bytes: all rows new at once, of full length."""
     tokens = limits.max_len * (_MAX_INT_BYTES + 1)  # and their pages
     return _SPARE_BYTES + limits.num_rows * (_MAX_PARAMS_BYTES + tokens)
 

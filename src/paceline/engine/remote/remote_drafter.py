@@ -48,7 +48,7 @@ class _KnownRow:
 
 
 class RemoteDrafter:
-    """Drafts in another process, each call with a deadline; see `Drafter`. A lost process is restarted."""
+    """Drafter in another process, each call with a deadline; see `Drafter`. Lost processes are restarted."""
 
     def __init__(self, name: str, begin: BeginDrafter, rows: RowView, deadline_s: float = DEADLINE_S) -> None:
         """Start the process. rows: the engine's. Raises what loading the drafter there raises."""
@@ -86,7 +86,7 @@ class RemoteDrafter:
         return Draft(tuple(self._row_draft(drafts.get(r.row)) for r in batch.rows))
 
     def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
-        """Send the outcomes of rows that were drafted for; the process has nothing to trim of others."""
+        """Send the outcomes of drafted rows; the process has nothing to trim of others."""
         places = {r.row: index for index, r in enumerate(batch.rows) if r.row in self._open}
         rows = list(places)
         self._open.difference_update(rows)
@@ -124,7 +124,7 @@ class RemoteDrafter:
         return NewRow(row, Submit.of(_anonymous(request)), written, tuple(self._valid_lens[row].values()))
 
     def _update(self, row: int, ahead: int | None = None) -> RowUpdate:
-        """Return what a row has gained. ahead: tokens behind it that need a page; None: without its pages."""
+        """Return a row's gain. ahead: tokens behind it that need a page; None: no pages."""
         known, tokens = self._known[row], self._rows.tokens(row)
         new = tokens[known.length :]
         gained = tuple(new[new != BROKEN].tolist())  # BROKEN stands behind an answer that ends with an error

@@ -40,7 +40,7 @@ class DrafterProcess:
     """One process. It ends with this object, or in any way with the engine's process."""
 
     def __init__(self, begin: BeginDrafter) -> None:
-        """Start a process and wait until its drafter is loaded. Raises what loading raises, or `ChannelClosed`."""
+        """Start a process and wait for its drafter to load. Raises its error, or `ChannelClosed`."""
         self.started_s = time.monotonic()
         channel, theirs, memory_fd = open_channel(max_message_bytes(begin.config.limits))
         fds = (theirs.fileno(), memory_fd)
@@ -67,10 +67,7 @@ class DrafterProcess:
         return self._process.pid
 
     def ask(self, message: ToDrafter, kind: type[AnswerT], timeout_s: float) -> AnswerT:
-        """Send a message and wait for the answer.
-
-        Raises `ChannelClosed` if the process cannot be used any more, `PacelineError` if the answer is an error.
-        """
+        """Send a message; return the answer. Raises `ChannelClosed`, or `PacelineError` if that is answered."""
         self._channel.send(encode(message))
         try:
             answer = decode_to_engine(self._channel.receive(timeout_s))

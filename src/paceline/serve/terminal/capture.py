@@ -68,10 +68,7 @@ def _seed(key: str) -> int:
 
 @contextmanager
 def open_to_append(path: Path) -> Iterator[tuple[BinaryIO, set[str]]]:
-    """Open a file of JSON lines for appending, and return the keys it holds.
-
-    A last line that a crash cut short is dropped.
-    """
+    """Open a JSON-lines file to append; drop a cut last line. Returns its keys."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a+b")

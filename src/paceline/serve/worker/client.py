@@ -309,7 +309,6 @@ _HANDLERS: dict[type[ToServer], Callable[[EngineClient, EngineProcess, Any], Non
 
 
 def _message(data: bytes) -> ToServer | None:
-    """Return a decoded message; None for bytes that are none."""
     try:
         message: ToServer = decode_to_server(data)
     except BAD_MESSAGE as error:
