@@ -91,8 +91,8 @@ class _NoPrefillPrice(Goodput):
         return super().trim(replace(view, prefill=NO_WORK), drafted)
 
 
-class _NoRowHistory(Goodput):
-    """Rows do not differ: their offsets stay 0, without variance."""
+class _Forgetful(Goodput):
+    """Goodput that drops a part of what it has learnt after each step."""
 
     def admit(self, row: int) -> None:
         super().admit(row)
@@ -103,21 +103,20 @@ class _NoRowHistory(Goodput):
         self._clear()
 
     def _clear(self) -> None:
+        raise NotImplementedError
+
+
+class _NoRowHistory(_Forgetful):
+    """Rows do not differ: their offsets stay 0, without variance."""
+
+    def _clear(self) -> None:
         for model in self.choice.models:
             model.row_logit[:] = 0.0
             model.row_var[:] = model.shared.values[0] = TINY
 
 
-class _NoConfidence(Goodput):
+class _NoConfidence(_Forgetful):
     """A draft's confidence says nothing: its weight stays 0."""
-
-    def admit(self, row: int) -> None:
-        super().admit(row)
-        self._clear()
-
-    def learn(self, view: StepView, outcomes: Outcomes) -> None:
-        super().learn(view, outcomes)
-        self._clear()
 
     def _clear(self) -> None:
         for model in self.choice.models:

@@ -37,7 +37,6 @@ class _RowSampling:
     kind: ChooseKind
     history: History
     stop_ids: frozenset[int]  # tokens that end its answer, if not banned yet
-    penalised: bool  # depends on which tokens come before
 
     def after(self, length: int, guesses: Sequence[int], *, margin: bool = False) -> SamplingSpec:
         """Return the spec of the token after `length` committed ones and some guesses."""
@@ -203,7 +202,6 @@ class Rows(TokenRows):
             kind=choose_kind(request.params, self._law_needs_probs),
             history=history,
             stop_ids=own_stops if request.params.ignore_eos else own_stops | self._eos_ids,
-            penalised=request.params.penalised,
         )
 
     # What a target pass reads --------------------------------------------------------------------
@@ -241,7 +239,7 @@ class Rows(TokenRows):
     def penalised(self, row: int) -> bool:
         """Return True if a row's specs depend on which tokens come before them."""
         sampling = self._sampling[row]
-        return sampling is not None and sampling.penalised
+        return sampling is not None and sampling.history.penalised
 
     # Commit --------------------------------------------------------------------------------------
 

@@ -324,7 +324,7 @@ class RowView(Protocol):
         ...
 
     def tokens(self, row: int) -> NDArray[int64]:
-        """Return a row's committed tokens, [known_len] int64 on the host; nobody may write to it."""
+        """Return a row's committed tokens, [known_len] int64 on the host, read-only."""
         ...
 
     def text(self, row: int) -> kernels.TextIndex:

@@ -17,7 +17,7 @@ MAX_STOP_CHARS = 1024
 MAX_BIASED = 1024
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_SEED = (1 << 63) - 1
-MAX_ASKED_K = 64  # drafts of a step; no drafter makes as many
+MAX_ASKED_K = 64  # drafts of a step; above what any drafter makes
 MAX_SHOWN_CHARS = 64  # of a refused value in its error message
 MAX_SHOWN_BITS = 200  # of a refused integer, 60 digits
 

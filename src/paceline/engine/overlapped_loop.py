@@ -8,8 +8,8 @@ it move to the other group while that has less work. Where there are not two gro
 
 What a pass in a thread shares with the engine's thread, and who may touch it when:
 
-- A pass reads copies of its rows' tokens, positions and page tables (`Backend.request`) and weights that nobody
-  writes. It writes the target's keys and values of its own rows, and taps and choices that nobody else knows of.
+- A pass reads copies of its rows' tokens, positions and page tables (`Backend.request`) and weights that do
+  not change. It writes the target's keys and values of its own rows, and its own taps and choices.
 - All else belongs to the engine's thread: rows, pages, drafters and their stores, answers. It changes nothing of
   the rows that are being scored until their pass is over.
 - A row is in flight at most once, so the groups' rows are different ones. A pass writes pages that only one row

@@ -233,10 +233,10 @@ class Verbs:
         d, target_s = drafted, scored.target_s
         host_s = start - d.begun_s - d.draft_s - target_s - d.idle_s
         times = StepTimes(d.draft_s, target_s, host_s, d.idle_s)
-        reckoned = self.controller_of(d.group).observe(d.batch, d.proposed, d.draft, verdict, times)
+        accounts = self.controller_of(d.group).observe(d.batch, d.proposed, d.draft, verdict, times)
         self._stats.control_s += perf_counter() - start
-        for reckoning in reckoned:
-            self._stats.predictions.count(reckoning)
+        for account in accounts:
+            self._stats.predictions.count(account)
 
 
 class SerialLoop:

@@ -32,7 +32,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--out", required=True, metavar="DIR", type=Path, help="where answers are kept; resumes there"
     )
-    parser.add_argument("--model", default="default", metavar="default|PATH|ID", help="who answers")
+    parser.add_argument("--model", default="default", metavar="default|PATH|ID", help="the model that answers")
     parser.add_argument("--n", type=int, default=3, metavar="N", help="sampled answers to each prompt")
     parser.add_argument("--temperature", type=float, default=0.7, metavar="T")
     parser.add_argument("--max-tokens", type=int, default=320, metavar="M", help="of an answer")

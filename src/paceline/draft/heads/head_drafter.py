@@ -225,7 +225,7 @@ class Entries:
     """Entries of each row in the head's store: an unbroken run and its end.
 
     It begins at the row's first entry, but behind a hole in the taps it is made of, and behind what was left out
-    because nobody would pay for it.
+    because its drafts would not pay for it.
     """
 
     def __init__(self, rows: RowView, tapped: TappedRuns) -> None:

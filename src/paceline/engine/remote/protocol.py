@@ -52,7 +52,7 @@ class RowUpdate(DraftPart, frozen=True):
 
     row: Number
     token_ids: tuple[TokenId, ...]  # gained
-    num_kept_pages: Number = 0  # its pages are the first so many that the drafter knows ...
+    num_kept_pages: Number = 0  # the first pages that the drafter knows stay ...
     pages: tuple[Number, ...] = ()  # ... followed by these
 
 
