@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.bench.prompt_file import read_prompts, spread
+from tools.entry import add_prompts, exit_status
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -80,11 +81,22 @@ def run_cell(checkouts: Sequence[Checkout], order: Mapping[str, Any]) -> list[di
     return totals
 
 
-def host_ms(total: Mapping[str, Any]) -> float:
-    """Return the host's own milliseconds of a step: neither drafting nor the target's pass."""
+def per_step(total: Mapping[str, Any]) -> dict[str, float]:
+    """Return steps, and milliseconds of a step: of drafting, pass, controller and host.
+
+    The host's are neither drafting nor the target's pass; the controller's are among them.
+    """
     c: dict[str, float] = total["counters"]
     in_both = c.get("overlapped_s", 0.0) + c.get("hidden_s", 0.0)  # seconds counted as the pass' and as the host's
-    return 1e3 * (c["step_s"] - c["draft_s"] - c["target_s"] + in_both) / max(c["steps"], 1.0)
+    host_s = c["step_s"] - c["draft_s"] - c["target_s"] + in_both
+    seconds = {"draft": c["draft_s"], "target": c["target_s"], "control": c["control_s"], "host": host_s}
+    return {"steps": c["steps"]} | {f"{name}_ms": 1e3 * s / max(c["steps"], 1.0) for name, s in seconds.items()}
+
+
+def medians(totals: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the medians over repeats of a checkout: tokens per second, and `per_step`."""
+    repeats = [per_step(total) | {"tokens_per_s": total["tokens"] / total["seconds"]} for total in totals]
+    return {name: statistics.median(repeat[name] for repeat in repeats) for name in repeats[0]}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(prog="python -m tools.measure.commits", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("old", type=Path, help="folder of the checkout to compare with")
     parser.add_argument("new", type=Path, help="folder of the checkout that is compared")
-    parser.add_argument("--prompts", required=True, help="questions, as `paceline bench` reads them")
+    add_prompts(parser)
     parser.add_argument("--model", default="default")
     parser.add_argument("--draft", action="append", help="drafters (default: off and auto)")
     parser.add_argument("--concurrency", default="1,4,16,64", help="numbers of requests in flight")
@@ -136,24 +148,22 @@ def _measure(
         "concurrency": size,
         "ratio": statistics.median(ratios),
         "ratios": ratios,
-        "old_tokens_per_s": statistics.median(old["tokens"] / old["seconds"] for old, _ in repeats),
-        "new_tokens_per_s": statistics.median(new["tokens"] / new["seconds"] for _, new in repeats),
-        "old_host_ms": statistics.median(host_ms(old) for old, _ in repeats),
-        "new_host_ms": statistics.median(host_ms(new) for _, new in repeats),
+        "old": medians([old for old, _ in repeats]),
+        "new": medians([new for _, new in repeats]),
         "same_text": all(old["hash"] == new["hash"] for old, new in repeats),
     }
 
 
 def _print(cell: Mapping[str, Any]) -> None:
-    ratios = ", ".join(f"{r:.3f}" for r in cell["ratios"])
+    ratios, old, new = ", ".join(f"{r:.3f}" for r in cell["ratios"]), cell["old"], cell["new"]
     sys.stdout.write(
         f"{cell['draft']:<6}{cell['concurrency']:>3} in flight: {cell['ratio']:.3f} of the old speed ({ratios}); "
-        f"{cell['old_tokens_per_s']:.0f} -> {cell['new_tokens_per_s']:.0f} tokens/s; "
-        f"host {cell['old_host_ms']:.3f} -> {cell['new_host_ms']:.3f} ms a step; "
+        f"{old['tokens_per_s']:.0f} -> {new['tokens_per_s']:.0f} tokens/s; "
+        f"host {old['host_ms']:.3f} -> {new['host_ms']:.3f} ms a step; "
         f"{'same text' if cell['same_text'] else 'OTHER TEXT'}\n"
     )
     sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(exit_status(main))
