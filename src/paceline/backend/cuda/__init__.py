@@ -1,0 +1,1 @@
+"""The `cuda` backend: PyTorch for memory and streams, Triton for kernels."""
