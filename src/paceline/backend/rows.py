@@ -243,6 +243,10 @@ class Rows(TokenRows):
 
     # Commit --------------------------------------------------------------------------------------
 
+    def chosen_here(self, row: int) -> bool:
+        """True if the host chooses a row's tokens, so that its next pass waits for the outcome."""
+        return True
+
     def commit(self, batch: Batch, verdict: Verdict) -> None:
         """Append the tokens that each row gained, and advance what is computed."""
         rows = zip(batch.rows, verdict.rows, strict=True)

@@ -153,6 +153,7 @@ class Capabilities:
 
     multi_step: bool = False  # takes requests with `steps`
     asynchronous: bool = False  # a launched pass goes on beside the caller
+    late: bool = False  # drafts for rows whose newest tokens the host does not know; see `LateProgram`
 
 
 class Executor(Protocol):
@@ -248,6 +249,59 @@ class RelayRequest:
     places: Sequence[int]  # [n] and that of the guess to come
     specs: Sequence[SamplingSpec]  # [n]; none where these are the first guesses: the pass chose them
     known: tuple[Sequence[int], FedBack] | None = None  # [n] guesses before, and their messages
+
+
+# Drafting before the host knows the outcome of the last step -----------------------------------------
+
+
+class LateDraft(NamedTuple):
+    """Drafts wanted for a row whose newest tokens the host does not know."""
+
+    row: int
+    depth: int  # drafts, at most
+    bound: int  # upper bound of the committed tokens that the drafter has not read
+    stop: Stop | None = None
+
+
+class LateProgram(Protocol):
+    """Drafting on the target's device. It reads and writes the device's rows; the host learns of it late."""
+
+    def admit(self, row: int, entries: int, first_key: int) -> None:
+        """Begin a row: its first `entries` tokens were read before, none before `first_key` ever will be."""
+        ...
+
+    def catch_up(self, counts: Mapping[int, int]) -> None:
+        """Read `counts[row]` further known tokens of rows."""
+        ...
+
+    def draft(self, drafts: Sequence[LateDraft]) -> None:
+        """Read what rows gained, and draft for them. The next pass of the target scores it."""
+        ...
+
+    def close(self) -> None:
+        """End: take no more taps."""
+        ...
+
+
+class LateHeadRunner(Protocol):
+    """Runner of a head whose capabilities say `late`."""
+
+    def late_program(self, rows: RowView, kv: KV, taps: TapStore) -> LateProgram:
+        """Return a program for rows of the target."""
+        ...
+
+
+class LateDecoder(Protocol):
+    """Decoder whose capabilities say `late`."""
+
+    def late_program(
+        self, rows: RowView, kv: KV, num_layers: int | None, vocab_size: int, *, own_store: bool
+    ) -> LateProgram:
+        """Return a program that drafts with it for rows of a target.
+
+        vocab_size: token ids to choose among. own_store: False where `kv` is the target's own.
+        """
+        ...
 
 
 # Makers of executors, see `registry.py` ----------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from paceline.backend.seam import PassRequest
 from paceline.core.nouns import Scores, Taps, noun
@@ -19,13 +19,40 @@ if TYPE_CHECKING:
     from paceline.core.nouns import Batch, Draft, Verdict
 
 
-@noun
-class ScoreRequest:
-    """A target pass over a batch and its drafts. Copies all it reads of rows."""
+class PendingPass(Protocol):
+    """A target pass that was launched."""
 
+    pass_s: float  # seconds that the pass took, once it was waited for
+
+    def wait(self) -> Scores:
+        """Return the scores, as often as asked. Raises what went wrong in the pass."""
+        ...
+
+
+class ReadyPass(Protocol):
+    """A target pass over a batch and its drafts that has read all it needs of rows."""
+
+    def launch(self, thread: PassThread | None = None) -> PendingPass:
+        """Launch the pass. thread: runs it whole, beside the caller."""
+        ...
+
+
+@noun
+class HostPass:
+    """A target pass that was gathered on the host."""
+
+    decoder: Decoder
     request: PassRequest
     cu_len: Sequence[int]  # as `Scores.cu_len`
     starts: Sequence[int]  # as `Taps.starts`
+
+    def launch(self, thread: PassThread | None = None) -> PendingPass:
+        """Launch a pass that touches no row, see `ReadyPass`."""
+        start = perf_counter()
+        if thread is None:
+            return PendingScores(self, self.decoder.launch(self.request), start)
+        result = thread.start(partial(_run, self.decoder, self.request)).result
+        return PendingScores(self, Deferred(result), start)
 
 
 class Deferred:
@@ -49,7 +76,7 @@ class PendingScores:
 
     __slots__ = ("_asked", "_launched_s", "_pending", "_scores", "pass_s")
 
-    def __init__(self, asked: ScoreRequest, pending: Pending, launched_s: float) -> None:
+    def __init__(self, asked: HostPass, pending: Pending, launched_s: float) -> None:
         self._asked, self._pending = asked, pending
         self._launched_s = launched_s  # by the clock
         self._scores: Scores | None = None
@@ -68,6 +95,8 @@ class PendingScores:
 class Backend:
     """Executes the target. Owns every row's outcome-dependent state (`rows`) and the target's KV."""
 
+    late: ClassVar[bool] = False  # the next pass of a row may be gathered before the host knows this one's outcome
+
     def __init__(self, decoder: Decoder, rows: Rows, num_pages: int) -> None:
         self.decoder = decoder
         self.config = decoder.config
@@ -85,20 +114,12 @@ class Backend:
         """True if a pass that was launched without a thread goes on beside the caller."""
         return self.decoder.capabilities.asynchronous
 
-    def request(self, batch: Batch, draft: Draft) -> ScoreRequest:
+    def request(self, batch: Batch, draft: Draft) -> ReadyPass:
         """Gather a pass over the known tokens and the drafts of a batch."""
         packed = self.rows.pack_batch(batch, draft)
         cu_len, specs = self.rows.specs(batch, draft)
         starts = [self.rows.computed_len(r.row) for r in batch.rows] if self.taps else ()
-        return ScoreRequest(PassRequest(packed, self.kv, specs, taps=self.taps), cu_len, starts)
-
-    def launch(self, asked: ScoreRequest, thread: PassThread | None = None) -> PendingScores:
-        """Launch a pass that touches no row. thread: runs it whole, beside the caller."""
-        start = perf_counter()
-        if thread is None:
-            return PendingScores(asked, self.decoder.launch(asked.request), start)
-        result = thread.start(partial(_run, self.decoder, asked.request)).result
-        return PendingScores(asked, Deferred(result), start)
+        return HostPass(self.decoder, PassRequest(packed, self.kv, specs, taps=self.taps), cu_len, starts)
 
     def commit(self, batch: Batch, verdict: Verdict) -> None:
         """Advance the rows by what was kept."""
@@ -112,7 +133,7 @@ def _run(executor: Executor, request: PassRequest) -> PassResult:
     return replace(result, pass_s=perf_counter() - start)
 
 
-def _scores(asked: ScoreRequest, result: PassResult) -> Scores:
+def _scores(asked: HostPass, result: PassResult) -> Scores:
     packed, specs = asked.request.packed, asked.request.specs
     taps = Taps(result.taps, packed.cu_len, packed.slots, asked.starts) if result.taps else None
     return Scores(asked.cu_len, specs, result.token_ids, result.logits, result.logit_idx, taps)

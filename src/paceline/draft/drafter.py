@@ -32,6 +32,7 @@ class Needs:
     taps: tuple[int, ...] = ()  # after how many of the target's layers it reads hidden states
     max_k: int = MAX_K
     stops: bool = False  # it ends a row's draft where the plan's `Stop` says
+    late: bool = False  # it drafts on the target's device for rows whose newest tokens the host does not know
     instant: bool = False  # its proposals cost next to nothing: it is a `Lookup`
     trained_to: tuple[float, ...] = ()  # [depth] share of drafts kept there in its training; empty: unknown
 

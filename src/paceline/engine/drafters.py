@@ -188,7 +188,9 @@ class DrafterPool:
 
     def _fits(self, drafter: Drafter, draft: RowDraft, max_drafts: int) -> bool:
         token_ids = map(integer, draft.token_ids)
-        fits = len(draft) <= max_drafts and all(0 <= token_id < self._vocab_size for token_id in token_ids)
+        fits = len(draft) <= max_drafts and (
+            drafter.needs.late or all(0 <= token_id < self._vocab_size for token_id in token_ids)
+        )
         fits = fits and all(isfinite(c) for c in draft.confidence or ())
         fits = fits and (draft.probs is None or self._are_probs(draft.probs, len(draft)))
         if not fits:

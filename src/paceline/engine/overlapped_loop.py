@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from paceline.backend.pass_thread import PassThread
-    from paceline.backend.target import PendingScores, ScoreRequest
+    from paceline.backend.target import PendingPass, ReadyPass
     from paceline.engine.scheduler import RequestState, Scheduler
     from paceline.engine.step import StepInput, Verbs
 
@@ -50,7 +50,7 @@ class OverlappedLoop:
         self._serial = SerialLoop()
         self._groups = Groups()
         self._scoring: ReadyInput | None = None  # its pass is in flight
-        self._pending: PendingScores | None = None  # of that pass
+        self._pending: PendingPass | None = None  # of that pass
         self._ready: ReadyInput | None = None  # drafted for, to be scored next
 
     def step(self, engine: Verbs) -> None:
@@ -86,7 +86,7 @@ class OverlappedLoop:
         self._scoring = self._ready
         self._ready = None
         if self._scoring is not None:
-            self._pending = engine.target.launch(self._scoring.request, self._thread)
+            self._pending = self._scoring.request.launch(self._thread)
 
     def _wait_pass(self) -> tuple[StepInput, StepScores]:
         """Wait for the pass in flight; return what it was launched with, and its scores."""
@@ -142,7 +142,7 @@ class ReadyInput:
     """Rows that may be scored at once."""
 
     drafted: StepInput
-    request: ScoreRequest
+    request: ReadyPass
     ready_s: float  # clock at which they were ready
 
 

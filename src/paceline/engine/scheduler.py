@@ -55,6 +55,7 @@ class RequestState:
     scheduled_len: int = 0  # known tokens whose target KV is there or being computed
     computed_len: int = 0  # known tokens whose target KV is there
     in_flight: int = 0  # passes whose outcome is not known yet
+    waits: bool = False  # it decodes again only once the outcome of its last pass is known
     in_flight_tokens: int = 0  # upper bound of the tokens these passes add
     cached_len: int = 0  # prompt tokens found in the prefix cache at its first admission
     num_preemptions: int = 0
@@ -141,7 +142,13 @@ class Scheduler:
     def decoding(self, group: Group = None) -> list[RequestState]:
         """Return the rows of a group that would decode in the next step, oldest first."""
         return [
-            r for r in self.running if r.decoding and not r.ended and group in (None, r.group) and r.remaining > 0
+            r
+            for r in self.running
+            if r.decoding
+            and not r.ended
+            and group in (None, r.group)
+            and r.remaining > 0
+            and not (r.waits and r.in_flight)
         ]
 
     def prefilling(self, group: Group = None) -> list[RequestState]:

@@ -10,15 +10,15 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
 from paceline.control.protocols import StepTimes
-from paceline.core.nouns import PAGE_TOKENS, Plan, noun
+from paceline.core.nouns import PAGE_TOKENS, Draft, Plan, noun
 from paceline.engine.output import OutputQueue
 from paceline.engine.stats import Stats
 from paceline.engine.step_view import step_view
 
 if TYPE_CHECKING:
-    from paceline.backend.target import Backend, PendingScores
+    from paceline.backend.target import Backend, PendingPass
     from paceline.control.protocols import Controller
-    from paceline.core.nouns import Batch, BatchRow, Draft, Outcome, RowVerdict, Scores, Verdict
+    from paceline.core.nouns import Batch, BatchRow, Outcome, RowDraft, RowVerdict, Scores, Verdict
     from paceline.engine.drafters import DrafterPool
     from paceline.engine.scheduler import Group, RequestState, Scheduler
     from paceline.verify.law import Law
@@ -31,12 +31,24 @@ class StepInput:
     """Rows that go through a step together: admitted and drafted for, to be scored."""
 
     group: Group
+    controller: Controller  # made its plan, and learns from it
     batch: Batch
     proposed: Draft
     draft: Draft  # the part of `proposed` that is verified
     begun_s: float  # clock at which its planning began
     draft_s: float  # drafter time of this step, seconds
     idle_s: float = 0.0  # since `begun_s`, neither host, drafters nor target worked for these rows
+    host_s: float | None = None  # of the host, where it works beside passes: what they waited for it
+
+    def take_made(self, made: Draft) -> None:
+        """Replace bounds by the drafts that the device has made of them."""
+        self.proposed = Draft(tuple(map(_made, self.proposed.rows, made.rows)))
+        self.draft = made
+
+
+def _made(bound: RowDraft, made: RowDraft) -> RowDraft:
+    """Return what was proposed of a row: if more than was scored, of that only the length is known."""
+    return made if len(bound) <= len(made) or not made.token_ids else bound
 
 
 @noun
@@ -51,7 +63,7 @@ class StepScores:
 class PendingStep:
     """A launched pass of the target. Until `wait` the caller works beside it if possible."""
 
-    def __init__(self, pending: PendingScores, start_s: float, *, asynchronous: bool) -> None:
+    def __init__(self, pending: PendingPass, start_s: float, *, asynchronous: bool) -> None:
         """start_s: clock before the launch. asynchronous: the pass runs while the caller does something else."""
         self._pending = pending
         self._start_s = start_s
@@ -117,10 +129,10 @@ class Verbs:
 
     # The verbs -----------------------------------------------------------------------------------
 
-    def plan(self, group: Group = None) -> Plan:
+    def plan(self, group: Group = None, controller: Controller | None = None) -> Plan:
         """Decide how far each row of a group may draft. group: None for all rows."""
         self._planned_s = perf_counter()
-        controller = self.controller_of(group)
+        controller = controller or self.controller_of(group)
         if group is None and not self.scheduler.any_asks and controller.reuse_plan(len(self.scheduler.running)):
             return NO_PLAN
         view = step_view(self.scheduler, self.drafting, previews=controller.wants_preview, group=group)
@@ -146,24 +158,29 @@ class Verbs:
             self.controller.admit(admission.row)
         return batch
 
-    def propose(self, batch: Batch, plan: Plan, group: Group = None) -> StepInput:
+    def propose(
+        self, batch: Batch, plan: Plan, group: Group = None, controller: Controller | None = None
+    ) -> StepInput:
         """Draft for a batch; trim what is not worth verifying, if the law allows."""
+        controller = controller or self.controller_of(group)
         start = perf_counter()
         proposed = self.drafting.propose(batch, plan)
         end = perf_counter()
         self._stats.draft_s += end - start
-        draft = self.controller_of(group).trim(batch, proposed) if self.law.admits_any_trim else proposed
+        draft = controller.trim(batch, proposed) if self.law.admits_any_trim else proposed
         self._stats.control_s += perf_counter() - end
-        return StepInput(group, batch, proposed, draft, self._planned_s, end - start)
+        return StepInput(group, controller, batch, proposed, draft, self._planned_s, end - start)
 
     def score(self, drafted: StepInput) -> PendingStep:
         """Launch the target's pass over known tokens and drafts."""
         start = perf_counter()
-        pending = self.target.launch(self.target.request(drafted.batch, drafted.draft))
+        pending = self.target.request(drafted.batch, drafted.draft).launch()
         return PendingStep(pending, start, asynchronous=self.target.asynchronous)
 
     def judge(self, drafted: StepInput, scored: StepScores) -> Verdict:
-        """Decide which drafts are kept."""
+        """Decide which drafts are kept. Drafts that a device has made are known from now on."""
+        if scored.scores.draft is not None:
+            drafted.take_made(scored.scores.draft)
         return self.law.judge(drafted.draft, scored.scores)
 
     def commit(self, drafted: StepInput, scored: StepScores, verdict: Verdict) -> None:
@@ -231,9 +248,11 @@ class Verbs:
         """Report a step to the controller, before it plans for these rows again."""
         start = perf_counter()
         d, target_s = drafted, scored.target_s
-        host_s = start - d.begun_s - d.draft_s - target_s - d.idle_s
+        host_s = d.host_s
+        if host_s is None:
+            host_s = start - d.begun_s - d.draft_s - target_s - d.idle_s
         times = StepTimes(d.draft_s, target_s, host_s, d.idle_s)
-        accounts = self.controller_of(d.group).observe(d.batch, d.proposed, d.draft, verdict, times)
+        accounts = d.controller.observe(d.batch, d.proposed, d.draft, verdict, times)
         self._stats.control_s += perf_counter() - start
         for account in accounts:
             self._stats.predictions.count(account)

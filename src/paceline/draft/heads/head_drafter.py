@@ -24,11 +24,12 @@ from paceline.draft.request_vocabulary import RequestVocabulary
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from paceline.backend.seam import FedBack, RowView, Span, StepLimit
+    from paceline.backend.seam import FedBack, HeadRunner, RowView, Span, StepLimit
     from paceline.core.nouns import Batch, Plan, Request, SamplingSpec, Scores, Verdict
     from paceline.draft.autoregressive import Chain
     from paceline.draft.drafter import Target
     from paceline.model.heads.checkpoint import Head
+    from paceline.model.heads.config import HeadConfig
 
 _MANY_ROWS = 4  # above which a row's drafts do not pay for reading all of its prompt, and for that at once
 _NEAR = 256  # entries read then, of all rows together: with 64 of each a pass brings 98 % of what all bring ...
@@ -49,17 +50,49 @@ class AskedHead:
     trained_to: tuple[float, ...]  # see `Needs`
 
 
+def feature_store(name: str) -> str:
+    """Return the name of the store of a head's taps."""
+    return f"{name} features"
+
+
+def head_needs(asked: AskedHead, head: Head, bytes_per_token: int, *, stops: bool, late: bool = False) -> Needs:
+    """Return the needs of a drafter with a head. bytes_per_token: of its two stores."""
+    return Needs(
+        pages="shared",
+        stores=(asked.name, feature_store(asked.name)),
+        tap_store=feature_store(asked.name),
+        kv_bytes_per_token=bytes_per_token,
+        taps=head.config.taps,
+        stops=stops,
+        late=late,
+        trained_to=asked.trained_to,
+    )
+
+
+def head_report(asked: AskedHead, config: HeadConfig, runner: HeadRunner) -> dict[str, Any]:
+    """Return facts about a drafter with a head for the start-up banner."""
+    return {
+        "drafter": asked.name,
+        "k": asked.k,
+        "model": asked.model or "ships for this target",
+        "taps after layers": " ".join(map(str, config.taps)),
+        "tokens": config.draft_vocab_size,
+        "of the text besides": "all" if config.request_tokens else "none",
+        "weights": f"{runner.weight_bytes / 2**20:.1f} MiB of {runner.weight_type}",
+    }
+
+
 class HeadDrafter:
     """Base of all kinds of heads: taps in, entries caught up."""
 
     hint_gain: ClassVar[float]
     recycled_gains: ClassVar[RecycledGains] = NO_GAINS
 
-    def __init__(self, asked: AskedHead, target: Target, head: Head) -> None:
+    def __init__(self, asked: AskedHead, target: Target, head: Head, runner: HeadRunner) -> None:
         self.name = asked.name
         self._asked = asked
         self._config = head.config
-        self._head = target.memory.run_head(head, asked.weights)
+        self._head = runner
         self._rows = target.rows
         self._dense = target.law_needs_probs
         fixed = head.token_ids if head.config.request_tokens else np.arange(target.config.vocab_size)
@@ -73,16 +106,9 @@ class HeadDrafter:
         layers = head.config.layers
         self._allowance = catch_up_tokens(layers, layers.num_layers, target.config)
         self._entries = Entries(self._rows, self._tapped)
-        self._feature_store = f"{asked.name} features"
-        self.needs = Needs(
-            pages="shared",
-            stores=(asked.name, self._feature_store),
-            tap_store=self._feature_store,
-            kv_bytes_per_token=self._kv.bytes_per_token + self._taps.bytes_per_token,
-            taps=head.config.taps,
-            stops=not self._dense,  # the law's own draws have no margins
-            trained_to=asked.trained_to,
-        )
+        self._feature_store = feature_store(asked.name)
+        per_token = self._kv.bytes_per_token + self._taps.bytes_per_token
+        self.needs = head_needs(asked, head, per_token, stops=not self._dense)  # the law's own draws have no margins
 
     def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
         """Start with what the stores already hold of the row's cached pages."""
@@ -128,16 +154,7 @@ class HeadDrafter:
 
     def report(self) -> Mapping[str, Any]:
         """Tell what was chosen."""
-        c = self._config
-        return {
-            "drafter": self.name,
-            "k": self._asked.k,
-            "model": self._asked.model or "ships for this target",
-            "taps after layers": " ".join(map(str, c.taps)),
-            "tokens": c.draft_vocab_size,
-            "of the text besides": "all" if c.request_tokens else "none",
-            "weights": f"{self._head.weight_bytes / 2**20:.1f} MiB of {self._head.weight_type}",
-        }
+        return head_report(self._asked, self._config, self._head)
 
     def _draft(self, chains: Mapping[int, Chain], starts: Mapping[int, int]) -> None:
         raise NotImplementedError

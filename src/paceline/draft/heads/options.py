@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from paceline.core.errors import ConfigError, DrafterMismatch
 from paceline.draft.drafter import MAX_K
-from paceline.draft.heads.head_drafter import AskedHead
+from paceline.draft.heads.head_drafter import AskedHead, head_needs, head_report
 from paceline.draft.heads.parallel import ParallelHeadDrafter, RelayHeadDrafter
 from paceline.draft.heads.serial import SerialHeadDrafter
+from paceline.draft.late import LateDrafter
 from paceline.draft.registry import bounded
 from paceline.draft.shipped import shipped_folder, trained_to
 from paceline.model.files.hf import read_json
@@ -19,9 +20,11 @@ from paceline.model.heads.checkpoint import load_head, narrowed
 from paceline.model.heads.config import EAGLE, EAGLE3, PEAGLE, head_shapes, read_config
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
-    from paceline.draft.drafter import Target
+    from paceline.backend.seam import HeadRunner, LateHeadRunner
+    from paceline.draft.drafter import Drafter, Target
     from paceline.draft.heads.head_drafter import HeadDrafter
     from paceline.draft.registry import Loader
     from paceline.model.heads.checkpoint import Head
@@ -85,7 +88,7 @@ class EagleConfig(HeadOptions):
                 f"`paceline train {EAGLE3.name}` makes a better one, for --draft {EAGLE3.name}:model=FOLDER"
             )
 
-    def build(self, target: Target, load: Loader) -> SerialHeadDrafter:
+    def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter. Raises `ModelError`, or `DrafterMismatch` if the head is not the target's."""
         head, size = self.load(target), target.config.vocab_size
         if self.vocabulary is not None:
@@ -93,7 +96,7 @@ class EagleConfig(HeadOptions):
             head = narrowed(head, self.vocabulary)
         elif head.config.draft_vocab_size == size:
             head = narrowed(head, min(size, _VOCABULARY))
-        return SerialHeadDrafter(self.asked(target), target, head)
+        return _drafter(SerialHeadDrafter, self.asked(target), target, head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +105,9 @@ class Eagle3Config(HeadOptions):
 
     name: ClassVar[str] = EAGLE3.name
 
-    def build(self, target: Target, load: Loader) -> SerialHeadDrafter:
+    def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter. Raises `ModelError`, or `DrafterMismatch` if the head is not the target's."""
-        return SerialHeadDrafter(self.asked(target), target, self.load(target))
+        return _drafter(SerialHeadDrafter, self.asked(target), target, self.load(target))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +117,23 @@ class PEagleConfig(HeadOptions):
     name: ClassVar[str] = PEAGLE.name
     k: int = 6
 
-    def build(self, target: Target, load: Loader) -> HeadDrafter:
+    def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter. Raises `ModelError`, or `DrafterMismatch` if the head is not the target's."""
         head = self.load(target)
         make = RelayHeadDrafter if head.config.relay_size else ParallelHeadDrafter
-        return make(self.asked(target), target, head)
+        return _drafter(make, self.asked(target), target, head)
+
+
+def _drafter(make: Callable[..., HeadDrafter], asked: AskedHead, target: Target, head: Head) -> Drafter:
+    """Return a drafter on the target's device if its backend can draft late; else one of the host's."""
+    runner = target.memory.run_head(head, asked.weights)
+    if not runner.capabilities.late or target.law_needs_probs:
+        return make(asked, target, head, runner)
+    return _late(asked, target, head, runner)
+
+
+def _late(asked: AskedHead, target: Target, head: Head, runner: HeadRunner) -> LateDrafter:
+    kv, taps = runner.new_kv(target.num_pages), runner.new_tap_store(target.num_pages)
+    needs = head_needs(asked, head, kv.bytes_per_token + taps.bytes_per_token, stops=True, late=True)
+    program = cast("LateHeadRunner", runner).late_program(target.rows, kv, taps)
+    return LateDrafter(asked.name, needs, head_report(asked, head.config, runner), program, target.rows)

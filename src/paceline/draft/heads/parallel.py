@@ -19,7 +19,7 @@ from paceline.draft.hints import MAX_MATCH, MIN_MATCH, RecycledGains
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from paceline.backend.seam import PassRequest, PassResult, RowView, Span, StepLimit
+    from paceline.backend.seam import HeadRunner, PassRequest, PassResult, RowView, Span, StepLimit
     from paceline.core.nouns import SamplingSpec
     from paceline.draft.autoregressive import Chain
     from paceline.draft.drafter import Target
@@ -37,8 +37,8 @@ class ParallelHeadDrafter(HeadDrafter):
 
     hint_gain = 0.0  # none by guesses
 
-    def __init__(self, asked: AskedHead, target: Target, head: Head) -> None:
-        super().__init__(asked, target, head)
+    def __init__(self, asked: AskedHead, target: Target, head: Head, runner: HeadRunner) -> None:
+        super().__init__(asked, target, head, runner)
         assert head.config.mask_token_id is not None, "the config of a parallel head names it"
         self._mask = head.config.mask_token_id
 
@@ -103,8 +103,8 @@ class RelayHeadDrafter(ParallelHeadDrafter):
     hint_gain = 6.0
     recycled_gains = RecycledGains(pair=6.0, far_pair=2.0, token=3.0)
 
-    def __init__(self, asked: AskedHead, target: Target, head: Head) -> None:
-        super().__init__(asked, target, head)
+    def __init__(self, asked: AskedHead, target: Target, head: Head, runner: HeadRunner) -> None:
+        super().__init__(asked, target, head, runner)
         self._hidden: object = None  # of the places of all guesses, `PassResult.hidden`
         self._first: dict[int, int] = {}  # row -> its first place there
         self._messages: object = None  # to the newest guesses, `PassResult.hidden` of the relay

@@ -12,7 +12,7 @@ from paceline.draft.hints import RecycledGains
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from paceline.backend.seam import PassResult, Span, StepLimit
+    from paceline.backend.seam import HeadRunner, PassResult, Span, StepLimit
     from paceline.core.nouns import SamplingSpec
     from paceline.draft.autoregressive import Chain
     from paceline.draft.drafter import Target
@@ -26,8 +26,8 @@ class SerialHeadDrafter(HeadDrafter):
     hint_gain = 1.5
     recycled_gains = RecycledGains(pair=4.0, far_pair=1.0, token=2.0)
 
-    def __init__(self, asked: AskedHead, target: Target, head: Head) -> None:
-        super().__init__(asked, target, head)
+    def __init__(self, asked: AskedHead, target: Target, head: Head, runner: HeadRunner) -> None:
+        super().__init__(asked, target, head, runner)
         self._hidden: object = None  # of the newest guesses, `PassResult.hidden`
         self._hidden_rows: dict[int, int] = {}  # row -> its row there
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from paceline.backend.seam import PassRequest
 from paceline.core.errors import ConfigError
@@ -21,6 +21,7 @@ from paceline.core.nouns import NO_DRAFT, Draft
 from paceline.draft.autoregressive import begin, catch_up_tokens, draft_steps, share_out
 from paceline.draft.drafter import MAX_K, Needs
 from paceline.draft.hints import Hints, RecycledGains
+from paceline.draft.late import LateDrafter
 from paceline.draft.model.cross_vocabulary import ForeignDraftModel
 from paceline.draft.model.id_map import TranslatedDecoder, difference, map_tokens
 from paceline.draft.model.retokenize import RETOKENIZERS, VocabularyPair
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from numpy import int64
     from numpy.typing import NDArray
 
-    from paceline.backend.seam import KV, Decoder, PassResult, Span, StepLimit
+    from paceline.backend.seam import KV, Decoder, LateDecoder, PassResult, Span, StepLimit
     from paceline.core.nouns import Batch, Plan, Request, SamplingSpec, Scores, Verdict
     from paceline.draft.autoregressive import Chain
     from paceline.draft.drafter import Drafter, Target
@@ -107,16 +108,16 @@ class DraftModelConfig:
         if self.layers is not None and not 1 <= self.layers <= num_layers:
             raise ConfigError(f"draft-model:layers must be between 1 and {num_layers}, not {self.layers}")
 
-    def _own_layers(self, target: Target) -> DraftModel:
+    def _own_layers(self, target: Target) -> Drafter:
         self._check_layers(target.config.num_layers - 1)
         if target.rows.late_steps:  # guesses would overwrite KV of tokens that are committed and not known yet
             raise ConfigError(f"{self.name}:layers={self.layers} needs a backend that knows its rows at once")
         report = {"drafter": self.name, "k": self.k, "model": f"the target's first {self.layers} layers"}
         memory = target.memory
         needs = Needs(pages="shared", stops=not target.law_needs_probs)
-        drafter = DraftModel(target, memory.decoder, memory.kv, needs, report, self.layers)
-        drafter.hints.gain = CUT_GAIN
-        return drafter
+        if may_draft_late(memory.decoder, target):
+            return late_drafter(target, memory.decoder, memory.kv, replace(needs, late=True), report, self.layers)
+        return DraftModel(target, memory.decoder, memory.kv, needs, report, self.layers, hint_gain=CUT_GAIN)
 
     def _cut_model(self, folder: Path, target: Target) -> Drafter:
         """Return a model that was cut from the target and shares its tables."""
@@ -128,9 +129,8 @@ class DraftModelConfig:
         vocabulary = RequestVocabulary(
             target.rows, cut.token_ids, target.config.vocab_size, decoder.set_request_tokens
         )
-        drafter = self._over_shared_pages(target, decoder, report, trained_to(folder), vocabulary=vocabulary)
-        drafter.hints.gain = CUT_GAIN
-        return drafter
+        kept = trained_to(folder)
+        return self._over_shared_pages(target, decoder, report, kept, vocabulary=vocabulary, hint_gain=CUT_GAIN)
 
     def _own_model(self, name: str, target: Target, load: Loader) -> Drafter:
         drafter = load(name)
@@ -160,7 +160,8 @@ class DraftModelConfig:
         *,
         vocabulary: RequestVocabulary | None = None,
         read_as: NDArray[int64] | None = None,
-    ) -> DraftModel:
+        hint_gain: float = 0.0,
+    ) -> Drafter:
         kv = decoder.new_kv(target.num_pages, self.layers)
         needs = Needs(
             pages="shared",
@@ -169,7 +170,32 @@ class DraftModelConfig:
             stops=not target.law_needs_probs,
             trained_to=kept,
         )
-        return DraftModel(target, decoder, kv, needs, report, self.layers, vocabulary=vocabulary, read_as=read_as)
+        if read_as is None and may_draft_late(decoder, target):
+            late = replace(needs, late=True)
+            return late_drafter(target, decoder, kv, late, report, self.layers, vocabulary)
+        model = partial(DraftModel, target, decoder, kv, needs, report, self.layers)
+        return model(vocabulary=vocabulary, read_as=read_as, hint_gain=hint_gain)
+
+
+def may_draft_late(decoder: Decoder, target: Target) -> bool:
+    """Return True if a decoder drafts on the target's device, as its law allows."""
+    return decoder.capabilities.late and not target.law_needs_probs
+
+
+def late_drafter(
+    target: Target,
+    decoder: Decoder,
+    kv: KV,
+    needs: Needs,
+    report: Mapping[str, Any],
+    num_layers: int | None,
+    vocabulary: RequestVocabulary | None = None,
+) -> LateDrafter:
+    """Return a drafter whose passes need not know what the last ones committed."""
+    program = cast("LateDecoder", decoder).late_program(
+        target.rows, kv, num_layers, target.config.vocab_size, own_store=bool(needs.stores)
+    )
+    return LateDrafter(DraftModelConfig.name, needs, report, program, target.rows, vocabulary)
 
 
 class DraftModel:
@@ -188,15 +214,19 @@ class DraftModel:
         *,
         vocabulary: RequestVocabulary | None = None,
         read_as: NDArray[int64] | None = None,
+        hint_gain: float = 0.0,
     ) -> None:
-        """vocabulary: of a decoder that writes some of the target's tokens only. read_as: see `RowView.pack`."""
+        """vocabulary: of a decoder that writes some of the target's tokens only. read_as: see `RowView.pack`.
+
+        hint_gain: see `Hints`; 0 for a whole model, which reads the text for itself.
+        """
         self.needs = needs
         self._decoder = decoder
         self._kv = kv
         self._num_layers = num_layers
         self._report = report
         self._rows = target.rows
-        self.hints = Hints(target.rows, 0.0, RECYCLED_GAINS)  # a whole model reads the text for itself
+        self.hints = Hints(target.rows, hint_gain, RECYCLED_GAINS)
         self._vocab_size = target.config.vocab_size
         self._dense = target.law_needs_probs
         layers = num_layers or decoder.config.num_layers

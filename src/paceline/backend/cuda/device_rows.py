@@ -1,0 +1,295 @@
+"""Rows on a device: its own copy of all that depends on outcomes, and the host's, which trails.
+
+The host learns a pass's outcome a step late. So the device keeps tokens, lengths, page tables and drafts itself,
+gathers each pass from them, and advances them when a pass is judged. The host sends what only it knows: new
+requests, new pages, and the tokens of rows whose choice it made. All arrays of the device have one row more than
+there are, which takes the writes of padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from paceline.backend.cuda.choice import ChoiceSpecs
+from paceline.backend.cuda.device_pass import DevicePass
+from paceline.backend.rows import Rows
+from paceline.core.nouns import PAGE_TOKENS, noun
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy import int64
+    from numpy.typing import NDArray
+
+    from paceline.core.nouns import Admission, Batch, Request, Verdict
+
+TapSink = Callable[[Mapping[int, torch.Tensor], torch.Tensor], None]  # (taps, slots)
+
+MAX_DRAFTS = 16  # drafts of a row that the device has room for
+_MASK = 0xFFFFFFFF
+
+
+@dataclass(slots=True, eq=False)
+class RowTensors:
+    """State of every row on the device, int64 but for temperatures; the last row is padding's."""
+
+    token_ids: torch.Tensor  # [num_rows + 1, max_len]
+    pages: torch.Tensor  # [num_rows + 1, max_pages]
+    length: torch.Tensor  # [num_rows + 1] committed tokens
+    computed: torch.Tensor  # [num_rows + 1] tokens whose target KV is there
+    sampling: torch.Tensor  # [num_rows + 1, 4] seed's low and high word, choice, 1 where the device commits
+    temperature: torch.Tensor  # [num_rows + 1] float64
+    drafts: torch.Tensor  # [num_rows + 1, MAX_DRAFTS]
+    margins: torch.Tensor  # [num_rows + 1, MAX_DRAFTS] float64, NaN where not known
+    num_drafts: torch.Tensor  # [num_rows + 1]
+
+    @classmethod
+    def empty(cls, num_rows: int, max_len: int, device: torch.device) -> RowTensors:
+        """Return the state of `num_rows` rows without requests."""
+        n = num_rows + 1
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            token_ids=zeros(n, max_len),
+            pages=zeros(n, -(-max_len // PAGE_TOKENS)),
+            length=zeros(n),
+            computed=zeros(n),
+            sampling=zeros(n, 4),
+            temperature=zeros(n, dtype=torch.float64),
+            drafts=zeros(n, MAX_DRAFTS),
+            margins=zeros(n, MAX_DRAFTS, dtype=torch.float64),
+            num_drafts=zeros(n),
+        )
+
+
+@noun
+class StepRows:
+    """Rows of one step on the device, as the host knows them: bounds, never outcomes."""
+
+    rows: torch.Tensor  # [num_rows] padding: the last row
+    num_known: torch.Tensor  # [num_rows] committed tokens that the pass computes
+    max_drafts: torch.Tensor  # [num_rows] upper bound of the drafts it scores
+    samples: torch.Tensor  # [num_rows] 1 where the pass yields a token
+
+
+@noun
+class Gathered:
+    """A pass that was gathered on the device, with all that judging it needs."""
+
+    step: StepRows
+    tokens: DevicePass
+    num_drafts: torch.Tensor  # [num_rows] drafts in the pass
+    first_place: torch.Tensor  # [num_rows] each row's first among the wanted places
+    specs: ChoiceSpecs  # [num_wanted]
+
+
+class DeviceRows(Rows):
+    """Rows whose true state is on a device. The arrays of `Rows` trail, by the passes in flight."""
+
+    def __init__(
+        self, num_rows: int, max_len: int, eos_ids: frozenset[int], *, law_needs_probs: bool = False
+    ) -> None:
+        super().__init__(num_rows, max_len, eos_ids, law_needs_probs=law_needs_probs)
+        self.on_device = RowTensors.empty(num_rows, self.max_len, torch.device("cpu"))
+        self._law_needs = law_needs_probs
+        self._behind: dict[int, int] = {}  # row -> its committed tokens that the device knows
+        self._chosen_here: set[int] = set()  # rows whose tokens the host chooses
+        self.tap_sinks: list[TapSink] = []  # take the taps of every pass, on the device
+
+    def move_to(self, device: torch.device) -> None:
+        """Keep the state on another device. For use before the first request."""
+        if device != self.on_device.length.device:
+            self.on_device = RowTensors.empty(self.num_rows, self.max_len, device)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the true state."""
+        return self.on_device.length.device
+
+    def chosen_here(self, row: int) -> bool:
+        """True if the host chooses a row's tokens, so that its next pass waits for the outcome."""
+        return row in self._chosen_here
+
+    # Orders: what the host tells the device --------------------------------------------------------
+
+    def apply(self, batch: Batch) -> None:
+        """Take in admissions and new pages; bring the device's rows level with what the host knows."""
+        super().apply(batch)
+        places, page_ids = [], []
+        for r in batch.rows:
+            if r.new_pages:
+                first = r.row * self.pages.shape[1] + r.num_kept_pages
+                places += range(first, first + len(r.new_pages))
+                page_ids += r.new_pages
+        for admission in batch.admissions:
+            first = admission.row * self.pages.shape[1]
+            places += range(first, first + len(admission.pages))
+            page_ids += admission.pages
+        if places:
+            _scatter(self.on_device.pages, np.array([places, page_ids], np.int64))
+        if self._behind:
+            self._level()
+
+    def _admit(self, admission: Admission) -> None:
+        super()._admit(admission)
+        row = admission.row
+        self._behind[row] = 0
+        spec = self.spec_after(row, ())
+        late = spec.kind in ("argmax", "noisy") and self._sampling_is_plain(row)
+        self._chosen_here -= {row}
+        self._chosen_here |= set() if late else {row}
+
+    def _sampling_is_plain(self, row: int) -> bool:
+        sampling = self._sampling[row]
+        return sampling is not None and sampling.history.never_edits
+
+    def _level(self) -> None:
+        """Send rows' lengths, sampling, and the tokens that the device does not know."""
+        d, rows = self.on_device, list(self._behind)
+        state = np.array([self._state(row) for row in rows], np.int64)
+        starts = [row * self.max_len + known for row, known in self._behind.items()]
+        tokens = [self.token_ids[row, known : self.length[row]] for row, known in self._behind.items()]
+        places = [np.arange(start, start + len(t)) for start, t in zip(starts, tokens, strict=True)]
+        temperatures = np.array([self._temperature(row) for row in rows])
+        self._behind.clear()
+        _scatter(d.token_ids, np.stack([np.concatenate(places), np.concatenate(tokens)]))
+        sent = torch.from_numpy(state).to(self.device, non_blocking=True)
+        index = sent[:, 0]
+        d.length.index_copy_(0, index, sent[:, 1])
+        d.computed.index_copy_(0, index, sent[:, 2])
+        d.sampling.index_copy_(0, index, sent[:, 3:])
+        d.temperature.index_copy_(0, index, torch.from_numpy(temperatures).to(self.device, non_blocking=True))
+
+    def _state(self, row: int) -> tuple[int, ...]:
+        request = self._request(row)
+        seed, late = request.seed, row not in self._chosen_here
+        counts = int(self.length[row]), int(self.computed[row])
+        return row, *counts, seed & _MASK, seed >> 32, request.choice, int(late)
+
+    def _temperature(self, row: int) -> float:
+        params = self._request(row).params
+        return 0.0 if params.greedy else params.temperature
+
+    def _request(self, row: int) -> Request:
+        request = self.requests[row]
+        assert request is not None
+        return request
+
+    def put_drafts(self, rows: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:
+        """Send drafts that were made on the host."""
+        block = np.zeros((len(rows), MAX_DRAFTS + 2), np.int64)
+        for index, (row, token_ids) in enumerate(zip(rows, drafts, strict=True)):
+            block[index, 0] = row
+            block[index, 1] = len(token_ids)
+            block[index, 2 : 2 + len(token_ids)] = token_ids
+        sent = torch.from_numpy(block).to(self.device, non_blocking=True)
+        self.on_device.num_drafts.index_copy_(0, sent[:, 0], sent[:, 1])
+        self.on_device.drafts.index_copy_(0, sent[:, 0], sent[:, 2:])
+
+    # Commit on the host, one step late -------------------------------------------------------------
+
+    def commit(self, batch: Batch, verdict: Verdict) -> None:
+        """Append on the host what a pass yielded; rows chosen here are sent to the device next."""
+        for r in batch.rows:
+            if r.samples and r.row in self._chosen_here:
+                self._behind.setdefault(r.row, self.known_len(r.row))
+        super().commit(batch, verdict)
+
+    def step_rows(self, batch: Batch, num_drafts: Sequence[int], padded: int) -> StepRows:
+        """Send the rows of a step, padded to a number of rows."""
+        block = np.zeros((4, padded), np.int64)
+        block[0] = self.num_rows
+        for index, (r, count) in enumerate(zip(batch.rows, num_drafts, strict=True)):
+            block[:, index] = r.row, r.num_known, count, r.samples
+        sent = torch.from_numpy(block).to(self.device, non_blocking=True)
+        return StepRows(*sent)
+
+
+def _scatter(table: torch.Tensor, places_and_values: NDArray[int64]) -> None:
+    """Write values at places of a flattened table. [2, n]"""
+    sent = torch.from_numpy(places_and_values).to(table.device, non_blocking=True)
+    table.view(-1).index_copy_(0, sent[0], sent[1])
+
+
+# On the device alone -------------------------------------------------------------------------------
+
+
+def gather(d: RowTensors, step: StepRows, num_tokens: int, num_wanted: int, scratch_slot: int, width: int) -> Gathered:
+    """Gather a pass: each row's known tokens from its computed ones on, then its drafts.
+
+    num_tokens, num_wanted: of the pass, padding included. scratch_slot: takes padding's keys. width: pages of a row.
+    """
+    rows = step.rows
+    num_drafts = torch.minimum(d.num_drafts[rows], step.max_drafts)  # [num_rows]
+    counts = step.num_known + num_drafts
+    cu_len = offsets(counts)
+    place = torch.arange(num_tokens, device=rows.device)
+    owner, at = owners(cu_len, place)
+    real = place < cu_len[-1]
+    row, known = rows[owner], step.num_known[owner]
+    position = torch.where(real, d.computed[row] + at, 0)
+    guess = d.drafts[row, (at - known).clamp(0, MAX_DRAFTS - 1)]
+    token = torch.where(at < known, d.token_ids[row, position], guess)
+    slot = d.pages[row, position // PAGE_TOKENS] * PAGE_TOKENS + position % PAGE_TOKENS
+    cu_wanted = offsets(step.samples * (1 + num_drafts))
+    place = torch.arange(num_wanted, device=rows.device)
+    owner, at = owners(cu_wanted, place)
+    wanted = cu_len[owner] + step.num_known[owner] - 1 + at
+    sampling = d.sampling[rows[owner]]
+    tokens = DevicePass(
+        token_ids=torch.where(real, token, 0),
+        positions=position,
+        slots=torch.where(real, slot, scratch_slot),
+        cu_len=cu_len,
+        pages=d.pages[rows, :width],
+        wanted=torch.where(place < cu_wanted[-1], wanted, 0),
+    )
+    specs = ChoiceSpecs(
+        seed_lo=sampling[:, 0],
+        seed_hi=sampling[:, 1],
+        choice=sampling[:, 2],
+        position=d.length[rows[owner]] + at,
+        temperature=d.temperature[rows[owner]],
+    )
+    return Gathered(step, tokens, num_drafts, cu_wanted[:-1], specs)
+
+
+def offsets(counts: torch.Tensor) -> torch.Tensor:
+    """Return the offsets [n + 1] of pieces with these counts [n]."""
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+
+
+def owners(offsets: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each place's piece, and its index in that; of places behind all pieces the last piece."""
+    last = offsets.shape[0] - 2
+    owner = (torch.searchsorted(offsets, places, right=True) - 1).clamp(max=last)
+    return owner, places - offsets[owner]
+
+
+def advance(d: RowTensors, gathered: Gathered, token_ids: torch.Tensor, num_tokens: torch.Tensor) -> None:
+    """Append to each row what it gained, and count what is computed.
+
+    token_ids: [num_rows, MAX_DRAFTS + 1]; num_tokens: [num_rows] of each, 0 of a chunk. Rows whose tokens the host
+    chooses wait for it.
+    """
+    step, spare = gathered.step, d.length.shape[0] - 1
+    rows, samples = step.rows, step.samples > 0
+    here = d.sampling[rows, 3] > 0
+    gains = torch.where(samples & here, num_tokens, 0)
+    place = torch.arange(token_ids.shape[1], device=rows.device)
+    written = place < gains[:, None]  # [num_rows, MAX_DRAFTS + 1]
+    row = torch.where(written, rows[:, None], spare)
+    at = torch.where(written, d.length[rows, None] + place, 0)
+    d.token_ids[row, at] = token_ids.clamp(min=0)  # a row that is broken ends; its token is never read
+    computed = step.num_known + (gains - 1).clamp(min=0)
+    moves = torch.where(here | ~samples, rows, spare)
+    d.length.index_add_(0, moves, gains)
+    d.computed.index_add_(0, moves, computed)
+    d.num_drafts[rows] = 0

@@ -1,0 +1,256 @@
+"""Drafting on the device, for rows whose newest tokens the host does not know.
+
+A program keeps, for each row, how many of its tokens have entries in a drafter's own store: keys and values of a
+draft model's layers, or of a head's. It catches up on tokens that the last passes committed and drafts on, all from
+the device's rows; the host sends rows, depths, and a bound of the tokens that were committed since.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from paceline.backend.cuda.choice import ChoiceSpecs, choose
+from paceline.backend.cuda.device_pass import DevicePass
+from paceline.backend.cuda.device_rows import MAX_DRAFTS, offsets, owners
+from paceline.core.nouns import BROKEN, MOST_MARGIN, PAGE_TOKENS, noun
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from paceline.backend.cuda.device_rows import DeviceRows, RowTensors
+    from paceline.backend.seam import LateDraft
+
+
+@noun
+class LateInput:
+    """Tokens that a draft pass reads on the device."""
+
+    tokens: DevicePass
+    before: torch.Tensor  # [num_tokens] slot of the token before each, whose taps a head reads
+    fed_back: torch.Tensor | None = None  # [num_tokens, width] features of guesses, read instead of taps
+    masked: torch.Tensor | None = None  # [num_tokens] True at places of tokens that are not known yet
+
+
+class LateRunner(Protocol):
+    """A draft model or head that runs passes on the device."""
+
+    draft_ids: torch.Tensor | None  # [num_logits] target's id of each logit; None: the same ids
+    parallel: bool  # makes all guesses in one pass
+
+    def run_late(self, asked: LateInput) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return logits [num_wanted, num_logits], and what the next guesses are fed, [num_wanted, width]."""
+        ...
+
+    def write_taps(self, taps: Mapping[int, torch.Tensor], slots: torch.Tensor) -> None:
+        """Keep the taps of all tokens of a target pass, committed or not."""
+        ...
+
+
+class _Drafted(NamedTuple):
+    """Rows that draft, and what the host knows of them, on the device."""
+
+    rows: torch.Tensor  # [n]
+    depth: torch.Tensor  # [n]
+    length: torch.Tensor  # [n] committed tokens
+    missing: torch.Tensor  # [n] of these without entries
+
+
+class Program:
+    """Catches up and drafts; see `LateProgram`."""
+
+    def __init__(
+        self, rows: DeviceRows, runner: LateRunner, scratch_slot: int, *, own_store: bool = True
+    ) -> None:
+        """scratch_slot: of the drafter's store, takes entries that nothing reads.
+
+        own_store: False where its entries are the target's own, there for all tokens but the newest.
+        """
+        n, device = rows.num_rows + 1, rows.device
+        self._rows, self._runner, self._scratch, self._own_store = rows, runner, scratch_slot, own_store
+        self._entries = torch.zeros(n, dtype=torch.int64, device=device)  # tokens with entries
+        self._first_key = torch.zeros(n, dtype=torch.int64, device=device)  # earlier ones have none
+        rows.tap_sinks.append(runner.write_taps)
+
+    def close(self) -> None:
+        """Take no more taps."""
+        self._rows.tap_sinks.remove(self._runner.write_taps)
+
+    def admit(self, row: int, entries: int, first_key: int) -> None:
+        """Begin a row whose first `entries` tokens have entries, none before `first_key`."""
+        sent = self._send([[row], [entries], [first_key]])
+        self._entries.index_copy_(0, sent[0], sent[1])
+        self._first_key.index_copy_(0, sent[0], sent[2])
+
+    @torch.inference_mode()
+    def catch_up(self, counts: Mapping[int, int]) -> None:
+        """Make `counts[row]` further entries of known tokens, and draft nothing."""
+        sent = self._send([list(counts), list(counts.values())])
+        rows = sent[0]
+        start = self._start(rows)
+        self._run_known(rows, start, sent[1], sum(counts.values()), wanted=False)
+        self._entries.index_copy_(0, rows, start + sent[1])
+
+    @torch.inference_mode()
+    def draft(self, drafts: Sequence[LateDraft]) -> None:
+        """Draft for rows: catch up, then guess up to the deepest of them."""
+        sent = self._send([[d.row for d in drafts], [d.depth for d in drafts]])
+        rows, state = sent[0], self._rows.on_device
+        length = state.length[rows]
+        start = self._start(rows)
+        drafted = _Drafted(rows, sent[1], length, (length - start).clamp(min=1))
+        bound, deepest = sum(d.bound for d in drafts), max(d.depth for d in drafts)
+        guess = self._guess_at_once if self._runner.parallel else self._guess_in_turn
+        token_ids, margins = guess(drafted, bound, deepest)
+        self._entries.index_copy_(0, rows, length)
+        state.drafts[rows, : token_ids.shape[1]] = token_ids.clamp(min=0)
+        state.margins[rows, : margins.shape[1]] = margins
+        state.num_drafts.index_copy_(0, rows, _counts(drafted.depth, token_ids, margins, self._stops(drafts, deepest)))
+
+    def _start(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return each row's first token without an entry. [n]"""
+        if not self._own_store:
+            return self._rows.on_device.computed[rows]
+        return torch.maximum(self._entries[rows], self._first_key[rows])
+
+    # The passes ------------------------------------------------------------------------------------
+
+    def _guess_in_turn(self, d: _Drafted, bound: int, deepest: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return guesses and margins, [n, deepest] each, one pass after another."""
+        logits, fed_back = self._run_known(d.rows, d.length - d.missing, d.missing, bound, wanted=True)
+        found = [self._choose(logits, d, 0)]
+        for index in range(1, deepest):
+            asked = self._guesses(d, found[-1][0], index, fed_back)
+            logits, fed_back = self._runner.run_late(asked)
+            found.append(self._choose(logits, d, index))
+        return torch.stack([ids for ids, _ in found], 1), torch.stack([margins for _, margins in found], 1)
+
+    def _guess_at_once(self, d: _Drafted, bound: int, deepest: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return guesses and margins, [n, deepest] each, of one pass with places for unknown tokens."""
+        n, ahead = len(d.rows), deepest - 1
+        start, counts = d.length - d.missing, d.missing + ahead
+        asked = self._pack(d.rows, start, counts, bound + n * ahead, d.missing, depth=d.depth)
+        last = asked.tokens.cu_len[1:] - deepest
+        asked.tokens.wanted = (last[:, None] + torch.arange(deepest, device=last.device)).view(-1)
+        logits, _ = self._runner.run_late(asked)
+        found = [self._choose(logits.view(n, deepest, -1)[:, index], d, index) for index in range(deepest)]
+        return torch.stack([ids for ids, _ in found], 1), torch.stack([margins for _, margins in found], 1)
+
+    def _run_known(
+        self, rows: torch.Tensor, start: torch.Tensor, counts: torch.Tensor, bound: int, *, wanted: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run a pass over known tokens. bound: of all of them together. wanted: the last of each row."""
+        asked = self._pack(rows, start, counts, bound, counts)
+        asked.tokens.wanted = asked.tokens.cu_len[1:] - 1 if wanted else rows[:0]
+        return self._runner.run_late(asked)
+
+    def _pack(
+        self,
+        rows: torch.Tensor,
+        start: torch.Tensor,
+        counts: torch.Tensor,
+        bound: int,
+        known: torch.Tensor,
+        depth: torch.Tensor | None = None,
+    ) -> LateInput:
+        """Pack `counts` tokens of each row from `start` on, the first `known` of them committed.
+
+        depth: of rows with further places; those that no draft of the row needs go to the scratch slot.
+        """
+        state = self._rows.on_device
+        cu_len = offsets(counts)
+        place = torch.arange(bound, device=rows.device)
+        owner, at = owners(cu_len, place)
+        real, row = place < cu_len[-1], rows[owner]
+        position = torch.where(real, start[owner] + at, 0)
+        masked = real & (at >= known[owner])
+        kept = real if depth is None else real & (at < known[owner] + depth[owner] - 1)
+        tokens = DevicePass(
+            token_ids=torch.where(real & ~masked, _at(state.token_ids, row, position), 0),
+            positions=position,
+            slots=torch.where(kept, self._slot(row, position), self._scratch),
+            cu_len=cu_len,
+            pages=state.pages[rows],
+            wanted=rows[:0],
+            first_keys=self._first_key[rows],
+        )
+        before = torch.where(real, self._slot(row, (position - 1).clamp(min=0)), self._scratch)
+        return LateInput(tokens, before, masked=None if depth is None else masked)
+
+    def _guesses(
+        self, d: _Drafted, token_ids: torch.Tensor, index: int, fed_back: torch.Tensor | None
+    ) -> LateInput:
+        """Return a pass over each row's guess number `index`, counted from 1."""
+        n = len(d.rows)
+        each = torch.arange(n + 1, device=d.rows.device)
+        position = d.length + index - 1
+        kept = index < d.depth  # deeper places have no page
+        position = torch.where(kept, position, d.length)
+        tokens = DevicePass(
+            token_ids=token_ids.clamp(min=0),
+            positions=position,
+            slots=torch.where(kept, self._slot(d.rows, position), self._scratch),
+            cu_len=each,
+            pages=self._rows.on_device.pages[d.rows],
+            wanted=each[:-1],
+            first_keys=self._first_key[d.rows],
+        )
+        return LateInput(tokens, self._slot(d.rows, (position - 1).clamp(min=0)), fed_back)
+
+    def _slot(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        pages = self._rows.on_device.pages
+        return _at(pages, rows, positions // PAGE_TOKENS) * PAGE_TOKENS + positions % PAGE_TOKENS
+
+    def _choose(self, logits: torch.Tensor, d: _Drafted, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose as the target would, with the noise of its choice. [n] each"""
+        state: RowTensors = self._rows.on_device
+        sampling = state.sampling[d.rows]
+        specs = ChoiceSpecs(
+            seed_lo=sampling[:, 0],
+            seed_hi=sampling[:, 1],
+            choice=sampling[:, 2],
+            position=d.length + index,
+            temperature=state.temperature[d.rows],
+        )
+        return choose(logits, specs, draft_ids=self._runner.draft_ids)
+
+    # Stops -----------------------------------------------------------------------------------------
+
+    def _stops(self, drafts: Sequence[LateDraft], deepest: int) -> torch.Tensor:
+        """Return the rows' stop rules: log-odds, least chances [n, deepest], sureness. [n, 2 deepest + 1]"""
+        block = np.full((len(drafts), 2 * deepest + 1), -np.inf)
+        block[:, :deepest] = np.inf  # never stops
+        for row, d in zip(block, drafts, strict=True):
+            if d.stop is not None:
+                count = min(deepest, len(d.stop.odds), len(d.stop.least))
+                row[:count], row[deepest : deepest + count] = d.stop.odds[:count], d.stop.least[:count]
+            row[-1] = d.stop.sureness if d.stop is not None else 0.0
+        return torch.from_numpy(block).to(self._rows.device, non_blocking=True)
+
+    def _send(self, columns: Sequence[Sequence[int]]) -> torch.Tensor:
+        return torch.from_numpy(np.array(columns, np.int64)).to(self._rows.device, non_blocking=True)
+
+
+def _at(table: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    return table[rows, columns.clamp(max=table.shape[1] - 1)]
+
+
+def _counts(
+    depth: torch.Tensor, token_ids: torch.Tensor, margins: torch.Tensor, stops: torch.Tensor
+) -> torch.Tensor:
+    """Return how many guesses of each row count: up to its depth, a stop, or one that is broken. [n]
+
+    See `Stop.over` for the rule.
+    """
+    deepest = token_ids.shape[1]
+    odds, least, sureness = stops[:, :deepest], stops[:, deepest : 2 * deepest], stops[:, -1:]
+    sure = sureness * torch.nan_to_num(margins, nan=MOST_MARGIN).clamp(max=MOST_MARGIN)
+    alive = torch.sigmoid(odds + sure).cumprod(1)
+    over = (alive < least) & ~margins.isnan()
+    index = torch.arange(deepest, device=depth.device)
+    ends_before = (token_ids == BROKEN) | (index >= depth[:, None])  # this guess does not count
+    count_over = torch.where(over, index + 1, MAX_DRAFTS).amin(1)
+    count_before = torch.where(ends_before, index, MAX_DRAFTS).amin(1)
+    return torch.minimum(torch.minimum(count_over, count_before), depth)

@@ -1,0 +1,71 @@
+"""The record of a step: what the device tells the host of it, copied beside the next step."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+
+def begin_record(device: torch.device) -> Record:
+    """Return the record of a step that is about to be enqueued."""
+    return StreamRecord() if device.type == "cuda" else Record()
+
+
+class Record:
+    """Record of a step on a device that works when it is asked: its tensors are on the host at once."""
+
+    def __init__(self) -> None:
+        self.taps: Mapping[int, Any] = {}  # stay on the device
+        self.seconds = 0.0  # of the step on the device
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._begun_s = perf_counter()
+
+    def keep(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy a tensor to the host, beside what follows."""
+        self._tensors[name] = tensor
+
+    def end(self, taps: Mapping[int, torch.Tensor]) -> None:
+        """Note that all of the step is enqueued."""
+        self.taps = taps
+        self.seconds = perf_counter() - self._begun_s
+
+    def wait(self) -> None:
+        """Wait until the tensors are on the host."""
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        array: NDArray[Any] = self._tensors[name].numpy()
+        return array
+
+
+class StreamRecord(Record):
+    """Record of a step on a CUDA stream: copied to pinned memory, and done at an event."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._begun = torch.cuda.Event(enable_timing=True)
+        self._ended = torch.cuda.Event(enable_timing=True)
+        self._copied = torch.cuda.Event()
+        self._begun.record()
+
+    def keep(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy a tensor to pinned memory of the host."""
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._tensors[name] = pinned.copy_(tensor, non_blocking=True)
+
+    def end(self, taps: Mapping[int, torch.Tensor]) -> None:
+        """Note that all of the step is enqueued."""
+        self.taps = taps
+        self._ended.record()
+        self._copied.record()
+
+    def wait(self) -> None:
+        """Wait for the step's own event, and nothing younger."""
+        self._copied.synchronize()
+        self.seconds = self._begun.elapsed_time(self._ended) / 1e3

@@ -1,0 +1,116 @@
+"""The late loop: a step is planned, admitted, drafted for and launched before the last one's outcome is known.
+
+The device keeps the rows and goes on by itself; the host works from bounds, beside it, and takes in each outcome one
+step late. So a device never waits for the host, unless the host's own work of a step takes longer than a pass.
+
+    plan, admit, propose, score n      then      judge, commit n - 1      then      flush
+
+Rows that need the host between two passes sit out the step in which their outcome is in flight, and run again in
+the next: those whose tokens the host chooses (penalties, filters, log-probabilities, other laws), and those whose
+drafters read their newest tokens on the host. Other rows do not wait for them.
+
+Texts do not change: noise depends on the request and the position, a pass's numbers on the row alone.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from paceline.core.params import OFF
+from paceline.engine.step import StepScores
+
+if TYPE_CHECKING:
+    from paceline.backend.target import PendingPass
+    from paceline.control.protocols import Controller
+    from paceline.core.nouns import Batch
+    from paceline.engine.scheduler import RequestState
+    from paceline.engine.step import StepInput, Verbs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Launched:
+    """A step whose pass is in flight."""
+
+    drafted: StepInput
+    pending: PendingPass
+
+
+class LateLoop:
+    """Launches each step before it takes in the one before; see `Loop`."""
+
+    def __init__(self) -> None:
+        self._launched: _Launched | None = None
+        self._steps = 0
+        self._taken_s = 0.0  # clock at which the last outcome was taken in
+
+    def step(self, engine: Verbs) -> None:
+        """Launch a step, then take in the one before. Where nothing could be launched, only take in."""
+        before, self._launched = self._launched, None
+        if before is not None and not _may_launch(engine):
+            self._take_in(engine, before)
+            before = None
+        self._launched = self._launch(engine)
+        if before is not None:
+            self._take_in(engine, before)
+
+    def _launch(self, engine: Verbs) -> _Launched | None:
+        controller = self._controller(engine)
+        plan = engine.plan(controller=controller)
+        batch = engine.admit(plan)
+        if not batch.rows:
+            return None
+        _note_waits(engine, batch)
+        drafted = engine.propose(batch, plan, controller=controller)
+        self._steps += 1
+        return _Launched(drafted, engine.target.request(drafted.batch, drafted.draft).launch())
+
+    def _controller(self, engine: Verbs) -> Controller:
+        """Return what plans this step: two take turns, as one keeps a plan until its outcome is known."""
+        return engine.controller.second_group if self._steps % 2 else engine.controller
+
+    def _take_in(self, engine: Verbs, launched: _Launched) -> None:
+        start = perf_counter()
+        scores = launched.pending.wait()
+        end, drafted, pass_s = perf_counter(), launched.drafted, launched.pending.pass_s
+        since = max(self._taken_s, drafted.begun_s)
+        drafted.host_s = max(0.0, end - since - drafted.draft_s - pass_s)
+        self._taken_s = end
+        scored = StepScores(scores, pass_s, max(0.0, pass_s - (end - start)))
+        verdict = engine.judge(drafted, scored)
+        engine.commit(drafted, scored, verdict)
+        engine.flush()
+
+    def wait(self) -> bool:
+        """Wait for the pass in flight; the next step takes in what came of it."""
+        if self._launched is not None:
+            with suppress(Exception):  # the next step raises it
+                self._launched.pending.wait()
+        return self._launched is not None
+
+    def check(self, engine: Verbs) -> None:
+        """Assert that rows are in flight at most once between steps, and that waiting rows were not overtaken."""
+        open_rows = {r.row for r in self._launched.drafted.batch.rows} if self._launched else set()
+        for r in engine.scheduler.running:
+            assert r.in_flight == (r.row in open_rows), "a row is in flight twice, or will not be taken in"
+
+
+def _may_launch(engine: Verbs) -> bool:
+    """Return False if every row waits for its outcome and none can be admitted."""
+    s = engine.scheduler
+    return bool(s.waiting or s.prefilling() or s.decoding())
+
+
+def _note_waits(engine: Verbs, batch: Batch) -> None:
+    """Note which of the admitted rows need the host between two passes."""
+    host_drafts = any(not d.needs.late for d in engine.drafting.drafters.values())
+    for admission in batch.admissions:
+        state = engine.scheduler.requests[admission.request.request_id]
+        state.waits = engine.target.rows.chosen_here(admission.row) or (host_drafts and _drafts(state))
+
+
+def _drafts(state: RequestState) -> bool:
+    asked = state.request.speculation
+    return asked is None or asked.draft != OFF
