@@ -12,10 +12,10 @@ from paceline.backend.seam import LateDraft
 from paceline.core.nouns import NO_DRAFT, UNCHOSEN, Draft, RowDraft
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping, Sequence
 
     from paceline.backend.seam import LateProgram, RowView
-    from paceline.core.nouns import Batch, Plan, Request, Scores, Verdict
+    from paceline.core.nouns import Batch, BatchRow, Plan, Request, Scores, Verdict
     from paceline.draft.drafter import Needs
     from paceline.draft.request_vocabulary import RequestVocabulary
 
@@ -38,8 +38,8 @@ class LateDrafter:
         self.name, self.needs = name, needs
         self._report, self._program, self._rows = report, program, rows
         self._vocabulary = vocabulary
-        self._bound = [0] * rows.num_rows  # committed tokens of each row that the drafter may not have read
-        self._read = [0] * rows.num_rows  # tokens that it has read for certain, or never will
+        self._read = [0] * rows.num_rows  # tokens of each row that it has read for certain, or never will
+        self._reads_more: set[int] = set()  # rows that were read up to a length the host is about to learn
         self._hole = [False] * rows.num_rows  # some of a row's first tokens have no taps
 
     def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
@@ -52,42 +52,50 @@ class LateDrafter:
             first = computed + 1 if self._hole[row] else 1
         start = first if self._hole[row] else max(entries, first)
         self._read[row] = min(start, self._rows.known_len(row))
-        self._bound[row] = self._rows.known_len(row) - self._read[row]
+        self._reads_more.discard(row)
         self._program.admit(row, start, first)
 
     def propose(self, batch: Batch, plan: Plan) -> Draft:
         """Have the device draft. The tokens are not known here."""
-        wanted = {r.row: min(plan.k(r.row), r.max_drafts) for r in batch.rows if r.samples}
+        wanted = [(r, min(plan.k(r.row), r.max_drafts)) for r in batch.rows if r.samples]
+        asked = [self._draft(r, k, plan) for r, k in wanted if k > 0]
         if self._vocabulary:
-            self._vocabulary.follow(wanted)
-        room, drafts, behind = STEP_TOKENS, [], {}
-        for row in sorted((row for row, k in wanted.items() if k > 0), key=self._bound.__getitem__):
-            bound = self._bound[row] if self.needs.stores else 1
-            if bound <= room:
-                drafts.append(LateDraft(row, wanted[row], bound, plan.stop(row)))
-                self._note_read(row, self._rows.known_len(row))
-                self._bound[row] = 0
-            elif room > 0:
-                behind[row] = min(room, self._rows.known_len(row) - self._read[row] - 1)
-            room -= min(bound, room)
-        behind = {row: count for row, count in behind.items() if count > 0}
+            self._vocabulary.follow([d.row for d in asked])
+        ready, behind = self._share_out(asked)
         if behind:
             self._program.catch_up(behind)
-            for row, count in behind.items():
-                self._bound[row] -= count
-                self._note_read(row, self._read[row] + count)
-        if drafts:
-            self._program.draft(drafts)
-        for r in batch.rows:  # what this pass may commit
-            self._bound[r.row] += 1 + r.max_drafts if r.samples else 0
-        depths = {d.row: d.depth for d in drafts}
+        if ready:
+            self._program.draft(ready)
+        depths = {d.row: d.depth for d in ready}
         return Draft(tuple(_unknown(self.name, depths.get(r.row, 0)) for r in batch.rows))
 
-    def _note_read(self, row: int, count: int) -> None:
-        self._read[row] = max(self._read[row], count)
+    def _draft(self, r: BatchRow, k: int, plan: Plan) -> LateDraft:
+        longest = r.max_len - 1 - r.max_drafts  # before this pass
+        return LateDraft(r.row, k, longest - self._read[r.row] if self.needs.stores else 1, plan.stop(r.row))
+
+    def _share_out(self, asked: Sequence[LateDraft]) -> tuple[list[LateDraft], dict[int, int]]:
+        """Return the drafts of rows that may be read up to their ends, and tokens to read of the others."""
+        room, ready, behind = STEP_TOKENS, [], {}
+        for d in sorted(asked, key=lambda d: d.bound):
+            known = self._rows.known_len(d.row)
+            if d.bound <= room:
+                ready.append(d)
+                if self._read[d.row] + d.bound == known:
+                    self._read[d.row] = known
+                else:
+                    self._reads_more.add(d.row)
+            elif (count := min(room, known - self._read[d.row])) > 0:
+                behind[d.row] = count
+                self._read[d.row] += count
+            room -= min(d.bound, room)
+        return ready, behind
 
     def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
-        """Nothing to do: the device has trimmed itself."""
+        """Learn how far rows were read; the device has trimmed itself."""
+        for r in batch.rows:
+            if r.row in self._reads_more:
+                self._reads_more.discard(r.row)
+                self._read[r.row] = self._rows.known_len(r.row)
 
     def valid_lens(self, row: int) -> Mapping[str, int]:
         """Return a row's leading tokens in the stores; behind a hole they stay private."""
@@ -98,7 +106,7 @@ class LateDrafter:
 
     def release(self, row: int) -> None:
         """Forget the row."""
-        self._bound[row] = self._read[row] = 0
+        self._read[row] = 0
         if self._vocabulary:
             self._vocabulary.release(row)
 
