@@ -154,7 +154,14 @@ def _key(engine: Engine, config: EngineConfig, model: str) -> dict[str, object]:
         "machine": processor(),
         "cores": len(usable_cores()),
         "build": _build(),
-    }
+    } | _declared(engine)
+
+
+def _declared(engine: Engine) -> dict[str, object]:
+    """Return what the decoder declares that prices depend on; nothing for most backends."""
+    capabilities = engine.target.decoder.capabilities
+    found = {"device": capabilities.device, "buckets": list(capabilities.token_buckets)}
+    return {name: value for name, value in found.items() if value}
 
 
 def _build() -> str:
