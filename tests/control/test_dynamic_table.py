@@ -11,7 +11,7 @@ from tests.control.costs import H100
 from tests.control.test_allocation import PROFILE, RATES, candidates_of, uniform
 
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TableCost, TargetCost, non_negative
-from paceline.control.files import Profile, from_json, read_profile, to_json, write_profile
+from paceline.control.files import Profile, from_json, read_profile, write_profile
 from paceline.control.online_cost import OnlineCost
 from paceline.control.policy import Work
 from paceline.core.errors import ConfigError
@@ -111,7 +111,7 @@ def test_the_published_choices_hold_where_passes_cost_what_their_buckets_do() ->
 
 
 def test_rows_of_different_depth_fill_a_bucket() -> None:
-    """At 256 rows no K for all pays, but half of the rows may have a draft: the pass is then as full as it can be."""
+    """At 256 rows no K for all rows pays, but half of them may have a draft: the pass is then just full."""
     assert isinstance(PROFILE.cost, TableCost)
     parts = through_buckets(PROFILE.cost)
     work, lengths, _ = decoding(256)
