@@ -97,15 +97,20 @@ def parse_spec(spec: str) -> DrafterConfig | None:
         return None
     if name not in DRAFTERS:
         raise ConfigError(f"unknown drafter {name!r}{suggest(name, ['off', AUTO, *DRAFTERS])}")
-    module, _, class_name = DRAFTERS[name].partition(":")
-    config_class = getattr(importlib.import_module(module), class_name)
-    config: DrafterConfig = config_class(**_parse_options(name, config_class, options))
+    options_class = config_class(name)
+    config: DrafterConfig = options_class(**_parse_options(name, options_class, options))
     return config
 
 
-def _parse_options(name: str, config_class: type, options: str) -> dict[str, Any]:
-    types = get_type_hints(config_class)
-    known = {f.name: types[f.name] for f in fields(config_class)}
+def config_class(name: str) -> Any:
+    """Import the config class of a drafter of the registry."""
+    module, _, class_name = DRAFTERS[name].partition(":")
+    return getattr(importlib.import_module(module), class_name)
+
+
+def _parse_options(name: str, options_class: type, options: str) -> dict[str, Any]:
+    types = get_type_hints(options_class)
+    known = {f.name: types[f.name] for f in fields(options_class)}
     values: dict[str, Any] = {}
     for option in filter(None, options.split(",")):
         key, equals, text = option.partition("=")

@@ -41,8 +41,8 @@ MAX_ID_DIGITS = 9  # of a request's number
 class OracleConfig:
     """`oracle:file=plain.jsonl,rates=0.68+0.57+0.52,k=3`.
 
-    file: of `paceline bench --draft off --save-tokens`, with the same questions, seed and parameters. rates: chance
-    that a draft is kept if those before it are, at depth 1, 2, ...; the last one holds for all further depths.
+    file: of `paceline bench --draft off --save-tokens`, with the same questions, seed and parameters. rates:
+    chance that a draft is kept if those before it are, at depth 1, 2, ...; the last one holds for deeper drafts.
     """
 
     name: ClassVar[str] = "oracle"
@@ -54,7 +54,8 @@ class OracleConfig:
         bounded(self, "k", 1, MAX_K)
         if not self.file:
             raise ConfigError(
-                f"{self.name} wants file=FILE, what plain decoding wrote: paceline bench --draft off --save-tokens FILE"
+                f"{self.name} wants file=FILE, what plain decoding wrote: "
+                f"`paceline bench --draft off --save-tokens FILE`"
             )
         _ = self.chances
 
@@ -166,7 +167,7 @@ def read_answers(path: Path, vocab_size: int) -> list[NDArray[int64]]:
             raise ValueError(f"it is larger than {MAX_FILE_BYTES >> 20} MB")
         with path.open(encoding="utf-8") as file:
             found = list(_first_run(file, vocab_size))
-    except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ConfigError(f"oracle:file={path} is no file of --save-tokens: {error}") from None
     if not found:
         raise ConfigError(f"oracle:file={path} holds no answers")
