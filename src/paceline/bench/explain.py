@@ -113,11 +113,10 @@ def bucket_line(curve: Curve, tokens: int) -> str:
     if bucket is None:
         return f"the pass has {tokens} tokens, more than the largest bucket, {int(curve.counts[-1])}"
     following, ms = curve.bucket(bucket + 1), 1e3 * float(curve(bucket))
-    line = f"the pass has {tokens} tokens and costs {ms:.2f} ms, as any in its bucket of {bucket}"
+    line = f"the pass has {tokens} tokens and costs what its bucket of {bucket} does, {ms:.2f} ms"
     if following is None:
-        return f"{line}; {bucket - tokens} more are free"
-    added_ms = 1e3 * float(curve(following)) - ms
-    return f"{line}; {bucket - tokens} more are free, the bucket of {following} costs {added_ms:.2f} ms more"
+        return line
+    return f"{line}; the bucket of {following} costs {1e3 * float(curve(following)) - ms:.2f} ms more"
 
 
 def _same(step: Step) -> bool:
