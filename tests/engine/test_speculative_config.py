@@ -89,10 +89,6 @@ def test_a_file_of_the_proposal_is_a_profile() -> None:
         ({"method": "eagle3", "use_heterogeneous_vocab": True}, "goes with method draft_model"),
         ({"method": "eagle3", "parallel_drafting": 1}, "must be a bool"),
         ({"method": "ngram", "dynamic_config_path": 3}, "must be a str"),
-        ({"method": "ngram", "num_speculative_tokens_per_batch_size": [[1, 2]]}, "lists \\[first, last, K\\]"),
-        ({"method": "ngram", "num_speculative_tokens_per_batch_size": [[9, 2, 1]]}, "lists \\[first, last, K\\]"),
-        ({"method": "ngram", "num_speculative_tokens_per_batch_size": {"x": 1}}, "lists \\[first, last, K\\]"),
-        ({"method": "ngram", "num_speculative_tokens_per_batch_size": 3}, "lists \\[first, last, K\\]"),
         ({"method": "eagle"}, "wants model=FOLDER"),
     ],
 )

@@ -84,15 +84,12 @@ def _summary(path: str) -> None:
 
 
 def _say_filled(curve: Curve, steps: Sequence[Step]) -> None:
-    """Say how full the passes were, as what is left of a bucket costs nothing."""
+    """Say how full the passes were that have a bucket."""
     from paceline.serve.terminal.display import say
 
-    tokens = [_pass_tokens(step) for step in steps]
-    buckets = [(n, bucket) for n in tokens if (bucket := curve.bucket(n)) is not None]
-    filled = sum(n for n, _ in buckets) / max(sum(bucket for _, bucket in buckets), 1)
-    say(
-        f"{len(buckets)} of {len(steps)} passes were padded to a bucket; tokens fill {filled:.0%} of these buckets"
-    )
+    padded = [(n, bucket) for n in map(_pass_tokens, steps) if (bucket := curve.bucket(n))]
+    filled = sum(n for n, _ in padded) / max(sum(bucket for _, bucket in padded), 1)
+    say(f"{len(padded)} of {len(steps)} passes were padded to a bucket; tokens fill {filled:.0%} of these buckets")
 
 
 def _staircase(loop: ClosedLoop) -> Curve | None:

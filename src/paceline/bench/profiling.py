@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from paceline.bench.interleave import Question
     from paceline.control.files import Profile
     from paceline.engine.assembly.build import Built
-    from paceline.engine.assembly.config import EngineConfig
 
 ROWS, KS = (1, 2, 4, 8, 16, 32, 64), (0, 1, 2, 3, 4, 6, 8)  # of the table
 CONTEXT = 256  # tokens of context of each row of the table
@@ -116,6 +115,7 @@ def _steps(args: Namespace) -> Profile:
     """Measure whole steps of one drafter, and how often its drafts are kept."""
     from paceline.bench.step_table import QUICK_STEPS, STEPS, measure_table
     from paceline.draft.drafter import MAX_K
+    from paceline.draft.registry import parse_drafters
     from paceline.engine.assembly.build import build
     from paceline.engine.assembly.cli_options import engine_config
     from paceline.engine.assembly.config import MAX_ROWS
@@ -123,20 +123,15 @@ def _steps(args: Namespace) -> Profile:
 
     sizes = _numbers("--batch-sizes", args.batch_sizes, 1, MAX_ROWS)
     ks = sorted({0, *_numbers("--ks", args.ks, 0, MAX_K)})
-    built = build(_one_drafter(engine_config(args), sizes[-1]))
-    with progress("measuring what steps cost") as update:
-        num_steps = QUICK_STEPS if args.quick else STEPS
-        return measure_table(built.engine, _questions(args, built), sizes, ks, num_steps, update)
-
-
-def _one_drafter(config: EngineConfig, num_rows: int) -> EngineConfig:
-    """Return a config with room for these rows. Raises `ConfigError` unless it names one drafter of fixed K."""
-    from paceline.draft.registry import parse_drafters
-
+    config = engine_config(args)
     specs = parse_drafters(config.draft)
     if specs.auto or not specs.configs:
         raise ConfigError(f"--format {DYNAMIC_SD} measures one drafter: give --draft NAME, not {config.draft}")
-    return replace(config, limits=replace(config.limits, num_rows=max(num_rows, config.limits.num_rows)))
+    num_rows = max(sizes[-1], config.limits.num_rows)
+    built = build(replace(config, limits=replace(config.limits, num_rows=num_rows)))
+    with progress("measuring what steps cost") as update:
+        num_steps = QUICK_STEPS if args.quick else STEPS
+        return measure_table(built.engine, _questions(args, built), sizes, ks, num_steps, update)
 
 
 def _numbers(flag: str, text: str, low: int, high: int) -> list[int]:
@@ -162,7 +157,7 @@ def _questions(args: Namespace, built: Built) -> list[Question]:
 
 
 def _show(profile: Profile) -> None:
-    """Print the prices of a profile of either format, its acceptance, and the fields that decide nothing."""
+    """Print prices and acceptance of a profile, and the fields that decide nothing."""
     from paceline.control.cost import TableCost
     from paceline.serve.terminal.display import say, table
 

@@ -35,7 +35,7 @@ SLICE_S = 0.05  # between looks at how many steps were timed
 
 @dataclass(frozen=True)
 class WatchedK(FixedK):
-    """A fixed K that keeps the times of full steps and the number of kept drafts."""
+    """A fixed K that records times of full steps and kept drafts."""
 
     num_rows: int = 1  # rows of a full step; all of them decode
     steps_s: list[float] = field(default_factory=list)
@@ -54,7 +54,7 @@ class WatchedK(FixedK):
 
 
 def only_drafter(engine: Engine) -> str:
-    """Return the name of an engine's only drafter. Raises `ConfigError` if it has none, or several."""
+    """Return the name of an engine's only drafter. Raises `ConfigError`."""
     names = list(engine.drafting.drafters)
     if len(names) != 1:
         raise ConfigError(f"drafts of one drafter are measured, not of {names}; name it: --draft NAME")
@@ -105,7 +105,7 @@ def measure_table(
 
 
 def _cycled(questions: Sequence[Question], count: int) -> list[Question]:
-    """Return `count` questions, from the first again when they run out, each a request of its own."""
+    """Return `count` questions in turn, each a request of its own."""
     some = [questions[i % len(questions)] for i in range(count)]
     return [Question(q.prompt, replace(q.request, request_id=str(i))) for i, q in enumerate(some)]
 

@@ -72,7 +72,7 @@ class Curve:
         return beyond
 
     def bucket(self, count: int) -> int | None:
-        """Return the step whose cost a count has; None beyond the last one, and without steps."""
+        """Return the step whose cost a count has; None if there is none."""
         index = int(np.searchsorted(self.counts, count))
         return int(self.counts[index]) if self.stepped and index < self.counts.size else None
 
@@ -300,7 +300,7 @@ def _padded(count: int, buckets: Sequence[int]) -> int:
 
 
 def _share(count: int, counts: Sequence[int], index: int, *, stepped: bool) -> float:
-    """Return the share of a rise between counts that `count` pays; beyond the last, above 1."""
+    """Return the share of a rise that a count pays; beyond the last, above 1."""
     if index == 0:
         return 1.0
     low, high = counts[index - 1], counts[index]

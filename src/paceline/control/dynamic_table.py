@@ -1,4 +1,4 @@
-"""The file of vLLM's Dynamic SD proposal: seconds of whole steps, and shares of drafts that were kept.
+"""The file of vLLM's Dynamic SD proposal: times of whole steps, and acceptance.
 
     {"is_online": false, "batch_stats": {"1": {"0": 6.5, "3": 8.8}, "64": {"0": 7.8, "3": 13.5}},
      "max_num_speculative_tokens": 5, "acceptance_rate_per_pos": [0.68, 0.39, 0.2], "warmup_steps": 10}
@@ -29,7 +29,7 @@ UNUSED = {
 
 
 def read_table(values: Mapping[str, Any]) -> tuple[TableCost, tuple[float, ...], dict[str, Any]]:
-    """Return the prices, the share of drafts kept at each depth, and all other fields. Raises `ValueError`."""
+    """Return prices, shares of drafts kept by depth, and all other fields. Raises `ValueError`."""
     stats = {
         int(rows): {int(k): float(ms) / 1e3 for k, ms in by_k.items()} for rows, by_k in values[STATS].items()
     }
@@ -77,7 +77,7 @@ def measured_fields(max_k: int) -> dict[str, Any]:
 
 
 def unused_fields(others: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a line for each field that decides nothing here: its name, its value and why."""
+    """Return a line for each field that decides nothing: name, value and why."""
     unknown = "this version does not know it"
     return tuple(
         f"{name} ({json.dumps(value)}) is not used: {UNUSED.get(name, unknown)}"

@@ -1,9 +1,9 @@
-"""A recorded text as the draft, spoilt so that drafts are kept as often as is asked; for benchmarks.
+"""A recorded text as the draft, spoilt to be kept as often as asked.
 
-Under the coupled law a text does not depend on its drafts. So what plain decoding wrote is the perfect draft, and
-the target refuses any other token in its place. A position is tested once at most: it is behind the row then,
-whether its draft was kept or not. So one uniform number for each position, of the lane `draft`, decides: the draft
-at depth i is the recorded token where the number is below rate i.
+For benchmarks. Under the coupled law a text does not depend on its drafts. So what plain decoding wrote is the
+perfect draft, and the target refuses any other token in its place. A position is tested once at most: it is behind
+the row then, whether its draft was kept or not. So one uniform number for each position, of the lane `draft`,
+decides: the draft at depth i is the recorded token where the number is below rate i.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from paceline.draft.drafter import MAX_K, Needs
 from paceline.draft.registry import bounded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy import float64, int64
     from numpy.typing import NDArray
@@ -53,15 +53,12 @@ class OracleConfig:
     def __post_init__(self) -> None:
         bounded(self, "k", 1, MAX_K)
         if not self.file:
-            raise ConfigError(
-                f"{self.name} wants file=FILE, what plain decoding wrote: "
-                f"`paceline bench --draft off --save-tokens FILE`"
-            )
+            raise ConfigError(f"{self.name} wants file=FILE: `paceline bench --draft off --save-tokens FILE`")
         _ = self.chances
 
     @property
     def chances(self) -> NDArray[float64]:
-        """Chance at each depth that a draft is kept if those before it are. [k]"""
+        """Chance at each depth that a draft is kept, if those before it are. [k]"""
         try:
             rates = [float(rate) for rate in self.rates.split("+")]
         except ValueError:
@@ -81,12 +78,20 @@ class OracleConfig:
 
     def build(self, target: Target, load: Loader) -> OracleDrafter:
         """Make the drafter. Raises `ConfigError` for a file that holds no answers."""
-        vocab_size = target.config.vocab_size
-        return OracleDrafter(self, target.rows, vocab_size, read_answers(Path(self.file), vocab_size))
+        answers = read_answers(Path(self.file), target.config.vocab_size)
+        return OracleDrafter(self, target.rows, target.config.vocab_size, answers)
+
+
+class _Recorded(NamedTuple):
+    """The recording of a row's request."""
+
+    prompt_len: int
+    answer: NDArray[int64]  # [answer_len]
+    uniform: NDArray[float64]  # [answer_len] from 0 to 1, says up to which rate a draft there is right
 
 
 class OracleDrafter:
-    """Proposes the recorded answer of a row's request, with wrong tokens where the noise says so."""
+    """Proposes the recorded answer of a row's request, with wrong tokens in it."""
 
     name = OracleConfig.name
 
@@ -94,36 +99,35 @@ class OracleDrafter:
         self, config: OracleConfig, rows: RowView, vocab_size: int, answers: Sequence[NDArray[int64]]
     ) -> None:
         """answers: [num_requests] token ids of request 0, 1, ...; further requests are the same again."""
-        self.config = config
-        self.needs = Needs(max_k=config.k)
+        self.config, self.needs = config, Needs(max_k=config.k)
         self._rows, self._vocab_size, self._answers = rows, vocab_size, answers
         self._chances = config.chances
-        self._open: dict[int, _Recorded] = {}  # by row
+        self._recorded: dict[int, _Recorded] = {}  # by row
 
     def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
-        """Find the request's answer by its number. Requests without a number have none."""
+        """Find the request's answer by its number. Requests without one have none."""
         if request.request_id.isdecimal() and len(request.request_id) <= MAX_ID_DIGITS:
             answer = self._answers[int(request.request_id) % len(self._answers)]
             key = noise.key(request.seed, request.choice, noise.Lane.DRAFT, position=0)
-            uniform = noise.leading(key, np.arange(len(answer))) * 2.0**-32
-            self._open[row] = _Recorded(len(request.prompt_ids), answer, uniform)
+            uniform = noise.leading(key, np.arange(len(answer))).astype(np.float64) * 2.0**-32
+            self._recorded[row] = _Recorded(len(request.prompt_ids), answer, uniform)
 
     def propose(self, batch: Batch, plan: Plan) -> Draft:
         """Go on with the recording of each row whose text is that of the recording."""
-        drafts = []
-        for r in batch.rows:
-            k, recorded = min(plan.k(r.row), r.max_drafts), self._open.get(r.row)
-            found = self._spoilt(recorded, self._rows.tokens(r.row), k) if k and recorded else []
-            drafts.append(RowDraft(found, self.name) if found else NO_DRAFT)
-        return Draft(tuple(drafts))
+        found = [self._spoilt(r.row, min(plan.k(r.row), r.max_drafts)) for r in batch.rows]
+        return Draft(tuple(RowDraft(token_ids, self.name) if token_ids else NO_DRAFT for token_ids in found))
 
-    def _spoilt(self, recorded: _Recorded, token_ids: NDArray[int64], k: int) -> list[int]:
-        """Return up to k drafts after a row's tokens; none where it has left the recording."""
-        start = len(token_ids) - recorded.prompt_len
-        if not 0 < start < len(recorded.answer) or recorded.answer[start - 1] != token_ids[-1]:
+    def _spoilt(self, row: int, k: int) -> list[int]:
+        """Return up to k drafts; none for a row that has left its recording."""
+        recorded, token_ids = self._recorded.get(row), self._rows.tokens(row)
+        start = len(token_ids) - (recorded.prompt_len if recorded else 0)
+        if (
+            not (k and recorded and 0 < start < len(recorded.answer))
+            or recorded.answer[start - 1] != token_ids[-1]
+        ):
             return []
-        right, chances = recorded.answer[start : start + k], self._chances[:k]
-        kept = recorded.uniform[start : start + k] < chances[: len(right)]
+        right = recorded.answer[start : start + k]
+        kept = recorded.uniform[start : start + k] < self._chances[: len(right)]
         found: list[int] = np.where(kept, right, (right + 1) % self._vocab_size).tolist()
         return found
 
@@ -136,53 +140,36 @@ class OracleDrafter:
 
     def release(self, row: int) -> None:
         """Forget the row's answer."""
-        self._open.pop(row, None)
+        self._recorded.pop(row, None)
 
     def forget(self) -> None:
         """Nothing is learnt."""
 
     def report(self) -> Mapping[str, Any]:
         """Tell what was chosen."""
-        return {
-            "drafter": self.name,
-            "k": self.config.k,
-            "rates": self.config.rates,
-            "answers": len(self._answers),
-        }
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Recorded:
-    """The recording of a row's request."""
-
-    prompt_len: int
-    answer: NDArray[int64]  # [answer_len]
-    uniform: NDArray[float64]  # [answer_len] in [0, 1), decides whether a draft there is right
+        return {"drafter": self.name, "k": self.config.k, "rates": self.config.rates}
 
 
 def read_answers(path: Path, vocab_size: int) -> list[NDArray[int64]]:
-    """Return the answers of the file's first run, in the order of their requests. Raises `ConfigError`."""
+    """Return the answers of a file's first run, in order. Raises `ConfigError`.
+
+    A run ends at the first line of another draft, concurrency or repeat.
+    """
+    found: list[NDArray[int64]] = []
+    first = None
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ValueError(f"it is larger than {MAX_FILE_BYTES >> 20} MB")
-        with path.open(encoding="utf-8") as file:
-            found = list(_first_run(file, vocab_size))
+        for line in path.read_text(encoding="utf-8").splitlines():
+            value = json.loads(line)
+            run = [value.get(name) for name in ("draft", "concurrency", "repeat")]
+            if run != (first := first or run):
+                break
+            found.append(np.array(value["token_ids"], np.int64))
+            if found[-1].ndim != 1 or ((found[-1] < 0) | (found[-1] >= vocab_size)).any():
+                raise ValueError(f"its token ids are not all from 0 to {vocab_size - 1}")
+        if not found:
+            raise ValueError("it is empty")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ConfigError(f"oracle:file={path} is no file of --save-tokens: {error}") from None
-    if not found:
-        raise ConfigError(f"oracle:file={path} holds no answers")
     return found
-
-
-def _first_run(lines: Iterator[str], vocab_size: int) -> Iterator[NDArray[int64]]:
-    """Yield the answers up to the first line of another draft, concurrency or repeat."""
-    first = None
-    for line in lines:
-        value = json.loads(line)
-        run = tuple(value.get(name) for name in ("draft", "concurrency", "repeat"))
-        if run != (first := first or run):
-            return
-        answer = np.array(value["token_ids"], np.int64)
-        if answer.ndim != 1 or ((answer < 0) | (answer >= vocab_size)).any():
-            raise ValueError(f"its token ids are not all from 0 to {vocab_size - 1}: was this the model?")
-        yield answer

@@ -18,7 +18,6 @@ from paceline.draft.registry import AUTO, config_class, parse_drafters
 log = logging.getLogger(__name__)
 
 FLAG = "--speculative-config"
-MAX_TABLE_NUMBER = 1 << 20  # batch sizes and K in a table of K by batch size
 METHODS = {  # and the drafter of each
     "ngram": "ngram",
     "[ngram]": "ngram",
@@ -43,36 +42,33 @@ OPTIONS: dict[str, tuple[str, tuple[type, ...]]] = {  # option of the drafter, t
     "suffix_decoding_min_token_prob": ("share", NUMBER),
 }
 CHOOSES = "chooses K for every row and step from what steps cost"
-TABLE, TABLE_FILE = "num_speculative_tokens_per_batch_size", "dynamic_config_path"
+TABLE_FILE = "dynamic_config_path"
 BY_AUTO = {  # what `auto` does in its place
-    TABLE: f"{CHOOSES}; the K of the table are not kept, times of steps go in --profile FILE",
+    "num_speculative_tokens_per_batch_size": f"{CHOOSES}; the table is not kept, --profile takes times of steps",
     TABLE_FILE: CHOOSES,
-    "disable_by_batch_size": f"{CHOOSES}, which is 0 where drafts do not pay",
+    "disable_by_batch_size": f"{CHOOSES}, 0 where drafts do not pay",
     "enable_adaptive_verification": f"{CHOOSES}, and does not verify doubtful drafts",
 }
 VOCABULARY = "use_heterogeneous_vocab"
 ONE_LAW = "under --law coupled every token is the target's own choice, whatever was drafted"
 AS_TARGET = "a drafter is loaded and run as its target is"
-NOT_MADE_UP = "no text is made up here; --draft oracle:file=FILE,rates=P+P has drafts kept at given rates"
 NOT_HERE = "it is about kernels and buffers that are not here"
 LEFT_OUT = {  # and why
     "draft_tensor_parallel_size": "a drafter runs on one device",
     "rejection_sample_method": f"{ONE_LAW}; --law block is block verification",
     "draft_sample_method": f"{ONE_LAW}; drafts share its noise",
     "acceptance_method": ONE_LAW,
+    "synthetic_acceptance_rates": "--draft oracle has drafts kept at given rates",
+    "synthetic_acceptance_length": "--draft oracle has drafts kept at given rates",
     "max_model_len": "a drafter has the --max-len of its target",
-    **dict.fromkeys(("synthetic_acceptance_rates", "synthetic_acceptance_length"), NOT_MADE_UP),
     "disable_logprobs": "log-probabilities are those of the text, with drafts or without",
     "disable_log_stats": "statistics are always kept",
     "suffix_decoding_max_tree_depth": "a path is as long as its match and k allow",
     "suffix_decoding_max_cached_requests": "past answers are shared only by --draft suffix:shared=TOKENS",
-    **dict.fromkeys(
-        ("quantization", "revision", "code_revision", "kv_cache_dtype", "draft_load_config"), AS_TARGET
-    ),
-    **dict.fromkeys(("moe_backend", "attention_backend", "enforce_eager"), AS_TARGET),
-    **dict.fromkeys(("disable_padded_drafter_batch", "disable_eagle_block_drop"), NOT_HERE),
+    **dict.fromkeys(("quantization", "revision", "code_revision", "draft_load_config"), AS_TARGET),
+    **dict.fromkeys(("kv_cache_dtype", "enforce_eager", "moe_backend", "attention_backend"), AS_TARGET),
+    **dict.fromkeys(("disable_padded_drafter_batch", "disable_eagle_block_drop", "dspark_draft_topk"), NOT_HERE),
     **dict.fromkeys(("use_local_argmax_reduction", "index_share_for_mtp_iteration"), NOT_HERE),
-    "dspark_draft_topk": NOT_HERE,
 }
 KNOWN = ("method", *OPTIONS, *BY_AUTO, *SWITCHES, *LEFT_OUT)
 
@@ -101,7 +97,7 @@ def options_of(given: str | Mapping[str, Any], draft: str | None, profile: str |
 
 
 def translate(given: str | Mapping[str, Any]) -> Translation:
-    """Return what a config asks for, JSON or a mapping. Raises `ConfigError` for what cannot be had here."""
+    """Return what a config asks for, JSON or a mapping. Raises `ConfigError`."""
     config = _parsed(given)
     drafter, fates = _drafter(config)
     auto = any(config.get(key) for key in BY_AUTO)
@@ -123,7 +119,6 @@ def translate(given: str | Mapping[str, Any]) -> Translation:
             options.setdefault(other, options[one])
     if config.get(VOCABULARY):
         options["vocabulary"] = "tokens"
-    _check_table(config.get(TABLE))
     listed = ",".join(f"{option}={value}" for option, value in options.items())
     draft = (f"{AUTO}:" if auto else "") + (f"{drafter}:{listed}" if listed else drafter)
     parse_drafters(draft)  # for its bounds
@@ -132,7 +127,7 @@ def translate(given: str | Mapping[str, Any]) -> Translation:
 
 
 def _parsed(given: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that are set. Raises `ConfigError` for what is no JSON object, and for unknown keys."""
+    """Return the keys that are set. Raises `ConfigError`, also for unknown keys."""
     try:
         values = json.loads(given) if isinstance(given, str) else given
     except (ValueError, RecursionError) as error:
@@ -143,8 +138,7 @@ def _parsed(given: str | Mapping[str, Any]) -> dict[str, Any]:
         if key not in KNOWN:
             raise ConfigError(f"{FLAG} has no key {key!r}{suggest(str(key), KNOWN)}")
     config = {key: value for key, value in values.items() if value is not None}
-    for key in (*SWITCHES, TABLE_FILE):
-        kind = str if key == TABLE_FILE else bool
+    for key, kind in (*((key, bool) for key in SWITCHES), (TABLE_FILE, str)):
         if not isinstance(config.get(key, kind()), kind):
             raise ConfigError(f"{FLAG}: {key} must be a {kind.__name__}, not {config[key]!r}")
     return config
@@ -175,16 +169,3 @@ def _checked(key: str, value: object) -> object:
         wanted = "a name without commas" if str in kinds else f"a number ({kinds[0].__name__})"
         raise ConfigError(f"{FLAG}: {key} must be {wanted}, not {value!r}")
     return value
-
-
-def _check_table(table: object) -> None:
-    """Raise `ConfigError` unless it is [[first, last, K], ...] or {"first-last": K}, or None."""
-    if isinstance(table, Mapping):
-        table = [[*str(sizes).split("-"), k] for sizes, k in table.items()]
-    rows = [] if table is None else table
-    try:
-        for first, last, k in rows:  # type: ignore[attr-defined]
-            if not 1 <= int(first) <= int(last) <= MAX_TABLE_NUMBER or not 0 <= int(k) <= MAX_TABLE_NUMBER:
-                raise ValueError
-    except (TypeError, ValueError, OverflowError):
-        raise ConfigError(f"{FLAG}: {TABLE} must be lists [first, last, K], not {table!r}") from None
