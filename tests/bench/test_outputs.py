@@ -1,7 +1,8 @@
-"""Files that could not be written in the end are refused before anything is loaded."""
+"""Files that could not be written in the end are refused before anything is loaded; others are of use."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,27 @@ def test_modules_tell_in_a_line_what_can_be_mended_before_they_measure(
     assert said.err.startswith("error: --plot: cannot write into the folder")
     assert exit_status(lambda: overlap_roofline.main(["--plot", str(tmp_path / "gains.png")])) == 0
     assert (tmp_path / "gains.png").stat().st_size
+
+
+def test_tokens_that_bench_saved_are_what_the_oracle_drafts(model: Path, prompts: Path, tmp_path: Path) -> None:
+    usual = [
+        "--model",
+        str(model),
+        "--prompts",
+        str(prompts),
+        "--ignore-eos",
+        "--max-tokens",
+        "24",
+        "--threads",
+        "1",
+    ]
+    usual += ["--temperature", "0.8", "--concurrency", "3"]
+    plain, again, figures = (tmp_path / name for name in ("plain.jsonl", "again.jsonl", "figures.json"))
+    assert cli.main(["bench", *usual, "--draft", "off", "--draft", "ngram", "--save-tokens", str(plain)]) == 0
+    oracle = f"oracle:file={plain},k=3"
+    asked = ["--draft", oracle, "--json", str(figures), "--save-tokens", str(again)]
+    assert cli.main(["bench", *usual, *asked]) == 0
+    (run,) = json.loads(figures.read_text())["runs"]
+    assert run["accepted_per_position"] == [1.0, 1.0, 1.0]
+    texts = [[json.loads(line)["token_ids"] for line in file.read_text().splitlines()] for file in (plain, again)]
+    assert texts[0][: len(texts[1])] == texts[1]

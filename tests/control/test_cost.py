@@ -87,6 +87,27 @@ def test_a_fit_finds_planted_prices() -> None:
     assert found.unscored_s == pytest.approx(truth.unscored_s, rel=0.1)
 
 
+def test_a_fit_to_padded_passes_finds_the_planted_stairs() -> None:
+    buckets = (1, 2, 4, 8, 16, 24, 32)
+    stairs = Curve.of(buckets, [8e-3, 8e-3, 8.2e-3, 8.6e-3, 10e-3, 13e-3, 14e-3], stepped=True)
+    truth = TargetCost(stairs, 0.0, 3e-7, 2e-8)
+    works = [Work(n, 0, n * c, n * c) for n in (1, 2, 3, 8, 12, 20, 32, 40) for c in (20, 900)]
+    works += [Work(24, 23, 24, 24 * 25), Work(5, 4, 400, 5 * 390)]
+    found = fit_target([TimedPass(w, float(truth(w))) for w in works], buckets)
+    assert found.by_tokens.stepped
+    assert set(found.by_tokens.counts) == {1, 2, 4, 8, 16, 24, 32, 40}
+    for work in works:
+        assert float(found(work)) == pytest.approx(float(truth(work)), rel=0.01)
+    for n in range(1, 33):
+        assert float(found(Work(n))) == pytest.approx(float(stairs(n)), rel=0.02)
+
+
+def test_a_bucket_that_was_not_timed_costs_what_the_next_one_does() -> None:
+    passes = [TimedPass(Work(n, 0, 0, 0), s) for n, s in ((1, 1.0), (8, 2.0), (32, 5.0))]
+    found = fit_target(passes, (1, 8, 16, 32))
+    assert [round(float(found(Work(n))), 3) for n in (1, 2, 8, 9, 16, 32)] == [1.0, 2.0, 2.0, 5.0, 5.0, 5.0]
+
+
 def test_noise_never_makes_a_price_negative() -> None:
     rng = np.random.default_rng(0)
     passes = [TimedPass(Work(n, 0, 30, 30), 0.01 * rng.lognormal(0, 0.3)) for n in (1, 2, 3, 4, 5, 6, 8)]

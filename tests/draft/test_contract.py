@@ -5,6 +5,7 @@ A new drafter without files of its own, and a new kind of head that training kno
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -47,6 +48,7 @@ K = 4
 VARIANTS = {
     "suffix": ("suffix", "suffix:shared=2000"),
     "ngram": ("ngram:min=1,max=4",),
+    "oracle": ("oracle:rates=0.8+0.6,file=RECORDED",),
     "draft-model": (
         "draft-model:layers=2",
         "draft-model:model=noisy",
@@ -140,6 +142,15 @@ def plain(backend: str) -> dict[str, Answer]:
     return run(engine_on(backend, "off"), requests())
 
 
+@cache
+def recorded(backend: str) -> str:
+    """The file of what the backend writes without drafts."""
+    file = Path(mkdtemp(prefix="recorded-")) / "plain.jsonl"
+    lines = [{"draft": "off", "token_ids": answer.token_ids} for answer in plain(backend).values()]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    return str(file)
+
+
 @pytest.fixture(autouse=True)
 def _known_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, spec in TEST_BACKENDS.items():
@@ -149,6 +160,8 @@ def _known_backends(monkeypatch: pytest.MonkeyPatch) -> None:
 def built(backend: str, spec: str) -> tuple[Engine, Drafter]:
     """An engine with the drafter, unless rows of this backend are too late for it."""
     draft = files(spec)
+    if draft.endswith("RECORDED"):
+        draft = draft.replace("RECORDED", recorded(backend))
     asked = f"{draft},k={K}" if ":" in draft else f"{draft}:k={K}"
     try:
         engine = engine_on(backend, asked)

@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from paceline.control.cost import Curve
+from paceline.control.policy import Work
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.draft.lookup.suffix import SuffixDrafter
+from paceline.engine.assembly.auto import measure, profile_file
 from paceline.engine.assembly.build import assemble
 from paceline.engine.assembly.calibration import Grid, calibrate, room
 from paceline.engine.assembly.config import EngineConfig
@@ -25,6 +28,7 @@ from tests.engine.test_same_text import AUTO
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from paceline.backend.seam import Decoder
     from paceline.backend.target import ScoreRequest
     from paceline.core.nouns import Batch, Draft, Verdict
     from paceline.engine.engine import Engine
@@ -171,3 +175,69 @@ def test_a_long_text_is_measured_beside_a_short_one_on_a_machine_that_drifts(
     assert long.work.kv_tokens > 4 * short.work.kv_tokens
     truth = seconds(int(long.work.kv_tokens)) / seconds(int(short.work.kv_tokens))
     assert long.seconds / short.seconds == pytest.approx(truth, abs=0.03)
+
+
+# Backends that pad passes to buckets -------------------------------------------------------------
+
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 64)
+DEVICE = "a card of the tests, exact"
+
+
+class Padding:
+    """A decoder that says it replays graphs of so many tokens."""
+
+    def __init__(self, inner: Decoder, buckets: tuple[int, ...], device: str) -> None:
+        self._inner = inner
+        self.capabilities = replace(inner.capabilities, token_buckets=buckets, device=device)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def padded(engine: Engine, buckets: tuple[int, ...] = BUCKETS, device: str = DEVICE) -> Engine:
+    engine.target.decoder = Padding(engine.target.decoder, buckets, device)  # type: ignore[assignment]
+    return engine
+
+
+def test_each_bucket_is_measured_and_prices_are_a_staircase(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that a pass moves on by what its bucket costs."""
+    engine = padded(make_engine("off", Settings(prefix_cache=True)))
+    request, now = engine.target.request, [0.0]
+    stairs = Curve.of(BUCKETS, [2.0, 2.0, 2.1, 2.2, 2.6, 3.0, 3.1, 5.0], stepped=True)
+
+    def by_bucket(batch: Batch, draft: Draft) -> ScoreRequest:
+        now[0] += float(stairs(sum(r.num_known for r in batch.rows) + draft.num_tokens))
+        return request(batch, draft)
+
+    monkeypatch.setattr(engine.target, "request", by_bucket)
+    monkeypatch.setattr("paceline.engine.step.perf_counter", lambda: now[0])
+    found = calibrate(engine, Grid(num_rows=(1, 8), ks=(0, 1, 3), drafter_ks=(), repeats=2, seconds=600.0))
+    curve = found.cost.target.by_tokens
+    assert curve.stepped
+    assert set(BUCKETS) <= set(curve.counts)
+    for tokens in range(1, 65):
+        assert float(found.cost.target(Work(tokens))) == pytest.approx(float(stairs(tokens)), rel=0.02)
+
+
+@pytest.mark.parametrize("buckets", [(8, 16, 64), (1,), (1, 2, 3), (512,), (1 << 20,)])
+def test_any_buckets_can_be_measured(buckets: tuple[int, ...]) -> None:
+    found = calibrate(padded(make_engine("draft-model:model=noisy,k=4", PLAIN), buckets), MANY)
+    curve = found.cost.target.by_tokens
+    assert curve.stepped
+    assert (curve.seconds > 0).all()
+    assert curve.counts[0] == buckets[0]
+
+
+def test_prices_are_kept_for_each_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    config = EngineConfig(draft="off")
+    engines = [
+        make_engine("off", PLAIN),
+        padded(make_engine("off", PLAIN)),
+        padded(make_engine("off", PLAIN), device="a card of the tests, fast"),
+        padded(make_engine("off", PLAIN), buckets=(1, 2)),
+    ]
+    assert len({profile_file(engine, config, "tiny") for engine in engines}) == 4
+    about = measure(engines[1], config, "tiny", ONE).about
+    assert (about["device"], about["buckets"]) == (DEVICE, list(BUCKETS))
+    assert not {"device", "buckets"} & set(measure(engines[0], config, "tiny", ONE).about)

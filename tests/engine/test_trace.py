@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from paceline import cli
+from paceline.bench.explain import bucket_line
 from paceline.control.controller import ClosedLoop
+from paceline.control.cost import MeasuredCost
 from paceline.control.files import Tracer, make_loop, read_profile, replay
 from paceline.control.goodput import Goodput
 from paceline.control.online_cost import OnlineCost
@@ -131,8 +133,25 @@ def test_explain_tells_it(trace: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert f"the replay chose the same in {steps} of {steps} steps" in shown
     assert "speed-up" in shown
     assert "trimmed: " in shown
+    assert "passes were padded to a bucket; tokens fill " in shown
     assert cli.main(["explain", str(trace), "--step", "5"]) == 0
-    assert "suffix: " in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "suffix: " in shown
+    assert "costs what its bucket of " in shown
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        (3, "the pass has 3 tokens and costs what its bucket of 4 does, 1.10 ms; the bucket of 8 costs 0.50 ms"),
+        (64, "the pass has 64 tokens and costs what its bucket of 64 does, 8.00 ms"),
+        (65, "the pass has 65 tokens, more than the largest bucket, 64"),
+    ],
+)
+def test_explain_tells_the_bucket_of_a_pass(tokens: int, said: str) -> None:
+    cost = read_profile(Path(STAIRCASE)).cost
+    assert isinstance(cost, MeasuredCost)
+    assert bucket_line(cost.target.by_tokens, tokens).removesuffix(" more") == said
 
 
 def test_explain_tells_what_was_known_of_the_group_whose_step_it_is(

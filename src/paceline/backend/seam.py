@@ -154,6 +154,8 @@ class Capabilities:
     multi_step: bool = False  # takes requests with `steps`
     asynchronous: bool = False  # a launched pass goes on beside the caller
     late: bool = False  # drafts for rows whose newest tokens the host does not know; see `LateProgram`
+    token_buckets: tuple[int, ...] = ()  # ascending; a pass costs what the next bucket does; empty: no padding
+    device: str = ""  # device and numerics that its times hold for; empty: the machine's processor tells
 
 
 class Executor(Protocol):

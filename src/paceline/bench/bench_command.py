@@ -84,11 +84,16 @@ def run(args: Namespace) -> int:
 
 def _check(args: Namespace) -> None:
     """Raise `ConfigError` for options that would fail only after measuring, or that mean nothing."""
-    if args.limit is not None and not 1 <= args.limit <= MAX_LIMIT:
-        raise ConfigError(f"--limit must be between 1 and {MAX_LIMIT}, not {args.limit}")
+    check_limit(args.limit)
     _check_server(args)
     check_file("--json", args.json)
     check_file("--save-tokens", args.save_tokens)
+
+
+def check_limit(limit: int | None) -> None:
+    """Raise `ConfigError` for a number of prompts out of bounds."""
+    if limit is not None and not 1 <= limit <= MAX_LIMIT:
+        raise ConfigError(f"--limit must be between 1 and {MAX_LIMIT}, not {limit}")
 
 
 def _check_server(args: Namespace) -> None:

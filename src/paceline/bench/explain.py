@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.control.controller import ClosedLoop
+    from paceline.control.cost import Curve
     from paceline.control.files import Step
 
 MAX_ROWS_SHOWN = 20
@@ -41,8 +42,13 @@ def _summary(path: str) -> None:
     from paceline.serve.terminal.display import progress, say, table
 
     steps: list[Step] = []
+    stairs: list[Curve | None] = []
+
+    def on_plan(loop: ClosedLoop, _: int) -> None:
+        stairs[:] = [_staircase(loop)]
+
     with progress("replaying") as update:
-        for step in replay(Path(path)):
+        for step in replay(Path(path), on_plan):
             steps.append(step)
             update(len(steps), 0)
     if not steps:
@@ -72,7 +78,42 @@ def _summary(path: str) -> None:
     if found:
         win, done = sum(t.gain > 1 for t in found), sum(s.overlapped for s in steps)
         say(f"overlap: would have been faster in {win} of {len(found)} steps; {done} were overlapped")
+    if stairs[0] is not None:
+        _say_filled(stairs[0], steps)
     say(f"the replay chose the same in {len(chosen)} of {len(steps)} steps")
+
+
+def _say_filled(curve: Curve, steps: Sequence[Step]) -> None:
+    """Say how full the passes were that have a bucket."""
+    from paceline.serve.terminal.display import say
+
+    padded = [(n, bucket) for n in map(_pass_tokens, steps) if (bucket := curve.bucket(n))]
+    filled = sum(n for n, _ in padded) / max(sum(bucket for _, bucket in padded), 1)
+    say(f"{len(padded)} of {len(steps)} passes were padded to a bucket; tokens fill {filled:.0%} of these buckets")
+
+
+def _staircase(loop: ClosedLoop) -> Curve | None:
+    """Return the seconds of passes by tokens, if they rise in steps."""
+    curve = loop.cost.measured.target.by_tokens if loop.cost else None
+    return curve if curve is not None and curve.stepped else None
+
+
+def _pass_tokens(step: Step) -> int:
+    """Return the tokens of a step's pass: newest tokens, verified drafts and prefill."""
+    o = step.outcomes
+    return len(o.rows) + int(o.num_verified.sum()) + int(step.view.prefill.tokens)
+
+
+def bucket_line(curve: Curve, tokens: int) -> str:
+    """Return what a pass costs by its bucket, and what more tokens would add."""
+    bucket = curve.bucket(tokens)
+    if bucket is None:
+        return f"the pass has {tokens} tokens, more than the largest bucket, {int(curve.counts[-1])}"
+    following, ms = curve.bucket(bucket + 1), 1e3 * float(curve(bucket))
+    line = f"the pass has {tokens} tokens and costs what its bucket of {bucket} does, {ms:.2f} ms"
+    if following is None:
+        return line
+    return f"{line}; the bucket of {following} costs {1e3 * float(curve(following)) - ms:.2f} ms more"
 
 
 def _same(step: Step) -> bool:
@@ -100,9 +141,11 @@ def _one_step(path: str, number: int) -> None:
     from paceline.serve.terminal.display import say, table
 
     known: dict[int, list[list[str]]] = {}  # by group: the other group may plan between a plan and its outcome
+    stairs: list[Curve | None] = []
 
     def on_plan(loop: ClosedLoop, group: int) -> None:
         known[group] = _survival(loop)
+        stairs[:] = [_staircase(loop)]
 
     step = next((s for i, s in enumerate(replay(Path(path), on_plan), start=1) if i == number), None)
     if step is None:
@@ -119,6 +162,8 @@ def _one_step(path: str, number: int) -> None:
     counted = zip(o.rows, step.dropped, o.num_verified, o.num_accepted, strict=True)
     got = [list(map(str, line)) for line in counted]
     table("got", ("row", "trimmed", "verified", "kept"), got[:MAX_ROWS_SHOWN])
+    if stairs[0] is not None:
+        say(bucket_line(stairs[0], _pass_tokens(step)))
     if step.dropped.any():
         say(f"what was trimmed was worth {step.dropped_tokens:.2f} tokens, as believed")
     if step.overlap is not None:

@@ -125,7 +125,8 @@ def draw_profile(profile: Profile, target: Path) -> None:
     figure = new_figure(7, 4)
     axes = figure.subplots()
     curve = profile.cost.target.by_tokens
-    axes.plot(curve.counts, 1e3 * curve.seconds, marker="o", label="target pass")
+    style = "steps-pre" if curve.stepped else "default"
+    axes.plot(curve.counts, 1e3 * curve.seconds, marker="o", drawstyle=style, label="target pass")
     for name, drafter in zip(profile.drafters, profile.cost.drafters, strict=True):
         for depth in sorted({1, drafter.max_depth}) if drafter.max_depth else ():  # lookups cost nothing
             c = drafter.by_rows[depth - 1]

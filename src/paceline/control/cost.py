@@ -71,6 +71,11 @@ class Curve:
         beyond: NDArray[float64] = inside + slope * np.maximum(np.asarray(count) - x[-1], 0)
         return beyond
 
+    def bucket(self, count: int) -> int | None:
+        """Return the step whose cost a count has; None if there is none."""
+        index = int(np.searchsorted(self.counts, count))
+        return int(self.counts[index]) if self.stepped and index < self.counts.size else None
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TargetCost:
@@ -252,21 +257,24 @@ class TimedPass:
     seconds: float
 
 
-def fit_target(passes: Sequence[TimedPass]) -> TargetCost:
+def fit_target(passes: Sequence[TimedPass], buckets: Sequence[int] = ()) -> TargetCost:
     """Return the prices with the least squared relative error, none negative.
 
     The curve has a point at every count of tokens that was timed with all tokens scored; keys and unscored tokens
     have one price each. If all contexts are short, the price of keys cannot be told from that of tokens and is 0.
+    buckets: counts that the backend pads passes to, ascending; the curve is then a staircase with these steps.
     """
-    counts = sorted({int(p.work.tokens) for p in passes if not p.work.unscored})
-    rises = np.array([[_share(int(p.work.tokens), counts, i) for i in range(len(counts))] for p in passes])
+    tokens = [_padded(int(p.work.tokens), buckets) for p in passes]
+    counts = sorted({n for n, p in zip(tokens, passes, strict=True) if not p.work.unscored})
+    stepped = bool(buckets)
+    rises = np.array([[_share(n, counts, i, stepped=stepped) for i in range(len(counts))] for n in tokens])
     others = np.array([[p.work.kv_tokens, p.work.pairs, -p.work.unscored] for p in passes], np.float64)
     if all(int(p.work.pairs) < SHORT_CONTEXT * int(p.work.tokens) for p in passes):
         others[:, :2] = 0.0
     seconds = np.array([p.seconds for p in passes])
     prices = non_negative(np.hstack([rises, others]) / seconds[:, None], np.ones(len(passes)))
     kv_token_s, pair_s, unscored_s = prices[len(counts) :]
-    curve = Curve.of(counts, np.cumsum(prices[: len(counts)]).tolist())
+    curve = Curve.of(counts, np.cumsum(prices[: len(counts)]).tolist(), stepped=stepped)
     return TargetCost(curve, float(unscored_s), float(kv_token_s), float(pair_s))
 
 
@@ -286,11 +294,18 @@ def fit_drafting(timed: Mapping[tuple[int, int], float]) -> DraftCost:
     return DraftCost(tuple(Curve.of(rows, between[:, d].tolist()) for d in range(1, depths[-1] + 1)))
 
 
-def _share(count: int, counts: Sequence[int], index: int) -> float:
-    """Return the share of a rise between counts below `count`; beyond the last, above 1."""
+def _padded(count: int, buckets: Sequence[int]) -> int:
+    """Return the first bucket that holds a count, or the count where none does."""
+    return next((bucket for bucket in buckets if bucket >= count), count)
+
+
+def _share(count: int, counts: Sequence[int], index: int, *, stepped: bool) -> float:
+    """Return the share of a rise that a count pays; beyond the last, above 1."""
     if index == 0:
         return 1.0
     low, high = counts[index - 1], counts[index]
+    if stepped and count <= high:
+        return float(count > low)
     limit = float("inf") if index == len(counts) - 1 else 1.0
     return min(max((count - low) / (high - low), 0.0), limit)
 

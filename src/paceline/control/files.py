@@ -1,9 +1,9 @@
 """Files of control: profiles, the loop that begins with one, traces, and their replay.
 
-A profile has the measured costs of a machine, as JSON of Paceline's format or of vLLM's Dynamic SD proposal. It is
-read at start-up. A trace has a run of the controller as JSON lines: first the profile, then the view and the
-outcome of each step. Everything that a policy does follows from these, so a replay makes the same choices. Keys on
-disk keep the names that version 1 gave them.
+A profile has the measured costs of a machine, as JSON of Paceline's format or of vLLM's Dynamic SD proposal
+(`dynamic_table.py`). It is read at start-up. A trace has a run of the controller as JSON lines: first the profile,
+then the view and the outcome of each step. Everything that a policy does follows from these, so a replay makes the
+same choices. Keys on disk keep the names that version 1 gave them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 
 from paceline.control.controller import ClosedLoop
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TableCost, TargetCost
+from paceline.control.dynamic_table import DEEPEST, STATS, read_table, shares, table_json, unused_fields
 from paceline.control.goodput import Goodput
 from paceline.control.online_cost import OnlineCost
 from paceline.control.overlap import planned_overlap
@@ -54,9 +55,19 @@ class Profile:
     cost: MeasuredCost | TableCost
     drafters: tuple[str, ...] = ()  # names, in the order of `cost.drafters`
     accepted_at: tuple[float, ...] = ()  # [depth] share of all drafts that were kept there; empty: not measured
-    about: Mapping[str, Any] = field(default_factory=dict)  # model, backend, threads, machine, date
+    about: Mapping[str, Any] = field(default_factory=dict)  # model, threads...; of a table its other fields
     trained_acceptance: tuple[tuple[float, ...], ...] = ()  # by drafter: `accepted_at` reached in its training
     honours_stops: tuple[int, ...] = ()  # drafters that end a row's draft by its stop rule
+
+    @property
+    def max_k(self) -> int | None:
+        """Deepest draft of a row that a table of whole steps allows; None: no bound."""
+        return self.about.get(DEEPEST) if isinstance(self.cost, TableCost) else None
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Lines about fields of its file that decide nothing here."""
+        return unused_fields(self.about) if isinstance(self.cost, TableCost) else ()
 
 
 # The loop that begins with a profile -----------------------------------------------------------------------------
@@ -132,9 +143,12 @@ def read_profile(path: Path) -> Profile:
 
 def from_json(values: Any) -> Profile:
     """Return a profile of either format. Raises `ConfigError`."""
-    read = _read_table if isinstance(values, dict) and "batch_stats" in values else _read_own
     try:
-        return read(values)
+        if isinstance(values, dict) and STATS in values:
+            cost, accepted_at, others = read_table(values)
+            _positive(cost.by_rows[0])
+            return Profile(cost, (ANY_DRAFTER,), accepted_at, others)
+        return _read_own(values)
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ConfigError(f"is not a profile this version reads: {type(error).__name__} {error}") from None
 
@@ -153,7 +167,7 @@ def to_json(profile: Profile) -> dict[str, Any]:
     """Return what `from_json` reads."""
     cost = profile.cost
     if isinstance(cost, TableCost):
-        return _table_json(cost, profile.accepted_at)
+        return table_json(cost, profile.accepted_at, profile.about)
     target = cost.target
     return {
         "format": PROFILE_FORMAT,
@@ -168,15 +182,6 @@ def to_json(profile: Profile) -> dict[str, Any]:
         "trained_to": [list(shares) for shares in profile.trained_acceptance],
         "minding": list(profile.honours_stops),
     }
-
-
-def _table_json(cost: TableCost, accepted_at: tuple[float, ...]) -> dict[str, Any]:
-    by_k = list(zip(cost.ks.tolist(), cost.by_rows, strict=True))
-    stats = {
-        str(int(rows)): {str(int(k)): 1e3 * float(curve.seconds[i]) for k, curve in by_k}
-        for i, rows in enumerate(cost.by_rows[0].counts)
-    }
-    return {"batch_stats": stats, "acceptance_rate_per_pos": list(accepted_at)}
 
 
 def _curve(curve: Curve) -> dict[str, Any]:
@@ -219,32 +224,8 @@ def _read_own(values: Mapping[str, Any]) -> Profile:
     honours_stops = tuple(int(drafter) for drafter in values.get("minding", ()))
     if not all(0 <= drafter < len(drafters) for drafter in honours_stops):
         raise ValueError(f"minding {honours_stops}: there are {len(drafters)} drafters")
-    accepted_at = _shares(values["accepted_at"])
+    accepted_at = shares(values["accepted_at"])
     return Profile(cost, tuple(drafters), accepted_at, values["about"], trained, honours_stops)
-
-
-def _read_table(values: Mapping[str, Any]) -> Profile:
-    """Read `batch_stats[rows][k]`, milliseconds of a step, and `acceptance_rate_per_pos`."""
-    stats = {
-        int(rows): {int(k): float(ms) / 1e3 for k, ms in by_k.items()}
-        for rows, by_k in values["batch_stats"].items()
-    }
-    ks = sorted(set.intersection(*(set(by_k) for by_k in stats.values())))
-    if not ks or ks[0] != 0:
-        raise ValueError("batch_stats must have times for K = 0 at every batch size")
-    sizes = sorted(stats)
-    curves = tuple(Curve.of(sizes, [stats[rows][k] for rows in sizes]) for k in ks)
-    _positive(curves[0])
-    rates = _shares(values["acceptance_rate_per_pos"])
-    return Profile(TableCost(np.array(ks, np.float64), curves), (ANY_DRAFTER,), rates)
-
-
-def _shares(values: Sequence[Any]) -> tuple[float, ...]:
-    """Return the share of drafts kept at each depth. Raises `ValueError`."""
-    shares = tuple(map(float, values))
-    if not all(0 <= share <= 1 for share in shares):
-        raise ValueError("how often drafts are kept is not a share, from 0 to 1")
-    return shares
 
 
 # Traces ------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 DRAFTERS = {
     "ngram": "paceline.draft.lookup.ngram:NgramConfig",
     "suffix": "paceline.draft.lookup.suffix:SuffixConfig",
+    "oracle": "paceline.draft.lookup.oracle:OracleConfig",
     "draft-model": "paceline.draft.model.draft_model:DraftModelConfig",
     "eagle": "paceline.draft.heads.options:EagleConfig",
     "eagle3": "paceline.draft.heads.options:Eagle3Config",
@@ -56,6 +58,7 @@ class DrafterConfig(Protocol):
 
 
 AUTO = "auto"
+BETWEEN_SPECS = re.compile(r"\+(?![0-9.])")  # a + before a number stands within an option
 ALWAYS_USEFUL = ("suffix",)  # drafters that `auto` has for every target: they cost nothing where they do not help
 IF_SHIPPED = ("eagle3",)  # and those that it has where they come with the project
 
@@ -78,7 +81,7 @@ def parse_drafters(spec: str, fingerprint: str = "") -> Drafters:
         config = parse_spec(spec)
         return Drafters((config,) if config else (), auto=False)
     usual = [*ALWAYS_USEFUL, *(one for one in IF_SHIPPED if ships(one, fingerprint))]
-    configs = [parse_spec(one) for one in (listed.split("+") if listed else usual)]
+    configs = [parse_spec(one) for one in (BETWEEN_SPECS.split(listed) if listed else usual)]
     names = [config.name for config in configs if config]
     if len(set(names)) < len(configs):
         raise ConfigError(f"--draft {spec}: auto takes different drafters, each once, none of them off")
@@ -94,15 +97,20 @@ def parse_spec(spec: str) -> DrafterConfig | None:
         return None
     if name not in DRAFTERS:
         raise ConfigError(f"unknown drafter {name!r}{suggest(name, ['off', AUTO, *DRAFTERS])}")
-    module, _, class_name = DRAFTERS[name].partition(":")
-    config_class = getattr(importlib.import_module(module), class_name)
-    config: DrafterConfig = config_class(**_parse_options(name, config_class, options))
+    options_class = config_class(name)
+    config: DrafterConfig = options_class(**_parse_options(name, options_class, options))
     return config
 
 
-def _parse_options(name: str, config_class: type, options: str) -> dict[str, Any]:
-    types = get_type_hints(config_class)
-    known = {f.name: types[f.name] for f in fields(config_class)}
+def config_class(name: str) -> Any:
+    """Import the config class of a drafter of the registry."""
+    module, _, class_name = DRAFTERS[name].partition(":")
+    return getattr(importlib.import_module(module), class_name)
+
+
+def _parse_options(name: str, options_class: type, options: str) -> dict[str, Any]:
+    types = get_type_hints(options_class)
+    known = {f.name: types[f.name] for f in fields(options_class)}
     values: dict[str, Any] = {}
     for option in filter(None, options.split(",")):
         key, equals, text = option.partition("=")

@@ -22,6 +22,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.system import uninterrupted
 from paceline.engine.assembly.build import build
 from paceline.engine.assembly.config import EngineConfig
+from paceline.engine.assembly.speculative_config import options_of
 from paceline.engine.scheduler import Limits
 from paceline.serve.prompts import Prompts, requests_of, seed_of
 
@@ -150,7 +151,7 @@ class LLM:
     """A model in this process, not thread-safe; one thread may have several streams open."""
 
     def __init__(self, model: str = "default", *, progress: Progress | None = None, **options: Any) -> None:
-        """Load a model. `options` are those of `EngineConfig` and `Limits`.
+        """Load a model. `options` are those of `EngineConfig` and `Limits`, or vLLM's `speculative_config`.
 
         Raises `ConfigError` for bad options, `ModelError` for a bad model.
         """
@@ -373,7 +374,14 @@ def _as_messages(prompt: Any) -> Sequence[Message] | None:
 
 
 def config_of(model: str, options: Mapping[str, Any]) -> EngineConfig:
-    """Return an engine's config from options of `EngineConfig` and `Limits` by name. Raises `ConfigError`."""
+    """Return an engine's config from options of `EngineConfig` and `Limits` by name. Raises `ConfigError`.
+
+    `speculative_config` is vLLM's, a mapping or JSON, in place of `draft`.
+    """
+    options = dict(options)
+    if (given := options.pop("speculative_config", None)) is not None:
+        draft, profile = options_of(given, options.get("draft"), options.get("profile"))
+        options |= {"draft": draft, "profile": profile}
     own = {f.name for f in fields(EngineConfig)} - {"model", "limits"}
     limits = {f.name for f in fields(Limits)}
     for name in options:

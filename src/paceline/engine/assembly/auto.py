@@ -35,7 +35,8 @@ def close_loop(engine: Engine, config: EngineConfig, model: str, progress: Progr
     """Give an engine the controller that learns; return where its costs come from. Raises `ConfigError`."""
     names = tuple(engine.drafting.drafters)
     if config.profile:
-        profile, known = _given(config.profile), f"as {config.profile} says"
+        profile = _given(config.profile)
+        known = "; ".join((f"as {config.profile} says", *profile.unused))
     else:
         profile, known = _measured(engine, config, model, progress)
     if len(profile.drafters) != len(names) or not set(profile.drafters) <= {*names, ANY_DRAFTER}:
@@ -46,7 +47,7 @@ def close_loop(engine: Engine, config: EngineConfig, model: str, progress: Progr
     needs = [drafter.needs for drafter in engine.drafting.drafters.values()]
     honours_stops = tuple(index for index, n in enumerate(needs) if n.stops)
     profile = replace(profile, trained_acceptance=tuple(n.trained_to for n in needs), honours_stops=honours_stops)
-    max_ks = [min(n.max_k, MAX_DEPTH) for n in needs]
+    max_ks = [min(n.max_k, profile.max_k or MAX_DEPTH, MAX_DEPTH) for n in needs]
     num_rows = engine.scheduler.limits.num_rows
     tracer = None
     if config.trace:
@@ -154,7 +155,14 @@ def _key(engine: Engine, config: EngineConfig, model: str) -> dict[str, object]:
         "machine": processor(),
         "cores": len(usable_cores()),
         "build": _build(),
-    }
+    } | _declared(engine)
+
+
+def _declared(engine: Engine) -> dict[str, object]:
+    """Return what the decoder declares that prices depend on; nothing for most backends."""
+    capabilities = engine.target.decoder.capabilities
+    found = {"device": capabilities.device, "buckets": list(capabilities.token_buckets)}
+    return {name: value for name, value in found.items() if value}
 
 
 def _build() -> str:

@@ -21,7 +21,7 @@ from paceline.core.errors import ConfigError, QueueFull
 from paceline.core.nouns import NO_DRAFT, Draft, Request, RowDraft
 from paceline.core.params import SamplingParams
 from paceline.core.system import uninterrupted
-from paceline.draft.drafter import Needs
+from paceline.draft.drafter import MAX_K, Needs
 from paceline.engine.drafters import DrafterPool
 from paceline.engine.step import SerialLoop
 from paceline.engine.step_view import step_view
@@ -56,7 +56,7 @@ class Grid:
     num_rows: tuple[int, ...] = (1, 8, 32)
     ks: tuple[int, ...] = (0, 1, 3, 5, 7)  # drafts verified for each row
     drafter_ks: tuple[int, ...] = (1, 8)  # drafts made by each drafter
-    most_tokens: int = 128  # of one pass
+    most_tokens: int = 128  # of one pass; a backend with buckets has those of its own
     repeats: int = 7
     seconds: float = 2.5  # budget: nothing is begun after it
 
@@ -137,6 +137,7 @@ def _script(kind: _StepKind) -> ScriptedK:
 class _Calibrator:
     def __init__(self, engine: Engine, grid: Grid, progress: Progress | None) -> None:
         self.engine, self.grid, self.progress = engine, grid, progress
+        self.buckets = engine.target.decoder.capabilities.token_buckets
         self.start = perf_counter()
         self.whole = True  # False: a step raised and left rows half-way, so waiting for an empty engine never ends
         self.drafters = dict(engine.drafting.drafters)
@@ -229,11 +230,17 @@ class _Calibrator:
             self.progress(WHAT, int(100 * min(self._spent(), 1.0)), 100)
 
     def _kinds(self, num_rows: int) -> list[_StepKind]:
-        """Return the kinds of steps to time, without lookup drafters: they cost next to nothing."""
+        """Return the kinds of steps to time, without lookup drafters: they cost next to nothing.
+
+        Of a backend with buckets every one is timed that these rows can fill: prices between them do not exist.
+        """
         ks, drafter_ks = (
             sorted({min(k, self._deepest) for k in of}) for of in (self.grid.ks, self.grid.drafter_ks)
         )
         verified = [k for k in ks if num_rows * (1 + k) <= self.grid.most_tokens]
+        if self.buckets:
+            filling = {bucket // num_rows - 1 for bucket in self.buckets if bucket >= num_rows}
+            verified = sorted({0, *(k for k in filling if k <= min(MAX_K, self._deepest))})
         slow = [(name, d.needs.max_k) for name, d in self.drafters.items() if not d.needs.instant]
         drafting = [_StepKind(name, k) for name, max_k in slow for k in drafter_ks if 0 < k <= max_k]
         return [*(_StepKind(None, k) for k in verified), *drafting]
@@ -360,7 +367,7 @@ class _Calibrator:
     def result(self) -> Calibration:
         if self.progress:
             self.progress(WHAT, 100, 100)
-        target = fit_target(self.passes)
+        target = fit_target(self.passes, self.buckets)
         costs = tuple(fit_drafting(_more_rows(timed, target)) for timed in self.drafting.values())
         cost = MeasuredCost(target, costs)
         return Calibration(cost, tuple(self.drafting), median(self.hosts), tuple(self.passes))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from paceline.backend.registry import BACKENDS
 from paceline.engine.assembly.config import DEFAULT_DRAFT, OVERLAPS, EngineConfig
+from paceline.engine.assembly.speculative_config import options_of
 from paceline.engine.scheduler import Limits
 
 if TYPE_CHECKING:
@@ -20,9 +21,13 @@ def add_engine_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--draft",
         metavar="SPEC",
-        default=DEFAULT_DRAFT,
         help="auto[:SPEC+SPEC], where a controller chooses for every row and step; off; or NAME[:key=value,...] "
-        "such as ngram:k=4 or eagle3:model=FOLDER,k=4",
+        f"such as ngram:k=4 or eagle3:model=FOLDER,k=4 (default: {DEFAULT_DRAFT})",
+    )
+    parser.add_argument(
+        "--speculative-config",
+        metavar="JSON",
+        help="as vLLM has it, in place of --draft; what comes of each key is printed",
     )
     parser.add_argument(
         "--overlap",
@@ -84,9 +89,12 @@ def add_target_arguments(parser: ArgumentParser) -> None:
 
 def engine_config(args: Namespace) -> EngineConfig:
     """Return the config of parsed flags. Raises `ConfigError`."""
+    draft, profile = getattr(args, "draft", None), getattr(args, "profile", None)
+    if given := getattr(args, "speculative_config", None):
+        draft, profile = options_of(given, draft, profile)
     return EngineConfig(
         model=args.model,
-        draft=getattr(args, "draft", DEFAULT_DRAFT),
+        draft=DEFAULT_DRAFT if draft is None else draft,
         law=args.law,
         backend=args.backend,
         weights=args.weights,
@@ -94,7 +102,7 @@ def engine_config(args: Namespace) -> EngineConfig:
         threads=args.threads,
         kv_tokens=args.kv_tokens,
         prefix_cache=args.prefix_cache,
-        profile=getattr(args, "profile", None),
+        profile=profile,
         overlap=getattr(args, "overlap", DEFAULTS.overlap),
         draft_device=args.draft_device,
         objective=getattr(args, "objective", DEFAULTS.objective),

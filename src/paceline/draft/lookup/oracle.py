@@ -1,0 +1,175 @@
+"""A recorded text as the draft, spoilt to be kept as often as asked.
+
+For benchmarks. Under the coupled law a text does not depend on its drafts. So what plain decoding wrote is the
+perfect draft, and the target refuses any other token in its place. A position is tested once at most: it is behind
+the row then, whether its draft was kept or not. So one uniform number for each position, of the lane `draft`,
+decides: the draft at depth i is the recorded token where the number is below rate i.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from paceline.core import noise
+from paceline.core.errors import ConfigError
+from paceline.core.nouns import NO_DRAFT, Draft, RowDraft
+from paceline.draft.drafter import MAX_K, Needs
+from paceline.draft.registry import bounded
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy import float64, int64
+    from numpy.typing import NDArray
+
+    from paceline.backend.seam import RowView
+    from paceline.core.nouns import Batch, Plan, Request, Scores, Verdict
+    from paceline.draft.drafter import Target
+    from paceline.draft.registry import Loader
+    from paceline.model.weights import LoadedModel
+
+MAX_FILE_BYTES = 1 << 30
+MAX_ID_DIGITS = 9  # of a request's number
+
+
+@dataclass(frozen=True, slots=True)
+class OracleConfig:
+    """`oracle:file=plain.jsonl,rates=0.68+0.57+0.52,k=3`.
+
+    file: of `paceline bench --draft off --save-tokens`, with the same questions, seed and parameters. rates:
+    chance that a draft is kept if those before it are, at depth 1, 2, ...; the last one holds for deeper drafts.
+    """
+
+    name: ClassVar[str] = "oracle"
+    k: int = 4
+    file: str = ""
+    rates: str = "1"
+
+    def __post_init__(self) -> None:
+        bounded(self, "k", 1, MAX_K)
+        if not self.file:
+            raise ConfigError(f"{self.name} wants file=FILE: `paceline bench --draft off --save-tokens FILE`")
+        _ = self.chances
+
+    @property
+    def chances(self) -> NDArray[float64]:
+        """Chance at each depth that a draft is kept, if those before it are. [k]"""
+        try:
+            rates = [float(rate) for rate in self.rates.split("+")]
+        except ValueError:
+            rates = [-1.0]
+        if not all(0.0 <= rate <= 1.0 for rate in rates):
+            raise ConfigError(f"{self.name}:rates must be numbers from 0 to 1 such as 0.7+0.6, not {self.rates!r}")
+        return np.array([rates[min(depth, len(rates) - 1)] for depth in range(self.k)])
+
+    def num_weights(self, target: LoadedModel) -> int:
+        """Return 0: it has no weights."""
+        return 0
+
+    @property
+    def stands_alone(self) -> bool:
+        """False: it has no passes."""
+        return False
+
+    def build(self, target: Target, load: Loader) -> OracleDrafter:
+        """Make the drafter. Raises `ConfigError` for a file that holds no answers."""
+        answers = read_answers(Path(self.file), target.config.vocab_size)
+        return OracleDrafter(self, target.rows, target.config.vocab_size, answers)
+
+
+class _Recorded(NamedTuple):
+    """The recording of a row's request."""
+
+    prompt_len: int
+    answer: NDArray[int64]  # [answer_len]
+    uniform: NDArray[float64]  # [answer_len] from 0 to 1, says up to which rate a draft there is right
+
+
+class OracleDrafter:
+    """Proposes the recorded answer of a row's request, with wrong tokens in it."""
+
+    name = OracleConfig.name
+
+    def __init__(
+        self, config: OracleConfig, rows: RowView, vocab_size: int, answers: Sequence[NDArray[int64]]
+    ) -> None:
+        """answers: [num_requests] token ids of request 0, 1, ...; further requests are the same again."""
+        self.config, self.needs = config, Needs(max_k=config.k)
+        self._rows, self._vocab_size, self._answers = rows, vocab_size, answers
+        self._chances = config.chances
+        self._recorded: dict[int, _Recorded] = {}  # by row
+
+    def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
+        """Find the request's answer by its number. Requests without one have none."""
+        if request.request_id.isdecimal() and len(request.request_id) <= MAX_ID_DIGITS:
+            answer = self._answers[int(request.request_id) % len(self._answers)]
+            key = noise.key(request.seed, request.choice, noise.Lane.DRAFT, position=0)
+            uniform = noise.leading(key, np.arange(len(answer))).astype(np.float64) * 2.0**-32
+            self._recorded[row] = _Recorded(len(request.prompt_ids), answer, uniform)
+
+    def propose(self, batch: Batch, plan: Plan) -> Draft:
+        """Go on with the recording of each row whose text is that of the recording."""
+        found = [self._spoilt(r.row, min(plan.k(r.row), r.max_drafts)) for r in batch.rows]
+        return Draft(tuple(RowDraft(token_ids, self.name) if token_ids else NO_DRAFT for token_ids in found))
+
+    def _spoilt(self, row: int, k: int) -> list[int]:
+        """Return up to k drafts; none for a row that has left its recording."""
+        recorded, token_ids = self._recorded.get(row), self._rows.tokens(row)
+        start = len(token_ids) - (recorded.prompt_len if recorded else 0)
+        if (
+            not (k and recorded and 0 < start < len(recorded.answer))
+            or recorded.answer[start - 1] != token_ids[-1]
+        ):
+            return []
+        right = recorded.answer[start : start + k]
+        kept = recorded.uniform[start : start + k] < self._chances[: len(right)]
+        found: list[int] = np.where(kept, right, (right + 1) % self._vocab_size).tolist()
+        return found
+
+    def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
+        """Nothing to trim."""
+
+    def valid_lens(self, row: int) -> Mapping[str, int]:
+        """No store."""
+        return {}
+
+    def release(self, row: int) -> None:
+        """Forget the row's answer."""
+        self._recorded.pop(row, None)
+
+    def forget(self) -> None:
+        """Nothing is learnt."""
+
+    def report(self) -> Mapping[str, Any]:
+        """Tell what was chosen."""
+        return {"drafter": self.name, "k": self.config.k, "rates": self.config.rates}
+
+
+def read_answers(path: Path, vocab_size: int) -> list[NDArray[int64]]:
+    """Return the answers of a file's first run, in order. Raises `ConfigError`.
+
+    A run ends at the first line of another draft, concurrency or repeat.
+    """
+    found: list[NDArray[int64]] = []
+    first = None
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ValueError(f"it is larger than {MAX_FILE_BYTES >> 20} MB")
+        for line in path.read_text(encoding="utf-8").splitlines():
+            value = json.loads(line)
+            run = [value.get(name) for name in ("draft", "concurrency", "repeat")]
+            if run != (first := first or run):
+                break
+            found.append(np.array(value["token_ids"], np.int64))
+            if found[-1].ndim != 1 or ((found[-1] < 0) | (found[-1] >= vocab_size)).any():
+                raise ValueError(f"its token ids are not all from 0 to {vocab_size - 1}")
+        if not found:
+            raise ValueError("it is empty")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ConfigError(f"oracle:file={path} is no file of --save-tokens: {error}") from None
+    return found

@@ -1,0 +1,171 @@
+"""vLLM's `--speculative-config`, translated to `--draft` and `--profile`, with the fate of each of its keys.
+
+The keys are those of vLLM 0.32, and some of older versions. A key becomes an option, or is left out for a reason
+that is said, or is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+from paceline.core.errors import ConfigError, suggest
+from paceline.draft.registry import AUTO, config_class, parse_drafters
+
+log = logging.getLogger(__name__)
+
+FLAG = "--speculative-config"
+METHODS = {  # and the drafter of each
+    "ngram": "ngram",
+    "[ngram]": "ngram",
+    "ngram_gpu": "ngram",
+    "suffix": "suffix",
+    "draft_model": "draft-model",
+    "eagle": "eagle",
+    "eagle3": "eagle3",
+}
+SWITCHES = {  # and the drafter of each method that they go with
+    "parallel_drafting": {"eagle3": "peagle"},
+    "use_heterogeneous_vocab": {"draft_model": "draft-model"},
+}
+IN_NAMES = ("eagle3", "eagle")  # methods that the name of a model tells
+NUMBER = (int, float)
+OPTIONS: dict[str, tuple[str, tuple[type, ...]]] = {  # option of the drafter, types of its value
+    "model": ("model", (str,)),
+    "num_speculative_tokens": ("k", (int,)),
+    "prompt_lookup_min": ("min", (int,)),
+    "prompt_lookup_max": ("max", (int,)),
+    "suffix_decoding_max_spec_factor": ("reach", NUMBER),
+    "suffix_decoding_min_token_prob": ("share", NUMBER),
+}
+CHOOSES = "chooses K for every row and step from what steps cost"
+TABLE_FILE = "dynamic_config_path"
+BY_AUTO = {  # what `auto` does in its place
+    "num_speculative_tokens_per_batch_size": f"{CHOOSES}; the table is not kept, --profile takes times of steps",
+    TABLE_FILE: CHOOSES,
+    "disable_by_batch_size": f"{CHOOSES}, 0 where drafts do not pay",
+    "enable_adaptive_verification": f"{CHOOSES}, and does not verify doubtful drafts",
+}
+VOCABULARY = "use_heterogeneous_vocab"
+ONE_LAW = "under --law coupled every token is the target's own choice, whatever was drafted"
+AS_TARGET = "a drafter is loaded and run as its target is"
+NOT_HERE = "it is about kernels and buffers that are not here"
+LEFT_OUT = {  # and why
+    "draft_tensor_parallel_size": "a drafter runs on one device",
+    "rejection_sample_method": f"{ONE_LAW}; --law block is block verification",
+    "draft_sample_method": f"{ONE_LAW}; drafts share its noise",
+    "acceptance_method": ONE_LAW,
+    "synthetic_acceptance_rates": "--draft oracle has drafts kept at given rates",
+    "synthetic_acceptance_length": "--draft oracle has drafts kept at given rates",
+    "max_model_len": "a drafter has the --max-len of its target",
+    "disable_logprobs": "log-probabilities are those of the text, with drafts or without",
+    "disable_log_stats": "statistics are always kept",
+    "suffix_decoding_max_tree_depth": "a path is as long as its match and k allow",
+    "suffix_decoding_max_cached_requests": "past answers are shared only by --draft suffix:shared=TOKENS",
+    **dict.fromkeys(("quantization", "revision", "code_revision", "draft_load_config"), AS_TARGET),
+    **dict.fromkeys(("kv_cache_dtype", "enforce_eager", "moe_backend", "attention_backend"), AS_TARGET),
+    **dict.fromkeys(("disable_padded_drafter_batch", "disable_eagle_block_drop", "dspark_draft_topk"), NOT_HERE),
+    **dict.fromkeys(("use_local_argmax_reduction", "index_share_for_mtp_iteration"), NOT_HERE),
+}
+KNOWN = ("method", *OPTIONS, *BY_AUTO, *SWITCHES, *LEFT_OUT)
+
+
+class Translation(NamedTuple):
+    """A speculative config in this engine's options."""
+
+    draft: str  # value of --draft
+    profile: str | None  # value of --profile
+    lines: tuple[str, ...]  # one about each key, and one about all
+
+
+def options_of(given: str | Mapping[str, Any], draft: str | None, profile: str | None) -> tuple[str, str | None]:
+    """Return --draft and --profile for a speculative config; log a line about each key.
+
+    draft, profile: given beside it. Raises `ConfigError`, also where both say the same.
+    """
+    if draft is not None:
+        raise ConfigError(f"{FLAG} and --draft both name the drafter; give one of them")
+    found = translate(given)
+    if profile and found.profile:
+        raise ConfigError(f"{FLAG} has {TABLE_FILE}, and --profile is given too; give one of them")
+    for line in found.lines:
+        log.warning("%s: %s", FLAG, line)
+    return found.draft, profile or found.profile
+
+
+def translate(given: str | Mapping[str, Any]) -> Translation:
+    """Return what a config asks for, JSON or a mapping. Raises `ConfigError`."""
+    config = _parsed(given)
+    drafter, fates = _drafter(config)
+    auto = any(config.get(key) for key in BY_AUTO)
+    bounds = f", for lookups: others draft as deep as {AUTO} finds worth it" if auto else ""
+    known, options = {f.name for f in fields(config_class(drafter))}, dict[str, Any]()
+    for key, value in config.items():
+        if key in OPTIONS:
+            option = OPTIONS[key][0]
+            if option in known:
+                options[option] = _checked(key, value)
+            fate = f"{option}={value}{bounds if option == 'k' else ''}"
+            fates[key] = fate if option in known else f"left out: {drafter} has no {option}"
+        elif key in BY_AUTO:
+            fates[key] = f"--draft {AUTO} {BY_AUTO[key]}" if value else "off"
+        elif key in LEFT_OUT:
+            fates[key] = f"left out: {LEFT_OUT[key]}"
+    for one, other in (("min", "max"), ("max", "min")):
+        if one in options:  # as vLLM has it, the other is the same where only one is given
+            options.setdefault(other, options[one])
+    if config.get(VOCABULARY):
+        options["vocabulary"] = "tokens"
+    listed = ",".join(f"{option}={value}" for option, value in options.items())
+    draft = (f"{AUTO}:" if auto else "") + (f"{drafter}:{listed}" if listed else drafter)
+    parse_drafters(draft)  # for its bounds
+    lines = (*(f"{key}: {fates[key]}" for key in config), f"that is --draft {draft}")
+    return Translation(draft, config.get(TABLE_FILE), lines)
+
+
+def _parsed(given: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that are set. Raises `ConfigError`, also for unknown keys."""
+    try:
+        values = json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{FLAG} is no JSON: {error}") from None
+    if not isinstance(values, Mapping):
+        raise ConfigError(f'{FLAG} must be a JSON object, such as {{"method": "ngram"}}')
+    for key in values:
+        if key not in KNOWN:
+            raise ConfigError(f"{FLAG} has no key {key!r}{suggest(str(key), KNOWN)}")
+    config = {key: value for key, value in values.items() if value is not None}
+    for key, kind in (*((key, bool) for key in SWITCHES), (TABLE_FILE, str)):
+        if not isinstance(config.get(key, kind()), kind):
+            raise ConfigError(f"{FLAG}: {key} must be a {kind.__name__}, not {config[key]!r}")
+    return config
+
+
+def _drafter(config: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+    """Return the drafter, and the fate of the keys that say which it is."""
+    method, model = config.get("method"), str(config.get("model", ""))
+    if method is None and model:
+        by_name = next((known for known in IN_NAMES if known in model.lower()), "draft_model")
+        method = model if model in METHODS else by_name
+    if not isinstance(method, str) or method not in METHODS:
+        raise ConfigError(f"{FLAG}: there is no method {method!r} here{suggest(str(method), METHODS)}")
+    drafter, fates = METHODS[method], dict.fromkeys(SWITCHES, "off")
+    for key, drafters in SWITCHES.items():
+        if config.get(key):
+            if method not in drafters:
+                raise ConfigError(f"{FLAG}: {key} goes with method {', '.join(drafters)} here, not {method}")
+            drafter = drafters[method]
+            fates[key] = f"drafter {drafter}"
+    return drafter, fates | {"method": f"drafter {drafter}"}
+
+
+def _checked(key: str, value: object) -> object:
+    """Return a value that can stand in a drafter's spec. Raises `ConfigError`."""
+    kinds = OPTIONS[key][1]
+    if isinstance(value, bool) or not isinstance(value, kinds) or (isinstance(value, str) and "," in value):
+        wanted = "a name without commas" if str in kinds else f"a number ({kinds[0].__name__})"
+        raise ConfigError(f"{FLAG}: {key} must be {wanted}, not {value!r}")
+    return value

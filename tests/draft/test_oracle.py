@@ -1,0 +1,152 @@
+"""The oracle keeps as many drafts as it is asked to, and changes no text."""
+
+from __future__ import annotations
+
+import json
+from math import sqrt
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from paceline.core.errors import ConfigError
+from paceline.core.nouns import Request
+from paceline.core.params import SamplingParams
+from paceline.draft.lookup.oracle import OracleConfig, read_answers
+from paceline.draft.registry import parse_drafters, parse_spec
+from tests.engine.same_text import PLAIN, VOCAB, Answer, assert_same, make_engine, run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from paceline.core.nouns import Verdict
+    from paceline.engine.engine import Engine
+    from paceline.engine.step import StepInput, StepScores
+
+RATES = (0.681, 0.574, 0.52)
+REQUESTS = [
+    Request(
+        str(i),
+        tuple(range(40 + i, 60)),
+        SamplingParams(temperature=(0.0, 0.9)[i % 2], max_tokens=150, ignore_eos=True),
+        seed=i,
+    )
+    for i in range(16)
+]
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Answer]:
+    return run(make_engine("off", PLAIN), REQUESTS)
+
+
+@pytest.fixture(scope="module")
+def file(plain: dict[str, Answer], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("recorded") / "plain.jsonl"
+    runs = [{"draft": "off", "concurrency": 16, "repeat": repeat} for repeat in (0, 1)]
+    lines = [one | {"question_id": name, "token_ids": a.token_ids} for one in runs for name, a in plain.items()]
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    return path
+
+
+def counted(engine: Engine) -> tuple[list[int], list[int]]:
+    """Return lists that get how many drafts were tested and kept at each depth."""
+    judge, tested, kept = engine.judge, [0] * 4, [0] * 4
+
+    def watched(drafted: StepInput, scored: StepScores) -> Verdict:
+        verdict = judge(drafted, scored)
+        for draft, row in zip(drafted.draft.rows, verdict.rows, strict=True):
+            for depth in range(min(len(draft), row.num_accepted + 1)):
+                tested[depth] += 1
+                kept[depth] += depth < row.num_accepted
+        return verdict
+
+    engine.judge = watched  # type: ignore[method-assign]
+    return tested, kept
+
+
+def test_drafts_are_kept_as_often_as_asked_at_each_depth(plain: dict[str, Answer], file: Path) -> None:
+    """Within four deviations of a binomial; a fourth draft has the last rate."""
+    engine = make_engine(f"oracle:file={file},rates={'+'.join(map(str, RATES))},k=4", PLAIN)
+    tested, kept = counted(engine)
+    assert_same(plain, run(engine, REQUESTS, stagger=1))
+    for depth, rate in enumerate((*RATES, RATES[-1])):
+        assert tested[depth] > 100
+        deviation = sqrt(rate * (1 - rate) / tested[depth])
+        assert kept[depth] / tested[depth] == pytest.approx(rate, abs=4 * deviation)
+
+
+@pytest.mark.parametrize("rate", [0, 1])
+def test_no_draft_is_kept_or_all(plain: dict[str, Answer], file: Path, rate: int) -> None:
+    engine = make_engine(f"oracle:file={file},rates={rate},k=3", PLAIN)
+    tested, kept = counted(engine)
+    assert_same(plain, run(engine, REQUESTS))
+    assert tested[0] > 100
+    assert kept == [rate * count for count in tested]
+
+
+def test_a_row_that_has_left_the_recording_drafts_nothing(plain: dict[str, Answer], tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    lines = [{"token_ids": [(t + 1) % VOCAB for t in a.token_ids]} for a in plain.values()]
+    other.write_text("\n".join(map(json.dumps, lines)))
+    engine = make_engine(f"oracle:file={other}", PLAIN)
+    assert_same(plain, run(engine, REQUESTS))
+    assert not engine.stats().drafters
+
+
+def test_requests_without_a_number_have_no_recording(file: Path) -> None:
+    engine = make_engine(f"oracle:file={file}", PLAIN)
+    run(engine, [Request(name, (5, 9, 13), REQUESTS[0].params, seed=0) for name in ("a", "-1", "9" * 5000)])
+    assert not engine.stats().drafters
+
+
+def test_the_first_run_of_a_file_is_read(plain: dict[str, Answer], file: Path) -> None:
+    answers = read_answers(file, VOCAB)
+    assert [a.tolist() for a in answers] == [a.token_ids for a in plain.values()]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "no json",
+        "[]",
+        "{}",
+        '{"token_ids": null}',
+        '{"token_ids": ["a"]}',
+        '{"token_ids": [[1], [2]]}',
+        '{"token_ids": [-1]}',
+        '{"token_ids": [320]}',
+        '{"token_ids": [99999999999999999999999]}',
+        "[" * 100_000,
+    ],
+)
+def test_files_that_hold_no_answers_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="oracle:file="):
+        read_answers(path, VOCAB)
+    with pytest.raises(ConfigError, match="oracle:file="):
+        read_answers(tmp_path / "missing.jsonl", VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("oracle", "wants file=FILE"),
+        ("oracle:file=x,rates=a", "numbers from 0 to 1"),
+        ("oracle:file=x,rates=0.5+1.5", "numbers from 0 to 1"),
+        ("oracle:file=x,rates=nan", "numbers from 0 to 1"),
+        ("oracle:file=x,k=17", "between 1 and 16"),
+    ],
+)
+def test_bad_options_say_what_to_do(spec: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse_spec(spec)
+
+
+def test_rates_may_stand_in_a_list_of_drafters() -> None:
+    found = parse_drafters("auto:oracle:rates=0.6+.5+0.4,file=x,k=4+suffix").configs
+    assert [config.name for config in found] == ["oracle", "suffix"]
+    assert isinstance(found[0], OracleConfig)
+    assert np.array_equal(found[0].chances, [0.6, 0.5, 0.4, 0.4])
