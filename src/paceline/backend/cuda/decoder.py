@@ -1,0 +1,127 @@
+"""Targets and draft models of the `cuda` backend: a forward pass over tensors that stay on their device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline.backend.cuda.attention import DeviceKV, new_kv
+from paceline.backend.cuda.blocks import BlockShape, places_of, run_block
+from paceline.backend.cuda.device_pass import upload
+from paceline.backend.cuda.device_weights import Setup, enough_memory, num_bytes
+from paceline.backend.cuda.launched import DeviceResult, launched
+from paceline.backend.cuda.output import wide_product
+from paceline.backend.cuda.pass_choice import choose_by_specs
+from paceline.backend.cuda.rowwise import embed, rms_norm
+from paceline.backend.seam import Capabilities
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from paceline.backend.cuda.blocks import Block
+    from paceline.backend.cuda.device_pass import DevicePass
+    from paceline.backend.cuda.products import Matrix
+    from paceline.backend.seam import PassRequest, Pending
+    from paceline.model.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderWeights:
+    """Weights of a model on its device."""
+
+    embed: torch.Tensor  # [vocab, hidden]
+    output: Matrix  # [vocab, hidden] makes logits; of tied models the embedding's own numbers
+    final_norm: torch.Tensor  # [hidden]
+    blocks: Sequence[Block]
+    inverse: Mapping[int, torch.Tensor]  # window, 0 for none -> [head_dim / 2] float32 angles per position
+
+
+class CudaDecoder:
+    """A decoder over paged KV. Holds weights only; a `DeviceKV` holds all state."""
+
+    name = "cuda"
+
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, setup: Setup) -> None:
+        self.config, self.weights, self.setup = config, weights, setup
+        self.weight_type, self.kv_type = setup.weight_type, setup.kv_type
+        self._shape = BlockShape.of(config, fast=setup.fast)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Abilities: on a GPU a launched pass goes on beside the caller."""
+        return Capabilities(asynchronous=self.setup.device.type != "cpu")
+
+    def describe(self) -> str:
+        """Return what it is, for the user."""
+        setup = self.setup
+        is_host = setup.device.type == "cpu"
+        where = "on this machine's cores" if is_host else torch.cuda.get_device_name(setup.device)
+        return f"{self.name}, {setup.weight_type}, {'fast' if setup.fast else 'exact'} numerics, {where}"
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all tensors; a tied embedding counts once."""
+        w = self.weights
+        tied = w.output.data.data_ptr() == w.embed.data_ptr()
+        tables = [w.output, w.final_norm, *([] if tied else [w.embed])]
+        return num_bytes([*tables, *(part for block in w.blocks for part in block.parts())])
+
+    def new_kv(self, num_pages: int, num_layers: int | None = None) -> DeviceKV:
+        """Return an empty store of `num_pages` pages for the first `num_layers` layers (all by default)."""
+        c, setup = self.config, self.setup
+        layers = num_layers or c.num_layers
+        with enough_memory("the KV cache"):
+            return new_kv(
+                num_pages, layers, c.num_kv_heads, c.head_dim, setup.kv_type, setup.dtype, setup.device
+            )
+
+    def launch(self, request: PassRequest) -> Pending:
+        """Launch a pass: on a GPU it is enqueued at once, on a host it runs in `wait`."""
+        return launched(self.setup.device, partial(self._run, request))
+
+    def _run(self, request: PassRequest) -> DeviceResult:
+        device_pass = upload(request.packed, self.setup.device)
+        assert isinstance(request.kv, DeviceKV)
+        hidden, tapped = self.forward(
+            device_pass, request.kv, num_layers=request.num_layers, taps=request.taps
+        )
+        size = request.vocab_size or self.config.vocab_size
+        return DeviceResult(choose_by_specs(self.logits(hidden), request.specs, size), tapped)
+
+    @torch.inference_mode()
+    def forward(
+        self, device_pass: DevicePass, kv: DeviceKV, *, num_layers: int | None = None, taps: Sequence[int] = ()
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Run a pass, writing its keys and values into `kv`. Never waits for the device.
+
+        `num_layers` runs only the first layers, for self-drafting. Tap i is the residual stream after i layers.
+        Returns the hidden states of the wanted tokens before the final norm, [num_wanted, hidden], and each tap,
+        [num_tokens, hidden].
+        """
+        blocks, windows, shape = self.weights.blocks[:num_layers], self.config.windows, self._shape
+        assert len(blocks) <= len(kv.data), "the store has too few layers"
+        assert all(0 <= tap <= len(blocks) for tap in taps), "a tap beyond the layers that run"
+        places = places_of(device_pass, self.weights.inverse, shape)
+        hidden = embed(device_pass.token_ids, self.weights.embed, self.config.embed_scale)
+        tapped = {0: hidden} if 0 in taps else {}
+        first_norm = blocks[0].attn_norm
+        assert first_norm is not None
+        normed: torch.Tensor | None = rms_norm(hidden, first_norm, shape.eps)
+        for i, block in enumerate(blocks):
+            assert normed is not None
+            next_norm = blocks[i + 1].attn_norm if i + 1 < len(blocks) else None
+            hidden, normed = run_block(block, shape, normed, hidden, next_norm, kv.layer(i), places[windows[i]])
+            if i + 1 in taps:
+                tapped[i + 1] = hidden
+        return hidden.index_select(0, device_pass.wanted), tapped
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return raw logits [n, vocab] of hidden states [n, hidden] as `forward` returns them.
+
+        float32, or float64 of a float64 model.
+        """
+        return wide_product(rms_norm(hidden, self.weights.final_norm, self._shape.eps), self.weights.output)
