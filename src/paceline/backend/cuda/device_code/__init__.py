@@ -1,0 +1,1 @@
+"""Triton kernels. Imported only when they run, by `kernel_launch`; nothing else imports Triton."""

@@ -1,0 +1,326 @@
+"""Kernels of attention over paged keys and values: the work list, the parts, their merge.
+
+The sums of one query row and head are a function of its own keys. Keys are cut into parts of PART at absolute
+positions. A part starts from nothing and takes blocks of KEYS in order, and parts are folded from the left. Blocks
+and parts that a token does not see leave its sums as they are, bit for bit: it does not matter which others share
+its tile, or whether one program folds all parts or `merge_parts` does.
+"""
+
+import triton
+import triton.language as tl
+
+FIELDS = tl.constexpr(8)  # numbers of a work item
+TOKEN_FIELDS = tl.constexpr(4)  # numbers of a token whose parts are merged
+
+
+# The work list ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _tile(j, start, end, position, first_key, sees, window, QUERIES: tl.constexpr, PART: tl.constexpr):
+    """Return tile j of each row: its first token, tokens, first part and number of parts."""
+    first = start + j * QUERIES
+    size = tl.maximum(tl.minimum(end - first, QUERIES), 0)
+    at = position + j * QUERIES
+    lowest = tl.where(window > 0, tl.maximum(first_key, at - window + 1), first_key)
+    first_part = lowest // PART
+    parts = (at + size - 1) // PART + 1 - first_part
+    return first, size, first_part, tl.where(sees & (size > 0), parts, 0)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "window", "fill", "max_units"])
+def plan_work(
+    cu_len,
+    positions,
+    first_keys,
+    items,
+    merged,
+    counts,
+    num_rows,
+    num_tokens,
+    window,
+    fill,
+    max_units,
+    HAS_FIRST_KEYS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    PART: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Write the work list of a pass. One program.
+
+    Tiles of QUERIES tokens become items: (row, first token, tokens, first part, parts, first unit, units of a
+    token, first key of the row). An item is all parts of a tile, unit -1, or one part whose sums go to scratch
+    units, one for each token and part. A tile is split if its parts are more than half of the mean work of a
+    program, while there are units. The pass's padding tokens are tiles without parts.
+
+    items: [max_items, FIELDS] int32; merged: [num_tokens, TOKEN_FIELDS] int32, tokens of split tiles;
+    counts: [2] int32, items and merged tokens. fill: programs that fill the device.
+    """
+    r = tl.arange(0, ROWS)
+    start = tl.load(cu_len + r, mask=r <= num_rows, other=0).to(tl.int32)
+    end = tl.load(cu_len + r + 1, mask=r < num_rows, other=0).to(tl.int32)
+    end = tl.where(r == num_rows, num_tokens, end)
+    sees = (r < num_rows) & (end > start)
+    position = tl.load(positions + start, mask=sees, other=0).to(tl.int32)
+    first_key = tl.zeros([ROWS], tl.int32)
+    if HAS_FIRST_KEYS:
+        first_key = tl.load(first_keys + r, mask=r < num_rows, other=0).to(tl.int32)
+    num_tiles = tl.max(tl.cdiv(end - start, QUERIES), 0)
+    total = 0
+    for j in range(num_tiles):
+        first, size, first_part, parts = _tile(j, start, end, position, first_key, sees, window, QUERIES, PART)
+        total += tl.sum(parts, 0)
+    num_items = 0
+    num_units = 0
+    num_merged = 0
+    for j in range(num_tiles):
+        first, size, first_part, parts = _tile(j, start, end, position, first_key, sees, window, QUERIES, PART)
+        large = (parts > 1) & (parts * 2 * fill > total * KV_HEADS)
+        units = tl.where(large, size * parts, 0)
+        unit = num_units + tl.cumsum(units, 0) - units
+        split = large & (unit + units <= max_units)
+        num_units += tl.sum(units, 0)
+        pieces = tl.where(size > 0, tl.where(split, parts, 1), 0)
+        at = num_items + tl.cumsum(pieces, 0) - pieces
+        for p in range(tl.max(pieces, 0)):
+            here = p < pieces
+            item = items + (at + p) * FIELDS
+            tl.store(item, r, mask=here)
+            tl.store(item + 1, first, mask=here)
+            tl.store(item + 2, size, mask=here)
+            tl.store(item + 3, first_part + p, mask=here)
+            tl.store(item + 4, tl.where(split, 1, parts), mask=here)
+            tl.store(item + 5, tl.where(split, unit + p, -1), mask=here)
+            tl.store(item + 6, parts, mask=here)
+            tl.store(item + 7, first_key, mask=here)
+        num_items += tl.sum(pieces, 0)
+        tokens = tl.where(split, size, 0)
+        to = num_merged + tl.cumsum(tokens, 0) - tokens
+        for t in range(tl.max(tokens, 0)):
+            here = t < tokens
+            token = merged + (to + t) * TOKEN_FIELDS
+            tl.store(token, first + t, mask=here)
+            tl.store(token + 1, unit + t * parts, mask=here)
+            tl.store(token + 2, parts, mask=here)
+        num_merged += tl.sum(tokens, 0)
+    tl.store(counts, num_items)
+    tl.store(counts + 1, num_merged)
+
+
+# Sums ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _part(
+    query,
+    seen_from,
+    seen_to,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    page_ids,
+    kv_head,
+    lo,
+    hi,
+    lowest,
+    scale,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    M: tl.constexpr,
+    PAGE: tl.constexpr,
+    KEYS: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """Return weighted values [M, BLOCK_D], maxima [M] and weights [M] of the keys lo..hi - 1.
+
+    Slots that no token of the tile sees, below `lowest` or from `hi` on, are not read.
+    """
+    d = tl.arange(0, BLOCK_D)
+    total = tl.zeros([M, BLOCK_D], tl.float32)
+    largest = tl.full([M], float("-inf"), tl.float32)
+    weight = tl.zeros([M], tl.float32)
+    for k0 in range(lo, hi, KEYS):
+        place = k0 + tl.arange(0, KEYS)
+        read = (place >= lowest) & (place < hi)
+        page = tl.load(page_ids + place // PAGE, mask=read, other=0)
+        slot = page.to(tl.int64) * PAGE + place % PAGE
+        at = (slot * KV_HEADS + kv_head) * D
+        key = tl.load(keys + at[None, :] + d[:, None], mask=read[None, :] & (d < D)[:, None], other=0.0)
+        score = tl.dot(query, key.to(query.dtype), input_precision="ieee") * scale
+        if SCALED:
+            score *= tl.load(key_scales + slot * KV_HEADS + kv_head, mask=read, other=0.0)[None, :]
+        seen = (place[None, :] >= seen_from[:, None]) & (place[None, :] <= seen_to[:, None])
+        score = tl.where(seen, score, float("-inf"))
+        new = tl.maximum(largest, tl.max(score, 1))
+        safe = tl.where(new == float("-inf"), 0.0, new)
+        p = tl.exp2(score - safe[:, None])
+        shrink = tl.exp2(largest - safe)
+        weight = weight * shrink + tl.sum(p, 1)
+        if SCALED:
+            p *= tl.load(value_scales + slot * KV_HEADS + kv_head, mask=read, other=0.0)[None, :]
+        value = tl.load(values + at[:, None] + d[None, :], mask=read[:, None] & (d < D)[None, :], other=0.0)
+        total = tl.dot(p.to(query.dtype), value.to(query.dtype), total * shrink[:, None], input_precision="ieee")
+        largest = new
+    return total, largest, weight
+
+
+@triton.jit
+def _fold(left, left_largest, left_weight, right, right_largest, right_weight):
+    """Add the sums of a part to those of the parts before it."""
+    new = tl.maximum(left_largest, right_largest)
+    safe = tl.where(new == float("-inf"), 0.0, new)
+    a = tl.exp2(left_largest - safe)
+    b = tl.exp2(right_largest - safe)
+    return left * a[:, None] + right * b[:, None], new, left_weight * a + right_weight * b
+
+
+@triton.jit
+def _mean(total, weight):
+    """Return the weighted mean of values; 0 where nothing was seen."""
+    inverse = 1.0 / tl.where(weight == 0.0, 1.0, weight)
+    return total * inverse[:, None]
+
+
+@triton.jit(do_not_specialize=["scale", "max_pages", "window"])
+def attend_parts(
+    query,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    out,
+    pages,
+    positions,
+    items,
+    counts,
+    part_total,
+    part_largest,
+    part_weight,
+    query_stride,
+    scale,
+    max_pages,
+    window,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    M: tl.constexpr,
+    PAGE: tl.constexpr,
+    KEYS: tl.constexpr,
+    PART: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """Take the items of a work list in turns, each for every KV head.
+
+    A tile's M rows are its tokens times the GROUP query heads of a KV head. scale: of the scores, times log2(e).
+
+    query: [num_tokens, heads, D], tokens `query_stride` apart; keys, values: [slots, KV_HEADS, D];
+    key_scales, value_scales: [slots, KV_HEADS] if SCALED; out: [num_tokens, heads, D];
+    part_total: [units, heads, D] float32; part_largest, part_weight: [units, heads] float32.
+    """
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    num_items = tl.load(counts)
+    m = tl.arange(0, M)
+    d = tl.arange(0, BLOCK_D)
+    for at in range(tl.program_id(0), num_items * KV_HEADS, tl.num_programs(0)):
+        kv_head = at % KV_HEADS
+        item = items + at // KV_HEADS * FIELDS
+        row = tl.load(item)
+        first = tl.load(item + 1)
+        size = tl.load(item + 2)
+        first_part = tl.load(item + 3)
+        num_parts = tl.load(item + 4)
+        unit = tl.load(item + 5)
+        stride = tl.load(item + 6)
+        first_key = tl.load(item + 7)
+        t = m // GROUP
+        head = kv_head * GROUP + m % GROUP
+        ok = t < size
+        seen_to = tl.load(positions + first + t, mask=ok, other=-1).to(tl.int32)
+        seen_from = tl.where(window > 0, tl.maximum(seen_to - window + 1, first_key), first_key)
+        lowest = tl.min(tl.where(ok, seen_from, 2147483647), 0)
+        last = tl.max(seen_to, 0)
+        some = ok[:, None] & (d < D)[None, :]
+        of = (first + t) * query_stride + head * D
+        q = tl.load(query + of[:, None] + d[None, :], mask=some, other=0.0)
+        total = tl.zeros([M, BLOCK_D], tl.float32)
+        largest = tl.full([M], float("-inf"), tl.float32)
+        weight = tl.zeros([M], tl.float32)
+        for part in range(first_part, first_part + num_parts):
+            lo = tl.maximum(part * PART, lowest // KEYS * KEYS)
+            hi = tl.minimum((part + 1) * PART, last + 1)
+            of_part, its_largest, its_weight = _part(
+                q,
+                seen_from,
+                seen_to,
+                keys,
+                values,
+                key_scales,
+                value_scales,
+                pages + row.to(tl.int64) * max_pages,
+                kv_head,
+                lo,
+                hi,
+                lowest,
+                scale,
+                KV_HEADS,
+                D,
+                BLOCK_D,
+                M,
+                PAGE,
+                KEYS,
+                SCALED,
+            )
+            total, largest, weight = _fold(total, largest, weight, of_part, its_largest, its_weight)
+        if unit < 0:
+            to = ((first + t) * HEADS + head)[:, None] * D + d[None, :]
+            tl.store(out + to, _mean(total, weight).to(out.dtype.element_ty), mask=some)
+        else:
+            place = (unit + t * stride) * HEADS + head
+            tl.store(part_total + place[:, None] * D + d[None, :], total, mask=some)
+            tl.store(part_largest + place, largest, mask=ok)
+            tl.store(part_weight + place, weight, mask=ok)
+
+
+@triton.jit
+def merge_parts(
+    out,
+    merged,
+    counts,
+    part_total,
+    part_largest,
+    part_weight,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Fold the parts of every token of a split tile from the left, each for every KV head."""
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    num_merged = tl.load(counts + 1)
+    h = tl.arange(0, BLOCK_GROUP)
+    d = tl.arange(0, BLOCK_D)
+    ok = h < GROUP
+    some = ok[:, None] & (d < D)[None, :]
+    for at in range(tl.program_id(0), num_merged * KV_HEADS, tl.num_programs(0)):
+        entry = merged + at // KV_HEADS * TOKEN_FIELDS
+        token = tl.load(entry)
+        unit = tl.load(entry + 1)
+        num_parts = tl.load(entry + 2)
+        head = at % KV_HEADS * GROUP + h
+        total = tl.zeros([BLOCK_GROUP, BLOCK_D], tl.float32)
+        largest = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
+        weight = tl.zeros([BLOCK_GROUP], tl.float32)
+        for part in tl.range(0, num_parts, num_stages=STAGES):
+            place = (unit + part) * HEADS + head
+            of_part = tl.load(part_total + place[:, None] * D + d[None, :], mask=some, other=0.0)
+            its_largest = tl.load(part_largest + place, mask=ok, other=float("-inf"))
+            its_weight = tl.load(part_weight + place, mask=ok, other=0.0)
+            total, largest, weight = _fold(total, largest, weight, of_part, its_largest, its_weight)
+        to = (token * HEADS + head)[:, None] * D + d[None, :]
+        tl.store(out + to, _mean(total, weight).to(out.dtype.element_ty), mask=some)
