@@ -186,7 +186,7 @@ BACKENDS = {
             device_defaults={"cuda": DeviceDefaults(256, 4096, 0.9, 0.5)},
             numerics=("exact", "fast"),
             probe="paceline.backend.cuda.probe:findings",
-            free_memory="paceline.backend.cuda.load:free_bytes",
+            free_memory="paceline.backend.cuda.device_memory:free_bytes",
         ),
     )
 }

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from numpy import floating, integer, uint32
+    from numpy import floating, uint32
     from numpy.typing import NDArray
 
 PREFIX = "shape:"

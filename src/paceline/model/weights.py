@@ -156,7 +156,8 @@ def load_model(name_or_path: str | Path) -> LoadedModel:
 
 def _load_shape(name: str) -> LoadedModel:
     shaped = read_shape(name)
-    return LoadedModel(Path(name), shaped.config, LazyWeights(shaped.tensors()), ByteText(shaped.config.vocab_size))
+    weights, text = LazyWeights(shaped.tensors()), ByteText(shaped.config.vocab_size)
+    return LoadedModel(Path(name), shaped.config, weights, text)
 
 
 def _load_folder(folder: Path) -> LoadedModel:

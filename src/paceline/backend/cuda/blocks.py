@@ -72,7 +72,9 @@ class Places:
     work: AttentionWork
 
 
-def places_of(device_pass: DevicePass, inverse: Mapping[int, torch.Tensor], shape: BlockShape) -> dict[int, Places]:
+def places_of(
+    device_pass: DevicePass, inverse: Mapping[int, torch.Tensor], shape: BlockShape
+) -> dict[int, Places]:
     """Return a pass's places for each window of a model. inverse: by window."""
     group = shape.num_heads // shape.num_kv_heads
     return {

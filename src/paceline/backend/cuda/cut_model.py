@@ -1,4 +1,4 @@
-"""Draft models cut from their target, on the `cuda` backend: own layers, the target's embedding and output rows."""
+"""Draft models cut from their target, on the `cuda` backend: own layers, the target's tables."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 
 from paceline.backend.cuda.attention import DeviceKV
 from paceline.backend.cuda.decoder import CudaDecoder
+from paceline.backend.cuda.device_memory import on_device
 from paceline.backend.cuda.device_pass import upload
-from paceline.backend.cuda.launched import DeviceResult, launched, on_device
+from paceline.backend.cuda.launched import DeviceResult, launched
 from paceline.backend.cuda.output import wide_product
 from paceline.backend.cuda.pass_choice import choose_by_specs
 from paceline.backend.cuda.rowwise import rms_norm

@@ -10,8 +10,9 @@ import torch
 
 from paceline.backend.cuda.attention import DeviceKV, new_kv
 from paceline.backend.cuda.blocks import BlockShape, places_of, run_block
+from paceline.backend.cuda.device_memory import enough_memory
 from paceline.backend.cuda.device_pass import upload
-from paceline.backend.cuda.device_weights import Setup, enough_memory, num_bytes
+from paceline.backend.cuda.device_weights import num_bytes
 from paceline.backend.cuda.launched import DeviceResult, launched
 from paceline.backend.cuda.output import wide_product
 from paceline.backend.cuda.pass_choice import choose_by_specs
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from paceline.backend.cuda.blocks import Block
     from paceline.backend.cuda.device_pass import DevicePass
+    from paceline.backend.cuda.device_weights import Setup
     from paceline.backend.cuda.products import Matrix
     from paceline.backend.seam import PassRequest, Pending
     from paceline.model.config import ModelConfig
@@ -74,9 +76,7 @@ class CudaDecoder:
         c, setup = self.config, self.setup
         layers = num_layers or c.num_layers
         with enough_memory("the KV cache"):
-            return new_kv(
-                num_pages, layers, c.num_kv_heads, c.head_dim, setup.kv_type, setup.dtype, setup.device
-            )
+            return new_kv(num_pages, layers, c.num_kv_heads, c.head_dim, setup.kv_type, setup.dtype, setup.device)
 
     def launch(self, request: PassRequest) -> Pending:
         """Launch a pass: on a GPU it is enqueued at once, on a host it runs in `wait`."""
@@ -85,9 +85,7 @@ class CudaDecoder:
     def _run(self, request: PassRequest) -> DeviceResult:
         device_pass = upload(request.packed, self.setup.device)
         assert isinstance(request.kv, DeviceKV)
-        hidden, tapped = self.forward(
-            device_pass, request.kv, num_layers=request.num_layers, taps=request.taps
-        )
+        hidden, tapped = self.forward(device_pass, request.kv, num_layers=request.num_layers, taps=request.taps)
         size = request.vocab_size or self.config.vocab_size
         return DeviceResult(choose_by_specs(self.logits(hidden), request.specs, size), tapped)
 

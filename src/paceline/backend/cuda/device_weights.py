@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -11,12 +10,11 @@ import torch
 
 from paceline.backend.cuda.blocks import Block
 from paceline.backend.cuda.products import Matrix, pack_matrix
-from paceline.core.errors import ConfigError
 from paceline.model.files.safetensors_file import StoredTensor
 from paceline.model.shapes import HALF, MASK, MIX, ROW_STEP, RandomTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy import floating
     from numpy.typing import NDArray
@@ -163,15 +161,3 @@ def first_rows(matrix: Matrix, num_rows: int) -> Matrix:
 def num_bytes(parts: Sequence[Matrix | torch.Tensor | None]) -> int:
     """Return the bytes of matrices and tensors, each counted once."""
     return sum({id(p): p.nbytes for p in parts if p is not None}.values())
-
-
-@contextmanager
-def enough_memory(what: str) -> Iterator[None]:
-    """Raise `ConfigError` where the device has no memory left for something."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise ConfigError(
-            f"the device has no memory left for {what}: take a smaller type (--weights, --kv), fewer --kv-tokens "
-            f"or another --device"
-        ) from None

@@ -1,7 +1,7 @@
 """Draft heads on the `cuda` backend: EAGLE-1, EAGLE-3, P-EAGLE and relays, over taps that stay on the device.
 
-`run_head`, `fuse` and `relay_messages` are functions of tensors and never wait for the device. `CudaHead` feeds them
-with what drafters on the host ask for.
+`CudaHead` answers drafters on the host by `launch` and `relay`. Its layers (`fuse`, `run_layers`, `read_out`,
+`relay_messages`) take and return tensors and never wait for the device.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import torch
 
 from paceline.backend.cuda.attention import DeviceKV, new_kv
 from paceline.backend.cuda.blocks import BlockShape, places_of, run_block
+from paceline.backend.cuda.device_memory import enough_memory, on_device
 from paceline.backend.cuda.device_pass import upload
-from paceline.backend.cuda.device_weights import enough_memory, num_bytes
-from paceline.backend.cuda.launched import DeviceResult, launched, on_device, to_host
+from paceline.backend.cuda.device_weights import num_bytes
+from paceline.backend.cuda.launched import DeviceResult, launched, to_host
 from paceline.backend.cuda.output import wide_product
 from paceline.backend.cuda.pass_choice import choose_by_specs
 from paceline.backend.cuda.products import finished, multiply

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from paceline.backend.cuda.device_memory import on_device
 from paceline.backend.seam import PassResult
 from paceline.backend.target import Deferred
 from paceline.core.nouns import UNCHOSEN, noun
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from contextlib import AbstractContextManager
 
     from numpy import int64
     from numpy.typing import NDArray
@@ -42,11 +41,6 @@ class DeviceResult:
     choices: Choices
     taps: Mapping[int, torch.Tensor] | None = None  # as in `PassResult`, and they stay there
     hidden: torch.Tensor | None = None  # likewise
-
-
-def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which kernels are launched on a device."""
-    return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
 
 
 def launched(device: torch.device, run: Callable[[], DeviceResult]) -> Pending:

@@ -1,4 +1,4 @@
-"""Loading for the `cuda` backend: devices, targets, draft heads and cut models. No step comes here."""
+"""Loading for the `cuda` backend: targets, draft heads and cut models. No step comes here."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ import torch
 from paceline.backend.cuda.attention import check_heads
 from paceline.backend.cuda.cut_model import CudaCutModel
 from paceline.backend.cuda.decoder import CudaDecoder, DecoderWeights
-from paceline.backend.cuda.device_weights import TYPES, Setup, WeightReader, enough_memory
+from paceline.backend.cuda.device_memory import enough_memory, torch_device
+from paceline.backend.cuda.device_weights import TYPES, Setup, WeightReader
 from paceline.backend.cuda.head import CudaHead, HeadWeights, RelayWeights
 from paceline.backend.cuda.output import DraftOutput, target_rows
-from paceline.backend.cuda.probe import findings
-from paceline.backend.device import CPU
 from paceline.backend.rope import inverse_frequencies
 from paceline.backend.seam import MAX_REQUEST_TOKENS
 from paceline.core.errors import ConfigError, suggest
-from paceline.core.system import available_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,40 +31,8 @@ if TYPE_CHECKING:
     from paceline.model.heads.config import HeadConfig
     from paceline.model.heads.cut_model import CutModel
 
-_USUAL_DEVICE = "cuda"
 FAST = "fast"  # value of `--numerics`
 _FP8 = "fp8"
-
-
-# Devices -----------------------------------------------------------------------------------------
-
-
-def torch_device(device: Device | None) -> torch.device:
-    """Return PyTorch's device. None: the first GPU. Raises `ConfigError` if it cannot be used."""
-    on_cores = device is not None and device.torch_name is None
-    name = CPU if on_cores else (device and device.torch_name) or _USUAL_DEVICE
-    problem = None
-    try:
-        found = torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        problem = str(error).splitlines()[0]
-    if problem is None:
-        return found
-    known = next((f.text for f in findings(device) if not f.ok), problem)
-    raise ConfigError(
-        f"the cuda backend cannot use the device {name}: {known}. Leave out --backend for this machine's cores; "
-        f"--device {CPU} runs this backend on them, slowly"
-    )
-
-
-def free_bytes(device: Device | None) -> int:
-    """Return the memory that is free on a device, see `BackendSpec.free_memory`."""
-    where = torch_device(device)
-    if where.type == CPU:
-        return available_bytes()
-    free, _ = torch.cuda.mem_get_info(where)
-    unused = torch.cuda.memory_reserved(where) - torch.cuda.memory_allocated(where)  # PyTorch keeps what it freed
-    return int(free + unused)
 
 
 # Targets -----------------------------------------------------------------------------------------
@@ -85,7 +51,7 @@ def load_decoder(
     config.check()
     check_heads(config.head_dim, config.num_heads, config.num_kv_heads)
     where = torch_device(device)
-    if threads is not None and where.type == CPU:
+    if threads is not None and where.type == "cpu":
         torch.set_num_threads(threads)
     setup = Setup(where, weight_type, kv_type, numerics == FAST)
     with enough_memory("the weights"), torch.inference_mode():
@@ -97,9 +63,7 @@ def _read_decoder(config: ModelConfig, reader: WeightReader) -> DecoderWeights:
     factors = reader.weights["rope_factors"] if config.rope.scaling == "factors" else None
     return DecoderWeights(
         embed=embed,
-        output=reader.packed(
-            embed if config.tie_embeddings else reader.tensor("head"), reader.setup.output_type
-        ),
+        output=reader.packed(embed if config.tie_embeddings else reader.tensor("head"), reader.setup.output_type),
         final_norm=reader.tensor("final_norm"),
         blocks=[reader.block(i) for i in range(config.num_layers)],
         inverse=_inverse(config, reader.setup.device, factors),

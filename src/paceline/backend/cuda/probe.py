@@ -1,4 +1,4 @@
-"""What the `cuda` backend needs, found without importing torch: GPU, driver, PyTorch, Triton, and their versions."""
+"""Probe of the `cuda` backend, without importing torch: GPU, driver, PyTorch, Triton, and their versions."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _ask(library: Any) -> Driver:
     if status == _NO_DEVICE:
         return Driver(cuda, ())
     if status:
-        return Driver(cuda, (), f"the GPU's driver does not start: error {status} of cuInit; does nvidia-smi work?")
+        return Driver(cuda, (), f"the GPU's driver does not start: error {status}; does nvidia-smi work?")
     library.cuDeviceGetCount(ctypes.byref(number))
     return Driver(cuda, tuple(_describe(library, index) for index in range(number.value)))
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from paceline.backend.cuda.device_memory import lazy_zeros
 from paceline.core.nouns import PAGE_TOKENS
 
 if TYPE_CHECKING:
@@ -27,10 +28,7 @@ class DeviceTapStore:
         """layers: those tapped, in the order in which their states stand side by side."""
         self._layers = layers
         shape = (num_pages + 1) * PAGE_TOKENS, len(layers) * hidden_size
-        if device.type == "cpu":  # takes memory only where it is written
-            self.data = torch.from_numpy(np.zeros(shape, np.float16))
-        else:
-            self.data = torch.zeros(shape, dtype=torch.float16, device=device)
+        self.data = lazy_zeros(shape, torch.float16, device)
 
     @property
     def bytes_per_token(self) -> int:

@@ -58,8 +58,8 @@ def add_target_arguments(parser: ArgumentParser) -> None:
         "--model",
         metavar="default|PATH|ID|shape:NAME",
         default=DEFAULTS.model,
-        help="the default model, a folder, a .gguf file or a Hugging Face id; or random weights of a shape, such as "
-        "shape:llama-3.1-8b or shape:num_layers=2,hidden_size=256",
+        help="the default model, a folder, a .gguf file or a Hugging Face id; or random weights of a shape, such "
+        "as shape:llama-3.1-8b or shape:num_layers=2,hidden_size=256",
     )
     group.add_argument("--law", default=DEFAULTS.law, help="coupled (same seed, same text), rejection or block")
     group.add_argument(
