@@ -306,7 +306,7 @@ def _work_items(query: torch.Tensor, num_kv_heads: int, d: DevicePass, work: Att
         num_rows,
         num_tokens,
         work.window,
-        work.fill or num_processors(query.device),
+        num_processors(query.device) if work.fill is None else work.fill,
         max_units,
     )
     return planned
