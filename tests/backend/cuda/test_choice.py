@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from paceline.backend.cuda.choice import choice_specs, choose
 from paceline.core.nouns import BROKEN
 from tests.backend.cuda.choices import broken_rows, expected, random_choices
-from tests.backend.cuda.interpreted import run_interpreted
+from tests.backend.cuda.interpreter import run_interpreted
 
 CPU = torch.device("cpu")
 
@@ -76,4 +76,4 @@ def test_a_choice_needs_no_number_from_the_device() -> None:
 
 
 def test_kernels_do_the_same_in_the_interpreter() -> None:
-    run_interpreted("choice_kernels")
+    run_interpreted("interpreted_choice.py")

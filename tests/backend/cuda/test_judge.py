@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from paceline.backend.cuda.judge import judge
 from paceline.core.nouns import BROKEN, UNCHOSEN
-from tests.backend.cuda.interpreted import run_interpreted
+from tests.backend.cuda.interpreter import run_interpreted
 from tests.backend.cuda.verdicts import Rows, arrays, expected, rows_of_drafts
 
 
@@ -44,4 +44,4 @@ def test_a_verdict_needs_no_number_from_the_device() -> None:
 
 
 def test_kernels_do_the_same_in_the_interpreter() -> None:
-    run_interpreted("judge_kernels")
+    run_interpreted("interpreted_judge.py")

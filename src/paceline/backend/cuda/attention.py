@@ -38,7 +38,7 @@ MAX_HEAD_DIM = 256
 MAX_UNITS = 4096  # parts of tokens whose sums may lie in scratch memory
 ROW_BLOCKS = (64, 512, 2048)  # rows of a pass that a planner is compiled for, one more than it takes
 ITEM_FIELDS, MERGED_FIELDS = 8, 4  # as in attention_kernels
-FEW_QUERIES, MANY_QUERIES = 4, 16  # tokens of PyTorch's tiles
+FEW_QUERIES, MANY_QUERIES = 4, 16  # tokens of PyTorch's tiles: multiples of 4 have the same bits in float64
 MAX_GATHERED = 1 << 22  # keys' numbers that PyTorch gathers at once
 KV_TYPES = {
     "bf16": torch.bfloat16,
@@ -306,7 +306,7 @@ def _work_items(query: torch.Tensor, num_kv_heads: int, d: DevicePass, work: Att
         num_rows,
         num_tokens,
         work.window,
-        work.fill or num_processors(query.device),
+        num_processors(query.device) if work.fill is None else work.fill,
         max_units,
     )
     return planned
@@ -452,4 +452,5 @@ def _gathered(layer: LayerKV, which: int, slots: torch.Tensor, like: torch.Tenso
     if layer.scales is not None:
         found = found.view(layer.data.dtype).to(like.dtype)
         found = found * layer.scales[which].index_select(0, slots.flatten())[..., None].to(like.dtype)
-    return found.to(like.dtype).view(*slots.shape, *found.shape[1:]).transpose(1, 2)
+    # One layout whatever the number of tiles, or else matrix products add in another order.
+    return found.to(like.dtype).view(*slots.shape, *found.shape[1:]).transpose(1, 2).contiguous()

@@ -6,6 +6,7 @@ So the bits are the same for finished products and for parts.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
@@ -45,8 +46,12 @@ def embed(token_ids: torch.Tensor, table: torch.Tensor, scale: float) -> torch.T
 
 
 @lru_cache
-def _rounded(scale: float, dtype: torch.dtype) -> float:
-    return torch.tensor(scale, dtype=torch.float32).to(dtype).item()
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    """Round to float32, then to the nearest number of a type. Without a tensor, as a pass must never read one."""
+    for known in (torch.float32, dtype):
+        unit = torch.finfo(known).eps * 2.0 ** (math.frexp(number)[1] - 1)
+        number = round(number / unit) * unit
+    return number
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -117,8 +122,8 @@ def write_qkv(  # noqa: PLR0913, PLR0917 - one call of every layer, none of thes
 ) -> torch.Tensor:
     """Write keys and values at the tokens' slots; return rotated queries [T, num_heads, D].
 
-    p: [T, (num_heads + 2 num_kv_heads) D], queries, keys, values. rope: [D / 2] float32 angles per position; angles
-    are float32 products. q_norm, k_norm: [D], of models that norm heads.
+    p: [T, (num_heads + 2 num_kv_heads) D], queries, keys, values. rope: [D / 2] float32 angles per position, which
+    are multiplied in float32. q_norm, k_norm: [D], of models that norm heads.
     """
     data, bias, parts = _pieces(p)
     num_tokens, width = data.shape[-2:]

@@ -1,12 +1,21 @@
-"""The judge's kernel against the law on rows."""
+"""The judge's kernel against the law on rows, in Triton's interpreter. Run by `test_judge.py`."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 
 from paceline.backend.cuda.judge import judge
+from paceline.backend.cuda.kernel_launch import interpreted
+from tests.backend.cuda.interpreted import poison
 from tests.backend.cuda.verdicts import Rows, arrays, expected, rows_of_drafts
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert interpreted()
+    poison(monkeypatch)
 
 
 @settings(max_examples=30)

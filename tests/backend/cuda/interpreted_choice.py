@@ -1,4 +1,4 @@
-"""The choice kernels against the compiled choice of one row."""
+"""The choice kernels against the compiled choice of one row, in Triton's interpreter. Run by `test_choice.py`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ import pytest
 import torch
 
 from paceline.backend.cuda.choice import choice_specs, choose
+from paceline.backend.cuda.kernel_launch import interpreted
 from paceline.core.nouns import BROKEN
 from tests.backend.cuda.choices import broken_rows, expected, random_choices
+from tests.backend.cuda.interpreted import poison
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert interpreted()
+    poison(monkeypatch)
 
 
 @pytest.mark.parametrize(("vocab", "hinted"), [(1, True), (320, False), (1024, True), (5000, True)])
