@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from paceline import kernels
-from paceline.backend.native import cut_model, load
 from paceline.backend.cuda import load as cuda
 from paceline.backend.device import Device
+from paceline.backend.native import cut_model, load
 from paceline.backend.registry import BACKENDS, BackendSpec
 from paceline.backend.rows import Rows
 from paceline.backend.seam import FedBack, Packed

@@ -1,4 +1,4 @@
-"""Devices of passes: cores of this machine, or a device of PyTorch's; what a backend finds out about them."""
+"""Devices of passes, and what backends find out about them."""
 
 from __future__ import annotations
 

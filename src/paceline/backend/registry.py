@@ -1,4 +1,4 @@
-"""The registry of backends: types, devices and numerics of each, its parts' modules, and the choice of `auto`."""
+"""The registry of backends: types, devices and modules of each, and the choice of `auto`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class BackendSpec:
 
     def load(self, numerics: str | None = None) -> LoadDecoder:
         """Import the maker of its decoders. numerics: None for the usual."""
-        loader: LoadDecoder = self._imported(self.loader)
+        loader = self._imported(self.loader)
         return partial(loader, numerics=numerics) if numerics else loader
 
     def load_head(self) -> LoadHeadRunner:
@@ -78,7 +78,7 @@ class BackendSpec:
 
     @property
     def all_kv_types(self) -> tuple[str, ...]:
-        """Types of KV of some type of weights or another; none: always that of the weights."""
+        """Types of KV, of any weights; none: always that of the weights."""
         own = (kind for kinds in self.kv_types_by_weights.values() for kind in kinds)
         return self.kv_types or tuple(dict.fromkeys(own))
 
@@ -117,7 +117,7 @@ class BackendSpec:
 
     def findings(self, device: Device | None) -> Sequence[Finding]:
         """Return what it needs on a device and what was found, nothing without a probe."""
-        return self._imported(self.probe)(device) if self.probe else ()  # type: ignore[no-any-return]
+        return self._imported(self.probe)(device) if self.probe else ()
 
     def problem(self, device: Device | None) -> str | None:
         """Return why it cannot run on a device; None if nothing speaks against it."""
@@ -210,7 +210,7 @@ def choose_backend(name: str) -> tuple[BackendSpec, str]:
 
 @lru_cache(maxsize=1)
 def _choose() -> tuple[BackendSpec, str]:
-    """Return the first backend whose probe finds nothing wrong, else the default. Asked once in a process."""
+    """Return the first backend whose probe finds nothing wrong, else the default."""
     found = {spec.name: spec.problem(None) for spec in BACKENDS.values() if spec.probe}
     fit = next((BACKENDS[name] for name, problem in found.items() if problem is None), None)
     if fit is not None:

@@ -212,7 +212,7 @@ def _tensor(name: str, shape: tuple[int, ...], seed: int) -> RandomTensor:
 
 @dataclass(frozen=True, slots=True)
 class ByteText:
-    """Tokenizer and chat template of a shape: bytes, and a word of its own for every other id."""
+    """Text of a shape: bytes are tokens, and every other id has a word."""
 
     vocab_size: int
 

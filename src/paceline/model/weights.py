@@ -138,7 +138,7 @@ def choose_tensors(
 
 
 def load_model(name_or_path: str | Path) -> LoadedModel:
-    """Open a model by name or path: a folder of safetensors, a `.gguf` file or a shape.
+    """Open a model: a folder of safetensors, a `.gguf` file, a name or a shape.
 
     Names as in `pull.resolve`. Nothing large is allocated before all is checked. Raises `ModelNotFound`,
     `BadModelFile`, `UnsupportedModel`.

@@ -85,15 +85,17 @@ def test_a_folder_of_16_bits_and_one_of_floats_run(tmp_path: Path) -> None:
 def test_matrices_are_joined_with_their_biases() -> None:
     config = tiny_config(biases=frozenset({"attn_k", "mlp_up"}))
     weights: Any = tiny_weights(config)
-    block = WeightReader(weights, setup("f64")).block(1)
+    layer = WeightReader(weights, setup("f64")).layer(1)
     parts = [weights[f"layers.1.attn_{n}"] for n in "qkv"]
-    assert torch.equal(unpacked(block.qkv, torch.float64), torch.cat(parts))
-    bias = block.qkv.bias
+    assert torch.equal(unpacked(layer.qkv, torch.float64), torch.cat(parts))
+    bias = layer.qkv.bias
     assert bias is not None
     q, kv = (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim)
     assert torch.equal(bias, torch.cat([torch.zeros(q), weights["layers.1.attn_k_bias"], torch.zeros(kv)]))
-    assert block.down.bias is None
-    assert torch.equal(unpacked(block.gate_up, torch.float64)[config.intermediate_size :], weights["layers.1.mlp_up"])
+    assert layer.down.bias is None
+    assert torch.equal(
+        unpacked(layer.gate_up, torch.float64)[config.intermediate_size :], weights["layers.1.mlp_up"]
+    )
 
 
 @pytest.mark.parametrize("shape", [(300, 7), (33,), (5, 1000)])

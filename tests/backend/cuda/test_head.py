@@ -14,7 +14,7 @@ from paceline.backend.cuda.tap_store import DeviceTapStore
 from paceline.backend.reference import cut_model as reference_cut
 from paceline.backend.reference import head as reference
 from paceline.backend.reference.decoder import ReferenceDecoder
-from paceline.backend.seam import FedBack, Features, PassRequest, RelayRequest
+from paceline.backend.seam import Features, FedBack, PassRequest, RelayRequest
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import SamplingSpec, Taps
 from paceline.core.params import SamplingParams
@@ -60,7 +60,10 @@ def both_heads(case: str) -> list[tuple[Any, Any]]:
     config = read_config(head_values(kind, TARGET, **changes), TARGET)
     head = Head(config, random_weights(config), draft_ids(config, TARGET.vocab_size))  # type: ignore[arg-type]
     ours, twin = targets()
-    return [(cuda.load_runner(head, ours, None, None), ours), (reference.load_runner(head, twin, None, None), twin)]
+    return [
+        (cuda.load_runner(head, ours, None, None), ours),
+        (reference.load_runner(head, twin, None, None), twin),
+    ]
 
 
 def close(a: Any, b: Any) -> None:

@@ -109,7 +109,7 @@ def test_the_driver_is_asked_by_its_own_library(tmp_path: Path, monkeypatch: pyt
         cuDriverGetVersion=lambda p: put(p, 12080),
         cuInit=lambda flags: 0,
         cuDeviceGetCount=lambda p: put(p, 2),
-        cuDeviceGet=lambda p, index: put(p, index),
+        cuDeviceGet=put,
         cuDeviceGetName=name,
         cuDeviceTotalMem_v2=lambda p, device: put(p, 80 << 30),
         cuDeviceGetAttribute=lambda p, which, device: put(p, {75: 9, 76: 0}[which]),
@@ -170,7 +170,7 @@ def test_auto_takes_the_gpu_where_all_is_there_and_says_why_not_elsewhere(monkey
 
 def test_a_device_that_is_not_there_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     found(monkeypatch, None)
-    with pytest.raises(ConfigError, match=r"cannot use the device cuda:7: there is no NVIDIA GPU here.*--device cpu"):
+    with pytest.raises(ConfigError, match=r"device cuda:7: there is no NVIDIA GPU here.*--device cpu"):
         device_memory.torch_device(Device(torch_name="cuda:7"))
     assert device_memory.torch_device(Device(frozenset({0}))).type == "cpu"
     assert device_memory.free_bytes(Device(torch_name="cpu")) > 1 << 20

@@ -12,7 +12,7 @@ from paceline.backend.cuda.decoder import CudaDecoder
 from paceline.backend.cuda.device_memory import on_device
 from paceline.backend.cuda.device_pass import upload
 from paceline.backend.cuda.launched import DeviceResult, launched
-from paceline.backend.cuda.output import wide_product
+from paceline.backend.cuda.output_matrix import wide_product
 from paceline.backend.cuda.pass_choice import choose_by_specs
 from paceline.backend.cuda.rowwise import rms_norm
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy import int64
     from numpy.typing import NDArray
 
-    from paceline.backend.cuda.output import DraftOutput
+    from paceline.backend.cuda.output_matrix import DraftOutput
     from paceline.backend.seam import Capabilities, PassRequest, Pending
 
 

@@ -1,4 +1,4 @@
-"""Targets and draft models of the `cuda` backend: a forward pass over tensors that stay on their device."""
+"""Decoders of the `cuda` backend: forward passes whose tensors stay on their device."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.backend.cuda.attention import DeviceKV, new_kv
-from paceline.backend.cuda.blocks import BlockShape, places_of, run_block
 from paceline.backend.cuda.device_memory import enough_memory
 from paceline.backend.cuda.device_pass import upload
 from paceline.backend.cuda.device_weights import num_bytes
 from paceline.backend.cuda.launched import DeviceResult, launched
-from paceline.backend.cuda.output import wide_product
+from paceline.backend.cuda.layers import LayerShape, places_of, run_layer
+from paceline.backend.cuda.output_matrix import wide_product
 from paceline.backend.cuda.pass_choice import choose_by_specs
 from paceline.backend.cuda.rowwise import embed, rms_norm
 from paceline.backend.seam import Capabilities
@@ -22,9 +22,9 @@ from paceline.backend.seam import Capabilities
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from paceline.backend.cuda.blocks import Block
     from paceline.backend.cuda.device_pass import DevicePass
     from paceline.backend.cuda.device_weights import Setup
+    from paceline.backend.cuda.layers import LayerWeights
     from paceline.backend.cuda.products import Matrix
     from paceline.backend.seam import PassRequest, Pending
     from paceline.model.config import ModelConfig
@@ -37,7 +37,7 @@ class DecoderWeights:
     embed: torch.Tensor  # [vocab, hidden]
     output: Matrix  # [vocab, hidden] makes logits; of tied models the embedding's own numbers
     final_norm: torch.Tensor  # [hidden]
-    blocks: Sequence[Block]
+    layers: Sequence[LayerWeights]
     inverse: Mapping[int, torch.Tensor]  # window, 0 for none -> [head_dim / 2] float32 angles per position
 
 
@@ -49,7 +49,7 @@ class CudaDecoder:
     def __init__(self, config: ModelConfig, weights: DecoderWeights, setup: Setup) -> None:
         self.config, self.weights, self.setup = config, weights, setup
         self.weight_type, self.kv_type = setup.weight_type, setup.kv_type
-        self._shape = BlockShape.of(config, fast=setup.fast)
+        self._shape = LayerShape.of(config, fast=setup.fast)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -68,8 +68,8 @@ class CudaDecoder:
         """Bytes of all tensors; a tied embedding counts once."""
         w = self.weights
         tied = w.output.data.data_ptr() == w.embed.data_ptr()
-        tables = [w.output, w.final_norm, *([] if tied else [w.embed])]
-        return num_bytes([*tables, *(part for block in w.blocks for part in block.parts())])
+        tables = w.output, w.final_norm, None if tied else w.embed
+        return num_bytes([*tables, *(part for layer in w.layers for part in layer.parts())])
 
     def new_kv(self, num_pages: int, num_layers: int | None = None) -> DeviceKV:
         """Return an empty store of `num_pages` pages for the first `num_layers` layers (all by default)."""
@@ -79,7 +79,7 @@ class CudaDecoder:
             return new_kv(num_pages, layers, c.num_kv_heads, c.head_dim, setup.kv_type, setup.dtype, setup.device)
 
     def launch(self, request: PassRequest) -> Pending:
-        """Launch a pass: on a GPU it is enqueued at once, on a host it runs in `wait`."""
+        """Launch a pass, see `launched`."""
         return launched(self.setup.device, partial(self._run, request))
 
     def _run(self, request: PassRequest) -> DeviceResult:
@@ -99,19 +99,19 @@ class CudaDecoder:
         Returns the hidden states of the wanted tokens before the final norm, [num_wanted, hidden], and each tap,
         [num_tokens, hidden].
         """
-        blocks, windows, shape = self.weights.blocks[:num_layers], self.config.windows, self._shape
-        assert len(blocks) <= len(kv.data), "the store has too few layers"
-        assert all(0 <= tap <= len(blocks) for tap in taps), "a tap beyond the layers that run"
+        layers, windows, shape = self.weights.layers[:num_layers], self.config.windows, self._shape
+        assert len(layers) <= len(kv.data), "the store has too few layers"
+        assert all(0 <= tap <= len(layers) for tap in taps), "a tap beyond the layers that run"
         places = places_of(device_pass, self.weights.inverse, shape)
         hidden = embed(device_pass.token_ids, self.weights.embed, self.config.embed_scale)
         tapped = {0: hidden} if 0 in taps else {}
-        first_norm = blocks[0].attn_norm
+        first_norm = layers[0].attn_norm
         assert first_norm is not None
         normed: torch.Tensor | None = rms_norm(hidden, first_norm, shape.eps)
-        for i, block in enumerate(blocks):
+        for i, layer in enumerate(layers):
             assert normed is not None
-            next_norm = blocks[i + 1].attn_norm if i + 1 < len(blocks) else None
-            hidden, normed = run_block(block, shape, normed, hidden, next_norm, kv.layer(i), places[windows[i]])
+            next_norm = layers[i + 1].attn_norm if i + 1 < len(layers) else None
+            hidden, normed = run_layer(layer, shape, normed, hidden, next_norm, kv.layer(i), places[windows[i]])
             if i + 1 in taps:
                 tapped[i + 1] = hidden
         return hidden.index_select(0, device_pass.wanted), tapped

@@ -1,4 +1,7 @@
-"""Weights onto a device: 16-bit files byte by byte, random ones made there, all others by way of floats."""
+"""Weights onto a device.
+
+16-bit files go there as they are, random weights are made there, all others go by way of floats.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from paceline.backend.cuda.blocks import Block
+from paceline.backend.cuda.layers import LayerWeights
 from paceline.backend.cuda.products import Matrix, pack_matrix
 from paceline.model.files.safetensors_file import StoredTensor
 from paceline.model.shapes import HALF, MASK, MIX, ROW_STEP, RandomTensor
@@ -104,10 +107,10 @@ class WeightReader:
         """Return a matrix [outputs, inputs] as products read it."""
         return pack_matrix(weight, weight_type, self.setup.dtype, self.setup.device, bias)
 
-    def block(self, index: int) -> Block:
+    def layer(self, index: int) -> LayerWeights:
         """Return the weights of one layer."""
         at = f"layers.{index}."
-        return Block(
+        return LayerWeights(
             attn_norm=self.optional(f"{at}attn_norm"),
             qkv=self.matrix(f"{at}attn_q", f"{at}attn_k", f"{at}attn_v"),
             q_norm=self.optional(f"{at}attn_q_norm"),
@@ -144,7 +147,7 @@ def _mixed(words: torch.Tensor) -> torch.Tensor:
 
 
 def matrix_rows(matrix: Matrix, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return some rows [n, inputs] of a matrix that is not of four bits, as numbers."""
+    """Return some rows [n, inputs] of a matrix, not of four bits, as numbers."""
     if matrix.scale is None:
         return matrix.data[rows].to(dtype)
     picked = matrix.data.view(torch.uint8)[rows].view(matrix.data.dtype)
@@ -152,7 +155,7 @@ def matrix_rows(matrix: Matrix, rows: torch.Tensor, dtype: torch.dtype) -> torch
 
 
 def first_rows(matrix: Matrix, num_rows: int) -> Matrix:
-    """Return the first rows of a matrix that is not of four bits, which it shares."""
+    """Return the first rows of a matrix that is not of four bits, shared."""
     scale = None if matrix.scale is None else matrix.scale[:num_rows]
     shape = num_rows, matrix.shape[1]
     return replace(matrix, data=matrix.data[:num_rows], scale=scale, shape=shape)

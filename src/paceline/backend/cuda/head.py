@@ -1,4 +1,4 @@
-"""Draft heads on the `cuda` backend: EAGLE-1, EAGLE-3, P-EAGLE and relays, over taps that stay on the device.
+"""Draft heads on the `cuda` backend, over taps that stay on the device.
 
 `CudaHead` answers drafters on the host by `launch` and `relay`. Its layers (`fuse`, `run_layers`, `read_out`,
 `relay_messages`) take and return tensors and never wait for the device.
@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.backend.cuda.attention import DeviceKV, new_kv
-from paceline.backend.cuda.blocks import BlockShape, places_of, run_block
 from paceline.backend.cuda.device_memory import enough_memory, on_device
 from paceline.backend.cuda.device_pass import upload
 from paceline.backend.cuda.device_weights import num_bytes
 from paceline.backend.cuda.launched import DeviceResult, launched, to_host
-from paceline.backend.cuda.output import wide_product
+from paceline.backend.cuda.layers import LayerShape, places_of, run_layer
+from paceline.backend.cuda.output_matrix import wide_product
 from paceline.backend.cuda.pass_choice import choose_by_specs
 from paceline.backend.cuda.products import finished, multiply
 from paceline.backend.cuda.rowwise import embed, gated, rms_norm
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from numpy import int64
     from numpy.typing import NDArray
 
-    from paceline.backend.cuda.blocks import Block
     from paceline.backend.cuda.decoder import CudaDecoder
     from paceline.backend.cuda.device_pass import DevicePass
     from paceline.backend.cuda.device_weights import Setup
     from paceline.backend.cuda.launched import Choices
-    from paceline.backend.cuda.output import DraftOutput
+    from paceline.backend.cuda.layers import LayerWeights
+    from paceline.backend.cuda.output_matrix import DraftOutput
     from paceline.backend.cuda.products import Matrix
     from paceline.backend.seam import FedBack, PassRequest, PassResult, Pending, RelayRequest
     from paceline.core.nouns import SamplingSpec
@@ -68,7 +68,7 @@ class HeadWeights:
     norm: torch.Tensor | None  # [width] before the output matrix
     target_norm: torch.Tensor | None  # [width] EAGLE-1: the target's last norm
     mask_taps: torch.Tensor | None  # [tapped_size] that stand for those of tokens not known yet
-    blocks: Sequence[Block]
+    layers: Sequence[LayerWeights]
     inverse: Mapping[int, torch.Tensor]  # as in `DecoderWeights`
     relay: RelayWeights | None
 
@@ -76,8 +76,8 @@ class HeadWeights:
         """Yield all that is its own."""
         yield from (self.embed if self.owns_embed else None, self.fc, *self.fc_norms, self.input_norm)
         yield from (self.embed_norm, self.hidden_norm, self.norm, self.mask_taps)
-        for block in self.blocks:
-            yield from block.parts()
+        for layer in self.layers:
+            yield from layer.parts()
         if (r := self.relay) is not None:
             yield from (r.place, r.known, r.tell, r.out, r.embed_norm)
 
@@ -90,7 +90,7 @@ class CudaHead:
     ) -> None:
         self.config, self.weights, self.output, self.setup = config, weights, output, setup
         self.weight_type = setup.weight_type
-        self.shape = BlockShape.of(config.layers, fast=setup.fast)
+        self.shape = LayerShape.of(config.layers, fast=setup.fast)
         self._vocab_size = target.config.vocab_size
 
     @property
@@ -209,20 +209,20 @@ class CudaHead:
         if w.hidden_norm is not None:  # the first layer reads the embedding beside the feature
             normed = rms_norm(features, w.hidden_norm, eps)
             hidden = normed if self.config.norm_before_residual else features
-            read = torch.cat([_normed(embedded, w.blocks[0].attn_norm, eps), normed], dim=-1)
+            read = torch.cat([_normed(embedded, w.layers[0].attn_norm, eps), normed], dim=-1)
         else:
             both = torch.cat([_normed(embedded, w.embed_norm, eps), features], dim=-1)
             hidden = finished(multiply(both, w.fc, fast=fast))
-            read = _normed(hidden, w.blocks[0].attn_norm, eps)
-        for index, block in enumerate(w.blocks):
-            hidden, _ = run_block(block, self.shape, read, hidden, None, kv.layer(index), places)
-            if index + 1 < len(w.blocks):
-                read = _normed(hidden, w.blocks[index + 1].attn_norm, eps)
+            read = _normed(hidden, w.layers[0].attn_norm, eps)
+        for index, layer in enumerate(w.layers):
+            hidden, _ = run_layer(layer, self.shape, read, hidden, None, kv.layer(index), places)
+            if index + 1 < len(w.layers):
+                read = _normed(hidden, w.layers[index + 1].attn_norm, eps)
         return hidden
 
     @torch.inference_mode()
     def read_out(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what the output matrix reads and the features of the next positions, each [n, width]."""
+        """Return the output matrix's input and the next positions' features, each [n, width]."""
         normed = _normed(hidden, self.weights.norm, self.config.layers.norm_eps)
         return normed, normed if self.config.norm_output else hidden
 

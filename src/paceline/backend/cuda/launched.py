@@ -1,4 +1,4 @@
-"""Passes that were launched on a device, and the way of their results to the host."""
+"""Passes that were launched on a device, and their results."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class DeviceResult:
 
 
 def launched(device: torch.device, run: Callable[[], DeviceResult]) -> Pending:
-    """Launch a pass: on a GPU it is enqueued now, on a host it runs when it is waited for."""
+    """Launch a pass: enqueued now on a GPU, run in `wait` on a host."""
     if device.type == "cpu":
         return Deferred(lambda: to_host(run()))
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     with on_device(device), torch.inference_mode():
         start.record()
         result = run()
@@ -62,7 +62,7 @@ def _fetch(result: DeviceResult, start: torch.cuda.Event, end: torch.cuda.Event)
 
 
 def to_host(result: DeviceResult, pass_s: float | None = None) -> PassResult:
-    """Return what a pass chose as arrays of the host; taps and features stay where they are."""
+    """Return chosen tokens as host arrays; taps and features stay where they are."""
     c = result.choices
     token_ids = np.full(c.num_specs, UNCHOSEN, np.int64)
     token_ids[c.places] = c.token_ids.cpu().numpy()

@@ -13,7 +13,7 @@ from paceline.backend.cuda.decoder import CudaDecoder, DecoderWeights
 from paceline.backend.cuda.device_memory import enough_memory, torch_device
 from paceline.backend.cuda.device_weights import TYPES, Setup, WeightReader
 from paceline.backend.cuda.head import CudaHead, HeadWeights, RelayWeights
-from paceline.backend.cuda.output import DraftOutput, target_rows
+from paceline.backend.cuda.output_matrix import DraftOutput, target_rows
 from paceline.backend.rope import inverse_frequencies
 from paceline.backend.seam import MAX_REQUEST_TOKENS
 from paceline.core.errors import ConfigError, suggest
@@ -65,7 +65,7 @@ def _read_decoder(config: ModelConfig, reader: WeightReader) -> DecoderWeights:
         embed=embed,
         output=reader.packed(embed if config.tie_embeddings else reader.tensor("head"), reader.setup.output_type),
         final_norm=reader.tensor("final_norm"),
-        blocks=[reader.block(i) for i in range(config.num_layers)],
+        layers=[reader.layer(i) for i in range(config.num_layers)],
         inverse=_inverse(config, reader.setup.device, factors),
     )
 
@@ -102,11 +102,11 @@ def load_runner(head: Head, target: Decoder, device: Device | None, weight_type:
     with enough_memory("the draft head"), torch.inference_mode():
         weights = _read_head(head.config, reader, target)
         if head.config.algorithm.guesses_features:
-            rows = target_rows(target, head.token_ids, reader)
+            rows = target_rows(target.weights.output, head.token_ids, reader)
         else:
             rows = reader.tensor("head")
         room = MAX_REQUEST_TOKENS if head.config.request_tokens else 0
-        output = DraftOutput(reader, rows, head.token_ids, target, room)
+        output = DraftOutput(reader, rows, head.token_ids, target.weights.output, room)
         return CudaHead(head.config, weights, output, setup, target)
 
 
@@ -117,8 +117,8 @@ def _read_head(config: HeadConfig, reader: WeightReader, target: CudaDecoder) ->
     fc_norms = [reader.tensor(f"fc_norm.{i}") for i in range(len(c.taps))] if c.fc_norm else []
     relay = None
     if c.relay_size:
-        names = ("place", "known", "tell", "out")
-        relay = RelayWeights(*(reader.matrix(f"relay.{n}") for n in names), reader.tensor("relay.embed_norm"))
+        place, known, tell, out = (reader.matrix(f"relay.{n}") for n in ("place", "known", "tell", "out"))
+        relay = RelayWeights(place, known, tell, out, reader.tensor("relay.embed_norm"))
     target_norm = target.weights.final_norm.to(device, reader.setup.dtype)
     return HeadWeights(
         embed=embed,
@@ -131,7 +131,7 @@ def _read_head(config: HeadConfig, reader: WeightReader, target: CudaDecoder) ->
         norm=reader.optional("norm"),
         target_norm=target_norm if c.algorithm.guesses_features else None,
         mask_taps=reader.optional("mask_hidden"),
-        blocks=[reader.block(i) for i in range(c.layers.num_layers)],
+        layers=[reader.layer(i) for i in range(c.layers.num_layers)],
         inverse=_inverse(c.layers, device, None),
         relay=relay,
     )
@@ -145,14 +145,13 @@ def load_cut_model(
     setup = _draft_setup(target, device, weight_type)
     reader = WeightReader(model.weights, setup)
     with enough_memory("the draft model"), torch.inference_mode():
-        output = DraftOutput(
-            reader, target_rows(target, model.token_ids, reader), model.token_ids, target, MAX_REQUEST_TOKENS
-        )
+        theirs, ids = target.weights.output, model.token_ids
+        output = DraftOutput(reader, target_rows(theirs, ids, reader), ids, theirs, MAX_REQUEST_TOKENS)
         weights = DecoderWeights(
             embed=target.weights.embed.to(setup.device, setup.dtype),
             output=output.matrix,
             final_norm=reader.tensor("final_norm"),
-            blocks=[reader.block(i) for i in range(model.config.num_layers)],
+            layers=[reader.layer(i) for i in range(model.config.num_layers)],
             inverse=_inverse(model.config, setup.device, None),
         )
         return CudaCutModel(CudaDecoder(model.config, weights, setup), output)

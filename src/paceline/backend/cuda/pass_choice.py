@@ -1,4 +1,4 @@
-"""Choices of a pass that the host asked for: specs become arrays on the device, where tokens are chosen."""
+"""Choices on a device by the specs of a host."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _choose(
 
 
 def _edited(logits: torch.Tensor, specs: Sequence[SamplingSpec], tokens: DraftTokens | None) -> torch.Tensor:
-    """Return logits with the specs' edits; of tokens that a draft vocabulary lacks there is nothing to edit."""
+    """Return logits with the specs' edits, of tokens that are there."""
     edits = [(row, c.edits) for row, c in enumerate(specs) if c.edits is not None and c.kind != "argmax"]
     if not edits:
         return logits

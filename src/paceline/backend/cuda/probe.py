@@ -103,7 +103,7 @@ def _packages(on_host: bool) -> Iterator[Finding]:
 
 
 def torch_cuda() -> tuple[int, int] | None:
-    """Return the CUDA version that PyTorch was built for, by its files; None: for none, or not installed."""
+    """Return the CUDA version that PyTorch was built for, by its files; None without one."""
     spec = find_spec("torch")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Taps of committed tokens on a device, by slot in half precision, and the features beside a pass's tokens."""
+"""Taps of committed tokens on a device, and features beside a pass's tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LARGEST = 65504.0  # of half precision
 
 
 class DeviceTapStore:
-    """Hidden states by slot; see `TapStore`. The last page is scratch, as that of a `DeviceKV`."""
+    """Hidden states by slot in half precision, see `TapStore`. The last page is scratch."""
 
     def __init__(self, num_pages: int, layers: Sequence[int], hidden_size: int, device: torch.device) -> None:
         """layers: those tapped, in the order in which their states stand side by side."""
@@ -73,9 +73,9 @@ def _slots(pages: NDArray[int64], start: int, count: int) -> NDArray[int64]:
 def token_places(
     pieces: Sequence[tuple[int, int, int]], cu_len: NDArray[int64]
 ) -> tuple[NDArray[int64], NDArray[int64]]:
-    """Return the places of known tokens and of guesses in a pass whose rows have first these, then those.
+    """Return the places of known tokens and of guesses in a pass.
 
-    pieces: (row, first token, known tokens), at most one of a row, in order.
+    Rows have known tokens first. pieces: (row, first token, known tokens), at most one of a row, in order.
     """
     known = np.zeros(len(cu_len) - 1, np.int64)
     for row, _, count in pieces:

@@ -277,7 +277,7 @@ class _WeightsWithProgress(Mapping[str, "NDArray[floating]"]):
         return self._weights.four_bit(name) if isinstance(self._weights, LazyWeights) else None
 
     def stored(self, name: str) -> Stored | None:
-        """Return a tensor that is not read yet, and count it; None if only its numbers are at hand."""
+        """Return a tensor that is not read yet; None if only numbers are at hand."""
         stored = self._weights.stored(name) if isinstance(self._weights, LazyWeights) else None
         if stored is not None:
             self._count(prod(stored.shape))

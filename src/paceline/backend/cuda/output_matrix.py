@@ -1,4 +1,4 @@
-"""The output matrix: logits that are not rounded to 16 bits, and rows for the tokens of a draft vocabulary."""
+"""The output matrix: logits in full, and rows of a draft vocabulary's tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from numpy import int64
     from numpy.typing import NDArray
 
-    from paceline.backend.cuda.decoder import CudaDecoder
     from paceline.backend.cuda.device_weights import WeightReader
     from paceline.backend.cuda.products import Matrix
 
@@ -26,9 +25,9 @@ _ROWS_AT_ONCE = 1 << 14  # of 16-bit weights that a host widens
 
 
 def wide_product(x: torch.Tensor, m: Matrix) -> torch.Tensor:
-    """Multiply tokens [n, K] by a matrix and return [n, N] in float32, or float64 of float64 tokens.
+    """Multiply tokens [n, K] by a matrix; return [n, N] that are not rounded.
 
-    The sums are those of `multiply`, before they are rounded: logits of 16 bits would tie by the dozen.
+    float32, or float64 of float64 tokens. The sums are those of `multiply`, before they are rounded: logits of 16 bits would tie by the dozen.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     if uses_kernels(x):
@@ -43,16 +42,17 @@ def wide_product(x: torch.Tensor, m: Matrix) -> torch.Tensor:
         assert isinstance(product, torch.Tensor)
         return product.to(wide)
     tokens = x.to(wide)
-    return torch.cat([functional.linear(tokens, rows.to(wide)) for rows in m.data.split(_ROWS_AT_ONCE)], dim=-1)
+    pieces = torch.split(m.data, _ROWS_AT_ONCE)
+    return torch.cat([functional.linear(tokens, rows.to(wide)) for rows in pieces], dim=-1)
 
 
 class DraftOutput:
     """Output matrix of a draft vocabulary, with room for tokens of requests."""
 
     def __init__(
-        self, reader: WeightReader, rows: torch.Tensor, token_ids: NDArray[int64], target: CudaDecoder, room: int
+        self, reader: WeightReader, rows: torch.Tensor, token_ids: NDArray[int64], target: Matrix, room: int
     ) -> None:
-        """rows: [num_tokens, width] of the output matrix. room: tokens of requests, at most."""
+        """rows: [num_tokens, width] of these tokens. target: the target's matrix. room: for tokens of requests."""
         assert room <= MAX_REQUEST_TOKENS
         self._reader, self._target, self._fixed_ids = reader, target, token_ids
         wide = torch.cat([rows, rows.new_zeros(room, rows.shape[1])]) if room else rows
@@ -71,25 +71,22 @@ class DraftOutput:
         num_fixed, data = len(self._fixed_ids), self._whole.data
         assert num_fixed + len(token_ids) <= len(data), "more tokens than there is room for"
         if len(token_ids):
-            packed = self._reader.packed(target_rows(self._target, token_ids, self._reader), self._type)
+            rows = target_rows(self._target, token_ids, self._reader)
+            packed = self._reader.packed(rows, self._reader.setup.output_type)
             data[num_fixed : num_fixed + len(token_ids)] = packed.data
             if packed.scale is not None and self._whole.scale is not None:
                 self._whole.scale[num_fixed : num_fixed + len(token_ids)] = packed.scale
         self._take(np.concatenate([self._fixed_ids, token_ids]))
 
-    @property
-    def _type(self) -> str:
-        return self._reader.setup.output_type
-
     def _take(self, token_ids: NDArray[int64]) -> None:
-        """Let the first rows stand for these tokens."""
-        rows = np.full(self._target.config.vocab_size, -1, np.int64)
+        """Make the first rows stand for these tokens."""
+        rows = np.full(self._target.shape[0], -1, np.int64)
         rows[token_ids] = np.arange(len(token_ids))
         self.tokens = DraftTokens(torch.from_numpy(token_ids).to(self._reader.setup.device), rows)
         self.matrix = first_rows(self._whole, len(token_ids))
 
 
-def target_rows(target: CudaDecoder, token_ids: NDArray[int64], reader: WeightReader) -> torch.Tensor:
-    """Return the target's output rows [n, width] of some tokens, on the reader's device in its type."""
-    ids = torch.from_numpy(token_ids).to(target.setup.device)
-    return matrix_rows(target.weights.output, ids, reader.setup.dtype).to(reader.setup.device)
+def target_rows(target: Matrix, token_ids: NDArray[int64], reader: WeightReader) -> torch.Tensor:
+    """Return a target's rows [n, width] of tokens, on the reader's device in its type."""
+    ids = torch.from_numpy(token_ids).to(target.data.device)
+    return matrix_rows(target, ids, reader.setup.dtype).to(reader.setup.device)

@@ -1,4 +1,4 @@
-"""One decoder layer on a device: what it holds, and how a pass goes through it."""
+"""A decoder layer on a device: its weights, and a pass through it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Block:
+class LayerWeights:
     """Weights of one layer; norms that it lacks are None."""
 
     attn_norm: torch.Tensor | None  # [width]
@@ -44,7 +44,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockShape:
+class LayerShape:
     """Numbers that all layers of a model share."""
 
     num_heads: int
@@ -55,7 +55,7 @@ class BlockShape:
     fast: bool
 
     @classmethod
-    def of(cls, config: ModelConfig, *, fast: bool) -> BlockShape:
+    def of(cls, config: ModelConfig, *, fast: bool) -> LayerShape:
         """Return those of a model."""
         c = config
         activation: Activation = c.facts.activation  # type: ignore[assignment] # `check` knows no other
@@ -73,7 +73,7 @@ class Places:
 
 
 def places_of(
-    device_pass: DevicePass, inverse: Mapping[int, torch.Tensor], shape: BlockShape
+    device_pass: DevicePass, inverse: Mapping[int, torch.Tensor], shape: LayerShape
 ) -> dict[int, Places]:
     """Return a pass's places for each window of a model. inverse: by window."""
     group = shape.num_heads // shape.num_kv_heads
@@ -83,9 +83,9 @@ def places_of(
     }
 
 
-def run_block(
-    block: Block,
-    shape: BlockShape,
+def run_layer(
+    layer: LayerWeights,
+    shape: LayerShape,
     read: torch.Tensor,
     residual: torch.Tensor,
     next_norm: torch.Tensor | None,
@@ -99,19 +99,19 @@ def run_block(
     """
     s, fast = shape, shape.fast
     query = write_qkv(
-        multiply(read, block.qkv, fast=fast),
+        multiply(read, layer.qkv, fast=fast),
         places.device_pass,
         places.inverse,
         layer_kv,
-        block.q_norm,
-        block.k_norm,
+        layer.q_norm,
+        layer.k_norm,
         s.eps,
         s.num_heads,
         s.num_kv_heads,
     )
     mixed = attend(query, layer_kv, places.device_pass, places.work, s.query_scale, places.window)
-    added = multiply(mixed, block.attn_out, fast=fast)
-    residual, normed = add_norm(added, residual, block.mlp_norm, s.eps, block.attn_post_norm)
+    added = multiply(mixed, layer.attn_out, fast=fast)
+    residual, normed = add_norm(added, residual, layer.mlp_norm, s.eps, layer.attn_post_norm)
     assert normed is not None
-    inner = gated(multiply(normed, block.gate_up, fast=fast), s.activation)
-    return add_norm(multiply(inner, block.down, fast=fast), residual, next_norm, s.eps, block.mlp_post_norm)
+    inner = gated(multiply(normed, layer.gate_up, fast=fast), s.activation)
+    return add_norm(multiply(inner, layer.down, fast=fast), residual, next_norm, s.eps, layer.mlp_post_norm)
