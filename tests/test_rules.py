@@ -25,7 +25,9 @@ ROOT = Path(__file__).parents[1]
 FILES = sorted(SOURCE.rglob("*.py"))
 COMPILED = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".cpp", ".h"))
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_ATTRIBUTES, MAX_WORDS = 500, 60, 15, 15
-MAX_SOURCE_LINES, MAX_SOURCE_FILES, MAX_COMPILED_LINES = 29_000, 210, 7_298
+MAX_SOURCE_LINES, MAX_SOURCE_FILES, MAX_COMPILED_LINES = 29_600, 210, 7_298
+GPU_FOLDER = SOURCE / "backend" / "cuda"  # counted apart: kernels, what runs instead of them elsewhere, their rows
+MAX_GPU_LINES, MAX_GPU_FILES = 5_000, 30
 # File names that stand in several folders, and why.
 SHARED_FILE_NAMES = {
     "__init__": "every package",
@@ -33,6 +35,7 @@ SHARED_FILE_NAMES = {
     "head": "each backend's folder has the same file names",
     "cut_model": "each backend's folder has the same file names, and model/heads has the format",
     "load": "each backend's folder has the same file names",
+    "attention": "the reference's and the GPU's",
     "registry": "backends and drafters: what exists, as data",
     "sampling": "core has the transforms of one row, backend the choices of a pass",
     "errors": "core has the tree, serve/api its replies over HTTP",
@@ -248,8 +251,12 @@ def test_no_file_is_long():
 
 
 def test_the_whole_is_no_larger_than_its_budget():
-    assert len(FILES) <= MAX_SOURCE_FILES
-    assert sum(map(num_lines, FILES)) <= MAX_SOURCE_LINES
+    gpu_files = [path for path in FILES if path.is_relative_to(GPU_FOLDER)]
+    others = [path for path in FILES if path not in gpu_files]
+    assert len(others) <= MAX_SOURCE_FILES
+    assert sum(map(num_lines, others)) <= MAX_SOURCE_LINES
+    assert len(gpu_files) <= MAX_GPU_FILES
+    assert sum(map(num_lines, gpu_files)) <= MAX_GPU_LINES
     assert sum(map(num_lines, COMPILED)) <= MAX_COMPILED_LINES
 
 

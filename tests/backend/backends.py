@@ -1,4 +1,7 @@
-"""Test backends: one reveals outcomes a step late, one keeps its arrays where a host cannot look."""
+"""Test backends: one reveals outcomes a step late, one keeps its arrays where a host cannot look.
+
+And `cuda` on a host, where every test of it runs.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from paceline import kernels
+from paceline.backend.cuda import load as cuda
+from paceline.backend.device import Device
 from paceline.backend.native import cut_model, load
 from paceline.backend.registry import BACKENDS, BackendSpec
 from paceline.backend.rows import Rows
@@ -128,8 +133,9 @@ def handle(array: Any) -> Any:
 
 
 def on_host(array: Any) -> Any:
-    """The array of a handle; all else is on the host already."""
-    return array.on_device if isinstance(array, Handle) else array
+    """The array of a handle, or of PyTorch; all else is on the host already."""
+    inside = array.on_device if isinstance(array, Handle) else array
+    return None if inside is None else np.asarray(inside)
 
 
 class OpaqueRows(Rows):
@@ -197,6 +203,16 @@ def load_cut_model(model: Any, target: Any, *rest: Any) -> Any:
     return OpaqueExecutor(cut_model.load_cut_model(model, target.inner, *rest))
 
 
+# On a host ------------------------------------------------------------------------------------------
+
+HOST = Device(torch_name="cpu")
+
+
+def load_on_host(*args: Any, **named: Any) -> Any:
+    config, weights, weight_type, kv_type, threads, *where = args
+    return cuda.load_decoder(config, weights, weight_type, kv_type, threads, *(where or (HOST,)), **named)
+
+
 HERE = "tests.backend.backends"
 TEST_BACKENDS = {
     "late": replace(BACKENDS["reference"], name="late", rows_class=f"{HERE}:LateRows"),
@@ -209,6 +225,9 @@ TEST_BACKENDS = {
         f"{HERE}:load_runner",
         f"{HERE}:load_cut_model",
         f"{HERE}:OpaqueRows",
+    ),
+    "cuda": replace(
+        BACKENDS["cuda"], loader=f"{HERE}:load_on_host", devices=tuple(reversed(BACKENDS["cuda"].devices))
     ),
 }
 ALL_BACKENDS = {**BACKENDS, **TEST_BACKENDS}

@@ -1,8 +1,9 @@
-"""Devices of passes: cores of this machine, or a device of PyTorch's."""
+"""Devices of passes, and what backends find out about them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from paceline.core.errors import ConfigError
 from paceline.core.system import usable_cores
@@ -35,9 +36,31 @@ class Device:
             )
         return cls(cores)
 
+    @property
+    def is_host(self) -> bool:
+        """True if passes run on this machine's cores."""
+        return self.torch_name is None or self.torch_name.partition(":")[0] == CPU
+
     def __str__(self) -> str:
         listed = ",".join(map(str, sorted(self.cores)))
         return self.torch_name or (f"{CPU}:{listed}" if listed else CPU)
+
+
+class Finding(NamedTuple):
+    """One thing that a backend needs to run here, as its probe found it."""
+
+    subject: str
+    ok: bool
+    text: str  # what was found; if not ok, also what to do
+
+
+class DeviceDefaults(NamedTuple):
+    """Limits of an engine on a kind of device, where the user sets none."""
+
+    num_rows: int  # requests that run at once
+    prefill_tokens: int  # prompt tokens computed in one step, over all rows
+    kv_share: float  # of the device's free memory, for the target's KV
+    kv_share_with_drafters: float  # their weights, KV and taps need memory, too
 
 
 def _cores(text: str) -> frozenset[int]:

@@ -1,19 +1,26 @@
-"""The registry of backends: the weight and KV types of each, and its parts' modules."""
+"""The registry of backends: types, devices and modules of each, and the choice of `auto`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from paceline.backend.device import CPU, Device, DeviceDefaults
 from paceline.core.errors import ConfigError, suggest
+from paceline.core.system import available_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from paceline.backend.device import Finding
     from paceline.backend.rows import Rows
     from paceline.backend.seam import LoadCutModel, LoadDecoder, LoadHeadRunner
 
 # Bytes of one stored number, scales included.
-NUM_BYTES = {"f64": 8.0, "f32": 4.0, "f16": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.625}
+NUM_BYTES = {"f64": 8.0, "f32": 4.0, "f16": 2.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.625}
+MAX_DEVICES = 64  # of one kind in a machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +35,23 @@ class BackendSpec:
     head_loader: str  # module:function, a `LoadHeadRunner`
     cut_model_loader: str  # module:function, a `LoadCutModel`
     rows_class: str = "paceline.backend.rows:Rows"  # module:class of its per-row state
-    needs: str | None = None  # package that only this backend imports, and the extra that installs it
+    needs: str | None = None  # package that only this backend imports
+    extra: str | None = None  # extra that installs it; None: of the same name
+    kv_types_by_weights: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # where these restrict them
+    devices: tuple[str, ...] = ()  # kinds that `--device` may name, the default first; none: the machine's cores
+    device_defaults: Mapping[str, DeviceDefaults] = field(default_factory=dict)  # kind of device -> its limits
+    numerics: tuple[str, ...] = ()  # values of `--numerics`, the default first; none: there is one way
+    # module:function(Device | None) -> findings. It is quick and imports nothing heavy. `auto` prefers a backend
+    # with a probe where that finds nothing wrong.
+    probe: str | None = None
+    free_memory: str | None = None  # module:function(Device | None) -> bytes for KV; None: the machine's memory
 
-    def load(self) -> LoadDecoder:
-        """Import the maker of its decoders."""
-        return self._imported(self.loader)  # type: ignore[no-any-return]
+    # Parts ---------------------------------------------------------------------------------------
+
+    def load(self, numerics: str | None = None) -> LoadDecoder:
+        """Import the maker of its decoders. numerics: None for the usual."""
+        loader = self._imported(self.loader)
+        return partial(loader, numerics=numerics) if numerics else loader
 
     def load_head(self) -> LoadHeadRunner:
         """Import the maker of its runners of draft heads."""
@@ -46,14 +65,67 @@ class BackendSpec:
         """Import the class of its per-row state."""
         return self._imported(self.rows_class)  # type: ignore[no-any-return]
 
+    # Options -------------------------------------------------------------------------------------
+
     def weight_type(self, asked: str | None) -> str:
         """Return the type of weights to use. Raises `ConfigError`."""
         return self._one_of("--weights", self.weight_types, asked or self.weight_types[0])
 
     def kv_type(self, asked: str | None, weight_type: str) -> str:
         """Return the type of KV to use. Raises `ConfigError`."""
-        known = self.kv_types or (weight_type,)
+        known = self.kv_types_by_weights.get(weight_type) or self.kv_types or (weight_type,)
         return self._one_of("--kv", known, asked or known[0])
+
+    @property
+    def all_kv_types(self) -> tuple[str, ...]:
+        """Types of KV, of any weights; none: always that of the weights."""
+        own = (kind for kinds in self.kv_types_by_weights.values() for kind in kinds)
+        return self.kv_types or tuple(dict.fromkeys(own))
+
+    def numerics_of(self, asked: str | None) -> str | None:
+        """Return the numerics to use; None where there is one way only. Raises `ConfigError`."""
+        if asked is None:
+            return self.numerics[0] if self.numerics else None
+        if not self.numerics:
+            raise ConfigError(f"the {self.name} backend computes in one way only: leave out --numerics {asked}")
+        return self._one_of("--numerics", self.numerics, asked)
+
+    def device(self, asked: str | None) -> Device | None:
+        """Return the target's device; None for the machine's cores. Raises `ConfigError`."""
+        if not self.devices:
+            if asked is not None:
+                raise ConfigError(
+                    f"--device {asked}: the {self.name} backend runs on this machine's cores; leave the option "
+                    f"out, or choose another --backend"
+                )
+            return None
+        text = asked or self.devices[0]
+        kind, numbered, number = text.partition(":")
+        is_number = number.isascii() and number.isdecimal() and len(number) < 3
+        right = not numbered or (kind != CPU and is_number and int(number) < MAX_DEVICES)
+        if kind not in self.devices or not right:
+            known = ", ".join(kind if kind == CPU else f"{kind}, {kind}:N" for kind in self.devices)
+            raise ConfigError(f"--device {text}: the {self.name} backend runs on {known}")
+        return Device(torch_name=text)
+
+    def defaults_on(self, device: Device | None) -> DeviceDefaults | None:
+        """Return the limits on a device; None: those of a host."""
+        kind = "" if device is None or device.torch_name is None else device.torch_name.partition(":")[0]
+        return self.device_defaults.get(kind)
+
+    # The machine ---------------------------------------------------------------------------------
+
+    def findings(self, device: Device | None) -> Sequence[Finding]:
+        """Return what it needs on a device and what was found, nothing without a probe."""
+        return self._imported(self.probe)(device) if self.probe else ()
+
+    def problem(self, device: Device | None) -> str | None:
+        """Return why it cannot run on a device; None if nothing speaks against it."""
+        return next((found.text for found in self.findings(device) if not found.ok), None)
+
+    def free_bytes(self, device: Device | None) -> int:
+        """Return the memory that is free where KV lies."""
+        return self._imported(self.free_memory)(device) if self.free_memory else available_bytes()
 
     def _one_of(self, flag: str, known: tuple[str, ...], asked: str) -> str:
         if asked not in known:
@@ -68,7 +140,7 @@ class BackendSpec:
             if error.name is None or error.name != self.needs:
                 raise
             raise ConfigError(
-                f"the {self.name} backend needs {self.needs}: pip install 'paceline[{self.needs}]'"
+                f"the {self.name} backend needs {self.needs}: pip install 'paceline[{self.extra or self.needs}]'"
             ) from None
 
 
@@ -94,13 +166,54 @@ BACKENDS = {
             "paceline.backend.reference.cut_model:load_cut_model",
             needs="torch",
         ),
+        BackendSpec(
+            "cuda",
+            "Triton kernels for NVIDIA GPUs; in exact numerics a token's numbers are the same in every batch",
+            ("bf16", "f16", "f32", "f64", "fp8", "int4"),
+            (),
+            "paceline.backend.cuda.load:load_decoder",
+            "paceline.backend.cuda.load:load_runner",
+            "paceline.backend.cuda.load:load_cut_model",
+            needs="torch",
+            extra="cuda",
+            kv_types_by_weights={
+                "bf16": ("bf16", "fp8"),
+                "f16": ("f16", "fp8"),
+                "fp8": ("bf16", "fp8"),
+                "int4": ("bf16", "fp8"),
+            },
+            devices=("cuda", "cpu"),
+            device_defaults={"cuda": DeviceDefaults(256, 4096, 0.9, 0.5)},
+            numerics=("exact", "fast"),
+            probe="paceline.backend.cuda.probe:findings",
+            free_memory="paceline.backend.cuda.device_memory:free_bytes",
+        ),
     )
 }
-DEFAULT_BACKEND = next(iter(BACKENDS))
+AUTO = "auto"  # value of `--backend`
+DEFAULT_BACKEND = next(iter(BACKENDS))  # where no backend with a probe can run
 
 
 def backend_spec(name: str) -> BackendSpec:
     """Return a backend by name. Raises `ConfigError`."""
+    return choose_backend(name)[0]
+
+
+def choose_backend(name: str) -> tuple[BackendSpec, str]:
+    """Return the backend of a `--backend`, and why. Raises `ConfigError`."""
+    if name == AUTO:
+        return _choose()
     if name not in BACKENDS:
-        raise ConfigError(f"unknown backend {name!r}{suggest(name, BACKENDS)}")
-    return BACKENDS[name]
+        raise ConfigError(f"unknown backend {name!r}{suggest(name, [AUTO, *BACKENDS])}")
+    return BACKENDS[name], "as asked"
+
+
+@lru_cache(maxsize=1)
+def _choose() -> tuple[BackendSpec, str]:
+    """Return the first backend whose probe finds nothing wrong, else the default."""
+    found = {spec.name: spec.problem(None) for spec in BACKENDS.values() if spec.probe}
+    fit = next((BACKENDS[name] for name, problem in found.items() if problem is None), None)
+    if fit is not None:
+        return fit, f"auto: {fit.name} has what it needs here"
+    wrong = "; ".join(f"no {name}, as {problem}" for name, problem in found.items())
+    return BACKENDS[DEFAULT_BACKEND], f"auto: {wrong}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from paceline.backend.registry import NUM_BYTES
+from paceline.backend.registry import BACKENDS, NUM_BYTES
 from paceline.bench.interleave import cancel_all
 from paceline.bench.measure import acceptance_length, kept_per_position
 from paceline.bench.prompt_file import BUILTIN, read_prompts
@@ -17,7 +17,7 @@ from paceline.control.fixed import FixedK
 from paceline.core.errors import ConfigError, ModelError
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
-from paceline.core.system import available_bytes, uninterrupted
+from paceline.core.system import uninterrupted
 from paceline.draft.registry import parse_drafters
 from paceline.engine.assembly.build import assemble, load
 from paceline.engine.assembly.calibration import AlwaysDrafter
@@ -140,7 +140,11 @@ def check_files(config: EngineConfig) -> tuple[list[Check], PacelineError | None
 
 
 def _file_checks(config: EngineConfig) -> Iterator[Check]:
-    """Yield checks of shape, vocabulary, template, context and memory. Raises `ModelError`, `ConfigError`."""
+    """Yield checks of devices, shape, vocabulary, template, context and memory.
+
+    Raises `ModelError`, `ConfigError`.
+    """
+    yield from device_checks(config)
     model = load_model(resolve(config.model))
     c = model.config
     shape = f"{c.num_layers} layers of {c.hidden_size}, {c.num_heads} heads, {c.num_kv_heads} for KV"
@@ -157,9 +161,20 @@ def _file_checks(config: EngineConfig) -> Iterator[Check]:
     yield _check_memory(config, model)
 
 
+def device_checks(config: EngineConfig) -> Iterator[Check]:
+    """Yield what backends need of this machine; what the chosen one lacks is a failure."""
+    chosen = config.backend_spec
+    yield Check("backend", True, f"{chosen.name}, {config.why_backend}")
+    for spec in BACKENDS.values():
+        is_chosen = spec.name == chosen.name
+        for found in spec.findings(config.placement.target if is_chosen else None):
+            text = found.text if found.ok or is_chosen else f"{found.text}; only --backend {spec.name} needs it"
+            yield Check(found.subject, found.ok or not is_chosen, text)
+
+
 def _check_memory(config: EngineConfig, model: LoadedModel) -> Check:
     """Compare the weights of target and drafter with free memory; the KV shares the remainder."""
-    per_weight, free = NUM_BYTES[config.weight_type], available_bytes()
+    per_weight, free = NUM_BYTES[config.weight_type], config.free_bytes()
     weights = num_weights(model.config) * per_weight
     drafters = parse_drafters(config.draft, model.fingerprint)
     drafter = sum(spec.num_weights(model) for spec in drafters.configs) * per_weight

@@ -142,7 +142,9 @@ def model_and_backend(config: EngineConfig, loaded: Loaded) -> dict[str, Any]:
             "vocab_size": c.vocab_size,
         },
         "backend": {
-            "name": config.backend,
+            "name": config.backend_spec.name,
+            "device": config.device,
+            "numerics": config.numerics_mode,
             "weights": config.weight_type,
             "kv": config.kv_type,
             "threads": config.num_threads,

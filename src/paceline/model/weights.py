@@ -16,6 +16,7 @@ from paceline.model.files import gguf_model, hf
 from paceline.model.files.gguf_file import FourBit, GgufTensor, open_gguf
 from paceline.model.files.pull import resolve
 from paceline.model.files.stored import Stored
+from paceline.model.shapes import ByteText, is_shape, read_shape
 from paceline.model.template import ChatTemplate
 from paceline.model.tokenizer import Tokenizer
 
@@ -38,6 +39,10 @@ class LazyWeights(Mapping[str, "NDArray[floating]"]):
 
     def __getitem__(self, name: str) -> NDArray[floating]:
         return self._stored[name].read()
+
+    def stored(self, name: str) -> Stored:
+        """Return a tensor that is not read yet."""
+        return self._stored[name]
 
     def four_bit(self, name: str) -> FourBit | None:
         """Return a matrix as its file's own 4-bit blocks, None if it is stored otherwise."""
@@ -133,11 +138,13 @@ def choose_tensors(
 
 
 def load_model(name_or_path: str | Path) -> LoadedModel:
-    """Open a model by name or path: a folder of safetensors or a `.gguf` file.
+    """Open a model: a folder of safetensors, a `.gguf` file, a name or a shape.
 
     Names as in `pull.resolve`. Nothing large is allocated before all is checked. Raises `ModelNotFound`,
     `BadModelFile`, `UnsupportedModel`.
     """
+    if is_shape(name_or_path):
+        return _load_shape(str(name_or_path))
     path = resolve(name_or_path)
     if path.is_dir() and not (path / "config.json").is_file():
         files = sorted(path.glob("*.gguf"))
@@ -145,6 +152,12 @@ def load_model(name_or_path: str | Path) -> LoadedModel:
             raise ModelNotFound(f"{path} holds neither a config.json nor exactly one .gguf file")
         path = files[0]
     return _load_folder(path) if path.is_dir() else _load_gguf(path)
+
+
+def _load_shape(name: str) -> LoadedModel:
+    shaped = read_shape(name)
+    weights, text = LazyWeights(shaped.tensors()), ByteText(shaped.config.vocab_size)
+    return LoadedModel(Path(name), shaped.config, weights, text)
 
 
 def _load_folder(folder: Path) -> LoadedModel:

@@ -387,11 +387,9 @@ def config_of(model: str, options: Mapping[str, Any]) -> EngineConfig:
     for name in options:
         if name not in own | limits:
             raise ConfigError(f"unknown option {name!r}{suggest(name, own | limits)}")
-    return EngineConfig(
-        model=model,
-        limits=Limits(**{k: v for k, v in options.items() if k in limits}),
-        **{k: v for k, v in options.items() if k in own},
-    )
+    config = EngineConfig(model=model, **{k: v for k, v in options.items() if k in own})
+    given = {k: v for k, v in options.items() if k in limits}
+    return replace(config, limits=replace(config.usual_limits, **given))
 
 
 @contextmanager

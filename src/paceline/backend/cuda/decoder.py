@@ -1,23 +1,125 @@
+"""Decoders of the `cuda` backend: forward passes whose tensors stay on their device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
 import torch
-from paceline.backend.reference.decoder import ReferenceDecoder
-from paceline.backend.seam import Packed
-class CudaDecoder(ReferenceDecoder):
-    name="cuda"
-    def forward(self, d, kv, *, num_layers=None, taps=()):
-        if isinstance(d, Packed):
-            return super().forward(d,kv,num_layers=num_layers,taps=taps)
-        n=int(d.cu_len[-1]); T=len(d.token_ids)
-        p=Packed(d.token_ids[:n].numpy(),d.positions[:n].numpy(),d.slots[:n].numpy(),d.cu_len.numpy(),d.pages.numpy(),d.wanted.numpy())
-        h,t=super().forward(p,kv,num_layers=num_layers,taps=taps)
-        return h,{k:v.numpy() for k,v in t.items()}
-    from paceline.backend.seam import Capabilities
-    capabilities = Capabilities(late=True)
-    def late_program(self, rows, kv, num_layers, vocab_size, *, own_store):
-        from paceline.backend.cuda.late_model import late_model
-        return late_model(self, rows, kv, num_layers, vocab_size, own_store=own_store)
-    def new_kv(self, num_pages, num_layers=None):
-        kv = super().new_kv(num_pages+1, num_layers)
-        K = type("K", (type(kv),), {"num_slots": property(lambda s: s.data.shape[2]-16)})
-        from paceline.backend.cuda import late_model
-        late_model.DeviceKV = type(kv)
-        return K(kv.data)
+
+from paceline.backend.cuda.attention import DeviceKV, new_kv
+from paceline.backend.cuda.device_memory import enough_memory
+from paceline.backend.cuda.device_pass import upload
+from paceline.backend.cuda.device_weights import num_bytes
+from paceline.backend.cuda.launched import DeviceResult, launched
+from paceline.backend.cuda.layers import LayerShape, places_of, run_layer
+from paceline.backend.cuda.output_matrix import wide_product
+from paceline.backend.cuda.pass_choice import choose_by_specs
+from paceline.backend.cuda.rowwise import embed, rms_norm
+from paceline.backend.seam import Capabilities
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from paceline.backend.cuda.device_pass import DevicePass
+    from paceline.backend.cuda.device_weights import Setup
+    from paceline.backend.cuda.layers import LayerWeights
+    from paceline.backend.cuda.products import Matrix
+    from paceline.backend.seam import PassRequest, Pending
+    from paceline.model.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderWeights:
+    """Weights of a model on its device."""
+
+    embed: torch.Tensor  # [vocab, hidden]
+    output: Matrix  # [vocab, hidden] makes logits; of tied models the embedding's own numbers
+    final_norm: torch.Tensor  # [hidden]
+    layers: Sequence[LayerWeights]
+    inverse: Mapping[int, torch.Tensor]  # window, 0 for none -> [head_dim / 2] float32 angles per position
+
+
+class CudaDecoder:
+    """A decoder over paged KV. Holds weights only; a `DeviceKV` holds all state."""
+
+    name = "cuda"
+
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, setup: Setup) -> None:
+        self.config, self.weights, self.setup = config, weights, setup
+        self.weight_type, self.kv_type = setup.weight_type, setup.kv_type
+        self._shape = LayerShape.of(config, fast=setup.fast)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Abilities: on a GPU a launched pass goes on beside the caller."""
+        return Capabilities(asynchronous=self.setup.device.type != "cpu")
+
+    def describe(self) -> str:
+        """Return what it is, for the user."""
+        setup = self.setup
+        is_host = setup.device.type == "cpu"
+        where = "on this machine's cores" if is_host else torch.cuda.get_device_name(setup.device)
+        return f"{self.name}, {setup.weight_type}, {'fast' if setup.fast else 'exact'} numerics, {where}"
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all tensors; a tied embedding counts once."""
+        w = self.weights
+        tied = w.output.data.data_ptr() == w.embed.data_ptr()
+        tables = w.output, w.final_norm, None if tied else w.embed
+        return num_bytes([*tables, *(part for layer in w.layers for part in layer.parts())])
+
+    def new_kv(self, num_pages: int, num_layers: int | None = None) -> DeviceKV:
+        """Return an empty store of `num_pages` pages for the first `num_layers` layers (all by default)."""
+        c, setup = self.config, self.setup
+        layers = num_layers or c.num_layers
+        with enough_memory("the KV cache"):
+            return new_kv(num_pages, layers, c.num_kv_heads, c.head_dim, setup.kv_type, setup.dtype, setup.device)
+
+    def launch(self, request: PassRequest) -> Pending:
+        """Launch a pass, see `launched`."""
+        return launched(self.setup.device, partial(self._run, request))
+
+    def _run(self, request: PassRequest) -> DeviceResult:
+        device_pass = upload(request.packed, self.setup.device)
+        assert isinstance(request.kv, DeviceKV)
+        hidden, tapped = self.forward(device_pass, request.kv, num_layers=request.num_layers, taps=request.taps)
+        size = request.vocab_size or self.config.vocab_size
+        return DeviceResult(choose_by_specs(self.logits(hidden), request.specs, size), tapped)
+
+    @torch.inference_mode()
+    def forward(
+        self, device_pass: DevicePass, kv: DeviceKV, *, num_layers: int | None = None, taps: Sequence[int] = ()
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Run a pass, writing its keys and values into `kv`. Never waits for the device.
+
+        `num_layers` runs only the first layers, for self-drafting. Tap i is the residual stream after i layers.
+        Returns the hidden states of the wanted tokens before the final norm, [num_wanted, hidden], and each tap,
+        [num_tokens, hidden].
+        """
+        layers, windows, shape = self.weights.layers[:num_layers], self.config.windows, self._shape
+        assert len(layers) <= len(kv.data), "the store has too few layers"
+        assert all(0 <= tap <= len(layers) for tap in taps), "a tap beyond the layers that run"
+        places = places_of(device_pass, self.weights.inverse, shape)
+        hidden = embed(device_pass.token_ids, self.weights.embed, self.config.embed_scale)
+        tapped = {0: hidden} if 0 in taps else {}
+        first_norm = layers[0].attn_norm
+        assert first_norm is not None
+        normed: torch.Tensor | None = rms_norm(hidden, first_norm, shape.eps)
+        for i, layer in enumerate(layers):
+            assert normed is not None
+            next_norm = layers[i + 1].attn_norm if i + 1 < len(layers) else None
+            hidden, normed = run_layer(layer, shape, normed, hidden, next_norm, kv.layer(i), places[windows[i]])
+            if i + 1 in taps:
+                tapped[i + 1] = hidden
+        return hidden.index_select(0, device_pass.wanted), tapped
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return raw logits [n, vocab] of hidden states [n, hidden] as `forward` returns them.
+
+        float32, or float64 of a float64 model.
+        """
+        return wide_product(rms_norm(hidden, self.weights.final_norm, self._shape.eps), self.weights.output)

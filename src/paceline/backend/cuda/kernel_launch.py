@@ -17,8 +17,8 @@ A module that launches kernels makes its `Variant`s in a pure function of types 
 
     launch(copy_variant("bf16", 4096), (num_tokens,), source, target, num_tokens)
 
-Pointers are aligned to 16 bytes. Integers named in `aligned` are multiples of 16; kernels name all others in
-`do_not_specialize`, so that the batch never chooses the code that runs.
+Pointers are aligned to 16 bytes, but for those named in `unaligned`. Integers named in `aligned` are multiples of
+16. Kernels name all others in `do_not_specialize`, so that the batch never chooses the code that runs.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ ELEMENTS = {  # Triton's names of element types
     torch.float8_e4m3fn: "fp8e4nv",
     torch.int64: "i64",
     torch.int32: "i32",
+    torch.int8: "i8",
     torch.uint8: "u8",
     torch.bool: "i1",
 }
@@ -60,9 +61,10 @@ class Variant:
 
     name: str  # unique
     kernel: str  # module of device_code:function
-    arguments: Mapping[str, str]  # all but constants, in the function's order: "*bf16", "i32", "fp32"
+    arguments: Mapping[str, str]  # all but constants, in the function's order: "*bf16", "i32", "fp32", "none"
     constants: Mapping[str, int | float | bool | str] = field(default_factory=dict)  # its `tl.constexpr`
     aligned: frozenset[str] = frozenset()  # integers that are multiples of 16
+    unaligned: frozenset[str] = frozenset()  # pointers that may begin anywhere, as slices of index tensors do
     num_warps: int = 4
     num_stages: int = 3
     fp_fusion: bool = False  # multiplications and additions may become one instruction
@@ -84,9 +86,11 @@ class Variant:
         assert len(arguments) == len(self.arguments), f"{self.name}: {len(arguments)} arguments"
         for (name, kind), value in zip(self.arguments.items(), arguments, strict=True):
             where = f"{self.name}: {name}"
-            if isinstance(value, torch.Tensor):
+            if value is None:
+                assert kind == "none", f"{where} is missing"
+            elif isinstance(value, torch.Tensor):
                 assert kind == f"*{ELEMENTS[value.dtype]}", f"{where} is {value.dtype}"
-                assert not value.data_ptr() % ALIGNMENT, f"{where} is not aligned"
+                assert name in self.unaligned or not value.data_ptr() % ALIGNMENT, f"{where} is not aligned"
             elif name in self.aligned:
                 assert not value % ALIGNMENT, f"{where} is {value}"
 
@@ -97,7 +101,17 @@ def _kernel(path: str) -> Any:
     return getattr(import_module(f"{__package__}.device_code.{module}"), function)
 
 
-# Variants that there are ------------------------------------------------------------------------------------------
+def aligned_names(**sizes: int) -> frozenset[str]:
+    """Return the names of sizes that are multiples of 16."""
+    return frozenset(name for name, size in sizes.items() if size % ALIGNMENT == 0)
+
+
+def unaligned_marks(aligned: frozenset[str], *names: str) -> str:
+    """Return what a variant's name says of sizes that are not aligned."""
+    return "".join(f" odd {name}" for name in names if name not in aligned)
+
+
+# Variants that there are --------------------------------------------------------------------------
 
 
 def lists_variants(lister: Lister) -> Lister:
@@ -117,7 +131,7 @@ def variant_table() -> dict[str, Variant]:
     return table
 
 
-# Launches ---------------------------------------------------------------------------------------------------------
+# Launches -----------------------------------------------------------------------------------------
 
 
 @lru_cache

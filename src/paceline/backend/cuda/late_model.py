@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-DeviceKV = object
+from paceline.backend.cuda.attention import DeviceKV
 from paceline.backend.cuda.device_rows import DeviceRows
 from paceline.backend.cuda.late_program import Program
 

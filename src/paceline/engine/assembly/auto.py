@@ -145,7 +145,7 @@ def _key(engine: Engine, config: EngineConfig, model: str) -> dict[str, object]:
         "draft": config.draft,
         "drafters": list(engine.drafting.drafters),  # as `auto` does not name them
         "law": config.law,
-        "backend": config.backend,
+        "backend": engine.target.decoder.describe(),  # with its device and numerics
         "weights": config.weight_type,
         "kv": config.kv_type,
         "threads": config.threads,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -15,7 +16,6 @@ from paceline.control.fixed import FixedK
 from paceline.control.overlap import OverlapSwitch
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import PAGE_TOKENS
-from paceline.core.system import available_bytes
 from paceline.draft.drafter import DraftWeights, Memory, Target, Vocabulary
 from paceline.draft.registry import parse_drafters
 from paceline.engine.assembly.auto import close_loop
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from paceline.engine.step import Loop, Verbs
     from paceline.model.config import ModelConfig
     from paceline.model.files.gguf_file import FourBit
+    from paceline.model.files.stored import Stored
     from paceline.model.heads.checkpoint import Head
     from paceline.model.heads.cut_model import CutModel
     from paceline.model.template import ChatTemplate
@@ -156,7 +157,7 @@ def assemble(
     stores = [store for d in drafters for store in d.needs.stores]
     pool = PagePool(num_pages, stores, caching=config.prefix_cache)
     controller = FixedK(specs.configs[0].name, specs.configs[0].k) if specs.configs else FixedK()
-    fingerprint = "\0".join((loaded.name, config.backend, config.weight_type, config.kv_type))
+    fingerprint = "\0".join((loaded.name, config.backend_spec.name, config.weight_type, config.kv_type))
     engine = Engine(backend, loaded.tokenizer, drafters, controller, law, limits, pool, fingerprint)
     why_k = _close_loop(engine, config, loaded, progress) if specs.auto else "K is fixed; --draft sets it"
     engine.loop, why_loop = choose_loop(config.overlap, engine, config.placement)
@@ -205,15 +206,26 @@ def choose_num_pages(config: EngineConfig, limits: Limits, bytes_per_token: int)
     if config.kv_tokens is not None:
         return max(pages_for(config.kv_tokens), 1), "as asked"
     wanted = limits.num_rows * pages_for(limits.max_len)
-    affordable = int(available_bytes() * KV_SHARE) // (bytes_per_token * PAGE_TOKENS)
+    share, most = _kv_share(config), wanted
+    if config.device_defaults is None:
+        most = pages_for(max(UNASKED_TOKENS, limits.max_len))
+    affordable = int(config.free_bytes() * share) // (bytes_per_token * PAGE_TOKENS)
     if affordable < MIN_PAGES:
         raise ConfigError("there is no memory left for the KV cache; close other programs or set --kv-tokens")
-    num_pages = min(wanted, affordable, pages_for(max(UNASKED_TOKENS, limits.max_len)))
+    num_pages = min(wanted, affordable, most)
     if num_pages == wanted:
         return num_pages, f"room for {limits.num_rows} requests of {limits.max_len} tokens"
     if num_pages == affordable:
-        return num_pages, f"{KV_SHARE:.0%} of the free memory"
+        return num_pages, f"{share:.0%} of the free memory"
     return num_pages, "enough for most loads; --kv-tokens sets more"
+
+
+def _kv_share(config: EngineConfig) -> float:
+    """Return the share of the free memory that the target's KV may take."""
+    usual = config.device_defaults
+    if usual is None:
+        return KV_SHARE
+    return usual.kv_share_with_drafters if parse_drafters(config.draft).configs else usual.kv_share
 
 
 def _limits(config: EngineConfig, model: ModelConfig) -> Limits:
@@ -244,7 +256,7 @@ def _decoder(
     weights: Mapping[str, NDArray[floating]] = model.weights
     if progress:
         weights = _WeightsWithProgress(weights, 4 * num_weights(model.config), progress)
-    load_decoder = config.backend_spec.load()
+    load_decoder = config.backend_spec.load(config.numerics_mode)
     return load_decoder(model.config, weights, config.weight_type, config.kv_type, threads, device)
 
 
@@ -257,13 +269,23 @@ class _WeightsWithProgress(Mapping[str, "NDArray[floating]"]):
 
     def __getitem__(self, name: str) -> NDArray[floating]:
         tensor = self._weights[name]
-        self._done = min(self._total, self._done + 4 * tensor.size)
-        self._progress("loading the model", self._done, self._total)
+        self._count(tensor.size)
         return tensor
 
     def four_bit(self, name: str) -> FourBit | None:
         """Return a matrix as its file's own 4-bit blocks, None if it is stored otherwise."""
         return self._weights.four_bit(name) if isinstance(self._weights, LazyWeights) else None
+
+    def stored(self, name: str) -> Stored | None:
+        """Return a tensor that is not read yet; None if only numbers are at hand."""
+        stored = self._weights.stored(name) if isinstance(self._weights, LazyWeights) else None
+        if stored is not None:
+            self._count(prod(stored.shape))
+        return stored
+
+    def _count(self, num_weights: int) -> None:
+        self._done = min(self._total, self._done + 4 * num_weights)
+        self._progress("loading the model", self._done, self._total)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)
@@ -275,8 +297,9 @@ class _WeightsWithProgress(Mapping[str, "NDArray[floating]"]):
 def _load_drafter(config: EngineConfig, name: str) -> DraftWeights:
     model = load_model(name)
     vocabulary = Vocabulary(name, load_tokenizer(model), model.config.vocab_size)
-    device = config.placement.draft
-    return DraftWeights(_decoder(model, config, config.threads if device is None else None, device), vocabulary)
+    own, target = config.placement.draft, config.placement.target
+    threads = config.threads if own is None else None
+    return DraftWeights(_decoder(model, config, threads, own or target), vocabulary)
 
 
 def _run_head(config: EngineConfig, target: Decoder, head: Head, weight_type: str | None) -> HeadRunner:
@@ -319,9 +342,11 @@ def _describe(config: EngineConfig, loaded: Loaded) -> Iterator[Choice]:
         f"{loaded.name}, {c.family}, {millions:.0f} million weights, {c.num_layers} layers, {c.vocab_size} tokens"
     )
     yield Choice("model", text, "the default" if config.model == "default" else "as asked")
-    yield Choice("backend", loaded.decoder.describe(), config.backend_spec.about)
-    usual = "all cores" if config.placement.target is None else "all cores but the drafters'"
-    yield Choice("threads", str(config.num_threads), usual if config.threads is None else "as asked")
+    yield Choice("backend", loaded.decoder.describe(), f"{config.backend_spec.about}; {config.why_backend}")
+    target = config.placement.target
+    if target is None or target.is_host:
+        usual = "all cores but the drafters'" if target is not None and target.cores else "all cores"
+        yield Choice("threads", str(config.num_threads), usual if config.threads is None else "as asked")
     why = "same seed, same text, with drafts or without" if config.law == "coupled" else "same distribution only"
     yield Choice("law", config.law, why)
 

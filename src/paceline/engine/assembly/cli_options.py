@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from argparse import BooleanOptionalAction
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from paceline.backend.registry import BACKENDS
+from paceline.backend.registry import AUTO, BACKENDS
 from paceline.engine.assembly.config import DEFAULT_DRAFT, OVERLAPS, EngineConfig
 from paceline.engine.assembly.speculative_config import options_of
 from paceline.engine.scheduler import Limits
@@ -14,6 +15,13 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
 DEFAULTS = EngineConfig()
+# Fields of `Limits` and their flags. Their defaults are the backend's.
+_LIMITS = {
+    "num_rows": ("--max-rows", "requests that run at once"),
+    "max_len": ("--max-len", "tokens of prompt and answer of one request"),
+    "prefill_tokens": ("--prefill-tokens", "prompt tokens computed in one step, over all rows"),
+    "max_queued_tokens": ("--max-queued-tokens", "prompt tokens that may wait for a row"),
+}
 
 
 def add_engine_arguments(parser: ArgumentParser) -> None:
@@ -53,15 +61,26 @@ def add_target_arguments(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     group.add_argument(
         "--model",
-        metavar="default|PATH|ID",
+        metavar="default|PATH|ID|shape:NAME",
         default=DEFAULTS.model,
-        help="the default model, a folder, a .gguf file or a Hugging Face id",
+        help="the default model, a folder, a .gguf file or a Hugging Face id; or random weights of a shape, such "
+        "as shape:llama-3.1-8b or shape:num_layers=2,hidden_size=256",
     )
     group.add_argument("--law", default=DEFAULTS.law, help="coupled (same seed, same text), rejection or block")
-    group.add_argument("--backend", default=DEFAULTS.backend, help=f"one of {', '.join(BACKENDS)}")
+    group.add_argument(
+        "--backend",
+        default=DEFAULTS.backend,
+        help=f"one of {', '.join(BACKENDS)}; {AUTO} takes a backend for a GPU where it can run",
+    )
+    for flag, about, values in (
+        ("--device", "where the target runs", {n: s.devices for n, s in BACKENDS.items()}),
+        ("--numerics", "exact: same bits in every batch", {n: s.numerics for n, s in BACKENDS.items()}),
+    ):
+        listed = "; ".join(f"{name}: {', '.join(of)}" for name, of in values.items() if of)
+        group.add_argument(flag, metavar="NAME", help=f"{about}; {listed} (the first is the default)")
     types = "; ".join(f"{spec.name}: {', '.join(spec.weight_types)}" for spec in BACKENDS.values())
     group.add_argument("--weights", metavar="TYPE", help=f"{types} (the first is the default)")
-    types = "; ".join(f"{n}: {', '.join(s.kv_types) or 'as --weights'}" for n, s in BACKENDS.items())
+    types = "; ".join(f"{n}: {', '.join(s.all_kv_types) or 'as --weights'}" for n, s in BACKENDS.items())
     group.add_argument("--kv", metavar="TYPE", help=f"type of the KV cache, {types}")
     group.add_argument(
         "--draft-device",
@@ -78,25 +97,31 @@ def add_target_arguments(parser: ArgumentParser) -> None:
         default=DEFAULTS.prefix_cache,
         help="reuse KV of equal prompts",
     )
-    for flag, default, about in (
-        ("--max-rows", DEFAULTS.limits.num_rows, "requests that run at once"),
-        ("--max-len", DEFAULTS.limits.max_len, "tokens of prompt and answer of one request"),
-        ("--prefill-tokens", DEFAULTS.limits.prefill_tokens, "prompt tokens computed in one step, over all rows"),
-        ("--max-queued-tokens", DEFAULTS.limits.max_queued_tokens, "prompt tokens that may wait for a row"),
-    ):
-        limits.add_argument(flag, type=int, metavar="N", default=default, help=about)
+    for name, (flag, about) in _LIMITS.items():
+        usual = {getattr(Limits(), name): ""} | {
+            getattr(of, name): f" on {kind}"
+            for spec in BACKENDS.values()
+            for kind, of in spec.device_defaults.items()
+            if hasattr(of, name)
+        }
+        default = ", ".join(f"{number}{where}" for number, where in usual.items())
+        limits.add_argument(flag, type=int, metavar="N", help=f"{about} (default: {default})")
 
 
 def engine_config(args: Namespace) -> EngineConfig:
     """Return the config of parsed flags. Raises `ConfigError`."""
     draft, profile = getattr(args, "draft", None), getattr(args, "profile", None)
-    if given := getattr(args, "speculative_config", None):
-        draft, profile = options_of(given, draft, profile)
-    return EngineConfig(
+    if vllm := getattr(args, "speculative_config", None):
+        draft, profile = options_of(vllm, draft, profile)
+    asked = {name: getattr(args, flag[2:].replace("-", "_")) for name, (flag, _) in _LIMITS.items()}
+    given = {name: value for name, value in asked.items() if value is not None}
+    config = EngineConfig(
         model=args.model,
         draft=DEFAULT_DRAFT if draft is None else draft,
         law=args.law,
         backend=args.backend,
+        device=args.device,
+        numerics=args.numerics,
         weights=args.weights,
         kv=args.kv,
         threads=args.threads,
@@ -107,10 +132,5 @@ def engine_config(args: Namespace) -> EngineConfig:
         draft_device=args.draft_device,
         objective=getattr(args, "objective", DEFAULTS.objective),
         trace=getattr(args, "trace", None),
-        limits=Limits(
-            num_rows=args.max_rows,
-            max_len=args.max_len,
-            prefill_tokens=args.prefill_tokens,
-            max_queued_tokens=args.max_queued_tokens,
-        ),
     )
+    return replace(config, limits=replace(config.usual_limits, **given))

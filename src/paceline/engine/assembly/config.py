@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, fields
 from types import NoneType
+from typing import TYPE_CHECKING
 
 from paceline.backend.device import SAME
-from paceline.backend.registry import DEFAULT_BACKEND, BackendSpec, backend_spec
+from paceline.backend.registry import AUTO as AUTO_BACKEND
+from paceline.backend.registry import BackendSpec, backend_spec, choose_backend
 from paceline.control.row_by_row import THROUGHPUT, Objective
 from paceline.core.errors import ConfigError, suggest
 from paceline.core.system import usable_cores
 from paceline.engine.assembly.placement import Placement
 from paceline.engine.scheduler import Limits
+
+if TYPE_CHECKING:
+    from paceline.backend.device import DeviceDefaults
 
 DEFAULT_DRAFT = "auto"
 AUTO, ON, OFF = OVERLAPS = ("auto", "on", "off")  # values of --overlap
@@ -26,10 +31,12 @@ _FILES = frozenset({"model", "profile", "trace"})  # options that may be given a
 class EngineConfig:
     """Options that a user may set for an engine. Checked when made; raises `ConfigError`."""
 
-    model: str = "default"  # "default", a folder, a .gguf file or a Hugging Face id
+    model: str = "default"  # "default", a folder, a .gguf file, a Hugging Face id or a shape
     draft: str = DEFAULT_DRAFT  # "auto[:SPEC+SPEC]", "off" or NAME[:key=value,...]
     law: str = "coupled"
-    backend: str = DEFAULT_BACKEND
+    backend: str = AUTO_BACKEND
+    device: str | None = None  # of the target, on backends that have several; None: the backend's default
+    numerics: str | None = None  # likewise
     weights: str | None = None  # their type; None: the backend's default
     kv: str | None = None  # type of the KV cache; None: the backend's default
     threads: int | None = None  # None: all cores
@@ -47,7 +54,7 @@ class EngineConfig:
             if isinstance(path := getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(path))
         _check_kinds(self)
-        _ = self.kv_type, Objective.parse(self.objective), self.placement
+        _ = self.kv_type, self.numerics_mode, Objective.parse(self.objective), self.placement
         if self.overlap not in OVERLAPS:
             known = f"{', '.join(OVERLAPS)}{suggest(self.overlap, OVERLAPS)}"
             raise ConfigError(f"--overlap {self.overlap}: it is one of {known}")
@@ -72,7 +79,7 @@ class EngineConfig:
     def num_threads(self) -> int:
         """Threads that compute a pass of the target."""
         target = self.placement.target
-        return self.threads or len(usable_cores() if target is None else target.cores)
+        return self.threads or len(usable_cores() if target is None or not target.cores else target.cores)
 
     @property
     def backend_spec(self) -> BackendSpec:
@@ -80,9 +87,34 @@ class EngineConfig:
         return backend_spec(self.backend)
 
     @property
+    def why_backend(self) -> str:
+        """Reason for the backend."""
+        return choose_backend(self.backend)[1]
+
+    @property
+    def numerics_mode(self) -> str | None:
+        """Numerics that will be used; None where the backend has one way only."""
+        return self.backend_spec.numerics_of(self.numerics)
+
+    @property
     def placement(self) -> Placement:
         """Devices of target and drafters."""
-        return Placement.parse(self.draft_device)
+        return Placement.parse(self.draft_device, self.backend_spec.device(self.device))
+
+    @property
+    def device_defaults(self) -> DeviceDefaults | None:
+        """Usual limits on the target's device; None: those of a host."""
+        return self.backend_spec.defaults_on(self.placement.target)
+
+    @property
+    def usual_limits(self) -> Limits:
+        """Limits of an engine whose user sets none."""
+        usual = self.device_defaults
+        return Limits() if usual is None else Limits(usual.num_rows, prefill_tokens=usual.prefill_tokens)
+
+    def free_bytes(self) -> int:
+        """Return the memory that is free where the target's KV lies."""
+        return self.backend_spec.free_bytes(self.placement.target)
 
     @property
     def weight_type(self) -> str:

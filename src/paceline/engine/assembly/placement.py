@@ -36,15 +36,15 @@ class Placement:
     draft: Device | None = None
 
     @classmethod
-    def parse(cls, text: str) -> Placement:
-        """Parse a `--draft-device`; the target gets the other cores. Raises `ConfigError`."""
+    def parse(cls, text: str, target: Device | None = None) -> Placement:
+        """Parse a `--draft-device`; the target's thread gets the other cores. Raises `ConfigError`."""
         draft = Device.parse(text)
         if draft is None or not draft.cores:
-            return cls(None, draft)
+            return cls(target, draft)
         left = usable_cores() - draft.cores
         if not left:
             raise ConfigError(f"--draft-device {text} leaves no core to the target; give it fewer, or {SAME}")
-        return cls(Device(left), draft)
+        return cls(Device(left, None if target is None else target.torch_name), draft)
 
     @property
     def apart(self) -> bool:

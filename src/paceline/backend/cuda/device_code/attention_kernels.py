@@ -28,6 +28,18 @@ def _tile(j, start, end, position, first_key, sees, window, QUERIES: tl.constexp
     return first, size, first_part, tl.where(sees & (size > 0), parts, 0)
 
 
+@triton.jit
+def _store_item(to, mask, row, first, size, first_part, num_parts, unit, units_per_token, first_key):
+    tl.store(to, row, mask=mask)
+    tl.store(to + 1, first, mask=mask)
+    tl.store(to + 2, size, mask=mask)
+    tl.store(to + 3, first_part, mask=mask)
+    tl.store(to + 4, num_parts, mask=mask)
+    tl.store(to + 5, unit, mask=mask)
+    tl.store(to + 6, units_per_token, mask=mask)
+    tl.store(to + 7, first_key, mask=mask)
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "window", "fill", "max_units"])
 def plan_work(
     cu_len,
@@ -84,25 +96,18 @@ def plan_work(
         pieces = tl.where(size > 0, tl.where(split, parts, 1), 0)
         at = num_items + tl.cumsum(pieces, 0) - pieces
         for p in range(tl.max(pieces, 0)):
-            here = p < pieces
-            item = items + (at + p) * FIELDS
-            tl.store(item, r, mask=here)
-            tl.store(item + 1, first, mask=here)
-            tl.store(item + 2, size, mask=here)
-            tl.store(item + 3, first_part + p, mask=here)
-            tl.store(item + 4, tl.where(split, 1, parts), mask=here)
-            tl.store(item + 5, tl.where(split, unit + p, -1), mask=here)
-            tl.store(item + 6, parts, mask=here)
-            tl.store(item + 7, first_key, mask=here)
+            place = items + (at + p) * FIELDS
+            of_one = tl.where(split, 1, parts)
+            its_unit = tl.where(split, unit + p, -1)
+            _store_item(place, p < pieces, r, first, size, first_part + p, of_one, its_unit, parts, first_key)
         num_items += tl.sum(pieces, 0)
         tokens = tl.where(split, size, 0)
         to = num_merged + tl.cumsum(tokens, 0) - tokens
         for t in range(tl.max(tokens, 0)):
-            here = t < tokens
             token = merged + (to + t) * TOKEN_FIELDS
-            tl.store(token, first + t, mask=here)
-            tl.store(token + 1, unit + t * parts, mask=here)
-            tl.store(token + 2, parts, mask=here)
+            tl.store(token, first + t, mask=t < tokens)
+            tl.store(token + 1, unit + t * parts, mask=t < tokens)
+            tl.store(token + 2, parts, mask=t < tokens)
         num_merged += tl.sum(tokens, 0)
     tl.store(counts, num_items)
     tl.store(counts + 1, num_merged)

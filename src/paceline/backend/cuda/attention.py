@@ -1,0 +1,456 @@
+"""Attention over paged keys and values: the store, the plan of a pass, and the sums.
+
+Kernels and PyTorch add in the same order: keys in parts of 256 at absolute positions, parts folded from the left.
+A slot that no token of a tile sees is not read. Values that only other tokens of the tile see weigh 0; they are of
+the same row.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from paceline.backend.cuda.device_memory import lazy_zeros
+from paceline.backend.cuda.kernel_launch import (
+    ELEMENTS,
+    Variant,
+    block_of,
+    launch,
+    lists_variants,
+    num_processors,
+    uses_kernels,
+)
+from paceline.core.errors import ConfigError
+from paceline.core.nouns import PAGE_TOKENS
+
+if TYPE_CHECKING:
+    from paceline.backend.cuda.device_pass import DevicePass
+
+PART_TOKENS = 256  # keys whose sums start from nothing
+BLOCK_TOKENS = 64  # keys that a kernel takes at once
+TILE_ROWS = 64  # tokens of a tile times query heads of a KV head: what one instruction multiplies
+MAX_HEAD_DIM = 256
+MAX_UNITS = 4096  # parts of tokens whose sums may lie in scratch memory
+ROW_BLOCKS = (64, 512, 2048)  # rows of a pass that a planner is compiled for, one more than it takes
+ITEM_FIELDS, MERGED_FIELDS = 8, 4  # as in attention_kernels
+FEW_QUERIES, MANY_QUERIES = 4, 16  # tokens of PyTorch's tiles: multiples of 4 have the same bits in float64
+MAX_GATHERED = 1 << 22  # keys' numbers that PyTorch gathers at once
+KV_TYPES = {
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "f32": torch.float32,
+    "f64": torch.float64,
+    "fp8": torch.float8_e4m3fn,
+}
+
+
+def check_heads(head_dim: int, num_heads: int, num_kv_heads: int) -> None:
+    """Raise `ConfigError` if no kernel takes heads of this shape."""
+    group, odd = divmod(num_heads, num_kv_heads)
+    if odd or group > TILE_ROWS:
+        raise ConfigError(
+            f"{num_heads} query heads over {num_kv_heads} KV heads: the cuda backend takes up to {TILE_ROWS} each"
+        )
+    if head_dim % 8 or not 0 < head_dim <= MAX_HEAD_DIM:
+        raise ConfigError(f"heads of {head_dim}: the cuda backend takes multiples of 8 up to {MAX_HEAD_DIM}")
+
+
+# The store ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerKV:
+    """Keys and values of one layer, by slot. In fp8 a number is `data` times its head's scale."""
+
+    data: torch.Tensor  # [2, num_slots + 16, num_kv_heads, head_dim]
+    scales: torch.Tensor | None = None  # [2, num_slots + 16, num_kv_heads] float32, of fp8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceKV:
+    """Keys and values of every layer, by slot. The last page is scratch: padding tokens write there."""
+
+    data: torch.Tensor  # [num_layers, 2, num_slots + 16, num_kv_heads, head_dim] zeros at first
+    scales: torch.Tensor | None = None  # [num_layers, 2, num_slots + 16, num_kv_heads] float32, of fp8
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that fit; the scratch page begins there."""
+        return self.data.shape[2] - PAGE_TOKENS
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token takes over all layers."""
+        layers, two, _, heads, head_dim = self.data.shape
+        scale_bytes = 0 if self.scales is None else self.scales.element_size()
+        return layers * two * heads * (head_dim * self.data.element_size() + scale_bytes)
+
+    def layer(self, index: int) -> LayerKV:
+        """Return the views of one layer."""
+        return LayerKV(self.data[index], None if self.scales is None else self.scales[index])
+
+
+def new_kv(
+    num_pages: int,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    kv_type: str,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> DeviceKV:
+    """Return an empty store of `num_pages` pages and the scratch page.
+
+    kv_type: one of `KV_TYPES`, or "auto" for the model's `dtype`.
+    """
+    shape = (num_layers, 2, (num_pages + 1) * PAGE_TOKENS, num_kv_heads, head_dim)
+    stored = dtype if kv_type == "auto" else KV_TYPES[kv_type]
+    scales = lazy_zeros(shape[:-1], torch.float32, device) if kv_type == "fp8" else None
+    return DeviceKV(lazy_zeros(shape, stored, device), scales)
+
+
+# The plan of a pass -------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class AttentionWork:
+    """Plan of one pass for layers of one window. Made on the device when the first layer asks for it."""
+
+    group: int  # query heads of a KV head
+    window: int  # keys that a token sees at most, its own included; 0: all
+    fill: int | None  # programs that fill the device; None: its multiprocessors
+    items: WorkItems | None = None  # of kernels
+    tiles: Tiles | None = None  # of PyTorch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WorkItems:
+    """Work list of the kernels, see `attention_kernels.plan_work`."""
+
+    items: torch.Tensor  # [max_items, ITEM_FIELDS] int32
+    merged: torch.Tensor  # [max_merged, MERGED_FIELDS] int32
+    counts: torch.Tensor  # [2] int32
+    part_total: torch.Tensor  # [max_units, num_heads, head_dim] float32, scratch of every layer
+    part_largest: torch.Tensor  # [max_units, num_heads] float32
+    part_weight: torch.Tensor  # [max_units, num_heads] float32
+
+
+def plan_attention(d: DevicePass, group: int, window: int, fill: int | None = None) -> AttentionWork:
+    """Plan the attention of a pass's layers with one window; `group` query heads share one KV head.
+
+    With a `window` a token sees that many keys, its own included. fill: programs that fill the device, for tests.
+    """
+    assert len(d.cu_len) <= ROW_BLOCKS[-1], "too many rows in a pass"
+    return AttentionWork(group, window, fill)
+
+
+def attend(
+    query: torch.Tensor, layer: LayerKV, d: DevicePass, work: AttentionWork, scale: float, window: int
+) -> torch.Tensor:
+    """Attend from every token to its own row's keys up to its position.
+
+    query: [num_tokens, num_heads, head_dim]; this pass's own keys and values are written. Returns
+    [num_tokens, num_heads * head_dim] of the query's type, zeros for padding tokens.
+    """
+    assert work.window == window
+    assert query.shape[1] == work.group * layer.data.shape[2]
+    if not len(query):
+        return query.new_empty(0, query.shape[1] * query.shape[2])
+    by = _attend_by_kernels if uses_kernels(query) else _attend_by_torch
+    return by(query, layer, d, work, scale)
+
+
+# Kernels ------------------------------------------------------------------------------------------
+
+
+@lru_cache
+def _plan_variant(num_kv_heads: int, group: int, rows: int, has_first_keys: bool) -> Variant:
+    return Variant(
+        name=f"plan_work {num_kv_heads}x{group} {rows}{' first_keys' * has_first_keys}",
+        kernel="attention_kernels:plan_work",
+        arguments={
+            "cu_len": "*i64",
+            "positions": "*i64",
+            "first_keys": "*i64",
+            "items": "*i32",
+            "merged": "*i32",
+            "counts": "*i32",
+            "num_rows": "i32",
+            "num_tokens": "i32",
+            "window": "i32",
+            "fill": "i32",
+            "max_units": "i32",
+        },
+        constants={
+            "HAS_FIRST_KEYS": has_first_keys,
+            "KV_HEADS": num_kv_heads,
+            "QUERIES": TILE_ROWS // group,
+            "PART": PART_TOKENS,
+            "ROWS": rows,
+        },
+    )
+
+
+@lru_cache
+def _attend_variant(element: str, kv_element: str, num_kv_heads: int, group: int, head_dim: int) -> Variant:
+    tensor_cores = element != "fp32"
+    block = max(16, block_of(head_dim))
+    return Variant(
+        name=f"attend_parts {element} {kv_element} {num_kv_heads}x{group} {head_dim}",
+        kernel="attention_kernels:attend_parts",
+        arguments={
+            "query": f"*{element}",
+            "keys": f"*{kv_element}",
+            "values": f"*{kv_element}",
+            "key_scales": "*fp32",
+            "value_scales": "*fp32",
+            "out": f"*{element}",
+            "pages": "*i64",
+            "positions": "*i64",
+            "items": "*i32",
+            "counts": "*i32",
+            "part_total": "*fp32",
+            "part_largest": "*fp32",
+            "part_weight": "*fp32",
+            "query_stride": "i32",
+            "scale": "fp32",
+            "max_pages": "i32",
+            "window": "i32",
+        },
+        constants={
+            "KV_HEADS": num_kv_heads,
+            "GROUP": group,
+            "D": head_dim,
+            "BLOCK_D": block,
+            "M": TILE_ROWS,
+            "PAGE": PAGE_TOKENS,
+            "KEYS": BLOCK_TOKENS,
+            "PART": PART_TOKENS,
+            "SCALED": kv_element.startswith("fp8"),
+        },
+        num_warps=8,
+        num_stages=2 if block > 128 else 3,
+        opcodes=("HGMMA", "LDGSTS") if tensor_cores else (),
+        forbidden_opcodes=("HMMA",) if tensor_cores else (),
+        capability=80,
+    )
+
+
+@lru_cache
+def _merge_variant(element: str, num_kv_heads: int, group: int, head_dim: int) -> Variant:
+    return Variant(
+        name=f"merge_parts {element} {num_kv_heads}x{group} {head_dim}",
+        kernel="attention_kernels:merge_parts",
+        arguments={
+            "out": f"*{element}",
+            "merged": "*i32",
+            "counts": "*i32",
+            "part_total": "*fp32",
+            "part_largest": "*fp32",
+            "part_weight": "*fp32",
+        },
+        constants={
+            "KV_HEADS": num_kv_heads,
+            "GROUP": group,
+            "BLOCK_GROUP": block_of(group),
+            "D": head_dim,
+            "BLOCK_D": max(16, block_of(head_dim)),
+            "STAGES": 4,
+        },
+        num_warps=2,
+    )
+
+
+@lists_variants
+def variants() -> list[Variant]:
+    """Return variants of models that are in use, and the borders of what is taken."""
+    shapes = [(8, 4, 128), (8, 8, 128), (3, 3, 64), (4, 1, 64), (1, 4, 256), (4, 2, 80), (8, 4, 96)]
+    listed = [_attend_variant("bf16", "bf16", *shape) for shape in shapes]
+    listed += [_attend_variant("fp16", "fp16", 8, 4, 128), _attend_variant("fp32", "fp32", 3, 3, 64)]
+    listed += [_attend_variant("bf16", "fp8e4nv", *shape) for shape in shapes[:5]]
+    listed += [_merge_variant("bf16", *shape) for shape in shapes]
+    return listed + [_plan_variant(8, 4, rows, first) for rows in ROW_BLOCKS for first in (False, True)]
+
+
+def _work_items(query: torch.Tensor, num_kv_heads: int, d: DevicePass, work: AttentionWork) -> WorkItems:
+    """Write the work list of a pass, bounded by shapes."""
+    num_tokens, num_rows, queries = len(d.positions), len(d.cu_len) - 1, TILE_ROWS // work.group
+    max_parts = -(-d.max_keys // PART_TOKENS)
+    max_units = min(MAX_UNITS, num_tokens * max_parts) if max_parts > 1 else 0
+    max_tiles = num_tokens // queries + num_rows + 1
+    numbers = {"dtype": torch.int32, "device": query.device}
+    sums = {"dtype": torch.float32, "device": query.device}
+    planned = WorkItems(
+        items=torch.empty(max_tiles + max_units, ITEM_FIELDS, **numbers),
+        merged=torch.empty(min(num_tokens, max_units), MERGED_FIELDS, **numbers),
+        counts=torch.empty(2, **numbers),
+        part_total=torch.empty(max_units, *query.shape[1:], **sums),
+        part_largest=torch.empty(max_units, query.shape[1], **sums),
+        part_weight=torch.empty(max_units, query.shape[1], **sums),
+    )
+    rows = next(block for block in ROW_BLOCKS if num_rows < block)
+    launch(
+        _plan_variant(num_kv_heads, work.group, rows, d.first_keys is not None),
+        (1,),
+        d.cu_len,
+        d.positions,
+        d.cu_len if d.first_keys is None else d.first_keys,
+        planned.items,
+        planned.merged,
+        planned.counts,
+        num_rows,
+        num_tokens,
+        work.window,
+        num_processors(query.device) if work.fill is None else work.fill,
+        max_units,
+    )
+    return planned
+
+
+def _attend_by_kernels(
+    query: torch.Tensor, layer: LayerKV, d: DevicePass, work: AttentionWork, scale: float
+) -> torch.Tensor:
+    head_dim, num_kv_heads = query.shape[2], layer.data.shape[2]
+    if work.items is None:
+        work.items = _work_items(query, num_kv_heads, d, work)
+    planned = work.items
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    assert query.stride()[1:] == (head_dim, 1)
+    scales = (planned.part_weight,) * 2 if layer.scales is None else layer.scales  # not read without fp8
+    parts = planned.part_total, planned.part_largest, planned.part_weight
+    programs = 2 * num_processors(query.device)
+    element, kv_element = ELEMENTS[query.dtype], ELEMENTS[layer.data.dtype]
+    launch(
+        _attend_variant(element, kv_element, num_kv_heads, work.group, head_dim),
+        (min(programs, len(planned.items) * num_kv_heads),),
+        query,
+        layer.data[0],
+        layer.data[1],
+        scales[0],
+        scales[1],
+        out,
+        d.pages,
+        d.positions,
+        planned.items,
+        planned.counts,
+        *parts,
+        query.stride(0),
+        scale * math.log2(math.e),
+        d.pages.shape[1],
+        work.window,
+    )
+    launch(
+        _merge_variant(element, num_kv_heads, work.group, head_dim),
+        (min(8 * programs, len(planned.merged) * num_kv_heads),),
+        out,
+        planned.merged,
+        planned.counts,
+        *parts,
+    )
+    return out.flatten(1)
+
+
+# PyTorch ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tiles:
+    """Tokens of a pass in tiles of equal size, each of one row."""
+
+    tokens: torch.Tensor  # [num_tiles, queries] int64; 0 where a tile has no token
+    seen_from: torch.Tensor  # [num_tiles, queries] int64 first key that a token sees
+    seen_to: torch.Tensor  # [num_tiles, queries] int64 its own position; -1 where a tile has no token
+    slots: torch.Tensor  # [num_tiles, num_parts * PART_TOKENS] int64 slots of the row's keys
+    places: torch.Tensor  # [num_tokens] int64 places of tokens in [num_tiles * queries]
+    real: torch.Tensor  # [num_tokens] bool False: a padding token
+
+
+def _tiles(d: DevicePass, window: int) -> Tiles:
+    """Cut a pass into tiles. Their number depends on shapes only, so some may be empty."""
+    num_tokens, num_rows, device = len(d.positions), len(d.cu_len) - 1, d.positions.device
+    queries = FEW_QUERIES if num_tokens <= FEW_QUERIES * num_rows else MANY_QUERIES
+    start, end = d.cu_len[:-1], d.cu_len[1:].contiguous()
+    tile_end = ((end - start + queries - 1) // queries).cumsum(0)
+    tile_start = functional.pad(tile_end, (1, 0))[:-1]
+    tile = torch.arange(min(num_tokens, (num_tokens + num_rows * (queries - 1)) // queries), device=device)
+    row = torch.searchsorted(tile_end, tile, right=True).clamp(max=num_rows - 1)
+    tokens = (start[row] + (tile - tile_start[row]) * queries)[:, None] + torch.arange(queries, device=device)
+    used = (tokens < end[row][:, None]) & (tile < tile_end[-1])[:, None]
+    tokens = torch.where(used, tokens, 0)
+    seen_to = torch.where(used, d.positions[tokens], -1)
+    first_keys = torch.zeros_like(start) if d.first_keys is None else d.first_keys
+    seen_from = first_keys[row][:, None].expand_as(seen_to)
+    if window:
+        seen_from = torch.maximum(seen_from, seen_to - window + 1)
+    slots = d.pages[row][:, :, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS, device=device)
+    slots = functional.pad(slots.flatten(1), (0, -d.max_keys % PART_TOKENS))
+    token = torch.arange(num_tokens, device=device)
+    row = torch.searchsorted(end, token, right=True).clamp(max=num_rows - 1)
+    local = token - start[row]
+    places = (tile_start[row] + local // queries) * queries + local % queries
+    real = token < end[-1]
+    return Tiles(tokens, seen_from, seen_to, slots, torch.where(real, places, 0), real)
+
+
+def _attend_by_torch(
+    query: torch.Tensor, layer: LayerKV, d: DevicePass, work: AttentionWork, scale: float
+) -> torch.Tensor:
+    if work.tiles is None:
+        work.tiles = _tiles(d, work.window)
+    tiles = work.tiles
+    num_tiles, queries = tiles.tokens.shape
+    num_kv_heads, head_dim = layer.data.shape[2:]
+    at_once = max(1, MAX_GATHERED // (PART_TOKENS * num_kv_heads * head_dim))
+    exact = torch.float64 if query.dtype == torch.float64 else torch.float32
+    # Query heads that share a KV head become further queries: keys and values are never repeated.
+    folded = query.to(exact)[tiles.tokens].view(num_tiles, queries, num_kv_heads, work.group, head_dim)
+    folded = folded.transpose(1, 2).reshape(num_tiles, num_kv_heads, queries * work.group, head_dim)
+    mixed = torch.cat(
+        [_mix(folded, layer, tiles, slice(at, at + at_once), scale) for at in range(0, num_tiles, at_once)]
+    )
+    mixed = mixed.view(num_tiles, num_kv_heads, queries, work.group, head_dim).transpose(1, 2)
+    by_token = mixed.reshape(num_tiles * queries, -1)[tiles.places]
+    return by_token.masked_fill(~tiles.real[:, None], 0).to(query.dtype)
+
+
+def _mix(folded: torch.Tensor, layer: LayerKV, tiles: Tiles, some: slice, scale: float) -> torch.Tensor:
+    """Return the mean of the values that some tiles see. [tiles, num_kv_heads, queries * group, head_dim]"""
+    query, slots = folded[some], tiles.slots[some]
+    group = query.shape[2] // tiles.tokens.shape[1]
+    seen_from, seen_to = tiles.seen_from[some, :, None], tiles.seen_to[some, :, None]
+    total = torch.zeros_like(query)
+    weight = query.new_zeros(query.shape[:-1])
+    largest = torch.full_like(weight, -torch.inf)
+    for first in range(0, slots.shape[1], PART_TOKENS):
+        place = torch.arange(first, first + PART_TOKENS, device=slots.device)
+        seen = (place >= seen_from) & (place <= seen_to)  # [tiles, queries, PART_TOKENS]
+        key, value = (_gathered(layer, which, slots[:, first : first + PART_TOKENS], query) for which in (0, 1))
+        score = (query @ key.transpose(2, 3)) * scale
+        score = score.masked_fill(~seen.repeat_interleave(group, 1)[:, None], -torch.inf)
+        value = value.masked_fill(~seen.any(1)[:, None, :, None], 0)
+        new = torch.maximum(largest, score.amax(-1))
+        safe = torch.where(new == -torch.inf, 0, new)
+        shrink = (largest - safe).exp()
+        p = (score - safe[..., None]).exp()
+        weight = weight * shrink + p.sum(-1)
+        total = total * shrink[..., None] + p @ value
+        largest = new
+    return total / torch.where(weight == 0, 1, weight)[..., None]
+
+
+def _gathered(layer: LayerKV, which: int, slots: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return keys (0) or values (1) of slots [tiles, keys] as [tiles, num_kv_heads, keys, head_dim]."""
+    data, scaled = layer.data[which], layer.scales is not None
+    if scaled:  # PyTorch gathers no fp8 numbers on a host
+        data = data.view(torch.uint8)
+    found = data.index_select(0, slots.flatten())
+    if layer.scales is not None:
+        found = found.view(layer.data.dtype).to(like.dtype)
+        found = found * layer.scales[which].index_select(0, slots.flatten())[..., None].to(like.dtype)
+    # One layout whatever the number of tiles, or else matrix products add in another order.
+    return found.to(like.dtype).view(*slots.shape, *found.shape[1:]).transpose(1, 2).contiguous()

@@ -1,0 +1,73 @@
+"""Devices of PyTorch's and their memory."""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from paceline.backend.cuda.probe import findings
+from paceline.backend.device import CPU
+from paceline.core.errors import ConfigError
+from paceline.core.system import available_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+
+    from paceline.backend.device import Device
+
+_USUAL_DEVICE = "cuda"
+
+
+def torch_device(device: Device | None) -> torch.device:
+    """Return PyTorch's device. None: the first GPU. Raises `ConfigError` if it cannot be used."""
+    on_cores = device is not None and device.torch_name is None
+    name = CPU if on_cores else (device and device.torch_name) or _USUAL_DEVICE
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        problem = str(error).splitlines()[0]
+    problem = next((f.text for f in findings(device) if not f.ok), problem)
+    raise ConfigError(
+        f"the cuda backend cannot use the device {name}: {problem}. Leave out --backend for this machine's cores; "
+        f"--device {CPU} runs this backend on them, slowly"
+    )
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which kernels are launched on a device."""
+    return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
+
+
+def free_bytes(device: Device | None) -> int:
+    """Return the memory that is free on a device, see `BackendSpec.free_memory`."""
+    where = torch_device(device)
+    if where.type == "cpu":
+        return available_bytes()
+    free, _ = torch.cuda.mem_get_info(where)
+    unused = torch.cuda.memory_reserved(where) - torch.cuda.memory_allocated(where)  # PyTorch keeps what it freed
+    return int(free + unused)
+
+
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros that take host memory only once written: `torch.zeros` touches all at once."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    flat = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
+    return flat.view(dtype).view(shape)
+
+
+@contextmanager
+def enough_memory(what: str) -> Iterator[None]:
+    """Raise `ConfigError` where the device has no memory left for something."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            f"the device has no memory left for {what}: take a smaller type (--weights, --kv), fewer --kv-tokens "
+            f"or another --device"
+        ) from None

@@ -1,0 +1,166 @@
+"""Weights onto a device.
+
+16-bit files go there as they are, random weights are made there, all others go by way of floats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+
+from paceline.backend.cuda.layers import LayerWeights
+from paceline.backend.cuda.products import Matrix, pack_matrix
+from paceline.model.files.safetensors_file import StoredTensor
+from paceline.model.shapes import HALF, MASK, MIX, ROW_STEP, RandomTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy import floating
+    from numpy.typing import NDArray
+
+    from paceline.model.files.stored import Stored
+
+    Weights = Mapping[str, NDArray[floating]]
+
+# Types that a pass computes in, by the type of the weights.
+TYPES = {
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "f32": torch.float32,
+    "f64": torch.float64,
+    "fp8": torch.bfloat16,
+    "int4": torch.bfloat16,
+}
+# The output matrix has more influence on a choice than its four bits would leave it.
+_OUTPUT_TYPES = {"int4": "fp8"}
+_HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}
+_RANDOM_NUMBERS = 1 << 24  # numbers that are made at once: their words take eight bytes each
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Types, numerics and device of one executor."""
+
+    device: torch.device
+    weight_type: str
+    kv_type: str
+    fast: bool  # products of any algorithm
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type that a pass computes in."""
+        return TYPES[self.weight_type]
+
+    @property
+    def output_type(self) -> str:
+        """Type of the matrix that makes logits."""
+        return _OUTPUT_TYPES.get(self.weight_type, self.weight_type)
+
+
+@runtime_checkable
+class _KeepsStored(Protocol):
+    def stored(self, name: str) -> Stored | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WeightReader:
+    """Reads tensors by name onto a device."""
+
+    weights: Weights
+    setup: Setup
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.weights
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor in the type that a pass computes in."""
+        weights, device = self.weights, self.setup.device
+        stored = weights.stored(name) if isinstance(weights, _KeepsStored) else None
+        if isinstance(stored, RandomTensor):
+            found = make_random(stored, device)
+        elif isinstance(stored, StoredTensor) and (halves := stored.halves()):
+            kind, bits = halves
+            found = torch.from_numpy(bits.view(np.int16)).view(_HALVES[kind]).to(device)
+        else:
+            found = torch.as_tensor(weights[name] if stored is None else stored.read()).to(device)
+        return found.to(self.setup.dtype)
+
+    def optional(self, name: str) -> torch.Tensor | None:
+        """Return a tensor, None if there is none of that name."""
+        return self.tensor(name) if name in self.weights else None
+
+    def matrix(self, *names: str) -> Matrix:
+        """Return one matrix of several, side by side in their outputs, with their biases."""
+        parts = [self.tensor(name) for name in names]
+        biases = [self.optional(f"{name}_bias") for name in names]
+        bias = None
+        if any(b is not None for b in biases):
+            whole = [p.new_zeros(len(p)) if b is None else b for p, b in zip(parts, biases, strict=True)]
+            bias = torch.cat(whole)
+        return self.packed(parts[0] if len(parts) == 1 else torch.cat(parts), self.setup.weight_type, bias)
+
+    def packed(self, weight: torch.Tensor, weight_type: str, bias: torch.Tensor | None = None) -> Matrix:
+        """Return a matrix [outputs, inputs] as products read it."""
+        return pack_matrix(weight, weight_type, self.setup.dtype, self.setup.device, bias)
+
+    def layer(self, index: int) -> LayerWeights:
+        """Return the weights of one layer."""
+        at = f"layers.{index}."
+        return LayerWeights(
+            attn_norm=self.optional(f"{at}attn_norm"),
+            qkv=self.matrix(f"{at}attn_q", f"{at}attn_k", f"{at}attn_v"),
+            q_norm=self.optional(f"{at}attn_q_norm"),
+            k_norm=self.optional(f"{at}attn_k_norm"),
+            attn_out=self.matrix(f"{at}attn_o"),
+            attn_post_norm=self.optional(f"{at}attn_post_norm"),
+            mlp_norm=self.tensor(f"{at}mlp_norm"),
+            gate_up=self.matrix(f"{at}mlp_gate", f"{at}mlp_up"),
+            down=self.matrix(f"{at}mlp_down"),
+            mlp_post_norm=self.optional(f"{at}mlp_post_norm"),
+        )
+
+
+def make_random(stored: RandomTensor, device: torch.device) -> torch.Tensor:
+    """Return a random tensor in float32, the same numbers as `RandomTensor.read`."""
+    width = stored.shape[-1]
+    num_rows = stored.shape[0] if len(stored.shape) == 2 else 1
+    columns = _mixed(torch.arange(width, device=device) ^ stored.key)
+    values = torch.empty(num_rows, width, dtype=torch.float32, device=device)
+    step = max(1, _RANDOM_NUMBERS // width)
+    for first in range(0, num_rows, step):
+        rows = torch.arange(first, min(first + step, num_rows), device=device) * ROW_STEP & MASK
+        words = _mixed((columns + rows[:, None]) & MASK)
+        values[first : first + step] = (words.to(torch.float64) - HALF) * (stored.spread / HALF) + stored.center
+    return values.view(stored.shape)
+
+
+def _mixed(words: torch.Tensor) -> torch.Tensor:
+    """Return the hash of 32-bit words that `shapes.mixed` is. int64 in and out."""
+    a, m, b, n, c = MIX
+    words = ((words ^ (words >> a)) * m) & MASK
+    words = ((words ^ (words >> b)) * n) & MASK
+    return words ^ (words >> c)
+
+
+def matrix_rows(matrix: Matrix, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return some rows [n, inputs] of a matrix, not of four bits, as numbers."""
+    if matrix.scale is None:
+        return matrix.data[rows].to(dtype)
+    picked = matrix.data.view(torch.uint8)[rows].view(matrix.data.dtype)
+    return (picked.to(torch.float32) * matrix.scale[rows][:, None]).to(dtype)
+
+
+def first_rows(matrix: Matrix, num_rows: int) -> Matrix:
+    """Return the first rows of a matrix that is not of four bits, shared."""
+    scale = None if matrix.scale is None else matrix.scale[:num_rows]
+    shape = num_rows, matrix.shape[1]
+    return replace(matrix, data=matrix.data[:num_rows], scale=scale, shape=shape)
+
+
+def num_bytes(parts: Sequence[Matrix | torch.Tensor | None]) -> int:
+    """Return the bytes of matrices and tensors, each counted once."""
+    return sum({id(p): p.nbytes for p in parts if p is not None}.values())

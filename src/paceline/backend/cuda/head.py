@@ -1,0 +1,260 @@
+"""Draft heads on the `cuda` backend, over taps that stay on the device.
+
+`CudaHead` answers drafters on the host by `launch` and `relay`. Its layers (`fuse`, `run_layers`, `read_out`,
+`relay_messages`) take and return tensors and never wait for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline.backend.cuda.attention import DeviceKV, new_kv
+from paceline.backend.cuda.device_memory import enough_memory, on_device
+from paceline.backend.cuda.device_pass import upload
+from paceline.backend.cuda.device_weights import num_bytes
+from paceline.backend.cuda.launched import DeviceResult, launched, to_host
+from paceline.backend.cuda.layers import LayerShape, places_of, run_layer
+from paceline.backend.cuda.output_matrix import wide_product
+from paceline.backend.cuda.pass_choice import choose_by_specs
+from paceline.backend.cuda.products import finished, multiply
+from paceline.backend.cuda.rowwise import embed, gated, rms_norm
+from paceline.backend.cuda.tap_store import DeviceTapStore, interleaved, token_places
+from paceline.backend.seam import Capabilities
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from numpy import int64
+    from numpy.typing import NDArray
+
+    from paceline.backend.cuda.decoder import CudaDecoder
+    from paceline.backend.cuda.device_pass import DevicePass
+    from paceline.backend.cuda.device_weights import Setup
+    from paceline.backend.cuda.launched import Choices
+    from paceline.backend.cuda.layers import LayerWeights
+    from paceline.backend.cuda.output_matrix import DraftOutput
+    from paceline.backend.cuda.products import Matrix
+    from paceline.backend.seam import FedBack, PassRequest, PassResult, Pending, RelayRequest
+    from paceline.core.nouns import SamplingSpec
+    from paceline.model.heads.config import HeadConfig
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RelayWeights:
+    """Weights of a relay, see `relay` of the reference backend's head."""
+
+    place: Matrix  # [2 inner, 2 width]
+    known: Matrix  # [2 inner, width + relay_size]
+    tell: Matrix  # [relay_size, inner]
+    out: Matrix  # [width, relay_size]
+    embed_norm: torch.Tensor  # [width]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadWeights:
+    """Weights of a head without its output matrix; norms that it lacks are None."""
+
+    embed: torch.Tensor  # [vocab, width]
+    owns_embed: bool  # False: it is the target's
+    fc: Matrix
+    fc_norms: Sequence[torch.Tensor]  # of each tap
+    input_norm: torch.Tensor | None  # [tapped_size]
+    embed_norm: torch.Tensor | None  # [width]
+    hidden_norm: torch.Tensor | None  # [width] of the feature that the first layer reads
+    norm: torch.Tensor | None  # [width] before the output matrix
+    target_norm: torch.Tensor | None  # [width] EAGLE-1: the target's last norm
+    mask_taps: torch.Tensor | None  # [tapped_size] that stand for those of tokens not known yet
+    layers: Sequence[LayerWeights]
+    inverse: Mapping[int, torch.Tensor]  # as in `DecoderWeights`
+    relay: RelayWeights | None
+
+    def parts(self) -> Iterator[Matrix | torch.Tensor | None]:
+        """Yield all that is its own."""
+        yield from (self.embed if self.owns_embed else None, self.fc, *self.fc_norms, self.input_norm)
+        yield from (self.embed_norm, self.hidden_norm, self.norm, self.mask_taps)
+        for layer in self.layers:
+            yield from layer.parts()
+        if (r := self.relay) is not None:
+            yield from (r.place, r.known, r.tell, r.out, r.embed_norm)
+
+
+class CudaHead:
+    """A head on its target's device or another; see `HeadRunner`."""
+
+    def __init__(
+        self, config: HeadConfig, weights: HeadWeights, output: DraftOutput, setup: Setup, target: CudaDecoder
+    ) -> None:
+        self.config, self.weights, self.output, self.setup = config, weights, output, setup
+        self.weight_type = setup.weight_type
+        self.shape = LayerShape.of(config.layers, fast=setup.fast)
+        self._vocab_size = target.config.vocab_size
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Abilities: on a GPU a launched pass goes on beside the caller."""
+        return Capabilities(asynchronous=self.setup.device.type != "cpu")
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all tensors, without those that are the target's."""
+        shares_output = self.config.algorithm.guesses_features
+        return num_bytes([*self.weights.parts(), None if shares_output else self.output.matrix])
+
+    def set_request_tokens(self, token_ids: NDArray[int64]) -> None:
+        """Write these tokens, too, see `DraftExecutor`."""
+        with on_device(self.setup.device), torch.inference_mode():
+            self.output.set_request_tokens(token_ids)
+
+    def new_kv(self, num_pages: int) -> DeviceKV:
+        """Return an empty store of `num_pages` pages for the head's layers."""
+        c, setup = self.config.layers, self.setup
+        with enough_memory("the KV of the draft head"):
+            return new_kv(
+                num_pages, c.num_layers, c.num_kv_heads, c.head_dim, setup.kv_type, setup.dtype, setup.device
+            )
+
+    def new_tap_store(self, num_pages: int) -> DeviceTapStore:
+        """Return an empty store of `num_pages` pages for the taps that the head reads."""
+        with enough_memory("the taps of the draft head"):
+            return DeviceTapStore(num_pages, self.config.taps, self.config.target_hidden_size, self.setup.device)
+
+    # Passes for drafters on the host -------------------------------------------------------------
+
+    def launch(self, request: PassRequest) -> Pending:
+        """Launch a pass over entries: tokens, and the features of the tokens before them."""
+        return launched(self.setup.device, partial(self._run, request))
+
+    @torch.inference_mode()
+    def _run(self, request: PassRequest) -> DeviceResult:
+        assert isinstance(request.kv, DeviceKV)
+        device_pass = upload(request.packed, self.setup.device)
+        hidden = self.run_layers(device_pass, self._features(request), request.kv)
+        normed, fed_back = self.read_out(hidden.index_select(0, device_pass.wanted))
+        return DeviceResult(self._choose(normed, request.specs), hidden=fed_back)
+
+    def _features(self, request: PassRequest) -> torch.Tensor:
+        """Return the features beside the tokens of a pass, [num_tokens, width]."""
+        asked, packed = request.features, request.packed
+        assert asked is not None
+        assert isinstance(asked.taps, DeviceTapStore)
+        if asked.fed_back is not None and not asked.pieces:
+            return self._fed_back(asked.fed_back)
+        known = self.fuse(asked.taps.read(packed.pages, asked.pieces))
+        if len(known) == len(packed.token_ids):
+            return known
+        guessed = self.mask_feature if asked.fed_back is None else self._fed_back(asked.fed_back)
+        return interleaved(known, guessed, *token_places(asked.pieces, packed.cu_len))
+
+    @torch.inference_mode()
+    def relay(self, request: RelayRequest) -> PassResult:
+        """Choose the next guesses, see `HeadRunner`."""
+        assert isinstance(request.hidden, torch.Tensor)
+        states, specs = request.hidden, request.specs
+        with on_device(self.setup.device):
+            known = None
+            if request.known is not None:
+                token_ids = torch.tensor(request.known[0], dtype=torch.int64, device=self.setup.device)
+                known = embed(token_ids, self.weights.embed, 1.0), self._fed_back(request.known[1])
+            first, here = (_rows(states, places) for places in (request.first, request.places))
+            messages = self.relay_messages(first, here, known)
+            here = here[: len(specs)] + self.relayed(messages[: len(specs)])
+            return to_host(DeviceResult(self._choose(here, specs), hidden=messages))
+
+    def _choose(self, normed: torch.Tensor, specs: Sequence[SamplingSpec]) -> Choices:
+        """Choose among the tokens of the draft vocabulary. normed: [n, width]."""
+        logits = wide_product(normed, self.output.matrix) if len(normed) else normed.new_empty(0, 1)
+        return choose_by_specs(logits, specs, self._vocab_size, self.output.tokens)
+
+    def _fed_back(self, fed_back: FedBack) -> torch.Tensor:
+        """Return the features fed back to guesses, [num_guesses, width]."""
+        assert isinstance(fed_back.hidden, torch.Tensor)
+        return _rows(fed_back.hidden, fed_back.rows)
+
+    # Layers --------------------------------------------------------------------------------------
+
+    @cached_property
+    def mask_feature(self) -> torch.Tensor:
+        """Feature [1, width] of tokens that are not known yet."""
+        assert self.weights.mask_taps is not None
+        return self.fuse(self.weights.mask_taps[None])
+
+    @torch.inference_mode()
+    def fuse(self, tapped: torch.Tensor) -> torch.Tensor:
+        """Return the feature [n, width] of each token from its taps [n, tapped_size]."""
+        c, w, eps = self.config, self.weights, self.config.layers.norm_eps
+        tapped = tapped.to(self.setup.dtype)
+        if w.target_norm is not None:
+            return rms_norm(tapped, w.target_norm, c.target_norm_eps)
+        if c.norm_before_fc and w.input_norm is not None:
+            tapped = rms_norm(tapped, w.input_norm, eps)
+        if w.fc_norms:
+            parts = torch.split(tapped, c.target_hidden_size, dim=-1)
+            normed = [rms_norm(part, weight, eps) for part, weight in zip(parts, w.fc_norms, strict=True)]
+            tapped = torch.cat(normed, dim=-1)
+        return finished(multiply(tapped, w.fc, fast=self.setup.fast))
+
+    @torch.inference_mode()
+    def run_layers(self, device_pass: DevicePass, features: torch.Tensor, kv: DeviceKV) -> torch.Tensor:
+        """Return the output [num_tokens, width] of the head's layers, before the last norm.
+
+        features: [num_tokens, width] of the tokens before those of the pass.
+        """
+        w, eps, fast = self.weights, self.config.layers.norm_eps, self.setup.fast
+        places = places_of(device_pass, w.inverse, self.shape)[0]
+        hidden = embedded = embed(device_pass.token_ids, w.embed, 1.0)
+        if w.hidden_norm is not None:  # the first layer reads the embedding beside the feature
+            normed = rms_norm(features, w.hidden_norm, eps)
+            hidden = normed if self.config.norm_before_residual else features
+            read = torch.cat([_normed(embedded, w.layers[0].attn_norm, eps), normed], dim=-1)
+        else:
+            both = torch.cat([_normed(embedded, w.embed_norm, eps), features], dim=-1)
+            hidden = finished(multiply(both, w.fc, fast=fast))
+            read = _normed(hidden, w.layers[0].attn_norm, eps)
+        for index, layer in enumerate(w.layers):
+            hidden, _ = run_layer(layer, self.shape, read, hidden, None, kv.layer(index), places)
+            if index + 1 < len(w.layers):
+                read = _normed(hidden, w.layers[index + 1].attn_norm, eps)
+        return hidden
+
+    @torch.inference_mode()
+    def read_out(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output matrix's input and the next positions' features, each [n, width]."""
+        normed = _normed(hidden, self.weights.norm, self.config.layers.norm_eps)
+        return normed, normed if self.config.norm_output else hidden
+
+    @torch.inference_mode()
+    def relay_messages(
+        self, first: torch.Tensor, here: torch.Tensor, known: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> torch.Tensor:
+        """Return the messages [n, relay_size] that guesses receive.
+
+        first, here: [n, width] outputs at the rows' first places and at these guesses' own. known: the embeddings
+        [n, width] of the guesses before, and their messages; None for first guesses.
+        """
+        w, fast = self.weights.relay, self.setup.fast
+        assert w is not None
+        both = finished(multiply(torch.cat([first, here], dim=-1), w.place, fast=fast))
+        if known is not None:
+            before = rms_norm(known[0], w.embed_norm, self.config.layers.norm_eps)
+            both = both + finished(multiply(torch.cat([before, known[1]], dim=-1), w.known, fast=fast))
+        return torch.tanh(finished(multiply(gated(both, "silu"), w.tell, fast=fast)))
+
+    @torch.inference_mode()
+    def relayed(self, messages: torch.Tensor) -> torch.Tensor:
+        """Return the addition to normed states, [n, width], that messages make."""
+        assert self.weights.relay is not None
+        return finished(multiply(messages, self.weights.relay.out, fast=self.setup.fast))
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """Norm where the head has that norm."""
+    return x if weight is None else rms_norm(x, weight, eps)
+
+
+def _rows(states: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Return some rows of states."""
+    return states.index_select(0, torch.tensor(rows, dtype=torch.int64, device=states.device))

@@ -1,0 +1,157 @@
+"""Loading for the `cuda` backend: targets, draft heads and cut models. No step comes here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline.backend.cuda.attention import check_heads
+from paceline.backend.cuda.cut_model import CudaCutModel
+from paceline.backend.cuda.decoder import CudaDecoder, DecoderWeights
+from paceline.backend.cuda.device_memory import enough_memory, torch_device
+from paceline.backend.cuda.device_weights import TYPES, Setup, WeightReader
+from paceline.backend.cuda.head import CudaHead, HeadWeights, RelayWeights
+from paceline.backend.cuda.output_matrix import DraftOutput, target_rows
+from paceline.backend.rope import inverse_frequencies
+from paceline.backend.seam import MAX_REQUEST_TOKENS
+from paceline.core.errors import ConfigError, suggest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy import floating
+    from numpy.typing import NDArray
+
+    from paceline.backend.device import Device
+    from paceline.backend.seam import Decoder
+    from paceline.model.config import ModelConfig
+    from paceline.model.heads.checkpoint import Head
+    from paceline.model.heads.config import HeadConfig
+    from paceline.model.heads.cut_model import CutModel
+
+FAST = "fast"  # value of `--numerics`
+_FP8 = "fp8"
+
+
+# Targets -----------------------------------------------------------------------------------------
+
+
+def load_decoder(
+    config: ModelConfig,
+    weights: Mapping[str, NDArray[floating]],
+    weight_type: str,
+    kv_type: str,
+    threads: int | None,
+    device: Device | None = None,
+    numerics: str | None = None,
+) -> CudaDecoder:
+    """Make a decoder, see `LoadDecoder`. numerics: `fast`, or None for exact."""
+    config.check()
+    check_heads(config.head_dim, config.num_heads, config.num_kv_heads)
+    where = torch_device(device)
+    if threads is not None and where.type == "cpu":
+        torch.set_num_threads(threads)
+    setup = Setup(where, weight_type, kv_type, numerics == FAST)
+    with enough_memory("the weights"), torch.inference_mode():
+        return CudaDecoder(config, _read_decoder(config, WeightReader(weights, setup)), setup)
+
+
+def _read_decoder(config: ModelConfig, reader: WeightReader) -> DecoderWeights:
+    embed = reader.tensor("embed")
+    factors = reader.weights["rope_factors"] if config.rope.scaling == "factors" else None
+    return DecoderWeights(
+        embed=embed,
+        output=reader.packed(embed if config.tie_embeddings else reader.tensor("head"), reader.setup.output_type),
+        final_norm=reader.tensor("final_norm"),
+        layers=[reader.layer(i) for i in range(config.num_layers)],
+        inverse=_inverse(config, reader.setup.device, factors),
+    )
+
+
+def _inverse(
+    config: ModelConfig, device: torch.device, factors: NDArray[floating] | None
+) -> dict[int, torch.Tensor]:
+    """Return the angles of rotation per position of layers, by their window."""
+    return {
+        window: torch.from_numpy(inverse_frequencies(rope, config.head_dim, factors)).to(device)
+        for window, rope in config.rope_of_window.items()
+    }
+
+
+# Drafters ----------------------------------------------------------------------------------------
+
+
+def _draft_setup(target: CudaDecoder, device: Device | None, weight_type: str | None) -> Setup:
+    """Return a drafter's setup: the target's, but for what was asked. Raises `ConfigError`."""
+    setup = target.setup
+    if weight_type is not None and weight_type not in TYPES:
+        raise ConfigError(f"the cuda backend has no drafters of {weight_type}{suggest(weight_type, TYPES)}")
+    where = setup.device if device is None else torch_device(device)
+    own = replace(setup, device=where, weight_type=weight_type or setup.weight_type)
+    return own if own.dtype == setup.dtype or setup.kv_type == _FP8 else replace(own, kv_type="auto")
+
+
+def load_runner(head: Head, target: Decoder, device: Device | None, weight_type: str | None) -> CudaHead:
+    """Make a head's runner, see `LoadHeadRunner`."""
+    assert isinstance(target, CudaDecoder)
+    setup, layers = _draft_setup(target, device, weight_type), head.config.layers
+    check_heads(layers.head_dim, layers.num_heads, layers.num_kv_heads)
+    reader = WeightReader(head.weights, setup)
+    with enough_memory("the draft head"), torch.inference_mode():
+        weights = _read_head(head.config, reader, target)
+        if head.config.algorithm.guesses_features:
+            rows = target_rows(target.weights.output, head.token_ids, reader)
+        else:
+            rows = reader.tensor("head")
+        room = MAX_REQUEST_TOKENS if head.config.request_tokens else 0
+        output = DraftOutput(reader, rows, head.token_ids, target.weights.output, room)
+        return CudaHead(head.config, weights, output, setup, target)
+
+
+def _read_head(config: HeadConfig, reader: WeightReader, target: CudaDecoder) -> HeadWeights:
+    c, device = config, reader.setup.device
+    own_embed = reader.optional("embed")
+    embed = target.weights.embed.to(device, reader.setup.dtype) if own_embed is None else own_embed
+    fc_norms = [reader.tensor(f"fc_norm.{i}") for i in range(len(c.taps))] if c.fc_norm else []
+    relay = None
+    if c.relay_size:
+        place, known, tell, out = (reader.matrix(f"relay.{n}") for n in ("place", "known", "tell", "out"))
+        relay = RelayWeights(place, known, tell, out, reader.tensor("relay.embed_norm"))
+    target_norm = target.weights.final_norm.to(device, reader.setup.dtype)
+    return HeadWeights(
+        embed=embed,
+        owns_embed=own_embed is not None,
+        fc=reader.matrix("fc"),
+        fc_norms=fc_norms,
+        input_norm=reader.optional("input_norm"),
+        embed_norm=reader.optional("embed_norm"),
+        hidden_norm=reader.optional("layers.0.hidden_norm"),
+        norm=reader.optional("norm"),
+        target_norm=target_norm if c.algorithm.guesses_features else None,
+        mask_taps=reader.optional("mask_hidden"),
+        layers=[reader.layer(i) for i in range(c.layers.num_layers)],
+        inverse=_inverse(c.layers, device, None),
+        relay=relay,
+    )
+
+
+def load_cut_model(
+    model: CutModel, target: Decoder, device: Device | None, weight_type: str | None
+) -> CudaCutModel:
+    """Make a draft model's decoder, see `LoadCutModel`."""
+    assert isinstance(target, CudaDecoder)
+    setup = _draft_setup(target, device, weight_type)
+    reader = WeightReader(model.weights, setup)
+    with enough_memory("the draft model"), torch.inference_mode():
+        theirs, ids = target.weights.output, model.token_ids
+        output = DraftOutput(reader, target_rows(theirs, ids, reader), ids, theirs, MAX_REQUEST_TOKENS)
+        weights = DecoderWeights(
+            embed=target.weights.embed.to(setup.device, setup.dtype),
+            output=output.matrix,
+            final_norm=reader.tensor("final_norm"),
+            layers=[reader.layer(i) for i in range(model.config.num_layers)],
+            inverse=_inverse(model.config, setup.device, None),
+        )
+        return CudaCutModel(CudaDecoder(model.config, weights, setup), output)

@@ -1,0 +1,92 @@
+"""The output matrix: logits in full, and rows of a draft vocabulary's tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from paceline.backend.cuda.device_weights import first_rows, matrix_rows
+from paceline.backend.cuda.kernel_launch import uses_kernels
+from paceline.backend.cuda.pass_choice import DraftTokens
+from paceline.backend.cuda.products import Parts, kernel_product, multiply
+from paceline.backend.seam import MAX_REQUEST_TOKENS
+
+if TYPE_CHECKING:
+    from numpy import int64
+    from numpy.typing import NDArray
+
+    from paceline.backend.cuda.device_weights import WeightReader
+    from paceline.backend.cuda.products import Matrix
+
+_ROWS_AT_ONCE = 1 << 14  # of 16-bit weights that a host widens
+
+
+def wide_product(x: torch.Tensor, m: Matrix) -> torch.Tensor:
+    """Multiply tokens [n, K] by a matrix; return [n, N] that are not rounded.
+
+    float32, or float64 of float64 tokens. The sums are those of `multiply`, before they are rounded: logits of 16 bits would tie by the dozen.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if uses_kernels(x):
+        parts = kernel_product(x, m, parallel=True)
+        assert isinstance(parts, Parts)
+        total = parts.sums[0]
+        for part in parts.sums[1:]:
+            total = total + part
+        return total
+    if m.kind != "plain" or x.dtype == wide:
+        product = multiply(x, m)
+        assert isinstance(product, torch.Tensor)
+        return product.to(wide)
+    tokens = x.to(wide)
+    pieces = torch.split(m.data, _ROWS_AT_ONCE)
+    return torch.cat([functional.linear(tokens, rows.to(wide)) for rows in pieces], dim=-1)
+
+
+class DraftOutput:
+    """Output matrix of a draft vocabulary, with room for tokens of requests."""
+
+    def __init__(
+        self, reader: WeightReader, rows: torch.Tensor, token_ids: NDArray[int64], target: Matrix, room: int
+    ) -> None:
+        """rows: [num_tokens, width] of these tokens. target: the target's matrix. room: for tokens of requests."""
+        assert room <= MAX_REQUEST_TOKENS
+        self._reader, self._target, self._fixed_ids = reader, target, token_ids
+        wide = torch.cat([rows, rows.new_zeros(room, rows.shape[1])]) if room else rows
+        self._whole = reader.packed(wide, reader.setup.output_type)
+        self.matrix = self._whole
+        self.tokens = DraftTokens(torch.empty(0), token_ids)
+        self._take(token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it writes now."""
+        return len(self.tokens.ids)
+
+    def set_request_tokens(self, token_ids: NDArray[int64]) -> None:
+        """Write these tokens, too, with the target's rows, see `DraftExecutor`."""
+        num_fixed, data = len(self._fixed_ids), self._whole.data
+        assert num_fixed + len(token_ids) <= len(data), "more tokens than there is room for"
+        if len(token_ids):
+            rows = target_rows(self._target, token_ids, self._reader)
+            packed = self._reader.packed(rows, self._reader.setup.output_type)
+            data[num_fixed : num_fixed + len(token_ids)] = packed.data
+            if packed.scale is not None and self._whole.scale is not None:
+                self._whole.scale[num_fixed : num_fixed + len(token_ids)] = packed.scale
+        self._take(np.concatenate([self._fixed_ids, token_ids]))
+
+    def _take(self, token_ids: NDArray[int64]) -> None:
+        """Make the first rows stand for these tokens."""
+        rows = np.full(self._target.shape[0], -1, np.int64)
+        rows[token_ids] = np.arange(len(token_ids))
+        self.tokens = DraftTokens(torch.from_numpy(token_ids).to(self._reader.setup.device), rows)
+        self.matrix = first_rows(self._whole, len(token_ids))
+
+
+def target_rows(target: Matrix, token_ids: NDArray[int64], reader: WeightReader) -> torch.Tensor:
+    """Return a target's rows [n, width] of tokens, on the reader's device in its type."""
+    ids = torch.from_numpy(token_ids).to(target.data.device)
+    return matrix_rows(target, ids, reader.setup.dtype).to(reader.setup.device)

@@ -1,0 +1,405 @@
+"""Products of tokens and weight matrices, with the same bits for a token in every batch.
+
+A matrix has fixed segments of K. Sums of segments are computed in parallel for few tokens and one after another
+for many; both ways add the same numbers in the same order (`device_code/products_kernels.py`). Sums computed in
+parallel are added by the operation that reads the product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from paceline.backend.cuda.kernel_launch import (
+    ALIGNMENT,
+    ELEMENTS,
+    Variant,
+    aligned_names,
+    cdiv,
+    launch,
+    lists_variants,
+    num_processors,
+    unaligned_marks,
+    uses_kernels,
+)
+
+Kind = Literal["plain", "fp8", "int4"]
+PLAIN_TYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32, "f64": torch.float64}
+KINDS: dict[str, Kind] = {**dict.fromkeys(PLAIN_TYPES, "plain"), "fp8": "fp8", "int4": "int4"}
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+GROUP = 128  # int4 weights of a row that share a scale
+STEP = 128  # segments are multiples of this
+LEAST_SEGMENT = 512
+FILL = 256  # programs that keep a device's memory busy; the same for every device, as it decides bits
+ROWS = 64  # of weights in a block of few tokens
+FINISH_COLUMNS = 1024  # of one program
+QUANTISE_COLUMNS = 4096  # at a time
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Matrix:
+    """Weights [N, K] as kernels read them."""
+
+    kind: Kind
+    data: torch.Tensor  # plain: [N, K]; fp8: [N, K] e4m3; int4: [N, groups * 64] uint8, see `_pack_int4`
+    scale: torch.Tensor | None  # float32; fp8: [N]; int4: [groups, N]
+    bias: torch.Tensor | None  # [N] of the model's type
+    shape: tuple[int, int]  # N, K
+    segment: int  # weights of a row that are summed by themselves
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for t in (self.data, self.scale, self.bias) if t is not None)
+
+    @property
+    def num_segments(self) -> int:
+        """Segments of a row."""
+        return max(cdiv(self.shape[1], self.segment), 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parts:
+    """A product whose segments are yet to be added, in order, and then the bias."""
+
+    sums: torch.Tensor  # [num_segments, T, N] float32
+    bias: torch.Tensor | None  # [N] of the model's type
+    dtype: torch.dtype  # of the model
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the product: T, N."""
+        return self.sums.shape[1], self.sums.shape[2]
+
+
+Product = torch.Tensor | Parts
+
+
+# Packing ------------------------------------------------------------------------------------------
+
+
+def pack_matrix(
+    weight: torch.Tensor,
+    weight_type: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    bias: torch.Tensor | None = None,
+) -> Matrix:
+    """Return weights [N, K] in a type of weights: a key of `KINDS`. dtype: of the model."""
+    kind = KINDS[weight_type]
+    shape = weight.shape[0], weight.shape[1]
+    weight = weight.to(device)
+    if kind == "plain":
+        data, scale = weight.to(dtype).contiguous(), None
+    elif kind == "fp8":
+        data, scale = quantise_rows(weight)
+    else:
+        data, scale = _pack_int4(weight)
+    own_bias = None if bias is None else bias.to(device, dtype).contiguous()
+    return Matrix(kind, data, scale, own_bias, shape, segment_of(*shape))
+
+
+def segment_of(num_rows: int, width: int) -> int:
+    """Return the length of a matrix's segments: enough of them to fill a device with one block of tokens."""
+    wanted = max(min(cdiv(FILL, cdiv(num_rows, ROWS)), width // LEAST_SEGMENT), 1)
+    for number in range(wanted, 2 * wanted):
+        if width % (number * STEP) == 0 and width >= number * LEAST_SEGMENT:
+            return width // number
+    return max(cdiv(cdiv(width, wanted), STEP), 1) * STEP
+
+
+def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows [n, K] in fp8 and a float32 scale [n] of each."""
+    wide = x.to(torch.float32)
+    largest = wide.abs().amax(-1)
+    scale = torch.where(largest > 0, largest / FP8_MAX, 1.0)
+    return (wide / scale[:, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
+
+
+def _pack_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weights as 4-bit integers + 8, and scales [groups, N].
+
+    Byte b of a group holds weight b in its low and weight b + 64 in its high bits. The last group may be padded.
+    """
+    num_rows, width = weight.shape
+    groups = cdiv(width, GROUP)
+    wide = functional.pad(weight.to(torch.float32), (0, groups * GROUP - width)).view(num_rows, groups, GROUP)
+    scale = _int4_scale(wide)
+    levels = _int4_levels(wide, scale)
+    first, second = (levels + 8).to(torch.uint8).chunk(2, dim=-1)
+    packed = (first | (second << 4)).view(num_rows, groups * GROUP // 2)
+    return packed.contiguous(), scale.T.contiguous()
+
+
+def _int4_scale(wide: torch.Tensor) -> torch.Tensor:
+    """Return the scale of each group [n, groups, 128], [n, groups].
+
+    The weight of the largest magnitude becomes -8 or, where the squared error is smaller so, +-7.
+    """
+    extreme = wide.gather(-1, wide.abs().argmax(-1, keepdim=True)).squeeze(-1)
+    extreme = torch.where(extreme == 0, 1.0, extreme)
+    lower, upper = extreme / -8, extreme / 7
+    errors = [(wide - _int4_levels(wide, s) * s[..., None]).square().sum(-1) for s in (lower, upper)]
+    return torch.where(errors[0] <= errors[1], lower, upper)
+
+
+def _int4_levels(wide: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (wide / scale[..., None]).round().clamp(-8, 7)
+
+
+def unpacked(m: Matrix, dtype: torch.dtype) -> torch.Tensor:
+    """Return the weights [N, K] that a matrix stands for."""
+    if m.scale is None:
+        return m.data.to(dtype)
+    if m.kind == "fp8":
+        return m.data.to(dtype) * m.scale.to(dtype)[:, None]
+    halves = m.data.view(m.shape[0], -1, GROUP // 2)
+    levels = torch.cat((halves & 15, halves >> 4), dim=-1).to(dtype) - 8
+    return (levels * m.scale.T.to(dtype)[..., None]).view(m.shape[0], -1)[:, : m.shape[1]]
+
+
+# Products -----------------------------------------------------------------------------------------
+
+
+def multiply(x: torch.Tensor, m: Matrix, *, fast: bool = False) -> Product:
+    """Multiply tokens [T, K] by a matrix. fast: with PyTorch's products, whose bits depend on the batch."""
+    if not uses_kernels(x):
+        return _plain_product(x, m)
+    if fast and (product := _library_product(x, m)) is not None:
+        return product
+    return kernel_product(x, m, parallel=_runs_in_parallel(x, m))
+
+
+def finished(p: Product) -> torch.Tensor:
+    """Return a product [T, N] in the model's type."""
+    if isinstance(p, torch.Tensor):
+        return p
+    if not uses_kernels(p.sums):
+        return _added(p)
+    num_tokens, width = p.shape
+    out = torch.empty(p.shape, dtype=p.dtype, device=p.sums.device)
+    variant = _finish_variant(ELEMENTS[p.dtype], len(p.sums), p.bias is not None, aligned_names(N=width))
+    launch(variant, (num_tokens, cdiv(width, FINISH_COLUMNS)), p.sums, p.bias, out, num_tokens, width)
+    return out
+
+
+def _added(p: Parts) -> torch.Tensor:
+    total = torch.zeros_like(p.sums[0])
+    for part in p.sums:
+        total = total + part
+    if p.bias is not None:
+        total = total + p.bias.to(total.dtype)
+    return total.to(p.dtype)
+
+
+def _plain_product(x: torch.Tensor, m: Matrix) -> torch.Tensor:
+    """Multiply with PyTorch, in the model's type or, where weights are quantised, in float32 or wider."""
+    if m.kind == "plain":
+        return functional.linear(x, m.data, m.bias)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    tokens = x.to(wide)
+    if m.kind == "fp8":  # activations are rounded as the kernels round them
+        rounded, scale = quantise_rows(x)
+        tokens = rounded.to(wide) * scale.to(wide)[:, None]
+    product = functional.linear(tokens, unpacked(m, wide), None if m.bias is None else m.bias.to(wide))
+    return product.to(x.dtype)
+
+
+def _library_product(x: torch.Tensor, m: Matrix) -> torch.Tensor | None:
+    """Multiply with cuBLAS; None where it has no such product."""
+    if m.kind == "plain":
+        return functional.linear(x, m.data, m.bias)
+    if m.kind == "int4" or x.dtype != torch.bfloat16 or any(size % ALIGNMENT for size in m.shape):
+        return None
+    assert m.scale is not None
+    rounded, scale = _quantised_tokens(x)
+    weights = m.data.T, scale[:, None], m.scale[None]
+    return torch._scaled_mm(rounded, *weights, bias=m.bias, out_dtype=x.dtype)
+
+
+def _runs_in_parallel(x: torch.Tensor, m: Matrix) -> bool:
+    """Return True if blocks of tokens and rows alone would leave processors idle."""
+    blocks = _blocks(m.kind, ELEMENTS[x.dtype], len(x)).number(m.shape[0], len(x))
+    return m.num_segments > 1 and blocks < num_processors(x.device)
+
+
+def _quantised_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens [T, K] in fp8 and their float32 scales [T]."""
+    quantised = torch.empty(x.shape, dtype=FP8, device=x.device)
+    scale = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    width = x.shape[1]
+    variant = _quantise_variant(ELEMENTS[x.dtype], aligned_names(K=width))
+    launch(variant, (len(x),), x.contiguous(), quantised, scale, width)
+    return quantised, scale
+
+
+def kernel_product(x: torch.Tensor, m: Matrix, *, parallel: bool) -> Product:
+    """Multiply with our kernels, segments in parallel or in order."""
+    (num_tokens, width), num_rows = x.shape, m.shape[0]
+    assert width == m.shape[1], f"tokens of width {width} meet weights of width {m.shape[1]}"
+    x = x.contiguous()
+    element, bias = ELEMENTS[x.dtype], None if parallel else m.bias
+    blocks = _blocks(m.kind, element, num_tokens)
+    variant = product_variant(
+        m.kind,
+        element,
+        blocks,
+        parallel=parallel,
+        bias=bias is not None,
+        aligned=aligned_names(N=num_rows, K=width),
+    )
+    tokens, token_scale = _quantised_tokens(x) if m.kind == "fp8" else (x, None)
+    segments = m.num_segments if parallel else 1
+    shape = (segments, num_tokens, num_rows) if parallel else (num_tokens, num_rows)
+    out = torch.empty(shape, dtype=torch.float32 if parallel else x.dtype, device=x.device)
+    grid = blocks.number(num_rows, num_tokens), segments
+    sizes = num_tokens, num_rows, width, m.segment
+    launch(variant, grid, m.data, m.scale, tokens, token_scale, bias, out, *sizes)
+    return Parts(out, m.bias, x.dtype) if parallel else out
+
+
+# Variants -----------------------------------------------------------------------------------------
+
+
+class Blocks(NamedTuple):
+    """Block of one program: weights' rows, tokens and K at a time."""
+
+    rows: int
+    tokens: int
+    step: int
+    num_warps: int
+    num_stages: int
+
+    def number(self, num_rows: int, num_tokens: int) -> int:
+        """Return the number of blocks of a product."""
+        return cdiv(num_rows, self.rows) * cdiv(num_tokens, self.tokens)
+
+
+# By number of tokens. K at a time never changes bits but in fp8, where it is the same for all.
+BLOCKS: dict[str, tuple[Blocks, ...]] = {
+    "plain": (
+        Blocks(ROWS, 16, 128, 4, 4),
+        Blocks(ROWS, 32, 128, 4, 4),
+        Blocks(ROWS, 64, 128, 4, 3),
+        Blocks(128, 128, 64, 8, 3),
+    ),
+    "fp8": (
+        Blocks(ROWS, 16, 128, 4, 4),
+        Blocks(ROWS, 32, 128, 4, 4),
+        Blocks(ROWS, 64, 128, 4, 4),
+        Blocks(128, 128, 128, 8, 3),
+    ),
+    "int4": (
+        Blocks(ROWS, 16, GROUP, 4, 4),
+        Blocks(ROWS, 32, GROUP, 4, 4),
+        Blocks(ROWS, 64, GROUP, 4, 3),
+        Blocks(128, 128, GROUP, 8, 3),
+    ),
+    "float32": (Blocks(ROWS, 16, 32, 4, 3), Blocks(ROWS, 64, 32, 4, 3)),  # no tensor cores
+}
+OPCODES = {"plain": "HGMMA", "fp8": "QGMMA", "int4": "HGMMA", "float32": "FFMA"}
+
+
+def _family(kind: Kind, element: str) -> str:
+    return "float32" if element == "fp32" and kind != "fp8" else kind
+
+
+def _blocks(kind: Kind, element: str, num_tokens: int) -> Blocks:
+    """Return the smallest block that takes all tokens, or the largest there is."""
+    known = BLOCKS[_family(kind, element)]
+    return next((b for b in known if b.tokens >= num_tokens), known[-1])
+
+
+@lru_cache
+def product_variant(
+    kind: Kind, element: str, blocks: Blocks, *, parallel: bool, bias: bool, aligned: frozenset[str]
+) -> Variant:
+    """Return the variant of a product. element: Triton's name of the model's type."""
+    stored = {"plain": f"*{element}", "fp8": f"*{ELEMENTS[FP8]}", "int4": "*u8"}[kind]
+    family = _family(kind, element)
+    ways = f"{'parts' if parallel else 'in order'}{' bias' * bias}"
+    return Variant(
+        name=f"product {kind} {element} {blocks.tokens} {ways}{unaligned_marks(aligned, 'N', 'K')}",
+        kernel="products_kernels:multiply_blocks",
+        arguments={
+            "w": stored,
+            "w_scale": "none" if kind == "plain" else "*fp32",
+            "x": stored if kind == "fp8" else f"*{element}",
+            "x_scale": "*fp32" if kind == "fp8" else "none",
+            "bias": f"*{element}" if bias else "none",
+            "out": "*fp32" if parallel else f"*{element}",
+            **dict.fromkeys(("num_tokens", "N", "K", "segment"), "i32"),
+        },
+        constants={
+            "KIND": kind,
+            "PARALLEL": parallel,
+            "BLOCK_N": blocks.rows,
+            "BLOCK_T": blocks.tokens,
+            "BLOCK_K": blocks.step,
+        },
+        aligned=aligned | {"segment"},
+        num_warps=blocks.num_warps,
+        num_stages=blocks.num_stages,
+        fp_fusion=family == "float32",  # a chain of FFMA, the same with any number of tokens
+        opcodes=(OPCODES[family], *(("LDGSTS",) if "K" in aligned else ())),
+        forbidden_opcodes=("HMMA",),
+        capability=89 if kind == "fp8" else 80,
+    )
+
+
+@lru_cache
+def _finish_variant(element: str, parts: int, bias: bool, aligned: frozenset[str]) -> Variant:
+    return Variant(
+        name=f"finish {element} {parts}{' bias' * bias}{unaligned_marks(aligned, 'N')}",
+        kernel="products_kernels:finish_products",
+        arguments={
+            "p": "*fp32",
+            "bias": f"*{element}" if bias else "none",
+            "out": f"*{element}",
+            "num_tokens": "i32",
+            "N": "i32",
+        },
+        constants={"PARTS": parts, "BLOCK": FINISH_COLUMNS},
+        aligned=aligned,
+    )
+
+
+@lru_cache
+def _quantise_variant(element: str, aligned: frozenset[str]) -> Variant:
+    return Variant(
+        name=f"quantise {element}{unaligned_marks(aligned, 'K')}",
+        kernel="products_kernels:quantise_tokens",
+        arguments={"x": f"*{element}", "quantised": f"*{ELEMENTS[FP8]}", "scale": "*fp32", "K": "i32"},
+        constants={"BLOCK": QUANTISE_COLUMNS},
+        aligned=aligned,
+        num_warps=8,
+        capability=89,
+    )
+
+
+@lists_variants
+def variants() -> list[Variant]:
+    """Return every block of every kind, for models in bfloat16, and some in other types."""
+    kinds: dict[Kind, tuple[str, ...]] = {
+        "plain": ("bf16", "fp16", "fp32"),
+        "fp8": ("bf16",),
+        "int4": ("bf16", "fp16"),
+    }
+    both = frozenset({"N", "K"})
+    found = [
+        product_variant(kind, element, blocks, parallel=parallel, bias=False, aligned=both)
+        for kind, elements in kinds.items()
+        for element in elements
+        for blocks in BLOCKS[_family(kind, element)]
+        for parallel in (True, False)
+    ]
+    few = BLOCKS["plain"][0]
+    found.append(product_variant("plain", "bf16", few, parallel=False, bias=True, aligned=both))
+    found.append(product_variant("plain", "bf16", few, parallel=False, bias=False, aligned=both - {"N"}))
+    found += [_finish_variant("bf16", 4, bias, frozenset({"N"})) for bias in (False, True)]
+    return [*found, _quantise_variant("bf16", frozenset({"K"}))]

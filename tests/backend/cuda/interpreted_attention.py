@@ -1,0 +1,95 @@
+"""Attention kernels and their bits, in the interpreter. Run by `test_attention.py`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from paceline.backend.cuda.attention import DeviceKV, attend, new_kv, plan_attention
+from paceline.backend.cuda.kernel_launch import interpreted
+from tests.backend.cuda.interpreted import poison
+from tests.backend.cuda.passes import CPU, Case, Shape, make_case, row_alone, shapes
+
+SCALE = 0.1
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert interpreted()
+    poison(monkeypatch)
+
+
+def attended(case: Case, shape: Shape, fill: int | None = None) -> torch.Tensor:
+    work = plan_attention(case.d, shape.group, shape.window, fill)
+    return attend(case.query, case.kv.layer(0), case.d, work, SCALE, shape.window)
+
+
+@settings(max_examples=6)
+@given(shapes(max_new=20))
+def test_kernels_agree_with_float64(shape: Shape) -> None:
+    case = make_case(shape)
+    want = attended(case, shape)
+    for dtype, tolerance in ((torch.float32, 2e-6), (torch.float16, 3e-3)):
+        got = attended(case.cast(dtype), shape, 4)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+
+
+@settings(max_examples=4)
+@given(shapes(max_before=1200, max_new=9, max_rows=2))
+def test_split_and_whole_tiles_have_the_same_bits(shape: Shape) -> None:
+    case = make_case(shape).cast(torch.float16)
+    assert torch.equal(attended(case, shape, 1 << 16), attended(case, shape, 0))
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_a_row_has_the_same_bits_alone_and_in_a_batch_and_in_chunks(group: int) -> None:
+    shape = Shape(rows=((290, 5), (0, 24), (700, 1)), group=group, num_kv_heads=1)
+    case = make_case(shape).cast(torch.float16)
+    whole = attended(case, shape)
+    for row in range(len(shape.rows)):
+        start, end = case.packed.cu_len[row : row + 2].tolist()
+        assert torch.equal(attended(row_alone(case, row), shape), whole[start:end])
+    for tokens in (slice(0, 7), slice(7, 8), slice(8, 24)):
+        assert torch.equal(attended(row_alone(case, 1, tokens), shape), whole[5:29][tokens])
+
+
+@pytest.mark.parametrize("head_dim", [16, 80, 96, 256])
+def test_heads_of_other_widths_are_padded(head_dim: int) -> None:
+    shape = Shape(rows=((60, 3),), group=2, num_kv_heads=1, head_dim=head_dim)
+    case = make_case(shape)
+    got = attended(case.cast(torch.float32), shape)
+    torch.testing.assert_close(got.double(), attended(case, shape), rtol=2e-6, atol=2e-6)
+
+
+def test_fp8_keys_and_values_are_numbers_times_scales() -> None:
+    shape = Shape(rows=((20, 3), (0, 5)), group=4)
+    case = make_case(shape)
+    kv = new_kv(case.kv.num_slots // 16, 1, 2, 64, "fp8", torch.float32, CPU)
+    assert kv.scales is not None
+    kv.data.copy_(case.kv.data.to(torch.float8_e4m3fn))  # NaN in unused slots
+    kv.scales.copy_(torch.rand_like(kv.scales) + 0.5)
+    work = plan_attention(case.d, 4, 0)
+    want = attend(case.query, kv.layer(0), case.d, work, SCALE, 0)
+    got = attend(case.query.float(), kv.layer(0), case.d, work, SCALE, 0)
+    torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=2e-6)
+
+
+def test_scratch_that_is_too_small_leaves_tiles_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape(rows=((600, 2), (520, 1)), num_kv_heads=1)
+    case = make_case(shape).cast(torch.float32)
+    split = attended(case, shape, 1 << 16)
+    for units in (0, 5, 8):
+        monkeypatch.setattr("paceline.backend.cuda.attention.MAX_UNITS", units)
+        assert torch.equal(attended(case, shape, 1 << 16), split)
+
+
+def test_a_query_may_be_a_view_of_wider_rows() -> None:
+    shape = Shape(rows=((20, 3),))
+    case = make_case(shape).cast(torch.float32)
+    wide = torch.randn(3, 6, 64)
+    wide[:, :2] = case.query
+    work = plan_attention(case.d, 1, 0)
+    got = attend(wide[:, :2], DeviceKV(case.kv.data).layer(0), case.d, work, SCALE, 0)
+    assert torch.equal(got, attended(case, shape))

@@ -1,0 +1,18 @@
+"""Kernels in Triton's interpreter: a process of its own, as the switch is read when Triton is imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+
+
+def run_interpreted(file_name: str) -> None:
+    """Run a file of tests in this folder with kernels in the interpreter; assert that all pass."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", str(FOLDER / file_name), "-q", "-n0", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
