@@ -73,7 +73,9 @@ def _compile(variant: Variant, capability: int) -> Compiled:
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(code.asm["cubin"])
-        usage, listing = (_output([str(tool), flag, str(cubin)]) for flag in ("--dump-resource-usage", "--dump-sass"))
+        usage, listing = (
+            _output([str(tool), flag, str(cubin)]) for flag in ("--dump-resource-usage", "--dump-sass")
+        )
     resources = {name: int(number) for name, number in re.findall(r"\b(REG|STACK):(\d+)", usage)}
     opcodes = {opcode: len(re.findall(rf"\b{opcode}\b", listing)) for opcode in OPCODES}
     return Compiled(resources["REG"], code.metadata.shared, resources["STACK"], opcodes)
@@ -116,7 +118,9 @@ def _line(capability: int, name: str) -> str:
     code = compiled(variant_table()[name], capability)
     counts = ", ".join(f"{n} {opcode}" for opcode, n in code.opcodes.items() if n)
     wrong = "; ".join(faults(variant_table()[name], capability))
-    return f"{name:<58}{code.registers:>5}{code.shared_bytes >> 10:>5} KB{code.stack_bytes:>5} B  {counts}  {wrong}"
+    return (
+        f"{name:<58}{code.registers:>5}{code.shared_bytes >> 10:>5} KB{code.stack_bytes:>5} B  {counts}  {wrong}"
+    )
 
 
 def main() -> None:

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     """Random numbers, followed in memory by NaN that no kernel may read."""
     generator = torch.Generator().manual_seed(seed + sum(shape))
