@@ -7,6 +7,7 @@ record holds what the law on the host needs to come to the same verdict, which b
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
