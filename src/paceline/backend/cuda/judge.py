@@ -66,6 +66,7 @@ def _judge_variant() -> Variant:
             "depth": "i32",
         },
         constants={"UNCHOSEN": UNCHOSEN, "ROWS": ROWS},
+        unaligned=frozenset((*of_rows, "samples")),
     )
 
 
