@@ -144,7 +144,7 @@ def model_and_backend(config: EngineConfig, loaded: Loaded) -> dict[str, Any]:
         "backend": {
             "name": config.backend_spec.name,
             "device": None if (device := config.placement.target) is None else str(device),
-            "described": loaded.decoder.describe(),
+            "description": loaded.decoder.describe(),
             "numerics": config.numerics_mode,
             "weights": config.weight_type,
             "kv": config.kv_type,
