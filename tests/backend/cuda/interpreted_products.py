@@ -27,7 +27,9 @@ def _poison(monkeypatch):
     poison(monkeypatch)
 
 
-def matrix(rows: int, width: int, kind: str, dtype: torch.dtype, *, segment: int = 128, bias: bool = False) -> Matrix:
+def matrix(
+    rows: int, width: int, kind: str, dtype: torch.dtype, *, segment: int = 128, bias: bool = False
+) -> Matrix:
     weight = randn(rows, width, seed=1) * width**-0.5
     own_bias = randn(rows, seed=2) if bias else None
     packed = pack_matrix(
@@ -52,7 +54,9 @@ def test_a_product_is_what_pytorch_says(kind, dtype, parallel):
     product = kernel_product(x, m, parallel=parallel)
     assert isinstance(product, Parts) == parallel
     with plain():
-        expected = multiply(x.double(), m if kind != "plain" else replace(m, data=m.data.double(), bias=m.bias.double()))
+        expected = multiply(
+            x.double(), m if kind != "plain" else replace(m, data=m.data.double(), bias=m.bias.double())
+        )
     assert_near(finished(product), expected)
 
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 PART_TOKENS = 256  # keys whose sums start from nothing
 TILE_ROWS = 64  # tokens of a tile times query heads of a KV head: what one instruction multiplies
 MAX_HEAD_DIM = 256
+WIDE = 128  # wider heads leave no registers for fp8 or float32
 MAX_UNITS = 4096  # parts of tokens whose sums may lie in scratch memory
 ROW_BLOCKS = (64, 512, 2048)  # rows of a pass that a planner is compiled for, one more than it takes
 ITEM_FIELDS, MERGED_FIELDS = 8, 4  # as in attention_kernels
@@ -50,15 +51,18 @@ KV_TYPES = {
 }
 
 
-def check_heads(head_dim: int, num_heads: int, num_kv_heads: int) -> None:
+def check_heads(head_dim: int, num_heads: int, num_kv_heads: int, kv_type: str = "auto") -> None:
     """Raise `ConfigError` if no kernel takes heads of this shape."""
     group, odd = divmod(num_heads, num_kv_heads)
     if odd or group > TILE_ROWS:
         raise ConfigError(
             f"{num_heads} query heads over {num_kv_heads} KV heads: the cuda backend takes up to {TILE_ROWS} each"
         )
-    if head_dim % 8 or not 0 < head_dim <= MAX_HEAD_DIM:
-        raise ConfigError(f"heads of {head_dim}: the cuda backend takes multiples of 8 up to {MAX_HEAD_DIM}")
+    widest = WIDE if kv_type == "fp8" else MAX_HEAD_DIM
+    if head_dim % 8 or not 0 < head_dim <= widest:
+        raise ConfigError(
+            f"heads of {head_dim} with {kv_type} KV: the cuda backend takes multiples of 8 up to {widest}"
+        )
 
 
 # The store ----------------------------------------------------------------------------------------
@@ -162,7 +166,8 @@ def attend(
     assert query.shape[1] == work.group * layer.data.shape[2]
     if not len(query):
         return query.new_empty(0, query.shape[1] * query.shape[2])
-    by = _attend_by_kernels if uses_kernels(query) else _attend_by_torch
+    has_kernel = uses_kernels(query) and (query.dtype != torch.float32 or query.shape[2] <= WIDE)
+    by = _attend_by_kernels if has_kernel else _attend_by_torch
     return by(query, layer, d, work, scale)
 
 
@@ -205,6 +210,8 @@ def _attend_variant(
     tensor_cores, fp8 = element != "fp32", kv_element.startswith("fp8")
     scales = "*fp32" if fp8 else "none"
     block = max(16, block_of(head_dim))
+    # More keys at once, or more blocks on the way from memory, do not fit into registers.
+    keys, stages = (16, 1) if not tensor_cores else (64, 5) if block <= WIDE else (32, 2)
     return Variant(
         name=f"attend_parts {element} {kv_element} {num_kv_heads}x{group} {head_dim}"
         + unaligned_marks(aligned, "query_stride"),
@@ -235,16 +242,16 @@ def _attend_variant(
             "BLOCK_D": block,
             "M": TILE_ROWS,
             "PAGE": PAGE_TOKENS,
-            "KEYS": 64 if tensor_cores and block <= 128 else 32,
+            "KEYS": keys,
             "PART": PART_TOKENS,
         },
         aligned=aligned,
         num_warps=8,
-        num_stages=5 if tensor_cores and block <= 128 else 2,
+        num_stages=stages,
         opcodes=("HGMMA", "LDGSTS") if tensor_cores else (),
         forbidden_opcodes=("HMMA",) if tensor_cores else (),
         unaligned=frozenset(("pages", "positions")),
-        capability=90 if fp8 else 80,
+        capability=90 if fp8 or block > WIDE else 80,
     )
 
 
@@ -279,7 +286,7 @@ def variants() -> list[Variant]:
     shapes = [(8, 4, 128), (8, 8, 128), (3, 3, 64), (4, 1, 64), (1, 4, 256), (4, 2, 80), (8, 4, 96)]
     aligned = aligned_names(query_stride=0)
     listed = [_attend_variant("bf16", "bf16", *shape, aligned) for shape in shapes]
-    listed += [_attend_variant("bf16", "fp8e4nv", *shape, aligned) for shape in shapes[:5]]
+    listed += [_attend_variant("bf16", "fp8e4nv", *s, aligned) for s in shapes if s[2] <= WIDE]
     listed += [_attend_variant(element, element, 8, 4, 128, aligned) for element in ("fp16", "fp32")]
     listed += [_merge_variant("bf16", *shape) for shape in shapes]
     return listed + [_plan_variant(8, 4, rows, first) for rows in ROW_BLOCKS for first in (False, True)]
