@@ -14,5 +14,5 @@ def run_interpreted(file_name: str) -> None:
     """Run a file of tests in this folder with kernels in the interpreter; assert that all pass."""
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "pytest", str(FOLDER / file_name), "-q", "-n0", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -19,10 +19,12 @@ from paceline.backend.cuda.device_memory import lazy_zeros
 from paceline.backend.cuda.kernel_launch import (
     ELEMENTS,
     Variant,
+    aligned_names,
     block_of,
     launch,
     lists_variants,
     num_processors,
+    unaligned_marks,
     uses_kernels,
 )
 from paceline.core.errors import ConfigError
@@ -32,9 +34,9 @@ if TYPE_CHECKING:
     from paceline.backend.cuda.device_pass import DevicePass
 
 PART_TOKENS = 256  # keys whose sums start from nothing
-BLOCK_TOKENS = 64  # keys that a kernel takes at once
 TILE_ROWS = 64  # tokens of a tile times query heads of a KV head: what one instruction multiplies
 MAX_HEAD_DIM = 256
+WIDE = 128  # wider heads leave no registers for fp8 or float32
 MAX_UNITS = 4096  # parts of tokens whose sums may lie in scratch memory
 ROW_BLOCKS = (64, 512, 2048)  # rows of a pass that a planner is compiled for, one more than it takes
 ITEM_FIELDS, MERGED_FIELDS = 8, 4  # as in attention_kernels
@@ -49,15 +51,18 @@ KV_TYPES = {
 }
 
 
-def check_heads(head_dim: int, num_heads: int, num_kv_heads: int) -> None:
+def check_heads(head_dim: int, num_heads: int, num_kv_heads: int, kv_type: str = "auto") -> None:
     """Raise `ConfigError` if no kernel takes heads of this shape."""
     group, odd = divmod(num_heads, num_kv_heads)
     if odd or group > TILE_ROWS:
         raise ConfigError(
             f"{num_heads} query heads over {num_kv_heads} KV heads: the cuda backend takes up to {TILE_ROWS} each"
         )
-    if head_dim % 8 or not 0 < head_dim <= MAX_HEAD_DIM:
-        raise ConfigError(f"heads of {head_dim}: the cuda backend takes multiples of 8 up to {MAX_HEAD_DIM}")
+    widest = WIDE if kv_type == "fp8" else MAX_HEAD_DIM
+    if head_dim % 8 or not 0 < head_dim <= widest:
+        raise ConfigError(
+            f"heads of {head_dim} with {kv_type} KV: the cuda backend takes multiples of 8 up to {widest}"
+        )
 
 
 # The store ----------------------------------------------------------------------------------------
@@ -161,7 +166,8 @@ def attend(
     assert query.shape[1] == work.group * layer.data.shape[2]
     if not len(query):
         return query.new_empty(0, query.shape[1] * query.shape[2])
-    by = _attend_by_kernels if uses_kernels(query) else _attend_by_torch
+    has_kernel = uses_kernels(query) and (query.dtype != torch.float32 or query.shape[2] <= WIDE)
+    by = _attend_by_kernels if has_kernel else _attend_by_torch
     return by(query, layer, d, work, scale)
 
 
@@ -176,7 +182,7 @@ def _plan_variant(num_kv_heads: int, group: int, rows: int, has_first_keys: bool
         arguments={
             "cu_len": "*i64",
             "positions": "*i64",
-            "first_keys": "*i64",
+            "first_keys": "*i64" if has_first_keys else "none",
             "items": "*i32",
             "merged": "*i32",
             "counts": "*i32",
@@ -187,28 +193,35 @@ def _plan_variant(num_kv_heads: int, group: int, rows: int, has_first_keys: bool
             "max_units": "i32",
         },
         constants={
-            "HAS_FIRST_KEYS": has_first_keys,
             "KV_HEADS": num_kv_heads,
             "QUERIES": TILE_ROWS // group,
             "PART": PART_TOKENS,
             "ROWS": rows,
         },
+        num_warps=4 if rows < ROW_BLOCKS[-1] else 16,
+        unaligned=frozenset(("cu_len", "positions", "first_keys")),
     )
 
 
 @lru_cache
-def _attend_variant(element: str, kv_element: str, num_kv_heads: int, group: int, head_dim: int) -> Variant:
-    tensor_cores = element != "fp32"
+def _attend_variant(
+    element: str, kv_element: str, num_kv_heads: int, group: int, head_dim: int, aligned: frozenset[str]
+) -> Variant:
+    tensor_cores, fp8 = element != "fp32", kv_element.startswith("fp8")
+    scales = "*fp32" if fp8 else "none"
     block = max(16, block_of(head_dim))
+    # More keys at once, or more blocks on the way from memory, do not fit into registers.
+    keys, stages = (16, 1) if not tensor_cores else (64, 5) if block <= WIDE else (32, 2)
     return Variant(
-        name=f"attend_parts {element} {kv_element} {num_kv_heads}x{group} {head_dim}",
+        name=f"attend_parts {element} {kv_element} {num_kv_heads}x{group} {head_dim}"
+        + unaligned_marks(aligned, "query_stride"),
         kernel="attention_kernels:attend_parts",
         arguments={
             "query": f"*{element}",
             "keys": f"*{kv_element}",
             "values": f"*{kv_element}",
-            "key_scales": "*fp32",
-            "value_scales": "*fp32",
+            "key_scales": scales,
+            "value_scales": scales,
             "out": f"*{element}",
             "pages": "*i64",
             "positions": "*i64",
@@ -229,15 +242,16 @@ def _attend_variant(element: str, kv_element: str, num_kv_heads: int, group: int
             "BLOCK_D": block,
             "M": TILE_ROWS,
             "PAGE": PAGE_TOKENS,
-            "KEYS": BLOCK_TOKENS,
+            "KEYS": keys,
             "PART": PART_TOKENS,
-            "SCALED": kv_element.startswith("fp8"),
         },
+        aligned=aligned,
         num_warps=8,
-        num_stages=2 if block > 128 else 3,
+        num_stages=stages,
         opcodes=("HGMMA", "LDGSTS") if tensor_cores else (),
         forbidden_opcodes=("HMMA",) if tensor_cores else (),
-        capability=80,
+        unaligned=frozenset(("pages", "positions")),
+        capability=90 if fp8 or block > WIDE else 80,
     )
 
 
@@ -270,9 +284,10 @@ def _merge_variant(element: str, num_kv_heads: int, group: int, head_dim: int) -
 def variants() -> list[Variant]:
     """Return variants of models that are in use, and the borders of what is taken."""
     shapes = [(8, 4, 128), (8, 8, 128), (3, 3, 64), (4, 1, 64), (1, 4, 256), (4, 2, 80), (8, 4, 96)]
-    listed = [_attend_variant("bf16", "bf16", *shape) for shape in shapes]
-    listed += [_attend_variant("fp16", "fp16", 8, 4, 128), _attend_variant("fp32", "fp32", 3, 3, 64)]
-    listed += [_attend_variant("bf16", "fp8e4nv", *shape) for shape in shapes[:5]]
+    aligned = aligned_names(query_stride=0)
+    listed = [_attend_variant("bf16", "bf16", *shape, aligned) for shape in shapes]
+    listed += [_attend_variant("bf16", "fp8e4nv", *s, aligned) for s in shapes if s[2] <= WIDE]
+    listed += [_attend_variant(element, element, 8, 4, 128, aligned) for element in ("fp16", "fp32")]
     listed += [_merge_variant("bf16", *shape) for shape in shapes]
     return listed + [_plan_variant(8, 4, rows, first) for rows in ROW_BLOCKS for first in (False, True)]
 
@@ -299,7 +314,7 @@ def _work_items(query: torch.Tensor, num_kv_heads: int, d: DevicePass, work: Att
         (1,),
         d.cu_len,
         d.positions,
-        d.cu_len if d.first_keys is None else d.first_keys,
+        d.first_keys,
         planned.items,
         planned.merged,
         planned.counts,
@@ -321,18 +336,20 @@ def _attend_by_kernels(
     planned = work.items
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     assert query.stride()[1:] == (head_dim, 1)
-    scales = (planned.part_weight,) * 2 if layer.scales is None else layer.scales  # not read without fp8
+    key_scales, value_scales = (None, None) if layer.scales is None else layer.scales
     parts = planned.part_total, planned.part_largest, planned.part_weight
     programs = 2 * num_processors(query.device)
     element, kv_element = ELEMENTS[query.dtype], ELEMENTS[layer.data.dtype]
     launch(
-        _attend_variant(element, kv_element, num_kv_heads, work.group, head_dim),
+        _attend_variant(
+            element, kv_element, num_kv_heads, work.group, head_dim, aligned_names(query_stride=query.stride(0))
+        ),
         (min(programs, len(planned.items) * num_kv_heads),),
         query,
         layer.data[0],
         layer.data[1],
-        scales[0],
-        scales[1],
+        key_scales,
+        value_scales,
         out,
         d.pages,
         d.positions,

@@ -292,15 +292,14 @@ BLOCKS: dict[str, tuple[Blocks, ...]] = {
         Blocks(ROWS, 16, 128, 4, 4),
         Blocks(ROWS, 32, 128, 4, 4),
         Blocks(ROWS, 64, 128, 4, 4),
-        Blocks(128, 128, 128, 8, 3),
+        Blocks(128, 64, 128, 8, 3),  # a larger one spills registers, as the next
     ),
     "int4": (
         Blocks(ROWS, 16, GROUP, 4, 4),
         Blocks(ROWS, 32, GROUP, 4, 4),
-        Blocks(ROWS, 64, GROUP, 4, 3),
-        Blocks(128, 128, GROUP, 8, 3),
+        Blocks(128, 64, GROUP, 8, 3),
     ),
-    "float32": (Blocks(ROWS, 16, 32, 4, 3), Blocks(ROWS, 64, 32, 4, 3)),  # no tensor cores
+    "float32": (Blocks(ROWS, 16, 32, 4, 3), Blocks(ROWS, 64, 32, 8, 3)),  # no tensor cores
 }
 OPCODES = {"plain": "HGMMA", "fp8": "QGMMA", "int4": "HGMMA", "float32": "FFMA"}
 
@@ -324,7 +323,7 @@ def product_variant(
     family = _family(kind, element)
     ways = f"{'parts' if parallel else 'in order'}{' bias' * bias}"
     return Variant(
-        name=f"product {kind} {element} {blocks.tokens} {ways}{unaligned_marks(aligned, 'N', 'K')}",
+        name=f"product {kind} {element} {blocks.rows}x{blocks.tokens} {ways}{unaligned_marks(aligned, 'N', 'K')}",
         kernel="products_kernels:multiply_blocks",
         arguments={
             "w": stored,
@@ -385,17 +384,19 @@ def _quantise_variant(element: str, aligned: frozenset[str]) -> Variant:
 @lists_variants
 def variants() -> list[Variant]:
     """Return every block of every kind, for models in bfloat16, and some in other types."""
-    kinds: dict[Kind, tuple[str, ...]] = {
-        "plain": ("bf16", "fp16", "fp32"),
-        "fp8": ("bf16",),
-        "int4": ("bf16", "fp16"),
-    }
     both = frozenset({"N", "K"})
+    every: dict[tuple[Kind, str], tuple[Blocks, ...]] = {
+        ("plain", "bf16"): BLOCKS["plain"],
+        ("plain", "fp16"): BLOCKS["plain"][-1:],
+        ("plain", "fp32"): BLOCKS["float32"],
+        ("fp8", "bf16"): BLOCKS["fp8"],
+        ("int4", "bf16"): BLOCKS["int4"],
+        ("int4", "fp16"): BLOCKS["int4"][:1],
+    }
     found = [
         product_variant(kind, element, blocks, parallel=parallel, bias=False, aligned=both)
-        for kind, elements in kinds.items()
-        for element in elements
-        for blocks in BLOCKS[_family(kind, element)]
+        for (kind, element), known in every.items()
+        for blocks in known
         for parallel in (True, False)
     ]
     few = BLOCKS["plain"][0]

@@ -130,7 +130,7 @@ def write_qkv(  # noqa: PLR0913, PLR0917 - one call of every layer, none of thes
     head_dim = width // (num_heads + 2 * num_kv_heads)
     if not uses_kernels(data):
         heads = finished(p).view(num_tokens, -1, head_dim)
-        query, key, value = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        query, key, value = torch.split(heads, (num_heads, num_kv_heads, num_kv_heads), dim=1)
         if q_norm is not None and k_norm is not None:
             query, key = _plain_norm(query, q_norm, eps), _plain_norm(key, k_norm, eps)
         cos, sin = _angles(d.positions, rope, p.dtype)
