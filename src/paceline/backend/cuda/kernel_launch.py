@@ -68,7 +68,7 @@ class Variant:
     num_warps: int = 4
     num_stages: int = 3
     fp_fusion: bool = False  # multiplications and additions may become one instruction
-    opcodes: tuple[str, ...] = ()  # machine instructions that sm_90 code must have, such as HGMMA
+    opcodes: tuple[str, ...] = ()  # that sm_90 code must have: LDGSTS, HGMMA or HGMMA.64x16x16
     forbidden_opcodes: tuple[str, ...] = ()  # and must not have
     max_registers: int = 255  # per thread
     capability: int = 80  # least compute capability that it compiles for

@@ -37,6 +37,7 @@ STEP = 128  # segments are multiples of this
 LEAST_SEGMENT = 512
 FILL = 256  # programs that keep a device's memory busy; the same for every device, as it decides bits
 ROWS = 64  # of weights in a block of few tokens
+SUM_BYTES = 8  # written and read of a segment's sum, for 2 bytes of each weight
 FINISH_COLUMNS = 1024  # of one program
 QUANTISE_COLUMNS = 4096  # at a time
 
@@ -223,9 +224,15 @@ def _library_product(x: torch.Tensor, m: Matrix) -> torch.Tensor | None:
 
 
 def _runs_in_parallel(x: torch.Tensor, m: Matrix) -> bool:
-    """Return True if blocks of tokens and rows alone would leave processors idle."""
+    """Return True if segments should run beside each other: it is a matter of speed only.
+
+    They should if blocks of tokens and rows alone would leave processors idle: half of them, or fewer if sums of
+    segments are small beside the weights.
+    """
     blocks = _blocks(m.kind, ELEMENTS[x.dtype], len(x)).number(m.shape[0], len(x))
-    return m.num_segments > 1 and blocks < num_processors(x.device)
+    spare = num_processors(x.device) - blocks
+    small = len(x) * SUM_BYTES <= m.segment
+    return m.num_segments > 1 and (spare >= blocks or (spare > 0 and small))
 
 
 def _quantised_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -301,7 +308,7 @@ BLOCKS: dict[str, tuple[Blocks, ...]] = {
     ),
     "float32": (Blocks(ROWS, 16, 32, 4, 3), Blocks(ROWS, 64, 32, 8, 3)),  # no tensor cores
 }
-OPCODES = {"plain": "HGMMA", "fp8": "QGMMA", "int4": "HGMMA", "float32": "FFMA"}
+OPCODES = {"plain": "HGMMA.64x{}x16", "fp8": "QGMMA.64x{}x32", "int4": "HGMMA.64x{}x16", "float32": "FFMA"}
 
 
 def _family(kind: Kind, element: str) -> str:
@@ -345,7 +352,7 @@ def product_variant(
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
         fp_fusion=family == "float32",  # a chain of FFMA, the same with any number of tokens
-        opcodes=(OPCODES[family], *(("LDGSTS",) if "K" in aligned else ())),
+        opcodes=(OPCODES[family].format(blocks.tokens), *(("LDGSTS",) if "K" in aligned else ())),
         forbidden_opcodes=("HMMA",),
         capability=89 if kind == "fp8" else 80,
     )
