@@ -156,7 +156,7 @@ def launch(variant: Variant, grid: tuple[int, ...], *arguments: Any) -> None:
 @lru_cache
 def num_processors(device: torch.device) -> int:
     """Return the multiprocessors of a device, for grids that stay while work is left."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+    return 3 if interpreted() else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def cdiv(number: int, size: int) -> int:

@@ -1,4 +1,4 @@
-"""Products of tokens and weight matrices, with the same bits for a token in every batch.
+"""Products of tokens and weights: a token has the same bits in every batch.
 
 A matrix has fixed segments of K. Sums of segments are computed in parallel for few tokens and one after another
 for many; both ways add the same numbers in the same order (`device_code/products_kernels.py`). Sums computed in
@@ -91,7 +91,7 @@ def pack_matrix(
     device: torch.device,
     bias: torch.Tensor | None = None,
 ) -> Matrix:
-    """Return weights [N, K] in a type of weights: a key of `KINDS`. dtype: of the model."""
+    """Pack weights [N, K]. weight_type: a key of `KINDS`. dtype: of the model."""
     kind = KINDS[weight_type]
     shape = weight.shape[0], weight.shape[1]
     weight = weight.to(device)
@@ -106,7 +106,7 @@ def pack_matrix(
 
 
 def segment_of(num_rows: int, width: int) -> int:
-    """Return the length of a matrix's segments: enough of them to fill a device with one block of tokens."""
+    """Return a length of segments with which one block of tokens fills a device."""
     wanted = max(min(cdiv(FILL, cdiv(num_rows, ROWS)), width // LEAST_SEGMENT), 1)
     for number in range(wanted, 2 * wanted):
         if width % (number * STEP) == 0 and width >= number * LEAST_SEGMENT:
@@ -168,7 +168,10 @@ def unpacked(m: Matrix, dtype: torch.dtype) -> torch.Tensor:
 
 
 def multiply(x: torch.Tensor, m: Matrix, *, fast: bool = False) -> Product:
-    """Multiply tokens [T, K] by a matrix. fast: with PyTorch's products, whose bits depend on the batch."""
+    """Multiply tokens [T, K] by a matrix.
+
+    fast: with PyTorch's products, whose bits depend on the batch.
+    """
     if not uses_kernels(x):
         return _plain_product(x, m)
     if fast and (product := _library_product(x, m)) is not None:
@@ -199,7 +202,7 @@ def _added(p: Parts) -> torch.Tensor:
 
 
 def _plain_product(x: torch.Tensor, m: Matrix) -> torch.Tensor:
-    """Multiply with PyTorch, in the model's type or, where weights are quantised, in float32 or wider."""
+    """Multiply with PyTorch; quantised weights in float32 or wider."""
     if m.kind == "plain":
         return functional.linear(x, m.data, m.bias)
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -224,7 +227,7 @@ def _library_product(x: torch.Tensor, m: Matrix) -> torch.Tensor | None:
 
 
 def _runs_in_parallel(x: torch.Tensor, m: Matrix) -> bool:
-    """Return True if segments should run beside each other: it is a matter of speed only.
+    """Return True if segments should run in parallel, which changes speed only.
 
     They should if blocks of tokens and rows alone would leave processors idle: half of them, or fewer if sums of
     segments are small beside the weights.
