@@ -92,6 +92,7 @@ def add_norm(
         added = residual + added
         return added, None if weight is None else _plain_norm(added, weight, eps)
     data, bias, parts = _pieces(p)
+    residual = residual.contiguous()
     element, (num_tokens, width) = ELEMENTS[residual.dtype], residual.shape
     added = torch.empty_like(residual)
     normed = None if weight is None else torch.empty_like(residual)
@@ -136,7 +137,7 @@ def write_qkv(  # noqa: PLR0913, PLR0917 - one call of every layer, none of thes
     head_dim = width // (num_heads + 2 * num_kv_heads)
     if not uses_kernels(data):
         heads = finished(p).view(num_tokens, -1, head_dim)
-        query, key, value = torch.split(heads, (num_heads, num_kv_heads, num_kv_heads), dim=1)
+        query, key, value = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
         if q_norm is not None and k_norm is not None:
             query, key = _plain_norm(query, q_norm, eps), _plain_norm(key, k_norm, eps)
         cos, sin = _angles(d.positions, rope, p.dtype)
@@ -190,7 +191,7 @@ def _store(layer: LayerKV, which: int, slots: torch.Tensor, states: torch.Tensor
 
 def _pieces(p: Product) -> tuple[torch.Tensor, torch.Tensor | None, int]:
     """Return a product's data, bias and number of parts, 0 where it is finished."""
-    return (p.sums, p.bias, len(p.sums)) if isinstance(p, Parts) else (p, None, 0)
+    return (p.sums, p.bias, len(p.sums)) if isinstance(p, Parts) else (p.contiguous(), None, 0)
 
 
 # Variants -----------------------------------------------------------------------------------------

@@ -113,8 +113,8 @@ def write_heads(
 ):  # fmt: skip
     """Norm and rotate a block of heads of one token. Grid: (tokens, blocks).
 
-    Queries go to q, keys and values to the store. p: [tokens, (HEADS + 2 KV_HEADS) D]; q: [tokens, HEADS, D]; kv: [2, num_slots,
-    KV_HEADS, D]; kv_scales: [2, num_slots, KV_HEADS] float32 of fp8 stores.
+    Queries go to q, keys and values to the store. p: [tokens, (HEADS + 2 KV_HEADS) D]; q: [tokens, HEADS, D]; kv:
+    [2, num_slots, KV_HEADS, D]; kv_scales: [2, num_slots, KV_HEADS] float32 of fp8 stores. D is a power of two.
     """
     token = tl.program_id(0)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
