@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
@@ -32,7 +34,7 @@ from paceline.model.files.pull import cache_folder
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}  # of one program, by compute capability
 # That are let pass, per thread: for sm_80 the assembler spills some long before it runs out of registers.
 SPILLED_BYTES = {80: 16, 90: 0}
-OPCODES = ("HGMMA", "QGMMA", "HMMA", "LDGSTS", "FFMA", "STL")
+OPCODES = re.compile(r"\b(?:[HQ]GMMA\.\d+x\d+x\d+|HMMA|LDGSTS|FFMA|STL)\b")
 DEVICE_CODE = Path(paceline.backend.cuda.__file__).parent / "device_code"
 
 
@@ -43,7 +45,7 @@ class Compiled:
     registers: int  # per thread
     shared_bytes: int
     spilled_bytes: int  # stores of spilled registers, per thread
-    opcodes: dict[str, int]  # of `OPCODES`, and how many
+    opcodes: dict[str, int]  # how many of each of `OPCODES`
 
 
 def compiled(variant: Variant, capability: int) -> Compiled:
@@ -53,7 +55,9 @@ def compiled(variant: Variant, capability: int) -> Compiled:
         return Compiled(**json.loads(kept.read_text(encoding="utf-8")))
     found = _compile(variant, capability)
     kept.parent.mkdir(parents=True, exist_ok=True)
-    kept.write_text(json.dumps(asdict(found)), encoding="utf-8")
+    partial_file = kept.with_suffix(f".{os.getpid()}")  # another process may read meanwhile
+    partial_file.write_text(json.dumps(asdict(found)), encoding="utf-8")
+    partial_file.replace(kept)
     return found
 
 
@@ -76,8 +80,8 @@ def _compile(variant: Variant, capability: int) -> Compiled:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(code.asm["cubin"])
         usage, listing = (_output([tool, flag, str(cubin)]) for flag in ("--dump-resource-usage", "--dump-sass"))
-        opcodes = {opcode: len(re.findall(rf"\b{opcode}\b", listing)) for opcode in OPCODES}
-        spilled = _spilled_bytes(code.asm["ptx"], capability, Path(folder)) if opcodes["STL"] else 0
+        opcodes = dict(Counter(OPCODES.findall(listing)))
+        spilled = _spilled_bytes(code.asm["ptx"], capability, Path(folder)) if "STL" in opcodes else 0
     registers = re.findall(r"\bREG:(\d+)", usage)
     return Compiled(int(registers[0]), code.metadata.shared, spilled, opcodes)
 
@@ -120,15 +124,16 @@ def faults(variant: Variant, capability: int) -> list[str]:
     if code.spilled_bytes > SPILLED_BYTES[capability]:
         found.append(f"{code.spilled_bytes} bytes of spilled registers")
     if capability == 90:
-        found += [f"no {opcode}" for opcode in variant.opcodes if not code.opcodes[opcode]]
-        found += [f"{opcode}" for opcode in variant.forbidden_opcodes if code.opcodes[opcode]]
+        known = {*code.opcodes, *(opcode.partition(".")[0] for opcode in code.opcodes)}
+        found += [f"no {opcode}" for opcode in variant.opcodes if opcode not in known]
+        found += [opcode for opcode in variant.forbidden_opcodes if opcode in known]
     return found
 
 
 def _line(capability: int, name: str) -> tuple[str, bool]:
     """Return a variant's line of the table, and True if nothing is wrong with it."""
     code = compiled(variant_table()[name], capability)
-    counts = ", ".join(f"{n} {opcode}" for opcode, n in code.opcodes.items() if n)
+    counts = ", ".join(f"{n} {opcode}" for opcode, n in sorted(code.opcodes.items()))
     wrong = "; ".join(faults(variant_table()[name], capability))
     line = (
         f"{name:<58}{code.registers:>5}{code.shared_bytes >> 10:>5} KB{code.spilled_bytes:>5} B  {counts}  {wrong}"
