@@ -203,14 +203,17 @@ class DeviceRows(Rows):
                 self._behind.setdefault(r.row, self.known_len(r.row))
         super().commit(batch, verdict)
 
-    def step_rows(self, batch: Batch, num_drafts: Sequence[int], padded: int) -> StepRows:
-        """Send the rows of a step, padded to a number of rows."""
-        block = np.zeros((4, padded), np.int64)
-        block[0] = self.num_rows
-        for index, (r, count) in enumerate(zip(batch.rows, num_drafts, strict=True)):
-            block[:, index] = r.row, r.num_known, count, r.samples
-        sent = torch.from_numpy(block).to(self.device, non_blocking=True)
-        return StepRows(*sent)
+    def step_block(self, batch: Batch, num_drafts: Sequence[int]) -> NDArray[int64]:
+        """Return what the device is told of a step's rows, [4, rows] as `StepRows`."""
+        rows = zip(batch.rows, num_drafts, strict=True)
+        return np.array([(r.row, r.num_known, count, r.samples) for r, count in rows], np.int64).T
+
+    def padded(self, block: NDArray[int64]) -> NDArray[int64]:
+        """Return a step's block for as many rows as there are, further ones being padding's."""
+        whole = np.zeros((4, self.num_rows), np.int64)
+        whole[0] = self.num_rows
+        whole[:, : block.shape[1]] = block
+        return whole
 
 
 def _scatter(table: torch.Tensor, places_and_values: NDArray[int64]) -> None:

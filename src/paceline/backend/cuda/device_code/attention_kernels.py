@@ -42,7 +42,14 @@ def _store_item(to, mask, row, first, size, first_part, num_parts, unit, units_p
 
 @triton.jit(
     do_not_specialize=[
-        "cu_len", "positions", "first_keys", "num_rows", "num_tokens", "window", "fill", "max_units"
+        "cu_len",
+        "positions",
+        "first_keys",
+        "num_rows",
+        "num_tokens",
+        "window",
+        "fill",
+        "max_units",
     ]
 )
 def plan_work(

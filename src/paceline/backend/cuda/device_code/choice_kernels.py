@@ -54,7 +54,14 @@ def _gumbel(ids, k0, k1):
 
 @triton.jit(
     do_not_specialize=[
-        "seed_lo", "seed_hi", "choice", "position", "temperature", "hint_ids", "hint_add", "vocab_size"
+        "seed_lo",
+        "seed_hi",
+        "choice",
+        "position",
+        "temperature",
+        "hint_ids",
+        "hint_add",
+        "vocab_size",
     ]
 )
 def score_tiles(

@@ -4,9 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(
-    do_not_specialize=["chosen", "first_place", "num_drafts", "drafts", "samples", "num_rows", "depth"]
-)
+@triton.jit(do_not_specialize=["chosen", "first_place", "num_drafts", "drafts", "samples", "num_rows", "depth"])
 def keep_while_chosen(
     chosen,
     first_place,
