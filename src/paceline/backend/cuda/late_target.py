@@ -15,7 +15,7 @@ import torch
 
 from paceline.backend.cuda.device_rows import DeviceRows
 from paceline.backend.cuda.record import begin_record
-from paceline.backend.cuda.step_graphs import GraphStep, StepGraphs
+from paceline.backend.cuda.step_graphs import StepGraphs
 from paceline.backend.sampling import logit_rows
 from paceline.backend.target import Backend
 from paceline.core.nouns import NO_DRAFT, PAGE_TOKENS, UNCHOSEN, Draft, RowDraft, Scores, Taps
@@ -48,9 +48,9 @@ class LateTarget(Backend):
     def __init__(self, decoder: CudaDecoder, rows: Rows, num_pages: int) -> None:
         assert isinstance(rows, DeviceRows)
         device = decoder.setup.device
-        rows.move_to(device)
+        rows.move_to(device, num_pages, captures=device.type != "cpu")
         super().__init__(decoder, rows, num_pages)
-        self.graphs = StepGraphs(self, None if device.type == "cpu" else GraphStep)
+        self.graphs = StepGraphs(self, rows.capture)
 
     def prepare(self, progress: Progress | None = None) -> None:
         """Capture the graphs of all steps."""

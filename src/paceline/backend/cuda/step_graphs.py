@@ -1,15 +1,17 @@
 """One step on the device, and its graphs: captured for each bucket of total tokens, replayed for any mixture.
 
 What a step does depends on the host by a small block of numbers alone: rows, known tokens, bounds of drafts. All
-else is on the device, so that one graph serves every mixture of prefill chunks, draft lengths and contexts that fits
-its bucket. Longer passes run as they are: there the launches of kernels hide behind the kernels.
+else is on the device, so that one graph serves every mixture of prefill chunks, draft lengths and contexts that
+fits its bucket. Longer passes run as they are: there the launches of kernels hide behind the kernels.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from paceline.backend.cuda.buckets import BUCKETS, bucket
@@ -27,11 +29,14 @@ if TYPE_CHECKING:
     from paceline.backend.cuda.attention import DeviceKV
     from paceline.backend.cuda.decoder import CudaDecoder
     from paceline.backend.cuda.device_rows import DeviceRows
+    from paceline.backend.cuda.graphs import Graph, Uncaptured
 
-    Capture = Callable[["StepParts", "StepShape"], "CapturedStep"]
+    Capture = type[Graph["StepOutputs"]] | type[Uncaptured["StepOutputs"]]
+    CapturedStep = Graph["StepOutputs"] | Uncaptured["StepOutputs"]
     Progress = Callable[[str, int, int], None]  # (what, done, total)
 
 WHAT = "capturing graphs"
+_NO_ROWS = np.empty((4, 0), np.int64)
 FEW_WANTED = 64  # places that a long pass wants, if most of it is prefill
 
 
@@ -86,37 +91,8 @@ def run_step(target: StepParts, step: StepRows, shape: StepShape) -> StepOutputs
     return StepOutputs(chosen, g.num_drafts, drafts, margins, g.first_place, logits, taps, t.cu_len, t.slots)
 
 
-class CapturedStep(Protocol):
-    """A step of one shape that runs again on new numbers from the host."""
-
-    def run(self, block: torch.Tensor) -> StepOutputs:
-        """Enqueue the step. The outputs' tensors are those of its last run."""
-        ...
-
-
-class GraphStep:
-    """A step captured as a CUDA graph."""
-
-    _pools: ClassVar[dict[torch.device, Any]] = {}  # memory that all graphs of a device share
-
-    def __init__(self, target: StepParts, shape: StepShape) -> None:
-        """Capture it, after a first run that compiles its kernels."""
-        device, num_rows = target.rows.device, target.rows.num_rows
-        pool = self._pools.setdefault(device, torch.cuda.graph_pool_handle())
-        self._block = torch.zeros(4, num_rows, dtype=torch.int64, device=device)
-        self._block[0] = target.rows.num_rows  # padding's row only, while it is captured
-        step = StepRows(*self._block)
-        run_step(target, step, shape)
-        torch.cuda.synchronize(device)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
-            self._outputs = run_step(target, step, shape)
-
-    def run(self, block: torch.Tensor) -> StepOutputs:
-        """Replay the step."""
-        self._block.copy_(block, non_blocking=True)
-        self._graph.replay()
-        return self._outputs
+def _run_block(target: StepParts, shape: StepShape, block: torch.Tensor) -> StepOutputs:
+    return run_step(target, StepRows(*block), shape)
 
 
 class StepGraphs:
@@ -145,7 +121,7 @@ class StepGraphs:
             shape = StepShape(size, bucket(num_wanted) if num_wanted else 0, num_pages)
             return run_step(self._target, StepRows(*sent), shape)
         few = FEW_WANTED if num_wanted <= FEW_WANTED < size else size
-        outputs = self._captured(self._shape(size, few)).run(torch.from_numpy(rows.padded(block)))
+        outputs = self._captured(self._shape(size, few))(torch.from_numpy(rows.padded(block)))
         # The next run overwrites the taps, and drafters on the host read them a step later.
         return replace(outputs, taps={layer: states.clone() for layer, states in outputs.taps.items()})
 
@@ -161,5 +137,6 @@ class StepGraphs:
             self._of = of
         if shape not in self._made:
             assert self._capture is not None
-            self._made[shape] = self._capture(target, shape)
+            nothing = torch.from_numpy(target.rows.padded(_NO_ROWS)).to(target.rows.device)
+            self._made[shape] = self._capture(partial(_run_block, target, shape), [nothing])
         return self._made[shape]
