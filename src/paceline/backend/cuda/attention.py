@@ -1,6 +1,6 @@
 """Attention over paged keys and values: the store, the plan of a pass, and the sums.
 
-Kernels and PyTorch add in the same order: keys in parts of 256 at absolute positions, parts folded from the left.
+Kernels and PyTorch cut keys into parts of 256 at absolute positions, and fold parts from the left.
 A slot that no token of a tile sees is not read. Values that only other tokens of the tile see weigh 0; they are of
 the same row.
 """
@@ -437,7 +437,7 @@ def _attend_by_torch(
 
 def _mix(folded: torch.Tensor, layer: LayerKV, tiles: Tiles, some: slice, scale: float) -> torch.Tensor:
     """Return the mean of the values that some tiles see. [tiles, num_kv_heads, queries * group, head_dim]"""
-    query, slots = folded[some], tiles.slots[some]
+    query, slots = folded[some] * scale, tiles.slots[some]
     group = query.shape[2] // tiles.tokens.shape[1]
     seen_from, seen_to = tiles.seen_from[some, :, None], tiles.seen_to[some, :, None]
     total = torch.zeros_like(query)
@@ -447,13 +447,13 @@ def _mix(folded: torch.Tensor, layer: LayerKV, tiles: Tiles, some: slice, scale:
         place = torch.arange(first, first + PART_TOKENS, device=slots.device)
         seen = (place >= seen_from) & (place <= seen_to)  # [tiles, queries, PART_TOKENS]
         key, value = (_gathered(layer, which, slots[:, first : first + PART_TOKENS], query) for which in (0, 1))
-        score = (query @ key.transpose(2, 3)) * scale
-        score = score.masked_fill(~seen.repeat_interleave(group, 1)[:, None], -torch.inf)
-        value = value.masked_fill(~seen.any(1)[:, None, :, None], 0)
+        score = query @ key.transpose(2, 3)
+        score.masked_fill_(~seen.repeat_interleave(group, 1)[:, None], -torch.inf)
+        value.masked_fill_(~seen.any(1)[:, None, :, None], 0)
         new = torch.maximum(largest, score.amax(-1))
         safe = torch.where(new == -torch.inf, 0, new)
         shrink = (largest - safe).exp()
-        p = (score - safe[..., None]).exp()
+        p = score.sub_(safe[..., None]).exp_()
         weight = weight * shrink + p.sum(-1)
         total = total * shrink[..., None] + p @ value
         largest = new
@@ -461,13 +461,17 @@ def _mix(folded: torch.Tensor, layer: LayerKV, tiles: Tiles, some: slice, scale:
 
 
 def _gathered(layer: LayerKV, which: int, slots: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return keys (0) or values (1) of slots [tiles, keys] as [tiles, num_kv_heads, keys, head_dim]."""
-    data, scaled = layer.data[which], layer.scales is not None
-    if scaled:  # PyTorch gathers no fp8 numbers on a host
-        data = data.view(torch.uint8)
-    found = data.index_select(0, slots.flatten())
-    if layer.scales is not None:
-        found = found.view(layer.data.dtype).to(like.dtype)
-        found = found * layer.scales[which].index_select(0, slots.flatten())[..., None].to(like.dtype)
-    # One layout whatever the number of tiles, or else matrix products add in another order.
-    return found.to(like.dtype).view(*slots.shape, *found.shape[1:]).transpose(1, 2).contiguous()
+    """Return keys (0) or values (1) of slots [tiles, keys] as [tiles, num_kv_heads, keys, head_dim].
+
+    One layout whatever the number of tiles, or else matrix products add in another order.
+    """
+    data = layer.data[which]
+    num_kv_heads, head_dim = data.shape[1:]
+    heads = torch.arange(num_kv_heads, device=slots.device)
+    at = slots[:, None] * num_kv_heads + heads[:, None]  # [tiles, num_kv_heads, keys]
+    if layer.scales is None:
+        found = data.view(-1, head_dim).index_select(0, at.flatten()).to(like.dtype)
+    else:  # PyTorch gathers no fp8 numbers on a host
+        found = data.view(torch.uint8).view(-1, head_dim).index_select(0, at.flatten()).view(data.dtype)
+        found = found.to(like.dtype) * layer.scales[which].flatten()[at.flatten(), None].to(like.dtype)
+    return found.view(*at.shape, head_dim)
