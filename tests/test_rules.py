@@ -31,6 +31,7 @@ SHARED_FILE_NAMES = {
     "__init__": "every package",
     "decoder": "each backend's folder has the same file names",
     "head": "each backend's folder has the same file names",
+    "attention": "each backend's folder has the same file names",
     "cut_model": "each backend's folder has the same file names, and model/heads has the format",
     "load": "each backend's folder has the same file names",
     "registry": "backends and drafters: what exists, as data",
