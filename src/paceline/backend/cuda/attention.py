@@ -218,7 +218,7 @@ def _attend_variant(
     scales = "*fp32" if fp8 else "none"
     block = max(16, block_of(head_dim))
     # More keys at once, or more blocks on the way from memory, do not fit into registers.
-    keys, stages = (16, 1) if not tensor_cores else (64, 5) if block <= WIDE else (32, 2)
+    keys, stages = (16, 1) if not tensor_cores else (32, 3) if block > WIDE else (64, 3 if fp8 else 5)
     return Variant(
         name=f"attend_parts {element} {kv_element} {num_kv_heads}x{group} {head_dim}"
         + unaligned_marks(aligned, "query_stride"),
@@ -253,7 +253,7 @@ def _attend_variant(
             "PART": PART_TOKENS,
         },
         aligned=aligned,
-        num_warps=8,
+        num_warps=8 if tensor_cores else 16,
         num_stages=stages,
         opcodes=("HGMMA", "LDGSTS") if tensor_cores else (),
         forbidden_opcodes=("HMMA",) if tensor_cores else (),
