@@ -262,14 +262,18 @@ class LateDraft(NamedTuple):
     row: int
     depth: int  # drafts, at most
     bound: int  # upper bound of the committed tokens that the drafter has not read
+    longest: int  # upper bound of the row's tokens, drafts included
     stop: Stop | None = None
 
 
 class LateProgram(Protocol):
-    """Drafting on the target's device. It reads and writes the device's rows; the host learns of it late."""
+    """Drafting on the target's device, over its rows. The host learns of it late."""
 
     def admit(self, row: int, entries: int, first_key: int) -> None:
-        """Begin a row: its first `entries` tokens were read before, none before `first_key` ever will be."""
+        """Begin a row whose first `entries` tokens were read before.
+
+        Tokens before `first_key` will never be.
+        """
         ...
 
     def catch_up(self, counts: Mapping[int, int]) -> None:
@@ -277,7 +281,7 @@ class LateProgram(Protocol):
         ...
 
     def draft(self, drafts: Sequence[LateDraft]) -> None:
-        """Read what rows gained, and draft for them. The next pass of the target scores it."""
+        """Read what rows gained, and draft for the target's next pass."""
         ...
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ STEP_TOKENS = 4096  # tokens read in a step for rows that fell behind
 
 
 class LateDrafter:
-    """Drafter of a head or a draft model whose program is on the device; see `Drafter`."""
+    """Drafter whose program runs on the target's device; see `Drafter`."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class LateDrafter:
         rows: RowView,
         vocabulary: RequestVocabulary | None = None,
     ) -> None:
-        """vocabulary: of a drafter that writes some of the target's tokens only; trails as rows do."""
+        """vocabulary: of a drafter with a draft vocabulary; it trails as rows do."""
         self.name, self.needs = name, needs
         self._report, self._program, self._rows = report, program, rows
         self._vocabulary = vocabulary
@@ -71,10 +71,14 @@ class LateDrafter:
 
     def _draft(self, r: BatchRow, k: int, plan: Plan) -> LateDraft:
         longest = r.max_len - 1 - r.max_drafts  # before this pass
-        return LateDraft(r.row, k, longest - self._read[r.row] if self.needs.stores else 1, plan.stop(r.row))
+        bound = longest - self._read[r.row] if self.needs.stores else 1
+        return LateDraft(r.row, k, bound, r.max_len, plan.stop(r.row))
 
     def _share_out(self, asked: Sequence[LateDraft]) -> tuple[list[LateDraft], dict[int, int]]:
-        """Return the drafts of rows that may be read up to their ends, and tokens to read of the others."""
+        """Share out the tokens that one step may read.
+
+        Returns the drafts of rows that may be read up to their ends, and how many tokens to read of the others.
+        """
         room, ready, behind = STEP_TOKENS, [], {}
         for d in sorted(asked, key=lambda d: d.bound):
             known = self._rows.known_len(d.row)

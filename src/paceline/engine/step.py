@@ -47,7 +47,7 @@ class StepInput:
 
 
 def _made(bound: RowDraft, made: RowDraft) -> RowDraft:
-    """Return what was proposed of a row: if more than was scored, of that only the length is known."""
+    """Return a row's proposal: where more was proposed than scored, its length only."""
     return made if len(bound) <= len(made) or not made.token_ids else bound
 
 
@@ -183,7 +183,7 @@ class Verbs:
         return PendingStep(pending, start, asynchronous=self.target.asynchronous, timed=self.target.late)
 
     def judge(self, drafted: StepInput, scored: StepScores) -> Verdict:
-        """Decide which drafts are kept. Drafts that a device has made are known from now on."""
+        """Decide which drafts are kept. A device's drafts are known from now on."""
         if scored.scores.draft is not None:
             drafted.take_made(scored.scores.draft)
         return self.law.judge(drafted.draft, scored.scores)

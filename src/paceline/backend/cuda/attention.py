@@ -33,15 +33,15 @@ from paceline.core.nouns import PAGE_TOKENS
 if TYPE_CHECKING:
     from paceline.backend.cuda.device_pass import DevicePass
 
-PART_TOKENS = 256  # keys whose sums start from nothing
-TILE_ROWS = 64  # tokens of a tile times query heads of a KV head: what one instruction multiplies
+PART_TOKENS = 256  # keys of a part, whose sums begin at zero
+TILE_ROWS = 64  # tokens of a tile times query heads of a KV head: rows that one instruction multiplies
 MAX_HEAD_DIM = 256
 WIDE = 128  # wider heads leave no registers for fp8 or float32
-MAX_UNITS = 4096  # parts of tokens whose sums may lie in scratch memory
-ROW_BLOCKS = (64, 512, 2048)  # rows of a pass that a planner is compiled for, one more than it takes
+MAX_UNITS = 4096  # units of scratch memory; each holds the sums of one token and one part
+ROW_BLOCKS = (64, 512, 2048)  # sizes that the planner is compiled for; each takes passes of fewer rows
 ITEM_FIELDS, MERGED_FIELDS = 8, 4  # as in attention_kernels
-FEW_QUERIES, MANY_QUERIES = 4, 16  # tokens of PyTorch's tiles: multiples of 4 have the same bits in float64
-MAX_GATHERED = 1 << 22  # keys' numbers that PyTorch gathers at once
+FEW_QUERIES, MANY_QUERIES = 4, 16  # tokens of a tile in PyTorch; multiples of 4 give the same bits in float64
+MAX_GATHERED = 1 << 22  # numbers of keys that PyTorch gathers at once
 KV_TYPES = {
     "bf16": torch.bfloat16,
     "f16": torch.float16,
@@ -70,10 +70,10 @@ def check_heads(head_dim: int, num_heads: int, num_kv_heads: int, kv_type: str =
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerKV:
-    """Keys and values of one layer, by slot; in fp8 `data` times `scales`."""
+    """Keys and values of one layer, by slot; in fp8 they are `data` times `scales`."""
 
     data: torch.Tensor  # [2, num_slots + 16, num_kv_heads, head_dim]
-    scales: torch.Tensor | None = None  # [2, num_slots + 16, num_kv_heads] float32, of fp8
+    scales: torch.Tensor | None = None  # [2, num_slots + 16, num_kv_heads] float32, in fp8 only
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +84,7 @@ class DeviceKV:
     """
 
     data: torch.Tensor  # [num_layers, 2, num_slots + 16, num_kv_heads, head_dim] zeros at first
-    scales: torch.Tensor | None = None  # [num_layers, 2, num_slots + 16, num_kv_heads] float32, of fp8
+    scales: torch.Tensor | None = None  # [num_layers, 2, num_slots + 16, num_kv_heads] float32, in fp8 only
 
     @property
     def num_slots(self) -> int:
@@ -129,14 +129,14 @@ def new_kv(
 class AttentionWork:
     """Plan of one pass for layers of one window.
 
-    It is made on the device when the first layer asks for it, in the form that this layer's type needs.
+    The first layer that needs it makes it on the device: `items` for kernels, `tiles` for PyTorch.
     """
 
     group: int  # query heads of a KV head
     window: int  # keys that a token sees at most, its own included; 0: all
     fill: int | None  # programs that fill the device; None: its multiprocessors
-    items: WorkItems | None = None  # of kernels
-    tiles: TokenTiles | None = None  # of PyTorch
+    items: WorkItems | None = None
+    tiles: TokenTiles | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,7 +146,7 @@ class WorkItems:
     items: torch.Tensor  # [max_items, ITEM_FIELDS] int32
     merged: torch.Tensor  # [max_merged, MERGED_FIELDS] int32
     counts: torch.Tensor  # [2] int32
-    part_total: torch.Tensor  # [max_units, num_heads, head_dim] float32, scratch of every layer
+    part_total: torch.Tensor  # [max_units, num_heads, head_dim] float32, scratch that all layers reuse
     part_largest: torch.Tensor  # [max_units, num_heads] float32
     part_weight: torch.Tensor  # [max_units, num_heads] float32
 
@@ -155,7 +155,7 @@ def plan_attention(d: DevicePass, group: int, window: int, fill: int | None = No
     """Plan the attention of a pass's layers with one window.
 
     group: query heads that share a KV head. With a `window` a token sees that many keys, its own included.
-    fill: programs that fill the device, for tests; 0: no tile is split.
+    fill: number of programs that fill the device, set by tests. With 0 no tile is split.
     """
     assert len(d.cu_len) <= ROW_BLOCKS[-1], "too many rows in a pass"
     return AttentionWork(group, window, fill)
@@ -217,7 +217,7 @@ def _attend_variant(
     tensor_cores, fp8 = element != "fp32", kv_element.startswith("fp8")
     scales = "*fp32" if fp8 else "none"
     block = max(16, block_of(head_dim))
-    # More keys at once, or more blocks on the way from memory, do not fit into registers.
+    # With more keys at once, or more stages, registers would spill.
     keys, stages = (16, 1) if not tensor_cores else (32, 3) if block > WIDE else (64, 3 if fp8 else 5)
     return Variant(
         name=f"attend_parts {element} {kv_element} {num_kv_heads}x{group} {head_dim}"
@@ -289,7 +289,7 @@ def _merge_variant(element: str, num_kv_heads: int, group: int, head_dim: int) -
 
 @lists_variants
 def variants() -> list[Variant]:
-    """Return variants of models that are in use, and the borders of what is taken."""
+    """Return variants of models that are in use, and of the largest and oddest heads."""
     shapes = [(8, 4, 128), (8, 8, 128), (3, 3, 64), (4, 1, 64), (1, 4, 256), (4, 2, 80), (8, 4, 96)]
     aligned = aligned_names(query_stride=0)
     listed = [_attend_variant("bf16", "bf16", *shape, aligned) for shape in shapes]
@@ -300,7 +300,7 @@ def variants() -> list[Variant]:
 
 
 def _work_items(query: torch.Tensor, num_kv_heads: int, d: DevicePass, work: AttentionWork) -> WorkItems:
-    """Write the work list of a pass, bounded by shapes."""
+    """Write the work list of a pass into tensors as long as it may become."""
     num_tokens, num_rows, queries = len(d.positions), len(d.cu_len) - 1, TILE_ROWS // work.group
     max_parts = -(-d.max_keys // PART_TOKENS)
     max_units = min(MAX_UNITS, num_tokens * max_parts) if max_parts > 1 else 0
@@ -394,7 +394,7 @@ class TokenTiles:
 
 
 def _tiles(d: DevicePass, window: int) -> TokenTiles:
-    """Cut a pass into tiles: as many as shapes allow, so some may be empty."""
+    """Cut a pass into as many tiles as shapes allow; some may be empty."""
     num_tokens, num_rows, device = len(d.positions), len(d.cu_len) - 1, d.positions.device
     queries = FEW_QUERIES if num_tokens <= FEW_QUERIES * num_rows else MANY_QUERIES
     start, end = d.cu_len[:-1], d.cu_len[1:].contiguous()
@@ -472,8 +472,8 @@ def _mix(folded: torch.Tensor, layer: LayerKV, tiles: TokenTiles, some: slice, s
 def _gathered(layer: LayerKV, which: int, slots: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return keys (0) or values (1) of slots [tiles, keys].
 
-    Shape: [tiles, num_kv_heads, keys, head_dim]. One layout whatever the number of tiles, or else matrix products
-    add in another order.
+    Shape: [tiles, num_kv_heads, keys, head_dim]. The layout is the same for any number of tiles: with another one,
+    matrix products would add in another order.
     """
     data = layer.data[which]
     num_kv_heads, head_dim = data.shape[1:]

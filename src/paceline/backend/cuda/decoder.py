@@ -40,7 +40,7 @@ class DecoderWeights:
     """Weights of a model on its device."""
 
     embed: torch.Tensor  # [vocab, hidden]
-    output: Matrix  # [vocab, hidden] makes logits; of tied models the embedding's own numbers
+    output: Matrix  # [vocab, hidden] makes logits; the embedding's own numbers if tied
     final_norm: torch.Tensor  # [hidden]
     layers: Sequence[LayerWeights]
     inverse: Mapping[int, torch.Tensor]  # window, 0 for none -> [head_dim / 2] float32 angles per position
@@ -58,7 +58,7 @@ class CudaDecoder:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Abilities: on a GPU a launched pass goes on beside the caller, padded to a captured size."""
+        """Abilities: asynchronous on a GPU, late drafting, passes padded to captured sizes."""
         setup = self.setup
         return Capabilities(
             asynchronous=setup.device.type != "cpu",
@@ -133,13 +133,13 @@ class CudaDecoder:
         return wide_product(self.normed(hidden), self.weights.output)
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what the output matrix reads of hidden states. [n, hidden]"""
+        """Return hidden states as the output matrix reads them. [n, hidden]"""
         return rms_norm(hidden, self.weights.final_norm, self._shape.eps)
 
     # Late drafting -------------------------------------------------------------------------------
 
     def serves(self, rows: RowView) -> bool:
-        """Return True if it can draft for rows before the host knows them: they are on its device."""
+        """Return True if rows are on its device: it drafts late for those."""
         return isinstance(rows, DeviceRows) and rows.device == self.setup.device
 
     def late_program(
@@ -162,7 +162,7 @@ class LateModel:
         vocab_size: int,
         output: DraftOutput | None,
     ) -> None:
-        """output: of a model that chooses among some of the target's tokens; None: the decoder's own."""
+        """output: of a model with a draft vocabulary; None: the decoder's own."""
         self._decoder, self._kv, self._output = decoder, kv, output
         self._num_layers, self._vocab_size = num_layers, vocab_size
 
@@ -185,11 +185,11 @@ class LateModel:
     def relay(
         self, first: torch.Tensor, here: torch.Tensor, known: tuple[torch.Tensor, torch.Tensor] | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Never asked: a model reads its guesses."""
+        """Raise: only heads relay."""
         raise NotImplementedError
 
     def write_taps(self, taps: Mapping[int, torch.Tensor], slots: torch.Tensor) -> None:
-        """Ignore them: a model reads tokens."""
+        """Ignore taps: a model reads tokens only."""
 
 
 def late_model(

@@ -1,9 +1,9 @@
-"""Rows on a device: its own copy of all that depends on outcomes, and the host's, which trails.
+"""Rows whose true state is on a device; the host's copy trails.
 
 The host learns a pass's outcome a step late. So the device keeps tokens, lengths, page tables and drafts itself,
 gathers each pass from them, and advances them when a pass is judged. The host sends what only it knows: new
-requests, new pages, and the tokens of rows whose choice it made. All arrays of the device have one row more than
-there are, which takes the writes of padding.
+requests, new pages, and the tokens of rows whose choice it made. Each array of the device has one row more than
+the host's: padding writes there.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _MASK = 0xFFFFFFFF
 
 @dataclass(slots=True, eq=False)
 class RowTensors:
-    """State of every row on the device, int64 but for temperatures; the last row is padding's."""
+    """State of every row on the device, int64 unless noted; the last row is padding's."""
 
     token_ids: torch.Tensor  # [num_rows + 1, max_len]
     pages: torch.Tensor  # [num_rows + 1, max_pages]
     length: torch.Tensor  # [num_rows + 1] committed tokens
     computed: torch.Tensor  # [num_rows + 1] tokens whose target KV is there
-    sampling: torch.Tensor  # [num_rows + 1, 4] seed's low and high word, choice, 1 where the device commits
+    sampling: torch.Tensor  # [num_rows + 1, 4] seed's low and high word, choice, 1 where the device chooses
     temperature: torch.Tensor  # [num_rows + 1] float64
     drafts: torch.Tensor  # [num_rows + 1, MAX_DRAFTS]
     margins: torch.Tensor  # [num_rows + 1, MAX_DRAFTS] float64, NaN where not known
@@ -92,7 +92,7 @@ class Gathered:
 
 
 class DeviceRows(Rows):
-    """Rows whose true state is on a device. The arrays of `Rows` trail, by the passes in flight."""
+    """Rows kept on a device; the arrays of `Rows` trail by the passes in flight."""
 
     def __init__(
         self, num_rows: int, max_len: int, eos_ids: frozenset[int], *, law_needs_probs: bool = False
@@ -120,13 +120,13 @@ class DeviceRows(Rows):
         return self.on_device.length.device
 
     def chosen_here(self, row: int) -> bool:
-        """True if the host chooses a row's tokens, so that its next pass waits for the outcome."""
+        """Return True if the host chooses a row's tokens; its next pass then waits."""
         return row in self.rows_chosen_here
 
     # Orders: what the host tells the device --------------------------------------------------------
 
     def apply(self, batch: Batch) -> None:
-        """Take in admissions and new pages; bring the device's rows level with what the host knows."""
+        """Take in admissions and new pages; send what the device does not know."""
         super().apply(batch)
         places: list[int] = []
         page_ids: list[int] = []
@@ -203,7 +203,7 @@ class DeviceRows(Rows):
     # Commit on the host, one step late -------------------------------------------------------------
 
     def commit(self, batch: Batch, verdict: Verdict) -> None:
-        """Append on the host what a pass yielded; rows chosen here are sent to the device next."""
+        """Append a pass's tokens on the host; those chosen here are sent next."""
         for r in batch.rows:
             if r.samples and r.row in self.rows_chosen_here:
                 self._behind.setdefault(r.row, self.known_len(r.row))
@@ -215,7 +215,7 @@ class DeviceRows(Rows):
         return np.array([(r.row, r.num_known, count, r.samples) for r, count in rows], np.int64).T
 
     def padded(self, block: NDArray[int64]) -> NDArray[int64]:
-        """Return a step's block for as many rows as there are, further ones being padding's."""
+        """Return a step's block, padded to all rows. [4, num_rows]"""
         whole = np.zeros((4, self.num_rows), np.int64)
         whole[0] = self.num_rows
         whole[:, : block.shape[1]] = block
@@ -280,7 +280,7 @@ def offsets(counts: torch.Tensor) -> torch.Tensor:
 
 
 def owners(offsets: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each place's piece, and its index in that; of places behind all pieces the last piece."""
+    """Return each place's piece and its index there; behind all pieces, the last one."""
     last = offsets.shape[0] - 2
     owner = (torch.searchsorted(offsets, places, right=True) - 1).clamp(max=last)
     return owner, places - offsets[owner]

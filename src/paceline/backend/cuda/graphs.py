@@ -14,12 +14,15 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class Graph(Generic[T]):
-    """A function that was captured: run again, it reads new inputs and writes the same outputs."""
+    """Captured function: run again, it reads new inputs and overwrites its outputs."""
 
     _pools: ClassVar[dict[torch.device, Any]] = {}  # memory that all graphs of a device share
 
     def __init__(self, function: Callable[..., T], inputs: Sequence[torch.Tensor]) -> None:
-        """Capture it, after a first run that compiles its kernels. inputs: on the device, harmless to run with."""
+        """Capture a function, after a first run that compiles its kernels.
+
+        inputs: on the device; to run with them must do no harm.
+        """
         device = inputs[0].device
         pool = self._pools.setdefault(device, torch.cuda.graph_pool_handle())
         self._inputs = [tensor.clone() for tensor in inputs]
@@ -30,7 +33,7 @@ class Graph(Generic[T]):
             self._outputs = function(*self._inputs)
 
     def __call__(self, *inputs: torch.Tensor) -> T:
-        """Copy the inputs, which may be on the host, and replay. Outputs hold until the next call."""
+        """Copy inputs from host or device and replay. Outputs hold until the next call."""
         for own, given in zip(self._inputs, inputs, strict=True):
             own.copy_(given, non_blocking=True)
         self._graph.replay()
@@ -38,7 +41,7 @@ class Graph(Generic[T]):
 
 
 class Uncaptured(Generic[T]):
-    """What stands for a `Graph` on a device without graphs: the same memory for inputs, run as it is."""
+    """Stand-in for `Graph` on a device without graphs: inputs are copied, nothing is captured."""
 
     def __init__(self, function: Callable[..., T], inputs: Sequence[torch.Tensor]) -> None:
         self._function, self._inputs = function, [tensor.clone() for tensor in inputs]

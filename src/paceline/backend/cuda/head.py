@@ -108,7 +108,7 @@ class CudaHead:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Abilities: on a GPU a launched pass goes on beside the caller; beside its target it drafts late."""
+        """Abilities: asynchronous on a GPU; late drafting on its target's device."""
         return Capabilities(asynchronous=self.setup.device.type != "cpu", late=self._beside_target)
 
     def late_program(self, rows: RowView, kv: KV, taps: TapStore) -> Program:
@@ -310,12 +310,12 @@ class LateHead:
         return here + head.relayed(messages), messages
 
     def write_taps(self, taps: Mapping[int, torch.Tensor], slots: torch.Tensor) -> None:
-        """Keep the taps of all tokens of a pass; those of refused drafts are written again."""
+        """Keep the taps of all tokens of a pass; later passes overwrite refused drafts'."""
         self._taps.put(slots, taps)
 
 
 def _normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """Norm where the head has that norm."""
+    """Return the norm of x, or x where the head lacks that norm."""
     return x if weight is None else rms_norm(x, weight, eps)
 
 

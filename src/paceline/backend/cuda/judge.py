@@ -9,7 +9,7 @@ import torch
 from paceline.backend.cuda.kernel_launch import Variant, cdiv, launch, lists_variants, uses_kernels
 from paceline.core.nouns import UNCHOSEN
 
-ROWS = 128  # that a program takes
+ROWS = 128  # of one program
 
 
 def judge(

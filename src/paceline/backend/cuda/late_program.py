@@ -40,7 +40,7 @@ class LateInput:
     masked: torch.Tensor | None = None  # [num_tokens] True at places of tokens that are not known yet
 
     def wanting(self, wanted: torch.Tensor) -> LateInput:
-        """Return the same tokens with others' states wanted."""
+        """Return the same input with these wanted tokens."""
         return replace(self, tokens=replace(self.tokens, wanted=wanted))
 
 
@@ -48,7 +48,7 @@ class LateRunner(Protocol):
     """A draft model or head that runs passes on the device."""
 
     parallel: bool  # makes all guesses in one pass
-    relays: bool  # and sends each a message of the one before
+    relays: bool  # sends each guess a message from the one before
 
     @property
     def draft_ids(self) -> torch.Tensor | None:
@@ -56,7 +56,7 @@ class LateRunner(Protocol):
         ...
 
     def run_late(self, asked: LateInput) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return states of the wanted tokens, and what the next guesses are fed. [num_wanted, width] each"""
+        """Return the wanted tokens' states and the next guesses' features. [num_wanted, width] each"""
         ...
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
@@ -81,8 +81,9 @@ class _Shape(NamedTuple):
     """Sizes of a drafting, padding included."""
 
     num_rows: int
-    bound: int  # of the tokens that rows have gained, all together
+    bound: int  # upper bound of the tokens that all rows have gained
     deepest: int
+    num_pages: int  # columns of the rows' page tables
 
 
 class _Drafted(NamedTuple):
@@ -105,7 +106,8 @@ class Program:
         n, device = rows.num_rows + 1, rows.device
         self._rows, self._runner, self._scratch, self._own_store = rows, runner, scratch_slot, own_store
         self._entries = torch.zeros(n, dtype=torch.int64, device=device)  # tokens with entries
-        self._first_key = torch.zeros(n, dtype=torch.int64, device=device)  # earlier ones have none
+        self._first_key = torch.zeros(n, dtype=torch.int64, device=device)  # earlier tokens never have entries
+        self._all_pages = self._num_pages = rows.pages.shape[1]
         self._graphs: dict[_Shape, Callable[[torch.Tensor, torch.Tensor], None]] = {}
         rows.tap_sinks.append(runner.write_taps)
 
@@ -125,20 +127,24 @@ class Program:
         sent = self._send([list(counts), list(counts.values())])
         rows = sent[0]
         start = self._start(rows)
+        self._num_pages = self._all_pages
         self._run_known(rows, start, sent[1], sum(counts.values()), wanted=False)
         self._entries.index_copy_(0, rows, start + sent[1])
 
     def draft(self, drafts: Sequence[LateDraft]) -> None:
         """Draft for rows: catch up, then guess up to the deepest of them."""
         bound, deepest = sum(d.bound for d in drafts), max(d.depth for d in drafts)
-        shape = _Shape(len(drafts), bound, deepest)
+        num_pages = -(-max(d.longest for d in drafts) // PAGE_TOKENS)
+        shape = _Shape(len(drafts), bound, deepest, num_pages)
         if self._rows.capture is not None and bound <= BUCKETS[-1]:
-            shape = _Shape(bucket(len(drafts)), bucket(bound + bucket(len(drafts)) - len(drafts)), deepest)
+            shape = _Shape(
+                bucket(len(drafts)), bucket(bound + bucket(len(drafts)) - len(drafts)), deepest, self._all_pages
+            )
         rows, stops = _orders(drafts, shape, self._rows.num_rows)
         self._captured(shape)(torch.from_numpy(rows), torch.from_numpy(stops))
 
     def _captured(self, shape: _Shape) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        """Return what drafts for a shape: a graph, captured at its first use, where the device has them."""
+        """Return the function that drafts for a shape: where possible, a graph captured now."""
         capture, draft = self._rows.capture, partial(self._draft_on_device, shape)
         if capture is None or shape.bound > BUCKETS[-1]:
             return lambda *orders: draft(*(o.to(self._rows.device, non_blocking=True) for o in orders))
@@ -149,9 +155,9 @@ class Program:
 
     @torch.inference_mode()
     def _draft_on_device(self, shape: _Shape, orders: torch.Tensor, stops: torch.Tensor) -> None:
-        """Draft without a word from the host. orders: [2, n] rows and depths. stops: [n, 2 deepest + 1]."""
+        """Draft by the orders of a host, see `_orders`, and the device's rows."""
         rows, depth = orders
-        state, (_, bound, deepest) = self._rows.on_device, shape
+        state, (_, bound, deepest, self._num_pages) = self._rows.on_device, shape
         length = state.length[rows]
         drafted = _Drafted(rows, depth, length, (length - self._start(rows)).clamp(min=1))
         guess = self._guess_at_once if self._runner.parallel else self._guess_in_turn
@@ -192,7 +198,10 @@ class Program:
         return _columns([self._choose(states[:, index], d, index) for index in range(deepest)])
 
     def _relayed(self, states: torch.Tensor, d: _Drafted) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose guesses in turn, each by a message of the one before. states: [n, deepest, width]."""
+        """Choose guesses in turn, each by a message from the one before.
+
+        states: [n, deepest, width].
+        """
         first = states[:, 0]
         found = [self._choose(first, d, 0)]
         _, messages = self._runner.relay(first, first, None)
@@ -205,7 +214,10 @@ class Program:
     def _run_known(
         self, rows: torch.Tensor, start: torch.Tensor, counts: torch.Tensor, bound: int, *, wanted: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run a pass over known tokens. bound: of all of them together. wanted: the last of each row."""
+        """Run a pass over `counts` known tokens of each row.
+
+        bound: upper bound of their sum. wanted: True for the states of each row's last token.
+        """
         asked = self._pack(rows, start, counts, bound, counts)
         return self._runner.run_late(asked.wanting(asked.tokens.cu_len[1:] - 1 if wanted else rows[:0]))
 
@@ -220,7 +232,8 @@ class Program:
     ) -> LateInput:
         """Pack `counts` tokens of each row from `start` on, the first `known` of them committed.
 
-        depth: of rows with further places; those that no draft of the row needs go to the scratch slot.
+        depth: [n] drafts of each row, where places of unknown tokens follow; its deeper places go to the scratch
+        slot. None: there are only known tokens.
         """
         state = self._rows.on_device
         cu_len = offsets(counts)
@@ -235,7 +248,7 @@ class Program:
             positions=position,
             slots=torch.where(kept, self._slot(row, position), self._scratch),
             cu_len=cu_len,
-            pages=state.pages[rows],
+            pages=state.pages[rows, : self._num_pages],
             wanted=rows[:0],
             first_keys=self._first_key[rows],
         )
@@ -256,7 +269,7 @@ class Program:
             positions=position,
             slots=torch.where(kept, self._slot(d.rows, position), self._scratch),
             cu_len=each,
-            pages=self._rows.on_device.pages[d.rows],
+            pages=self._rows.on_device.pages[d.rows, : self._num_pages],
             wanted=each[:-1],
             first_keys=self._first_key[d.rows],
         )
@@ -267,7 +280,7 @@ class Program:
         return _at(pages, rows, positions // PAGE_TOKENS) * PAGE_TOKENS + positions % PAGE_TOKENS
 
     def _choose(self, states: torch.Tensor, d: _Drafted, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose as the target would, with the noise of its choice. [n] each"""
+        """Return guesses and margins, under the noise of the target's own choices. [n] each"""
         state: RowTensors = self._rows.on_device
         sampling = state.sampling[d.rows]
         specs = ChoiceSpecs(
@@ -284,7 +297,10 @@ class Program:
 
 
 def _orders(drafts: Sequence[LateDraft], shape: _Shape, padding: int) -> tuple[NDArray[int64], NDArray[float64]]:
-    """Return rows and depths, [2, n], and stop rules: log-odds, least chances, sureness. [n, 2 deepest + 1]"""
+    """Return what a drafting needs from the host: rows with depths, and stop rules.
+
+    They are [2, n] and [n, 2 deepest + 1]: log-odds, least chances, sureness.
+    """
     deepest = shape.deepest
     orders = np.zeros((2, shape.num_rows), np.int64)
     orders[0] = padding
@@ -313,9 +329,9 @@ def _at(table: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch
 def _counts(
     depth: torch.Tensor, token_ids: torch.Tensor, margins: torch.Tensor, stops: torch.Tensor
 ) -> torch.Tensor:
-    """Return how many guesses of each row count: up to its depth, a stop, or one that is broken. [n]
+    """Return how many guesses of each row count as its drafts. [n]
 
-    See `Stop.over` for the rule.
+    They end at its depth, at a stop, or before a guess that is BROKEN. See `Stop.over` for the rule.
     """
     deepest = token_ids.shape[1]
     odds, least, sureness = stops[:, :deepest], stops[:, deepest : 2 * deepest], stops[:, -1:]

@@ -1,4 +1,4 @@
-"""The target on a device: passes are gathered, scored, judged and committed there, without a word to the host.
+"""The target on a device, which gathers, scores, judges and commits without the host.
 
 The host enqueues a pass from bounds alone and takes in its record when it likes: one step later, as a rule. The
 record holds what the law on the host needs to come to the same verdict, which brings the host's rows level.
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class LateTarget(Backend):
-    """A target whose rows are on its device. See `Backend`; the verbs above need not wait for outcomes."""
+    """Target whose rows are on its device; steps need not wait for outcomes. See `Backend`."""
 
     rows: DeviceRows
     decoder: CudaDecoder
@@ -58,7 +58,7 @@ class LateTarget(Backend):
         self.graphs.capture_all(progress)
 
     def request(self, batch: Batch, draft: Draft) -> ReadyPass:
-        """Send drafts that were made on the host; those of unknown tokens are on the device."""
+        """Send drafts made on the host; those of unknown tokens are on the device."""
         pairs = zip(batch.rows, draft.rows, strict=True)
         if known := [(r.row, d.token_ids) for r, d in pairs if d.token_ids and not _unknown(d)]:
             self.rows.put_drafts(known)
@@ -71,7 +71,7 @@ def _unknown(draft: RowDraft) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatePass:
-    """A pass over rows on the device, see `ReadyPass`: it reads them when it runs there."""
+    """Pass over rows on the device, which it reads when it runs. See `ReadyPass`."""
 
     target: LateTarget
     batch: Batch
@@ -106,7 +106,10 @@ class LatePass:
         return record
 
     def chosen_here(self) -> list[tuple[int, int]]:
-        """Return (index in the batch, bound of its drafts) of sampled rows whose tokens the host chooses."""
+        """Return the sampled rows whose tokens the host chooses.
+
+        Each is (index in the batch, bound of its drafts).
+        """
         here = self.target.rows.rows_chosen_here
         if not here:
             return []
@@ -115,7 +118,7 @@ class LatePass:
 
 
 def _logits_of(out: StepOutputs, logits: torch.Tensor, rows: list[tuple[int, int]]) -> torch.Tensor:
-    """Return the logits of some rows of the batch, each with its bound of drafts. [sum of 1 + bounds, vocab]"""
+    """Return the logits of `LatePass.chosen_here` rows. [sum of 1 + bounds, vocab]"""
     owners = [index for index, count in rows for _ in range(1 + count)]
     places = [place for _, count in rows for place in range(1 + count)]
     sent = torch.tensor([owners, places]).to(logits.device, non_blocking=True)

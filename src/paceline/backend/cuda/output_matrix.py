@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from paceline.backend.cuda.device_weights import WeightReader
     from paceline.backend.cuda.products import Matrix
 
-_ROWS_AT_ONCE = 1 << 14  # of 16-bit weights that a host widens
+_ROWS_AT_ONCE = 1 << 14  # rows of 16-bit weights that a host widens
 
 
 def wide_product(x: torch.Tensor, m: Matrix) -> torch.Tensor:

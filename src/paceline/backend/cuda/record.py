@@ -1,4 +1,4 @@
-"""The record of a step: what the device tells the host of it, copied beside the next step."""
+"""The record of a step: its results for the host, copied beside the next step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def begin_record(device: torch.device) -> Record:
 
 
 class Record:
-    """Record of a step on a device that works when it is asked: its tensors are on the host at once."""
+    """Record of a step that ran on the host: its tensors are there already."""
 
     def __init__(self) -> None:
         self.taps: Mapping[int, Any] = {}  # stay on the device
@@ -28,7 +28,7 @@ class Record:
         self._begun_s = perf_counter()
 
     def keep(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a tensor to the host, beside what follows."""
+        """Keep a tensor for the host."""
         self._tensors[name] = tensor
 
     def end(self, taps: Mapping[int, torch.Tensor]) -> None:
@@ -45,7 +45,7 @@ class Record:
 
 
 class StreamRecord(Record):
-    """Record of a step on a CUDA stream: copied to pinned memory, and done at an event."""
+    """Record of a step on a GPU: copied to pinned memory, complete at an event."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class StreamRecord(Record):
         self._copied.record()
 
     def wait(self) -> None:
-        """Wait for the step's own event, and nothing younger."""
+        """Wait for the step's own event, not for later steps."""
         self._copied.synchronize()
         self.seconds = self._begun.elapsed_time(self._ended) / 1e3
 

@@ -1,8 +1,8 @@
-"""One step on the device, and its graphs: captured for each bucket of total tokens, replayed for any mixture.
+"""Steps on the device, and their graphs: one for each bucket of total tokens.
 
-What a step does depends on the host by a small block of numbers alone: rows, known tokens, bounds of drafts. All
-else is on the device, so that one graph serves every mixture of prefill chunks, draft lengths and contexts that
-fits its bucket. Longer passes run as they are: there the launches of kernels hide behind the kernels.
+A step reads a small block of numbers from the host: rows, known tokens, bounds of drafts. All else is on the
+device. So one graph serves every mixture of prefill chunks, draft lengths and contexts that fits its bucket.
+Longer passes are not captured: their kernels take longer than their launches.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 WHAT = "capturing graphs"
 _NO_ROWS = np.empty((4, 0), np.int64)
-FEW_WANTED = 64  # places that a long pass wants, if most of it is prefill
+FEW_WANTED = 64  # wanted places of a captured pass that is mostly prefill
 
 
 class StepParts(Protocol):
@@ -99,7 +99,7 @@ class StepGraphs:
     """Captured steps of a target, by shape."""
 
     def __init__(self, target: StepParts, capture: Capture | None, buckets: Sequence[int] = BUCKETS) -> None:
-        """capture: None for a device without graphs, where steps of the same total tokens run as they are."""
+        """capture: class of captured steps; None: the device has no graphs."""
         self._target, self._capture, self._buckets = target, capture, buckets
         self._made: dict[StepShape, CapturedStep] = {}
         self._of: object = None  # taps and their sinks when the steps were captured
@@ -114,7 +114,10 @@ class StepGraphs:
                 progress(WHAT, index + 1, len(shapes))
 
     def run(self, block: NDArray[int64], num_tokens: int, num_wanted: int, num_pages: int) -> StepOutputs:
-        """Enqueue a step. block: [4, rows in the step] as `StepRows`. num_pages: of its longest row."""
+        """Enqueue a step.
+
+        block: [4, rows in the step] as `StepRows`. num_pages: of its longest row.
+        """
         rows, size = self._target.rows, bucket(num_tokens)
         if self._capture is None or num_tokens > self._buckets[-1]:
             sent = torch.from_numpy(block).to(rows.device, non_blocking=True)
@@ -129,7 +132,7 @@ class StepGraphs:
         return StepShape(num_tokens, num_wanted, self._target.rows.pages.shape[1])
 
     def _captured(self, shape: StepShape) -> CapturedStep:
-        """Return a captured step; capture it now if it is new, or if other taps are wanted than before."""
+        """Return a captured step, captured now if it is new or taps have changed."""
         target = self._target
         of = target.taps, tuple(target.rows.tap_sinks)
         if of != self._of:
