@@ -53,6 +53,31 @@ def test_same_text_one_step_late_with_the_controller() -> None:
     assert tally.stats.drafter_failures == 0
 
 
+NIGHTLY = [
+    "off",
+    NGRAM,
+    "suffix:shared=2000",
+    OWN_MODEL,
+    "draft-model:layers=2",
+    "draft-model:model=renumbered",
+    "draft-model:model=other,vocabulary=strings",
+    f"auto:suffix:shared=2000+{OWN_MODEL}",
+]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("draft", NIGHTLY)
+def test_same_text_one_step_late_over_many_workloads(draft: str) -> None:
+    suite(draft, 40, assert_all_met, CUDA)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "peagle", RELAY])
+def test_same_text_one_step_late_with_heads_over_many_workloads(kind: str) -> None:
+    head = trained_head(kind, target().decoder)  # type: ignore[arg-type]
+    suite(f"{drafter_of(kind)}:model={head}", 20, assert_some_met, CUDA)
+
+
 @pytest.mark.parametrize("draft", ["off", f"{OWN_MODEL},k=3", f"{NGRAM},k=3"])
 def test_the_texts_are_those_of_the_reference(draft: str) -> None:
     """Of the same float64 weights, not only of the same backend."""
