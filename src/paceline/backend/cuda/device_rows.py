@@ -46,6 +46,7 @@ class RowTensors:
     temperature: torch.Tensor  # [num_rows + 1] float64
     drafts: torch.Tensor  # [num_rows + 1, MAX_DRAFTS]
     margins: torch.Tensor  # [num_rows + 1, MAX_DRAFTS] float64, NaN where not known
+    alive: torch.Tensor  # [num_rows + 1, MAX_DRAFTS] float64 chance that all drafts up to each are kept
     num_drafts: torch.Tensor  # [num_rows + 1]
 
     @classmethod
@@ -65,6 +66,7 @@ class RowTensors:
             temperature=zeros(n, dtype=torch.float64),
             drafts=zeros(n, MAX_DRAFTS),
             margins=zeros(n, MAX_DRAFTS, dtype=torch.float64),
+            alive=zeros(n, MAX_DRAFTS, dtype=torch.float64),
             num_drafts=zeros(n),
         )
 
@@ -85,7 +87,8 @@ class Gathered:
 
     step: StepRows
     tokens: DevicePass
-    num_drafts: torch.Tensor  # [num_rows] drafts in the pass
+    num_made: torch.Tensor  # [num_rows] drafts that there are
+    num_drafts: torch.Tensor  # [num_rows] and those in the pass
     first_place: torch.Tensor  # [num_rows] each row's first among the wanted places
     specs: ChoiceSpecs  # [num_wanted]
 
@@ -184,7 +187,7 @@ class DeviceRows(Rows):
         return request
 
     def put_drafts(self, rows: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:
-        """Send drafts that were made on the host."""
+        """Send drafts that were made on the host. They are verified whole, whatever the budget."""
         block = np.zeros((len(rows), MAX_DRAFTS + 2), np.int64)
         for index, (row, token_ids) in enumerate(zip(rows, drafts, strict=True)):
             block[index, 0] = row
@@ -193,6 +196,8 @@ class DeviceRows(Rows):
         sent = torch.from_numpy(block).to(self.device, non_blocking=True)
         self.on_device.num_drafts.index_copy_(0, sent[:, 0], sent[:, 1])
         self.on_device.drafts.index_copy_(0, sent[:, 0], sent[:, 2:])
+        if block[:, 1].any():
+            self.on_device.alive.index_fill_(0, sent[:, 0], 1.0)
 
     # Commit on the host, one step late -------------------------------------------------------------
 
@@ -223,15 +228,22 @@ def _scatter(table: torch.Tensor, places_and_values: NDArray[int64]) -> None:
 
 
 def gather(
-    d: RowTensors, step: StepRows, num_tokens: int, num_wanted: int, scratch_slot: int, width: int
+    d: RowTensors,
+    step: StepRows,
+    num_tokens: int,
+    num_wanted: int,
+    scratch_slot: int,
+    width: int,
+    budget: int | None = None,
 ) -> Gathered:
     """Gather a pass: each row's known tokens from its computed ones on, then its drafts.
 
     num_tokens, num_wanted: of the pass, padding included. scratch_slot: takes padding's keys. width: pages of a
-    row.
+    row. budget: drafts of the pass; None: all.
     """
     rows = step.rows
-    num_drafts = torch.minimum(d.num_drafts[rows], step.max_drafts)  # [num_rows]
+    num_made = torch.minimum(d.num_drafts[rows], step.max_drafts)  # [num_rows]
+    num_drafts = num_made if budget is None else allot(d.alive[rows], num_made, budget)
     counts = step.num_known + num_drafts
     cu_len = offsets(counts)
     place = torch.arange(num_tokens, device=rows.device)
@@ -262,7 +274,21 @@ def gather(
         position=d.length[rows[owner]] + at,
         temperature=d.temperature[rows[owner]],
     )
-    return Gathered(step, tokens, num_drafts, cu_wanted[:-1], specs)
+    return Gathered(step, tokens, num_made, num_drafts, cu_wanted[:-1], specs)
+
+
+def allot(alive: torch.Tensor, num_drafts: torch.Tensor, budget: int) -> torch.Tensor:
+    """Return how many drafts of each row are verified: of all, the `budget` likeliest to be kept. [num_rows]
+
+    alive: [num_rows, depth] chances, none above one before it in its row. num_drafts: [num_rows] drafts that there
+    are. Of equal chances the shallower draft is taken, then that of the earlier row: each row keeps a prefix.
+    """
+    num_rows, depth = alive.shape
+    there = torch.arange(depth, device=alive.device) < num_drafts[:, None]
+    by_depth = torch.where(there, alive, -1.0).t().reshape(-1)
+    best = by_depth.sort(descending=True, stable=True)
+    taken = (best.values[:budget] >= 0).to(torch.int64)
+    return torch.zeros_like(num_drafts).index_add_(0, best.indices[:budget] % num_rows, taken)
 
 
 def offsets(counts: torch.Tensor) -> torch.Tensor:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import numpy as np
 import torch
 
 from paceline.backend.cuda.choice import ChoiceSpecs, choose
 from paceline.backend.cuda.device_pass import DevicePass
-from paceline.backend.cuda.device_rows import MAX_DRAFTS, offsets, owners
-from paceline.core.nouns import BROKEN, MOST_MARGIN, PAGE_TOKENS, noun
+from paceline.backend.cuda.device_rows import offsets, owners
+from paceline.backend.cuda.late_counts import Guesses, keep_drafts, send_columns
+from paceline.core.nouns import PAGE_TOKENS, noun
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -126,11 +126,7 @@ class Program:
         guess = self._guess_at_once if self._runner.parallel else self._guess_in_turn
         token_ids, margins = guess(drafted, bound, deepest)
         self._entries.index_copy_(0, rows, length)
-        state.drafts[rows, : token_ids.shape[1]] = token_ids.clamp(min=0)
-        state.margins[rows, : margins.shape[1]] = margins
-        state.num_drafts.index_copy_(
-            0, rows, _counts(drafted.depth, token_ids, margins, self._stops(drafts, deepest))
-        )
+        keep_drafts(state, drafts, Guesses(rows, drafted.depth, token_ids, margins))
 
     def _start(self, rows: torch.Tensor) -> torch.Tensor:
         """Return each row's first token without an entry. [n]"""
@@ -250,21 +246,8 @@ class Program:
         )
         return choose(self._runner.logits(states), specs, draft_ids=self._runner.draft_ids)
 
-    # Stops -----------------------------------------------------------------------------------------
-
-    def _stops(self, drafts: Sequence[LateDraft], deepest: int) -> torch.Tensor:
-        """Return the rows' stop rules: log-odds, least chances [n, deepest], sureness. [n, 2 deepest + 1]"""
-        block = np.full((len(drafts), 2 * deepest + 1), -np.inf)
-        block[:, :deepest] = np.inf  # never stops
-        for row, d in zip(block, drafts, strict=True):
-            if d.stop is not None:
-                count = min(deepest, len(d.stop.odds), len(d.stop.least))
-                row[:count], row[deepest : deepest + count] = d.stop.odds[:count], d.stop.least[:count]
-            row[-1] = d.stop.sureness if d.stop is not None else 0.0
-        return torch.from_numpy(block).to(self._rows.device, non_blocking=True)
-
     def _send(self, columns: Sequence[Sequence[int]]) -> torch.Tensor:
-        return torch.from_numpy(np.array(columns, np.int64)).to(self._rows.device, non_blocking=True)
+        return send_columns(columns, self._rows.device)
 
 
 def _columns(found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -274,22 +257,3 @@ def _columns(found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.
 
 def _at(table: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     return table[rows, columns.clamp(max=table.shape[1] - 1)]
-
-
-def _counts(
-    depth: torch.Tensor, token_ids: torch.Tensor, margins: torch.Tensor, stops: torch.Tensor
-) -> torch.Tensor:
-    """Return how many guesses of each row count: up to its depth, a stop, or one that is broken. [n]
-
-    See `Stop.over` for the rule.
-    """
-    deepest = token_ids.shape[1]
-    odds, least, sureness = stops[:, :deepest], stops[:, deepest : 2 * deepest], stops[:, -1:]
-    sure = sureness * torch.nan_to_num(margins, nan=MOST_MARGIN).clamp(max=MOST_MARGIN)
-    alive = torch.sigmoid(odds + sure).cumprod(1)
-    over = (alive < least) & ~margins.isnan()
-    index = torch.arange(deepest, device=depth.device)
-    ends_before = (token_ids == BROKEN) | (index >= depth[:, None])  # this guess does not count
-    count_over = torch.where(over, index + 1, MAX_DRAFTS).amin(1)
-    count_before = torch.where(ends_before, index, MAX_DRAFTS).amin(1)
-    return torch.minimum(torch.minimum(count_over, count_before), depth)

@@ -23,7 +23,7 @@ from paceline.core.nouns import NO_DRAFT, PAGE_TOKENS, UNCHOSEN, Draft, RowDraft
 from paceline.core.sampling import choose_token
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy import floating
     from numpy.typing import NDArray
@@ -53,10 +53,11 @@ class LateTarget(Backend):
     def request(self, batch: Batch, draft: Draft) -> ReadyPass:
         """Gather a pass on the device. Drafts of unknown tokens are those that the device has made."""
         rows, counts = self.rows, [len(d) for d in draft.rows]
-        known = [(r.row, d.token_ids) for r, d in zip(batch.rows, draft.rows, strict=True) if not _unknown(d)]
+        known = [(r.row, d.token_ids) for r, d in zip(batch.rows, draft.rows, strict=True) if not d.is_bound]
         rows.put_drafts([row for row, _ in known], [token_ids for _, token_ids in known])
-        num_tokens = batch.num_known_tokens + sum(counts)
-        num_wanted = sum(1 + count for r, count in zip(batch.rows, counts, strict=True) if r.samples)
+        num_drafts = sum(counts) if draft.budget is None else min(draft.budget, sum(counts))
+        num_tokens = batch.num_known_tokens + num_drafts
+        num_wanted = sum(r.samples for r in batch.rows) + num_drafts
         width = -(-max(r.max_len for r in batch.rows) // PAGE_TOKENS)
         gathered = gather(
             rows.on_device,
@@ -65,12 +66,9 @@ class LateTarget(Backend):
             bucket(num_wanted) if num_wanted else 0,
             self.kv.num_slots,
             width,
+            num_drafts if num_drafts < sum(counts) else None,
         )
         return LatePass(self, batch, draft, gathered)
-
-
-def _unknown(draft: RowDraft) -> bool:
-    return bool(len(draft)) and draft.token_ids[0] == UNCHOSEN
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +86,7 @@ class LatePass:
             record = self._enqueue()
             return PendingRecord(self, lambda: record)
         begun = thread.start(self._enqueue)
-        return PendingRecord(self, partial(begun.result, None))
+        return PendingRecord(self, lambda: begun.result())
 
     @torch.inference_mode()
     def _enqueue(self) -> Record:
@@ -111,7 +109,8 @@ class LatePass:
         if taps:
             record.keep("cu_len", g.tokens.cu_len)
             record.keep("slots", g.tokens.slots)
-        for name, tensor in (("chosen", chosen), ("num", g.num_drafts), ("drafts", drafts), ("margins", margins)):
+        counts = torch.stack([g.num_made, g.num_drafts])
+        for name, tensor in (("chosen", chosen), ("counts", counts), ("drafts", drafts), ("margins", margins)):
             record.keep(name, tensor)
         record.end(taps)
         return record
@@ -156,13 +155,10 @@ class PendingRecord:
 def _scores(asked: LatePass, record: Record) -> Scores:
     """Return the scores of a record, with the drafts that it tells of."""
     batch, rows = asked.batch, asked.target.rows
-    counts = record["num"].tolist()
-    draft = Draft(
-        tuple(
-            _known(d, record, index, counts[index]) if _unknown(d) else d
-            for index, d in enumerate(asked.draft.rows)
-        )
-    )
+    num_made, num_drafts = record["counts"].tolist()
+    draft = made = _drafts(asked.draft, record, num_drafts)
+    if num_made != num_drafts:
+        made = _drafts(asked.draft, record, num_made)
     cu_len, specs = rows.specs(batch, draft)
     chosen = record["chosen"][: cu_len[-1]]
     logits: list[NDArray[floating]] = []
@@ -177,8 +173,14 @@ def _scores(asked: LatePass, record: Record) -> Scores:
     starts = [rows.computed_len(r.row) for r in batch.rows]
     taps = Taps(record.taps, record["cu_len"], record["slots"], starts) if record.taps else None
     if not logits:
-        return Scores(cu_len, specs, chosen, taps=taps, draft=draft)
-    return Scores(cu_len, specs, chosen, np.stack(logits), logit_rows(specs), taps, draft)
+        return Scores(cu_len, specs, chosen, taps=taps, draft=draft, made=made)
+    return Scores(cu_len, specs, chosen, np.stack(logits), logit_rows(specs), taps, draft, made)
+
+
+def _drafts(asked: Draft, record: Record, counts: Sequence[int]) -> Draft:
+    """Return the first `counts[i]` drafts of each row, those of a host whole."""
+    rows = (_known(d, record, i, counts[i]) if d.is_bound else d for i, d in enumerate(asked.rows))
+    return Draft(tuple(rows))
 
 
 def _known(bound: RowDraft, record: Record, index: int, count: int) -> RowDraft:
