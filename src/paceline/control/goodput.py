@@ -59,10 +59,14 @@ class Goodput:
         priors: Sequence[NDArray[float64] | None] | None = None,
         objective: Objective | None = None,
         honours_stops: Collection[int] = (),
+        late: Collection[int] = (),
     ) -> None:
-        """Take `max_ks` and `priors`, known chances by depth, by drafter. honours_stops: drafters that do."""
+        """Take `max_ks` and `priors`, known chances by depth, by drafter. honours_stops: drafters that do.
+
+        late: drafters on the target's device.
+        """
         priors = priors or [None] * len(max_ks)
-        self.choice = DrafterChoice(cost, num_rows, max_ks, priors, honours_stops)
+        self.choice = DrafterChoice(cost, num_rows, max_ks, priors, honours_stops, late)
         self.exploration = Exploration(self.choice, Retirement(len(max_ks), self.choice.max_k), Probes())
         self.hysteresis = Hysteresis()
         self.plan_reuse = PlanReuse()
@@ -143,17 +147,18 @@ class Goodput:
     def _decision(
         self, view: StepView, draft: _StepDraft, tokens: float, row_tokens: NDArray[float64] | None
     ) -> Decision:
-        """Return the decision, with its prefill budget and its stop rules.
+        """Return the decision, with its budgets of prefill and of drafts, and its stop rules.
 
         row_tokens: expected of each row, [n], if some have a latency target.
         """
-        budget, prefill_s = None, self._prefill_s
+        prefill_tokens, prefill_s = None, self._prefill_s
         if row_tokens is not None:
-            budget, prefill_s = self._latency.prefill_budget(view, row_tokens, draft.seconds, prefill_s)
+            prefill_tokens, prefill_s = self._latency.prefill_budget(view, row_tokens, draft.seconds, prefill_s)
         planned, exempt_row = (draft.ks, draft.drafters), self.exploration.probes.row
         ks, drafters, stops = self.choice.with_stop_rules(view, planned, self._context, exempt_row)
+        ks, budget = self.choice.with_budget(planned, (ks, drafters))
         expected = draft.seconds + prefill_s, tokens, draft.speedup
-        return Decision(ks, drafters, *expected, budget, draft.retired, stops)
+        return Decision(ks, drafters, *expected, prefill_tokens, draft.retired, stops, budget)
 
     @property
     def _context(self) -> PlanContext:

@@ -7,6 +7,7 @@ record holds what the law on the host needs to come to the same verdict, which b
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -86,7 +87,7 @@ class LatePass:
             record = self._enqueue()
             return PendingRecord(self, lambda: record)
         begun = thread.start(self._enqueue)
-        return PendingRecord(self, lambda: begun.result())
+        return PendingRecord(self, partial(begun.result, None))
 
     @torch.inference_mode()
     def _enqueue(self) -> Record:
