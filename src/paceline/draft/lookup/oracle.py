@@ -22,6 +22,7 @@ import numpy as np
 from paceline.core import noise
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import NO_DRAFT, Draft, RowDraft
+from paceline.core.params import OFF
 from paceline.draft.drafter import MAX_K, Needs
 from paceline.draft.late import LateDrafter, late_decoder
 from paceline.draft.registry import bounded, parse_spec
@@ -82,7 +83,10 @@ class OracleConfig:
             return None
         found = BESIDE.fullmatch(self.head)
         name, options = found.groups(default="") if found else ("", "")
-        if not name or name == self.name or (config := parse_spec(_with_k(name, options, self.k))) is None:
+        config = None
+        if name not in ("", OFF, self.name):
+            config = parse_spec(_with_k(name, options, self.k))
+        if config is None:
             raise ConfigError(
                 f"{self.name}:head={self.head}: write a drafter's name, with its options in brackets, such as "
                 f"head=eagle3[model=FOLDER;weights=bf16]; {self.name} sets its k"
