@@ -1,6 +1,6 @@
-"""Attention over paged keys and values: the store, the plan of a pass, and the sums.
+"""Attention over paged keys and values: store, plan and sums.
 
-Kernels and PyTorch add in the same order: keys in parts of 256 at absolute positions, parts folded from the left.
+Kernels and PyTorch cut keys into parts of 256 at absolute positions, and fold parts from the left.
 A slot that no token of a tile sees is not read. Values that only other tokens of the tile see weigh 0; they are of
 the same row.
 """
@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
 
-from paceline.backend.cuda.device_memory import lazy_zeros
 from paceline.backend.cuda.kernel_launch import (
     ELEMENTS,
     Variant,
+    aligned_names,
     block_of,
     launch,
     lists_variants,
     num_processors,
+    unaligned_marks,
     uses_kernels,
 )
+from paceline.backend.reference.attention import lazy_zeros
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import PAGE_TOKENS
 
@@ -32,9 +34,9 @@ if TYPE_CHECKING:
     from paceline.backend.cuda.device_pass import DevicePass
 
 PART_TOKENS = 256  # keys whose sums start from nothing
-BLOCK_TOKENS = 64  # keys that a kernel takes at once
 TILE_ROWS = 64  # tokens of a tile times query heads of a KV head: what one instruction multiplies
 MAX_HEAD_DIM = 256
+WIDE = 128  # wider heads leave no registers for fp8 or float32
 MAX_UNITS = 4096  # parts of tokens whose sums may lie in scratch memory
 ROW_BLOCKS = (64, 512, 2048)  # rows of a pass that a planner is compiled for, one more than it takes
 ITEM_FIELDS, MERGED_FIELDS = 8, 4  # as in attention_kernels
@@ -49,15 +51,18 @@ KV_TYPES = {
 }
 
 
-def check_heads(head_dim: int, num_heads: int, num_kv_heads: int) -> None:
+def check_heads(head_dim: int, num_heads: int, num_kv_heads: int, kv_type: str = "auto") -> None:
     """Raise `ConfigError` if no kernel takes heads of this shape."""
     group, odd = divmod(num_heads, num_kv_heads)
     if odd or group > TILE_ROWS:
         raise ConfigError(
             f"{num_heads} query heads over {num_kv_heads} KV heads: the cuda backend takes up to {TILE_ROWS} each"
         )
-    if head_dim % 8 or not 0 < head_dim <= MAX_HEAD_DIM:
-        raise ConfigError(f"heads of {head_dim}: the cuda backend takes multiples of 8 up to {MAX_HEAD_DIM}")
+    widest = WIDE if kv_type == "fp8" else MAX_HEAD_DIM
+    if head_dim % 8 or not 0 < head_dim <= widest:
+        raise ConfigError(
+            f"heads of {head_dim} with {kv_type} KV: the cuda backend takes multiples of 8 up to {widest}"
+        )
 
 
 # The store ----------------------------------------------------------------------------------------
@@ -65,7 +70,7 @@ def check_heads(head_dim: int, num_heads: int, num_kv_heads: int) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerKV:
-    """Keys and values of one layer, by slot. In fp8 a number is `data` times its head's scale."""
+    """Keys and values of one layer, by slot; in fp8 `data` times `scales`."""
 
     data: torch.Tensor  # [2, num_slots + 16, num_kv_heads, head_dim]
     scales: torch.Tensor | None = None  # [2, num_slots + 16, num_kv_heads] float32, of fp8
@@ -73,7 +78,10 @@ class LayerKV:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceKV:
-    """Keys and values of every layer, by slot. The last page is scratch: padding tokens write there."""
+    """Keys and values of every layer, by slot.
+
+    The last page is scratch: padding tokens write there.
+    """
 
     data: torch.Tensor  # [num_layers, 2, num_slots + 16, num_kv_heads, head_dim] zeros at first
     scales: torch.Tensor | None = None  # [num_layers, 2, num_slots + 16, num_kv_heads] float32, of fp8
@@ -119,13 +127,16 @@ def new_kv(
 
 @dataclass(slots=True, eq=False)
 class AttentionWork:
-    """Plan of one pass for layers of one window. Made on the device when the first layer asks for it."""
+    """Plan of one pass for layers of one window.
+
+    It is made on the device when the first layer asks for it, in the form that this layer's type needs.
+    """
 
     group: int  # query heads of a KV head
     window: int  # keys that a token sees at most, its own included; 0: all
     fill: int | None  # programs that fill the device; None: its multiprocessors
     items: WorkItems | None = None  # of kernels
-    tiles: Tiles | None = None  # of PyTorch
+    tiles: TokenTiles | None = None  # of PyTorch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,9 +152,10 @@ class WorkItems:
 
 
 def plan_attention(d: DevicePass, group: int, window: int, fill: int | None = None) -> AttentionWork:
-    """Plan the attention of a pass's layers with one window; `group` query heads share one KV head.
+    """Plan the attention of a pass's layers with one window.
 
-    With a `window` a token sees that many keys, its own included. fill: programs that fill the device, for tests.
+    group: query heads that share a KV head. With a `window` a token sees that many keys, its own included.
+    fill: programs that fill the device, for tests; 0: no tile is split.
     """
     assert len(d.cu_len) <= ROW_BLOCKS[-1], "too many rows in a pass"
     return AttentionWork(group, window, fill)
@@ -161,7 +173,8 @@ def attend(
     assert query.shape[1] == work.group * layer.data.shape[2]
     if not len(query):
         return query.new_empty(0, query.shape[1] * query.shape[2])
-    by = _attend_by_kernels if uses_kernels(query) else _attend_by_torch
+    has_kernel = uses_kernels(query) and (query.dtype != torch.float32 or query.shape[2] <= WIDE)
+    by = _attend_by_kernels if has_kernel else _attend_by_torch
     return by(query, layer, d, work, scale)
 
 
@@ -176,7 +189,7 @@ def _plan_variant(num_kv_heads: int, group: int, rows: int, has_first_keys: bool
         arguments={
             "cu_len": "*i64",
             "positions": "*i64",
-            "first_keys": "*i64",
+            "first_keys": "*i64" if has_first_keys else "none",
             "items": "*i32",
             "merged": "*i32",
             "counts": "*i32",
@@ -187,28 +200,35 @@ def _plan_variant(num_kv_heads: int, group: int, rows: int, has_first_keys: bool
             "max_units": "i32",
         },
         constants={
-            "HAS_FIRST_KEYS": has_first_keys,
             "KV_HEADS": num_kv_heads,
             "QUERIES": TILE_ROWS // group,
             "PART": PART_TOKENS,
             "ROWS": rows,
         },
+        num_warps=4 if rows < ROW_BLOCKS[-1] else 16,
+        unaligned=frozenset(("cu_len", "positions", "first_keys")),
     )
 
 
 @lru_cache
-def _attend_variant(element: str, kv_element: str, num_kv_heads: int, group: int, head_dim: int) -> Variant:
-    tensor_cores = element != "fp32"
+def _attend_variant(
+    element: str, kv_element: str, num_kv_heads: int, group: int, head_dim: int, aligned: frozenset[str]
+) -> Variant:
+    tensor_cores, fp8 = element != "fp32", kv_element.startswith("fp8")
+    scales = "*fp32" if fp8 else "none"
     block = max(16, block_of(head_dim))
+    # More keys at once, or more blocks on the way from memory, do not fit into registers.
+    keys, stages = (16, 1) if not tensor_cores else (32, 3) if block > WIDE else (64, 3 if fp8 else 5)
     return Variant(
-        name=f"attend_parts {element} {kv_element} {num_kv_heads}x{group} {head_dim}",
+        name=f"attend_parts {element} {kv_element} {num_kv_heads}x{group} {head_dim}"
+        + unaligned_marks(aligned, "query_stride"),
         kernel="attention_kernels:attend_parts",
         arguments={
             "query": f"*{element}",
             "keys": f"*{kv_element}",
             "values": f"*{kv_element}",
-            "key_scales": "*fp32",
-            "value_scales": "*fp32",
+            "key_scales": scales,
+            "value_scales": scales,
             "out": f"*{element}",
             "pages": "*i64",
             "positions": "*i64",
@@ -229,15 +249,16 @@ def _attend_variant(element: str, kv_element: str, num_kv_heads: int, group: int
             "BLOCK_D": block,
             "M": TILE_ROWS,
             "PAGE": PAGE_TOKENS,
-            "KEYS": BLOCK_TOKENS,
+            "KEYS": keys,
             "PART": PART_TOKENS,
-            "SCALED": kv_element.startswith("fp8"),
         },
-        num_warps=8,
-        num_stages=2 if block > 128 else 3,
+        aligned=aligned,
+        num_warps=8 if tensor_cores else 16,
+        num_stages=stages,
         opcodes=("HGMMA", "LDGSTS") if tensor_cores else (),
         forbidden_opcodes=("HMMA",) if tensor_cores else (),
-        capability=80,
+        unaligned=frozenset(("pages", "positions")),
+        capability=90 if fp8 or block > WIDE else 80,
     )
 
 
@@ -270,9 +291,10 @@ def _merge_variant(element: str, num_kv_heads: int, group: int, head_dim: int) -
 def variants() -> list[Variant]:
     """Return variants of models that are in use, and the borders of what is taken."""
     shapes = [(8, 4, 128), (8, 8, 128), (3, 3, 64), (4, 1, 64), (1, 4, 256), (4, 2, 80), (8, 4, 96)]
-    listed = [_attend_variant("bf16", "bf16", *shape) for shape in shapes]
-    listed += [_attend_variant("fp16", "fp16", 8, 4, 128), _attend_variant("fp32", "fp32", 3, 3, 64)]
-    listed += [_attend_variant("bf16", "fp8e4nv", *shape) for shape in shapes[:5]]
+    aligned = aligned_names(query_stride=0)
+    listed = [_attend_variant("bf16", "bf16", *shape, aligned) for shape in shapes]
+    listed += [_attend_variant("bf16", "fp8e4nv", *s, aligned) for s in shapes if s[2] <= WIDE]
+    listed += [_attend_variant(element, element, 8, 4, 128, aligned) for element in ("fp16", "fp32")]
     listed += [_merge_variant("bf16", *shape) for shape in shapes]
     return listed + [_plan_variant(8, 4, rows, first) for rows in ROW_BLOCKS for first in (False, True)]
 
@@ -283,15 +305,14 @@ def _work_items(query: torch.Tensor, num_kv_heads: int, d: DevicePass, work: Att
     max_parts = -(-d.max_keys // PART_TOKENS)
     max_units = min(MAX_UNITS, num_tokens * max_parts) if max_parts > 1 else 0
     max_tiles = num_tokens // queries + num_rows + 1
-    numbers = {"dtype": torch.int32, "device": query.device}
-    sums = {"dtype": torch.float32, "device": query.device}
+    new = partial(torch.empty, dtype=torch.int32, device=query.device)
     planned = WorkItems(
-        items=torch.empty(max_tiles + max_units, ITEM_FIELDS, **numbers),
-        merged=torch.empty(min(num_tokens, max_units), MERGED_FIELDS, **numbers),
-        counts=torch.empty(2, **numbers),
-        part_total=torch.empty(max_units, *query.shape[1:], **sums),
-        part_largest=torch.empty(max_units, query.shape[1], **sums),
-        part_weight=torch.empty(max_units, query.shape[1], **sums),
+        items=new(max_tiles + max_units, ITEM_FIELDS),
+        merged=new(min(num_tokens, max_units), MERGED_FIELDS),
+        counts=new(2),
+        part_total=new((max_units, *query.shape[1:]), dtype=torch.float32),
+        part_largest=new((max_units, query.shape[1]), dtype=torch.float32),
+        part_weight=new((max_units, query.shape[1]), dtype=torch.float32),
     )
     rows = next(block for block in ROW_BLOCKS if num_rows < block)
     launch(
@@ -299,7 +320,7 @@ def _work_items(query: torch.Tensor, num_kv_heads: int, d: DevicePass, work: Att
         (1,),
         d.cu_len,
         d.positions,
-        d.cu_len if d.first_keys is None else d.first_keys,
+        d.first_keys,
         planned.items,
         planned.merged,
         planned.counts,
@@ -321,18 +342,20 @@ def _attend_by_kernels(
     planned = work.items
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     assert query.stride()[1:] == (head_dim, 1)
-    scales = (planned.part_weight,) * 2 if layer.scales is None else layer.scales  # not read without fp8
+    key_scales, value_scales = (None, None) if layer.scales is None else layer.scales
     parts = planned.part_total, planned.part_largest, planned.part_weight
     programs = 2 * num_processors(query.device)
     element, kv_element = ELEMENTS[query.dtype], ELEMENTS[layer.data.dtype]
     launch(
-        _attend_variant(element, kv_element, num_kv_heads, work.group, head_dim),
+        _attend_variant(
+            element, kv_element, num_kv_heads, work.group, head_dim, aligned_names(query_stride=query.stride(0))
+        ),
         (min(programs, len(planned.items) * num_kv_heads),),
         query,
         layer.data[0],
         layer.data[1],
-        scales[0],
-        scales[1],
+        key_scales,
+        value_scales,
         out,
         d.pages,
         d.positions,
@@ -359,7 +382,7 @@ def _attend_by_kernels(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tiles:
+class TokenTiles:
     """Tokens of a pass in tiles of equal size, each of one row."""
 
     tokens: torch.Tensor  # [num_tiles, queries] int64; 0 where a tile has no token
@@ -370,8 +393,8 @@ class Tiles:
     real: torch.Tensor  # [num_tokens] bool False: a padding token
 
 
-def _tiles(d: DevicePass, window: int) -> Tiles:
-    """Cut a pass into tiles. Their number depends on shapes only, so some may be empty."""
+def _tiles(d: DevicePass, window: int) -> TokenTiles:
+    """Cut a pass into tiles: as many as shapes allow, so some may be empty."""
     num_tokens, num_rows, device = len(d.positions), len(d.cu_len) - 1, d.positions.device
     queries = FEW_QUERIES if num_tokens <= FEW_QUERIES * num_rows else MANY_QUERIES
     start, end = d.cu_len[:-1], d.cu_len[1:].contiguous()
@@ -394,7 +417,7 @@ def _tiles(d: DevicePass, window: int) -> Tiles:
     local = token - start[row]
     places = (tile_start[row] + local // queries) * queries + local % queries
     real = token < end[-1]
-    return Tiles(tokens, seen_from, seen_to, slots, torch.where(real, places, 0), real)
+    return TokenTiles(tokens, seen_from, seen_to, slots, torch.where(real, places, 0), real)
 
 
 def _attend_by_torch(
@@ -418,9 +441,12 @@ def _attend_by_torch(
     return by_token.masked_fill(~tiles.real[:, None], 0).to(query.dtype)
 
 
-def _mix(folded: torch.Tensor, layer: LayerKV, tiles: Tiles, some: slice, scale: float) -> torch.Tensor:
-    """Return the mean of the values that some tiles see. [tiles, num_kv_heads, queries * group, head_dim]"""
-    query, slots = folded[some], tiles.slots[some]
+def _mix(folded: torch.Tensor, layer: LayerKV, tiles: TokenTiles, some: slice, scale: float) -> torch.Tensor:
+    """Return the weighted means of the values that some tiles see.
+
+    Shape: [tiles, num_kv_heads, queries * group, head_dim].
+    """
+    query, slots = folded[some] * scale, tiles.slots[some]
     group = query.shape[2] // tiles.tokens.shape[1]
     seen_from, seen_to = tiles.seen_from[some, :, None], tiles.seen_to[some, :, None]
     total = torch.zeros_like(query)
@@ -430,13 +456,13 @@ def _mix(folded: torch.Tensor, layer: LayerKV, tiles: Tiles, some: slice, scale:
         place = torch.arange(first, first + PART_TOKENS, device=slots.device)
         seen = (place >= seen_from) & (place <= seen_to)  # [tiles, queries, PART_TOKENS]
         key, value = (_gathered(layer, which, slots[:, first : first + PART_TOKENS], query) for which in (0, 1))
-        score = (query @ key.transpose(2, 3)) * scale
-        score = score.masked_fill(~seen.repeat_interleave(group, 1)[:, None], -torch.inf)
-        value = value.masked_fill(~seen.any(1)[:, None, :, None], 0)
+        score = query @ key.transpose(2, 3)
+        score.masked_fill_(~seen.repeat_interleave(group, 1)[:, None], -torch.inf)
+        value.masked_fill_(~seen.any(1)[:, None, :, None], 0)
         new = torch.maximum(largest, score.amax(-1))
         safe = torch.where(new == -torch.inf, 0, new)
         shrink = (largest - safe).exp()
-        p = (score - safe[..., None]).exp()
+        p = score.sub_(safe[..., None]).exp_()
         weight = weight * shrink + p.sum(-1)
         total = total * shrink[..., None] + p @ value
         largest = new
@@ -444,13 +470,18 @@ def _mix(folded: torch.Tensor, layer: LayerKV, tiles: Tiles, some: slice, scale:
 
 
 def _gathered(layer: LayerKV, which: int, slots: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return keys (0) or values (1) of slots [tiles, keys] as [tiles, num_kv_heads, keys, head_dim]."""
-    data, scaled = layer.data[which], layer.scales is not None
-    if scaled:  # PyTorch gathers no fp8 numbers on a host
-        data = data.view(torch.uint8)
-    found = data.index_select(0, slots.flatten())
-    if layer.scales is not None:
-        found = found.view(layer.data.dtype).to(like.dtype)
-        found = found * layer.scales[which].index_select(0, slots.flatten())[..., None].to(like.dtype)
-    # One layout whatever the number of tiles, or else matrix products add in another order.
-    return found.to(like.dtype).view(*slots.shape, *found.shape[1:]).transpose(1, 2).contiguous()
+    """Return keys (0) or values (1) of slots [tiles, keys].
+
+    Shape: [tiles, num_kv_heads, keys, head_dim]. One layout whatever the number of tiles, or else matrix products
+    add in another order.
+    """
+    data = layer.data[which]
+    num_kv_heads, head_dim = data.shape[1:]
+    heads = torch.arange(num_kv_heads, device=slots.device)
+    at = slots[:, None] * num_kv_heads + heads[:, None]  # [tiles, num_kv_heads, keys]
+    if layer.scales is None:
+        found = data.view(-1, head_dim).index_select(0, at.flatten()).to(like.dtype)
+    else:  # PyTorch gathers no fp8 numbers on a host
+        found = data.view(torch.uint8).view(-1, head_dim).index_select(0, at.flatten()).view(data.dtype)
+        found = found.to(like.dtype) * layer.scales[which].flatten()[at.flatten(), None].to(like.dtype)
+    return found.view(*at.shape, head_dim)

@@ -1,4 +1,4 @@
-"""Choice of tokens under the noise of `core/noise.py`, from the logits of many places at once.
+"""Choice of tokens at many places, under the noise of `core/noise.py`.
 
 The token ids are those of `core.sampling.choose_token`, the margins those of `choose_ahead`.
 """
@@ -13,12 +13,13 @@ import torch
 from torch.nn import functional
 
 from paceline.backend.cuda.kernel_launch import (
-    ALIGNMENT,
     ELEMENTS,
     Variant,
+    aligned_names,
     cdiv,
     launch,
     lists_variants,
+    unaligned_marks,
     uses_kernels,
 )
 from paceline.core.nouns import BROKEN
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 BLOCK = 1024  # logits of a tile
 BLOCK_TILES = 128  # tiles that are compared at once
 MAX_SCORED = 1 << 21  # logits that PyTorch takes at once
+_SPECS = ("seed_lo", "seed_hi", "choice", "position", "temperature", "hint_ids", "hint_add")
 _MASK = 0xFFFFFFFF
 _MURMUR = (16, 0x85EBCA6B, 13, 0xC2B2AE35, 16)
 _LOWBIAS = (16, 0x7FEB352D, 15, 0x846CA68B, 16)
@@ -39,7 +41,10 @@ _LOWBIAS = (16, 0x7FEB352D, 15, 0x846CA68B, 16)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChoiceSpecs:
-    """Rules of the choices at some places: the fields of `SamplingSpec` as arrays, without edits and filters."""
+    """Rules of the choices at some places: `SamplingSpec` as arrays.
+
+    They know no edits and no filters.
+    """
 
     seed_lo: torch.Tensor  # [num_places] int64 the seed's lower 32 bits
     seed_hi: torch.Tensor  # [num_places] int64 its bits above
@@ -71,13 +76,14 @@ def choose(
     hint_ids: torch.Tensor | None = None,
     hint_add: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose a token at every place; the lowest id on ties, BROKEN where no logit is finite.
+    """Choose a token at every place; the lowest id on ties.
 
     logits: [num_places, vocab] float32 or float64. draft_ids: [vocab] target ids of a draft vocabulary, none
     twice, negative where there is no token: ids and noise are the target's. hint_ids, hint_add: [num_places] one
     target id each whose logit is raised, -1: none.
 
-    Returns token ids [num_places] int64 and margins [num_places] float64: leads over the next score, in logits.
+    Returns token ids [num_places] int64, BROKEN where no logit is finite, and margins [num_places] float64: leads
+    over the next score, in logits.
     """
     assert (hint_ids is None) == (hint_add is None)
     if len(logits) and uses_kernels(logits):
@@ -89,9 +95,14 @@ def choose(
 
 
 @lru_cache
-def _score_variant(element: str, temperature: str, add: str | None, has_draft_ids: bool, aligned: bool) -> Variant:
+def _score_variant(
+    element: str, temperature: str, add: str | None, has_draft_ids: bool, aligned: frozenset[str]
+) -> Variant:
     return Variant(
-        name=f"score_tiles {element} {temperature} {add}{' draft_ids' * has_draft_ids}{' aligned' * aligned}",
+        name=f"score_tiles {element} {temperature}"
+        + (f" hint {add}" if add else "")
+        + " draft_ids" * has_draft_ids
+        + unaligned_marks(aligned, "stride"),
         kernel="choice_kernels:score_tiles",
         arguments={
             "logits": f"*{element}",
@@ -100,22 +111,18 @@ def _score_variant(element: str, temperature: str, add: str | None, has_draft_id
             "choice": "*i64",
             "position": "*i64",
             "temperature": f"*{temperature}",
-            "draft_ids": "*i64",
-            "hint_ids": "*i64",
-            "hint_add": f"*{add or 'i64'}",
+            "draft_ids": "*i64" if has_draft_ids else "none",
+            "hint_ids": "*i64" if add else "none",
+            "hint_add": f"*{add}" if add else "none",
             "best": "*fp64",
             "second": "*fp64",
             "best_ids": "*i32",
             "stride": "i32",
             "vocab_size": "i32",
         },
-        constants={
-            "HAS_DRAFT_IDS": has_draft_ids,
-            "HAS_HINT": add is not None,
-            "MIN_TEMPERATURE": MIN_TEMPERATURE,
-            "BLOCK": BLOCK,
-        },
-        aligned=frozenset({"stride"} if aligned else ()),
+        constants={"MIN_TEMPERATURE": MIN_TEMPERATURE, "BLOCK": BLOCK},
+        unaligned=frozenset(_SPECS),
+        aligned=aligned,
     )
 
 
@@ -134,6 +141,7 @@ def _best_variant(temperature: str) -> Variant:
             "num_tiles": "i32",
         },
         constants={"MIN_TEMPERATURE": MIN_TEMPERATURE, "BROKEN": BROKEN, "BLOCK": BLOCK_TILES},
+        unaligned=frozenset({"temperature"}),
         num_warps=1,
     )
 
@@ -141,9 +149,10 @@ def _best_variant(temperature: str) -> Variant:
 @lists_variants
 def variants() -> list[Variant]:
     """Return variants of the target's choices and of drafters'."""
-    listed = [_score_variant("fp32", "fp64", None, has_draft_ids, True) for has_draft_ids in (False, True)]
-    listed.append(_score_variant("fp32", "fp32", None, False, False))
-    listed.append(_score_variant("fp32", "fp64", "fp32", True, True))
+    any_size, aligned = frozenset[str](), aligned_names(stride=0)
+    listed = [_score_variant("fp32", "fp64", None, has_draft_ids, aligned) for has_draft_ids in (False, True)]
+    listed.append(_score_variant("fp32", "fp32", None, False, any_size))
+    listed.append(_score_variant("fp32", "fp64", "fp32", True, aligned))
     return [*listed, _best_variant("fp32"), _best_variant("fp64")]
 
 
@@ -169,7 +178,7 @@ def _choose_by_kernels(
             temperature,
             None if hint_add is None else ELEMENTS[hint_add.dtype],
             draft_ids is not None,
-            logits.stride(0) % ALIGNMENT == 0,
+            aligned_names(stride=logits.stride(0)),
         ),
         (num_places, num_tiles),
         logits,
@@ -178,9 +187,9 @@ def _choose_by_kernels(
         specs.choice,
         specs.position,
         specs.temperature,
-        specs.position if draft_ids is None else draft_ids,
-        specs.position if hint_ids is None else hint_ids,
-        specs.position if hint_add is None else hint_add,
+        draft_ids,
+        hint_ids,
+        hint_add,
         best,
         second,
         best_ids,
@@ -230,7 +239,7 @@ def _choose_by_torch(
 def _scores(
     z: torch.Tensor, ids: torch.Tensor, specs: ChoiceSpecs, some: slice
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scores [n, vocab] float64, and the temperature that margins are multiplied with, 0: none. [n, 1]"""
+    """Return scores [n, vocab] float64 and temperatures [n, 1], 0: no noise."""
     temperature = specs.temperature[some, None].to(torch.float64)
     unit = torch.where(temperature > 0, temperature.clamp(min=MIN_TEMPERATURE), 0)
     inverse = torch.where(unit > 0, 1 / unit, 1).to(z.dtype)

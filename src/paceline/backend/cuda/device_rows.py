@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from paceline.backend.cuda.choice import ChoiceSpecs
 from paceline.backend.cuda.device_pass import DevicePass
+from paceline.backend.cuda.graphs import Graph, Uncaptured
 from paceline.backend.rows import Rows
 from paceline.core.nouns import PAGE_TOKENS, noun
 
@@ -87,8 +88,7 @@ class Gathered:
 
     step: StepRows
     tokens: DevicePass
-    num_made: torch.Tensor  # [num_rows] drafts that there are
-    num_drafts: torch.Tensor  # [num_rows] and those in the pass
+    num_drafts: torch.Tensor  # [num_rows] drafts in the pass
     first_place: torch.Tensor  # [num_rows] each row's first among the wanted places
     specs: ChoiceSpecs  # [num_wanted]
 
@@ -101,15 +101,20 @@ class DeviceRows(Rows):
     ) -> None:
         super().__init__(num_rows, max_len, eos_ids, law_needs_probs=law_needs_probs)
         self.on_device = RowTensors.empty(num_rows, self.max_len, torch.device("cpu"))
-        self._law_needs = law_needs_probs
+        self.capture: type[Graph[Any]] | type[Uncaptured[Any]] | None = None  # how steps there are captured, if so
         self._behind: dict[int, int] = {}  # row -> its committed tokens that the device knows
         self._chosen_here: set[int] = set()  # rows whose tokens the host chooses
         self.tap_sinks: list[TapSink] = []  # take the taps of every pass, on the device
 
-    def move_to(self, device: torch.device) -> None:
-        """Keep the state on another device. For use before the first request."""
-        if device != self.on_device.length.device:
-            self.on_device = RowTensors.empty(self.num_rows, self.max_len, device)
+    def move_to(self, device: torch.device, scratch_page: int, *, captures: bool) -> None:
+        """Keep the state on a device. For use before the first request.
+
+        scratch_page: of every store over these page tables. captures: the device has graphs.
+        """
+        self.on_device = RowTensors.empty(self.num_rows, self.max_len, device)
+        self.on_device.pages[-1] = scratch_page  # padding has one token, in a page that nobody reads
+        self.on_device.length[-1] = 1
+        self.capture = Graph if captures else None
 
     @property
     def device(self) -> torch.device:
@@ -208,14 +213,17 @@ class DeviceRows(Rows):
                 self._behind.setdefault(r.row, self.known_len(r.row))
         super().commit(batch, verdict)
 
-    def step_rows(self, batch: Batch, num_drafts: Sequence[int], padded: int) -> StepRows:
-        """Send the rows of a step, padded to a number of rows."""
-        block = np.zeros((4, padded), np.int64)
-        block[0] = self.num_rows
-        for index, (r, count) in enumerate(zip(batch.rows, num_drafts, strict=True)):
-            block[:, index] = r.row, r.num_known, count, r.samples
-        sent = torch.from_numpy(block).to(self.device, non_blocking=True)
-        return StepRows(*sent)
+    def step_block(self, batch: Batch, num_drafts: Sequence[int]) -> NDArray[int64]:
+        """Return what the device is told of a step's rows, [4, rows] as `StepRows`."""
+        rows = zip(batch.rows, num_drafts, strict=True)
+        return np.array([(r.row, r.num_known, count, r.samples) for r, count in rows], np.int64).T
+
+    def padded(self, block: NDArray[int64]) -> NDArray[int64]:
+        """Return a step's block for as many rows as there are, further ones being padding's."""
+        whole = np.zeros((4, self.num_rows), np.int64)
+        whole[0] = self.num_rows
+        whole[:, : block.shape[1]] = block
+        return whole
 
 
 def _scatter(table: torch.Tensor, places_and_values: NDArray[int64]) -> None:
@@ -234,16 +242,14 @@ def gather(
     num_wanted: int,
     scratch_slot: int,
     width: int,
-    budget: int | None = None,
 ) -> Gathered:
     """Gather a pass: each row's known tokens from its computed ones on, then its drafts.
 
     num_tokens, num_wanted: of the pass, padding included. scratch_slot: takes padding's keys. width: pages of a
-    row. budget: drafts of the pass; None: all.
+    row.
     """
     rows = step.rows
-    num_made = torch.minimum(d.num_drafts[rows], step.max_drafts)  # [num_rows]
-    num_drafts = num_made if budget is None else allot(d.alive[rows], num_made, budget)
+    num_drafts = torch.minimum(d.num_drafts[rows], step.max_drafts)  # [num_rows]
     counts = step.num_known + num_drafts
     cu_len = offsets(counts)
     place = torch.arange(num_tokens, device=rows.device)
@@ -274,11 +280,22 @@ def gather(
         position=d.length[rows[owner]] + at,
         temperature=d.temperature[rows[owner]],
     )
-    return Gathered(step, tokens, num_made, num_drafts, cu_wanted[:-1], specs)
+    return Gathered(step, tokens, num_drafts, cu_wanted[:-1], specs)
 
 
-def allot(alive: torch.Tensor, num_drafts: torch.Tensor, budget: int) -> torch.Tensor:
-    """Return how many drafts of each row are verified: of all, the `budget` likeliest to be kept. [num_rows]
+@torch.inference_mode()
+def cut_to_budget(d: RowTensors, step: StepRows, budget: torch.Tensor) -> torch.Tensor:
+    """Leave rows only those drafts that a step verifies: of all, the `budget` likeliest to be kept.
+
+    budget: [1]. Returns how many there were of each row. [num_rows]
+    """
+    num_made = torch.minimum(d.num_drafts[step.rows], step.max_drafts)
+    d.num_drafts.index_copy_(0, step.rows, allot(d.alive[step.rows], num_made, budget))
+    return num_made
+
+
+def allot(alive: torch.Tensor, num_drafts: torch.Tensor, budget: torch.Tensor) -> torch.Tensor:
+    """Return how many drafts of each row are among the `budget` likeliest of all. [num_rows]
 
     alive: [num_rows, depth] chances, none above one before it in its row. num_drafts: [num_rows] drafts that there
     are. Of equal chances the shallower draft is taken, then that of the earlier row: each row keeps a prefix.
@@ -287,8 +304,8 @@ def allot(alive: torch.Tensor, num_drafts: torch.Tensor, budget: int) -> torch.T
     there = torch.arange(depth, device=alive.device) < num_drafts[:, None]
     by_depth = torch.where(there, alive, -1.0).t().reshape(-1)
     best = by_depth.sort(descending=True, stable=True)
-    taken = (best.values[:budget] >= 0).to(torch.int64)
-    return torch.zeros_like(num_drafts).index_add_(0, best.indices[:budget] % num_rows, taken)
+    taken = (best.values >= 0) & (torch.arange(len(by_depth), device=alive.device) < budget)
+    return torch.zeros_like(num_drafts).index_add_(0, best.indices % num_rows, taken.to(torch.int64))
 
 
 def offsets(counts: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ def judge(
     drafts: torch.Tensor,
     samples: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keep each row's drafts while they are the target's own choices, and add its next choice.
+    """Keep each row's drafts while the target chooses them; add its next choice.
 
     chosen: [num_scored] target token ids or BROKEN, of row i from `first_place[i]` on, one for each draft and one
     more; num_drafts: [num_rows]; drafts: [num_rows, depth]; samples: [num_rows] bool, False: a row gains nothing.
@@ -46,7 +46,7 @@ def _judge_by_kernel(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_rows, depth = drafts.shape
     token_ids, num_tokens = drafts.new_empty(num_rows, depth + 1), torch.empty_like(num_drafts)
-    rows = chosen, first_place, num_drafts, drafts, samples, token_ids, num_tokens
+    rows = chosen, first_place, num_drafts, drafts, samples.view(torch.uint8), token_ids, num_tokens
     launch(_judge_variant(), (cdiv(num_rows, ROWS),), *rows, num_rows, depth)
     return token_ids, num_tokens
 
@@ -59,13 +59,14 @@ def _judge_variant() -> Variant:
         kernel="judge_kernels:keep_while_chosen",
         arguments={
             **dict.fromkeys(of_rows, "*i64"),
-            "samples": "*i1",
+            "samples": "*u8",
             "token_ids": "*i64",
             "num_tokens": "*i64",
             "num_rows": "i32",
             "depth": "i32",
         },
         constants={"UNCHOSEN": UNCHOSEN, "ROWS": ROWS},
+        unaligned=frozenset((*of_rows, "samples")),
     )
 
 

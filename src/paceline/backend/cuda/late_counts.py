@@ -1,8 +1,9 @@
-"""Drafts that were made on the device: how many of a row count, and the chance that each is kept."""
+"""Drafting on the device, whatever drafts: orders and graphs, and how many guesses of a row count."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -11,48 +12,94 @@ from paceline.backend.cuda.device_rows import MAX_DRAFTS
 from paceline.core.nouns import MOST_MARGIN, noun
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from paceline.backend.cuda.device_rows import RowTensors
+    from numpy import float64, int64
+    from numpy.typing import NDArray
+
+    from paceline.backend.cuda.device_rows import DeviceRows, RowTensors
     from paceline.backend.seam import LateDraft
+
+    Orders = tuple[NDArray[int64], NDArray[float64]]
+
+
+class DraftShape(NamedTuple):
+    """Sizes of a drafting, padding included."""
+
+    num_rows: int
+    bound: int  # of the tokens that it reads: what rows have gained, or the longest text
+    deepest: int
 
 
 @noun
-class Guesses:
-    """Guesses of a program for some rows."""
+class DraftOrders:
+    """Rows that draft, as the device is told of them."""
 
-    rows: torch.Tensor  # [n]
+    rows: torch.Tensor  # [n] padding: the last row
     depth: torch.Tensor  # [n] drafts of each, at most
-    token_ids: torch.Tensor  # [n, deepest] negative: neither this one nor a later one is a draft
-    margins: torch.Tensor  # [n, deepest] float64, NaN where not known
+    stops: torch.Tensor  # [n, 2 deepest + 1] stop rules: log-odds, least chances, sureness
 
 
-def keep_drafts(state: RowTensors, asked: Sequence[LateDraft], found: Guesses) -> None:
-    """Make guesses the drafts of their rows. asked: the same rows, with their stop rules."""
-    rows, deepest = found.rows, found.token_ids.shape[1]
-    stops = send_stops(asked, deepest, rows.device)
-    alive = survival(found.margins, stops)
-    state.drafts[rows, :deepest] = found.token_ids.clamp(min=0)
-    state.margins[rows, :deepest] = found.margins
-    state.alive[rows, :deepest] = alive
-    state.num_drafts.index_copy_(0, rows, num_drafts(found, alive, stops))
+class DraftGraphs:
+    """Drafting by a function on the device, captured by shape where the device has graphs."""
+
+    def __init__(self, rows: DeviceRows, draft: Callable[[DraftShape, DraftOrders], None]) -> None:
+        self._rows, self._draft = rows, draft
+        self._made: dict[DraftShape, Callable[[torch.Tensor, torch.Tensor], None]] = {}
+
+    @property
+    def pads(self) -> bool:
+        """True if shapes should be padded, so that few are captured."""
+        return self._rows.capture is not None
+
+    def run(self, shape: DraftShape, drafts: Sequence[LateDraft], *, captured: bool) -> None:
+        """Draft for rows, at most as many as the shape has."""
+        orders = tuple(map(torch.from_numpy, orders_of(drafts, shape, self._rows.num_rows)))
+        if not (captured and self.pads):
+            self._run(shape, *(each.to(self._rows.device, non_blocking=True) for each in orders))
+            return
+        if shape not in self._made:
+            assert self._rows.capture is not None
+            nothing = orders_of((), shape, self._rows.num_rows)
+            sent = [torch.from_numpy(each).to(self._rows.device) for each in nothing]
+            self._made[shape] = self._rows.capture(partial(self._run, shape), sent)
+        self._made[shape](*orders)
+
+    @torch.inference_mode()
+    def _run(self, shape: DraftShape, rows: torch.Tensor, stops: torch.Tensor) -> None:
+        self._draft(shape, DraftOrders(rows[0], rows[1], stops))
 
 
-def send_columns(columns: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
-    """Return columns of integers on a device. [num_columns, n] int64"""
-    return torch.from_numpy(np.array(columns, np.int64)).to(device, non_blocking=True)
+def orders_of(drafts: Sequence[LateDraft], shape: DraftShape, padding: int) -> Orders:
+    """Return rows and depths, [2, n], and stop rules: log-odds, least chances, sureness. [n, 2 deepest + 1]"""
+    deepest = shape.deepest
+    rows = np.zeros((2, shape.num_rows), np.int64)
+    rows[0] = padding
+    stops = np.full((shape.num_rows, 2 * deepest + 1), -np.inf)
+    stops[:, :deepest] = np.inf  # never stops
+    stops[:, -1] = 0.0
+    for index, d in enumerate(drafts):
+        rows[:, index] = d.row, d.depth
+        if d.stop is not None:
+            count = min(deepest, len(d.stop.odds), len(d.stop.least))
+            stops[index, :count] = d.stop.odds[:count]
+            stops[index, deepest : deepest + count] = d.stop.least[:count]
+            stops[index, -1] = d.stop.sureness
+    return rows, stops
 
 
-def send_stops(asked: Sequence[LateDraft], deepest: int, device: torch.device) -> torch.Tensor:
-    """Return the rows' stop rules: log-odds, least chances [n, deepest], sureness. [n, 2 deepest + 1]"""
-    block = np.full((len(asked), 2 * deepest + 1), -np.inf)
-    block[:, :deepest] = np.inf  # never stops
-    for row, one in zip(block, asked, strict=True):
-        if one.stop is not None:
-            count = min(deepest, len(one.stop.odds), len(one.stop.least))
-            row[:count], row[deepest : deepest + count] = one.stop.odds[:count], one.stop.least[:count]
-        row[-1] = one.stop.sureness if one.stop is not None else 0.0
-    return torch.from_numpy(block).to(device, non_blocking=True)
+def keep_drafts(state: RowTensors, o: DraftOrders, token_ids: torch.Tensor, margins: torch.Tensor) -> None:
+    """Make guesses the drafts of their rows.
+
+    token_ids: [n, deepest] a negative one is no draft, nor is a later one. margins: [n, deepest] float64, NaN
+    where not known.
+    """
+    deepest = token_ids.shape[1]
+    alive = survival(margins, o.stops)
+    state.drafts[o.rows, :deepest] = token_ids.clamp(min=0)
+    state.margins[o.rows, :deepest] = margins
+    state.alive[o.rows, :deepest] = alive
+    state.num_drafts.index_copy_(0, o.rows, _num_drafts(o, token_ids, margins, alive))
 
 
 def survival(margins: torch.Tensor, stops: torch.Tensor) -> torch.Tensor:
@@ -64,16 +111,18 @@ def survival(margins: torch.Tensor, stops: torch.Tensor) -> torch.Tensor:
     return torch.sigmoid(stops[:, : margins.shape[1]] + stops[:, -1:] * known).cumprod(1)
 
 
-def num_drafts(found: Guesses, alive: torch.Tensor, stops: torch.Tensor) -> torch.Tensor:
+def _num_drafts(
+    o: DraftOrders, token_ids: torch.Tensor, margins: torch.Tensor, alive: torch.Tensor
+) -> torch.Tensor:
     """Return how many guesses of each row count: up to its depth, a stop, or one that is none. [n]
 
     See `Stop.over` for the rule.
     """
     deepest = alive.shape[1]
     index = torch.arange(deepest, device=alive.device)
-    known = found.margins.isnan().cumsum(1) == 0
-    over = (alive < stops[:, deepest : 2 * deepest]) & known
-    ends_before = (found.token_ids < 0) | (index >= found.depth[:, None])  # this guess does not count
+    known = margins.isnan().cumsum(1) == 0
+    over = (alive < o.stops[:, deepest : 2 * deepest]) & known
+    ends_before = (token_ids < 0) | (index >= o.depth[:, None])  # this guess does not count
     count_over = torch.where(over, index + 1, MAX_DRAFTS).amin(1)
     count_before = torch.where(ends_before, index, MAX_DRAFTS).amin(1)
-    return torch.minimum(torch.minimum(count_over, count_before), found.depth)
+    return torch.minimum(torch.minimum(count_over, count_before), o.depth)

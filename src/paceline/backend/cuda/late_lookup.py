@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from paceline.backend.cuda.buckets import bucket
 from paceline.backend.cuda.device_rows import DeviceRows
-from paceline.backend.cuda.kernel_launch import Variant, cdiv, launch, lists_variants, uses_kernels
-from paceline.backend.cuda.late_counts import Guesses, keep_drafts, send_columns
+from paceline.backend.cuda.kernel_launch import Variant, block_of, cdiv, launch, lists_variants, uses_kernels
+from paceline.backend.cuda.late_counts import DraftGraphs, DraftOrders, DraftShape, keep_drafts
 from paceline.core.nouns import UNCHOSEN
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class LookupProgram:
     def __init__(self, rows: RowView, pointers: Pointers) -> None:
         assert isinstance(rows, DeviceRows)
         self._rows, self._pointers = rows, pointers
+        self._graphs = DraftGraphs(rows, self._draft_on_device)
 
     def close(self) -> None:
         """Nothing ends."""
@@ -51,20 +53,25 @@ class LookupProgram:
     def catch_up(self, counts: Mapping[int, int]) -> None:
         """Read nothing: no row falls behind."""
 
-    @torch.inference_mode()
     def draft(self, drafts: Sequence[LateDraft]) -> None:
         """Draft what followed each row's longest match, if there is one."""
-        state, p = self._rows.on_device, self._pointers
-        rows, depth = send_columns([[d.row for d in drafts], [d.depth for d in drafts]], self._rows.device)
-        found = longest_matches(state, rows, p, max(d.length for d in drafts))
-        token_ids = _continued(state, rows, found, max(d.depth for d in drafts))
+        longest, deepest = max(d.length for d in drafts), max(d.depth for d in drafts)
+        shape = DraftShape(len(drafts), longest, deepest)
+        if self._graphs.pads:
+            shape = DraftShape(bucket(len(drafts)), max(block_of(longest), PLACES), deepest)
+        self._graphs.run(shape, drafts, captured=True)
+
+    def _draft_on_device(self, shape: DraftShape, orders: DraftOrders) -> None:
+        state, p, rows, depth = self._rows.on_device, self._pointers, orders.rows, orders.depth
+        found = longest_matches(state, rows, p, shape.bound)
+        token_ids = _continued(state, rows, found, shape.deepest)
         if isfinite(p.reach):
             depth = torch.minimum(depth, (found.lengths * p.reach).to(torch.int64))
         margin = found.lengths.clamp(min=1).to(torch.float64).log()  # of a confidence n / (n + 1)
         if not p.confident:
             margin = margin.fill_(torch.nan)
-        margins = margin[:, None].expand(token_ids.shape)
-        keep_drafts(state, drafts, Guesses(rows, depth, token_ids, margins))
+        reached = DraftOrders(rows, depth, orders.stops)
+        keep_drafts(state, reached, token_ids, margin[:, None].expand(token_ids.shape))
 
 
 def _continued(state: RowTensors, rows: torch.Tensor, found: Matches, deepest: int) -> torch.Tensor:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from paceline.backend.cuda.buckets import bucket
 from paceline.backend.cuda.device_rows import DeviceRows
-from paceline.backend.cuda.late_counts import Guesses, keep_drafts, send_columns
+from paceline.backend.cuda.late_counts import DraftGraphs, DraftShape, keep_drafts
 from paceline.core.nouns import UNCHOSEN
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from numpy import float64, generic, int64
     from numpy.typing import NDArray
 
+    from paceline.backend.cuda.late_counts import DraftOrders
     from paceline.backend.seam import LateDraft, LateProgram, RowView
 
 
@@ -37,6 +39,7 @@ class OracleProgram:
         assert isinstance(rows, DeviceRows)
         n, device = rows.num_rows + 1, rows.device
         self._rows, self._vocab_size, self._beside = rows, vocab_size, beside
+        self._graphs = DraftGraphs(rows, self._draft_on_device)
         self._rates = torch.from_numpy(rates).to(device)
         self._answers = torch.zeros(n, max_answer, dtype=torch.int64, device=device)
         self._uniform = torch.zeros(n, max_answer, dtype=torch.float64, device=device)
@@ -69,18 +72,22 @@ class OracleProgram:
         if self._beside is not None:
             self._beside.catch_up(counts)
 
-    @torch.inference_mode()
     def draft(self, drafts: Sequence[LateDraft]) -> None:
         """Go on with the recording of each row whose text is that of the recording."""
         if self._beside is not None:
             self._beside.draft(drafts)
-        state, last = self._rows.on_device, self._answers.shape[1] - 1
-        rows, depth = send_columns([[d.row for d in drafts], [d.depth for d in drafts]], self._rows.device)
+        num_rows, deepest = len(drafts), max(d.depth for d in drafts)
+        shape = DraftShape(bucket(num_rows) if self._graphs.pads else num_rows, 0, deepest)
+        self._graphs.run(shape, drafts, captured=True)
+
+    def _draft_on_device(self, shape: DraftShape, orders: DraftOrders) -> None:
+        state, rows, last = self._rows.on_device, orders.rows, self._answers.shape[1] - 1
         length, count = state.length[rows], self._answer_len[rows]
         start = length - self._prompt_len[rows]
-        as_recorded = self._answers[rows, (start - 1).clamp(0, last)] == state.token_ids[rows, length - 1]
+        newest = state.token_ids[rows, (length - 1).clamp(min=0)]
+        as_recorded = self._answers[rows, (start - 1).clamp(0, last)] == newest
         goes_on = (start > 0) & (start < count) & as_recorded
-        place = torch.arange(max(d.depth for d in drafts), device=rows.device)
+        place = torch.arange(shape.deepest, device=rows.device)
         index = start[:, None] + place
         at = rows[:, None], index.clamp(0, last)
         right = self._answers[at]
@@ -88,5 +95,4 @@ class OracleProgram:
         rates = self._rates[place.clamp(max=len(self._rates) - 1)]
         token_ids = torch.where(self._uniform[at] < rates, right, spoilt)
         token_ids = torch.where(goes_on[:, None] & (index < count[:, None]), token_ids, UNCHOSEN)
-        margins = token_ids.new_full(token_ids.shape, torch.nan, dtype=torch.float64)
-        keep_drafts(state, drafts, Guesses(rows, depth, token_ids, margins))
+        keep_drafts(state, orders, token_ids, right.new_full(right.shape, torch.nan, dtype=torch.float64))

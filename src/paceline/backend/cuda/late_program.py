@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
+from paceline.backend.cuda.buckets import BUCKETS, bucket
 from paceline.backend.cuda.choice import ChoiceSpecs, choose
 from paceline.backend.cuda.device_pass import DevicePass
 from paceline.backend.cuda.device_rows import offsets, owners
-from paceline.backend.cuda.late_counts import Guesses, keep_drafts, send_columns
+from paceline.backend.cuda.late_counts import DraftGraphs, DraftShape, keep_drafts
 from paceline.core.nouns import PAGE_TOKENS, noun
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from paceline.backend.cuda.device_rows import DeviceRows, RowTensors
+    from paceline.backend.cuda.late_counts import DraftOrders
     from paceline.backend.seam import LateDraft
 
 
@@ -93,6 +95,7 @@ class Program:
         self._rows, self._runner, self._scratch, self._own_store = rows, runner, scratch_slot, own_store
         self._entries = torch.zeros(n, dtype=torch.int64, device=device)  # tokens with entries
         self._first_key = torch.zeros(n, dtype=torch.int64, device=device)  # earlier ones have none
+        self._graphs = DraftGraphs(rows, self._draft_on_device)
         rows.tap_sinks.append(runner.write_taps)
 
     def close(self) -> None:
@@ -114,19 +117,24 @@ class Program:
         self._run_known(rows, start, sent[1], sum(counts.values()), wanted=False)
         self._entries.index_copy_(0, rows, start + sent[1])
 
-    @torch.inference_mode()
     def draft(self, drafts: Sequence[LateDraft]) -> None:
         """Draft for rows: catch up, then guess up to the deepest of them."""
-        sent = self._send([[d.row for d in drafts], [d.depth for d in drafts]])
-        rows, state = sent[0], self._rows.on_device
-        length = state.length[rows]
-        start = self._start(rows)
-        drafted = _Drafted(rows, sent[1], length, (length - start).clamp(min=1))
         bound, deepest = sum(d.bound for d in drafts), max(d.depth for d in drafts)
+        shape = DraftShape(len(drafts), bound, deepest)
+        if self._graphs.pads and bound <= BUCKETS[-1]:
+            num_rows = bucket(len(drafts))
+            shape = DraftShape(num_rows, bucket(bound + num_rows - len(drafts)), deepest)
+        self._graphs.run(shape, drafts, captured=shape.bound <= BUCKETS[-1])
+
+    def _draft_on_device(self, shape: DraftShape, orders: DraftOrders) -> None:
+        """Draft without a word from the host."""
+        rows, state = orders.rows, self._rows.on_device
+        length = state.length[rows]
+        drafted = _Drafted(rows, orders.depth, length, (length - self._start(rows)).clamp(min=1))
         guess = self._guess_at_once if self._runner.parallel else self._guess_in_turn
-        token_ids, margins = guess(drafted, bound, deepest)
+        token_ids, margins = guess(drafted, shape.bound, shape.deepest)
         self._entries.index_copy_(0, rows, length)
-        keep_drafts(state, drafts, Guesses(rows, drafted.depth, token_ids, margins))
+        keep_drafts(state, orders, token_ids, margins)
 
     def _start(self, rows: torch.Tensor) -> torch.Tensor:
         """Return each row's first token without an entry. [n]"""
@@ -247,7 +255,7 @@ class Program:
         return choose(self._runner.logits(states), specs, draft_ids=self._runner.draft_ids)
 
     def _send(self, columns: Sequence[Sequence[int]]) -> torch.Tensor:
-        return send_columns(columns, self._rows.device)
+        return torch.tensor(columns).to(self._rows.device, non_blocking=True)
 
 
 def _columns(found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Kernels of the choice of tokens: noise and the two best of each tile, then the best of a row.
+"""Kernels of the choice of tokens: the best of tiles, then of rows.
 
 The noise is that of `core/noise.py`: the same integers, and float64 from there on.
 """
@@ -52,30 +52,19 @@ def _gumbel(ids, k0, k1):
     return -tl.log(tl.where(low, -log1p, -tl.log(v)))
 
 
-@triton.jit(do_not_specialize=["stride", "vocab_size"])
-def score_tiles(
-    logits,
-    seed_lo,
-    seed_hi,
-    choice,
-    position,
-    temperature,
-    draft_ids,
-    hint_ids,
-    hint_add,
-    best,
-    second,
-    best_ids,
-    stride,
-    vocab_size,
-    HAS_DRAFT_IDS: tl.constexpr,
-    HAS_HINT: tl.constexpr,
-    MIN_TEMPERATURE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Write the two best scores of one tile of one row, and the id of the best; the lowest id on ties.
+LOOSE = ["seed_lo", "seed_hi", "choice", "position", "temperature", "hint_ids", "hint_add", "vocab_size"]
 
-    Scores of rows with a temperature are scaled logits plus noise, others are the logits. NaN counts as -inf.
+
+@triton.jit(do_not_specialize=LOOSE)
+def score_tiles(
+    logits, seed_lo, seed_hi, choice, position, temperature, draft_ids, hint_ids, hint_add,
+    best, second, best_ids, stride, vocab_size,
+    MIN_TEMPERATURE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the two best scores of a row's tile, and the best one's id.
+
+    It is the lowest id on ties. Scores of rows with a temperature are scaled logits plus noise, others are the
+    logits. NaN counts as -inf.
 
     logits: rows `stride` apart; draft_ids: [vocab_size] target ids of a draft vocabulary, negative where there is
     no token; hint_ids, hint_add: [num_rows]; best, second: [num_rows, num_tiles] float64; best_ids: int32.
@@ -85,11 +74,11 @@ def score_tiles(
     place = tile * BLOCK + tl.arange(0, BLOCK)
     inside = place < vocab_size
     ids = place
-    if HAS_DRAFT_IDS:
+    if draft_ids is not None:
         ids = tl.load(draft_ids + place, mask=inside, other=-1).to(tl.int32)
         inside = inside & (ids >= 0)
     z = tl.load(logits + row.to(tl.int64) * stride + place, mask=inside, other=float("-inf"))
-    if HAS_HINT:
+    if hint_ids is not None:
         hint = tl.load(hint_ids + row).to(tl.int32)
         add = tl.load(hint_add + row).to(z.dtype)
         z = tl.where(ids == hint, z + add, z)
@@ -118,20 +107,12 @@ def score_tiles(
     tl.store(best_ids + to, top_id)
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
+@triton.jit(do_not_specialize=["temperature", "num_tiles"])
 def best_of_tiles(
-    best,
-    second,
-    best_ids,
-    temperature,
-    token_ids,
-    margins,
-    num_tiles,
-    MIN_TEMPERATURE: tl.constexpr,
-    BROKEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Write one row's token id and its lead over the next in logits, of its tiles in order."""
+    best, second, best_ids, temperature, token_ids, margins, num_tiles,
+    MIN_TEMPERATURE: tl.constexpr, BROKEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write a row's token id and margin, from its tiles in order."""
     row = tl.program_id(0)
     top = tl.full([], float("-inf"), tl.float64)
     next_top = tl.full([], float("-inf"), tl.float64)
