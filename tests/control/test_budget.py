@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.control.allocation import MORE_DRAFTS, ROWS_TO_CHOOSE
+from paceline.control.budget import MORE_DRAFTS, ROWS_TO_CHOOSE, with_budget
 from paceline.control.controller import ClosedLoop
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
 from paceline.control.files import Profile, from_json, make_loop, to_json
@@ -44,7 +44,7 @@ def test_rows_of_a_device_draft_a_little_deeper_than_allocated(
     planned = [(k if drafter != NONE else 0, drafter) for k, drafter in planned]
     allocated, drafters = (np.array(each) for each in zip(*planned, strict=True))
     stopped = np.where(allocated > 0, reach, 0)
-    ks, budget = policy(late).choice.with_budget((allocated, drafters), (stopped, drafters))
+    ks, budget = with_budget(late, (allocated, drafters), (stopped, drafters))
     if not set(drafters[allocated > 0].tolist()) & set(late):
         assert budget is None
         assert ks is stopped

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     RowDrafts = tuple[NDArray[int64], NDArray[int64]]  # drafts of each row, and their drafter. [n] each
 
-MORE_DRAFTS = 2  # of a row than allocated, where a device verifies the likeliest of the step's drafts
-ROWS_TO_CHOOSE = 4  # from which on the choice pays for one more draft pass; not measured on a GPU yet
 PREVIEW_MARGIN = 0.03  # by which drafters without preview must win: they read prompts and keep states unseen
 
 
@@ -47,19 +45,14 @@ class DrafterChoice:
         max_ks: Sequence[int],
         priors: Sequence[NDArray[float64] | None],
         honours_stops: Collection[int],
-        late: Collection[int] = (),
     ) -> None:
-        """Take `max_ks` and `priors`, chances by depth, by drafter. honours_stops: drafters that obey stops.
-
-        late: drafters on the target's device, which chooses by margins what it verifies.
-        """
+        """Take `max_ks` and `priors`, chances by depth, by drafter. honours_stops: drafters that obey stops."""
         self.cost = cost
         self.models = [AcceptanceModel(num_rows, k, p) for k, p in zip(max_ks, priors, strict=True)]
         self.max_k = max(max_ks, default=0)
         self.prices = MarginalPrices(len(max_ks), self.max_k)
         self.assignment = DrafterAssignment(num_rows, cost, self.prices)
         self.stoppable = [m.estimates if i in honours_stops else None for i, m in enumerate(self.models)]
-        self._late = np.array([*(i in late for i in range(len(self.models))), False])  # the last: NONE
         self.retired: frozenset[int] = frozenset()
 
     def admit(self, row: int) -> None:
@@ -174,23 +167,6 @@ class DrafterChoice:
             self.stoppable, half, n, at.tokens_per_s, view.rows, view.max_drafts, ks, row_drafters, exempt_row
         )
         return deepest, stopped, {row: Stop(odds, weight, least) for row, odds, weight, least in rules}
-
-    def with_budget(self, planned: RowDrafts, stopped: RowDrafts) -> tuple[NDArray[int64], int | None]:
-        """Return each row's depth, and how many drafts the step verifies; None: no device chooses them.
-
-        planned: as allocated, which is what the step verifies. stopped: as `with_stop_rules` lets rows draft. Rows
-        of a device draft a little deeper than allocated, so that it has drafts to choose from: each depth is a
-        pass, so many rows draft one depth more than the deepest allocated of their drafter, and few none.
-        """
-        (allocated, _), (ks, drafters) = planned, stopped
-        on_device = self._late[drafters] & (allocated > 0)
-        if not on_device.any():
-            return ks, None
-        deepest = np.zeros(len(self._late), np.int64)
-        np.maximum.at(deepest, drafters, allocated)
-        passes = deepest + (np.count_nonzero(on_device) >= ROWS_TO_CHOOSE)
-        deeper = np.minimum(allocated + MORE_DRAFTS, passes[drafters])
-        return np.where(on_device, np.minimum(ks, deeper), ks), int(allocated.sum())
 
     # Between drafting and the pass ---------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from paceline.control.acceptance import learn_acceptance
 from paceline.control.allocation import DrafterChoice
+from paceline.control.budget import with_budget
 from paceline.control.exploration import Exploration, Probes, Retirement
 from paceline.control.plan_reuse import Hysteresis, PlanReuse, StepPromise
 from paceline.control.policy import NONE, Decision, plain
@@ -61,12 +62,13 @@ class Goodput:
         honours_stops: Collection[int] = (),
         late: Collection[int] = (),
     ) -> None:
-        """Take `max_ks` and `priors`, known chances by depth, by drafter. honours_stops: drafters that do.
+        """Take, by drafter, `max_ks` and `priors`, known chances by depth.
 
-        late: drafters on the target's device.
+        honours_stops: drafters that do. late: drafters on the target's device.
         """
         priors = priors or [None] * len(max_ks)
-        self.choice = DrafterChoice(cost, num_rows, max_ks, priors, honours_stops, late)
+        self.choice = DrafterChoice(cost, num_rows, max_ks, priors, honours_stops)
+        self._late = frozenset(late)
         self.exploration = Exploration(self.choice, Retirement(len(max_ks), self.choice.max_k), Probes())
         self.hysteresis = Hysteresis()
         self.plan_reuse = PlanReuse()
@@ -156,7 +158,7 @@ class Goodput:
             prefill_tokens, prefill_s = self._latency.prefill_budget(view, row_tokens, draft.seconds, prefill_s)
         planned, exempt_row = (draft.ks, draft.drafters), self.exploration.probes.row
         ks, drafters, stops = self.choice.with_stop_rules(view, planned, self._context, exempt_row)
-        ks, budget = self.choice.with_budget(planned, (ks, drafters))
+        ks, budget = with_budget(self._late, planned, (ks, drafters)) if self._late else (ks, None)
         expected = draft.seconds + prefill_s, tokens, draft.speedup
         return Decision(ks, drafters, *expected, prefill_tokens, draft.retired, stops, budget)
 

@@ -187,7 +187,7 @@ class RowDraft:
 
     @property
     def is_bound(self) -> bool:
-        """True of drafts that a device makes: the host does not know them, and bounds their number."""
+        """True of drafts that only the device knows: the host bounds their number."""
         return len(self.token_ids) > 0 and self.token_ids[0] == UNCHOSEN
 
     def first(self, k: int) -> RowDraft:

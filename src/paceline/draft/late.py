@@ -39,7 +39,7 @@ def late_decoder(target: Target) -> LateDecoder | None:
 def late_lookup(
     target: Target, name: str, max_k: int, pointers: Pointers, report: Mapping[str, Any]
 ) -> LateDrafter | None:
-    """Return a drafter that looks rows' texts up on the device; None where the host must."""
+    """Return a drafter that looks texts up on the device; None where the host must."""
     decoder = late_decoder(target)
     if decoder is None:
         return None
@@ -48,7 +48,7 @@ def late_lookup(
 
 
 class LateDrafter:
-    """Drafter whose program is on the device: a head, a draft model, a lookup; see `Drafter`."""
+    """Drafter whose program is on the target's device; see `Drafter`."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class LateDrafter:
         rows: RowView,
         vocabulary: RequestVocabulary | None = None,
     ) -> None:
-        """vocabulary: of a drafter that writes some of the target's tokens only; trails as rows do.
+        """vocabulary: of a drafter that writes some of the target's tokens; trails as rows do.
 
         The first of `needs.stores`, if any, is that of the program's entries.
         """

@@ -41,13 +41,13 @@ class StepInput:
     host_s: float | None = None  # of the host, where it works beside passes: what they waited for it
 
     def take_made(self, made: Draft, scored: Draft) -> None:
-        """Replace bounds by the drafts that the device has made of them, and those that were scored."""
+        """Replace bounds by the drafts that the device has made, and by those scored."""
         self.proposed = Draft(tuple(map(_made, self.proposed.rows, made.rows)))
         self.draft = scored
 
 
 def _made(proposed: RowDraft, made: RowDraft) -> RowDraft:
-    """Return what was proposed of a row: of drafts that the host made, all, trimmed or not."""
+    """Return what was proposed of a row: drafts of the host even where trimmed."""
     return made if proposed.is_bound else proposed
 
 

@@ -14,8 +14,7 @@ from paceline.backend.cuda.device_memory import enough_memory
 from paceline.backend.cuda.device_pass import upload
 from paceline.backend.cuda.device_rows import DeviceRows
 from paceline.backend.cuda.device_weights import num_bytes
-from paceline.backend.cuda.late_lookup import LookupProgram
-from paceline.backend.cuda.late_oracle import OracleProgram
+from paceline.backend.cuda.late_lookup import LookupProgram, OracleProgram
 from paceline.backend.cuda.late_program import Program
 from paceline.backend.cuda.launched import DeviceResult, launched
 from paceline.backend.cuda.layers import LayerShape, places_of, run_layer

@@ -285,9 +285,9 @@ def gather(
 
 @torch.inference_mode()
 def cut_to_budget(d: RowTensors, step: StepRows, budget: torch.Tensor) -> torch.Tensor:
-    """Leave rows only those drafts that a step verifies: of all, the `budget` likeliest to be kept.
+    """Leave rows the drafts that a step verifies: the `budget` likeliest of all.
 
-    budget: [1]. Returns how many there were of each row. [num_rows]
+    budget: [1]. Returns how many each row had. [num_rows]
     """
     num_made = torch.minimum(d.num_drafts[step.rows], step.max_drafts)
     d.num_drafts.index_copy_(0, step.rows, allot(d.alive[step.rows], num_made, budget))

@@ -1,4 +1,4 @@
-"""Drafting on the device, whatever drafts: orders and graphs, and how many guesses of a row count."""
+"""Drafting on the device by any program: orders, graphs, and what becomes of guesses."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ class DraftGraphs:
 
 
 def orders_of(drafts: Sequence[LateDraft], shape: DraftShape, padding: int) -> Orders:
-    """Return rows and depths, [2, n], and stop rules: log-odds, least chances, sureness. [n, 2 deepest + 1]"""
+    """Return rows and depths, [2, n], and stop rules, [n, 2 deepest + 1].
+
+    A rule is log-odds and least chances at each depth, then a sureness. padding: row of places without one.
+    """
     deepest = shape.deepest
     rows = np.zeros((2, shape.num_rows), np.int64)
     rows[0] = padding
@@ -103,9 +106,9 @@ def keep_drafts(state: RowTensors, o: DraftOrders, token_ids: torch.Tensor, marg
 
 
 def survival(margins: torch.Tensor, stops: torch.Tensor) -> torch.Tensor:
-    """Return the chance that each guess is kept with all before it, as `Stop` has it. [n, deepest]
+    """Return the chance that each guess is kept with all before it. [n, deepest]
 
-    It falls with depth. A margin that is not known counts as 0.
+    As `Stop` has it: falling with depth. A margin that is not known counts as 0.
     """
     known = torch.where(margins.isnan(), 0.0, margins).clamp(max=MOST_MARGIN)
     return torch.sigmoid(stops[:, : margins.shape[1]] + stops[:, -1:] * known).cumprod(1)
@@ -114,9 +117,9 @@ def survival(margins: torch.Tensor, stops: torch.Tensor) -> torch.Tensor:
 def _num_drafts(
     o: DraftOrders, token_ids: torch.Tensor, margins: torch.Tensor, alive: torch.Tensor
 ) -> torch.Tensor:
-    """Return how many guesses of each row count: up to its depth, a stop, or one that is none. [n]
+    """Return how many guesses of each row count. [n]
 
-    See `Stop.over` for the rule.
+    They end at its depth, at a stop as in `Stop.over`, or before one that is no token.
     """
     deepest = alive.shape[1]
     index = torch.arange(deepest, device=alive.device)

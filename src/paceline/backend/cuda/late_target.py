@@ -162,7 +162,7 @@ def _scores(asked: LatePass, record: Record) -> Scores:
 
 
 def _drafts(asked: Draft, record: Record, counts: str) -> Draft:
-    """Return the first drafts of each row, as many as the record tells; those of a host whole."""
+    """Return the drafts of each row that a record counts, those of a host whole."""
     bounds = enumerate(zip(asked.rows, record[counts].tolist(), strict=False))
     return Draft(tuple(_known(d, record, i, count) if d.is_bound else d for i, (d, count) in bounds))
 

@@ -131,7 +131,7 @@ class StepGraphs:
         return replace(outputs, taps={layer: states.clone() for layer, states in outputs.taps.items()})
 
     def cut_to_budget(self, block: NDArray[int64], budget: int) -> torch.Tensor:
-        """Enqueue the choice of the drafts that the next step verifies, see there. block: as of that step."""
+        """Enqueue the choice of the drafts that the next step verifies. block: of that step."""
         rows, most = self._target.rows, np.array([budget], np.int64)
         if self._capture is None:
             there = (torch.from_numpy(each).to(rows.device, non_blocking=True) for each in (block, most))

@@ -145,7 +145,7 @@ class Recordings:
         self.longest = max(map(len, answers))
 
     def find(self, request: Request) -> Recording | None:
-        """Find a request's answer by its number, with its own noise. Requests without a number have none."""
+        """Find a request's answer by its number; None without one."""
         if not (request.request_id.isdecimal() and len(request.request_id) <= MAX_ID_DIGITS):
             return None
         answer = self._answers[int(request.request_id) % len(self._answers)]

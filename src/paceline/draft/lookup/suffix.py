@@ -70,9 +70,10 @@ class SuffixConfig:
         return False
 
     def build(self, target: Target, load: Loader) -> Drafter:
-        """Make the drafter. On the target's device, rows follow the latest of their own longest matches.
+        """Make the drafter, on the target's device where that drafts.
 
-        Past answers are on the host, and so is a drafter that shares them.
+        There a row follows the latest of its own longest matches. Past answers are on the host, and so is a drafter
+        that shares them.
         """
         if self.shared:
             return SuffixDrafter(self, target.rows)

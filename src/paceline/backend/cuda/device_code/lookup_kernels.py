@@ -16,7 +16,10 @@ def longest_match(
     END_BITS: tl.constexpr,
     PLACES: tl.constexpr,
 ):
-    """Write the largest mark among PLACES places of a row: a match's length, then where it ends; see `Matches`."""
+    """Write the largest mark among PLACES places of a row.
+
+    A mark is a match's length, and below that where it ends; see `Matches`.
+    """
     row = tl.load(rows + tl.program_id(0))
     text = token_ids + row * stride
     num_tokens = tl.load(length + row)
