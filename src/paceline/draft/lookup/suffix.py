@@ -72,8 +72,8 @@ class SuffixConfig:
     def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter, on the target's device where that drafts.
 
-        There a row follows the latest of its own longest matches. Past answers are on the host, and so is a drafter
-        that shares them.
+        There a row follows the latest of its own longest matches. Past answers are on the host, and so is what
+        shares them.
         """
         if self.shared:
             return SuffixDrafter(self, target.rows)
