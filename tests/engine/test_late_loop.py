@@ -228,7 +228,7 @@ def test_a_row_without_a_number_ends_alone() -> None:
 def test_a_drafter_without_a_number_drafts_nothing_and_disturbs_nothing() -> None:
     asked = requests(4, 30)
     engine = make_engine(f"{OWN_MODEL},k=3", PLAIN, types=CUDA)
-    program: Any = engine.drafting.drafters["draft-model"]._program  # type: ignore[attr-defined]
+    program: Any = engine.drafting.drafters["draft-model"].program  # type: ignore[attr-defined]
     logits = program._runner.logits
     program._runner.logits = lambda states: torch.full_like(logits(states), torch.nan)
     assert_same(run(make_engine("off", PLAIN), asked), run(engine, asked))

@@ -90,7 +90,7 @@ def test_a_step_and_its_drafting_never_wait(draft: str) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         for drafter in engine.drafting.drafters.values():
             drafts = [LateDraft(r.row, 3, 7, 60) for r in batch.rows]
-            drafter._program.draft(drafts)  # type: ignore[attr-defined]
+            drafter.program.draft(drafts)  # type: ignore[attr-defined]
         block = target.rows.step_block(batch, [r.max_drafts for r in batch.rows])
         num_tokens = sum(1 + r.max_drafts for r in batch.rows)
         outputs = target.graphs.run(block, num_tokens, num_tokens, 8)
