@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from paceline.backend.registry import BACKENDS
 from paceline.core.errors import ModelError
-from paceline.core.nouns import SamplingSpec
+from paceline.core.nouns import Request, SamplingSpec
 from paceline.core.params import SamplingParams
 from paceline.engine.assembly.build import build
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.scheduler import Limits
 from paceline.model.config import num_weights
 from paceline.model.files.pull import resolve
+from paceline.model.heads.checkpoint import load_head
 from paceline.model.shapes import SHAPES, read_shape
 from paceline.model.weights import load_model, load_template, load_tokenizer
 from tests.backend.backends import ALL_BACKENDS
+from tests.engine.same_text import run
 from tests.model.helpers import pack, run_pass
 
-SMALL = "shape:vocab_size=300,hidden_size=64,intermediate_size=96,num_layers=2,head_dim=16"
+DRAFTS = ("eagle3:model=shape:eagle3/64", "peagle:model=shape:peagle", "draft-model:model=shape:vocab_size=300")
+SMALL = "shape:vocab_size=300,hidden_size=64,intermediate_size=96,num_layers=6,head_dim=16"
 GREEDY = SamplingSpec("argmax", SamplingParams(temperature=0.0))
 
 
@@ -105,8 +109,19 @@ def test_every_backend_has_the_same_weights() -> None:
     assert len(set(map(tuple, chosen.values()))) == 1
 
 
-def test_an_engine_writes_with_a_shape() -> None:
-    config = EngineConfig(model=SMALL, draft="ngram:k=3", backend="native", threads=1, limits=Limits(2, 64))
-    built: Any = build(config)
+@pytest.mark.parametrize("backend", ["native", "reference", "cuda"])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_an_engine_writes_with_shapes(backend: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BACKENDS, backend, ALL_BACKENDS[backend])
+    limits = Limits(2, 64)
+    built = build(EngineConfig(model=SMALL, draft=draft, backend=backend, weights="f32", threads=1, limits=limits))
     assert built.model_name == SMALL
     assert built.template is not None
+    answers = run(built.engine, [Request("a", (1, 2, 3), SamplingParams(max_tokens=9, ignore_eos=True), seed=1)])
+    assert len(answers["a"].token_ids) == 9
+
+
+@pytest.mark.parametrize("name", ["shape:eagle4", "shape:eagle3/0", "shape:eagle3/301", "shape:eagle3/x"])
+def test_heads_of_shapes_that_cannot_be_are_refused(name: str) -> None:
+    with pytest.raises(ModelError):
+        load_head(Path(name), load_model(SMALL).config)

@@ -14,10 +14,9 @@ from paceline.draft.heads.serial import SerialHeadDrafter
 from paceline.draft.late import LateDrafter
 from paceline.draft.registry import bounded
 from paceline.draft.shipped import shipped_folder, trained_to
-from paceline.model.files.hf import read_json
 from paceline.model.files.pull import resolve
-from paceline.model.heads.checkpoint import load_head, narrowed
-from paceline.model.heads.config import EAGLE, EAGLE3, PEAGLE, head_shapes, read_config
+from paceline.model.heads.checkpoint import head_config, load_head, narrowed
+from paceline.model.heads.config import EAGLE, EAGLE3, PEAGLE, head_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +46,7 @@ class HeadOptions:
 
     def num_weights(self, target: LoadedModel) -> int:
         """Return the size of the head; an embedding of its own is not counted."""
-        config = read_config(read_json(self.folder(target) / "config.json"), target.config)
+        config = head_config(self.folder(target), target.config)
         return sum(prod(shape) for shape in head_shapes(config).values())
 
     @property

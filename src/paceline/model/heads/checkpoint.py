@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paceline.core.errors import BadModelFile, DrafterMismatch
+from paceline.core.errors import BadModelFile, DrafterMismatch, ModelNotFound
 from paceline.model.files.hf import LAYER_NAMES, read_json, stored_tensors
 from paceline.model.files.safetensors_file import join_scales
 from paceline.model.heads.config import HeadConfig, head_shapes, read_config
+from paceline.model.shapes import PREFIX, is_shape, random_tensors
+from paceline.model.weights import LazyWeights
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,9 +55,44 @@ class Head:
     token_ids: NDArray[int64]  # [draft_vocab_size] the target's id of each draft token, ascending or not
 
 
+def head_config(folder: Path, target: ModelConfig) -> HeadConfig:
+    """Return the config of a head in a folder, or of a shape. Raises as `load_head`."""
+    return read_config(_shaped(folder, target) if is_shape(folder) else read_json(folder / "config.json"), target)
+
+
+def _shaped(name: Path, target: ModelConfig) -> dict[str, Any]:
+    """Return the config.json of `shape:KIND` or `shape:KIND/TOKENS`: one layer as the target's."""
+    kind, _, tokens = str(name).removeprefix(PREFIX).partition("/")
+    if tokens and not (tokens.isascii() and tokens.isdecimal() and 1 <= int(tokens[:9]) <= target.vocab_size):
+        raise ModelNotFound(f"{name}: write shape:{kind}/TOKENS with 1 to {target.vocab_size} tokens")
+    layer = {
+        "hidden_size": target.hidden_size,
+        "intermediate_size": target.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": target.num_heads,
+        "num_key_value_heads": target.num_kv_heads,
+        "head_dim": target.head_dim,
+        "vocab_size": target.vocab_size,
+        "max_position_embeddings": target.max_context,
+    }
+    size = int(tokens) if tokens else target.vocab_size
+    return {
+        "speculators_model_type": kind,
+        "transformer_layer_config": layer,
+        "draft_vocab_size": size,
+        "mask_token_id": 0,
+    }
+
+
 def load_head(folder: Path, target: ModelConfig) -> Head:
-    """Read a head from a folder. Raises `ModelNotFound`, `BadModelFile`, `UnsupportedModel`, `DrafterMismatch`."""
-    config = read_config(read_json(folder / "config.json"), target)
+    """Read a head from a folder, or make that of a shape.
+
+    Raises `ModelNotFound`, `BadModelFile`, `UnsupportedModel`, `DrafterMismatch`.
+    """
+    config = head_config(folder, target)
+    if is_shape(folder):
+        ids = np.arange(config.draft_vocab_size) * (target.vocab_size // config.draft_vocab_size)
+        return Head(config, LazyWeights(random_tensors(head_shapes(config), 0)), ids)
     found = {
         canonical: tensor for name, tensor in stored_tensors(folder).items() if (canonical := canonical_name(name))
     }

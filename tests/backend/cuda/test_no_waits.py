@@ -1,0 +1,71 @@
+"""Nothing in a pass waits for the device: it runs on tensors without numbers, where a look at one raises."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from paceline.backend.cuda import load as cuda
+from paceline.backend.cuda.device_pass import DevicePass
+from paceline.model.config import FAMILIES, Rope, Sliding
+from paceline.model.heads.checkpoint import Head
+from paceline.model.heads.config import read_config
+from tests.backend.backends import load_on_host
+from tests.draft.heads import RELAY, draft_ids, head_values, random_weights
+from tests.tiny import tiny_config, tiny_weights
+
+SLIDING = Sliding(9, frozenset({0, 2}), Rope(theta=1e4))
+
+
+def fake_pass() -> DevicePass:
+    """Twelve tokens of three rows, of which nobody knows where."""
+    return DevicePass(
+        token_ids=torch.zeros(12, dtype=torch.int64),
+        positions=torch.zeros(12, dtype=torch.int64),
+        slots=torch.zeros(12, dtype=torch.int64),
+        cu_len=torch.zeros(4, dtype=torch.int64),
+        pages=torch.zeros(3, 5, dtype=torch.int64),
+        wanted=torch.zeros(4, dtype=torch.int64),
+        first_keys=torch.zeros(3, dtype=torch.int64),
+    )
+
+
+def test_a_look_at_a_number_would_be_found() -> None:
+    with FakeTensorMode(), pytest.raises(DataDependentOutputException):
+        torch.zeros(3).sum().item()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_targets_pass_never_waits(family: str) -> None:
+    config = tiny_config(family, num_layers=3, sliding=SLIDING if family.startswith("gemma") else None)
+    decoder = load_on_host(config, tiny_weights(config), "f64", "f64", None)
+    kv = decoder.new_kv(8)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        hidden, taps = decoder.forward(fake_pass(), kv, taps=(0, 3))
+        assert decoder.logits(hidden).shape == (4, config.vocab_size)
+    assert taps[3].shape == (12, config.hidden_size)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "peagle", RELAY])
+def test_a_heads_pass_never_waits(kind: str) -> None:
+    target = tiny_config(num_layers=3)
+    config = read_config(head_values(kind, target), target)
+    weights: Any = random_weights(config)
+    decoder = load_on_host(target, tiny_weights(target), "f64", "f64", None)
+    head = cuda.load_runner(Head(config, weights, draft_ids(config, 320)), decoder, None, None)
+    kv, store = head.new_kv(8), head.new_tap_store(8)
+    slots = torch.from_numpy(np.arange(12))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        states = {tap: torch.zeros(12, target.hidden_size, dtype=torch.float64) for tap in config.taps}
+        store.put(slots, states)
+        features = head.fuse(torch.zeros(12, config.tapped_size, dtype=torch.float16))
+        normed, fed_back = head.read_out(head.run_layers(fake_pass(), features, kv))
+        assert normed.shape == fed_back.shape == (12, config.layers.hidden_size)
+        if config.relay_size:
+            messages = head.relay_messages(normed, normed, None)
+            messages = head.relay_messages(normed, normed, (fed_back, messages))
+            assert head.relayed(messages).shape == normed.shape

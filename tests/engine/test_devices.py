@@ -1,0 +1,148 @@
+"""Options of a backend with devices: checked against what its registry entry declares, and its own defaults."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from paceline.backend.device import Device
+from paceline.backend.registry import BACKENDS
+from paceline.bench.doctor import device_checks
+from paceline.bench.session import model_and_backend
+from paceline.core.errors import ConfigError
+from paceline.core.params import SamplingParams
+from paceline.engine.assembly import build
+from paceline.engine.assembly.cli_options import add_engine_arguments, engine_config
+from paceline.engine.assembly.config import EngineConfig
+from paceline.engine.scheduler import Limits
+from paceline.serve.llm import config_of
+from tests.backend.backends import load_on_host
+from tests.draft.heads import trained_head
+from tests.engine.same_text import MAX_LEN, PLAIN, SHARP, VOCAB, Request, assert_same, make_engine, run, target
+from tests.tiny import tiny_config, tiny_tokenizer, tiny_weights
+
+GPU, HOST = Device(torch_name="cuda"), Device(torch_name="cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"backend": "native", "device": "cpu"}, "--device cpu: the native backend runs on this machine's cores"),
+        ({"backend": "reference", "device": "cuda:0"}, "the reference backend runs on this machine's cores"),
+        ({"backend": "cuda", "device": "cuda:64"}, "--device cuda:64: the cuda backend runs on cuda, cuda:N, cpu"),
+        ({"backend": "cuda", "device": "cuda:-1"}, "runs on cuda, cuda:N, cpu"),
+        ({"backend": "cuda", "device": "cuda:"}, "runs on cuda"),
+        ({"backend": "cuda", "device": "cpu:1"}, "runs on cuda"),
+        ({"backend": "cuda", "device": "mps"}, "runs on cuda"),
+        ({"backend": "cuda", "device": 0}, "--device must be a string, not int"),
+        ({"backend": "cuda", "numerics": "exakt"}, "has no --numerics exakt; did you mean 'exact'"),
+        ({"backend": "native", "numerics": "fast"}, "computes in one way only: leave out --numerics fast"),
+        ({"backend": "cuda", "kv": "f16"}, "the cuda backend has no --kv f16"),
+        ({"backend": "cuda", "weights": "f64", "kv": "fp8"}, "the cuda backend has no --kv fp8"),
+        ({"backend": "auto", "weights": "f65"}, "has no --weights f65"),
+        ({"backend": "cud"}, "unknown backend 'cud'; did you mean 'cuda'"),
+        ({"backend": 3}, "--backend must be a string, not int"),
+    ],
+)
+def test_what_a_backend_has_not_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        EngineConfig(**options)
+
+
+def test_types_devices_and_limits_are_the_backends_own() -> None:
+    config = EngineConfig(backend="cuda")
+    assert (config.weight_type, config.kv_type, config.numerics_mode) == ("bf16", "bf16", "exact")
+    assert config.placement.target == GPU
+    assert config.usual_limits == Limits(256, prefill_tokens=4096)
+    assert EngineConfig(backend="cuda", device="cpu").usual_limits == Limits()
+    assert EngineConfig(backend="cuda", weights="fp8", kv="fp8", numerics="fast").numerics_mode == "fast"
+    assert EngineConfig(backend="cuda", device="cuda:1").placement.target == Device(torch_name="cuda:1")
+    plain = EngineConfig(backend="native")
+    assert (plain.numerics_mode, plain.placement.target, plain.usual_limits) == (None, None, Limits())
+
+
+def test_flags_override_the_usual_limits_one_by_one() -> None:
+    parser = ArgumentParser()
+    add_engine_arguments(parser)
+    read = partial(lambda *words: engine_config(parser.parse_args(words)).limits)
+    assert read("--backend", "cuda") == Limits(256, prefill_tokens=4096)
+    assert read("--backend", "cuda", "--max-rows", "8") == Limits(8, prefill_tokens=4096)
+    assert read("--backend", "cuda", "--device", "cpu", "--max-len", "99") == Limits(max_len=99)
+    assert read("--backend", "native") == Limits()
+    with pytest.raises(ConfigError, match="--max-rows must be between"):
+        read("--max-rows", "0")
+    assert config_of("default", {"backend": "cuda", "max_len": 64}).limits == Limits(256, 64, 4096)
+    with pytest.raises(ConfigError, match="--backend must be a string"):
+        config_of("default", {"backend": 7})
+
+
+def test_kv_takes_its_share_of_the_devices_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less with drafters, which need weights and stores of their own; no other bound than what rows could use."""
+    monkeypatch.setattr("paceline.backend.cuda.device_memory.free_bytes", lambda device: 16 * 1000 * 1000)
+    config, limits = EngineConfig(backend="cuda", draft="off"), Limits(256)
+    assert build.choose_num_pages(config, limits, 1) == (256 * 512, "room for 256 requests of 8192 tokens")
+    assert build.choose_num_pages(config, limits, 1000) == (900, "90% of the free memory")
+    drafting = replace(config, draft="ngram")
+    assert build.choose_num_pages(drafting, limits, 1000) == (500, "50% of the free memory")
+    with pytest.raises(ConfigError, match="no memory left for the KV cache"):
+        build.choose_num_pages(config, limits, 1 << 20)
+
+
+def test_the_doctor_says_what_the_chosen_backend_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.backend.cuda.probe.read_driver", lambda: None)
+    native = list(device_checks(EngineConfig(backend="native")))
+    assert all(check.ok for check in native)
+    assert native[-1].text == "there is no NVIDIA GPU here; only --backend cuda needs it"
+    assert not all(check.ok for check in device_checks(EngineConfig(backend="cuda")))
+    assert all(check.ok for check in device_checks(EngineConfig(backend="cuda", device="cpu")))
+
+
+# An engine on it ---------------------------------------------------------------------------------
+
+
+def engine_on_host(draft: str, **changes: Any) -> Any:
+    config = tiny_config(vocab_size=VOCAB, num_layers=3, eos_ids=(VOCAB - 1,))
+    decoder = load_on_host(config, tiny_weights(config, seed=4, embed_scale=SHARP), "f64", "f64", None)
+    loaded = build.Loaded("tiny", decoder, tiny_tokenizer(VOCAB), None, "tiny")
+    options = EngineConfig(
+        draft=draft,
+        backend="cuda",
+        device="cpu",
+        weights="f64",
+        kv_tokens=4096,
+        limits=Limits(4, MAX_LEN),
+        **changes,
+    )
+    return build.assemble(options, loaded), options, loaded
+
+
+REQUESTS = [
+    Request(
+        str(i), (*range(40, 60), *(40 + i, 50, 60) * 4), SamplingParams(temperature=i % 3 / 2, max_tokens=24), i
+    )
+    for i in range(6)
+]
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_it_writes_what_the_reference_writes(overlap: str) -> None:
+    head = trained_head("eagle3", target().decoder)  # type: ignore[arg-type]
+    expected = run(make_engine("off", PLAIN), REQUESTS)
+    for draft in ("off", f"eagle3:model={head},k=3"):
+        built, _, _ = engine_on_host(draft, overlap=overlap)
+        assert_same(expected, run(built.engine, REQUESTS))
+
+
+def test_banner_and_bench_name_device_and_numerics() -> None:
+    built, config, loaded = engine_on_host("off", numerics="fast")
+    said = {choice.what: f"{choice.value}: {choice.why}" for choice in built.choices}
+    assert said["backend"].startswith("cuda, f64, exact numerics, on this machine's cores: Triton kernels")
+    assert said["backend"].endswith("as asked")
+    assert "threads" in said
+    backend = model_and_backend(config, loaded)["backend"]
+    assert (backend["name"], backend["device"], backend["numerics"]) == ("cuda", "cpu", "fast")
+    assert BACKENDS["cuda"].load("fast") is not BACKENDS["cuda"].load()
