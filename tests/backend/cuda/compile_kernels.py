@@ -104,7 +104,7 @@ def faults(variant: Variant, capability: int) -> list[str]:
         found.append(f"{code.registers} registers")
     if code.shared_bytes > SHARED_BYTES[capability]:
         found.append(f"{code.shared_bytes} bytes of shared memory")
-    if code.opcodes["STL"] and not variant.stack:
+    if code.opcodes["STL"]:
         found.append(f"{code.opcodes['STL']} stores of spilled registers")
     if capability == 90:
         found += [f"no {opcode}" for opcode in variant.opcodes if not code.opcodes[opcode]]

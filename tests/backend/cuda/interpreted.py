@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import triton.language as tl
 
 from paceline.backend.cuda import products, rowwise
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+
+NARROW = {"fp8e4nv": (products.FP8, torch.uint8), "bf16": (torch.bfloat16, torch.uint16)}
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -37,6 +40,39 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in allocate:
         monkeypatch.setattr(torch, name, lambda *a, name=name, **k: poisoned(name, *a, **k))
+
+
+def mend_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace what Triton 3.9.0's interpreter does wrong and no GPU does.
+
+    Rounding to fp8 and bfloat16 loses the carry of a mantissa into the exponent, NaN in fp8 is read as 480, and a
+    dot multiplies the bits of bfloat16.
+    """
+    from triton.runtime import interpreter  # noqa: PLC0415 - only where kernels run in it
+
+    convert, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
+
+    def converted(array: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if source.name == "fp8e4nv":
+            wide = torch.from_numpy(array.view("uint8")).view(products.FP8).float().numpy()
+            return wide if target.name == "fp32" else convert(wide, tl.float32, target, rounding)
+        if target.name not in NARROW:
+            return convert(array, source, target, rounding)
+        dtype, bits = NARROW[target.name]
+        wide = array if source.name == "fp32" else convert(array, source, tl.float32, rounding)
+        return torch.from_numpy(wide.view("float32")).to(dtype).view(bits).numpy()
+
+    def multiplied(self: Any, a: Any, b: Any, *args: Any) -> Any:
+        wide = [
+            interpreter.TensorHandle(convert(x.data, x.dtype, tl.float32, None).view("float32"), tl.float32)
+            if x.dtype.name == "bf16"
+            else x
+            for x in (a, b)
+        ]
+        return dot(self, *wide, *args)
+
+    monkeypatch.setattr(interpreter, "_convert_float", converted)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", multiplied)
 
 
 @contextmanager

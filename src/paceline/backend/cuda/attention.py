@@ -19,10 +19,12 @@ from paceline.backend.cuda.device_memory import lazy_zeros
 from paceline.backend.cuda.kernel_launch import (
     ELEMENTS,
     Variant,
+    aligned_names,
     block_of,
     launch,
     lists_variants,
     num_processors,
+    unaligned_marks,
     uses_kernels,
 )
 from paceline.core.errors import ConfigError
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
     from paceline.backend.cuda.device_pass import DevicePass
 
 PART_TOKENS = 256  # keys whose sums start from nothing
-BLOCK_TOKENS = 64  # keys that a kernel takes at once
 TILE_ROWS = 64  # tokens of a tile times query heads of a KV head: what one instruction multiplies
 MAX_HEAD_DIM = 256
 MAX_UNITS = 4096  # parts of tokens whose sums may lie in scratch memory
@@ -176,7 +177,7 @@ def _plan_variant(num_kv_heads: int, group: int, rows: int, has_first_keys: bool
         arguments={
             "cu_len": "*i64",
             "positions": "*i64",
-            "first_keys": "*i64",
+            "first_keys": "*i64" if has_first_keys else "none",
             "items": "*i32",
             "merged": "*i32",
             "counts": "*i32",
@@ -187,28 +188,33 @@ def _plan_variant(num_kv_heads: int, group: int, rows: int, has_first_keys: bool
             "max_units": "i32",
         },
         constants={
-            "HAS_FIRST_KEYS": has_first_keys,
             "KV_HEADS": num_kv_heads,
             "QUERIES": TILE_ROWS // group,
             "PART": PART_TOKENS,
             "ROWS": rows,
         },
+        num_warps=4 if rows < ROW_BLOCKS[-1] else 16,
+        unaligned=frozenset(("cu_len", "positions", "first_keys")),
     )
 
 
 @lru_cache
-def _attend_variant(element: str, kv_element: str, num_kv_heads: int, group: int, head_dim: int) -> Variant:
-    tensor_cores = element != "fp32"
+def _attend_variant(
+    element: str, kv_element: str, num_kv_heads: int, group: int, head_dim: int, aligned: frozenset[str]
+) -> Variant:
+    tensor_cores, fp8 = element != "fp32", kv_element.startswith("fp8")
+    scales = "*fp32" if fp8 else "none"
     block = max(16, block_of(head_dim))
     return Variant(
-        name=f"attend_parts {element} {kv_element} {num_kv_heads}x{group} {head_dim}",
+        name=f"attend_parts {element} {kv_element} {num_kv_heads}x{group} {head_dim}"
+        + unaligned_marks(aligned, "query_stride"),
         kernel="attention_kernels:attend_parts",
         arguments={
             "query": f"*{element}",
             "keys": f"*{kv_element}",
             "values": f"*{kv_element}",
-            "key_scales": "*fp32",
-            "value_scales": "*fp32",
+            "key_scales": scales,
+            "value_scales": scales,
             "out": f"*{element}",
             "pages": "*i64",
             "positions": "*i64",
@@ -229,15 +235,16 @@ def _attend_variant(element: str, kv_element: str, num_kv_heads: int, group: int
             "BLOCK_D": block,
             "M": TILE_ROWS,
             "PAGE": PAGE_TOKENS,
-            "KEYS": BLOCK_TOKENS,
+            "KEYS": 64 if tensor_cores and block <= 128 else 32,
             "PART": PART_TOKENS,
-            "SCALED": kv_element.startswith("fp8"),
         },
+        aligned=aligned,
         num_warps=8,
-        num_stages=2 if block > 128 else 3,
+        num_stages=5 if tensor_cores and block <= 128 else 2,
         opcodes=("HGMMA", "LDGSTS") if tensor_cores else (),
         forbidden_opcodes=("HMMA",) if tensor_cores else (),
-        capability=80,
+        unaligned=frozenset(("pages", "positions")),
+        capability=90 if fp8 else 80,
     )
 
 
@@ -270,9 +277,10 @@ def _merge_variant(element: str, num_kv_heads: int, group: int, head_dim: int) -
 def variants() -> list[Variant]:
     """Return variants of models that are in use, and the borders of what is taken."""
     shapes = [(8, 4, 128), (8, 8, 128), (3, 3, 64), (4, 1, 64), (1, 4, 256), (4, 2, 80), (8, 4, 96)]
-    listed = [_attend_variant("bf16", "bf16", *shape) for shape in shapes]
-    listed += [_attend_variant("fp16", "fp16", 8, 4, 128), _attend_variant("fp32", "fp32", 3, 3, 64)]
-    listed += [_attend_variant("bf16", "fp8e4nv", *shape) for shape in shapes[:5]]
+    aligned = aligned_names(query_stride=0)
+    listed = [_attend_variant("bf16", "bf16", *shape, aligned) for shape in shapes]
+    listed += [_attend_variant("bf16", "fp8e4nv", *shape, aligned) for shape in shapes[:5]]
+    listed += [_attend_variant(element, element, 8, 4, 128, aligned) for element in ("fp16", "fp32")]
     listed += [_merge_variant("bf16", *shape) for shape in shapes]
     return listed + [_plan_variant(8, 4, rows, first) for rows in ROW_BLOCKS for first in (False, True)]
 
@@ -299,7 +307,7 @@ def _work_items(query: torch.Tensor, num_kv_heads: int, d: DevicePass, work: Att
         (1,),
         d.cu_len,
         d.positions,
-        d.cu_len if d.first_keys is None else d.first_keys,
+        d.first_keys,
         planned.items,
         planned.merged,
         planned.counts,
@@ -321,18 +329,20 @@ def _attend_by_kernels(
     planned = work.items
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     assert query.stride()[1:] == (head_dim, 1)
-    scales = (planned.part_weight,) * 2 if layer.scales is None else layer.scales  # not read without fp8
+    key_scales, value_scales = (None, None) if layer.scales is None else layer.scales
     parts = planned.part_total, planned.part_largest, planned.part_weight
     programs = 2 * num_processors(query.device)
     element, kv_element = ELEMENTS[query.dtype], ELEMENTS[layer.data.dtype]
     launch(
-        _attend_variant(element, kv_element, num_kv_heads, work.group, head_dim),
+        _attend_variant(
+            element, kv_element, num_kv_heads, work.group, head_dim, aligned_names(query_stride=query.stride(0))
+        ),
         (min(programs, len(planned.items) * num_kv_heads),),
         query,
         layer.data[0],
         layer.data[1],
-        scales[0],
-        scales[1],
+        key_scales,
+        value_scales,
         out,
         d.pages,
         d.positions,

@@ -13,12 +13,13 @@ import torch
 from torch.nn import functional
 
 from paceline.backend.cuda.kernel_launch import (
-    ALIGNMENT,
     ELEMENTS,
     Variant,
+    aligned_names,
     cdiv,
     launch,
     lists_variants,
+    unaligned_marks,
     uses_kernels,
 )
 from paceline.core.nouns import BROKEN
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 BLOCK = 1024  # logits of a tile
 BLOCK_TILES = 128  # tiles that are compared at once
 MAX_SCORED = 1 << 21  # logits that PyTorch takes at once
+_SPECS = ("seed_lo", "seed_hi", "choice", "position", "temperature", "hint_ids", "hint_add")
 _MASK = 0xFFFFFFFF
 _MURMUR = (16, 0x85EBCA6B, 13, 0xC2B2AE35, 16)
 _LOWBIAS = (16, 0x7FEB352D, 15, 0x846CA68B, 16)
@@ -89,9 +91,14 @@ def choose(
 
 
 @lru_cache
-def _score_variant(element: str, temperature: str, add: str | None, has_draft_ids: bool, aligned: bool) -> Variant:
+def _score_variant(
+    element: str, temperature: str, add: str | None, has_draft_ids: bool, aligned: frozenset[str]
+) -> Variant:
     return Variant(
-        name=f"score_tiles {element} {temperature} {add}{' draft_ids' * has_draft_ids}{' aligned' * aligned}",
+        name=f"score_tiles {element} {temperature}"
+        + (f" hint {add}" if add else "")
+        + " draft_ids" * has_draft_ids
+        + unaligned_marks(aligned, "stride"),
         kernel="choice_kernels:score_tiles",
         arguments={
             "logits": f"*{element}",
@@ -100,22 +107,18 @@ def _score_variant(element: str, temperature: str, add: str | None, has_draft_id
             "choice": "*i64",
             "position": "*i64",
             "temperature": f"*{temperature}",
-            "draft_ids": "*i64",
-            "hint_ids": "*i64",
-            "hint_add": f"*{add or 'i64'}",
+            "draft_ids": "*i64" if has_draft_ids else "none",
+            "hint_ids": "*i64" if add else "none",
+            "hint_add": f"*{add}" if add else "none",
             "best": "*fp64",
             "second": "*fp64",
             "best_ids": "*i32",
             "stride": "i32",
             "vocab_size": "i32",
         },
-        constants={
-            "HAS_DRAFT_IDS": has_draft_ids,
-            "HAS_HINT": add is not None,
-            "MIN_TEMPERATURE": MIN_TEMPERATURE,
-            "BLOCK": BLOCK,
-        },
-        aligned=frozenset({"stride"} if aligned else ()),
+        constants={"MIN_TEMPERATURE": MIN_TEMPERATURE, "BLOCK": BLOCK},
+        unaligned=frozenset(_SPECS),
+        aligned=aligned,
     )
 
 
@@ -134,6 +137,7 @@ def _best_variant(temperature: str) -> Variant:
             "num_tiles": "i32",
         },
         constants={"MIN_TEMPERATURE": MIN_TEMPERATURE, "BROKEN": BROKEN, "BLOCK": BLOCK_TILES},
+        unaligned=frozenset({"temperature"}),
         num_warps=1,
     )
 
@@ -141,9 +145,10 @@ def _best_variant(temperature: str) -> Variant:
 @lists_variants
 def variants() -> list[Variant]:
     """Return variants of the target's choices and of drafters'."""
-    listed = [_score_variant("fp32", "fp64", None, has_draft_ids, True) for has_draft_ids in (False, True)]
-    listed.append(_score_variant("fp32", "fp32", None, False, False))
-    listed.append(_score_variant("fp32", "fp64", "fp32", True, True))
+    any_size, aligned = frozenset[str](), aligned_names(stride=0)
+    listed = [_score_variant("fp32", "fp64", None, has_draft_ids, aligned) for has_draft_ids in (False, True)]
+    listed.append(_score_variant("fp32", "fp32", None, False, any_size))
+    listed.append(_score_variant("fp32", "fp64", "fp32", True, aligned))
     return [*listed, _best_variant("fp32"), _best_variant("fp64")]
 
 
@@ -169,7 +174,7 @@ def _choose_by_kernels(
             temperature,
             None if hint_add is None else ELEMENTS[hint_add.dtype],
             draft_ids is not None,
-            logits.stride(0) % ALIGNMENT == 0,
+            aligned_names(stride=logits.stride(0)),
         ),
         (num_places, num_tiles),
         logits,
@@ -178,9 +183,9 @@ def _choose_by_kernels(
         specs.choice,
         specs.position,
         specs.temperature,
-        specs.position if draft_ids is None else draft_ids,
-        specs.position if hint_ids is None else hint_ids,
-        specs.position if hint_add is None else hint_add,
+        draft_ids,
+        hint_ids,
+        hint_add,
         best,
         second,
         best_ids,

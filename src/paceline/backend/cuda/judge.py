@@ -46,7 +46,7 @@ def _judge_by_kernel(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_rows, depth = drafts.shape
     token_ids, num_tokens = drafts.new_empty(num_rows, depth + 1), torch.empty_like(num_drafts)
-    rows = chosen, first_place, num_drafts, drafts, samples, token_ids, num_tokens
+    rows = chosen, first_place, num_drafts, drafts, samples.view(torch.uint8), token_ids, num_tokens
     launch(_judge_variant(), (cdiv(num_rows, ROWS),), *rows, num_rows, depth)
     return token_ids, num_tokens
 
@@ -59,13 +59,14 @@ def _judge_variant() -> Variant:
         kernel="judge_kernels:keep_while_chosen",
         arguments={
             **dict.fromkeys(of_rows, "*i64"),
-            "samples": "*i1",
+            "samples": "*u8",
             "token_ids": "*i64",
             "num_tokens": "*i64",
             "num_rows": "i32",
             "depth": "i32",
         },
         constants={"UNCHOSEN": UNCHOSEN, "ROWS": ROWS},
+        unaligned=frozenset((*of_rows, "samples")),
     )
 
 

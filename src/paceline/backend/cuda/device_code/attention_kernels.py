@@ -40,7 +40,11 @@ def _store_item(to, mask, row, first, size, first_part, num_parts, unit, units_p
     tl.store(to + 7, first_key, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens", "window", "fill", "max_units"])
+@triton.jit(
+    do_not_specialize=[
+        "cu_len", "positions", "first_keys", "num_rows", "num_tokens", "window", "fill", "max_units"
+    ]
+)
 def plan_work(
     cu_len,
     positions,
@@ -53,7 +57,6 @@ def plan_work(
     window,
     fill,
     max_units,
-    HAS_FIRST_KEYS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     QUERIES: tl.constexpr,
     PART: tl.constexpr,
@@ -76,7 +79,7 @@ def plan_work(
     sees = (r < num_rows) & (end > start)
     position = tl.load(positions + start, mask=sees, other=0).to(tl.int32)
     first_key = tl.zeros([ROWS], tl.int32)
-    if HAS_FIRST_KEYS:
+    if first_keys is not None:
         first_key = tl.load(first_keys + r, mask=r < num_rows, other=0).to(tl.int32)
     num_tiles = tl.max(tl.cdiv(end - start, QUERIES), 0)
     total = 0
@@ -137,7 +140,6 @@ def _part(
     M: tl.constexpr,
     PAGE: tl.constexpr,
     KEYS: tl.constexpr,
-    SCALED: tl.constexpr,
 ):
     """Return weighted values [M, BLOCK_D], maxima [M] and weights [M] of the keys lo..hi - 1.
 
@@ -155,7 +157,7 @@ def _part(
         at = (slot * KV_HEADS + kv_head) * D
         key = tl.load(keys + at[None, :] + d[:, None], mask=read[None, :] & (d < D)[:, None], other=0.0)
         score = tl.dot(query, key.to(query.dtype), input_precision="ieee") * scale
-        if SCALED:
+        if key_scales is not None:
             score *= tl.load(key_scales + slot * KV_HEADS + kv_head, mask=read, other=0.0)[None, :]
         seen = (place[None, :] >= seen_from[:, None]) & (place[None, :] <= seen_to[:, None])
         score = tl.where(seen, score, float("-inf"))
@@ -164,7 +166,7 @@ def _part(
         p = tl.exp2(score - safe[:, None])
         shrink = tl.exp2(largest - safe)
         weight = weight * shrink + tl.sum(p, 1)
-        if SCALED:
+        if value_scales is not None:
             p *= tl.load(value_scales + slot * KV_HEADS + kv_head, mask=read, other=0.0)[None, :]
         value = tl.load(values + at[:, None] + d[None, :], mask=read[:, None] & (d < D)[None, :], other=0.0)
         total = tl.dot(p.to(query.dtype), value.to(query.dtype), total * shrink[:, None], input_precision="ieee")
@@ -189,7 +191,7 @@ def _mean(total, weight):
     return total * inverse[:, None]
 
 
-@triton.jit(do_not_specialize=["scale", "max_pages", "window"])
+@triton.jit(do_not_specialize=["pages", "positions", "scale", "max_pages", "window"])
 def attend_parts(
     query,
     keys,
@@ -216,14 +218,13 @@ def attend_parts(
     PAGE: tl.constexpr,
     KEYS: tl.constexpr,
     PART: tl.constexpr,
-    SCALED: tl.constexpr,
 ):
     """Take the items of a work list in turns, each for every KV head.
 
     A tile's M rows are its tokens times the GROUP query heads of a KV head. scale: of the scores, times log2(e).
 
     query: [num_tokens, heads, D], tokens `query_stride` apart; keys, values: [slots, KV_HEADS, D];
-    key_scales, value_scales: [slots, KV_HEADS] if SCALED; out: [num_tokens, heads, D];
+    key_scales, value_scales: [slots, KV_HEADS] of fp8; out: [num_tokens, heads, D];
     part_total: [units, heads, D] float32; part_largest, part_weight: [units, heads] float32.
     """
     HEADS: tl.constexpr = KV_HEADS * GROUP
@@ -277,7 +278,6 @@ def attend_parts(
                 M,
                 PAGE,
                 KEYS,
-                SCALED,
             )
             total, largest, weight = _fold(total, largest, weight, of_part, its_largest, its_weight)
         if unit < 0:

@@ -52,7 +52,11 @@ def _gumbel(ids, k0, k1):
     return -tl.log(tl.where(low, -log1p, -tl.log(v)))
 
 
-@triton.jit(do_not_specialize=["stride", "vocab_size"])
+@triton.jit(
+    do_not_specialize=[
+        "seed_lo", "seed_hi", "choice", "position", "temperature", "hint_ids", "hint_add", "vocab_size"
+    ]
+)
 def score_tiles(
     logits,
     seed_lo,
@@ -68,8 +72,6 @@ def score_tiles(
     best_ids,
     stride,
     vocab_size,
-    HAS_DRAFT_IDS: tl.constexpr,
-    HAS_HINT: tl.constexpr,
     MIN_TEMPERATURE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -85,11 +87,11 @@ def score_tiles(
     place = tile * BLOCK + tl.arange(0, BLOCK)
     inside = place < vocab_size
     ids = place
-    if HAS_DRAFT_IDS:
+    if draft_ids is not None:
         ids = tl.load(draft_ids + place, mask=inside, other=-1).to(tl.int32)
         inside = inside & (ids >= 0)
     z = tl.load(logits + row.to(tl.int64) * stride + place, mask=inside, other=float("-inf"))
-    if HAS_HINT:
+    if hint_ids is not None:
         hint = tl.load(hint_ids + row).to(tl.int32)
         add = tl.load(hint_add + row).to(z.dtype)
         z = tl.where(ids == hint, z + add, z)
@@ -118,7 +120,7 @@ def score_tiles(
     tl.store(best_ids + to, top_id)
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
+@triton.jit(do_not_specialize=["temperature", "num_tiles"])
 def best_of_tiles(
     best,
     second,

@@ -57,7 +57,7 @@ def _segment_sum(
             at = w + n[:, None] * row_bytes + (k0 // 2 + half)[None, :]
             first, second = _int4_pair(tl.load(at, mask=(n < left_n)[:, None], other=0), x.dtype.element_ty)
             group_sum = tl.dot(first, _load_tokens(x, k0 + half, t, left_t, K), input_precision="ieee")
-            there = _load_tokens(x, k0 + GROUP // 2 + half, t, left_t, K)
+            there = _load_tokens(x, k0 + half + GROUP // 2, t, left_t, K)
             group_sum = tl.dot(second, there, group_sum, input_precision="ieee")
             scale = tl.load(w_scale + (k0 // GROUP) * N + n, mask=n < left_n, other=0.0)
             total += group_sum * scale[:, None]
@@ -91,6 +91,11 @@ def _block_of_program(num_tokens, N, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexp
     return (within // in_band) * BLOCK_N, (band * TOKEN_BLOCKS + within % in_band) * BLOCK_T
 
 
+@triton.jit
+def _store_block(out, block, n, t, left_n, left_t, N):
+    tl.store(out + t[None, :] * N + n[:, None], block, mask=(n < left_n)[:, None] & (t < left_t)[None, :])
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def multiply_blocks(
     w, w_scale, x, x_scale, bias, out, num_tokens, N, K, segment,
@@ -116,7 +121,6 @@ def multiply_blocks(
         x_scale += t0
     if KIND != "plain":
         w_scale += n0
-    inside = (n < left_n)[:, None] & (t < left_t)[None, :]
     if PARALLEL:
         s = tl.program_id(1)
         total = _segment_sum(
@@ -125,7 +129,7 @@ def multiply_blocks(
             KIND, BLOCK_N, BLOCK_T, BLOCK_K,
         )  # fmt: skip
         out += (s * num_tokens + t0).to(tl.int64) * N + n0
-        tl.store(out + t[None, :] * N + n[:, None], total, mask=inside)
+        _store_block(out, total, n, t, left_n, left_t, N)
     else:
         total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
         for start in range(0, K, segment):
@@ -136,7 +140,7 @@ def multiply_blocks(
         if bias is not None:
             total += tl.load(bias + n0 + n, mask=n < left_n, other=0.0).to(tl.float32)[:, None]
         out += t0.to(tl.int64) * N + n0
-        tl.store(out + t[None, :] * N + n[:, None], total.to(out.dtype.element_ty), mask=inside)
+        _store_block(out, total.to(out.dtype.element_ty), n, t, left_n, left_t, N)
 
 
 @triton.jit

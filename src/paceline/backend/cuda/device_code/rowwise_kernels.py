@@ -85,7 +85,7 @@ def gate_products(
     gate = finished_block(p, bias, token, column, inside, num_tokens, 2 * WIDTH, DTYPE, PARTS).to(tl.float32)
     up = finished_block(p, bias, token, WIDTH + column, inside, num_tokens, 2 * WIDTH, DTYPE, PARTS)
     if GELU:  # x (1 + tanh(y)) / 2 is x sigmoid(2 y)
-        activated = gate * _sigmoid(GELU_SCALE * (gate + 0.044715 * gate * gate * gate))
+        activated = gate * _sigmoid((gate + 0.044715 * gate * gate * gate) * GELU_SCALE)
     else:
         activated = gate * _sigmoid(gate)
     value = (activated.to(DTYPE).to(tl.float32) * up.to(tl.float32)).to(DTYPE)
