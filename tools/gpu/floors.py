@@ -1,0 +1,40 @@
+"""Bytes that a pass must read and operations that it must do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from paceline.backend.cuda.attention import DeviceKV
+    from paceline.backend.cuda.decoder import CudaDecoder
+    from paceline.backend.cuda.products import Matrix
+
+
+class PassNeeds(NamedTuple):
+    """What a pass cannot do without."""
+
+    num_bytes: float
+    operations: float
+
+
+def pass_needs(
+    decoder: CudaDecoder, kv: DeviceKV, rows: int, new: int, context: int, chosen: int | None = None
+) -> PassNeeds:
+    """Return the needs of a pass of `rows` rows with `new` tokens each behind `context`.
+
+    chosen: tokens after which one is chosen; None: all.
+    """
+    c, w = decoder.config, decoder.weights
+    embed_bytes = 0 if c.tie_embeddings else w.embed.nbytes  # of which a row is read
+    keys = context + new
+    num_bytes = decoder.weight_bytes - embed_bytes + rows * keys * kv.bytes_per_token
+    matrices = [m for layer in w.layers for m in (layer.qkv, layer.attn_out, layer.gate_up, layer.down)]
+    tokens = rows * new
+    products = sum(_size(m) for m in matrices) * tokens + _size(w.output) * (tokens if chosen is None else chosen)
+    seen = context + (new + 1) / 2  # keys of a token, on average
+    attention = 4.0 * tokens * seen * c.num_heads * c.head_dim * c.num_layers
+    return PassNeeds(num_bytes, 2.0 * products + attention)
+
+
+def _size(matrix: Matrix) -> float:
+    return float(matrix.shape[0]) * matrix.shape[1]
