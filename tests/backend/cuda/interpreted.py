@@ -48,7 +48,7 @@ def mend_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     Rounding to fp8 and bfloat16 loses the carry of a mantissa into the exponent, NaN in fp8 is read as 480, and a
     dot multiplies the bits of bfloat16.
     """
-    from triton.runtime import interpreter  # noqa: PLC0415 - only where kernels run in it
+    from triton.runtime import interpreter
 
     convert, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
 

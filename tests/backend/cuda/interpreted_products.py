@@ -27,7 +27,9 @@ def _poison(monkeypatch):
     poison(monkeypatch)
 
 
-def matrix(rows: int, width: int, kind: str, dtype: torch.dtype, *, segment: int = 128, bias: bool = False) -> Matrix:
+def matrix(
+    rows: int, width: int, kind: str, dtype: torch.dtype, *, segment: int = 128, bias: bool = False
+) -> Matrix:
     weight = randn(rows, width, seed=1) * width**-0.5
     own_bias = randn(rows, seed=2) if bias else None
     packed = pack_matrix(
@@ -52,7 +54,9 @@ def test_a_product_is_what_pytorch_says(kind, dtype, parallel):
     product = kernel_product(x, m, parallel=parallel)
     assert isinstance(product, Parts) == parallel
     with plain():
-        expected = multiply(x.double(), m if kind != "plain" else replace(m, data=m.data.double(), bias=m.bias.double()))
+        expected = multiply(
+            x.double(), m if kind != "plain" else replace(m, data=m.data.double(), bias=m.bias.double())
+        )
     assert_near(finished(product), expected)
 
 
@@ -112,11 +116,15 @@ def test_no_tokens_make_no_product():
     assert finished(kernel_product(tokens(0, 128, F16), m, parallel=True)).shape == (0, 64)
 
 
-def test_few_blocks_run_their_segments_in_parallel(monkeypatch):
-    m, x = matrix(128, 256, "plain", F32), tokens(2, 256, F32)
-    for processors, parallel in [(2, False), (3, True)]:
-        monkeypatch.setattr(products, "num_processors", lambda device, n=processors: n)
-        assert isinstance(multiply(x, m), Parts) == parallel
+@pytest.mark.parametrize(
+    ("count", "processors", "parallel"),
+    [(2, 2, False), (2, 3, True), (2, 4, True), (20, 3, False), (20, 4, True)],
+)
+def test_few_blocks_run_their_segments_in_parallel(monkeypatch, count, processors, parallel):
+    """Two blocks: on four processors always, on three where the sums are small beside the weights."""
+    m, x = matrix(128, 256, "plain", F32), tokens(count, 256, F32)
+    monkeypatch.setattr(products, "num_processors", lambda device: processors)
+    assert isinstance(multiply(x, m), Parts) == parallel
     assert isinstance(multiply(x, replace(m, segment=256)), torch.Tensor)
 
 

@@ -68,7 +68,9 @@ def test_norms(dtype, shape):
 @pytest.mark.parametrize(("post", "norm"), [(False, True), (True, True), (False, False)])
 def test_products_are_added_and_normed(dtype, parts, post, norm):
     p, residual = product(3, 96, dtype, parts, bias=True), randn(3, 96, dtype=dtype, seed=7)
-    weight, post_weight = (randn(96, dtype=dtype, seed=s) if there else None for s, there in ((8, norm), (9, post)))
+    weight, post_weight = (
+        randn(96, dtype=dtype, seed=s) if there else None for s, there in ((8, norm), (9, post))
+    )
     got = add_norm(p, residual, weight, EPS, post_weight)
     expected = as_pytorch_does(add_norm, p, residual, weight, EPS, post_weight)
     assert_near(got[0], expected[0])
@@ -115,9 +117,7 @@ class Case:
         layer: Any = SimpleNamespace(data=self.layer.data.clone(), scales=None)
         if self.layer.scales is not None:
             layer.scales = self.layer.scales.clone()
-        query = write_qkv(
-            self.p, self.d, self.rope, layer, *self.norms, EPS, self.num_heads, self.num_kv_heads
-        )
+        query = write_qkv(self.p, self.d, self.rope, layer, *self.norms, EPS, self.num_heads, self.num_kv_heads)
         return query, layer.data, layer.scales
 
     def check(self) -> None:

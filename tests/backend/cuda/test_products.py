@@ -33,7 +33,9 @@ def test_kernels_in_the_interpreter():
     run_interpreted("interpreted_products.py")
 
 
-@pytest.mark.parametrize(("weight_type", "error"), [("f64", 0), ("f32", 1e-7), ("f16", 1e-3), ("fp8", 0.04), ("int4", 0.12)])
+@pytest.mark.parametrize(
+    ("weight_type", "error"), [("f64", 0), ("f32", 1e-7), ("f16", 1e-3), ("fp8", 0.04), ("int4", 0.12)]
+)
 def test_packed_weights_stand_for_the_weights(weight_type, error):
     w = weight(24, 320)
     dtype = PLAIN_TYPES.get(weight_type, torch.float64)

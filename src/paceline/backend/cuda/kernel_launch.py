@@ -68,7 +68,7 @@ class Variant:
     num_warps: int = 4
     num_stages: int = 3
     fp_fusion: bool = False  # multiplications and additions may become one instruction
-    opcodes: tuple[str, ...] = ()  # machine instructions that sm_90 code must have, such as HGMMA
+    opcodes: tuple[str, ...] = ()  # that sm_90 code must have: LDGSTS, HGMMA or HGMMA.64x16x16
     forbidden_opcodes: tuple[str, ...] = ()  # and must not have
     max_registers: int = 255  # per thread
     capability: int = 80  # least compute capability that it compiles for
@@ -156,7 +156,7 @@ def launch(variant: Variant, grid: tuple[int, ...], *arguments: Any) -> None:
 @lru_cache
 def num_processors(device: torch.device) -> int:
     """Return the multiprocessors of a device, for grids that stay while work is left."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+    return 3 if interpreted() else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def cdiv(number: int, size: int) -> int:

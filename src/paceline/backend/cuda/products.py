@@ -1,4 +1,4 @@
-"""Products of tokens and weight matrices, with the same bits for a token in every batch.
+"""Products of tokens and weights: a token has the same bits in every batch.
 
 A matrix has fixed segments of K. Sums of segments are computed in parallel for few tokens and one after another
 for many; both ways add the same numbers in the same order (`device_code/products_kernels.py`). Sums computed in
@@ -37,6 +37,7 @@ STEP = 128  # segments are multiples of this
 LEAST_SEGMENT = 512
 FILL = 256  # programs that keep a device's memory busy; the same for every device, as it decides bits
 ROWS = 64  # of weights in a block of few tokens
+SUM_BYTES = 8  # written and read of a segment's sum, for 2 bytes of each weight
 FINISH_COLUMNS = 1024  # of one program
 QUANTISE_COLUMNS = 4096  # at a time
 
@@ -90,7 +91,7 @@ def pack_matrix(
     device: torch.device,
     bias: torch.Tensor | None = None,
 ) -> Matrix:
-    """Return weights [N, K] in a type of weights: a key of `KINDS`. dtype: of the model."""
+    """Pack weights [N, K]. weight_type: a key of `KINDS`. dtype: of the model."""
     kind = KINDS[weight_type]
     shape = weight.shape[0], weight.shape[1]
     weight = weight.to(device)
@@ -105,7 +106,7 @@ def pack_matrix(
 
 
 def segment_of(num_rows: int, width: int) -> int:
-    """Return the length of a matrix's segments: enough of them to fill a device with one block of tokens."""
+    """Return a length of segments with which one block of tokens fills a device."""
     wanted = max(min(cdiv(FILL, cdiv(num_rows, ROWS)), width // LEAST_SEGMENT), 1)
     for number in range(wanted, 2 * wanted):
         if width % (number * STEP) == 0 and width >= number * LEAST_SEGMENT:
@@ -167,7 +168,10 @@ def unpacked(m: Matrix, dtype: torch.dtype) -> torch.Tensor:
 
 
 def multiply(x: torch.Tensor, m: Matrix, *, fast: bool = False) -> Product:
-    """Multiply tokens [T, K] by a matrix. fast: with PyTorch's products, whose bits depend on the batch."""
+    """Multiply tokens [T, K] by a matrix.
+
+    fast: with PyTorch's products, whose bits depend on the batch.
+    """
     if not uses_kernels(x):
         return _plain_product(x, m)
     if fast and (product := _library_product(x, m)) is not None:
@@ -198,7 +202,7 @@ def _added(p: Parts) -> torch.Tensor:
 
 
 def _plain_product(x: torch.Tensor, m: Matrix) -> torch.Tensor:
-    """Multiply with PyTorch, in the model's type or, where weights are quantised, in float32 or wider."""
+    """Multiply with PyTorch; quantised weights in float32 or wider."""
     if m.kind == "plain":
         return functional.linear(x, m.data, m.bias)
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -223,9 +227,15 @@ def _library_product(x: torch.Tensor, m: Matrix) -> torch.Tensor | None:
 
 
 def _runs_in_parallel(x: torch.Tensor, m: Matrix) -> bool:
-    """Return True if blocks of tokens and rows alone would leave processors idle."""
+    """Return True if segments should run in parallel, which changes speed only.
+
+    They should if blocks of tokens and rows alone would leave processors idle: half of them, or fewer if sums of
+    segments are small beside the weights.
+    """
     blocks = _blocks(m.kind, ELEMENTS[x.dtype], len(x)).number(m.shape[0], len(x))
-    return m.num_segments > 1 and blocks < num_processors(x.device)
+    spare = num_processors(x.device) - blocks
+    small = len(x) * SUM_BYTES <= m.segment
+    return m.num_segments > 1 and (spare >= blocks or (spare > 0 and small))
 
 
 def _quantised_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -297,12 +307,11 @@ BLOCKS: dict[str, tuple[Blocks, ...]] = {
     "int4": (
         Blocks(ROWS, 16, GROUP, 4, 4),
         Blocks(ROWS, 32, GROUP, 4, 4),
-        Blocks(ROWS, 64, GROUP, 4, 3),
         Blocks(128, 64, GROUP, 8, 3),
     ),
     "float32": (Blocks(ROWS, 16, 32, 4, 3), Blocks(ROWS, 64, 32, 8, 3)),  # no tensor cores
 }
-OPCODES = {"plain": "HGMMA", "fp8": "QGMMA", "int4": "HGMMA", "float32": "FFMA"}
+OPCODES = {"plain": "HGMMA.64x{}x16", "fp8": "QGMMA.64x{}x32", "int4": "HGMMA.64x{}x16", "float32": "FFMA"}
 
 
 def _family(kind: Kind, element: str) -> str:
@@ -346,7 +355,7 @@ def product_variant(
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
         fp_fusion=family == "float32",  # a chain of FFMA, the same with any number of tokens
-        opcodes=(OPCODES[family], *(("LDGSTS",) if "K" in aligned else ())),
+        opcodes=(OPCODES[family].format(blocks.tokens), *(("LDGSTS",) if "K" in aligned else ())),
         forbidden_opcodes=("HMMA",),
         capability=89 if kind == "fp8" else 80,
     )
@@ -385,17 +394,19 @@ def _quantise_variant(element: str, aligned: frozenset[str]) -> Variant:
 @lists_variants
 def variants() -> list[Variant]:
     """Return every block of every kind, for models in bfloat16, and some in other types."""
-    kinds: dict[Kind, tuple[str, ...]] = {
-        "plain": ("bf16", "fp16", "fp32"),
-        "fp8": ("bf16",),
-        "int4": ("bf16", "fp16"),
-    }
     both = frozenset({"N", "K"})
+    every: dict[tuple[Kind, str], tuple[Blocks, ...]] = {
+        ("plain", "bf16"): BLOCKS["plain"],
+        ("plain", "fp16"): BLOCKS["plain"][-1:],
+        ("plain", "fp32"): BLOCKS["float32"],
+        ("fp8", "bf16"): BLOCKS["fp8"],
+        ("int4", "bf16"): BLOCKS["int4"],
+        ("int4", "fp16"): BLOCKS["int4"][:1],
+    }
     found = [
         product_variant(kind, element, blocks, parallel=parallel, bias=False, aligned=both)
-        for kind, elements in kinds.items()
-        for element in elements
-        for blocks in BLOCKS[_family(kind, element)]
+        for (kind, element), known in every.items()
+        for blocks in known
         for parallel in (True, False)
     ]
     few = BLOCKS["plain"][0]

@@ -35,7 +35,10 @@ HEAD_NUMBERS = 1024  # that one program of `write_qkv` takes
 
 
 def embed(token_ids: torch.Tensor, table: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return embeddings [T, H] of tokens [T], times the scale rounded to the table's type [V, H]."""
+    """Return embeddings [T, H] of tokens [T] in a table [V, H], scaled.
+
+    The scale is rounded to the table's type first.
+    """
     rounded = _rounded(scale, table.dtype)
     if not uses_kernels(table):
         return functional.embedding(token_ids, table) * rounded
@@ -47,7 +50,10 @@ def embed(token_ids: torch.Tensor, table: torch.Tensor, scale: float) -> torch.T
 
 @lru_cache
 def _rounded(number: float, dtype: torch.dtype) -> float:
-    """Round to float32, then to the nearest number of a type. Without a tensor, as a pass must never read one."""
+    """Round to float32, then to a type.
+
+    Without a tensor, as a pass must never read one.
+    """
     for known in (torch.float32, dtype):
         unit = torch.finfo(known).eps * 2.0 ** (math.frexp(number)[1] - 1)
         number = round(number / unit) * unit
@@ -77,7 +83,7 @@ def add_norm(
     eps: float,
     post_weight: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Add a product [T, H] to the residual stream [T, H]; return the sum and its norm.
+    """Add a product to the residual stream and norm the sum, all [T, H].
 
     post_weight: of a norm over the product before it is added. Without a weight the sum is not normed.
     """
@@ -86,6 +92,7 @@ def add_norm(
         added = residual + added
         return added, None if weight is None else _plain_norm(added, weight, eps)
     data, bias, parts = _pieces(p)
+    residual = residual.contiguous()
     element, (num_tokens, width) = ELEMENTS[residual.dtype], residual.shape
     added = torch.empty_like(residual)
     normed = None if weight is None else torch.empty_like(residual)
@@ -130,7 +137,7 @@ def write_qkv(  # noqa: PLR0913, PLR0917 - one call of every layer, none of thes
     head_dim = width // (num_heads + 2 * num_kv_heads)
     if not uses_kernels(data):
         heads = finished(p).view(num_tokens, -1, head_dim)
-        query, key, value = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        query, key, value = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
         if q_norm is not None and k_norm is not None:
             query, key = _plain_norm(query, q_norm, eps), _plain_norm(key, k_norm, eps)
         cos, sin = _angles(d.positions, rope, p.dtype)
@@ -155,7 +162,10 @@ def write_qkv(  # noqa: PLR0913, PLR0917 - one call of every layer, none of thes
 def _angles(
     positions: torch.Tensor, inverse: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosine and sine [T, 1, D / 2] of rotary angles; in float64 of a float64 model's."""
+    """Return cosine and sine of rotary angles, [T, 1, D / 2] each.
+
+    A float64 model takes them in float64.
+    """
     angles = positions[:, None, None].to(torch.float32) * inverse
     if dtype == torch.float64:
         angles = angles.to(torch.float64)
@@ -180,8 +190,8 @@ def _store(layer: LayerKV, which: int, slots: torch.Tensor, states: torch.Tensor
 
 
 def _pieces(p: Product) -> tuple[torch.Tensor, torch.Tensor | None, int]:
-    """Return a product's data, the bias yet to be added, and the number of parts, 0 if it is finished."""
-    return (p.sums, p.bias, len(p.sums)) if isinstance(p, Parts) else (p, None, 0)
+    """Return a product's data, bias and number of parts, 0 where it is finished."""
+    return (p.sums, p.bias, len(p.sums)) if isinstance(p, Parts) else (p.contiguous(), None, 0)
 
 
 # Variants -----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Products of tokens and weights. Weights are the M side of the dot, tokens the N side.
+"""Products of weights, the M side of the dot, and tokens, its N side.
 
     out[t, n] = sum over segments s, in order, of (sum over k of segment s, ascending, of w[n, k] x[t, k])
 
@@ -22,7 +22,7 @@ def _load_tokens(x, k, t, left_t, K):
 
 @triton.jit
 def _int4_pair(packed, DTYPE: tl.constexpr):
-    """Unpack two weights from each byte: of the first and of the second half of a group."""
+    """Unpack two weights per byte: one of each half of a group."""
     low = packed & 15
     high = packed >> 4
     if DTYPE == tl.float32:

@@ -47,7 +47,10 @@ def add_then_norm(
     p, bias, residual, post_weight, weight, added, normed, num_tokens, eps,
     WIDTH: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add a token's product, normed if there is a post_weight, to its residual; norm the sum. Grid: (tokens,)."""
+    """Add a token's product to its residual and norm the sum. Grid: (tokens,).
+
+    With a post_weight the product is normed before it is added.
+    """
     token = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -108,10 +111,10 @@ def write_heads(
     p, bias, positions, slots, inverse, q_norm, k_norm, q, kv, kv_scales, num_tokens, num_slots, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate a block of heads of one token; write queries to q, keys and values to the store.
+    """Norm and rotate a block of heads of one token. Grid: (tokens, blocks).
 
-    Grid: (tokens, blocks). p: [tokens, (HEADS + 2 KV_HEADS) D]; q: [tokens, HEADS, D]; kv: [2, num_slots,
-    KV_HEADS, D]; kv_scales: [2, num_slots, KV_HEADS] float32 of fp8 stores.
+    Queries go to q, keys and values to the store. p: [tokens, (HEADS + 2 KV_HEADS) D]; q: [tokens, HEADS, D]; kv:
+    [2, num_slots, KV_HEADS, D]; kv_scales: [2, num_slots, KV_HEADS] float32 of fp8 stores. D is a power of two.
     """
     token = tl.program_id(0)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
