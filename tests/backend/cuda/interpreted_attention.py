@@ -59,8 +59,8 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch_and_in_chunks(group: int) 
 def test_heads_of_other_widths_are_padded(head_dim: int) -> None:
     shape = Shape(rows=((60, 3),), group=2, num_kv_heads=1, head_dim=head_dim)
     case = make_case(shape)
-    got = attended(case.cast(torch.float32), shape)
-    torch.testing.assert_close(got.double(), attended(case, shape), rtol=2e-6, atol=2e-6)
+    got = attended(case.cast(torch.float16), shape)
+    torch.testing.assert_close(got.double(), attended(case, shape), rtol=3e-3, atol=3e-3)
 
 
 def test_fp8_keys_and_values_are_numbers_times_scales() -> None:

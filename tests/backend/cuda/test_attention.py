@@ -92,6 +92,9 @@ def test_heads_that_no_kernel_takes_are_refused(head_dim: int, heads: int, kv_he
     with pytest.raises(ConfigError):
         check_heads(head_dim, heads, kv_heads)
     check_heads(80, 9, 3)
+    check_heads(256, 4, 1)
+    with pytest.raises(ConfigError, match="fp8"):
+        check_heads(256, 4, 1, "fp8")
 
 
 def test_a_pass_needs_no_number_from_the_device() -> None:

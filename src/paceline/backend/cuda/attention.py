@@ -1,6 +1,6 @@
 """Attention over paged keys and values: the store, the plan of a pass, and the sums.
 
-Kernels and PyTorch add in the same order: keys in parts of 256 at absolute positions, parts folded from the left.
+Kernels and PyTorch cut keys into parts of 256 at absolute positions, and fold parts from the left.
 A slot that no token of a tile sees is not read. Values that only other tokens of the tile see weigh 0; they are of
 the same row.
 """
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 PART_TOKENS = 256  # keys whose sums start from nothing
 TILE_ROWS = 64  # tokens of a tile times query heads of a KV head: what one instruction multiplies
 MAX_HEAD_DIM = 256
+WIDE = 128  # wider heads leave no registers for fp8 or float32
 MAX_UNITS = 4096  # parts of tokens whose sums may lie in scratch memory
 ROW_BLOCKS = (64, 512, 2048)  # rows of a pass that a planner is compiled for, one more than it takes
 ITEM_FIELDS, MERGED_FIELDS = 8, 4  # as in attention_kernels
@@ -50,15 +51,18 @@ KV_TYPES = {
 }
 
 
-def check_heads(head_dim: int, num_heads: int, num_kv_heads: int) -> None:
+def check_heads(head_dim: int, num_heads: int, num_kv_heads: int, kv_type: str = "auto") -> None:
     """Raise `ConfigError` if no kernel takes heads of this shape."""
     group, odd = divmod(num_heads, num_kv_heads)
     if odd or group > TILE_ROWS:
         raise ConfigError(
             f"{num_heads} query heads over {num_kv_heads} KV heads: the cuda backend takes up to {TILE_ROWS} each"
         )
-    if head_dim % 8 or not 0 < head_dim <= MAX_HEAD_DIM:
-        raise ConfigError(f"heads of {head_dim}: the cuda backend takes multiples of 8 up to {MAX_HEAD_DIM}")
+    widest = WIDE if kv_type == "fp8" else MAX_HEAD_DIM
+    if head_dim % 8 or not 0 < head_dim <= widest:
+        raise ConfigError(
+            f"heads of {head_dim} with {kv_type} KV: the cuda backend takes multiples of 8 up to {widest}"
+        )
 
 
 # The store ----------------------------------------------------------------------------------------
@@ -162,7 +166,8 @@ def attend(
     assert query.shape[1] == work.group * layer.data.shape[2]
     if not len(query):
         return query.new_empty(0, query.shape[1] * query.shape[2])
-    by = _attend_by_kernels if uses_kernels(query) else _attend_by_torch
+    has_kernel = uses_kernels(query) and (query.dtype != torch.float32 or query.shape[2] <= WIDE)
+    by = _attend_by_kernels if has_kernel else _attend_by_torch
     return by(query, layer, d, work, scale)
 
 
@@ -205,6 +210,8 @@ def _attend_variant(
     tensor_cores, fp8 = element != "fp32", kv_element.startswith("fp8")
     scales = "*fp32" if fp8 else "none"
     block = max(16, block_of(head_dim))
+    # More keys at once, or more blocks on the way from memory, do not fit into registers.
+    keys, stages = (16, 1) if not tensor_cores else (64, 5) if block <= WIDE else (32, 2)
     return Variant(
         name=f"attend_parts {element} {kv_element} {num_kv_heads}x{group} {head_dim}"
         + unaligned_marks(aligned, "query_stride"),
@@ -235,16 +242,16 @@ def _attend_variant(
             "BLOCK_D": block,
             "M": TILE_ROWS,
             "PAGE": PAGE_TOKENS,
-            "KEYS": 64 if tensor_cores and block <= 128 else 32,
+            "KEYS": keys,
             "PART": PART_TOKENS,
         },
         aligned=aligned,
         num_warps=8,
-        num_stages=5 if tensor_cores and block <= 128 else 2,
+        num_stages=stages,
         opcodes=("HGMMA", "LDGSTS") if tensor_cores else (),
         forbidden_opcodes=("HMMA",) if tensor_cores else (),
         unaligned=frozenset(("pages", "positions")),
-        capability=90 if fp8 else 80,
+        capability=90 if fp8 or block > WIDE else 80,
     )
 
 
@@ -279,7 +286,7 @@ def variants() -> list[Variant]:
     shapes = [(8, 4, 128), (8, 8, 128), (3, 3, 64), (4, 1, 64), (1, 4, 256), (4, 2, 80), (8, 4, 96)]
     aligned = aligned_names(query_stride=0)
     listed = [_attend_variant("bf16", "bf16", *shape, aligned) for shape in shapes]
-    listed += [_attend_variant("bf16", "fp8e4nv", *shape, aligned) for shape in shapes[:5]]
+    listed += [_attend_variant("bf16", "fp8e4nv", *s, aligned) for s in shapes if s[2] <= WIDE]
     listed += [_attend_variant(element, element, 8, 4, 128, aligned) for element in ("fp16", "fp32")]
     listed += [_merge_variant("bf16", *shape) for shape in shapes]
     return listed + [_plan_variant(8, 4, rows, first) for rows in ROW_BLOCKS for first in (False, True)]
@@ -430,7 +437,7 @@ def _attend_by_torch(
 
 def _mix(folded: torch.Tensor, layer: LayerKV, tiles: Tiles, some: slice, scale: float) -> torch.Tensor:
     """Return the mean of the values that some tiles see. [tiles, num_kv_heads, queries * group, head_dim]"""
-    query, slots = folded[some], tiles.slots[some]
+    query, slots = folded[some] * scale, tiles.slots[some]
     group = query.shape[2] // tiles.tokens.shape[1]
     seen_from, seen_to = tiles.seen_from[some, :, None], tiles.seen_to[some, :, None]
     total = torch.zeros_like(query)
@@ -440,13 +447,13 @@ def _mix(folded: torch.Tensor, layer: LayerKV, tiles: Tiles, some: slice, scale:
         place = torch.arange(first, first + PART_TOKENS, device=slots.device)
         seen = (place >= seen_from) & (place <= seen_to)  # [tiles, queries, PART_TOKENS]
         key, value = (_gathered(layer, which, slots[:, first : first + PART_TOKENS], query) for which in (0, 1))
-        score = (query @ key.transpose(2, 3)) * scale
-        score = score.masked_fill(~seen.repeat_interleave(group, 1)[:, None], -torch.inf)
-        value = value.masked_fill(~seen.any(1)[:, None, :, None], 0)
+        score = query @ key.transpose(2, 3)
+        score.masked_fill_(~seen.repeat_interleave(group, 1)[:, None], -torch.inf)
+        value.masked_fill_(~seen.any(1)[:, None, :, None], 0)
         new = torch.maximum(largest, score.amax(-1))
         safe = torch.where(new == -torch.inf, 0, new)
         shrink = (largest - safe).exp()
-        p = (score - safe[..., None]).exp()
+        p = score.sub_(safe[..., None]).exp_()
         weight = weight * shrink + p.sum(-1)
         total = total * shrink[..., None] + p @ value
         largest = new
@@ -454,13 +461,17 @@ def _mix(folded: torch.Tensor, layer: LayerKV, tiles: Tiles, some: slice, scale:
 
 
 def _gathered(layer: LayerKV, which: int, slots: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return keys (0) or values (1) of slots [tiles, keys] as [tiles, num_kv_heads, keys, head_dim]."""
-    data, scaled = layer.data[which], layer.scales is not None
-    if scaled:  # PyTorch gathers no fp8 numbers on a host
-        data = data.view(torch.uint8)
-    found = data.index_select(0, slots.flatten())
-    if layer.scales is not None:
-        found = found.view(layer.data.dtype).to(like.dtype)
-        found = found * layer.scales[which].index_select(0, slots.flatten())[..., None].to(like.dtype)
-    # One layout whatever the number of tiles, or else matrix products add in another order.
-    return found.to(like.dtype).view(*slots.shape, *found.shape[1:]).transpose(1, 2).contiguous()
+    """Return keys (0) or values (1) of slots [tiles, keys] as [tiles, num_kv_heads, keys, head_dim].
+
+    One layout whatever the number of tiles, or else matrix products add in another order.
+    """
+    data = layer.data[which]
+    num_kv_heads, head_dim = data.shape[1:]
+    heads = torch.arange(num_kv_heads, device=slots.device)
+    at = slots[:, None] * num_kv_heads + heads[:, None]  # [tiles, num_kv_heads, keys]
+    if layer.scales is None:
+        found = data.view(-1, head_dim).index_select(0, at.flatten()).to(like.dtype)
+    else:  # PyTorch gathers no fp8 numbers on a host
+        found = data.view(torch.uint8).view(-1, head_dim).index_select(0, at.flatten()).view(data.dtype)
+        found = found.to(like.dtype) * layer.scales[which].flatten()[at.flatten(), None].to(like.dtype)
+    return found.view(*at.shape, head_dim)

@@ -154,9 +154,10 @@ def _part(
         read = (place >= lowest) & (place < hi)
         page = tl.load(page_ids + place // PAGE, mask=read, other=0)
         slot = page.to(tl.int64) * PAGE + place % PAGE
-        at = (slot * KV_HEADS + kv_head) * D
-        key = tl.load(keys + at[None, :] + d[:, None], mask=read[None, :] & (d < D)[:, None], other=0.0)
-        score = tl.dot(query, key.to(query.dtype), input_precision="ieee") * scale
+        at = ((slot * KV_HEADS + kv_head) * D)[:, None] + d[None, :]
+        inside = read[:, None] & (d < D)[None, :]
+        key = tl.load(keys + at, mask=inside, other=0.0).to(query.dtype)
+        score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         if key_scales is not None:
             score *= tl.load(key_scales + slot * KV_HEADS + kv_head, mask=read, other=0.0)[None, :]
         seen = (place[None, :] >= seen_from[:, None]) & (place[None, :] <= seen_to[:, None])
@@ -168,8 +169,8 @@ def _part(
         weight = weight * shrink + tl.sum(p, 1)
         if value_scales is not None:
             p *= tl.load(value_scales + slot * KV_HEADS + kv_head, mask=read, other=0.0)[None, :]
-        value = tl.load(values + at[:, None] + d[None, :], mask=read[:, None] & (d < D)[None, :], other=0.0)
-        total = tl.dot(p.to(query.dtype), value.to(query.dtype), total * shrink[:, None], input_precision="ieee")
+        value = tl.load(values + at, mask=inside, other=0.0).to(query.dtype)
+        total = tl.dot(p.to(query.dtype), value, total * shrink[:, None], input_precision="ieee")
         largest = new
     return total, largest, weight
 
