@@ -143,7 +143,8 @@ def model_and_backend(config: EngineConfig, loaded: Loaded) -> dict[str, Any]:
         },
         "backend": {
             "name": config.backend_spec.name,
-            "device": config.device,
+            "device": None if (device := config.placement.target) is None else str(device),
+            "description": loaded.decoder.describe(),
             "numerics": config.numerics_mode,
             "weights": config.weight_type,
             "kv": config.kv_type,

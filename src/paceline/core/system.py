@@ -49,6 +49,7 @@ def machine() -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": _version("torch"),
+        "triton": _version("triton"),
         "numpy": _version("numpy"),
     }
 

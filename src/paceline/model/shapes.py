@@ -80,6 +80,7 @@ _SMALL = ModelConfig(  # where no name is given
     num_kv_heads=2,
     head_dim=64,
     tie_embeddings=True,
+    max_context=8192,
 )
 _SIZES = tuple(f.name for f in fields(ModelConfig) if str(f.type) == "int")  # `ModelConfig.check` bounds them
 _OTHER_KEYS = ("family", "tied", "window", "seed")

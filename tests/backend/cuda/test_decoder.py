@@ -17,6 +17,7 @@ from paceline.core.nouns import BROKEN, UNCHOSEN, Edits, SamplingSpec
 from paceline.core.params import SamplingParams
 from paceline.model.config import FAMILIES, ModelConfig, Rope, Sliding
 from tests.backend.backends import load_on_host
+from tests.backend.cuda.interpreter import run_interpreted
 from tests.model.helpers import pack, run_pass
 from tests.tiny import tiny_config, tiny_weights
 
@@ -175,6 +176,10 @@ def test_other_types_are_near(types: str, bound: float) -> None:
     error = np.abs(got.logits - expected.logits)  # type: ignore[operator]
     assert error.mean() < bound / 3
     assert error.max() < bound
+
+
+def test_the_kernels_say_the_same() -> None:
+    run_interpreted("interpreted_decoder.py")
 
 
 def test_kv_counts_its_bytes_and_a_tied_table_counts_once() -> None:

@@ -1,4 +1,4 @@
-"""Weights reach a device as they are: 16-bit files by their bits, others by way of floats, random ones made there."""
+"""Weights reach a device: 16-bit files by their bits, others by way of floats, random ones made there."""
 
 from __future__ import annotations
 

@@ -1,0 +1,80 @@
+"""A whole model and a head by the kernels, in Triton's interpreter; `test_decoder` runs this."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.backend.cuda import load as cuda
+from paceline.backend.cuda.kernel_launch import interpreted
+from paceline.backend.reference import head as reference
+from paceline.backend.reference.decoder import ReferenceDecoder
+from paceline.backend.seam import Features, PassRequest
+from paceline.core.nouns import SamplingSpec, Taps
+from paceline.core.params import SamplingParams
+from paceline.model.config import Rope, Sliding
+from paceline.model.heads.checkpoint import Head
+from paceline.model.heads.config import read_config
+from tests.backend.backends import load_on_host
+from tests.draft.heads import draft_ids, head_values, random_weights
+from tests.model.helpers import pack, run_pass
+from tests.tiny import tiny_config, tiny_weights
+
+IDS = [(7 * i * i + 3 * i) % 320 for i in range(60)]
+PIECES = [(IDS[:19], 0, [0, 1]), (IDS[30:31], 0, [2]), (IDS[40:43], 0, [3])]
+KINDS = [
+    SamplingSpec("argmax", SamplingParams(temperature=0.0), margin=True),
+    SamplingSpec("noisy", SamplingParams(temperature=0.9), seed=5, margin=True),
+    SamplingSpec("logits", SamplingParams()),
+]
+
+
+def near(a: Any, b: Any, bound: float = 2e-4) -> None:
+    assert np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)).max() < bound
+
+
+def test_a_model_by_kernels_says_what_the_reference_says() -> None:
+    """Windows, norms of heads, norms after blocks, gelu and biases at once; then one token more."""
+    assert interpreted()
+    config = tiny_config(
+        "gemma3_text",
+        num_layers=2,
+        sliding=Sliding(9, frozenset({0}), Rope(theta=1e4)),
+        biases=frozenset({"attn_q", "attn_o", "mlp_up"}),
+    )
+    weights = tiny_weights(config, dtype=torch.float32)
+    ours, twin = load_on_host(config, weights, "f32", "f32", None), ReferenceDecoder(config, weights)  # type: ignore[arg-type]
+    stores = ours.new_kv(5), twin.new_kv(5)
+    for pieces in (PIECES, [(IDS[:1], 19, [0, 1]), (IDS[1:3], 1, [2])]):
+        packed = pack(pieces)
+        specs = [KINDS[i % 3]._replace(position=i) for i in range(len(packed.wanted))]
+        got, expected = (
+            run_pass(d, packed, kv, specs, taps=(0, 1, 2)) for d, kv in zip((ours, twin), stores, strict=True)
+        )
+        np.testing.assert_array_equal(got.token_ids, expected.token_ids)
+        near(got.logits, expected.logits)
+        for tap in (0, 1, 2):
+            near(got.taps[tap], expected.taps[tap])
+
+
+def test_a_head_by_kernels_says_what_the_reference_says() -> None:
+    config = tiny_config(num_layers=3)
+    weights: Any = tiny_weights(config, dtype=torch.float32)
+    of_head = read_config(head_values("eagle3", config), config)
+    head = Head(of_head, random_weights(of_head), draft_ids(of_head, config.vocab_size))  # type: ignore[arg-type]
+    ours, twin = load_on_host(config, weights, "f32", "f32", None), ReferenceDecoder(config, weights)
+    results = []
+    for load, target in ((cuda.load_runner, ours), (reference.load_runner, twin)):
+        runner: Any = load(head, target, None, None)  # type: ignore[operator]
+        packed, store = pack(PIECES[:1]), runner.new_tap_store(3)
+        result = run_pass(target, packed, target.new_kv(3), [KINDS[0]] * 19, taps=of_head.taps)
+        store.write(Taps(result.taps, packed.cu_len, packed.slots), [19])
+        entries = replace(pack([(IDS[1:19], 1, [0, 1])]), wanted=np.array([16, 17]), first_keys=np.array([1]))
+        features = Features(store, [(0, 0, 18)])
+        results.append(runner.launch(PassRequest(entries, runner.new_kv(3), KINDS[:2], features=features)).wait())
+    got, expected = results
+    np.testing.assert_array_equal(got.token_ids, expected.token_ids)
+    near(got.hidden, expected.hidden, 3e-3)  # taps are kept in half precision
