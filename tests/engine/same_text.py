@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from hypothesis import strategies as st
 
+from paceline.backend.cuda import load as cuda
+from paceline.backend.device import Device
 from paceline.backend.native import load as native
 from paceline.backend.reference.decoder import ReferenceDecoder
 from paceline.core.nouns import Batch, Draft, Outcome, Plan, Request, RowDraft, RowPlan, TokenLogprobs, Verdict
@@ -34,17 +36,28 @@ if TYPE_CHECKING:
     from paceline.model.config import ModelConfig
 
 VOCAB = 320
+BACKEND_OF = {"f64": "reference", "cuda": "cuda"}
+ON_CORES = Device(torch_name="cpu")
 STAIRCASE = str(Path(__file__).with_name("staircase.json"))  # costs of suffix and draft-model, up in steps
-KV_TYPES = {"f64": "f64", "f32": "f32", "bf16": "f16", "int8": "i16", "int4": "i8"}  # beside each type of weights
+KV_TYPES = {
+    "f64": "f64",
+    "cuda": "f64",
+    "f32": "f32",
+    "bf16": "f16",
+    "int8": "i16",
+    "int4": "i8",
+}  # beside each type of weights
 SHARP = 2.3  # so that neither drafter is always right or always wrong
 DRAFTER_NOISE = 0.06  # of the draft model's weights against the target's
 MAX_LEN = 256
 
 
 def make_decoder(config: ModelConfig, weights: Mapping[str, torch.Tensor], types: str) -> Decoder:
-    """`f64` is the reference backend; any other type of weights is native, int4 on two threads."""
+    """`f64` is the reference backend, `cuda` that backend on cores, one step late; any other type is native."""
     if types == "f64":
         return ReferenceDecoder(config, weights, torch.float64)
+    if types == "cuda":
+        return cuda.load_decoder(config, weights, "f64", "f64", None, ON_CORES)
     return native.load_decoder(config, weights, types, KV_TYPES[types], threads=2 if types == "int4" else 1)
 
 
@@ -128,8 +141,9 @@ def make_engine(
     config = EngineConfig(
         draft=draft,
         law=law,
-        backend="reference" if types == "f64" else "native",
-        weights=types,
+        backend=BACKEND_OF.get(types, "native"),
+        device="cpu" if types == "cuda" else None,
+        weights="f64" if types == "cuda" else types,
         kv=KV_TYPES[types],
         profile=changes.pop("profile", STAIRCASE if draft.startswith("auto") else None),
         kv_tokens=settings.num_pages * 16,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from paceline.backend.device import Finding
     from paceline.backend.rows import Rows
     from paceline.backend.seam import LoadCutModel, LoadDecoder, LoadHeadRunner
+    from paceline.backend.target import Backend
 
 # Bytes of one stored number, scales included.
 NUM_BYTES = {"f64": 8.0, "f32": 4.0, "f16": 2.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.625}
@@ -35,6 +36,7 @@ class BackendSpec:
     head_loader: str  # module:function, a `LoadHeadRunner`
     cut_model_loader: str  # module:function, a `LoadCutModel`
     rows_class: str = "paceline.backend.rows:Rows"  # module:class of its per-row state
+    target_class: str = "paceline.backend.target:Backend"  # module:class that scores passes over these rows
     needs: str | None = None  # package that only this backend imports
     extra: str | None = None  # extra that installs it; None: of the same name
     kv_types_by_weights: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # where these restrict them
@@ -64,6 +66,10 @@ class BackendSpec:
     def rows(self) -> type[Rows]:
         """Import the class of its per-row state."""
         return self._imported(self.rows_class)  # type: ignore[no-any-return]
+
+    def target(self) -> type[Backend]:
+        """Import the class that executes the target."""
+        return self._imported(self.target_class)  # type: ignore[no-any-return]
 
     # Options -------------------------------------------------------------------------------------
 
@@ -174,6 +180,8 @@ BACKENDS = {
             "paceline.backend.cuda.load:load_decoder",
             "paceline.backend.cuda.load:load_runner",
             "paceline.backend.cuda.load:load_cut_model",
+            rows_class="paceline.backend.cuda.device_rows:DeviceRows",
+            target_class="paceline.backend.cuda.late_target:LateTarget",
             needs="torch",
             extra="cuda",
             kv_types_by_weights={

@@ -296,6 +296,10 @@ class LateHeadRunner(Protocol):
 class LateDecoder(Protocol):
     """Decoder whose capabilities say `late`."""
 
+    def serves(self, rows: RowView) -> bool:
+        """Return True if it can draft for these rows before the host knows them."""
+        ...
+
     def late_program(
         self, rows: RowView, kv: KV, num_layers: int | None, vocab_size: int, *, own_store: bool
     ) -> LateProgram:

@@ -262,7 +262,7 @@ class Scores:
     logits: NDArray[floating] | None = None  # [num_logit_rows, vocab] raw
     logit_idx: NDArray[int64] | None = None  # [num_scored] row of `logits`, -1 without one
     taps: Taps | None = None  # None if no drafter reads them
-    draft: Draft | None = None  # drafts that were scored, where they were made on the device; None: those asked for
+    draft: Draft | None = None  # as scored, where a device has made it; None: as asked
 
     def check(self) -> None:
         """Assert that offsets and lengths agree."""

@@ -1,7 +1,7 @@
 """The late loop: a step is planned, admitted, drafted for and launched before the last one's outcome is known.
 
-The device keeps the rows and goes on by itself; the host works from bounds, beside it, and takes in each outcome one
-step late. So a device never waits for the host, unless the host's own work of a step takes longer than a pass.
+The device keeps the rows and goes on by itself; the host works from bounds, beside it, and takes in each outcome
+one step late. So a device waits for the host only where the host's work of a step takes longer than a pass.
 
     plan, admit, propose, score n      then      judge, commit n - 1      then      flush
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.backend.cuda.attention import DeviceKV
-from paceline.backend.cuda.decoder import CudaDecoder
+from paceline.backend.cuda.decoder import CudaDecoder, late_model
 from paceline.backend.cuda.device_memory import on_device
 from paceline.backend.cuda.device_pass import upload
 from paceline.backend.cuda.launched import DeviceResult, launched
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from numpy import int64
     from numpy.typing import NDArray
 
+    from paceline.backend.cuda.late_program import Program
     from paceline.backend.cuda.output_matrix import DraftOutput
-    from paceline.backend.seam import Capabilities, PassRequest, Pending
+    from paceline.backend.seam import KV, Capabilities, PassRequest, Pending, RowView
 
 
 class CudaCutModel:
@@ -37,6 +38,16 @@ class CudaCutModel:
     def capabilities(self) -> Capabilities:
         """Abilities: on a GPU a launched pass goes on beside the caller."""
         return self.decoder.capabilities
+
+    def serves(self, rows: RowView) -> bool:
+        """Return True if it can draft for rows before the host knows them."""
+        return self.decoder.serves(rows)
+
+    def late_program(
+        self, rows: RowView, kv: KV, num_layers: int | None, vocab_size: int, *, own_store: bool
+    ) -> Program:
+        """Return a program that drafts with it, see `LateDecoder`."""
+        return late_model(self.decoder, rows, kv, num_layers, vocab_size, own_store=own_store, output=self.output)
 
     def describe(self) -> str:
         """Return what it is, for the user."""

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.backend.cuda.attention import DeviceKV, new_kv
+from paceline.backend.cuda.buckets import BUCKETS
 from paceline.backend.cuda.device_memory import enough_memory
 from paceline.backend.cuda.device_pass import upload
+from paceline.backend.cuda.device_rows import DeviceRows
 from paceline.backend.cuda.device_weights import num_bytes
+from paceline.backend.cuda.late_program import Program
 from paceline.backend.cuda.launched import DeviceResult, launched
 from paceline.backend.cuda.layers import LayerShape, places_of, run_layer
 from paceline.backend.cuda.output_matrix import wide_product
@@ -24,9 +27,11 @@ if TYPE_CHECKING:
 
     from paceline.backend.cuda.device_pass import DevicePass
     from paceline.backend.cuda.device_weights import Setup
+    from paceline.backend.cuda.late_program import LateInput
     from paceline.backend.cuda.layers import LayerWeights
+    from paceline.backend.cuda.output_matrix import DraftOutput
     from paceline.backend.cuda.products import Matrix
-    from paceline.backend.seam import PassRequest, Pending
+    from paceline.backend.seam import KV, PassRequest, Pending, RowView
     from paceline.model.config import ModelConfig
 
 
@@ -53,15 +58,18 @@ class CudaDecoder:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Abilities: on a GPU a launched pass goes on beside the caller."""
-        return Capabilities(asynchronous=self.setup.device.type != "cpu")
+        """Abilities: on a GPU a launched pass goes on beside the caller, padded to a captured size."""
+        setup = self.setup
+        return Capabilities(
+            asynchronous=setup.device.type != "cpu",
+            late=True,
+            token_buckets=BUCKETS,
+            device=setup.describe_device(),
+        )
 
     def describe(self) -> str:
         """Return what it is, for the user."""
-        setup = self.setup
-        is_host = setup.device.type == "cpu"
-        where = "on this machine's cores" if is_host else torch.cuda.get_device_name(setup.device)
-        return f"{self.name}, {setup.weight_type}, {'fast' if setup.fast else 'exact'} numerics, {where}"
+        return f"{self.name}, {self.setup.weight_type}, {self.setup.describe_device()}"
 
     @property
     def weight_bytes(self) -> int:
@@ -122,4 +130,80 @@ class CudaDecoder:
 
         float32, or float64 of a float64 model.
         """
-        return wide_product(rms_norm(hidden, self.weights.final_norm, self._shape.eps), self.weights.output)
+        return wide_product(self.normed(hidden), self.weights.output)
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what the output matrix reads of hidden states. [n, hidden]"""
+        return rms_norm(hidden, self.weights.final_norm, self._shape.eps)
+
+    # Late drafting -------------------------------------------------------------------------------
+
+    def serves(self, rows: RowView) -> bool:
+        """Return True if it can draft for rows before the host knows them: they are on its device."""
+        return isinstance(rows, DeviceRows) and rows.device == self.setup.device
+
+    def late_program(
+        self, rows: RowView, kv: KV, num_layers: int | None, vocab_size: int, *, own_store: bool
+    ) -> Program:
+        """Return a program that drafts with it, see `LateDecoder`."""
+        return late_model(self, rows, kv, num_layers, vocab_size, own_store=own_store)
+
+
+class LateModel:
+    """Runs a decoder's passes for `Program`; see `LateRunner`."""
+
+    parallel = relays = False
+
+    def __init__(
+        self,
+        decoder: CudaDecoder,
+        kv: DeviceKV,
+        num_layers: int | None,
+        vocab_size: int,
+        output: DraftOutput | None,
+    ) -> None:
+        """output: of a model that chooses among some of the target's tokens; None: the decoder's own."""
+        self._decoder, self._kv, self._output = decoder, kv, output
+        self._num_layers, self._vocab_size = num_layers, vocab_size
+
+    @property
+    def draft_ids(self) -> torch.Tensor | None:
+        """Target's id of each logit; None: the same ids."""
+        return None if self._output is None else self._output.tokens.ids
+
+    def run_late(self, asked: LateInput) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run a pass over the tokens alone."""
+        hidden, _ = self._decoder.forward(asked.tokens, self._kv, num_layers=self._num_layers)
+        return hidden, None
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the logits of states, of the target's tokens only."""
+        if self._output is None:
+            return self._decoder.logits(states)[:, : self._vocab_size]
+        return wide_product(self._decoder.normed(states), self._output.matrix)
+
+    def relay(
+        self, first: torch.Tensor, here: torch.Tensor, known: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Never asked: a model reads its guesses."""
+        raise NotImplementedError
+
+    def write_taps(self, taps: Mapping[int, torch.Tensor], slots: torch.Tensor) -> None:
+        """Ignore them: a model reads tokens."""
+
+
+def late_model(
+    decoder: CudaDecoder,
+    rows: RowView,
+    kv: KV,
+    num_layers: int | None,
+    vocab_size: int,
+    *,
+    own_store: bool,
+    output: DraftOutput | None = None,
+) -> Program:
+    """Return a program. own_store: False for a decoder whose keys and values are the target's."""
+    assert isinstance(rows, DeviceRows)
+    assert isinstance(kv, DeviceKV)
+    runner = LateModel(decoder, kv, num_layers, vocab_size, output)
+    return Program(rows, runner, kv.num_slots, own_store=own_store)

@@ -1,4 +1,4 @@
-"""One pass as tensors on its device: what gathering makes and the kernels read."""
+"""One pass as tensors on its device, as kernels read it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 class DevicePass:
     """Tokens of one pass, as `Packed`, all int64 and on one device. It may be padded.
 
-    Tokens from `cu_len[-1]` on are padding: token 0 at position 0, in a slot of the store's scratch page. So are rows
-    without tokens, and wanted places beyond the last real one, which name token 0. Nothing that they write reaches a
-    real row.
+    Tokens from `cu_len[-1]` on are padding: token 0 at position 0, in a slot of the store's scratch page. So are
+    rows without tokens, and wanted places beyond the last real one, which name token 0. Nothing that they write
+    reaches a real row.
     """
 
     token_ids: torch.Tensor  # [num_tokens]

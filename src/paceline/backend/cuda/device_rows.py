@@ -122,7 +122,8 @@ class DeviceRows(Rows):
     def apply(self, batch: Batch) -> None:
         """Take in admissions and new pages; bring the device's rows level with what the host knows."""
         super().apply(batch)
-        places, page_ids = [], []
+        places: list[int] = []
+        page_ids: list[int] = []
         for r in batch.rows:
             if r.new_pages:
                 first = r.row * self.pages.shape[1] + r.num_kept_pages
@@ -221,10 +222,13 @@ def _scatter(table: torch.Tensor, places_and_values: NDArray[int64]) -> None:
 # On the device alone -------------------------------------------------------------------------------
 
 
-def gather(d: RowTensors, step: StepRows, num_tokens: int, num_wanted: int, scratch_slot: int, width: int) -> Gathered:
+def gather(
+    d: RowTensors, step: StepRows, num_tokens: int, num_wanted: int, scratch_slot: int, width: int
+) -> Gathered:
     """Gather a pass: each row's known tokens from its computed ones on, then its drafts.
 
-    num_tokens, num_wanted: of the pass, padding included. scratch_slot: takes padding's keys. width: pages of a row.
+    num_tokens, num_wanted: of the pass, padding included. scratch_slot: takes padding's keys. width: pages of a
+    row.
     """
     rows = step.rows
     num_drafts = torch.minimum(d.num_drafts[rows], step.max_drafts)  # [num_rows]

@@ -55,6 +55,11 @@ class Setup:
         """Type that a pass computes in."""
         return TYPES[self.weight_type]
 
+    def describe_device(self) -> str:
+        """Return device and numerics, in a few words."""
+        where = "this machine's cores" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
+        return f"{where}, {'fast' if self.fast else 'exact'} numerics"
+
     @property
     def output_type(self) -> str:
         """Type of the matrix that makes logits."""

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,9 @@ import torch
 from paceline.backend.cuda.attention import DeviceKV, new_kv
 from paceline.backend.cuda.device_memory import enough_memory, on_device
 from paceline.backend.cuda.device_pass import upload
+from paceline.backend.cuda.device_rows import DeviceRows
 from paceline.backend.cuda.device_weights import num_bytes
+from paceline.backend.cuda.late_program import Program
 from paceline.backend.cuda.launched import DeviceResult, launched, to_host
 from paceline.backend.cuda.layers import LayerShape, places_of, run_layer
 from paceline.backend.cuda.output_matrix import wide_product
@@ -34,11 +36,21 @@ if TYPE_CHECKING:
     from paceline.backend.cuda.decoder import CudaDecoder
     from paceline.backend.cuda.device_pass import DevicePass
     from paceline.backend.cuda.device_weights import Setup
+    from paceline.backend.cuda.late_program import LateInput
     from paceline.backend.cuda.launched import Choices
     from paceline.backend.cuda.layers import LayerWeights
     from paceline.backend.cuda.output_matrix import DraftOutput
     from paceline.backend.cuda.products import Matrix
-    from paceline.backend.seam import FedBack, PassRequest, PassResult, Pending, RelayRequest
+    from paceline.backend.seam import (
+        KV,
+        FedBack,
+        PassRequest,
+        PassResult,
+        Pending,
+        RelayRequest,
+        RowView,
+        TapStore,
+    )
     from paceline.core.nouns import SamplingSpec
     from paceline.model.heads.config import HeadConfig
 
@@ -92,11 +104,19 @@ class CudaHead:
         self.weight_type = setup.weight_type
         self.shape = LayerShape.of(config.layers, fast=setup.fast)
         self._vocab_size = target.config.vocab_size
+        self._beside_target = setup.device == target.setup.device
 
     @property
     def capabilities(self) -> Capabilities:
-        """Abilities: on a GPU a launched pass goes on beside the caller."""
-        return Capabilities(asynchronous=self.setup.device.type != "cpu")
+        """Abilities: on a GPU a launched pass goes on beside the caller; beside its target it drafts late."""
+        return Capabilities(asynchronous=self.setup.device.type != "cpu", late=self._beside_target)
+
+    def late_program(self, rows: RowView, kv: KV, taps: TapStore) -> Program:
+        """Return a program that drafts with it, see `LateHeadRunner`."""
+        assert isinstance(rows, DeviceRows)
+        assert isinstance(kv, DeviceKV)
+        assert isinstance(taps, DeviceTapStore)
+        return Program(rows, LateHead(self, kv, taps), kv.num_slots)
 
     @property
     def weight_bytes(self) -> int:
@@ -248,6 +268,50 @@ class CudaHead:
         """Return the addition to normed states, [n, width], that messages make."""
         assert self.weights.relay is not None
         return finished(multiply(messages, self.weights.relay.out, fast=self.setup.fast))
+
+
+class LateHead:
+    """Runs a head's passes for `Program`; see `LateRunner`."""
+
+    def __init__(self, head: CudaHead, kv: DeviceKV, taps: DeviceTapStore) -> None:
+        self._head, self._kv, self._taps = head, kv, taps
+        self.parallel = head.config.mask_token_id is not None
+        self.relays = bool(head.config.relay_size)
+
+    @property
+    def draft_ids(self) -> torch.Tensor | None:
+        """Target's id of each logit."""
+        return self._head.output.tokens.ids
+
+    def run_late(self, asked: LateInput) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run the layers over tokens and the features of the tokens before them."""
+        head, tokens = self._head, asked.tokens
+        features = asked.fed_back
+        if features is None:
+            features = head.fuse(self._taps.data.index_select(0, asked.before))
+        if asked.masked is not None:
+            features = torch.where(asked.masked[:, None], head.mask_feature, features)
+            token_ids = torch.where(asked.masked, head.config.mask_token_id or 0, tokens.token_ids)
+            tokens = replace(tokens, token_ids=token_ids)
+        hidden = head.run_layers(tokens, features, self._kv)
+        return head.read_out(hidden.index_select(0, tokens.wanted))
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the draft vocabulary."""
+        return wide_product(states, self._head.output.matrix)
+
+    def relay(
+        self, first: torch.Tensor, here: torch.Tensor, known: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the states of guesses with their messages added, and the messages."""
+        head = self._head
+        before = None if known is None else (embed(known[0], head.weights.embed, 1.0), known[1])
+        messages = head.relay_messages(first, here, before)
+        return here + head.relayed(messages), messages
+
+    def write_taps(self, taps: Mapping[int, torch.Tensor], slots: torch.Tensor) -> None:
+        """Keep the taps of all tokens of a pass; those of refused drafts are written again."""
+        self._taps.put(slots, taps)
 
 
 def _normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:

@@ -1,12 +1,13 @@
 """Drafting on the device, for rows whose newest tokens the host does not know.
 
 A program keeps, for each row, how many of its tokens have entries in a drafter's own store: keys and values of a
-draft model's layers, or of a head's. It catches up on tokens that the last passes committed and drafts on, all from
-the device's rows; the host sends rows, depths, and a bound of the tokens that were committed since.
+draft model's layers, or of a head's. It catches up on tokens that the last passes committed and drafts on, all
+from the device's rows; the host sends rows, depths, and a bound of the tokens that were committed since.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -33,15 +34,37 @@ class LateInput:
     fed_back: torch.Tensor | None = None  # [num_tokens, width] features of guesses, read instead of taps
     masked: torch.Tensor | None = None  # [num_tokens] True at places of tokens that are not known yet
 
+    def wanting(self, wanted: torch.Tensor) -> LateInput:
+        """Return the same tokens with others' states wanted."""
+        return replace(self, tokens=replace(self.tokens, wanted=wanted))
+
 
 class LateRunner(Protocol):
     """A draft model or head that runs passes on the device."""
 
-    draft_ids: torch.Tensor | None  # [num_logits] target's id of each logit; None: the same ids
     parallel: bool  # makes all guesses in one pass
+    relays: bool  # and sends each a message of the one before
+
+    @property
+    def draft_ids(self) -> torch.Tensor | None:
+        """Target's id of each logit; None: the same ids. [num_logits]"""
+        ...
 
     def run_late(self, asked: LateInput) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return logits [num_wanted, num_logits], and what the next guesses are fed, [num_wanted, width]."""
+        """Return states of the wanted tokens, and what the next guesses are fed. [num_wanted, width] each"""
+        ...
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the logits of states. [n, num_logits]"""
+        ...
+
+    def relay(
+        self, first: torch.Tensor, here: torch.Tensor, known: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return states [n, width] that have read messages, and the messages; see `HeadRunner.relay`.
+
+        first, here: states at each row's first place and at this one. known: guesses before, and their messages.
+        """
         ...
 
     def write_taps(self, taps: Mapping[int, torch.Tensor], slots: torch.Tensor) -> None:
@@ -61,9 +84,7 @@ class _Drafted(NamedTuple):
 class Program:
     """Catches up and drafts; see `LateProgram`."""
 
-    def __init__(
-        self, rows: DeviceRows, runner: LateRunner, scratch_slot: int, *, own_store: bool = True
-    ) -> None:
+    def __init__(self, rows: DeviceRows, runner: LateRunner, scratch_slot: int, *, own_store: bool = True) -> None:
         """scratch_slot: of the drafter's store, takes entries that nothing reads.
 
         own_store: False where its entries are the target's own, there for all tokens but the newest.
@@ -107,7 +128,9 @@ class Program:
         self._entries.index_copy_(0, rows, length)
         state.drafts[rows, : token_ids.shape[1]] = token_ids.clamp(min=0)
         state.margins[rows, : margins.shape[1]] = margins
-        state.num_drafts.index_copy_(0, rows, _counts(drafted.depth, token_ids, margins, self._stops(drafts, deepest)))
+        state.num_drafts.index_copy_(
+            0, rows, _counts(drafted.depth, token_ids, margins, self._stops(drafts, deepest))
+        )
 
     def _start(self, rows: torch.Tensor) -> torch.Tensor:
         """Return each row's first token without an entry. [n]"""
@@ -119,13 +142,13 @@ class Program:
 
     def _guess_in_turn(self, d: _Drafted, bound: int, deepest: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return guesses and margins, [n, deepest] each, one pass after another."""
-        logits, fed_back = self._run_known(d.rows, d.length - d.missing, d.missing, bound, wanted=True)
-        found = [self._choose(logits, d, 0)]
+        states, fed_back = self._run_known(d.rows, d.length - d.missing, d.missing, bound, wanted=True)
+        found = [self._choose(states, d, 0)]
         for index in range(1, deepest):
             asked = self._guesses(d, found[-1][0], index, fed_back)
-            logits, fed_back = self._runner.run_late(asked)
-            found.append(self._choose(logits, d, index))
-        return torch.stack([ids for ids, _ in found], 1), torch.stack([margins for _, margins in found], 1)
+            states, fed_back = self._runner.run_late(asked)
+            found.append(self._choose(states, d, index))
+        return _columns(found)
 
     def _guess_at_once(self, d: _Drafted, bound: int, deepest: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return guesses and margins, [n, deepest] each, of one pass with places for unknown tokens."""
@@ -133,18 +156,29 @@ class Program:
         start, counts = d.length - d.missing, d.missing + ahead
         asked = self._pack(d.rows, start, counts, bound + n * ahead, d.missing, depth=d.depth)
         last = asked.tokens.cu_len[1:] - deepest
-        asked.tokens.wanted = (last[:, None] + torch.arange(deepest, device=last.device)).view(-1)
-        logits, _ = self._runner.run_late(asked)
-        found = [self._choose(logits.view(n, deepest, -1)[:, index], d, index) for index in range(deepest)]
-        return torch.stack([ids for ids, _ in found], 1), torch.stack([margins for _, margins in found], 1)
+        wanted = (last[:, None] + torch.arange(deepest, device=last.device)).view(-1)
+        states = self._runner.run_late(asked.wanting(wanted))[0].view(n, deepest, -1)
+        if self._runner.relays:
+            return self._relayed(states, d)
+        return _columns([self._choose(states[:, index], d, index) for index in range(deepest)])
+
+    def _relayed(self, states: torch.Tensor, d: _Drafted) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose guesses in turn, each by a message of the one before. states: [n, deepest, width]."""
+        first = states[:, 0]
+        found = [self._choose(first, d, 0)]
+        _, messages = self._runner.relay(first, first, None)
+        for index in range(1, states.shape[1]):
+            known = found[-1][0].clamp(min=0), messages
+            here, messages = self._runner.relay(first, states[:, index], known)
+            found.append(self._choose(here, d, index))
+        return _columns(found)
 
     def _run_known(
         self, rows: torch.Tensor, start: torch.Tensor, counts: torch.Tensor, bound: int, *, wanted: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run a pass over known tokens. bound: of all of them together. wanted: the last of each row."""
         asked = self._pack(rows, start, counts, bound, counts)
-        asked.tokens.wanted = asked.tokens.cu_len[1:] - 1 if wanted else rows[:0]
-        return self._runner.run_late(asked)
+        return self._runner.run_late(asked.wanting(asked.tokens.cu_len[1:] - 1 if wanted else rows[:0]))
 
     def _pack(
         self,
@@ -203,7 +237,7 @@ class Program:
         pages = self._rows.on_device.pages
         return _at(pages, rows, positions // PAGE_TOKENS) * PAGE_TOKENS + positions % PAGE_TOKENS
 
-    def _choose(self, logits: torch.Tensor, d: _Drafted, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _choose(self, states: torch.Tensor, d: _Drafted, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose as the target would, with the noise of its choice. [n] each"""
         state: RowTensors = self._rows.on_device
         sampling = state.sampling[d.rows]
@@ -214,7 +248,7 @@ class Program:
             position=d.length + index,
             temperature=state.temperature[d.rows],
         )
-        return choose(logits, specs, draft_ids=self._runner.draft_ids)
+        return choose(self._runner.logits(states), specs, draft_ids=self._runner.draft_ids)
 
     # Stops -----------------------------------------------------------------------------------------
 
@@ -231,6 +265,11 @@ class Program:
 
     def _send(self, columns: Sequence[Sequence[int]]) -> torch.Tensor:
         return torch.from_numpy(np.array(columns, np.int64)).to(self._rows.device, non_blocking=True)
+
+
+def _columns(found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return guesses and margins of all depths, [n, depth] each."""
+    return torch.stack([ids for ids, _ in found], 1), torch.stack([margins for _, margins in found], 1)
 
 
 def _at(table: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
-from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from paceline.backend.cuda.buckets import bucket
 from paceline.backend.cuda.choice import choose
-from paceline.backend.cuda.device_rows import MAX_DRAFTS, DeviceRows, advance, gather
+from paceline.backend.cuda.device_rows import DeviceRows, advance, gather
 from paceline.backend.cuda.judge import judge
 from paceline.backend.cuda.record import Record, begin_record
 from paceline.backend.sampling import logit_rows
@@ -25,11 +24,12 @@ from paceline.core.nouns import NO_DRAFT, PAGE_TOKENS, UNCHOSEN, Draft, RowDraft
 from paceline.core.sampling import choose_token
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable
 
-    from numpy import floating, int64
+    from numpy import floating
     from numpy.typing import NDArray
 
+    from paceline.backend.cuda.attention import DeviceKV
     from paceline.backend.cuda.decoder import CudaDecoder
     from paceline.backend.cuda.device_rows import Gathered
     from paceline.backend.pass_thread import PassThread
@@ -37,26 +37,18 @@ if TYPE_CHECKING:
     from paceline.backend.target import PendingPass, ReadyPass
     from paceline.core.nouns import Batch
 
-# Total tokens of a pass for which a graph is captured; a pass is padded to the next of them. The controller's
-# staircase has its steps here.
-BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 448, 512)
-
-
-def bucket(count: int) -> int:
-    """Return the tokens to which a pass is padded: itself beyond the last bucket."""
-    return next((size for size in BUCKETS if size >= count), count)
-
 
 class LateTarget(Backend):
     """A target whose rows are on its device. See `Backend`; the verbs above need not wait for outcomes."""
 
     rows: DeviceRows
     decoder: CudaDecoder
+    kv: DeviceKV
     late = True
 
     def __init__(self, decoder: CudaDecoder, rows: Rows, num_pages: int) -> None:
         assert isinstance(rows, DeviceRows)
-        rows.move_to(decoder.device)
+        rows.move_to(decoder.setup.device)
         super().__init__(decoder, rows, num_pages)
 
     def request(self, batch: Batch, draft: Draft) -> ReadyPass:
@@ -96,7 +88,8 @@ class LatePass:
         if thread is None:
             record = self._enqueue()
             return PendingRecord(self, lambda: record)
-        return PendingRecord(self, thread.start(self._enqueue).result)
+        begun = thread.start(self._enqueue)
+        return PendingRecord(self, partial(begun.result, None))
 
     @torch.inference_mode()
     def _enqueue(self) -> Record:
@@ -116,6 +109,9 @@ class LatePass:
             chosen = d.rows.new_empty(0)
             token_ids, num_tokens = d.rows.new_zeros(len(d.rows), 1), torch.zeros_like(d.rows)
         advance(rows, g, token_ids, num_tokens)
+        if taps:
+            record.keep("cu_len", g.tokens.cu_len)
+            record.keep("slots", g.tokens.slots)
         for name, tensor in (("chosen", chosen), ("num", g.num_drafts), ("drafts", drafts), ("margins", margins)):
             record.keep(name, tensor)
         record.end(taps)
@@ -123,7 +119,8 @@ class LatePass:
 
     def _logits_for_host(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the logits of rows whose tokens the host chooses, [sum of 1 + bounds, vocab]."""
-        owners, places = [], []
+        owners: list[int] = []
+        places: list[int] = []
         for index, count in self.chosen_here():
             owners += [index] * (1 + count)
             places += range(1 + count)
@@ -142,7 +139,7 @@ class LatePass:
 class PendingRecord:
     """A pass whose record will come; see `PendingPass`."""
 
-    def __init__(self, asked: LatePass, record: partial[Record]) -> None:
+    def __init__(self, asked: LatePass, record: Callable[[], Record]) -> None:
         self._asked, self._record = asked, record
         self._scores: Scores | None = None
         self.pass_s = 0.0
@@ -163,7 +160,8 @@ def _scores(asked: LatePass, record: Record) -> Scores:
     counts = record["num"].tolist()
     draft = Draft(
         tuple(
-            _known(d, record, index, counts[index]) if _unknown(d) else d for index, d in enumerate(asked.draft.rows)
+            _known(d, record, index, counts[index]) if _unknown(d) else d
+            for index, d in enumerate(asked.draft.rows)
         )
     )
     cu_len, specs = rows.specs(batch, draft)
@@ -178,8 +176,7 @@ def _scores(asked: LatePass, record: Record) -> Scores:
             if specs[at].wants_logits:
                 logits.append(row)
     starts = [rows.computed_len(r.row) for r in batch.rows]
-    g = asked.gathered.tokens
-    taps = Taps(record.taps, g.cu_len, g.slots, starts) if record.taps else None
+    taps = Taps(record.taps, record["cu_len"], record["slots"], starts) if record.taps else None
     if not logits:
         return Scores(cu_len, specs, chosen, taps=taps, draft=draft)
     return Scores(cu_len, specs, chosen, np.stack(logits), logit_rows(specs), taps, draft)

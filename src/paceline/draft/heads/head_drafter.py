@@ -108,7 +108,9 @@ class HeadDrafter:
         self._entries = Entries(self._rows, self._tapped)
         self._feature_store = feature_store(asked.name)
         per_token = self._kv.bytes_per_token + self._taps.bytes_per_token
-        self.needs = head_needs(asked, head, per_token, stops=not self._dense)  # the law's own draws have no margins
+        self.needs = head_needs(
+            asked, head, per_token, stops=not self._dense
+        )  # the law's own draws have no margins
 
     def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
         """Start with what the stores already hold of the row's cached pages."""

@@ -117,7 +117,9 @@ class DraftModelConfig:
         needs = Needs(pages="shared", stops=not target.law_needs_probs)
         if may_draft_late(memory.decoder, target):
             return late_drafter(target, memory.decoder, memory.kv, replace(needs, late=True), report, self.layers)
-        return DraftModel(target, memory.decoder, memory.kv, needs, report, self.layers, hint_gain=CUT_GAIN)
+        drafter = DraftModel(target, memory.decoder, memory.kv, needs, report, self.layers)
+        drafter.hints.gain = CUT_GAIN
+        return drafter
 
     def _cut_model(self, folder: Path, target: Target) -> Drafter:
         """Return a model that was cut from the target and shares its tables."""
@@ -173,13 +175,17 @@ class DraftModelConfig:
         if read_as is None and may_draft_late(decoder, target):
             late = replace(needs, late=True)
             return late_drafter(target, decoder, kv, late, report, self.layers, vocabulary)
-        model = partial(DraftModel, target, decoder, kv, needs, report, self.layers)
-        return model(vocabulary=vocabulary, read_as=read_as, hint_gain=hint_gain)
+        drafter = DraftModel(
+            target, decoder, kv, needs, report, self.layers, vocabulary=vocabulary, read_as=read_as
+        )
+        drafter.hints.gain = hint_gain
+        return drafter
 
 
 def may_draft_late(decoder: Decoder, target: Target) -> bool:
     """Return True if a decoder drafts on the target's device, as its law allows."""
-    return decoder.capabilities.late and not target.law_needs_probs
+    late = decoder.capabilities.late and not target.law_needs_probs
+    return late and cast("LateDecoder", decoder).serves(target.rows)
 
 
 def late_drafter(
@@ -214,19 +220,15 @@ class DraftModel:
         *,
         vocabulary: RequestVocabulary | None = None,
         read_as: NDArray[int64] | None = None,
-        hint_gain: float = 0.0,
     ) -> None:
-        """vocabulary: of a decoder that writes some of the target's tokens only. read_as: see `RowView.pack`.
-
-        hint_gain: see `Hints`; 0 for a whole model, which reads the text for itself.
-        """
+        """vocabulary: of a decoder that writes some of the target's tokens only. read_as: see `RowView.pack`."""
         self.needs = needs
         self._decoder = decoder
         self._kv = kv
         self._num_layers = num_layers
         self._report = report
         self._rows = target.rows
-        self.hints = Hints(target.rows, hint_gain, RECYCLED_GAINS)
+        self.hints = Hints(target.rows, 0.0, RECYCLED_GAINS)  # a whole model reads the text for itself
         self._vocab_size = target.config.vocab_size
         self._dense = target.law_needs_probs
         layers = num_layers or decoder.config.num_layers

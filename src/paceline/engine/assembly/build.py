@@ -10,7 +10,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from paceline.backend.target import Backend
 from paceline.control.controller import ClosedLoop
 from paceline.control.fixed import FixedK
 from paceline.control.overlap import OverlapSwitch
@@ -22,6 +21,7 @@ from paceline.engine.assembly.auto import close_loop
 from paceline.engine.assembly.config import OFF, ON
 from paceline.engine.assembly.placement import place
 from paceline.engine.engine import Engine
+from paceline.engine.late_loop import LateLoop
 from paceline.engine.overlapped_loop import OverlappedLoop
 from paceline.engine.pages import PagePool, pages_for
 from paceline.engine.remote.protocol import BeginDrafter
@@ -138,7 +138,7 @@ def assemble(
     bytes_per_token = loaded.decoder.new_kv(1).bytes_per_token
     num_pages, why_pages = choose_num_pages(config, limits, bytes_per_token)
     rows = _rows(config, limits, loaded.tokenizer, law)
-    backend = Backend(loaded.decoder, rows, num_pages)
+    backend = config.backend_spec.target()(loaded.decoder, rows, num_pages)
     target = Target(
         config=loaded.decoder.config,
         rows=rows.view,
@@ -314,7 +314,7 @@ def _run_cut_model(
 
 def choose_loop(asked: str, engine: Engine, placement: Placement) -> tuple[Loop, str]:
     """Return the loop for an engine, and why. asked: value of --overlap."""
-    serial = SerialLoop()
+    serial: Loop = LateLoop() if engine.target.late else SerialLoop()
     if asked == OFF or not engine.drafting.drafters:
         return serial, "off, as asked"
     if asked == ON:
