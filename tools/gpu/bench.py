@@ -31,6 +31,7 @@ class GpuBench:
     sizes: Sizes
     record: Record
     ceilings: Mapping[str, Any]  # results of that phase; empty where it did not run
+    asked: frozenset[str] = frozenset()  # phases of the whole run
 
     @property
     def dtype(self) -> torch.dtype:

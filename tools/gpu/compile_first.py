@@ -21,6 +21,7 @@ from paceline.backend.cuda.load import load_runner
 from paceline.backend.cuda.output_matrix import wide_product
 from paceline.core.system import usable_cores
 from paceline.model.heads.checkpoint import load_head
+from paceline.model.shapes import is_shape
 from tools.gpu.bench import load_decoder
 from tools.gpu.passes import pages_of, static_pass
 from tools.gpu.right import all_checks
@@ -49,7 +50,8 @@ def run(bench: GpuBench) -> None:
     processors = _count_processors() if on_gpu else H100_PROCESSORS
     start = perf_counter()
     found: dict[str, Variant] = {}
-    for name, trace in (("checks", trace_checks), ("models", trace_models)):
+    models = partial(trace_models, with_pairs="pairs" in bench.asked)
+    for name, trace in (("checks", trace_checks), ("models", models)):
         found |= record.attempt(name, trace, bench.sizes, processors) or {}
     record.put("found", variants=len(found), seconds=perf_counter() - start)
     if on_gpu:
@@ -67,12 +69,13 @@ def trace_checks(sizes: Sizes, num_processors: int) -> dict[str, Variant]:
     return found
 
 
-def trace_models(sizes: Sizes, num_processors: int) -> dict[str, Variant]:
+def trace_models(sizes: Sizes, num_processors: int, *, with_pairs: bool) -> dict[str, Variant]:
     """Return what passes of the models launch: the target's, in 16 bits and in fp8, heads' and draft models'."""
     names = [(sizes.model, "bf16"), (sizes.model, "fp8")]
-    names += [(name, "bf16") for pair in sizes.pairs for name in (pair.target, pair.draft)]
+    pairs = sizes.pairs if with_pairs else ()
+    names += [(name, "bf16") for pair in pairs for name in (pair.target, pair.draft.rpartition("model=")[2])]
     with launches(num_processors) as found:
-        for model, weights in dict.fromkeys(names):
+        for model, weights in [(model, weights) for model, weights in names if is_shape(model)]:
             decoder = load_decoder(f"{model},num_layers={LAYERS}", weights, META)
             _trace_passes(decoder)
             if model == sizes.model:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
@@ -25,23 +26,36 @@ USUAL = tuple(name for name in PHASES if name != "pairs")
 MODULES = {"compile": "compile_first"}  # phases whose module has another name
 
 
-def run_phase(name: str, folder: Path, device: str, limit_s: float, *, dry: bool) -> None:
-    """Run a phase; write its results into a folder."""
-    record = Record(name, folder / f"{name}.json", limit_s)
+@dataclass(frozen=True, slots=True)
+class PhaseRun:
+    """One phase that is to run."""
+
+    name: str
+    folder: Path  # takes its results, and holds those of phases before
+    device: str
+    limit_s: float
+    dry: bool
+    asked: frozenset[str]  # phases of the whole run
+
+
+def run_phase(run: PhaseRun) -> None:
+    """Run a phase; write its results."""
+    record = Record(run.name, run.folder / f"{run.name}.json", run.limit_s)
     record.write()
-    record.attempt(name, _run, name, folder, device, record, dry)
+    record.attempt(run.name, _run, run, record)
 
 
-def _run(name: str, folder: Path, device: str, record: Record, dry: bool) -> None:
+def _run(run: PhaseRun, record: Record) -> None:
     import torch
 
     from tools.gpu.bench import GpuBench
 
-    where = torch.device(device)
-    if where.type == "cuda" and name != "compile":  # which forks, as a process with a GPU may not
+    where = torch.device(run.device)
+    if where.type == "cuda" and run.name != "compile":  # which forks, as a process with a GPU may not
         torch.cuda.set_device(where)
-    bench = GpuBench(where, DRY if dry else FULL, record, _results(folder / "ceilings.json"))
-    import_module(f"tools.gpu.{MODULES.get(name, name)}").run(bench)
+    ceilings = _results(run.folder / "ceilings.json")
+    bench = GpuBench(where, DRY if run.dry else FULL, record, ceilings, run.asked)
+    import_module(f"tools.gpu.{MODULES.get(run.name, run.name)}").run(bench)
 
 
 def _results(path: Path) -> dict[str, float]:
@@ -61,8 +75,10 @@ def main() -> int:
     parser.add_argument("--device", required=True)
     parser.add_argument("--limit", type=float, required=True)
     parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--asked", default="")
     args = parser.parse_args()
-    run_phase(args.name, args.folder, args.device, args.limit, dry=args.dry)
+    asked = frozenset(args.asked.split(","))
+    run_phase(PhaseRun(args.name, args.folder, args.device, args.limit, args.dry, asked))
     return 0
 
 

@@ -21,7 +21,7 @@ class Pair:
     """A target with its draft model, by shape."""
 
     target: str
-    draft: str
+    draft: str  # spec of the drafter
     batches: tuple[int, ...]
     acceptance: tuple[float, ...]  # share of drafts kept at each position
 
@@ -92,11 +92,11 @@ FULL = Sizes(
     pairs=(
         Pair(
             target="shape:qwen3-1.7b,hidden_size=2560,intermediate_size=9728,num_layers=36,num_heads=32",
-            draft="shape:qwen3-0.6b",
+            draft="draft-model:model=shape:qwen3-0.6b",
             batches=(1, 100),
             acceptance=(0.8, 0.62, 0.47),
         ),
-        Pair(target="shape:qwen3-32b", draft="shape:qwen3-1.7b", batches=(1, 100), acceptance=(0.8, 0.62, 0.47)),
+        Pair(target="shape:qwen3-32b", draft="draft-model:model=shape:qwen3-1.7b", batches=(1, 100), acceptance=(0.8, 0.62, 0.47)),
     ),
     loop_batches=(1, 16, 64),
     library_batches=(16, 64, 256),
@@ -107,14 +107,13 @@ FULL = Sizes(
     text_chunks=(512, 64),
 )
 _TINY = "shape:vocab_size=320,hidden_size=32,intermediate_size=48,num_layers=4,num_heads=4,num_kv_heads=2,head_dim=8"
-_TINIER = _TINY.replace("num_layers=4", "num_layers=1")
 DRY = Sizes(
     model=_TINY,
     head="shape:eagle3/64",
     weights="f64",
     batches=(1, 3),
     context=20,
-    answer=24,
+    answer=40,
     repeats=2,
     copied_bytes=1 << 20,
     square=64,
@@ -130,7 +129,7 @@ DRY = Sizes(
     prefill=32,
     profiled=(1,),
     ks=(1, 3),
-    pairs=(Pair(target=_TINY, draft=_TINIER, batches=(2,), acceptance=(0.8, 0.6, 0.5)),),
+    pairs=(Pair(target=_TINY, draft="draft-model:layers=1", batches=(2,), acceptance=(0.8, 0.6, 0.5)),),
     loop_batches=(1,),
     library_batches=(2,),
     text_model=_TINY,

@@ -1,0 +1,192 @@
+"""Engines by shape, and what they do in the window in which all of their rows decode."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from paceline.core.nouns import Request
+from paceline.core.params import SamplingParams
+from paceline.engine.assembly import build
+from paceline.engine.assembly.config import EngineConfig
+from paceline.engine.scheduler import Limits
+from paceline.bench.interleave import cancel_all
+from tools.gpu.bench import BACKEND, EXACT
+from tools.gpu.timing import busy_share
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy import int64
+    from numpy.typing import NDArray
+    from tools.gpu.bench import GpuBench
+
+    from paceline.engine.assembly.build import Loaded
+    from paceline.engine.engine import Engine
+
+WARM_STEPS = 6  # after every row has its first token
+BUSY_STEPS = 12  # under the profiler
+SPARE = 32  # room behind the last token, for drafts
+LEAST_STEPS = 3  # of a window
+
+
+def load_target(bench: GpuBench, model: str, weights: str, numerics: str = EXACT) -> tuple[EngineConfig, Loaded]:
+    """Load a model by shape, and return the config it was loaded by."""
+    config = EngineConfig(
+        model=model,
+        backend=BACKEND,
+        device=str(bench.device),
+        weights=weights,
+        numerics=numerics,
+        draft="off",
+    )
+    return config, build.load(config)
+
+
+def make_engine(
+    config: EngineConfig, loaded: Loaded, draft: str, num_rows: int, max_len: int, prefill_tokens: int = 4096
+) -> Engine:
+    """Make an engine with KV for all its rows."""
+    limits = Limits(num_rows, max_len + SPARE, prefill_tokens, 1 << 24)
+    kv_tokens = num_rows * (max_len + SPARE + 16)
+    own = replace(config, draft=draft, limits=limits, kv_tokens=kv_tokens)
+    return build.assemble(own, loaded).engine
+
+
+def free_memory() -> None:
+    """Give back what dropped engines and models held."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def make_requests(
+    count: int, context: int, answer: int, vocab_size: int, temperatures: Sequence[float] = (0.0,)
+) -> list[Request]:
+    """Return requests 0, 1, ... with random prompts of `context` tokens, no two alike."""
+    chance = np.random.default_rng(7)
+    prompts = chance.integers(3, vocab_size - 1, (count, context))
+    return [
+        Request(
+            str(index),
+            tuple(prompt),
+            SamplingParams(
+                temperature=temperatures[index % len(temperatures)], max_tokens=answer, ignore_eos=True
+            ),
+            seed=1000 + index,
+        )
+        for index, prompt in enumerate(prompts.tolist())
+    ]
+
+
+def answer_all(engine: Engine, requests: Sequence[Request], at_once: int) -> list[NDArray[int64]]:
+    """Return the answers to all requests, `at_once` in flight."""
+    found: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    waiting, open_ids = list(reversed(requests)), set()
+    while waiting or engine.has_work:
+        while waiting and len(open_ids) < at_once:
+            request = waiting.pop()
+            engine.add(request)
+            open_ids.add(request.request_id)
+        for outcome in engine.step():
+            found[outcome.request_id] += outcome.token_ids
+            if outcome.finish_reason is not None:
+                open_ids.discard(outcome.request_id)
+    return [np.array(found[request.request_id], np.int64) for request in requests]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What an engine did while all its rows decoded."""
+
+    rows: int
+    seconds: float
+    tokens: int
+    steps: int
+    accepted: int
+    verified: int
+    k_histogram: tuple[int, ...]
+    draft_ms: float  # of the host in drafters, per step
+    target_ms: float  # of passes, per step
+    host_ms: float
+
+    def summary(self) -> dict[str, Any]:
+        """Return its figures."""
+        return {
+            "tpot_ms": self.rows * self.seconds / max(self.tokens, 1) * 1e3,
+            "step_ms": self.seconds / max(self.steps, 1) * 1e3,
+            "tokens_per_s": self.tokens / max(self.seconds, 1e-9),
+            "tokens_per_step_and_row": self.tokens / max(self.steps * self.rows, 1),
+            "steps": self.steps,
+            "accepted": self.accepted,
+            "verified": self.verified,
+            "k_histogram": list(self.k_histogram),
+            "draft_ms": self.draft_ms,
+            "target_ms": self.target_ms,
+            "host_ms": self.host_ms,
+        }
+
+
+def decode_window(engine: Engine, requests: Sequence[Request]) -> Window:
+    """Answer all requests at once until the first ends; return what was done while all decoded."""
+    begin_all(engine, requests)
+    for _ in range(WARM_STEPS):
+        engine.step()
+    before, start = engine.stats(), perf_counter()
+    ends, ended = [(start, 0)], False
+    while not ended:
+        outcomes = engine.step()
+        ended = any(outcome.finish_reason is not None for outcome in outcomes)
+        ends.append((perf_counter(), sum(len(outcome.token_ids) for outcome in outcomes)))
+    done = engine.stats().since(before)
+    cancel_all(engine, [request.request_id for request in requests])
+    steps = len(ends) - 2  # without the one that ended a request
+    if steps < LEAST_STEPS:
+        raise RuntimeError(f"all {len(requests)} rows decoded in {steps} steps only: answers are too short")
+    per_step = 1e3 / max(done.steps, 1)
+    counts = list(done.drafters.values())
+    return Window(
+        rows=len(requests),
+        seconds=ends[-2][0] - start,
+        tokens=sum(tokens for _, tokens in ends[:-1]),
+        steps=steps,
+        accepted=sum(c.accepted for c in counts),
+        verified=sum(c.verified for c in counts),
+        k_histogram=tuple(done.k_histogram),
+        draft_ms=done.draft_s * per_step,
+        target_ms=done.target_s * per_step,
+        host_ms=done.host_s * per_step,
+    )
+
+
+def begin_all(engine: Engine, requests: Sequence[Request]) -> None:
+    """Add requests and take steps until each has its first token."""
+    for request in requests:
+        engine.add(request)
+    waiting = {request.request_id for request in requests}
+    while waiting:
+        for outcome in engine.step():
+            if outcome.finish_reason is not None:
+                raise RuntimeError(f"a request ended before all had begun: {outcome.error or outcome.finish_reason}")
+            if outcome.token_ids:
+                waiting.discard(outcome.request_id)
+
+
+def kernel_share(engine: Engine, requests: Sequence[Request], device: torch.device) -> float | None:
+    """Return the share of time in which kernels run while all requests decode; None on a host."""
+    if device.type != "cuda":
+        return None
+    begin_all(engine, requests)
+
+    def some_steps() -> None:
+        for _ in range(BUSY_STEPS):
+            engine.step()
+
+    share = busy_share(some_steps, device)
+    cancel_all(engine, [request.request_id for request in requests])
+    return share

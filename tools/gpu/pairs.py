@@ -1,0 +1,17 @@
+"""Phase `pairs`: targets with draft models, by shape; not among the usual phases, as it wants a large device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tools.gpu.speculation import measure_drafter
+
+if TYPE_CHECKING:
+    from tools.gpu.bench import GpuBench
+
+
+def run(bench: GpuBench) -> None:
+    """Measure each pair."""
+    for pair in bench.sizes.pairs:
+        name = f"{pair.target.removeprefix('shape:')} + {pair.draft.rpartition('=')[2]}"
+        measure_drafter(bench, pair.target, pair.draft, pair.batches, pair.acceptance, (name,))
