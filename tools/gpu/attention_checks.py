@@ -19,6 +19,7 @@ from tools.gpu.checks import BOUNDS, EPS, FP8_BOUND, SOME_TOKENS, Check, random_
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from paceline.backend.cuda.products import Product
     from tools.gpu.sizes import Sizes
 
 SCALE = 0.09
@@ -154,20 +155,18 @@ def writes_of(sizes: Sizes, device: torch.device) -> Iterator[Check]:
         ((4, 1, 256), 0, bf16, "bf16", False, True),
     ):
         p = random_product(SOME_TOKENS, (heads[0] + 2 * heads[1]) * heads[2], parts, dtype, device, bias=bias)
-        norms = [torch.randn(heads[2], device=device).to(dtype) if normed else None for _ in range(2)]
+        q_norm, k_norm = (torch.randn(heads[2], device=device).to(dtype) if normed else None for _ in range(2))
         name = f"write {heads} {kv_type}, {parts} parts{' bias' * bias}{' normed' * normed}"
-        want = partial(_written, wide_product(p), heads, "f64", [wide(norm) for norm in norms])
+        want = partial(_written, wide_product(p), heads, "f64", (wide(q_norm), wide(k_norm)))
         bound = FP8_BOUND if kv_type == "fp8" else BOUNDS[dtype]
-        yield Check(name, partial(_written, p, heads, kv_type, norms), want, bound)
+        yield Check(name, partial(_written, p, heads, kv_type, (q_norm, k_norm)), want, bound)
 
 
 def _written(
-    p: torch.Tensor | object, heads: tuple[int, int, int], kv_type: str, norms: Sequence[torch.Tensor | None]
+    p: Product, heads: tuple[int, int, int], kv_type: str, norms: tuple[torch.Tensor | None, torch.Tensor | None]
 ) -> list[torch.Tensor]:
     """Return the queries, and keys and values as they lie in the store."""
-    data = getattr(p, "sums", p)
-    device, head_dim = data.device, heads[2]
-    dtype = getattr(p, "dtype", data.dtype)
+    device, head_dim, dtype = (p if isinstance(p, torch.Tensor) else p.sums).device, heads[2], p.dtype
     kv = new_kv(3, 1, heads[1], head_dim, kv_type, dtype, device)
     slots = (torch.arange(SOME_TOKENS + 1, device=device) * 7 + 3)[1:]  # begins at an odd address
     positions = (torch.arange(SOME_TOKENS + 1, device=device) * 1111)[1:]
@@ -175,7 +174,7 @@ def _written(
     d = DevicePass(none, positions, slots, none, none[None], none)
     inverse = 10000.0 ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
     layer = kv.layer(0)
-    query = write_qkv(p, d, inverse, layer, *norms, EPS, heads[0], heads[1])  # type: ignore[arg-type]
+    query = write_qkv(p, d, inverse, layer, norms[0], norms[1], EPS, heads[0], heads[1])
     if layer.scales is None:
         return [query, layer.data.index_select(1, slots)]
     stored = layer.data.view(torch.uint8).index_select(1, slots).view(layer.data.dtype).to(torch.float32)
@@ -228,9 +227,7 @@ def _chosen(logits: torch.Tensor, specs: ChoiceSpecs, more: dict[str, torch.Tens
     return [choose(logits, specs, **more)[0]]
 
 
-def _chosen_on_host(
-    logits: torch.Tensor, specs: ChoiceSpecs, more: dict[str, torch.Tensor]
-) -> list[torch.Tensor]:
+def _chosen_on_host(logits: torch.Tensor, specs: ChoiceSpecs, more: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     names = ("seed_lo", "seed_hi", "choice", "position", "temperature")
     on_host = ChoiceSpecs(**{name: getattr(specs, name).cpu() for name in names})
     return _chosen(logits.cpu(), on_host, {name: tensor.cpu() for name, tensor in more.items()})

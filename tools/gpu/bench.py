@@ -14,10 +14,9 @@ from paceline.model.weights import load_model
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from paceline.backend.cuda.decoder import CudaDecoder
     from tools.gpu.record import Record
     from tools.gpu.sizes import Sizes
-
-    from paceline.backend.cuda.decoder import CudaDecoder
 
 BACKEND = "cuda"
 EXACT, FAST = NUMERICS = ("exact", "fast")
@@ -40,7 +39,8 @@ class GpuBench:
 
     def floor_s(self, num_bytes: float, operations: float) -> float | None:
         """Return the least seconds for reading these bytes and doing these operations; None if not measured."""
-        bandwidth, rate = self.ceilings.get("read_bytes_per_s"), self.ceilings.get("matmul_per_s")
+        bandwidth: float | None = self.ceilings.get("read_bytes_per_s")
+        rate: float | None = self.ceilings.get("matmul_per_s")
         if not bandwidth or not rate:
             return None
         return max(num_bytes / bandwidth, operations / rate)

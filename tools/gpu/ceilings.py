@@ -9,6 +9,8 @@ import torch
 from tools.gpu.timing import captured, mean_s, median_s, synchronize
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tools.gpu.bench import GpuBench
 
 TIMES = 200  # launches or replays whose mean is taken
@@ -45,9 +47,9 @@ def _bandwidth(bench: GpuBench) -> None:
     copy_s = median_s(lambda: target.copy_(source), device, repeats)
     rows = source.view(-1, 256)
     ones = torch.randn(256, device=device)
-    reads = {
-        "sum": lambda: source.sum(),
-        "amax": lambda: source.amax(),
+    reads: dict[str, Callable[[], torch.Tensor]] = {
+        "sum": source.sum,
+        "amax": source.amax,
         "sum of rows": lambda: rows.sum(1),
         "matrix times vector": lambda: rows @ ones,
     }

@@ -70,9 +70,7 @@ def wide_product(p: Product) -> Product:
 # Products -----------------------------------------------------------------------------------------
 
 
-def random_matrix(
-    shape: tuple[int, int], kind: str, device: torch.device, *, bias: bool = False
-) -> Matrix:
+def random_matrix(shape: tuple[int, int], kind: str, device: torch.device, *, bias: bool = False) -> Matrix:
     """Return random weights [N, K] whose products have deviation 1. kind: one of `MODEL_TYPES`."""
     weight_type, dtype = MODEL_TYPES[kind]
     weight = torch.randn(shape, device=device) * shape[1] ** -0.5

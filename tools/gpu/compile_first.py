@@ -1,7 +1,7 @@
 """Phase `compile`: find the kernels that the others launch, and compile them in parallel into Triton's cache.
 
-They are found without a device, by `tracing`. A process compiles a variant as a launch would, with stand-ins for its
-arguments, so that a launch finds the code on disk.
+They are found without a device, by `tracing`. A process compiles a variant as a launch would, with stand-ins for
+its arguments, so that a launch finds the code on disk.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ from tools.gpu.tracing import H100_PROCESSORS, META, launches
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from paceline.backend.cuda.decoder import CudaDecoder
+    from paceline.backend.cuda.kernel_launch import Variant
     from tools.gpu.bench import GpuBench
     from tools.gpu.record import Record
     from tools.gpu.sizes import Sizes
-
-    from paceline.backend.cuda.decoder import CudaDecoder
-    from paceline.backend.cuda.kernel_launch import Variant
 
 TYPES = {name: dtype for dtype, name in ELEMENTS.items()}
 # Tokens and rows of passes that launch every variant there is of a model's kernels.

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from paceline.bench.interleave import cancel_all
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.scheduler import Limits
-from paceline.bench.interleave import cancel_all
 from tools.gpu.bench import BACKEND, EXACT
 from tools.gpu.timing import busy_share
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
     from numpy import int64
     from numpy.typing import NDArray
-    from tools.gpu.bench import GpuBench
 
     from paceline.engine.assembly.build import Loaded
     from paceline.engine.engine import Engine
+    from tools.gpu.bench import GpuBench
 
 WARM_STEPS = 6  # after every row has its first token
 BUSY_STEPS = 12  # under the profiler
@@ -87,7 +87,8 @@ def make_requests(
 def answer_all(engine: Engine, requests: Sequence[Request], at_once: int) -> list[NDArray[int64]]:
     """Return the answers to all requests, `at_once` in flight."""
     found: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    waiting, open_ids = list(reversed(requests)), set()
+    waiting = list(reversed(requests))
+    open_ids: set[str] = set()
     while waiting or engine.has_work:
         while waiting and len(open_ids) < at_once:
             request = waiting.pop()
@@ -172,7 +173,9 @@ def begin_all(engine: Engine, requests: Sequence[Request]) -> None:
     while waiting:
         for outcome in engine.step():
             if outcome.finish_reason is not None:
-                raise RuntimeError(f"a request ended before all had begun: {outcome.error or outcome.finish_reason}")
+                raise RuntimeError(
+                    f"a request ended before all had begun: {outcome.error or outcome.finish_reason}"
+                )
             if outcome.token_ids:
                 waiting.discard(outcome.request_id)
 

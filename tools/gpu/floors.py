@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from paceline.backend.cuda.device_weights import num_bytes as num_bytes_of
+
 if TYPE_CHECKING:
     from paceline.backend.cuda.attention import DeviceKV
     from paceline.backend.cuda.decoder import CudaDecoder
@@ -25,9 +27,9 @@ def pass_needs(
     chosen: tokens after which one is chosen; None: all.
     """
     c, w = decoder.config, decoder.weights
-    embed_bytes = 0 if c.tie_embeddings else w.embed.nbytes  # of which a row is read
+    read = [w.output, w.final_norm, *(part for layer in w.layers for part in layer.parts())]  # no embedding: rows
     keys = context + new
-    num_bytes = decoder.weight_bytes - embed_bytes + rows * keys * kv.bytes_per_token
+    num_bytes = num_bytes_of(read) + rows * keys * kv.bytes_per_token
     matrices = [m for layer in w.layers for m in (layer.qkv, layer.attn_out, layer.gate_up, layer.down)]
     tokens = rows * new
     products = sum(_size(m) for m in matrices) * tokens + _size(w.output) * (tokens if chosen is None else chosen)

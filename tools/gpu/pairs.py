@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tools.gpu.speculation import measure_drafter
+from tools.gpu.speculation import DraftStudy, measure_drafter
 
 if TYPE_CHECKING:
     from tools.gpu.bench import GpuBench
@@ -13,5 +13,5 @@ if TYPE_CHECKING:
 def run(bench: GpuBench) -> None:
     """Measure each pair."""
     for pair in bench.sizes.pairs:
-        name = f"{pair.target.removeprefix('shape:')} + {pair.draft.rpartition('=')[2]}"
-        measure_drafter(bench, pair.target, pair.draft, pair.batches, pair.acceptance, (name,))
+        path = (f"{pair.target.removeprefix('shape:')} + {pair.draft.rpartition('=')[2]}",)
+        measure_drafter(DraftStudy(bench, pair.target, pair.draft, pair.batches, pair.acceptance, path))

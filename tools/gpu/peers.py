@@ -1,7 +1,7 @@
 """Phase `peers`: others over the same shape on the same device, in the same run.
 
-A compiled loop with a static cache, transformers' continuous batching, and its assisted generation. The library has
-PyTorch's own attention unless flash-attention is installed, which its makers measure as several times faster.
+A compiled loop with a static cache, transformers' continuous batching, and its assisted generation. The library
+has PyTorch's own attention unless flash-attention is installed, which its makers measure as several times faster.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from tools.gpu.timing import captured, mean_s, synchronize
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tools.gpu.bench import GpuBench
-
     from paceline.model.config import ModelConfig
+    from tools.gpu.bench import GpuBench
 
 ASSISTED_K = 3
 
@@ -70,7 +69,7 @@ def _library_model(bench: GpuBench, c: ModelConfig) -> Any:
     """Return a random model of transformers' of the same shape."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
+    config = LlamaConfig(  # type: ignore[call-arg]
         vocab_size=c.vocab_size,
         hidden_size=c.hidden_size,
         intermediate_size=c.intermediate_size,
@@ -96,7 +95,8 @@ def _library_model(bench: GpuBench, c: ModelConfig) -> Any:
 def _generation(answer: int, **more: Any) -> Any:
     from transformers import GenerationConfig
 
-    return GenerationConfig(max_new_tokens=answer, do_sample=False, eos_token_id=None, pad_token_id=0, **more)
+    config: Any = GenerationConfig
+    return config(max_new_tokens=answer, do_sample=False, eos_token_id=None, pad_token_id=0, **more)
 
 
 def _prompts(bench: GpuBench, model: Any, rows: int) -> list[list[int]]:
@@ -110,6 +110,7 @@ def _continuous(bench: GpuBench, model: Any, rows: int) -> None:
         inputs=_prompts(bench, model, rows),
         generation_config=_generation(bench.sizes.answer),
         record_timestamps=True,
+        **_batching(bench),
     )
     times = [output.timestamps for output in found.values()]
     start, end = max(t[0] for t in times), min(t[-1] for t in times)
@@ -118,6 +119,15 @@ def _continuous(bench: GpuBench, model: Any, rows: int) -> None:
         raise RuntimeError("at no time did all rows decode")
     rate = tokens / (end - start)
     bench.record.put("continuous batching", rows, tpot_ms=rows / rate * 1e3, tokens_per_s=rate)
+
+
+def _batching(bench: GpuBench) -> dict[str, Any]:
+    """Return options of batching: the library's own choices on a GPU; little memory on a host."""
+    if bench.device.type == "cuda":
+        return {}
+    from transformers import ContinuousBatchingConfig
+
+    return {"continuous_batching_config": ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)}
 
 
 class RecordedCandidates:
@@ -145,7 +155,7 @@ class RecordedCandidates:
 
 
 def _assisted(bench: GpuBench, model: Any) -> None:
-    """Time plain and assisted generation of one request; its drafts cost nothing and are kept as the seed's are."""
+    """Time plain and assisted generation of one request. Drafts cost nothing and are kept as the seed's."""
     sizes = bench.sizes
     ids = torch.tensor(_prompts(bench, model, 1), device=bench.device)
     mask = torch.ones_like(ids)
@@ -163,7 +173,9 @@ def _assisted(bench: GpuBench, model: Any) -> None:
     plain_s, recorded = timed(sizes.answer)
     gaps = sizes.answer - few
     bench.record.put("generate", 1, tpot_ms=(plain_s - timed(few)[0]) / gaps * 1e3)
-    make = partial(RecordedCandidates, recorded[0], ASSISTED_K, chances_of(SEED_ACCEPTANCE), model.config.vocab_size)
+    make = partial(
+        RecordedCandidates, recorded[0], ASSISTED_K, chances_of(SEED_ACCEPTANCE), model.config.vocab_size
+    )
     model._get_candidate_generator = lambda **_: make()
     options = {"prompt_lookup_num_tokens": ASSISTED_K}
     assisted_s = timed(sizes.answer, **options)[0] - timed(few, **options)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
@@ -10,8 +11,8 @@ from unittest.mock import patch
 
 import torch
 
-from paceline.backend.cuda.kernel_launch import launch, variant_table
-from paceline.backend.cuda.products import Matrix, finished, kernel_product, multiply, uses_kernels
+from paceline.backend.cuda.kernel_launch import launch, uses_kernels, variant_table
+from paceline.backend.cuda.products import Matrix, finished, kernel_product, multiply
 from tools.gpu.attention_checks import (
     ALL_PARTS,
     ONE_PART,
@@ -29,10 +30,9 @@ from tools.gpu.tracing import LAUNCHING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from paceline.backend.cuda.kernel_launch import Variant
     from tools.gpu.bench import GpuBench
     from tools.gpu.sizes import Sizes
-
-    from paceline.backend.cuda.kernel_launch import Variant
 
 MAX_FAULTS = 40  # that are listed
 
@@ -110,7 +110,7 @@ def _error(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> float:
             return float("inf")
         a, b = ours.double().to(theirs.device), theirs.double()
         error = ((a - b).norm() / b.norm().clamp(min=1e-30)).item()
-        worst = max(worst, error if error == error else float("inf"))
+        worst = max(worst, float("inf") if math.isnan(error) else error)
     return worst
 
 

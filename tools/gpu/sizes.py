@@ -72,7 +72,7 @@ FULL = Sizes(
     head="shape:eagle3/32000",
     weights="bf16",
     batches=(1, 4, 16, 64, 128, 256),
-    context=512,
+    context=576,
     answer=96,
     repeats=30,
     copied_bytes=4 << 30,
@@ -96,7 +96,12 @@ FULL = Sizes(
             batches=(1, 100),
             acceptance=(0.8, 0.62, 0.47),
         ),
-        Pair(target="shape:qwen3-32b", draft="draft-model:model=shape:qwen3-1.7b", batches=(1, 100), acceptance=(0.8, 0.62, 0.47)),
+        Pair(
+            target="shape:qwen3-32b",
+            draft="draft-model:model=shape:qwen3-1.7b",
+            batches=(1, 100),
+            acceptance=(0.8, 0.62, 0.47),
+        ),
     ),
     loop_batches=(1, 16, 64),
     library_batches=(16, 64, 256),
@@ -106,7 +111,9 @@ FULL = Sizes(
     text_batches=(64, 16, 1),
     text_chunks=(512, 64),
 )
-_TINY = "shape:vocab_size=320,hidden_size=32,intermediate_size=48,num_layers=4,num_heads=4,num_kv_heads=2,head_dim=8"
+_TINY = (
+    "shape:vocab_size=320,hidden_size=32,intermediate_size=48,num_layers=4,num_heads=4,num_kv_heads=2,head_dim=8"
+)
 DRY = Sizes(
     model=_TINY,
     head="shape:eagle3/64",

@@ -6,7 +6,7 @@ rates of the proposal's own run (`spoilt`). Phase `pairs` does the same with dra
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.control.fixed import FixedK
@@ -23,108 +23,99 @@ from tools.gpu.sizes import SEED_ACCEPTANCE
 from tools.gpu.spoilt import spoil
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from numpy import int64
     from numpy.typing import NDArray
-    from tools.gpu.bench import GpuBench
 
     from paceline.core.nouns import Request
     from paceline.engine.assembly.build import Loaded
     from paceline.engine.assembly.config import EngineConfig
     from paceline.engine.engine import Engine
+    from tools.gpu.bench import GpuBench
 
     Answers = Sequence[NDArray[int64]]
+
+SHARE_K = 3  # drafts of a row where the share of time is measured in which kernels run
 
 
 def run(bench: GpuBench) -> None:
     """Measure plain decoding, every K and `auto` at every batch."""
     sizes = bench.sizes
-    head = f"eagle3:model={sizes.head}"
-    measure_drafter(bench, sizes.model, head, sizes.batches, SEED_ACCEPTANCE, ())
+    measure_drafter(DraftStudy(bench, sizes.model, f"eagle3:model={sizes.head}", sizes.batches, SEED_ACCEPTANCE))
 
 
-def measure_drafter(
-    bench: GpuBench,
-    model: str,
-    draft: str,
-    batches: Sequence[int],
-    acceptance: Sequence[float],
-    path: tuple[str, ...],
-) -> None:
-    """Measure a drafter beside plain decoding. path: of the results."""
-    record, sizes = bench.record, bench.sizes
-    found = record.attempt(f"load {model}", load_target, bench, model, sizes.weights)
+@dataclass(frozen=True, slots=True)
+class DraftStudy:
+    """A target and a drafter that are to be measured."""
+
+    bench: GpuBench
+    model: str
+    draft: str  # spec of the drafter
+    batches: Sequence[int]
+    acceptance: Sequence[float]  # share of drafts kept at each position
+    path: tuple[str, ...] = ()  # of the results
+
+    def engine(self, config: EngineConfig, loaded: Loaded, draft: str) -> Engine:
+        """Make an engine for the largest batch."""
+        sizes = self.bench.sizes
+        return make_engine(config, loaded, draft, max(self.batches), sizes.context + sizes.answer)
+
+    def time(self, way: str, engine: Engine, requests: Sequence[Request]) -> None:
+        """Time a batch and note it; an error is noted, too."""
+
+        def measure() -> None:
+            window = decode_window(engine, requests)
+            self.bench.record.put(*self.path, way, len(requests), **window.summary())
+
+        self.bench.record.attempt(f"{way} {len(requests)}", measure)
+
+
+def measure_drafter(study: DraftStudy) -> None:
+    """Measure a drafter beside plain decoding."""
+    bench, record, sizes = study.bench, study.bench.record, study.bench.sizes
+    found = record.attempt(f"load {study.model}", load_target, bench, study.model, sizes.weights)
     if found is None:
         return
-    config, loaded = found
-    requests = make_requests(max(batches), sizes.context, sizes.answer, loaded.decoder.config.vocab_size)
-    answers = record.attempt("plain", _plain, bench, config, loaded, requests, batches, path)
+    vocab_size = found[1].decoder.config.vocab_size
+    requests = make_requests(max(study.batches), sizes.context, sizes.answer, vocab_size)
+    answers = record.attempt("plain", _plain, study, *found, requests)
     free_memory()
     if answers is not None:
-        run_drafts = partial(_drafts, bench, config, loaded, draft, requests, batches, acceptance, path)
-        record.attempt("drafts", run_drafts, answers)
+        record.attempt("drafts", _drafts, study, *found, requests, answers)
         free_memory()
 
 
-def _plain(
-    bench: GpuBench,
-    config: EngineConfig,
-    loaded: Loaded,
-    requests: Sequence[Request],
-    batches: Sequence[int],
-    path: tuple[str, ...],
-) -> Answers:
+def _plain(study: DraftStudy, config: EngineConfig, loaded: Loaded, requests: Sequence[Request]) -> Answers:
     """Record the plain texts, and time plain decoding."""
-    engine = make_engine(config, loaded, "off", max(batches), bench.sizes.context + bench.sizes.answer)
+    engine = study.engine(config, loaded, "off")
     answers = answer_all(engine, requests, len(requests))
-    for rows in batches:
-        bench.record.attempt(f"off {rows}", _time, bench, engine, requests[:rows], (*path, "off"))
+    for rows in study.batches:
+        study.time("off", engine, requests[:rows])
     return answers
 
 
 def _drafts(
-    bench: GpuBench,
-    config: EngineConfig,
-    loaded: Loaded,
-    draft: str,
-    requests: Sequence[Request],
-    batches: Sequence[int],
-    acceptance: Sequence[float],
-    path: tuple[str, ...],
-    answers: Answers,
+    study: DraftStudy, config: EngineConfig, loaded: Loaded, requests: Sequence[Request], answers: Answers
 ) -> None:
     """Time every K and `auto` with one engine, which has measured its costs."""
-    sizes, record = bench.sizes, bench.record
-    engine = make_engine(config, loaded, f"auto:{draft}", max(batches), sizes.context + sizes.answer)
+    engine = study.engine(config, loaded, f"auto:{study.draft}")
     (name,) = engine.drafting.drafters
     auto = engine.controller
-    spoil(engine, answers, acceptance)
-    record.put(*path, drafter=name, acceptance=list(acceptance))
-    for rows in batches:
-        for k in (0, *sizes.ks):
+    spoil(engine, answers, study.acceptance)
+    study.bench.record.put(*study.path, drafter=name, acceptance=list(study.acceptance))
+    for rows in study.batches:
+        for k in (0, *study.bench.sizes.ks):
             engine.controller = FixedK(name, k)
-            record.attempt(f"k{k} {rows}", _time, bench, engine, requests[:rows], (*path, f"k{k}"))
+            study.time(f"k{k}", engine, requests[:rows])
         engine.controller = auto
-        record.attempt(f"auto {rows}", _time, bench, engine, requests[:rows], (*path, "auto"))
-    share = _shares(bench, engine, name, requests, path)
-    for rows in (batches[0], batches[len(batches) // 2], batches[-1]):
-        record.attempt(f"kernels run {rows}", share, rows)
+        study.time("auto", engine, requests[:rows])
+    engine.controller = FixedK(name, SHARE_K)
+    middle = study.batches[len(study.batches) // 2]
+    for rows in dict.fromkeys((study.batches[0], middle, study.batches[-1])):
+        study.bench.record.attempt(f"kernels run {rows}", _kernels_run, study, engine, requests[:rows])
 
 
-def _shares(
-    bench: GpuBench, engine: Engine, name: str, requests: Sequence[Request], path: tuple[str, ...]
-) -> Callable[[int], None]:
-    """Return a measurement of the share of time in which kernels run, with K = 3."""
-
-    def one(rows: int) -> None:
-        engine.controller = FixedK(name, 3)
-        share = kernel_share(engine, requests[:rows], bench.device)
-        bench.record.put(*path, "kernels_run", **{str(rows): share})
-
-    return one
-
-
-def _time(bench: GpuBench, engine: Engine, requests: Sequence[Request], path: tuple[str, ...]) -> None:
-    window = decode_window(engine, requests)
-    bench.record.put(*path, len(requests), **window.summary())
+def _kernels_run(study: DraftStudy, engine: Engine, requests: Sequence[Request]) -> None:
+    share = kernel_share(engine, requests, study.bench.device)
+    study.bench.record.put(*study.path, "kernels_run", **{str(len(requests)): share})

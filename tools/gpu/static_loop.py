@@ -93,7 +93,7 @@ class StaticLoop:
         c, rows = self._c, hidden.shape[0]
         normed = functional.rms_norm(hidden, (c.hidden_size,), w.attn_norm, c.norm_eps)
         heads = functional.linear(normed, w.qkv).view(rows, -1, c.head_dim)
-        query, key, value = heads.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
+        query, key, value = torch.split(heads, [c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)
         cache[0].index_copy_(2, position, self._rotated(key, position)[:, :, None])
         cache[1].index_copy_(2, position, value[:, :, None])
         mask = (torch.arange(self._length, device=hidden.device) <= position)[None, None, None]

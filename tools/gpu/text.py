@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,11 +16,12 @@ if TYPE_CHECKING:
 
     from numpy import int64
     from numpy.typing import NDArray
-    from tools.gpu.bench import GpuBench
 
     from paceline.core.nouns import Request
     from paceline.engine.assembly.build import Loaded
     from paceline.engine.assembly.config import EngineConfig
+    from paceline.engine.engine import Engine
+    from tools.gpu.bench import GpuBench
 
     Answers = Sequence[NDArray[int64]]
 
@@ -33,76 +35,70 @@ def run(bench: GpuBench) -> None:
     found = record.attempt("load", load_target, bench, sizes.text_model, sizes.weights)
     if found is None:
         return
-    config, loaded = found
-    vocab_size = loaded.decoder.config.vocab_size
+    vocab_size = found[1].decoder.config.vocab_size
     requests = make_requests(sizes.requests, sizes.context, sizes.text_answer, vocab_size, TEMPERATURES)
-    first = partial(_plain, bench, config, loaded, requests)
-    plain = record.attempt("recording", first, sizes.text_chunks[0], max(sizes.text_batches))
+    ways = TextWays(bench, *found, requests)
+    plain = record.attempt("recording", ways.answer_plainly, sizes.text_chunks[0], max(sizes.text_batches))
     if plain is None:
         return
     record.put(requests=len(requests), tokens=sum(map(len, plain)), different_answers=0)
     for chunk in sizes.text_chunks:
-        record.attempt(f"off, chunks of {chunk}", _compare_plain, bench, config, loaded, requests, plain, chunk)
-        free_memory()
-        record.attempt(f"drafts, chunks of {chunk}", _compare_drafts, bench, config, loaded, requests, plain, chunk)
-        free_memory()
+        for name, compare in (("off", ways.compare_plain), ("drafts", ways.compare_drafts)):
+            record.attempt(f"{name}, chunks of {chunk}", compare, chunk, plain)
+            free_memory()
 
 
-def _plain(
-    bench: GpuBench, config: EngineConfig, loaded: Loaded, requests: Sequence[Request], chunk: int, batch: int
-) -> Answers:
-    length = bench.sizes.context + bench.sizes.text_answer
-    engine = make_engine(config, loaded, "off", max(bench.sizes.text_batches), length, chunk)
-    return answer_all(engine, requests, batch)
+@dataclass(frozen=True, slots=True)
+class TextWays:
+    """Ways in which the same requests are answered."""
 
+    bench: GpuBench
+    config: EngineConfig
+    loaded: Loaded
+    requests: Sequence[Request]
 
-def _compare_plain(
-    bench: GpuBench,
-    config: EngineConfig,
-    loaded: Loaded,
-    requests: Sequence[Request],
-    plain: Answers,
-    chunk: int,
-) -> None:
-    for batch in bench.sizes.text_batches:
-        if (chunk, batch) != (bench.sizes.text_chunks[0], max(bench.sizes.text_batches)):  # the recording itself
-            answers = bench.record.attempt(
-                f"off batch {batch} chunks {chunk}", _plain, bench, config, loaded, requests, chunk, batch
-            )
-            _count(bench, f"off batch {batch} chunks {chunk}", answers, plain)
+    def _engine(self, draft: str, chunk: int) -> Engine:
+        sizes = self.bench.sizes
+        length, rows = sizes.context + sizes.text_answer, max(sizes.text_batches)
+        return make_engine(self.config, self.loaded, draft, rows, length, chunk)
 
+    def answer_plainly(self, chunk: int, batch: int) -> Answers:
+        """Answer without drafts. chunk: prompt tokens computed in one step."""
+        return answer_all(self._engine("off", chunk), self.requests, batch)
 
-def _compare_drafts(
-    bench: GpuBench,
-    config: EngineConfig,
-    loaded: Loaded,
-    requests: Sequence[Request],
-    plain: Answers,
-    chunk: int,
-) -> None:
-    sizes = bench.sizes
-    length, rows = sizes.context + sizes.text_answer, max(sizes.text_batches)
-    engine = make_engine(config, loaded, f"auto:eagle3:model={sizes.head}", rows, length, chunk)
-    (name,) = engine.drafting.drafters
-    auto = engine.controller
-    spoil(engine, plain, SEED_ACCEPTANCE)
-    for batch in sizes.text_batches:
-        for label, controller in (("k1", FixedK(name, 1)), ("k3", FixedK(name, 3)), ("auto", auto)):
-            engine.controller = controller
-            engine.scheduler.pool.forget()  # prompts are computed anew, in chunks
-            way = f"{label} batch {batch} chunks {chunk}"
-            _count(bench, way, bench.record.attempt(way, answer_all, engine, requests, batch), plain)
+    def compare_plain(self, chunk: int, plain: Answers) -> None:
+        """Compare plain decoding in other batches and chunks."""
+        sizes = self.bench.sizes
+        for batch in sizes.text_batches:
+            if (chunk, batch) != (sizes.text_chunks[0], max(sizes.text_batches)):  # the recording itself
+                self._compare(f"off batch {batch} chunks {chunk}", chunk, batch, plain, None)
 
+    def compare_drafts(self, chunk: int, plain: Answers) -> None:
+        """Compare decoding with drafts, of which some are kept."""
+        sizes = self.bench.sizes
+        engine = self._engine(f"auto:eagle3:model={sizes.head}", chunk)
+        (name,) = engine.drafting.drafters
+        auto = engine.controller
+        spoil(engine, plain, SEED_ACCEPTANCE)
+        for batch in sizes.text_batches:
+            for label, controller in (("k1", FixedK(name, 1)), ("k3", FixedK(name, 3)), ("auto", auto)):
+                engine.controller = controller
+                engine.scheduler.pool.forget()  # prompts are computed anew, in chunks
+                self._compare(f"{label} batch {batch} chunks {chunk}", chunk, batch, plain, engine)
 
-def _count(bench: GpuBench, way: str, answers: Answers | None, plain: Answers) -> None:
-    """Note which answers differ from the recording, and from which token on."""
-    if answers is None:
-        return
-    pairs = enumerate(zip(answers, plain, strict=True))
-    differ = [f"{i} from {_parting(a.tolist(), b.tolist())}" for i, (a, b) in pairs if a.tolist() != b.tolist()]
-    total = bench.record.results["different_answers"] + len(differ)
-    bench.record.put(different_answers=total)
-    bench.record.put("ways", way, different=len(differ), first=differ[:MAX_LISTED])
+    def _compare(self, way: str, chunk: int, batch: int, plain: Answers, engine: Engine | None) -> None:
+        """Note which answers differ from the recording, and from which token on. engine: None: a plain one."""
+        answer = (
+            partial(self.answer_plainly, chunk) if engine is None else partial(answer_all, engine, self.requests)
+        )
+        record = self.bench.record
+        answers = record.attempt(way, answer, batch)
+        if answers is None:
+            return
+        pairs = [(a.tolist(), b.tolist()) for a, b in zip(answers, plain, strict=True)]
+        differ = [f"{i} from {_parting(a, b)}" for i, (a, b) in enumerate(pairs) if a != b]
+        record.put(different_answers=record.results["different_answers"] + len(differ))
+        record.put("ways", way, different=len(differ), first=differ[:MAX_LISTED])
 
 
 def _parting(a: Sequence[int], b: Sequence[int]) -> int:

@@ -35,7 +35,7 @@ def median_s(work: Work, device: torch.device, repeats: int) -> float:
         work()
         end.record()
     synchronize(device)
-    return median(start.elapsed_time(end) for start, end in events) / 1e3
+    return float(median(start.elapsed_time(end) for start, end in events)) / 1e3
 
 
 def mean_s(work: Work, device: torch.device, times: int) -> float:
@@ -59,7 +59,7 @@ def captured(work: Work, device: torch.device) -> Work:
     """Return a replay of some work as one graph; on a host the work itself. Its tensors stay in place."""
     if device.type != "cuda":
         return work
-    beside = torch.cuda.Stream(device)
+    beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     beside.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(beside), torch.inference_mode():
         for _ in range(2):  # compiles kernels and loads them
@@ -103,7 +103,7 @@ def busy_share(work: Work, device: torch.device) -> float | None:
     """
     if device.type != "cuda":
         return None
-    from torch.profiler import DeviceType, ProfilerActivity, profile  # type: ignore[attr-defined]
+    from torch.profiler import DeviceType, ProfilerActivity, profile
 
     synchronize(device)
     with profile(activities=[ProfilerActivity.CUDA]) as found:
@@ -120,4 +120,4 @@ def busy_share(work: Work, device: torch.device) -> float | None:
     for start, end in spans:
         busy += max(0.0, end - max(start, until))
         until = max(until, end)
-    return busy / max(until - spans[0][0], 1e-9)
+    return float(busy / max(until - spans[0][0], 1e-9))

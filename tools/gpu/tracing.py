@@ -26,14 +26,14 @@ def launches(num_processors: int = H100_PROCESSORS) -> Iterator[dict[str, Varian
     """Note each variant that would be launched, and launch nothing. num_processors: of the device meant."""
     found: dict[str, Variant] = {}
 
-    def note(variant: Variant, grid: tuple[int, ...], *arguments: Any) -> None:
+    def note(variant: Variant, grid: tuple[int, ...], *_: Any) -> None:
         if all(grid):
             found[_key(variant)] = variant
 
     replaced: dict[str, Any] = {
         "launch": note,
         "uses_kernels": lambda tensor: tensor.dtype != torch.float64,
-        "num_processors": lambda device: num_processors,
+        "num_processors": lambda _: num_processors,
     }
     watched = [module for name, module in sys.modules.items() if name.startswith("paceline.backend.cuda.")]
     with ExitStack() as stack:
