@@ -40,6 +40,7 @@ TYPES = {name: dtype for dtype, name in ELEMENTS.items()}
 # Tokens and rows of passes that launch every variant there is of a model's kernels.
 TOKENS = (1, 2, 3, 16, 17, 32, 33, 64, 65, 128, 129, 256, 512, 513, 4096)
 ROWS = (1, 64, 600)
+SLOW = ("product", "attend")  # begin names of variants that take longest
 LAYERS = 4  # a head reads taps of the first three
 
 
@@ -110,16 +111,16 @@ def _trace_head(decoder: CudaDecoder, name: str) -> None:
 def _compile_all(variants: Sequence[Variant], record: Record) -> None:
     """Compile in processes of their own, slow ones first; note what failed."""
     start = perf_counter()
-    slow_first = sorted(variants, key=lambda v: "dot" not in v.name and "product" not in v.name)
+    slow_first = sorted(variants, key=lambda v: not v.name.startswith(SLOW))
     failed: dict[str, str] = {}
     with _pool() as pool:
-        pending = {pool.submit(compile_variant, variant): variant.name for variant in slow_first}
+        pending = {pool.submit(_problem_of, variant): variant.name for variant in slow_first}
         done, left = wait(pending, timeout=record.left_s)
         for future in left:
             future.cancel()
         for future in done:
-            if error := future.exception():
-                failed[pending[future]] = f"{type(error).__name__}: {error}"[:300]
+            if problem := str(future.exception() or future.result() or ""):
+                failed[pending[future]] = problem
     record.put("compiled", variants=len(done) - len(failed), left=len(left), seconds=perf_counter() - start)
     record.put("compiled", failed=failed)
 
@@ -127,6 +128,15 @@ def _compile_all(variants: Sequence[Variant], record: Record) -> None:
 def _pool() -> ProcessPoolExecutor:
     """Return processes that have all modules, but no device yet: it must not be shared with this one."""
     return ProcessPoolExecutor(len(usable_cores()), mp_context=multiprocessing.get_context("fork"))
+
+
+def _problem_of(variant: Variant) -> str | None:
+    """Compile a variant; return what went wrong. As text: a compiler's errors do not pass between processes."""
+    try:
+        compile_variant(variant)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"[-300:]
+    return None
 
 
 def _count_processors() -> int:

@@ -30,8 +30,8 @@ MAX_BYTES = 60 << 20
 USUAL = frozenset(
     """
     anyio certifi click filelock fsspec h11 hf-xet httpx huggingface-hub idna jinja2 markdown-it-py markupsafe
-    mdurl numpy packaging prometheus-client pygments pyyaml regex requests rich safetensors sniffio tokenizers torch
-    tqdm transformers triton typing-extensions urllib3
+    mdurl numpy packaging prometheus-client pygments pyyaml regex requests rich safetensors sniffio tokenizers
+    torch tqdm transformers triton typing-extensions urllib3
     """.split()  # noqa: SIM905 - one name after another is easier to read
 )
 # Systems whose wheels are taken, the newest first.

@@ -30,21 +30,31 @@ ASSISTED_K = 3
 
 
 def run(bench: GpuBench) -> None:
-    """Measure the peers, the quick ones first."""
+    """Measure the peers, those that compile for long last."""
     record, sizes = bench.record, bench.sizes
     config = load_model(sizes.model).config
-    for compiled in (False, True):
-        for rows in sizes.loop_batches:
-            name = f"{'compiled' if compiled else 'plain'} loop {rows}"
-            if not compiled or bench.device.type == "cuda":
-                record.attempt(name, _loop, bench, config, rows, compiled)
-            free_memory()
-    model = record.attempt("transformers model", _library_model, bench, config)
-    if model is None:
-        return
-    record.attempt("assisted generation", _assisted, bench, model)
-    for rows in sizes.library_batches:
-        record.attempt(f"continuous batching {rows}", _continuous, bench, model, rows)
+    first, *others = sizes.loop_batches
+    loops = [(False, rows) for rows in sizes.loop_batches] + [(True, first)]
+    for compiled, rows in loops:
+        _attempt_loop(bench, config, rows, compiled)
+    record.attempt("transformers", _library, bench, config)
+    free_memory()
+    for rows in others:
+        _attempt_loop(bench, config, rows, compiled=True)
+
+
+def _attempt_loop(bench: GpuBench, config: ModelConfig, rows: int, compiled: bool) -> None:
+    if not compiled or bench.device.type == "cuda":
+        name = f"{'compiled' if compiled else 'plain'} loop {rows}"
+        bench.record.attempt(name, _loop, bench, config, rows, compiled)
+        free_memory()
+
+
+def _library(bench: GpuBench, config: ModelConfig) -> None:
+    model = _library_model(bench, config)
+    bench.record.attempt("assisted generation", _assisted, bench, model)
+    for rows in bench.sizes.library_batches:
+        bench.record.attempt(f"continuous batching {rows}", _continuous, bench, model, rows)
         free_memory()
 
 

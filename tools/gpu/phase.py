@@ -53,6 +53,8 @@ def _run(run: PhaseRun, record: Record) -> None:
     where = torch.device(run.device)
     if where.type == "cuda" and run.name != "compile":  # which forks, as a process with a GPU may not
         torch.cuda.set_device(where)
+    elif run.dry:
+        torch.set_num_threads(1)  # of tiny shapes more would only wait for each other
     ceilings = _results(run.folder / "ceilings.json")
     bench = GpuBench(where, DRY if run.dry else FULL, record, ceilings, run.asked)
     import_module(f"tools.gpu.{MODULES.get(run.name, run.name)}").run(bench)

@@ -127,12 +127,25 @@ def _plain(r: Results) -> Iterator[str]:
         yield f"prefill {numerics}: {prefill['tokens']} tokens in {prefill['ms']:.3g} ms, {rate} of bf16's rate"
     engine: Results = r.get("engine", {})
     yield "plain decoding by the engine, ms a token:"
-    rows = [("rows", "exact", "fast", "exact/fast", "over its pass", "kernels run", "vLLM's, its H100")]
+    heads = (
+        "rows",
+        "exact",
+        "fast",
+        "exact/fast",
+        "over its pass",
+        "device idle",
+        "kernels run",
+        "vLLM's, its H100",
+    )
+    rows = [heads]
     for name in _numbered(_at(engine, "exact") or {}):
         exact, fast = (_at(engine, numerics, name, "tpot_ms") for numerics in ("exact", "fast"))
         over = _ratio(exact, _at(passes, "exact", f"{name}x1", "ms"))
-        busy = _at(engine, "exact", name, "kernels_run")
-        rows.append((name, exact, fast, _ratio(exact, fast), over, busy, SEED_TPOT_MS.get(int(name), (None,))[0]))
+        busy, target_ms = (_at(engine, "exact", name, figure) for figure in ("kernels_run", "target_ms"))
+        passes_share = _ratio(target_ms, _at(engine, "exact", name, "step_ms"))
+        idle = None if passes_share is None else max(0.0, 1.0 - passes_share)
+        seed = SEED_TPOT_MS.get(int(name), (None,))[0]
+        rows.append((name, exact, fast, _ratio(exact, fast), over, idle, busy, seed))
     yield from _columns(rows)
     for count, kernels in (r.get("kernels") or {}).items():
         yield f"kernels of a pass of {count}: " + "; ".join(
