@@ -50,7 +50,7 @@ class AttentionCase:
         return replace(self, query=self.query.double(), kv=DeviceKV(data))
 
     def row_alone(self, row: int, rows: Sequence[tuple[int, int]]) -> tuple[AttentionCase, slice]:
-        """Return a pass over one row, and its tokens in this one. rows: as in `attention_case`."""
+        """Return a pass over one row, and its tokens here. rows: as in `attention_case`."""
         start = sum(new for _, new in rows[:row])
         some = slice(start, start + rows[row][1])
         d = self.tokens
@@ -76,7 +76,10 @@ def attention_case(
     window: int = 0,
     first_keys: bool = False,
 ) -> AttentionCase:
-    """Return a case. rows: tokens before the pass, and in it; heads: KV heads, query heads of each, size."""
+    """Return a case.
+
+    rows: tokens before those of the pass, and in it. heads: KV heads, query heads of each, size.
+    """
     kv_heads, group, head_dim = heads
     lengths = [before + new for before, new in rows]
     counts = [-(-length // PAGE_TOKENS) for length in lengths]
@@ -124,7 +127,7 @@ def _moved(d: DevicePass, device: torch.device) -> DevicePass:
 
 
 def attention_of(sizes: Sizes, device: torch.device) -> Iterator[Check]:
-    """Yield attention in every shape of heads and type of keys, with tiles whole and split."""
+    """Yield attention of every shape and type of keys, tiles whole and split."""
     bf16, first = torch.bfloat16, sizes.heads[0]
     asked = [(sizes.rows, heads, bf16, kv_type) for kv_type in ("bf16", "fp8") for heads in sizes.heads]
     asked += [(sizes.rows, first, torch.float16, "f16"), (sizes.rows, first, torch.float32, "f32")]

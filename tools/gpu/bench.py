@@ -1,4 +1,4 @@
-"""Where phases run: the device, the sizes, the record, and what earlier phases found."""
+"""Surroundings of phases: the device, the sizes, the record, and what earlier phases found."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class GpuBench:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type that kernels are checked in: that of the real sizes, which PyTorch knows on hosts, too."""
+        """Type that kernels are checked in, which PyTorch knows on hosts, too."""
         return torch.bfloat16
 
     def floor_s(self, num_bytes: float, operations: float) -> float | None:
-        """Return the least seconds for reading these bytes and doing these operations; None if not measured."""
+        """Return the least seconds for these bytes and operations; None if not measured."""
         bandwidth: float | None = self.ceilings.get("read_bytes_per_s")
         rate: float | None = self.ceilings.get("matmul_per_s")
         if not bandwidth or not rate:

@@ -40,7 +40,7 @@ def run(bench: GpuBench) -> None:
 
 
 def _bandwidth(bench: GpuBench) -> None:
-    """Copy, counting bytes read and written; and read alone, by the fastest of PyTorch's reductions."""
+    """Copy, counting bytes read and written; and only read, by the fastest reduction."""
     device, repeats, size = bench.device, bench.sizes.repeats, bench.sizes.copied_bytes
     source = torch.randn(size // 4, device=device)
     target = torch.empty_like(source)
@@ -78,7 +78,7 @@ def _launch(bench: GpuBench) -> None:
 
 
 def _graph_gap(bench: GpuBench) -> None:
-    """Time between the last kernel of a graph and the first of its next replay, beyond that within a graph."""
+    """Measure the time between two replays of a graph, beyond that between its kernels."""
     x = torch.randn(1 << 20, device=bench.device)
 
     def repeated(times: int) -> float:

@@ -1,4 +1,7 @@
-"""Checks of every kernel: what it computes, and the same in float64, where PyTorch's operations run instead."""
+"""Checks of every kernel: what it computes, and the same in float64.
+
+In float64 no kernel runs: PyTorch's operations do the same work.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Phase `compile`: find the kernels that the others launch, and compile them in parallel into Triton's cache.
+"""Phase `compile`: kernels that the others launch, compiled in parallel into Triton's cache.
 
 They are found without a device, by `tracing`. A process compiles a variant as a launch would, with stand-ins for
 its arguments, so that a launch finds the code on disk.
@@ -70,7 +70,7 @@ def trace_checks(sizes: Sizes, num_processors: int) -> dict[str, Variant]:
 
 
 def trace_models(sizes: Sizes, num_processors: int, *, with_pairs: bool) -> dict[str, Variant]:
-    """Return what passes of the models launch: the target's, in 16 bits and in fp8, heads' and draft models'."""
+    """Return what passes of targets, heads and draft models launch."""
     names = [(sizes.model, "bf16"), (sizes.model, "fp8")]
     pairs = sizes.pairs if with_pairs else ()
     names += [(name, "bf16") for pair in pairs for name in (pair.target, pair.draft.rpartition("model=")[2])]
@@ -126,12 +126,12 @@ def _compile_all(variants: Sequence[Variant], record: Record) -> None:
 
 
 def _pool() -> ProcessPoolExecutor:
-    """Return processes that have all modules, but no device yet: it must not be shared with this one."""
+    """Return processes with all modules and no device: none may be shared with this one."""
     return ProcessPoolExecutor(len(usable_cores()), mp_context=multiprocessing.get_context("fork"))
 
 
 def _problem_of(variant: Variant) -> str | None:
-    """Compile a variant; return what went wrong. As text: a compiler's errors do not pass between processes."""
+    """Compile a variant; return what went wrong, as errors do not pass between processes."""
     try:
         compile_variant(variant)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Engines by shape, and what they do in the window in which all of their rows decode."""
+"""Engines by shape, timed while all of their rows decode."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def answer_all(engine: Engine, requests: Sequence[Request], at_once: int) -> lis
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What an engine did while all its rows decoded."""
+    """Figures of an engine while all its rows decoded."""
 
     rows: int
     seconds: float
@@ -134,7 +134,7 @@ class Window:
 
 
 def decode_window(engine: Engine, requests: Sequence[Request]) -> Window:
-    """Answer all requests at once until the first ends; return what was done while all decoded."""
+    """Answer all requests at once until one ends; return the figures while all decoded."""
     begin_all(engine, requests)
     for _ in range(WARM_STEPS):
         engine.step()
@@ -181,7 +181,7 @@ def begin_all(engine: Engine, requests: Sequence[Request]) -> None:
 
 
 def kernel_share(engine: Engine, requests: Sequence[Request], device: torch.device) -> float | None:
-    """Return the share of time in which kernels run while all requests decode; None on a host."""
+    """Return the share of time in which kernels run; None on a host."""
     if device.type != "cuda":
         return None
     begin_all(engine, requests)

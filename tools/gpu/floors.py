@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class PassNeeds(NamedTuple):
-    """What a pass cannot do without."""
+    """Needs of a pass."""
 
     num_bytes: float
     operations: float

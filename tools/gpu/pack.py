@@ -1,4 +1,6 @@
-"""`scripts/on-gpu --pack DIR`: all that a run needs on a machine with PyTorch, a GPU and no network.
+"""`scripts/on-gpu --pack DIR`: all that a run needs on a machine without network.
+
+The machine has a GPU, Python 3.12, PyTorch and transformers.
 
 DIR/wheels/   Paceline for Python 3.12, and those of its dependencies that images with PyTorch lack
 DIR/tools/    the phases
@@ -164,7 +166,7 @@ def normal(requirement: str) -> str:
 
 
 def fetch_missing(python: Path, requirements: Sequence[str], wheels: Path) -> Iterator[str]:
-    """Fetch wheels of requirements and of what these need in turn; yield the names. Raises `PackError`."""
+    """Fetch wheels of requirements and of their needs; yield the names. Raises `PackError`."""
     waiting, seen = list(requirements), set(USUAL) | {"paceline"}
     while waiting:
         requirement = waiting.pop(0)

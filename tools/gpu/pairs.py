@@ -1,4 +1,4 @@
-"""Phase `pairs`: targets with draft models, by shape; not among the usual phases, as it wants a large device."""
+"""Phase `pairs`: targets with draft models, by shape. It runs only if asked for by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passes of a target over a filled store, as a step makes them: layers, logits and the choice."""
+"""Passes of a target over a filled store: layers, logits and the choice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StaticPass:
-    """Rows with the same number of tokens behind the same context, and the choice after each token."""
+    """Pass of rows with as many tokens behind the same context, and their choices."""
 
     decoder: CudaDecoder
     kv: DeviceKV
@@ -67,7 +67,9 @@ def filled_kv(decoder: CudaDecoder, num_pages: int) -> DeviceKV:
 def static_pass(
     decoder: CudaDecoder, kv: DeviceKV, rows: int, new: int, context: int, *, every: bool = True
 ) -> StaticPass:
-    """Return a pass of `rows` rows with `new` tokens each behind `context`; pages lie at random.
+    """Return a pass of `rows` rows with `new` tokens each behind `context`.
+
+    Pages lie at random.
 
     every: choose after each token; False: after each row's last, as prefill does.
     """

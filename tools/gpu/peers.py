@@ -132,7 +132,7 @@ def _continuous(bench: GpuBench, model: Any, rows: int) -> None:
 
 
 def _batching(bench: GpuBench) -> dict[str, Any]:
-    """Return options of batching: the library's own choices on a GPU; little memory on a host."""
+    """Return options of batching: on a host, little memory."""
     if bench.device.type == "cuda":
         return {}
     from transformers import ContinuousBatchingConfig
@@ -165,7 +165,7 @@ class RecordedCandidates:
 
 
 def _assisted(bench: GpuBench, model: Any) -> None:
-    """Time plain and assisted generation of one request. Drafts cost nothing and are kept as the seed's."""
+    """Time plain and assisted generation. Drafts are free, and kept as the seed's."""
     sizes = bench.sizes
     ids = torch.tensor(_prompts(bench, model, 1), device=bench.device)
     mask = torch.ones_like(ids)

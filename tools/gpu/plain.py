@@ -55,7 +55,7 @@ def in_numerics(decoder: Any, numerics: str) -> CudaDecoder:
 
 
 def _passes(bench: GpuBench, loaded: Loaded) -> None:
-    """Time passes of many rows, of several tokens of a row, and of a prompt; list their kernels."""
+    """Time passes of rows, of several tokens, and of a prompt; list their kernels."""
     sizes, record = bench.sizes, bench.record
     exact, fast = (in_numerics(loaded.decoder, numerics) for numerics in NUMERICS)
     shapes = [(rows, 1, sizes.context) for rows in sizes.batches]

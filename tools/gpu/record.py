@@ -1,4 +1,4 @@
-"""Results of a phase, on disk as they come: a phase that is ended keeps what it had found."""
+"""Results of a phase, on disk as they come."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Record:
         self.write()
 
     def attempt(self, name: str, run: Callable[..., T], *arguments: Any) -> T | None:
-        """Run a part of the phase; note an error and go on. None: it failed or was left out."""
+        """Run a part of the phase; note an error. None: it failed or was left out."""
         if self.broken or self.left_s <= 0:
             self.left_out.append(name)
             self.write()

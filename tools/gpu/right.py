@@ -1,4 +1,4 @@
-"""Phase `right`: kernels against float64, and the same bits in every batch, split, graph and replay."""
+"""Phase `right`: kernels against float64, and the same bits in every batch and replay."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _product_bits(bench: GpuBench) -> None:
-    """Compare the rows of products of 1 token and of many, and segments in parallel and in order."""
+    """Compare products of one token and of many, segments in parallel and in order."""
     sizes, device = bench.sizes, bench.device
     most = max(sizes.token_counts)
     for kind in MODEL_TYPES:
@@ -210,7 +210,7 @@ def _tensor(result: Any) -> torch.Tensor:
 
 
 def _model_bits(bench: GpuBench) -> None:
-    """Compare logits of a row's tokens in a pass of their own, in a batch, and one after another."""
+    """Compare logits of a row alone, in a batch, and token by token."""
     sizes = bench.sizes
     weights = sizes.weights
     decoder = load_decoder(sizes.text_model, weights, bench.device)

@@ -1,4 +1,4 @@
-"""The prepared run: each phase in a process of its own, results as they come. See `scripts/on-gpu --help`."""
+"""The prepared run: each phase in a process of its own, results as they come."""
 
 from __future__ import annotations
 

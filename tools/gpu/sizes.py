@@ -1,4 +1,4 @@
-"""Sizes of a run: those of a GPU, and tiny ones of a dry run on a host."""
+"""Sizes of a run on a GPU, and tiny ones of a dry run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real drafter with an oracle's drafts: its passes run as ever, and drafts are kept as often as asked.
+"""A real drafter with an oracle's drafts, which are kept as often as asked.
 
 Weights by shape are random, so nothing that a drafter guesses would be kept. The text does not depend on drafts: a
 recording of plain decoding is the perfect draft. As `draft/lookup/oracle.py`, but in place of another drafter's
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def chances_of(acceptance: Sequence[float]) -> list[float]:
-    """Return the chance at each depth that a draft is kept if those before it are. acceptance: shares of all."""
+    """Return the chance of a draft at each depth if those before it are kept."""
     before = [1.0, *acceptance]
     return [kept / alive for alive, kept in zip(before, acceptance, strict=False)]
 

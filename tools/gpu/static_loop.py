@@ -1,4 +1,4 @@
-"""A peer: greedy decoding with a static cache, compiled layer by layer by PyTorch and captured as one graph.
+"""A peer: greedy decoding with a static cache, compiled by PyTorch, captured as one graph.
 
 As `gpt-fast` does it: fused projections, keys and values of a fixed length of which all are multiplied and the
 later ones masked, no pages, no requests. The fastest that PyTorch alone makes of a model.

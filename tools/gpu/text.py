@@ -1,4 +1,4 @@
-"""Phase `text`: the same texts with speculation on and off, in every batch and with every chunk of prefill."""
+"""Phase `text`: the same texts with drafts and without, in every batch and chunk."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class TextWays:
                 self._compare(f"{label} batch {batch} chunks {chunk}", chunk, batch, plain, engine)
 
     def _compare(self, way: str, chunk: int, batch: int, plain: Answers, engine: Engine | None) -> None:
-        """Note which answers differ from the recording, and from which token on. engine: None: a plain one."""
+        """Note which answers differ from the recording. engine: None: a plain one."""
         answer = (
             partial(self.answer_plainly, chunk) if engine is None else partial(answer_all, engine, self.requests)
         )

@@ -56,7 +56,10 @@ def _clocked(work: Work) -> float:
 
 
 def captured(work: Work, device: torch.device) -> Work:
-    """Return a replay of some work as one graph; on a host the work itself. Its tensors stay in place."""
+    """Return a replay of some work as one graph; on a host the work itself.
+
+    Its tensors stay in place.
+    """
     if device.type != "cuda":
         return work
     beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -77,7 +80,7 @@ def captured(work: Work, device: torch.device) -> Work:
 
 
 def kernel_table(work: Work, device: torch.device, times: int = 3, most: int = 16) -> list[dict[str, Any]]:
-    """Return a device's kernels under some work: name, launches and microseconds of one run, slowest first."""
+    """Return the kernels of some work, slowest first: launches and microseconds of a run."""
     from torch.profiler import ProfilerActivity, profile
 
     on_gpu = device.type == "cuda"
@@ -97,7 +100,7 @@ def kernel_table(work: Work, device: torch.device, times: int = 3, most: int = 1
 
 
 def busy_share(work: Work, device: torch.device) -> float | None:
-    """Return the share of the time of some work in which kernels ran; None on a host.
+    """Return the share of time in which kernels ran; None on a host.
 
     The profiler slows the host down: with work that the host enqueues piece by piece, the share is a lower bound.
     """

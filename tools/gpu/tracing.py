@@ -1,4 +1,7 @@
-"""Variants of kernels that some work launches, found without a device: its tensors have shapes and no numbers."""
+"""Variants of kernels that some work launches, found without a device.
+
+Its tensors have shapes and no numbers.
+"""
 
 from __future__ import annotations
 
