@@ -114,6 +114,9 @@ class Backend:
         """True if a pass that was launched without a thread goes on beside the caller."""
         return self.decoder.capabilities.asynchronous
 
+    def prepare(self, progress: Callable[[str, int, int], None] | None = None) -> None:
+        """Make ready for the first pass, once the drafters are there. progress: see `build`."""
+
     def request(self, batch: Batch, draft: Draft) -> ReadyPass:
         """Gather a pass over the known tokens and the drafts of a batch."""
         packed = self.rows.pack_batch(batch, draft)

@@ -1,4 +1,4 @@
-"""Attention over paged keys and values: the store, the plan of a pass, and the sums.
+"""Attention over paged keys and values: store, plan and sums.
 
 Kernels and PyTorch cut keys into parts of 256 at absolute positions, and fold parts from the left.
 A slot that no token of a tile sees is not read. Values that only other tokens of the tile see weigh 0; they are of
@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
 
-from paceline.backend.cuda.device_memory import lazy_zeros
 from paceline.backend.cuda.kernel_launch import (
     ELEMENTS,
     Variant,
@@ -27,6 +26,7 @@ from paceline.backend.cuda.kernel_launch import (
     unaligned_marks,
     uses_kernels,
 )
+from paceline.backend.reference.attention import lazy_zeros
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import PAGE_TOKENS
 
@@ -70,7 +70,7 @@ def check_heads(head_dim: int, num_heads: int, num_kv_heads: int, kv_type: str =
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerKV:
-    """Keys and values of one layer, by slot. In fp8 a number is `data` times its head's scale."""
+    """Keys and values of one layer, by slot; in fp8 `data` times `scales`."""
 
     data: torch.Tensor  # [2, num_slots + 16, num_kv_heads, head_dim]
     scales: torch.Tensor | None = None  # [2, num_slots + 16, num_kv_heads] float32, of fp8
@@ -78,7 +78,10 @@ class LayerKV:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceKV:
-    """Keys and values of every layer, by slot. The last page is scratch: padding tokens write there."""
+    """Keys and values of every layer, by slot.
+
+    The last page is scratch: padding tokens write there.
+    """
 
     data: torch.Tensor  # [num_layers, 2, num_slots + 16, num_kv_heads, head_dim] zeros at first
     scales: torch.Tensor | None = None  # [num_layers, 2, num_slots + 16, num_kv_heads] float32, of fp8
@@ -124,13 +127,16 @@ def new_kv(
 
 @dataclass(slots=True, eq=False)
 class AttentionWork:
-    """Plan of one pass for layers of one window. Made on the device when the first layer asks for it."""
+    """Plan of one pass for layers of one window.
+
+    It is made on the device when the first layer asks for it, in the form that this layer's type needs.
+    """
 
     group: int  # query heads of a KV head
     window: int  # keys that a token sees at most, its own included; 0: all
     fill: int | None  # programs that fill the device; None: its multiprocessors
     items: WorkItems | None = None  # of kernels
-    tiles: Tiles | None = None  # of PyTorch
+    tiles: TokenTiles | None = None  # of PyTorch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,9 +152,10 @@ class WorkItems:
 
 
 def plan_attention(d: DevicePass, group: int, window: int, fill: int | None = None) -> AttentionWork:
-    """Plan the attention of a pass's layers with one window; `group` query heads share one KV head.
+    """Plan the attention of a pass's layers with one window.
 
-    With a `window` a token sees that many keys, its own included. fill: programs that fill the device, for tests.
+    group: query heads that share a KV head. With a `window` a token sees that many keys, its own included.
+    fill: programs that fill the device, for tests; 0: no tile is split.
     """
     assert len(d.cu_len) <= ROW_BLOCKS[-1], "too many rows in a pass"
     return AttentionWork(group, window, fill)
@@ -211,7 +218,7 @@ def _attend_variant(
     scales = "*fp32" if fp8 else "none"
     block = max(16, block_of(head_dim))
     # More keys at once, or more blocks on the way from memory, do not fit into registers.
-    keys, stages = (16, 1) if not tensor_cores else (64, 5) if block <= WIDE else (32, 2)
+    keys, stages = (16, 1) if not tensor_cores else (32, 3) if block > WIDE else (64, 3 if fp8 else 5)
     return Variant(
         name=f"attend_parts {element} {kv_element} {num_kv_heads}x{group} {head_dim}"
         + unaligned_marks(aligned, "query_stride"),
@@ -246,7 +253,7 @@ def _attend_variant(
             "PART": PART_TOKENS,
         },
         aligned=aligned,
-        num_warps=8,
+        num_warps=8 if tensor_cores else 16,
         num_stages=stages,
         opcodes=("HGMMA", "LDGSTS") if tensor_cores else (),
         forbidden_opcodes=("HMMA",) if tensor_cores else (),
@@ -298,15 +305,14 @@ def _work_items(query: torch.Tensor, num_kv_heads: int, d: DevicePass, work: Att
     max_parts = -(-d.max_keys // PART_TOKENS)
     max_units = min(MAX_UNITS, num_tokens * max_parts) if max_parts > 1 else 0
     max_tiles = num_tokens // queries + num_rows + 1
-    numbers = {"dtype": torch.int32, "device": query.device}
-    sums = {"dtype": torch.float32, "device": query.device}
+    new = partial(torch.empty, dtype=torch.int32, device=query.device)
     planned = WorkItems(
-        items=torch.empty(max_tiles + max_units, ITEM_FIELDS, **numbers),
-        merged=torch.empty(min(num_tokens, max_units), MERGED_FIELDS, **numbers),
-        counts=torch.empty(2, **numbers),
-        part_total=torch.empty(max_units, *query.shape[1:], **sums),
-        part_largest=torch.empty(max_units, query.shape[1], **sums),
-        part_weight=torch.empty(max_units, query.shape[1], **sums),
+        items=new(max_tiles + max_units, ITEM_FIELDS),
+        merged=new(min(num_tokens, max_units), MERGED_FIELDS),
+        counts=new(2),
+        part_total=new((max_units, *query.shape[1:]), dtype=torch.float32),
+        part_largest=new((max_units, query.shape[1]), dtype=torch.float32),
+        part_weight=new((max_units, query.shape[1]), dtype=torch.float32),
     )
     rows = next(block for block in ROW_BLOCKS if num_rows < block)
     launch(
@@ -376,7 +382,7 @@ def _attend_by_kernels(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tiles:
+class TokenTiles:
     """Tokens of a pass in tiles of equal size, each of one row."""
 
     tokens: torch.Tensor  # [num_tiles, queries] int64; 0 where a tile has no token
@@ -387,8 +393,8 @@ class Tiles:
     real: torch.Tensor  # [num_tokens] bool False: a padding token
 
 
-def _tiles(d: DevicePass, window: int) -> Tiles:
-    """Cut a pass into tiles. Their number depends on shapes only, so some may be empty."""
+def _tiles(d: DevicePass, window: int) -> TokenTiles:
+    """Cut a pass into tiles: as many as shapes allow, so some may be empty."""
     num_tokens, num_rows, device = len(d.positions), len(d.cu_len) - 1, d.positions.device
     queries = FEW_QUERIES if num_tokens <= FEW_QUERIES * num_rows else MANY_QUERIES
     start, end = d.cu_len[:-1], d.cu_len[1:].contiguous()
@@ -411,7 +417,7 @@ def _tiles(d: DevicePass, window: int) -> Tiles:
     local = token - start[row]
     places = (tile_start[row] + local // queries) * queries + local % queries
     real = token < end[-1]
-    return Tiles(tokens, seen_from, seen_to, slots, torch.where(real, places, 0), real)
+    return TokenTiles(tokens, seen_from, seen_to, slots, torch.where(real, places, 0), real)
 
 
 def _attend_by_torch(
@@ -435,8 +441,11 @@ def _attend_by_torch(
     return by_token.masked_fill(~tiles.real[:, None], 0).to(query.dtype)
 
 
-def _mix(folded: torch.Tensor, layer: LayerKV, tiles: Tiles, some: slice, scale: float) -> torch.Tensor:
-    """Return the mean of the values that some tiles see. [tiles, num_kv_heads, queries * group, head_dim]"""
+def _mix(folded: torch.Tensor, layer: LayerKV, tiles: TokenTiles, some: slice, scale: float) -> torch.Tensor:
+    """Return the weighted means of the values that some tiles see.
+
+    Shape: [tiles, num_kv_heads, queries * group, head_dim].
+    """
     query, slots = folded[some] * scale, tiles.slots[some]
     group = query.shape[2] // tiles.tokens.shape[1]
     seen_from, seen_to = tiles.seen_from[some, :, None], tiles.seen_to[some, :, None]
@@ -461,9 +470,10 @@ def _mix(folded: torch.Tensor, layer: LayerKV, tiles: Tiles, some: slice, scale:
 
 
 def _gathered(layer: LayerKV, which: int, slots: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return keys (0) or values (1) of slots [tiles, keys] as [tiles, num_kv_heads, keys, head_dim].
+    """Return keys (0) or values (1) of slots [tiles, keys].
 
-    One layout whatever the number of tiles, or else matrix products add in another order.
+    Shape: [tiles, num_kv_heads, keys, head_dim]. One layout whatever the number of tiles, or else matrix products
+    add in another order.
     """
     data = layer.data[which]
     num_kv_heads, head_dim = data.shape[1:]

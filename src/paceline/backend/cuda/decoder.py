@@ -169,7 +169,7 @@ class LateModel:
     @property
     def draft_ids(self) -> torch.Tensor | None:
         """Target's id of each logit; None: the same ids."""
-        return None if self._output is None else self._output.tokens.ids
+        return None if self._output is None else self._output.whole_ids
 
     def run_late(self, asked: LateInput) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run a pass over the tokens alone."""
@@ -180,7 +180,7 @@ class LateModel:
         """Return the logits of states, of the target's tokens only."""
         if self._output is None:
             return self._decoder.logits(states)[:, : self._vocab_size]
-        return wide_product(self._decoder.normed(states), self._output.matrix)
+        return wide_product(self._decoder.normed(states), self._output.whole)
 
     def relay(
         self, first: torch.Tensor, here: torch.Tensor, known: tuple[torch.Tensor, torch.Tensor] | None

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from paceline.backend.cuda.choice import ChoiceSpecs
 from paceline.backend.cuda.device_pass import DevicePass
+from paceline.backend.cuda.graphs import Graph, Uncaptured
 from paceline.backend.rows import Rows
 from paceline.core.nouns import PAGE_TOKENS, noun
 
@@ -98,15 +99,20 @@ class DeviceRows(Rows):
     ) -> None:
         super().__init__(num_rows, max_len, eos_ids, law_needs_probs=law_needs_probs)
         self.on_device = RowTensors.empty(num_rows, self.max_len, torch.device("cpu"))
-        self._law_needs = law_needs_probs
+        self.capture: type[Graph[Any]] | type[Uncaptured[Any]] | None = None  # how steps there are captured, if so
         self._behind: dict[int, int] = {}  # row -> its committed tokens that the device knows
         self._chosen_here: set[int] = set()  # rows whose tokens the host chooses
         self.tap_sinks: list[TapSink] = []  # take the taps of every pass, on the device
 
-    def move_to(self, device: torch.device) -> None:
-        """Keep the state on another device. For use before the first request."""
-        if device != self.on_device.length.device:
-            self.on_device = RowTensors.empty(self.num_rows, self.max_len, device)
+    def move_to(self, device: torch.device, scratch_page: int, *, captures: bool) -> None:
+        """Keep the state on a device. For use before the first request.
+
+        scratch_page: of every store over these page tables. captures: the device has graphs.
+        """
+        self.on_device = RowTensors.empty(self.num_rows, self.max_len, device)
+        self.on_device.pages[-1] = scratch_page  # padding has one token, in a page that nobody reads
+        self.on_device.length[-1] = 1
+        self.capture = Graph if captures else None
 
     @property
     def device(self) -> torch.device:
@@ -203,14 +209,17 @@ class DeviceRows(Rows):
                 self._behind.setdefault(r.row, self.known_len(r.row))
         super().commit(batch, verdict)
 
-    def step_rows(self, batch: Batch, num_drafts: Sequence[int], padded: int) -> StepRows:
-        """Send the rows of a step, padded to a number of rows."""
-        block = np.zeros((4, padded), np.int64)
-        block[0] = self.num_rows
-        for index, (r, count) in enumerate(zip(batch.rows, num_drafts, strict=True)):
-            block[:, index] = r.row, r.num_known, count, r.samples
-        sent = torch.from_numpy(block).to(self.device, non_blocking=True)
-        return StepRows(*sent)
+    def step_block(self, batch: Batch, num_drafts: Sequence[int]) -> NDArray[int64]:
+        """Return what the device is told of a step's rows, [4, rows] as `StepRows`."""
+        rows = zip(batch.rows, num_drafts, strict=True)
+        return np.array([(r.row, r.num_known, count, r.samples) for r, count in rows], np.int64).T
+
+    def padded(self, block: NDArray[int64]) -> NDArray[int64]:
+        """Return a step's block for as many rows as there are, further ones being padding's."""
+        whole = np.zeros((4, self.num_rows), np.int64)
+        whole[0] = self.num_rows
+        whole[:, : block.shape[1]] = block
+        return whole
 
 
 def _scatter(table: torch.Tensor, places_and_values: NDArray[int64]) -> None:

@@ -281,7 +281,7 @@ class LateHead:
     @property
     def draft_ids(self) -> torch.Tensor | None:
         """Target's id of each logit."""
-        return self._head.output.tokens.ids
+        return self._head.output.whole_ids
 
     def run_late(self, asked: LateInput) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the layers over tokens and the features of the tokens before them."""
@@ -298,7 +298,7 @@ class LateHead:
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Return the logits of the draft vocabulary."""
-        return wide_product(states, self._head.output.matrix)
+        return wide_product(states, self._head.output.whole)
 
     def relay(
         self, first: torch.Tensor, here: torch.Tensor, known: tuple[torch.Tensor, torch.Tensor] | None

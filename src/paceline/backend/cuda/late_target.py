@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from paceline.backend.cuda.buckets import bucket
-from paceline.backend.cuda.choice import choose
-from paceline.backend.cuda.device_rows import DeviceRows, advance, gather
-from paceline.backend.cuda.judge import judge
-from paceline.backend.cuda.record import Record, begin_record
+from paceline.backend.cuda.device_rows import DeviceRows
+from paceline.backend.cuda.record import begin_record
+from paceline.backend.cuda.step_graphs import StepGraphs
 from paceline.backend.sampling import logit_rows
 from paceline.backend.target import Backend
 from paceline.core.nouns import NO_DRAFT, PAGE_TOKENS, UNCHOSEN, Draft, RowDraft, Scores, Taps
@@ -31,7 +29,8 @@ if TYPE_CHECKING:
 
     from paceline.backend.cuda.attention import DeviceKV
     from paceline.backend.cuda.decoder import CudaDecoder
-    from paceline.backend.cuda.device_rows import Gathered
+    from paceline.backend.cuda.record import Record
+    from paceline.backend.cuda.step_graphs import Progress, StepOutputs
     from paceline.backend.pass_thread import PassThread
     from paceline.backend.rows import Rows
     from paceline.backend.target import PendingPass, ReadyPass
@@ -48,26 +47,20 @@ class LateTarget(Backend):
 
     def __init__(self, decoder: CudaDecoder, rows: Rows, num_pages: int) -> None:
         assert isinstance(rows, DeviceRows)
-        rows.move_to(decoder.setup.device)
+        device = decoder.setup.device
+        rows.move_to(device, num_pages, captures=device.type != "cpu")
         super().__init__(decoder, rows, num_pages)
+        self.graphs = StepGraphs(self, rows.capture)
+
+    def prepare(self, progress: Progress | None = None) -> None:
+        """Capture the graphs of all steps."""
+        self.graphs.capture_all(progress)
 
     def request(self, batch: Batch, draft: Draft) -> ReadyPass:
-        """Gather a pass on the device. Drafts of unknown tokens are those that the device has made."""
-        rows, counts = self.rows, [len(d) for d in draft.rows]
+        """Send drafts that were made on the host; those of unknown tokens are on the device."""
         known = [(r.row, d.token_ids) for r, d in zip(batch.rows, draft.rows, strict=True) if not _unknown(d)]
-        rows.put_drafts([row for row, _ in known], [token_ids for _, token_ids in known])
-        num_tokens = batch.num_known_tokens + sum(counts)
-        num_wanted = sum(1 + count for r, count in zip(batch.rows, counts, strict=True) if r.samples)
-        width = -(-max(r.max_len for r in batch.rows) // PAGE_TOKENS)
-        gathered = gather(
-            rows.on_device,
-            rows.step_rows(batch, counts, len(batch.rows)),
-            bucket(num_tokens),
-            bucket(num_wanted) if num_wanted else 0,
-            self.kv.num_slots,
-            width,
-        )
-        return LatePass(self, batch, draft, gathered)
+        self.rows.put_drafts([row for row, _ in known], [token_ids for _, token_ids in known])
+        return LatePass(self, batch, draft)
 
 
 def _unknown(draft: RowDraft) -> bool:
@@ -76,12 +69,11 @@ def _unknown(draft: RowDraft) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatePass:
-    """A pass that was gathered on the device; see `ReadyPass`."""
+    """A pass over rows on the device, see `ReadyPass`: it reads them when it runs there."""
 
     target: LateTarget
     batch: Batch
     draft: Draft  # unknown drafts are bounds
-    gathered: Gathered
 
     def launch(self, thread: PassThread | None = None) -> PendingPass:
         """Enqueue the pass, its judgement and its record. Waits for nothing."""
@@ -91,49 +83,39 @@ class LatePass:
         begun = thread.start(self._enqueue)
         return PendingRecord(self, partial(begun.result, None))
 
-    @torch.inference_mode()
     def _enqueue(self) -> Record:
-        target, g = self.target, self.gathered
-        rows, d = target.rows.on_device, g.step
-        record = begin_record(d.rows.device)
-        hidden, taps = target.decoder.forward(g.tokens, target.kv, taps=target.taps)
-        for sink in target.rows.tap_sinks:
-            sink(taps, g.tokens.slots)
-        drafts, margins = rows.drafts[d.rows], rows.margins[d.rows]
-        if len(g.tokens.wanted):
-            logits = target.decoder.logits(hidden)
-            chosen, _ = choose(logits, g.specs)
-            token_ids, num_tokens = judge(chosen, g.first_place, g.num_drafts, drafts, d.samples > 0)
-            record.keep("logits", self._logits_for_host(logits))
-        else:  # chunks of prefill alone
-            chosen = d.rows.new_empty(0)
-            token_ids, num_tokens = d.rows.new_zeros(len(d.rows), 1), torch.zeros_like(d.rows)
-        advance(rows, g, token_ids, num_tokens)
-        if taps:
-            record.keep("cu_len", g.tokens.cu_len)
-            record.keep("slots", g.tokens.slots)
-        for name, tensor in (("chosen", chosen), ("num", g.num_drafts), ("drafts", drafts), ("margins", margins)):
-            record.keep(name, tensor)
-        record.end(taps)
+        target, batch = self.target, self.batch
+        counts = [len(d) for d in self.draft.rows]
+        num_wanted = sum(1 + count for r, count in zip(batch.rows, counts, strict=True) if r.samples)
+        num_pages = -(-max(r.max_len for r in batch.rows) // PAGE_TOKENS)
+        record = begin_record(target.rows.device)
+        block = target.rows.step_block(batch, counts)
+        out = target.graphs.run(block, batch.num_known_tokens + sum(counts), num_wanted, num_pages)
+        if out.taps:
+            record.keep("cu_len", out.cu_len)
+            record.keep("slots", out.slots)
+        if (here := self.chosen_here()) and out.logits is not None:
+            record.keep("logits", _logits_of(out, out.logits, here))
+        record.keep("chosen", out.chosen)
+        record.keep("num_drafts", out.num_drafts)
+        record.keep("drafts", out.drafts)
+        record.keep("margins", out.margins)
+        record.end(out.taps)
         return record
-
-    def _logits_for_host(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits of rows whose tokens the host chooses, [sum of 1 + bounds, vocab]."""
-        owners: list[int] = []
-        places: list[int] = []
-        for index, count in self.chosen_here():
-            owners += [index] * (1 + count)
-            places += range(1 + count)
-        if not owners:
-            return logits[:0]
-        sent = torch.tensor([owners, places]).to(logits.device, non_blocking=True)
-        return logits[(self.gathered.first_place[sent[0]] + sent[1]).clamp(max=len(logits) - 1)]
 
     def chosen_here(self) -> list[tuple[int, int]]:
         """Return (index in the batch, bound of its drafts) of sampled rows whose tokens the host chooses."""
         here = self.target.rows.chosen_here
         rows = enumerate(zip(self.batch.rows, self.draft.rows, strict=True))
         return [(index, len(d)) for index, (r, d) in rows if r.samples and here(r.row)]
+
+
+def _logits_of(out: StepOutputs, logits: torch.Tensor, rows: list[tuple[int, int]]) -> torch.Tensor:
+    """Return the logits of some rows of the batch, each with its bound of drafts. [sum of 1 + bounds, vocab]"""
+    owners = [index for index, count in rows for _ in range(1 + count)]
+    places = [place for _, count in rows for place in range(1 + count)]
+    sent = torch.tensor([owners, places]).to(logits.device, non_blocking=True)
+    return logits[(out.first_place[sent[0]] + sent[1]).clamp(max=len(logits) - 1)]
 
 
 class PendingRecord:
@@ -157,13 +139,9 @@ class PendingRecord:
 def _scores(asked: LatePass, record: Record) -> Scores:
     """Return the scores of a record, with the drafts that it tells of."""
     batch, rows = asked.batch, asked.target.rows
-    counts = record["num"].tolist()
-    draft = Draft(
-        tuple(
-            _known(d, record, index, counts[index]) if _unknown(d) else d
-            for index, d in enumerate(asked.draft.rows)
-        )
-    )
+    counts = record["num_drafts"].tolist()
+    bounds = enumerate(asked.draft.rows)
+    draft = Draft(tuple(_known(d, record, i, counts[i]) if _unknown(d) else d for i, d in bounds))
     cu_len, specs = rows.specs(batch, draft)
     chosen = record["chosen"][: cu_len[-1]]
     logits: list[NDArray[floating]] = []
@@ -176,7 +154,7 @@ def _scores(asked: LatePass, record: Record) -> Scores:
             if specs[at].wants_logits:
                 logits.append(row)
     starts = [rows.computed_len(r.row) for r in batch.rows]
-    taps = Taps(record.taps, record["cu_len"], record["slots"], starts) if record.taps else None
+    taps = Taps(record.taps, record["cu_len"][: len(starts) + 1], record["slots"], starts) if record.taps else None
     if not logits:
         return Scores(cu_len, specs, chosen, taps=taps, draft=draft)
     return Scores(cu_len, specs, chosen, np.stack(logits), logit_rows(specs), taps, draft)

@@ -309,7 +309,7 @@ BLOCKS: dict[str, tuple[Blocks, ...]] = {
         Blocks(ROWS, 32, GROUP, 4, 4),
         Blocks(128, 64, GROUP, 8, 3),
     ),
-    "float32": (Blocks(ROWS, 16, 32, 4, 3), Blocks(ROWS, 64, 32, 8, 3)),  # no tensor cores
+    "float32": (Blocks(ROWS, 16, 32, 4, 3), Blocks(ROWS, 32, 32, 4, 3)),  # no tensor cores
 }
 OPCODES = {"plain": "HGMMA.64x{}x16", "fp8": "QGMMA.64x{}x32", "int4": "HGMMA.64x{}x16", "float32": "FFMA"}
 

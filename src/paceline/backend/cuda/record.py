@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def begin_record(device: torch.device) -> Record:
     """Return the record of a step that is about to be enqueued."""
-    return StreamRecord() if device.type == "cuda" else Record()
+    return Record() if device.type == "cpu" else StreamRecord()
 
 
 class Record:
@@ -49,9 +49,7 @@ class StreamRecord(Record):
 
     def __init__(self) -> None:
         super().__init__()
-        self._begun = torch.cuda.Event(enable_timing=True)
-        self._ended = torch.cuda.Event(enable_timing=True)
-        self._copied = torch.cuda.Event()
+        self._begun, self._ended, self._copied = (_event() for _ in range(3))
         self._begun.record()
 
     def keep(self, name: str, tensor: torch.Tensor) -> None:
@@ -69,3 +67,7 @@ class StreamRecord(Record):
         """Wait for the step's own event, and nothing younger."""
         self._copied.synchronize()
         self.seconds = self._begun.elapsed_time(self._ended) / 1e3
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -13,6 +13,7 @@ from paceline.draft.heads.parallel import ParallelHeadDrafter, RelayHeadDrafter
 from paceline.draft.heads.serial import SerialHeadDrafter
 from paceline.draft.late import LateDrafter
 from paceline.draft.registry import bounded
+from paceline.draft.request_vocabulary import RequestVocabulary
 from paceline.draft.shipped import shipped_folder, trained_to
 from paceline.model.files.pull import resolve
 from paceline.model.heads.checkpoint import head_config, load_head, narrowed
@@ -135,4 +136,9 @@ def _late(asked: AskedHead, target: Target, head: Head, runner: HeadRunner) -> L
     kv, taps = runner.new_kv(target.num_pages), runner.new_tap_store(target.num_pages)
     needs = head_needs(asked, head, kv.bytes_per_token + taps.bytes_per_token, stops=True, late=True)
     program = cast("LateHeadRunner", runner).late_program(target.rows, kv, taps)
-    return LateDrafter(asked.name, needs, head_report(asked, head.config, runner), program, target.rows)
+    report = head_report(asked, head.config, runner)
+    size = target.config.vocab_size
+    tokens = RequestVocabulary(target.rows, head.token_ids, size, runner.set_request_tokens)
+    return LateDrafter(
+        asked.name, needs, report, program, target.rows, tokens if head.config.request_tokens else None
+    )

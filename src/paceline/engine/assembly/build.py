@@ -159,6 +159,7 @@ def assemble(
     controller = FixedK(specs.configs[0].name, specs.configs[0].k) if specs.configs else FixedK()
     fingerprint = "\0".join((loaded.name, config.backend_spec.name, config.weight_type, config.kv_type))
     engine = Engine(backend, loaded.tokenizer, drafters, controller, law, limits, pool, fingerprint)
+    backend.prepare(progress)
     why_k = _close_loop(engine, config, loaded, progress) if specs.auto else "K is fixed; --draft sets it"
     engine.loop, why_loop = choose_loop(config.overlap, engine, config.placement)
     choices = (*_describe(config, loaded), _describe_kv(engine, why_pages), *_describe_drafters(drafters, why_k))

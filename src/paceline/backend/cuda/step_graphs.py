@@ -1,0 +1,142 @@
+"""One step on the device, and its graphs: captured for each bucket of total tokens, replayed for any mixture.
+
+What a step does depends on the host by a small block of numbers alone: rows, known tokens, bounds of drafts. All
+else is on the device, so that one graph serves every mixture of prefill chunks, draft lengths and contexts that
+fits its bucket. Longer passes run as they are: there the launches of kernels hide behind the kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from paceline.backend.cuda.buckets import BUCKETS, bucket
+from paceline.backend.cuda.choice import choose
+from paceline.backend.cuda.device_rows import StepRows, advance, gather
+from paceline.backend.cuda.judge import judge
+from paceline.core.nouns import noun
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy import int64
+    from numpy.typing import NDArray
+
+    from paceline.backend.cuda.attention import DeviceKV
+    from paceline.backend.cuda.decoder import CudaDecoder
+    from paceline.backend.cuda.device_rows import DeviceRows
+    from paceline.backend.cuda.graphs import Graph, Uncaptured
+
+    Capture = type[Graph["StepOutputs"]] | type[Uncaptured["StepOutputs"]]
+    CapturedStep = Graph["StepOutputs"] | Uncaptured["StepOutputs"]
+    Progress = Callable[[str, int, int], None]  # (what, done, total)
+
+WHAT = "capturing graphs"
+_NO_ROWS = np.empty((4, 0), np.int64)
+FEW_WANTED = 64  # places that a long pass wants, if most of it is prefill
+
+
+class StepParts(Protocol):
+    """Parts of a target that a step on the device runs with."""
+
+    decoder: CudaDecoder
+    rows: DeviceRows
+    kv: DeviceKV
+    taps: tuple[int, ...]
+
+
+class StepShape(NamedTuple):
+    """Sizes of a step, padding included."""
+
+    num_tokens: int
+    num_wanted: int
+    num_pages: int  # columns of its page tables
+
+
+@noun
+class StepOutputs:
+    """Results of a step, on the device."""
+
+    chosen: torch.Tensor  # [num_wanted]
+    num_drafts: torch.Tensor  # [num_rows]
+    drafts: torch.Tensor  # [num_rows, MAX_DRAFTS]
+    margins: torch.Tensor  # [num_rows, MAX_DRAFTS]
+    first_place: torch.Tensor  # [num_rows] each row's first among the wanted places
+    logits: torch.Tensor | None  # [num_wanted, vocab]; None: none is wanted
+    taps: Mapping[int, torch.Tensor]  # layer -> [num_tokens, hidden]
+    cu_len: torch.Tensor  # [num_rows + 1]
+    slots: torch.Tensor  # [num_tokens]
+
+
+@torch.inference_mode()
+def run_step(target: StepParts, step: StepRows, shape: StepShape) -> StepOutputs:
+    """Gather, score, judge and commit on the device. Never waits for it."""
+    rows = target.rows.on_device
+    g = gather(rows, step, shape.num_tokens, shape.num_wanted, target.kv.num_slots, shape.num_pages)
+    hidden, taps = target.decoder.forward(g.tokens, target.kv, taps=target.taps)
+    for sink in target.rows.tap_sinks:
+        sink(taps, g.tokens.slots)
+    drafts, margins = rows.drafts[step.rows], rows.margins[step.rows]
+    logits, chosen = None, step.rows.new_empty(0)
+    if shape.num_wanted:
+        logits = target.decoder.logits(hidden)
+        chosen, _ = choose(logits, g.specs)
+    token_ids, num_tokens = judge(chosen, g.first_place, g.num_drafts, drafts, step.samples > 0)
+    advance(rows, g, token_ids, num_tokens)
+    t = g.tokens
+    return StepOutputs(chosen, g.num_drafts, drafts, margins, g.first_place, logits, taps, t.cu_len, t.slots)
+
+
+def _run_block(target: StepParts, shape: StepShape, block: torch.Tensor) -> StepOutputs:
+    return run_step(target, StepRows(*block), shape)
+
+
+class StepGraphs:
+    """Captured steps of a target, by shape."""
+
+    def __init__(self, target: StepParts, capture: Capture | None, buckets: Sequence[int] = BUCKETS) -> None:
+        """capture: None for a device without graphs, where steps of the same total tokens run as they are."""
+        self._target, self._capture, self._buckets = target, capture, buckets
+        self._made: dict[StepShape, CapturedStep] = {}
+        self._of: object = None  # taps and their sinks when the steps were captured
+
+    def capture_all(self, progress: Progress | None = None) -> None:
+        """Capture every shape, the largest first, so that later ones fit into its memory."""
+        shapes = [self._shape(size, size) for size in self._buckets]
+        shapes += [self._shape(size, FEW_WANTED) for size in self._buckets if size > FEW_WANTED]
+        for index, shape in enumerate(sorted(shapes, reverse=True) if self._capture else ()):
+            self._captured(shape)
+            if progress:
+                progress(WHAT, index + 1, len(shapes))
+
+    def run(self, block: NDArray[int64], num_tokens: int, num_wanted: int, num_pages: int) -> StepOutputs:
+        """Enqueue a step. block: [4, rows in the step] as `StepRows`. num_pages: of its longest row."""
+        rows, size = self._target.rows, bucket(num_tokens)
+        if self._capture is None or num_tokens > self._buckets[-1]:
+            sent = torch.from_numpy(block).to(rows.device, non_blocking=True)
+            shape = StepShape(size, bucket(num_wanted) if num_wanted else 0, num_pages)
+            return run_step(self._target, StepRows(*sent), shape)
+        few = FEW_WANTED if num_wanted <= FEW_WANTED < size else size
+        outputs = self._captured(self._shape(size, few))(torch.from_numpy(rows.padded(block)))
+        # The next run overwrites the taps, and drafters on the host read them a step later.
+        return replace(outputs, taps={layer: states.clone() for layer, states in outputs.taps.items()})
+
+    def _shape(self, num_tokens: int, num_wanted: int) -> StepShape:
+        return StepShape(num_tokens, num_wanted, self._target.rows.pages.shape[1])
+
+    def _captured(self, shape: StepShape) -> CapturedStep:
+        """Return a captured step; capture it now if it is new, or if other taps are wanted than before."""
+        target = self._target
+        of = target.taps, tuple(target.rows.tap_sinks)
+        if of != self._of:
+            self._made.clear()
+            self._of = of
+        if shape not in self._made:
+            assert self._capture is not None
+            nothing = torch.from_numpy(target.rows.padded(_NO_ROWS)).to(target.rows.device)
+            self._made[shape] = self._capture(partial(_run_block, target, shape), [nothing])
+        return self._made[shape]
