@@ -257,7 +257,7 @@ class Scores:
     """The target's choice at each scored position: a row's newest token, then its drafts."""
 
     cu_len: Sequence[int]  # [num_rows + 1] row i owns positions cu_len[i]:cu_len[i + 1], none in a chunk
-    specs: Sequence[SamplingSpec]  # [num_scored]
+    specs: Sequence[SamplingSpec]  # [num_scored]; a late target leaves them out where there are no logits
     chosen: NDArray[int64]  # [num_scored] target token ids, UNCHOSEN or BROKEN
     logits: NDArray[floating] | None = None  # [num_logit_rows, vocab] raw
     logit_idx: NDArray[int64] | None = None  # [num_scored] row of `logits`, -1 without one
@@ -268,7 +268,8 @@ class Scores:
         """Assert that offsets and lengths agree."""
         assert self.cu_len[0] == 0
         assert all(a <= b for a, b in pairwise(self.cu_len))
-        assert self.cu_len[-1] == len(self.specs) == len(self.chosen)
+        assert self.cu_len[-1] == len(self.chosen)
+        assert len(self.specs) in {0, len(self.chosen)}
 
 
 @dataclass(frozen=True, slots=True)

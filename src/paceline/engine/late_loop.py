@@ -99,8 +99,8 @@ class LateLoop:
 
 def _may_launch(engine: Verbs) -> bool:
     """Return False if every row waits for its outcome and none can be admitted."""
-    s = engine.scheduler
-    return bool(s.waiting or s.prefilling() or s.decoding())
+    scheduler = engine.scheduler
+    return bool(scheduler.waiting) or any(not (r.waits and r.in_flight) for r in scheduler.open())
 
 
 def _note_waits(engine: Verbs, batch: Batch) -> None:

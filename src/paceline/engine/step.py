@@ -63,17 +63,22 @@ class StepScores:
 class PendingStep:
     """A launched pass of the target. Until `wait` the caller works beside it if possible."""
 
-    def __init__(self, pending: PendingPass, start_s: float, *, asynchronous: bool) -> None:
-        """start_s: clock before the launch. asynchronous: the pass runs while the caller does something else."""
+    def __init__(self, pending: PendingPass, start_s: float, *, asynchronous: bool, timed: bool = False) -> None:
+        """start_s: clock before the launch. asynchronous: the pass runs while the caller does something else.
+
+        timed: the pass tells its own time.
+        """
         self._pending = pending
         self._start_s = start_s
         self._launched_s = perf_counter()
-        self._asynchronous = asynchronous
+        self._asynchronous, self._timed = asynchronous, timed
 
     def wait(self) -> StepScores:
         """Wait for the pass; its time excludes the caller's work that did not overlap."""
         beside_s = perf_counter() - self._launched_s
         scores = self._pending.wait()
+        if self._timed:
+            return StepScores(scores, self._pending.pass_s)
         whole_s = perf_counter() - self._start_s
         if self._asynchronous:
             return StepScores(scores, whole_s, beside_s)
@@ -175,7 +180,7 @@ class Verbs:
         """Launch the target's pass over known tokens and drafts."""
         start = perf_counter()
         pending = self.target.request(drafted.batch, drafted.draft).launch()
-        return PendingStep(pending, start, asynchronous=self.target.asynchronous)
+        return PendingStep(pending, start, asynchronous=self.target.asynchronous, timed=self.target.late)
 
     def judge(self, drafted: StepInput, scored: StepScores) -> Verdict:
         """Decide which drafts are kept. Drafts that a device has made are known from now on."""

@@ -101,7 +101,7 @@ class DeviceRows(Rows):
         self.on_device = RowTensors.empty(num_rows, self.max_len, torch.device("cpu"))
         self.capture: type[Graph[Any]] | type[Uncaptured[Any]] | None = None  # how steps there are captured, if so
         self._behind: dict[int, int] = {}  # row -> its committed tokens that the device knows
-        self._chosen_here: set[int] = set()  # rows whose tokens the host chooses
+        self.rows_chosen_here: set[int] = set()  # rows whose tokens the host chooses
         self.tap_sinks: list[TapSink] = []  # take the taps of every pass, on the device
 
     def move_to(self, device: torch.device, scratch_page: int, *, captures: bool) -> None:
@@ -121,7 +121,7 @@ class DeviceRows(Rows):
 
     def chosen_here(self, row: int) -> bool:
         """True if the host chooses a row's tokens, so that its next pass waits for the outcome."""
-        return row in self._chosen_here
+        return row in self.rows_chosen_here
 
     # Orders: what the host tells the device --------------------------------------------------------
 
@@ -150,8 +150,8 @@ class DeviceRows(Rows):
         self._behind[row] = 0
         spec = self.spec_after(row, ())
         late = spec.kind in ("argmax", "noisy") and self._sampling_is_plain(row)
-        self._chosen_here -= {row}
-        self._chosen_here |= set() if late else {row}
+        self.rows_chosen_here -= {row}
+        self.rows_chosen_here |= set() if late else {row}
 
     def _sampling_is_plain(self, row: int) -> bool:
         sampling = self._sampling[row]
@@ -176,7 +176,7 @@ class DeviceRows(Rows):
 
     def _state(self, row: int) -> tuple[int, ...]:
         request = self._request(row)
-        seed, late = request.seed, row not in self._chosen_here
+        seed, late = request.seed, row not in self.rows_chosen_here
         counts = int(self.length[row]), int(self.computed[row])
         return row, *counts, seed & _MASK, seed >> 32, request.choice, int(late)
 
@@ -189,10 +189,10 @@ class DeviceRows(Rows):
         assert request is not None
         return request
 
-    def put_drafts(self, rows: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:
-        """Send drafts that were made on the host."""
-        block = np.zeros((len(rows), MAX_DRAFTS + 2), np.int64)
-        for index, (row, token_ids) in enumerate(zip(rows, drafts, strict=True)):
+    def put_drafts(self, drafts: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Send drafts of rows that were made on the host; other rows have none."""
+        block = np.zeros((len(drafts), MAX_DRAFTS + 2), np.int64)
+        for index, (row, token_ids) in enumerate(drafts):
             block[index, 0] = row
             block[index, 1] = len(token_ids)
             block[index, 2 : 2 + len(token_ids)] = token_ids
@@ -205,7 +205,7 @@ class DeviceRows(Rows):
     def commit(self, batch: Batch, verdict: Verdict) -> None:
         """Append on the host what a pass yielded; rows chosen here are sent to the device next."""
         for r in batch.rows:
-            if r.samples and r.row in self._chosen_here:
+            if r.samples and r.row in self.rows_chosen_here:
                 self._behind.setdefault(r.row, self.known_len(r.row))
         super().commit(batch, verdict)
 

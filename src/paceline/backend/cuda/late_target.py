@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,7 +23,7 @@ from paceline.core.nouns import NO_DRAFT, PAGE_TOKENS, UNCHOSEN, Draft, RowDraft
 from paceline.core.sampling import choose_token
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy import floating
     from numpy.typing import NDArray
@@ -58,13 +59,14 @@ class LateTarget(Backend):
 
     def request(self, batch: Batch, draft: Draft) -> ReadyPass:
         """Send drafts that were made on the host; those of unknown tokens are on the device."""
-        known = [(r.row, d.token_ids) for r, d in zip(batch.rows, draft.rows, strict=True) if not _unknown(d)]
-        self.rows.put_drafts([row for row, _ in known], [token_ids for _, token_ids in known])
+        pairs = zip(batch.rows, draft.rows, strict=True)
+        if known := [(r.row, d.token_ids) for r, d in pairs if d.token_ids and not _unknown(d)]:
+            self.rows.put_drafts(known)
         return LatePass(self, batch, draft)
 
 
 def _unknown(draft: RowDraft) -> bool:
-    return bool(len(draft)) and draft.token_ids[0] == UNCHOSEN
+    return len(draft.token_ids) > 0 and draft.token_ids[0] == UNCHOSEN
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +87,7 @@ class LatePass:
 
     def _enqueue(self) -> Record:
         target, batch = self.target, self.batch
-        counts = [len(d) for d in self.draft.rows]
+        counts = [len(d.token_ids) for d in self.draft.rows]
         num_wanted = sum(1 + count for r, count in zip(batch.rows, counts, strict=True) if r.samples)
         num_pages = -(-max(r.max_len for r in batch.rows) // PAGE_TOKENS)
         record = begin_record(target.rows.device)
@@ -105,9 +107,11 @@ class LatePass:
 
     def chosen_here(self) -> list[tuple[int, int]]:
         """Return (index in the batch, bound of its drafts) of sampled rows whose tokens the host chooses."""
-        here = self.target.rows.chosen_here
+        here = self.target.rows.rows_chosen_here
+        if not here:
+            return []
         rows = enumerate(zip(self.batch.rows, self.draft.rows, strict=True))
-        return [(index, len(d)) for index, (r, d) in rows if r.samples and here(r.row)]
+        return [(index, len(d)) for index, (r, d) in rows if r.samples and r.row in here]
 
 
 def _logits_of(out: StepOutputs, logits: torch.Tensor, rows: list[tuple[int, int]]) -> torch.Tensor:
@@ -139,14 +143,15 @@ class PendingRecord:
 def _scores(asked: LatePass, record: Record) -> Scores:
     """Return the scores of a record, with the drafts that it tells of."""
     batch, rows = asked.batch, asked.target.rows
-    counts = record["num_drafts"].tolist()
+    counts = record["num_drafts"][: len(batch.rows)].tolist()
     bounds = enumerate(asked.draft.rows)
     draft = Draft(tuple(_known(d, record, i, counts[i]) if _unknown(d) else d for i, d in bounds))
-    cu_len, specs = rows.specs(batch, draft)
+    here = asked.chosen_here()
+    cu_len, specs = rows.specs(batch, draft) if here else (_places(batch, counts), [])
     chosen = record["chosen"][: cu_len[-1]]
     logits: list[NDArray[floating]] = []
     done = 0
-    for index, bound in asked.chosen_here():
+    for index, bound in here:
         block = record["logits"][done : done + 1 + len(draft.rows[index])]
         done += 1 + bound
         for at, row in zip(range(cu_len[index], cu_len[index + 1]), block, strict=True):
@@ -158,6 +163,12 @@ def _scores(asked: LatePass, record: Record) -> Scores:
     if not logits:
         return Scores(cu_len, specs, chosen, taps=taps, draft=draft)
     return Scores(cu_len, specs, chosen, np.stack(logits), logit_rows(specs), taps, draft)
+
+
+def _places(batch: Batch, counts: Sequence[int]) -> list[int]:
+    """Return the offsets of rows among the scored positions, as `Scores.cu_len`."""
+    sampled = (1 + count if r.samples else 0 for r, count in zip(batch.rows, counts, strict=True))
+    return list(accumulate(sampled, initial=0))
 
 
 def _known(bound: RowDraft, record: Record, index: int, count: int) -> RowDraft:
