@@ -1,4 +1,4 @@
-"""Phase `pairs`: targets with draft models, by shape. It runs only if asked for by name."""
+"""Phase `pairs`: targets with draft models, by shape. It runs only if named."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Record:
         self.write()
 
     def attempt(self, name: str, run: Callable[..., T], *arguments: Any) -> T | None:
-        """Run a part of the phase; note an error. None: it failed or was left out."""
+        """Run a part; note an error. None: it failed or was left out."""
         if self.broken or self.left_s <= 0:
             self.left_out.append(name)
             self.write()
