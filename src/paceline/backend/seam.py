@@ -10,6 +10,7 @@ numpy on a host, handles elsewhere. Only token ids, logits and margins are alway
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from paceline.core.nouns import noun
@@ -17,7 +18,7 @@ from paceline.core.nouns import noun
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from numpy import floating, int64
+    from numpy import float64, floating, int64
     from numpy.typing import NDArray
 
     from paceline import kernels
@@ -262,6 +263,7 @@ class LateDraft(NamedTuple):
     row: int
     depth: int  # drafts, at most
     bound: int  # upper bound of the committed tokens that the drafter has not read
+    length: int  # upper bound of all its committed tokens
     stop: Stop | None = None
 
 
@@ -285,6 +287,26 @@ class LateProgram(Protocol):
         ...
 
 
+class LateOracle(LateProgram, Protocol):
+    """A program that drafts recorded texts, spoilt to be kept as often as asked."""
+
+    def record(self, row: int, prompt_len: int, answer: NDArray[int64], uniform: NDArray[float64]) -> None:
+        """Set what an admitted row drafts behind its prompt.
+
+        answer: [answer_len] token ids. uniform: [answer_len] a draft there is right if this is below its rate.
+        """
+        ...
+
+
+class Pointers(NamedTuple):
+    """Rule of drafts that follow the latest earlier place whose text ends like the row's."""
+
+    min_match: int  # tokens that must be alike
+    max_match: int  # tokens that are compared; of longer matches the latest is followed
+    reach: float = inf  # drafts per token of the match, at most
+    confident: bool = False  # states a confidence of n / (n + 1) behind n tokens that are alike
+
+
 class LateHeadRunner(Protocol):
     """Runner of a head whose capabilities say `late`."""
 
@@ -306,6 +328,20 @@ class LateDecoder(Protocol):
         """Return a program that drafts with it for rows of a target.
 
         vocab_size: token ids to choose among. own_store: False where `kv` is the target's own.
+        """
+        ...
+
+    def late_lookup(self, rows: RowView, pointers: Pointers) -> LateProgram:
+        """Return a program that drafts what followed in rows' own texts. It runs no pass."""
+        ...
+
+    def late_oracle(
+        self, rows: RowView, rates: NDArray[float64], max_answer: int, beside: LateProgram | None
+    ) -> LateOracle:
+        """Return a program that drafts recorded answers of at most `max_answer` tokens.
+
+        rates: [depth] chance that a draft is kept if those before it are. beside: a program that runs for what it
+        costs; its drafts are replaced.
         """
         ...
 

@@ -97,6 +97,7 @@ class Plan:
     rows: Mapping[int, RowPlan] = field(default_factory=dict)  # row -> its plan
     prefill_tokens: int | None = None  # upper bound of prompt tokens in the pass; None: the scheduler's
     given_up: tuple[str, ...] = ()  # drafters to unload: no later plan uses them
+    budget: int | None = None  # drafts to verify in the step, the likeliest; None: all, or as `trim` says
 
     def k(self, row: int) -> int:
         """Return the upper bound of a row's drafts."""
@@ -184,6 +185,11 @@ class RowDraft:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def is_bound(self) -> bool:
+        """True of drafts that only the device knows: the host bounds their number."""
+        return len(self.token_ids) > 0 and self.token_ids[0] == UNCHOSEN
+
     def first(self, k: int) -> RowDraft:
         """Return the first k tokens of a chain."""
         if k >= len(self):
@@ -201,6 +207,7 @@ class Draft:
     """Drafts for a batch, row by row."""
 
     rows: tuple[RowDraft, ...]  # [num_rows], as in `Batch.rows`
+    budget: int | None = None  # drafts of these to verify, where a device has made them and chooses; None: all
 
     @property
     def num_tokens(self) -> int:
@@ -263,6 +270,7 @@ class Scores:
     logit_idx: NDArray[int64] | None = None  # [num_scored] row of `logits`, -1 without one
     taps: Taps | None = None  # None if no drafter reads them
     draft: Draft | None = None  # as scored, where a device has made it; None: as asked
+    made: Draft | None = None  # all that the device has made, as far as it may be scored
 
     def check(self) -> None:
         """Assert that offsets and lengths agree."""

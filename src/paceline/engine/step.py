@@ -40,15 +40,15 @@ class StepInput:
     idle_s: float = 0.0  # since `begun_s`, neither host, drafters nor target worked for these rows
     host_s: float | None = None  # of the host, where it works beside passes: what they waited for it
 
-    def take_made(self, made: Draft) -> None:
-        """Replace bounds by the drafts that the device has made of them."""
+    def take_made(self, made: Draft, scored: Draft) -> None:
+        """Replace bounds by the drafts that the device has made, and by those scored."""
         self.proposed = Draft(tuple(map(_made, self.proposed.rows, made.rows)))
-        self.draft = made
+        self.draft = scored
 
 
-def _made(bound: RowDraft, made: RowDraft) -> RowDraft:
-    """Return what was proposed of a row: if more than was scored, of that only the length is known."""
-    return made if len(bound) <= len(made) or not made.token_ids else bound
+def _made(proposed: RowDraft, made: RowDraft) -> RowDraft:
+    """Return what was proposed of a row: drafts of the host even where trimmed."""
+    return made if proposed.is_bound else proposed
 
 
 @noun
@@ -172,7 +172,9 @@ class Verbs:
         proposed = self.drafting.propose(batch, plan)
         end = perf_counter()
         self._stats.draft_s += end - start
-        draft = controller.trim(batch, proposed) if self.law.admits_any_trim else proposed
+        draft = proposed
+        if self.law.admits_any_trim:
+            draft = Draft(controller.trim(batch, proposed).rows, plan.budget)
         self._stats.control_s += perf_counter() - end
         return StepInput(group, controller, batch, proposed, draft, self._planned_s, end - start)
 
@@ -184,8 +186,9 @@ class Verbs:
 
     def judge(self, drafted: StepInput, scored: StepScores) -> Verdict:
         """Decide which drafts are kept. Drafts that a device has made are known from now on."""
-        if scored.scores.draft is not None:
-            drafted.take_made(scored.scores.draft)
+        scores = scored.scores
+        if scores.draft is not None and scores.made is not None:
+            drafted.take_made(scores.made, scores.draft)
         return self.law.judge(drafted.draft, scored.scores)
 
     def commit(self, drafted: StepInput, scored: StepScores, verdict: Verdict) -> None:

@@ -14,6 +14,7 @@ from paceline.backend.cuda.device_memory import enough_memory
 from paceline.backend.cuda.device_pass import upload
 from paceline.backend.cuda.device_rows import DeviceRows
 from paceline.backend.cuda.device_weights import num_bytes
+from paceline.backend.cuda.late_lookup import LookupProgram, OracleProgram
 from paceline.backend.cuda.late_program import Program
 from paceline.backend.cuda.launched import DeviceResult, launched
 from paceline.backend.cuda.layers import LayerShape, places_of, run_layer
@@ -25,13 +26,16 @@ from paceline.backend.seam import Capabilities
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from numpy import float64
+    from numpy.typing import NDArray
+
     from paceline.backend.cuda.device_pass import DevicePass
     from paceline.backend.cuda.device_weights import Setup
     from paceline.backend.cuda.late_program import LateInput
     from paceline.backend.cuda.layers import LayerWeights
     from paceline.backend.cuda.output_matrix import DraftOutput
     from paceline.backend.cuda.products import Matrix
-    from paceline.backend.seam import KV, PassRequest, Pending, RowView
+    from paceline.backend.seam import KV, LateProgram, PassRequest, Pending, Pointers, RowView
     from paceline.model.config import ModelConfig
 
 
@@ -147,6 +151,16 @@ class CudaDecoder:
     ) -> Program:
         """Return a program that drafts with it, see `LateDecoder`."""
         return late_model(self, rows, kv, num_layers, vocab_size, own_store=own_store)
+
+    def late_lookup(self, rows: RowView, pointers: Pointers) -> LookupProgram:
+        """Return a program that follows pointers, see `LateDecoder`."""
+        return LookupProgram(rows, pointers)
+
+    def late_oracle(
+        self, rows: RowView, rates: NDArray[float64], max_answer: int, beside: LateProgram | None
+    ) -> OracleProgram:
+        """Return a program that drafts recorded answers, see `LateDecoder`."""
+        return OracleProgram(rows, rates, max_answer, self.config.vocab_size, beside)
 
 
 class LateModel:

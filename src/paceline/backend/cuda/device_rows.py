@@ -47,6 +47,7 @@ class RowTensors:
     temperature: torch.Tensor  # [num_rows + 1] float64
     drafts: torch.Tensor  # [num_rows + 1, MAX_DRAFTS]
     margins: torch.Tensor  # [num_rows + 1, MAX_DRAFTS] float64, NaN where not known
+    alive: torch.Tensor  # [num_rows + 1, MAX_DRAFTS] float64 chance that all drafts up to each are kept
     num_drafts: torch.Tensor  # [num_rows + 1]
 
     @classmethod
@@ -66,6 +67,7 @@ class RowTensors:
             temperature=zeros(n, dtype=torch.float64),
             drafts=zeros(n, MAX_DRAFTS),
             margins=zeros(n, MAX_DRAFTS, dtype=torch.float64),
+            alive=zeros(n, MAX_DRAFTS, dtype=torch.float64),
             num_drafts=zeros(n),
         )
 
@@ -190,7 +192,10 @@ class DeviceRows(Rows):
         return request
 
     def put_drafts(self, drafts: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Send drafts of rows that were made on the host; other rows have none."""
+        """Send drafts of rows that were made on the host; other rows have none.
+
+        A budget leaves them whole.
+        """
         block = np.zeros((len(drafts), MAX_DRAFTS + 2), np.int64)
         for index, (row, token_ids) in enumerate(drafts):
             block[index, 0] = row
@@ -199,6 +204,7 @@ class DeviceRows(Rows):
         sent = torch.from_numpy(block).to(self.device, non_blocking=True)
         self.on_device.num_drafts.index_copy_(0, sent[:, 0], sent[:, 1])
         self.on_device.drafts.index_copy_(0, sent[:, 0], sent[:, 2:])
+        self.on_device.alive.index_fill_(0, sent[:, 0], 1.0)
 
     # Commit on the host, one step late -------------------------------------------------------------
 
@@ -232,7 +238,12 @@ def _scatter(table: torch.Tensor, places_and_values: NDArray[int64]) -> None:
 
 
 def gather(
-    d: RowTensors, step: StepRows, num_tokens: int, num_wanted: int, scratch_slot: int, width: int
+    d: RowTensors,
+    step: StepRows,
+    num_tokens: int,
+    num_wanted: int,
+    scratch_slot: int,
+    width: int,
 ) -> Gathered:
     """Gather a pass: each row's known tokens from its computed ones on, then its drafts.
 
@@ -272,6 +283,31 @@ def gather(
         temperature=d.temperature[rows[owner]],
     )
     return Gathered(step, tokens, num_drafts, cu_wanted[:-1], specs)
+
+
+@torch.inference_mode()
+def cut_to_budget(d: RowTensors, step: StepRows, budget: torch.Tensor) -> torch.Tensor:
+    """Leave rows the drafts that a step verifies: the `budget` likeliest of all.
+
+    budget: [1]. Returns how many each row had. [num_rows]
+    """
+    num_made = torch.minimum(d.num_drafts[step.rows], step.max_drafts)
+    d.num_drafts.index_copy_(0, step.rows, allot(d.alive[step.rows], num_made, budget))
+    return num_made
+
+
+def allot(alive: torch.Tensor, num_drafts: torch.Tensor, budget: torch.Tensor) -> torch.Tensor:
+    """Return how many drafts of each row are among the `budget` likeliest of all. [num_rows]
+
+    alive: [num_rows, depth] chances, none above one before it in its row. num_drafts: [num_rows] drafts that there
+    are. Of equal chances the shallower draft is taken, then that of the earlier row: each row keeps a prefix.
+    """
+    num_rows, depth = alive.shape
+    there = torch.arange(depth, device=alive.device) < num_drafts[:, None]
+    by_depth = torch.where(there, alive, -1.0).t().reshape(-1)
+    best = by_depth.sort(descending=True, stable=True)
+    taken = (best.values >= 0) & (torch.arange(len(by_depth), device=alive.device) < budget)
+    return torch.zeros_like(num_drafts).index_add_(0, best.indices % num_rows, taken.to(torch.int64))
 
 
 def offsets(counts: torch.Tensor) -> torch.Tensor:

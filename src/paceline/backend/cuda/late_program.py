@@ -8,25 +8,22 @@ from the device's rows; the host sends rows, depths, and a bound of the tokens t
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import numpy as np
 import torch
 
 from paceline.backend.cuda.buckets import BUCKETS, bucket
 from paceline.backend.cuda.choice import ChoiceSpecs, choose
 from paceline.backend.cuda.device_pass import DevicePass
-from paceline.backend.cuda.device_rows import MAX_DRAFTS, offsets, owners
-from paceline.core.nouns import BROKEN, MOST_MARGIN, PAGE_TOKENS, noun
+from paceline.backend.cuda.device_rows import offsets, owners
+from paceline.backend.cuda.late_counts import DraftGraphs, DraftShape, keep_drafts
+from paceline.core.nouns import PAGE_TOKENS, noun
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from numpy import float64, int64
-    from numpy.typing import NDArray
+    from collections.abc import Mapping, Sequence
 
     from paceline.backend.cuda.device_rows import DeviceRows, RowTensors
+    from paceline.backend.cuda.late_counts import DraftOrders
     from paceline.backend.seam import LateDraft
 
 
@@ -77,14 +74,6 @@ class LateRunner(Protocol):
         ...
 
 
-class _Shape(NamedTuple):
-    """Sizes of a drafting, padding included."""
-
-    num_rows: int
-    bound: int  # of the tokens that rows have gained, all together
-    deepest: int
-
-
 class _Drafted(NamedTuple):
     """Rows that draft, and what the host knows of them, on the device."""
 
@@ -106,7 +95,7 @@ class Program:
         self._rows, self._runner, self._scratch, self._own_store = rows, runner, scratch_slot, own_store
         self._entries = torch.zeros(n, dtype=torch.int64, device=device)  # tokens with entries
         self._first_key = torch.zeros(n, dtype=torch.int64, device=device)  # earlier ones have none
-        self._graphs: dict[_Shape, Callable[[torch.Tensor, torch.Tensor], None]] = {}
+        self._graphs = DraftGraphs(rows, self._draft_on_device)
         rows.tap_sinks.append(runner.write_taps)
 
     def close(self) -> None:
@@ -131,35 +120,21 @@ class Program:
     def draft(self, drafts: Sequence[LateDraft]) -> None:
         """Draft for rows: catch up, then guess up to the deepest of them."""
         bound, deepest = sum(d.bound for d in drafts), max(d.depth for d in drafts)
-        shape = _Shape(len(drafts), bound, deepest)
-        if self._rows.capture is not None and bound <= BUCKETS[-1]:
-            shape = _Shape(bucket(len(drafts)), bucket(bound + bucket(len(drafts)) - len(drafts)), deepest)
-        rows, stops = _orders(drafts, shape, self._rows.num_rows)
-        self._captured(shape)(torch.from_numpy(rows), torch.from_numpy(stops))
+        shape = DraftShape(len(drafts), bound, deepest)
+        if self._graphs.pads and bound <= BUCKETS[-1]:
+            num_rows = bucket(len(drafts))
+            shape = DraftShape(num_rows, bucket(bound + num_rows - len(drafts)), deepest)
+        self._graphs.run(shape, drafts, captured=shape.bound <= BUCKETS[-1])
 
-    def _captured(self, shape: _Shape) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        """Return what drafts for a shape: a graph, captured at its first use, where the device has them."""
-        capture, draft = self._rows.capture, partial(self._draft_on_device, shape)
-        if capture is None or shape.bound > BUCKETS[-1]:
-            return lambda *orders: draft(*(o.to(self._rows.device, non_blocking=True) for o in orders))
-        if shape not in self._graphs:
-            nothing = _orders((), shape, self._rows.num_rows)
-            self._graphs[shape] = capture(draft, [torch.from_numpy(o).to(self._rows.device) for o in nothing])
-        return self._graphs[shape]
-
-    @torch.inference_mode()
-    def _draft_on_device(self, shape: _Shape, orders: torch.Tensor, stops: torch.Tensor) -> None:
-        """Draft without a word from the host. orders: [2, n] rows and depths. stops: [n, 2 deepest + 1]."""
-        rows, depth = orders
-        state, (_, bound, deepest) = self._rows.on_device, shape
+    def _draft_on_device(self, shape: DraftShape, orders: DraftOrders) -> None:
+        """Draft without a word from the host."""
+        rows, state = orders.rows, self._rows.on_device
         length = state.length[rows]
-        drafted = _Drafted(rows, depth, length, (length - self._start(rows)).clamp(min=1))
+        drafted = _Drafted(rows, orders.depth, length, (length - self._start(rows)).clamp(min=1))
         guess = self._guess_at_once if self._runner.parallel else self._guess_in_turn
-        token_ids, margins = guess(drafted, bound, deepest)
+        token_ids, margins = guess(drafted, shape.bound, shape.deepest)
         self._entries.index_copy_(0, rows, length)
-        state.drafts[rows, : token_ids.shape[1]] = token_ids.clamp(min=0)
-        state.margins[rows, : margins.shape[1]] = margins
-        state.num_drafts.index_copy_(0, rows, _counts(depth, token_ids, margins, stops))
+        keep_drafts(state, orders, token_ids, margins)
 
     def _start(self, rows: torch.Tensor) -> torch.Tensor:
         """Return each row's first token without an entry. [n]"""
@@ -280,25 +255,7 @@ class Program:
         return choose(self._runner.logits(states), specs, draft_ids=self._runner.draft_ids)
 
     def _send(self, columns: Sequence[Sequence[int]]) -> torch.Tensor:
-        return torch.from_numpy(np.array(columns, np.int64)).to(self._rows.device, non_blocking=True)
-
-
-def _orders(drafts: Sequence[LateDraft], shape: _Shape, padding: int) -> tuple[NDArray[int64], NDArray[float64]]:
-    """Return rows and depths, [2, n], and stop rules: log-odds, least chances, sureness. [n, 2 deepest + 1]"""
-    deepest = shape.deepest
-    orders = np.zeros((2, shape.num_rows), np.int64)
-    orders[0] = padding
-    stops = np.full((shape.num_rows, 2 * deepest + 1), -np.inf)
-    stops[:, :deepest] = np.inf  # never stops
-    stops[:, -1] = 0.0
-    for index, d in enumerate(drafts):
-        orders[:, index] = d.row, d.depth
-        if d.stop is not None:
-            count = min(deepest, len(d.stop.odds), len(d.stop.least))
-            stops[index, :count] = d.stop.odds[:count]
-            stops[index, deepest : deepest + count] = d.stop.least[:count]
-            stops[index, -1] = d.stop.sureness
-    return orders, stops
+        return torch.tensor(columns).to(self._rows.device, non_blocking=True)
 
 
 def _columns(found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -308,22 +265,3 @@ def _columns(found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.
 
 def _at(table: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     return table[rows, columns.clamp(max=table.shape[1] - 1)]
-
-
-def _counts(
-    depth: torch.Tensor, token_ids: torch.Tensor, margins: torch.Tensor, stops: torch.Tensor
-) -> torch.Tensor:
-    """Return how many guesses of each row count: up to its depth, a stop, or one that is broken. [n]
-
-    See `Stop.over` for the rule.
-    """
-    deepest = token_ids.shape[1]
-    odds, least, sureness = stops[:, :deepest], stops[:, deepest : 2 * deepest], stops[:, -1:]
-    sure = sureness * torch.nan_to_num(margins, nan=MOST_MARGIN).clamp(max=MOST_MARGIN)
-    alive = torch.sigmoid(odds + sure).cumprod(1)
-    over = (alive < least) & ~margins.isnan()
-    index = torch.arange(deepest, device=depth.device)
-    ends_before = (token_ids == BROKEN) | (index >= depth[:, None])  # this guess does not count
-    count_over = torch.where(over, index + 1, MAX_DRAFTS).amin(1)
-    count_before = torch.where(ends_before, index, MAX_DRAFTS).amin(1)
-    return torch.minimum(torch.minimum(count_over, count_before), depth)

@@ -60,13 +60,9 @@ class LateTarget(Backend):
     def request(self, batch: Batch, draft: Draft) -> ReadyPass:
         """Send drafts that were made on the host; those of unknown tokens are on the device."""
         pairs = zip(batch.rows, draft.rows, strict=True)
-        if known := [(r.row, d.token_ids) for r, d in pairs if d.token_ids and not _unknown(d)]:
+        if known := [(r.row, d.token_ids) for r, d in pairs if d.token_ids and not d.is_bound]:
             self.rows.put_drafts(known)
         return LatePass(self, batch, draft)
-
-
-def _unknown(draft: RowDraft) -> bool:
-    return len(draft.token_ids) > 0 and draft.token_ids[0] == UNCHOSEN
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,11 +84,16 @@ class LatePass:
     def _enqueue(self) -> Record:
         target, batch = self.target, self.batch
         counts = [len(d.token_ids) for d in self.draft.rows]
-        num_wanted = sum(1 + count for r, count in zip(batch.rows, counts, strict=True) if r.samples)
+        num_drafts = sum(counts)
         num_pages = -(-max(r.max_len for r in batch.rows) // PAGE_TOKENS)
         record = begin_record(target.rows.device)
         block = target.rows.step_block(batch, counts)
-        out = target.graphs.run(block, batch.num_known_tokens + sum(counts), num_wanted, num_pages)
+        budget = self.draft.budget
+        if budget is not None and budget < num_drafts:
+            record.keep("num_made", target.graphs.cut_to_budget(block, budget))
+            num_drafts = budget
+        num_wanted = sum(r.samples for r in batch.rows) + num_drafts
+        out = target.graphs.run(block, batch.num_known_tokens + num_drafts, num_wanted, num_pages)
         if out.taps:
             record.keep("cu_len", out.cu_len)
             record.keep("slots", out.slots)
@@ -144,8 +145,9 @@ def _scores(asked: LatePass, record: Record) -> Scores:
     """Return the scores of a record, with the drafts that it tells of."""
     batch, rows = asked.batch, asked.target.rows
     counts = record["num_drafts"][: len(batch.rows)].tolist()
-    bounds = enumerate(asked.draft.rows)
-    draft = Draft(tuple(_known(d, record, i, counts[i]) if _unknown(d) else d for i, d in bounds))
+    draft = made = _drafts(asked.draft, record, counts)
+    if "num_made" in record:
+        made = _drafts(asked.draft, record, record["num_made"].tolist())
     here = asked.chosen_here()
     cu_len, specs = rows.specs(batch, draft) if here else (_places(batch, counts), [])
     chosen = record["chosen"][: cu_len[-1]]
@@ -161,8 +163,14 @@ def _scores(asked: LatePass, record: Record) -> Scores:
     starts = [rows.computed_len(r.row) for r in batch.rows]
     taps = Taps(record.taps, record["cu_len"][: len(starts) + 1], record["slots"], starts) if record.taps else None
     if not logits:
-        return Scores(cu_len, specs, chosen, taps=taps, draft=draft)
-    return Scores(cu_len, specs, chosen, np.stack(logits), logit_rows(specs), taps, draft)
+        return Scores(cu_len, specs, chosen, taps=taps, draft=draft, made=made)
+    return Scores(cu_len, specs, chosen, np.stack(logits), logit_rows(specs), taps, draft, made)
+
+
+def _drafts(asked: Draft, record: Record, counts: Sequence[int]) -> Draft:
+    """Return the first `counts[i]` drafts of each row, those of a host whole."""
+    bounds = enumerate(zip(asked.rows, counts, strict=True))
+    return Draft(tuple(_known(d, record, i, count) if d.is_bound else d for i, (d, count) in bounds))
 
 
 def _places(batch: Batch, counts: Sequence[int]) -> list[int]:

@@ -39,6 +39,9 @@ class Record:
     def wait(self) -> None:
         """Wait until the tensors are on the host."""
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
     def __getitem__(self, name: str) -> NDArray[Any]:
         array: NDArray[Any] = self._tensors[name].numpy()
         return array

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from paceline.backend.cuda.buckets import BUCKETS, bucket
 from paceline.backend.cuda.choice import choose
-from paceline.backend.cuda.device_rows import StepRows, advance, gather
+from paceline.backend.cuda.device_rows import StepRows, advance, cut_to_budget, gather
 from paceline.backend.cuda.judge import judge
 from paceline.core.nouns import noun
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from paceline.backend.cuda.device_rows import DeviceRows
     from paceline.backend.cuda.graphs import Graph, Uncaptured
 
-    Capture = type[Graph["StepOutputs"]] | type[Uncaptured["StepOutputs"]]
+    Capture = type[Graph[Any]] | type[Uncaptured[Any]]
     CapturedStep = Graph["StepOutputs"] | Uncaptured["StepOutputs"]
     Progress = Callable[[str, int, int], None]  # (what, done, total)
 
@@ -91,6 +91,10 @@ def run_step(target: StepParts, step: StepRows, shape: StepShape) -> StepOutputs
     return StepOutputs(chosen, g.num_drafts, drafts, margins, g.first_place, logits, taps, t.cu_len, t.slots)
 
 
+def _cut_block(target: StepParts, block: torch.Tensor, budget: torch.Tensor) -> torch.Tensor:
+    return cut_to_budget(target.rows.on_device, StepRows(*block), budget)
+
+
 def _run_block(target: StepParts, shape: StepShape, block: torch.Tensor) -> StepOutputs:
     return run_step(target, StepRows(*block), shape)
 
@@ -102,6 +106,7 @@ class StepGraphs:
         """capture: None for a device without graphs, where steps of the same total tokens run as they are."""
         self._target, self._capture, self._buckets = target, capture, buckets
         self._made: dict[StepShape, CapturedStep] = {}
+        self._cut: Graph[torch.Tensor] | Uncaptured[torch.Tensor] | None = None  # once a step had a budget
         self._of: object = None  # taps and their sinks when the steps were captured
 
     def capture_all(self, progress: Progress | None = None) -> None:
@@ -124,6 +129,18 @@ class StepGraphs:
         outputs = self._captured(self._shape(size, few))(torch.from_numpy(rows.padded(block)))
         # The next run overwrites the taps, and drafters on the host read them a step later.
         return replace(outputs, taps={layer: states.clone() for layer, states in outputs.taps.items()})
+
+    def cut_to_budget(self, block: NDArray[int64], budget: int) -> torch.Tensor:
+        """Enqueue the choice of the drafts that the next step verifies. block: of that step."""
+        rows, most = self._target.rows, np.array([budget], np.int64)
+        if self._capture is None:
+            there = (torch.from_numpy(each).to(rows.device, non_blocking=True) for each in (block, most))
+            return _cut_block(self._target, *there)
+        if self._cut is None:
+            nothing = torch.from_numpy(rows.padded(_NO_ROWS)), torch.from_numpy(most)
+            sent = [each.to(rows.device) for each in nothing]
+            self._cut = self._capture(partial(_cut_block, self._target), sent)
+        return self._cut(torch.from_numpy(rows.padded(block)), torch.from_numpy(most))[: block.shape[1]]
 
     def _shape(self, num_tokens: int, num_wanted: int) -> StepShape:
         return StepShape(num_tokens, num_wanted, self._target.rows.pages.shape[1])
