@@ -17,12 +17,12 @@ import pytest
 import torch
 from tools.gpu import pack, phase, run
 from tools.gpu.compile_first import trace_checks, trace_models
-from tools.gpu.engines import answer_all, load_target, make_engine, make_requests
+from tools.gpu.engines import Window, answer_all, load_target, make_engine, make_requests
 from tools.gpu.floors import pass_needs
 from tools.gpu.record import Record
+from tools.gpu.recorded import chances_of, oracle
 from tools.gpu.report import table
 from tools.gpu.sizes import DRY, FULL, SEED_ACCEPTANCE
-from tools.gpu.spoilt import chances_of, spoil
 from tools.gpu.tracing import H100_PROCESSORS, META, launches
 
 from paceline.backend.cuda import kernel_launch
@@ -219,17 +219,25 @@ def test_the_needs_of_a_pass_of_eight_billion_weights():
     assert pass_needs(decoder, kv, 1, 2048, 0, chosen=1).operations < 2048 * one.operations
 
 
+def test_a_stall_counts_for_itself():
+    window = Window(2, (0.01, 0.011, 0.5, 0.01), (2, 4, 2, 2), 3, 6, (0, 4), 0.0, 0.0, 0.0)
+    found = window.summary()
+    assert (found["steps"], found["stalls"]) == (3, 1)
+    assert found["tpot_ms"] == pytest.approx(2 * 31 / 8)
+    assert found["stalled_ms"] == pytest.approx(500)
+
+
 def test_chances_are_shares_of_the_drafts_before():
     assert chances_of((0.5, 0.25, 0.2)) == pytest.approx([0.5, 0.5, 0.8])
 
 
-def test_a_spoilt_drafter_is_kept_as_often_as_asked(tmp_path):
+def test_a_recording_beside_a_head_is_kept_as_often_as_asked(tmp_path):
     config, loaded = load_target(ON_HOST, DRY.model, "f64")
     requests = make_requests(24, 8, 60, DRY.vocab_size)
     plain = answer_all(make_engine(config, loaded, "off", 24, 68), requests, 24)
-    engine = make_engine(config, loaded, f"eagle3:k=3,model={DRY.head}", 24, 68)
+    spec = oracle(tmp_path / "plain.jsonl", plain, f"eagle3[model={DRY.head}]", 5, SEED_ACCEPTANCE)
+    engine = make_engine(config, loaded, spec, 24, 68)
     (name,) = engine.drafting.drafters
-    spoil(engine, plain, SEED_ACCEPTANCE)
     engine.controller = FixedK(name, 3)
     answers = answer_all(engine, requests, 24)
     assert all(np.array_equal(a, b) for a, b in zip(answers, plain, strict=True))

@@ -1,10 +1,11 @@
-"""Checks of attention, the writes of keys and values, the choice and the judge."""
+"""Checks of attention, writes of keys and values, choices, verdicts and pointers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,7 +13,9 @@ from paceline.backend.cuda.attention import DeviceKV, attend, new_kv, plan_atten
 from paceline.backend.cuda.choice import ChoiceSpecs, choose
 from paceline.backend.cuda.device_pass import DevicePass
 from paceline.backend.cuda.judge import judge
+from paceline.backend.cuda.late_lookup import longest_matches
 from paceline.backend.cuda.rowwise import write_qkv
+from paceline.backend.seam import Pointers
 from paceline.core.nouns import PAGE_TOKENS
 from tools.gpu.checks import BOUNDS, EPS, FP8_BOUND, SOME_TOKENS, Check, random_product, wide, wide_product
 
@@ -188,7 +191,7 @@ def _written(
 
 
 def choices_of(sizes: Sizes, device: torch.device) -> Iterator[Check]:
-    """Yield choices at several temperatures, of a draft vocabulary and with a hint, and verdicts."""
+    """Yield choices at several temperatures, of a draft vocabulary and with a hint, verdicts and pointers."""
     vocab, places = sizes.vocab_size, 12
     logits = torch.randn(places, vocab, device=device) * 3
     ids = torch.arange(vocab // 4, device=device) * 4
@@ -211,6 +214,9 @@ def choices_of(sizes: Sizes, device: torch.device) -> Iterator[Check]:
     chosen = torch.arange(rows * (depth + 1), device=device) * 5 % 11 - 1
     arguments = chosen, first, counts, drafts, torch.arange(rows, device=device) % 7 > 0
     yield Check("judge", partial(_judged, arguments), partial(_judged_on_host, arguments), 0.0)
+    texts = torch.arange(rows * 600, device=device).view(rows, 600).square() % 17 % 3
+    lengths = torch.arange(rows, device=device) * 3 + 1
+    yield Check("pointers", partial(_matched, texts, lengths), partial(_matched_on_host, texts, lengths), 0.0)
 
 
 def choice_rules(places: int, device: torch.device, dtype: torch.dtype) -> ChoiceSpecs:
@@ -242,3 +248,14 @@ def _judged(arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _judged_on_host(arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return _judged([tensor.cpu() for tensor in arguments])
+
+
+def _matched(texts: torch.Tensor, lengths: torch.Tensor) -> list[torch.Tensor]:
+    """Return the longest earlier matches of the ends of texts, as the device's rows hold these."""
+    state: Any = SimpleNamespace(token_ids=texts, length=lengths)
+    rows = torch.arange(len(texts), device=texts.device)
+    return list(longest_matches(state, rows, Pointers(1, 8), texts.shape[1]))
+
+
+def _matched_on_host(texts: torch.Tensor, lengths: torch.Tensor) -> list[torch.Tensor]:
+    return _matched(texts.cpu(), lengths.cpu())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 from concurrent.futures import Future, ProcessPoolExecutor, wait
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -73,7 +74,8 @@ def trace_models(sizes: Sizes, num_processors: int, *, with_pairs: bool) -> dict
     """Return what passes of targets, heads and draft models launch."""
     names = [(sizes.model, "bf16"), (sizes.model, "fp8")]
     pairs = sizes.pairs if with_pairs else ()
-    names += [(name, "bf16") for pair in pairs for name in (pair.target, pair.draft.rpartition("model=")[2])]
+    for pair in pairs:
+        names += [(pair.target, "bf16"), (pair.draft.rpartition("model=")[2].rstrip("]"), "bf16")]
     with launches(num_processors) as found:
         for model, weights in [(model, weights) for model, weights in names if is_shape(model)]:
             decoder = load_decoder(f"{model},num_layers={LAYERS}", weights, META)
@@ -100,7 +102,8 @@ def _trace_head(decoder: CudaDecoder, name: str) -> None:
     for rows, new in [(1, tokens) for tokens in TOKENS] + [(rows, 1) for rows in ROWS]:
         work = static_pass(decoder, decoder.new_kv(rows * pages_of(16, new)), rows, new, 16)
         taps = torch.empty(rows * new, head.config.tapped_size, dtype=torch.float16, device=META)
-        hidden = runner.run_layers(work.tokens, runner.fuse(taps), kv)
+        first_keys = torch.zeros(rows, dtype=torch.int64, device=META)
+        hidden = runner.run_layers(replace(work.tokens, first_keys=first_keys), runner.fuse(taps), kv)
         normed, _ = runner.read_out(hidden)
         choose(wide_product(normed, runner.output.matrix), work.specs, draft_ids=runner.output.tokens.ids)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass, replace
+from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 WARM_STEPS = 6  # after every row has its first token
 BUSY_STEPS = 12  # under the profiler
 SPARE = 32  # room behind the last token, for drafts
+STALL_RATIO, STALL_S = 3.0, 0.003  # a step of more than 3 medians and 3 ms is a stall
 LEAST_STEPS = 3  # of a window
 
 
@@ -106,9 +108,8 @@ class Window:
     """Figures of an engine while all its rows decoded."""
 
     rows: int
-    seconds: float
-    tokens: int
-    steps: int
+    steps_s: tuple[float, ...]  # time of each step
+    step_tokens: tuple[int, ...]  # tokens that came with it
     accepted: int
     verified: int
     k_histogram: tuple[int, ...]
@@ -117,13 +118,19 @@ class Window:
     host_ms: float
 
     def summary(self) -> dict[str, Any]:
-        """Return its figures."""
+        """Return its figures, without steps in which something was made for the first time, such as a graph."""
+        longest = STALL_RATIO * median(self.steps_s) + STALL_S
+        counted = [(s, tokens) for s, tokens in zip(self.steps_s, self.step_tokens, strict=True) if s <= longest]
+        seconds, tokens, steps = sum(s for s, _ in counted), sum(tokens for _, tokens in counted), len(counted)
         return {
-            "tpot_ms": self.rows * self.seconds / max(self.tokens, 1) * 1e3,
-            "step_ms": self.seconds / max(self.steps, 1) * 1e3,
-            "tokens_per_s": self.tokens / max(self.seconds, 1e-9),
-            "tokens_per_step_and_row": self.tokens / max(self.steps * self.rows, 1),
-            "steps": self.steps,
+            "tpot_ms": self.rows * seconds / max(tokens, 1) * 1e3,
+            "step_ms": seconds / steps * 1e3,
+            "step_p50_ms": median(self.steps_s) * 1e3,
+            "tokens_per_s": tokens / seconds,
+            "tokens_per_step_and_row": tokens / (steps * self.rows),
+            "steps": steps,
+            "stalls": len(self.steps_s) - steps,
+            "stalled_ms": (sum(self.steps_s) - seconds) * 1e3,
             "accepted": self.accepted,
             "verified": self.verified,
             "k_histogram": list(self.k_histogram),
@@ -139,23 +146,23 @@ def decode_window(engine: Engine, requests: Sequence[Request]) -> Window:
     for _ in range(WARM_STEPS):
         engine.step()
     before, start = engine.stats(), perf_counter()
-    ends, ended = [(start, 0)], False
+    steps_s, step_tokens, ended = [], [], False
     while not ended:
         outcomes = engine.step()
-        ended = any(outcome.finish_reason is not None for outcome in outcomes)
-        ends.append((perf_counter(), sum(len(outcome.token_ids) for outcome in outcomes)))
+        end = perf_counter()
+        steps_s.append(end - start)
+        step_tokens.append(sum(len(outcome.token_ids) for outcome in outcomes))
+        start, ended = end, any(outcome.finish_reason is not None for outcome in outcomes)
     done = engine.stats().since(before)
     cancel_all(engine, [request.request_id for request in requests])
-    steps = len(ends) - 2  # without the one that ended a request
-    if steps < LEAST_STEPS:
-        raise RuntimeError(f"all {len(requests)} rows decoded in {steps} steps only: answers are too short")
+    if len(steps_s) <= LEAST_STEPS:
+        raise RuntimeError(f"all {len(requests)} rows decoded in {len(steps_s)} steps only: answers are too short")
     per_step = 1e3 / max(done.steps, 1)
     counts = list(done.drafters.values())
     return Window(
         rows=len(requests),
-        seconds=ends[-2][0] - start,
-        tokens=sum(tokens for _, tokens in ends[:-1]),
-        steps=steps,
+        steps_s=tuple(steps_s[:-1]),  # without the one that ended a request
+        step_tokens=tuple(step_tokens[:-1]),
         accepted=sum(c.accepted for c in counts),
         verified=sum(c.verified for c in counts),
         k_histogram=tuple(done.k_histogram),

@@ -13,5 +13,5 @@ if TYPE_CHECKING:
 def run(bench: GpuBench) -> None:
     """Measure each pair."""
     for pair in bench.sizes.pairs:
-        path = (f"{pair.target.removeprefix('shape:')} + {pair.draft.rpartition('=')[2]}",)
+        path = (f"{pair.target.removeprefix('shape:')} + {pair.draft.rpartition('=')[2].rstrip(']')}",)
         measure_drafter(DraftStudy(bench, pair.target, pair.draft, pair.batches, pair.acceptance, path))

@@ -15,8 +15,8 @@ import torch
 
 from paceline.model.weights import load_model
 from tools.gpu.engines import free_memory, make_requests
+from tools.gpu.recorded import chances_of
 from tools.gpu.sizes import SEED_ACCEPTANCE
-from tools.gpu.spoilt import chances_of
 from tools.gpu.static_loop import StaticLoop
 from tools.gpu.timing import captured, mean_s, synchronize
 

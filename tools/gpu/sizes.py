@@ -21,7 +21,7 @@ class Pair:
     """A target with its draft model, by shape."""
 
     target: str
-    draft: str  # spec of the drafter
+    draft: str  # drafter, with its options in brackets
     batches: tuple[int, ...]
     acceptance: tuple[float, ...]  # share of drafts kept at each position
 
@@ -92,13 +92,13 @@ FULL = Sizes(
     pairs=(
         Pair(
             target="shape:qwen3-1.7b,hidden_size=2560,intermediate_size=9728,num_layers=36,num_heads=32",
-            draft="draft-model:model=shape:qwen3-0.6b",
+            draft="draft-model[model=shape:qwen3-0.6b]",
             batches=(1, 100),
             acceptance=(0.8, 0.62, 0.47),
         ),
         Pair(
             target="shape:qwen3-32b",
-            draft="draft-model:model=shape:qwen3-1.7b",
+            draft="draft-model[model=shape:qwen3-1.7b]",
             batches=(1, 100),
             acceptance=(0.8, 0.62, 0.47),
         ),
@@ -136,7 +136,7 @@ DRY = Sizes(
     prefill=32,
     profiled=(1,),
     ks=(1, 3),
-    pairs=(Pair(target=_TINY, draft="draft-model:layers=1", batches=(2,), acceptance=(0.8, 0.6, 0.5)),),
+    pairs=(Pair(target=_TINY, draft="draft-model[layers=1]", batches=(2,), acceptance=(0.8, 0.6, 0.5)),),
     loop_batches=(1,),
     library_batches=(2,),
     text_model=_TINY,

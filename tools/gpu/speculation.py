@@ -1,7 +1,7 @@
 """Phase `speculation`: the table of the Dynamic SD proposal, by shape, at its acceptance.
 
 The head's passes and the verification are real. What is drafted is a recording of plain decoding, spoilt at the
-rates of the proposal's own run (`spoilt`). Phase `pairs` does the same with draft models.
+rates of the proposal's own run. Phase `pairs` does the same with draft models.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tools.gpu.engines import (
     make_engine,
     make_requests,
 )
+from tools.gpu.recorded import oracle
 from tools.gpu.sizes import SEED_ACCEPTANCE
-from tools.gpu.spoilt import spoil
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,7 +42,7 @@ SHARE_K = 3  # drafts of a row where the share of time is measured in which kern
 def run(bench: GpuBench) -> None:
     """Measure plain decoding, every K and `auto` at every batch."""
     sizes = bench.sizes
-    measure_drafter(DraftStudy(bench, sizes.model, f"eagle3:model={sizes.head}", sizes.batches, SEED_ACCEPTANCE))
+    measure_drafter(DraftStudy(bench, sizes.model, f"eagle3[model={sizes.head}]", sizes.batches, SEED_ACCEPTANCE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class DraftStudy:
 
     bench: GpuBench
     model: str
-    draft: str  # spec of the drafter
+    draft: str  # drafter, with its options in brackets
     batches: Sequence[int]
     acceptance: Sequence[float]  # share of drafts kept at each position
     path: tuple[str, ...] = ()  # of the results
@@ -99,11 +99,13 @@ def _drafts(
     study: DraftStudy, config: EngineConfig, loaded: Loaded, requests: Sequence[Request], answers: Answers
 ) -> None:
     """Time every K and `auto` with one engine, which has measured its costs."""
-    engine = study.engine(config, loaded, f"auto:{study.draft}")
+    path = study.bench.record.path.with_name(f"plain-{study.bench.record.phase}.jsonl")
+    spec = oracle(path, answers, study.draft, max(study.bench.sizes.ks), study.acceptance)
+    engine = study.engine(config, loaded, f"auto:{spec}")
+    path.unlink()
     (name,) = engine.drafting.drafters
     auto = engine.controller
-    spoil(engine, answers, study.acceptance)
-    study.bench.record.put(*study.path, drafter=name, acceptance=list(study.acceptance))
+    study.bench.record.put(*study.path, drafter=study.draft, acceptance=list(study.acceptance))
     for rows in study.batches:
         for k in (0, *study.bench.sizes.ks):
             engine.controller = FixedK(name, k)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from paceline.control.fixed import FixedK
 from tools.gpu.engines import answer_all, free_memory, load_target, make_engine, make_requests
+from tools.gpu.recorded import oracle
 from tools.gpu.sizes import SEED_ACCEPTANCE
-from tools.gpu.spoilt import spoil
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     Answers = Sequence[NDArray[int64]]
 
 TEMPERATURES = (0.0, 0.3, 0.7, 1.0, 1.5)
+MAX_K = 5  # drafts of a row, under `auto`
 MAX_LISTED = 10  # differences that are listed
 
 
@@ -76,10 +77,12 @@ class TextWays:
     def compare_drafts(self, chunk: int, plain: Answers) -> None:
         """Compare decoding with drafts, of which some are kept."""
         sizes = self.bench.sizes
-        engine = self._engine(f"auto:eagle3:model={sizes.head}", chunk)
+        path = self.bench.record.path.with_name("plain-text.jsonl")
+        spec = oracle(path, plain, f"eagle3[model={sizes.head}]", MAX_K, SEED_ACCEPTANCE)
+        engine = self._engine(f"auto:{spec}", chunk)
+        path.unlink()
         (name,) = engine.drafting.drafters
         auto = engine.controller
-        spoil(engine, plain, SEED_ACCEPTANCE)
         for batch in sizes.text_batches:
             for label, controller in (("k1", FixedK(name, 1)), ("k3", FixedK(name, 3)), ("auto", auto)):
                 engine.controller = controller

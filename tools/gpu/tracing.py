@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 
-from paceline.backend.cuda import attention, choice, judge, output_matrix, products, rowwise
+from paceline.backend.cuda import attention, choice, judge, late_lookup, output_matrix, products, rowwise
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,7 +21,15 @@ if TYPE_CHECKING:
 
 META = torch.device("meta")
 H100_PROCESSORS = 132
-LAUNCHING = (products, rowwise, attention, choice, judge, output_matrix)  # imported before they are watched
+LAUNCHING = (
+    products,
+    rowwise,
+    attention,
+    choice,
+    judge,
+    late_lookup,
+    output_matrix,
+)  # imported before they are watched
 
 
 @contextmanager
