@@ -191,7 +191,7 @@ def _written(
 
 
 def choices_of(sizes: Sizes, device: torch.device) -> Iterator[Check]:
-    """Yield choices at several temperatures, of a draft vocabulary and with a hint, verdicts and pointers."""
+    """Yield choices, of a draft vocabulary and with a hint, too; verdicts and pointers."""
     vocab, places = sizes.vocab_size, 12
     logits = torch.randn(places, vocab, device=device) * 3
     ids = torch.arange(vocab // 4, device=device) * 4
@@ -251,7 +251,7 @@ def _judged_on_host(arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _matched(texts: torch.Tensor, lengths: torch.Tensor) -> list[torch.Tensor]:
-    """Return the longest earlier matches of the ends of texts, as the device's rows hold these."""
+    """Return the longest earlier matches of the ends of texts."""
     state: Any = SimpleNamespace(token_ids=texts, length=lengths)
     rows = torch.arange(len(texts), device=texts.device)
     return list(longest_matches(state, rows, Pointers(1, 8), texts.shape[1]))

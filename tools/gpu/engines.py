@@ -118,7 +118,7 @@ class Window:
     host_ms: float
 
     def summary(self) -> dict[str, Any]:
-        """Return its figures, without steps in which something was made for the first time, such as a graph."""
+        """Return its figures without stalls, in which a graph was captured, say."""
         longest = STALL_RATIO * median(self.steps_s) + STALL_S
         counted = [(s, tokens) for s, tokens in zip(self.steps_s, self.step_tokens, strict=True) if s <= longest]
         seconds, tokens, steps = sum(s for s, _ in counted), sum(tokens for _, tokens in counted), len(counted)

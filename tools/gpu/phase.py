@@ -36,6 +36,7 @@ class PhaseRun:
     limit_s: float
     dry: bool
     asked: frozenset[str]  # phases of the whole run
+    model: str | None = None  # target, by shape; None: the usual one
 
 
 def run_phase(run: PhaseRun) -> None:
@@ -56,7 +57,9 @@ def _run(run: PhaseRun, record: Record) -> None:
     elif run.dry:
         torch.set_num_threads(1)  # of tiny shapes more would only wait for each other
     ceilings = _results(run.folder / "ceilings.json")
-    bench = GpuBench(where, DRY if run.dry else FULL, record, ceilings, run.asked)
+    sizes = DRY if run.dry else FULL
+    sizes = sizes if run.model is None else sizes.of_model(run.model)
+    bench = GpuBench(where, sizes, record, ceilings, run.asked)
     import_module(f"tools.gpu.{MODULES.get(run.name, run.name)}").run(bench)
 
 
@@ -78,9 +81,10 @@ def main() -> int:
     parser.add_argument("--limit", type=float, required=True)
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--asked", default="")
+    parser.add_argument("--model")
     args = parser.parse_args()
     asked = frozenset(args.asked.split(","))
-    run_phase(PhaseRun(args.name, args.folder, args.device, args.limit, args.dry, asked))
+    run_phase(PhaseRun(args.name, args.folder, args.device, args.limit, args.dry, asked, args.model))
     return 0
 
 

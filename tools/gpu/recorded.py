@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def oracle(path: Path, answers: Answers, drafter: str, k: int, acceptance: Sequence[float]) -> str:
-    """Write a recording; return the spec of an oracle that drafts by it, with a drafter beside it.
+    """Write a recording; return the spec of an oracle with a drafter beside it.
 
     answers: plain texts of requests 0, 1, ...; drafter: such as `eagle3[model=FOLDER]`; acceptance: share of
     drafts that are kept at each position.

@@ -42,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return 2
     device = args.device or ("cpu" if args.dry else "cuda:0")
-    run = PreparedRun(args.out or Path(os.environ.get("OUT") or "on-gpu"), device, dry=args.dry, apart=args.apart)
+    out = args.out or Path(os.environ.get("OUT") or "on-gpu")
+    run = PreparedRun(out, device, dry=args.dry, apart=args.apart, model=args.model)
     run.go(phases, limits, args.seconds)
     return 0
 
@@ -59,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="for the results; default: $OUT, or ./on-gpu")
     parser.add_argument("--device", metavar="cuda:N|cpu", help="default: cuda:0, in a dry run cpu")
+    parser.add_argument("--model", metavar="shape:NAME", help="target; default: shape:llama-3.1-8b")
     parser.add_argument("--dry", action="store_true", help="tiny shapes, in seconds on any machine")
     parser.add_argument(
         "--apart", action="store_true", help="a process for each phase in a dry run, too, as on a GPU"
@@ -91,8 +93,8 @@ def _limits(given: Sequence[str]) -> dict[str, float]:
 class PreparedRun:
     """A run of several phases, and what is known of it so far."""
 
-    def __init__(self, out: Path, device: str, *, dry: bool, apart: bool) -> None:
-        self._out, self._device, self._dry = out, device, dry
+    def __init__(self, out: Path, device: str, *, dry: bool, apart: bool, model: str | None = None) -> None:
+        self._out, self._device, self._dry, self._model = out, device, dry, model
         self._apart = apart or not dry
         self._found: dict[str, Any] = {
             "schema": 1,
@@ -118,7 +120,7 @@ class PreparedRun:
             else:
                 sys.stdout.write(f"{name}, at most {limit_s:.0f} s\n")
                 sys.stdout.flush()
-                one = PhaseRun(name, self._work, self._device, limit_s, self._dry, frozenset(phases))
+                one = PhaseRun(name, self._work, self._device, limit_s, self._dry, frozenset(phases), self._model)
                 ended = _run_apart(one) if self._apart else _run_here(one)
                 self._found["phases"][name] = {**_read(self._work / f"{name}.json"), "ended": ended}
             self._write()
@@ -145,9 +147,10 @@ def _run_apart(run: PhaseRun) -> str:
     """Run a phase in a process of its own; return how it ended."""
     command = [sys.executable, "-P", "-m", "tools.gpu.phase", run.name, "--folder", str(run.folder)]
     command += ["--device", run.device, "--limit", str(run.limit_s), "--asked", ",".join(sorted(run.asked))]
-    env = {"PYTHONWARNINGS": "ignore", "PYTHONUNBUFFERED": "1", **os.environ}
+    quiet = {"PYTHONWARNINGS": "ignore", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    env = {**quiet, **os.environ}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command += ["--dry"] * run.dry
+    command += ["--dry"] * run.dry + (["--model", run.model] if run.model else [])
     child = subprocess.Popen(command, env=env, start_new_session=True)  # noqa: S603 - this very Python
     try:
         code = child.wait(run.limit_s + GRACE_S)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Cost profile of Dynamic SD: Llama-3.1-8B-Instruct with an EAGLE head in vLLM on one H100, MT-Bench.
 SEED_ACCEPTANCE = (0.6812, 0.3914, 0.2035, 0.1014, 0.0514)  # share of drafts kept at each position
@@ -66,14 +66,19 @@ class Sizes:
     text_batches: tuple[int, ...]
     text_chunks: tuple[int, ...]  # prompt tokens computed in one step
 
+    def of_model(self, model: str) -> Sizes:
+        """Return the sizes for another target, by shape; texts are of its first layers."""
+        return replace(self, model=model, text_model=f"{model},num_layers={TEXT_LAYERS}")
 
+
+TEXT_LAYERS = 4
 FULL = Sizes(
     model="shape:llama-3.1-8b",
     head="shape:eagle3/32000",
     weights="bf16",
     batches=(1, 4, 16, 64, 128, 256),
     context=576,
-    answer=96,
+    answer=128,
     repeats=30,
     copied_bytes=4 << 30,
     square=8192,
@@ -105,7 +110,7 @@ FULL = Sizes(
     ),
     loop_batches=(1, 16, 64),
     library_batches=(16, 64, 256),
-    text_model="shape:llama-3.1-8b,num_layers=4",
+    text_model=f"shape:llama-3.1-8b,num_layers={TEXT_LAYERS}",
     requests=64,
     text_answer=24,
     text_batches=(64, 16, 1),
