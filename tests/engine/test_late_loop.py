@@ -130,6 +130,7 @@ def test_a_row_whose_tokens_the_host_chooses_runs_every_other_step_and_no_other_
     assert all("0" in step for step in launched)
     turns = ["p" in step for step in launched]
     assert all(one != other for one, other in pairwise(turns))
+    assert engine.stats().waited_rows >= 5
 
 
 def test_all_rows_that_wait_take_a_step_each_time() -> None:

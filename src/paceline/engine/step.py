@@ -221,6 +221,10 @@ class Verbs:
         """Return what plans for a group: one controller, which keeps the groups' open steps apart."""
         return self.controller.second_group if group else self.controller
 
+    def count_waits(self, num_rows: int) -> None:
+        """Count rows that sit out a step, see `Stats`."""
+        self._stats.waited_rows += num_rows
+
     def unload(self, name: str) -> None:
         """Give back what a drafter holds; see `Engine`."""
         raise NotImplementedError
