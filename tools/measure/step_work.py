@@ -44,7 +44,7 @@ def engine_of(kind: str, num_rows: int) -> Engine:
     """Return an engine whose target answers at once."""
     backend, device = KINDS[kind]
     limits = Limits(num_rows=num_rows, max_len=1024, prefill_tokens=1 << 14)
-    memory = {"prefix_cache": False, "kv_tokens": 1 << 16}
+    memory: dict[str, Any] = {"prefix_cache": False, "kv_tokens": 1 << 16}
     config = EngineConfig(model=MODEL, backend=backend, device=device, draft="off", limits=limits, **memory)
     engine = build(config).engine
     (_answer_late if engine.target.late else _answer_at_once)(engine)
