@@ -43,7 +43,7 @@ def torch_device(device: Device | None) -> torch.device:
 
 def check_card(device: torch.device, weight_type: str, kv_type: str, head_dim: int) -> None:
     """Raise `ConfigError` for types and heads that a GPU's tensor cores do not take."""
-    if device.type == "cpu":
+    if device.type in ("cpu", "meta"):  # meta: tensors without numbers, by which tools find a model's kernels
         return
     compute = torch.cuda.get_device_capability(device)
     if "fp8" in (weight_type, kv_type) and compute < _FP8_COMPUTE:
