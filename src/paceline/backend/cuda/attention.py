@@ -76,12 +76,13 @@ class LayerKV:
     scales: torch.Tensor | None = None  # [2, num_slots + 16, num_kv_heads] float32, of fp8
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class DeviceKV:
     """Keys and values of every layer, by slot. The last page is scratch: padding tokens write there."""
 
     data: torch.Tensor  # [num_layers, 2, num_slots + 16, num_kv_heads, head_dim] zeros at first
     scales: torch.Tensor | None = None  # [num_layers, 2, num_slots + 16, num_kv_heads] float32, of fp8
+    number: int = 0  # by which other ranks know their parts of it
 
     @property
     def num_slots(self) -> int:
