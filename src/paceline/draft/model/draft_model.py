@@ -184,7 +184,7 @@ class DraftModelConfig:
 
 def may_draft_late(decoder: Decoder, target: Target) -> bool:
     """Return True if a decoder drafts on the target's device, as its law allows."""
-    late = decoder.capabilities.late and not target.law_needs_probs
+    late = decoder.capabilities.late and not target.law_needs_probs and not target.apart
     return late and cast("LateDecoder", decoder).serves(target.rows)
 
 
