@@ -6,7 +6,7 @@ Messages tell what comes and of what shape. Tensors go through the ranks' proces
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import torch
@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 from paceline.backend.cuda.kernel_launch import ALIGNMENT
 from paceline.backend.cuda.ranks import Operation, as_bytes
 from paceline.backend.cuda.rowwise import Activation
-from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.errors import ConfigError, EngineDied, PacelineError
 
 if TYPE_CHECKING:
     import socket
@@ -184,7 +184,7 @@ class RankTrouble(RankMessage, frozen=True):
     """The answer, if not: the process ends."""
 
     message: str
-    by_user: bool  # a user can mend it
+    kind: Literal["user", "exchange", "bug"]  # a user can mend it; another rank is to blame; or we
 
 
 ToRank = (
@@ -208,7 +208,7 @@ decode_from_rank = msgspec.msgpack.Decoder(FromRank).decode
 
 def error_in(trouble: RankTrouble) -> PacelineError:
     """Return the error that a rank tells of."""
-    return ConfigError(trouble.message) if trouble.by_user else PacelineError(trouble.message)
+    return ConfigError(trouble.message) if trouble.kind == "user" else EngineDied(trouble.message)
 
 
 class LineEnded(Exception):  # noqa: N818 (a state, no error of the user's)

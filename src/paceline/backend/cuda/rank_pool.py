@@ -198,6 +198,15 @@ class RankProcess:
         if isinstance(answer, RankTrouble):
             raise error_in(answer)
 
+    def last_words(self) -> tuple[str, PacelineError]:
+        """Return what a rank that has something to read says: the kind of its trouble, or `end`."""
+        try:
+            answer = decode_from_rank(self.line.receive(ENDED_S))
+        except (TimeoutError, LineEnded):
+            return "end", EngineDied(f"rank {self.rank} has ended{self.how()}")
+        kind = answer.kind if isinstance(answer, RankTrouble) else "exchange"
+        return kind, error_in(answer) if isinstance(answer, RankTrouble) else EngineDied("")
+
     def how(self) -> str:
         """Say how the process ended; nothing while it runs."""
         with suppress(subprocess.TimeoutExpired):
@@ -335,20 +344,19 @@ class RankPool:
         self.close()
 
     def _why(self, error: Exception) -> PacelineError:
-        """Return what ended an exchange: words of a rank, its end, or silence."""
-        lines = {one.socket: one for one in self._processes}
+        """Return what ended an exchange: words of a rank, its end, or its silence."""
+        silent = {one.socket: one for one in self._processes}
+        found: dict[str, PacelineError] = {}  # by kind, the first of each
         end_s = time.monotonic() + ENDED_S
-        while lines and (left_s := end_s - time.monotonic()) > 0:
-            for found in select.select(list(lines), [], [], left_s)[0]:
-                one = lines.pop(found)
-                try:
-                    one.answer(ENDED_S)
-                except EngineDied as died:
-                    return died
-                except PacelineError as said:
-                    return said
+        while silent and (left_s := end_s - time.monotonic()) > 0:
+            for ready in select.select(list(silent), [], [], left_s)[0]:
+                kind, what = silent.pop(ready).last_words()
+                found.setdefault(kind, what)
+        if silent and not found.keys() & {"user", "end", "bug"}:
+            names = " and ".join(f"rank {one.rank}" for one in silent.values())
+            return EngineDied(f"no answer of {names} within {self._timeout_s:g} s")
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return EngineDied(f"the {self.size} ranks do not answer one another within {self._timeout_s:g} s: {first}")
+        return next((found[kind] for kind in ("user", "end", "bug") if kind in found), EngineDied(first))
 
     # Graphs --------------------------------------------------------------------------------------
 

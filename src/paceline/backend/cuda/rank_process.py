@@ -14,11 +14,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from paceline.backend.cuda.device_memory import on_device
+from paceline.backend.cuda.device_memory import enough_memory, on_device
 from paceline.backend.cuda.device_pass import DevicePass
 from paceline.backend.cuda.device_weights import RankReader, Setup
 from paceline.backend.cuda.layers import LayerShape, Stack, read_stack
@@ -184,12 +184,15 @@ class RankHost:
             ranks,
         )
         reader = RankReader({}, setup, ranks)
-        stack = read_stack(reader, shape, m.windows, {})
-        self._stacks[m.number] = HostedStack(stack, ranks, reader.output_part(None) if m.output else None)
+        with enough_memory("its share of the weights"):
+            stack = read_stack(reader, shape, m.windows, {})
+            output = reader.output_part(None) if m.output else None
+        self._stacks[m.number] = HostedStack(stack, ranks, output)
         self._answer()
 
     def _new_kv(self, m: NewKV) -> None:
-        self._stores[m.number] = self._stacks[m.stack].stack.new_kv(m.num_pages, m.num_layers)
+        with enough_memory("its part of the KV"):
+            self._stores[m.number] = self._stacks[m.stack].stack.new_kv(m.num_pages, m.num_layers)
         self._answer()
 
     def _drop(self, message: DropNumbers) -> None:
@@ -276,13 +279,16 @@ def run(line: RankLine) -> None:
         raise
     except Exception as error:
         log.debug("rank %d failed", begin.rank, exc_info=True)
-        by_user = isinstance(error, PacelineError | torch.OutOfMemoryError)
-        line.send(encode_message(RankTrouble(f"rank {begin.rank}: {_said(error)}", by_user)))
+        line.send(encode_message(_trouble(begin.rank, error)))
 
 
-def _said(error: Exception) -> str:
-    text = str(error).splitlines()[0][:1000] if str(error) else ""
-    return text if isinstance(error, PacelineError) else f"{type(error).__name__}: {text}"
+def _trouble(rank: int, error: Exception) -> RankTrouble:
+    said = str(error).splitlines()[0][:1000] if str(error) else ""
+    if isinstance(error, PacelineError):
+        return RankTrouble(f"rank {rank}: {said}", "user")
+    # Groups raise this for other ranks, PyTorch for us.
+    kind: Literal["exchange", "bug"] = "exchange" if isinstance(error, RuntimeError) else "bug"
+    return RankTrouble(f"rank {rank}: {type(error).__name__}: {said}", kind)
 
 
 def main() -> int:
