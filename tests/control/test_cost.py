@@ -188,6 +188,7 @@ def test_prices_that_cannot_be_are_refused(tmp_path: Path) -> None:
     bad += [target(counts=1, seconds=1.0), target(counts=[[1], [4]], seconds=[[1], [4]])]
     bad += [target(kv_token_s=10**400), target(counts=[1, 10**400]), target(seconds=[0, 0]), target(kv_token_s=[])]
     bad += [good | {"drafters": {"a": [curve | {"counts": 1}]}}, good | {"minding": [10**400]}]
+    bad += [good | {"late": [1]}, good | {"late": [-1]}, good | {"late": 0}]
     file.write_text(json.dumps(good))
     read_profile(file)
     for document in bad:

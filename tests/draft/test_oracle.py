@@ -14,7 +14,8 @@ from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.draft.lookup.oracle import OracleConfig, read_answers
 from paceline.draft.registry import parse_drafters, parse_spec
-from tests.engine.same_text import PLAIN, VOCAB, Answer, assert_same, make_engine, run
+from tests.draft.heads import trained_head
+from tests.engine.same_text import PLAIN, VOCAB, Answer, assert_same, make_engine, run, target
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -65,39 +66,58 @@ def counted(engine: Engine) -> tuple[list[int], list[int]]:
     return tested, kept
 
 
-def test_drafts_are_kept_as_often_as_asked_at_each_depth(plain: dict[str, Answer], file: Path) -> None:
+HEAD = "head=eagle3[model={eagle3}]"
+BESIDE = ["", HEAD, "head=draft-model[model=noisy]", "head=ngram[min=1;max=4]"]  # that run beside it on a device
+
+
+@pytest.mark.parametrize(("types", "beside"), [("f64", ""), *(("cuda", beside) for beside in BESIDE)])
+def test_drafts_are_kept_as_often_as_asked_at_each_depth(
+    plain: dict[str, Answer], file: Path, types: str, beside: str
+) -> None:
     """Within four deviations of a binomial; a fourth draft has the last rate."""
-    engine = make_engine(f"oracle:file={file},rates={'+'.join(map(str, RATES))},k=4", PLAIN)
+    if beside == HEAD:
+        beside = HEAD.format(eagle3=trained_head("eagle3", target().decoder))  # type: ignore[arg-type]
+    spec = f"oracle:file={file},rates={'+'.join(map(str, RATES))},k=4"
+    engine = make_engine(f"{spec},{beside}", PLAIN, types=types)
     tested, kept = counted(engine)
     assert_same(plain, run(engine, REQUESTS, stagger=1))
+    assert engine.stats().drafter_failures == 0
     for depth, rate in enumerate((*RATES, RATES[-1])):
         assert tested[depth] > 100
         deviation = sqrt(rate * (1 - rate) / tested[depth])
         assert kept[depth] / tested[depth] == pytest.approx(rate, abs=4 * deviation)
 
 
+@pytest.mark.parametrize("types", ["f64", "cuda"])
 @pytest.mark.parametrize("rate", [0, 1])
-def test_no_draft_is_kept_or_all(plain: dict[str, Answer], file: Path, rate: int) -> None:
-    engine = make_engine(f"oracle:file={file},rates={rate},k=3", PLAIN)
+def test_no_draft_is_kept_or_all(plain: dict[str, Answer], file: Path, rate: int, types: str) -> None:
+    engine = make_engine(f"oracle:file={file},rates={rate},k=3", PLAIN, types=types)
     tested, kept = counted(engine)
     assert_same(plain, run(engine, REQUESTS))
     assert tested[0] > 100
     assert kept == [rate * count for count in tested]
 
 
-def test_a_row_that_has_left_the_recording_drafts_nothing(plain: dict[str, Answer], tmp_path: Path) -> None:
+@pytest.mark.parametrize("types", ["f64", "cuda"])
+def test_a_row_that_has_left_the_recording_drafts_nothing(
+    plain: dict[str, Answer], tmp_path: Path, types: str
+) -> None:
     other = tmp_path / "other.jsonl"
     lines = [{"token_ids": [(t + 1) % VOCAB for t in a.token_ids]} for a in plain.values()]
     other.write_text("\n".join(map(json.dumps, lines)))
-    engine = make_engine(f"oracle:file={other}", PLAIN)
+    engine = make_engine(f"oracle:file={other}", PLAIN, types=types)
     assert_same(plain, run(engine, REQUESTS))
     assert not engine.stats().drafters
 
 
-def test_requests_without_a_number_have_no_recording(file: Path) -> None:
-    engine = make_engine(f"oracle:file={file}", PLAIN)
+@pytest.mark.parametrize("types", ["f64", "cuda"])
+def test_requests_without_a_number_have_no_recording(file: Path, types: str) -> None:
+    """Nor that of the request which had their row before."""
+    engine = make_engine(f"oracle:file={file}", PLAIN, types=types)
+    run(engine, REQUESTS)
+    before = engine.stats().drafters["oracle"].drafted
     run(engine, [Request(name, (5, 9, 13), REQUESTS[0].params, seed=0) for name in ("a", "-1", "9" * 5000)])
-    assert not engine.stats().drafters
+    assert engine.stats().drafters["oracle"].drafted == before
 
 
 def test_the_first_run_of_a_file_is_read(plain: dict[str, Answer], file: Path) -> None:
@@ -138,11 +158,29 @@ def test_files_that_hold_no_answers_are_refused(tmp_path: Path, text: str) -> No
         ("oracle:file=x,rates=0.5+1.5", "numbers from 0 to 1"),
         ("oracle:file=x,rates=nan", "numbers from 0 to 1"),
         ("oracle:file=x,k=17", "between 1 and 16"),
+        ("oracle:file=x,head=eagle9", "unknown drafter"),
+        ("oracle:file=x,head=eagle3[model=x", "in brackets"),
+        ("oracle:file=x,head=off", "in brackets"),
+        ("oracle:file=x,head=oracle[file=x]", "in brackets"),
+        ("oracle:file=x,head=ngram[most=3]", "has no option 'most'"),
     ],
 )
 def test_bad_options_say_what_to_do(spec: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parse_spec(spec)
+
+
+def test_a_head_beside_it_needs_a_target_that_drafts_on_its_device(file: Path) -> None:
+    with pytest.raises(ConfigError, match="on its own device"):
+        make_engine(f"oracle:file={file},head=ngram", PLAIN)
+    with pytest.raises(ConfigError, match="does not draft on"):
+        make_engine(f"oracle:file={file},head=suffix[shared=9]", PLAIN, types="cuda")
+
+
+def test_a_head_beside_it_has_its_options_and_the_oracles_k() -> None:
+    found = parse_spec("oracle:file=x,k=3,head=eagle3[model=some/head;weights=bf16]")
+    assert isinstance(found, OracleConfig)
+    assert found.beside == parse_spec("eagle3:model=some/head,weights=bf16,k=3")
 
 
 def test_rates_may_stand_in_a_list_of_drafters() -> None:

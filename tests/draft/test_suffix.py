@@ -133,7 +133,7 @@ def answered(config: SuffixConfig, salt: str = "") -> tuple[SuffixDrafter, Rows]
 
 def test_a_row_follows_its_own_text_as_it_grows() -> None:
     rows = Rows(2, 64, frozenset())
-    drafter = SuffixConfig().build(SimpleNamespace(rows=rows), lambda name: None)  # type: ignore[arg-type]
+    drafter = SuffixConfig().build(SimpleNamespace(rows=rows, local=None), lambda name: None)  # type: ignore[arg-type]
     admit(rows, drafter, 1, [4, 5, 6, 7, 4, 5])
     assert propose(drafter, 1) == [6, 7, 4, 5]
     append(rows, 1, 9, 9, 4, 5)

@@ -116,8 +116,9 @@ class RestlessK:
         pass
 
     def plan(self, view: StepView) -> Plan:
-        rows = view.rows.tolist()
-        return Plan({row: RowPlan(self._drafter, self._random.randint(0, self._k)) for row in rows})
+        rows = {row: RowPlan(self._drafter, self._random.randint(0, self._k)) for row in view.rows.tolist()}
+        budget = self._random.randint(0, 3 * len(rows)) if self._random.random() < 0.5 else None
+        return Plan(rows, budget=budget)
 
     def observe(
         self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes

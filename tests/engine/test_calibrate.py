@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from paceline.backend.seam import Decoder
-    from paceline.backend.target import ScoreRequest
+    from paceline.backend.target import ReadyPass
     from paceline.core.nouns import Batch, Draft, Verdict
     from paceline.engine.engine import Engine
 
@@ -162,7 +162,7 @@ def test_a_long_text_is_measured_beside_a_short_one_on_a_machine_that_drifts(
     def seconds(keys: int) -> float:
         return 1e-3 + 1e-6 * keys
 
-    def slower_and_slower(batch: Batch, draft: Draft) -> ScoreRequest:
+    def slower_and_slower(batch: Batch, draft: Draft) -> ReadyPass:
         passes[0] += 1
         now[0] += seconds(sum(r.max_len - r.max_drafts - 1 for r in batch.rows)) * 1.004 ** passes[0]
         return request(batch, draft)
@@ -205,7 +205,7 @@ def test_each_bucket_is_measured_and_prices_are_a_staircase(monkeypatch: pytest.
     request, now = engine.target.request, [0.0]
     stairs = Curve.of(BUCKETS, [2.0, 2.0, 2.1, 2.2, 2.6, 3.0, 3.1, 5.0], stepped=True)
 
-    def by_bucket(batch: Batch, draft: Draft) -> ScoreRequest:
+    def by_bucket(batch: Batch, draft: Draft) -> ReadyPass:
         now[0] += float(stairs(sum(r.num_known for r in batch.rows) + draft.num_tokens))
         return request(batch, draft)
 

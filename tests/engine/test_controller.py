@@ -28,7 +28,7 @@ from tests.engine.same_text import PLAIN, STAIRCASE, make_engine, run
 from tests.engine.test_same_text import AUTO
 
 if TYPE_CHECKING:
-    from paceline.backend.target import ScoreRequest
+    from paceline.backend.target import ReadyPass
     from paceline.control.cost import Work
     from paceline.control.policy import Decision, Outcomes, StepView
     from paceline.core.nouns import Batch, Draft, Plan, Scores, Verdict
@@ -246,7 +246,7 @@ def timed(engine: Engine, patch: pytest.MonkeyPatch) -> ClosedLoop:
     patch.setattr("paceline.engine.step.perf_counter", lambda: clock[0])
     request = engine.target.request
 
-    def request_in_time(batch: Batch, draft: Draft) -> ScoreRequest:
+    def request_in_time(batch: Batch, draft: Draft) -> ReadyPass:
         clock[0] += 0.06 + 0.003 * sum(r.num_known + len(d) for r, d in zip(batch.rows, draft.rows, strict=True))
         return request(batch, draft)
 

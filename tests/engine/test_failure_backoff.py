@@ -15,7 +15,7 @@ from tests.engine.same_text import PLAIN, STAIRCASE, assert_same, make_engine, r
 from tests.engine.test_faults import REQUESTS
 
 if TYPE_CHECKING:
-    from paceline.backend.target import ScoreRequest
+    from paceline.backend.target import ReadyPass
     from paceline.engine.engine import Engine
 
 INDEX = {"a": 0, "b": 1}
@@ -58,7 +58,7 @@ def passes_alone_take_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> N
     """Give an engine a clock of its own: what is planned hangs on what steps take."""
     now_s, request = [0.0], engine.target.request
 
-    def requested(batch: Batch, draft: Draft) -> ScoreRequest:
+    def requested(batch: Batch, draft: Draft) -> ReadyPass:
         now_s[0] += 1e-3
         return request(batch, draft)
 

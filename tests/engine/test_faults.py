@@ -20,7 +20,7 @@ from tests.engine.same_text import PLAIN, Settings, assert_same, make_engine, ru
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from paceline.backend.target import ScoreRequest
+    from paceline.backend.target import ReadyPass
     from paceline.engine.engine import Engine
 
 REQUESTS = [
@@ -71,17 +71,16 @@ def spoil(engine: Engine, request_id: str, least: int = 0) -> None:
 
     That is in the backend's own choices and in its logits alike.
     """
-    request, launch = engine.target.request, engine.target.launch
-    batches: dict[ScoreRequest, Batch] = {}
+    request = engine.target.request
 
-    def noted(batch: Batch, draft: Draft) -> ScoreRequest:
+    def noted(batch: Batch, draft: Draft) -> ReadyPass:
         asked = request(batch, draft)
-        batches[asked] = batch
-        return asked
 
-    def launched(asked: ScoreRequest, thread: Any = None) -> Any:
-        pending = launch(asked, thread)
-        return SimpleNamespace(wait=lambda: spoilt(batches[asked], pending.wait()), pass_s=0.0)
+        def launched(thread: Any = None) -> Any:
+            pending = asked.launch(thread)
+            return SimpleNamespace(wait=lambda: spoilt(batch, pending.wait()), pass_s=0.0)
+
+        return SimpleNamespace(launch=launched)  # type: ignore[return-value]
 
     def spoilt(batch: Batch, scores: Scores) -> Scores:
         for index in [i for i, r in enumerate(batch.rows) if r.request_id == request_id]:
@@ -95,7 +94,6 @@ def spoil(engine: Engine, request_id: str, least: int = 0) -> None:
         return scores
 
     engine.target.request = noted  # type: ignore[method-assign]
-    engine.target.launch = launched  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("answer", [None, 5, Draft((RowDraft([1], "ngram"),) * 9), Draft(())])

@@ -14,6 +14,7 @@ import torch
 from paceline.backend.cuda import load as cuda
 from paceline.backend.cuda import rank_pool
 from paceline.backend.cuda.rank_pool import RankPool, pool_on
+from paceline.backend.cuda.ranks import captured_together, replayed_together
 from paceline.core.errors import EngineDied
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
@@ -147,6 +148,31 @@ def test_passes_of_two_groups_never_come_between_one_another() -> None:
     assert isinstance(engine.loop, OverlappedLoop)
     assert_texts(engine)
     assert engine.stats().overlapped_steps > 0
+
+
+class FollowedGraph:
+    """Stand-in for a graph on cores: ranks replay what they were told while it was captured."""
+
+    def __init__(self, function: Any, inputs: Any) -> None:
+        self.function, self.inputs = function, [tensor.clone() for tensor in inputs]
+        with captured_together() as self.followed:
+            function(*self.inputs)
+
+    def __call__(self, *inputs: Any) -> Any:
+        for own, given in zip(self.inputs, inputs, strict=True):
+            own.copy_(given)
+        with replayed_together(self.followed):
+            return self.function(*self.inputs)
+
+
+def test_ranks_replay_steps_and_drafting_that_were_captured() -> None:
+    engine = engine_of(OWN_MODEL, 2, 3)
+    rows: Any = engine.target.rows
+    graphs: Any = engine.target.graphs  # type: ignore[attr-defined]
+    rows.capture = graphs._capture = FollowedGraph
+    assert_texts(engine)
+    assert any(one.number for graph in graphs._made.values() for one in graph.followed)
+    assert engine.stats().drafters["draft-model"].accepted > 0
 
 
 def test_a_lost_rank_ends_the_engine_with_a_message() -> None:

@@ -244,7 +244,7 @@ class Rows(TokenRows):
     # Commit --------------------------------------------------------------------------------------
 
     def chosen_here(self, row: int) -> bool:
-        """True if the host chooses a row's tokens, so that its next pass waits for the outcome."""
+        """Return True if the host chooses a row's tokens; its next pass then waits."""
         return True
 
     def commit(self, batch: Batch, verdict: Verdict) -> None:

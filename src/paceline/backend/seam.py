@@ -10,6 +10,7 @@ numpy on a host, handles elsewhere. Only token ids, logits and margins are alway
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from paceline.core.nouns import noun
@@ -17,7 +18,7 @@ from paceline.core.nouns import noun
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from numpy import floating, int64
+    from numpy import float64, floating, int64
     from numpy.typing import NDArray
 
     from paceline import kernels
@@ -262,14 +263,18 @@ class LateDraft(NamedTuple):
     row: int
     depth: int  # drafts, at most
     bound: int  # upper bound of the committed tokens that the drafter has not read
+    length: int  # upper bound of all its committed tokens
     stop: Stop | None = None
 
 
 class LateProgram(Protocol):
-    """Drafting on the target's device. It reads and writes the device's rows; the host learns of it late."""
+    """Drafting on the target's device, over its rows. The host learns of it late."""
 
     def admit(self, row: int, entries: int, first_key: int) -> None:
-        """Begin a row: its first `entries` tokens were read before, none before `first_key` ever will be."""
+        """Begin a row whose first `entries` tokens were read before.
+
+        Tokens before `first_key` will never be.
+        """
         ...
 
     def catch_up(self, counts: Mapping[int, int]) -> None:
@@ -277,12 +282,32 @@ class LateProgram(Protocol):
         ...
 
     def draft(self, drafts: Sequence[LateDraft]) -> None:
-        """Read what rows gained, and draft for them. The next pass of the target scores it."""
+        """Read what rows gained, and draft for the target's next pass."""
         ...
 
     def close(self) -> None:
         """End: take no more taps."""
         ...
+
+
+class LateOracle(LateProgram, Protocol):
+    """A program that drafts recorded texts, spoilt to be kept as often as asked."""
+
+    def record(self, row: int, prompt_len: int, answer: NDArray[int64], uniform: NDArray[float64]) -> None:
+        """Set what an admitted row drafts behind its prompt.
+
+        answer: [answer_len] token ids. uniform: [answer_len] a draft there is right if this is below its rate.
+        """
+        ...
+
+
+class Pointers(NamedTuple):
+    """Rule of drafts that follow the latest earlier place whose text ends like the row's."""
+
+    min_match: int  # tokens that must be alike
+    max_match: int  # tokens that are compared; of longer matches the latest is followed
+    reach: float = inf  # drafts per token of the match, at most
+    confident: bool = False  # states a confidence of n / (n + 1) behind n tokens that are alike
 
 
 class LateHeadRunner(Protocol):
@@ -306,6 +331,20 @@ class LateDecoder(Protocol):
         """Return a program that drafts with it for rows of a target.
 
         vocab_size: token ids to choose among. own_store: False where `kv` is the target's own.
+        """
+        ...
+
+    def late_lookup(self, rows: RowView, pointers: Pointers) -> LateProgram:
+        """Return a program that drafts what followed in rows' own texts. It runs no pass."""
+        ...
+
+    def late_oracle(
+        self, rows: RowView, rates: NDArray[float64], max_answer: int, beside: LateProgram | None
+    ) -> LateOracle:
+        """Return a program that drafts recorded answers of at most `max_answer` tokens.
+
+        rates: [depth] chance that a draft is kept if those before it are. beside: a program that runs for what it
+        costs; its drafts are replaced.
         """
         ...
 

@@ -30,7 +30,7 @@ class PendingPass(Protocol):
 
 
 class ReadyPass(Protocol):
-    """A target pass over a batch and its drafts that has read all it needs of rows."""
+    """Target pass over a batch and its drafts, with all it needs of rows."""
 
     def launch(self, thread: PassThread | None = None) -> PendingPass:
         """Launch the pass. thread: runs it whole, beside the caller."""

@@ -119,7 +119,8 @@ class ClosedLoop:
         }
         previewed = {self.names[drafter] for drafter in view.previews}
         self._asked = frozenset(p.drafter for p in rows.values() if p.drafter) - previewed
-        return Plan(rows, decision.prefill_tokens, tuple(self.names[drafter] for drafter in decision.retired))
+        retired = tuple(self.names[drafter] for drafter in decision.retired)
+        return Plan(rows, decision.prefill_tokens, retired, decision.budget)
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         """Drop drafts that are not worth verifying, given confidence new to the plan."""

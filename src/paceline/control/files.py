@@ -58,6 +58,7 @@ class Profile:
     about: Mapping[str, Any] = field(default_factory=dict)  # model, threads...; of a table its other fields
     trained_acceptance: tuple[tuple[float, ...], ...] = ()  # by drafter: `accepted_at` reached in its training
     honours_stops: tuple[int, ...] = ()  # drafters that end a row's draft by its stop rule
+    late: tuple[int, ...] = ()  # drafters on the target's device
 
     @property
     def max_k(self) -> int | None:
@@ -88,7 +89,7 @@ def make_loop(
     cost, priors = step_cost(profile), _priors(profile, max_ks)
     if isinstance(cost, TableCost):  # of whole steps: an error has no known cause
         return ClosedLoop(Goodput(cost, num_rows, max_ks, priors, objective), None, names, sink)
-    policy = Goodput(cost, num_rows, max_ks, priors, objective, profile.honours_stops)
+    policy = Goodput(cost, num_rows, max_ks, priors, objective, profile.honours_stops, profile.late)
     return ClosedLoop(policy, cost, names, sink)
 
 
@@ -181,6 +182,7 @@ def to_json(profile: Profile) -> dict[str, Any]:
         "accepted_at": list(profile.accepted_at),
         "trained_to": [list(shares) for shares in profile.trained_acceptance],
         "minding": list(profile.honours_stops),
+        "late": list(profile.late),
     }
 
 
@@ -221,11 +223,17 @@ def _read_own(values: Mapping[str, Any]) -> Profile:
     }
     cost = MeasuredCost(target, tuple(drafters.values()))
     trained = tuple(tuple(map(float, shares)) for shares in values.get("trained_to", ()))
-    honours_stops = tuple(int(drafter) for drafter in values.get("minding", ()))
-    if not all(0 <= drafter < len(drafters) for drafter in honours_stops):
-        raise ValueError(f"minding {honours_stops}: there are {len(drafters)} drafters")
+    honours_stops, late = (_indices(values, name, len(drafters)) for name in ("minding", "late"))
     accepted_at = shares(values["accepted_at"])
-    return Profile(cost, tuple(drafters), accepted_at, values["about"], trained, honours_stops)
+    return Profile(cost, tuple(drafters), accepted_at, values["about"], trained, honours_stops, late)
+
+
+def _indices(values: Mapping[str, Any], name: str, num_drafters: int) -> tuple[int, ...]:
+    """Return the drafters that a field lists. Raises `ValueError` if there are no such drafters."""
+    found = tuple(int(drafter) for drafter in values.get(name, ()))
+    if not all(0 <= drafter < num_drafters for drafter in found):
+        raise ValueError(f"{name} {found}: there are {num_drafters} drafters")
+    return found
 
 
 # Traces ------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import numpy as np
 
 from paceline.control.acceptance import learn_acceptance
 from paceline.control.allocation import DrafterChoice
+from paceline.control.budget import with_budget
 from paceline.control.exploration import Exploration, Probes, Retirement
 from paceline.control.plan_reuse import Hysteresis, PlanReuse, StepPromise
 from paceline.control.policy import NONE, Decision, plain
@@ -59,10 +60,15 @@ class Goodput:
         priors: Sequence[NDArray[float64] | None] | None = None,
         objective: Objective | None = None,
         honours_stops: Collection[int] = (),
+        late: Collection[int] = (),
     ) -> None:
-        """Take `max_ks` and `priors`, known chances by depth, by drafter. honours_stops: drafters that do."""
+        """Take, by drafter, `max_ks` and `priors`, known chances by depth.
+
+        honours_stops: drafters that do. late: drafters on the target's device.
+        """
         priors = priors or [None] * len(max_ks)
         self.choice = DrafterChoice(cost, num_rows, max_ks, priors, honours_stops)
+        self._late = frozenset(late)
         self.exploration = Exploration(self.choice, Retirement(len(max_ks), self.choice.max_k), Probes())
         self.hysteresis = Hysteresis()
         self.plan_reuse = PlanReuse()
@@ -143,17 +149,18 @@ class Goodput:
     def _decision(
         self, view: StepView, draft: _StepDraft, tokens: float, row_tokens: NDArray[float64] | None
     ) -> Decision:
-        """Return the decision, with its prefill budget and its stop rules.
+        """Return the decision, with its budgets of prefill and of drafts, and its stop rules.
 
         row_tokens: expected of each row, [n], if some have a latency target.
         """
-        budget, prefill_s = None, self._prefill_s
+        prefill_tokens, prefill_s = None, self._prefill_s
         if row_tokens is not None:
-            budget, prefill_s = self._latency.prefill_budget(view, row_tokens, draft.seconds, prefill_s)
+            prefill_tokens, prefill_s = self._latency.prefill_budget(view, row_tokens, draft.seconds, prefill_s)
         planned, exempt_row = (draft.ks, draft.drafters), self.exploration.probes.row
         ks, drafters, stops = self.choice.with_stop_rules(view, planned, self._context, exempt_row)
+        ks, budget = with_budget(self._late, planned, (ks, drafters)) if self._late else (ks, None)
         expected = draft.seconds + prefill_s, tokens, draft.speedup
-        return Decision(ks, drafters, *expected, budget, draft.retired, stops)
+        return Decision(ks, drafters, *expected, prefill_tokens, draft.retired, stops, budget)
 
     @property
     def _context(self) -> PlanContext:

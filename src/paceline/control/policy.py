@@ -95,6 +95,7 @@ class Decision:
     prefill_tokens: int | None = None  # most prefill tokens in the pass; None: no limit
     retired: tuple[int, ...] = ()  # drafters that are never asked again from this step on
     stops: Mapping[int, Stop] = field(default_factory=dict)  # row -> rule that ends its drafting before `ks`
+    budget: int | None = None  # drafts that a device verifies, the likeliest of all; None: all
 
 
 @noun

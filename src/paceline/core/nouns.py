@@ -97,6 +97,7 @@ class Plan:
     rows: Mapping[int, RowPlan] = field(default_factory=dict)  # row -> its plan
     prefill_tokens: int | None = None  # upper bound of prompt tokens in the pass; None: the scheduler's
     given_up: tuple[str, ...] = ()  # drafters to unload: no later plan uses them
+    budget: int | None = None  # drafts to verify in the step, the likeliest; None: all, or as `trim` says
 
     def k(self, row: int) -> int:
         """Return the upper bound of a row's drafts."""
@@ -184,6 +185,11 @@ class RowDraft:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def is_bound(self) -> bool:
+        """True of drafts that only the device knows: the host bounds their number."""
+        return len(self.token_ids) > 0 and self.token_ids[0] == UNCHOSEN
+
     def first(self, k: int) -> RowDraft:
         """Return the first k tokens of a chain."""
         if k >= len(self):
@@ -201,6 +207,7 @@ class Draft:
     """Drafts for a batch, row by row."""
 
     rows: tuple[RowDraft, ...]  # [num_rows], as in `Batch.rows`
+    budget: int | None = None  # drafts of these to verify, where a device has made them and chooses; None: all
 
     @property
     def num_tokens(self) -> int:
@@ -257,18 +264,20 @@ class Scores:
     """The target's choice at each scored position: a row's newest token, then its drafts."""
 
     cu_len: Sequence[int]  # [num_rows + 1] row i owns positions cu_len[i]:cu_len[i + 1], none in a chunk
-    specs: Sequence[SamplingSpec]  # [num_scored]
+    specs: Sequence[SamplingSpec]  # [num_scored]; a late target leaves them out where there are no logits
     chosen: NDArray[int64]  # [num_scored] target token ids, UNCHOSEN or BROKEN
     logits: NDArray[floating] | None = None  # [num_logit_rows, vocab] raw
     logit_idx: NDArray[int64] | None = None  # [num_scored] row of `logits`, -1 without one
     taps: Taps | None = None  # None if no drafter reads them
     draft: Draft | None = None  # as scored, where a device has made it; None: as asked
+    made: Draft | None = None  # all that the device has made, as far as it may be scored
 
     def check(self) -> None:
         """Assert that offsets and lengths agree."""
         assert self.cu_len[0] == 0
         assert all(a <= b for a, b in pairwise(self.cu_len))
-        assert self.cu_len[-1] == len(self.specs) == len(self.chosen)
+        assert self.cu_len[-1] == len(self.chosen)
+        assert len(self.specs) in {0, len(self.chosen)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,24 +6,49 @@ proposes drafts of unknown tokens; the record of the step tells what they were. 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from paceline.backend.seam import LateDraft
 from paceline.core.nouns import NO_DRAFT, UNCHOSEN, Draft, RowDraft
+from paceline.draft.drafter import Needs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from paceline.backend.seam import LateProgram, RowView
+    from paceline.backend.seam import Decoder, LateDecoder, LateProgram, Pointers, RowView
     from paceline.core.nouns import Batch, BatchRow, Plan, Request, Scores, Verdict
-    from paceline.draft.drafter import Needs
+    from paceline.draft.drafter import Target
     from paceline.draft.request_vocabulary import RequestVocabulary
 
 STEP_TOKENS = 4096  # tokens read in a step for rows that fell behind
 
 
+def may_draft_late(decoder: Decoder, target: Target) -> bool:
+    """Return True if a decoder drafts on the target's device, as its law allows."""
+    late = decoder.capabilities.late and not target.law_needs_probs
+    return late and cast("LateDecoder", decoder).serves(target.rows)
+
+
+def late_decoder(target: Target) -> LateDecoder | None:
+    """Return the target's decoder if it offers programs without a model; None: the host drafts."""
+    if target.local is None or not may_draft_late(target.local.decoder, target):
+        return None
+    return cast("LateDecoder", target.local.decoder)
+
+
+def late_lookup(
+    target: Target, name: str, max_k: int, pointers: Pointers, report: Mapping[str, Any]
+) -> LateDrafter | None:
+    """Return a drafter that looks texts up on the device; None where the host must."""
+    decoder = late_decoder(target)
+    if decoder is None:
+        return None
+    needs = Needs(max_k=max_k, stops=True, late=True)
+    return LateDrafter(name, needs, report, decoder.late_lookup(target.rows, pointers), target.rows)
+
+
 class LateDrafter:
-    """Drafter of a head or a draft model whose program is on the device; see `Drafter`."""
+    """Drafter whose program is on the target's device; see `Drafter`."""
 
     def __init__(
         self,
@@ -34,17 +59,21 @@ class LateDrafter:
         rows: RowView,
         vocabulary: RequestVocabulary | None = None,
     ) -> None:
-        """vocabulary: of a drafter that writes some of the target's tokens only; trails as rows do."""
+        """vocabulary: of a drafter that writes some of the target's tokens; trails as rows do.
+
+        The first of `needs.stores`, if any, is that of the program's entries.
+        """
         self.name, self.needs = name, needs
-        self._report, self._program, self._rows = report, program, rows
-        self._vocabulary = vocabulary
+        self._report, self.program, self._rows = report, program, rows
+        self.vocabulary = vocabulary
         self._read = [0] * rows.num_rows  # tokens of each row that it has read for certain, or never will
         self._reads_more: set[int] = set()  # rows that were read up to a length the host is about to learn
         self._hole = [False] * rows.num_rows  # some of a row's first tokens have no taps
 
     def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
         """Begin with what the stores hold of the row's cached pages."""
-        computed, entries, first = self._rows.computed_len(row), valid_lens.get(self.name, 0), 0
+        computed, first = self._rows.computed_len(row), 0
+        entries = valid_lens[self.needs.stores[0]] if self.needs.stores else 0
         self._hole[row] = False
         if self.needs.tap_store is not None:
             self._hole[row] = valid_lens[self.needs.tap_store] < computed
@@ -53,28 +82,32 @@ class LateDrafter:
         start = first if self._hole[row] else max(entries, first)
         self._read[row] = min(start, self._rows.known_len(row))
         self._reads_more.discard(row)
-        self._program.admit(row, start, first)
+        self.program.admit(row, start, first)
 
     def propose(self, batch: Batch, plan: Plan) -> Draft:
         """Have the device draft. The tokens are not known here."""
         wanted = [(r, min(plan.k(r.row), r.max_drafts)) for r in batch.rows if r.samples]
         asked = [self._draft(r, k, plan) for r, k in wanted if k > 0]
-        if self._vocabulary:
-            self._vocabulary.follow([d.row for d in asked])
+        if self.vocabulary:
+            self.vocabulary.follow([d.row for d in asked])
         ready, behind = self._share_out(asked)
         if behind:
-            self._program.catch_up(behind)
+            self.program.catch_up(behind)
         if ready:
-            self._program.draft(ready)
+            self.program.draft(ready)
         depths = {d.row: d.depth for d in ready}
         return Draft(tuple(_unknown(self.name, depths.get(r.row, 0)) for r in batch.rows))
 
     def _draft(self, r: BatchRow, k: int, plan: Plan) -> LateDraft:
         longest = r.max_len - 1 - r.max_drafts  # before this pass
-        return LateDraft(r.row, k, longest - self._read[r.row] if self.needs.stores else 1, plan.stop(r.row))
+        bound = longest - self._read[r.row] if self.needs.stores else 1
+        return LateDraft(r.row, k, bound, longest, plan.stop(r.row))
 
     def _share_out(self, asked: Sequence[LateDraft]) -> tuple[list[LateDraft], dict[int, int]]:
-        """Return the drafts of rows that may be read up to their ends, and tokens to read of the others."""
+        """Share out the tokens that one step may read.
+
+        Returns the drafts of rows that may be read up to their ends, and how many tokens to read of the others.
+        """
         room, ready, behind = STEP_TOKENS, [], {}
         for d in sorted(asked, key=lambda d: d.bound):
             known = self._rows.known_len(d.row)
@@ -107,8 +140,8 @@ class LateDrafter:
     def release(self, row: int) -> None:
         """Forget the row."""
         self._read[row] = 0
-        if self._vocabulary:
-            self._vocabulary.release(row)
+        if self.vocabulary:
+            self.vocabulary.release(row)
 
     def forget(self) -> None:
         """Nothing is learnt across requests."""

@@ -1,4 +1,4 @@
-"""The late loop: a step is planned, admitted, drafted for and launched before the last one's outcome is known.
+"""The late loop: steps are launched before the last one's outcome is known.
 
 The device keeps the rows and goes on by itself; the host works from bounds, beside it, and takes in each outcome
 one step late. So a device waits for the host only where the host's work of a step takes longer than a pass.
@@ -47,7 +47,10 @@ class LateLoop:
         self._taken_s = 0.0  # clock at which the last outcome was taken in
 
     def step(self, engine: Verbs) -> None:
-        """Launch a step, then take in the one before. Where nothing could be launched, only take in."""
+        """Launch a step, then take in the outcome of the one before.
+
+        Where every row waits for that outcome, take it in first.
+        """
         before, self._launched = self._launched, None
         if before is not None and not _may_launch(engine):
             self._take_in(engine, before)
@@ -63,12 +66,16 @@ class LateLoop:
         if not batch.rows:
             return None
         _note_waits(engine, batch)
+        engine.count_waits(sum(r.waits and r.in_flight > 0 for r in engine.scheduler.open()))
         drafted = engine.propose(batch, plan, controller=controller)
         self._steps += 1
         return _Launched(drafted, engine.target.request(drafted.batch, drafted.draft).launch())
 
     def _controller(self, engine: Verbs) -> Controller:
-        """Return what plans this step: two take turns, as one keeps a plan until its outcome is known."""
+        """Return the controller of this step: two alternate.
+
+        Each keeps its plan until the outcome is known.
+        """
         return engine.controller.second_group if self._steps % 2 else engine.controller
 
     def _take_in(self, engine: Verbs, launched: _Launched) -> None:
@@ -91,7 +98,7 @@ class LateLoop:
         return self._launched is not None
 
     def check(self, engine: Verbs) -> None:
-        """Assert that rows are in flight at most once between steps, and that waiting rows were not overtaken."""
+        """Assert that the launched step's rows are in flight once, all others not."""
         open_rows = {r.row for r in self._launched.drafted.batch.rows} if self._launched else set()
         for r in engine.scheduler.running:
             assert r.in_flight == (r.row in open_rows), "a row is in flight twice, or will not be taken in"
@@ -99,8 +106,8 @@ class LateLoop:
 
 def _may_launch(engine: Verbs) -> bool:
     """Return False if every row waits for its outcome and none can be admitted."""
-    s = engine.scheduler
-    return bool(s.waiting or s.prefilling() or s.decoding())
+    scheduler = engine.scheduler
+    return bool(scheduler.waiting) or any(not (r.waits and r.in_flight) for r in scheduler.open())
 
 
 def _note_waits(engine: Verbs, batch: Batch) -> None:

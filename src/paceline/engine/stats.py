@@ -67,6 +67,7 @@ class Stats:
     output_tokens: int = 0
     preemptions: int = 0
     drafter_failures: int = 0
+    waited_rows: int = 0  # summed over the steps that they sat out, their last outcome being in flight
     untapped_tokens: int = 0  # cached tokens without taps; a head drafts from behind them
     k_histogram: list[int] = field(default_factory=list)  # [k] decode passes that verified k drafts
     drafters: dict[str, DraftCounts] = field(default_factory=dict)

@@ -40,15 +40,15 @@ class StepInput:
     idle_s: float = 0.0  # since `begun_s`, neither host, drafters nor target worked for these rows
     host_s: float | None = None  # of the host, where it works beside passes: what they waited for it
 
-    def take_made(self, made: Draft) -> None:
-        """Replace bounds by the drafts that the device has made of them."""
+    def take_made(self, made: Draft, scored: Draft) -> None:
+        """Replace bounds by the drafts that the device has made, and by those scored."""
         self.proposed = Draft(tuple(map(_made, self.proposed.rows, made.rows)))
-        self.draft = made
+        self.draft = scored
 
 
-def _made(bound: RowDraft, made: RowDraft) -> RowDraft:
-    """Return what was proposed of a row: if more than was scored, of that only the length is known."""
-    return made if len(bound) <= len(made) or not made.token_ids else bound
+def _made(proposed: RowDraft, made: RowDraft) -> RowDraft:
+    """Return what was proposed of a row: drafts of the host even where trimmed."""
+    return made if proposed.is_bound else proposed
 
 
 @noun
@@ -63,17 +63,22 @@ class StepScores:
 class PendingStep:
     """A launched pass of the target. Until `wait` the caller works beside it if possible."""
 
-    def __init__(self, pending: PendingPass, start_s: float, *, asynchronous: bool) -> None:
-        """start_s: clock before the launch. asynchronous: the pass runs while the caller does something else."""
+    def __init__(self, pending: PendingPass, start_s: float, *, asynchronous: bool, timed: bool = False) -> None:
+        """start_s: clock before the launch. asynchronous: the pass runs while the caller does something else.
+
+        timed: the pass tells its own time.
+        """
         self._pending = pending
         self._start_s = start_s
         self._launched_s = perf_counter()
-        self._asynchronous = asynchronous
+        self._asynchronous, self._timed = asynchronous, timed
 
     def wait(self) -> StepScores:
         """Wait for the pass; its time excludes the caller's work that did not overlap."""
         beside_s = perf_counter() - self._launched_s
         scores = self._pending.wait()
+        if self._timed:
+            return StepScores(scores, self._pending.pass_s)
         whole_s = perf_counter() - self._start_s
         if self._asynchronous:
             return StepScores(scores, whole_s, beside_s)
@@ -167,7 +172,9 @@ class Verbs:
         proposed = self.drafting.propose(batch, plan)
         end = perf_counter()
         self._stats.draft_s += end - start
-        draft = controller.trim(batch, proposed) if self.law.admits_any_trim else proposed
+        draft = proposed
+        if self.law.admits_any_trim:
+            draft = Draft(controller.trim(batch, proposed).rows, plan.budget)
         self._stats.control_s += perf_counter() - end
         return StepInput(group, controller, batch, proposed, draft, self._planned_s, end - start)
 
@@ -175,12 +182,13 @@ class Verbs:
         """Launch the target's pass over known tokens and drafts."""
         start = perf_counter()
         pending = self.target.request(drafted.batch, drafted.draft).launch()
-        return PendingStep(pending, start, asynchronous=self.target.asynchronous)
+        return PendingStep(pending, start, asynchronous=self.target.asynchronous, timed=self.target.late)
 
     def judge(self, drafted: StepInput, scored: StepScores) -> Verdict:
-        """Decide which drafts are kept. Drafts that a device has made are known from now on."""
-        if scored.scores.draft is not None:
-            drafted.take_made(scored.scores.draft)
+        """Decide which drafts are kept; those that a device has made are known from here."""
+        scores = scored.scores
+        if scores.draft is not None and scores.made is not None:
+            drafted.take_made(scores.made, scores.draft)
         return self.law.judge(drafted.draft, scored.scores)
 
     def commit(self, drafted: StepInput, scored: StepScores, verdict: Verdict) -> None:
@@ -212,6 +220,10 @@ class Verbs:
     def controller_of(self, group: Group) -> Controller:
         """Return what plans for a group: one controller, which keeps the groups' open steps apart."""
         return self.controller.second_group if group else self.controller
+
+    def count_waits(self, num_rows: int) -> None:
+        """Count rows that sit out a step, see `Stats`."""
+        self._stats.waited_rows += num_rows
 
     def unload(self, name: str) -> None:
         """Give back what a drafter holds; see `Engine`."""

@@ -119,7 +119,7 @@ def read_shape(name: str | Path) -> ShapedModel:
             config = _changed(config, name, key, value)
     if config.vocab_size < LEAST_TOKENS:
         raise ModelNotFound(f"{name}: vocab_size must be at least {LEAST_TOKENS}, all bytes and an end of text")
-    if config.sliding is not None:  # written last: which layers there are is known now
+    if config.sliding is not None:  # last, as the number of layers is known now
         layers = frozenset(i for i in range(config.num_layers) if (i + 1) % _period(config))
         config = replace(config, sliding=replace(config.sliding, layers=layers))
     config = replace(config, eos_ids=(config.vocab_size - 1,))
@@ -144,7 +144,7 @@ def _changed(config: ModelConfig, name: str | Path, key: str, value: str) -> Mod
 
 
 def _period(config: ModelConfig) -> int:
-    """Return after how many layers one sees all tokens."""
+    """Return the period of the layers: the last of each period sees all tokens."""
     mixed = config.facts.mixed_layers
     return 2 if mixed is None else mixed.period
 
@@ -203,7 +203,7 @@ def random_tensors(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str
 def _tensor(name: str, shape: tuple[int, ...], seed: int) -> RandomTensor:
     key = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:4], "little")
     if len(shape) == 2:
-        return RandomTensor(shape, key, 0.0, float((3.0 / shape[-1]) ** 0.5))  # an even spread's deviation
+        return RandomTensor(shape, key, 0.0, float((3.0 / shape[-1]) ** 0.5))  # deviation: spread / sqrt(3)
     near_one = "norm" in name or name == "rope_factors"
     return RandomTensor(shape, key, 1.0 if near_one else 0.0, 0.1)
 

@@ -187,7 +187,7 @@ def of_drafter(profile: Profile, name: str | None) -> Profile:
         raise ConfigError(f"this profile has several drafters; choose one with --drafter: {known}")
     name = name or usual[0]
     own = MeasuredCost(cost.target, (cost.drafters[names.index(name)],))
-    return replace(profile, cost=own, drafters=(name,), trained_acceptance=(), honours_stops=())
+    return replace(profile, cost=own, drafters=(name,), trained_acceptance=(), honours_stops=(), late=())
 
 
 def _drafts_of(profile: Profile) -> str:

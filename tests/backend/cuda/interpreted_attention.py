@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import pairwise, product
+
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from paceline.backend.cuda.attention import DeviceKV, attend, new_kv, plan_attention
+from paceline.backend.cuda.attention import DeviceKV, _work_items, attend, new_kv, plan_attention
 from paceline.backend.cuda.kernel_launch import interpreted
 from tests.backend.cuda.interpreted import poison
 from tests.backend.cuda.passes import CPU, Case, Shape, make_case, row_alone, shapes
@@ -41,6 +45,40 @@ def test_kernels_agree_with_float64(shape: Shape) -> None:
 def test_split_and_whole_tiles_have_the_same_bits(shape: Shape) -> None:
     case = make_case(shape).cast(torch.float16)
     assert torch.equal(attended(case, shape, 1 << 16), attended(case, shape, 0))
+
+
+@settings(max_examples=25)
+@given(shapes(max_before=3000, max_new=150, max_rows=5), st.sampled_from((0, 1, 20, 1 << 16)))
+def test_a_work_list_covers_every_token_and_part_once_within_its_bounds(shape: Shape, fill: int) -> None:
+    case = make_case(shape)
+    work = plan_attention(case.d, shape.group, shape.window, fill)
+    planned = _work_items(case.query.float(), shape.num_kv_heads, case.d, work)
+    num_items, num_merged = planned.counts.tolist()
+    assert num_items <= len(planned.items)
+    assert num_merged <= len(planned.merged)
+    covered, units = Counter[tuple[int, int]](), dict[int, tuple[int, int]]()
+    for row, first, size, part, parts, unit, stride, _ in planned.items[:num_items].tolist():
+        for t, p in product(range(size), range(part, part + parts)):
+            covered[first + t, p] += 1
+            if unit >= 0:
+                assert units.setdefault(unit + t * stride, (first + t, p)) == (first + t, p)
+        if row == len(shape.rows):
+            assert parts == 0, "padding tokens see nothing"
+            covered.update((first + t, -1) for t in range(size))
+    window, first_keys = shape.window or 1 << 20, shape.first_keys or (0,) * len(shape.rows)
+    for row, (start, end) in enumerate(pairwise(case.packed.cu_len.tolist())):
+        for token in range(start, end):
+            position = int(case.packed.positions[token])
+            lowest = max(first_keys[row], position - window + 1)
+            assert {(token, p) for p in range(lowest // 256, position // 256 + 1)} <= covered.keys()
+    assert set(covered.values()) <= {1}
+    assert {token for token, _ in covered} == set(range(len(case.query)))
+    assert len(units) <= len(planned.part_weight)
+    for token, unit, parts, _ in planned.merged[:num_merged].tolist():
+        own = [units.pop(unit + p) for p in range(parts)]
+        assert [t for t, _ in own] == [token] * parts
+        assert [p for _, p in own] == list(range(own[0][1], own[0][1] + parts))
+    assert not units, "every sum in scratch is merged"
 
 
 @pytest.mark.parametrize("group", [1, 3])

@@ -67,7 +67,7 @@ def shapes(draw: st.DrawFn, *, max_before: int = 300, max_new: int = 40, max_row
 
 
 def make_case(shape: Shape) -> Case:
-    """Return a pass whose rows lie in pages at random. Slots that no row wrote are NaN."""
+    """Return a pass whose rows lie in pages at random. Slots that no token sees are NaN."""
     chance = np.random.default_rng(shape.seed)
     lengths = [before + new for before, new in shape.rows]
     counts = [-(-n // PAGE_TOKENS) for n in lengths]
@@ -93,6 +93,8 @@ def make_case(shape: Shape) -> Case:
     generator = torch.Generator().manual_seed(shape.seed)
     for row, length in enumerate(lengths):
         first = 0 if shape.first_keys is None else shape.first_keys[row]
+        if shape.window:
+            first = max(first, shape.rows[row][0] - shape.window + 1)
         slots = torch.from_numpy(slots_of(pages[row], np.arange(first, length)))
         heads = 2, len(slots), shape.num_kv_heads, shape.head_dim
         kv.data[0][:, slots] = torch.randn(heads, generator=generator).double()

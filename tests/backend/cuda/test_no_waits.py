@@ -11,11 +11,15 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from paceline.backend.cuda import load as cuda
 from paceline.backend.cuda.device_pass import DevicePass
+from paceline.backend.seam import LateDraft
+from paceline.core.nouns import Request
+from paceline.core.params import SamplingParams
 from paceline.model.config import FAMILIES, Rope, Sliding
 from paceline.model.heads.checkpoint import Head
 from paceline.model.heads.config import read_config
 from tests.backend.backends import load_on_host
-from tests.draft.heads import RELAY, draft_ids, head_values, random_weights
+from tests.draft.heads import RELAY, draft_ids, drafter_of, head_values, random_weights, trained_head
+from tests.engine.same_text import PLAIN, make_engine, target
 from tests.tiny import tiny_config, tiny_weights
 
 SLIDING = Sliding(9, frozenset({0, 2}), Rope(theta=1e4))
@@ -69,3 +73,29 @@ def test_a_heads_pass_never_waits(kind: str) -> None:
             messages = head.relay_messages(normed, normed, None)
             messages = head.relay_messages(normed, normed, (fed_back, messages))
             assert head.relayed(messages).shape == normed.shape
+
+
+@pytest.mark.parametrize("draft", ["off", "draft-model:model=noisy,k=3", "eagle3", "peagle", RELAY])
+def test_a_step_and_its_drafting_never_wait(draft: str) -> None:
+    """Orders, gathering, the pass, choices, the verdict, the rows' advance; and all passes of the drafter."""
+    spec = draft if ":" in draft or draft == "off" else _trained(draft)
+    engine = make_engine(spec, PLAIN, types="cuda")
+    for index in range(3):
+        prompt = tuple(range(40, 49 + index))
+        engine.add(Request(str(index), prompt, SamplingParams(max_tokens=30, ignore_eos=True), seed=index))
+    for _ in range(5):
+        engine.step()
+    target: Any = engine.target
+    batch = engine.scheduler.schedule(engine.plan())
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for drafter in engine.drafting.drafters.values():
+            drafts = [LateDraft(r.row, 3, 7, 60) for r in batch.rows]
+            drafter.program.draft(drafts)  # type: ignore[attr-defined]
+        block = target.rows.step_block(batch, [r.max_drafts for r in batch.rows])
+        num_tokens = sum(1 + r.max_drafts for r in batch.rows)
+        outputs = target.graphs.run(block, num_tokens, num_tokens, 8)
+    assert len(outputs.chosen) >= num_tokens
+
+
+def _trained(kind: str) -> str:
+    return f"{drafter_of(kind)}:model={trained_head(kind, target().decoder)},k=3"  # type: ignore[arg-type]

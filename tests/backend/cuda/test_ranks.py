@@ -42,7 +42,15 @@ from paceline.backend.cuda.rank_messages import (
 )
 from paceline.backend.cuda.rank_pool import RankPool, pool_on
 from paceline.backend.cuda.rank_process import RankHost, make_group
-from paceline.backend.cuda.ranks import ONE_RANK, GroupRanks, in_order, integer_product, summed_product
+from paceline.backend.cuda.ranks import (
+    ONE_RANK,
+    GroupRanks,
+    captured_together,
+    in_order,
+    integer_product,
+    replayed_together,
+    summed_product,
+)
 from paceline.backend.registry import BACKENDS
 from paceline.core.errors import ConfigError, EngineDied
 from paceline.engine.assembly.config import EngineConfig
@@ -224,8 +232,7 @@ def test_what_is_forgotten_here_is_forgotten_there(pool: RankPool) -> None:
     assert numbers[1] in pool._dropped
     kept = decoder.new_kv(1)
     assert not pool._dropped
-    ours, theirs = map(RankLine, socket.socketpair())
-    host = RankHost(theirs, BeginRank(1, "cpu", 1, 1.0))
+    host = RankHost(RankLine(socket.socketpair()[1]), BeginRank(1, "cpu", 1, 1.0))
     host._stores = dict.fromkeys(numbers, kept)
     host.follow(DropNumbers((numbers[1],)))
     assert list(host._stores) == numbers[:1]
@@ -241,12 +248,22 @@ def test_a_replayed_graph_does_what_was_captured(pool: RankPool) -> None:
         found: torch.Tensor = decoder.logits(decoder.forward(asked, kv)[0])
         return found
 
-    with pool.capturing() as number:
+    with captured_together() as captured:
         step(several, stores[1], first)
-    with pool.replaying(number):
+    with replayed_together(captured):
         got = step(several, stores[1], second)
     torch.testing.assert_close(got, step(one, stores[0], second), rtol=1e-10, atol=1e-10)
-    pool.drop(number)
+    numbers = [graph.number for graph in captured if graph.followers is pool]
+    assert all(numbers)
+    del captured
+    gc.collect()
+    assert pool._dropped == numbers
+
+
+def test_a_graph_that_ranks_have_no_part_in_is_not_theirs(pool: RankPool) -> None:
+    with captured_together() as captured:
+        pass
+    assert all(graph.number == 0 for graph in captured)
 
 
 def test_pieces_come_as_they_went() -> None:

@@ -1,6 +1,6 @@
-"""Attention over paged keys and values: the store, the plan of a pass, and the sums.
+"""Attention over paged keys and values: store, plan and sums.
 
-Kernels and PyTorch add in the same order: keys in parts of 256 at absolute positions, parts folded from the left.
+Kernels and PyTorch cut keys into parts of 256 at absolute positions, and fold parts from the left.
 A slot that no token of a tile sees is not read. Values that only other tokens of the tile see weigh 0; they are of
 the same row.
 """
@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
 
-from paceline.backend.cuda.device_memory import lazy_zeros
 from paceline.backend.cuda.kernel_launch import (
     ELEMENTS,
     Variant,
@@ -27,21 +26,22 @@ from paceline.backend.cuda.kernel_launch import (
     unaligned_marks,
     uses_kernels,
 )
+from paceline.backend.reference.attention import lazy_zeros
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from paceline.backend.cuda.device_pass import DevicePass
 
-PART_TOKENS = 256  # keys whose sums start from nothing
-TILE_ROWS = 64  # tokens of a tile times query heads of a KV head: what one instruction multiplies
+PART_TOKENS = 256  # keys of a part, whose sums begin at zero
+TILE_ROWS = 64  # tokens of a tile times query heads of a KV head: rows that one instruction multiplies
 MAX_HEAD_DIM = 256
 WIDE = 128  # wider heads leave no registers for fp8 or float32
-MAX_UNITS = 4096  # parts of tokens whose sums may lie in scratch memory
-ROW_BLOCKS = (64, 512, 2048)  # rows of a pass that a planner is compiled for, one more than it takes
+MAX_UNITS = 4096  # units of scratch memory; each holds the sums of one token and one part
+ROW_BLOCKS = (64, 512, 2048)  # sizes that the planner is compiled for; each takes passes of fewer rows
 ITEM_FIELDS, MERGED_FIELDS = 8, 4  # as in attention_kernels
-FEW_QUERIES, MANY_QUERIES = 4, 16  # tokens of PyTorch's tiles: multiples of 4 have the same bits in float64
-MAX_GATHERED = 1 << 22  # keys' numbers that PyTorch gathers at once
+FEW_QUERIES, MANY_QUERIES = 4, 16  # tokens of a tile in PyTorch; multiples of 4 give the same bits in float64
+MAX_GATHERED = 1 << 22  # numbers of keys that PyTorch gathers at once
 KV_TYPES = {
     "bf16": torch.bfloat16,
     "f16": torch.float16,
@@ -70,18 +70,21 @@ def check_heads(head_dim: int, num_heads: int, num_kv_heads: int, kv_type: str =
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerKV:
-    """Keys and values of one layer, by slot. In fp8 a number is `data` times its head's scale."""
+    """Keys and values of one layer, by slot; in fp8 they are `data` times `scales`."""
 
     data: torch.Tensor  # [2, num_slots + 16, num_kv_heads, head_dim]
-    scales: torch.Tensor | None = None  # [2, num_slots + 16, num_kv_heads] float32, of fp8
+    scales: torch.Tensor | None = None  # [2, num_slots + 16, num_kv_heads] float32, in fp8 only
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class DeviceKV:
-    """Keys and values of every layer, by slot. The last page is scratch: padding tokens write there."""
+    """Keys and values of every layer, by slot.
+
+    The last page is scratch: padding tokens write there.
+    """
 
     data: torch.Tensor  # [num_layers, 2, num_slots + 16, num_kv_heads, head_dim] zeros at first
-    scales: torch.Tensor | None = None  # [num_layers, 2, num_slots + 16, num_kv_heads] float32, of fp8
+    scales: torch.Tensor | None = None  # [num_layers, 2, num_slots + 16, num_kv_heads] float32, in fp8 only
     number: int = 0  # by which other ranks know their parts of it
 
     @property
@@ -125,13 +128,16 @@ def new_kv(
 
 @dataclass(slots=True, eq=False)
 class AttentionWork:
-    """Plan of one pass for layers of one window. Made on the device when the first layer asks for it."""
+    """Plan of one pass for layers of one window.
+
+    The first layer that needs it makes it on the device: `items` for kernels, `tiles` for PyTorch.
+    """
 
     group: int  # query heads of a KV head
     window: int  # keys that a token sees at most, its own included; 0: all
     fill: int | None  # programs that fill the device; None: its multiprocessors
-    items: WorkItems | None = None  # of kernels
-    tiles: Tiles | None = None  # of PyTorch
+    items: WorkItems | None = None
+    tiles: TokenTiles | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,15 +147,16 @@ class WorkItems:
     items: torch.Tensor  # [max_items, ITEM_FIELDS] int32
     merged: torch.Tensor  # [max_merged, MERGED_FIELDS] int32
     counts: torch.Tensor  # [2] int32
-    part_total: torch.Tensor  # [max_units, num_heads, head_dim] float32, scratch of every layer
+    part_total: torch.Tensor  # [max_units, num_heads, head_dim] float32, scratch that all layers reuse
     part_largest: torch.Tensor  # [max_units, num_heads] float32
     part_weight: torch.Tensor  # [max_units, num_heads] float32
 
 
 def plan_attention(d: DevicePass, group: int, window: int, fill: int | None = None) -> AttentionWork:
-    """Plan the attention of a pass's layers with one window; `group` query heads share one KV head.
+    """Plan the attention of a pass's layers with one window.
 
-    With a `window` a token sees that many keys, its own included. fill: programs that fill the device, for tests.
+    group: query heads that share a KV head. With a `window` a token sees that many keys, its own included.
+    fill: number of programs that fill the device, set by tests. With 0 no tile is split.
     """
     assert len(d.cu_len) <= ROW_BLOCKS[-1], "too many rows in a pass"
     return AttentionWork(group, window, fill)
@@ -211,8 +218,8 @@ def _attend_variant(
     tensor_cores, fp8 = element != "fp32", kv_element.startswith("fp8")
     scales = "*fp32" if fp8 else "none"
     block = max(16, block_of(head_dim))
-    # More keys at once, or more blocks on the way from memory, do not fit into registers.
-    keys, stages = (16, 1) if not tensor_cores else (64, 5) if block <= WIDE else (32, 2)
+    # With more keys at once, or more stages, registers would spill.
+    keys, stages = (16, 1) if not tensor_cores else (32, 3) if block > WIDE else (64, 3 if fp8 else 5)
     return Variant(
         name=f"attend_parts {element} {kv_element} {num_kv_heads}x{group} {head_dim}"
         + unaligned_marks(aligned, "query_stride"),
@@ -247,7 +254,7 @@ def _attend_variant(
             "PART": PART_TOKENS,
         },
         aligned=aligned,
-        num_warps=8,
+        num_warps=8 if tensor_cores else 16,
         num_stages=stages,
         opcodes=("HGMMA", "LDGSTS") if tensor_cores else (),
         forbidden_opcodes=("HMMA",) if tensor_cores else (),
@@ -283,7 +290,7 @@ def _merge_variant(element: str, num_kv_heads: int, group: int, head_dim: int) -
 
 @lists_variants
 def variants() -> list[Variant]:
-    """Return variants of models that are in use, and the borders of what is taken."""
+    """Return variants of models that are in use, and of the largest and oddest heads."""
     shapes = [(8, 4, 128), (8, 8, 128), (3, 3, 64), (4, 1, 64), (1, 4, 256), (4, 2, 80), (8, 4, 96)]
     aligned = aligned_names(query_stride=0)
     listed = [_attend_variant("bf16", "bf16", *shape, aligned) for shape in shapes]
@@ -294,20 +301,19 @@ def variants() -> list[Variant]:
 
 
 def _work_items(query: torch.Tensor, num_kv_heads: int, d: DevicePass, work: AttentionWork) -> WorkItems:
-    """Write the work list of a pass, bounded by shapes."""
+    """Write the work list of a pass into tensors as long as it may become."""
     num_tokens, num_rows, queries = len(d.positions), len(d.cu_len) - 1, TILE_ROWS // work.group
     max_parts = -(-d.max_keys // PART_TOKENS)
     max_units = min(MAX_UNITS, num_tokens * max_parts) if max_parts > 1 else 0
     max_tiles = num_tokens // queries + num_rows + 1
-    numbers = {"dtype": torch.int32, "device": query.device}
-    sums = {"dtype": torch.float32, "device": query.device}
+    new = partial(torch.empty, dtype=torch.int32, device=query.device)
     planned = WorkItems(
-        items=torch.empty(max_tiles + max_units, ITEM_FIELDS, **numbers),
-        merged=torch.empty(min(num_tokens, max_units), MERGED_FIELDS, **numbers),
-        counts=torch.empty(2, **numbers),
-        part_total=torch.empty(max_units, *query.shape[1:], **sums),
-        part_largest=torch.empty(max_units, query.shape[1], **sums),
-        part_weight=torch.empty(max_units, query.shape[1], **sums),
+        items=new(max_tiles + max_units, ITEM_FIELDS),
+        merged=new(min(num_tokens, max_units), MERGED_FIELDS),
+        counts=new(2),
+        part_total=new((max_units, *query.shape[1:]), dtype=torch.float32),
+        part_largest=new((max_units, query.shape[1]), dtype=torch.float32),
+        part_weight=new((max_units, query.shape[1]), dtype=torch.float32),
     )
     rows = next(block for block in ROW_BLOCKS if num_rows < block)
     launch(
@@ -377,7 +383,7 @@ def _attend_by_kernels(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tiles:
+class TokenTiles:
     """Tokens of a pass in tiles of equal size, each of one row."""
 
     tokens: torch.Tensor  # [num_tiles, queries] int64; 0 where a tile has no token
@@ -388,8 +394,8 @@ class Tiles:
     real: torch.Tensor  # [num_tokens] bool False: a padding token
 
 
-def _tiles(d: DevicePass, window: int) -> Tiles:
-    """Cut a pass into tiles. Their number depends on shapes only, so some may be empty."""
+def _tiles(d: DevicePass, window: int) -> TokenTiles:
+    """Cut a pass into as many tiles as shapes allow; some may be empty."""
     num_tokens, num_rows, device = len(d.positions), len(d.cu_len) - 1, d.positions.device
     queries = FEW_QUERIES if num_tokens <= FEW_QUERIES * num_rows else MANY_QUERIES
     start, end = d.cu_len[:-1], d.cu_len[1:].contiguous()
@@ -412,7 +418,7 @@ def _tiles(d: DevicePass, window: int) -> Tiles:
     local = token - start[row]
     places = (tile_start[row] + local // queries) * queries + local % queries
     real = token < end[-1]
-    return Tiles(tokens, seen_from, seen_to, slots, torch.where(real, places, 0), real)
+    return TokenTiles(tokens, seen_from, seen_to, slots, torch.where(real, places, 0), real)
 
 
 def _attend_by_torch(
@@ -436,9 +442,12 @@ def _attend_by_torch(
     return by_token.masked_fill(~tiles.real[:, None], 0).to(query.dtype)
 
 
-def _mix(folded: torch.Tensor, layer: LayerKV, tiles: Tiles, some: slice, scale: float) -> torch.Tensor:
-    """Return the mean of the values that some tiles see. [tiles, num_kv_heads, queries * group, head_dim]"""
-    query, slots = folded[some], tiles.slots[some]
+def _mix(folded: torch.Tensor, layer: LayerKV, tiles: TokenTiles, some: slice, scale: float) -> torch.Tensor:
+    """Return the weighted means of the values that some tiles see.
+
+    Shape: [tiles, num_kv_heads, queries * group, head_dim].
+    """
+    query, slots = folded[some] * scale, tiles.slots[some]
     group = query.shape[2] // tiles.tokens.shape[1]
     seen_from, seen_to = tiles.seen_from[some, :, None], tiles.seen_to[some, :, None]
     total = torch.zeros_like(query)
@@ -448,13 +457,13 @@ def _mix(folded: torch.Tensor, layer: LayerKV, tiles: Tiles, some: slice, scale:
         place = torch.arange(first, first + PART_TOKENS, device=slots.device)
         seen = (place >= seen_from) & (place <= seen_to)  # [tiles, queries, PART_TOKENS]
         key, value = (_gathered(layer, which, slots[:, first : first + PART_TOKENS], query) for which in (0, 1))
-        score = (query @ key.transpose(2, 3)) * scale
-        score = score.masked_fill(~seen.repeat_interleave(group, 1)[:, None], -torch.inf)
-        value = value.masked_fill(~seen.any(1)[:, None, :, None], 0)
+        score = query @ key.transpose(2, 3)
+        score.masked_fill_(~seen.repeat_interleave(group, 1)[:, None], -torch.inf)
+        value.masked_fill_(~seen.any(1)[:, None, :, None], 0)
         new = torch.maximum(largest, score.amax(-1))
         safe = torch.where(new == -torch.inf, 0, new)
         shrink = (largest - safe).exp()
-        p = (score - safe[..., None]).exp()
+        p = score.sub_(safe[..., None]).exp_()
         weight = weight * shrink + p.sum(-1)
         total = total * shrink[..., None] + p @ value
         largest = new
@@ -462,13 +471,18 @@ def _mix(folded: torch.Tensor, layer: LayerKV, tiles: Tiles, some: slice, scale:
 
 
 def _gathered(layer: LayerKV, which: int, slots: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return keys (0) or values (1) of slots [tiles, keys] as [tiles, num_kv_heads, keys, head_dim]."""
-    data, scaled = layer.data[which], layer.scales is not None
-    if scaled:  # PyTorch gathers no fp8 numbers on a host
-        data = data.view(torch.uint8)
-    found = data.index_select(0, slots.flatten())
-    if layer.scales is not None:
-        found = found.view(layer.data.dtype).to(like.dtype)
-        found = found * layer.scales[which].index_select(0, slots.flatten())[..., None].to(like.dtype)
-    # One layout whatever the number of tiles, or else matrix products add in another order.
-    return found.to(like.dtype).view(*slots.shape, *found.shape[1:]).transpose(1, 2).contiguous()
+    """Return keys (0) or values (1) of slots [tiles, keys].
+
+    Shape: [tiles, num_kv_heads, keys, head_dim]. The layout is the same for any number of tiles: with another one,
+    matrix products would add in another order.
+    """
+    data = layer.data[which]
+    num_kv_heads, head_dim = data.shape[1:]
+    heads = torch.arange(num_kv_heads, device=slots.device)
+    at = slots[:, None] * num_kv_heads + heads[:, None]  # [tiles, num_kv_heads, keys]
+    if layer.scales is None:
+        found = data.view(-1, head_dim).index_select(0, at.flatten()).to(like.dtype)
+    else:  # PyTorch gathers no fp8 numbers on a host
+        found = data.view(torch.uint8).view(-1, head_dim).index_select(0, at.flatten()).view(data.dtype)
+        found = found.to(like.dtype) * layer.scales[which].flatten()[at.flatten(), None].to(like.dtype)
+    return found.view(*at.shape, head_dim)

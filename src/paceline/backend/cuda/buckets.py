@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-# A pass is padded to the next of these; the controller's staircase has its steps here. Beyond the last it is not.
+# A pass is padded to the next of these sizes, a longer one is not. The controller's staircase rises at each.
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 448, 512)
 
 
 def bucket(count: int) -> int:
-    """Return the tokens to which a pass is padded."""
+    """Return the size to which a count is padded."""
     return next((size for size in BUCKETS if size >= count), count)

@@ -1,4 +1,4 @@
-"""Choice of tokens under the noise of `core/noise.py`, from the logits of many places at once.
+"""Choice of tokens at many places, under the noise of `core/noise.py`.
 
 The token ids are those of `core.sampling.choose_token`, the margins those of `choose_ahead`.
 """
@@ -41,7 +41,10 @@ _LOWBIAS = (16, 0x7FEB352D, 15, 0x846CA68B, 16)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChoiceSpecs:
-    """Rules of the choices at some places: the fields of `SamplingSpec` as arrays, without edits and filters."""
+    """Rules of the choices at some places: `SamplingSpec` as arrays.
+
+    Edits and filters are not among them.
+    """
 
     seed_lo: torch.Tensor  # [num_places] int64 the seed's lower 32 bits
     seed_hi: torch.Tensor  # [num_places] int64 its bits above
@@ -73,13 +76,14 @@ def choose(
     hint_ids: torch.Tensor | None = None,
     hint_add: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose a token at every place; the lowest id on ties, BROKEN where no logit is finite.
+    """Choose a token at every place; the lowest id on ties.
 
-    logits: [num_places, vocab] float32 or float64. draft_ids: [vocab] target ids of a draft vocabulary, none
-    twice, negative where there is no token: ids and noise are the target's. hint_ids, hint_add: [num_places] one
-    target id each whose logit is raised, -1: none.
+    logits: [num_places, vocab] float32 or float64. draft_ids: [vocab] target id of each logit of a draft
+    vocabulary, none twice, negative where there is no token; noise and results are of target ids. hint_ids,
+    hint_add: [num_places] one target id for each place, or -1, and what is added to its logit.
 
-    Returns token ids [num_places] int64 and margins [num_places] float64: leads over the next score, in logits.
+    Returns token ids [num_places] int64, BROKEN where no logit is finite, and margins [num_places] float64: by
+    how many logits the best score leads the next.
     """
     assert (hint_ids is None) == (hint_add is None)
     if len(logits) and uses_kernels(logits):
@@ -235,7 +239,7 @@ def _choose_by_torch(
 def _scores(
     z: torch.Tensor, ids: torch.Tensor, specs: ChoiceSpecs, some: slice
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scores [n, vocab] float64, and the temperature that margins are multiplied with, 0: none. [n, 1]"""
+    """Return scores [n, vocab] float64 and temperatures [n, 1], 0: no noise."""
     temperature = specs.temperature[some, None].to(torch.float64)
     unit = torch.where(temperature > 0, temperature.clamp(min=MIN_TEMPERATURE), 0)
     inverse = torch.where(unit > 0, 1 / unit, 1).to(z.dtype)
@@ -255,7 +259,7 @@ def _two_best(scores: torch.Tensor, ids: torch.Tensor, unit: torch.Tensor) -> tu
 
 
 def _keys(specs: ChoiceSpecs, some: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the words of each place's draw, see `core.noise.key`. [n, 1] int64"""
+    """Return both words of each place's noise key, see `core.noise.key`. [n, 1] int64"""
     k0 = torch.full_like(specs.seed_lo[some], 0x243F6A88)
     k1 = torch.full_like(k0, 0x85A308D3)
     lane = torch.zeros_like(k0)

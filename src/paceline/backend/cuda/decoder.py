@@ -14,6 +14,7 @@ from paceline.backend.cuda.device_memory import enough_memory
 from paceline.backend.cuda.device_pass import upload
 from paceline.backend.cuda.device_rows import DeviceRows
 from paceline.backend.cuda.device_weights import num_bytes
+from paceline.backend.cuda.late_lookup import LookupProgram, OracleProgram
 from paceline.backend.cuda.late_program import Program
 from paceline.backend.cuda.launched import DeviceResult, launched
 from paceline.backend.cuda.layers import LayerShape, Stack
@@ -26,6 +27,9 @@ from paceline.backend.seam import Capabilities
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from numpy import float64
+    from numpy.typing import NDArray
+
     from paceline.backend.cuda.device_pass import DevicePass
     from paceline.backend.cuda.device_weights import Setup
     from paceline.backend.cuda.late_program import LateInput
@@ -33,7 +37,7 @@ if TYPE_CHECKING:
     from paceline.backend.cuda.output_matrix import DraftOutput
     from paceline.backend.cuda.products import Matrix
     from paceline.backend.cuda.ranks import Lead
-    from paceline.backend.seam import KV, PassRequest, Pending, RowView
+    from paceline.backend.seam import KV, LateProgram, PassRequest, Pending, Pointers, RowView
     from paceline.model.config import ModelConfig
 
 
@@ -42,7 +46,7 @@ class DecoderWeights:
     """Weights of a model on its device."""
 
     embed: torch.Tensor  # [vocab, hidden]
-    output: Matrix  # [vocab, hidden] makes logits; of tied models the embedding's own numbers
+    output: Matrix  # [vocab, hidden] makes logits; the embedding's own numbers if tied
     final_norm: torch.Tensor  # [hidden]
     layers: Sequence[LayerWeights]
     inverse: Mapping[int, torch.Tensor]  # as in `Stack`
@@ -65,7 +69,7 @@ class CudaDecoder:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Abilities: on a GPU a launched pass goes on beside the caller, padded to a captured size."""
+        """Abilities: asynchronous on a GPU, late drafting, passes padded to captured sizes."""
         setup = self.setup
         return Capabilities(
             asynchronous=setup.device.type != "cpu",
@@ -128,13 +132,13 @@ class CudaDecoder:
         return self.output.logits(self.normed(hidden))
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what the output matrix reads of hidden states. [n, hidden]"""
+        """Return hidden states as the output matrix reads them. [n, hidden]"""
         return rms_norm(hidden, self.weights.final_norm, self.config.norm_eps)
 
     # Late drafting -------------------------------------------------------------------------------
 
     def serves(self, rows: RowView) -> bool:
-        """Return True if it can draft for rows before the host knows them: they are on its device."""
+        """Return True if rows are on its device: it drafts late for those."""
         return isinstance(rows, DeviceRows) and rows.device == self.setup.device
 
     def late_program(
@@ -142,6 +146,16 @@ class CudaDecoder:
     ) -> Program:
         """Return a program that drafts with it, see `LateDecoder`."""
         return late_model(self, rows, kv, num_layers, vocab_size, own_store=own_store)
+
+    def late_lookup(self, rows: RowView, pointers: Pointers) -> LookupProgram:
+        """Return a program that follows pointers, see `LateDecoder`."""
+        return LookupProgram(rows, pointers)
+
+    def late_oracle(
+        self, rows: RowView, rates: NDArray[float64], max_answer: int, beside: LateProgram | None
+    ) -> OracleProgram:
+        """Return a program that drafts recorded answers, see `LateDecoder`."""
+        return OracleProgram(rows, rates, max_answer, self.config.vocab_size, beside)
 
 
 class LateModel:
@@ -157,14 +171,14 @@ class LateModel:
         vocab_size: int,
         output: DraftOutput | None,
     ) -> None:
-        """output: of a model that chooses among some of the target's tokens; None: the decoder's own."""
+        """output: of a model with a draft vocabulary; None: the decoder's own."""
         self._decoder, self._kv, self._output = decoder, kv, output
         self._num_layers, self._vocab_size = num_layers, vocab_size
 
     @property
     def draft_ids(self) -> torch.Tensor | None:
         """Target's id of each logit; None: the same ids."""
-        return None if self._output is None else self._output.tokens.ids
+        return None if self._output is None else self._output.whole_ids
 
     def run_late(self, asked: LateInput) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run a pass over the tokens alone."""
@@ -175,16 +189,16 @@ class LateModel:
         """Return the logits of states, of the target's tokens only."""
         if self._output is None:
             return self._decoder.logits(states)[:, : self._vocab_size]
-        return wide_product(self._decoder.normed(states), self._output.matrix)
+        return wide_product(self._decoder.normed(states), self._output.whole)
 
     def relay(
         self, first: torch.Tensor, here: torch.Tensor, known: tuple[torch.Tensor, torch.Tensor] | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Never asked: a model reads its guesses."""
+        """Raise: only heads relay."""
         raise NotImplementedError
 
     def write_taps(self, taps: Mapping[int, torch.Tensor], slots: torch.Tensor) -> None:
-        """Ignore them: a model reads tokens."""
+        """Ignore taps: a model reads tokens only."""
 
 
 def late_model(

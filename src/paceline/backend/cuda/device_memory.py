@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from paceline.backend.device import Device
 
 _USUAL_DEVICE = "cuda"
+_USUAL_KV = "bf16"
+_FP8_COMPUTE, _WIDE_COMPUTE = (8, 9), (9, 0)
+_NARROW = 128  # head dimension that older cards have registers for
 
 
 def torch_device(device: Device | None) -> torch.device:
@@ -36,6 +39,21 @@ def torch_device(device: Device | None) -> torch.device:
         f"the cuda backend cannot use the device {name}: {problem}. Leave out --backend for this machine's cores; "
         f"--device {CPU} runs this backend on them, slowly"
     )
+
+
+def check_card(device: torch.device, weight_type: str, kv_type: str, head_dim: int) -> None:
+    """Raise `ConfigError` for types and heads that a GPU's tensor cores do not take."""
+    if device.type == "cpu":
+        return
+    compute = torch.cuda.get_device_capability(device)
+    if "fp8" in (weight_type, kv_type) and compute < _FP8_COMPUTE:
+        raise ConfigError(
+            f"fp8 needs a GPU of compute capability 8.9 or newer; choose --weights bf16 and --kv {_USUAL_KV}"
+        )
+    if head_dim > _NARROW and compute < _WIDE_COMPUTE:
+        raise ConfigError(
+            f"heads of {head_dim} need a GPU of compute capability 9.0 or newer; choose another model"
+        )
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @noun
 class DevicePass:
-    """Tokens of one pass, as `Packed`, all int64 and on one device. It may be padded.
+    """Tokens of one pass on a device, all int64 and perhaps padded. See `Packed`.
 
     Tokens from `cu_len[-1]` on are padding: token 0 at position 0, in a slot of the store's scratch page. So are
     rows without tokens, and wanted places beyond the last real one, which name token 0. Nothing that they write

@@ -1,22 +1,23 @@
-"""Rows on a device: its own copy of all that depends on outcomes, and the host's, which trails.
+"""Rows whose true state is on a device; the host's copy trails.
 
 The host learns a pass's outcome a step late. So the device keeps tokens, lengths, page tables and drafts itself,
 gathers each pass from them, and advances them when a pass is judged. The host sends what only it knows: new
-requests, new pages, and the tokens of rows whose choice it made. All arrays of the device have one row more than
-there are, which takes the writes of padding.
+requests, new pages, and the tokens of rows whose choice it made. Each array of the device has one row more than
+the host's: padding writes there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from paceline.backend.cuda.choice import ChoiceSpecs
 from paceline.backend.cuda.device_pass import DevicePass
+from paceline.backend.cuda.graphs import Graph, Uncaptured
 from paceline.backend.rows import Rows
 from paceline.core.nouns import PAGE_TOKENS, noun
 
@@ -36,16 +37,17 @@ _MASK = 0xFFFFFFFF
 
 @dataclass(slots=True, eq=False)
 class RowTensors:
-    """State of every row on the device, int64 but for temperatures; the last row is padding's."""
+    """State of every row on the device, int64 unless noted; the last row is padding's."""
 
     token_ids: torch.Tensor  # [num_rows + 1, max_len]
     pages: torch.Tensor  # [num_rows + 1, max_pages]
     length: torch.Tensor  # [num_rows + 1] committed tokens
     computed: torch.Tensor  # [num_rows + 1] tokens whose target KV is there
-    sampling: torch.Tensor  # [num_rows + 1, 4] seed's low and high word, choice, 1 where the device commits
+    sampling: torch.Tensor  # [num_rows + 1, 4] seed's low and high word, choice, 1 where the device chooses
     temperature: torch.Tensor  # [num_rows + 1] float64
     drafts: torch.Tensor  # [num_rows + 1, MAX_DRAFTS]
     margins: torch.Tensor  # [num_rows + 1, MAX_DRAFTS] float64, NaN where not known
+    alive: torch.Tensor  # [num_rows + 1, MAX_DRAFTS] float64 chance that all drafts up to each are kept
     num_drafts: torch.Tensor  # [num_rows + 1]
 
     @classmethod
@@ -65,6 +67,7 @@ class RowTensors:
             temperature=zeros(n, dtype=torch.float64),
             drafts=zeros(n, MAX_DRAFTS),
             margins=zeros(n, MAX_DRAFTS, dtype=torch.float64),
+            alive=zeros(n, MAX_DRAFTS, dtype=torch.float64),
             num_drafts=zeros(n),
         )
 
@@ -91,22 +94,27 @@ class Gathered:
 
 
 class DeviceRows(Rows):
-    """Rows whose true state is on a device. The arrays of `Rows` trail, by the passes in flight."""
+    """Rows kept on a device; the arrays of `Rows` trail by the passes in flight."""
 
     def __init__(
         self, num_rows: int, max_len: int, eos_ids: frozenset[int], *, law_needs_probs: bool = False
     ) -> None:
         super().__init__(num_rows, max_len, eos_ids, law_needs_probs=law_needs_probs)
         self.on_device = RowTensors.empty(num_rows, self.max_len, torch.device("cpu"))
-        self._law_needs = law_needs_probs
+        self.capture: type[Graph[Any]] | type[Uncaptured[Any]] | None = None  # how steps there are captured, if so
         self._behind: dict[int, int] = {}  # row -> its committed tokens that the device knows
-        self._chosen_here: set[int] = set()  # rows whose tokens the host chooses
+        self.rows_chosen_here: set[int] = set()  # rows whose tokens the host chooses
         self.tap_sinks: list[TapSink] = []  # take the taps of every pass, on the device
 
-    def move_to(self, device: torch.device) -> None:
-        """Keep the state on another device. For use before the first request."""
-        if device != self.on_device.length.device:
-            self.on_device = RowTensors.empty(self.num_rows, self.max_len, device)
+    def move_to(self, device: torch.device, scratch_page: int, *, captures: bool) -> None:
+        """Keep the state on a device. For use before the first request.
+
+        scratch_page: of every store over these page tables. captures: the device has graphs.
+        """
+        self.on_device = RowTensors.empty(self.num_rows, self.max_len, device)
+        self.on_device.pages[-1] = scratch_page  # padding has one token, in a page that nobody reads
+        self.on_device.length[-1] = 1
+        self.capture = Graph if captures else None
 
     @property
     def device(self) -> torch.device:
@@ -114,13 +122,13 @@ class DeviceRows(Rows):
         return self.on_device.length.device
 
     def chosen_here(self, row: int) -> bool:
-        """True if the host chooses a row's tokens, so that its next pass waits for the outcome."""
-        return row in self._chosen_here
+        """Return True if the host chooses a row's tokens; its next pass then waits."""
+        return row in self.rows_chosen_here
 
     # Orders: what the host tells the device --------------------------------------------------------
 
     def apply(self, batch: Batch) -> None:
-        """Take in admissions and new pages; bring the device's rows level with what the host knows."""
+        """Take in admissions and new pages; send what the device does not know."""
         super().apply(batch)
         places: list[int] = []
         page_ids: list[int] = []
@@ -144,8 +152,8 @@ class DeviceRows(Rows):
         self._behind[row] = 0
         spec = self.spec_after(row, ())
         late = spec.kind in ("argmax", "noisy") and self._sampling_is_plain(row)
-        self._chosen_here -= {row}
-        self._chosen_here |= set() if late else {row}
+        self.rows_chosen_here -= {row}
+        self.rows_chosen_here |= set() if late else {row}
 
     def _sampling_is_plain(self, row: int) -> bool:
         sampling = self._sampling[row]
@@ -170,7 +178,7 @@ class DeviceRows(Rows):
 
     def _state(self, row: int) -> tuple[int, ...]:
         request = self._request(row)
-        seed, late = request.seed, row not in self._chosen_here
+        seed, late = request.seed, row not in self.rows_chosen_here
         counts = int(self.length[row]), int(self.computed[row])
         return row, *counts, seed & _MASK, seed >> 32, request.choice, int(late)
 
@@ -183,23 +191,27 @@ class DeviceRows(Rows):
         assert request is not None
         return request
 
-    def put_drafts(self, rows: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:
-        """Send drafts that were made on the host."""
-        block = np.zeros((len(rows), MAX_DRAFTS + 2), np.int64)
-        for index, (row, token_ids) in enumerate(zip(rows, drafts, strict=True)):
+    def put_drafts(self, drafts: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Send drafts of rows that were made on the host; other rows have none.
+
+        A budget leaves them whole.
+        """
+        block = np.zeros((len(drafts), MAX_DRAFTS + 2), np.int64)
+        for index, (row, token_ids) in enumerate(drafts):
             block[index, 0] = row
             block[index, 1] = len(token_ids)
             block[index, 2 : 2 + len(token_ids)] = token_ids
         sent = torch.from_numpy(block).to(self.device, non_blocking=True)
         self.on_device.num_drafts.index_copy_(0, sent[:, 0], sent[:, 1])
         self.on_device.drafts.index_copy_(0, sent[:, 0], sent[:, 2:])
+        self.on_device.alive.index_fill_(0, sent[:, 0], 1.0)
 
     # Commit on the host, one step late -------------------------------------------------------------
 
     def commit(self, batch: Batch, verdict: Verdict) -> None:
-        """Append on the host what a pass yielded; rows chosen here are sent to the device next."""
+        """Append a pass's tokens on the host; those chosen here are sent next."""
         for r in batch.rows:
-            if r.samples and r.row in self._chosen_here:
+            if r.samples and r.row in self.rows_chosen_here:
                 self._behind.setdefault(r.row, self.known_len(r.row))
         super().commit(batch, verdict)
 
@@ -209,7 +221,7 @@ class DeviceRows(Rows):
         return np.array([(r.row, r.num_known, count, r.samples) for r, count in rows], np.int64).T
 
     def padded(self, block: NDArray[int64]) -> NDArray[int64]:
-        """Return a step's block for as many rows as there are, further ones being padding's."""
+        """Return a step's block, padded to all rows. [4, num_rows]"""
         whole = np.zeros((4, self.num_rows), np.int64)
         whole[0] = self.num_rows
         whole[:, : block.shape[1]] = block
@@ -226,7 +238,12 @@ def _scatter(table: torch.Tensor, places_and_values: NDArray[int64]) -> None:
 
 
 def gather(
-    d: RowTensors, step: StepRows, num_tokens: int, num_wanted: int, scratch_slot: int, width: int
+    d: RowTensors,
+    step: StepRows,
+    num_tokens: int,
+    num_wanted: int,
+    scratch_slot: int,
+    width: int,
 ) -> Gathered:
     """Gather a pass: each row's known tokens from its computed ones on, then its drafts.
 
@@ -268,13 +285,38 @@ def gather(
     return Gathered(step, tokens, num_drafts, cu_wanted[:-1], specs)
 
 
+@torch.inference_mode()
+def cut_to_budget(d: RowTensors, step: StepRows, budget: torch.Tensor) -> torch.Tensor:
+    """Leave rows the drafts that a step verifies: the `budget` likeliest of all.
+
+    budget: [1]. Returns how many each row had. [num_rows]
+    """
+    num_made = torch.minimum(d.num_drafts[step.rows], step.max_drafts)
+    d.num_drafts.index_copy_(0, step.rows, allot(d.alive[step.rows], num_made, budget))
+    return num_made
+
+
+def allot(alive: torch.Tensor, num_drafts: torch.Tensor, budget: torch.Tensor) -> torch.Tensor:
+    """Return how many drafts of each row are among the `budget` likeliest of all. [num_rows]
+
+    alive: [num_rows, depth] chances, none above one before it in its row. num_drafts: [num_rows] drafts that there
+    are. Of equal chances the shallower draft is taken, then that of the earlier row: each row keeps a prefix.
+    """
+    num_rows, depth = alive.shape
+    there = torch.arange(depth, device=alive.device) < num_drafts[:, None]
+    by_depth = torch.where(there, alive, -1.0).t().reshape(-1)
+    best = by_depth.sort(descending=True, stable=True)
+    taken = (best.values >= 0) & (torch.arange(len(by_depth), device=alive.device) < budget)
+    return torch.zeros_like(num_drafts).index_add_(0, best.indices % num_rows, taken.to(torch.int64))
+
+
 def offsets(counts: torch.Tensor) -> torch.Tensor:
     """Return the offsets [n + 1] of pieces with these counts [n]."""
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
 
 
 def owners(offsets: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each place's piece, and its index in that; of places behind all pieces the last piece."""
+    """Return each place's piece and its index there; behind all pieces, the last one."""
     last = offsets.shape[0] - 2
     owner = (torch.searchsorted(offsets, places, right=True) - 1).clamp(max=last)
     return owner, places - offsets[owner]

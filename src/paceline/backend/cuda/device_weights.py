@@ -36,7 +36,7 @@ TYPES = {
     "fp8": torch.bfloat16,
     "int4": torch.bfloat16,
 }
-# The output matrix has more influence on a choice than its four bits would leave it.
+# Four bits are too few for the output matrix: its rounding errors are errors of logits.
 _OUTPUT_TYPES = {"int4": "fp8"}
 _HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}
 _RANDOM_NUMBERS = 1 << 24  # numbers that are made at once: their words take eight bytes each

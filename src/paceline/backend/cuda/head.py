@@ -105,7 +105,7 @@ class CudaHead:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Abilities: on a GPU a launched pass goes on beside the caller; beside its target it drafts late."""
+        """Abilities: asynchronous on a GPU; late drafting on its target's device."""
         return Capabilities(asynchronous=self.setup.device.type != "cpu", late=self._beside_target)
 
     def late_program(self, rows: RowView, kv: KV, taps: TapStore) -> Program:
@@ -272,7 +272,7 @@ class LateHead:
     @property
     def draft_ids(self) -> torch.Tensor | None:
         """Target's id of each logit."""
-        return self._head.output.tokens.ids
+        return self._head.output.whole_ids
 
     def run_late(self, asked: LateInput) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the layers over tokens and the features of the tokens before them."""
@@ -289,7 +289,7 @@ class LateHead:
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Return the logits of the draft vocabulary."""
-        return wide_product(states, self._head.output.matrix)
+        return wide_product(states, self._head.output.whole)
 
     def relay(
         self, first: torch.Tensor, here: torch.Tensor, known: tuple[torch.Tensor, torch.Tensor] | None
@@ -301,12 +301,12 @@ class LateHead:
         return here + head.relayed(messages), messages
 
     def write_taps(self, taps: Mapping[int, torch.Tensor], slots: torch.Tensor) -> None:
-        """Keep the taps of all tokens of a pass; those of refused drafts are written again."""
+        """Keep the taps of all tokens of a pass; later passes overwrite refused drafts'."""
         self._taps.put(slots, taps)
 
 
 def _normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """Norm where the head has that norm."""
+    """Return the norm of x, or x where the head lacks that norm."""
     return x if weight is None else rms_norm(x, weight, eps)
 
 

@@ -9,7 +9,7 @@ import torch
 from paceline.backend.cuda.kernel_launch import Variant, cdiv, launch, lists_variants, uses_kernels
 from paceline.core.nouns import UNCHOSEN
 
-ROWS = 128  # that a program takes
+ROWS = 128  # of one program
 
 
 def judge(
@@ -19,7 +19,7 @@ def judge(
     drafts: torch.Tensor,
     samples: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keep each row's drafts while they are the target's own choices, and add its next choice.
+    """Keep each row's drafts while the target chooses them; add its next choice.
 
     chosen: [num_scored] target token ids or BROKEN, of row i from `first_place[i]` on, one for each draft and one
     more; num_drafts: [num_rows]; drafts: [num_rows, depth]; samples: [num_rows] bool, False: a row gains nothing.

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 16  # bytes of pointers; what an aligned integer is a multiple of
 # Modules of this folder that list variants.
-LISTING_MODULES = ("products", "rowwise", "attention", "choice", "judge")
+LISTING_MODULES = ("products", "rowwise", "attention", "choice", "judge", "late_lookup")
 ELEMENTS = {  # Triton's names of element types
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -155,7 +155,7 @@ def launch(variant: Variant, grid: tuple[int, ...], *arguments: Any) -> None:
 
 @lru_cache
 def num_processors(device: torch.device) -> int:
-    """Return the multiprocessors of a device, for grids that stay while work is left."""
+    """Return a device's number of multiprocessors, for programs that share a work list."""
     return 3 if interpreted() else torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -10,18 +10,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import numpy as np
 import torch
 
+from paceline.backend.cuda.buckets import BUCKETS, bucket
 from paceline.backend.cuda.choice import ChoiceSpecs, choose
 from paceline.backend.cuda.device_pass import DevicePass
-from paceline.backend.cuda.device_rows import MAX_DRAFTS, offsets, owners
-from paceline.core.nouns import BROKEN, MOST_MARGIN, PAGE_TOKENS, noun
+from paceline.backend.cuda.device_rows import offsets, owners
+from paceline.backend.cuda.late_counts import DraftGraphs, DraftShape, keep_drafts
+from paceline.core.nouns import PAGE_TOKENS, noun
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from paceline.backend.cuda.device_rows import DeviceRows, RowTensors
+    from paceline.backend.cuda.late_counts import DraftOrders
     from paceline.backend.seam import LateDraft
 
 
@@ -35,7 +37,7 @@ class LateInput:
     masked: torch.Tensor | None = None  # [num_tokens] True at places of tokens that are not known yet
 
     def wanting(self, wanted: torch.Tensor) -> LateInput:
-        """Return the same tokens with others' states wanted."""
+        """Return the same input with these wanted tokens."""
         return replace(self, tokens=replace(self.tokens, wanted=wanted))
 
 
@@ -43,7 +45,7 @@ class LateRunner(Protocol):
     """A draft model or head that runs passes on the device."""
 
     parallel: bool  # makes all guesses in one pass
-    relays: bool  # and sends each a message of the one before
+    relays: bool  # sends each guess a message from the one before
 
     @property
     def draft_ids(self) -> torch.Tensor | None:
@@ -51,7 +53,7 @@ class LateRunner(Protocol):
         ...
 
     def run_late(self, asked: LateInput) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return states of the wanted tokens, and what the next guesses are fed. [num_wanted, width] each"""
+        """Return the wanted tokens' states and the next guesses' features. [num_wanted, width] each"""
         ...
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
@@ -93,6 +95,8 @@ class Program:
         self._rows, self._runner, self._scratch, self._own_store = rows, runner, scratch_slot, own_store
         self._entries = torch.zeros(n, dtype=torch.int64, device=device)  # tokens with entries
         self._first_key = torch.zeros(n, dtype=torch.int64, device=device)  # earlier ones have none
+        self._all_pages = self._num_pages = rows.pages.shape[1]
+        self._graphs = DraftGraphs(rows, self._draft_on_device)
         rows.tap_sinks.append(runner.write_taps)
 
     def close(self) -> None:
@@ -111,26 +115,29 @@ class Program:
         sent = self._send([list(counts), list(counts.values())])
         rows = sent[0]
         start = self._start(rows)
+        self._num_pages = self._all_pages
         self._run_known(rows, start, sent[1], sum(counts.values()), wanted=False)
         self._entries.index_copy_(0, rows, start + sent[1])
 
-    @torch.inference_mode()
     def draft(self, drafts: Sequence[LateDraft]) -> None:
         """Draft for rows: catch up, then guess up to the deepest of them."""
-        sent = self._send([[d.row for d in drafts], [d.depth for d in drafts]])
-        rows, state = sent[0], self._rows.on_device
-        length = state.length[rows]
-        start = self._start(rows)
-        drafted = _Drafted(rows, sent[1], length, (length - start).clamp(min=1))
         bound, deepest = sum(d.bound for d in drafts), max(d.depth for d in drafts)
+        longest = max(d.length + d.depth for d in drafts)
+        shape = DraftShape(len(drafts), bound, deepest, -(-longest // PAGE_TOKENS))
+        if self._graphs.pads and bound <= BUCKETS[-1]:
+            num_rows = bucket(len(drafts))
+            shape = DraftShape(num_rows, bucket(bound + num_rows - len(drafts)), deepest, self._all_pages)
+        self._graphs.run(shape, drafts, captured=shape.bound <= BUCKETS[-1])
+
+    def _draft_on_device(self, shape: DraftShape, orders: DraftOrders) -> None:
+        """Draft without a word from the host."""
+        rows, state, self._num_pages = orders.rows, self._rows.on_device, shape.num_pages
+        length = state.length[rows]
+        drafted = _Drafted(rows, orders.depth, length, (length - self._start(rows)).clamp(min=1))
         guess = self._guess_at_once if self._runner.parallel else self._guess_in_turn
-        token_ids, margins = guess(drafted, bound, deepest)
+        token_ids, margins = guess(drafted, shape.bound, shape.deepest)
         self._entries.index_copy_(0, rows, length)
-        state.drafts[rows, : token_ids.shape[1]] = token_ids.clamp(min=0)
-        state.margins[rows, : margins.shape[1]] = margins
-        state.num_drafts.index_copy_(
-            0, rows, _counts(drafted.depth, token_ids, margins, self._stops(drafts, deepest))
-        )
+        keep_drafts(state, orders, token_ids, margins)
 
     def _start(self, rows: torch.Tensor) -> torch.Tensor:
         """Return each row's first token without an entry. [n]"""
@@ -163,7 +170,10 @@ class Program:
         return _columns([self._choose(states[:, index], d, index) for index in range(deepest)])
 
     def _relayed(self, states: torch.Tensor, d: _Drafted) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose guesses in turn, each by a message of the one before. states: [n, deepest, width]."""
+        """Choose guesses in turn, each by a message from the one before.
+
+        states: [n, deepest, width].
+        """
         first = states[:, 0]
         found = [self._choose(first, d, 0)]
         _, messages = self._runner.relay(first, first, None)
@@ -176,7 +186,10 @@ class Program:
     def _run_known(
         self, rows: torch.Tensor, start: torch.Tensor, counts: torch.Tensor, bound: int, *, wanted: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run a pass over known tokens. bound: of all of them together. wanted: the last of each row."""
+        """Run a pass over `counts` known tokens of each row.
+
+        bound: upper bound of their sum. wanted: True for the states of each row's last token.
+        """
         asked = self._pack(rows, start, counts, bound, counts)
         return self._runner.run_late(asked.wanting(asked.tokens.cu_len[1:] - 1 if wanted else rows[:0]))
 
@@ -191,7 +204,8 @@ class Program:
     ) -> LateInput:
         """Pack `counts` tokens of each row from `start` on, the first `known` of them committed.
 
-        depth: of rows with further places; those that no draft of the row needs go to the scratch slot.
+        depth: [n] drafts of each row, where places of unknown tokens follow; its deeper places go to the scratch
+        slot. None: there are only known tokens.
         """
         state = self._rows.on_device
         cu_len = offsets(counts)
@@ -206,7 +220,7 @@ class Program:
             positions=position,
             slots=torch.where(kept, self._slot(row, position), self._scratch),
             cu_len=cu_len,
-            pages=state.pages[rows],
+            pages=state.pages[rows, : self._num_pages],
             wanted=rows[:0],
             first_keys=self._first_key[rows],
         )
@@ -227,7 +241,7 @@ class Program:
             positions=position,
             slots=torch.where(kept, self._slot(d.rows, position), self._scratch),
             cu_len=each,
-            pages=self._rows.on_device.pages[d.rows],
+            pages=self._rows.on_device.pages[d.rows, : self._num_pages],
             wanted=each[:-1],
             first_keys=self._first_key[d.rows],
         )
@@ -238,7 +252,7 @@ class Program:
         return _at(pages, rows, positions // PAGE_TOKENS) * PAGE_TOKENS + positions % PAGE_TOKENS
 
     def _choose(self, states: torch.Tensor, d: _Drafted, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose as the target would, with the noise of its choice. [n] each"""
+        """Return guesses and margins, under the noise of the target's own choices. [n] each"""
         state: RowTensors = self._rows.on_device
         sampling = state.sampling[d.rows]
         specs = ChoiceSpecs(
@@ -250,21 +264,8 @@ class Program:
         )
         return choose(self._runner.logits(states), specs, draft_ids=self._runner.draft_ids)
 
-    # Stops -----------------------------------------------------------------------------------------
-
-    def _stops(self, drafts: Sequence[LateDraft], deepest: int) -> torch.Tensor:
-        """Return the rows' stop rules: log-odds, least chances [n, deepest], sureness. [n, 2 deepest + 1]"""
-        block = np.full((len(drafts), 2 * deepest + 1), -np.inf)
-        block[:, :deepest] = np.inf  # never stops
-        for row, d in zip(block, drafts, strict=True):
-            if d.stop is not None:
-                count = min(deepest, len(d.stop.odds), len(d.stop.least))
-                row[:count], row[deepest : deepest + count] = d.stop.odds[:count], d.stop.least[:count]
-            row[-1] = d.stop.sureness if d.stop is not None else 0.0
-        return torch.from_numpy(block).to(self._rows.device, non_blocking=True)
-
     def _send(self, columns: Sequence[Sequence[int]]) -> torch.Tensor:
-        return torch.from_numpy(np.array(columns, np.int64)).to(self._rows.device, non_blocking=True)
+        return torch.tensor(columns).to(self._rows.device, non_blocking=True)
 
 
 def _columns(found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -274,22 +275,3 @@ def _columns(found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.
 
 def _at(table: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     return table[rows, columns.clamp(max=table.shape[1] - 1)]
-
-
-def _counts(
-    depth: torch.Tensor, token_ids: torch.Tensor, margins: torch.Tensor, stops: torch.Tensor
-) -> torch.Tensor:
-    """Return how many guesses of each row count: up to its depth, a stop, or one that is broken. [n]
-
-    See `Stop.over` for the rule.
-    """
-    deepest = token_ids.shape[1]
-    odds, least, sureness = stops[:, :deepest], stops[:, deepest : 2 * deepest], stops[:, -1:]
-    sure = sureness * torch.nan_to_num(margins, nan=MOST_MARGIN).clamp(max=MOST_MARGIN)
-    alive = torch.sigmoid(odds + sure).cumprod(1)
-    over = (alive < least) & ~margins.isnan()
-    index = torch.arange(deepest, device=depth.device)
-    ends_before = (token_ids == BROKEN) | (index >= depth[:, None])  # this guess does not count
-    count_over = torch.where(over, index + 1, MAX_DRAFTS).amin(1)
-    count_before = torch.where(ends_before, index, MAX_DRAFTS).amin(1)
-    return torch.minimum(torch.minimum(count_over, count_before), depth)

@@ -1,4 +1,4 @@
-"""The target on a device: passes are gathered, scored, judged and committed there, without a word to the host.
+"""The target on a device, which gathers, scores, judges and commits without the host.
 
 The host enqueues a pass from bounds alone and takes in its record when it likes: one step later, as a rule. The
 record holds what the law on the host needs to come to the same verdict, which brings the host's rows level.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,14 +16,14 @@ import torch
 
 from paceline.backend.cuda.device_rows import DeviceRows
 from paceline.backend.cuda.record import begin_record
-from paceline.backend.cuda.step_graphs import GraphStep, StepGraphs
+from paceline.backend.cuda.step_graphs import StepGraphs
 from paceline.backend.sampling import logit_rows
 from paceline.backend.target import Backend
 from paceline.core.nouns import NO_DRAFT, PAGE_TOKENS, UNCHOSEN, Draft, RowDraft, Scores, Taps
 from paceline.core.sampling import choose_token
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy import floating
     from numpy.typing import NDArray
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class LateTarget(Backend):
-    """A target whose rows are on its device. See `Backend`; the verbs above need not wait for outcomes."""
+    """Target whose rows are on its device; steps need not wait for outcomes. See `Backend`."""
 
     rows: DeviceRows
     decoder: CudaDecoder
@@ -48,28 +49,25 @@ class LateTarget(Backend):
     def __init__(self, decoder: CudaDecoder, rows: Rows, num_pages: int) -> None:
         assert isinstance(rows, DeviceRows)
         device = decoder.setup.device
-        rows.move_to(device)
+        rows.move_to(device, num_pages, captures=device.type != "cpu")
         super().__init__(decoder, rows, num_pages)
-        self.graphs = StepGraphs(self, None if device.type == "cpu" else GraphStep)
+        self.graphs = StepGraphs(self, rows.capture)
 
     def prepare(self, progress: Progress | None = None) -> None:
         """Capture the graphs of all steps."""
         self.graphs.capture_all(progress)
 
     def request(self, batch: Batch, draft: Draft) -> ReadyPass:
-        """Send drafts that were made on the host; those of unknown tokens are on the device."""
-        known = [(r.row, d.token_ids) for r, d in zip(batch.rows, draft.rows, strict=True) if not _unknown(d)]
-        self.rows.put_drafts([row for row, _ in known], [token_ids for _, token_ids in known])
+        """Send drafts made on the host; those of unknown tokens are on the device."""
+        pairs = zip(batch.rows, draft.rows, strict=True)
+        if known := [(r.row, d.token_ids) for r, d in pairs if d.token_ids and not d.is_bound]:
+            self.rows.put_drafts(known)
         return LatePass(self, batch, draft)
-
-
-def _unknown(draft: RowDraft) -> bool:
-    return bool(len(draft)) and draft.token_ids[0] == UNCHOSEN
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatePass:
-    """A pass over rows on the device, see `ReadyPass`: it reads them when it runs there."""
+    """Pass over rows on the device, which it reads when it runs. See `ReadyPass`."""
 
     target: LateTarget
     batch: Batch
@@ -85,12 +83,17 @@ class LatePass:
 
     def _enqueue(self) -> Record:
         target, batch = self.target, self.batch
-        counts = [len(d) for d in self.draft.rows]
-        num_wanted = sum(1 + count for r, count in zip(batch.rows, counts, strict=True) if r.samples)
+        counts = [len(d.token_ids) for d in self.draft.rows]
+        num_drafts = sum(counts)
         num_pages = -(-max(r.max_len for r in batch.rows) // PAGE_TOKENS)
         record = begin_record(target.rows.device)
         block = target.rows.step_block(batch, counts)
-        out = target.graphs.run(block, batch.num_known_tokens + sum(counts), num_wanted, num_pages)
+        budget = self.draft.budget
+        if budget is not None and budget < num_drafts:
+            record.keep("num_made", target.graphs.cut_to_budget(block, budget))
+            num_drafts = budget
+        num_wanted = sum(r.samples for r in batch.rows) + num_drafts
+        out = target.graphs.run(block, batch.num_known_tokens + num_drafts, num_wanted, num_pages)
         if out.taps:
             record.keep("cu_len", out.cu_len)
             record.keep("slots", out.slots)
@@ -104,14 +107,19 @@ class LatePass:
         return record
 
     def chosen_here(self) -> list[tuple[int, int]]:
-        """Return (index in the batch, bound of its drafts) of sampled rows whose tokens the host chooses."""
-        here = self.target.rows.chosen_here
+        """Return the sampled rows whose tokens the host chooses.
+
+        Each is (index in the batch, bound of its drafts).
+        """
+        here = self.target.rows.rows_chosen_here
+        if not here:
+            return []
         rows = enumerate(zip(self.batch.rows, self.draft.rows, strict=True))
-        return [(index, len(d)) for index, (r, d) in rows if r.samples and here(r.row)]
+        return [(index, len(d)) for index, (r, d) in rows if r.samples and r.row in here]
 
 
 def _logits_of(out: StepOutputs, logits: torch.Tensor, rows: list[tuple[int, int]]) -> torch.Tensor:
-    """Return the logits of some rows of the batch, each with its bound of drafts. [sum of 1 + bounds, vocab]"""
+    """Return the logits of `LatePass.chosen_here` rows. [sum of 1 + bounds, vocab]"""
     owners = [index for index, count in rows for _ in range(1 + count)]
     places = [place for _, count in rows for place in range(1 + count)]
     sent = torch.tensor([owners, places]).to(logits.device, non_blocking=True)
@@ -139,14 +147,16 @@ class PendingRecord:
 def _scores(asked: LatePass, record: Record) -> Scores:
     """Return the scores of a record, with the drafts that it tells of."""
     batch, rows = asked.batch, asked.target.rows
-    counts = record["num_drafts"].tolist()
-    bounds = enumerate(asked.draft.rows)
-    draft = Draft(tuple(_known(d, record, i, counts[i]) if _unknown(d) else d for i, d in bounds))
-    cu_len, specs = rows.specs(batch, draft)
+    counts = record["num_drafts"][: len(batch.rows)].tolist()
+    draft = made = _drafts(asked.draft, record, counts)
+    if "num_made" in record:
+        made = _drafts(asked.draft, record, record["num_made"].tolist())
+    here = asked.chosen_here()
+    cu_len, specs = rows.specs(batch, draft) if here else (_places(batch, counts), [])
     chosen = record["chosen"][: cu_len[-1]]
     logits: list[NDArray[floating]] = []
     done = 0
-    for index, bound in asked.chosen_here():
+    for index, bound in here:
         block = record["logits"][done : done + 1 + len(draft.rows[index])]
         done += 1 + bound
         for at, row in zip(range(cu_len[index], cu_len[index + 1]), block, strict=True):
@@ -156,8 +166,20 @@ def _scores(asked: LatePass, record: Record) -> Scores:
     starts = [rows.computed_len(r.row) for r in batch.rows]
     taps = Taps(record.taps, record["cu_len"][: len(starts) + 1], record["slots"], starts) if record.taps else None
     if not logits:
-        return Scores(cu_len, specs, chosen, taps=taps, draft=draft)
-    return Scores(cu_len, specs, chosen, np.stack(logits), logit_rows(specs), taps, draft)
+        return Scores(cu_len, specs, chosen, taps=taps, draft=draft, made=made)
+    return Scores(cu_len, specs, chosen, np.stack(logits), logit_rows(specs), taps, draft, made)
+
+
+def _drafts(asked: Draft, record: Record, counts: Sequence[int]) -> Draft:
+    """Return the first `counts[i]` drafts of each row, those of a host whole."""
+    bounds = enumerate(zip(asked.rows, counts, strict=True))
+    return Draft(tuple(_known(d, record, i, count) if d.is_bound else d for i, (d, count) in bounds))
+
+
+def _places(batch: Batch, counts: Sequence[int]) -> list[int]:
+    """Return the offsets of rows among the scored positions, as `Scores.cu_len`."""
+    sampled = (1 + count if r.samples else 0 for r, count in zip(batch.rows, counts, strict=True))
+    return list(accumulate(sampled, initial=0))
 
 
 def _known(bound: RowDraft, record: Record, index: int, count: int) -> RowDraft:

@@ -10,7 +10,7 @@ import torch
 from paceline.backend.cuda.attention import check_heads
 from paceline.backend.cuda.cut_model import CudaCutModel
 from paceline.backend.cuda.decoder import CudaDecoder, DecoderWeights
-from paceline.backend.cuda.device_memory import enough_memory, torch_device
+from paceline.backend.cuda.device_memory import check_card, enough_memory, torch_device
 from paceline.backend.cuda.device_weights import TYPES, RankReader, Setup, WeightReader
 from paceline.backend.cuda.head import CudaHead, HeadWeights, RelayWeights
 from paceline.backend.cuda.layers import read_stack
@@ -55,9 +55,10 @@ def load_decoder(
     numerics: `fast`, or None for exact. num_ranks: processes that share it, each on a device of its own.
     """
     config.check()
-    check_heads(config.head_dim, config.num_heads, config.num_kv_heads)
+    check_heads(config.head_dim, config.num_heads, config.num_kv_heads, kv_type)
     where = torch_device(device)
     check_model(config, num_ranks, "the model")
+    check_card(where, weight_type, kv_type, config.head_dim)
     if threads is not None and where.type == "cpu":
         torch.set_num_threads(threads)
     setup = Setup(where, weight_type, kv_type, numerics == FAST, num_ranks)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from paceline.backend.cuda.products import Matrix
     from paceline.backend.cuda.ranks import Lead
 
-_ROWS_AT_ONCE = 1 << 14  # of 16-bit weights that a host widens
+_ROWS_AT_ONCE = 1 << 14  # rows of 16-bit weights that a host widens
 
 
 def wide_product(x: torch.Tensor, m: Matrix) -> torch.Tensor:
@@ -96,9 +96,11 @@ class DraftOutput:
         assert room <= MAX_REQUEST_TOKENS
         self._reader, self._target, self._fixed_ids = reader, target, token_ids
         wide = torch.cat([rows, rows.new_zeros(room, rows.shape[1])]) if room else rows
-        self._whole = reader.packed(wide, reader.setup.output_type)
-        self.matrix = self._whole
+        self.whole = reader.packed(wide, reader.setup.output_type)
+        self.matrix = self.whole
         self.tokens = DraftTokens(torch.empty(0), token_ids)
+        # All rows, for programs whose shapes must not change: -1 where there is no token now.
+        self.whole_ids = torch.full((len(wide),), -1, dtype=torch.int64, device=reader.setup.device)
         self._take(token_ids)
 
     @property
@@ -108,14 +110,14 @@ class DraftOutput:
 
     def set_request_tokens(self, token_ids: NDArray[int64]) -> None:
         """Write these tokens, too, with the target's rows, see `DraftExecutor`."""
-        num_fixed, data = len(self._fixed_ids), self._whole.data
+        num_fixed, data = len(self._fixed_ids), self.whole.data
         assert num_fixed + len(token_ids) <= len(data), "more tokens than there is room for"
         if len(token_ids):
             rows = self._target.rows(token_ids, self._reader.setup)
             packed = self._reader.packed(rows, self._reader.setup.output_type)
             data[num_fixed : num_fixed + len(token_ids)] = packed.data
-            if packed.scale is not None and self._whole.scale is not None:
-                self._whole.scale[num_fixed : num_fixed + len(token_ids)] = packed.scale
+            if packed.scale is not None and self.whole.scale is not None:
+                self.whole.scale[num_fixed : num_fixed + len(token_ids)] = packed.scale
         self._take(np.concatenate([self._fixed_ids, token_ids]))
 
     def _take(self, token_ids: NDArray[int64]) -> None:
@@ -123,4 +125,6 @@ class DraftOutput:
         rows = np.full(self._target.num_tokens, -1, np.int64)
         rows[token_ids] = np.arange(len(token_ids))
         self.tokens = DraftTokens(torch.from_numpy(token_ids).to(self._reader.setup.device), rows)
-        self.matrix = first_rows(self._whole, len(token_ids))
+        self.whole_ids[: len(token_ids)] = self.tokens.ids
+        self.whole_ids[len(token_ids) :] = -1
+        self.matrix = first_rows(self.whole, len(token_ids))

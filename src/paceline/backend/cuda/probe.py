@@ -124,7 +124,7 @@ def _dotted(numbers: Sequence[int]) -> str:
     return ".".join(map(str, numbers))
 
 
-# The driver, by its own library: to ask it makes no context and takes no memory of a GPU -----------
+# The driver's own library: it answers without a context, so that no memory of a GPU is taken --------
 
 
 @lru_cache(maxsize=1)

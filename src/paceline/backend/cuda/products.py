@@ -36,10 +36,10 @@ GROUP = 128  # int4 weights of a row that share a scale
 STEP = 128  # segments are multiples of this
 LEAST_SEGMENT = 512
 FILL = 256  # programs that keep a device's memory busy; the same for every device, as it decides bits
-ROWS = 64  # of weights in a block of few tokens
-SUM_BYTES = 8  # written and read of a segment's sum, for 2 bytes of each weight
-FINISH_COLUMNS = 1024  # of one program
-QUANTISE_COLUMNS = 4096  # at a time
+ROWS = 64  # weight rows of a block with few tokens
+SUM_BYTES = 8  # bytes to write and read one sum of a segment
+FINISH_COLUMNS = 1024  # columns of one program
+QUANTISE_COLUMNS = 4096  # columns at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -318,7 +318,7 @@ class Blocks(NamedTuple):
         return cdiv(num_rows, self.rows) * cdiv(num_tokens, self.tokens)
 
 
-# By number of tokens. K at a time never changes bits but in fp8, where it is the same for all.
+# By number of tokens. The step over K changes bits in fp8 only, where all blocks have the same.
 BLOCKS: dict[str, tuple[Blocks, ...]] = {
     "plain": (
         Blocks(ROWS, 16, 128, 4, 4),
@@ -330,7 +330,7 @@ BLOCKS: dict[str, tuple[Blocks, ...]] = {
         Blocks(ROWS, 16, 128, 4, 4),
         Blocks(ROWS, 32, 128, 4, 4),
         Blocks(ROWS, 64, 128, 4, 4),
-        Blocks(128, 64, 128, 8, 3),  # a larger one spills registers, as the next
+        Blocks(128, 64, 128, 8, 3),  # a larger one would spill registers, here and in int4
     ),
     "int4": (
         Blocks(ROWS, 16, GROUP, 4, 4),

@@ -47,7 +47,7 @@ from paceline.backend.cuda.rank_messages import (
     joined,
 )
 from paceline.backend.cuda.rank_process import make_group
-from paceline.backend.cuda.ranks import ONE_RANK, GroupRanks, check_shares
+from paceline.backend.cuda.ranks import FOLLOWERS, ONE_RANK, Followed, GroupRanks, check_shares
 from paceline.core.errors import ConfigError, EngineDied, PacelineError
 from paceline.core.system import usable_cores
 
@@ -162,7 +162,7 @@ class LeadingRanks(GroupRanks):
     ) -> Iterator[None]:
         """Have the other ranks do what rank 0 does in this block."""
         kinds = tuple(None if piece is None else TensorShape.of(piece) for piece in pieces)
-        with self.pool.telling(self.size, FollowPass(operation, self.number, kinds, kv, num_layers)):
+        with self.pool.telling(self.size, FollowPass(operation, self.number, kinds, kv, num_layers), passes=1):
             self.broadcast(joined(pieces))
             yield
 
@@ -199,7 +199,7 @@ class RankProcess:
             raise error_in(answer)
 
     def last_words(self) -> tuple[str, PacelineError]:
-        """Return what a rank that has something to read says: the kind of its trouble, or `end`."""
+        """Return kind and error of a rank's trouble, `end` if it has no words."""
         try:
             answer = decode_from_rank(self.line.receive(ENDED_S))
         except (TimeoutError, LineEnded):
@@ -236,10 +236,12 @@ class RankPool:
         self._next = 1
         self._dropped: list[int] = []  # numbers that other ranks may forget
         self._silent = False  # a graph is replayed: messages were told when it was captured
+        self._num_passes = 0  # that were told
         self._groups: dict[int, Any] = {}
         self._timeout_s = timeout_s
         self._processes: list[RankProcess] = []
         self.close = finalize(self, _end_all, self._processes)
+        FOLLOWERS.add(self)
         share = threads or max(1, len(usable_cores()) // size)
         try:
             self._processes += (RankProcess(rank) for rank in range(1, size))
@@ -293,10 +295,11 @@ class RankPool:
     # Messages ------------------------------------------------------------------------------------
 
     @contextmanager
-    def telling(self, size: int, message: ToRank, *, answered: bool = False) -> Iterator[None]:
+    def telling(self, size: int, message: ToRank, *, answered: bool = False, passes: int = 0) -> Iterator[None]:
         """Send a message to the first `size` ranks; do what they do in this block.
 
-        answered: they answer at the end. Raises `EngineDied` if a rank is lost, or what one says is wrong.
+        answered: they answer at the end. passes: that the message tells of. Raises `EngineDied` if a rank is lost,
+        or what one says is wrong.
         """
         with self._lock:
             self._check()
@@ -306,6 +309,7 @@ class RankPool:
             try:
                 self._send_dropped()
                 self.send(size, message)
+                self._num_passes += passes
                 yield
                 for one in self._processes[: size - 1] if answered else ():
                     one.answer(LOAD_S)
@@ -333,8 +337,8 @@ class RankPool:
             self.send(self.size, DropNumbers(numbers))
 
     def _check(self) -> None:
-        if self.lost:
-            raise EngineDied(f"{self.lost}; start the engine anew")
+        if not self.close.alive:
+            raise EngineDied(f"{self.lost or 'the ranks were ended'}; start the engine anew")
 
     def _lose(self, why: str) -> None:
         """End all ranks: what they hold together is lost."""
@@ -361,12 +365,20 @@ class RankPool:
     # Graphs --------------------------------------------------------------------------------------
 
     @contextmanager
-    def capturing(self) -> Iterator[int]:
-        """Have other ranks capture what follows; yield the graph's number."""
-        number = self.new_number()
+    def capturing(self) -> Iterator[Followed]:
+        """Have other ranks capture what follows, if anything does."""
+        found, number, before = Followed(self), self.new_number(), self._num_passes
+        if not self.close.alive:
+            yield found
+            return
         with self.telling(self.size, BeginGraph(number)):
-            yield number
+            yield found
             self.send(self.size, EndGraph())
+            if self._num_passes > before:
+                found.number = number
+                finalize(found, self.drop, number)
+            else:
+                self.drop(number)
 
     @contextmanager
     def replaying(self, number: int) -> Iterator[None]:
@@ -387,7 +399,7 @@ def pool_on(device: torch.device, size: int, threads: int | None = None) -> Rank
             raise ConfigError(
                 f"{size} ranks from {device} on need {first + size} GPUs, and this machine has {found}"
             )
-    living = [pool for one in _pools if (pool := one()) is not None and not pool.lost]
+    living = [pool for one in _pools if (pool := one()) is not None and pool.close.alive]
     _pools[:] = map(ref, living)
     fits = [pool for pool in living if pool.device == device and pool.size >= size]
     if not fits:
@@ -406,11 +418,11 @@ def _watch(pool_ref: ReferenceType[RankPool], leave: Any) -> None:
 
     A GPU waits for the rank for ever, and so does whoever waits for the GPU.
     """
-    while (pool := pool_ref()) is not None and not pool.lost:
+    while (pool := pool_ref()) is not None and pool.close.alive:
         ended = [one for one in pool._processes if one.process.poll() is not None]
         if ended and pool.close.alive:
             time.sleep(ENDED_S)  # whoever is in an exchange may hear of it and say more
-            if not pool.lost:
+            if pool.close.alive:
                 log.critical("tensor parallel: rank %d has ended%s; so ends this", ended[0].rank, ended[0].how())
                 leave(EXIT_STATUS)
             return

@@ -10,7 +10,10 @@ Rank 0 is the engine's process (`rank_pool.py`). The others follow it (`rank_pro
 
 from __future__ import annotations
 
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
+from weakref import WeakSet
 
 import torch
 
@@ -18,7 +21,7 @@ from paceline.backend.cuda.products import Parts, multiply, partial_product
 from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from paceline.backend.cuda.products import Matrix, Product
@@ -128,6 +131,49 @@ class GroupRanks:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's bytes, which every group exchanges, whatever the type. Copied if not contiguous."""
     return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+# Graphs -------------------------------------------------------------------------------------------
+
+
+class Followers(Protocol):
+    """Ranks that follow this process."""
+
+    def capturing(self) -> AbstractContextManager[Followed]:
+        """Have them capture what they do in this block."""
+        ...
+
+    def replaying(self, number: int) -> AbstractContextManager[None]:
+        """Have them replay a graph; in this block rank 0 does."""
+        ...
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Followed:
+    """Graph that followers have captured beside rank 0's."""
+
+    followers: Followers
+    number: int = 0  # 0: they had nothing to do
+
+
+FOLLOWERS: WeakSet[Followers] = WeakSet()  # all there are
+
+
+@contextmanager
+def captured_together() -> Iterator[Sequence[Followed]]:
+    """Have all followers capture what they do while rank 0 captures a graph."""
+    with ExitStack() as together:
+        yield [together.enter_context(followers.capturing()) for followers in FOLLOWERS]
+
+
+@contextmanager
+def replayed_together(captured: Sequence[Followed]) -> Iterator[None]:
+    """Have followers replay their graphs; in this block rank 0 replays its own."""
+    with ExitStack() as together:
+        for one in captured:
+            if one.number:
+                together.enter_context(one.followers.replaying(one.number))
+        yield
 
 
 # Sums ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The record of a step: what the device tells the host of it, copied beside the next step."""
+"""The record of a step: its results for the host, copied beside the next step."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 def begin_record(device: torch.device) -> Record:
     """Return the record of a step that is about to be enqueued."""
-    return StreamRecord() if device.type == "cuda" else Record()
+    return Record() if device.type == "cpu" else StreamRecord()
 
 
 class Record:
-    """Record of a step on a device that works when it is asked: its tensors are on the host at once."""
+    """Record of a step that ran on the host: its tensors are there already."""
 
     def __init__(self) -> None:
         self.taps: Mapping[int, Any] = {}  # stay on the device
@@ -28,7 +28,7 @@ class Record:
         self._begun_s = perf_counter()
 
     def keep(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a tensor to the host, beside what follows."""
+        """Keep a tensor for the host."""
         self._tensors[name] = tensor
 
     def end(self, taps: Mapping[int, torch.Tensor]) -> None:
@@ -39,19 +39,20 @@ class Record:
     def wait(self) -> None:
         """Wait until the tensors are on the host."""
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
     def __getitem__(self, name: str) -> NDArray[Any]:
         array: NDArray[Any] = self._tensors[name].numpy()
         return array
 
 
 class StreamRecord(Record):
-    """Record of a step on a CUDA stream: copied to pinned memory, and done at an event."""
+    """Record of a step on a GPU: copied to pinned memory, complete at an event."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._begun = torch.cuda.Event(enable_timing=True)
-        self._ended = torch.cuda.Event(enable_timing=True)
-        self._copied = torch.cuda.Event()
+        self._begun, self._ended, self._copied = (_event() for _ in range(3))
         self._begun.record()
 
     def keep(self, name: str, tensor: torch.Tensor) -> None:
@@ -66,6 +67,10 @@ class StreamRecord(Record):
         self._copied.record()
 
     def wait(self) -> None:
-        """Wait for the step's own event, and nothing younger."""
+        """Wait for the step's own event, not for later steps."""
         self._copied.synchronize()
         self.seconds = self._begun.elapsed_time(self._ended) / 1e3
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from paceline.backend.cuda.products import Product
 
 Activation = Literal["silu", "gelu_tanh"]
-GATE_COLUMNS = 1024  # of one program
-HEAD_NUMBERS = 1024  # that one program of `write_qkv` takes
+GATE_COLUMNS = 1024  # columns of one program
+HEAD_NUMBERS = 1024  # numbers of heads that one program of `write_qkv` takes
 
 
 def embed(token_ids: torch.Tensor, table: torch.Tensor, scale: float) -> torch.Tensor:
@@ -52,7 +52,7 @@ def embed(token_ids: torch.Tensor, table: torch.Tensor, scale: float) -> torch.T
 def _rounded(number: float, dtype: torch.dtype) -> float:
     """Round to float32, then to a type.
 
-    Without a tensor, as a pass must never read one.
+    In Python: to read a tensor's value, a pass would wait for the device.
     """
     for known in (torch.float32, dtype):
         unit = torch.finfo(known).eps * 2.0 ** (math.frexp(number)[1] - 1)

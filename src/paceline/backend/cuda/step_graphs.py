@@ -1,20 +1,22 @@
-"""One step on the device, and its graphs: captured for each bucket of total tokens, replayed for any mixture.
+"""Steps on the device, and their graphs: one for each bucket of total tokens.
 
-What a step does depends on the host by a small block of numbers alone: rows, known tokens, bounds of drafts. All
-else is on the device, so that one graph serves every mixture of prefill chunks, draft lengths and contexts that fits
-its bucket. Longer passes run as they are: there the launches of kernels hide behind the kernels.
+A step reads a small block of numbers from the host: rows, known tokens, bounds of drafts. All else is on the
+device. So one graph serves every mixture of prefill chunks, draft lengths and contexts that fits its bucket.
+Longer passes are not captured: their kernels take longer than their launches.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from paceline.backend.cuda.buckets import BUCKETS, bucket
 from paceline.backend.cuda.choice import choose
-from paceline.backend.cuda.device_rows import StepRows, advance, gather
+from paceline.backend.cuda.device_rows import StepRows, advance, cut_to_budget, gather
 from paceline.backend.cuda.judge import judge
 from paceline.core.nouns import noun
 
@@ -27,12 +29,15 @@ if TYPE_CHECKING:
     from paceline.backend.cuda.attention import DeviceKV
     from paceline.backend.cuda.decoder import CudaDecoder
     from paceline.backend.cuda.device_rows import DeviceRows
+    from paceline.backend.cuda.graphs import Graph, Uncaptured
 
-    Capture = Callable[["StepParts", "StepShape"], "CapturedStep"]
+    Capture = type[Graph[Any]] | type[Uncaptured[Any]]
+    CapturedStep = Graph["StepOutputs"] | Uncaptured["StepOutputs"]
     Progress = Callable[[str, int, int], None]  # (what, done, total)
 
 WHAT = "capturing graphs"
-FEW_WANTED = 64  # places that a long pass wants, if most of it is prefill
+_NO_ROWS = np.empty((4, 0), np.int64)
+FEW_WANTED = 64  # wanted places of a captured pass that is mostly prefill
 
 
 class StepParts(Protocol):
@@ -86,46 +91,22 @@ def run_step(target: StepParts, step: StepRows, shape: StepShape) -> StepOutputs
     return StepOutputs(chosen, g.num_drafts, drafts, margins, g.first_place, logits, taps, t.cu_len, t.slots)
 
 
-class CapturedStep(Protocol):
-    """A step of one shape that runs again on new numbers from the host."""
-
-    def run(self, block: torch.Tensor) -> StepOutputs:
-        """Enqueue the step. The outputs' tensors are those of its last run."""
-        ...
+def _cut_block(target: StepParts, block: torch.Tensor, budget: torch.Tensor) -> torch.Tensor:
+    return cut_to_budget(target.rows.on_device, StepRows(*block), budget)
 
 
-class GraphStep:
-    """A step captured as a CUDA graph."""
-
-    _pools: ClassVar[dict[torch.device, Any]] = {}  # memory that all graphs of a device share
-
-    def __init__(self, target: StepParts, shape: StepShape) -> None:
-        """Capture it, after a first run that compiles its kernels."""
-        device, num_rows = target.rows.device, target.rows.num_rows
-        pool = self._pools.setdefault(device, torch.cuda.graph_pool_handle())
-        self._block = torch.zeros(4, num_rows, dtype=torch.int64, device=device)
-        self._block[0] = target.rows.num_rows  # padding's row only, while it is captured
-        step = StepRows(*self._block)
-        run_step(target, step, shape)
-        torch.cuda.synchronize(device)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
-            self._outputs = run_step(target, step, shape)
-
-    def run(self, block: torch.Tensor) -> StepOutputs:
-        """Replay the step."""
-        self._block.copy_(block, non_blocking=True)
-        self._graph.replay()
-        return self._outputs
+def _run_block(target: StepParts, shape: StepShape, block: torch.Tensor) -> StepOutputs:
+    return run_step(target, StepRows(*block), shape)
 
 
 class StepGraphs:
     """Captured steps of a target, by shape."""
 
     def __init__(self, target: StepParts, capture: Capture | None, buckets: Sequence[int] = BUCKETS) -> None:
-        """capture: None for a device without graphs, where steps of the same total tokens run as they are."""
+        """capture: class of captured steps; None: the device has no graphs."""
         self._target, self._capture, self._buckets = target, capture, buckets
         self._made: dict[StepShape, CapturedStep] = {}
+        self._cut: Graph[torch.Tensor] | Uncaptured[torch.Tensor] | None = None  # once a step had a budget
         self._of: object = None  # taps and their sinks when the steps were captured
 
     def capture_all(self, progress: Progress | None = None) -> None:
@@ -138,22 +119,37 @@ class StepGraphs:
                 progress(WHAT, index + 1, len(shapes))
 
     def run(self, block: NDArray[int64], num_tokens: int, num_wanted: int, num_pages: int) -> StepOutputs:
-        """Enqueue a step. block: [4, rows in the step] as `StepRows`. num_pages: of its longest row."""
+        """Enqueue a step.
+
+        block: [4, rows in the step] as `StepRows`. num_pages: of its longest row.
+        """
         rows, size = self._target.rows, bucket(num_tokens)
         if self._capture is None or num_tokens > self._buckets[-1]:
             sent = torch.from_numpy(block).to(rows.device, non_blocking=True)
             shape = StepShape(size, bucket(num_wanted) if num_wanted else 0, num_pages)
             return run_step(self._target, StepRows(*sent), shape)
         few = FEW_WANTED if num_wanted <= FEW_WANTED < size else size
-        outputs = self._captured(self._shape(size, few)).run(torch.from_numpy(rows.padded(block)))
+        outputs = self._captured(self._shape(size, few))(torch.from_numpy(rows.padded(block)))
         # The next run overwrites the taps, and drafters on the host read them a step later.
         return replace(outputs, taps={layer: states.clone() for layer, states in outputs.taps.items()})
+
+    def cut_to_budget(self, block: NDArray[int64], budget: int) -> torch.Tensor:
+        """Enqueue the choice of the drafts that the next step verifies. block: of that step."""
+        rows, most = self._target.rows, np.array([budget], np.int64)
+        if self._capture is None:
+            there = (torch.from_numpy(each).to(rows.device, non_blocking=True) for each in (block, most))
+            return _cut_block(self._target, *there)
+        if self._cut is None:
+            nothing = torch.from_numpy(rows.padded(_NO_ROWS)), torch.from_numpy(most)
+            sent = [each.to(rows.device) for each in nothing]
+            self._cut = self._capture(partial(_cut_block, self._target), sent)
+        return self._cut(torch.from_numpy(rows.padded(block)), torch.from_numpy(most))[: block.shape[1]]
 
     def _shape(self, num_tokens: int, num_wanted: int) -> StepShape:
         return StepShape(num_tokens, num_wanted, self._target.rows.pages.shape[1])
 
     def _captured(self, shape: StepShape) -> CapturedStep:
-        """Return a captured step; capture it now if it is new, or if other taps are wanted than before."""
+        """Return a captured step, captured now if it is new or taps have changed."""
         target = self._target
         of = target.taps, tuple(target.rows.tap_sinks)
         if of != self._of:
@@ -161,5 +157,6 @@ class StepGraphs:
             self._of = of
         if shape not in self._made:
             assert self._capture is not None
-            self._made[shape] = self._capture(target, shape)
+            nothing = torch.from_numpy(target.rows.padded(_NO_ROWS)).to(target.rows.device)
+            self._made[shape] = self._capture(partial(_run_block, target, shape), [nothing])
         return self._made[shape]

@@ -125,7 +125,7 @@ class PEagleConfig(HeadOptions):
 
 
 def _drafter(make: Callable[..., HeadDrafter], asked: AskedHead, target: Target, head: Head) -> Drafter:
-    """Return a drafter on the target's device if its backend can draft late; else one of the host's."""
+    """Return a drafter on the target's device where that drafts late, else on the host."""
     runner = target.memory.run_head(head, asked.weights)
     if not runner.capabilities.late or target.law_needs_probs or target.apart:
         return make(asked, target, head, runner)

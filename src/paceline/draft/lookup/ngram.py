@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from paceline.backend.seam import Pointers
 from paceline.core.nouns import NO_DRAFT, Draft, RowDraft
 from paceline.draft.drafter import MAX_K, Needs
+from paceline.draft.late import late_lookup
 from paceline.draft.registry import bounded
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
     from paceline.backend.seam import RowView
     from paceline.core.nouns import Batch, Plan, Request, Scores, Verdict
-    from paceline.draft.drafter import Target
+    from paceline.draft.drafter import Drafter, Target
     from paceline.draft.registry import Loader
     from paceline.model.weights import LoadedModel
 
@@ -54,9 +56,15 @@ class NgramConfig:
         """False: it has no passes."""
         return False
 
-    def build(self, target: Target, load: Loader) -> NgramDrafter:
-        """Make the drafter."""
-        return NgramDrafter(self, target.rows)
+    def build(self, target: Target, load: Loader) -> Drafter:
+        """Make the drafter: on the target's device if its decoder drafts there."""
+        pointers = Pointers(self.min, self.max)
+        late = late_lookup(target, self.name, MAX_K, pointers, self.report())
+        return late or NgramDrafter(self, target.rows)
+
+    def report(self) -> Mapping[str, Any]:
+        """Return facts for the start-up banner."""
+        return {"drafter": self.name, "k": self.k, "match": f"{self.min} to {self.max} tokens"}
 
 
 class NgramDrafter:
@@ -96,11 +104,7 @@ class NgramDrafter:
 
     def report(self) -> Mapping[str, Any]:
         """Tell what was chosen."""
-        return {
-            "drafter": self.name,
-            "k": self.config.k,
-            "match": f"{self.config.min} to {self.config.max} tokens",
-        }
+        return self.config.report()
 
 
 def lookup(token_ids: NDArray[int64], k: int, min_len: int, max_len: int) -> Sequence[int]:

@@ -4,22 +4,28 @@ For benchmarks. Under the coupled law a text does not depend on its drafts. So w
 perfect draft, and the target refuses any other token in its place. A position is tested once at most: it is behind
 the row then, whether its draft was kept or not. So one uniform number for each position, of the lane `draft`,
 decides: the draft at depth i is the recorded token where the number is below rate i.
+
+Where the target's decoder drafts on its device, so does the oracle. There a real drafter may run beside it, for
+the time that it takes: so heads and verification run at any acceptance, with weights that were never trained.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 
 from paceline.core import noise
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import NO_DRAFT, Draft, RowDraft
+from paceline.core.params import OFF
 from paceline.draft.drafter import MAX_K, Needs
-from paceline.draft.registry import bounded
+from paceline.draft.late import LateDrafter, late_decoder
+from paceline.draft.registry import bounded, parse_spec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,14 +33,15 @@ if TYPE_CHECKING:
     from numpy import float64, int64
     from numpy.typing import NDArray
 
-    from paceline.backend.seam import RowView
+    from paceline.backend.seam import LateDecoder, LateOracle, RowView
     from paceline.core.nouns import Batch, Plan, Request, Scores, Verdict
-    from paceline.draft.drafter import Target
-    from paceline.draft.registry import Loader
+    from paceline.draft.drafter import Drafter, Target
+    from paceline.draft.registry import DrafterConfig, Loader
     from paceline.model.weights import LoadedModel
 
 MAX_FILE_BYTES = 1 << 30
 MAX_ID_DIGITS = 9  # of a request's number
+BESIDE = re.compile(r"([\w-]+)(?:\[(.*)\])?")  # NAME or NAME[key=value;...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +50,20 @@ class OracleConfig:
 
     file: of `paceline bench --draft off --save-tokens`, with the same questions, seed and parameters. rates:
     chance that a draft is kept if those before it are, at depth 1, 2, ...; the last one holds for deeper drafts.
+    head: a drafter that runs beside it on the target's device, such as `eagle3[model=FOLDER;weights=bf16]`.
     """
 
     name: ClassVar[str] = "oracle"
     k: int = 4
     file: str = ""
     rates: str = "1"
+    head: str = ""
 
     def __post_init__(self) -> None:
         bounded(self, "k", 1, MAX_K)
         if not self.file:
             raise ConfigError(f"{self.name} wants file=FILE: `paceline bench --draft off --save-tokens FILE`")
-        _ = self.chances
+        _ = self.chances, self.beside
 
     @property
     def chances(self) -> NDArray[float64]:
@@ -67,27 +76,110 @@ class OracleConfig:
             raise ConfigError(f"{self.name}:rates must be numbers from 0 to 1 such as 0.7+0.6, not {self.rates!r}")
         return np.array([rates[min(depth, len(rates) - 1)] for depth in range(self.k)])
 
+    @property
+    def beside(self) -> DrafterConfig | None:
+        """Config of the drafter that runs beside it, if any. Raises `ConfigError`."""
+        if not self.head:
+            return None
+        found = BESIDE.fullmatch(self.head)
+        name, options = found.groups(default="") if found else ("", "")
+        config = None
+        if name not in ("", OFF, self.name):
+            config = parse_spec(_with_k(name, options, self.k))
+        if config is None:
+            raise ConfigError(
+                f"{self.name}:head={self.head}: write a drafter's name, with its options in brackets, such as "
+                f"head=eagle3[model=FOLDER;weights=bf16]; {self.name} sets its k"
+            )
+        return config
+
     def num_weights(self, target: LoadedModel) -> int:
-        """Return 0: it has no weights."""
-        return 0
+        """Return the size of what runs beside it; it has no weights of its own."""
+        return self.beside.num_weights(target) if self.beside else 0
 
     @property
     def stands_alone(self) -> bool:
         """False: it has no passes."""
         return False
 
-    def build(self, target: Target, load: Loader) -> OracleDrafter:
+    def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter. Raises `ConfigError` for a file that holds no answers."""
-        answers = read_answers(Path(self.file), target.config.vocab_size)
-        return OracleDrafter(self, target.rows, target.config.vocab_size, answers)
+        recordings = Recordings(read_answers(Path(self.file), target.config.vocab_size))
+        decoder = late_decoder(target)
+        if decoder is not None:
+            return LateOracleDrafter(self, target, recordings, decoder, self._build_beside(target, load))
+        if self.head:
+            raise ConfigError(f"{self.name}:head={self.head} needs a target that drafts on its own device")
+        return OracleDrafter(self, target.rows, target.config.vocab_size, recordings)
+
+    def _build_beside(self, target: Target, load: Loader) -> LateDrafter | None:
+        drafter = self.beside.build(target, load) if self.beside else None
+        if drafter is None or drafter.needs.late:
+            return cast("LateDrafter | None", drafter)
+        raise ConfigError(f"{self.name}:head={self.head} does not draft on the target's device")
+
+    def report(self) -> Mapping[str, Any]:
+        """Return facts for the start-up banner."""
+        beside = {"beside": self.head} if self.head else {}
+        return {"drafter": self.name, "k": self.k, "rates": self.rates} | beside
 
 
-class _Recorded(NamedTuple):
-    """The recording of a row's request."""
+def _with_k(name: str, options: str, k: int) -> str:
+    return f"{name}:{','.join([*filter(None, options.split(';')), f'k={k}'])}"
+
+
+class Recording(NamedTuple):
+    """The recording of a request."""
 
     prompt_len: int
     answer: NDArray[int64]  # [answer_len]
     uniform: NDArray[float64]  # [answer_len] from 0 to 1, says up to which rate a draft there is right
+
+
+class Recordings:
+    """Recorded answers of request 0, 1, ...; further requests are the same again."""
+
+    def __init__(self, answers: Sequence[NDArray[int64]]) -> None:
+        """answers: [num_requests] token ids."""
+        self._answers = answers
+        self.longest = max(map(len, answers))
+
+    def find(self, request: Request) -> Recording | None:
+        """Find a request's answer by its number; None without one."""
+        if not (request.request_id.isdecimal() and len(request.request_id) <= MAX_ID_DIGITS):
+            return None
+        answer = self._answers[int(request.request_id) % len(self._answers)]
+        key = noise.key(request.seed, request.choice, noise.Lane.DRAFT, position=0)
+        uniform = noise.leading(key, np.arange(len(answer))).astype(np.float64) * 2.0**-32
+        return Recording(len(request.prompt_ids), answer, uniform)
+
+
+class LateOracleDrafter(LateDrafter):
+    """The oracle on the target's device, with another drafter beside it or alone."""
+
+    program: LateOracle
+
+    def __init__(
+        self,
+        config: OracleConfig,
+        target: Target,
+        recordings: Recordings,
+        decoder: LateDecoder,
+        beside: LateDrafter | None,
+    ) -> None:
+        rows, inner = target.rows, beside.program if beside else None
+        program = decoder.late_oracle(rows, config.chances, recordings.longest, inner)
+        needs = replace(beside.needs if beside else Needs(late=True, stops=True), max_k=config.k, trained_to=())
+        vocabulary = beside.vocabulary if beside else None
+        super().__init__(config.name, needs, config.report(), program, rows, vocabulary)
+        self._recordings = recordings
+
+    def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
+        """Send the request's recording, if there is one."""
+        super().admit(row, request, valid_lens)
+        recording = self._recordings.find(request)
+        if recording is not None:
+            self.program.record(row, *recording)
 
 
 class OracleDrafter:
@@ -95,22 +187,17 @@ class OracleDrafter:
 
     name = OracleConfig.name
 
-    def __init__(
-        self, config: OracleConfig, rows: RowView, vocab_size: int, answers: Sequence[NDArray[int64]]
-    ) -> None:
-        """answers: [num_requests] token ids of request 0, 1, ...; further requests are the same again."""
+    def __init__(self, config: OracleConfig, rows: RowView, vocab_size: int, recordings: Recordings) -> None:
         self.config, self.needs = config, Needs(max_k=config.k)
-        self._rows, self._vocab_size, self._answers = rows, vocab_size, answers
+        self._rows, self._vocab_size, self._recordings = rows, vocab_size, recordings
         self._chances = config.chances
-        self._recorded: dict[int, _Recorded] = {}  # by row
+        self._recorded: dict[int, Recording] = {}  # by row
 
     def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
-        """Find the request's answer by its number. Requests without one have none."""
-        if request.request_id.isdecimal() and len(request.request_id) <= MAX_ID_DIGITS:
-            answer = self._answers[int(request.request_id) % len(self._answers)]
-            key = noise.key(request.seed, request.choice, noise.Lane.DRAFT, position=0)
-            uniform = noise.leading(key, np.arange(len(answer))).astype(np.float64) * 2.0**-32
-            self._recorded[row] = _Recorded(len(request.prompt_ids), answer, uniform)
+        """Find the request's answer."""
+        recording = self._recordings.find(request)
+        if recording is not None:
+            self._recorded[row] = recording
 
     def propose(self, batch: Batch, plan: Plan) -> Draft:
         """Go on with the recording of each row whose text is that of the recording."""
@@ -147,7 +234,7 @@ class OracleDrafter:
 
     def report(self) -> Mapping[str, Any]:
         """Tell what was chosen."""
-        return {"drafter": self.name, "k": self.config.k, "rates": self.config.rates}
+        return self.config.report()
 
 
 def read_answers(path: Path, vocab_size: int) -> list[NDArray[int64]]:

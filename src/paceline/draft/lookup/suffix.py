@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from paceline import kernels
+from paceline.backend.seam import Pointers
 from paceline.core.nouns import BROKEN, NO_DRAFT, Draft, RowDraft
 from paceline.draft.drafter import MAX_K, Needs
+from paceline.draft.late import late_lookup
 from paceline.draft.registry import bounded
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
     from paceline.backend.seam import RowView
     from paceline.core.nouns import Batch, Plan, Request, Scores, Verdict
-    from paceline.draft.drafter import Target
+    from paceline.draft.drafter import Drafter, Target
     from paceline.draft.registry import Loader
     from paceline.model.weights import LoadedModel
 
@@ -67,9 +69,22 @@ class SuffixConfig:
         """False: it has no passes."""
         return False
 
-    def build(self, target: Target, load: Loader) -> SuffixDrafter:
-        """Make the drafter."""
-        return SuffixDrafter(self, target.rows)
+    def build(self, target: Target, load: Loader) -> Drafter:
+        """Make the drafter, on the target's device where that drafts.
+
+        There a row follows the latest of its own longest matches. Past answers are on the host, and so is what
+        shares them.
+        """
+        if self.shared:
+            return SuffixDrafter(self, target.rows)
+        pointers = Pointers(self.min, self.max, self.reach, confident=True)
+        late = late_lookup(target, self.name, self.k, pointers, self.report())
+        return late or SuffixDrafter(self, target.rows)
+
+    def report(self) -> Mapping[str, Any]:
+        """Return facts for the start-up banner."""
+        shared = f"{self.shared} tokens of past answers, by salt" if self.shared else "every request by itself"
+        return {"drafter": self.name, "k": self.k, "match": f"{self.min} to {self.max} tokens", "from": shared}
 
 
 class SuffixDrafter:
@@ -146,9 +161,7 @@ class SuffixDrafter:
 
     def report(self) -> Mapping[str, Any]:
         """Tell what was chosen."""
-        c = self.config
-        shared = f"{c.shared} tokens of past answers, by salt" if c.shared else "every request by itself"
-        return {"drafter": self.name, "k": c.k, "match": f"{c.min} to {c.max} tokens", "from": shared}
+        return self.config.report()
 
 
 def expected(shares: Sequence[float]) -> float:

@@ -21,7 +21,7 @@ from paceline.core.nouns import NO_DRAFT, Draft
 from paceline.draft.autoregressive import begin, catch_up_tokens, draft_steps, share_out
 from paceline.draft.drafter import MAX_K, Needs
 from paceline.draft.hints import Hints, RecycledGains
-from paceline.draft.late import LateDrafter
+from paceline.draft.late import LateDrafter, may_draft_late
 from paceline.draft.model.cross_vocabulary import ForeignDraftModel
 from paceline.draft.model.id_map import TranslatedDecoder, difference, map_tokens
 from paceline.draft.model.retokenize import RETOKENIZERS, VocabularyPair
@@ -172,7 +172,7 @@ class DraftModelConfig:
             stops=not target.law_needs_probs,
             trained_to=kept,
         )
-        if read_as is None and may_draft_late(decoder, target):
+        if read_as is None and not target.apart and may_draft_late(decoder, target):
             late = replace(needs, late=True)
             return late_drafter(target, decoder, kv, late, report, self.layers, vocabulary)
         drafter = DraftModel(
@@ -180,12 +180,6 @@ class DraftModelConfig:
         )
         drafter.hints.gain = hint_gain
         return drafter
-
-
-def may_draft_late(decoder: Decoder, target: Target) -> bool:
-    """Return True if a decoder drafts on the target's device, as its law allows."""
-    late = decoder.capabilities.late and not target.law_needs_probs and not target.apart
-    return late and cast("LateDecoder", decoder).serves(target.rows)
 
 
 def late_drafter(

@@ -46,7 +46,9 @@ def close_loop(engine: Engine, config: EngineConfig, model: str, progress: Progr
         )
     needs = [drafter.needs for drafter in engine.drafting.drafters.values()]
     honours_stops = tuple(index for index, n in enumerate(needs) if n.stops)
-    profile = replace(profile, trained_acceptance=tuple(n.trained_to for n in needs), honours_stops=honours_stops)
+    late = tuple(index for index, n in enumerate(needs) if n.late)
+    trained = tuple(n.trained_to for n in needs)
+    profile = replace(profile, trained_acceptance=trained, honours_stops=honours_stops, late=late)
     max_ks = [min(n.max_k, profile.max_k or MAX_DEPTH, MAX_DEPTH) for n in needs]
     num_rows = engine.scheduler.limits.num_rows
     tracer = None

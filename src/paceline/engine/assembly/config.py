@@ -95,7 +95,7 @@ class EngineConfig:
 
     @property
     def own_model_spec(self) -> BackendSpec:
-        """Backend of a draft model that stands alone: on cores it may be another than the target's."""
+        """Backend of a draft model that stands alone; on cores it may be another."""
         spec, draft = self.backend_spec, self.placement.draft
         on_cores = draft is not None and draft.is_host and spec.cores_backend is not None
         return backend_spec(spec.cores_backend) if on_cores and spec.cores_backend else spec

@@ -18,7 +18,7 @@ from paceline.draft.registry import AUTO, config_class, parse_drafters
 log = logging.getLogger(__name__)
 
 FLAG = "--speculative-config"
-METHODS = {  # and the drafter of each
+METHODS = {  # vLLM's method -> drafter
     "ngram": "ngram",
     "[ngram]": "ngram",
     "ngram_gpu": "ngram",
@@ -27,11 +27,11 @@ METHODS = {  # and the drafter of each
     "eagle": "eagle",
     "eagle3": "eagle3",
 }
-SWITCHES = {  # and the drafter of each method that they go with
+SWITCHES = {  # key -> the drafter that it makes of each method
     "parallel_drafting": {"eagle3": "peagle"},
     "use_heterogeneous_vocab": {"draft_model": "draft-model"},
 }
-IN_NAMES = ("eagle3", "eagle")  # methods that the name of a model tells
+IN_NAMES = ("eagle3", "eagle")  # methods that a model's name may contain
 NUMBER = (int, float)
 OPTIONS: dict[str, tuple[str, tuple[type, ...]]] = {  # option of the drafter, types of its value
     "model": ("model", (str,)),
@@ -43,7 +43,7 @@ OPTIONS: dict[str, tuple[str, tuple[type, ...]]] = {  # option of the drafter, t
 }
 CHOOSES = "chooses K for every row and step from what steps cost"
 TABLE_FILE = "dynamic_config_path"
-BY_AUTO = {  # what `auto` does in its place
+BY_AUTO = {  # key -> what `auto` does in its place
     "num_speculative_tokens_per_batch_size": f"{CHOOSES}; the table is not kept, --profile takes times of steps",
     TABLE_FILE: CHOOSES,
     "disable_by_batch_size": f"{CHOOSES}, 0 where drafts do not pay",
@@ -53,7 +53,7 @@ VOCABULARY = "use_heterogeneous_vocab"
 ONE_LAW = "under --law coupled every token is the target's own choice, whatever was drafted"
 AS_TARGET = "a drafter is loaded and run as its target is"
 NOT_HERE = "it is about kernels and buffers that are not here"
-LEFT_OUT = {  # and why
+LEFT_OUT = {  # key -> why it is left out
     "draft_tensor_parallel_size": "--draft-tensor-parallel says it",
     "rejection_sample_method": f"{ONE_LAW}; --law block is block verification",
     "draft_sample_method": f"{ONE_LAW}; drafts share its noise",
@@ -84,7 +84,7 @@ class Translation(NamedTuple):
 def options_of(given: str | Mapping[str, Any], draft: str | None, profile: str | None) -> tuple[str, str | None]:
     """Return --draft and --profile for a speculative config; log a line about each key.
 
-    draft, profile: given beside it. Raises `ConfigError`, also where both say the same.
+    draft, profile: given beside it. Raises `ConfigError`, also where one of them is given in both ways.
     """
     if draft is not None:
         raise ConfigError(f"{FLAG} and --draft both name the drafter; give one of them")

@@ -51,7 +51,7 @@ class StoredTensor:
         return read_floats(self._data(), self.dtype).reshape(self.shape)
 
     def halves(self) -> tuple[str, NDArray[uint16]] | None:
-        """Return the 16-bit type and the bits of the tensor as the file has it; None if it is of another type.
+        """Return the tensor's 16-bit type and its bits; None if it has another type.
 
         Raises `BadModelFile`.
         """

@@ -56,7 +56,7 @@ class Head:
 
 
 def head_config(folder: Path, target: ModelConfig) -> HeadConfig:
-    """Return the config of a head in a folder, or of a shape. Raises as `load_head`."""
+    """Return the config of a head by its folder or shape. Raises as `load_head`."""
     return read_config(_shaped(folder, target) if is_shape(folder) else read_json(folder / "config.json"), target)
 
 

@@ -37,6 +37,11 @@ _COUNTERS = (
     ("paceline_output_tokens", "output_tokens", "Tokens written"),
     ("paceline_preemptions", "preemptions", "Requests sent back to the queue for want of pages"),
     ("paceline_drafter_failures", "drafter_failures", "Drafts dropped because a drafter failed"),
+    (
+        "paceline_waited_rows",
+        "waited_rows",
+        "Rows that sat out a step, summed over steps, as the host had to see their last outcome",
+    ),
     ("paceline_untapped_tokens", "untapped_tokens", "Cached tokens whose hidden states no draft head will see"),
 )
 _GAUGES = (

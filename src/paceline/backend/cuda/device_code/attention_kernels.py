@@ -18,7 +18,7 @@ TOKEN_FIELDS = tl.constexpr(4)  # numbers of a token whose parts are merged
 
 @triton.jit
 def _tile(j, start, end, position, first_key, sees, window, QUERIES: tl.constexpr, PART: tl.constexpr):
-    """Return tile j of each row: its first token, tokens, first part and number of parts."""
+    """Return tile j of each row: first token, tokens, first part and parts."""
     first = start + j * QUERIES
     size = tl.maximum(tl.minimum(end - first, QUERIES), 0)
     at = position + j * QUERIES
@@ -40,35 +40,14 @@ def _store_item(to, mask, row, first, size, first_part, num_parts, unit, units_p
     tl.store(to + 7, first_key, mask=mask)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "cu_len",
-        "positions",
-        "first_keys",
-        "num_rows",
-        "num_tokens",
-        "window",
-        "fill",
-        "max_units",
-    ]
-)
+LOOSE = ["cu_len", "positions", "first_keys", "num_rows", "num_tokens", "window", "fill", "max_units"]
+
+
+@triton.jit(do_not_specialize=LOOSE)
 def plan_work(
-    cu_len,
-    positions,
-    first_keys,
-    items,
-    merged,
-    counts,
-    num_rows,
-    num_tokens,
-    window,
-    fill,
-    max_units,
-    KV_HEADS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    PART: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    cu_len, positions, first_keys, items, merged, counts, num_rows, num_tokens, window, fill, max_units,
+    KV_HEADS: tl.constexpr, QUERIES: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Write the work list of a pass. One program.
 
     Tiles of QUERIES tokens become items: (row, first token, tokens, first part, parts, first unit, units of a
@@ -128,29 +107,14 @@ def plan_work(
 
 @triton.jit
 def _part(
-    query,
-    seen_from,
-    seen_to,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    page_ids,
-    kv_head,
-    lo,
-    hi,
-    lowest,
-    scale,
-    KV_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    M: tl.constexpr,
-    PAGE: tl.constexpr,
-    KEYS: tl.constexpr,
-):
-    """Return weighted values [M, BLOCK_D], maxima [M] and weights [M] of the keys lo..hi - 1.
+    query, seen_from, seen_to, keys, values, key_scales, value_scales, page_ids, kv_head, lo, hi, lowest, scale,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    M: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Return the sums of the keys lo..hi - 1.
 
-    Slots that no token of the tile sees, below `lowest` or from `hi` on, are not read.
+    They are weighted values [M, BLOCK_D], the largest scores [M] and the weights [M]. Slots that no token of the
+    tile sees, below `lowest` or from `hi` on, are not read.
     """
     d = tl.arange(0, BLOCK_D)
     total = tl.zeros([M, BLOCK_D], tl.float32)
@@ -201,32 +165,11 @@ def _mean(total, weight):
 
 @triton.jit(do_not_specialize=["pages", "positions", "scale", "max_pages", "window"])
 def attend_parts(
-    query,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    out,
-    pages,
-    positions,
-    items,
-    counts,
-    part_total,
-    part_largest,
-    part_weight,
-    query_stride,
-    scale,
-    max_pages,
-    window,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    M: tl.constexpr,
-    PAGE: tl.constexpr,
-    KEYS: tl.constexpr,
-    PART: tl.constexpr,
-):
+    query, keys, values, key_scales, value_scales, out, pages, positions, items, counts,
+    part_total, part_largest, part_weight, query_stride, scale, max_pages, window,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr,
+    PAGE: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
     """Take the items of a work list in turns, each for every KV head.
 
     A tile's M rows are its tokens times the GROUP query heads of a KV head. scale: of the scores, times log2(e).
@@ -255,6 +198,7 @@ def attend_parts(
         ok = t < size
         seen_to = tl.load(positions + first + t, mask=ok, other=-1).to(tl.int32)
         seen_from = tl.where(window > 0, tl.maximum(seen_to - window + 1, first_key), first_key)
+        page_ids = pages + row.to(tl.int64) * max_pages
         lowest = tl.min(tl.where(ok, seen_from, 2147483647), 0)
         last = tl.max(seen_to, 0)
         some = ok[:, None] & (d < D)[None, :]
@@ -267,26 +211,9 @@ def attend_parts(
             lo = tl.maximum(part * PART, lowest // KEYS * KEYS)
             hi = tl.minimum((part + 1) * PART, last + 1)
             of_part, its_largest, its_weight = _part(
-                q,
-                seen_from,
-                seen_to,
-                keys,
-                values,
-                key_scales,
-                value_scales,
-                pages + row.to(tl.int64) * max_pages,
-                kv_head,
-                lo,
-                hi,
-                lowest,
-                scale,
-                KV_HEADS,
-                D,
-                BLOCK_D,
-                M,
-                PAGE,
-                KEYS,
-            )
+                q, seen_from, seen_to, keys, values, key_scales, value_scales, page_ids, kv_head, lo, hi, lowest,
+                scale, KV_HEADS, D, BLOCK_D, M, PAGE, KEYS,
+            )  # fmt: skip
             total, largest, weight = _fold(total, largest, weight, of_part, its_largest, its_weight)
         if unit < 0:
             to = ((first + t) * HEADS + head)[:, None] * D + d[None, :]
@@ -300,20 +227,11 @@ def attend_parts(
 
 @triton.jit
 def merge_parts(
-    out,
-    merged,
-    counts,
-    part_total,
-    part_largest,
-    part_weight,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Fold the parts of every token of a split tile from the left, each for every KV head."""
+    out, merged, counts, part_total, part_largest, part_weight,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Fold the parts of each token of split tiles from the left."""
     HEADS: tl.constexpr = KV_HEADS * GROUP
     num_merged = tl.load(counts + 1)
     h = tl.arange(0, BLOCK_GROUP)

@@ -1,4 +1,4 @@
-"""Kernels of the choice of tokens: noise and the two best of each tile, then the best of a row.
+"""Kernels of the choice of tokens: the best of tiles, then of rows.
 
 The noise is that of `core/noise.py`: the same integers, and float64 from there on.
 """
@@ -52,39 +52,19 @@ def _gumbel(ids, k0, k1):
     return -tl.log(tl.where(low, -log1p, -tl.log(v)))
 
 
-@triton.jit(
-    do_not_specialize=[
-        "seed_lo",
-        "seed_hi",
-        "choice",
-        "position",
-        "temperature",
-        "hint_ids",
-        "hint_add",
-        "vocab_size",
-    ]
-)
-def score_tiles(
-    logits,
-    seed_lo,
-    seed_hi,
-    choice,
-    position,
-    temperature,
-    draft_ids,
-    hint_ids,
-    hint_add,
-    best,
-    second,
-    best_ids,
-    stride,
-    vocab_size,
-    MIN_TEMPERATURE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Write the two best scores of one tile of one row, and the id of the best; the lowest id on ties.
+LOOSE = ["seed_lo", "seed_hi", "choice", "position", "temperature", "hint_ids", "hint_add", "vocab_size"]
 
-    Scores of rows with a temperature are scaled logits plus noise, others are the logits. NaN counts as -inf.
+
+@triton.jit(do_not_specialize=LOOSE)
+def score_tiles(
+    logits, seed_lo, seed_hi, choice, position, temperature, draft_ids, hint_ids, hint_add,
+    best, second, best_ids, stride, vocab_size,
+    MIN_TEMPERATURE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the two best scores of a row's tile, and the best one's id.
+
+    It is the lowest id on ties. Scores of rows with a temperature are scaled logits plus noise, others are the
+    logits. NaN counts as -inf.
 
     logits: rows `stride` apart; draft_ids: [vocab_size] target ids of a draft vocabulary, negative where there is
     no token; hint_ids, hint_add: [num_rows]; best, second: [num_rows, num_tiles] float64; best_ids: int32.
@@ -129,18 +109,10 @@ def score_tiles(
 
 @triton.jit(do_not_specialize=["temperature", "num_tiles"])
 def best_of_tiles(
-    best,
-    second,
-    best_ids,
-    temperature,
-    token_ids,
-    margins,
-    num_tiles,
-    MIN_TEMPERATURE: tl.constexpr,
-    BROKEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Write one row's token id and its lead over the next in logits, of its tiles in order."""
+    best, second, best_ids, temperature, token_ids, margins, num_tiles,
+    MIN_TEMPERATURE: tl.constexpr, BROKEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write a row's token id and margin, from its tiles in order."""
     row = tl.program_id(0)
     top = tl.full([], float("-inf"), tl.float64)
     next_top = tl.full([], float("-inf"), tl.float64)

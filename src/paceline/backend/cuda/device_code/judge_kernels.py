@@ -3,21 +3,14 @@
 import triton
 import triton.language as tl
 
+LOOSE = ["chosen", "first_place", "num_drafts", "drafts", "samples", "num_rows", "depth"]
 
-@triton.jit(do_not_specialize=["chosen", "first_place", "num_drafts", "drafts", "samples", "num_rows", "depth"])
+
+@triton.jit(do_not_specialize=LOOSE)
 def keep_while_chosen(
-    chosen,
-    first_place,
-    num_drafts,
-    drafts,
-    samples,
-    token_ids,
-    num_tokens,
-    num_rows,
-    depth,
-    UNCHOSEN: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    chosen, first_place, num_drafts, drafts, samples, token_ids, num_tokens, num_rows, depth,
+    UNCHOSEN: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Write the tokens that each row gains, see `judge`. A program takes ROWS rows."""
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = r < num_rows

@@ -11,7 +11,7 @@ import triton.language as tl
 
 FP8_MAX = tl.constexpr(448.0)  # of e4m3
 GROUP = tl.constexpr(128)  # int4 weights that share a scale
-TOKEN_BLOCKS = tl.constexpr(8)  # of neighbouring programs, which then share weights in the cache
+TOKEN_BLOCKS = tl.constexpr(8)  # blocks of tokens that neighbouring programs take: they share weights in the cache
 
 
 @triton.jit
@@ -46,8 +46,8 @@ def _segment_sum(
 ):  # fmt: skip
     """Return the sum of one segment, [BLOCK_N, BLOCK_T] float32, with its scales.
 
-    Weights, tokens and scales begin at the block, as n and t do; left_n and left_t of them are there. KIND is that
-    of `Matrix`.
+    Pointers begin at the program's block, and n and t count from there: left_n rows and left_t tokens are left.
+    KIND is that of `Matrix`.
     """
     total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     if KIND == "int4":

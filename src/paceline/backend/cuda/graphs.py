@@ -1,0 +1,56 @@
+"""CUDA graphs of functions of tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+import torch
+
+from paceline.backend.cuda.ranks import captured_together, replayed_together
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+T = TypeVar("T")
+Tensors = tuple[torch.Tensor, ...]
+
+
+class Graph(Generic[T]):
+    """Captured function: run again, it reads new inputs and overwrites its outputs."""
+
+    _pools: ClassVar[dict[torch.device, Any]] = {}  # memory that all graphs of a device share
+
+    def __init__(self, function: Callable[..., T], inputs: Sequence[torch.Tensor]) -> None:
+        """Capture a function, after a first run that compiles its kernels.
+
+        inputs: on the device; to run with them must do no harm.
+        """
+        device = inputs[0].device
+        pool = self._pools.setdefault(device, torch.cuda.graph_pool_handle())
+        self._inputs = [tensor.clone() for tensor in inputs]
+        function(*self._inputs)
+        torch.cuda.synchronize(device)
+        self._graph = torch.cuda.CUDAGraph()
+        with captured_together() as self._followed, torch.cuda.graph(self._graph, pool=pool):
+            self._outputs = function(*self._inputs)
+
+    def __call__(self, *inputs: torch.Tensor) -> T:
+        """Copy inputs from host or device and replay. Outputs hold until the next call."""
+        for own, given in zip(self._inputs, inputs, strict=True):
+            own.copy_(given, non_blocking=True)
+        with replayed_together(self._followed):
+            self._graph.replay()
+        return self._outputs
+
+
+class Uncaptured(Generic[T]):
+    """Stand-in for `Graph` on a device without graphs: inputs are copied, nothing is captured."""
+
+    def __init__(self, function: Callable[..., T], inputs: Sequence[torch.Tensor]) -> None:
+        self._function, self._inputs = function, [tensor.clone() for tensor in inputs]
+
+    def __call__(self, *inputs: torch.Tensor) -> T:
+        """Copy the inputs and run the function."""
+        for own, given in zip(self._inputs, inputs, strict=True):
+            own.copy_(given)
+        return self._function(*self._inputs)
