@@ -257,7 +257,7 @@ def test_a_replayed_graph_does_what_was_captured(pool: RankPool) -> None:
     assert all(numbers)
     del captured
     gc.collect()
-    assert pool._dropped == numbers
+    assert {*numbers} <= {*pool._dropped}
 
 
 def test_a_graph_that_ranks_have_no_part_in_is_not_theirs(pool: RankPool) -> None:
