@@ -47,21 +47,23 @@ class BackendSpec:
     # with a probe where that finds nothing wrong.
     probe: str | None = None
     free_memory: str | None = None  # module:function(Device | None) -> bytes for KV; None: the machine's memory
+    max_ranks: int = 1  # processes that may share an executor's layers, each on a device of its own
+    cores_backend: str | None = None  # runs drafters on this machine's cores that stand alone; None: this one
 
     # Parts ---------------------------------------------------------------------------------------
 
-    def load(self, numerics: str | None = None) -> LoadDecoder:
+    def load(self, numerics: str | None = None, num_ranks: int = 1) -> LoadDecoder:
         """Import the maker of its decoders. numerics: None for the usual."""
         loader = self._imported(self.loader)
-        return partial(loader, numerics=numerics) if numerics else loader
+        return _with_ranks(partial(loader, numerics=numerics) if numerics else loader, num_ranks)  # type: ignore[no-any-return]
 
-    def load_head(self) -> LoadHeadRunner:
+    def load_head(self, num_ranks: int = 1) -> LoadHeadRunner:
         """Import the maker of its runners of draft heads."""
-        return self._imported(self.head_loader)  # type: ignore[no-any-return]
+        return _with_ranks(self._imported(self.head_loader), num_ranks)  # type: ignore[no-any-return]
 
-    def load_cut_model(self) -> LoadCutModel:
+    def load_cut_model(self, num_ranks: int = 1) -> LoadCutModel:
         """Import the maker of its decoders of draft models that share the target's tables."""
-        return self._imported(self.cut_model_loader)  # type: ignore[no-any-return]
+        return _with_ranks(self._imported(self.cut_model_loader), num_ranks)  # type: ignore[no-any-return]
 
     def rows(self) -> type[Rows]:
         """Import the class of its per-row state."""
@@ -114,6 +116,12 @@ class BackendSpec:
             raise ConfigError(f"--device {text}: the {self.name} backend runs on {known}")
         return Device(torch_name=text)
 
+    def check_ranks(self, flag: str, asked: int) -> None:
+        """Raise `ConfigError` if so many ranks cannot share an executor."""
+        if asked > self.max_ranks:
+            most = "one process" if self.max_ranks == 1 else f"up to {self.max_ranks} ranks"
+            raise ConfigError(f"{flag} {asked}: the {self.name} backend runs in {most}")
+
     def defaults_on(self, device: Device | None) -> DeviceDefaults | None:
         """Return the limits on a device; None: those of a host."""
         kind = "" if device is None or device.torch_name is None else device.torch_name.partition(":")[0]
@@ -148,6 +156,10 @@ class BackendSpec:
             raise ConfigError(
                 f"the {self.name} backend needs {self.needs}: pip install 'paceline[{self.extra or self.needs}]'"
             ) from None
+
+
+def _with_ranks(loader: Any, num_ranks: int) -> Any:
+    return loader if num_ranks == 1 else partial(loader, num_ranks=num_ranks)
 
 
 BACKENDS = {
@@ -195,6 +207,8 @@ BACKENDS = {
             numerics=("exact", "fast"),
             probe="paceline.backend.cuda.probe:findings",
             free_memory="paceline.backend.cuda.device_memory:free_bytes",
+            max_ranks=8,
+            cores_backend="native",
         ),
     )
 }

@@ -33,6 +33,7 @@ SETTINGS: tuple[str, ...] = (
     *("what", "prompts", "category", "draft", "static", "sizes", "phases", "max_tokens", "limit", "screen"),
     *("repeat", "requests", "temperature", "seed", "model", "law", "backend", "weights", "kv", "threads"),
     *("max_len", "prefill_tokens", "prefix_cache", "kv_tokens", "draft_device"),
+    *("tensor_parallel", "draft_tensor_parallel"),
 )
 OVERLAP_SETTINGS = ("k",)  # further options of the comparison of loops
 OVERLAP_SIZES = "2,8,32"

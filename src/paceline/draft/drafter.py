@@ -67,6 +67,7 @@ class Target:
     law_needs_probs: bool  # drafts must then carry the distribution each token was drawn from
     fingerprint: str  # what it is, see `model/fingerprint.py`
     local: Memory | None  # None to a drafter in another process
+    apart: bool = False  # drafters have a device of their own, where the target's rows are not
 
     @property
     def memory(self) -> Memory:

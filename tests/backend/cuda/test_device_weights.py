@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from paceline.backend.cuda.device_weights import Setup, WeightReader, make_random, matrix_rows
+from paceline.backend.cuda.layers import read_layer
 from paceline.backend.cuda.products import unpacked
 from paceline.backend.reference.decoder import ReferenceDecoder
 from paceline.core.nouns import SamplingSpec
@@ -85,7 +86,7 @@ def test_a_folder_of_16_bits_and_one_of_floats_run(tmp_path: Path) -> None:
 def test_matrices_are_joined_with_their_biases() -> None:
     config = tiny_config(biases=frozenset({"attn_k", "mlp_up"}))
     weights: Any = tiny_weights(config)
-    layer = WeightReader(weights, setup("f64")).layer(1)
+    layer = read_layer(WeightReader(weights, setup("f64")), 1)
     parts = [weights[f"layers.1.attn_{n}"] for n in "qkv"]
     assert torch.equal(unpacked(layer.qkv, torch.float64), torch.cat(parts))
     bias = layer.qkv.bias

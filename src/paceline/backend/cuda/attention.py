@@ -76,7 +76,7 @@ class LayerKV:
     scales: torch.Tensor | None = None  # [2, num_slots + 16, num_kv_heads] float32, in fp8 only
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class DeviceKV:
     """Keys and values of every layer, by slot.
 
@@ -85,6 +85,7 @@ class DeviceKV:
 
     data: torch.Tensor  # [num_layers, 2, num_slots + 16, num_kv_heads, head_dim] zeros at first
     scales: torch.Tensor | None = None  # [num_layers, 2, num_slots + 16, num_kv_heads] float32, in fp8 only
+    number: int = 0  # by which other ranks know their parts of it
 
     @property
     def num_slots(self) -> int:

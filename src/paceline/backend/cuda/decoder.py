@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.backend.cuda.attention import DeviceKV, new_kv
+from paceline.backend.cuda.attention import DeviceKV
 from paceline.backend.cuda.buckets import BUCKETS
 from paceline.backend.cuda.device_memory import enough_memory
 from paceline.backend.cuda.device_pass import upload
@@ -17,9 +17,10 @@ from paceline.backend.cuda.device_weights import num_bytes
 from paceline.backend.cuda.late_lookup import LookupProgram, OracleProgram
 from paceline.backend.cuda.late_program import Program
 from paceline.backend.cuda.launched import DeviceResult, launched
-from paceline.backend.cuda.layers import LayerShape, places_of, run_layer
-from paceline.backend.cuda.output_matrix import wide_product
+from paceline.backend.cuda.layers import LayerShape, Stack
+from paceline.backend.cuda.output_matrix import OutputMatrix, wide_product
 from paceline.backend.cuda.pass_choice import choose_by_specs
+from paceline.backend.cuda.ranks import ONE_RANK
 from paceline.backend.cuda.rowwise import embed, rms_norm
 from paceline.backend.seam import Capabilities
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from paceline.backend.cuda.layers import LayerWeights
     from paceline.backend.cuda.output_matrix import DraftOutput
     from paceline.backend.cuda.products import Matrix
+    from paceline.backend.cuda.ranks import Lead
     from paceline.backend.seam import KV, LateProgram, PassRequest, Pending, Pointers, RowView
     from paceline.model.config import ModelConfig
 
@@ -47,7 +49,9 @@ class DecoderWeights:
     output: Matrix  # [vocab, hidden] makes logits; the embedding's own numbers if tied
     final_norm: torch.Tensor  # [hidden]
     layers: Sequence[LayerWeights]
-    inverse: Mapping[int, torch.Tensor]  # window, 0 for none -> [head_dim / 2] float32 angles per position
+    inverse: Mapping[int, torch.Tensor]  # as in `Stack`
+    lead: Lead | None = None  # if other ranks have shares of the layers
+    splits_output: bool = False  # and rows of the output matrix
 
 
 class CudaDecoder:
@@ -58,7 +62,10 @@ class CudaDecoder:
     def __init__(self, config: ModelConfig, weights: DecoderWeights, setup: Setup) -> None:
         self.config, self.weights, self.setup = config, weights, setup
         self.weight_type, self.kv_type = setup.weight_type, setup.kv_type
-        self._shape = LayerShape.of(config, fast=setup.fast)
+        w = weights
+        shape = LayerShape.of(config, fast=setup.fast, ranks=w.lead or ONE_RANK)
+        self.stack = Stack(w.layers, shape, setup, config.windows, w.inverse, w.lead)
+        self.output = OutputMatrix(w.output, config.vocab_size, w.lead if w.splits_output else None)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -85,10 +92,8 @@ class CudaDecoder:
 
     def new_kv(self, num_pages: int, num_layers: int | None = None) -> DeviceKV:
         """Return an empty store of `num_pages` pages for the first `num_layers` layers (all by default)."""
-        c, setup = self.config, self.setup
-        layers = num_layers or c.num_layers
         with enough_memory("the KV cache"):
-            return new_kv(num_pages, layers, c.num_kv_heads, c.head_dim, setup.kv_type, setup.dtype, setup.device)
+            return self.stack.new_kv(num_pages, num_layers)
 
     def launch(self, request: PassRequest) -> Pending:
         """Launch a pass, see `launched`."""
@@ -111,21 +116,11 @@ class CudaDecoder:
         Returns the hidden states of the wanted tokens before the final norm, [num_wanted, hidden], and each tap,
         [num_tokens, hidden].
         """
-        layers, windows, shape = self.weights.layers[:num_layers], self.config.windows, self._shape
-        assert len(layers) <= len(kv.data), "the store has too few layers"
-        assert all(0 <= tap <= len(layers) for tap in taps), "a tap beyond the layers that run"
-        places = places_of(device_pass, self.weights.inverse, shape)
-        hidden = embed(device_pass.token_ids, self.weights.embed, self.config.embed_scale)
-        tapped = {0: hidden} if 0 in taps else {}
-        first_norm = layers[0].attn_norm
-        assert first_norm is not None
-        normed: torch.Tensor | None = rms_norm(hidden, first_norm, shape.eps)
-        for i, layer in enumerate(layers):
-            assert normed is not None
-            next_norm = layers[i + 1].attn_norm if i + 1 < len(layers) else None
-            hidden, normed = run_layer(layer, shape, normed, hidden, next_norm, kv.layer(i), places[windows[i]])
-            if i + 1 in taps:
-                tapped[i + 1] = hidden
+        first = self.weights.layers[0].attn_norm
+        assert first is not None
+        embedded = embed(device_pass.token_ids, self.weights.embed, self.config.embed_scale)
+        read = rms_norm(embedded, first, self.config.norm_eps)
+        hidden, tapped = self.stack.run(device_pass, kv, read, embedded, num_layers, taps)
         return hidden.index_select(0, device_pass.wanted), tapped
 
     @torch.inference_mode()
@@ -134,11 +129,11 @@ class CudaDecoder:
 
         float32, or float64 of a float64 model.
         """
-        return wide_product(self.normed(hidden), self.weights.output)
+        return self.output.logits(self.normed(hidden))
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return hidden states as the output matrix reads them. [n, hidden]"""
-        return rms_norm(hidden, self.weights.final_norm, self._shape.eps)
+        return rms_norm(hidden, self.weights.final_norm, self.config.norm_eps)
 
     # Late drafting -------------------------------------------------------------------------------
 

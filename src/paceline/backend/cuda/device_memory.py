@@ -84,7 +84,7 @@ def enough_memory(what: str) -> Iterator[None]:
     """Raise `ConfigError` where the device has no memory left for something."""
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, MemoryError):
         raise ConfigError(
             f"the device has no memory left for {what}: take a smaller type (--weights, --kv), fewer --kv-tokens "
             f"or another --device"

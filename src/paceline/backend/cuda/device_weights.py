@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from torch.nn import functional
 
-from paceline.backend.cuda.layers import LayerWeights
-from paceline.backend.cuda.products import Matrix, pack_matrix
+from paceline.backend.cuda.products import Matrix, pack_matrix, segment_of_part
 from paceline.model.files.safetensors_file import StoredTensor
 from paceline.model.shapes import HALF, MASK, MIX, ROW_STEP, RandomTensor
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from numpy import floating
     from numpy.typing import NDArray
 
+    from paceline.backend.cuda.ranks import Dealer
     from paceline.model.files.stored import Stored
 
     Weights = Mapping[str, NDArray[floating]]
@@ -49,6 +50,7 @@ class Setup:
     weight_type: str
     kv_type: str
     fast: bool  # products of any algorithm
+    num_ranks: int = 1
 
     @property
     def dtype(self) -> torch.dtype:
@@ -58,7 +60,8 @@ class Setup:
     def describe_device(self) -> str:
         """Return device and numerics, in a few words."""
         where = "this machine's cores" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
-        return f"{where}, {'fast' if self.fast else 'exact'} numerics"
+        ranks = f", {self.num_ranks} ranks" if self.num_ranks > 1 else ""
+        return f"{where}, {'fast' if self.fast else 'exact'} numerics{ranks}"
 
     @property
     def output_type(self) -> str:
@@ -83,6 +86,9 @@ class WeightReader:
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor in the type that a pass computes in."""
+        return self._read(name)
+
+    def _read(self, name: str) -> torch.Tensor:
         weights, device = self.weights, self.setup.device
         stored = weights.stored(name) if isinstance(weights, _KeepsStored) else None
         if isinstance(stored, RandomTensor):
@@ -96,12 +102,28 @@ class WeightReader:
 
     def optional(self, name: str) -> torch.Tensor | None:
         """Return a tensor, None if there is none of that name."""
-        return self.tensor(name) if name in self.weights else None
+        return self._read(name) if name in self.weights else None
 
-    def matrix(self, *names: str) -> Matrix:
-        """Return one matrix of several, side by side in their outputs, with their biases."""
-        parts = [self.tensor(name) for name in names]
-        biases = [self.optional(f"{name}_bias") for name in names]
+    def part(self, name: str, dim: int | None = None) -> torch.Tensor | None:
+        """Return a tensor, None if there is none of that name.
+
+        dim: that ranks share, if there are several.
+        """
+        return self.optional(name)
+
+    def shared(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        """Return a tensor that every rank has."""
+        return tensor
+
+    def matrix(self, *names: str, dim: int | None = None) -> Matrix:
+        """Return one matrix of several, side by side in their outputs, with their biases.
+
+        dim: that ranks share, 0 for outputs, 1 for inputs; None: none.
+        """
+        found = [self.part(name, dim) for name in names]
+        parts = [p for p in found if p is not None]
+        assert len(parts) == len(found), "a matrix is missing"
+        biases = [self.part(f"{name}_bias", None if dim == 1 else dim) for name in names]
         bias = None
         if any(b is not None for b in biases):
             whole = [p.new_zeros(len(p)) if b is None else b for p, b in zip(parts, biases, strict=True)]
@@ -112,21 +134,54 @@ class WeightReader:
         """Return a matrix [outputs, inputs] as products read it."""
         return pack_matrix(weight, weight_type, self.setup.dtype, self.setup.device, bias)
 
-    def layer(self, index: int) -> LayerWeights:
-        """Return the weights of one layer."""
-        at = f"layers.{index}."
-        return LayerWeights(
-            attn_norm=self.optional(f"{at}attn_norm"),
-            qkv=self.matrix(f"{at}attn_q", f"{at}attn_k", f"{at}attn_v"),
-            q_norm=self.optional(f"{at}attn_q_norm"),
-            k_norm=self.optional(f"{at}attn_k_norm"),
-            attn_out=self.matrix(f"{at}attn_o"),
-            attn_post_norm=self.optional(f"{at}attn_post_norm"),
-            mlp_norm=self.tensor(f"{at}mlp_norm"),
-            gate_up=self.matrix(f"{at}mlp_gate", f"{at}mlp_up"),
-            down=self.matrix(f"{at}mlp_down"),
-            mlp_post_norm=self.optional(f"{at}mlp_post_norm"),
-        )
+
+@dataclass(frozen=True, slots=True)
+class RankReader(WeightReader):
+    """Reads one rank's part of each tensor: rank 0 reads files and deals out parts.
+
+    All ranks ask for the same tensors in the same order. Rank 0 alone has `weights`.
+    """
+
+    ranks: Dealer
+
+    def shared(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        """Return rank 0's tensor."""
+        return self.ranks.share(tensor)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a whole tensor."""
+        found = self.optional(name)
+        assert found is not None, f"{name} is missing"
+        return found
+
+    def optional(self, name: str) -> torch.Tensor | None:
+        """Return a whole tensor, None if there is none of that name."""
+        return self.ranks.share(WeightReader.optional(self, name))
+
+    def part(self, name: str, dim: int | None = None) -> torch.Tensor | None:
+        """Return this rank's part of a tensor."""
+        if dim is None:
+            return self.optional(name)
+        whole = WeightReader.optional(self, name)
+        return self.ranks.deal(None if whole is None else whole.chunk(self.ranks.size, dim))
+
+    def matrix(self, *names: str, dim: int | None = None) -> Matrix:
+        """Return this rank's part of one matrix of several."""
+        packed = WeightReader.matrix(self, *names, dim=dim)
+        return replace(packed, segment=segment_of_part(packed.shape, dim, self.ranks.size))
+
+    def output_part(self, whole: torch.Tensor | None) -> Matrix:
+        """Return this rank's rows of an output matrix [vocab, width], the last of them padded.
+
+        whole: at rank 0.
+        """
+        size = self.ranks.size
+        if whole is not None:
+            whole = functional.pad(whole, (0, 0, 0, -len(whole) % size))
+        part = self.ranks.deal(None if whole is None else whole.chunk(size))
+        assert part is not None
+        packed = self.packed(part, self.setup.output_type)
+        return replace(packed, segment=segment_of_part(packed.shape, 0, size))
 
 
 def make_random(stored: RandomTensor, device: torch.device) -> torch.Tensor:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 
+from paceline.backend.cuda.ranks import captured_together, replayed_together
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -29,14 +31,15 @@ class Graph(Generic[T]):
         function(*self._inputs)
         torch.cuda.synchronize(device)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
+        with captured_together() as self._followed, torch.cuda.graph(self._graph, pool=pool):
             self._outputs = function(*self._inputs)
 
     def __call__(self, *inputs: torch.Tensor) -> T:
         """Copy inputs from host or device and replay. Outputs hold until the next call."""
         for own, given in zip(self._inputs, inputs, strict=True):
             own.copy_(given, non_blocking=True)
-        self._graph.replay()
+        with replayed_together(self._followed):
+            self._graph.replay()
         return self._outputs
 
 

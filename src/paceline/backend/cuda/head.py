@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.backend.cuda.attention import DeviceKV, new_kv
+from paceline.backend.cuda.attention import DeviceKV
 from paceline.backend.cuda.device_memory import enough_memory, on_device
 from paceline.backend.cuda.device_pass import upload
 from paceline.backend.cuda.device_rows import DeviceRows
 from paceline.backend.cuda.device_weights import num_bytes
 from paceline.backend.cuda.late_program import Program
 from paceline.backend.cuda.launched import DeviceResult, launched, to_host
-from paceline.backend.cuda.layers import LayerShape, places_of, run_layer
 from paceline.backend.cuda.output_matrix import wide_product
 from paceline.backend.cuda.pass_choice import choose_by_specs
 from paceline.backend.cuda.products import finished, multiply
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from paceline.backend.cuda.device_weights import Setup
     from paceline.backend.cuda.late_program import LateInput
     from paceline.backend.cuda.launched import Choices
-    from paceline.backend.cuda.layers import LayerWeights
+    from paceline.backend.cuda.layers import Stack
     from paceline.backend.cuda.output_matrix import DraftOutput
     from paceline.backend.cuda.products import Matrix
     from paceline.backend.seam import (
@@ -80,15 +79,14 @@ class HeadWeights:
     norm: torch.Tensor | None  # [width] before the output matrix
     target_norm: torch.Tensor | None  # [width] EAGLE-1: the target's last norm
     mask_taps: torch.Tensor | None  # [tapped_size] that stand for those of tokens not known yet
-    layers: Sequence[LayerWeights]
-    inverse: Mapping[int, torch.Tensor]  # as in `DecoderWeights`
+    stack: Stack  # its layers, perhaps shared with other ranks
     relay: RelayWeights | None
 
     def parts(self) -> Iterator[Matrix | torch.Tensor | None]:
         """Yield all that is its own."""
         yield from (self.embed if self.owns_embed else None, self.fc, *self.fc_norms, self.input_norm)
         yield from (self.embed_norm, self.hidden_norm, self.norm, self.mask_taps)
-        for layer in self.layers:
+        for layer in self.stack.layers:
             yield from layer.parts()
         if (r := self.relay) is not None:
             yield from (r.place, r.known, r.tell, r.out, r.embed_norm)
@@ -102,7 +100,6 @@ class CudaHead:
     ) -> None:
         self.config, self.weights, self.output, self.setup = config, weights, output, setup
         self.weight_type = setup.weight_type
-        self.shape = LayerShape.of(config.layers, fast=setup.fast)
         self._vocab_size = target.config.vocab_size
         self._beside_target = setup.device == target.setup.device
 
@@ -131,11 +128,8 @@ class CudaHead:
 
     def new_kv(self, num_pages: int) -> DeviceKV:
         """Return an empty store of `num_pages` pages for the head's layers."""
-        c, setup = self.config.layers, self.setup
         with enough_memory("the KV of the draft head"):
-            return new_kv(
-                num_pages, c.num_layers, c.num_kv_heads, c.head_dim, setup.kv_type, setup.dtype, setup.device
-            )
+            return self.weights.stack.new_kv(num_pages)
 
     def new_tap_store(self, num_pages: int) -> DeviceTapStore:
         """Return an empty store of `num_pages` pages for the taps that the head reads."""
@@ -224,20 +218,17 @@ class CudaHead:
         features: [num_tokens, width] of the tokens before those of the pass.
         """
         w, eps, fast = self.weights, self.config.layers.norm_eps, self.setup.fast
-        places = places_of(device_pass, w.inverse, self.shape)[0]
         hidden = embedded = embed(device_pass.token_ids, w.embed, 1.0)
+        first_norm = w.stack.layers[0].attn_norm
         if w.hidden_norm is not None:  # the first layer reads the embedding beside the feature
             normed = rms_norm(features, w.hidden_norm, eps)
             hidden = normed if self.config.norm_before_residual else features
-            read = torch.cat([_normed(embedded, w.layers[0].attn_norm, eps), normed], dim=-1)
+            read = torch.cat([_normed(embedded, first_norm, eps), normed], dim=-1)
         else:
             both = torch.cat([_normed(embedded, w.embed_norm, eps), features], dim=-1)
             hidden = finished(multiply(both, w.fc, fast=fast))
-            read = _normed(hidden, w.layers[0].attn_norm, eps)
-        for index, layer in enumerate(w.layers):
-            hidden, _ = run_layer(layer, self.shape, read, hidden, None, kv.layer(index), places)
-            if index + 1 < len(w.layers):
-                read = _normed(hidden, w.layers[index + 1].attn_norm, eps)
+            read = _normed(hidden, first_norm, eps)
+        hidden, _ = w.stack.run(device_pass, kv, read, hidden)
         return hidden
 
     @torch.inference_mode()

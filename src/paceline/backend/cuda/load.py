@@ -11,9 +11,11 @@ from paceline.backend.cuda.attention import check_heads
 from paceline.backend.cuda.cut_model import CudaCutModel
 from paceline.backend.cuda.decoder import CudaDecoder, DecoderWeights
 from paceline.backend.cuda.device_memory import check_card, enough_memory, torch_device
-from paceline.backend.cuda.device_weights import TYPES, Setup, WeightReader
+from paceline.backend.cuda.device_weights import TYPES, RankReader, Setup, WeightReader
 from paceline.backend.cuda.head import CudaHead, HeadWeights, RelayWeights
-from paceline.backend.cuda.output_matrix import DraftOutput, target_rows
+from paceline.backend.cuda.layers import read_stack
+from paceline.backend.cuda.output_matrix import DraftOutput
+from paceline.backend.cuda.rank_pool import DRAFT_FLAG, check_model, shared_stack
 from paceline.backend.rope import inverse_frequencies
 from paceline.backend.seam import MAX_REQUEST_TOKENS
 from paceline.core.errors import ConfigError, suggest
@@ -46,28 +48,41 @@ def load_decoder(
     threads: int | None,
     device: Device | None = None,
     numerics: str | None = None,
+    num_ranks: int = 1,
 ) -> CudaDecoder:
-    """Make a decoder, see `LoadDecoder`. numerics: `fast`, or None for exact."""
+    """Make a decoder, see `LoadDecoder`.
+
+    numerics: `fast`, or None for exact. num_ranks: processes that share it, each on a device of its own.
+    """
     config.check()
     check_heads(config.head_dim, config.num_heads, config.num_kv_heads, kv_type)
     where = torch_device(device)
+    check_model(config, num_ranks, "the model")
     check_card(where, weight_type, kv_type, config.head_dim)
     if threads is not None and where.type == "cpu":
         torch.set_num_threads(threads)
-    setup = Setup(where, weight_type, kv_type, numerics == FAST)
+    setup = Setup(where, weight_type, kv_type, numerics == FAST, num_ranks)
     with enough_memory("the weights"), torch.inference_mode():
-        return CudaDecoder(config, _read_decoder(config, WeightReader(weights, setup)), setup)
+        return CudaDecoder(config, _read_decoder(config, WeightReader(weights, setup), threads), setup)
 
 
-def _read_decoder(config: ModelConfig, reader: WeightReader) -> DecoderWeights:
+def _read_decoder(config: ModelConfig, reader: WeightReader, threads: int | None) -> DecoderWeights:
     embed = reader.tensor("embed")
+    rows = embed if config.tie_embeddings else reader.tensor("head")
     factors = reader.weights["rope_factors"] if config.rope.scaling == "factors" else None
+    inverse = _inverse(config, reader.setup.device, factors)
+    with shared_stack(config, reader, threads, output=True) as (shape, own, lead):
+        stack = read_stack(own, shape, config.windows, inverse, lead)
+        kind = reader.setup.output_type
+        output = own.output_part(rows) if isinstance(own, RankReader) else own.packed(rows, kind)
     return DecoderWeights(
         embed=embed,
-        output=reader.packed(embed if config.tie_embeddings else reader.tensor("head"), reader.setup.output_type),
+        output=output,
         final_norm=reader.tensor("final_norm"),
-        layers=[reader.layer(i) for i in range(config.num_layers)],
-        inverse=_inverse(config, reader.setup.device, factors),
+        layers=stack.layers,
+        inverse=inverse,
+        lead=lead,
+        splits_output=lead is not None,
     )
 
 
@@ -84,30 +99,34 @@ def _inverse(
 # Drafters ----------------------------------------------------------------------------------------
 
 
-def _draft_setup(target: CudaDecoder, device: Device | None, weight_type: str | None) -> Setup:
+def _draft_setup(target: CudaDecoder, device: Device | None, weight_type: str | None, num_ranks: int) -> Setup:
     """Return a drafter's setup: the target's, but for what was asked. Raises `ConfigError`."""
     setup = target.setup
     if weight_type is not None and weight_type not in TYPES:
         raise ConfigError(f"the cuda backend has no drafters of {weight_type}{suggest(weight_type, TYPES)}")
     where = setup.device if device is None else torch_device(device)
-    own = replace(setup, device=where, weight_type=weight_type or setup.weight_type)
+    kind = weight_type or setup.weight_type
+    own = replace(setup, device=where, weight_type=kind, num_ranks=num_ranks)
     return own if own.dtype == setup.dtype or setup.kv_type == _FP8 else replace(own, kv_type="auto")
 
 
-def load_runner(head: Head, target: Decoder, device: Device | None, weight_type: str | None) -> CudaHead:
-    """Make a head's runner, see `LoadHeadRunner`."""
+def load_runner(
+    head: Head, target: Decoder, device: Device | None, weight_type: str | None, num_ranks: int = 1
+) -> CudaHead:
+    """Make a head's runner, see `LoadHeadRunner`. num_ranks: processes that share its layers."""
     assert isinstance(target, CudaDecoder)
-    setup, layers = _draft_setup(target, device, weight_type), head.config.layers
+    setup, layers = _draft_setup(target, device, weight_type, num_ranks), head.config.layers
     check_heads(layers.head_dim, layers.num_heads, layers.num_kv_heads)
+    check_model(layers, num_ranks, "the draft head", DRAFT_FLAG)
     reader = WeightReader(head.weights, setup)
     with enough_memory("the draft head"), torch.inference_mode():
         weights = _read_head(head.config, reader, target)
         if head.config.algorithm.guesses_features:
-            rows = target_rows(target.weights.output, head.token_ids, reader)
+            rows = target.output.rows(head.token_ids, setup)
         else:
             rows = reader.tensor("head")
         room = MAX_REQUEST_TOKENS if head.config.request_tokens else 0
-        output = DraftOutput(reader, rows, head.token_ids, target.weights.output, room)
+        output = DraftOutput(reader, rows, head.token_ids, target.output, room)
         return CudaHead(head.config, weights, output, setup, target)
 
 
@@ -121,6 +140,9 @@ def _read_head(config: HeadConfig, reader: WeightReader, target: CudaDecoder) ->
         place, known, tell, out = (reader.matrix(f"relay.{n}") for n in ("place", "known", "tell", "out"))
         relay = RelayWeights(place, known, tell, out, reader.tensor("relay.embed_norm"))
     target_norm = target.weights.final_norm.to(device, reader.setup.dtype)
+    inverse = _inverse(c.layers, device, None)
+    with shared_stack(c.layers, reader, None) as (shape, own, lead):
+        stack = read_stack(own, shape, c.layers.windows, inverse, lead)
     return HeadWeights(
         embed=embed,
         owns_embed=own_embed is not None,
@@ -132,27 +154,31 @@ def _read_head(config: HeadConfig, reader: WeightReader, target: CudaDecoder) ->
         norm=reader.optional("norm"),
         target_norm=target_norm if c.algorithm.guesses_features else None,
         mask_taps=reader.optional("mask_hidden"),
-        layers=[reader.layer(i) for i in range(c.layers.num_layers)],
-        inverse=_inverse(c.layers, device, None),
+        stack=stack,
         relay=relay,
     )
 
 
 def load_cut_model(
-    model: CutModel, target: Decoder, device: Device | None, weight_type: str | None
+    model: CutModel, target: Decoder, device: Device | None, weight_type: str | None, num_ranks: int = 1
 ) -> CudaCutModel:
-    """Make a draft model's decoder, see `LoadCutModel`."""
+    """Make a draft model's decoder, see `LoadCutModel`. num_ranks: processes that share its layers."""
     assert isinstance(target, CudaDecoder)
-    setup = _draft_setup(target, device, weight_type)
+    config, setup = model.config, _draft_setup(target, device, weight_type, num_ranks)
+    check_model(config, num_ranks, "the draft model", DRAFT_FLAG)
     reader = WeightReader(model.weights, setup)
     with enough_memory("the draft model"), torch.inference_mode():
-        theirs, ids = target.weights.output, model.token_ids
-        output = DraftOutput(reader, target_rows(theirs, ids, reader), ids, theirs, MAX_REQUEST_TOKENS)
+        ids = model.token_ids
+        output = DraftOutput(reader, target.output.rows(ids, setup), ids, target.output, MAX_REQUEST_TOKENS)
+        inverse = _inverse(config, setup.device, None)
+        with shared_stack(config, reader, None) as (shape, own, lead):
+            stack = read_stack(own, shape, config.windows, inverse, lead)
         weights = DecoderWeights(
             embed=target.weights.embed.to(setup.device, setup.dtype),
             output=output.matrix,
             final_norm=reader.tensor("final_norm"),
-            layers=[reader.layer(i) for i in range(model.config.num_layers)],
-            inverse=_inverse(model.config, setup.device, None),
+            layers=stack.layers,
+            inverse=inverse,
+            lead=lead,
         )
-        return CudaCutModel(CudaDecoder(model.config, weights, setup), output)
+        return CudaCutModel(CudaDecoder(config, weights, setup), output)

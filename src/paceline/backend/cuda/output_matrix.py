@@ -12,14 +12,16 @@ from paceline.backend.cuda.device_weights import first_rows, matrix_rows
 from paceline.backend.cuda.kernel_launch import uses_kernels
 from paceline.backend.cuda.pass_choice import DraftTokens
 from paceline.backend.cuda.products import Parts, kernel_product, multiply
+from paceline.backend.cuda.ranks import in_order
 from paceline.backend.seam import MAX_REQUEST_TOKENS
 
 if TYPE_CHECKING:
     from numpy import int64
     from numpy.typing import NDArray
 
-    from paceline.backend.cuda.device_weights import WeightReader
+    from paceline.backend.cuda.device_weights import Setup, WeightReader
     from paceline.backend.cuda.products import Matrix
+    from paceline.backend.cuda.ranks import Lead
 
 _ROWS_AT_ONCE = 1 << 14  # rows of 16-bit weights that a host widens
 
@@ -47,13 +49,50 @@ def wide_product(x: torch.Tensor, m: Matrix) -> torch.Tensor:
     return torch.cat([functional.linear(tokens, rows.to(wide)) for rows in pieces], dim=-1)
 
 
+class OutputMatrix:
+    """Output matrix of a target or draft model: whole, or rank 0's rows of it."""
+
+    def __init__(self, matrix: Matrix, num_tokens: int, lead: Lead | None = None) -> None:
+        """num_tokens: of the whole. lead: of rank 0, if other ranks have rows."""
+        self.matrix, self.num_tokens = matrix, num_tokens
+        self._lead = lead
+
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """Return raw logits [n, num_tokens] of normed states [n, width], see `wide_product`."""
+        lead = self._lead
+        if lead is None:
+            return wide_product(normed, self.matrix)
+        with lead.together("logits", (normed,)):
+            parts = lead.collect(wide_product(normed, self.matrix))
+        assert parts is not None
+        return parts.transpose(0, 1).flatten(1)[:, : self.num_tokens]
+
+    def rows(self, token_ids: NDArray[int64], setup: Setup) -> torch.Tensor:
+        """Return the rows [n, width] of tokens, on a setup's device in its type."""
+        ids, lead = torch.from_numpy(token_ids).to(self.matrix.data.device), self._lead
+        if lead is None:
+            return matrix_rows(self.matrix, ids, setup.dtype).to(setup.device)
+        with lead.together("rows", (ids,)):
+            rows = lead.gather(own_rows(self.matrix, ids, lead.rank)[None])
+        return in_order(rows).to(setup.device, setup.dtype)
+
+
+def own_rows(part: Matrix, token_ids: torch.Tensor, rank: int) -> torch.Tensor:
+    """Return a rank's rows [n, width] of tokens, zeros for others'. float32 or wider."""
+    at = token_ids - rank * part.shape[0]
+    mine = (at >= 0) & (at < part.shape[0])
+    wide = torch.promote_types(part.data.dtype if part.kind == "plain" else torch.float32, torch.float32)
+    rows = matrix_rows(part, at.clamp(0, part.shape[0] - 1), wide)
+    return torch.where(mine[:, None], rows, 0)
+
+
 class DraftOutput:
     """Output matrix of a draft vocabulary, with room for tokens of requests."""
 
     def __init__(
-        self, reader: WeightReader, rows: torch.Tensor, token_ids: NDArray[int64], target: Matrix, room: int
+        self, reader: WeightReader, rows: torch.Tensor, token_ids: NDArray[int64], target: OutputMatrix, room: int
     ) -> None:
-        """rows: [num_tokens, width] of these tokens. target: the target's matrix. room: for tokens of requests."""
+        """rows: [num_tokens, width] of these tokens. room: for tokens of requests."""
         assert room <= MAX_REQUEST_TOKENS
         self._reader, self._target, self._fixed_ids = reader, target, token_ids
         wide = torch.cat([rows, rows.new_zeros(room, rows.shape[1])]) if room else rows
@@ -74,7 +113,7 @@ class DraftOutput:
         num_fixed, data = len(self._fixed_ids), self.whole.data
         assert num_fixed + len(token_ids) <= len(data), "more tokens than there is room for"
         if len(token_ids):
-            rows = target_rows(self._target, token_ids, self._reader)
+            rows = self._target.rows(token_ids, self._reader.setup)
             packed = self._reader.packed(rows, self._reader.setup.output_type)
             data[num_fixed : num_fixed + len(token_ids)] = packed.data
             if packed.scale is not None and self.whole.scale is not None:
@@ -83,15 +122,9 @@ class DraftOutput:
 
     def _take(self, token_ids: NDArray[int64]) -> None:
         """Make the first rows stand for these tokens."""
-        rows = np.full(self._target.shape[0], -1, np.int64)
+        rows = np.full(self._target.num_tokens, -1, np.int64)
         rows[token_ids] = np.arange(len(token_ids))
         self.tokens = DraftTokens(torch.from_numpy(token_ids).to(self._reader.setup.device), rows)
         self.whole_ids[: len(token_ids)] = self.tokens.ids
         self.whole_ids[len(token_ids) :] = -1
         self.matrix = first_rows(self.whole, len(token_ids))
-
-
-def target_rows(target: Matrix, token_ids: NDArray[int64], reader: WeightReader) -> torch.Tensor:
-    """Return a target's rows [n, width] of tokens, on the reader's device in its type."""
-    ids = torch.from_numpy(token_ids).to(target.data.device)
-    return matrix_rows(target, ids, reader.setup.dtype).to(reader.setup.device)

@@ -114,6 +114,17 @@ def segment_of(num_rows: int, width: int) -> int:
     return max(cdiv(cdiv(width, wanted), STEP), 1) * STEP
 
 
+def segment_of_part(part: tuple[int, int], dim: int | None, size: int) -> int:
+    """Return the segment of one rank's part [N, K]: the whole's, if possible.
+
+    That is where a segment ends at each border of two ranks. Then sums over ranks are those of one rank.
+    dim: that `size` ranks share; None: none.
+    """
+    num_rows, width = part
+    whole = segment_of(num_rows * (size if dim == 0 else 1), width * (size if dim == 1 else 1))
+    return whole if dim != 1 or width % whole == 0 else segment_of(num_rows, width)
+
+
 def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return rows [n, K] in fp8 and a float32 scale [n] of each."""
     wide = x.to(torch.float32)
@@ -179,6 +190,19 @@ def multiply(x: torch.Tensor, m: Matrix, *, fast: bool = False) -> Product:
     return kernel_product(x, m, parallel=_runs_in_parallel(x, m))
 
 
+def partial_product(x: torch.Tensor, m: Matrix) -> torch.Tensor:
+    """Return sums of a matrix' segments without the bias, [segments, T, N], float32 or wider.
+
+    PyTorch's products have one segment.
+    """
+    if uses_kernels(x):
+        product = kernel_product(x, m, parallel=True)
+        assert isinstance(product, Parts)
+        return product.sums
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return functional.linear(_as_read(x, m, wide), unpacked(m, wide))[None]
+
+
 def finished(p: Product) -> torch.Tensor:
     """Return a product [T, N] in the model's type."""
     if isinstance(p, torch.Tensor):
@@ -206,12 +230,16 @@ def _plain_product(x: torch.Tensor, m: Matrix) -> torch.Tensor:
     if m.kind == "plain":
         return functional.linear(x, m.data, m.bias)
     wide = torch.promote_types(x.dtype, torch.float32)
-    tokens = x.to(wide)
-    if m.kind == "fp8":  # activations are rounded as the kernels round them
-        rounded, scale = quantise_rows(x)
-        tokens = rounded.to(wide) * scale.to(wide)[:, None]
-    product = functional.linear(tokens, unpacked(m, wide), None if m.bias is None else m.bias.to(wide))
-    return product.to(x.dtype)
+    bias = None if m.bias is None else m.bias.to(wide)
+    return functional.linear(_as_read(x, m, wide), unpacked(m, wide), bias).to(x.dtype)
+
+
+def _as_read(x: torch.Tensor, m: Matrix, wide: torch.dtype) -> torch.Tensor:
+    """Return tokens in a wide type, rounded where the kernels of a matrix round them."""
+    if m.kind != "fp8":
+        return x.to(wide)
+    rounded, scale = quantise_rows(x)
+    return rounded.to(wide) * scale.to(wide)[:, None]
 
 
 def _library_product(x: torch.Tensor, m: Matrix) -> torch.Tensor | None:

@@ -127,7 +127,7 @@ class PEagleConfig(HeadOptions):
 def _drafter(make: Callable[..., HeadDrafter], asked: AskedHead, target: Target, head: Head) -> Drafter:
     """Return a drafter on the target's device where that drafts late, else on the host."""
     runner = target.memory.run_head(head, asked.weights)
-    if not runner.capabilities.late or target.law_needs_probs:
+    if not runner.capabilities.late or target.law_needs_probs or target.apart:
         return make(asked, target, head, runner)
     return _late(asked, target, head, runner)
 

@@ -172,7 +172,7 @@ class DraftModelConfig:
             stops=not target.law_needs_probs,
             trained_to=kept,
         )
-        if read_as is None and may_draft_late(decoder, target):
+        if read_as is None and not target.apart and may_draft_late(decoder, target):
             late = replace(needs, late=True)
             return late_drafter(target, decoder, kv, late, report, self.layers, vocabulary)
         drafter = DraftModel(

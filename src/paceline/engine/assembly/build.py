@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from numpy import floating
     from numpy.typing import NDArray
 
-    from paceline.backend.device import Device
     from paceline.backend.rows import Rows
     from paceline.backend.seam import CutModelDecoder, Decoder, HeadRunner
     from paceline.draft.drafter import Drafter
@@ -115,7 +114,7 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
         )
     load_law(config.law)
     model = load_model(resolve(config.model, partial(progress, "fetching the model") if progress else None))
-    decoder = _decoder(model, config, config.threads, config.placement.target, progress)
+    decoder = _target_decoder(model, config, progress)
     return Loaded(
         name=_short_name(config.model),
         decoder=decoder,
@@ -152,6 +151,7 @@ def assemble(
             partial(_run_head, config, loaded.decoder),
             partial(_run_cut_model, config, loaded.decoder),
         ),
+        apart=config.placement.apart,
     )
     drafters = _drafters(config, target, specs.configs, load_drafter)
     stores = [store for d in drafters for store in d.needs.stores]
@@ -247,18 +247,13 @@ def _short_name(model: str) -> str:
     return Path(model).resolve().stem if Path(model).exists() else model
 
 
-def _decoder(
-    model: LoadedModel,
-    config: EngineConfig,
-    threads: int | None,
-    device: Device | None,
-    progress: Progress | None = None,
-) -> Decoder:
+def _target_decoder(model: LoadedModel, config: EngineConfig, progress: Progress | None) -> Decoder:
     weights: Mapping[str, NDArray[floating]] = model.weights
     if progress:
         weights = _WeightsWithProgress(weights, 4 * num_weights(model.config), progress)
-    load_decoder = config.backend_spec.load(config.numerics_mode)
-    return load_decoder(model.config, weights, config.weight_type, config.kv_type, threads, device)
+    load_decoder = config.backend_spec.load(config.numerics_mode, config.tensor_parallel)
+    types, device = (config.weight_type, config.kv_type), config.placement.target
+    return load_decoder(model.config, weights, *types, config.threads, device)
 
 
 class _WeightsWithProgress(Mapping[str, "NDArray[floating]"]):
@@ -298,19 +293,27 @@ class _WeightsWithProgress(Mapping[str, "NDArray[floating]"]):
 def _load_drafter(config: EngineConfig, name: str) -> DraftWeights:
     model = load_model(name)
     vocabulary = Vocabulary(name, load_tokenizer(model), model.config.vocab_size)
-    own, target = config.placement.draft, config.placement.target
+    own, spec = config.placement.draft, config.own_model_spec
     threads = config.threads if own is None else None
-    return DraftWeights(_decoder(model, config, threads, own or target), vocabulary)
+    types, numerics = (config.weight_type, config.kv_type), config.numerics_mode
+    if spec is not config.backend_spec:
+        weight_type = spec.weight_type(None)
+        types, numerics = (weight_type, spec.kv_type(None, weight_type)), spec.numerics_of(None)
+    load_decoder = spec.load(numerics, config.draft_tensor_parallel)
+    decoder = load_decoder(model.config, model.weights, *types, threads, own or config.placement.target)
+    return DraftWeights(decoder, vocabulary)
 
 
 def _run_head(config: EngineConfig, target: Decoder, head: Head, weight_type: str | None) -> HeadRunner:
-    return config.backend_spec.load_head()(head, target, config.placement.draft, weight_type)
+    load_head = config.backend_spec.load_head(config.draft_tensor_parallel)
+    return load_head(head, target, config.placement.draft, weight_type)
 
 
 def _run_cut_model(
     config: EngineConfig, target: Decoder, model: CutModel, weight_type: str | None
 ) -> CutModelDecoder:
-    return config.backend_spec.load_cut_model()(model, target, config.placement.draft, weight_type)
+    load_cut_model = config.backend_spec.load_cut_model(config.draft_tensor_parallel)
+    return load_cut_model(model, target, config.placement.draft, weight_type)
 
 
 def choose_loop(asked: str, engine: Engine, placement: Placement) -> tuple[Loop, str]:

@@ -84,10 +84,17 @@ def add_target_arguments(parser: ArgumentParser) -> None:
     group.add_argument("--kv", metavar="TYPE", help=f"type of the KV cache, {types}")
     group.add_argument(
         "--draft-device",
-        metavar="same|cpu:CORES|DEVICE",
+        metavar="same|cpu|cpu:CORES|DEVICE",
         default=DEFAULTS.draft_device,
-        help="where drafters run: cores of their own such as cpu:2-3, or, on a backend of PyTorch's, a device",
+        help="where drafters run: cores of their own such as cpu:2-3, or, on a backend of PyTorch's, a device; "
+        "cpu: all cores, beside a target on a GPU",
     )
+    ranks = ", ".join(f"{name}: up to {s.max_ranks}" for name, s in BACKENDS.items() if s.max_ranks > 1)
+    for flag, what in (
+        ("--tensor-parallel", "the target's layers, on its device and the next ones"),
+        ("--draft-tensor-parallel", "the drafters' layers, likewise"),
+    ):
+        group.add_argument(flag, type=int, metavar="N", default=1, help=f"processes that share {what}; {ranks}")
     group.add_argument("--threads", type=int, metavar="N", help="threads of the target (default: all cores)")
     limits = parser.add_argument_group("limits")
     limits.add_argument("--kv-tokens", type=int, metavar="N", help="KV slots in all (default: what the rows need)")
@@ -130,6 +137,8 @@ def engine_config(args: Namespace) -> EngineConfig:
         profile=profile,
         overlap=getattr(args, "overlap", DEFAULTS.overlap),
         draft_device=args.draft_device,
+        tensor_parallel=args.tensor_parallel,
+        draft_tensor_parallel=args.draft_tensor_parallel,
         objective=getattr(args, "objective", DEFAULTS.objective),
         trace=getattr(args, "trace", None),
     )

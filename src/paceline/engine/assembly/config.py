@@ -23,6 +23,7 @@ DEFAULT_DRAFT = "auto"
 AUTO, ON, OFF = OVERLAPS = ("auto", "on", "off")  # values of --overlap
 MAX_ROWS = 1024
 MAX_THREADS = 1024
+MAX_RANKS = 8
 _KINDS = {"str": (str,), "str | None": (str, NoneType), "bool": (bool,), "Limits": (Limits,)}
 _FILES = frozenset({"model", "profile", "trace"})  # options that may be given as a path object
 
@@ -44,7 +45,9 @@ class EngineConfig:
     prefix_cache: bool = True
     profile: str | None = None  # file of measured costs for `--draft auto`; None: those of this machine
     overlap: str = AUTO  # one of OVERLAPS: draft one half of the rows while the other is scored
-    draft_device: str = SAME  # where drafters run; see `Device.parse`
+    draft_device: str = SAME  # where drafters run; see `Placement.parse`
+    tensor_parallel: int = 1  # processes that share the target's layers, each on a device of its own
+    draft_tensor_parallel: int = 1  # likewise, of drafters with layers of their own
     objective: str = THROUGHPUT  # of `--draft auto`; or latency:MS
     trace: str | None = None  # file to which `--draft auto` writes its inputs, choices and outcomes
     limits: Limits = field(default_factory=Limits)
@@ -55,6 +58,10 @@ class EngineConfig:
                 object.__setattr__(self, name, os.fspath(path))
         _check_kinds(self)
         _ = self.kv_type, self.numerics_mode, Objective.parse(self.objective), self.placement
+        _bounded("--tensor-parallel", self.tensor_parallel, 1, MAX_RANKS)
+        _bounded("--draft-tensor-parallel", self.draft_tensor_parallel, 1, MAX_RANKS)
+        self.backend_spec.check_ranks("--tensor-parallel", self.tensor_parallel)
+        self.backend_spec.check_ranks("--draft-tensor-parallel", self.draft_tensor_parallel)
         if self.overlap not in OVERLAPS:
             known = f"{', '.join(OVERLAPS)}{suggest(self.overlap, OVERLAPS)}"
             raise ConfigError(f"--overlap {self.overlap}: it is one of {known}")
@@ -85,6 +92,13 @@ class EngineConfig:
     def backend_spec(self) -> BackendSpec:
         """The backend's entry in the registry."""
         return backend_spec(self.backend)
+
+    @property
+    def own_model_spec(self) -> BackendSpec:
+        """Backend of a draft model that stands alone; on cores it may be another."""
+        spec, draft = self.backend_spec, self.placement.draft
+        on_cores = draft is not None and draft.is_host and spec.cores_backend is not None
+        return backend_spec(spec.cores_backend) if on_cores and spec.cores_backend else spec
 
     @property
     def why_backend(self) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from paceline.backend.device import SAME, Device
+from paceline.backend.device import CPU, SAME, Device
 from paceline.backend.pass_thread import PassThread
 from paceline.core.errors import ConfigError
 from paceline.core.system import usable_cores
@@ -37,8 +37,11 @@ class Placement:
 
     @classmethod
     def parse(cls, text: str, target: Device | None = None) -> Placement:
-        """Parse a `--draft-device`; the target's thread gets the other cores. Raises `ConfigError`."""
-        draft = Device.parse(text)
+        """Parse a `--draft-device`; the target's thread gets the other cores. Raises `ConfigError`.
+
+        Beside a target on a device of its backend `cpu` is all cores; else see `Device.parse`.
+        """
+        draft = Device(torch_name=CPU) if text == CPU and target is not None else Device.parse(text)
         if draft is None or not draft.cores:
             return cls(target, draft)
         left = usable_cores() - draft.cores

@@ -54,7 +54,7 @@ ONE_LAW = "under --law coupled every token is the target's own choice, whatever 
 AS_TARGET = "a drafter is loaded and run as its target is"
 NOT_HERE = "it is about kernels and buffers that are not here"
 LEFT_OUT = {  # key -> why it is left out
-    "draft_tensor_parallel_size": "a drafter runs on one device",
+    "draft_tensor_parallel_size": "--draft-tensor-parallel says it",
     "rejection_sample_method": f"{ONE_LAW}; --law block is block verification",
     "draft_sample_method": f"{ONE_LAW}; drafts share its noise",
     "acceptance_method": ONE_LAW,

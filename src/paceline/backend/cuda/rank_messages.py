@@ -1,0 +1,256 @@
+"""Messages between rank 0 and the other ranks, and the line that they take.
+
+Messages tell what comes and of what shape. Tensors go through the ranks' process group.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+import torch
+from msgspec import Meta, Struct
+
+from paceline.backend.cuda.kernel_launch import ALIGNMENT
+from paceline.backend.cuda.ranks import Operation, as_bytes
+from paceline.backend.cuda.rowwise import Activation
+from paceline.core.errors import ConfigError, EngineDied, PacelineError
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Sequence
+
+MAX_MESSAGE_BYTES = 1 << 16  # a stack's windows are the longest
+_HEAD_BYTES = 4  # length of a message, little endian, before it
+
+Number = Annotated[int, Meta(ge=0, lt=1 << 40)]
+Size = Annotated[int, Meta(ge=1, lt=1 << 40)]
+Name = Annotated[str, Meta(max_length=4096)]
+
+
+class RankMessage(Struct, tag=True, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """A message."""
+
+
+class TensorShape(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """Shape and type of a tensor that comes."""
+
+    dtype: Name
+    shape: Annotated[tuple[Number, ...], Meta(max_length=8)]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorShape:
+        """Return those of a tensor."""
+        return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """PyTorch's type."""
+        found = getattr(torch, self.dtype, None)
+        assert isinstance(found, torch.dtype)
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return prod(self.shape) * self.torch_dtype.itemsize
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """Return a tensor of this kind, to be filled."""
+        return torch.empty(self.shape, dtype=self.torch_dtype, device=device)
+
+
+def joined(pieces: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """Return the bytes of tensors in one tensor, each aligned for kernels; None takes none."""
+    parts = []
+    for piece in pieces:
+        if piece is not None:
+            parts.append(as_bytes(piece))
+            parts.append(parts[-1].new_zeros(-len(parts[-1]) % ALIGNMENT))
+    return torch.cat(parts)
+
+
+def split_pieces(whole: torch.Tensor, kinds: Sequence[TensorShape | None]) -> list[Any]:
+    """Return the tensors that were joined."""
+    found: list[Any] = []
+    start = 0
+    for kind in kinds:
+        if kind is None:
+            found.append(None)
+            continue
+        found.append(whole[start : start + kind.nbytes].view(kind.torch_dtype).view(kind.shape))
+        start += aligned_bytes(kind)
+    return found
+
+
+def aligned_bytes(kind: TensorShape | None) -> int:
+    """Return the bytes that a tensor takes among others."""
+    return 0 if kind is None else -(-kind.nbytes // ALIGNMENT) * ALIGNMENT
+
+
+# To other ranks -------------------------------------------------------------------------------------
+
+
+class BeginRank(RankMessage, frozen=True):
+    """The first message: where to run. Answered."""
+
+    rank: Size
+    device: Name
+    threads: Size
+    timeout_s: float  # of one exchange
+
+
+class JoinGroup(RankMessage, frozen=True):
+    """Meet the first `size` ranks in a process group. Answered before and after."""
+
+    size: Size
+    store: Name  # file at which they meet
+
+
+class NewStack(RankMessage, frozen=True):
+    """Take a share of some layers, which rank 0 deals out. Answered."""
+
+    number: Number
+    size: Size  # ranks that share it
+    weight_type: Name
+    kv_type: Name
+    fast: bool
+    num_heads: Size  # of one rank
+    num_kv_heads: Size
+    head_dim: Size
+    eps: float
+    query_scale: float
+    activation: Activation
+    windows: Annotated[tuple[Number, ...], Meta(max_length=4096)]  # of each layer
+    output: bool  # and rows of an output matrix
+
+
+class TakeTensor(RankMessage, frozen=True):
+    """Take a tensor that comes, whole or one's own part."""
+
+    kind: TensorShape | None  # None: there is none of that name
+
+
+class NewKV(RankMessage, frozen=True):
+    """Make a store for the first layers of a stack. Answered."""
+
+    stack: Number
+    number: Number
+    num_pages: Size
+    num_layers: Size
+
+
+class FollowPass(RankMessage, frozen=True):
+    """A pass, or a part of one; see `Lead.together`."""
+
+    operation: Operation
+    stack: Number
+    kinds: Annotated[tuple[TensorShape | None, ...], Meta(max_length=8)]  # of the pieces that come, see `joined`
+    kv: Number = 0
+    num_layers: Number = 0
+
+
+class BeginGraph(RankMessage, frozen=True):
+    """Capture what follows as a graph."""
+
+    number: Number
+
+
+class EndGraph(RankMessage, frozen=True):
+    """The graph is whole."""
+
+
+class ReplayGraph(RankMessage, frozen=True):
+    """Replay a graph."""
+
+    number: Number
+
+
+class DropNumbers(RankMessage, frozen=True):
+    """Forget stacks, stores and graphs."""
+
+    numbers: tuple[Number, ...]
+
+
+# To rank 0 ------------------------------------------------------------------------------------------
+
+
+class RankReady(RankMessage, frozen=True):
+    """The answer, if all is well."""
+
+
+class RankTrouble(RankMessage, frozen=True):
+    """The answer, if not: the process ends."""
+
+    message: str
+    kind: Literal["user", "exchange", "bug"]  # a user can mend it; another rank is to blame; or we
+
+
+ToRank = (
+    BeginRank
+    | JoinGroup
+    | NewStack
+    | TakeTensor
+    | NewKV
+    | FollowPass
+    | BeginGraph
+    | EndGraph
+    | ReplayGraph
+    | DropNumbers
+)
+FromRank = RankReady | RankTrouble
+
+encode_message = msgspec.msgpack.Encoder().encode
+decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode
+decode_from_rank = msgspec.msgpack.Decoder(FromRank).decode
+
+
+def error_in(trouble: RankTrouble) -> PacelineError:
+    """Return the error that a rank tells of."""
+    return ConfigError(trouble.message) if trouble.kind == "user" else EngineDied(trouble.message)
+
+
+class LineEnded(Exception):  # noqa: N818 (a state, no error of the user's)
+    """The other end of a line is gone."""
+
+
+class RankLine:
+    """One end of a line of messages."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+
+    def send(self, message: bytes) -> None:
+        """Send a message. Raises `LineEnded`."""
+        assert len(message) <= MAX_MESSAGE_BYTES
+        try:
+            self._socket.sendall(len(message).to_bytes(_HEAD_BYTES, "little") + message)
+        except OSError as error:
+            raise LineEnded from error
+
+    def receive(self, timeout_s: float | None = None) -> bytes:
+        """Wait for a message. Raises `TimeoutError`, `LineEnded`."""
+        self._socket.settimeout(timeout_s)
+        length = int.from_bytes(self._read(_HEAD_BYTES), "little")
+        if length > MAX_MESSAGE_BYTES:
+            raise LineEnded
+        return self._read(length)
+
+    def _read(self, count: int) -> bytes:
+        found = b""
+        while len(found) < count:
+            try:
+                more = self._socket.recv(count - len(found))
+            except TimeoutError:
+                raise
+            except OSError as error:
+                raise LineEnded from error
+            if not more:
+                raise LineEnded
+            found += more
+        return found
+
+    def close(self) -> None:
+        """Close this end."""
+        self._socket.close()
