@@ -193,5 +193,5 @@ def test_kv_counts_its_bytes_and_a_tied_table_counts_once() -> None:
     assert ours.weight_bytes == twin.weight_bytes == 8 * sum(w.numel() for w in weights.values())
     small = load_on_host(config, weights, "bf16", "fp8", None)
     assert small.new_kv(4).bytes_per_token == 3 * 2 * config.num_kv_heads * (config.head_dim + 4)
-    assert ours.describe() == "cuda, f64, exact numerics, on this machine's cores"
+    assert ours.describe() == "cuda, f64, this machine's cores, exact numerics"
     assert not ours.capabilities.asynchronous
