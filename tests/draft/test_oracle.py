@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from math import sqrt
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
+from paceline.backend.cuda.graphs import Uncaptured
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
@@ -96,6 +97,21 @@ def test_no_draft_is_kept_or_all(plain: dict[str, Answer], file: Path, rate: int
     assert_same(plain, run(engine, REQUESTS))
     assert tested[0] > 100
     assert kept == [rate * count for count in tested]
+
+
+def test_drafting_that_is_padded_and_captured_drafts_the_same(plain: dict[str, Answer], file: Path) -> None:
+    """Pointers beside the oracle, as many rows as there are; on a host what is captured runs as it is."""
+    counts = []
+    for captured in (False, True):
+        engine = make_engine(f"oracle:file={file},rates=0.6,k=3,head=suffix", PLAIN, types="cuda")
+        target: Any = engine.target
+        if captured:
+            target.rows.capture = Uncaptured
+        assert_same(plain, run(engine, REQUESTS[:5]) | {r.request_id: plain[r.request_id] for r in REQUESTS[5:]})
+        assert engine.stats().drafter_failures == 0
+        counts.append(engine.stats().drafters["oracle"])
+    assert counts[0] == counts[1]
+    assert counts[0].verified_at[0] > 100
 
 
 @pytest.mark.parametrize("types", ["f64", "cuda"])

@@ -44,9 +44,8 @@ def engine_of(kind: str, num_rows: int) -> Engine:
     """Return an engine whose target answers at once."""
     backend, device = KINDS[kind]
     limits = Limits(num_rows=num_rows, max_len=1024, prefill_tokens=1 << 14)
-    config = EngineConfig(
-        model=MODEL, backend=backend, device=device, draft="off", limits=limits, prefix_cache=False, kv_tokens=1 << 16
-    )
+    memory: dict[str, Any] = {"prefix_cache": False, "kv_tokens": 1 << 16}
+    config = EngineConfig(model=MODEL, backend=backend, device=device, draft="off", limits=limits, **memory)
     engine = build(config).engine
     (_answer_late if engine.target.late else _answer_at_once)(engine)
     return engine
@@ -67,7 +66,7 @@ def _answer_late(engine: Engine) -> None:
     from paceline.backend.cuda.step_graphs import StepOutputs
 
     def run(block: Any, num_tokens: int, num_wanted: int, num_pages: int) -> StepOutputs:
-        n = block.shape[1]
+        n, _ = block.shape[1], (num_tokens, num_pages)
         none = torch.zeros(n, dtype=torch.int64)
         chosen = torch.full((num_wanted,), TOKEN)
         drafts = torch.zeros(n, MAX_DRAFTS, dtype=torch.int64)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from paceline.backend.cuda.late_target import LateTarget
     from paceline.backend.cuda.step_graphs import StepOutputs
+    from paceline.backend.target import ReadyPass
     from paceline.control.policy import StepView
     from paceline.core.nouns import Batch, Draft
 
@@ -157,3 +158,36 @@ def test_passes_are_as_long_as_their_budget_and_texts_stay(draft: str, captured:
     assert counts.verified_at[0] > 50
     assert counts.drafted > 1.5 * sum(counts.verified_at), "what was made and not verified is counted"
     assert all(num_tokens <= num_known + Budgeted.BUDGET for num_tokens, num_known in lengths)
+
+
+@pytest.mark.parametrize(("law", "budget"), [("coupled", Budgeted.BUDGET), ("rejection", None)])
+def test_only_laws_that_admit_any_trim_have_budgets(law: str, budget: int | None) -> None:
+    engine = make_engine("ngram:min=1,k=8", PLAIN, law, types="cuda")
+    engine.controller = Budgeted("ngram", 8, 0)
+    request, budgets = engine.target.request, set()
+
+    def watched(batch: Batch, draft: Draft) -> ReadyPass:
+        budgets.add(draft.budget)
+        return request(batch, draft)
+
+    engine.target.request = watched  # type: ignore[method-assign]
+    run(engine, REQUESTS[:2])
+    assert budgets == {budget}
+
+
+def test_the_controller_sets_budgets_for_drafters_of_the_device() -> None:
+    """Steps with drafts have one; texts stay, and no step verifies more."""
+    plain = run(make_engine("off", PLAIN, types="cuda"), REQUESTS)
+    engine = make_engine("auto:suffix+draft-model:model=same", PLAIN, types="cuda")
+    plan, budgets = engine.controller.plan, []
+
+    def watched(view: StepView) -> Plan:
+        found = plan(view)
+        if any(row.k for row in found.rows.values()):
+            budgets.append(found.budget)
+        return found
+
+    engine.controller.plan = watched  # type: ignore[method-assign]
+    assert_same(plain, run(engine, REQUESTS))
+    assert budgets
+    assert all(budgets), budgets

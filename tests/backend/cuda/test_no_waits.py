@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,9 @@ from tests.backend.backends import load_on_host
 from tests.draft.heads import RELAY, draft_ids, drafter_of, head_values, random_weights, trained_head
 from tests.engine.same_text import PLAIN, make_engine, target
 from tests.tiny import tiny_config, tiny_weights
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SLIDING = Sliding(9, frozenset({0, 2}), Rope(theta=1e4))
 
@@ -75,10 +79,17 @@ def test_a_heads_pass_never_waits(kind: str) -> None:
             assert head.relayed(messages).shape == normed.shape
 
 
-@pytest.mark.parametrize("draft", ["off", "draft-model:model=noisy,k=3", "eagle3", "peagle", RELAY])
-def test_a_step_and_its_drafting_never_wait(draft: str) -> None:
+LOOKUPS = ["ngram:k=3", "suffix:k=3", "oracle:k=3,head=ngram,file="]
+
+
+@pytest.mark.parametrize("draft", ["off", *LOOKUPS, "draft-model:model=noisy,k=3", "eagle3", "peagle", RELAY])
+def test_a_step_and_its_drafting_never_wait(draft: str, tmp_path: Path) -> None:
     """Orders, gathering, the pass, choices, the verdict, the rows' advance; and all passes of the drafter."""
     spec = draft if ":" in draft or draft == "off" else _trained(draft)
+    if spec.endswith("file="):
+        file = tmp_path / "recorded.jsonl"
+        file.write_text(json.dumps({"token_ids": [40] * 30}))
+        spec += str(file)
     engine = make_engine(spec, PLAIN, types="cuda")
     for index in range(3):
         prompt = tuple(range(40, 49 + index))
@@ -93,6 +104,7 @@ def test_a_step_and_its_drafting_never_wait(draft: str) -> None:
             drafter.program.draft(drafts)  # type: ignore[attr-defined]
         block = target.rows.step_block(batch, [r.max_drafts for r in batch.rows])
         num_tokens = sum(1 + r.max_drafts for r in batch.rows)
+        assert len(target.graphs.cut_to_budget(block, 2)) == len(batch.rows)
         outputs = target.graphs.run(block, num_tokens, num_tokens, 8)
     assert len(outputs.chosen) >= num_tokens
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
+from paceline.backend.cuda.device_memory import lazy_zeros
 from paceline.backend.cuda.kernel_launch import (
     ELEMENTS,
     Variant,
@@ -26,7 +27,6 @@ from paceline.backend.cuda.kernel_launch import (
     unaligned_marks,
     uses_kernels,
 )
-from paceline.backend.reference.attention import lazy_zeros
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import PAGE_TOKENS
 
