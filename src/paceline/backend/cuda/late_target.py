@@ -171,9 +171,9 @@ def _scores(asked: LatePass, record: Record) -> Scores:
 
 
 def _drafts(asked: Draft, record: Record, counts: Sequence[int]) -> Draft:
-    """Return the first `counts[i]` drafts of each row, those of a host whole."""
+    """Return the first `counts[i]` drafts of each row, wherever they were made."""
     bounds = enumerate(zip(asked.rows, counts, strict=True))
-    return Draft(tuple(_known(d, record, i, count) if d.is_bound else d for i, (d, count) in bounds))
+    return Draft(tuple(_known(d, record, i, count) if d.is_bound else d.first(count) for i, (d, count) in bounds))
 
 
 def _places(batch: Batch, counts: Sequence[int]) -> list[int]:
