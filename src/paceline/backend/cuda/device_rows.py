@@ -194,7 +194,7 @@ class DeviceRows(Rows):
     def put_drafts(self, drafts: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Send drafts of rows that were made on the host; other rows have none.
 
-        A budget leaves them whole.
+        A budget takes them before those of a device.
         """
         block = np.zeros((len(drafts), MAX_DRAFTS + 2), np.int64)
         for index, (row, token_ids) in enumerate(drafts):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from paceline.backend.cuda.device_memory import on_device
 from paceline.backend.cuda.device_rows import MAX_DRAFTS
 from paceline.core.nouns import MOST_MARGIN, noun
 
@@ -55,6 +56,10 @@ class DraftGraphs:
 
     def run(self, shape: DraftShape, drafts: Sequence[LateDraft], *, captured: bool) -> None:
         """Draft for rows, at most as many as the shape has."""
+        with on_device(self._rows.device):
+            self._run_drafts(shape, drafts, captured=captured)
+
+    def _run_drafts(self, shape: DraftShape, drafts: Sequence[LateDraft], *, captured: bool) -> None:
         orders = tuple(map(torch.from_numpy, orders_of(drafts, shape, self._rows.num_rows)))
         if not (captured and self.pads):
             self._run(shape, *(each.to(self._rows.device, non_blocking=True) for each in orders))

@@ -14,6 +14,7 @@ import torch
 
 from paceline.backend.cuda.buckets import BUCKETS, bucket
 from paceline.backend.cuda.choice import ChoiceSpecs, choose
+from paceline.backend.cuda.device_memory import on_device
 from paceline.backend.cuda.device_pass import DevicePass
 from paceline.backend.cuda.device_rows import offsets, owners
 from paceline.backend.cuda.late_counts import DraftGraphs, DraftShape, keep_drafts
@@ -116,7 +117,8 @@ class Program:
         rows = sent[0]
         start = self._start(rows)
         self._num_pages = self._all_pages
-        self._run_known(rows, start, sent[1], sum(counts.values()), wanted=False)
+        with on_device(self._rows.device):
+            self._run_known(rows, start, sent[1], sum(counts.values()), wanted=False)
         self._entries.index_copy_(0, rows, start + sent[1])
 
     def draft(self, drafts: Sequence[LateDraft]) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from paceline.backend.cuda.device_memory import on_device
 from paceline.backend.cuda.device_rows import DeviceRows
 from paceline.backend.cuda.record import begin_record
 from paceline.backend.cuda.step_graphs import StepGraphs
@@ -55,7 +56,8 @@ class LateTarget(Backend):
 
     def prepare(self, progress: Progress | None = None) -> None:
         """Capture the graphs of all steps."""
-        self.graphs.capture_all(progress)
+        with on_device(self.rows.device):
+            self.graphs.capture_all(progress)
 
     def request(self, batch: Batch, draft: Draft) -> ReadyPass:
         """Send drafts made on the host; those of unknown tokens are on the device."""
@@ -76,10 +78,14 @@ class LatePass:
     def launch(self, thread: PassThread | None = None) -> PendingPass:
         """Enqueue the pass, its judgement and its record. Waits for nothing."""
         if thread is None:
-            record = self._enqueue()
+            record = self._launched()
             return PendingRecord(self, lambda: record)
-        begun = thread.start(self._enqueue)
+        begun = thread.start(self._launched)
         return PendingRecord(self, partial(begun.result, None))
+
+    def _launched(self) -> Record:
+        with on_device(self.target.rows.device):  # drafters of this process may have another
+            return self._enqueue()
 
     def _enqueue(self) -> Record:
         target, batch = self.target, self.batch
@@ -171,9 +177,9 @@ def _scores(asked: LatePass, record: Record) -> Scores:
 
 
 def _drafts(asked: Draft, record: Record, counts: Sequence[int]) -> Draft:
-    """Return the first `counts[i]` drafts of each row, those of a host whole."""
+    """Return the first `counts[i]` drafts of each row, wherever they were made."""
     bounds = enumerate(zip(asked.rows, counts, strict=True))
-    return Draft(tuple(_known(d, record, i, count) if d.is_bound else d for i, (d, count) in bounds))
+    return Draft(tuple(_known(d, record, i, count) if d.is_bound else d.first(count) for i, (d, count) in bounds))
 
 
 def _places(batch: Batch, counts: Sequence[int]) -> list[int]:

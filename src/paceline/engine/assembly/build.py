@@ -10,6 +10,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from paceline.backend.device import Device
 from paceline.control.controller import ClosedLoop
 from paceline.control.fixed import FixedK
 from paceline.control.overlap import OverlapSwitch
@@ -295,13 +296,15 @@ def _load_drafter(config: EngineConfig, name: str) -> DraftWeights:
     vocabulary = Vocabulary(name, load_tokenizer(model), model.config.vocab_size)
     own, spec = config.placement.draft, config.own_model_spec
     threads = config.threads if own is None else None
-    types, numerics = (config.weight_type, config.kv_type), config.numerics_mode
-    if spec is not config.backend_spec:
+    if spec is config.backend_spec:
+        types, numerics = (config.weight_type, config.kv_type), config.numerics_mode
+        device = own or config.placement.target
+    else:  # of the cores, with types of its own
         weight_type = spec.weight_type(None)
         types, numerics = (weight_type, spec.kv_type(None, weight_type)), spec.numerics_of(None)
+        device = Device(own.cores) if own is not None and own.cores else None
     load_decoder = spec.load(numerics, config.draft_tensor_parallel)
-    decoder = load_decoder(model.config, model.weights, *types, threads, own or config.placement.target)
-    return DraftWeights(decoder, vocabulary)
+    return DraftWeights(load_decoder(model.config, model.weights, *types, threads, device), vocabulary)
 
 
 def _run_head(config: EngineConfig, target: Decoder, head: Head, weight_type: str | None) -> HeadRunner:
