@@ -140,7 +140,7 @@ def test_it_writes_what_the_reference_writes(overlap: str) -> None:
 def test_banner_and_bench_name_device_and_numerics() -> None:
     built, config, loaded = engine_on_host("off", numerics="fast")
     said = {choice.what: f"{choice.value}: {choice.why}" for choice in built.choices}
-    assert said["backend"].startswith("cuda, f64, exact numerics, on this machine's cores: Triton kernels")
+    assert said["backend"].startswith("cuda, f64, this machine's cores, exact numerics: Triton kernels")
     assert said["backend"].endswith("as asked")
     assert "threads" in said
     backend = model_and_backend(config, loaded)["backend"]
