@@ -175,11 +175,38 @@ def test_ranks_replay_steps_and_drafting_that_were_captured() -> None:
     assert engine.stats().drafters["draft-model"].accepted > 0
 
 
-def test_a_lost_rank_ends_the_engine_with_a_message() -> None:
+def on_ranks_of_its_own(seed: int = 4) -> tuple[Any, RankPool]:
+    """A decoder of two ranks, and their processes, which a test may end."""
     with pytest.MonkeyPatch.context() as patch:
         own = RankPool(torch.device("cpu"), 2)
         patch.setattr(rank_pool, "pool_on", lambda *_: own)
-        loaded = replace(target(2), decoder=decoder(weights(), 2))
+        return decoder(weights(seed), 2), own
+
+
+def test_lost_ranks_of_a_drafter_cost_speculation_only() -> None:
+    drafter, own = on_ranks_of_its_own()
+    config = engine_config(OWN_MODEL, 1, 2)
+    drafts = DraftWeights(drafter, Vocabulary("noisy", tiny_tokenizer(VOCAB), VOCAB))
+    engine = build.assemble(config, target(1), lambda _: drafts).engine
+    for request in requests():
+        engine.add(request)
+    for _ in range(4):
+        engine.step()
+    os.kill(own.pids[0], signal.SIGKILL)
+    texts: dict[str, list[int]] = {}
+    while engine.has_work:
+        for outcome in engine.step():
+            texts.setdefault(outcome.request_id, []).extend(outcome.token_ids)
+        engine.check()
+    for name, tokens in texts.items():
+        assert expected()[name].token_ids[-len(tokens) :] == tokens
+    assert engine.stats().drafters["draft-model"].accepted > 0
+    assert engine.stats().drafter_failures > 0
+
+
+def test_a_lost_rank_ends_the_engine_with_a_message() -> None:
+    shared, own = on_ranks_of_its_own()
+    loaded = replace(target(2), decoder=shared)
     engine = build.assemble(engine_config("off", 2), loaded).engine
     for request in requests()[:3]:
         engine.add(request)

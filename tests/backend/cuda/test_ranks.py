@@ -270,7 +270,7 @@ def test_pieces_come_as_they_went() -> None:
     pieces = [torch.arange(3), None, torch.ones(2, 5, dtype=torch.bfloat16), torch.tensor([True])]
     kinds = [None if piece is None else TensorShape.of(piece) for piece in pieces]
     whole = joined(pieces)
-    assert len(whole) == sum(map(aligned_bytes, kinds)) == 32 + 32 + 16
+    assert len(whole) == sum(map(aligned_bytes, kinds)) == 24 + 24 + 8
     for got, sent in zip(split_pieces(whole, kinds), pieces, strict=True):
         assert got is sent is None or torch.equal(got, sent)
 

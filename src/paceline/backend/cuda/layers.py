@@ -173,7 +173,7 @@ class Stack:
         if self.lead is None:
             return self._run(layers, device_pass, kv, read, residual, taps)
         d = device_pass
-        pieces = d.positions, d.slots, d.cu_len, d.pages, d.first_keys, read, residual
+        pieces = read, residual, d.positions, d.slots, d.cu_len, d.pages, d.first_keys
         with self.lead.together("layers", pieces, kv.number, len(layers)):
             return self._run(layers, device_pass, kv, read, residual, taps)
 

@@ -12,7 +12,6 @@ import msgspec
 import torch
 from msgspec import Meta, Struct
 
-from paceline.backend.cuda.kernel_launch import ALIGNMENT
 from paceline.backend.cuda.ranks import Operation, as_bytes
 from paceline.backend.cuda.rowwise import Activation
 from paceline.core.errors import ConfigError, EngineDied, PacelineError
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Sequence
 
+PIECE_BYTES = 8  # what tensors among others begin at multiples of
 MAX_MESSAGE_BYTES = 1 << 16  # a stack's windows are the longest
 _HEAD_BYTES = 4  # length of a message, little endian, before it
 
@@ -62,12 +62,17 @@ class TensorShape(Struct, array_like=True, forbid_unknown_fields=True, frozen=Tr
 
 
 def joined(pieces: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """Return the bytes of tensors in one tensor, each aligned for kernels; None takes none."""
+    """Return the bytes of tensors in one tensor. None takes none.
+
+    Each begins at a multiple of eight bytes. Those that kernels want aligned to sixteen come first: states of real
+    models, whose rows are multiples of sixteen bytes.
+    """
     parts = []
     for piece in pieces:
         if piece is not None:
             parts.append(as_bytes(piece))
-            parts.append(parts[-1].new_zeros(-len(parts[-1]) % ALIGNMENT))
+            if extra := -len(parts[-1]) % PIECE_BYTES:
+                parts.append(parts[-1].new_zeros(extra))
     return torch.cat(parts)
 
 
@@ -86,7 +91,7 @@ def split_pieces(whole: torch.Tensor, kinds: Sequence[TensorShape | None]) -> li
 
 def aligned_bytes(kind: TensorShape | None) -> int:
     """Return the bytes that a tensor takes among others."""
-    return 0 if kind is None else -(-kind.nbytes // ALIGNMENT) * ALIGNMENT
+    return 0 if kind is None else -(-kind.nbytes // PIECE_BYTES) * PIECE_BYTES
 
 
 # To other ranks -------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import sys
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -209,7 +209,7 @@ class RankHost:
         self._operations[m.operation](hosted, m, split_pieces(whole, m.kinds))
 
     def _run_layers(self, hosted: HostedStack, m: FollowPass, pieces: Sequence[Any]) -> None:
-        positions, slots, cu_len, pages, first_keys, read, residual = pieces
+        read, residual, positions, slots, cu_len, pages, first_keys = pieces
         # Which tokens these are, and whose states are wanted, is rank 0's.
         tokens = DevicePass(positions, positions, slots, cu_len, pages, positions[:0], first_keys)
         hosted.stack.run(tokens, self._stores[m.kv], read, residual, m.num_layers)
@@ -247,7 +247,7 @@ class Capture:
         if device.type != "cpu":
             torch.cuda.synchronize(device)
             self._graph = torch.cuda.CUDAGraph()
-            self._within.enter_context(torch.cuda.graph(self._graph))
+            self._within.enter_context(torch.cuda.graph(self._graph, pool=_graph_memory()))
 
     def end(self, follow: Callable[[ToRank], None]) -> Replayed:
         """End the capture; return what replays it."""
@@ -255,6 +255,12 @@ class Capture:
         if self._graph is not None:
             return self._graph.replay
         return partial(_follow_all, follow, tuple(self.messages))
+
+
+@lru_cache(maxsize=1)
+def _graph_memory() -> Any:
+    """Return memory that all graphs share: none of them leaves anything."""
+    return torch.cuda.graph_pool_handle()
 
 
 def _follow_all(follow: Callable[[ToRank], None], messages: Sequence[ToRank]) -> None:
