@@ -21,6 +21,7 @@ from tests.engine.test_same_text import assert_all_met, assert_some_met, suite
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
+    from tests.engine.same_text import Tally
 
 CUDA = "cuda"
 FEW = 4  # workloads of a round here; the nightly run has more
@@ -36,20 +37,32 @@ def requests(count: int = 6, max_tokens: int = 24, **params: Any) -> list[Reques
     ]
 
 
+def assert_met(tally: Tally) -> None:
+    """Both endings, a preemption and a prefix hit: the nightly run asks for more."""
+    assert tally.endings == {"stop", "length"}
+    assert tally.preemptions
+    assert tally.cached_tokens
+
+
+def assert_accepted(tally: Tally) -> None:
+    assert_met(tally)
+    assert sum(tally.accepted_at) > 10
+
+
 @pytest.mark.parametrize("draft", ["off", NGRAM, OWN_MODEL])
 def test_same_text_one_step_late(draft: str) -> None:
-    suite(draft, FEW, assert_all_met, CUDA)
+    suite(draft, FEW, assert_met, CUDA)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "peagle", RELAY])
 def test_same_text_one_step_late_with_heads_on_the_device(kind: str) -> None:
     head = trained_head(kind, target().decoder)  # type: ignore[arg-type]
-    tally = suite(f"{drafter_of(kind)}:model={head}", FEW // 2, assert_some_met, CUDA)
+    tally = suite(f"{drafter_of(kind)}:model={head}", FEW // 2, assert_accepted, CUDA)
     assert tally.stats.drafter_failures == tally.stats.untapped_tokens == 0
 
 
 def test_same_text_one_step_late_with_the_controller() -> None:
-    tally = suite(f"auto:suffix:shared=2000+{OWN_MODEL}", FEW, assert_all_met, CUDA)
+    tally = suite(f"auto:suffix:shared=2000+{OWN_MODEL}", FEW, assert_met, CUDA)
     assert tally.stats.drafter_failures == 0
 
 

@@ -27,6 +27,7 @@ from tests.tiny import END, tiny_config, tiny_raw_tokenizer, tiny_weights
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+LONGEST_S = 1800  # of a server: one serves a whole session, between whose tests others may run
 MAX_LEN = 16384  # long enough for answers that last several seconds
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 COMMAND = [sys.executable, "-c", "from paceline.cli import main; raise SystemExit(main())"]
@@ -99,7 +100,7 @@ def running(model: Path, *flags: str, env: dict[str, str] | None = None) -> Iter
     process = subprocess.Popen(
         [*COMMAND, *arguments, *flags], stdout=subprocess.PIPE, text=True, env=environment, cwd=Path.cwd()
     )
-    watchdog = threading.Timer(120, process.kill)
+    watchdog = threading.Timer(LONGEST_S, process.kill)
     watchdog.start()
     try:
         assert process.stdout is not None
