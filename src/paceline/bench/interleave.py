@@ -141,6 +141,8 @@ class SlicedRun:
                 raise_if_pressed()
                 if perf_counter() - self._slice_start_s >= seconds:
                     break
+        if self.done:
+            cancel_all(self.engine, ())  # a late loop may know of the ends a step before its last pass
         self.engine.loop.wait()  # a pass that is running belongs to this slice, not to another engine's
         slice_s = perf_counter() - self._slice_start_s
         tokens = self.engine.stats().output_tokens - tokens_before  # includes tokens reported with the next step
