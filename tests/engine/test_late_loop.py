@@ -249,6 +249,18 @@ def test_a_drafter_without_a_number_drafts_nothing_and_disturbs_nothing() -> Non
     assert not engine.stats().drafters
 
 
+def test_an_unloaded_drafter_takes_no_more_of_the_device_and_texts_go_on() -> None:
+    asked = requests(3, 30)
+    expected = run(make_engine("off", PLAIN), asked)
+    head = trained_head("eagle3", target().decoder)  # type: ignore[arg-type]
+    engine = make_engine(f"eagle3:model={head},k=3", PLAIN, types=CUDA)
+    rows: Any = engine.target.rows
+    assert len(rows.tap_sinks) == 1
+    engine.unload("eagle3")
+    assert not rows.tap_sinks
+    assert_same(expected, run(engine, asked))
+
+
 def test_a_target_that_fails_ends_the_step_with_its_error() -> None:
     engine = make_engine("off", PLAIN, types=CUDA)
     decoder: Any = engine.target.decoder

@@ -100,6 +100,14 @@ class Lookup(Protocol):
         ...
 
 
+class OnDevice(Protocol):
+    """A drafter whose needs say `late`: a program of its own runs on the target's device."""
+
+    def close(self) -> None:
+        """End the program, once nothing is asked of it any more."""
+        ...
+
+
 class Drafter(Protocol):
     """Proposes tokens. It learns of admissions and releases, and trims its own state at commit.
 

@@ -143,6 +143,10 @@ class LateDrafter:
         if self.vocabulary:
             self.vocabulary.release(row)
 
+    def close(self) -> None:
+        """End the program on the device, which would go on taking taps."""
+        self.program.close()
+
     def forget(self) -> None:
         """Nothing is learnt across requests."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from math import isfinite
 from operator import index as integer
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.core.nouns import Batch, Plan, Request, Scores, Verdict
-    from paceline.draft.drafter import Drafter, Lookup
+    from paceline.draft.drafter import Drafter, Lookup, OnDevice
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -62,6 +62,8 @@ class DrafterPool:
     def drop(self, name: str) -> Drafter:
         """Forget a drafter, and return it."""
         drafter = self.drafters.pop(name)
+        if drafter.needs.late:
+            cast("OnDevice", drafter).close()
         self._previews.pop(name, None)
         self._with_stores = [kept for kept in self._with_stores if kept.name != name]
         self._marked = {(s, row): n for (s, row), n in self._marked.items() if s not in drafter.needs.stores}
