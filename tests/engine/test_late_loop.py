@@ -159,8 +159,7 @@ def test_all_rows_that_wait_take_a_step_each_time() -> None:
 
 
 def test_a_row_that_asks_for_no_drafts_does_not_wait_for_drafters_on_the_host() -> None:
-    engine = make_engine("suffix:k=3", PLAIN, types=CUDA)
-    engine.target.decoder.late_lookup = None  # type: ignore[attr-defined]
+    engine = make_engine("suffix:shared=2000,k=3", PLAIN, types=CUDA)  # shared trees are the host's
     off = Request("off", (40, 41, 42), SamplingParams(max_tokens=20, ignore_eos=True), seed=1)
     engine.add(Request("off", off.prompt_ids, off.params, seed=1, speculation=Speculation("off")))
     engine.step()

@@ -101,7 +101,7 @@ class Lookup(Protocol):
 
 
 class OnDevice(Protocol):
-    """A drafter whose needs say `late`: a program of its own runs on the target's device."""
+    """A drafter whose needs say `late`: its program runs on the device."""
 
     def close(self) -> None:
         """End the program, once nothing is asked of it any more."""

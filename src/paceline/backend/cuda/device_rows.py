@@ -71,6 +71,17 @@ class RowTensors:
             num_drafts=zeros(n),
         )
 
+    def specs(self, rows: torch.Tensor, positions: torch.Tensor) -> ChoiceSpecs:
+        """Return the target's own choices at positions of rows. [n] each"""
+        sampling = self.sampling[rows]
+        return ChoiceSpecs(
+            seed_lo=sampling[:, 0],
+            seed_hi=sampling[:, 1],
+            choice=sampling[:, 2],
+            position=positions,
+            temperature=self.temperature[rows],
+        )
+
 
 @noun
 class StepRows:
@@ -266,7 +277,6 @@ def gather(
     place = torch.arange(num_wanted, device=rows.device)
     owner, at = owners(cu_wanted, place)
     wanted = cu_len[owner] + step.num_known[owner] - 1 + at
-    sampling = d.sampling[rows[owner]]
     tokens = DevicePass(
         token_ids=torch.where(real, token, 0),
         positions=position,
@@ -275,13 +285,7 @@ def gather(
         pages=d.pages[rows, :width],
         wanted=torch.where(place < cu_wanted[-1], wanted, 0),
     )
-    specs = ChoiceSpecs(
-        seed_lo=sampling[:, 0],
-        seed_hi=sampling[:, 1],
-        choice=sampling[:, 2],
-        position=d.length[rows[owner]] + at,
-        temperature=d.temperature[rows[owner]],
-    )
+    specs = d.specs(rows[owner], d.length[rows[owner]] + at)
     return Gathered(step, tokens, num_drafts, cu_wanted[:-1], specs)
 
 

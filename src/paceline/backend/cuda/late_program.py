@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from paceline.backend.cuda.buckets import BUCKETS, bucket
-from paceline.backend.cuda.choice import ChoiceSpecs, choose
+from paceline.backend.cuda.choice import choose
 from paceline.backend.cuda.device_memory import on_device
 from paceline.backend.cuda.device_pass import DevicePass
 from paceline.backend.cuda.device_rows import offsets, owners
@@ -23,7 +23,7 @@ from paceline.core.nouns import PAGE_TOKENS, noun
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from paceline.backend.cuda.device_rows import DeviceRows, RowTensors
+    from paceline.backend.cuda.device_rows import DeviceRows
     from paceline.backend.cuda.late_counts import DraftOrders
     from paceline.backend.seam import LateDraft
 
@@ -255,15 +255,7 @@ class Program:
 
     def _choose(self, states: torch.Tensor, d: _Drafted, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return guesses and margins, under the noise of the target's own choices. [n] each"""
-        state: RowTensors = self._rows.on_device
-        sampling = state.sampling[d.rows]
-        specs = ChoiceSpecs(
-            seed_lo=sampling[:, 0],
-            seed_hi=sampling[:, 1],
-            choice=sampling[:, 2],
-            position=d.length + index,
-            temperature=state.temperature[d.rows],
-        )
+        specs = self._rows.on_device.specs(d.rows, d.length + index)
         return choose(self._runner.logits(states), specs, draft_ids=self._runner.draft_ids)
 
     def _send(self, columns: Sequence[Sequence[int]]) -> torch.Tensor:
