@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 MAX_HEADER_BYTES = 64 << 10
 MAX_CONNECTIONS = 4096
 BACKLOG = 1024
+MAX_MODEL_NAME = 256
 DRAIN_POLL_S = 0.05
 CLOSE_S = 2  # wait for connections to close once everything is answered
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -53,6 +54,8 @@ class HttpConfig:
     drain_s: float = 30.0  # time for open requests to finish after SIGTERM
     max_open: int = MAX_OPEN  # answers that may be open at once
     access_log: bool = False
+    served_names: tuple[str, ...] = ()  # of the model in requests and responses; empty: its own
+    unknown_fields: str = "refuse"  # or "warn": unknown fields of bodies are ignored
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -61,6 +64,9 @@ class HttpConfig:
             raise ConfigError(f"--drain-seconds must be between 0 and 86400, not {self.drain_s}")
         if not 1 <= self.max_open <= 1 << 20:
             raise ConfigError(f"--max-open must be between 1 and {1 << 20}, not {self.max_open}")
+        for name in self.served_names:
+            if not 0 < len(name) <= MAX_MODEL_NAME:
+                raise ConfigError(f"--served-model-name must have 1 to {MAX_MODEL_NAME} characters")
         check_exposure(self.host, self.api_key, self.insecure)
 
     @property
@@ -125,6 +131,7 @@ class HttpServer:
         tokenizer_cache = TokenizerCache()
         self.client = EngineClient(engine, on_progress, tokenizer_cache.of)
         app, self.state = make_app(self.client, tokenizer_cache, config.api_key, config.max_open, config.local)
+        self.state.served_names, self.state.lenient = config.served_names, config.unknown_fields == "warn"
         self._server = _Server(_uvicorn_config(app, config), self._on_signal)
         self._loop = asyncio.get_running_loop()
         self._drainer: asyncio.Task[None] | None = None
@@ -212,6 +219,19 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--max-open", type=int, metavar="N", default=_DEFAULTS.max_open, help="answers that may be open at once"
     )
     group.add_argument("--access-log", action="store_true", help="log every request")
+    group.add_argument(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        default=[],
+        help="names of the model in requests, also separated by commas; responses carry the first",
+    )
+    group.add_argument(
+        "--unknown-fields",
+        choices=("refuse", "warn"),
+        default=_DEFAULTS.unknown_fields,
+        help="what to do with a request's field that nobody knows: refuse it, or ignore it with a warning",
+    )
     add_engine_arguments(parser)
 
 
@@ -233,6 +253,8 @@ def http_config(args: Namespace) -> HttpConfig:
         drain_s=args.drain_seconds,
         max_open=args.max_open,
         access_log=args.access_log,
+        served_names=tuple(name.strip() for given in args.served_model_name for name in given.split(",")),
+        unknown_fields=args.unknown_fields,
     )
 
 

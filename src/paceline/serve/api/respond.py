@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ from paceline.serve.api.parse import ClientDisconnected
 from paceline.serve.worker.client import Disconnected
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from starlette.types import Receive, Scope, Send
 
     from paceline.core.nouns import Outcome
@@ -23,11 +26,13 @@ if TYPE_CHECKING:
     from paceline.serve.observe.metrics import Metrics
     from paceline.serve.worker.client import Answers, EngineClient, Event
 
+_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+IGNORED_HEADER = "x-paceline-ignored"  # the unknown fields of a body that had no effect
 SERVER_FAULT = 500  # statuses from here on are faults of the server
 
 
@@ -100,7 +105,8 @@ class Responder:
 
     @property
     def _headers(self) -> dict[str, str]:
-        return {"x-request-id": self.job.meta.response_id}
+        headers = {"x-request-id": self.job.meta.response_id}
+        return headers | ({IGNORED_HEADER: ignored_names(self.job.ignored)} if self.job.ignored else {})
 
     def _add(self, index: int, outcome: Outcome) -> None:
         elapsed_s = time.monotonic() - self.job.arrival_s
@@ -138,6 +144,11 @@ class Responder:
     def _usage(self) -> Json:
         ends = [answer.last for answer in self.answers if answer.last is not None]
         return usage([end.figures for end in ends if end.figures is not None], self.job.n)
+
+
+def ignored_names(names: Sequence[str]) -> str:
+    """Return names of fields as a header may carry them."""
+    return ", ".join(_NOT_IN_A_NAME.sub("?", name[:64]) for name in names)
 
 
 def _outcome_of(event: Event) -> tuple[int, Outcome]:
