@@ -44,6 +44,7 @@ class Job:
     wants_usage: bool  # the stream's last chunk carries the usage
     wants_running_usage: bool  # every chunk carries the usage so far
     arrival_s: float
+    grammar_field: str = ""  # of the body, that asks for structured output
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -145,7 +146,7 @@ def _requests(
 def _job(
     body: ChatBody | CompletionBody, requests: list[Request], model: str, form: RouteFormat, arrival_s: float
 ) -> Job:
-    first = requests[0]
+    first, structure = requests[0], body.structure()
     response_id = form.prefix + first.request_id.partition("-")[0]
     return Job(
         meta=ResponseMeta(response_id, int(time.time()), model, first.seed),
@@ -156,6 +157,7 @@ def _job(
         wants_usage=body.wants_usage,
         wants_running_usage=body.wants_running_usage,
         arrival_s=arrival_s,
+        grammar_field=structure[1] if structure else "",
     )
 
 

@@ -23,6 +23,7 @@ from paceline.core.params import (
     shown,
 )
 from paceline.engine.wire import Salt, TokenId
+from paceline.serve.api.structured import StructuredFields
 from paceline.serve.prompts import part_text
 
 MAX_MESSAGES = 4096
@@ -49,7 +50,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
@@ -126,7 +126,7 @@ class SpeculationBody(Struct, frozen=True, forbid_unknown_fields=True):
         return Speculation(AUTO if self.draft is None else self.draft, self.k, self.tpot_ms)
 
 
-class _Common(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class _Common(StructuredFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Fields of both routes."""
 
     model: Name | None = None
@@ -157,7 +157,6 @@ class _Common(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     metadata: Annotated[dict[str, str], Meta(max_length=64)] | None = None
     # Accepted with a value of NEUTRAL_VALUES.
     best_of: Any = None
-    response_format: Any = None
     service_tier: Any = None
     store: Any = None
 
@@ -202,6 +201,8 @@ class _Common(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             "logprobs": logprobs,
             "n": self.n,
         }
+        structure = self.structure()
+        wanted["grammar"] = structure and structure[0]
         return SamplingParams(**{name: value for name, value in wanted.items() if value is not None})
 
 
