@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # A new drafter is one file and one line here.
 DRAFTERS = {
     "ngram": "paceline.draft.lookup.ngram:NgramConfig",
+    "grammar": "paceline.draft.lookup.grammar:GrammarConfig",
     "suffix": "paceline.draft.lookup.suffix:SuffixConfig",
     "oracle": "paceline.draft.lookup.oracle:OracleConfig",
     "draft-model": "paceline.draft.model.draft_model:DraftModelConfig",
@@ -59,7 +60,7 @@ class DrafterConfig(Protocol):
 
 AUTO = "auto"
 BETWEEN_SPECS = re.compile(r"\+(?![0-9.])")  # a + before a number stands within an option
-ALWAYS_USEFUL = ("suffix",)  # drafters that `auto` has for every target: they cost nothing where they do not help
+ALWAYS_USEFUL = ("suffix", "grammar")  # drafters that `auto` has for every target: they cost nothing where they do not help
 IF_SHIPPED = ("eagle3",)  # and those that it has where they come with the project
 
 

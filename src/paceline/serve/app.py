@@ -21,6 +21,7 @@ from paceline.serve.api.errors import ApiError, api_error_of, internal_error, sh
 from paceline.serve.api.openai_format import to_json
 from paceline.serve.api.parse import ClientDisconnected, Serving, chat_job, completion_job, read_body
 from paceline.serve.api.respond import Responder, ignored_names
+from paceline.serve.api.structured import GrammarChecks
 from paceline.serve.observe.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class AppState:
     draining: bool = False  # no new work is accepted
     num_active: int = 0  # requests to the model that are being answered
     created: int = field(default_factory=lambda: int(time.time()))
+    grammar_checks: GrammarChecks = field(default_factory=GrammarChecks)
     long_bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
 
     async def serving(self) -> Serving:
@@ -108,6 +110,10 @@ class ModelRoute:
             )
         if state.client.num_open + len(job.requests) > state.max_open:
             raise QueueFull(f"{state.client.num_open} answers are open already; try again later")
+        if job.grammar_field and state.client.ready is not None:
+            prompts = await state.tokenizer_cache.of(state.client.ready)
+            grammars = (request.params.grammar for request in job.requests)
+            await state.grammar_checks.check(grammars, prompts.tokenizer, job.grammar_field)
         await Responder(job, state.metrics).run(state.client, scope, receive, send)
 
     async def _job(self, data: bytes, arrival_s: float) -> Job:
