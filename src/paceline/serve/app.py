@@ -22,6 +22,7 @@ from paceline.serve.api.openai_format import to_json
 from paceline.serve.api.parse import ClientDisconnected, Serving, chat_job, completion_job, read_body
 from paceline.serve.api.respond import Responder, ignored_names
 from paceline.serve.api.structured import GrammarChecks
+from paceline.serve.observe.live import LiveFeed
 from paceline.serve.observe.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -148,10 +149,12 @@ def _routes(state: AppState) -> list[Route]:
             raise ApiError(404, f"no model {wanted[:256]!r} here", param="model", code="model_not_found")
         return _json(found)
 
+    live = LiveFeed(state.client, state.metrics.recent, lambda: state.draining)
     return [
         Route("/health", health, methods=["GET"]),
         Route("/version", version, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
+        Route("/v1/speculation/live", live, methods=["GET"]),
         Route("/v1/models", models, methods=["GET"]),
         Route("/v1/models/{model:path}", model, methods=["GET"]),
         Route("/v1/chat/completions", ModelRoute(state, chat_job), methods=["POST"]),
@@ -200,5 +203,6 @@ def make_app(
 ) -> tuple[ASGIApp, AppState]:
     """Return the ASGI application over an engine, and its state. local: as for `AuthMiddleware`."""
     state = AppState(client, Metrics(client), tokenizer_cache, max_open)
+    client.on_snapshot = state.metrics.recent.take
     app = Starlette(routes=_routes(state), exception_handlers=_handlers(state.metrics))
     return AuthMiddleware(app, api_key, state.metrics.refused, local), state
