@@ -22,6 +22,7 @@ from paceline.serve.api.openai_format import to_json
 from paceline.serve.api.parse import ClientDisconnected, chat_job, completion_job, read_body
 from paceline.serve.api.respond import Responder
 from paceline.serve.observe.metrics import Metrics
+from paceline.serve.observe.page_files import PageMiddleware, load_page
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -155,6 +156,7 @@ def _model(state: AppState) -> dict[str, object]:
         "created": state.created,
         "owned_by": "paceline",
         "max_model_len": ready.max_len,
+        "drafters": ready.drafters,
     }
 
 
@@ -183,8 +185,13 @@ def make_app(
     api_key: str | None = None,
     max_open: int = MAX_OPEN,
     local: bool = False,
+    page: bool = True,
 ) -> tuple[ASGIApp, AppState]:
-    """Return the ASGI application over an engine, and its state. local: as for `AuthMiddleware`."""
+    """Return the ASGI application over an engine, and its state.
+
+    local: as for `AuthMiddleware`. page: serve the page at `/`.
+    """
     state = AppState(client, Metrics(client), tokenizer_cache, max_open)
     app = Starlette(routes=_routes(state), exception_handlers=_handlers(state.metrics))
-    return AuthMiddleware(app, api_key, state.metrics.refused, local), state
+    guarded = AuthMiddleware(app, api_key, state.metrics.refused, local)
+    return PageMiddleware(guarded, load_page()) if page else guarded, state

@@ -53,6 +53,7 @@ class HttpConfig:
     drain_s: float = 30.0  # time for open requests to finish after SIGTERM
     max_open: int = MAX_OPEN  # answers that may be open at once
     access_log: bool = False
+    page: bool = True  # serve the page at /
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -124,7 +125,9 @@ class HttpServer:
         self.socket = listen(config.host, config.port)
         tokenizer_cache = TokenizerCache()
         self.client = EngineClient(engine, on_progress, tokenizer_cache.of)
-        app, self.state = make_app(self.client, tokenizer_cache, config.api_key, config.max_open, config.local)
+        app, self.state = make_app(
+            self.client, tokenizer_cache, config.api_key, config.max_open, config.local, config.page
+        )
         self._server = _Server(_uvicorn_config(app, config), self._on_signal)
         self._loop = asyncio.get_running_loop()
         self._drainer: asyncio.Task[None] | None = None
@@ -212,6 +215,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--max-open", type=int, metavar="N", default=_DEFAULTS.max_open, help="answers that may be open at once"
     )
     group.add_argument("--access-log", action="store_true", help="log every request")
+    group.add_argument("--no-page", action="store_true", help="serve no page at /")
     add_engine_arguments(parser)
 
 
@@ -233,6 +237,7 @@ def http_config(args: Namespace) -> HttpConfig:
         drain_s=args.drain_seconds,
         max_open=args.max_open,
         access_log=args.access_log,
+        page=not args.no_page,
     )
 
 
