@@ -24,7 +24,7 @@ function options(lines, width) {
   return {
     width,
     height: HEIGHT,
-    padding: [8, 8, 0, 0],
+    padding: [8, 16, 0, 0],
     cursor: { y: false, drag: { x: false, y: false } },
     legend: { show: false },
     scales: { x: { time: false }, y: { range: (_, _low, high) => [0, Math.max(1, high * 1.1)] } },

@@ -35,7 +35,7 @@ const PATHS = {
   sliders: "M4 7h9M17 7h3M4 17h3M11 17h9M15 5v4M9 15v4",
   menu: "M4 7h16M4 12h16M4 17h16",
   close: "M6 6l12 12M18 6L6 18",
-  key: "M14 10a4 4 0 1 0-3.5 4L12 15.500v2h2v2h3v-3l-3.500-3.500A4 4 0 0 0 14 10z",
+  key: "M9 8a4 4 0 1 0 0 8 4 4 0 0 0 0-8zM13 12h8M20 12v3M16 12v2",
   sun: "M12 8a4 4 0 1 0 0 8 4 4 0 0 0 0-8zM12 2v2M12 20v2M2 12h2M20 12h2M5 5l1.500 1.500M17.500 17.500L19 19M5 19l1.500-1.500M17.500 6.500L19 5",
   moon: "M20 14A8 8 0 0 1 10 4a8 8 0 1 0 10 10z",
   auto: "M12 4a8 8 0 1 0 0 16zM12 4a8 8 0 0 1 0 16",
@@ -65,7 +65,7 @@ const SOURCES = ["target", "eagle", "eagle3", "peagle", "draft-model", "ngram", 
  * @param {string | null} name
  */
 export function sourceClass(name) {
-  return `src-${name === null ? "target" : SOURCES.includes(name) ? name : "other"}`;
+  return `src-${name === null || name === "none" ? "target" : SOURCES.includes(name) ? name : "other"}`;
 }
 
 /**

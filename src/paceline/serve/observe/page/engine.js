@@ -71,7 +71,7 @@ function Tile({ name, value, note, mark }) {
 function Tiles({ now }) {
   const { tokens_per_s: speed, plain_tokens_per_s: plain } = now;
   return html`<dl class="tiles">
-    <${Tile} name="tokens/s" mark="tokens_per_s" value=${fixed(speed)} note=${plain ? `plain, estimated: ${fixed(plain)}` : "no estimate of plain decoding"} />
+    <${Tile} name="tokens/s" mark="tokens_per_s" value=${fixed(speed)} note=${plain ? `plain ${fixed(plain)} (estimate)` : "plain: not known yet"} />
     <${Tile} name="speed-up" mark="speedup" value=${plain && speed ? `${fixed(speed / plain, 2)}×` : "–"} note="estimated" />
     <${Tile} name="tokens per pass" mark="tokens_per_pass" value=${fixed(now.tokens_per_pass, 2)} note="1 is plain decoding" />
     <${Tile} name="first token" value=${duration(now.ttft_ms.p50)} note=${`p95 ${duration(now.ttft_ms.p95)}`} />

@@ -54,7 +54,7 @@ const PassText = memo(
     const kept = pass.drafts.filter((draft) => draft.kept).length;
     const refused = pass.drafts.slice(kept);
     const ghosts = refused.length
-      ? html`<s class=${`ghosts ${sourceClass(pass.drafter)}`} aria-hidden="true">${refused.map((draft) => html`<span>${visible(draft.text)}</span>`)}</s>`
+      ? html`<s class=${`ghosts ${sourceClass(pass.drafter)}`} aria-hidden="true">${refused.map((draft) => visible(draft.text)).join("").trim()}</s>`
       : null;
     // refused drafts stand where they were tried: behind the kept ones, before the token that the target wrote instead
     return html`<span class=${on ? "pass on" : "pass"} data-pass=${index}>
@@ -86,11 +86,11 @@ const Bar = memo(
     const tall = pass.k * unit;
     const hoped = pass.expected === null || pass.k === 0 ? null : HEIGHT - BASE - Math.min(most, pass.expected - 1) * unit;
     return html`<g class=${`bar ${sourceClass(pass.drafter)} ${on ? "on" : ""} ${pass.prefill ? "prefill" : ""}`} data-pass=${index}>
-      <rect class="hit" x=${x} y="0" width=${width + GAP} height=${HEIGHT} />
       <rect class="base" x=${x} y=${HEIGHT - BASE} width=${width} height=${BASE} />
       ${pass.k ? html`<rect class="tried" x=${x + 0.5} y=${HEIGHT - BASE - tall} width=${width - 1} height=${tall} />` : null}
       ${kept ? html`<rect class="kept" x=${x} y=${HEIGHT - BASE - kept * unit} width=${width} height=${kept * unit} />` : null}
       ${hoped === null ? null : html`<path class="hoped" d=${`M${x} ${hoped}h${width}`} />`}
+      <rect class="hit" x=${x} y="0" width=${width + GAP} height=${HEIGHT} />
     </g>`;
   },
 );

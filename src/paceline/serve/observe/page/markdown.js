@@ -49,8 +49,20 @@ export async function copy(text) {
     await navigator.clipboard.writeText(text);
     announced.value = "Copied";
   } catch {
-    announced.value = "This browser does not let the page copy";
+    announced.value = copyBySelection(text) ? "Copied" : "This browser does not let the page copy";
   }
+}
+
+/** Where the page came by plain HTTP from another machine there is no clipboard. @param {string} text */
+function copyBySelection(text) {
+  const area = document.createElement("textarea");
+  area.value = text;
+  area.className = "only-read";
+  document.body.append(area);
+  area.select();
+  const done = document.execCommand("copy");
+  area.remove();
+  return done;
 }
 
 /** Put a copy button on every block of code. @param {HTMLElement} root */
