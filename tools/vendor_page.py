@@ -115,7 +115,9 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         for library in LIBRARIES:
             before = known.get(library.package)
-            version = renewed.get(library.package) or ("latest" if asked == [] or not before else before["version"])
+            version = renewed.get(library.package) or (
+                "latest" if asked == [] or not before else before["version"]
+            )
             entry, files = fetch(library, version, Path(folder))
             if before and before["version"] == entry["version"] and before != entry:
                 wrong.append(f"{library.package} {entry['version']} is not what the manifest records")
