@@ -21,6 +21,7 @@ from paceline.serve.api.errors import ApiError, api_error_of, internal_error, sh
 from paceline.serve.api.openai_format import to_json
 from paceline.serve.api.parse import ClientDisconnected, chat_job, completion_job, read_body
 from paceline.serve.api.respond import Responder
+from paceline.serve.observe.live import LiveFeed
 from paceline.serve.observe.metrics import Metrics
 from paceline.serve.observe.page_files import PageMiddleware, load_page
 
@@ -135,10 +136,12 @@ def _routes(state: AppState) -> list[Route]:
             raise ApiError(404, f"no model {wanted[:256]!r} here", param="model", code="model_not_found")
         return _json(found)
 
+    live = LiveFeed(state.client, state.metrics.recent, lambda: state.draining)
     return [
         Route("/health", health, methods=["GET"]),
         Route("/version", version, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
+        Route("/v1/speculation/live", live, methods=["GET"]),
         Route("/v1/models", models, methods=["GET"]),
         Route("/v1/models/{model:path}", model, methods=["GET"]),
         Route("/v1/chat/completions", ModelRoute(state, chat_job), methods=["POST"]),
@@ -192,6 +195,7 @@ def make_app(
     local: as for `AuthMiddleware`. page: serve the page at `/`.
     """
     state = AppState(client, Metrics(client), tokenizer_cache, max_open)
+    client.on_snapshot = state.metrics.recent.take
     app = Starlette(routes=_routes(state), exception_handlers=_handlers(state.metrics))
     guarded = AuthMiddleware(app, api_key, state.metrics.refused, local)
     return PageMiddleware(guarded, load_page()) if page else guarded, state

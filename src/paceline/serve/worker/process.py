@@ -36,6 +36,7 @@ from paceline.serve.worker.messages import (
     Template,
     ToEngine,
     ToServer,
+    Watch,
     decode_to_engine,
 )
 
@@ -96,7 +97,12 @@ class EngineWorker:
         self.draining = False  # accept no more requests, finish the open ones
         self.stopped = False
         self._next_snapshot_s = 0.0
-        self._handlers: dict[type, Any] = {Submit: self._submit, Cancel: self._cancel, StopEngine: self._stop}
+        self._handlers: dict[type, Any] = {
+            Submit: self._submit,
+            Cancel: self._cancel,
+            Watch: self._watch,
+            StopEngine: self._stop,
+        }
 
     def run(self) -> None:
         """Serve until told to stop, or while draining until nothing is open."""
@@ -130,7 +136,8 @@ class EngineWorker:
         now_s = time.monotonic()
         if now_s >= self._next_snapshot_s or not self.engine.has_work:
             self._next_snapshot_s = now_s + SNAPSHOT_S
-            self.server.send(Snapshot(self.engine.stats(), self.engine.gauges()))
+            steps = tuple(self.engine.outputs.book.steps or ())
+            self.server.send(Snapshot(self.engine.stats(), self.engine.gauges(), steps))
 
     def _submit(self, message: Submit) -> None:
         try:
@@ -146,6 +153,9 @@ class EngineWorker:
 
     def _cancel(self, message: Cancel) -> None:
         self.engine.cancel(message.request_id)
+
+    def _watch(self, message: Watch) -> None:
+        self.engine.outputs.book.watch(on=message.on)
 
     def _stop(self, _: StopEngine) -> None:
         self.stopped = True
