@@ -24,6 +24,7 @@ from paceline.serve.api.respond import Responder, ignored_names
 from paceline.serve.api.structured import GrammarChecks
 from paceline.serve.observe.live import LiveFeed
 from paceline.serve.observe.metrics import Metrics
+from paceline.serve.observe.page_files import PageMiddleware, load_page
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -172,6 +173,7 @@ def _model(state: AppState) -> dict[str, object]:
         "created": state.created,
         "owned_by": "paceline",
         "max_model_len": ready.max_len,
+        "drafters": ready.drafters,
     }
 
 
@@ -200,9 +202,14 @@ def make_app(
     api_key: str | None = None,
     max_open: int = MAX_OPEN,
     local: bool = False,
+    page: bool = True,
 ) -> tuple[ASGIApp, AppState]:
-    """Return the ASGI application over an engine, and its state. local: as for `AuthMiddleware`."""
+    """Return the ASGI application over an engine, and its state.
+
+    local: as for `AuthMiddleware`. page: serve the page at `/`.
+    """
     state = AppState(client, Metrics(client), tokenizer_cache, max_open)
     client.on_snapshot = state.metrics.recent.take
     app = Starlette(routes=_routes(state), exception_handlers=_handlers(state.metrics))
-    return AuthMiddleware(app, api_key, state.metrics.refused, local), state
+    guarded = AuthMiddleware(app, api_key, state.metrics.refused, local)
+    return PageMiddleware(guarded, load_page()) if page else guarded, state

@@ -56,6 +56,7 @@ class HttpConfig:
     access_log: bool = False
     served_names: tuple[str, ...] = ()  # of the model in requests and responses; empty: its own
     unknown_fields: str = "refuse"  # or "warn": unknown fields of bodies are ignored
+    page: bool = True  # serve the page at /
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -130,7 +131,9 @@ class HttpServer:
         self.socket = listen(config.host, config.port)
         tokenizer_cache = TokenizerCache()
         self.client = EngineClient(engine, on_progress, tokenizer_cache.of)
-        app, self.state = make_app(self.client, tokenizer_cache, config.api_key, config.max_open, config.local)
+        app, self.state = make_app(
+            self.client, tokenizer_cache, config.api_key, config.max_open, config.local, config.page
+        )
         self.state.served_names, self.state.lenient = config.served_names, config.unknown_fields == "warn"
         self._server = _Server(_uvicorn_config(app, config), self._on_signal)
         self._loop = asyncio.get_running_loop()
@@ -232,6 +235,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         default=_DEFAULTS.unknown_fields,
         help="what to do with a request's field that nobody knows: refuse it, or ignore it with a warning",
     )
+    group.add_argument("--no-page", action="store_true", help="serve no page at /")
     add_engine_arguments(parser)
 
 
@@ -255,6 +259,7 @@ def http_config(args: Namespace) -> HttpConfig:
         access_log=args.access_log,
         served_names=tuple(name.strip() for given in args.served_model_name for name in given.split(",")),
         unknown_fields=args.unknown_fields,
+        page=not args.no_page,
     )
 
 
