@@ -242,12 +242,14 @@ class GrammarState:
         kept = drafts[: min(matcher.validate_tokens(drafts), most)] if drafts else drafts
         if len(kept) == most or matcher.is_error():
             return kept
-        read, forced = len(kept), []
+        forced: list[int] = []
         fine = not kept or matcher.consume_tokens(kept)
         if fine and not (kept and kept[-1] in self._eos_ids):
             forced = matcher.compute_ff_tokens()
-            if matcher.is_stopped() and not matcher.is_error():
-                forced = [*forced, self._eos_ids[0]]
+            fine = not forced or matcher.consume_tokens(forced)
+        read = len(kept) + len(forced)
+        if fine and matcher.is_stopped() and not (kept and kept[-1] in self._eos_ids):
+            forced = [*forced, self._eos_ids[0]]
         if not fine or matcher.is_error() or not (read == 0 or matcher.rollback(read)):
             self.matcher = self.again(()) or matcher
         return [*kept, *forced][:most]

@@ -119,7 +119,7 @@ class StructuredFields(Struct, frozen=True, kw_only=True):
             ("guided_choice", self.guided_choice, Grammar.choice),
             ("guided_grammar", self.guided_grammar, from_grammar),
             ("json_schema", self.json_schema, Grammar.json_schema),
-            ("grammar", self.grammar, from_grammar),
+            ("grammar", self.grammar or None, from_grammar),  # llama.cpp's clients send ""
         ]
         return _only("structured output", ways)
 
