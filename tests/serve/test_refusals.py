@@ -126,7 +126,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"messages": [USER], "logprobs": True, "top_logprobs": 21}, "top_logprobs", "between"),
     ({"messages": [USER], "logprobs": 5}, "logprobs", "bool"),
     ({"messages": [USER], "tools": [{"type": "function"}]}, "tools", "not supported"),
-    ({"messages": [USER], "response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    ({"messages": [USER], "response_format": {"type": "xml"}}, "response_format", "xml"),
     ({"messages": [USER], "max_completion_tokens": 0}, "max_tokens", "between"),
     ({"messages": [USER], "prompt": "a"}, "prompt", "unknown field"),
     *(
@@ -210,7 +210,7 @@ def test_unknown_fields_are_ignored_and_named_if_the_server_is_told_so() -> None
         (b'{"prompt": "a", "temperature": Infinity}', "JSON"),
         (b'{"prompt": "a", "temperature": 1e999}', "range"),
         (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", "range"),
-        (b'{"prompt": "a", "response_format": ' + DEEP.encode() + b"}", "deep"),
+        (b'{"prompt": "a", "guided_json": {"a": ' + DEEP.encode() + b"}}", "deep"),
         (DEEP.encode(), "object"),
         (b'{"a":' * 50_000, "deep"),
         (b"prompt=a", "JSON"),
