@@ -70,7 +70,8 @@ class NoteBook:
         num_waiting: int,
     ) -> None:
         """Note a step. kept: tokens that each row's answer took, None if it had ended before."""
-        step = _Step(len(kept), times, expectation_of(drafted.controller))
+        verified = {r.row: len(d) for r, d in zip(drafted.batch.rows, drafted.draft.rows, strict=True)}
+        step = _Step(len(kept), times, expectation_of(drafted.controller, verified))
         rows = zip(drafted.batch.rows, drafted.proposed.rows, drafted.draft.rows, verdict.rows, kept, strict=True)
         seen: list[tuple[BatchRow, RowDraft, int]] = []
         for row, proposed, draft, gained, count in rows:
