@@ -1,4 +1,4 @@
-"""Expectation of a step that is being taken in, for those who want to see it."""
+"""Expectation of a step, for those who want to see it."""
 
 from __future__ import annotations
 

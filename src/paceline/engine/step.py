@@ -217,7 +217,8 @@ class Verbs:
         self._stats.count_step(scored.target_s, scored.overlapped_s, overlapped=drafted.group is not None)
         start, times = perf_counter(), drafted.times(scored.target_s)
         if self.outputs.book.wanted:  # before the controller learns: what it expected
-            self.outputs.book.add(drafted, verdict, kept, times, len(self.scheduler.waiting))
+            num_waiting = len(self.scheduler.waiting)
+            self.outputs.book.add(drafted.controller, batch, proposed, draft, verdict, kept, times, num_waiting)
         self._learn(drafted, verdict, times)
         self._stats.control_s += perf_counter() - start
 
@@ -241,7 +242,7 @@ class Verbs:
         raise NotImplementedError
 
     def _commit_row(self, r: BatchRow, verdict: RowVerdict, num_drafted: int, num_verified: int) -> int | None:
-        """Take in a row's outcome; return its kept tokens, None if its answer had ended before."""
+        """Take in a row's outcome; return its kept tokens, None if it had ended."""
         state = self.scheduler.requests[r.request_id]
         response = self.outputs.responses.get(r.request_id)
         if response is None:  # it ended while this pass ran
