@@ -77,6 +77,7 @@ class Ready(Message, frozen=True):
     bos_id: int | None
     template: Template | None  # None: the model has none, so chat is refused
     choices: tuple[StartupChoice, ...]
+    drafters: tuple[str, ...] = ()  # names that a request may ask for
 
 
 class Rejected(Message, frozen=True):
