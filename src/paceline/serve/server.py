@@ -16,7 +16,7 @@ import uvicorn
 
 from paceline.core.errors import ConfigError
 from paceline.engine.assembly.cli_options import add_engine_arguments, engine_config
-from paceline.serve.api.auth import LOOPBACK, check_exposure
+from paceline.serve.api.auth import LOOPBACK, check_exposure, check_key
 from paceline.serve.app import MAX_OPEN, make_app
 from paceline.serve.connections import (
     ACCEPTED_AT_ONCE,
@@ -72,6 +72,8 @@ class HttpConfig:
         if not 1 <= self.max_open <= 1 << 20:
             raise ConfigError(f"--max-open must be between 1 and {1 << 20}, not {self.max_open}")
         check_limit(self.watchdog_s)
+        if self.api_key is not None:
+            check_key(self.api_key)
         check_exposure(self.host, self.api_key, self.insecure)
 
     @property
@@ -256,6 +258,10 @@ def run(args: Namespace) -> int:
     logging.basicConfig(level=log_level(os.environ), format="%(message)s")
     for name in ("asyncio", "uvicorn.error"):
         logging.getLogger(name).addFilter(FewRepeats())
+    if args.api_key:
+        log.warning(
+            "other users of this machine can read --api-key in the list of processes; set PACELINE_API_KEY"
+        )
     if args.access_log:
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
     return asyncio.run(_serve(http_config(args), engine_config(args)))
