@@ -18,7 +18,7 @@ import uvicorn
 from paceline.core import logs
 from paceline.core.errors import ConfigError
 from paceline.engine.assembly.cli_options import add_engine_arguments, engine_config
-from paceline.serve.api.auth import LOOPBACK, check_exposure
+from paceline.serve.api.auth import LOOPBACK, check_exposure, check_key
 from paceline.serve.api.keys import KeyRing
 from paceline.serve.app import MAX_OPEN, make_app
 from paceline.serve.connections import (
@@ -85,6 +85,8 @@ class HttpConfig:
             if not 0 < len(name) <= MAX_MODEL_NAME:
                 raise ConfigError(f"--served-model-name must have 1 to {MAX_MODEL_NAME} characters")
         check_limit(self.watchdog_s)
+        if self.api_key is not None:
+            check_key(self.api_key)
         check_exposure(self.host, self.has_keys, self.insecure)
 
     @property
@@ -309,6 +311,10 @@ def run(args: Namespace) -> int:
     configure_logs(args)
     for name in ("asyncio", "uvicorn.error"):
         logging.getLogger(name).addFilter(FewRepeats())
+    if args.api_key:
+        log.warning(
+            "other users of this machine can read --api-key in the list of processes; set PACELINE_API_KEY"
+        )
     for name in ("paceline.access", "paceline.doings") if args.access_log else ():
         logging.getLogger(name).setLevel(logging.INFO)
     return asyncio.run(_serve(http_config(args), engine_config(args)))
