@@ -132,6 +132,8 @@ class Responder:
         """Add an outcome to its answer and return the event that carries it."""
         choice = self.job.format.delta(index, self.answers[index], outcome)
         self._add(index, outcome)
+        if choice is None:
+            return b""
         return self._data([choice], self._running_usage() if self.job.wants_running_usage else None)
 
     def _data(self, choices: list[Json], total: Json | None) -> bytes:
