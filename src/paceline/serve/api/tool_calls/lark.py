@@ -61,7 +61,7 @@ def literal(text: str) -> str:
 
 def escaped(text: str) -> str:
     """Return a regex, for between slashes, that matches a text."""
-    return re.sub(r"([^\w\s])", r"\\\1", text).replace("\n", "\\n")
+    return re.sub(r"([\\.+*?()|\[\]{}^$/&~-])", r"\\\1", text).replace("\n", "\\n")
 
 
 def json_rule(schema: Mapping[str, Any], lenient: bool) -> str:
