@@ -198,7 +198,7 @@ def test_an_answer_that_fits_its_grammar_has_no_malformed_call(
         grammar = forms.grammar(use, content, opened)
         assert grammar is not None
         grammars.check(grammar, tokenizer)
-        for _ in range(2):
+        for _ in range(8):
             ids = walk(forms, grammar, chance)
             if ids is None:
                 continue
