@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, dataclass_transform
 
+from paceline.core.pass_notes import PassNote  # at run time: messages are decoded by these types
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -348,3 +350,4 @@ class Outcome:
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it
     figures: Figures | None = None  # with the last outcome
     error: str | None = None  # with finish_reason "error"
+    notes: tuple[PassNote, ...] = ()  # of the passes that made these tokens, if the request asked

@@ -252,10 +252,15 @@ class Speculation:
     draft: str = AUTO  # the engine's own choice; `off`; or the name of one of its drafters
     k: int | None = None  # upper bound of the drafts in a step
     tpot_ms: float | None = None  # target time per output token, for a controller that knows costs
+    details: bool = False  # notes of every pass come with the outcomes
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "draft", _draft(self.draft))
         self._check("k", self.k, int, (0, MAX_ASKED_K))
+        if not isinstance(self.details, bool):
+            raise RequestError(
+                f"speculation.details must be true or false, not {shown(self.details)}", "speculation"
+            )
         self._check("tpot_ms", self.tpot_ms, (int, float), (MIN_TPOT_MS, MAX_TPOT_MS))
 
     def _check(self, name: str, value: Any, kind: Any, bounds: tuple[float, float]) -> None:
@@ -264,6 +269,11 @@ class Speculation:
         if isinstance(value, bool) or not isinstance(value, kind) or not bounds[0] <= value <= bounds[1]:
             wanted = f"{'an integer' if kind is int else 'a number'} between {bounds[0]:g} and {bounds[1]:g}"
             raise RequestError(f"speculation.{name} must be {wanted}, not {shown(value)}", "speculation")
+
+    @property
+    def steers(self) -> bool:
+        """True if it asks for more than notes."""
+        return self.draft != AUTO or self.k is not None or self.tpot_ms is not None
 
     @property
     def most(self) -> int:

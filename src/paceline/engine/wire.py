@@ -56,13 +56,14 @@ class Submit(Message, frozen=True):
     )
     k: int | None = None
     tpot_ms: float | None = None
+    details: bool = False
 
     @classmethod
     def of(cls, request: Request) -> Submit:
         """Return the message that carries a request."""
         r = request
         s = r.speculation
-        speculation = (s.draft, s.k, s.tpot_ms) if s else ()
+        speculation = (s.draft, s.k, s.tpot_ms, s.details) if s else ()
         return cls(
             r.request_id, r.prompt_ids, _unusual(r.params), r.seed, r.choice, r.salt, r.arrival_s, *speculation
         )
@@ -77,7 +78,7 @@ class Submit(Message, frozen=True):
             self.choice,
             self.salt,
             self.arrival_s,
-            None if self.draft is None else Speculation(self.draft, self.k, self.tpot_ms),
+            None if self.draft is None else Speculation(self.draft, self.k, self.tpot_ms, self.details),
         )
 
 

@@ -126,10 +126,11 @@ class SpeculationBody(Struct, frozen=True, forbid_unknown_fields=True):
     draft: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
     k: int | None = None
     tpot_ms: float | None = None
+    details: bool | None = None  # a note of every pass comes with the answer
 
     def checked(self) -> Speculation:
         """Return the checked request. Raises `RequestError`."""
-        return Speculation(AUTO if self.draft is None else self.draft, self.k, self.tpot_ms)
+        return Speculation(AUTO if self.draft is None else self.draft, self.k, self.tpot_ms, bool(self.details))
 
 
 class Sampled(Body, StructuredFields, frozen=True, kw_only=True):
