@@ -151,8 +151,8 @@ def test_only_text_of_an_assistant_can_be_continued(messages: list[dict[str, str
 
 
 def test_a_prompt_says_whether_it_ends_inside_reasoning() -> None:
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>\n{% endif %}</think>"
-    prompts = prompts_of(template.replace("</think>", "{# </think> #}"))
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{# </think> #}"
+    prompts = prompts_of(template + "{% if add_generation_prompt %}<think>\n{% endif %}")
     user = {"role": "user", "content": "hi"}
     assert prompts.of_conversation(Conversation([user])).opened
     assert not prompts.of_conversation(Conversation([user], add_generation_prompt=False)).opened

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,7 +20,7 @@ from tests.tiny import tiny_raw_tokenizer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-HELLO = {"messages": [{"role": "user", "content": "hi"}]}
+HELLO: dict[str, object] = {"messages": [{"role": "user", "content": "hi"}]}
 # Chat templates that outrun the limits within the template's own process, from the report on security.
 BOMBS = {
     "string": '{% set a=["x"]*1000 %}{% set b=[a]*1000 %}{% set c=[b]*1000 %}{{ c|string|length }}',
@@ -76,20 +77,24 @@ def test_the_key_stays_out_of_the_process(sandbox: Sandbox, monkeypatch: pytest.
     monkeypatch.setenv("PACELINE_API_KEY", "secret")
     template(sandbox, "ok")
     assert sandbox._process is not None
-    with open(f"/proc/{sandbox._process.pid}/environ", "rb") as file:
-        assert b"secret" not in file.read()
+    assert b"secret" not in Path(f"/proc/{sandbox._process.pid}/environ").read_bytes()
 
 
 def test_a_full_queue_refuses(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox._places = threading.BoundedSemaphore(1)
     monkeypatch.setattr(keeper, "MAX_WAITING", 1)
     made = template(sandbox, "{% if messages[0].content == 'boom' %}" + BOMBS["select"] + "{% endif %}")
-    slow = threading.Thread(target=lambda: pytest.raises(RequestError, made.render_all, [boom()]))
+    slow = threading.Thread(target=refused, args=(made, boom()))
     slow.start()
     time.sleep(0.3)
     with pytest.raises(QueueFull, match="wait for the chat template"):
         made.render_all([HELLO])
     slow.join()
+
+
+def refused(made: SandboxedTemplate, values: dict[str, object]) -> None:
+    with pytest.raises(RequestError):
+        made.render_all([values])
 
 
 def boom() -> dict[str, object]:
@@ -100,7 +105,7 @@ def test_closing_ends_the_process_and_what_it_does(sandbox: Sandbox) -> None:
     made = template(sandbox, BOMBS["select"])
     assert sandbox._process is not None
     pid = sandbox._process.pid
-    slow = threading.Thread(target=lambda: pytest.raises(RequestError, made.render_all, [HELLO]))
+    slow = threading.Thread(target=refused, args=(made, HELLO))
     slow.start()
     time.sleep(0.2)
     sandbox.close()

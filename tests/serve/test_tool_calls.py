@@ -77,35 +77,45 @@ def shown(answer: ParsedAnswer) -> tuple[str, str, list[tuple[str, str]]]:
 
 
 ROME = ("weather", '{"city": "Rome", "days": 2}')
+NOW = ("now", "{}")
+WEATHER_JSON = '{"name": "weather", "arguments": {"city": "Rome", "days": 2}}'
+LLAMA_JSON = WEATHER_JSON.replace("arguments", "parameters")
+NOW_JSON = '{"name": "now", "arguments": {}}'
+ESCAPED = '{"name": "weather", "arguments": "{\\"city\\": \\"Rome\\", \\"days\\": 2}"}'
+TURNED = '{"arguments": {"city": "Rome", "days": 2}, "name": "weather"}'
+CITY, DAYS = "<parameter=city>\nRome\n</parameter>\n", "<parameter=days>\n2\n</parameter>\n"
+SEVEN = "<parameter=city>\n7\n</parameter>\n"
+
+
+def tagged(text: str) -> str:
+    return f"<tool_call>\n{text}\n</tool_call>"
+
+
+def function(parameters: str) -> str:
+    return tagged(f"<function=weather>\n{parameters}</function>")
+
+
 GOLDEN = [
-    ("hermes", "Sure.\n<tool_call>\n{\"name\": \"weather\", \"arguments\": {\"city\": \"Rome\", \"days\": 2}}\n</tool_call>",
-     ("", "Sure.", [ROME])),
-    ("hermes", "<tool_call>{\"arguments\": {\"city\": \"Rome\", \"days\": 2}, \"name\": \"weather\"}</tool_call> \n"
-     "<tool_call>\n{\"name\":\"now\",\"arguments\":{}}\n</tool_call>", ("", "", [ROME, ("now", "{}")])),
-    ("hermes", "<tool_call>\n{\"name\": \"weather\", \"arguments\": \"{\\\"city\\\": \\\"Rome\\\", \\\"days\\\": 2}\"}\n"
-     "</tool_call>", ("", "", [ROME])),
+    ("hermes", "Sure.\n" + tagged(WEATHER_JSON), ("", "Sure.", [ROME])),
+    ("hermes", tagged(TURNED) + " \n" + tagged(NOW_JSON), ("", "", [ROME, NOW])),
+    ("hermes", tagged(ESCAPED), ("", "", [ROME])),
     ("hermes", "a <tool_call> is a tag", ("", "a <tool_call> is a tag", [])),
     ("hermes", "<tool", ("", "<tool", [])),
-    ("hermes", '<tool_call>\n{"name": "weather", "arguments": {"city": "Ro', ("", "", [("weather", '{"city": "Ro')])),
-    ("qwen3_coder", "Look:\n<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n2\n"
-     "</parameter>\n</function>\n</tool_call>", ("", "Look:", [ROME])),
-    ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=city>\n7\n</parameter>\n</function>\n</tool_call>",
-     ("", "", [("weather", '{"city": "7"}')])),
-    ("llama3", '{"name": "weather", "parameters": {"city": "Rome", "days": 2}}', ("", "", [ROME])),
-    ("llama3", '<|python_tag|>{"name": "weather", "parameters": {"city": "Rome", "days": 2}}; '
-     '{"name": "now", "parameters": {}}', ("", "", [ROME, ("now", "{}")])),
+    ("hermes", tagged(WEATHER_JSON)[:57], ("", "", [("weather", '{"city": "Ro')])),
+    ("qwen3_coder", "Look:\n" + function(CITY + DAYS), ("", "Look:", [ROME])),
+    ("qwen3_coder", function(SEVEN), ("", "", [("weather", '{"city": "7"}')])),
+    ("llama3", LLAMA_JSON, ("", "", [ROME])),
+    ("llama3", f'<|python_tag|>{LLAMA_JSON}; {{"name": "now", "parameters": {{}}}}', ("", "", [ROME, NOW])),
     ("llama3", "It is {sunny}.", ("", "It is {sunny}.", [])),
-    ("mistral", '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome", "days": 2}}, '
-     '{"name": "now", "arguments": {}}]', ("", "", [ROME, ("now", "{}")])),
-    ("mistral", 'Yes. [TOOL_CALLS]weather[ARGS]{"city": "Rome", "days": 2}[TOOL_CALLS]now[ARGS]{}',
-     ("", "Yes.", [ROME, ("now", "{}")])),
-    ("mistral", '[TOOL_CALLS]weather{"city": "Rome", "days": 2}', ("", "", [ROME])),
-    ("gemma", '```tool_code\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n```', ("", "", [ROME])),
+    ("mistral", f"[TOOL_CALLS][{WEATHER_JSON}, {NOW_JSON}]", ("", "", [ROME, NOW])),
+    ("mistral", f"Yes. [TOOL_CALLS]weather[ARGS]{ROME[1]}[TOOL_CALLS]now[ARGS]{{}}", ("", "Yes.", [ROME, NOW])),
+    ("mistral", "[TOOL_CALLS]weather" + ROME[1], ("", "", [ROME])),
+    ("gemma", f"```tool_code\n{WEATHER_JSON}\n```", ("", "", [ROME])),
     ("gemma", "```python\nprint(1)\n```", ("", "```python\nprint(1)\n```", [])),
-    ("json", '{"name": "weather", "arguments": {"city": "Rome", "days": 2}}', ("", "", [ROME])),
-    ("json", '[{"name": "weather", "arguments": {"city": "Rome", "days": 2}}]', ("", "", [ROME])),
+    ("json", WEATHER_JSON, ("", "", [ROME])),
+    ("json", f"[{WEATHER_JSON}]", ("", "", [ROME])),
     ("json", '{"temperature": 20}', ("", '{"temperature": 20}', [])),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), GOLDEN)
@@ -122,7 +132,9 @@ def test_golden_answers_are_read(name: str, text: str, expected: Any, tokenizer:
 def test_any_split_of_the_tokens_gives_the_same_answer(data: st.DataObject) -> None:
     name, text, _ = data.draw(st.sampled_from(GOLDEN))
     tokenizer = data.draw(st.sampled_from([PLAIN, MARKED]))
-    before = data.draw(st.sampled_from(["", "<think>\nWhy é?\n</think>\n\n", "<think>no end", " \n", "<thi", "é{"]))
+    before = data.draw(
+        st.sampled_from(["", "<think>\nWhy é?\n</think>\n\n", "<think>no end", " \n", "<thi", "é{"])
+    )
     forms = forms_of(name, tokenizer, thinks=True)
     ids = tokenizer.encode(before + text, add_special=False)
     opened = data.draw(st.booleans())
@@ -158,7 +170,16 @@ def test_a_marker_behind_a_text_that_was_cut_stays_out() -> None:
 
 # Grammars --------------------------------------------------------------------------------------------
 
-PHRASES = ("</think>", "<tool_call>", "</tool_call>", "\n</parameter>", '"}', "```tool_code\n", "[TOOL_CALLS]", "{")
+PHRASES = (
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "\n</parameter>",
+    '"}',
+    "```tool_code\n",
+    "[TOOL_CALLS]",
+    "{",
+)
 
 
 def walk(forms: AnswerForms, grammar: Grammar, chance: random.Random, most: int = 500) -> list[int] | None:
@@ -229,7 +250,7 @@ def test_a_strict_function_keeps_its_whole_schema_or_is_refused() -> None:
         grammar = forms_of("hermes", PLAIN).grammar(ToolUse((tool,), "required"), None, opened=False)
         assert grammar is not None
         if strict:
-            with pytest.raises(Exception, match="unevaluatedProperties|grammar"):
+            with pytest.raises(Exception, match=r"unevaluatedProperties|grammar"):
                 grammars.check(grammar, PLAIN)
         else:
             grammars.check(grammar, PLAIN)
@@ -237,7 +258,11 @@ def test_a_strict_function_keeps_its_whole_schema_or_is_refused() -> None:
 
 def test_a_grammar_of_the_answer_begins_behind_the_reasoning() -> None:
     forms = forms_of("json", MARKED, thinks=True)
-    for content in (Grammar.regex("a/b"), Grammar.lark('start: inner\ninner: "a/b"'), Grammar.choice(["a/b", "c"])):
+    for content in (
+        Grammar.regex("a/b"),
+        Grammar.lark('start: inner\ninner: "a/b"'),
+        Grammar.choice(["a/b", "c"]),
+    ):
         grammar = forms.grammar(None, content, opened=True)
         assert grammar is not None
         vocabulary = grammars._vocabulary(MARKED, MARKED.vocab_size)

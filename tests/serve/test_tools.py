@@ -79,7 +79,12 @@ def joined(stream: Any) -> tuple[str, str, list[dict[str, str]], str | None]:
 def test_a_call_is_well_formed_and_streams_as_it_is_whole(
     client: openai.OpenAI, choice: Any, temperature: float
 ) -> None:
-    asked = {"tools": [WEATHER, NOW], "tool_choice": choice, "temperature": temperature, "parallel_tool_calls": False}
+    asked = {
+        "tools": [WEATHER, NOW],
+        "tool_choice": choice,
+        "temperature": temperature,
+        "parallel_tool_calls": False,
+    }
     whole = ask(client, **asked).choices[0]
     assert whole.finish_reason == "tool_calls"
     assert whole.message.content is None
@@ -176,10 +181,9 @@ def check_reasoning(client: openai.OpenAI) -> None:
 
 def test_reasoning_has_a_field_of_its_own_and_bombs_of_a_template_are_a_400(tmp_path: Path) -> None:
     folder = write_model(tmp_path)
-    parts = "".join(
-        f"{{% elif messages[0].content == '{name}' %}}{bomb}" for name, bomb in BOMBS.items()
-    )
-    (folder / "bombs.jinja").write_text("{% if messages[0].content == 'x' %}<think>" + parts + "{% endif %}{# </think> #}")
+    parts = "".join(f"{{% elif messages[0].content == '{name}' %}}{bomb}" for name, bomb in BOMBS.items())
+    whole = "{% if messages[0].content == 'x' %}<think>" + parts + "{% endif %}"
+    (folder / "bombs.jinja").write_text("{% if x %}{# </think> #}{% endif %}" + whole)
     with running(folder, "--chat-template", str(folder / "bombs.jinja")) as server:
 
         def send(text: str) -> int:
