@@ -144,6 +144,8 @@ class Responder:
         choice = self.job.format.delta(index, self.answers[index], outcome)
         choice = with_passes(choice, outcome.notes, self.job.format.tokenizer)
         self._add(index, outcome)
+        if choice is None:
+            return b""
         return self._data([choice], self._running_usage() if self.job.wants_running_usage else None)
 
     def _data(self, choices: list[Json], total: Json | None) -> bytes:
