@@ -205,6 +205,8 @@ class Verbs:
         drafters_s = perf_counter() - start
         drafted.draft_s += drafters_s
         self._stats.draft_s += drafters_s
+        for index, scores in (scored.scores.prompts or {}).items():
+            self.outputs.score_prompt(batch.rows[index].request_id, scores)
         for r, p, d, v in zip(batch.rows, proposed.rows, draft.rows, verdict.rows, strict=True):
             self._commit_row(r, v, len(p), len(d))
         self._stats.count_step(scored.target_s, scored.overlapped_s, overlapped=drafted.group is not None)
