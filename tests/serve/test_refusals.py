@@ -246,7 +246,7 @@ def test_an_announced_giant_is_not_read(server: Server) -> None:
 
 
 def test_huge_headers(server: Server, healthy: httpx.Client) -> None:
-    assert b" 400 " in raw(server, b"GET /version HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 100_000)
+    assert b" 431 " in raw(server, b"GET /version HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 100_000)
     assert healthy.get("/version").status_code == 200
 
 

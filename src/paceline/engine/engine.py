@@ -67,6 +67,7 @@ class Engine(Verbs):
         self._check_speculation(request)
         if request.params.prompt_logprobs is not None and not self.target.scores_prompts:
             raise RequestError(NO_PROMPT_SCORES, "prompt_logprobs")
+        self._check_grammar(request)
         check_room(self.scheduler, request)
         self.scheduler.add(request)
         self.outputs.open(request, frozenset(self.tokenizer.eos_ids), self.tokenizer.detokenizer())
@@ -79,6 +80,12 @@ class Engine(Verbs):
             raise RequestError(
                 f"drafter {name!r} {why} here; speculation.draft may be {', '.join(known)}", "speculation"
             )
+
+    def _check_grammar(self, request: Request) -> None:
+        """Compile a request's grammar. Raises `RequestError` if that fails."""
+        grammar, compiled = request.params.grammar, self.target.rows.grammars.compiled
+        if grammar is not None and compiled is not None:
+            compiled.compile(grammar)
 
     def cancel(self, request_id: str) -> None:
         """End a request; its last outcome comes with the next step. Ignores unknown ids."""

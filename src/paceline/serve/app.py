@@ -21,7 +21,10 @@ from paceline.serve.api.errors import ApiError, api_error_of, internal_error, sh
 from paceline.serve.api.openai_format import to_json
 from paceline.serve.api.parse import ClientDisconnected, Serving, chat_job, completion_job, read_body
 from paceline.serve.api.respond import Responder, ignored_names
+from paceline.serve.api.structured import GrammarChecks
+from paceline.serve.observe.live import LiveFeed
 from paceline.serve.observe.metrics import Metrics
+from paceline.serve.observe.page_files import PageMiddleware, load_page
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -54,6 +57,7 @@ class AppState:
     draining: bool = False  # no new work is accepted
     num_active: int = 0  # requests to the model that are being answered
     created: int = field(default_factory=lambda: int(time.time()))
+    grammar_checks: GrammarChecks = field(default_factory=GrammarChecks)
     long_bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
 
     async def serving(self) -> Serving:
@@ -108,6 +112,10 @@ class ModelRoute:
             )
         if state.client.num_open + len(job.requests) > state.max_open:
             raise QueueFull(f"{state.client.num_open} answers are open already; try again later")
+        if job.grammar_field and state.client.ready is not None:
+            prompts = await state.tokenizer_cache.of(state.client.ready)
+            grammars = (request.params.grammar for request in job.requests)
+            await state.grammar_checks.check(grammars, prompts.tokenizer, job.grammar_field)
         await Responder(job, state.metrics).run(state.client, scope, receive, send)
 
     async def _job(self, data: bytes, arrival_s: float) -> Job:
@@ -142,10 +150,12 @@ def _routes(state: AppState) -> list[Route]:
             raise ApiError(404, f"no model {wanted[:256]!r} here", param="model", code="model_not_found")
         return _json(found)
 
+    live = LiveFeed(state.client, state.metrics.recent, lambda: state.draining)
     return [
         Route("/health", health, methods=["GET"]),
         Route("/version", version, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
+        Route("/v1/speculation/live", live, methods=["GET"]),
         Route("/v1/models", models, methods=["GET"]),
         Route("/v1/models/{model:path}", model, methods=["GET"]),
         Route("/v1/chat/completions", ModelRoute(state, chat_job), methods=["POST"]),
@@ -163,6 +173,7 @@ def _model(state: AppState) -> dict[str, object]:
         "created": state.created,
         "owned_by": "paceline",
         "max_model_len": ready.max_len,
+        "drafters": ready.drafters,
     }
 
 
@@ -191,8 +202,14 @@ def make_app(
     api_key: str | None = None,
     max_open: int = MAX_OPEN,
     local: bool = False,
+    page: bool = True,
 ) -> tuple[ASGIApp, AppState]:
-    """Return the ASGI application over an engine, and its state. local: as for `AuthMiddleware`."""
+    """Return the ASGI application over an engine, and its state.
+
+    local: as for `AuthMiddleware`. page: serve the page at `/`.
+    """
     state = AppState(client, Metrics(client), tokenizer_cache, max_open)
+    client.on_snapshot = state.metrics.recent.take
     app = Starlette(routes=_routes(state), exception_handlers=_handlers(state.metrics))
-    return AuthMiddleware(app, api_key, state.metrics.refused, local), state
+    guarded = AuthMiddleware(app, api_key, state.metrics.refused, local)
+    return PageMiddleware(guarded, load_page()) if page else guarded, state

@@ -60,6 +60,7 @@ class Job:
     wants_running_usage: bool  # every chunk carries the usage so far
     arrival_s: float
     ignored: tuple[str, ...] = ()  # unknown fields of the body
+    grammar_field: str = ""  # of the body, that asks for structured output
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -168,7 +169,7 @@ def _job(
     arrival_s: float,
     ignored: tuple[str, ...],
 ) -> Job:
-    first = requests[0]
+    first, structure = requests[0], body.structure()
     response_id = form.prefix + first.request_id.partition("-")[0]
     return Job(
         meta=ResponseMeta(response_id, int(time.time()), model, first.seed),
@@ -180,4 +181,5 @@ def _job(
         wants_running_usage=body.wants_running_usage,
         arrival_s=arrival_s,
         ignored=ignored,
+        grammar_field=structure[1] if structure else "",
     )

@@ -13,6 +13,7 @@ from paceline.core.errors import PacelineError
 from paceline.serve.api.errors import ApiError, api_error_of, internal_error, shutting_down
 from paceline.serve.api.openai_format import PartialAnswer, to_json, token_usage, usage
 from paceline.serve.api.parse import ClientDisconnected
+from paceline.serve.api.pass_format import times_per_token, with_passes
 from paceline.serve.worker.client import Disconnected
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ class Responder:
         while not self._finished:
             index, outcome = _outcome_of(await events.next())
             self._add(index, outcome)
-        choices = [self.job.format.choice(i, a) for i, a in enumerate(self.answers)]
+        form = self.job.format
+        choices = [with_passes(form.choice(i, a), a.notes, form.tokenizer) for i, a in enumerate(self.answers)]
         body = self.job.meta.fields(self.job.format.kind) | {"choices": choices, "usage": self._usage()}
         response = Response(to_json(body), media_type="application/json", headers=self._headers)
         await response(scope, receive, send)
@@ -131,6 +133,7 @@ class Responder:
     def _chunk(self, index: int, outcome: Outcome) -> bytes:
         """Add an outcome to its answer and return the event that carries it."""
         choice = self.job.format.delta(index, self.answers[index], outcome)
+        choice = with_passes(choice, outcome.notes, self.job.format.tokenizer)
         self._add(index, outcome)
         return self._data([choice], self._running_usage() if self.job.wants_running_usage else None)
 
@@ -143,7 +146,9 @@ class Responder:
 
     def _usage(self) -> Json:
         ends = [answer.last for answer in self.answers if answer.last is not None]
-        return usage([end.figures for end in ends if end.figures is not None], self.job.n)
+        total = usage([end.figures for end in ends if end.figures is not None], self.job.n)
+        total["speculation"] |= times_per_token([note for answer in self.answers for note in answer.notes])
+        return total
 
 
 def ignored_names(names: Sequence[str]) -> str:

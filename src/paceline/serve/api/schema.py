@@ -22,6 +22,7 @@ from paceline.core.params import (
 )
 from paceline.engine.wire import Salt, TokenId
 from paceline.serve.api.fields import Body
+from paceline.serve.api.structured import StructuredFields
 from paceline.serve.prompts import part_text
 
 MAX_MESSAGES = 4096
@@ -100,13 +101,14 @@ class SpeculationBody(Struct, frozen=True, forbid_unknown_fields=True):
     draft: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
     k: int | None = None
     tpot_ms: float | None = None
+    details: bool | None = None  # a note of every pass comes with the answer
 
     def checked(self) -> Speculation:
         """Return the checked request. Raises `RequestError`."""
-        return Speculation(AUTO if self.draft is None else self.draft, self.k, self.tpot_ms)
+        return Speculation(AUTO if self.draft is None else self.draft, self.k, self.tpot_ms, bool(self.details))
 
 
-class Sampled(Body, frozen=True, kw_only=True):
+class Sampled(Body, StructuredFields, frozen=True, kw_only=True):
     """Fields of a body that asks for text."""
 
     model: Name | None = None
@@ -170,6 +172,8 @@ class Sampled(Body, frozen=True, kw_only=True):
             "logprobs": logprobs,
             "n": self.n,
         }
+        structure = self.structure()
+        wanted["grammar"] = structure and structure[0]
         return SamplingParams(**{name: value for name, value in wanted.items() if value is not None})
 
 
