@@ -18,6 +18,7 @@ from paceline.core.errors import ConfigError
 from paceline.engine.assembly.cli_options import add_engine_arguments, engine_config
 from paceline.serve.api.auth import LOOPBACK, check_exposure
 from paceline.serve.app import MAX_OPEN, make_app
+from paceline.serve.chat_options import add_chat_arguments, chat_options
 from paceline.serve.connections import (
     ACCEPTED_AT_ONCE,
     BACKLOG,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from paceline.engine.assembly.config import EngineConfig
+    from paceline.serve.chat_options import ChatOptions
     from paceline.serve.worker.messages import Progress, Ready
 
 log = logging.getLogger(__name__)
@@ -141,12 +143,16 @@ class HttpServer:
     """One engine and its HTTP side."""
 
     def __init__(
-        self, config: HttpConfig, engine: EngineConfig, on_progress: Callable[[Progress], None] | None = None
+        self,
+        config: HttpConfig,
+        engine: EngineConfig,
+        on_progress: Callable[[Progress], None] | None = None,
+        chat: ChatOptions | None = None,
     ) -> None:
         """Bind the port. Raises `ConfigError`. Call in a running event loop."""
         self.config = config
         self.socket = listen(config.host, config.port)
-        tokenizer_cache = TokenizerCache()
+        self._tokenizer_cache = tokenizer_cache = TokenizerCache(chat)
         self.client = EngineClient(engine, on_progress, tokenizer_cache.of, config.watchdog_s)
         app, self.state = make_app(
             self.client, tokenizer_cache, config.api_key, config.max_open, config.local, config.page
@@ -177,6 +183,7 @@ class HttpServer:
             await self.client.stop()
             await serving
             sweeping.cancel()
+            self._tokenizer_cache.close()
             self.socket.close()
 
     def _on_signal(self) -> None:
@@ -272,6 +279,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="what to do with a request's field that nobody knows: refuse it, or ignore it with a warning",
     )
     group.add_argument("--no-page", action="store_true", help="serve no page at /")
+    add_chat_arguments(parser)
     add_engine_arguments(parser)
 
 
@@ -282,7 +290,7 @@ def run(args: Namespace) -> int:
         logging.getLogger(name).addFilter(FewRepeats())
     if args.access_log:
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
-    return asyncio.run(_serve(http_config(args), engine_config(args)))
+    return asyncio.run(_serve(http_config(args), engine_config(args), chat_options(args)))
 
 
 def http_config(args: Namespace) -> HttpConfig:
@@ -311,7 +319,7 @@ def log_level(environ: Mapping[str, str]) -> str:
     return level
 
 
-async def _serve(config: HttpConfig, engine: EngineConfig) -> int:
+async def _serve(config: HttpConfig, engine: EngineConfig, chat: ChatOptions) -> int:
     with LoadingBar() as bar:
 
         def on_progress(progress: Progress) -> None:
@@ -322,5 +330,5 @@ async def _serve(config: HttpConfig, engine: EngineConfig) -> int:
             show_choices(ready.choices, sys.stdout)
             show_url(url, ready.template is not None, sys.stdout, config.api_key is not None)
 
-        await HttpServer(config, engine, on_progress).run(on_ready)
+        await HttpServer(config, engine, on_progress, chat).run(on_ready)
     return 0

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from paceline.serve.api.message_parts import MessageParts
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.core.nouns import Figures, Outcome, TokenLogprobs
     from paceline.core.pass_notes import PassNote
     from paceline.model.tokenizer import Tokenizer
+    from paceline.serve.api.tool_calls.reader import ReaderPlan
 
 MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON lacks; as OpenAI
 
@@ -49,7 +52,7 @@ class PartialAnswer:
     """Outcomes of one choice so far."""
 
     texts: list[str] = field(default_factory=list)
-    num_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
     last: Outcome | None = None  # the outcome that ended it; None: it is still open
     notes: list[PassNote] = field(default_factory=list)  # of its passes, if the request asked
@@ -57,7 +60,7 @@ class PartialAnswer:
     def add(self, outcome: Outcome) -> None:
         """Append what a step brought."""
         self.texts.append(outcome.text)
-        self.num_tokens += len(outcome.token_ids)
+        self.token_ids += outcome.token_ids
         if outcome.logprobs is not None:
             if self.logprobs is None:
                 self.logprobs = []
@@ -70,6 +73,11 @@ class PartialAnswer:
     def text(self) -> str:
         """All text so far."""
         return "".join(self.texts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens so far."""
+        return len(self.token_ids)
 
     @property
     def started(self) -> bool:
@@ -98,8 +106,8 @@ class RouteFormat(Protocol):
         """Return a whole choice."""
         ...
 
-    def delta(self, index: int, answer: PartialAnswer, outcome: Outcome) -> Json:
-        """Return what an outcome adds to a choice; `answer` does not hold it yet."""
+    def delta(self, index: int, answer: PartialAnswer, outcome: Outcome) -> Json | None:
+        """Return what an outcome adds to a choice, None for nothing; `answer` does not hold it yet."""
         ...
 
 
@@ -108,26 +116,39 @@ class ChatFormat:
     """POST /v1/chat/completions."""
 
     tokenizer: Tokenizer
+    plan: ReaderPlan | None = None  # None: answers are plain text
+    legacy: bool = False  # a call is a `function_call`
+    _readers: dict[int, MessageParts] = field(default_factory=dict, init=False)  # by choice, of a stream
     prefix = "chatcmpl-"
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
     def choice(self, index: int, answer: PartialAnswer) -> Json:
         """Return a whole choice."""
-        message = {"role": "assistant", "content": answer.text, "refusal": None}
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": self._logprobs(answer.logprobs),
-            **answer.ending(),
-        }
+        message, ending = {"role": "assistant", "content": answer.text, "refusal": None}, answer.ending()
+        if self.plan is not None:
+            parts = MessageParts(self.plan.reader(), self.legacy)
+            message |= parts.message(answer.text, answer.token_ids)
+            ending |= parts.ending(ending["finish_reason"])
+        return {"index": index, "message": message, "logprobs": self._logprobs(answer.logprobs), **ending}
 
-    def delta(self, index: int, answer: PartialAnswer, outcome: Outcome) -> Json:
-        """Return what an outcome adds to a choice."""
+    def delta(self, index: int, answer: PartialAnswer, outcome: Outcome) -> Json | None:
+        """Return what an outcome adds to a choice, None for nothing."""
         role = {} if answer.started else {"role": "assistant"}
         delta = role | ({"content": outcome.text} if outcome.text or role else {})
-        logprobs = self._logprobs(outcome.logprobs)
-        return {"index": index, "delta": delta, "logprobs": logprobs, **_ending_of(outcome)}
+        logprobs, ending = self._logprobs(outcome.logprobs), _ending_of(outcome)
+        if self.plan is not None:
+            parts = self._parts(index, self.plan)
+            delta = role | parts.delta(outcome)
+            ending |= parts.ending(outcome.finish_reason)
+            if not delta and logprobs is None and outcome.finish_reason is None:
+                return None  # held back
+        return {"index": index, "delta": delta, "logprobs": logprobs, **ending}
+
+    def _parts(self, index: int, plan: ReaderPlan) -> MessageParts:
+        if index not in self._readers:
+            self._readers[index] = MessageParts(plan.reader(), self.legacy)
+        return self._readers[index]
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs] | None) -> Json | None:
         if logprobs is None:

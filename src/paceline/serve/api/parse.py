@@ -12,14 +12,16 @@ from paceline.core.errors import RequestError
 from paceline.serve.api.errors import ApiError
 from paceline.serve.api.openai_format import ChatFormat, CompletionFormat, ResponseMeta
 from paceline.serve.api.schema import MAX_ANSWERS, ChatBody, CompletionBody
+from paceline.serve.api.tools import conversation_of
 from paceline.serve.prompts import requests_of, seed_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from starlette.types import Receive, Scope
 
     from paceline.core.nouns import Request
+    from paceline.core.params import SamplingParams
     from paceline.serve.api.openai_format import RouteFormat
     from paceline.serve.prompts import Prompts
 
@@ -121,9 +123,12 @@ def chat_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
     body, ignored = ChatBody.decode(data, lenient=serving.lenient)
     serving.check_model(body.model)
     prompts = serving.prompts
-    ids = prompts.of_messages([message.for_template() for message in body.messages])
-    requests = _requests(body, [ids], prompts, arrival_s)
-    return _job(body, requests, serving.names[0], ChatFormat(prompts.tokenizer), arrival_s, ignored)
+    conversation = conversation_of(body, [message.for_template() for message in body.messages])
+    use, prompt = conversation.tool_use, prompts.of_conversation(conversation)
+    requests = _requests(body, [prompt.ids], prompts, arrival_s, prompts.answer_form(use, prompt.opened))
+    plan = prompts.reader_plan(use, prompt.opened)
+    form = ChatFormat(prompts.tokenizer, plan, use is not None and use.legacy)
+    return _job(body, requests, serving.names[0], form, arrival_s, ignored)
 
 
 def completion_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
@@ -139,13 +144,17 @@ def completion_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
 
 
 def _requests(
-    body: ChatBody | CompletionBody, all_ids: list[tuple[int, ...]], prompts: Prompts, arrival_s: float
+    body: ChatBody | CompletionBody,
+    all_ids: list[tuple[int, ...]],
+    prompts: Prompts,
+    arrival_s: float,
+    form: Callable[[SamplingParams], SamplingParams] = lambda params: params,
 ) -> list[Request]:
-    """Return the requests for all answers to all prompts, under one seed.
+    """Return the requests for all answers to all prompts, under one seed. form: adds what answers must fit.
 
     Raises `RequestError`, also for what the engine would refuse in one prompt after it began to answer another.
     """
-    params = [body.params(prompts.room(ids)) for ids in all_ids]
+    params = [form(body.params(prompts.room(ids))) for ids in all_ids]
     if len(all_ids) * params[0].n > MAX_ANSWERS:
         raise RequestError(f"one request may ask for at most {MAX_ANSWERS} answers (prompts times n)", "n")
     for ids, asked in zip(all_ids, params, strict=True):
@@ -181,5 +190,5 @@ def _job(
         wants_running_usage=body.wants_running_usage,
         arrival_s=arrival_s,
         ignored=ignored,
-        grammar_field=structure[1] if structure else "",
+        grammar_field=structure[1] if structure else "tools" if first.params.grammar else "",
     )

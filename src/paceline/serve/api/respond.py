@@ -133,8 +133,12 @@ class Responder:
     def _chunk(self, index: int, outcome: Outcome) -> bytes:
         """Add an outcome to its answer and return the event that carries it."""
         choice = self.job.format.delta(index, self.answers[index], outcome)
-        choice = with_passes(choice, outcome.notes, self.job.format.tokenizer)
+        if choice is None and outcome.notes:
+            choice = {"index": index, "delta": {}, "finish_reason": None}
         self._add(index, outcome)
+        if choice is None:
+            return b""
+        choice = with_passes(choice, outcome.notes, self.job.format.tokenizer)
         return self._data([choice], self._running_usage() if self.job.wants_running_usage else None)
 
     def _data(self, choices: list[Json], total: Json | None) -> bytes:

@@ -23,6 +23,16 @@ from paceline.core.params import (
 from paceline.engine.wire import Salt, TokenId
 from paceline.serve.api.fields import Body
 from paceline.serve.api.structured import StructuredFields
+from paceline.serve.api.tools import (
+    CalledFunction,
+    Calls,
+    Choice,
+    Effort,
+    FunctionChoice,
+    Functions,
+    TemplateKwargs,
+    Tools,
+)
 from paceline.serve.prompts import part_text
 
 MAX_MESSAGES = 4096
@@ -39,7 +49,10 @@ Prompt = (
 )
 
 # Fields of a message that are accepted if null or empty.
-UNSUPPORTED_FIELDS = ("annotations", "audio", "function_call", "refusal", "tool_calls")
+UNSUPPORTED_FIELDS = ("annotations", "audio", "refusal")
+
+
+OTHER_ROLES = {"developer": "system", "function": "tool"}
 
 
 class _Part(Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,25 +69,37 @@ class _Part(Struct, frozen=True, forbid_unknown_fields=True):
 class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
     """One message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[_Part], Meta(max_length=MAX_PARTS)] | None = None
     name: Name | None = None
     tool_call_id: Name | None = None
+    tool_calls: Calls | None = None
+    function_call: CalledFunction | None = None  # the old form of one call
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # another name of it
     # Fields of OpenAI's answers. A client that sends an answer back unchanged sends them empty.
     annotations: Any = None
     audio: Any = None
-    function_call: Any = None
     refusal: Any = None
-    tool_calls: Any = None
     cache_control: Any = None  # accepted without effect
 
-    def for_template(self) -> dict[str, str]:
+    def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates take it; `developer` is OpenAI's newer name for `system`."""
         for name in UNSUPPORTED_FIELDS:
             if getattr(self, name) not in (None, []):
                 raise RequestError(f"{name} in a message is not supported yet; leave it out", "messages")
-        role = "system" if self.role == "developer" else self.role
-        extra = {"name": self.name, "tool_call_id": self.tool_call_id}
+        role = OTHER_ROLES.get(self.role, self.role)
+        calls = [call.for_template() for call in self.tool_calls or ()]
+        if self.function_call is not None:
+            calls.append({"type": "function", "function": self.function_call.for_template()})
+        if (calls or self.reasoning_content or self.reasoning) and role != "assistant":
+            raise RequestError(f"a message of role {self.role!r} has neither calls nor reasoning", "messages")
+        extra = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "tool_calls": calls or None,
+            "reasoning_content": self.reasoning_content or self.reasoning or None,
+        }
         return {"role": role, "content": self._text()} | {k: v for k, v in extra.items() if v is not None}
 
     def _text(self) -> str:
@@ -184,6 +209,15 @@ class ChatBody(Sampled, frozen=True, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: Tools | None = None
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = None
+    functions: Functions | None = None  # the old form of tools
+    function_call: FunctionChoice | None = None
+    reasoning_effort: Effort | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     def params(self, room: int) -> SamplingParams:
         """Return the sampling parameters; without max_tokens the answer may fill `room`, in tokens."""

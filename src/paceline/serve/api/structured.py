@@ -10,12 +10,9 @@ from msgspec import Meta, Struct, field
 
 from paceline.core.errors import RequestError
 from paceline.core.params import MAX_GRAMMAR_CHARS, MAX_GRAMMAR_CHOICES, Grammar
-from paceline.model.grammar import check
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-
-    from paceline.model.tokenizer import Tokenizer
 
 MAX_TAGS = 64
 MAX_CHECKED = 256  # grammars remembered as good
@@ -113,13 +110,12 @@ class StructuredFields(Struct, frozen=True, kw_only=True):
         ways: dict[str, Any] = {
             "response_format": form is not None and form.type != "text" and form.grammar,
             "structured_outputs": outputs is not None and outputs.grammar_asked,
-            "guided_json": self.guided_json is not None
-            and (lambda: Grammar.json_schema(self.guided_json)),  # type: ignore[arg-type]
+            "guided_json": self.guided_json is not None and (lambda: Grammar.json_schema(self.guided_json)),  # type: ignore[arg-type]
             "guided_regex": self.guided_regex is not None and (lambda: Grammar.regex(self.guided_regex or "")),
             "guided_choice": self.guided_choice is not None and (lambda: Grammar.choice(self.guided_choice or ())),
-            "guided_grammar": self.guided_grammar is not None and (lambda: from_grammar(self.guided_grammar or "")),
-            "json_schema": self.json_schema is not None
-            and (lambda: Grammar.json_schema(self.json_schema)),  # type: ignore[arg-type]
+            "guided_grammar": self.guided_grammar is not None
+            and (lambda: from_grammar(self.guided_grammar or "")),
+            "json_schema": self.json_schema is not None and (lambda: Grammar.json_schema(self.json_schema)),  # type: ignore[arg-type]
             "grammar": self.grammar is not None and (lambda: from_grammar(self.grammar or "")),
         }
         asked = [name for name, way in ways.items() if way]
@@ -148,7 +144,7 @@ def from_grammar(text: str) -> Grammar:
         raise
     except RecursionError:
         raise RequestError("the grammar is nested too deeply", "grammar") from None
-    except Exception as error:  # noqa: BLE001 - the parser has no tree of errors
+    except Exception as error:
         reason = str(error)[:300]
         raise RequestError(f"the grammar is neither Lark nor GBNF: {reason}", "grammar") from None
 
@@ -175,12 +171,17 @@ class GrammarChecks:
         self._good: OrderedDict[Grammar, None] = OrderedDict()
         self._alone = asyncio.Semaphore(1)
 
-    async def check(self, grammars: Iterable[Grammar | None], tokenizer: Tokenizer, field_name: str) -> None:
-        """Raise `RequestError` for a grammar that the engine would refuse. field_name: of the body."""
+    async def check(
+        self, grammars: Iterable[Grammar | None], check: Callable[[Grammar], None], field_name: str
+    ) -> None:
+        """Raise `RequestError` for a grammar that the engine would refuse.
+
+        check: called in a thread. field_name: of the body.
+        """
         for grammar in {g for g in grammars if g is not None} - self._good.keys():
             async with self._alone:
                 try:
-                    await asyncio.to_thread(check, grammar, tokenizer if grammar.kind == "lark" else None)
+                    await asyncio.to_thread(check, grammar)
                 except RequestError as error:
                     raise RequestError(str(error), field_name) from None
             self._good[grammar] = None

@@ -39,7 +39,7 @@ class LarkText:
         return literal(marker) if token_id is None else f"<[{token_id}]>"
 
     def free(self, name: str, without: tuple[str, ...], first: str = "") -> str:
-        """Add any text that holds none of some markers and, if given, begins as `first`, a regex; return its name."""
+        """Add any text without some markers and return its name. first: a regex of the whole text."""
         excluded = "".join(f" & ~/{_ANY}{escaped(marker)}{_ANY}/" for marker in without)
         return self.rule(name, f"/{first or _ANY}/{excluded}")
 
@@ -61,7 +61,7 @@ def literal(text: str) -> str:
 
 def escaped(text: str) -> str:
     """Return a regex, for between slashes, that matches a text."""
-    return re.sub(r"([^\w\s])", r"\\\1", text).replace("\n", "\\n")
+    return re.sub(r"([\\.+*?()|\[\]{}^$/&~-])", r"\\\1", text).replace("\n", "\\n")
 
 
 def json_rule(schema: Mapping[str, Any], lenient: bool) -> str:
