@@ -12,6 +12,7 @@ from paceline.core.errors import RequestError
 from paceline.serve.api.errors import ApiError
 from paceline.serve.api.openai_format import ChatFormat, CompletionFormat, ResponseMeta
 from paceline.serve.api.schema import MAX_ANSWERS, ChatBody, CompletionBody
+from paceline.serve.api.score_format import Extras
 from paceline.serve.api.tools import conversation_of
 from paceline.serve.prompts import requests_of, seed_of
 
@@ -62,6 +63,7 @@ class Job:
     wants_running_usage: bool  # every chunk carries the usage so far
     arrival_s: float
     ignored: tuple[str, ...] = ()  # unknown fields of the body
+    extras: Extras | None = None  # further fields of the response
     grammar_field: str = ""  # of the body, that asks for structured output
 
     @property
@@ -127,7 +129,8 @@ def chat_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
     use, prompt = conversation.tool_use, prompts.of_conversation(conversation)
     requests = _requests(body, [prompt.ids], prompts, arrival_s, prompts.answer_form(use, prompt.opened))
     plan = prompts.reader_plan(use, prompt.opened)
-    form = ChatFormat(prompts.tokenizer, plan, use is not None and use.legacy)
+    as_ids = bool(body.return_tokens_as_token_ids)
+    form = ChatFormat(prompts.tokenizer, plan, use is not None and use.legacy, as_ids)
     return _job(body, requests, serving.names[0], form, arrival_s, ignored)
 
 
@@ -139,7 +142,9 @@ def completion_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
     all_ids = [prompts.of_text(p) if isinstance(p, str) else prompts.of_ids(p) for p in given]
     echoes = [p if isinstance(p, str) else prompts.tokenizer.decode(p) for p in given] if body.echo else ()
     requests = _requests(body, all_ids, prompts, arrival_s)
-    form = CompletionFormat(prompts.tokenizer, echoes, body.n or 1)
+    scored = all_ids if body.echo and body.logprobs is not None else ()
+    as_ids = bool(body.return_tokens_as_token_ids)
+    form = CompletionFormat(prompts.tokenizer, echoes, body.n or 1, scored, as_ids)
     return _job(body, requests, serving.names[0], form, arrival_s, ignored)
 
 
@@ -190,5 +195,16 @@ def _job(
         wants_running_usage=body.wants_running_usage,
         arrival_s=arrival_s,
         ignored=ignored,
+        extras=_extras(body, requests, form),
         grammar_field=structure[1] if structure else "tools" if first.params.grammar else "",
     )
+
+
+def _extras(body: ChatBody | CompletionBody, requests: list[Request], form: RouteFormat) -> Extras | None:
+    """Return the further fields that a body asks for; None if it asks for none."""
+    ids, scores = bool(body.return_token_ids), body.prompt_logprobs is not None
+    if not ids and not scores:
+        return None
+    n = requests[0].params.n
+    prompts = [request.prompt_ids for request in requests[::n]]
+    return Extras(form.tokenizer, prompts, n, ids, scores, isinstance(body, ChatBody))

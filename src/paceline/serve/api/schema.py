@@ -157,6 +157,10 @@ class Sampled(Body, StructuredFields, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     cache_salt: Salt | None = None
     speculation: SpeculationBody | None = None
+    # As vLLM.
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     @property
     def wants_usage(self) -> bool:
@@ -175,9 +179,15 @@ class Sampled(Body, StructuredFields, frozen=True, kw_only=True):
             raise RequestError("stream_options is only allowed with stream: true", "stream_options")
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             raise RequestError("include_obfuscation is not supported yet", "stream_options")
+        _check_range("prompt_logprobs", self.prompt_logprobs)
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs and stream exclude each other", "prompt_logprobs")
 
-    def sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
-        """Return the sampling parameters. Raises `RequestError`."""
+    def sampling(
+        self, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None
+    ) -> SamplingParams:
+        """Return the sampling parameters. prompt_logprobs: beside the field. Raises `RequestError`."""
+        scores = [num for num in (self.prompt_logprobs, prompt_logprobs) if num is not None]
         wanted: dict[str, Any] = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -195,6 +205,7 @@ class Sampled(Body, StructuredFields, frozen=True, kw_only=True):
             "max_tokens": max_tokens,
             "ignore_eos": self.ignore_eos,
             "logprobs": logprobs,
+            "prompt_logprobs": max(scores, default=None),
             "n": self.n,
         }
         structure = self.structure()
@@ -242,11 +253,10 @@ class CompletionBody(Sampled, frozen=True, kw_only=True):
 
     def params(self, room: int) -> SamplingParams:
         """Return the sampling parameters; without max_tokens an answer has 16 tokens, as with OpenAI."""
-        if self.echo and self.logprobs is not None:
-            raise RequestError("echo together with logprobs is not supported yet", "echo")
         _check_range("logprobs", self.logprobs)
         default = max(min(DEFAULT_COMPLETION_TOKENS, room), self.min_tokens or 0)
-        return self.sampling(default if self.max_tokens is None else self.max_tokens, self.logprobs)
+        max_tokens = default if self.max_tokens is None else self.max_tokens
+        return self.sampling(max_tokens, self.logprobs, self.logprobs if self.echo else None)
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts, each a text or token ids. Raises `RequestError` for a mixture."""
