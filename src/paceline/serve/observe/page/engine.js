@@ -46,6 +46,7 @@ async function follow(stop) {
   while (!stop.aborted) {
     try {
       for await (const event of events(await ask("v1/speculation/live", { signal: stop }))) {
+        if (event.tokens_per_s === undefined) continue; // the engine is not ready
         add(event);
         if (performance.now() - drawn < DRAW_MS) continue;
         drawn = performance.now();
@@ -69,9 +70,10 @@ function Tile({ name, value, note, mark }) {
 
 /** @param {{now: Live}} props */
 function Tiles({ now }) {
-  const { tokens_per_s: speed, plain_tokens_per_s: plain } = now;
+  const { tokens_per_s: speed, plain_tokens_per_s: plain, rows_running: rows } = now;
+  const estimate = plain ? `plain ${fixed(plain)} (estimate)` : "plain: not known yet";
   return html`<dl class="tiles">
-    <${Tile} name="tokens/s" mark="tokens_per_s" value=${fixed(speed)} note=${plain ? `plain ${fixed(plain)} (estimate)` : "plain: not known yet"} />
+    <${Tile} name="tokens/s" mark="tokens_per_s" value=${fixed(speed)} note=${rows ? estimate : "idle; the last rate"} />
     <${Tile} name="speed-up" mark="speedup" value=${plain && speed ? `${fixed(speed / plain, 2)}×` : "–"} note="estimated" />
     <${Tile} name="tokens per pass" mark="tokens_per_pass" value=${fixed(now.tokens_per_pass, 2)} note="1 is plain decoding" />
     <${Tile} name="first token" value=${duration(now.ttft_ms.p50)} note=${`p95 ${duration(now.ttft_ms.p95)}`} />
@@ -137,7 +139,9 @@ function Charts() {
   const times = history.value.map(({ at }) => Math.round((at - now) * 10) / 10);
   /** @param {(of: Live) => number | null} read */
   const series = (read) => history.value.map((sample) => read(sample.live));
-  const speeds = [times, series((of) => of.tokens_per_s), series((of) => of.plain_tokens_per_s)];
+  /** @param {(of: Live) => number | null} read without a row there is no speed */
+  const busy = (read) => series((of) => (of.rows_running ? read(of) : null));
+  const speeds = [times, busy((of) => of.tokens_per_s), busy((of) => of.plain_tokens_per_s)];
   const rows = [times, series((of) => of.rows_running), series((of) => of.rows_waiting)];
   const pages = [times, series((of) => of.pages_used)];
   const drafters = [...new Set(steps.value.map(({ step }) => step.drafter ?? "none"))].sort();
