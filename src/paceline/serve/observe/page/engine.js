@@ -65,7 +65,7 @@ async function follow(stop) {
 
 /** @param {{name: string, value: string, note?: string, mark?: string}} props */
 function Tile({ name, value, note, mark }) {
-  return html`<div class="tile"><dt>${name}</dt><dd data-figure=${mark}>${value}</dd>${note ? html`<small>${note}</small>` : null}</div>`;
+  return html`<div class="tile"><dt>${name}</dt><dd data-figure=${mark}>${value}</dd>${note ? html`<dd class="note">${note}</dd>` : null}</div>`;
 }
 
 /** @param {{now: Live}} props */
@@ -110,7 +110,7 @@ function Depths({ now }) {
             const largest = Math.max(1, ...counts);
             return html`<tr class=${sourceClass(name)}><th scope="row"><i></i>${name}</th>${Array.from({ length: most }, (_, k) => {
               const count = counts[k] ?? 0;
-              return html`<td style=${{ "--share": `${Math.round((count / largest) * 60)}%` }}>${count || ""}</td>`;
+              return html`<td style=${{ "--share": `${Math.round((count / largest) * 36)}%` }}>${count || ""}</td>`;
             })}</tr>`;
           })}</tbody>
         </table></div>`
