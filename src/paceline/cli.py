@@ -247,3 +247,7 @@ def _print_error(message: str) -> None:
     line = f"error: {' '.join(message.split())}"
     red = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     sys.stderr.write(f"\033[31m{line}\033[0m\n" if red else f"{line}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -19,7 +19,7 @@ from paceline.core.pass_notes import PassNote  # at run time: messages are decod
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from numpy import float32, floating, int64
+    from numpy import float32, floating, int32, int64
     from numpy.typing import NDArray
 
     from paceline.core.params import SamplingParams, Speculation
@@ -244,6 +244,7 @@ class SamplingSpec(NamedTuple):
     position: int = 0  # index, in the row's tokens, of the token being chosen
     edits: Edits | None = None
     margin: bool = False  # also return by how many logits the token is ahead: a drafter's confidence
+    mask: NDArray[int32] | None = None  # [ceil(vocab / 32)] a bit for each token, lowest first: 1 if it may be chosen
 
     @property
     def wants_logits(self) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
+from paceline.backend.row_grammars import NO_MASKS, RowMasks
 from paceline.control.protocols import StepTimes
 from paceline.core.nouns import PAGE_TOKENS, Draft, Plan, noun
 from paceline.engine.output import OutputQueue
@@ -39,6 +40,7 @@ class StepInput:
     draft_s: float  # drafter time of this step, seconds
     idle_s: float = 0.0  # since `begun_s`, neither host, drafters nor target worked for these rows
     host_s: float | None = None  # of the host, where it works beside passes: what they waited for it
+    masks: RowMasks = NO_MASKS  # of rows with a grammar
 
     def times(self, target_s: float) -> StepTimes:
         """Return what the step took until now. target_s: of its pass."""
@@ -160,6 +162,7 @@ class Verbs:
         batch = self.scheduler.schedule(plan, group)
         for row in self.scheduler.take_released():
             self.drafting.release(row)
+            self.target.rows.grammars.release(row)
         self.target.rows.apply(batch)
         for admission in batch.admissions:
             if not admission.rebirth:
@@ -177,6 +180,8 @@ class Verbs:
         controller = controller or self.controller_of(group)
         start = perf_counter()
         proposed = self.drafting.propose(batch, plan)
+        if self.law.admits_any_trim:
+            proposed = self.target.rows.grammars.fit(batch, proposed)
         end = perf_counter()
         self._stats.draft_s += end - start
         draft = proposed
@@ -191,12 +196,17 @@ class Verbs:
         pending = self.target.request(drafted.batch, drafted.draft).launch()
         return PendingStep(pending, start, asynchronous=self.target.asynchronous, timed=self.target.late)
 
+    def mask(self, drafted: StepInput) -> None:
+        """Make the masks of rows with a grammar, beside the pass that scores them."""
+        drafted.masks = self.target.rows.grammars.masks(drafted.batch, drafted.draft)
+
     def judge(self, drafted: StepInput, scored: StepScores) -> Verdict:
         """Decide which drafts are kept; those that a device has made are known from here."""
         scores = scored.scores
         if scores.draft is not None and scores.made is not None:
             drafted.take_made(scores.made, scores.draft)
-        return self.law.judge(drafted.draft, scored.scores)
+        grammars, batch = self.target.rows.grammars, drafted.batch
+        return self.law.judge(drafted.draft, grammars.masked(batch, drafted.draft, scores, drafted.masks))
 
     def commit(self, drafted: StepInput, scored: StepScores, verdict: Verdict) -> None:
         """Take in what was kept: rows, drafters, pages, answers; then counters and the controller.
@@ -286,6 +296,7 @@ class SerialLoop:
             return
         drafted = engine.propose(batch, plan)
         pending = engine.score(drafted)
+        engine.mask(drafted)
         engine.flush()  # beside the pass: outcomes of the step before
         scored = pending.wait()
         verdict = engine.judge(drafted, scored)

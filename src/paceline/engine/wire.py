@@ -10,7 +10,15 @@ from msgspec import Meta, Struct
 
 from paceline.core.errors import PacelineError, RequestError
 from paceline.core.nouns import Request
-from paceline.core.params import MAX_CHOICES, MAX_NAME_CHARS, MAX_SEED, MAX_TOKEN_ID, SamplingParams, Speculation
+from paceline.core.params import (
+    MAX_CHOICES,
+    MAX_NAME_CHARS,
+    MAX_SEED,
+    MAX_TOKEN_ID,
+    Grammar,
+    SamplingParams,
+    Speculation,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -88,12 +96,15 @@ _TUPLES = frozenset({"stop", "stop_token_ids"})
 def _unusual(params: SamplingParams) -> dict[str, Any]:
     values = {f.name: getattr(params, f.name) for f in fields(params)}
     values["logit_bias"] = dict(params.logit_bias)
+    values["grammar"] = params.grammar and [params.grammar.kind, params.grammar.text]
     return {name: value for name, value in values.items() if value != getattr(_DEFAULTS, name)}
 
 
 def _params(values: Mapping[str, Any]) -> SamplingParams:
     fitting: dict[str, Any] = {k: tuple(v) if k in _TUPLES else v for k, v in values.items()}
     try:
+        if fitting.get("grammar") is not None:
+            fitting["grammar"] = Grammar(*fitting["grammar"])
         return SamplingParams(**fitting)
     except TypeError as error:
         raise RequestError(f"bad parameters: {error}") from None

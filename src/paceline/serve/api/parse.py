@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from paceline.core.errors import RequestError
 from paceline.serve.api.errors import ApiError
 from paceline.serve.api.openai_format import ChatFormat, CompletionFormat, ResponseMeta
-from paceline.serve.api.schema import MAX_ANSWERS, ChatBody, CompletionBody, decode
+from paceline.serve.api.schema import MAX_ANSWERS, ChatBody, CompletionBody
 from paceline.serve.prompts import requests_of, seed_of
 
 if TYPE_CHECKING:
@@ -33,6 +33,21 @@ class ClientDisconnected(Exception):  # noqa: N818 - an event, not an error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Serving:
+    """The model that bodies are for, its names, and the server's manners."""
+
+    prompts: Prompts
+    names: tuple[str, ...]  # of the model; responses carry the first
+    lenient: bool = False  # unknown fields are ignored, not refused
+
+    def check_model(self, asked: str | None) -> None:
+        """Raise `ApiError` 404 for a model that is not served."""
+        if asked not in (None, "default", *self.names):
+            message = f"no model {asked!r} here; this server serves {', '.join(map(repr, self.names))}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Job:
     """One HTTP request, ready for the engine."""
 
@@ -44,6 +59,8 @@ class Job:
     wants_usage: bool  # the stream's last chunk carries the usage
     wants_running_usage: bool  # every chunk carries the usage so far
     arrival_s: float
+    ignored: tuple[str, ...] = ()  # unknown fields of the body
+    grammar_field: str = ""  # of the body, that asks for structured output
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -99,24 +116,26 @@ def _header(scope: Scope, wanted: bytes) -> bytes:
 # Jobs ------------------------------------------------------------------------------------------------
 
 
-def chat_job(data: bytes, prompts: Prompts, model: str, arrival_s: float) -> Job:
+def chat_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
     """Return the job of a body of POST /v1/chat/completions. Raises `RequestError`."""
-    body = decode(data, ChatBody)
-    _check_model(body, model)
+    body, ignored = ChatBody.decode(data, lenient=serving.lenient)
+    serving.check_model(body.model)
+    prompts = serving.prompts
     ids = prompts.of_messages([message.for_template() for message in body.messages])
     requests = _requests(body, [ids], prompts, arrival_s)
-    return _job(body, requests, model, ChatFormat(prompts.tokenizer), arrival_s)
+    return _job(body, requests, serving.names[0], ChatFormat(prompts.tokenizer), arrival_s, ignored)
 
 
-def completion_job(data: bytes, prompts: Prompts, model: str, arrival_s: float) -> Job:
+def completion_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
     """Return the job of a body of POST /v1/completions. Raises `RequestError`."""
-    body = decode(data, CompletionBody)
-    _check_model(body, model)
-    given = body.prompts()
+    body, ignored = CompletionBody.decode(data, lenient=serving.lenient)
+    serving.check_model(body.model)
+    given, prompts = body.prompts(), serving.prompts
     all_ids = [prompts.of_text(p) if isinstance(p, str) else prompts.of_ids(p) for p in given]
     echoes = [p if isinstance(p, str) else prompts.tokenizer.decode(p) for p in given] if body.echo else ()
     requests = _requests(body, all_ids, prompts, arrival_s)
-    return _job(body, requests, model, CompletionFormat(prompts.tokenizer, echoes, body.n or 1), arrival_s)
+    form = CompletionFormat(prompts.tokenizer, echoes, body.n or 1)
+    return _job(body, requests, serving.names[0], form, arrival_s, ignored)
 
 
 def _requests(
@@ -143,9 +162,14 @@ def _requests(
 
 
 def _job(
-    body: ChatBody | CompletionBody, requests: list[Request], model: str, form: RouteFormat, arrival_s: float
+    body: ChatBody | CompletionBody,
+    requests: list[Request],
+    model: str,
+    form: RouteFormat,
+    arrival_s: float,
+    ignored: tuple[str, ...],
 ) -> Job:
-    first = requests[0]
+    first, structure = requests[0], body.structure()
     response_id = form.prefix + first.request_id.partition("-")[0]
     return Job(
         meta=ResponseMeta(response_id, int(time.time()), model, first.seed),
@@ -156,10 +180,6 @@ def _job(
         wants_usage=body.wants_usage,
         wants_running_usage=body.wants_running_usage,
         arrival_s=arrival_s,
+        ignored=ignored,
+        grammar_field=structure[1] if structure else "",
     )
-
-
-def _check_model(body: ChatBody | CompletionBody, model: str) -> None:
-    if body.model not in (None, model, "default"):
-        message = f"no model {body.model!r} here; this server serves {model!r}"
-        raise ApiError(404, message, param="model", code="model_not_found")

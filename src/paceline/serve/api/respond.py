@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from paceline.serve.api.pass_format import times_per_token, with_passes
 from paceline.serve.worker.client import Disconnected
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from starlette.types import Receive, Scope, Send
 
     from paceline.core.nouns import Outcome
@@ -24,11 +27,13 @@ if TYPE_CHECKING:
     from paceline.serve.observe.metrics import Metrics
     from paceline.serve.worker.client import Answers, EngineClient, Event
 
+_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+IGNORED_HEADER = "x-paceline-ignored"  # the unknown fields of a body that had no effect
 SERVER_FAULT = 500  # statuses from here on are faults of the server
 
 
@@ -102,7 +107,8 @@ class Responder:
 
     @property
     def _headers(self) -> dict[str, str]:
-        return {"x-request-id": self.job.meta.response_id}
+        headers = {"x-request-id": self.job.meta.response_id}
+        return headers | ({IGNORED_HEADER: ignored_names(self.job.ignored)} if self.job.ignored else {})
 
     def _add(self, index: int, outcome: Outcome) -> None:
         elapsed_s = time.monotonic() - self.job.arrival_s
@@ -143,6 +149,11 @@ class Responder:
         total = usage([end.figures for end in ends if end.figures is not None], self.job.n)
         total["speculation"] |= times_per_token([note for answer in self.answers for note in answer.notes])
         return total
+
+
+def ignored_names(names: Sequence[str]) -> str:
+    """Return names of fields as a header may carry them."""
+    return ", ".join(_NOT_IN_A_NAME.sub("?", name[:64]) for name in names)
 
 
 def _outcome_of(event: Event) -> tuple[int, Outcome]:
