@@ -127,7 +127,7 @@ def test_the_engine_view_equals_the_metrics(page: Any, server: Server):
         body = {"messages": [{"role": "user", "content": REPEATS}], "max_tokens": 32, "temperature": 0}
         assert client.post("/v1/chat/completions", json=body).status_code == 200
     page.wait_for_selector(".steps tbody tr")
-    page.wait_for_function("document.querySelector('[data-figure=rows_running]').textContent === '0'")
+    page.wait_for_selector("[data-figure=rows_running]:text-is('0')")
     page.wait_for_timeout(1500)  # the feed is quiet: one event a second
     assert figure(page, "rows_running") == server.metric("paceline_requests_running")
     assert figure(page, "pages_used") == server.metric("paceline_kv_pages_held")
