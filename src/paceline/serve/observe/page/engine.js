@@ -146,8 +146,8 @@ function Charts() {
   const pages = [times, series((of) => of.pages_used)];
   const drafters = [...new Set(steps.value.map(({ step }) => step.drafter ?? "none"))].sort();
   const depth = [
-    steps.value.map(({ at }) => at - now),
-    ...drafters.map((name) => steps.value.map(({ step }) => ((step.drafter ?? "none") === name ? step.k_mean : null))),
+    [times[0] ?? 0, ...steps.value.map(({ at }) => at - now)], // from where the other charts begin
+    ...drafters.map((name) => [null, ...steps.value.map(({ step }) => ((step.drafter ?? "none") === name ? step.k_mean : null))]),
   ];
   const last = history.value.at(-1)?.live;
   const dots = drafters.map((name) => ({ label: name, color: `--${sourceClass(name === "none" ? null : name)}`, points: true }));
