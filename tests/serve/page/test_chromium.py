@@ -110,8 +110,8 @@ def test_an_answer_is_stopped_edited_retried_renamed_and_deleted(page: Any):
 
 def test_a_race_of_the_same_seed_ends_with_the_same_text(page: Any):
     page.click("#tab-race")
-    page.get_by_label("Prompt").fill(REPEATS)
-    page.get_by_label("Tokens").fill("40")
+    page.get_by_label("Prompt", exact=True).fill(REPEATS)
+    page.get_by_label("Tokens", exact=True).fill("40")
     page.get_by_role("button", name="Start").click()
     page.wait_for_selector(".result[data-same=yes]")
     assert page.locator(".lane.off .token.src-ngram").count() == 0
@@ -200,7 +200,7 @@ def test_axe_finds_no_serious_fault_and_nothing_overflows_on_a_phone(open_page: 
     assert not serious(page)
     assert overflowing(page) == []
     page.click("#tab-race")
-    page.get_by_label("Tokens").fill("8")
+    page.get_by_label("Tokens", exact=True).fill("8")
     page.get_by_role("button", name="Start").click()
     page.wait_for_selector(".result[data-same]")
     assert not serious(page)
