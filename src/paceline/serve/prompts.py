@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from paceline.core.params import SamplingParams, Speculation
+    from paceline.core.sampling_defaults import Defaults
     from paceline.model.template import ChatTemplate
     from paceline.model.tokenizer import Tokenizer
 
@@ -32,6 +33,7 @@ class Prompts:
     template: ChatTemplate | None
     max_len: int  # tokens of prompt and answer of one request
     vocab_size: int | None = None  # rows of the model's embedding; None: token ids are not checked here
+    sampling: Defaults = field(default_factory=dict)  # of requests that say nothing about it
 
     def of_text(self, text: str) -> tuple[int, ...]:
         """Return a text's token ids. Raises `RequestError`, `PromptTooLong`."""

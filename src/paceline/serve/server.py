@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from paceline.core.errors import ConfigError
-from paceline.engine.assembly.cli_options import add_engine_arguments, engine_config
+from paceline.engine.assembly.cli_options import add_engine_arguments, add_sampling_defaults, engine_config
 from paceline.serve.api.auth import LOOPBACK, check_exposure
 from paceline.serve.app import MAX_OPEN, make_app
 from paceline.serve.terminal.banner import LoadingBar, show_choices, show_url
@@ -212,6 +212,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--max-open", type=int, metavar="N", default=_DEFAULTS.max_open, help="answers that may be open at once"
     )
     group.add_argument("--access-log", action="store_true", help="log every request")
+    add_sampling_defaults(group)
     add_engine_arguments(parser)
 
 

@@ -321,6 +321,11 @@ class FolderText:
         except Exception as error:  # the library raises bare Exception
             raise BadModelFile(f"{path} is no proper tokenizer: {str(error)[:200]}") from None
 
+    def sampling(self) -> Mapping[str, object]:
+        """Return what generation_config.json says. Raises `BadModelFile`."""
+        path = self.folder / "generation_config.json"
+        return read_json(path) if path.is_file() else {}
+
     def template(self) -> TemplateSource | None:
         """Return chat_template.jinja, else the template in tokenizer_config.json, else None.
 

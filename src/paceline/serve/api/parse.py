@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from paceline.core.errors import RequestError
 from paceline.serve.api.errors import ApiError
 from paceline.serve.api.openai_format import ChatFormat, CompletionFormat, ResponseMeta
-from paceline.serve.api.schema import MAX_ANSWERS, ChatBody, CompletionBody, decode
+from paceline.serve.api.schema import MAX_ANSWERS, ChatBody, CompletionBody, decode, with_sampling
 from paceline.serve.prompts import requests_of, seed_of
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def _header(scope: Scope, wanted: bytes) -> bytes:
 
 def chat_job(data: bytes, prompts: Prompts, model: str, arrival_s: float) -> Job:
     """Return the job of a body of POST /v1/chat/completions. Raises `RequestError`."""
-    body = decode(data, ChatBody)
+    body = with_sampling(decode(data, ChatBody), prompts.sampling)
     _check_model(body, model)
     ids = prompts.of_messages([message.for_template() for message in body.messages])
     requests = _requests(body, [ids], prompts, arrival_s)
@@ -110,7 +110,7 @@ def chat_job(data: bytes, prompts: Prompts, model: str, arrival_s: float) -> Job
 
 def completion_job(data: bytes, prompts: Prompts, model: str, arrival_s: float) -> Job:
     """Return the job of a body of POST /v1/completions. Raises `RequestError`."""
-    body = decode(data, CompletionBody)
+    body = with_sampling(decode(data, CompletionBody), prompts.sampling)
     _check_model(body, model)
     given = body.prompts()
     all_ids = [prompts.of_text(p) if isinstance(p, str) else prompts.of_ids(p) for p in given]

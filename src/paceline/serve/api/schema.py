@@ -6,7 +6,7 @@ The bounds of sampling parameters are those of `SamplingParams`. `null` counts a
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -24,6 +24,9 @@ from paceline.core.params import (
 )
 from paceline.engine.wire import Salt, TokenId
 from paceline.serve.prompts import part_text
+
+if TYPE_CHECKING:
+    from paceline.core.sampling_defaults import Defaults
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
@@ -326,6 +329,12 @@ def decode(data: bytes, kind: type[Body]) -> Body:
         raise RequestError("the body is nested too deeply") from None
     body.check()
     return body
+
+
+def with_sampling(body: Body, defaults: Defaults) -> Body:
+    """Return a body with a model's sampling in the fields that it leaves out."""
+    left_out = {name: value for name, value in defaults.items() if getattr(body, name) is None}
+    return msgspec.structs.replace(body, **left_out) if left_out else body
 
 
 def _explained(message: str, kind: type[Struct]) -> RequestError:

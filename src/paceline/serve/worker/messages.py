@@ -70,6 +70,7 @@ class Ready(Message, frozen=True):
     bos_id: int | None
     template: Template | None  # None: the model has none, so chat is refused
     choices: tuple[StartupChoice, ...]
+    sampling: dict[str, int | float] = msgspec.field(default_factory=dict)  # of requests that say nothing about it
 
 
 class Rejected(Message, frozen=True):

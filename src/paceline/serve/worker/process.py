@@ -177,6 +177,7 @@ def _ready(built: Built) -> Ready:
         bos_id=tokenizer.bos_id,
         template=None if source is None else Template(source.text, dict(source.special)),
         choices=tuple(StartupChoice(c.what, c.value, c.why) for c in built.choices),
+        sampling=dict(built.sampling),
     )
 
 
