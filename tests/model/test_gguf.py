@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import BadModelFile, ModelError, UnsupportedModel
-from paceline.model.files.gguf_file import QUANTS, GgufTensor, open_gguf
 from paceline.core.sampling_defaults import checked
+from paceline.model.files.gguf_file import QUANTS, GgufTensor, open_gguf
 from paceline.model.weights import load_model, load_template, load_tokenizer
 from tests.model.helpers import byte_level_metadata, write_gguf
 from tests.tiny import tiny_config, tiny_weights
