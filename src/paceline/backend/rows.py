@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline import kernels
+from paceline.backend.row_grammars import RowGrammars
 from paceline.backend.seam import Packed
 from paceline.core.history import History, choose_kind
 from paceline.core.nouns import PAGE_TOKENS, SamplingSpec
@@ -150,6 +151,7 @@ class Rows(TokenRows):
         self._texts: list[kernels.TextIndex | None] = [None] * num_rows
         self._eos_ids = eos_ids
         self._law_needs_probs = law_needs_probs
+        self.grammars = RowGrammars()
 
     @property
     def view(self) -> RowView:
@@ -194,6 +196,7 @@ class Rows(TokenRows):
         self.put_pages(row, 0, admission.pages)
         self.requests[row] = request
         self._texts[row] = None
+        self.grammars.admit(admission)
         own_stops = frozenset(request.params.stop_token_ids)
         history = History(request.params, request.prompt_ids)
         history.append(known[prompt_len:])
@@ -220,9 +223,14 @@ class Rows(TokenRows):
         cu_len, specs = [0], []
         for r, d in zip(batch.rows, draft.rows, strict=True):
             if r.samples:
-                specs += self.row_specs(r.row, d.token_ids)
+                specs += self._target_specs(r.row, d.token_ids)
             cu_len.append(len(specs))
         return cu_len, specs
+
+    def _target_specs(self, row: int, guesses: Sequence[int]) -> list[SamplingSpec]:
+        """Return the specs of the target's choices: by the law, where masks are made beside the pass."""
+        specs = self.row_specs(row, guesses)
+        return [s._replace(kind="logits") for s in specs] if row in self.grammars else specs
 
     def row_specs(self, row: int, guesses: Sequence[int], *, margin: bool = False) -> list[SamplingSpec]:
         """Return the specs after a row's newest token and after each guess, see `RowView`."""
@@ -241,6 +249,10 @@ class Rows(TokenRows):
         sampling = self._sampling[row]
         return sampling is not None and sampling.history.penalised
 
+    def forced(self, row: int, most: int) -> list[int]:
+        """Return up to `most` tokens that a row's grammar forces next."""
+        return self.grammars.forced(row, most)
+
     # Commit --------------------------------------------------------------------------------------
 
     def chosen_here(self, row: int) -> bool:
@@ -256,7 +268,8 @@ class Rows(TokenRows):
             self.count_tokens(row, token_ids)
 
     def count_tokens(self, row: int, token_ids: Sequence[int]) -> None:
-        """Count tokens that a row gained for its penalties."""
+        """Count tokens that a row gained for its penalties and its grammar."""
+        self.grammars.take(row, token_ids)
         sampling = self._sampling[row]
         assert sampling is not None
         if not sampling.history.never_edits:

@@ -465,3 +465,7 @@ class RowView(Protocol):
     def penalised(self, row: int) -> bool:
         """Return True if a row's specs depend on which tokens come before them."""
         ...
+
+    def forced(self, row: int, most: int) -> list[int]:
+        """Return up to `most` tokens that a row's grammar forces next."""
+        ...

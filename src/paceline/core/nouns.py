@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, dataclass_transform
 
+from paceline.core.pass_notes import PassNote  # at run time: messages are decoded by these types
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from numpy import float32, floating, int64
+    from numpy import float32, floating, int32, int64
     from numpy.typing import NDArray
 
     from paceline.core.params import SamplingParams, Speculation
@@ -242,6 +244,7 @@ class SamplingSpec(NamedTuple):
     position: int = 0  # index, in the row's tokens, of the token being chosen
     edits: Edits | None = None
     margin: bool = False  # also return by how many logits the token is ahead: a drafter's confidence
+    mask: NDArray[int32] | None = None  # [ceil(vocab / 32)] a bit for each token, lowest first: 1 if it may be chosen
 
     @property
     def wants_logits(self) -> bool:
@@ -347,3 +350,4 @@ class Outcome:
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it
     figures: Figures | None = None  # with the last outcome
     error: str | None = None  # with finish_reason "error"
+    notes: tuple[PassNote, ...] = ()  # of the passes that made these tokens, if the request asked

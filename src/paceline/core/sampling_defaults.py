@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import RequestError
 from paceline.core.params import SamplingParams
@@ -49,3 +49,9 @@ def chosen(kind: str, found: Mapping[str, object]) -> tuple[Defaults, str]:
 def told(defaults: Defaults) -> str:
     """Return defaults as text."""
     return ", ".join(f"{name} {value:g}" for name, value in defaults.items()) or "temperature 1, no filter"
+
+
+def default_params(defaults: Defaults) -> SamplingParams:
+    """Return the parameters of a call that gives none."""
+    values: dict[str, Any] = dict(defaults)
+    return SamplingParams(**values)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # A new drafter is one file and one line here.
 DRAFTERS = {
     "ngram": "paceline.draft.lookup.ngram:NgramConfig",
+    "grammar": "paceline.draft.lookup.grammar:GrammarConfig",
     "suffix": "paceline.draft.lookup.suffix:SuffixConfig",
     "oracle": "paceline.draft.lookup.oracle:OracleConfig",
     "draft-model": "paceline.draft.model.draft_model:DraftModelConfig",
@@ -61,7 +62,7 @@ class DrafterConfig(Protocol):
 
 AUTO = "auto"
 BETWEEN_SPECS = re.compile(r"\+(?![0-9.])")  # a + before a number stands within an option
-ALWAYS_USEFUL = ("suffix",)  # drafters that `auto` has for every target: they cost nothing where they do not help
+ALWAYS_USEFUL = ("suffix", "grammar")  # drafters that `auto` has for every target: they cost nothing where they do not help
 IF_SHIPPED = ("eagle3",)  # those that it has where they come with the project
 IF_PULLED = "draft-model:model={}"  # and that it has with the catalogue's model for the target, once that is here
 

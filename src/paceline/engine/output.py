@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.core.nouns import Figures, Outcome
+from paceline.engine.notes import NoteBook
 from paceline.engine.stops import StopCheck, TokenwiseChecker
 
 if TYPE_CHECKING:
@@ -121,10 +122,12 @@ class OutputQueue:
         self.responses: dict[str, Response] = {}  # of open requests, by request id
         self.gains: list[tuple[Response, Sequence[int], RowVerdict]] = []  # at most one for each response
         self.outcomes: list[Outcome] = []  # in the order in which clients should see them
+        self.book = NoteBook()
         self._end_request = end_request
 
     def open(self, request: Request, eos_ids: frozenset[int], detokenizer: Detokenizer) -> None:
         """Begin the response to a request."""
+        self.book.open(request)
         checker = StopChecker(request, eos_ids, detokenizer)
         self.responses[request.request_id] = Response(request.request_id, checker)
 
@@ -158,6 +161,7 @@ class OutputQueue:
     ) -> None:
         """Close a response and its request, with a last outcome: tokens, why it ended, figures."""
         del self.responses[response.request_id]
+        self.book.end(response.request_id)
         state = self._end_request(response.request_id)
         self.outcomes.append(
             Outcome(
@@ -175,6 +179,8 @@ class OutputQueue:
     def take_outcomes(self) -> list[Outcome]:
         """Return the outcomes since the last call."""
         outcomes, self.outcomes = self.outcomes, []
+        if self.book.wanted:
+            self.book.attach(outcomes)
         return outcomes
 
     def _emit(self, response: Response, token_ids: Sequence[int], verdict: RowVerdict) -> None:

@@ -137,7 +137,7 @@ class Scheduler:
     @property
     def any_asks(self) -> bool:
         """True if a running request has a speculation of its own."""
-        return any(r.request.speculation is not None for r in self.running)
+        return any((asked := r.request.speculation) is not None and asked.steers for r in self.running)
 
     def decoding(self, group: Group = None) -> list[RequestState]:
         """Return the rows of a group that would decode in the next step, oldest first."""

@@ -19,9 +19,12 @@ from paceline.core.errors import EngineDied, PacelineError, QueueFull, RequestEr
 from paceline.serve.api.auth import AuthMiddleware
 from paceline.serve.api.errors import ApiError, api_error_of, internal_error, shutting_down
 from paceline.serve.api.openai_format import to_json
-from paceline.serve.api.parse import ClientDisconnected, chat_job, completion_job, read_body
-from paceline.serve.api.respond import Responder
+from paceline.serve.api.parse import ClientDisconnected, Serving, chat_job, completion_job, read_body
+from paceline.serve.api.respond import Responder, ignored_names
+from paceline.serve.api.structured import GrammarChecks
+from paceline.serve.observe.live import LiveFeed
 from paceline.serve.observe.metrics import Metrics
+from paceline.serve.observe.page_files import PageMiddleware, load_page
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,11 +33,10 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from paceline.serve.api.parse import Job
-    from paceline.serve.prompts import Prompts
     from paceline.serve.tokenizer_cache import TokenizerCache
     from paceline.serve.worker.client import EngineClient
 
-    JobMaker = Callable[[bytes, Prompts, str, float], Job]
+    JobMaker = Callable[[bytes, Serving, float], Job]
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +52,21 @@ class AppState:
     metrics: Metrics
     tokenizer_cache: TokenizerCache
     max_open: int = MAX_OPEN
+    served_names: tuple[str, ...] = ()  # of the model; empty: its own
+    lenient: bool = False  # unknown fields of bodies are ignored, not refused
     draining: bool = False  # no new work is accepted
     num_active: int = 0  # requests to the model that are being answered
     created: int = field(default_factory=lambda: int(time.time()))
+    grammar_checks: GrammarChecks = field(default_factory=GrammarChecks)
     long_bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
+
+    async def serving(self) -> Serving:
+        """Return what bodies are read against. Raises `EngineDied` while there is no engine."""
+        ready = self.client.ready
+        if ready is None:
+            raise EngineDied("the engine is not ready; try again later")
+        prompts = await self.tokenizer_cache.of(ready)
+        return Serving(prompts, self.served_names or (ready.model_name,), self.lenient)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -90,6 +103,8 @@ class ModelRoute:
         state = self._state
         data = await read_body(scope, receive)
         job = await self._job(data, time.monotonic())
+        if job.ignored:
+            log.warning("%s: ignored unknown fields: %s", scope["path"], ignored_names(job.ignored))
         if len(job.requests) > state.max_open:  # a retry could not succeed either
             asked = f"{len(job.requests)} answers (prompts times n)"
             raise RequestError(
@@ -97,17 +112,18 @@ class ModelRoute:
             )
         if state.client.num_open + len(job.requests) > state.max_open:
             raise QueueFull(f"{state.client.num_open} answers are open already; try again later")
+        if job.grammar_field and state.client.ready is not None:
+            prompts = await state.tokenizer_cache.of(state.client.ready)
+            grammars = (request.params.grammar for request in job.requests)
+            await state.grammar_checks.check(grammars, prompts.tokenizer, job.grammar_field)
         await Responder(job, state.metrics).run(state.client, scope, receive, send)
 
     async def _job(self, data: bytes, arrival_s: float) -> Job:
-        ready = self._state.client.ready
-        if ready is None:
-            raise EngineDied("the engine is not ready; try again later")
-        prompts = await self._state.tokenizer_cache.of(ready)
+        serving = await self._state.serving()
         if len(data) < LONG_BODY_BYTES:
-            return self._make_job(data, prompts, ready.model_name, arrival_s)
+            return self._make_job(data, serving, arrival_s)
         async with self._state.long_bodies:
-            return await asyncio.to_thread(self._make_job, data, prompts, ready.model_name, arrival_s)
+            return await asyncio.to_thread(self._make_job, data, serving, arrival_s)
 
 
 def _json(body: object, status: int = 200) -> Response:
@@ -134,10 +150,12 @@ def _routes(state: AppState) -> list[Route]:
             raise ApiError(404, f"no model {wanted[:256]!r} here", param="model", code="model_not_found")
         return _json(found)
 
+    live = LiveFeed(state.client, state.metrics.recent, lambda: state.draining)
     return [
         Route("/health", health, methods=["GET"]),
         Route("/version", version, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
+        Route("/v1/speculation/live", live, methods=["GET"]),
         Route("/v1/models", models, methods=["GET"]),
         Route("/v1/models/{model:path}", model, methods=["GET"]),
         Route("/v1/chat/completions", ModelRoute(state, chat_job), methods=["POST"]),
@@ -155,6 +173,7 @@ def _model(state: AppState) -> dict[str, object]:
         "created": state.created,
         "owned_by": "paceline",
         "max_model_len": ready.max_len,
+        "drafters": ready.drafters,
     }
 
 
@@ -183,8 +202,14 @@ def make_app(
     api_key: str | None = None,
     max_open: int = MAX_OPEN,
     local: bool = False,
+    page: bool = True,
 ) -> tuple[ASGIApp, AppState]:
-    """Return the ASGI application over an engine, and its state. local: as for `AuthMiddleware`."""
+    """Return the ASGI application over an engine, and its state.
+
+    local: as for `AuthMiddleware`. page: serve the page at `/`.
+    """
     state = AppState(client, Metrics(client), tokenizer_cache, max_open)
+    client.on_snapshot = state.metrics.recent.take
     app = Starlette(routes=_routes(state), exception_handlers=_handlers(state.metrics))
-    return AuthMiddleware(app, api_key, state.metrics.refused, local), state
+    guarded = AuthMiddleware(app, api_key, state.metrics.refused, local)
+    return PageMiddleware(guarded, load_page()) if page else guarded, state

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError, EngineDied, QueueFull, RequestError, suggest
 from paceline.core.params import SamplingParams
+from paceline.core.sampling_defaults import default_params
 from paceline.core.system import uninterrupted
 from paceline.engine.assembly.build import build
 from paceline.engine.assembly.config import EngineConfig
@@ -167,7 +168,7 @@ class LLM:
     def _open(self, config: EngineConfig, progress: Progress | None) -> None:
         with _visible(progress) as callback:
             self._built: Built | None = build(config, callback)
-        self._default = SamplingParams(**self._built.sampling)
+        self._default = default_params(self._built.sampling)
         self._numbers = itertools.count()
         self._sinks: dict[str, Callable[[Outcome], None]] = {}  # request id -> receiver of its outcomes
 
@@ -192,7 +193,8 @@ class LLM:
     def prompts(self) -> Prompts:
         """Conversion of prompts to token ids."""
         size = self._engine.target.config.vocab_size
-        return Prompts(self._engine.tokenizer, self.built.template, self.built.max_len, size, self.built.sampling)
+        built = self.built
+        return Prompts(self._engine.tokenizer, built.template, built.max_len, size, sampling=built.sampling)
 
     @property
     def default_params(self) -> SamplingParams:

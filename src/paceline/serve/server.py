@@ -9,8 +9,8 @@ import logging
 import os
 import socket
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, cast
 
 import uvicorn
 
@@ -18,9 +18,20 @@ from paceline.core.errors import ConfigError
 from paceline.engine.assembly.cli_options import add_engine_arguments, add_sampling_defaults, engine_config
 from paceline.serve.api.auth import LOOPBACK, check_exposure
 from paceline.serve.app import MAX_OPEN, make_app
+from paceline.serve.connections import (
+    ACCEPTED_AT_ONCE,
+    BACKLOG,
+    NOSNIFF,
+    BodyBudget,
+    ConnectionLimits,
+    Connections,
+    FewRepeats,
+    connections_that_fit,
+)
 from paceline.serve.terminal.banner import LoadingBar, show_choices, show_url
 from paceline.serve.tokenizer_cache import TokenizerCache
-from paceline.serve.worker.client import EngineClient
+from paceline.serve.worker.client import WATCHDOG_S, EngineClient
+from paceline.serve.worker.watchdog import check_limit
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -34,9 +45,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_HEADER_BYTES = 64 << 10
-MAX_CONNECTIONS = 4096
-BACKLOG = 1024
+MAX_MODEL_NAME = 256
 DRAIN_POLL_S = 0.05
 CLOSE_S = 2  # wait for connections to close once everything is answered
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -53,6 +62,11 @@ class HttpConfig:
     drain_s: float = 30.0  # time for open requests to finish after SIGTERM
     max_open: int = MAX_OPEN  # answers that may be open at once
     access_log: bool = False
+    served_names: tuple[str, ...] = ()  # of the model in requests and responses; empty: its own
+    unknown_fields: str = "refuse"  # or "warn": unknown fields of bodies are ignored
+    page: bool = True  # serve the page at /
+    limits: ConnectionLimits = field(default_factory=ConnectionLimits)
+    watchdog_s: float = WATCHDOG_S  # an engine that hangs for this long is replaced; 0: never
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -61,6 +75,10 @@ class HttpConfig:
             raise ConfigError(f"--drain-seconds must be between 0 and 86400, not {self.drain_s}")
         if not 1 <= self.max_open <= 1 << 20:
             raise ConfigError(f"--max-open must be between 1 and {1 << 20}, not {self.max_open}")
+        for name in self.served_names:
+            if not 0 < len(name) <= MAX_MODEL_NAME:
+                raise ConfigError(f"--served-model-name must have 1 to {MAX_MODEL_NAME} characters")
+        check_limit(self.watchdog_s)
         check_exposure(self.host, self.api_key, self.insecure)
 
     @property
@@ -101,11 +119,17 @@ def url_of(bound: socket.socket) -> str:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server with our own signal handler."""
+    """uvicorn's server with our own signal handler and a longer queue of connections."""
 
     def __init__(self, config: uvicorn.Config, on_signal: Callable[[], None]) -> None:
         super().__init__(config)
         self._handle_signal = on_signal
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen. What asyncio accepts at once and what the system queues are one number to uvicorn."""
+        await super().startup(sockets)
+        for bound in sockets or []:
+            bound.listen(BACKLOG)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Pass a signal on. uvicorn installs this as its signal handler."""
@@ -123,9 +147,15 @@ class HttpServer:
         self.config = config
         self.socket = listen(config.host, config.port)
         tokenizer_cache = TokenizerCache()
-        self.client = EngineClient(engine, on_progress, tokenizer_cache.of)
-        app, self.state = make_app(self.client, tokenizer_cache, config.api_key, config.max_open, config.local)
-        self._server = _Server(_uvicorn_config(app, config), self._on_signal)
+        self.client = EngineClient(engine, on_progress, tokenizer_cache.of, config.watchdog_s)
+        app, self.state = make_app(
+            self.client, tokenizer_cache, config.api_key, config.max_open, config.local, config.page
+        )
+        self.state.served_names, self.state.lenient = config.served_names, config.unknown_fields == "warn"
+        limits = replace(config.limits, connections=connections_that_fit(config.limits.connections))
+        self._connections = Connections(limits, self.state.metrics.refused)
+        options = _uvicorn_config(BodyBudget(app, limits), config, self._connections)
+        self._server = _Server(options, self._on_signal)
         self._loop = asyncio.get_running_loop()
         self._drainer: asyncio.Task[None] | None = None
 
@@ -135,6 +165,7 @@ class HttpServer:
         Raises `ConfigError` or `ModelError` if the engine cannot be loaded.
         """
         serving = asyncio.create_task(self._server.serve(sockets=[self.socket]))
+        sweeping = asyncio.create_task(self._connections.sweep())
         first_ready = self.client.first_ready
         try:
             await asyncio.wait((serving, first_ready), return_when=asyncio.FIRST_COMPLETED)
@@ -145,6 +176,7 @@ class HttpServer:
             self._server.should_exit = True
             await self.client.stop()
             await serving
+            sweeping.cancel()
             self.socket.close()
 
     def _on_signal(self) -> None:
@@ -170,19 +202,19 @@ class HttpServer:
         self._server.should_exit = True
 
 
-def _uvicorn_config(app: ASGIApp, config: HttpConfig) -> uvicorn.Config:
+def _uvicorn_config(app: ASGIApp, config: HttpConfig, connections: Connections) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http="h11",  # it bounds headers; httptools does not
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        http=cast("type[asyncio.Protocol]", connections.protocol),
+        headers=[NOSNIFF],
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=config.access_log,
         proxy_headers=False,
         server_header=False,
-        limit_concurrency=MAX_CONNECTIONS,
-        backlog=BACKLOG,
+        backlog=ACCEPTED_AT_ONCE,
+        timeout_keep_alive=int(config.limits.idle_s),
         timeout_graceful_shutdown=CLOSE_S,
     )
 
@@ -211,7 +243,35 @@ def add_arguments(parser: ArgumentParser) -> None:
     group.add_argument(
         "--max-open", type=int, metavar="N", default=_DEFAULTS.max_open, help="answers that may be open at once"
     )
+    group.add_argument(
+        "--max-connections",
+        type=int,
+        metavar="N",
+        default=_DEFAULTS.limits.connections,
+        help="connections that may be open at once",
+    )
+    group.add_argument(
+        "--watchdog-seconds",
+        type=float,
+        metavar="S",
+        default=_DEFAULTS.watchdog_s,
+        help="replace an engine that hangs for this long; 0: never",
+    )
     group.add_argument("--access-log", action="store_true", help="log every request")
+    group.add_argument(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        default=[],
+        help="names of the model in requests, also separated by commas; responses carry the first",
+    )
+    group.add_argument(
+        "--unknown-fields",
+        choices=("refuse", "warn"),
+        default=_DEFAULTS.unknown_fields,
+        help="what to do with a request's field that nobody knows: refuse it, or ignore it with a warning",
+    )
+    group.add_argument("--no-page", action="store_true", help="serve no page at /")
     add_sampling_defaults(group)
     add_engine_arguments(parser)
 
@@ -219,6 +279,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Serve until told to stop and return the exit status."""
     logging.basicConfig(level=log_level(os.environ), format="%(message)s")
+    for name in ("asyncio", "uvicorn.error"):
+        logging.getLogger(name).addFilter(FewRepeats())
     if args.access_log:
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
     return asyncio.run(_serve(http_config(args), engine_config(args)))
@@ -233,7 +295,12 @@ def http_config(args: Namespace) -> HttpConfig:
         insecure=args.insecure,
         drain_s=args.drain_seconds,
         max_open=args.max_open,
+        limits=ConnectionLimits(connections=args.max_connections),
         access_log=args.access_log,
+        served_names=tuple(name.strip() for given in args.served_model_name for name in given.split(",")),
+        unknown_fields=args.unknown_fields,
+        page=not args.no_page,
+        watchdog_s=args.watchdog_seconds,
     )
 
 

@@ -45,7 +45,7 @@ def _prompts(ready: Ready) -> Prompts:
     tokenizer = Tokenizer(raw, eos_ids=ready.eos_ids, bos_id=ready.bos_id)
     source = ready.template
     template = None if source is None else ChatTemplate(TemplateSource(source.source, source.tokens))
-    prompts = Prompts(tokenizer, template, ready.max_len, ready.vocab_size, ready.sampling)
+    prompts = Prompts(tokenizer, template, ready.max_len, ready.vocab_size, sampling=ready.sampling)
     _warm_up(prompts)
     return prompts
 

@@ -31,6 +31,7 @@ from paceline.engine.remote.remote_drafter import RemoteDrafter
 from paceline.engine.step import SerialLoop
 from paceline.model.config import num_weights
 from paceline.model.files.pull import resolve
+from paceline.model.grammar import Grammars
 from paceline.model.weights import LazyWeights, load_model, load_template, load_tokenizer
 from paceline.verify.law import load_law
 
@@ -146,6 +147,7 @@ def assemble(
     bytes_per_token = loaded.decoder.new_kv(1).bytes_per_token
     num_pages, why_pages = choose_num_pages(config, limits, bytes_per_token)
     rows = _rows(config, limits, loaded.tokenizer, law)
+    rows.grammars.compiled = Grammars(loaded.tokenizer, loaded.decoder.config.vocab_size)
     backend = config.backend_spec.target()(loaded.decoder, rows, num_pages)
     target = Target(
         config=loaded.decoder.config,

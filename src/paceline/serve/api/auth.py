@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
@@ -14,7 +15,10 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-OPEN_ROUTES = frozenset({"/health"})  # routes that a load balancer may ask without a key
+OPEN_ROUTES = frozenset({"/health", "/livez", "/readyz"})  # routes that a load balancer may ask without a key
+_HOST = re.compile(
+    r"(?:\[([0-9a-f:.]*:[0-9a-f:.]*)\]|([^:\[\]]*))(?::\d*)?"
+)  # an IPv6 address or a name, and a port
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
@@ -76,9 +80,8 @@ def _header(scope: Scope, wanted: bytes) -> bytes:
 
 def _names_this_machine(host: bytes) -> bool:
     """Return True if a Host names this machine or is missing; browsers always send one."""
-    name = host.decode("latin-1").strip().lower()
-    name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
-    return not host or name.removesuffix(".") in LOOPBACK
+    found = _HOST.fullmatch(host.decode("latin-1").strip().lower())
+    return not host or (found is not None and (found[1] or found[2]).removesuffix(".") in LOOPBACK)
 
 
 def _digest(value: bytes) -> bytes:

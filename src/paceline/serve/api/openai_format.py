@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.core.nouns import Figures, Outcome, TokenLogprobs
+    from paceline.core.pass_notes import PassNote
     from paceline.model.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON lacks; as OpenAI
@@ -51,6 +52,7 @@ class PartialAnswer:
     num_tokens: int = 0
     logprobs: list[TokenLogprobs] | None = None
     last: Outcome | None = None  # the outcome that ended it; None: it is still open
+    notes: list[PassNote] = field(default_factory=list)  # of its passes, if the request asked
 
     def add(self, outcome: Outcome) -> None:
         """Append what a step brought."""
@@ -60,6 +62,7 @@ class PartialAnswer:
             if self.logprobs is None:
                 self.logprobs = []
             self.logprobs.extend(outcome.logprobs)
+        self.notes.extend(outcome.notes)
         if outcome.finish_reason is not None:
             self.last = outcome
 
@@ -85,6 +88,11 @@ class RouteFormat(Protocol):
     prefix: str  # of response ids
     kind: str
     chunk_kind: str
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer of the model."""
+        ...
 
     def choice(self, index: int, answer: PartialAnswer) -> Json:
         """Return a whole choice."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,12 @@ from paceline.core.errors import PacelineError
 from paceline.serve.api.errors import ApiError, api_error_of, internal_error, shutting_down
 from paceline.serve.api.openai_format import PartialAnswer, to_json, token_usage, usage
 from paceline.serve.api.parse import ClientDisconnected
+from paceline.serve.api.pass_format import times_per_token, with_passes
 from paceline.serve.worker.client import Disconnected
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from starlette.types import Receive, Scope, Send
 
     from paceline.core.nouns import Outcome
@@ -23,11 +27,13 @@ if TYPE_CHECKING:
     from paceline.serve.observe.metrics import Metrics
     from paceline.serve.worker.client import Answers, EngineClient, Event
 
+_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+IGNORED_HEADER = "x-paceline-ignored"  # the unknown fields of a body that had no effect
 SERVER_FAULT = 500  # statuses from here on are faults of the server
 
 
@@ -65,7 +71,8 @@ class Responder:
         while not self._finished:
             index, outcome = _outcome_of(await events.next())
             self._add(index, outcome)
-        choices = [self.job.format.choice(i, a) for i, a in enumerate(self.answers)]
+        form = self.job.format
+        choices = [with_passes(form.choice(i, a), a.notes, form.tokenizer) for i, a in enumerate(self.answers)]
         body = self.job.meta.fields(self.job.format.kind) | {"choices": choices, "usage": self._usage()}
         response = Response(to_json(body), media_type="application/json", headers=self._headers)
         await response(scope, receive, send)
@@ -100,7 +107,8 @@ class Responder:
 
     @property
     def _headers(self) -> dict[str, str]:
-        return {"x-request-id": self.job.meta.response_id}
+        headers = {"x-request-id": self.job.meta.response_id}
+        return headers | ({IGNORED_HEADER: ignored_names(self.job.ignored)} if self.job.ignored else {})
 
     def _add(self, index: int, outcome: Outcome) -> None:
         elapsed_s = time.monotonic() - self.job.arrival_s
@@ -125,6 +133,7 @@ class Responder:
     def _chunk(self, index: int, outcome: Outcome) -> bytes:
         """Add an outcome to its answer and return the event that carries it."""
         choice = self.job.format.delta(index, self.answers[index], outcome)
+        choice = with_passes(choice, outcome.notes, self.job.format.tokenizer)
         self._add(index, outcome)
         return self._data([choice], self._running_usage() if self.job.wants_running_usage else None)
 
@@ -137,7 +146,14 @@ class Responder:
 
     def _usage(self) -> Json:
         ends = [answer.last for answer in self.answers if answer.last is not None]
-        return usage([end.figures for end in ends if end.figures is not None], self.job.n)
+        total = usage([end.figures for end in ends if end.figures is not None], self.job.n)
+        total["speculation"] |= times_per_token([note for answer in self.answers for note in answer.notes])
+        return total
+
+
+def ignored_names(names: Sequence[str]) -> str:
+    """Return names of fields as a header may carry them."""
+    return ", ".join(_NOT_IN_A_NAME.sub("?", name[:64]) for name in names)
 
 
 def _outcome_of(event: Event) -> tuple[int, Outcome]:

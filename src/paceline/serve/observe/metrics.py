@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from paceline import __version__
+from paceline.serve.observe.recent import Recent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -129,6 +130,7 @@ class Metrics:
     """Observations of one server, in a registry of their own."""
 
     def __init__(self, client: EngineClient) -> None:
+        self.recent = Recent()
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(client))
         self.answers = Counter(
@@ -149,6 +151,7 @@ class Metrics:
     def first_token(self, wait_s: float) -> None:
         """Observe the time from a request's arrival to its first token."""
         self._ttft.observe(wait_s)
+        self.recent.first_token(wait_s)
 
     def finished(self, reason: str, first_s: float, figures: Figures | None, total_s: float) -> None:
         """Observe the end of an answer.
@@ -160,7 +163,9 @@ class Metrics:
             return
         self._e2e.observe(total_s)
         if figures.completion_tokens > 1:
-            self._tpot.observe((total_s - first_s) / (figures.completion_tokens - 1))
+            mean_s = (total_s - first_s) / (figures.completion_tokens - 1)
+            self._tpot.observe(mean_s)
+            self.recent.later_tokens(mean_s)
 
     def refused(self, status: int) -> None:
         """Count a request that was answered with an error."""

@@ -32,8 +32,10 @@ from paceline.serve.worker.messages import (
     StopEngine,
     ToEngine,
     ToServer,
+    Watch,
     decode_to_server,
 )
+from paceline.serve.worker.watchdog import SHOW_THREADS, TICK_S, Watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STOP_S = 5.0  # time for the engine to end by itself before it is killed
+WATCHDOG_S = 10.0  # without a beat of a ready engine
+KEYS = ("PACELINE_API_KEY",)  # secrets of the HTTP side, which the engine's process has no use for
 MAX_FOLDER_BYTES = 90  # of a socket's folder; a unix socket's path may have about 100
 
 RESTARTING = "the engine process ended; it is being restarted, so try again"
@@ -85,6 +89,7 @@ class EngineProcess:
 
     socket: zmq.asyncio.Socket
     process: asyncio.subprocess.Process
+    watchdog: Watchdog
     ready: Ready | None = None  # None: it loads
     failed: PacelineError | None = None  # reason why it could not load
 
@@ -97,12 +102,19 @@ class EngineClient:
         config: EngineConfig,
         on_progress: Callable[[Progress], None] | None = None,
         prepare: Callable[[Ready], Awaitable[object]] | None = None,
+        watchdog_s: float = WATCHDOG_S,
     ) -> None:
-        """Start the engine process. prepare: awaited before an engine that has loaded counts as ready."""
+        """Start the engine process. prepare: awaited before an engine that has loaded counts as ready.
+
+        watchdog_s: a ready engine that hangs for this long is replaced; 0: it is waited for.
+        """
         self.config = config
+        self._watchdog_s = watchdog_s
         self.restarts = 0
         self.snapshot: Snapshot | None = None  # newest counters, of the running engine or of the last one
         self.first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self.on_snapshot: Callable[[Snapshot], None] | None = None  # called with each
+        self._watches = False  # the engine notes its steps
         self._on_progress = on_progress
         self._prepare = prepare
         self._context = zmq.asyncio.Context()
@@ -113,8 +125,9 @@ class EngineClient:
 
     @property
     def ready(self) -> Ready | None:
-        """Message of the engine that is ready; None while it loads, restarts or is stopped."""
-        return self._engine.ready if self._engine is not None else None
+        """Message of the engine that is ready; None while it loads, hangs, restarts or is stopped."""
+        engine = self._engine
+        return engine.ready if engine is not None and not engine.watchdog.late else None
 
     @property
     def num_open(self) -> int:
@@ -131,7 +144,7 @@ class EngineClient:
     async def submit(self, requests: Sequence[Request]) -> Answers:
         """Send the requests of one HTTP request, numbered from 0. Raises `EngineDied` without an engine."""
         engine = self._engine
-        if engine is None or engine.ready is None:
+        if engine is None or self.ready is None:
             raise EngineDied("the engine is not ready; try again later")
         answers = Answers(self, {r.request_id: i for i, r in enumerate(requests)})
         self._open |= dict.fromkeys(answers.index, answers)
@@ -153,6 +166,13 @@ class EngineClient:
             if self._engine is not None:
                 with suppress(EngineDied):
                     await _send_now(self._engine.socket, Cancel(request_id))
+
+    async def watch(self, *, on: bool) -> None:
+        """Let the engine's snapshots carry its last steps, or not; also after a restart."""
+        self._watches = on
+        if self._engine is not None and self._engine.ready is not None:
+            with suppress(EngineDied):
+                await _send_now(self._engine.socket, Watch(on))
 
     async def stop(self) -> None:
         """End the engine and everything that is open. May be called twice."""
@@ -207,7 +227,8 @@ class EngineClient:
         try:
             address = f"ipc://{folder}/engine"
             _without_limits(socket).bind(address)
-            engine = EngineProcess(socket, await _spawn(address))
+            process = await _spawn(address)
+            engine = EngineProcess(socket, process, Watchdog(process.pid, self._watchdog_s))
             try:
                 self._engine = engine
                 await self._listen(engine, folder)
@@ -225,14 +246,15 @@ class EngineClient:
         """Handle the process's messages until it has ended and the last one is read."""
         ended = asyncio.create_task(engine.process.wait())
         listening = asyncio.create_task(self._load_and_handle(engine, folder))
+        watching = asyncio.create_task(_watch(engine))
         try:
             await asyncio.wait({ended, listening}, return_when=asyncio.FIRST_COMPLETED)
             if listening.done():
                 listening.result()  # raises if there was a bug of ours
         finally:
-            for task in (ended, listening):
+            for task in (ended, listening, watching):
                 task.cancel()
-            await asyncio.gather(ended, listening, return_exceptions=True)
+            await asyncio.gather(ended, listening, watching, return_exceptions=True)
         while await engine.socket.poll(0):
             self._handle(engine, _message(await engine.socket.recv()))
 
@@ -250,8 +272,11 @@ class EngineClient:
                     engine.failed = error if isinstance(error, PacelineError) else _unprepared(error)
                     return
             self._handle(engine, message)
+            if isinstance(message, Ready) and self._watches:
+                await self.watch(on=True)
 
     def _handle(self, engine: EngineProcess, message: ToServer | None) -> None:
+        engine.watchdog.beat()
         if message is not None:
             _HANDLERS[type(message)](self, engine, message)
 
@@ -273,6 +298,8 @@ class EngineClient:
 
     def _snapshot(self, _: EngineProcess, message: Snapshot) -> None:
         self.snapshot = message
+        if self.on_snapshot is not None:
+            self.on_snapshot(message)
 
     def _progress(self, _: EngineProcess, message: Progress) -> None:
         if self._on_progress is not None:
@@ -306,6 +333,25 @@ _HANDLERS: dict[type[ToServer], Callable[[EngineClient, EngineProcess, Any], Non
     Ready: EngineClient._ready,
     Failed: EngineClient._failed,
 }
+
+
+async def _watch(engine: EngineProcess) -> None:
+    """Kill a ready engine that hangs; it is then replaced as one that ended by itself."""
+    was_late, last_s = False, time.monotonic()
+    while not engine.watchdog.hung:
+        await asyncio.sleep(TICK_S)
+        now_s = time.monotonic()
+        if engine.ready is not None:
+            engine.watchdog.tick(now_s - last_s)
+        last_s, late = now_s, engine.watchdog.late
+        if late and not was_late and engine.process.returncode is None:
+            log.error("the engine process hangs: no sign of it; new requests get 503. Its threads are:")
+            engine.process.send_signal(SHOW_THREADS)
+        elif was_late and not late:
+            log.warning("the engine process is back")
+        was_late = late
+    log.error("the engine process hangs; it is replaced")
+    _kill(engine.process)
 
 
 def _message(data: bytes) -> ToServer | None:
@@ -348,8 +394,14 @@ def _private_folder() -> Path:
 
 async def _spawn(address: str) -> asyncio.subprocess.Process:
     """Start the engine in a fresh interpreter, since a forked threaded process may hang."""
+    environment = {name: value for name, value in os.environ.items() if name not in KEYS}
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "paceline.serve.worker.process", address, stdin=asyncio.subprocess.PIPE
+        sys.executable,
+        "-m",
+        "paceline.serve.worker.process",
+        address,
+        stdin=asyncio.subprocess.PIPE,
+        env=environment,
     )
 
 

@@ -6,6 +6,7 @@ that the parent holds open, and it is closed however the parent ends.
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import signal
@@ -36,8 +37,10 @@ from paceline.serve.worker.messages import (
     Template,
     ToEngine,
     ToServer,
+    Watch,
     decode_to_engine,
 )
+from paceline.serve.worker.watchdog import SHOW_THREADS
 
 if TYPE_CHECKING:
     from paceline.engine.assembly.build import Built
@@ -47,6 +50,7 @@ log = logging.getLogger(__name__)
 
 IDLE_MS = 500  # wait for a message before checking whether to stop
 SNAPSHOT_S = 0.25  # between two snapshots of the counters while there is work
+BEAT_S = 0.5  # between two of them without work; the server takes an engine without any for hung
 PROGRESS_S = 0.1  # between two progress messages
 SEND_MS = 30_000  # a server that accepts no message for this long is gone
 WARM_UP_PROMPT_TOKENS = 16
@@ -95,8 +99,13 @@ class EngineWorker:
         self.server = server
         self.draining = False  # accept no more requests, finish the open ones
         self.stopped = False
-        self._next_snapshot_s = 0.0
-        self._handlers: dict[type, Any] = {Submit: self._submit, Cancel: self._cancel, StopEngine: self._stop}
+        self._next_snapshot_s = self._next_beat_s = 0.0
+        self._handlers: dict[type, Any] = {
+            Submit: self._submit,
+            Cancel: self._cancel,
+            Watch: self._watch,
+            StopEngine: self._stop,
+        }
 
     def run(self) -> None:
         """Serve until told to stop, or while draining until nothing is open."""
@@ -104,6 +113,8 @@ class EngineWorker:
             self._receive()
             if self.engine.has_work and not self.stopped:
                 self._step()
+            elif time.monotonic() >= self._next_beat_s:
+                self._send_snapshot()
 
     def _receive(self) -> None:
         while (message := self.server.receive(0 if self.engine.has_work else IDLE_MS)) is not None:
@@ -129,8 +140,9 @@ class EngineWorker:
         """Send a snapshot at intervals and before the last outcome, so it counts every answer."""
         now_s = time.monotonic()
         if now_s >= self._next_snapshot_s or not self.engine.has_work:
-            self._next_snapshot_s = now_s + SNAPSHOT_S
-            self.server.send(Snapshot(self.engine.stats(), self.engine.gauges()))
+            self._next_snapshot_s, self._next_beat_s = now_s + SNAPSHOT_S, now_s + BEAT_S
+            steps = tuple(self.engine.outputs.book.steps or ())
+            self.server.send(Snapshot(self.engine.stats(), self.engine.gauges(), steps))
 
     def _submit(self, message: Submit) -> None:
         try:
@@ -146,6 +158,9 @@ class EngineWorker:
 
     def _cancel(self, message: Cancel) -> None:
         self.engine.cancel(message.request_id)
+
+    def _watch(self, message: Watch) -> None:
+        self.engine.outputs.book.watch(on=message.on)
 
     def _stop(self, _: StopEngine) -> None:
         self.stopped = True
@@ -177,6 +192,7 @@ def _ready(built: Built) -> Ready:
         bos_id=tokenizer.bos_id,
         template=None if source is None else Template(source.text, dict(source.special)),
         choices=tuple(StartupChoice(c.what, c.value, c.why) for c in built.choices),
+        drafters=tuple(built.engine.drafting.drafters),
         sampling=dict(built.sampling),
     )
 
@@ -248,6 +264,7 @@ def main() -> int:
         level=os.environ.get("PACELINE_LOG_LEVEL", "WARNING").upper(), format="engine: %(message)s"
     )
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    faulthandler.register(SHOW_THREADS)
     end_with_parent()
     return run(sys.argv[1])
 

@@ -1,0 +1,81 @@
+"""Watch over one engine process: notice that it hangs, by beats that do not come.
+
+A beat is any message of the engine; its step loop sends one every second at least. A long pass is no hang: the
+system says of the process that it computes, or waits for a disk or a core. A hang does none of that.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.core.errors import ConfigError
+
+TICK_S = 0.25  # between two looks at the process
+PATIENCE = 15  # a process that computes without a beat has this many times as long
+LATE_SHARE = 0.4  # of the limit; an engine that is silent for longer is taken out of service
+BUSY_SHARE = 0.02  # of a core, from which on a process counts as computing
+WAITS_FOR_MACHINE = "RD"  # states of a process that runs, or waits for a core or a disk
+MIN_LIMIT_S, MAX_LIMIT_S = 5.0, 86400.0
+SHOW_THREADS = signal.SIGUSR1  # makes the engine's process write where each of its threads is
+
+
+def check_limit(limit_s: float) -> None:
+    """Raise `ConfigError` for a limit that no watchdog can have; 0 switches it off."""
+    if limit_s and not MIN_LIMIT_S <= limit_s <= MAX_LIMIT_S:
+        raise ConfigError(
+            f"--watchdog-seconds must be 0 (off) or from {MIN_LIMIT_S:g} to {MAX_LIMIT_S:g}, not {limit_s:g}"
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Watchdog:
+    """Silence of one process, counted in ticks of ours, so that a pause of this process blames nobody."""
+
+    pid: int
+    limit_s: float  # of silence; 0: none
+    _still_s: float = 0.0  # without a beat and without work
+    _silent_s: float = 0.0  # without a beat
+    _cpu_s: float = 0.0  # that the process has computed
+
+    def beat(self) -> None:
+        """Note a message of the engine."""
+        self._still_s = self._silent_s = 0.0
+
+    def tick(self, elapsed_s: float) -> None:
+        """Note that time has passed. A long tick counts as a short one: this process was late itself."""
+        elapsed_s = min(elapsed_s, 2 * TICK_S)
+        self._silent_s += elapsed_s
+        state, cpu_s = process_work(self.pid)
+        computes = cpu_s - self._cpu_s > BUSY_SHARE * elapsed_s or state in WAITS_FOR_MACHINE
+        self._still_s = 0.0 if computes else self._still_s + elapsed_s
+        self._cpu_s = cpu_s
+
+    @property
+    def late(self) -> bool:
+        """True if the engine hangs, as far as one can tell so far; no request should be sent to it."""
+        return self._over(LATE_SHARE)
+
+    @property
+    def hung(self) -> bool:
+        """True if the engine has to be replaced."""
+        return self._over(1.0)
+
+    def _over(self, share: float) -> bool:
+        if not self.limit_s:
+            return False
+        return self._still_s > share * self.limit_s or self._silent_s > share * PATIENCE * self.limit_s
+
+
+def process_work(pid: int) -> tuple[str, float]:
+    """Return a process's state, as one letter, and the seconds that it has computed.
+
+    Where the system does not tell, it counts as running, so that only the longer limit holds.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="latin-1").rpartition(")")[2].split()
+        return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):
+        return "R", 0.0
