@@ -17,7 +17,7 @@ import uvicorn
 
 from paceline.core import logs
 from paceline.core.errors import ConfigError
-from paceline.engine.assembly.cli_options import add_engine_arguments, engine_config
+from paceline.engine.assembly.cli_options import add_engine_arguments, add_sampling_defaults, engine_config
 from paceline.serve.api.auth import LOOPBACK, check_exposure, check_key
 from paceline.serve.api.keys import KeyRing
 from paceline.serve.app import MAX_OPEN, make_app
@@ -308,6 +308,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="what to do with a request's field that nobody knows: refuse it, or ignore it with a warning",
     )
     group.add_argument("--no-page", action="store_true", help="serve no page at /")
+    add_sampling_defaults(group)
     add_operation_arguments(parser)
     add_chat_arguments(parser)
     add_engine_arguments(parser)
