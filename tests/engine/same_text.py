@@ -162,10 +162,15 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     ending: tuple[object, ...] = ()
 
     def take(self, outcome: Outcome) -> None:
         assert not self.ending, "told of an answer that has ended"
+        if outcome.prompt_logprobs is not None:
+            assert self.prompt_logprobs is None, "told of a prompt's scores twice"
+            assert not self.token_ids, "they come with the first outcome"
+            self.prompt_logprobs = outcome.prompt_logprobs
         self.token_ids += outcome.token_ids
         self.text += outcome.text
         self.logprobs += outcome.logprobs or ()
@@ -202,7 +207,10 @@ def assert_same(expected: dict[str, Answer], got: dict[str, Answer]) -> None:
         assert got[name].token_ids == answer.token_ids, name
         assert got[name].text == answer.text, name
         assert got[name].ending == answer.ending, name
-        for ours, theirs in zip(got[name].logprobs, answer.logprobs, strict=True):
+        assert (got[name].prompt_logprobs is None) == (answer.prompt_logprobs is None), name
+        pairs = [*zip(got[name].logprobs, answer.logprobs, strict=True)]
+        pairs += zip(got[name].prompt_logprobs or (), answer.prompt_logprobs or (), strict=True)
+        for ours, theirs in pairs:
             assert ours.token_id == theirs.token_id
             assert ours.top_ids == theirs.top_ids
             assert abs(ours.logprob - theirs.logprob) < 1e-9

@@ -34,12 +34,13 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "presence_penalty": (-100.0, 100.0),
     "frequency_penalty": (-100.0, 100.0),
     "min_tokens": (0, MAX_TOKENS),
-    "max_tokens": (1, MAX_TOKENS),
+    "max_tokens": (0, MAX_TOKENS),
     "logprobs": (0, MAX_TOP_LOGPROBS),
+    "prompt_logprobs": (0, MAX_TOP_LOGPROBS),
     "seed": (0, MAX_SEED),
     "n": (1, MAX_CHOICES),
 }
-_INTEGERS = frozenset({"top_k", "min_tokens", "max_tokens", "logprobs", "seed", "n"})
+_INTEGERS = frozenset({"top_k", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs", "seed", "n"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +113,10 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # may be given as a list or None
     include_stop: bool = False  # keep the stop string at the end of the text
     min_tokens: int = 0
-    max_tokens: int = 256
+    max_tokens: int = 256  # 0: the answer is empty, and the request ends with its prefill
     ignore_eos: bool = False
     logprobs: int | None = None  # number of alternatives beside the chosen token; None: no log-probabilities
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens, but for the first
     n: int = 1
     grammar: Grammar | None = None  # that the answer must fit
 
@@ -205,7 +207,7 @@ def _check_switch(name: str, value: object) -> None:
 
 
 def _check_number(name: str, value: object, low: float, high: float) -> None:
-    if value is None and name in ("logprobs", "seed"):
+    if value is None and name in ("logprobs", "prompt_logprobs", "seed"):
         return
     kind = int if name in _INTEGERS else (int, float)
     if isinstance(value, bool) or not isinstance(value, kind):

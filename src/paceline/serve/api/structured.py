@@ -10,12 +10,9 @@ from msgspec import Meta, Struct, field
 
 from paceline.core.errors import RequestError
 from paceline.core.params import MAX_GRAMMAR_CHARS, MAX_GRAMMAR_CHOICES, Grammar
-from paceline.model.grammar import check
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-
-    from paceline.model.tokenizer import Tokenizer
 
     Way = tuple[str, Any, Callable[[Any], Grammar | None]]  # a field, its value, and the grammar of a value
 
@@ -177,12 +174,17 @@ class GrammarChecks:
         self._good: OrderedDict[Grammar, None] = OrderedDict()
         self._alone = asyncio.Semaphore(1)
 
-    async def check(self, grammars: Iterable[Grammar | None], tokenizer: Tokenizer, field_name: str) -> None:
-        """Raise `RequestError` for a grammar that the engine would refuse. field_name: of the body."""
+    async def check(
+        self, grammars: Iterable[Grammar | None], check: Callable[[Grammar], None], field_name: str
+    ) -> None:
+        """Raise `RequestError` for a grammar that the engine would refuse.
+
+        check: called in a thread. field_name: of the body.
+        """
         for grammar in {g for g in grammars if g is not None} - self._good.keys():
             async with self._alone:
                 try:
-                    await asyncio.to_thread(check, grammar, tokenizer if grammar.kind == "lark" else None)
+                    await asyncio.to_thread(check, grammar)
                 except RequestError as error:
                     raise RequestError(str(error), field_name) from None
             self._good[grammar] = None
