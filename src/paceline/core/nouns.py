@@ -212,6 +212,11 @@ class Draft:
     budget: int | None = None  # drafts of these to verify, where a device has made them and chooses; None: all
 
     @property
+    def is_empty(self) -> bool:
+        """True if no row was drafted for."""
+        return self.rows.count(NO_DRAFT) == len(self.rows)
+
+    @property
     def num_tokens(self) -> int:
         """Drafted tokens in all rows."""
         return sum(len(r) for r in self.rows)
@@ -244,7 +249,9 @@ class SamplingSpec(NamedTuple):
     position: int = 0  # index, in the row's tokens, of the token being chosen
     edits: Edits | None = None
     margin: bool = False  # also return by how many logits the token is ahead: a drafter's confidence
-    mask: NDArray[int32] | None = None  # [ceil(vocab / 32)] a bit for each token, lowest first: 1 if it may be chosen
+    mask: NDArray[int32] | None = (
+        None  # [ceil(vocab / 32)] a bit for each token, lowest first: 1 if it may be chosen
+    )
 
     @property
     def wants_logits(self) -> bool:

@@ -40,7 +40,7 @@ class StopChecker(TokenwiseChecker):
     def take(self, token_ids: Sequence[int]) -> StopCheck:
         """Add tokens until one of them ends the answer; tokens after it are dropped."""
         after = self.num_tokens + len(token_ids)
-        if self._params.stop or after >= self._params.max_tokens or not self._ending_ids.isdisjoint(token_ids):
+        if after >= self.most_tokens or not self._ending_ids.isdisjoint(token_ids):
             if self._unread:
                 self._read()
             return self.take_each(token_ids)
@@ -190,7 +190,7 @@ class OutputQueue:
             log.exception(FAILED, response.request_id)
             self.end(response, StopCheck(0, "error"), "")
             return
-        logprobs = _logprobs(verdict, len(token_ids))
+        logprobs = None if verdict.logprobs is None else _logprobs(verdict, len(token_ids))
         self.outcomes.append(Outcome(response.request_id, tuple(token_ids), text, logprobs))
 
 
