@@ -61,9 +61,11 @@ class StopChecker(TokenwiseChecker):
 
     def _read(self) -> None:
         unread, self._unread = self._unread, ()
-        self.num_tokens -= len(unread)  # tokens that cannot be read do not count as written
-        self._text += self._detokenizer.push(unread)
-        self.num_tokens += len(unread)
+        try:
+            self._text += self._detokenizer.push(unread)
+        except Exception:
+            self.num_tokens -= len(unread)  # tokens that cannot be read do not count as written
+            raise
 
 
 @dataclass(slots=True, eq=False)
@@ -141,8 +143,8 @@ class OutputQueue:
     def flush(self) -> None:
         """Make outcomes of all gains. A response whose text cannot be made ends here."""
         gains, self.gains = self.gains, []
-        for response, token_ids, verdict in gains:
-            self._emit(response, token_ids, verdict)
+        for gain in gains:
+            self._emit(*gain)
 
     def cancel(self, request_id: str) -> None:
         """End an open response with all its text; unknown ids are ignored."""

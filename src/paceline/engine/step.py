@@ -206,7 +206,7 @@ class Verbs:
     def judge(self, drafted: StepInput, scored: StepScores) -> Verdict:
         """Decide which drafts are kept; those that a device has made are known from here."""
         scores = scored.scores
-        if scores.draft is not None and scores.made is not None:
+        if scores.draft is not None and scores.made is not None and not drafted.proposed.is_empty:
             drafted.take_made(scores.made, scores.draft)
         grammars, batch = self.target.rows.grammars, drafted.batch
         return self.law.judge(drafted.draft, grammars.masked(batch, drafted.draft, scores, drafted.masks))

@@ -185,7 +185,7 @@ def _drafts(asked: Draft, record: Record, counts: Sequence[int]) -> Draft:
 
 def _places(batch: Batch, counts: Sequence[int]) -> list[int]:
     """Return the offsets of rows among the scored positions, as `Scores.cu_len`."""
-    sampled = (1 + count if r.samples else 0 for r, count in zip(batch.rows, counts, strict=True))
+    sampled = [1 + count if r.samples else 0 for r, count in zip(batch.rows, counts, strict=True)]
     return list(accumulate(sampled, initial=0))
 
 
