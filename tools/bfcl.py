@@ -88,7 +88,7 @@ def request_of(question: Json, model: str, choice: str) -> Json:
 
 
 def is_right(question: Json, calls: Sequence[Json]) -> bool:
-    """Return True if the calls are those that the leaderboard accepts; parallel ones in any order."""
+    """Return True if the leaderboard accepts the calls, parallel ones in any order."""
     wanted = question["ground_truth"]
     if len(calls) != len(wanted):
         return False
@@ -103,7 +103,7 @@ def is_right(question: Json, calls: Sequence[Json]) -> bool:
 
 
 def _fits(functions: dict[str, Json], answer: Json, call: Json) -> bool:
-    """Return True if a call has the name, every required parameter, and values among the allowed ones."""
+    """Return True if name, required parameters and values are right."""
     ((name, allowed),) = answer.items()
     arguments = call["arguments"]
     if call["name"] != safe_name(name) or not isinstance(arguments, dict) or call["name"] not in functions:
@@ -129,7 +129,7 @@ def _value_fits(schema: Json, allowed: Sequence[Any], value: Any) -> bool:
 
 
 def _is_variable(allowed: Sequence[Any], value: Any) -> bool:
-    """Return True for a value of another type that the allowed ones have too: a variable's name."""
+    """Return True for a value of a type that an allowed one has too."""
     return any(type(one) is type(value) and one != "" for one in allowed)
 
 
@@ -247,7 +247,7 @@ def read_questions(path: Path, categories: Sequence[str], limit: int | None) -> 
 
 
 def answered(client: openai.OpenAI, questions: Sequence[Json], args: argparse.Namespace) -> Iterator[Json]:
-    """Yield the record of each question, from the file where one is kept, else from the server."""
+    """Yield the record of each question, kept in the file or made now."""
     kept = _kept(args.out)
     with args.out.open("a", encoding="utf-8") as file:
         for question in track(questions, "questions", console=Console(stderr=True)):

@@ -1,4 +1,4 @@
-"""Options of chat: template, parsers of calls and reasoning, control tokens; and what they make of a model."""
+"""Options of chat: template, parsers of calls and reasoning, control tokens."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class TokenizerCache:
             return self._prompts
 
     def check_grammar(self, grammar: Grammar) -> None:
-        """Raise `RequestError` for a grammar that the engine would refuse. Blocks: call it in a thread."""
+        """Raise `RequestError` for a grammar that the engine would refuse. Blocks."""
         ready = self._ready
         assert ready is not None
         names_tokens = grammar.kind == "lark" and "<" in _LITERAL.sub("", grammar.text)

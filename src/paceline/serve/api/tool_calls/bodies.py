@@ -115,7 +115,10 @@ class ObjectsBody:
     """One or more calls written as JSON objects, up to a closing marker."""
 
     def __init__(self, opener: str, closer: str = "") -> None:
-        """opener: shown again if no object follows. closer: empty if the body ends with its last object."""
+        """Keep the opener, to show it again if no object follows.
+
+        closer: empty if the body ends with its last object.
+        """
         self._opener = opener
         self._closer = closer
         self._call: _ObjectCall | None = None
@@ -148,7 +151,7 @@ class ObjectsBody:
         return ahead if self._any else text
 
     def finish(self, sink: CallSink) -> None:
-        """Show what came if it was no call; a call that was cut short stays as it is."""
+        """Show what was no call; a call that was cut short stays."""
         if self._call is not None:
             sink.content(self._call.raw)
         elif not self._any:
@@ -195,7 +198,7 @@ class NamedBody:
 
 
 class XmlBody:
-    """A call as Qwen3-Coder writes it: tags of a function and its parameters, between them the values."""
+    """A call as Qwen3-Coder writes it: values between tags of function and parameters."""
 
     def __init__(self, opener: str, closer: str, is_text: Callable[[str, str], bool]) -> None:
         """is_text: (function, parameter) -> True if the value is a text, not JSON."""

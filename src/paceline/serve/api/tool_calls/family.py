@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ToolFamily(Protocol):
-    """One form of calls: how to know it, read it, and hold a model to it."""
+    """Form of calls: to know it, read it, and hold a model to it."""
 
     name: str
     openers: tuple[str, ...]  # markers that open calls anywhere in an answer; the grammar uses the first

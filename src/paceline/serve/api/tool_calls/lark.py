@@ -39,12 +39,12 @@ class LarkText:
         return literal(marker) if token_id is None else f"<[{token_id}]>"
 
     def free(self, name: str, without: tuple[str, ...], first: str = "") -> str:
-        """Add any text without some markers and return its name. first: a regex of the whole text."""
+        """Add any text without some markers and return its name."""
         excluded = "".join(f" & ~/{_ANY}{escaped(marker)}{_ANY}/" for marker in without)
         return self.rule(name, f"/{first or _ANY}/{excluded}")
 
     def until(self, name: str, marker: str, text: str = _ANY) -> str:
-        """Add text up to the first `marker`, which it includes; return the expression. text: its regex."""
+        """Add text of a regex up to the first `marker`, included; return the expression."""
         if marker in self.tokens:
             return f"{self.free(name.upper(), (marker,))} {self.mark(marker)}"
         return self.rule(name, f"/{text}{escaped(marker)}/", "[lazy]")
@@ -65,7 +65,7 @@ def escaped(text: str) -> str:
 
 
 def json_rule(schema: Mapping[str, Any], lenient: bool) -> str:
-    """Return the expression of JSON that fits a schema. lenient: keywords without support are left out."""
+    """Return the expression of JSON by a schema; lenient: without unsupported keywords."""
     return "%json " + json.dumps({**schema, "x-guidance": {**_JSON_FORM, "lenient": lenient}}, ensure_ascii=False)
 
 

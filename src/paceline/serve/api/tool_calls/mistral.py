@@ -1,4 +1,4 @@
-"""Mistral: `[TOOL_CALLS]` and a list of objects, or in newer models a name, `[ARGS]` and the arguments."""
+"""Mistral: `[TOOL_CALLS]`, then a list of objects, or name, `[ARGS]` and arguments."""
 
 from __future__ import annotations
 

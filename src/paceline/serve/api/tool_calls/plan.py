@@ -25,7 +25,7 @@ _START = re.compile(r"(?m)^start(?=\s*[:\[])")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AnswerForms:
-    """How one model writes calls and reasoning."""
+    """Forms in which one model writes calls and reasoning."""
 
     tokenizer: Tokenizer
     family: ToolFamily

@@ -91,7 +91,7 @@ class _CallSplit:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReaderPlan:
-    """What one request's answers may hold; makes their readers."""
+    """Parts that one request's answers may hold; makes their readers."""
 
     tokenizer: Tokenizer
     family: ToolFamily | None  # None: no tools

@@ -1,4 +1,4 @@
-"""Scanners of text that arrives in pieces: ends of JSON values, markers, and special tokens put back."""
+"""Scanners of text in pieces: ends of JSON, markers, special tokens put back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SCALAR_ENDS = frozenset(",]} \t\n\r;")
 
 
 class JsonEnd:
-    """Finder of the end of one JSON value, whose pieces are fed in order. It does not check the value."""
+    """Finder of the end of one JSON value, fed in pieces and not checked."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -39,7 +39,7 @@ class JsonEnd:
         return len(text)
 
     def _take(self, char: str) -> bool:
-        """Take a character of an object, array or string; return True if it is the last."""
+        """Take a character of a value; return True if it is the last."""
         if self._in_string:
             if self._escaped:
                 self._escaped = False
@@ -83,7 +83,7 @@ def held_length(text: str, markers: Iterable[str]) -> int:
 
 
 class MarkerText:
-    """Text of an answer with the special tokens that mark its parts, which the engine's text leaves out."""
+    """Text of an answer with the special tokens that mark its parts."""
 
     def __init__(self, tokenizer: Tokenizer, markers: Mapping[int, str]) -> None:
         """markers: token id -> text of the special tokens to put back."""
