@@ -26,7 +26,8 @@ class MistralCalls:
 
     name = "mistral"
     openers: tuple[str, ...] = (OPEN,)
-    starts: tuple[str, ...] = ()
+    bare_key: str | None = None
+    bare_first = False
     markers: tuple[str, ...] = (OPEN, ARGS, "[CALL_ID]")
     _form = ObjectForm()
 
