@@ -148,7 +148,7 @@ def from_grammar(text: str) -> Grammar:
         raise
     except RecursionError:
         raise RequestError("the grammar is nested too deeply", "grammar") from None
-    except Exception as error:  # noqa: BLE001 - the parser has no tree of errors
+    except Exception as error:
         reason = str(error)[:300]
         raise RequestError(f"the grammar is neither Lark nor GBNF: {reason}", "grammar") from None
 
