@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError, RequestError, suggest
-from paceline.core.params import SamplingParams
+from paceline.core.params import SamplingParams, Speculation
 from paceline.core.sampling_defaults import default_params
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.assembly.speculative_config import options_of
@@ -70,14 +70,16 @@ class Asking:
             raise RequestError(f"{count} prompts need one SamplingParams or {count}, not {len(params)}")
         return [self._or_default(each) for each in params]
 
-    def _requests(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> list[Request]:
+    def _requests(
+        self, prompt_ids: tuple[int, ...], params: SamplingParams, speculation: Speculation | None = None
+    ) -> list[Request]:
         """Return one prompt's requests; the default max_tokens shrinks to what fits. Raises `PromptTooLong`."""
         room = self.prompts.room(prompt_ids)
         if params is self.default_params and params.max_tokens > room:
             params = replace(params, max_tokens=room)
         self.prompts.check_room(prompt_ids, params.max_tokens)  # now, before any prompt is answered
         name = f"llm-{next(self._numbers)}"
-        return requests_of(name, prompt_ids, params, seed_of(params), time.monotonic())
+        return requests_of(name, prompt_ids, params, seed_of(params), time.monotonic(), speculation=speculation)
 
 
 def as_list(prompts: Prompt | Iterable[Prompt]) -> Sequence[Prompt]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
     from paceline.core.nouns import Request
-    from paceline.core.params import SamplingParams
+    from paceline.core.params import SamplingParams, Speculation
     from paceline.engine.assembly.build import Progress
     from paceline.engine.assembly.config import EngineConfig
     from paceline.serve.asking import Message, Prompt
@@ -96,14 +96,17 @@ class AsyncLLM(Asking):
         return await self._complete(await self._ids(messages), params)
 
     async def stream(
-        self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None
+        self,
+        prompt: Prompt | Sequence[Message],
+        params: SamplingParams | None = None,
+        speculation: Speculation | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """Yield what each step adds to the answers; with n, they come interleaved.
 
         A stream that is closed early, as by `contextlib.aclosing`, cancels what is open. Raises `RequestError`,
         `EngineDied`.
         """
-        requests = self._requests(await self._ids(prompt), self._or_default(params))
+        requests = self._requests(await self._ids(prompt), self._or_default(params), speculation)
         async with aclosing(self._deltas(requests)) as deltas:
             async for delta in deltas:
                 yield delta

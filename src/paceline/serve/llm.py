@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from paceline.core.nouns import Outcome, Request
-    from paceline.core.params import SamplingParams
+    from paceline.core.params import SamplingParams, Speculation
     from paceline.engine.assembly.build import Built, Progress
     from paceline.engine.assembly.config import EngineConfig
     from paceline.engine.engine import Engine
@@ -151,15 +151,20 @@ class LLM(Asking):
     # Streams -----------------------------------------------------------------------------------------
 
     def stream(
-        self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None
+        self,
+        prompt: Prompt | Sequence[Message],
+        params: SamplingParams | None = None,
+        speculation: Speculation | None = None,
     ) -> Generator[Delta, None, None]:
         """Yield what each step adds to the answers; with n, they come interleaved.
+
+        speculation: wanted by this stream, which changes its speed only.
 
         Raises `RequestError` at once. A stream that is closed or dropped early cancels what is open.
         """
         messages = as_messages(prompt)
         prompt_ids = self._prompt_ids(prompt) if messages is None else self.prompts.of_messages(messages)
-        stream = self._deltas(self._requests(prompt_ids, self._or_default(params)))
+        stream = self._deltas(self._requests(prompt_ids, self._or_default(params), speculation))
         next(stream)  # enters its `try`: a generator that has not started would not run its `finally`
         return stream
 
