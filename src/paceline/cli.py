@@ -54,6 +54,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "list": ("paceline.serve.terminal.list_models", "list the models that are here"),
     "rm": ("paceline.serve.terminal.remove_model", "remove a model that is here"),
     "completion": ("paceline.cli_completion", "write the completion of a shell"),
+    "key new": ("paceline.serve.terminal.key_command", "make a key for clients of a server"),
     "doctor": ("paceline.bench.doctor", "check a target and its drafter, and say what speed to expect"),
 }
 _SWITCHES = {
