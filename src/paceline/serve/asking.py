@@ -61,6 +61,12 @@ class Asking:
             raise RequestError(f"params must be SamplingParams, not {type(params).__name__}")
         return params
 
+    def _fitting(self, prompt_ids: Sequence[int], params: object) -> SamplingParams:
+        """Return parameters, the default ones with the max_tokens that fit. Raises `RequestError`."""
+        asked = self._or_default(params)
+        room = self.prompts.room(prompt_ids)
+        return replace(asked, max_tokens=room) if params is None and asked.max_tokens > room else asked
+
     def _one_for_each(
         self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
     ) -> Sequence[SamplingParams]:

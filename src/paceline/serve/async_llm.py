@@ -18,6 +18,7 @@ from paceline.core.errors import EngineDied, PacelineError
 from paceline.serve.asking import Asking, as_messages, config_of, visible
 from paceline.serve.results import Completion, Delta, OpenAnswer
 from paceline.serve.tokenizer_cache import TokenizerCache
+from paceline.serve.tool_chat import ChatCall, ChatExtras
 from paceline.serve.worker.client import Disconnected, EngineClient
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from paceline.engine.assembly.build import Progress
     from paceline.engine.assembly.config import EngineConfig
     from paceline.serve.asking import Message, Prompt
+    from paceline.serve.chat_options import ChatOptions
     from paceline.serve.prompts import Prompts
     from paceline.serve.worker.messages import Progress as ProgressMessage
 
@@ -37,13 +39,20 @@ LONG_CHARS = 16 << 10  # from this length on, a prompt is tokenised in a thread
 class AsyncLLM(Asking):
     """A model in a process of its own, with the texts of `LLM`. For one event loop."""
 
-    def __init__(self, model: str = "default", *, progress: Progress | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str = "default",
+        *,
+        progress: Progress | None = None,
+        chat: ChatOptions | None = None,
+        **options: Any,
+    ) -> None:
         """Check the options, which are those of `LLM`. Raises `ConfigError`. The model is loaded by `start`."""
         super().__init__()
         self.config: EngineConfig = config_of(model, options)
         self._progress = progress
         self._client: EngineClient | None = None
-        self._tokenizers = TokenizerCache()
+        self._tokenizers = TokenizerCache(chat)
         self._prompts: Prompts | None = None
         self._open_tokens = 0  # of the prompts of open requests
         self._freed = asyncio.Event()  # some of them are open no more
@@ -77,6 +86,7 @@ class AsyncLLM(Asking):
         client, self._client = self._client, None
         if client is not None:
             await client.stop()
+        self._tokenizers.close()
 
     @property
     def prompts(self) -> Prompts:
@@ -91,9 +101,13 @@ class AsyncLLM(Asking):
         """Continue a prompt, a text or token ids. Raises `RequestError`, `EngineDied`."""
         return await self._complete(await self._ids(prompt), params)
 
-    async def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
-        """Answer a conversation. Raises `RequestError`, `EngineDied`."""
-        return await self._complete(await self._ids(messages), params)
+    async def chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, **extras: Any
+    ) -> Completion:
+        """Answer a conversation; `extras` are those of `ChatExtras`. Raises `RequestError`, `EngineDied`."""
+        call = await asyncio.to_thread(ChatCall.of, self.prompts, messages, ChatExtras(**extras))
+        asked = call.params(self._fitting(call.prompt.ids, params))
+        return call.finished(await self._complete(call.prompt.ids, asked))
 
     async def stream(
         self,

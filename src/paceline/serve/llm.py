@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 from paceline.core.errors import EngineDied, QueueFull
 from paceline.core.system import uninterrupted
 from paceline.engine.assembly.build import build
+from paceline.model.template import ChatTemplate
 from paceline.serve.asking import Asking, Message, Prompt, as_list, as_messages, config_of, visible
-from paceline.serve.prompts import Prompts
+from paceline.serve.chat_options import ChatOptions
 from paceline.serve.results import Completion, Delta, OpenAnswer
+from paceline.serve.tool_chat import ChatCall, ChatExtras
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -27,17 +29,27 @@ if TYPE_CHECKING:
     from paceline.engine.assembly.build import Built, Progress
     from paceline.engine.assembly.config import EngineConfig
     from paceline.engine.engine import Engine
+    from paceline.serve.prompts import Prompts
 
 
 class LLM(Asking):
     """A model in this process, not thread-safe; one thread may have several streams open."""
 
-    def __init__(self, model: str = "default", *, progress: Progress | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str = "default",
+        *,
+        progress: Progress | None = None,
+        chat: ChatOptions | None = None,
+        **options: Any,
+    ) -> None:
         """Load a model. `options` are those of `EngineConfig` and `Limits`, or vLLM's `speculative_config`.
+
+        chat: template and parsers, and if users' text may become control tokens.
 
         Raises `ConfigError` for bad options, `ModelError` for a bad model.
         """
-        self._open(config_of(model, options), progress)
+        self._open(config_of(model, options), progress, chat)
 
     @classmethod
     def of(cls, config: EngineConfig, progress: Progress | None = None) -> LLM:
@@ -46,10 +58,11 @@ class LLM(Asking):
         llm._open(config, progress)
         return llm
 
-    def _open(self, config: EngineConfig, progress: Progress | None) -> None:
+    def _open(self, config: EngineConfig, progress: Progress | None, chat: ChatOptions | None = None) -> None:
         with visible(progress) as callback:
             self._built: Built | None = build(config, callback)
         Asking.__init__(self)
+        self._prompts = _prompts(self._built, chat or ChatOptions())
         self._sinks: dict[str, Callable[[Outcome], None]] = {}  # request id -> receiver of its outcomes
 
     def __enter__(self) -> LLM:
@@ -72,9 +85,9 @@ class LLM(Asking):
     @property
     def prompts(self) -> Prompts:
         """Conversion of prompts to token ids."""
-        size = self._engine.target.config.vocab_size
-        built = self.built
-        return Prompts(self._engine.tokenizer, built.template, built.max_len, size, sampling=built.sampling)
+        if self._built is None:
+            raise EngineDied("this LLM is closed")
+        return self._prompts
 
     @property
     def _engine(self) -> Engine:
@@ -96,9 +109,11 @@ class LLM(Asking):
         all_ids = [self._prompt_ids(prompt) for prompt in as_list(prompts)]
         return self._complete(all_ids, self._one_for_each(params, len(all_ids)), on_done)
 
-    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
-        """Answer a conversation. Raises `RequestError`."""
-        return self._complete([self.prompts.of_messages(messages)], [self._or_default(params)], None)[0]
+    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **extras: Any) -> Completion:
+        """Answer a conversation; `extras` are tools and others of `ChatExtras`. Raises `RequestError`."""
+        call = ChatCall.of(self.prompts, messages, ChatExtras(**extras))
+        asked = call.params(self._fitting(call.prompt.ids, params))
+        return call.finished(self._complete([call.prompt.ids], [asked], None)[0])
 
     def _complete(
         self,
@@ -205,3 +220,12 @@ class LLM(Asking):
             self._sinks.pop(request_id, None)
             if self._built is not None:
                 self._built.engine.cancel(request_id)
+
+
+def _prompts(built: Built, chat: ChatOptions) -> Prompts:
+    """Return the conversion of prompts; templates are rendered in this process."""
+    own, engine = built.template, built.engine
+    source = chat.source(None if own is None else own.source)
+    template = own if source is None or chat.template is None else ChatTemplate(source)
+    size = engine.target.config.vocab_size
+    return chat.prompts(engine.tokenizer, template, built.max_len, size, built.sampling)

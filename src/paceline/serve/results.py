@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from paceline.core.nouns import Figures, FinishReason, Outcome, TokenLogprobs
+    from paceline.serve.api.tool_calls.events import ParsedAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class Answer:
     logprobs: tuple[TokenLogprobs, ...] | None  # one for each token, if asked for
     figures: Figures
     error: str | None = None  # with finish_reason "error"
+    message: ParsedAnswer | None = None  # of a chat: reasoning, content and calls of tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,11 @@ class Completion:
     def text(self) -> str:
         """The first answer's text."""
         return self.choices[0].text
+
+    @property
+    def message(self) -> ParsedAnswer | None:
+        """The first answer's reasoning, content and calls of tools, if this is a chat."""
+        return self.choices[0].message
 
     @property
     def token_ids(self) -> tuple[int, ...]:

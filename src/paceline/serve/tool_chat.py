@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from paceline.core.params import SamplingParams
     from paceline.serve.prompts import ChatPrompt, Prompts
+    from paceline.serve.results import Completion
 
 CHOICES = ("auto", "none", "required")
 
@@ -67,8 +68,12 @@ class ChatCall:
         """Return parameters with the grammar that the answers must fit."""
         return self.prompts.answer_form(self.use, self.prompt.opened)(params)
 
-    def message(self, text: str, token_ids: Sequence[int]) -> ParsedAnswer:
-        """Return an answer's parts."""
+    def finished(self, completion: Completion) -> Completion:
+        """Return a completion whose answers are read into their parts."""
+        choices = tuple(replace(c, message=self._message(c.text, c.token_ids)) for c in completion.choices)
+        return replace(completion, choices=choices)
+
+    def _message(self, text: str, token_ids: Sequence[int]) -> ParsedAnswer:
         plan = self.prompts.reader_plan(self.use, self.prompt.opened)
         if plan is None:
             return ParsedAnswer("", text, ())

@@ -63,6 +63,7 @@ class Sandbox:
     def setup(self, job: SetupJob) -> None:
         """Send a job now and whenever the process is started anew. Raises `BadModelFile`."""
         with self._lock:
+            self._closed = False
             if self._setups.get(type(job)) == job:
                 return
             self._setups[type(job)] = job
