@@ -93,7 +93,7 @@ class ModelRoute:
     """Route to the model in plain ASGI, which notices at once when a client disconnects."""
 
     def __init__(self, state: AppState, make_job: JobMaker, inline: bool = False) -> None:
-        """inline: short bodies are read on the event loop; not for what waits for a template."""
+        """Take what reads a body; inline: short ones on the event loop."""
         self._state = state
         self._make_job = make_job
         self._inline = inline
