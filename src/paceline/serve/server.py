@@ -33,6 +33,7 @@ from paceline.serve.connections import (
 )
 from paceline.serve.observe.access import write_line
 from paceline.serve.observe.engine_log import tell_doings
+from paceline.serve.observe.traces import Traces
 from paceline.serve.operation import Operation, add_operation_arguments, configure_logs, operation_of
 from paceline.serve.terminal.banner import LoadingBar, show_choices, show_url
 from paceline.serve.tokenizer_cache import TokenizerCache
@@ -171,6 +172,10 @@ class HttpServer:
         )
         if config.operation.access_log:
             self.state.tellers.append(write_line)
+        endpoint = config.operation.otlp_endpoint
+        self._traces = Traces(endpoint) if endpoint else None
+        if self._traces is not None:
+            self.state.tellers.append(self._traces.tell)
         self.state.served_names, self.state.lenient = config.served_names, config.unknown_fields == "warn"
         limits = replace(config.limits, connections=connections_that_fit(config.limits.connections))
         self._connections = Connections(limits, self.state.metrics.refused)
@@ -203,6 +208,8 @@ class HttpServer:
             await serving
             for task in beside:
                 task.cancel()
+            if self._traces is not None:
+                await asyncio.to_thread(self._traces.close)
             self.socket.close()
 
     def _on_signal(self) -> None:
