@@ -17,7 +17,7 @@ from paceline.engine.stops import StopCheck, TokenwiseChecker
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from paceline.core.nouns import Request, RowDraft, RowVerdict, TokenLogprobs
+    from paceline.core.nouns import PromptScores, Request, RowDraft, RowVerdict, TokenLogprobs
     from paceline.engine.scheduler import RequestState
     from paceline.model.detokenizer import Detokenizer
 
@@ -78,6 +78,7 @@ class Response:
     verified_tokens: int = 0
     accepted_tokens: int = 0
     kept_by: dict[str, int] = field(default_factory=dict)  # accepted tokens by drafter
+    prompt_logprobs: list[TokenLogprobs] | None = None  # as far as they are known; None once handed out
 
     def take(self, token_ids: Sequence[int]) -> StopCheck:
         """Add a pass's tokens to the answer. An error ends this request, never another."""
@@ -96,6 +97,11 @@ class Response:
         if num_accepted and proposed.drafter is not None:
             self.accepted_tokens += num_accepted
             self.kept_by[proposed.drafter] = self.kept_by.get(proposed.drafter, 0) + num_accepted
+
+    def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        """Return the log-probabilities of the prompt, once."""
+        scored, self.prompt_logprobs = self.prompt_logprobs, None
+        return None if scored is None else tuple(scored)
 
     def figures(self, state: RequestState) -> Figures:
         """Return the counts that go with the last outcome."""
@@ -133,7 +139,17 @@ class OutputQueue:
         """Begin the response to a request."""
         self.book.open(request)
         checker = StopChecker(request, eos_ids, detokenizer)
-        self.responses[request.request_id] = Response(request.request_id, checker)
+        self.responses[request.request_id] = response = Response(request.request_id, checker)
+        if request.params.prompt_logprobs is not None:
+            response.prompt_logprobs = []
+
+    def score_prompt(self, request_id: str, scores: PromptScores) -> None:
+        """Add scores of a prompt. After a preemption they come again, and those known are left out."""
+        response = self.responses.get(request_id)
+        if response is None or response.prompt_logprobs is None:  # ended, or its answer has begun
+            return
+        known = response.prompt_logprobs
+        known += scores.logprobs[len(known) + 1 - scores.first :]
 
     def put(self, response: Response, token_ids: Sequence[int], verdict: RowVerdict) -> None:
         """Queue a response's tokens. The first of an answer become an outcome at once."""
@@ -177,6 +193,7 @@ class OutputQueue:
                 stop_reason=check.stop_reason,
                 figures=response.figures(state),
                 error=INTERNAL if check.finish_reason == "error" else None,
+                prompt_logprobs=response.take_prompt_logprobs(),
             )
         )
 
@@ -195,7 +212,12 @@ class OutputQueue:
             self.end(response, StopCheck(0, "error"), "")
             return
         logprobs = _logprobs(verdict, len(token_ids))
-        self.outcomes.append(Outcome(response.request_id, tuple(token_ids), text, logprobs))
+        if response.prompt_logprobs is None:
+            self.outcomes.append(Outcome(response.request_id, tuple(token_ids), text, logprobs))
+        else:
+            scored = response.take_prompt_logprobs()
+            outcome = Outcome(response.request_id, tuple(token_ids), text, logprobs, prompt_logprobs=scored)
+            self.outcomes.append(outcome)
 
 
 def _logprobs(verdict: RowVerdict, count: int) -> tuple[TokenLogprobs, ...] | None:

@@ -222,6 +222,8 @@ class Verbs:
         drafters_s = perf_counter() - start
         drafted.draft_s += drafters_s
         self._stats.draft_s += drafters_s
+        for index, scores in (scored.scores.prompts or {}).items():
+            self.outputs.score_prompt(batch.rows[index].request_id, scores)
         rows = zip(batch.rows, proposed.rows, draft.rows, verdict.rows, strict=True)
         kept = [self._commit_row(r, v, p, len(d)) for r, p, d, v in rows]
         self._stats.count_step(scored.target_s, scored.overlapped_s, overlapped=drafted.group is not None)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,7 @@ log = logging.getLogger(__name__)
 
 MAX_OPEN = 1024  # answers that may be open at once
 OPERATION = Operation()
+JOB_THREADS = 4  # of bodies that are read off the event loop
 LONG_BODY_BYTES = 16 << 10  # from this size on, a body is tokenised in a thread
 
 
@@ -64,6 +66,7 @@ class AppState:
     num_active: int = 0  # requests to the model that are being answered
     created: int = field(default_factory=lambda: int(time.time()))
     grammar_checks: GrammarChecks = field(default_factory=GrammarChecks)
+    job_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(JOB_THREADS, "job"))
     long_bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
 
     async def serving(self) -> Serving:
@@ -89,9 +92,11 @@ class AppState:
 class ModelRoute:
     """Route to the model in plain ASGI, which notices at once when a client disconnects."""
 
-    def __init__(self, state: AppState, make_job: JobMaker) -> None:
+    def __init__(self, state: AppState, make_job: JobMaker, inline: bool = False) -> None:
+        """inline: short bodies are read on the event loop; not for what waits for a template."""
         self._state = state
         self._make_job = make_job
+        self._inline = inline
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -118,18 +123,18 @@ class ModelRoute:
             )
         if state.client.num_open + len(job.requests) > state.max_open:
             raise QueueFull(f"{state.client.num_open} answers are open already; try again later")
-        if job.grammar_field and state.client.ready is not None:
-            prompts = await state.tokenizer_cache.of(state.client.ready)
+        if job.grammar_field:
             grammars = (request.params.grammar for request in job.requests)
-            await state.grammar_checks.check(grammars, prompts.tokenizer, job.grammar_field)
+            await state.grammar_checks.check(grammars, state.tokenizer_cache.check_grammar, job.grammar_field)
         await Responder(job, state.metrics).run(state.client, scope, receive, send)
 
     async def _job(self, data: bytes, arrival_s: float) -> Job:
-        serving = await self._state.serving()
-        if len(data) < LONG_BODY_BYTES:
+        serving, state = await self._state.serving(), self._state
+        if len(data) < LONG_BODY_BYTES and self._inline:
             return self._make_job(data, serving, arrival_s)
-        async with self._state.long_bodies:
-            return await asyncio.to_thread(self._make_job, data, serving, arrival_s)
+        loop = asyncio.get_running_loop()
+        async with nullcontext() if len(data) < LONG_BODY_BYTES else state.long_bodies:
+            return await loop.run_in_executor(state.job_threads, self._make_job, data, serving, arrival_s)
 
 
 def _of_key(job: Job, salt: str | None) -> Job:
@@ -172,7 +177,7 @@ def _routes(state: AppState) -> list[Route]:
         Route("/v1/models", models, methods=["GET"]),
         Route("/v1/models/{model:path}", model, methods=["GET"]),
         Route("/v1/chat/completions", ModelRoute(state, chat_job), methods=["POST"]),
-        Route("/v1/completions", ModelRoute(state, completion_job), methods=["POST"]),
+        Route("/v1/completions", ModelRoute(state, completion_job, inline=True), methods=["POST"]),
     ]
 
 

@@ -17,10 +17,11 @@ import uvicorn
 
 from paceline.core import logs
 from paceline.core.errors import ConfigError
-from paceline.engine.assembly.cli_options import add_engine_arguments, engine_config
-from paceline.serve.api.auth import LOOPBACK, check_exposure
+from paceline.engine.assembly.cli_options import add_engine_arguments, add_sampling_defaults, engine_config
+from paceline.serve.api.auth import LOOPBACK, check_exposure, check_key
 from paceline.serve.api.keys import KeyRing
 from paceline.serve.app import MAX_OPEN, make_app
+from paceline.serve.chat_options import add_chat_arguments, chat_options
 from paceline.serve.connections import (
     ACCEPTED_AT_ONCE,
     BACKLOG,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from paceline.engine.assembly.config import EngineConfig
+    from paceline.serve.chat_options import ChatOptions
     from paceline.serve.worker.messages import Progress, Ready
 
 log = logging.getLogger(__name__)
@@ -86,6 +88,8 @@ class HttpConfig:
             if not 0 < len(name) <= MAX_MODEL_NAME:
                 raise ConfigError(f"--served-model-name must have 1 to {MAX_MODEL_NAME} characters")
         check_limit(self.watchdog_s)
+        if self.api_key is not None:
+            check_key(self.api_key)
         check_exposure(self.host, self.has_keys, self.insecure)
 
     @property
@@ -153,13 +157,17 @@ class HttpServer:
     """One engine and its HTTP side."""
 
     def __init__(
-        self, config: HttpConfig, engine: EngineConfig, on_progress: Callable[[Progress], None] | None = None
+        self,
+        config: HttpConfig,
+        engine: EngineConfig,
+        on_progress: Callable[[Progress], None] | None = None,
+        chat: ChatOptions | None = None,
     ) -> None:
         """Bind the port. Raises `ConfigError`. Call in a running event loop."""
         self.config = config
         self._keys = KeyRing(config.api_key, config.operation.api_key_file)
         self.socket = listen(config.host, config.port)
-        tokenizer_cache = TokenizerCache()
+        self._tokenizer_cache = tokenizer_cache = TokenizerCache(chat)
         self.client = EngineClient(engine, on_progress, tokenizer_cache.of, config.watchdog_s)
         app, self.state = make_app(
             self.client,
@@ -210,6 +218,7 @@ class HttpServer:
                 task.cancel()
             if self._traces is not None:
                 await asyncio.to_thread(self._traces.close)
+            self._tokenizer_cache.close()
             self.socket.close()
 
     def _on_signal(self) -> None:
@@ -306,7 +315,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="what to do with a request's field that nobody knows: refuse it, or ignore it with a warning",
     )
     group.add_argument("--no-page", action="store_true", help="serve no page at /")
+    add_sampling_defaults(group)
     add_operation_arguments(parser)
+    add_chat_arguments(parser)
     add_engine_arguments(parser)
 
 
@@ -316,9 +327,13 @@ def run(args: Namespace) -> int:
     configure_logs(args)
     for name in ("asyncio", "uvicorn.error"):
         logging.getLogger(name).addFilter(FewRepeats())
+    if args.api_key:
+        log.warning(
+            "other users of this machine can read --api-key in the list of processes; set PACELINE_API_KEY"
+        )
     for name in ("paceline.access", "paceline.doings") if args.access_log else ():
         logging.getLogger(name).setLevel(logging.INFO)
-    return asyncio.run(_serve(http_config(args), engine_config(args)))
+    return asyncio.run(_serve(http_config(args), engine_config(args), chat_options(args)))
 
 
 def http_config(args: Namespace) -> HttpConfig:
@@ -347,7 +362,7 @@ def log_level(environ: Mapping[str, str]) -> str:
     return level
 
 
-async def _serve(config: HttpConfig, engine: EngineConfig) -> int:
+async def _serve(config: HttpConfig, engine: EngineConfig, chat: ChatOptions) -> int:
     with LoadingBar() as bar:
 
         def on_progress(progress: Progress) -> None:
@@ -359,5 +374,5 @@ async def _serve(config: HttpConfig, engine: EngineConfig) -> int:
             show_choices(ready.choices, sys.stdout)
             show_url(url, ready.template is not None, sys.stdout, config.has_keys)
 
-        await HttpServer(config, engine, on_progress).run(on_ready)
+        await HttpServer(config, engine, on_progress, chat).run(on_ready)
     return 0

@@ -107,7 +107,7 @@ def test_head_has_the_headers_and_no_body():
 
 @pytest.mark.parametrize(
     "path",
-    ["/v1/models", "/page/", "/page/../app.js", "/page/x/app.js", "/%2e%2e/pyproject.toml", "/index.html", "//"],
+    ["/v1/models", "/page/", "/page/../app.js", "/page/x/app.js", "/%2e%2e/pyproject.toml", "/index.html"],
 )
 def test_anything_else_still_needs_the_key(path):
     assert ask("GET", path).status_code == 401

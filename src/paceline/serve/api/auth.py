@@ -34,6 +34,15 @@ def check_exposure(host: str, has_key: bool, insecure: bool) -> None:
         )
 
 
+def check_key(api_key: str) -> None:
+    """Raise `ConfigError` for a key that no client can send; the message does not quote it."""
+    if not api_key.isascii() or not api_key.isprintable() or " " in api_key:
+        raise ConfigError(
+            "an API key is made of visible ASCII characters, as clients send it in a header; make one with "
+            "`python -c 'import secrets; print(secrets.token_urlsafe())'`"
+        )
+
+
 class AuthMiddleware:
     """ASGI wrapper that asks for a key on every route but those that tell of health.
 

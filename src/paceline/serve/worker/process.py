@@ -193,6 +193,7 @@ def _ready(built: Built) -> Ready:
         template=None if source is None else Template(source.text, dict(source.special)),
         choices=tuple(StartupChoice(c.what, c.value, c.why) for c in built.choices),
         drafters=tuple(built.engine.drafting.drafters),
+        sampling=dict(built.sampling),
     )
 
 
