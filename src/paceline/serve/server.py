@@ -201,7 +201,7 @@ class HttpServer:
         beside = [asyncio.create_task(self._connections.sweep())]
         if self.config.operation.access_log:
             beside.append(asyncio.create_task(tell_doings(self.state.metrics.recent)))
-        if self.config.operation.api_key_file is not None:
+        if self.config.operation.api_key_file is not None or not sys.stdin.isatty():  # a closed terminal ends it
             self._loop.add_signal_handler(signal.SIGHUP, self._keys.reload)
         first_ready = self.client.first_ready
         try:
