@@ -52,6 +52,11 @@ class DrafterConfig(Protocol):
         """True if it reads only target tokens, so that it can be another process."""
         ...
 
+    @property
+    def reads(self) -> str:
+        """What it reads of the target that stays in the engine's process, such as its hidden states; else empty."""
+        ...
+
     def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter. Raises `DrafterMismatch` if it does not fit the target."""
         ...

@@ -89,6 +89,11 @@ def add_target_arguments(parser: ArgumentParser) -> None:
         help="where drafters run: cores of their own such as cpu:2-3, or, on a backend of PyTorch's, a device; "
         "cpu: all cores, beside a target on a GPU",
     )
+    group.add_argument(
+        "--draft-process",
+        action="store_true",
+        help="give every drafter a process of its own, which is restarted when it fails; not for heads",
+    )
     ranks = ", ".join(f"{name}: up to {s.max_ranks}" for name, s in BACKENDS.items() if s.max_ranks > 1)
     for flag, what in (
         ("--tensor-parallel", "the target's layers, on its device and the next ones"),
@@ -137,6 +142,7 @@ def engine_config(args: Namespace) -> EngineConfig:
         profile=profile,
         overlap=getattr(args, "overlap", DEFAULTS.overlap),
         draft_device=args.draft_device,
+        draft_process=args.draft_process,
         tensor_parallel=args.tensor_parallel,
         draft_tensor_parallel=args.draft_tensor_parallel,
         objective=getattr(args, "objective", DEFAULTS.objective),
