@@ -30,26 +30,36 @@ Edits checked_edits(const Ids& ids, const Array<float>& scale, const Array<float
     return {ids.data(), scale.data(), add.data(), ids.size()};
 }
 
+// A bit for each token that may be chosen; null where all may.
+const uint32_t* checked_mask(const Array<int32_t>& mask, size_t vocab) {
+    if (!mask.size()) return nullptr;
+    require(mask.size() * 32 >= vocab, "a mask needs a bit for each logit");
+    return reinterpret_cast<const uint32_t*>(mask.data());
+}
+
 template <class T>
 int64_t choose(const Array<T>& logits, double temperature, int64_t top_k, double top_p, double min_p, const Ids& ids,
-               const Array<float>& scale, const Array<float>& add, uint32_t k0, uint32_t k1) {
+               const Array<float>& scale, const Array<float>& add, uint32_t k0, uint32_t k1, const Array<int32_t>& mask) {
     const size_t vocab = checked_size(logits);
     const Edits edits = checked_edits(ids, scale, add, vocab);
+    const uint32_t* allowed = checked_mask(mask, vocab);
     nb::gil_scoped_release unlocked;
     Sampler<T>& row = sampler<T>();
-    row.load(logits.data(), vocab, temperature, edits);
+    row.load(logits.data(), vocab, temperature, edits, allowed);
     return temperature > 0.0 ? row.choose({top_k, top_p, min_p}, {k0, k1}) : row.argmax();
 }
 
 // The token, and by how many logits it was ahead of the second.
 template <class T>
 std::tuple<int64_t, double> choose_with_margin(const Array<T>& logits, double temperature, int64_t top_k, double top_p, double min_p,
-                                               const Ids& ids, const Array<float>& scale, const Array<float>& add, uint32_t k0, uint32_t k1) {
+                                               const Ids& ids, const Array<float>& scale, const Array<float>& add, uint32_t k0, uint32_t k1,
+                                               const Array<int32_t>& mask) {
     const size_t vocab = checked_size(logits);
     const Edits edits = checked_edits(ids, scale, add, vocab);
+    const uint32_t* allowed = checked_mask(mask, vocab);
     nb::gil_scoped_release unlocked;
     Sampler<T>& row = sampler<T>();
-    row.load(logits.data(), vocab, temperature, edits);
+    row.load(logits.data(), vocab, temperature, edits, allowed);
     if (!(temperature > 0.0)) return {row.argmax(), row.lead()};
     double ahead = 0.0;
     const int64_t id = row.choose({top_k, top_p, min_p}, {k0, k1}, &ahead);
@@ -84,9 +94,9 @@ std::tuple<double, std::vector<int64_t>, std::vector<double>> logprobs(const Arr
 template <class T>
 void bind_rows_of(nb::module_& m) {
     m.def("choose", &choose<T>, "logits"_a.noconvert(), "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, "edit_ids"_a, "edit_scale"_a,
-          "edit_add"_a, "k0"_a, "k1"_a);
+          "edit_add"_a, "k0"_a, "k1"_a, "mask"_a);
     m.def("choose_with_margin", &choose_with_margin<T>, "logits"_a.noconvert(), "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a,
-          "edit_ids"_a, "edit_scale"_a, "edit_add"_a, "k0"_a, "k1"_a);
+          "edit_ids"_a, "edit_scale"_a, "edit_add"_a, "k0"_a, "k1"_a, "mask"_a);
     m.def("filtered_ids", &filtered_ids<T>, "z"_a.noconvert(), "top_k"_a, "top_p"_a, "min_p"_a);
     m.def("logprobs", &logprobs<T>, "logits"_a.noconvert(), "token_id"_a, "num_top"_a);
 }

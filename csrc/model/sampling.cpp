@@ -65,7 +65,7 @@ void bound(const double* z, size_t blocks, Key key, double* bounds, double* out)
 }  // namespace
 
 template <class T>
-void Sampler<T>::load(const T* logits, size_t vocab, double temperature, const Edits& edits) {
+void Sampler<T>::load(const T* logits, size_t vocab, double temperature, const Edits& edits, const uint32_t* allowed) {
     vocab_ = vocab;
     const size_t whole = vocab / kBlock;
     z_.resize(blocks() * kBlock);
@@ -78,7 +78,24 @@ void Sampler<T>::load(const T* logits, size_t vocab, double temperature, const E
     const auto renew = [this](size_t block) { maxima_[block] = maximum(&z_[block * kBlock], kBlock); };
     for (size_t i = 0; i < edits.count; ++i) renew(static_cast<size_t>(edits.ids[i]) / kBlock);
     if (whole < blocks()) renew(whole);
+    if (allowed) forbid(allowed);
     top_ = maximum(maxima_.data(), maxima_.size());
+}
+
+// Most words of a mask are all ones or all zeros: inside a string nearly every token is allowed, elsewhere few are.
+template <class T>
+void Sampler<T>::forbid(const uint32_t* allowed) {
+    constexpr size_t kWord = 32;
+    for (size_t b = 0; b < blocks(); ++b) {
+        bool changed = false;
+        for (size_t start = b * kBlock; start < std::min((b + 1) * kBlock, vocab_); start += kWord) {
+            const uint32_t bits = allowed[start / kWord];
+            if (bits == ~uint32_t{0}) continue;
+            changed = true;
+            for (size_t i = 0; i < kWord; ++i) z_[start + i] = bits >> i & 1 ? z_[start + i] : -limit();
+        }
+        if (changed) maxima_[b] = maximum(&z_[b * kBlock], kBlock);
+    }
 }
 
 template <class T>

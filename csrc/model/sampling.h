@@ -60,7 +60,8 @@ template <class T>
 class Sampler {
   public:
     // Load logits / temperature, edited before the division. temperature 0: no division.
-    void load(const T* logits, size_t vocab, double temperature, const Edits& edits);
+    // allowed: a bit for each token, the lowest first, that may be chosen; null allows all.
+    void load(const T* logits, size_t vocab, double temperature, const Edits& edits, const uint32_t* allowed = nullptr);
 
     // Use logits as they are, without a copy: they must outlive the calls that follow.
     void view(const T* logits, size_t vocab);
@@ -89,6 +90,7 @@ class Sampler {
     static constexpr T limit() { return std::numeric_limits<T>::infinity(); }
     size_t blocks() const { return (vocab_ + kBlock - 1) / kBlock; }
     void gather(T min_value);
+    void forbid(const uint32_t* allowed);
     double weight(const Candidate<T>& c) const { return std::exp(static_cast<double>(c.value) - static_cast<double>(top_)); }
     void keep_largest(size_t count);
     void keep_nucleus(double top_p);

@@ -47,6 +47,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "simulate": ("paceline.sim.command", "serve without a model: compare policies on measured costs"),
     "pull": ("paceline.serve.terminal.pull_command", "fetch a model before it is needed"),
+    "key new": ("paceline.serve.terminal.key_command", "make a key for clients of a server"),
     "doctor": ("paceline.bench.doctor", "check a target and its drafter, and say what speed to expect"),
 }
 _SWITCHES = {
@@ -247,3 +248,7 @@ def _print_error(message: str) -> None:
     line = f"error: {' '.join(message.split())}"
     red = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     sys.stderr.write(f"\033[31m{line}\033[0m\n" if red else f"{line}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

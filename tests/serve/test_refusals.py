@@ -11,8 +11,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from paceline.core.errors import RequestError
+from paceline.serve.api.fields import NEUTRAL_VALUES, WITHOUT_EFFECT
+from paceline.serve.api.parse import Serving, completion_job
+from paceline.serve.api.respond import ignored_names
 from paceline.serve.api.schema import ChatBody, CompletionBody
+from paceline.serve.prompts import Prompts
 from paceline.serve.server import HttpConfig
+from tests.tiny import tiny_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,7 +45,6 @@ BAD_FIELDS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty", "between"),
     ({"prompt": "a", "presence_penalty": 101}, "presence_penalty", "between"),
     ({"prompt": "a", "frequency_penalty": "x"}, "frequency_penalty", "float"),
-    ({"prompt": "a", "max_tokens": 0}, "max_tokens", "between"),
     ({"prompt": "a", "max_tokens": -5}, "max_tokens", "between"),
     ({"prompt": "a", "max_tokens": 10**9}, "max_tokens", "between"),
     ({"prompt": "a", "max_tokens": 20000}, "max_tokens", "shorten"),
@@ -69,12 +74,24 @@ BAD_FIELDS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": "a", "logprobs": 21}, "logprobs", "between"),
     ({"prompt": "a", "logprobs": -1}, "logprobs", "between"),
     ({"prompt": "a", "logprobs": True}, "logprobs", "int"),
-    ({"prompt": "a", "echo": True, "logprobs": 1}, "echo", "not supported"),
+    ({"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs", "between"),
+    ({"prompt": "a", "prompt_logprobs": -1}, "prompt_logprobs", "between"),
     ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
     ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options", "unknown field"),
     ({"prompt": "a", "best_of": 2}, "best_of", "not supported"),
     ({"prompt": "a", "suffix": "z"}, "suffix", "not supported"),
     ({"prompt": "a", "max_token": 5}, "max_token", "did you mean 'max_tokens'"),
+    ({"prompt": "a", "n_predict": 5}, "n_predict", "its name here is 'max_tokens'"),
+    ({"prompt": "a", "repeat_penalty": 1.1}, "repeat_penalty", "repetition_penalty"),
+    ({"prompt": "a", "num_ctx": 4096}, "num_ctx", "at its start"),
+    ({"prompt": "a", "typical_p": 0.5}, "typical_p", "leave it out or send 1"),
+    ({"prompt": "a", "mirostat": 2}, "mirostat", "not supported"),
+    ({"prompt": "a", "dry_multiplier": 0.8}, "dry_multiplier", "not supported"),
+    ({"prompt": "a", "xtc_probability": True}, "xtc_probability", "not supported"),
+    ({"prompt": "a", "skip_special_tokens": False}, "skip_special_tokens", "send true"),
+    ({"prompt": "a", "bad_words": ["x"]}, "bad_words", "not supported"),
+    ({"prompt": "a", "store": True}, "store", "send false"),
+    ({"prompt": "a", "x" * 100: 1}, None, "100 characters"),
     ({"prompt": "a", "cache_salt": "x" * 300}, "cache_salt", "length"),
     ({"prompt": ""}, "prompt", "empty"),
     ({"prompt": []}, "prompt", "1 to 128"),
@@ -99,7 +116,8 @@ BAD_FIELDS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"messages": [{"content": "a"}]}, "messages", "role"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages", "image"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages", "text"),
-    ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "messages", "not supported"),
+    ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "messages", "object"),
+    ({"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "messages", "not supported"),
     ({"messages": [{"role": "assistant", "content": "a", "refusal": "no"}]}, "messages", "refusal"),
     ({"messages": [{"role": "assistant", "content": "a", "audio": {"id": "x"}}]}, "messages", "audio"),
     ({"messages": [{"role": "assistant", "content": "a", "function_call": {}}]}, "messages", "function_call"),
@@ -108,9 +126,9 @@ BAD_FIELDS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"messages": [USER], "top_logprobs": 2}, "top_logprobs", "logprobs"),
     ({"messages": [USER], "logprobs": True, "top_logprobs": 21}, "top_logprobs", "between"),
     ({"messages": [USER], "logprobs": 5}, "logprobs", "bool"),
-    ({"messages": [USER], "tools": [{"type": "function"}]}, "tools", "not supported"),
-    ({"messages": [USER], "response_format": {"type": "json_object"}}, "response_format", "not supported"),
-    ({"messages": [USER], "max_completion_tokens": 0}, "max_tokens", "between"),
+    ({"messages": [USER], "tools": [{"type": "function"}]}, "tools", "function"),
+    ({"messages": [USER], "response_format": {"type": "yaml"}}, "response_format", "yaml"),
+    ({"messages": [USER], "max_completion_tokens": -1}, "max_tokens", "between"),
     ({"messages": [USER], "prompt": "a"}, "prompt", "unknown field"),
     *(
         ({"prompt": "a", name: LONG}, name, "between")
@@ -153,6 +171,29 @@ def test_bad_fields_are_named(
     assert error["type"] == "invalid_request_error"
 
 
+def test_what_cannot_change_the_text_is_accepted_and_changes_nothing(healthy: httpx.Client) -> None:
+    asked = {"prompt": "the", "max_tokens": 4, "seed": 5}
+    plain = healthy.post(PLAIN, json=asked)
+    extras = dict.fromkeys(WITHOUT_EFFECT, "x") | {n: v[0] for n, v in NEUTRAL_VALUES.items() if v}
+    extras = {n: v for n, v in extras.items() if n not in CompletionBody.__struct_fields__}
+    response = healthy.post(PLAIN, json=asked | extras | {"lora_path": None, "typical_p": 1.0})
+    assert response.status_code == 200, response.text
+    assert response.json()["choices"] == plain.json()["choices"]
+    assert "x-paceline-ignored" not in response.headers
+    marked = USER | {"cache_control": {"type": "ephemeral"}}
+    assert healthy.post(CHAT, json={"messages": [marked], "max_tokens": 1}).status_code == 200
+
+
+def test_unknown_fields_are_ignored_and_named_if_the_server_is_told_so() -> None:
+    serving = Serving(Prompts(tiny_tokenizer(), None, 64), ("tiny",), lenient=True)
+    body = {"prompt": "a", "colour": 1, "user": "x", "stream": True, "stream_options": {"a b": 1, "c": 2}}
+    assert completion_job(json.dumps(body).encode(), serving, 0.0).ignored == ("colour", "a b", "c")
+    assert ignored_names(("colour", "a b", "\r\nx: y", "z" * 99)) == f"colour, a?b, ??x??y, {'z' * 64}"
+    for bad in ({"typical_p": 0.5}, {"temperature": "hot"}, {f"x{i}": 1 for i in range(65)}):
+        with pytest.raises(RequestError):
+            completion_job(json.dumps({"prompt": "a"} | bad).encode(), serving, 0.0)
+
+
 @pytest.mark.parametrize(
     ("data", "word"),
     [
@@ -170,9 +211,10 @@ def test_bad_fields_are_named(
         (b'{"prompt": "a", "temperature": Infinity}', "JSON"),
         (b'{"prompt": "a", "temperature": 1e999}', "range"),
         (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", "range"),
-        (b'{"prompt": "a", "response_format": ' + DEEP.encode() + b"}", "deep"),
+        (b'{"prompt": "a", "response_format": ' + DEEP.encode() + b"}", "object"),
+        (b'{"prompt": "a", "metadata": ' + DEEP.encode() + b"}", "deep"),
         (DEEP.encode(), "object"),
-        (b'{"a":' * 50_000, "unknown field"),
+        (b'{"a":' * 50_000, "deep"),
         (b"prompt=a", "JSON"),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 from paceline.core.errors import EngineDied
 from paceline.core.nouns import Figures, Outcome
 from paceline.serve.api.errors import ApiError
-from paceline.serve.api.parse import completion_job
+from paceline.serve.api.parse import Serving, completion_job
 from paceline.serve.api.respond import Responder
 from paceline.serve.observe.metrics import Metrics
 from paceline.serve.prompts import Prompts
@@ -43,7 +43,8 @@ class Events:
 
 def streamed(events: list[Event], **extra: Any) -> list[dict[str, Any]]:
     """The events a client reads, without [DONE]."""
-    job = completion_job(json.dumps(BODY | extra).encode(), Prompts(tiny_tokenizer(), None, 64), "tiny", 0.0)
+    serving = Serving(Prompts(tiny_tokenizer(), None, 64), ("tiny",))
+    job = completion_job(json.dumps(BODY | extra).encode(), serving, 0.0)
     sent: list[bytes] = []
 
     async def submit(_: object) -> Any:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline import kernels
+from paceline.backend.row_grammars import RowGrammars
 from paceline.backend.seam import Packed
 from paceline.core.history import History, choose_kind
 from paceline.core.nouns import PAGE_TOKENS, SamplingSpec
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from paceline.backend.seam import RowView, Span
     from paceline.core.nouns import Admission, Batch, ChooseKind, Draft, Request, Verdict
+    from paceline.core.params import SamplingParams
 
 SLACK_TOKENS = 64  # a row may overshoot its limit by the drafts of its last passes
 
@@ -150,6 +152,8 @@ class Rows(TokenRows):
         self._texts: list[kernels.TextIndex | None] = [None] * num_rows
         self._eos_ids = eos_ids
         self._law_needs_probs = law_needs_probs
+        self._scoring: set[int] = set()  # rows whose requests ask for scores of their prompts
+        self.grammars = RowGrammars()
 
     @property
     def view(self) -> RowView:
@@ -173,7 +177,7 @@ class Rows(TokenRows):
     def _new_text(self, row: int) -> kernels.TextIndex:
         request = self.requests[row]
         assert request is not None
-        max_len = len(request.prompt_ids) + (request.params.max_tokens or 0)
+        max_len = len(request.prompt_ids) + max(request.params.max_tokens, 1)
         text = self._texts[row] = kernels.TextIndex(min(max_len, self.max_len))
         return text
 
@@ -193,7 +197,9 @@ class Rows(TokenRows):
         self.computed[row] = admission.cached_len
         self.put_pages(row, 0, admission.pages)
         self.requests[row] = request
+        (self._scoring.discard if request.params.prompt_logprobs is None else self._scoring.add)(row)
         self._texts[row] = None
+        self.grammars.admit(admission)
         own_stops = frozenset(request.params.stop_token_ids)
         history = History(request.params, request.prompt_ids)
         history.append(known[prompt_len:])
@@ -206,13 +212,30 @@ class Rows(TokenRows):
 
     # What a target pass reads --------------------------------------------------------------------
 
-    def pack_batch(self, batch: Batch, draft: Draft) -> Packed:
-        """Return the packed tokens of a target pass: each row's known tokens, then its drafts."""
+    def num_scored(self, batch: Batch) -> Sequence[int]:
+        """Return how many known tokens of each row score their successors; empty if none does. [num_rows]"""
+        if not self._scoring:
+            return ()
+        return [r.num_known - r.samples if r.row in self._scoring and not r.decodes else 0 for r in batch.rows]
+
+    def params(self, row: int) -> SamplingParams:
+        """Return the parameters of a row's request."""
+        request = self.requests[row]
+        assert request is not None
+        return request.params
+
+    def pack_batch(self, batch: Batch, draft: Draft, scored: Sequence[int] = ()) -> Packed:
+        """Return the packed tokens of a target pass: each row's known tokens, then its drafts.
+
+        scored: as `num_scored`; these are wanted, too.
+        """
         spans = [
             (r.row, self.computed.item(r.row), r.num_known, d.token_ids)
             for r, d in zip(batch.rows, draft.rows, strict=True)
         ]
         wanted = [1 + len(d) if r.samples else 0 for r, d in zip(batch.rows, draft.rows, strict=True)]
+        if scored:
+            wanted = [own + count for own, count in zip(wanted, scored, strict=True)]
         return self.pack(spans, wanted)
 
     def specs(self, batch: Batch, draft: Draft) -> tuple[list[int], list[SamplingSpec]]:
@@ -220,9 +243,14 @@ class Rows(TokenRows):
         cu_len, specs = [0], []
         for r, d in zip(batch.rows, draft.rows, strict=True):
             if r.samples:
-                specs += self.row_specs(r.row, d.token_ids)
+                specs += self._target_specs(r.row, d.token_ids)
             cu_len.append(len(specs))
         return cu_len, specs
+
+    def _target_specs(self, row: int, guesses: Sequence[int]) -> list[SamplingSpec]:
+        """Return the specs of the target's choices: by the law, where masks are made beside the pass."""
+        specs = self.row_specs(row, guesses)
+        return [s._replace(kind="logits") for s in specs] if row in self.grammars else specs
 
     def row_specs(self, row: int, guesses: Sequence[int], *, margin: bool = False) -> list[SamplingSpec]:
         """Return the specs after a row's newest token and after each guess, see `RowView`."""
@@ -241,6 +269,10 @@ class Rows(TokenRows):
         sampling = self._sampling[row]
         return sampling is not None and sampling.history.penalised
 
+    def forced(self, row: int, most: int) -> list[int]:
+        """Return up to `most` tokens that a row's grammar forces next."""
+        return self.grammars.forced(row, most)
+
     # Commit --------------------------------------------------------------------------------------
 
     def chosen_here(self, row: int) -> bool:
@@ -256,7 +288,8 @@ class Rows(TokenRows):
             self.count_tokens(row, token_ids)
 
     def count_tokens(self, row: int, token_ids: Sequence[int]) -> None:
-        """Count tokens that a row gained for its penalties."""
+        """Count tokens that a row gained for its penalties and its grammar."""
+        self.grammars.take(row, token_ids)
         sampling = self._sampling[row]
         assert sampling is not None
         if not sampling.history.never_edits:

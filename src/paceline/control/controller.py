@@ -77,6 +77,11 @@ class ClosedLoop:
         return self._second_group
 
     @property
+    def planned(self) -> tuple[StepView, Decision] | None:
+        """View and decision of the last plan; None if it was reused without a view."""
+        return None if self._reuses or self.view is None or self.decision is None else (self.view, self.decision)
+
+    @property
     def wants_preview(self) -> bool:
         """See `Controller.wants_preview`."""
         return self.policy.wants_preview

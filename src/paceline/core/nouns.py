@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, dataclass_transform
 
+from paceline.core.pass_notes import PassNote  # at run time: messages are decoded by these types
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from numpy import float32, floating, int64
+    from numpy import float32, floating, int32, int64
     from numpy.typing import NDArray
 
     from paceline.core.params import SamplingParams, Speculation
@@ -242,11 +244,22 @@ class SamplingSpec(NamedTuple):
     position: int = 0  # index, in the row's tokens, of the token being chosen
     edits: Edits | None = None
     margin: bool = False  # also return by how many logits the token is ahead: a drafter's confidence
+    mask: NDArray[int32] | None = (
+        None  # [ceil(vocab / 32)] a bit for each token, lowest first: 1 if it may be chosen
+    )
 
     @property
     def wants_logits(self) -> bool:
         """True if the position's logits are returned, to the law or for log-probabilities."""
         return self.kind in ("logits", "sampled")
+
+
+@noun
+class PromptScores:
+    """Log-probabilities of prompt tokens that a chunk of prefill has scored."""
+
+    first: int  # place of the first of these tokens in its row
+    logprobs: Sequence[TokenLogprobs]
 
 
 @noun
@@ -271,6 +284,7 @@ class Scores:
     taps: Taps | None = None  # None if no drafter reads them
     draft: Draft | None = None  # as scored, where a device has made it; None: as asked
     made: Draft | None = None  # all that the device has made, as far as it may be scored
+    prompts: Mapping[int, PromptScores] | None = None  # by row of the batch; None: no prompt is scored
 
     def check(self) -> None:
         """Assert that offsets and lengths agree."""
@@ -328,6 +342,7 @@ class Figures:
     accepted_tokens: int
     seed: int
     preemptions: int = 0
+    kept_by: tuple[tuple[str, int], ...] = ()  # (drafter, its accepted tokens)
 
     @property
     def acceptance_length(self) -> float:
@@ -347,3 +362,7 @@ class Outcome:
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it
     figures: Figures | None = None  # with the last outcome
     error: str | None = None  # with finish_reason "error"
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = (
+        None  # [prompt_len - 1], with the first outcome if asked for
+    )
+    notes: tuple[PassNote, ...] = ()  # of the passes that made these tokens, if the request asked

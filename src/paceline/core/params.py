@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -18,6 +19,9 @@ MAX_BIASED = 1024
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_SEED = (1 << 63) - 1
 MAX_ASKED_K = 64  # drafts of a step; above what any drafter makes
+MAX_GRAMMAR_CHARS = 256 << 10  # of a schema, regular expression or grammar
+MAX_GRAMMAR_CHOICES = 1024
+GRAMMAR_KINDS = ("json_schema", "regex", "lark")
 MAX_SHOWN_CHARS = 64  # of a refused value in its error message
 MAX_SHOWN_BITS = 200  # of a refused integer, 60 digits
 
@@ -30,12 +34,61 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "presence_penalty": (-100.0, 100.0),
     "frequency_penalty": (-100.0, 100.0),
     "min_tokens": (0, MAX_TOKENS),
-    "max_tokens": (1, MAX_TOKENS),
+    "max_tokens": (0, MAX_TOKENS),
     "logprobs": (0, MAX_TOP_LOGPROBS),
+    "prompt_logprobs": (0, MAX_TOP_LOGPROBS),
     "seed": (0, MAX_SEED),
     "n": (1, MAX_CHOICES),
 }
-_INTEGERS = frozenset({"top_k", "min_tokens", "max_tokens", "logprobs", "seed", "n"})
+_INTEGERS = frozenset({"top_k", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs", "seed", "n"})
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """Grammar that an answer must fit; every token that would leave it is masked. Raises `RequestError`."""
+
+    kind: str  # json_schema, regex, or lark: the dialect of llguidance
+    text: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in GRAMMAR_KINDS:
+            raise RequestError(
+                f"a grammar is one of {', '.join(GRAMMAR_KINDS)}, not {shown(self.kind)}", "grammar"
+            )
+        if not isinstance(self.text, str) or not 0 < len(self.text) <= MAX_GRAMMAR_CHARS:
+            raise RequestError(f"a grammar must be a text of 1 to {MAX_GRAMMAR_CHARS} characters", "grammar")
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:
+        """Return the grammar of JSON texts that fit a schema, given as a mapping or as its JSON text."""
+        try:
+            text = schema if isinstance(schema, str) else json.dumps(schema, separators=(",", ":"))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError(f"the schema is not JSON: {error}", "grammar") from None
+        return cls("json_schema", text)
+
+    @classmethod
+    def json_object(cls) -> Grammar:
+        """Return the grammar of any JSON object."""
+        return cls.json_schema({"type": "object"})
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """Return the grammar of texts that a regular expression matches as a whole."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def choice(cls, choices: Sequence[str]) -> Grammar:
+        """Return the grammar of one of a few texts."""
+        fits = not isinstance(choices, str) and 0 < len(choices) <= MAX_GRAMMAR_CHOICES
+        if not fits or not all(isinstance(c, str) and c for c in choices):
+            raise RequestError(f"a choice takes 1 to {MAX_GRAMMAR_CHOICES} texts, none empty", "grammar")
+        return cls("lark", "start: " + " | ".join(json.dumps(c) for c in choices))
+
+    @classmethod
+    def lark(cls, text: str) -> Grammar:
+        """Return a context-free grammar in the Lark dialect of llguidance."""
+        return cls("lark", text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +113,12 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # may be given as a list or None
     include_stop: bool = False  # keep the stop string at the end of the text
     min_tokens: int = 0
-    max_tokens: int = 256
+    max_tokens: int = 256  # 0: the answer is empty, and the request ends with its prefill
     ignore_eos: bool = False
     logprobs: int | None = None  # number of alternatives beside the chosen token; None: no log-probabilities
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens, but for the first
     n: int = 1
+    grammar: Grammar | None = None  # that the answer must fit
 
     def __post_init__(self) -> None:
         for name, (low, high) in _BOUNDS.items():
@@ -75,6 +130,7 @@ class SamplingParams:
         _check_switch("ignore_eos", self.ignore_eos)
         self._check_stops()
         self._check_bias()
+        self._check_grammar()
         if self.top_p == 0.0:
             raise RequestError("top_p must be above 0; 1 keeps every token", "top_p")
         if self.min_tokens > self.max_tokens:
@@ -97,6 +153,16 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             _check_token_id("logit_bias", token_id)
             _check_number("logit_bias", bias, -100.0, 100.0)
+
+    def _check_grammar(self) -> None:
+        if self.grammar is None:
+            return
+        if not isinstance(self.grammar, Grammar):
+            raise RequestError(f"grammar must be a Grammar, not {type(self.grammar).__name__}", "grammar")
+        if self.ignore_eos:
+            raise RequestError(
+                "ignore_eos and a grammar exclude each other: a grammar says where to end", "ignore_eos"
+            )
 
     @property
     def greedy(self) -> bool:
@@ -141,7 +207,7 @@ def _check_switch(name: str, value: object) -> None:
 
 
 def _check_number(name: str, value: object, low: float, high: float) -> None:
-    if value is None and name in ("logprobs", "seed"):
+    if value is None and name in ("logprobs", "prompt_logprobs", "seed"):
         return
     kind = int if name in _INTEGERS else (int, float)
     if isinstance(value, bool) or not isinstance(value, kind):
@@ -192,10 +258,15 @@ class Speculation:
     draft: str = AUTO  # the engine's own choice; `off`; or the name of one of its drafters
     k: int | None = None  # upper bound of the drafts in a step
     tpot_ms: float | None = None  # target time per output token, for a controller that knows costs
+    details: bool = False  # notes of every pass come with the outcomes
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "draft", _draft(self.draft))
         self._check("k", self.k, int, (0, MAX_ASKED_K))
+        if not isinstance(self.details, bool):
+            raise RequestError(
+                f"speculation.details must be true or false, not {shown(self.details)}", "speculation"
+            )
         self._check("tpot_ms", self.tpot_ms, (int, float), (MIN_TPOT_MS, MAX_TPOT_MS))
 
     def _check(self, name: str, value: Any, kind: Any, bounds: tuple[float, float]) -> None:
@@ -204,6 +275,11 @@ class Speculation:
         if isinstance(value, bool) or not isinstance(value, kind) or not bounds[0] <= value <= bounds[1]:
             wanted = f"{'an integer' if kind is int else 'a number'} between {bounds[0]:g} and {bounds[1]:g}"
             raise RequestError(f"speculation.{name} must be {wanted}, not {shown(value)}", "speculation")
+
+    @property
+    def steers(self) -> bool:
+        """True if it asks for more than notes."""
+        return self.draft != AUTO or self.k is not None or self.tpot_ms is not None
 
     @property
     def most(self) -> int:

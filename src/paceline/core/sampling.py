@@ -1,4 +1,4 @@
-"""From one row of raw logits to the target's own choice: edits, temperature, filters, noise.
+"""From one row of raw logits to the target's own choice: edits, mask, temperature, filters, noise.
 
 The transforms and their order are those of `SamplingParams`. `csrc/model/sampling.cpp` does the work; its readable
 twins are in `tests/oracles/sampling.py`.
@@ -12,7 +12,7 @@ from paceline.core import noise
 from paceline.core.nouns import BROKEN, TokenLogprobs
 
 if TYPE_CHECKING:
-    from numpy import float64, floating, int64
+    from numpy import bool_, float64, floating, int32, int64
     from numpy.typing import NDArray
 
     from paceline.core.nouns import Edits, SamplingSpec
@@ -51,8 +51,9 @@ def choose_ahead(logits: NDArray[floating], choose: SamplingSpec) -> tuple[int, 
 
 def _how(choose: SamplingSpec) -> tuple[Any, ...]:
     p, edits = choose.params, choose.edits or no_edits()
+    mask = no_mask() if choose.mask is None else choose.mask
     key = noise.key(choose.seed, choose.choice, noise.Lane.CHOICE, choose.position)
-    return (p.temperature, p.top_k, p.top_p, p.min_p, edits.ids, edits.scale, edits.add, *key)
+    return (p.temperature, p.top_k, p.top_p, p.min_p, edits.ids, edits.scale, edits.add, *key, mask)
 
 
 def distribution(logits: NDArray[floating], choose: SamplingSpec) -> tuple[NDArray[int64], NDArray[float64]]:
@@ -70,6 +71,8 @@ def distribution(logits: NDArray[floating], choose: SamplingSpec) -> tuple[NDArr
             raise BrokenRow
         return np.array([token_id]), np.ones(1)
     z = scaled(logits, params, choose.edits)
+    if choose.mask is not None:
+        z = np.where(allowed_by(choose.mask, len(z)), z, z.dtype.type(-np.inf))
     ids = keep(z, params)
     weights = np.exp(z[ids].astype(np.float64) - float(z[ids].max()))
     return ids, weights / weights.sum()
@@ -90,6 +93,20 @@ def no_edits() -> Edits:
     from paceline.core.nouns import Edits
 
     return Edits(np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0, np.float32))
+
+
+def no_mask() -> NDArray[int32]:
+    """Return the mask that stands for none."""
+    import numpy as np
+
+    return np.empty(0, np.int32)
+
+
+def allowed_by(mask: NDArray[int32], vocab_size: int) -> NDArray[bool_]:
+    """Return which tokens a mask allows. [vocab] bool"""
+    import numpy as np
+
+    return np.unpackbits(mask.view(np.uint8), count=vocab_size, bitorder="little").view(np.bool_)
 
 
 def apply_edits(logits: NDArray[floating], edits: Edits | None) -> NDArray[floating]:

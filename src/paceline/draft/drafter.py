@@ -34,6 +34,7 @@ class Needs:
     stops: bool = False  # it ends a row's draft where the plan's `Stop` says
     late: bool = False  # it drafts on the target's device for rows whose newest tokens the host does not know
     instant: bool = False  # its proposals cost next to nothing: it is a `Lookup`
+    grammar_only: bool = False  # it drafts for rows with a grammar only
     trained_to: tuple[float, ...] = ()  # [depth] share of drafts kept there in its training; empty: unknown
 
 

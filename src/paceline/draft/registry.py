@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
 
 from paceline.core.errors import ConfigError, suggest
 from paceline.draft.shipped import ships
+from paceline.model.files.catalogue import draft_for
+from paceline.model.files.pull import is_pulled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 # A new drafter is one file and one line here.
 DRAFTERS = {
     "ngram": "paceline.draft.lookup.ngram:NgramConfig",
+    "grammar": "paceline.draft.lookup.grammar:GrammarConfig",
     "suffix": "paceline.draft.lookup.suffix:SuffixConfig",
     "oracle": "paceline.draft.lookup.oracle:OracleConfig",
     "draft-model": "paceline.draft.model.draft_model:DraftModelConfig",
@@ -64,8 +67,9 @@ class DrafterConfig(Protocol):
 
 AUTO = "auto"
 BETWEEN_SPECS = re.compile(r"\+(?![0-9.])")  # a + before a number stands within an option
-ALWAYS_USEFUL = ("suffix",)  # drafters that `auto` has for every target: they cost nothing where they do not help
-IF_SHIPPED = ("eagle3",)  # and those that it has where they come with the project
+ALWAYS_USEFUL = ("suffix", "grammar")  # drafters that `auto` has for every target: no cost where they do not help
+IF_SHIPPED = ("eagle3",)  # those that it has where they come with the project
+IF_PULLED = "draft-model:model={}"  # and that it has with the catalogue's model for the target, once that is here
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,7 @@ def parse_drafters(spec: str, fingerprint: str = "") -> Drafters:
         config = parse_spec(spec)
         return Drafters((config,) if config else (), auto=False)
     usual = [*ALWAYS_USEFUL, *(one for one in IF_SHIPPED if ships(one, fingerprint))]
+    usual += [IF_PULLED.format(name)] if is_pulled(name := draft_for(fingerprint)) else []
     configs = [parse_spec(one) for one in (BETWEEN_SPECS.split(listed) if listed else usual)]
     names = [config.name for config in configs if config]
     if len(set(names)) < len(configs):

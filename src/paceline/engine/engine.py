@@ -33,6 +33,7 @@ UNLOADED = (
     "drafter %s is unloaded: as often as it was tried, it could not have paid for itself here; "
     "its weights and %.0f MiB of its KV are given back, texts stay the same"
 )
+NO_PROMPT_SCORES = "this backend does not score prompts; leave out prompt_logprobs, and logprobs with echo"
 
 
 class Engine(Verbs):
@@ -64,6 +65,9 @@ class Engine(Verbs):
             raise RequestError(f"request id {request.request_id!r} is in use")
         check_token_ids(request.prompt_ids, request.params, self.target.config.vocab_size)
         self._check_speculation(request)
+        if request.params.prompt_logprobs is not None and not self.target.scores_prompts:
+            raise RequestError(NO_PROMPT_SCORES, "prompt_logprobs")
+        self._check_grammar(request)
         check_room(self.scheduler, request)
         self.scheduler.add(request)
         self.outputs.open(request, frozenset(self.tokenizer.eos_ids), self.tokenizer.detokenizer())
@@ -76,6 +80,12 @@ class Engine(Verbs):
             raise RequestError(
                 f"drafter {name!r} {why} here; speculation.draft may be {', '.join(known)}", "speculation"
             )
+
+    def _check_grammar(self, request: Request) -> None:
+        """Compile a request's grammar. Raises `RequestError` if that fails."""
+        grammar, compiled = request.params.grammar, self.target.rows.grammars.compiled
+        if grammar is not None and compiled is not None:
+            compiled.compile(grammar)
 
     def cancel(self, request_id: str) -> None:
         """End a request; its last outcome comes with the next step. Ignores unknown ids."""

@@ -56,6 +56,8 @@ class LateLoop:
             self._take_in(engine, before)
             before = None
         self._launched = self._launch(engine)
+        if self._launched is not None:
+            engine.mask(self._launched.drafted)
         if before is not None:
             self._take_in(engine, before)
 
@@ -112,7 +114,8 @@ def _may_launch(engine: Verbs) -> bool:
 
 def _note_waits(engine: Verbs, batch: Batch) -> None:
     """Note which of the admitted rows need the host between two passes."""
-    host_drafts = any(not d.needs.late for d in engine.drafting.drafters.values())
+    needs = [d.needs for d in engine.drafting.drafters.values()]
+    host_drafts = any(not (n.late or n.grammar_only) for n in needs)  # rows with a grammar wait in any case
     for admission in batch.admissions:
         state = engine.scheduler.requests[admission.request.request_id]
         state.waits = engine.target.rows.chosen_here(admission.row) or (host_drafts and _drafts(state))

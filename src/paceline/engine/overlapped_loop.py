@@ -64,6 +64,7 @@ class OverlappedLoop:
         engine.commit(drafted, scored, verdict)
         engine.flush()  # beside the other group's pass: outcomes of this commit
         if self._scoring is not None:
+            engine.mask(self._scoring.drafted)
             self._ready = self._draft(engine, drafted.group or 0)
 
     def _begin(self, engine: Verbs) -> bool:
@@ -79,6 +80,7 @@ class OverlappedLoop:
         if self._scoring is None:
             return False
         engine.flush()  # beside the first pass: outcomes of a serial step before
+        engine.mask(self._scoring.drafted)
         self._ready = self._draft(engine, 1 - first)
         return True
 

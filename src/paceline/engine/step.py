@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
+from paceline.backend.row_grammars import NO_MASKS, RowMasks
 from paceline.control.protocols import StepTimes
 from paceline.core.nouns import PAGE_TOKENS, Draft, Plan, noun
 from paceline.engine.output import OutputQueue
@@ -39,6 +40,14 @@ class StepInput:
     draft_s: float  # drafter time of this step, seconds
     idle_s: float = 0.0  # since `begun_s`, neither host, drafters nor target worked for these rows
     host_s: float | None = None  # of the host, where it works beside passes: what they waited for it
+    masks: RowMasks = NO_MASKS  # of rows with a grammar
+
+    def times(self, target_s: float) -> StepTimes:
+        """Return what the step took until now. target_s: of its pass."""
+        host_s = self.host_s
+        if host_s is None:
+            host_s = perf_counter() - self.begun_s - self.draft_s - target_s - self.idle_s
+        return StepTimes(self.draft_s, target_s, host_s, self.idle_s)
 
     def take_made(self, made: Draft, scored: Draft) -> None:
         """Replace bounds by the drafts that the device has made, and by those scored."""
@@ -153,6 +162,7 @@ class Verbs:
         batch = self.scheduler.schedule(plan, group)
         for row in self.scheduler.take_released():
             self.drafting.release(row)
+            self.target.rows.grammars.release(row)
         self.target.rows.apply(batch)
         for admission in batch.admissions:
             if not admission.rebirth:
@@ -170,6 +180,8 @@ class Verbs:
         controller = controller or self.controller_of(group)
         start = perf_counter()
         proposed = self.drafting.propose(batch, plan)
+        if self.law.admits_any_trim:
+            proposed = self.target.rows.grammars.fit(batch, proposed)
         end = perf_counter()
         self._stats.draft_s += end - start
         draft = proposed
@@ -184,12 +196,17 @@ class Verbs:
         pending = self.target.request(drafted.batch, drafted.draft).launch()
         return PendingStep(pending, start, asynchronous=self.target.asynchronous, timed=self.target.late)
 
+    def mask(self, drafted: StepInput) -> None:
+        """Make the masks of rows with a grammar, beside the pass that scores them."""
+        drafted.masks = self.target.rows.grammars.masks(drafted.batch, drafted.draft)
+
     def judge(self, drafted: StepInput, scored: StepScores) -> Verdict:
         """Decide which drafts are kept; those that a device has made are known from here."""
         scores = scored.scores
         if scores.draft is not None and scores.made is not None:
             drafted.take_made(scores.made, scores.draft)
-        return self.law.judge(drafted.draft, scored.scores)
+        grammars, batch = self.target.rows.grammars, drafted.batch
+        return self.law.judge(drafted.draft, grammars.masked(batch, drafted.draft, scores, drafted.masks))
 
     def commit(self, drafted: StepInput, scored: StepScores, verdict: Verdict) -> None:
         """Take in what was kept: rows, drafters, pages, answers; then counters and the controller.
@@ -205,10 +222,17 @@ class Verbs:
         drafters_s = perf_counter() - start
         drafted.draft_s += drafters_s
         self._stats.draft_s += drafters_s
-        for r, p, d, v in zip(batch.rows, proposed.rows, draft.rows, verdict.rows, strict=True):
-            self._commit_row(r, v, len(p), len(d))
+        for index, scores in (scored.scores.prompts or {}).items():
+            self.outputs.score_prompt(batch.rows[index].request_id, scores)
+        rows = zip(batch.rows, proposed.rows, draft.rows, verdict.rows, strict=True)
+        kept = [self._commit_row(r, v, p, len(d)) for r, p, d, v in rows]
         self._stats.count_step(scored.target_s, scored.overlapped_s, overlapped=drafted.group is not None)
-        self._learn(drafted, scored, verdict)
+        start, times = perf_counter(), drafted.times(scored.target_s)
+        if self.outputs.book.wanted:  # before the controller learns: what it expected
+            num_waiting = len(self.scheduler.waiting)
+            self.outputs.book.add(drafted.controller, batch, proposed, draft, verdict, kept, times, num_waiting)
+        self._learn(drafted, verdict, times)
+        self._stats.control_s += perf_counter() - start
 
     def flush(self) -> None:
         """Publish full pages and make outcomes. Runs beside a pass, as no plan needs it."""
@@ -229,17 +253,18 @@ class Verbs:
         """Give back what a drafter holds; see `Engine`."""
         raise NotImplementedError
 
-    def _commit_row(self, r: BatchRow, verdict: RowVerdict, num_drafted: int, num_verified: int) -> None:
+    def _commit_row(self, r: BatchRow, verdict: RowVerdict, proposed: RowDraft, num_verified: int) -> int | None:
+        """Take in a row's outcome; return its kept tokens, None if it had ended."""
         state = self.scheduler.requests[r.request_id]
         response = self.outputs.responses.get(r.request_id)
         if response is None:  # it ended while this pass ran
             self.scheduler.reveal(r, state, ())
-            return
+            return None
         check = response.take(verdict.token_ids)
         count, ends = check.num_tokens, check.finish_reason is not None
         token_ids = verdict.token_ids if count == len(verdict.token_ids) else verdict.token_ids[:count]
         if r.decodes:
-            response.count_pass(num_drafted, num_verified, min(verdict.num_accepted, count), count)
+            response.count_pass(proposed, num_verified, min(verdict.num_accepted, count), count)
             self._stats.decoded_tokens += count
         self._stats.output_tokens += count
         num_full = state.computed_len // PAGE_TOKENS
@@ -250,23 +275,16 @@ class Verbs:
             self.outputs.end(response, check, response.checker.text(), token_ids, verdict)
         elif token_ids:
             self.outputs.put(response, token_ids, verdict)
+        return count
 
     def _mark_stores(self, state: RequestState) -> None:
         """Record in the page table how far the drafters' own stores hold a row's tokens."""
         for store, start, end in self.drafting.newly_valid(state.row, state.computed_len):
             self.scheduler.pool.mark_valid(store, state.pages, end, start)
 
-    def _learn(self, drafted: StepInput, scored: StepScores, verdict: Verdict) -> None:
+    def _learn(self, d: StepInput, verdict: Verdict, times: StepTimes) -> None:
         """Report a step to the controller, before it plans for these rows again."""
-        start = perf_counter()
-        d, target_s = drafted, scored.target_s
-        host_s = d.host_s
-        if host_s is None:
-            host_s = start - d.begun_s - d.draft_s - target_s - d.idle_s
-        times = StepTimes(d.draft_s, target_s, host_s, d.idle_s)
-        accounts = d.controller.observe(d.batch, d.proposed, d.draft, verdict, times)
-        self._stats.control_s += perf_counter() - start
-        for account in accounts:
+        for account in d.controller.observe(d.batch, d.proposed, d.draft, verdict, times):
             self._stats.predictions.count(account)
 
 
@@ -281,6 +299,7 @@ class SerialLoop:
             return
         drafted = engine.propose(batch, plan)
         pending = engine.score(drafted)
+        engine.mask(drafted)
         engine.flush()  # beside the pass: outcomes of the step before
         scored = pending.wait()
         verdict = engine.judge(drafted, scored)

@@ -22,7 +22,7 @@ def step_view(scheduler: Scheduler, drafting: DrafterPool, *, previews: bool, gr
     """
     decoding = scheduler.decoding(group)
     rows, lengths, max_drafts = kernels.draft_bounds(decoding)
-    special = [r for r in decoding if r.request.speculation is not None]
+    special = [r for r in decoding if (asked := r.request.speculation) is not None and asked.steers]
     found = drafting.preview(rows.tolist(), max_drafts.tolist()) if previews or special else {}
     return StepView(
         rows,

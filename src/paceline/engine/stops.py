@@ -37,6 +37,8 @@ class TokenwiseChecker:
 
     def take_each(self, token_ids: Sequence[int]) -> StopCheck:
         """Add tokens one by one: one may end the answer. Earlier tokens have been read."""
+        if token_ids and not self._params.max_tokens:
+            return StopCheck(0, "length")
         for count, token_id in enumerate(token_ids, 1):
             if token_id == BROKEN:
                 self._text += self._all_held()
@@ -51,7 +53,7 @@ class TokenwiseChecker:
     def _add(self, token_id: int) -> tuple[str, FinishReason | None, str | int | None]:
         """Add one token; return text that is safe to stream, finish reason and stop reason."""
         may_stop = self.num_tokens >= self._params.min_tokens
-        if may_stop and token_id in self._eos_ids:
+        if token_id in self._eos_ids and (may_stop or self._params.grammar):  # a grammar wins over min_tokens
             return self._all_held(), "stop", None
         if may_stop and token_id in self._stop_ids:
             self._held += self._detokenizer.push((token_id,)) if self._params.include_stop else ""

@@ -10,7 +10,15 @@ from msgspec import Meta, Struct
 
 from paceline.core.errors import PacelineError, RequestError
 from paceline.core.nouns import Request
-from paceline.core.params import MAX_CHOICES, MAX_NAME_CHARS, MAX_SEED, MAX_TOKEN_ID, SamplingParams, Speculation
+from paceline.core.params import (
+    MAX_CHOICES,
+    MAX_NAME_CHARS,
+    MAX_SEED,
+    MAX_TOKEN_ID,
+    Grammar,
+    SamplingParams,
+    Speculation,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,13 +56,14 @@ class Submit(Message, frozen=True):
     )
     k: int | None = None
     tpot_ms: float | None = None
+    details: bool = False
 
     @classmethod
     def of(cls, request: Request) -> Submit:
         """Return the message that carries a request."""
         r = request
         s = r.speculation
-        speculation = (s.draft, s.k, s.tpot_ms) if s else ()
+        speculation = (s.draft, s.k, s.tpot_ms, s.details) if s else ()
         return cls(
             r.request_id, r.prompt_ids, _unusual(r.params), r.seed, r.choice, r.salt, r.arrival_s, *speculation
         )
@@ -69,7 +78,7 @@ class Submit(Message, frozen=True):
             self.choice,
             self.salt,
             self.arrival_s,
-            None if self.draft is None else Speculation(self.draft, self.k, self.tpot_ms),
+            None if self.draft is None else Speculation(self.draft, self.k, self.tpot_ms, self.details),
         )
 
 
@@ -87,12 +96,15 @@ _TUPLES = frozenset({"stop", "stop_token_ids"})
 def _unusual(params: SamplingParams) -> dict[str, Any]:
     values = {f.name: getattr(params, f.name) for f in fields(params)}
     values["logit_bias"] = dict(params.logit_bias)
+    values["grammar"] = params.grammar and [params.grammar.kind, params.grammar.text]
     return {name: value for name, value in values.items() if value != getattr(_DEFAULTS, name)}
 
 
 def _params(values: Mapping[str, Any]) -> SamplingParams:
     fitting: dict[str, Any] = {k: tuple(v) if k in _TUPLES else v for k, v in values.items()}
     try:
+        if fitting.get("grammar") is not None:
+            fitting["grammar"] = Grammar(*fitting["grammar"])
         return SamplingParams(**fitting)
     except TypeError as error:
         raise RequestError(f"bad parameters: {error}") from None

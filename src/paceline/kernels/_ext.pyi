@@ -5,7 +5,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from numpy import float32, float64, floating, int64, uint8, uint16, uint32
+from numpy import float32, float64, floating, int32, int64, uint8, uint16, uint32
 from numpy.typing import NDArray
 
 _Ids = NDArray[int64]
@@ -22,11 +22,11 @@ def isa() -> str: ...
 def gumbel(k0: int, k1: int, id: int) -> float: ...  # noqa: A002
 def choose(
     logits: _Row, temperature: float, top_k: int, top_p: float, min_p: float,
-    edit_ids: _Ids, edit_scale: _F32, edit_add: _F32, k0: int, k1: int,
+    edit_ids: _Ids, edit_scale: _F32, edit_add: _F32, k0: int, k1: int, mask: NDArray[int32],
 ) -> int: ...
 def choose_with_margin(
     logits: _Row, temperature: float, top_k: int, top_p: float, min_p: float,
-    edit_ids: _Ids, edit_scale: _F32, edit_add: _F32, k0: int, k1: int,
+    edit_ids: _Ids, edit_scale: _F32, edit_add: _F32, k0: int, k1: int, mask: NDArray[int32],
 ) -> tuple[int, float]: ...
 def filtered_ids(z: _Row, top_k: int, top_p: float, min_p: float) -> list[int]: ...
 def logprobs(logits: _Row, token_id: int, num_top: int) -> tuple[float, list[int], list[float]]: ...

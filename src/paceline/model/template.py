@@ -173,10 +173,16 @@ class ChatTemplate:
         self.source = source
         self._special = dict(source.special)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """Return the prompt. Raises `RequestError` if the template refuses the messages."""
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **values: Any
+    ) -> str:
+        """Return the prompt. values: further variables of the template.
+
+        Raises `RequestError` if the template refuses the messages.
+        """
+        given = {"tools": None, "documents": None, **values, **self._special, "messages": messages}
         try:
-            return self._render(messages, add_generation_prompt)
+            return self._render({**given, "add_generation_prompt": add_generation_prompt})
         except RequestError:
             raise
         except Exception as error:
@@ -184,21 +190,22 @@ class ChatTemplate:
             what = str(error)[:200] or type(error).__name__
             raise RequestError(f"the model's chat template refuses these messages: {what}", "messages") from None
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+    def render_all(self, asked: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Return the prompt of each mapping of variables. Raises as `render`."""
+        return [self.render(**values) for values in asked]
+
+    def _render(self, values: Mapping[str, Any]) -> str:
         deadline_s = time.monotonic() + MAX_RENDER_S
         before = _deadline_s.set(deadline_s)
         try:
-            return self._joined(messages, add_generation_prompt, deadline_s)
+            return self._joined(values, deadline_s)
         finally:
             _deadline_s.reset(before)
 
-    def _joined(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, deadline_s: float
-    ) -> str:
+    def _joined(self, values: Mapping[str, Any], deadline_s: float) -> str:
         pieces: list[str] = []
         num_chars = 0
-        values = {**self._special, "messages": messages, "tools": None, "documents": None}
-        for piece in self._template.generate(**values, add_generation_prompt=add_generation_prompt):
+        for piece in self._template.generate(values):
             pieces.append(piece)
             num_chars += len(piece)
             if num_chars > MAX_OUTPUT_CHARS or time.monotonic() > deadline_s:

@@ -5,23 +5,48 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from paceline.core.errors import ConfigError, PromptTooLong, RequestError
 from paceline.core.nouns import Request
 from paceline.core.params import shown
+from paceline.serve.control_text import GuardedValues
+from paceline.serve.conversation import Conversation
+from paceline.serve.template_values import template_values, written_out
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from paceline.core.params import SamplingParams, Speculation
-    from paceline.model.template import ChatTemplate
+    from paceline.core.sampling_defaults import Defaults
+    from paceline.model.template import TemplateSource
     from paceline.model.tokenizer import Tokenizer
+    from paceline.serve.api.tool_calls.plan import AnswerForms
+    from paceline.serve.api.tool_calls.reader import ReaderPlan
+    from paceline.serve.control_text import ControlGuard
+    from paceline.serve.conversation import ToolUse
 
 MAX_DRAWN_SEED = 1 << 53  # exclusive; clients whose numbers are doubles keep every integer below it
 MAX_FILE_BYTES = 1 << 30  # of a file of prompts
+
+
+class Renderer(Protocol):
+    """Chat template, rendered in this process or in another."""
+
+    source: TemplateSource
+
+    def render_all(self, asked: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Return the prompt of each mapping of variables. Raises `RequestError`."""
+        ...
+
+
+class ChatPrompt(NamedTuple):
+    """Prompt of a conversation."""
+
+    ids: tuple[int, ...]
+    opened: bool  # it ends inside reasoning
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,9 +54,12 @@ class Prompts:
     """Conversion of prompts to token ids for one model."""
 
     tokenizer: Tokenizer
-    template: ChatTemplate | None
+    template: Renderer | None
     max_len: int  # tokens of prompt and answer of one request
     vocab_size: int | None = None  # rows of the model's embedding; None: token ids are not checked here
+    forms: AnswerForms | None = None  # of calls and reasoning; None: there are none
+    guard: ControlGuard | None = None  # None: users' text may become control tokens
+    sampling: Defaults = field(default_factory=dict)  # of requests that say nothing about it
 
     def of_text(self, text: str) -> tuple[int, ...]:
         """Return a text's token ids. Raises `RequestError`, `PromptTooLong`."""
@@ -44,13 +72,56 @@ class Prompts:
 
     def of_messages(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Return token ids; a content is text or text parts. Raises `RequestError`, `PromptTooLong`."""
+        return self.of_conversation(Conversation([_with_text_content(message) for message in messages])).ids
+
+    def of_conversation(self, conversation: Conversation) -> ChatPrompt:
+        """Return the prompt of a conversation. Raises `RequestError`, `PromptTooLong`."""
         if self.template is None:
             raise RequestError("this model has no chat template; send a prompt to /v1/completions", "messages")
-        if not messages:
-            raise RequestError("messages must hold at least one message", "messages")
-        text = self.template.render([_with_text_content(message) for message in messages])
+        family = None if self.forms is None else self.forms.family
+        values = template_values(conversation)
+        guarded = GuardedValues((values,)) if self.guard is None else self.guard.guarded(values)
+        source = self.template.source.text
+        asked = [written_out(values, source, family) for values in guarded.asked]
+        texts = self.template.render_all(asked)
+        text, which = (texts[0], 0) if self.guard is None else self.guard.chosen(guarded, texts)
+        if conversation.continue_final:
+            text = _up_to_final(text, asked[which]["messages"][-1]["content"])
+        ids = self._encoded(text, guarded.mark if which == 0 else "")
+        return ChatPrompt(ids, self._opened(conversation, text))
+
+    def _encoded(self, text: str, mark: str) -> tuple[int, ...]:
+        """Return the ids of a rendered text; the pieces between marks are tokenised by themselves."""
         self._check_length(self.tokenizer.min_num_tokens(text), "messages", "at least ")
-        return self._checked(self.tokenizer.encode(text, add_special=False), "messages")
+        first, *others = text.split(mark) if mark else [text]
+        ids = self.tokenizer.encode(first, add_special=False)
+        for piece in others:
+            ids += self.tokenizer.encode_within(piece)
+        return self._checked(ids, "messages")
+
+    def _opened(self, conversation: Conversation, text: str) -> bool:
+        """Return True if a rendered prompt ends inside reasoning."""
+        marks = None if self.forms is None else self.forms.marks
+        if marks is None:
+            return False
+        if conversation.continue_final:
+            final = str(conversation.messages[-1]["content"])
+            return marks.open in final and marks.close not in final.rpartition(marks.open)[2]
+        return conversation.add_generation_prompt and text.rstrip().endswith(marks.open)
+
+    def answer_form(self, use: ToolUse | None, opened: bool) -> Callable[[SamplingParams], SamplingParams]:
+        """Return what adds the grammar of an answer with calls or reasoning to parameters."""
+
+        def formed(params: SamplingParams) -> SamplingParams:
+            if self.forms is None or (params.grammar is None and use is None):
+                return params
+            return replace(params, grammar=self.forms.grammar(use, params.grammar, opened))
+
+        return formed
+
+    def reader_plan(self, use: ToolUse | None, opened: bool) -> ReaderPlan | None:
+        """Return how to read an answer; None if it is plain text."""
+        return None if self.forms is None else self.forms.reader_plan(use, opened)
 
     def room(self, prompt_ids: Sequence[int]) -> int:
         """Return the largest number of tokens that an answer to this prompt may have."""
@@ -80,6 +151,17 @@ class Prompts:
                 f"the prompt has {about}{num_tokens} tokens; prompt and answer together may have {self.max_len}",
                 param,
             )
+
+
+def _up_to_final(text: str, content: str) -> str:
+    """Return a rendered prompt up to the end of its last message's content. Raises `RequestError`."""
+    for wanted in (content, content.strip()):
+        at = text.rfind(wanted)
+        if at >= 0:
+            return text[: at + len(wanted)]
+    raise RequestError(
+        "the chat template changes the last message, so it cannot be continued", "continue_final_message"
+    )
 
 
 def part_text(kind: object, text: object) -> str:

@@ -14,7 +14,7 @@ from paceline.backend.reference.decoder import ReferenceDecoder
 from paceline.backend.seam import Packed, PassRequest
 from paceline.core.nouns import PAGE_TOKENS, SamplingSpec
 from paceline.core.params import SamplingParams
-from paceline.model.files.pull import published_name
+from paceline.model.files.catalogue import published_name
 from paceline.model.weights import load_model
 
 if TYPE_CHECKING:

@@ -318,6 +318,11 @@ class FolderText:
         path = self.folder / "tokenizer.json"
         return parse_tokenizer(read_json(path), path)
 
+    def sampling(self) -> Mapping[str, object]:
+        """Return what generation_config.json says. Raises `BadModelFile`."""
+        path = self.folder / "generation_config.json"
+        return read_json(path) if path.is_file() else {}
+
     def template(self) -> TemplateSource | None:
         """Return chat_template.jinja, else the template in tokenizer_config.json, else None.
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
@@ -12,22 +14,29 @@ from paceline.core.errors import PacelineError
 from paceline.serve.api.errors import ApiError, api_error_of, internal_error, shutting_down
 from paceline.serve.api.openai_format import PartialAnswer, to_json, token_usage, usage
 from paceline.serve.api.parse import ClientDisconnected
+from paceline.serve.api.pass_format import times_per_token, with_passes
+from paceline.serve.observe.access import RECORD
 from paceline.serve.worker.client import Disconnected
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from starlette.types import Receive, Scope, Send
 
     from paceline.core.nouns import Outcome
     from paceline.serve.api.openai_format import Json
     from paceline.serve.api.parse import Job
+    from paceline.serve.observe.access import RequestRecord
     from paceline.serve.observe.metrics import Metrics
     from paceline.serve.worker.client import Answers, EngineClient, Event
 
+_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+IGNORED_HEADER = "x-paceline-ignored"  # the unknown fields of a body that had no effect
 SERVER_FAULT = 500  # statuses from here on are faults of the server
 
 
@@ -58,6 +67,7 @@ class Responder:
             self._count_failed(error)
             raise
         finally:
+            self._note(scope.get(RECORD))
             watcher.cancel()
             await events.close()
 
@@ -65,8 +75,11 @@ class Responder:
         while not self._finished:
             index, outcome = _outcome_of(await events.next())
             self._add(index, outcome)
-        choices = [self.job.format.choice(i, a) for i, a in enumerate(self.answers)]
+        form = self.job.format
+        choices = [with_passes(form.choice(i, a), a.notes, form.tokenizer) for i, a in enumerate(self.answers)]
         body = self.job.meta.fields(self.job.format.kind) | {"choices": choices, "usage": self._usage()}
+        if self.job.extras is not None:
+            self.job.extras.whole(body, self.answers)
         response = Response(to_json(body), media_type="application/json", headers=self._headers)
         await response(scope, receive, send)
 
@@ -100,7 +113,8 @@ class Responder:
 
     @property
     def _headers(self) -> dict[str, str]:
-        return {"x-request-id": self.job.meta.response_id}
+        headers = {"x-request-id": self.job.meta.response_id}
+        return headers | ({IGNORED_HEADER: ignored_names(self.job.ignored)} if self.job.ignored else {})
 
     def _add(self, index: int, outcome: Outcome) -> None:
         elapsed_s = time.monotonic() - self.job.arrival_s
@@ -110,6 +124,12 @@ class Responder:
         self.answers[index].add(outcome)
         if outcome.finish_reason is not None:
             self._metrics.finished(outcome.finish_reason, self._first_s[index], outcome.figures, elapsed_s)
+
+    def _note(self, record: RequestRecord | None) -> None:
+        if record is not None:
+            ends = [answer.last for answer in self.answers if answer.last is not None]
+            record.model = self.job.meta.model
+            record.answered(ends, self.job.n, min(self._first_s.values(), default=None))
 
     def _count_failed(self, error: ApiError) -> None:
         """Count the answers that a fault of the server cut short, not a client's mistake."""
@@ -125,11 +145,26 @@ class Responder:
     def _chunk(self, index: int, outcome: Outcome) -> bytes:
         """Add an outcome to its answer and return the event that carries it."""
         choice = self.job.format.delta(index, self.answers[index], outcome)
+        if choice is None and outcome.notes:
+            choice = {"index": index, "delta": {}, "finish_reason": None}
+        extras, first = self.job.extras, not self.answers[index].started
         self._add(index, outcome)
-        return self._data([choice], self._running_usage() if self.job.wants_running_usage else None)
+        if choice is None and extras is not None and extras.ids and outcome.token_ids:
+            choice = {"index": index, "delta": {}, "finish_reason": None}
+        if choice is None:
+            return b""
+        choice = with_passes(choice, outcome.notes, self.job.format.tokenizer)
+        total = self._running_usage() if self.job.wants_running_usage else None
+        return self._data(
+            [choice], total, None if extras is None else partial(extras.chunk, outcome=outcome, first=first)
+        )
 
-    def _data(self, choices: list[Json], total: Json | None) -> bytes:
+    def _data(
+        self, choices: list[Json], total: Json | None, extend: Callable[[Json], None] | None = None
+    ) -> bytes:
         body = self.job.meta.fields(self.job.format.chunk_kind) | {"choices": choices}
+        if extend is not None:
+            extend(body)
         return _event(body | ({"usage": total} if self.job.wants_usage else {}))
 
     def _running_usage(self) -> Json:
@@ -137,7 +172,14 @@ class Responder:
 
     def _usage(self) -> Json:
         ends = [answer.last for answer in self.answers if answer.last is not None]
-        return usage([end.figures for end in ends if end.figures is not None], self.job.n)
+        total = usage([end.figures for end in ends if end.figures is not None], self.job.n)
+        total["speculation"] |= times_per_token([note for answer in self.answers for note in answer.notes])
+        return total
+
+
+def ignored_names(names: Sequence[str]) -> str:
+    """Return names of fields as a header may carry them."""
+    return ", ".join(_NOT_IN_A_NAME.sub("?", name[:64]) for name in names)
 
 
 def _outcome_of(event: Event) -> tuple[int, Outcome]:

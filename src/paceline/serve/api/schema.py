@@ -1,17 +1,15 @@
-"""Request bodies: fields, types, and the explanation of a body that does not fit.
+"""Request bodies of OpenAI's routes: fields and types.
 
-The bounds of sampling parameters are those of `SamplingParams`. `null` counts as absent.
+The bounds of sampling parameters are those of `SamplingParams`. `fields.py` decodes bodies.
 """
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta, Struct
 
-from paceline.core.errors import RequestError, suggest
+from paceline.core.errors import RequestError
 from paceline.core.params import (
     AUTO,
     MAX_BIASED,
@@ -23,13 +21,24 @@ from paceline.core.params import (
     shown,
 )
 from paceline.engine.wire import Salt, TokenId
+from paceline.serve.api.fields import Body
+from paceline.serve.api.structured import StructuredFields
+from paceline.serve.api.tools import (
+    CalledFunction,
+    Calls,
+    Choice,
+    Effort,
+    FunctionChoice,
+    Functions,
+    TemplateKwargs,
+    Tools,
+)
 from paceline.serve.prompts import part_text
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
 MAX_PROMPTS = 128
 MAX_ANSWERS = 256  # prompts x n
-MAX_MESSAGE_CHARS = 300  # of an error message that quotes the client
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI
 
 Name = Annotated[str, Meta(max_length=256)]
@@ -39,28 +48,11 @@ Prompt = (
     str | Annotated[list[str | int | TokenIds], Meta(max_length=1 << 24)]  # texts, ids, or lists of ids; not mixed
 )
 
-# Fields of OpenAI that are not supported yet -> the values that ask for nothing and are accepted.
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "best_of": (1,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
-    "prediction": (),
-    "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-}
-
 # Fields of a message that are accepted if null or empty.
-UNSUPPORTED_FIELDS = ("annotations", "audio", "function_call", "refusal", "tool_calls")
+UNSUPPORTED_FIELDS = ("annotations", "audio", "refusal")
+
+
+OTHER_ROLES = {"developer": "system", "function": "tool"}
 
 
 class _Part(Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,29 +63,43 @@ class _Part(Struct, frozen=True, forbid_unknown_fields=True):
     image_url: Any = None
     input_audio: Any = None
     file: Any = None
+    cache_control: Any = None  # accepted without effect
 
 
 class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
     """One message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[_Part], Meta(max_length=MAX_PARTS)] | None = None
     name: Name | None = None
     tool_call_id: Name | None = None
+    tool_calls: Calls | None = None
+    function_call: CalledFunction | None = None  # the old form of one call
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # another name of it
     # Fields of OpenAI's answers. A client that sends an answer back unchanged sends them empty.
     annotations: Any = None
     audio: Any = None
-    function_call: Any = None
     refusal: Any = None
-    tool_calls: Any = None
+    cache_control: Any = None  # accepted without effect
 
-    def for_template(self) -> dict[str, str]:
+    def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates take it; `developer` is OpenAI's newer name for `system`."""
         for name in UNSUPPORTED_FIELDS:
             if getattr(self, name) not in (None, []):
                 raise RequestError(f"{name} in a message is not supported yet; leave it out", "messages")
-        role = "system" if self.role == "developer" else self.role
-        extra = {"name": self.name, "tool_call_id": self.tool_call_id}
+        role = OTHER_ROLES.get(self.role, self.role)
+        calls = [call.for_template() for call in self.tool_calls or ()]
+        if self.function_call is not None:
+            calls.append({"type": "function", "function": self.function_call.for_template()})
+        if (calls or self.reasoning_content or self.reasoning) and role != "assistant":
+            raise RequestError(f"a message of role {self.role!r} has neither calls nor reasoning", "messages")
+        extra = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "tool_calls": calls or None,
+            "reasoning_content": self.reasoning_content or self.reasoning or None,
+        }
         return {"role": role, "content": self._text()} | {k: v for k, v in extra.items() if v is not None}
 
     def _text(self) -> str:
@@ -120,14 +126,15 @@ class SpeculationBody(Struct, frozen=True, forbid_unknown_fields=True):
     draft: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
     k: int | None = None
     tpot_ms: float | None = None
+    details: bool | None = None  # a note of every pass comes with the answer
 
     def checked(self) -> Speculation:
         """Return the checked request. Raises `RequestError`."""
-        return Speculation(AUTO if self.draft is None else self.draft, self.k, self.tpot_ms)
+        return Speculation(AUTO if self.draft is None else self.draft, self.k, self.tpot_ms, bool(self.details))
 
 
-class _Common(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Fields of both routes."""
+class Sampled(Body, StructuredFields, frozen=True, kw_only=True):
+    """Fields of a body that asks for text."""
 
     model: Name | None = None
     max_tokens: int | None = None
@@ -150,16 +157,10 @@ class _Common(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     stream_options: StreamOptions | None = None
     cache_salt: Salt | None = None
     speculation: SpeculationBody | None = None
-    # Accepted without effect.
-    user: Annotated[str, Meta(max_length=1024)] | None = None
-    safety_identifier: Annotated[str, Meta(max_length=1024)] | None = None
-    prompt_cache_key: Annotated[str, Meta(max_length=1024)] | None = None
-    metadata: Annotated[dict[str, str], Meta(max_length=64)] | None = None
-    # Accepted with a value of NEUTRAL_VALUES.
-    best_of: Any = None
-    response_format: Any = None
-    service_tier: Any = None
-    store: Any = None
+    # As vLLM.
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     @property
     def wants_usage(self) -> bool:
@@ -174,15 +175,19 @@ class _Common(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     def check(self) -> None:
         """Raise `RequestError` for what the types cannot express."""
-        for field in sorted(NEUTRAL_VALUES.keys() & set(self.__struct_fields__)):
-            _check_neutral(field, getattr(self, field))
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed with stream: true", "stream_options")
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             raise RequestError("include_obfuscation is not supported yet", "stream_options")
+        _check_range("prompt_logprobs", self.prompt_logprobs)
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs and stream exclude each other", "prompt_logprobs")
 
-    def sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
-        """Return the sampling parameters. Raises `RequestError`."""
+    def sampling(
+        self, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None
+    ) -> SamplingParams:
+        """Return the sampling parameters. prompt_logprobs: beside the field. Raises `RequestError`."""
+        scores = [num for num in (self.prompt_logprobs, prompt_logprobs) if num is not None]
         wanted: dict[str, Any] = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -200,30 +205,30 @@ class _Common(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             "max_tokens": max_tokens,
             "ignore_eos": self.ignore_eos,
             "logprobs": logprobs,
+            "prompt_logprobs": max(scores, default=None),
             "n": self.n,
         }
+        structure = self.structure()
+        wanted["grammar"] = structure and structure[0]
         return SamplingParams(**{name: value for name, value in wanted.items() if value is not None})
 
 
-class ChatBody(_Common, frozen=True, kw_only=True):
+class ChatBody(Sampled, frozen=True, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    # Accepted with a value of NEUTRAL_VALUES.
-    audio: Any = None
-    function_call: Any = None
-    functions: Any = None
-    modalities: Any = None
-    parallel_tool_calls: Any = None
-    prediction: Any = None
-    reasoning_effort: Any = None
-    tool_choice: Any = None
-    tools: Any = None
-    verbosity: Any = None
-    web_search_options: Any = None
+    tools: Tools | None = None
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = None
+    functions: Functions | None = None  # the old form of tools
+    function_call: FunctionChoice | None = None
+    reasoning_effort: Effort | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     def params(self, room: int) -> SamplingParams:
         """Return the sampling parameters; without max_tokens the answer may fill `room`, in tokens."""
@@ -239,21 +244,19 @@ class ChatBody(_Common, frozen=True, kw_only=True):
         return self.top_logprobs or 0
 
 
-class CompletionBody(_Common, frozen=True, kw_only=True):
+class CompletionBody(Sampled, frozen=True, kw_only=True):
     """The body of POST /v1/completions."""
 
     prompt: Prompt
     logprobs: int | None = None
     echo: bool | None = None
-    suffix: Any = None  # accepted with a value of NEUTRAL_VALUES
 
     def params(self, room: int) -> SamplingParams:
         """Return the sampling parameters; without max_tokens an answer has 16 tokens, as with OpenAI."""
-        if self.echo and self.logprobs is not None:
-            raise RequestError("echo together with logprobs is not supported yet", "echo")
         _check_range("logprobs", self.logprobs)
         default = max(min(DEFAULT_COMPLETION_TOKENS, room), self.min_tokens or 0)
-        return self.sampling(default if self.max_tokens is None else self.max_tokens, self.logprobs)
+        max_tokens = default if self.max_tokens is None else self.max_tokens
+        return self.sampling(max_tokens, self.logprobs, self.logprobs if self.echo else None)
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts, each a text or token ids. Raises `RequestError` for a mixture."""
@@ -266,9 +269,6 @@ class CompletionBody(_Common, frozen=True, kw_only=True):
                 "prompt",
             )
         return [p for p in given if not isinstance(p, int)]
-
-
-Body = TypeVar("Body", bound=ChatBody | CompletionBody)
 
 
 def _token_id(value: object) -> int:
@@ -285,15 +285,6 @@ def _check_range(name: str, value: int | None) -> None:
         raise RequestError(str(error).replace("logprobs", name, 1), name) from None
 
 
-def _check_neutral(field: str, value: Any) -> None:
-    allowed = NEUTRAL_VALUES[field]
-    if value is None or any(type(value) is type(known) and value == known for known in allowed):
-        return
-    values = ", ".join(msgspec.json.encode(v).decode() for v in allowed)
-    hint = f"; leave it out or send {values}" if allowed else "; leave it out"
-    raise RequestError(f"{field} is not supported yet{hint}", field)
-
-
 def _seed(given: int) -> int | None:
     """Return a seed of OpenAI's range, int64; None (drawn) for a negative one."""
     return None if -MAX_SEED - 1 <= given < 0 else given
@@ -304,33 +295,3 @@ def _bias(given: dict[str, float]) -> dict[int, float]:
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
             raise RequestError(f"logit_bias: {shown(key)} is not a token id", "logit_bias")
     return {int(key): bias for key, bias in given.items()}
-
-
-# Decoding --------------------------------------------------------------------------------------------
-
-_AT = re.compile(r" - at `\$\.(\w+)[^`]*`$")
-_UNKNOWN = re.compile(r"unknown field `(\w*)`$")
-
-
-def decode(data: bytes, kind: type[Body]) -> Body:
-    """Return the body in `data`. Raises `RequestError` that names the field."""
-    try:
-        body = msgspec.json.decode(data, type=kind)
-    except msgspec.ValidationError as error:
-        raise _explained(str(error), kind) from None
-    except msgspec.DecodeError as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
-    except UnicodeDecodeError:
-        raise RequestError("the body is not valid UTF-8") from None
-    except RecursionError:
-        raise RequestError("the body is nested too deeply") from None
-    body.check()
-    return body
-
-
-def _explained(message: str, kind: type[Struct]) -> RequestError:
-    at, unknown = _AT.search(message), _UNKNOWN.search(message)
-    hint = suggest(unknown[1], kind.__struct_fields__) if unknown and len(unknown[1]) < 64 else ""
-    param = at[1] if at else unknown[1] if unknown else None
-    text = message if len(message) <= MAX_MESSAGE_CHARS else message[:MAX_MESSAGE_CHARS] + "..."
-    return RequestError(text + hint, param[:64] if param else None)

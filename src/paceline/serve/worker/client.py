@@ -30,6 +30,7 @@ from paceline.serve.worker.messages import (
     StopEngine,
     ToEngine,
     ToServer,
+    Watch,
     decode_to_server,
 )
 from paceline.serve.worker.socket_folder import socket_folder
@@ -111,6 +112,8 @@ class EngineClient:
         self.restarts = 0
         self.snapshot: Snapshot | None = None  # newest counters, of the running engine or of the last one
         self.first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self.on_snapshot: Callable[[Snapshot], None] | None = None  # called with each
+        self._watches = False  # the engine notes its steps
         self._on_progress = on_progress
         self._prepare = prepare
         self._context = zmq.asyncio.Context()
@@ -162,6 +165,13 @@ class EngineClient:
             if self._engine is not None:
                 with suppress(EngineDied):
                     await _send_now(self._engine.socket, Cancel(request_id))
+
+    async def watch(self, *, on: bool) -> None:
+        """Let the engine's snapshots carry its last steps, or not; also after a restart."""
+        self._watches = on
+        if self._engine is not None and self._engine.ready is not None:
+            with suppress(EngineDied):
+                await _send_now(self._engine.socket, Watch(on))
 
     async def stop(self) -> None:
         """End the engine and everything that is open. May be called twice."""
@@ -263,6 +273,8 @@ class EngineClient:
                     engine.failed = error if isinstance(error, PacelineError) else _unprepared(error)
                     return
             self._handle(engine, message)
+            if isinstance(message, Ready) and self._watches:
+                await self.watch(on=True)
 
     def _handle(self, engine: EngineProcess, message: ToServer | None) -> None:
         engine.watchdog.beat()
@@ -287,6 +299,8 @@ class EngineClient:
 
     def _snapshot(self, _: EngineProcess, message: Snapshot) -> None:
         self.snapshot = message
+        if self.on_snapshot is not None:
+            self.on_snapshot(message)
 
     def _progress(self, _: EngineProcess, message: Progress) -> None:
         if self._on_progress is not None:

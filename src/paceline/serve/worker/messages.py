@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Struct
 
 from paceline.core.nouns import Outcome
+from paceline.core.pass_notes import StepNote
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.stats import Gauges, Stats
 from paceline.engine.wire import Failed, Message, RequestId, Submit
@@ -27,6 +28,12 @@ class Cancel(Message, frozen=True):
     """End a request now."""
 
     request_id: RequestId
+
+
+class Watch(Message, frozen=True):
+    """Begin or end noting steps for those who watch."""
+
+    on: bool
 
 
 class StopEngine(Message, frozen=True):
@@ -70,6 +77,8 @@ class Ready(Message, frozen=True):
     bos_id: int | None
     template: Template | None  # None: the model has none, so chat is refused
     choices: tuple[StartupChoice, ...]
+    drafters: tuple[str, ...] = ()  # names that a request may ask for
+    sampling: dict[str, int | float] = msgspec.field(default_factory=dict)  # of requests that say nothing about it
 
 
 class Rejected(Message, frozen=True):
@@ -92,9 +101,10 @@ class Snapshot(Message, frozen=True):
 
     stats: Stats
     gauges: Gauges
+    steps: tuple[StepNote, ...] = ()  # the last ones, while somebody watches
 
 
-ToEngine = Load | Submit | Cancel | StopEngine
+ToEngine = Load | Submit | Cancel | Watch | StopEngine
 ToServer = Progress | Ready | Failed | Rejected | OutcomeBatch | Snapshot
 
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

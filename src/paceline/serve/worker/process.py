@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import faulthandler
 import logging
-import os
 import signal
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from paceline.control.fixed import FixedK
+from paceline.core import logs
 from paceline.core.errors import PacelineError, RequestError
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
@@ -37,6 +37,7 @@ from paceline.serve.worker.messages import (
     Template,
     ToEngine,
     ToServer,
+    Watch,
     decode_to_engine,
 )
 from paceline.serve.worker.watchdog import SHOW_THREADS
@@ -99,7 +100,12 @@ class EngineWorker:
         self.draining = False  # accept no more requests, finish the open ones
         self.stopped = False
         self._next_snapshot_s = self._next_beat_s = 0.0
-        self._handlers: dict[type, Any] = {Submit: self._submit, Cancel: self._cancel, StopEngine: self._stop}
+        self._handlers: dict[type, Any] = {
+            Submit: self._submit,
+            Cancel: self._cancel,
+            Watch: self._watch,
+            StopEngine: self._stop,
+        }
 
     def run(self) -> None:
         """Serve until told to stop, or while draining until nothing is open."""
@@ -135,7 +141,8 @@ class EngineWorker:
         now_s = time.monotonic()
         if now_s >= self._next_snapshot_s or not self.engine.has_work:
             self._next_snapshot_s, self._next_beat_s = now_s + SNAPSHOT_S, now_s + BEAT_S
-            self.server.send(Snapshot(self.engine.stats(), self.engine.gauges()))
+            steps = tuple(self.engine.outputs.book.steps or ())
+            self.server.send(Snapshot(self.engine.stats(), self.engine.gauges(), steps))
 
     def _submit(self, message: Submit) -> None:
         try:
@@ -151,6 +158,9 @@ class EngineWorker:
 
     def _cancel(self, message: Cancel) -> None:
         self.engine.cancel(message.request_id)
+
+    def _watch(self, message: Watch) -> None:
+        self.engine.outputs.book.watch(on=message.on)
 
     def _stop(self, _: StopEngine) -> None:
         self.stopped = True
@@ -182,6 +192,8 @@ def _ready(built: Built) -> Ready:
         bos_id=tokenizer.bos_id,
         template=None if source is None else Template(source.text, dict(source.special)),
         choices=tuple(StartupChoice(c.what, c.value, c.why) for c in built.choices),
+        drafters=tuple(built.engine.drafting.drafters),
+        sampling=dict(built.sampling),
     )
 
 
@@ -248,9 +260,7 @@ def run(address: str) -> int:
 
 def main() -> int:
     """Entry point of the process."""
-    logging.basicConfig(
-        level=os.environ.get("PACELINE_LOG_LEVEL", "WARNING").upper(), format="engine: %(message)s"
-    )
+    logs.configure("engine")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     faulthandler.register(SHOW_THREADS)
     end_with_parent()

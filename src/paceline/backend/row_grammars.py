@@ -1,0 +1,139 @@
+"""Grammars of rows: their states, masks at the positions of a pass, and drafts that fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.core.nouns import NO_DRAFT, UNCHOSEN, Draft, Edits, RowDraft, noun
+from paceline.core.sampling import allowed_by
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy import int32
+    from numpy.typing import NDArray
+
+    from paceline.core.nouns import Admission, Batch, SamplingSpec, Scores
+    from paceline.model.grammar import Grammars, GrammarState
+
+GRAMMAR = "grammar"  # the drafter's name
+
+
+@noun
+class RowMasks:
+    """Masks of a pass's rows, each after its newest token and after every draft."""
+
+    masks: dict[int, NDArray[int32]]  # index in the batch -> [1 + num_drafts, num_words]
+    drafts: dict[int, Sequence[int]]  # that they were made for
+
+
+NO_MASKS = RowMasks({}, {})
+
+
+class RowGrammars:
+    """States of the rows whose requests have a grammar; without such rows no call does anything."""
+
+    def __init__(self) -> None:
+        self.compiled: Grammars | None = None  # of the engine's own rows; None in a copy of them
+        self._states: dict[int, GrammarState] = {}  # by row
+
+    def __contains__(self, row: int) -> bool:
+        return row in self._states
+
+    def admit(self, admission: Admission) -> None:
+        """Begin a row; the answer of a request that was preempted is replayed."""
+        self._states.pop(admission.row, None)
+        grammar = admission.request.params.grammar
+        if grammar is not None and self.compiled is not None:
+            answer = admission.token_ids[len(admission.request.prompt_ids) :]
+            self._states[admission.row] = self.compiled.begin(grammar, answer)
+
+    def release(self, row: int) -> None:
+        """Forget a row."""
+        self._states.pop(row, None)
+
+    def take(self, row: int, token_ids: Sequence[int]) -> None:
+        """Take in the tokens that a row gained."""
+        if self._states and (state := self._states.get(row)) is not None:
+            state.take(token_ids)
+
+    def forced(self, row: int, most: int) -> list[int]:
+        """Return up to `most` tokens that a row's grammar forces next."""
+        state = self._states.get(row)
+        return [] if state is None else state.fit((), most)
+
+    def fit(self, batch: Batch, draft: Draft) -> Draft:
+        """Cut each draft where it leaves its row's grammar, and go on with what that forces."""
+        if not self._states:
+            return draft
+        rows = zip(batch.rows, draft.rows, strict=True)
+        fitted = (
+            self._fit_row(self._states[r.row], d, r.max_drafts) if r.row in self._states and r.max_drafts else d
+            for r, d in rows
+        )
+        return Draft(tuple(fitted), draft.budget)
+
+    def _fit_row(self, state: GrammarState, d: RowDraft, most: int) -> RowDraft:
+        if d.is_bound or d.parents is not None:
+            return d
+        token_ids = state.fit(d.token_ids, most)
+        if token_ids == list(d.token_ids):
+            return d
+        if not token_ids:
+            return NO_DRAFT
+        known = 0
+        while known < min(len(d), len(token_ids)) and d.token_ids[known] == token_ids[known]:
+            known += 1
+        confidence = None
+        if d.confidence is not None or not known:
+            confidence = [*(d.confidence or ())][:known] + [SURE] * (len(token_ids) - known)
+        return RowDraft(token_ids, d.drafter if known else GRAMMAR, confidence)
+
+    def masks(self, batch: Batch, draft: Draft) -> RowMasks:
+        """Return the masks of a pass. Made beside it: nothing there reads them."""
+        compiled = self.compiled
+        if not self._states or compiled is None:
+            return NO_MASKS
+        rows = enumerate(zip(batch.rows, draft.rows, strict=True))
+        wanted = {
+            i: (self._states[r.row], d.token_ids) for i, (r, d) in rows if r.samples and r.row in self._states
+        }
+        if not wanted or any(drafts and drafts[0] == UNCHOSEN for _, drafts in wanted.values()):
+            return NO_MASKS  # or the device has yet to say what it drafted
+        masks = compiled.masks(list(wanted.values()))
+        return RowMasks(dict(zip(wanted, masks, strict=True)), {i: drafts for i, (_, drafts) in wanted.items()})
+
+    def masked(self, batch: Batch, draft: Draft, scores: Scores, made: RowMasks) -> Scores:
+        """Return scores whose specs have the masks. made: beside the pass, if its drafts were known then."""
+        if not self._states:
+            return scores
+        if (
+            any(list(draft.rows[i].token_ids) != list(drafts) for i, drafts in made.drafts.items())
+            or not made.masks
+        ):
+            made = self.masks(batch, draft)
+        if not made.masks:
+            return scores
+        specs = list(scores.specs)
+        for index, masks in made.masks.items():
+            places = range(scores.cu_len[index], scores.cu_len[index + 1])
+            for at, mask in zip(places, masks, strict=True):
+                specs[at] = masked_spec(specs[at], mask)
+        return replace(scores, specs=specs)
+
+
+SURE = 0.97  # chance that a forced token is kept: the model may write the same text with other tokens
+
+
+def masked_spec(spec: SamplingSpec, mask: NDArray[int32]) -> SamplingSpec:
+    """Return a spec under a mask. Where every allowed token is banned, the grammar wins over the ban."""
+    edits = spec.edits
+    if edits is not None and np.isneginf(edits.add).any():
+        allowed = allowed_by(mask, 32 * len(mask))
+        banned = edits.ids[np.isneginf(edits.add)]
+        if int(allowed.sum()) == int(allowed[banned].sum()):
+            edits = Edits(edits.ids, edits.scale, np.where(np.isneginf(edits.add), np.float32(0), edits.add))
+    return spec._replace(mask=mask, edits=edits)

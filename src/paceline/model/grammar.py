@@ -1,0 +1,255 @@
+"""Grammars of answers, through llguidance: what may come next, and what must.
+
+The state of an answer's grammar is a function of the grammar and the answer's tokens. It is rebuilt by replay
+where a request begins again, and an error of the matcher ends its own request only.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections import OrderedDict
+from functools import cache, cached_property, lru_cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.errors import RequestError
+from paceline.core.system import usable_cores
+from paceline.model.json_schema import supported
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import llguidance
+    from numpy import int32
+    from numpy.typing import NDArray
+
+    from paceline.core.params import Grammar
+    from paceline.model.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+WORD_BITS = 32
+MAX_COMPILED = 64  # grammars kept compiled; the longest unused is dropped first
+MAX_MASK_THREADS = 8
+CORES_PER_MASK_THREAD = 4  # the pass beside has the others
+# As most models and `json.dumps` write it. Free white space would be a place to loop in, and what is fixed is
+# drafted for nothing. A schema's own "x-guidance" may say otherwise.
+JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Bounds on what one grammar may take: symbols, states and work to begin, and for each token.
+LIMITS: dict[str, Any] = {
+    "max_items_in_row": 2000,
+    "initial_lexer_fuel": 2_000_000,
+    "step_lexer_fuel": 500_000,
+    "step_max_items": 100_000,
+    "max_lexer_states": 100_000,
+    "max_grammar_size": 500_000,
+    "precompute_large_lexemes": False,
+    "verbose_errors": False,
+}
+_KEYS = re.compile(r"Unimplemented keys: \[(.*?)\]")
+MAX_REASON_CHARS = 300
+
+
+@cache
+def _limits() -> llguidance.LLParserLimits:
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(**LIMITS)
+
+
+def source(grammar: Grammar) -> str:
+    """Return a grammar as llguidance reads it. Raises `RequestError` for a schema that cannot be kept."""
+    from llguidance import LLMatcher
+
+    if grammar.kind == "regex":
+        return LLMatcher.grammar_from_regex(grammar.text)
+    if grammar.kind == "lark":
+        return LLMatcher.grammar_from_lark(grammar.text)
+    try:
+        schema = json.loads(grammar.text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the JSON schema is not JSON: {error}", "grammar") from None
+    if not isinstance(schema, dict | bool) or schema is False:
+        raise RequestError("the JSON schema must be an object", "grammar")
+    return LLMatcher.grammar_from_json_schema(json.dumps({} if schema is True else supported(schema)), JSON_STYLE)
+
+
+def check(grammar: Grammar, tokenizer: Tokenizer | None = None) -> None:
+    """Raise `RequestError`, which names the keyword, if a grammar is ill-formed or not supported.
+
+    tokenizer: for grammars that name special tokens.
+    """
+    from llguidance import LLMatcher
+
+    vocabulary = None if tokenizer is None else _vocabulary(tokenizer, tokenizer.vocab_size)
+    failed, messages = LLMatcher.validate_grammar_with_warnings(source(grammar), vocabulary, limits=_limits())
+    if failed:
+        raise _refusal(grammar, messages[0])
+
+
+def _refusal(grammar: Grammar, message: str) -> RequestError:
+    """Return the error for a grammar that llguidance refuses."""
+    what = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "grammar"}[grammar.kind]
+    if found := _KEYS.search(message):
+        keys = ", ".join(json.loads(f"[{found[1]}]"))
+        return RequestError(f"the JSON schema uses {keys}, which is not supported", "grammar")
+    reason = message.partition("<state>")[0].strip()[:MAX_REASON_CHARS]
+    return RequestError(f"the {what} cannot be used: {reason}", "grammar")
+
+
+@lru_cache(maxsize=4)
+def _vocabulary(tokenizer: Tokenizer, vocab_size: int) -> llguidance.LLTokenizer:
+    """Return a tokenizer's tokens as llguidance reads them, padded to a model's vocabulary."""
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    wrapped = TokenizerWrapper(_Pieces(tokenizer, vocab_size))
+    return LLTokenizer(wrapped, n_vocab=vocab_size, eos_token=list(tokenizer.eos_ids))
+
+
+class _Pieces:
+    """Tokens of a tokenizer as bytes; no padding and no special token is ever text."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        if not tokenizer.eos_ids:
+            raise RequestError("the model has no end token, so no grammar can end its answer", "grammar")
+        self._tokenizer = tokenizer
+        self.eos_token_id, self.bos_token_id = tokenizer.eos_ids[0], tokenizer.bos_id
+        self.tokens = [tokenizer.token_bytes(i) for i in range(vocab_size)]
+        self.special_token_ids = [i for i in range(vocab_size) if tokenizer.is_special(i)]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Return the ids of a text that the grammar forces."""
+        known = text if isinstance(text, str) else text.decode("utf-8", "replace")
+        return self._tokenizer.encode_within(known)
+
+
+class Grammars:
+    """Compiled grammars over one vocabulary, and the states of answers."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        """vocab_size: of the model, padding included."""
+        self._tokenizer, self.vocab_size = tokenizer, vocab_size
+        self.num_words = -(-vocab_size // WORD_BITS)
+        self._compiled: OrderedDict[Grammar, llguidance.LLMatcher] = OrderedDict()  # the longest unused first
+
+    @cached_property
+    def _vocabulary(self) -> llguidance.LLTokenizer:
+        return _vocabulary(self._tokenizer, self.vocab_size)
+
+    @cached_property
+    def _executor(self) -> llguidance.LLExecutor:
+        from llguidance import LLExecutor
+
+        return LLExecutor(max(1, min(MAX_MASK_THREADS, len(usable_cores()) // CORES_PER_MASK_THREAD)))
+
+    def compile(self, grammar: Grammar) -> llguidance.LLMatcher:
+        """Return a grammar's matcher before the first token, which stays so. Raises `RequestError`."""
+        from llguidance import LLMatcher
+
+        found = self._compiled.pop(grammar, None)
+        if found is None:
+            found = LLMatcher(self._vocabulary, source(grammar), log_level=0, limits=_limits())
+            if found.is_error():
+                raise _refusal(grammar, found.get_error())
+            if len(self._compiled) == MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        self._compiled[grammar] = found
+        return found
+
+    def begin(self, grammar: Grammar, answer: Sequence[int] = ()) -> GrammarState:
+        """Return the state after some tokens of an answer."""
+        return GrammarState(self.compile(grammar), self._tokenizer.eos_ids, answer)
+
+    def masks(self, wanted: Sequence[tuple[GrammarState, Sequence[int]]]) -> list[NDArray[int32]]:
+        """Return the masks after each state's tokens and after each of some drafts, all at once.
+
+        A mask is [1 + num_drafts, num_words]. Behind a draft that leaves the grammar every token is allowed: that
+        draft is never kept, so nothing there is read.
+        """
+        import numpy as np
+
+        sizes = [1 + len(drafts) for _, drafts in wanted]
+        whole = np.full((sum(sizes), self.num_words), -1, np.int32)
+        starts = np.cumsum([0, *sizes])
+        jobs = [
+            (state.matcher, start, list(drafts))
+            for (state, drafts), start in zip(wanted, starts[:-1].tolist(), strict=True)
+            if not state.failed
+        ]
+        where = whole.ctypes.data, 4 * self.num_words, len(whole)
+        if drafted := [job for job in jobs if job[2]]:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
+        if plain := [(matcher, start) for matcher, start, drafts in jobs if not drafts]:
+            self._executor.unsafe_compute_mask_ptr(plain, *where)
+        masks = [whole[start:end] for start, end in pairwise(starts.tolist())]
+        for (state, drafts), mask in zip(wanted, masks, strict=True):
+            if state.failed or state.matcher.is_error():
+                self._mask_one_by_one(state, drafts, mask)
+        return masks
+
+    def _mask_one_by_one(self, state: GrammarState, drafts: Sequence[int], mask: NDArray[int32]) -> None:
+        """Fill a row's masks position by position; from a matcher's error on nothing is allowed.
+
+        So the answer ends with an error at the position where it would have without drafts.
+        """
+        for index in range(len(mask)):
+            found = state.again(drafts[:index])
+            if found is not None:
+                found.unsafe_compute_mask_ptr(mask[index].ctypes.data, mask[index].nbytes)
+            if found is None or found.is_error():
+                mask[index:] = 0
+                log.warning(
+                    "a grammar's matcher gave up: %s", found.get_error() if found else "token out of place"
+                )
+                break
+        state.matcher = state.again(()) or state.matcher
+
+
+class GrammarState:
+    """State of one answer's grammar."""
+
+    def __init__(self, compiled: llguidance.LLMatcher, eos_ids: Sequence[int], answer: Sequence[int] = ()) -> None:
+        """compiled: before the first token. eos_ids: end an answer. answer: tokens so far."""
+        self._compiled, self._eos_ids = compiled, eos_ids
+        self._answer: list[int] = []
+        self.matcher = compiled.deep_copy()
+        self.failed = False  # a token did not fit: only of an answer that ended before it
+        self.take(answer)
+
+    def take(self, token_ids: Sequence[int]) -> None:
+        """Go on by tokens of the answer. Tokens behind its end are ignored."""
+        for token_id in token_ids:
+            if self.failed:
+                return
+            self.failed = token_id < 0 or not self.matcher.consume_token(int(token_id))
+            self._answer.append(int(token_id))
+
+    def again(self, drafts: Sequence[int]) -> llguidance.LLMatcher | None:
+        """Return a matcher that has read the answer and some drafts anew, None where they do not fit."""
+        fresh = self._compiled.deep_copy()
+        return fresh if fresh.consume_tokens([*self._answer, *drafts]) else None
+
+    def fit(self, drafts: Sequence[int], most: int) -> list[int]:
+        """Return the drafts that fit, followed by what the grammar then forces. most: of both together.
+
+        An answer that can only end is followed by the end token.
+        """
+        matcher, drafts = self.matcher, list(drafts)
+        if self.failed:
+            return []
+        kept = drafts[: min(matcher.validate_tokens(drafts), most)] if drafts else drafts
+        if len(kept) == most or matcher.is_error():
+            return kept
+        forced: list[int] = []
+        fine = not kept or matcher.consume_tokens(kept)
+        if fine and not (kept and kept[-1] in self._eos_ids):
+            forced = matcher.compute_ff_tokens()
+            fine = not forced or matcher.consume_tokens(forced)
+        read = len(kept) + len(forced)
+        if fine and matcher.is_stopped() and not (kept and kept[-1] in self._eos_ids):
+            forced = [*forced, self._eos_ids[0]]
+        if not fine or matcher.is_error() or not (read == 0 or matcher.rollback(read)):
+            self.matcher = self.again(()) or matcher
+        return [*kept, *forced][:most]

@@ -1,0 +1,214 @@
+"""JSON schemas, rewritten so that the grammar library can keep them; never wider than they were.
+
+What it does not know is said in words that it knows: the same set of values, or a subset that still has some. A
+value of the rewritten schema so fits the schema as given. What cannot be said stays, and is refused by its name.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+from typing import Any
+
+from paceline.core.errors import RequestError
+
+MAX_DEPTH = 64  # of schemas in schemas
+MAX_REFS = 8  # followed from one schema, to tell its types
+MAX_ALTERNATIVES = 64  # of a oneOf, compared pair by pair
+FORMATS = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+)  # that a grammar can hold; others say what a text means and are no rule
+_ONE = (
+    "additionalProperties",
+    "additionalItems",
+    "items",
+    "contains",
+    "not",
+    "if",
+    "then",
+    "else",
+    "propertyNames",
+)
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_MAPS = ("properties", "patternProperties", "definitions", "$defs", "dependentSchemas")
+_TYPE_NAMES = {str: "string", bool: "boolean", int: "number", float: "number", list: "array", dict: "object"}
+
+Schema = dict[str, Any]
+
+
+def supported(schema: Any) -> Any:
+    """Return a schema in words that grammars know, as far as there are any. Raises `RequestError`."""
+    return _Rewriter(schema).rewrite(schema, 0)
+
+
+class _Rewriter:
+    def __init__(self, root: Any) -> None:
+        self._root = root
+
+    def rewrite(self, schema: Any, depth: int) -> Any:
+        if not isinstance(schema, dict):
+            return schema
+        if depth > MAX_DEPTH:
+            raise RequestError(f"the JSON schema nests more than {MAX_DEPTH} schemas", "grammar")
+        found = dict(schema)
+        for key in found.keys() & {*_ONE, *_LISTS, *_MAPS}:
+            found[key] = self._inner(key, found[key], depth + 1)
+        for step in (_formats, _dependencies, _conditions, _property_names, _property_counts):
+            step(found)
+        self._one_of(found)
+        return found
+
+    def _inner(self, key: str, value: Any, depth: int) -> Any:
+        if isinstance(value, list) and key in _LISTS:
+            return [self.rewrite(one, depth) for one in value]
+        if isinstance(value, dict) and key in _MAPS:
+            return {name: self.rewrite(one, depth) for name, one in value.items()}
+        return self.rewrite(value, depth) if key in _ONE else value
+
+    def _one_of(self, schema: Schema) -> None:
+        """Turn oneOf into anyOf where no value fits two alternatives, or none does once they are closed."""
+        ways = schema.get("oneOf")
+        if not isinstance(ways, list) or "anyOf" in schema or len(ways) > MAX_ALTERNATIVES:
+            return
+        may_close = not schema.keys() & {"properties", "required", "allOf", "patternProperties", "$ref"}
+        closed = [self._closed(way, schema.get("type")) for way in ways] if may_close else []
+        for found in filter(None, (ways, closed)):
+            if all(self._apart(a, b) for a, b in combinations(found, 2)):
+                schema["anyOf"] = found
+                del schema["oneOf"]
+                return
+
+    def _closed(self, way: Any, kind: Any) -> Any:
+        """Return an object's schema without properties that it does not list. kind: of the values around it."""
+        known = self._resolved(way)
+        if not isinstance(known, dict) or not isinstance(known.get("properties"), dict):
+            return way
+        typed = {"type": kind} if kind == "object" else {}
+        return {**typed, **known, "additionalProperties": known.get("additionalProperties") or False}
+
+    def _apart(self, a: Any, b: Any) -> bool:
+        """Return True if surely no value fits both."""
+        a, b = self._resolved(a), self._resolved(b)
+        if not isinstance(a, dict) or not isinstance(b, dict):
+            return False
+        if not self._types(a) & self._types(b):
+            return True
+        ours, theirs = _values(a), _values(b)
+        if ours is not None and theirs is not None and not ours & theirs:
+            return True
+        return _lacks(a, b) or _lacks(b, a) or self._told_apart(a, b)
+
+    def _told_apart(self, a: Schema, b: Schema) -> bool:
+        """Return True if both require a property whose values differ, and both are objects."""
+        if self._types(a) != {"object"} or self._types(b) != {"object"}:
+            return False
+        shared = set(_names(a.get("required"))) & set(_names(b.get("required")))
+        for name in shared:
+            ours, theirs = (_values(self._resolved(s.get("properties", {}).get(name))) for s in (a, b))
+            if ours is not None and theirs is not None and not ours & theirs:
+                return True
+        return False
+
+    def _resolved(self, schema: Any) -> Any:
+        """Follow references to other parts of the whole schema."""
+        for _ in range(MAX_REFS):
+            ref = schema.get("$ref") if isinstance(schema, dict) else None
+            if not isinstance(ref, str) or not ref.startswith("#"):
+                return schema
+            schema = self._at(ref)
+        return None
+
+    def _at(self, pointer: str) -> Any:
+        found = self._root
+        for part in pointer.lstrip("#").split("/")[1:]:
+            found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+        return found
+
+    def _types(self, schema: Schema) -> set[str]:
+        """Return the types that a schema's values may have; integers are numbers."""
+        every = {"null", *_TYPE_NAMES.values()}
+        given = schema.get("type")
+        if isinstance(given, str | list):
+            return {"number" if t == "integer" else str(t) for t in ([given] if isinstance(given, str) else given)}
+        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if isinstance(values, list):
+            return {_TYPE_NAMES.get(type(value), "null") for value in values}
+        return every
+
+
+def _values(schema: Any) -> set[str] | None:
+    """Return the only values of a schema, as JSON; None if it does not list them."""
+    if not isinstance(schema, dict) or not schema.keys() & {"const", "enum"}:
+        return None
+    values = [schema["const"]] if "const" in schema else schema["enum"]
+    return {json.dumps(value, sort_keys=True) for value in values} if isinstance(values, list) else None
+
+
+def _lacks(a: Schema, b: Schema) -> bool:
+    """Return True if `a` is a closed object without a property that `b` requires of objects."""
+    closed = (
+        a.get("type") == "object" and a.get("additionalProperties") is False and not a.get("patternProperties")
+    )
+    return closed and any(name not in a.get("properties", {}) for name in _names(b.get("required")))
+
+
+def _names(given: Any) -> list[str]:
+    return [name for name in given if isinstance(name, str)] if isinstance(given, list) else []
+
+
+# Steps, each on one schema whose inner schemas are done ------------------------------------------
+
+
+def _formats(schema: Schema) -> None:
+    if isinstance(schema.get("format"), str) and schema["format"] not in FORMATS:
+        del schema["format"]
+
+
+def _dependencies(schema: Schema) -> None:
+    """Require whatever some property would require."""
+    for key in ("dependencies", "dependentRequired"):
+        rules = schema.get(key)
+        if isinstance(rules, dict) and all(isinstance(names, list) for names in rules.values()):
+            del schema[key]
+            needed = [name for names in rules.values() for name in _names(names)]
+            if not needed:
+                continue
+            known = schema.get("properties", {})
+            if schema.get("additionalProperties") is False and any(name not in known for name in needed):
+                schema[key] = rules
+                continue
+            schema["required"] = sorted({*_names(schema.get("required")), *needed})
+
+
+def _conditions(schema: Schema) -> None:
+    """Drop conditions without a consequence."""
+    if "if" in schema and all(schema.get(key, {}) in ({}, True) for key in ("then", "else")):
+        for key in ("if", "then", "else"):
+            schema.pop(key, None)
+
+
+def _property_names(schema: Schema) -> None:
+    """Say a pattern of all names as a pattern of properties."""
+    rule = schema.get("propertyNames")
+    if not isinstance(rule, dict) or set(rule) - {"type"} != {"pattern"}:
+        return
+    if schema.keys() & {"properties", "patternProperties", "required"}:
+        return
+    del schema["propertyNames"]
+    schema["patternProperties"] = {rule["pattern"]: schema.get("additionalProperties", True)}
+    schema["additionalProperties"] = False
+
+
+def _property_counts(schema: Schema) -> None:
+    """Require as many of the listed properties as there must be, and allow no more than may be."""
+    known, required = schema.get("properties"), _names(schema.get("required"))
+    if not isinstance(known, dict) or not known or all(name in required for name in known):
+        return
+    least, most = schema.get("minProperties"), schema.get("maxProperties")
+    if isinstance(least, int) and least <= len(known):
+        optional = [name for name in known if name not in required]
+        schema["required"] = [*required, *optional[: max(least - len(required), 0)]]
+        del schema["minProperties"]
+    if isinstance(most, int) and len({*known, *required}) <= most:
+        schema["additionalProperties"] = False
+        del schema["maxProperties"]

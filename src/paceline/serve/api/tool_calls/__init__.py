@@ -1,0 +1,1 @@
+"""Answers read as reasoning, content and calls of tools."""

@@ -1,0 +1,82 @@
+"""Grammars of answers with calls, in the Lark dialect of llguidance."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from paceline.serve.conversation import Tool
+
+MAX_CALLS = 32  # of one answer
+_ANY = "(?s:.)*"
+_JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as templates write it
+
+
+@dataclass(slots=True, eq=False)
+class LarkText:
+    """Rules of one grammar, added one by one."""
+
+    tokens: Mapping[str, int]  # special token's text -> id; llguidance does not match their text
+    rules: list[str] = field(default_factory=list)
+
+    def text(self) -> str:
+        """Return the grammar."""
+        return "\n".join(self.rules)
+
+    def rule(self, name: str, expression: str, attribute: str = "") -> str:
+        """Add a rule and return its name. Names in capitals are terminals."""
+        self.rules.append(f"{name}{attribute}: {expression}")
+        return name
+
+    def mark(self, marker: str) -> str:
+        """Return the expression of a marker: its token, or its text."""
+        token_id = self.tokens.get(marker)
+        return literal(marker) if token_id is None else f"<[{token_id}]>"
+
+    def free(self, name: str, without: tuple[str, ...], first: str = "") -> str:
+        """Add any text without some markers and return its name. first: a regex of the whole text."""
+        excluded = "".join(f" & ~/{_ANY}{escaped(marker)}{_ANY}/" for marker in without)
+        return self.rule(name, f"/{first or _ANY}/{excluded}")
+
+    def until(self, name: str, marker: str, text: str = _ANY) -> str:
+        """Add text up to the first `marker`, which it includes; return the expression. text: its regex."""
+        if marker in self.tokens:
+            return f"{self.free(name.upper(), (marker,))} {self.mark(marker)}"
+        return self.rule(name, f"/{text}{escaped(marker)}/", "[lazy]")
+
+    def arguments(self, name: str, tool: Tool) -> str:
+        """Add the JSON of a tool's arguments; return the rule's name."""
+        return self.rule(name, json_rule(_closed(tool.parameters), not tool.strict))
+
+
+def literal(text: str) -> str:
+    """Return the expression that matches a text."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def escaped(text: str) -> str:
+    """Return a regex, for between slashes, that matches a text."""
+    return re.sub(r"([\\.+*?()|\[\]{}^$/&~-])", r"\\\1", text).replace("\n", "\\n")
+
+
+def json_rule(schema: Mapping[str, Any], lenient: bool) -> str:
+    """Return the expression of JSON that fits a schema. lenient: keywords without support are left out."""
+    return "%json " + json.dumps({**schema, "x-guidance": {**_JSON_FORM, "lenient": lenient}}, ensure_ascii=False)
+
+
+def _closed(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the schema of arguments, which have no others than those it names."""
+    schema = {"type": "object", **(parameters or {"properties": {}})}
+    if "properties" in schema:
+        schema.setdefault("additionalProperties", False)
+    return schema
+
+
+def repeated(first: str, further: str, parallel: bool) -> str:
+    """Return the expression of one call or several."""
+    return f"{first} ({further}){{0,{MAX_CALLS - 1}}}" if parallel else first

@@ -1,0 +1,104 @@
+"""Grammars and readers that a conversation's tools and reasoning ask for."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import RequestError
+from paceline.core.params import Grammar
+from paceline.serve.api.tool_calls.lark import LarkText, escaped
+from paceline.serve.api.tool_calls.reader import ReaderPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from paceline.model.tokenizer import Tokenizer
+    from paceline.serve.api.tool_calls.family import ToolFamily
+    from paceline.serve.api.tool_calls.reasoning import ReasoningMarks
+    from paceline.serve.conversation import ToolUse
+
+_GAP = '("\\n" | "\\n\\n")?'
+_START = re.compile(r"(?m)^start(?=\s*[:\[])")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AnswerForms:
+    """How one model writes calls and reasoning."""
+
+    tokenizer: Tokenizer
+    family: ToolFamily
+    marks: ReasoningMarks | None
+    special: Mapping[str, int]  # text -> id of the tokens that grammars name by id
+
+    def reader_plan(self, use: ToolUse | None, opened: bool) -> ReaderPlan | None:
+        """Return the plan of answers' readers; None if every answer is plain text."""
+        tools = () if use is None else use.callable
+        if not tools and self.marks is None:
+            return None
+        return ReaderPlan(self.tokenizer, self.family if tools else None, tools, self.marks, opened)
+
+    def grammar(self, use: ToolUse | None, content: Grammar | None, opened: bool) -> Grammar | None:
+        """Return the grammar of an answer; None if it is free.
+
+        content: grammar of the answer's own text. opened: the prompt ends inside the reasoning.
+        """
+        tools = () if use is None else use.callable
+        if not tools and (content is None or self.marks is None):
+            return content
+        lark = LarkText(self.special)
+        answer = _content(lark, content) if content is not None else None
+        if use is not None and tools:
+            answer = self._with_calls(lark, use, answer)
+        assert answer is not None
+        lark.rule("start", self._behind_reasoning(lark, answer, opened))
+        return Grammar("lark", lark.text())
+
+    def _with_calls(self, lark: LarkText, use: ToolUse, content: str | None) -> str:
+        """Return the expression of an answer that may or must call tools."""
+        family, parallel = self.family, use.parallel and use.choice != "named"
+        calls = family.calls(lark, use.callable, parallel)
+        opener = family.openers[0] if family.openers else None
+        if family.starts:
+            begun = f"({lark.mark(opener)})? {calls}" if opener else calls
+        else:
+            begun = f"{lark.mark(opener or '')} {calls}"
+        if use.choice != "auto":
+            return begun
+        if content is not None:
+            return f"({content} | {begun})"
+        return self._free_or_calls(lark, calls, begun)
+
+    def _free_or_calls(self, lark: LarkText, calls: str, begun: str) -> str:
+        family, openers = self.family, self.family.openers
+        thought = f" & ~/\\s*{escaped(self.marks.open)}(?s:.)*/" if self.marks is not None else ""
+        if family.starts:
+            plain = lark.free("PLAIN", openers, r"(\s*[^\s{\[](?s:.)*)?" + (thought and "/" + thought[:-1]))
+            return f"({plain} | {begun})"
+        plain = lark.rule("PLAIN", f"/(?s:.)*/ & ~/(?s:.)*{escaped(openers[0])}(?s:.)*/{thought}")
+        if openers[0] in lark.tokens:
+            return f"{plain} ({begun})?"
+        return f"({plain} | {lark.until('opened', openers[0])} {calls})"
+
+    def _behind_reasoning(self, lark: LarkText, answer: str, opened: bool) -> str:
+        """Return the expression of an answer with the reasoning before it."""
+        if self.marks is None:
+            return answer
+        thoughts = f"{lark.until('thoughts', self.marks.close)} {_GAP}"
+        if opened:
+            return f"{thoughts} {answer}"
+        return f"({lark.mark(self.marks.open)} {thoughts})? {answer}"
+
+
+def _content(lark: LarkText, grammar: Grammar) -> str:
+    """Add a grammar of an answer's own text to another; return the expression."""
+    if grammar.kind == "json_schema":
+        return lark.rule("content", f"%json {grammar.text}")
+    if grammar.kind == "regex":
+        pattern = grammar.text.replace("\n", "\\n")
+        return lark.rule("CONTENT", "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", pattern) + "/")
+    if not _START.search(grammar.text):
+        raise RequestError("a lark grammar needs the rule start", "structured_outputs")
+    lark.rules.append(_START.sub("content", grammar.text))
+    return "content"

@@ -1,0 +1,89 @@
+"""Qwen3-Coder: a call as XML-like tags, a line for each value."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from paceline.serve.api.tool_calls.bodies import XmlBody
+from paceline.serve.api.tool_calls.hermes import CLOSE, OPEN, HermesCalls
+from paceline.serve.api.tool_calls.lark import json_rule, literal, repeated
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from paceline.serve.api.tool_calls.bodies import CallBody
+    from paceline.serve.api.tool_calls.lark import LarkText
+    from paceline.serve.conversation import Tool
+
+MAX_LENGTH = 1000  # of a text in a grammar; longer ones are not bounded
+_TEXT_KINDS = ("string", None)
+
+
+class QwenXmlCalls(HermesCalls):
+    """The family `qwen3_coder`."""
+
+    name = "qwen3_coder"
+
+    def fits(self, template: str, tokens: Collection[str]) -> bool:
+        """Return True if a template has the tag of a function."""
+        del tokens
+        return "<function=" in template
+
+    def body(self, opener: str, tools: Sequence[Tool]) -> CallBody:
+        """Return the reader of what follows an opener."""
+        schemas = {tool.name: _properties(tool) for tool in tools}
+        return XmlBody(opener, CLOSE, lambda f, p: _is_text(schemas.get(f, {}).get(p)))
+
+    def calls(self, lark: LarkText, tools: Sequence[Tool], parallel: bool) -> str:
+        """Add the rules of calls behind the first opener and return their expression."""
+        functions = [self._function(lark, index, tool) for index, tool in enumerate(tools)]
+        call = lark.rule("call", f'"\\n" ({" | ".join(functions)}) "</function>\\n"') + f" {lark.mark(CLOSE)}"
+        return repeated(call, f'"\\n" {lark.mark(OPEN)} {call}', parallel)
+
+    def _function(self, lark: LarkText, index: int, tool: Tool) -> str:
+        required = (tool.parameters or {}).get("required") or ()
+        parts = [literal(f"<function={tool.name}>\n")]
+        for number, (name, schema) in enumerate(_properties(tool).items()):
+            value = _value(lark, f"value_{index}_{number}", schema, not tool.strict)
+            parameter = f"{literal(f'<parameter={name}>' + chr(10))} {value}"
+            parts.append(parameter if name in required else f"({parameter})?")
+        return " ".join(parts)
+
+    def written(self, name: str, arguments: str) -> str:
+        """Return a call as text."""
+        values = json.loads(arguments)
+        lines = [
+            f"<parameter={key}>\n{v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)}\n</parameter>\n"
+            for key, v in (values.items() if isinstance(values, dict) else ())
+        ]
+        return f"{OPEN}\n<function={name}>\n{''.join(lines)}</function>\n{CLOSE}"
+
+
+def _properties(tool: Tool) -> Mapping[str, Any]:
+    found = (tool.parameters or {}).get("properties")
+    return found if isinstance(found, dict) else {}
+
+
+def _is_text(schema: Any) -> bool:
+    """Return True if a parameter's value is written without quotes."""
+    return not isinstance(schema, dict) or schema.get("type") in _TEXT_KINDS
+
+
+def _value(lark: LarkText, name: str, schema: Any, lenient: bool) -> str:
+    """Add the rule of a value with its closing tag; return its name."""
+    closing = "\n</parameter>\n"
+    if not _is_text(schema):
+        return lark.rule(name, f"{json_rule(schema, lenient)} {literal(closing)}")
+    choices = schema.get("enum") if isinstance(schema, dict) else None
+    if isinstance(choices, list) and choices and all(isinstance(c, str) for c in choices):
+        return lark.rule(name, f"({' | '.join(map(literal, choices))}) {literal(closing)}")
+    return f'{lark.until(name, closing[:-1], _length(schema))} "\\n"'
+
+
+def _length(schema: Any) -> str:
+    """Return the regex of a text as long as a schema says."""
+    bounds = schema if isinstance(schema, dict) else {}
+    least, most = bounds.get("minLength"), bounds.get("maxLength")
+    least, most = (v if isinstance(v, int) and 0 <= v <= MAX_LENGTH else None for v in (least, most))
+    return f"(?s:.){{{least or 0},{'' if most is None else most}}}"

@@ -1,0 +1,126 @@
+"""Scanners of text that arrives in pieces: ends of JSON values, markers, and special tokens put back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from paceline.model.tokenizer import Tokenizer
+
+_SCALAR_ENDS = frozenset(",]} \t\n\r;")
+
+
+class JsonEnd:
+    """Finder of the end of one JSON value, whose pieces are fed in order. It does not check the value."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+        self._kind = ""  # first character of the value
+        self.done = False
+
+    def feed(self, text: str) -> int:
+        """Return how many characters of `text` belong to the value."""
+        for at, char in enumerate(text):
+            if not self._kind:
+                if char.isspace():
+                    continue
+                self._kind = char if char in '{["' else "scalar"
+            if self._kind == "scalar":
+                if char in _SCALAR_ENDS:
+                    self.done = True
+                    return at
+            elif self._take(char):
+                self.done = True
+                return at + 1
+        return len(text)
+
+    def _take(self, char: str) -> bool:
+        """Take a character of an object, array or string; return True if it is the last."""
+        if self._in_string:
+            if self._escaped:
+                self._escaped = False
+            elif char == "\\":
+                self._escaped = True
+            elif char == '"':
+                self._in_string = False
+                return self._depth == 0
+        elif char == '"':
+            self._in_string = True
+        elif char in "{[":
+            self._depth += 1
+        elif char in "}]":
+            self._depth -= 1
+            return self._depth == 0
+        return False
+
+
+def split_at(text: str, markers: Iterable[str]) -> tuple[str, str, str]:
+    """Return (text before the first marker, the marker, text after it).
+
+    Without a marker the last part is the end of the text that a marker may begin with.
+    """
+    found = [(text.find(marker), -len(marker), marker) for marker in markers if marker in text]
+    if found:
+        at, _, marker = min(found)
+        return text[:at], marker, text[at + len(marker) :]
+    held = held_length(text, markers)
+    return text[: len(text) - held], "", text[len(text) - held :]
+
+
+def held_length(text: str, markers: Iterable[str]) -> int:
+    """Return the length of the longest end of `text` that a marker begins with."""
+    held = 0
+    for marker in markers:
+        for length in range(min(len(marker) - 1, len(text)), held, -1):
+            if text.endswith(marker[:length]):
+                held = length
+                break
+    return held
+
+
+class MarkerText:
+    """Text of an answer with the special tokens that mark its parts, which the engine's text leaves out."""
+
+    def __init__(self, tokenizer: Tokenizer, markers: Mapping[int, str]) -> None:
+        """markers: token id -> text of the special tokens to put back."""
+        self._detokenizer = tokenizer.detokenizer()
+        self._markers = markers
+        self._pending: list[int] = []  # ids that were not turned into text, as no marker came behind them
+        self._num_read = 0  # characters before the last marker
+        self._num_emitted = 0
+        self._places: list[tuple[int, str]] = []  # (characters before it, marker) of markers not emitted
+
+    def push(self, text: str, token_ids: Sequence[int]) -> str:
+        """Return an outcome's text with the markers among its tokens."""
+        if not self._markers.keys().isdisjoint(token_ids):
+            self._find(token_ids)
+        else:
+            self._pending.extend(token_ids)
+        if not self._places:
+            self._num_emitted += len(text)
+            return text
+        return self._merged(text)
+
+    def _find(self, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            marker = self._markers.get(token_id)
+            if marker is None:
+                self._pending.append(token_id)
+                continue
+            self._num_read += len(self._detokenizer.push(self._pending))
+            self._pending.clear()
+            self._places.append((self._num_read, marker))
+
+    def _merged(self, text: str) -> str:
+        pieces, start = [], 0
+        while self._places and self._places[0][0] <= self._num_emitted + len(text):
+            place, marker = self._places.pop(0)
+            end = place - self._num_emitted
+            pieces += [text[start:end], marker]
+            start = end
+        self._num_emitted += len(text)
+        return "".join([*pieces, text[start:]])

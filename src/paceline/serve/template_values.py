@@ -1,0 +1,84 @@
+"""Conversations as variables of a chat template, also of one that knows no tools."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from paceline.serve.api.tool_calls.family import ToolFamily
+    from paceline.serve.conversation import Conversation
+
+_KNOWS_TOOLS = re.compile(r"\btools\b")
+_KNOWS_CALLS = re.compile(r"\btool_calls\b")
+_INSTRUCTIONS = """You can call functions. Each line describes one as JSON:
+{tools}
+To call a function, write this and nothing else, with the function's name and its arguments as JSON:
+{example}
+Call a function only if it helps; otherwise answer in plain text."""
+
+
+def template_values(conversation: Conversation) -> dict[str, Any]:
+    """Return the variables of a template that a conversation sets."""
+    use = conversation.tool_use
+    tools = None if use is None or use.choice == "none" else [tool.as_openai() for tool in use.tools]
+    return {
+        **conversation.template_kwargs,
+        "messages": conversation.messages,
+        "tools": tools,
+        "add_generation_prompt": conversation.add_generation_prompt,
+    }
+
+
+def written_out(values: Mapping[str, Any], template: str, family: ToolFamily | None) -> dict[str, Any]:
+    """Return variables in which tools and calls are text, if the template does not know them.
+
+    template: its source.
+    """
+    values = dict(values)
+    messages = values["messages"]
+    if family is not None and not _KNOWS_CALLS.search(template):
+        messages = _without_calls(messages, family)
+    if values["tools"] and family is not None and not _KNOWS_TOOLS.search(template):
+        messages = _with_instructions(messages, values["tools"], family)
+    return values | {"messages": messages}
+
+
+def _with_instructions(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], family: ToolFamily
+) -> list[Mapping[str, Any]]:
+    """Return messages whose system message tells of the tools."""
+    lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    example = family.written("NAME", '{"PARAMETER": "VALUE"}')
+    text = _INSTRUCTIONS.format(tools=lines, example=example)
+    if messages and messages[0]["role"] == "system":
+        first = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}
+        return [first, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
+
+
+def _without_calls(messages: Sequence[Mapping[str, Any]], family: ToolFamily) -> list[Mapping[str, Any]]:
+    """Return messages with calls as text of the assistant and results as text of the user."""
+    found: list[Mapping[str, Any]] = []
+    for message in messages:
+        if message.get("tool_calls"):
+            calls = [_call_text(call["function"], family) for call in message["tool_calls"]]
+            content = "\n".join(filter(None, [message.get("content"), *calls]))
+            found.append({"role": "assistant", "content": content})
+        elif message["role"] == "tool":
+            result = f"The function's result:\n{message['content']}"
+            if found and found[-1].get("is_result"):  # several results are one message: some templates want turns
+                result = f"{found.pop()['content']}\n{result}"
+            found.append({"role": "user", "content": result, "is_result": True})
+        else:
+            found.append(message)
+    return found
+
+
+def _call_text(function: Mapping[str, Any], family: ToolFamily) -> str:
+    arguments = function["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return family.written(function["name"], text)
