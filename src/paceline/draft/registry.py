@@ -57,7 +57,7 @@ class DrafterConfig(Protocol):
 
     @property
     def reads(self) -> str:
-        """What it reads of the target that stays in the engine's process, such as its hidden states; else empty."""
+        """Numbers of the target's process that it reads; empty if there are none."""
         ...
 
     def build(self, target: Target, load: Loader) -> Drafter:

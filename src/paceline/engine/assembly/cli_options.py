@@ -55,6 +55,9 @@ def add_engine_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--trace", metavar="FILE", help="with auto, write every choice there: `paceline explain FILE`"
     )
+    parser.add_argument(
+        "--draft-process", action="store_true", help="a process for every drafter, started anew when it fails"
+    )
     add_target_arguments(parser)
 
 
@@ -90,11 +93,6 @@ def add_target_arguments(parser: ArgumentParser) -> None:
         default=DEFAULTS.draft_device,
         help="where drafters run: cores of their own such as cpu:2-3, or, on a backend of PyTorch's, a device; "
         "cpu: all cores, beside a target on a GPU",
-    )
-    group.add_argument(
-        "--draft-process",
-        action="store_true",
-        help="give every drafter a process of its own, which is restarted when it fails; not for heads",
     )
     ranks = ", ".join(f"{name}: up to {s.max_ranks}" for name, s in BACKENDS.items() if s.max_ranks > 1)
     for flag, what in (
@@ -155,7 +153,7 @@ def engine_config(args: Namespace) -> EngineConfig:
         profile=profile,
         overlap=getattr(args, "overlap", DEFAULTS.overlap),
         draft_device=args.draft_device,
-        draft_process=args.draft_process,
+        draft_process=getattr(args, "draft_process", DEFAULTS.draft_process),
         tensor_parallel=args.tensor_parallel,
         draft_tensor_parallel=args.draft_tensor_parallel,
         objective=getattr(args, "objective", DEFAULTS.objective),

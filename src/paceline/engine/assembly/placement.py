@@ -135,7 +135,10 @@ class PlacedDrafter:
             raise DrafterGivenUp(f"it did not come back within {self._deadline_s:g} s, and is given up") from None
 
     def _begin_again(self, until_s: float) -> None:
-        """Tell the drafter anew of all rows and raise `StoresLost`; `DrafterGivenUp` if it is too soon."""
+        """Tell the drafter anew of all rows, and raise `StoresLost`.
+
+        Raises `DrafterGivenUp` if it is too soon.
+        """
         if time.monotonic() < until_s or not self._worker.idle:
             raise DrafterGivenUp("it did not come back from an earlier call, and is not asked now")
         while self._known:
