@@ -142,7 +142,10 @@ class _Server(uvicorn.Server):
         self._handle_signal = on_signal
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen. What asyncio accepts at once and what the system queues are one number to uvicorn."""
+        """Listen with a longer queue.
+
+        What asyncio accepts at once and what the system queues are one number to uvicorn.
+        """
         await super().startup(sockets)
         for bound in sockets or []:
             bound.listen(BACKLOG)
