@@ -8,6 +8,7 @@ import re
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
+from paceline.serve.api.error_forms import error_response
 from paceline.serve.api.errors import ApiError
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ class AuthMiddleware:
             message = (
                 "this server answers only to localhost; for another name start it with --api-key or --insecure"
             )
-            await ApiError(421, message, code="unknown_host").response()(scope, receive, send)
+            refusal = error_response(scope["path"], ApiError(421, message, code="unknown_host"))
+            await refusal(scope, receive, send)
         elif self._allowed(scope):
             await self._app(scope, receive, send)
         else:
@@ -64,14 +66,15 @@ class AuthMiddleware:
 
     async def _ask_for_key(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._on_refusal(401)
-        message = "missing or wrong API key; send Authorization: Bearer KEY"
+        message = "missing or wrong API key; send Authorization: Bearer KEY, or x-api-key: KEY"
         error = ApiError(401, message, code="invalid_api_key")
-        await error.response({"www-authenticate": "Bearer"})(scope, receive, send)
+        await error_response(scope["path"], error, {"www-authenticate": "Bearer"})(scope, receive, send)
 
     def _allowed(self, scope: Scope) -> bool:
         if self._digest is None:
             return True
-        return hmac.compare_digest(_digest(_header(scope, b"authorization")), self._digest)
+        sent = _header(scope, b"authorization") or b"Bearer " + _header(scope, b"x-api-key")
+        return hmac.compare_digest(_digest(sent), self._digest)
 
 
 def _header(scope: Scope, wanted: bytes) -> bytes:
