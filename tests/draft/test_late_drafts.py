@@ -1,4 +1,4 @@
-"""Drafts made on the device are those of the host's drafters, which have hints from the text besides."""
+"""Drafts made on the device are those of the host's drafters, hints from the text included."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
-from paceline.draft.hints import NO_GAINS
 from tests.draft.heads import RELAY, drafter_of, trained_head
 from tests.engine.same_text import PLAIN, make_engine, run, target
 
@@ -20,14 +19,6 @@ if TYPE_CHECKING:
 def requests(temperature: float) -> list[Request]:
     params = SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True)
     return [Request(str(i), tuple(range(40 + 7 * i, 60 + 9 * i)), params, seed=i) for i in range(3)]
-
-
-def without_hints(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    for drafter in engine.drafting.drafters.values():
-        hints: Any = getattr(drafter, "hints", None)
-        if hints is not None:
-            hints.gain, hints.recycled_gains = 0.0, NO_GAINS
-    monkeypatch.setattr("paceline.draft.heads.parallel.hinted", lambda specs, *_: specs)
 
 
 def drafts_of(engine: Engine, asked: list[Request]) -> dict[str, list[tuple[tuple[int, ...], int]]]:
@@ -49,16 +40,13 @@ def drafts_of(engine: Engine, asked: list[Request]) -> dict[str, list[tuple[tupl
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "peagle", RELAY, "noisy"])
-def test_a_program_on_the_device_drafts_as_the_host_does(
-    kind: str, temperature: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_on_the_device_drafts_as_the_host_does(kind: str, temperature: float) -> None:
     spec = f"draft-model:model={kind},k=3"
     if kind != "noisy":
         spec = f"{drafter_of(kind)}:model={trained_head(kind, target().decoder)},k=3"  # type: ignore[arg-type]
     asked, found = requests(temperature), []
     for types in ("f64", "cuda"):
         engine = make_engine(spec, PLAIN, types=types)
-        without_hints(engine, monkeypatch)
         found.append(drafts_of(engine, asked))
     host, device = found
     pairs = [pair for name in host for pair in zip(host[name], device[name], strict=False)]

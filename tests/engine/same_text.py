@@ -17,7 +17,7 @@ from paceline.backend.device import Device
 from paceline.backend.native import load as native
 from paceline.backend.reference.decoder import ReferenceDecoder
 from paceline.core.nouns import Batch, Draft, Outcome, Plan, Request, RowDraft, RowPlan, TokenLogprobs, Verdict
-from paceline.core.params import SamplingParams
+from paceline.core.params import Grammar, SamplingParams
 from paceline.draft.drafter import DraftWeights, Vocabulary
 from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig
@@ -232,8 +232,23 @@ def prompts(draw: st.DrawFn) -> tuple[int, ...]:
     return stem + word * draw(st.integers(1, 3)) + tuple(draw(_words))
 
 
+GRAMMARS = (
+    Grammar.regex("(the (in|on)er? )*[a-f]{2,30}"),
+    Grammar.choice(["the inner one", "the other", "in"]),
+    Grammar.json_schema(
+        {
+            "type": "object",
+            "properties": {"the": {"type": "string", "maxLength": 6}, "on": {"type": "array", "items": {"type": "integer"}}},
+            "required": ["the", "on"],
+            "additionalProperties": False,
+        }
+    ),
+)
+
+
 @st.composite
 def sampling(draw: st.DrawFn) -> SamplingParams:
+    grammar = draw(st.sampled_from([None] * 6 + [*GRAMMARS]))
     max_tokens = draw(st.sampled_from([1, 2, 7, 30, 60, 60]))
     return SamplingParams(
         temperature=draw(st.sampled_from([0.0, 0.0, 0.7, 1.0, 1.5])),
@@ -245,7 +260,8 @@ def sampling(draw: st.DrawFn) -> SamplingParams:
         frequency_penalty=draw(st.sampled_from([0.0, 0.0, 0.0, 0.3, -0.2])),
         logit_bias=draw(st.sampled_from([{}, {}, {}, {VOCAB - 1: 4.0}, {5: -100.0, 40: 3.0}])),
         stop_token_ids=tuple(draw(st.sampled_from([(), (), (41,), (100, 101)]))),
-        ignore_eos=draw(st.booleans()),
+        ignore_eos=draw(st.booleans()) and grammar is None,
+        grammar=grammar,
         min_tokens=draw(st.sampled_from([0, 0, 3])) if max_tokens > 3 else 0,
         max_tokens=max_tokens,
         logprobs=draw(st.sampled_from([None, None, 0, 3])),

@@ -310,10 +310,28 @@ class Pointers(NamedTuple):
     confident: bool = False  # states a confidence of n / (n + 1) behind n tokens that are alike
 
 
+class HintRule(NamedTuple):
+    """Rule of hints to drafts that a device makes; gains are logits. See `draft/hints.py`."""
+
+    min_match: int  # tokens that must be alike
+    max_match: int  # tokens that are compared
+    gain: float = 0.0  # for an e times longer match
+    pair: float = 0.0  # as `RecycledGains`
+    far_pair: float = 0.0
+    token: float = 0.0
+    reach: float = 1.0  # of guesses that do not know those before them: hinted tokens per token of the match
+    least_share: float = 0.0  # and a path goes on while so many of its places do
+
+    @property
+    def recycles(self) -> bool:
+        """True if what the target says behind refused drafts is kept."""
+        return self.pair != 0 or self.far_pair != 0 or self.token != 0
+
+
 class LateHeadRunner(Protocol):
     """Runner of a head whose capabilities say `late`."""
 
-    def late_program(self, rows: RowView, kv: KV, taps: TapStore) -> LateProgram:
+    def late_program(self, rows: RowView, kv: KV, taps: TapStore, hints: HintRule) -> LateProgram:
         """Return a program for rows of the target."""
         ...
 
@@ -326,7 +344,14 @@ class LateDecoder(Protocol):
         ...
 
     def late_program(
-        self, rows: RowView, kv: KV, num_layers: int | None, vocab_size: int, *, own_store: bool
+        self,
+        rows: RowView,
+        kv: KV,
+        num_layers: int | None,
+        vocab_size: int,
+        hints: HintRule,
+        *,
+        own_store: bool,
     ) -> LateProgram:
         """Return a program that drafts with it for rows of a target.
 

@@ -244,7 +244,9 @@ class SamplingSpec(NamedTuple):
     position: int = 0  # index, in the row's tokens, of the token being chosen
     edits: Edits | None = None
     margin: bool = False  # also return by how many logits the token is ahead: a drafter's confidence
-    mask: NDArray[int32] | None = None  # [ceil(vocab / 32)] a bit for each token, lowest first: 1 if it may be chosen
+    mask: NDArray[int32] | None = (
+        None  # [ceil(vocab / 32)] a bit for each token, lowest first: 1 if it may be chosen
+    )
 
     @property
     def wants_logits(self) -> bool:
@@ -340,6 +342,7 @@ class Figures:
     accepted_tokens: int
     seed: int
     preemptions: int = 0
+    kept_by: tuple[tuple[str, int], ...] = ()  # (drafter, its accepted tokens)
 
     @property
     def acceptance_length(self) -> float:

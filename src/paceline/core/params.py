@@ -52,7 +52,9 @@ class Grammar:
 
     def __post_init__(self) -> None:
         if self.kind not in GRAMMAR_KINDS:
-            raise RequestError(f"a grammar is one of {', '.join(GRAMMAR_KINDS)}, not {shown(self.kind)}", "grammar")
+            raise RequestError(
+                f"a grammar is one of {', '.join(GRAMMAR_KINDS)}, not {shown(self.kind)}", "grammar"
+            )
         if not isinstance(self.text, str) or not 0 < len(self.text) <= MAX_GRAMMAR_CHARS:
             raise RequestError(f"a grammar must be a text of 1 to {MAX_GRAMMAR_CHARS} characters", "grammar")
 
@@ -158,7 +160,9 @@ class SamplingParams:
         if not isinstance(self.grammar, Grammar):
             raise RequestError(f"grammar must be a Grammar, not {type(self.grammar).__name__}", "grammar")
         if self.ignore_eos:
-            raise RequestError("ignore_eos and a grammar exclude each other: a grammar says where to end", "ignore_eos")
+            raise RequestError(
+                "ignore_eos and a grammar exclude each other: a grammar says where to end", "ignore_eos"
+            )
 
     @property
     def greedy(self) -> bool:

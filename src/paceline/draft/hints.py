@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline import kernels
+from paceline.backend.seam import HintRule
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,6 +38,11 @@ class RecycledGains(NamedTuple):
 
 
 NO_GAINS = RecycledGains()
+
+
+def rule_on_device(gain: float, recycled: RecycledGains) -> HintRule:
+    """Return the rule of these gains for a program on the target's device."""
+    return HintRule(MIN_MATCH, MAX_MATCH, gain, *recycled)
 
 
 class Hints:

@@ -7,7 +7,7 @@ open request. `OutputQueue` holds what answers gained until the loop has time to
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from paceline.core.nouns import Figures, Outcome
@@ -17,7 +17,7 @@ from paceline.engine.stops import StopCheck, TokenwiseChecker
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from paceline.core.nouns import PromptScores, Request, RowVerdict, TokenLogprobs
+    from paceline.core.nouns import PromptScores, Request, RowDraft, RowVerdict, TokenLogprobs
     from paceline.engine.scheduler import RequestState
     from paceline.model.detokenizer import Detokenizer
 
@@ -77,6 +77,7 @@ class Response:
     drafted_tokens: int = 0
     verified_tokens: int = 0
     accepted_tokens: int = 0
+    kept_by: dict[str, int] = field(default_factory=dict)  # accepted tokens by drafter
     prompt_logprobs: list[TokenLogprobs] | None = None  # as far as they are known; None once handed out
 
     def take(self, token_ids: Sequence[int]) -> StopCheck:
@@ -87,13 +88,15 @@ class Response:
             log.exception(FAILED, self.request_id)
             return StopCheck(0, "error")
 
-    def count_pass(self, num_drafted: int, num_verified: int, num_accepted: int, num_tokens: int) -> None:
+    def count_pass(self, proposed: RowDraft, num_verified: int, num_accepted: int, num_tokens: int) -> None:
         """Count one decode pass. num_accepted, num_tokens: without those behind a stop."""
         self.decode_passes += 1
         self.decoded_tokens += num_tokens
-        self.drafted_tokens += num_drafted
+        self.drafted_tokens += len(proposed)
         self.verified_tokens += num_verified
-        self.accepted_tokens += num_accepted
+        if num_accepted and proposed.drafter is not None:
+            self.accepted_tokens += num_accepted
+            self.kept_by[proposed.drafter] = self.kept_by.get(proposed.drafter, 0) + num_accepted
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
         """Return the log-probabilities of the prompt, once."""
@@ -113,6 +116,7 @@ class Response:
             accepted_tokens=self.accepted_tokens,
             seed=state.request.seed,
             preemptions=state.num_preemptions,
+            kept_by=tuple(self.kept_by.items()),
         )
 
 

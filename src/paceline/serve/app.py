@@ -7,32 +7,36 @@ import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import Route
 
 from paceline import __version__
 from paceline.core.errors import EngineDied, PacelineError, QueueFull, RequestError
-from paceline.serve.api.auth import AuthMiddleware
+from paceline.serve.api.auth import SALT, AuthMiddleware
 from paceline.serve.api.error_forms import error_response, why_not_here
 from paceline.serve.api.errors import ApiError, api_error_of, internal_error, shutting_down
 from paceline.serve.api.event_jobs import count_tokens, messages_job, responses_job
+from paceline.serve.api.keys import KeyRing, salted
 from paceline.serve.api.openai_format import to_json
 from paceline.serve.api.parse import ClientDisconnected, Serving, chat_job, completion_job, read_body
 from paceline.serve.api.respond import ignored_names, responder
 from paceline.serve.api.structured import GrammarChecks
 from paceline.serve.api.text_routes import detokenize, tokenize, tokenizer_info
+from paceline.serve.observe.access import RequestLog, RequestRecord
 from paceline.serve.observe.live import LiveFeed
 from paceline.serve.observe.metrics import Metrics
 from paceline.serve.observe.page_files import PageMiddleware, load_page
+from paceline.serve.operation import Operation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from starlette.requests import Request as HttpRequest
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -51,6 +55,7 @@ T = TypeVar("T")
 PROMISES = {"coupled": "the same seed gives the same text, whatever the drafter, the batch and the cache"}
 OTHER_PROMISE = "answers follow the model's own distribution, whatever the drafter"
 MAX_OPEN = 1024  # answers that may be open at once
+OPERATION = Operation()
 JOB_THREADS = 4  # of bodies that are read off the event loop
 LONG_BODY_BYTES = 16 << 10  # from this size on, a body is tokenised in a thread
 
@@ -65,6 +70,7 @@ class AppState:
     max_open: int = MAX_OPEN
     served_names: tuple[str, ...] = ()  # of the model; empty: its own
     lenient: bool = False  # unknown fields of bodies are ignored, not refused
+    tellers: list[Callable[[RequestRecord], None]] = field(default_factory=list)  # of each request's end
     draining: bool = False  # no new work is accepted
     num_active: int = 0  # requests to the model that are being answered
     created: int = field(default_factory=lambda: int(time.time()))
@@ -137,7 +143,7 @@ class ModelRoute(BodyRoute):
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = self._state
         data = await read_body(scope, receive)
-        job = await self._job(data, time.monotonic())
+        job = _of_key(await self._job(data, time.monotonic()), scope.get(SALT))
         if job.ignored:
             log.warning("%s: ignored unknown fields: %s", scope["path"], ignored_names(job.ignored))
         if len(job.requests) > state.max_open:  # a retry could not succeed either
@@ -157,6 +163,13 @@ class ModelRoute(BodyRoute):
         if len(data) < LONG_BODY_BYTES and self._inline:
             return self._make_job(data, serving, arrival_s)
         return await self._in_thread(len(data), self._make_job, data, serving, arrival_s)
+
+
+def _of_key(job: Job, salt: str | None) -> Job:
+    """Return a job whose requests share cached pages only with those of the same key."""
+    if salt is None:
+        return job
+    return replace(job, requests=[replace(r, salt=salted(salt, r.salt)) for r in job.requests])
 
 
 def _json(body: object, status: int = 200) -> Response:
@@ -271,10 +284,11 @@ def _handlers(metrics: Metrics) -> dict[Any, Any]:
 def make_app(
     client: EngineClient,
     tokenizer_cache: TokenizerCache,
-    api_key: str | None = None,
+    keys: KeyRing | None = None,
     max_open: int = MAX_OPEN,
     local: bool = False,
     page: bool = True,
+    operation: Operation = OPERATION,
 ) -> tuple[ASGIApp, AppState]:
     """Return the ASGI application over an engine, and its state.
 
@@ -283,5 +297,17 @@ def make_app(
     state = AppState(client, Metrics(client), tokenizer_cache, max_open)
     client.on_snapshot = state.metrics.recent.take
     app = Starlette(routes=_routes(state), exception_handlers=_handlers(state.metrics))
-    guarded = AuthMiddleware(app, api_key, state.metrics.refused, local)
-    return PageMiddleware(guarded, load_page()) if page else guarded, state
+    ring = KeyRing(None, None) if keys is None else keys
+    guarded = AuthMiddleware(app, ring, state.metrics.refused, local, operation.allowed_hosts)
+    paged = PageMiddleware(guarded, load_page()) if page else guarded
+    state.tellers.append(state.metrics.tell)
+    return RequestLog(_with_cors(paged, operation.cors_origins), state.tellers), state
+
+
+def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Let pages of these origins send requests from browsers; never with cookies."""
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app, origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=("x-request-id",)
+    )

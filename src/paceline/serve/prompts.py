@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from paceline.core.params import SamplingParams, Speculation
+    from paceline.core.sampling_defaults import Defaults
     from paceline.model.template import TemplateSource
     from paceline.model.tokenizer import Tokenizer
     from paceline.serve.api.tool_calls.plan import AnswerForms
@@ -58,6 +59,7 @@ class Prompts:
     vocab_size: int | None = None  # rows of the model's embedding; None: token ids are not checked here
     forms: AnswerForms | None = None  # of calls and reasoning; None: there are none
     guard: ControlGuard | None = None  # None: users' text may become control tokens
+    sampling: Defaults = field(default_factory=dict)  # of requests that say nothing about it
 
     def of_text(self, text: str) -> tuple[int, ...]:
         """Return a text's token ids. Raises `RequestError`, `PromptTooLong`."""

@@ -69,12 +69,12 @@ class TokenizerCache:
         own = ready.template
         source = self._options.source(None if own is None else TemplateSource(own.source, own.tokens))
         if source is None:
-            prompts = Prompts(tokenizer, None, ready.max_len, ready.vocab_size)
+            prompts = Prompts(tokenizer, None, ready.max_len, ready.vocab_size, sampling=ready.sampling)
         else:
             forms = self._options.forms(tokenizer, source.text)
             guard = self._options.guard(tokenizer, source.text)
             template = SandboxedTemplate(source, self._templates)
-            prompts = Prompts(tokenizer, template, ready.max_len, ready.vocab_size, forms, guard)
+            prompts = Prompts(tokenizer, template, ready.max_len, ready.vocab_size, forms, guard, ready.sampling)
         _warm_up(prompts)
         return prompts
 

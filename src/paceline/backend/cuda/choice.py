@@ -152,7 +152,7 @@ def variants() -> list[Variant]:
     any_size, aligned = frozenset[str](), aligned_names(stride=0)
     listed = [_score_variant("fp32", "fp64", None, has_draft_ids, aligned) for has_draft_ids in (False, True)]
     listed.append(_score_variant("fp32", "fp32", None, False, any_size))
-    listed.append(_score_variant("fp32", "fp64", "fp32", True, aligned))
+    listed += [_score_variant("fp32", "fp64", "fp32", has_draft_ids, aligned) for has_draft_ids in (False, True)]
     return [*listed, _best_variant("fp32"), _best_variant("fp64")]
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from paceline.backend.cuda.late_program import Program
     from paceline.backend.cuda.output_matrix import DraftOutput
-    from paceline.backend.seam import KV, Capabilities, PassRequest, Pending, RowView
+    from paceline.backend.seam import KV, Capabilities, HintRule, PassRequest, Pending, RowView
 
 
 class CudaCutModel:
@@ -44,10 +44,19 @@ class CudaCutModel:
         return self.decoder.serves(rows)
 
     def late_program(
-        self, rows: RowView, kv: KV, num_layers: int | None, vocab_size: int, *, own_store: bool
+        self,
+        rows: RowView,
+        kv: KV,
+        num_layers: int | None,
+        vocab_size: int,
+        hints: HintRule,
+        *,
+        own_store: bool,
     ) -> Program:
         """Return a program that drafts with it, see `LateDecoder`."""
-        return late_model(self.decoder, rows, kv, num_layers, vocab_size, own_store=own_store, output=self.output)
+        return late_model(
+            self.decoder, rows, kv, num_layers, vocab_size, hints, own_store=own_store, output=self.output
+        )
 
     def describe(self) -> str:
         """Return what it is, for the user."""

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from paceline.backend.cuda.output_matrix import DraftOutput
     from paceline.backend.cuda.products import Matrix
     from paceline.backend.cuda.ranks import Lead
-    from paceline.backend.seam import KV, LateProgram, PassRequest, Pending, Pointers, RowView
+    from paceline.backend.seam import KV, HintRule, LateProgram, PassRequest, Pending, Pointers, RowView
     from paceline.model.config import ModelConfig
 
 
@@ -142,10 +142,17 @@ class CudaDecoder:
         return isinstance(rows, DeviceRows) and rows.device == self.setup.device
 
     def late_program(
-        self, rows: RowView, kv: KV, num_layers: int | None, vocab_size: int, *, own_store: bool
+        self,
+        rows: RowView,
+        kv: KV,
+        num_layers: int | None,
+        vocab_size: int,
+        hints: HintRule,
+        *,
+        own_store: bool,
     ) -> Program:
         """Return a program that drafts with it, see `LateDecoder`."""
-        return late_model(self, rows, kv, num_layers, vocab_size, own_store=own_store)
+        return late_model(self, rows, kv, num_layers, vocab_size, hints, own_store=own_store)
 
     def late_lookup(self, rows: RowView, pointers: Pointers) -> LookupProgram:
         """Return a program that follows pointers, see `LateDecoder`."""
@@ -207,6 +214,7 @@ def late_model(
     kv: KV,
     num_layers: int | None,
     vocab_size: int,
+    hints: HintRule,
     *,
     own_store: bool,
     output: DraftOutput | None = None,
@@ -215,4 +223,4 @@ def late_model(
     assert isinstance(rows, DeviceRows)
     assert isinstance(kv, DeviceKV)
     runner = LateModel(decoder, kv, num_layers, vocab_size, output)
-    return Program(rows, runner, kv.num_slots, own_store=own_store)
+    return Program(rows, runner, kv.num_slots, hints, own_store=own_store)

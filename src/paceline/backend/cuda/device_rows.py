@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from paceline.core.nouns import Admission, Batch, Request, Verdict
 
 TapSink = Callable[[Mapping[int, torch.Tensor], torch.Tensor], None]  # (taps, slots)
+# (pass, drafts [num_rows, MAX_DRAFTS], chosen [num_wanted], num_tokens [num_rows] that rows gain)
+VerdictSink = Callable[["Gathered", torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 MAX_DRAFTS = 16  # drafts of a row that the device has room for
 _MASK = 0xFFFFFFFF
@@ -116,6 +118,7 @@ class DeviceRows(Rows):
         self._behind: dict[int, int] = {}  # row -> its committed tokens that the device knows
         self.rows_chosen_here: set[int] = set()  # rows whose tokens the host chooses
         self.tap_sinks: list[TapSink] = []  # take the taps of every pass, on the device
+        self.verdict_sinks: list[VerdictSink] = []  # take what a pass chose and kept, before rows advance
 
     def move_to(self, device: torch.device, scratch_page: int, *, captures: bool) -> None:
         """Keep the state on a device. For use before the first request.

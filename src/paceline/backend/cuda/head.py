@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from paceline.backend.seam import (
         KV,
         FedBack,
+        HintRule,
         PassRequest,
         PassResult,
         Pending,
@@ -108,12 +109,12 @@ class CudaHead:
         """Abilities: asynchronous on a GPU; late drafting on its target's device."""
         return Capabilities(asynchronous=self.setup.device.type != "cpu", late=self._beside_target)
 
-    def late_program(self, rows: RowView, kv: KV, taps: TapStore) -> Program:
+    def late_program(self, rows: RowView, kv: KV, taps: TapStore, hints: HintRule) -> Program:
         """Return a program that drafts with it, see `LateHeadRunner`."""
         assert isinstance(rows, DeviceRows)
         assert isinstance(kv, DeviceKV)
         assert isinstance(taps, DeviceTapStore)
-        return Program(rows, LateHead(self, kv, taps), kv.num_slots)
+        return Program(rows, LateHead(self, kv, taps), kv.num_slots, hints)
 
     @property
     def weight_bytes(self) -> int:

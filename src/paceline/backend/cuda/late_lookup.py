@@ -91,57 +91,51 @@ def _continued(state: RowTensors, rows: torch.Tensor, found: Matches, deepest: i
 
 def longest_matches(state: RowTensors, rows: torch.Tensor, p: Pointers, longest: int) -> Matches:
     """Return the longest matches of rows' ends. longest: upper bound of their lengths."""
-    width = min(longest, state.token_ids.shape[1])
-    if uses_kernels(state.token_ids):
-        marks = _marks_by_kernel(state, rows, p, width)
-    else:
-        at_once = max(1, MAX_COMPARED // width)
-        blocks = (rows[first : first + at_once] for first in range(0, len(rows), at_once))
-        marks = torch.cat([_marks_by_torch(state, block, p, width) for block in blocks])
+    match = place_matches(state, rows, p.max_match, min(longest, state.token_ids.shape[1]))
+    end = torch.arange(match.shape[1], device=rows.device)
+    marks = torch.where(match >= p.min_match, (match.to(torch.int64) << _END_BITS) + end, 0).amax(1)
     return Matches(marks >> _END_BITS, marks & ((1 << _END_BITS) - 1))
 
 
-def _marks_by_torch(state: RowTensors, rows: torch.Tensor, p: Pointers, width: int) -> torch.Tensor:
-    """Return each row's largest mark: a match's length, then its end; 0 without one. [n]"""
+def place_matches(state: RowTensors, rows: torch.Tensor, max_match: int, width: int) -> torch.Tensor:
+    """Return how many tokens before each place of rows are those at their ends. [n, width] int32
+
+    At most `max_match`. width: upper bound of the rows' lengths.
+    """
+    if uses_kernels(state.token_ids):
+        match, text = rows.new_empty(len(rows), width, dtype=torch.int32), state.token_ids
+        grid = len(rows), cdiv(width, PLACES)
+        launch(_variant(), grid, text, state.length, rows, match, text.stride(0), width, max_match)
+        return match
+    at_once = max(1, MAX_COMPARED // width)
+    blocks = (rows[first : first + at_once] for first in range(0, len(rows), at_once))
+    return torch.cat([_matches_by_torch(state, block, max_match, width) for block in blocks])
+
+
+def _matches_by_torch(state: RowTensors, rows: torch.Tensor, max_match: int, width: int) -> torch.Tensor:
     text, length = state.token_ids[rows, :width], state.length[rows, None]
     end = torch.arange(width, device=rows.device)
     alike = (end < length) & (end > 0)
-    match = torch.zeros_like(text)
-    for back in range(1, min(p.max_match, width - 1) + 1):
+    match = torch.zeros_like(text, dtype=torch.int32)
+    for back in range(1, min(max_match, width - 1) + 1):
         last = text.gather(1, (length - back).clamp(min=0))
         alike = alike & (end >= back) & (text.roll(back, 1) == last)
         match += alike
-    return torch.where(match >= p.min_match, (match << _END_BITS) + end, 0).amax(1)
-
-
-def _marks_by_kernel(state: RowTensors, rows: torch.Tensor, p: Pointers, width: int) -> torch.Tensor:
-    num_blocks = cdiv(width, PLACES)
-    marks = rows.new_empty(len(rows), num_blocks)
-    text = state.token_ids
-    launch(
-        _variant(),
-        (len(rows), num_blocks),
-        text,
-        state.length,
-        rows,
-        marks,
-        text.stride(0),
-        p.min_match,
-        p.max_match,
-    )
-    return marks.amax(1)
+    return match
 
 
 @lru_cache
 def _variant() -> Variant:
     return Variant(
-        name="longest_match",
-        kernel="lookup_kernels:longest_match",
+        name="match_places",
+        kernel="lookup_kernels:match_places",
         arguments={
-            **dict.fromkeys(("token_ids", "length", "rows", "marks"), "*i64"),
-            **dict.fromkeys(("stride", "min_match", "max_match"), "i32"),
+            **dict.fromkeys(("token_ids", "length", "rows"), "*i64"),
+            "match": "*i32",
+            **dict.fromkeys(("stride", "width", "max_match"), "i32"),
         },
-        constants={"END_BITS": _END_BITS, "PLACES": PLACES},
+        constants={"PLACES": PLACES},
+        unaligned=frozenset({"rows"}),
     )
 
 

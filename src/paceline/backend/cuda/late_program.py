@@ -18,6 +18,7 @@ from paceline.backend.cuda.device_memory import on_device
 from paceline.backend.cuda.device_pass import DevicePass
 from paceline.backend.cuda.device_rows import offsets, owners
 from paceline.backend.cuda.late_counts import DraftGraphs, DraftShape, keep_drafts
+from paceline.backend.cuda.late_hints import LateHints
 from paceline.core.nouns import PAGE_TOKENS, noun
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
     from paceline.backend.cuda.device_rows import DeviceRows
     from paceline.backend.cuda.late_counts import DraftOrders
-    from paceline.backend.seam import LateDraft
+    from paceline.backend.cuda.late_hints import Hint, HintTrail
+    from paceline.backend.seam import HintRule, LateDraft
 
 
 @noun
@@ -82,12 +84,21 @@ class _Drafted(NamedTuple):
     depth: torch.Tensor  # [n]
     length: torch.Tensor  # [n] committed tokens
     missing: torch.Tensor  # [n] of these without entries
+    hints: HintTrail | None
 
 
 class Program:
     """Catches up and drafts; see `LateProgram`."""
 
-    def __init__(self, rows: DeviceRows, runner: LateRunner, scratch_slot: int, *, own_store: bool = True) -> None:
+    def __init__(
+        self,
+        rows: DeviceRows,
+        runner: LateRunner,
+        scratch_slot: int,
+        hints: HintRule,
+        *,
+        own_store: bool = True,
+    ) -> None:
         """scratch_slot: of the drafter's store, takes entries that nothing reads.
 
         own_store: False where its entries are the target's own, there for all tokens but the newest.
@@ -98,17 +109,22 @@ class Program:
         self._first_key = torch.zeros(n, dtype=torch.int64, device=device)  # earlier ones have none
         self._all_pages = self._num_pages = rows.pages.shape[1]
         self._graphs = DraftGraphs(rows, self._draft_on_device)
+        self._hints = LateHints(rows, hints) if hints.gain or hints.recycles else None
         rows.tap_sinks.append(runner.write_taps)
 
     def close(self) -> None:
-        """Take no more taps."""
+        """Take no more taps, nor verdicts."""
         self._rows.tap_sinks.remove(self._runner.write_taps)
+        if self._hints:
+            self._hints.close()
 
     def admit(self, row: int, entries: int, first_key: int) -> None:
         """Begin a row whose first `entries` tokens have entries, none before `first_key`."""
         sent = self._send([[row], [entries], [first_key]])
         self._entries.index_copy_(0, sent[0], sent[1])
         self._first_key.index_copy_(0, sent[0], sent[2])
+        if self._hints:
+            self._hints.admit(row)
 
     @torch.inference_mode()
     def catch_up(self, counts: Mapping[int, int]) -> None:
@@ -135,7 +151,8 @@ class Program:
         """Draft without a word from the host."""
         rows, state, self._num_pages = orders.rows, self._rows.on_device, shape.num_pages
         length = state.length[rows]
-        drafted = _Drafted(rows, orders.depth, length, (length - self._start(rows)).clamp(min=1))
+        hints = self._hints.begin(rows, shape.num_pages) if self._hints else None
+        drafted = _Drafted(rows, orders.depth, length, (length - self._start(rows)).clamp(min=1), hints)
         guess = self._guess_at_once if self._runner.parallel else self._guess_in_turn
         token_ids, margins = guess(drafted, shape.bound, shape.deepest)
         self._entries.index_copy_(0, rows, length)
@@ -152,11 +169,11 @@ class Program:
     def _guess_in_turn(self, d: _Drafted, bound: int, deepest: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return guesses and margins, [n, deepest] each, one pass after another."""
         states, fed_back = self._run_known(d.rows, d.length - d.missing, d.missing, bound, wanted=True)
-        found = [self._choose(states, d, 0)]
+        found = [self._choose_next(states, d, 0)]
         for index in range(1, deepest):
             asked = self._guesses(d, found[-1][0], index, fed_back)
             states, fed_back = self._runner.run_late(asked)
-            found.append(self._choose(states, d, index))
+            found.append(self._choose_next(states, d, index, found[-1][0]))
         return _columns(found)
 
     def _guess_at_once(self, d: _Drafted, bound: int, deepest: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,7 +186,11 @@ class Program:
         states = self._runner.run_late(asked.wanting(wanted))[0].view(n, deepest, -1)
         if self._runner.relays:
             return self._relayed(states, d)
-        return _columns([self._choose(states[:, index], d, index) for index in range(deepest)])
+        if d.hints is None:
+            return _columns([self._choose(states[:, index], d, index) for index in range(deepest)])
+        ids, add = d.hints.ahead(d.depth, deepest)
+        hints = ((ids[:, index], torch.where(ids[:, index] < 0, 0.0, add)) for index in range(deepest))
+        return _columns([self._choose(states[:, index], d, index, hint) for index, hint in enumerate(hints)])
 
     def _relayed(self, states: torch.Tensor, d: _Drafted) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose guesses in turn, each by a message from the one before.
@@ -177,12 +198,12 @@ class Program:
         states: [n, deepest, width].
         """
         first = states[:, 0]
-        found = [self._choose(first, d, 0)]
+        found = [self._choose_next(first, d, 0)]
         _, messages = self._runner.relay(first, first, None)
         for index in range(1, states.shape[1]):
             known = found[-1][0].clamp(min=0), messages
             here, messages = self._runner.relay(first, states[:, index], known)
-            found.append(self._choose(here, d, index))
+            found.append(self._choose_next(here, d, index, found[-1][0]))
         return _columns(found)
 
     def _run_known(
@@ -253,10 +274,20 @@ class Program:
         pages = self._rows.on_device.pages
         return _at(pages, rows, positions // PAGE_TOKENS) * PAGE_TOKENS + positions % PAGE_TOKENS
 
-    def _choose(self, states: torch.Tensor, d: _Drafted, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _choose_next(
+        self, states: torch.Tensor, d: _Drafted, index: int, guess: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return guess number `index` and margins, with hints by the guess before it. [n] each"""
+        return self._choose(states, d, index, d.hints.next(index, guess) if d.hints else None)
+
+    def _choose(
+        self, states: torch.Tensor, d: _Drafted, index: int, hint: Hint | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return guesses and margins, under the noise of the target's own choices. [n] each"""
         specs = self._rows.on_device.specs(d.rows, d.length + index)
-        return choose(self._runner.logits(states), specs, draft_ids=self._runner.draft_ids)
+        logits, draft_ids = self._runner.logits(states), self._runner.draft_ids
+        ids, add = hint or (None, None)
+        return choose(logits, specs, draft_ids=draft_ids, hint_ids=ids, hint_add=add)
 
     def _send(self, columns: Sequence[Sequence[int]]) -> torch.Tensor:
         return torch.tensor(columns).to(self._rows.device, non_blocking=True)

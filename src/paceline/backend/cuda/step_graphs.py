@@ -86,6 +86,8 @@ def run_step(target: StepParts, step: StepRows, shape: StepShape) -> StepOutputs
         logits = target.decoder.logits(hidden)
         chosen, _ = choose(logits, g.specs)
     token_ids, num_tokens = judge(chosen, g.first_place, g.num_drafts, drafts, step.samples > 0)
+    for learn in target.rows.verdict_sinks if shape.num_wanted else ():
+        learn(g, drafts, chosen, num_tokens)
     advance(rows, g, token_ids, num_tokens)
     t = g.tokens
     return StepOutputs(chosen, g.num_drafts, drafts, margins, g.first_place, logits, taps, t.cu_len, t.slots)
@@ -107,7 +109,7 @@ class StepGraphs:
         self._target, self._capture, self._buckets = target, capture, buckets
         self._made: dict[StepShape, CapturedStep] = {}
         self._cut: Graph[torch.Tensor] | Uncaptured[torch.Tensor] | None = None  # once a step had a budget
-        self._of: object = None  # taps and their sinks when the steps were captured
+        self._of: object = None  # taps and all sinks when the steps were captured
 
     def capture_all(self, progress: Progress | None = None) -> None:
         """Capture every shape, the largest first, so that later ones fit into its memory."""
@@ -149,9 +151,9 @@ class StepGraphs:
         return StepShape(num_tokens, num_wanted, self._target.rows.pages.shape[1])
 
     def _captured(self, shape: StepShape) -> CapturedStep:
-        """Return a captured step, captured now if it is new or taps have changed."""
+        """Return a captured step, captured now if it is new or sinks have changed."""
         target = self._target
-        of = target.taps, tuple(target.rows.tap_sinks)
+        of = target.taps, tuple(target.rows.tap_sinks), tuple(target.rows.verdict_sinks)
         if of != self._of:
             self._made.clear()
             self._of = of

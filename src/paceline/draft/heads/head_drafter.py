@@ -18,13 +18,13 @@ from paceline.backend.seam import Features, PassRequest
 from paceline.core.nouns import NO_DRAFT, Draft
 from paceline.draft.autoregressive import CATCH_UP_TOKENS, begin, catch_up_tokens, in_pieces, share_out
 from paceline.draft.drafter import Needs
-from paceline.draft.hints import NO_GAINS, Hints, RecycledGains
+from paceline.draft.hints import NO_GAINS, Hints, RecycledGains, rule_on_device
 from paceline.draft.request_vocabulary import RequestVocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from paceline.backend.seam import FedBack, HeadRunner, RowView, Span, StepLimit
+    from paceline.backend.seam import FedBack, HeadRunner, HintRule, RowView, Span, StepLimit
     from paceline.core.nouns import Batch, Plan, Request, SamplingSpec, Scores, Verdict
     from paceline.draft.autoregressive import Chain
     from paceline.draft.drafter import Target
@@ -111,6 +111,11 @@ class HeadDrafter:
         self.needs = head_needs(
             asked, head, per_token, stops=not self._dense
         )  # the law's own draws have no margins
+
+    @classmethod
+    def late_rule(cls) -> HintRule:
+        """Return the rule of its hints where its kind of head drafts on the target's device."""
+        return rule_on_device(cls.hint_gain, cls.recycled_gains)
 
     def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
         """Start with what the stores already hold of the row's cached pages."""

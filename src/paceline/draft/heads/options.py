@@ -20,10 +20,9 @@ from paceline.model.heads.checkpoint import head_config, load_head, narrowed
 from paceline.model.heads.config import EAGLE, EAGLE3, PEAGLE, head_shapes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
-    from paceline.backend.seam import HeadRunner, LateHeadRunner
+    from paceline.backend.seam import HeadRunner, HintRule, LateHeadRunner
     from paceline.draft.drafter import Drafter, Target
     from paceline.draft.heads.head_drafter import HeadDrafter
     from paceline.draft.registry import Loader
@@ -124,18 +123,18 @@ class PEagleConfig(HeadOptions):
         return _drafter(make, self.asked(target), target, head)
 
 
-def _drafter(make: Callable[..., HeadDrafter], asked: AskedHead, target: Target, head: Head) -> Drafter:
+def _drafter(make: type[HeadDrafter], asked: AskedHead, target: Target, head: Head) -> Drafter:
     """Return a drafter on the target's device where that drafts late, else on the host."""
     runner = target.memory.run_head(head, asked.weights)
     if not runner.capabilities.late or target.law_needs_probs or target.apart:
         return make(asked, target, head, runner)
-    return _late(asked, target, head, runner)
+    return _late(asked, target, head, runner, make.late_rule())
 
 
-def _late(asked: AskedHead, target: Target, head: Head, runner: HeadRunner) -> LateDrafter:
+def _late(asked: AskedHead, target: Target, head: Head, runner: HeadRunner, hints: HintRule) -> LateDrafter:
     kv, taps = runner.new_kv(target.num_pages), runner.new_tap_store(target.num_pages)
     needs = head_needs(asked, head, kv.bytes_per_token + taps.bytes_per_token, stops=True, late=True)
-    program = cast("LateHeadRunner", runner).late_program(target.rows, kv, taps)
+    program = cast("LateHeadRunner", runner).late_program(target.rows, kv, taps, hints)
     report = head_report(asked, head.config, runner)
     size = target.config.vocab_size
     tokens = RequestVocabulary(target.rows, head.token_ids, size, runner.set_request_tokens)

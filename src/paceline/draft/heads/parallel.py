@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from paceline.backend.sampling import pick, with_hint
-from paceline.backend.seam import FedBack, RelayRequest
+from paceline.backend.seam import FedBack, HintRule, RelayRequest
 from paceline.draft.autoregressive import draft_steps, extend
 from paceline.draft.heads.head_drafter import HeadDrafter
 from paceline.draft.hints import MAX_MATCH, MIN_MATCH, RecycledGains
@@ -41,6 +41,13 @@ class ParallelHeadDrafter(HeadDrafter):
         super().__init__(asked, target, head, runner)
         assert head.config.mask_token_id is not None, "the config of a parallel head names it"
         self._mask = head.config.mask_token_id
+
+    @classmethod
+    def late_rule(cls) -> HintRule:
+        """Return the rule of hints that do not know the guesses."""
+        if cls.hint_gain:
+            return super().late_rule()
+        return HintRule(MIN_MATCH, MAX_MATCH, BLIND_GAIN, reach=_REACH, least_share=_LEAST_SHARE)
 
     def _draft(self, chains: Mapping[int, Chain], starts: Mapping[int, int]) -> None:
         result, first = self._run(chains, starts)

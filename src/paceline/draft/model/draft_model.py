@@ -20,7 +20,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.nouns import NO_DRAFT, Draft
 from paceline.draft.autoregressive import begin, catch_up_tokens, draft_steps, share_out
 from paceline.draft.drafter import MAX_K, Needs
-from paceline.draft.hints import Hints, RecycledGains
+from paceline.draft.hints import Hints, RecycledGains, rule_on_device
 from paceline.draft.late import LateDrafter, may_draft_late
 from paceline.draft.model.cross_vocabulary import ForeignDraftModel
 from paceline.draft.model.id_map import TranslatedDecoder, difference, map_tokens
@@ -116,7 +116,8 @@ class DraftModelConfig:
         memory = target.memory
         needs = Needs(pages="shared", stops=not target.law_needs_probs)
         if may_draft_late(memory.decoder, target):
-            return late_drafter(target, memory.decoder, memory.kv, replace(needs, late=True), report, self.layers)
+            late = replace(needs, late=True)
+            return late_drafter(target, memory.decoder, memory.kv, late, report, self.layers, hint_gain=CUT_GAIN)
         drafter = DraftModel(target, memory.decoder, memory.kv, needs, report, self.layers)
         drafter.hints.gain = CUT_GAIN
         return drafter
@@ -174,7 +175,7 @@ class DraftModelConfig:
         )
         if read_as is None and not target.apart and may_draft_late(decoder, target):
             late = replace(needs, late=True)
-            return late_drafter(target, decoder, kv, late, report, self.layers, vocabulary)
+            return late_drafter(target, decoder, kv, late, report, self.layers, vocabulary, hint_gain=hint_gain)
         drafter = DraftModel(
             target, decoder, kv, needs, report, self.layers, vocabulary=vocabulary, read_as=read_as
         )
@@ -190,10 +191,13 @@ def late_drafter(
     report: Mapping[str, Any],
     num_layers: int | None,
     vocabulary: RequestVocabulary | None = None,
+    *,
+    hint_gain: float,
 ) -> LateDrafter:
     """Return a drafter whose passes need not know what the last ones committed."""
+    hints, size = rule_on_device(hint_gain, RECYCLED_GAINS), target.config.vocab_size
     program = cast("LateDecoder", decoder).late_program(
-        target.rows, kv, num_layers, target.config.vocab_size, own_store=bool(needs.stores)
+        target.rows, kv, num_layers, size, hints, own_store=bool(needs.stores)
     )
     return LateDrafter(DraftModelConfig.name, needs, report, program, target.rows, vocabulary)
 

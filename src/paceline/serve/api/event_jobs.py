@@ -31,7 +31,7 @@ def messages_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
     body, ignored = MessagesBody.decode(data, lenient=serving.lenient)
 
     def params(_: int) -> SamplingParams:
-        return body.params()
+        return body.params(serving.prompts.sampling)
 
     return _job(body, params, MessagesFormat, MessagesFormat.prefix, "output_config", serving, arrival_s, ignored)
 
@@ -47,10 +47,13 @@ def responses_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
     """Return the job of a body of POST /v1/responses. Raises `RequestError`."""
     body, ignored = ResponsesBody.decode(data, lenient=serving.lenient)
 
-    def form(meta: ResponseMeta, new_reader: Callable[[], AnswerReader], _: int) -> ResponsesFormat:
-        return ResponsesFormat(meta, new_reader, body)
+    def params(room: int) -> SamplingParams:
+        return body.params(room, serving.prompts.sampling)
 
-    return _job(body, body.params, form, ResponsesFormat.prefix, "text", serving, arrival_s, ignored)
+    def form(meta: ResponseMeta, new_reader: Callable[[], AnswerReader], _: int) -> ResponsesFormat:
+        return ResponsesFormat(meta, new_reader, body, serving.prompts.sampling)
+
+    return _job(body, params, form, ResponsesFormat.prefix, "text", serving, arrival_s, ignored)
 
 
 def _job(

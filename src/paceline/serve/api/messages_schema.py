@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
@@ -14,6 +14,9 @@ from paceline.serve.api.fields import WITHOUT_EFFECT, Body
 from paceline.serve.api.schema import MAX_MESSAGES, MAX_PARTS, Name, SpeculationBody, seed_asked
 from paceline.serve.api.tools import Effort, Id, effort_kwargs
 from paceline.serve.conversation import MAX_TOOLS, Conversation, Tool, ToolUse, check_size
+
+if TYPE_CHECKING:
+    from paceline.core.sampling_defaults import Defaults
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "container": (),
@@ -255,8 +258,8 @@ class MessagesBody(CountTokensBody, frozen=True, kw_only=True):
     cache_salt: Salt | None = None
     speculation: SpeculationBody | None = None
 
-    def params(self) -> SamplingParams:
-        """Return the sampling parameters. Raises `RequestError`."""
+    def params(self, defaults: Defaults) -> SamplingParams:
+        """Return the sampling parameters. defaults: of those left out. Raises `RequestError`."""
         wanted: dict[str, Any] = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -266,7 +269,7 @@ class MessagesBody(CountTokensBody, frozen=True, kw_only=True):
             "grammar": self.grammar(),
         }
         given = {name: value for name, value in wanted.items() if value is not None}
-        return SamplingParams(max_tokens=self.max_tokens, **given)
+        return SamplingParams(max_tokens=self.max_tokens, **{**defaults, **given})
 
 
 def text_of(content: Blocks) -> str:

@@ -6,7 +6,9 @@ import asyncio
 import secrets
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
 
 from paceline.core.errors import RequestError
 from paceline.serve.api.errors import ApiError
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
     from paceline.core.nouns import Request
     from paceline.core.params import SamplingParams
+    from paceline.core.sampling_defaults import Defaults
     from paceline.serve.api.answer_blocks import EventFormat
     from paceline.serve.api.openai_format import RouteFormat
     from paceline.serve.prompts import Prompts
@@ -30,6 +33,9 @@ if TYPE_CHECKING:
 MAX_BODY_BYTES = 4 << 20
 MAX_DISCARDED_BYTES = 64 << 20  # of a body that is too large: read and dropped, so that the client reads its 413
 BODY_TIMEOUT_S = 30.0  # without a byte of the body
+
+
+BodyT = TypeVar("BodyT", bound=ChatBody | CompletionBody)
 
 
 class ClientDisconnected(Exception):  # noqa: N818 - an event, not an error
@@ -127,6 +133,7 @@ def chat_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
     body, ignored = ChatBody.decode(data, lenient=serving.lenient)
     serving.check_model(body.model)
     prompts = serving.prompts
+    body = with_sampling(body, prompts.sampling)
     conversation = conversation_of(body, [message.for_template() for message in body.messages])
     use, prompt = conversation.tool_use, prompts.of_conversation(conversation)
     requests = _requests(body, [prompt.ids], prompts, arrival_s, prompts.answer_form(use, prompt.opened))
@@ -141,6 +148,7 @@ def completion_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
     body, ignored = CompletionBody.decode(data, lenient=serving.lenient)
     serving.check_model(body.model)
     given, prompts = body.prompts(), serving.prompts
+    body = with_sampling(body, prompts.sampling)
     all_ids = [prompts.of_text(p) if isinstance(p, str) else prompts.of_ids(p) for p in given]
     echoes = [p if isinstance(p, str) else prompts.tokenizer.decode(p) for p in given] if body.echo else ()
     requests = _requests(body, all_ids, prompts, arrival_s)
@@ -148,6 +156,12 @@ def completion_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
     as_ids = bool(body.return_tokens_as_token_ids)
     form = CompletionFormat(prompts.tokenizer, echoes, body.n or 1, scored, as_ids)
     return _job(body, requests, serving.names[0], form, arrival_s, ignored)
+
+
+def with_sampling(body: BodyT, defaults: Defaults) -> BodyT:
+    """Return a body with a model's sampling in the fields that it leaves out."""
+    left_out = {name: value for name, value in defaults.items() if getattr(body, name) is None}
+    return msgspec.structs.replace(body, **left_out) if left_out else body
 
 
 def _requests(

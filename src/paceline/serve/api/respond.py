@@ -15,6 +15,7 @@ from paceline.serve.api.errors import ApiError, api_error_of, internal_error, sh
 from paceline.serve.api.openai_format import PartialAnswer, to_json, token_usage, usage
 from paceline.serve.api.parse import ClientDisconnected
 from paceline.serve.api.pass_format import times_per_token, with_passes
+from paceline.serve.observe.access import RECORD
 from paceline.serve.worker.client import Disconnected
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from paceline.serve.api.answer_blocks import EventFormat
     from paceline.serve.api.openai_format import Json
     from paceline.serve.api.parse import Job
+    from paceline.serve.observe.access import RequestRecord
     from paceline.serve.observe.metrics import Metrics
     from paceline.serve.worker.client import Answers, EngineClient, Event
 
@@ -67,6 +69,7 @@ class Responder:
             self._count_failed(error)
             raise
         finally:
+            self._note(scope.get(RECORD))
             watcher.cancel()
             await events.close()
 
@@ -137,6 +140,12 @@ class Responder:
         self.answers[index].add(outcome)
         if outcome.finish_reason is not None:
             self._metrics.finished(outcome.finish_reason, self._first_s[index], outcome.figures, elapsed_s)
+
+    def _note(self, record: RequestRecord | None) -> None:
+        if record is not None:
+            ends = [answer.last for answer in self.answers if answer.last is not None]
+            record.model = self.job.meta.model
+            record.answered(ends, self.job.n, min(self._first_s.values(), default=None))
 
     def _count_failed(self, error: ApiError) -> None:
         """Count the answers that a fault of the server cut short, not a client's mistake."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from paceline.core.nouns import Outcome
+    from paceline.core.sampling_defaults import Defaults
     from paceline.serve.api.answer_blocks import Block, Change
     from paceline.serve.api.errors import ApiError
     from paceline.serve.api.openai_format import Json, PartialAnswer, ResponseMeta
@@ -27,10 +28,12 @@ class ResponsesFormat:
 
     prefix = "resp_"
 
-    def __init__(self, meta: ResponseMeta, new_reader: Callable[[], AnswerReader], body: ResponsesBody) -> None:
+    def __init__(
+        self, meta: ResponseMeta, new_reader: Callable[[], AnswerReader], body: ResponsesBody, defaults: Defaults
+    ) -> None:
         self._meta = meta
         self._new_reader = new_reader
-        self._asked = _asked(body)
+        self._asked = _asked(body, defaults)
         self._blocks = AnswerBlocks(new_reader())  # of a stream
         self._numbers = count()
 
@@ -156,7 +159,7 @@ def _part(block: Block, text: str | None = None) -> Json:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _asked(body: ResponsesBody) -> Json:
+def _asked(body: ResponsesBody, defaults: Defaults) -> Json:
     """Return the fields of a request that its response repeats."""
     text: Json = {} if body.text is None else msgspec.to_builtins(body.text)
     text["format"] = {k: v for k, v in (text.get("format") or {"type": "text"}).items() if v is not None}
@@ -168,11 +171,11 @@ def _asked(body: ResponsesBody) -> Json:
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "reasoning": {"effort": reasoning, "summary": None},
-        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "temperature": defaults.get("temperature", 1.0) if body.temperature is None else body.temperature,
         "text": text,
         "tool_choice": choice,
         "tools": [_tool(msgspec.to_builtins(tool)) for tool in body.tools or ()],
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_p": defaults.get("top_p", 1.0) if body.top_p is None else body.top_p,
         "user": body.user,
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
@@ -14,6 +14,9 @@ from paceline.serve.api.fields import WITHOUT_EFFECT, Body
 from paceline.serve.api.schema import MAX_MESSAGES, MAX_PARTS, OTHER_ROLES, Name, SpeculationBody, seed_asked
 from paceline.serve.api.tools import CalledFunction, Effort, Id, TemplateKwargs, check_kwargs, effort_kwargs
 from paceline.serve.conversation import MAX_TOOLS, Conversation, Tool, ToolUse
+
+if TYPE_CHECKING:
+    from paceline.core.sampling_defaults import Defaults
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),
@@ -230,8 +233,11 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
             raise RequestError("text.format of type json_schema needs schema", "text")
         return Grammar.json_schema(form.schema)
 
-    def params(self, room: int) -> SamplingParams:
-        """Return the sampling parameters; without max_output_tokens the answer may fill `room`, in tokens."""
+    def params(self, room: int, defaults: Defaults) -> SamplingParams:
+        """Return the sampling parameters; without max_output_tokens the answer may fill `room`, in tokens.
+
+        defaults: of those left out. Raises `RequestError`.
+        """
         wanted: dict[str, Any] = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -240,7 +246,7 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
         }
         given = {name: value for name, value in wanted.items() if value is not None}
         max_tokens = room if self.max_output_tokens is None else self.max_output_tokens
-        return SamplingParams(max_tokens=max_tokens, **given)
+        return SamplingParams(max_tokens=max_tokens, **{**defaults, **given})
 
 
 def _text(content: str | list[InputPart] | None) -> str:

@@ -43,11 +43,11 @@ class LarkText:
         excluded = "".join(f" & ~/{_ANY}{escaped(marker)}{_ANY}/" for marker in without)
         return self.rule(name, f"/{first or _ANY}/{excluded}")
 
-    def until(self, name: str, marker: str) -> str:
-        """Add any text up to the first `marker`, which it includes; return the expression."""
+    def until(self, name: str, marker: str, text: str = _ANY) -> str:
+        """Add text up to the first `marker`, which it includes; return the expression. text: its regex."""
         if marker in self.tokens:
             return f"{self.free(name.upper(), (marker,))} {self.mark(marker)}"
-        return self.rule(name, f"/{_ANY}{escaped(marker)}/", "[lazy]")
+        return self.rule(name, f"/{text}{escaped(marker)}/", "[lazy]")
 
     def arguments(self, name: str, tool: Tool) -> str:
         """Add the JSON of a tool's arguments; return the rule's name."""
