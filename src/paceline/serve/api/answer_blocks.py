@@ -1,4 +1,4 @@
-"""One answer as blocks of reasoning, text and calls, for the routes that stream block after block."""
+"""One answer as blocks of reasoning, text and calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BlockKind = Literal["reasoning", "content", "call"]
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class AnswerBlock:
     """A part of an answer that has one kind."""
 
     kind: BlockKind
@@ -44,7 +44,7 @@ class Change(NamedTuple):
     """Change of a block: it begins, grows by a text, or is complete."""
 
     what: Literal["open", "more", "close"]
-    block: Block
+    block: AnswerBlock
     text: str = ""
 
 
@@ -65,9 +65,9 @@ class AnswerBlocks:
     """Blocks of one answer as it grows."""
 
     def __init__(self, reader: AnswerReader) -> None:
-        self.blocks: list[Block] = []
+        self.blocks: list[AnswerBlock] = []
         self._reader = reader
-        self._open: Block | None = None
+        self._open: AnswerBlock | None = None
 
     @property
     def has_calls(self) -> bool:
@@ -97,7 +97,7 @@ class AnswerBlocks:
             case ContentText(text):
                 self._more("content", text, changes)
             case CallBegin(_, call_id, name):
-                self._begin(Block("call", len(self.blocks), call_id, name), changes)
+                self._begin(AnswerBlock("call", len(self.blocks), call_id, name), changes)
             case CallArguments(_, text):
                 self._more("call", text, changes)
             case CallEnd():
@@ -107,12 +107,12 @@ class AnswerBlocks:
         if not text:
             return
         if self._open is None or self._open.kind != kind:
-            self._begin(Block(kind, len(self.blocks)), changes)
+            self._begin(AnswerBlock(kind, len(self.blocks)), changes)
         assert self._open is not None
         self._open.pieces.append(text)
         changes.append(Change("more", self._open, text))
 
-    def _begin(self, block: Block, changes: list[Change]) -> None:
+    def _begin(self, block: AnswerBlock, changes: list[Change]) -> None:
         self._close(changes)
         self._open = block
         self.blocks.append(block)

@@ -1,4 +1,4 @@
-"""Form of an error by the route that it is on, and words for routes that are not here."""
+"""Forms of errors by route, and words for routes that are not here."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ def error_response(path: str, error: ApiError, headers: Mapping[str, str] | None
 
 
 def why_not_here(path: str) -> str | None:
-    """Return why a route of other servers is not here, if it is a known one."""
+    """Return why a known route of other servers is not here."""
     found = [begin for begin in ELSEWHERE if path.startswith(begin)]
     return ELSEWHERE[max(found, key=len)] if found else None

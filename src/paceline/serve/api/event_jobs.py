@@ -66,7 +66,10 @@ def _job(
     arrival_s: float,
     ignored: tuple[str, ...],
 ) -> Job:
-    """Return a job. structured: the field that asks for a structure. params_of: parameters by room, in tokens."""
+    """Return a job.
+
+    params_of: parameters by room, in tokens. structured: the field that asks for a structure.
+    """
     serving.check_model(body.model)
     prompts, conversation = serving.prompts, body.conversation()
     use, prompt = conversation.tool_use, prompts.of_conversation(conversation)

@@ -221,7 +221,10 @@ def _explained(message: str, kind: type[Body]) -> RequestError:
 
 
 def _drop(values: Any, message: str, *, only_null: bool = False) -> str | None:
-    """Remove an unknown field below the top; return its name if there was one. only_null: leave others."""
+    """Remove an unknown field below the top; return its name if there was one.
+
+    only_null: leave others.
+    """
     unknown, path = _UNKNOWN.search(message), _PATH.search(message)
     if unknown is None or path is None:
         return None

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from paceline.core.nouns import Outcome
-    from paceline.serve.api.answer_blocks import Block, Change
+    from paceline.serve.api.answer_blocks import AnswerBlock, Change
     from paceline.serve.api.errors import ApiError
     from paceline.serve.api.openai_format import Json, PartialAnswer, ResponseMeta
     from paceline.serve.api.tool_calls.events import AnswerReader
@@ -92,18 +92,18 @@ class MessagesFormat:
         }
 
 
-def _whole_block(block: Block) -> Json:
+def _whole_block(block: AnswerBlock) -> Json:
     if block.kind == "call":
         return _call(block) | {"input": call_input(block.text)}
     return _EMPTY[block.kind] | {_DELTAS[block.kind][1]: block.text}
 
 
-def _call(block: Block) -> Json:
+def _call(block: AnswerBlock) -> Json:
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
 
 
 def call_input(text: str) -> Any:
-    """Return the arguments of a call as an object; those that were cut short stand under `_cut`."""
+    """Return a call's arguments as an object; a cut text stands under `_cut`."""
     import msgspec
 
     try:

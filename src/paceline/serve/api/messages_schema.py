@@ -108,7 +108,7 @@ class AnthropicMessage(Struct, frozen=True, forbid_unknown_fields=True):
     content: str | Annotated[list[AnyBlock], Meta(max_length=MAX_PARTS)]
 
     def for_template(self) -> list[dict[str, Any]]:
-        """Return the messages that chat templates take for it: results of tools have a role of their own."""
+        """Return it as chat templates take it: results of tools are messages of their own."""
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
         if self.role == "assistant":
@@ -162,7 +162,7 @@ class AnthropicTool(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AnthropicChoice(Struct, frozen=True, forbid_unknown_fields=True):
-    """How tools are to be used."""
+    """Use of the tools."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Id | None = None
@@ -170,7 +170,7 @@ class AnthropicChoice(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Thinking(Struct, frozen=True, forbid_unknown_fields=True):
-    """Whether to reason first, for templates that know of it. Budgets are not kept."""
+    """Reasoning first, for templates that know of it. Budgets are not kept."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None

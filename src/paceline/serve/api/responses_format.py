@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from paceline.core.nouns import Outcome
     from paceline.core.sampling_defaults import Defaults
-    from paceline.serve.api.answer_blocks import Block, Change
+    from paceline.serve.api.answer_blocks import AnswerBlock, Change
     from paceline.serve.api.errors import ApiError
     from paceline.serve.api.openai_format import Json, PartialAnswer, ResponseMeta
     from paceline.serve.api.responses_schema import ResponsesBody
@@ -101,10 +101,10 @@ class ResponsesFormat:
             "usage": _usage(usage),
         }
 
-    def _item_id(self, block: Block) -> str:
+    def _item_id(self, block: AnswerBlock) -> str:
         return f"{_PREFIXES[block.kind]}{self._meta.response_id.removeprefix(self.prefix)}{block.index:02}"
 
-    def _item(self, block: Block, status: str) -> Json:
+    def _item(self, block: AnswerBlock, status: str) -> Json:
         item: Json = {"id": self._item_id(block), "status": status}
         content = [_part(block)] if status == "completed" else []
         match block.kind:
@@ -133,7 +133,7 @@ class ResponsesFormat:
         else:
             yield from self._done(block, at, inside)
 
-    def _done(self, block: Block, at: Json, inside: Json) -> Iterator[Json]:
+    def _done(self, block: AnswerBlock, at: Json, inside: Json) -> Iterator[Json]:
         kind = _NAMES[block.kind]
         if block.kind == "call":
             yield {"type": f"response.{kind}.done", **at, "arguments": block.text, "name": block.name}
@@ -147,11 +147,11 @@ class ResponsesFormat:
 _NAMES = {"reasoning": "reasoning_text", "content": "output_text", "call": "function_call_arguments"}
 
 
-def _extra(block: Block) -> Json:
+def _extra(block: AnswerBlock) -> Json:
     return {"logprobs": []} if block.kind == "content" else {}
 
 
-def _part(block: Block, text: str | None = None) -> Json:
+def _part(block: AnswerBlock, text: str | None = None) -> Json:
     """Return a block as a part of content; text: instead of its own."""
     text = block.text if text is None else text
     if block.kind == "reasoning":

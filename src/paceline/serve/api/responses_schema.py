@@ -145,7 +145,7 @@ class TextConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Reasoning(Struct, frozen=True, forbid_unknown_fields=True):
-    """How much to reason, for templates that know of it. Summaries are not made."""
+    """Effort of reasoning, for templates that know of it. Summaries are not made."""
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
