@@ -25,6 +25,7 @@ from paceline.serve.api.errors import ApiError, api_error_of, internal_error, sh
 from paceline.serve.api.event_jobs import count_tokens, messages_job, responses_job
 from paceline.serve.api.keys import KeyRing, salted
 from paceline.serve.api.openai_format import to_json
+from paceline.serve.api.openapi import document
 from paceline.serve.api.parse import ClientDisconnected, Serving, chat_job, completion_job, read_body
 from paceline.serve.api.respond import ignored_names, responder
 from paceline.serve.api.structured import GrammarChecks
@@ -176,7 +177,9 @@ def _json(body: object, status: int = 200) -> Response:
     return Response(to_json(body), status, media_type="application/json")
 
 
-def _routes(state: AppState) -> list[Route]:
+def routes_of(state: AppState) -> list[Route]:
+    """Return all routes."""
+
     async def health(_: HttpRequest) -> Response:
         status = "draining" if state.draining else "ok" if state.client.ready else "engine not ready"
         return _json({"status": status}, 200 if status == "ok" else 503)
@@ -186,6 +189,9 @@ def _routes(state: AppState) -> list[Route]:
 
     async def version(_: HttpRequest) -> Response:
         return _json({"version": __version__})
+
+    async def openapi(_: HttpRequest) -> Response:
+        return _json(document())
 
     async def metrics(_: HttpRequest) -> Response:
         return Response(state.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -211,6 +217,7 @@ def _routes(state: AppState) -> list[Route]:
         Route("/livez", live_at_all, methods=["GET"]),
         Route("/ping", health, methods=["GET", "POST"]),
         Route("/version", version, methods=["GET"]),
+        Route("/openapi.json", openapi, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
         Route("/v1/speculation/live", live, methods=["GET"]),
         Route("/v1/models", models, methods=["GET"]),
@@ -296,7 +303,7 @@ def make_app(
     """
     state = AppState(client, Metrics(client), tokenizer_cache, max_open)
     client.on_snapshot = state.metrics.recent.take
-    app = Starlette(routes=_routes(state), exception_handlers=_handlers(state.metrics))
+    app = Starlette(routes=routes_of(state), exception_handlers=_handlers(state.metrics))
     ring = KeyRing(None, None) if keys is None else keys
     guarded = AuthMiddleware(app, ring, state.metrics.refused, local, operation.allowed_hosts)
     paged = PageMiddleware(guarded, load_page()) if page else guarded
