@@ -101,7 +101,7 @@ _LIST: Json = {"type": "array"}
 _ANSWERS: dict[str, Json] = {
     "Object": {"type": "object"},
     "Text": {"type": "string"},
-    "Events": {"type": "string"},
+    "Events": {"description": "Server-sent events, each with JSON as data."},
     "Status": _object(status=_NAMED),
     "ChatCompletion": _object("seed", id=_NAMED, choices=_LIST, usage={"type": "object"}),
     "Completion": _object("seed", id=_NAMED, choices=_LIST, usage={"type": "object"}),
