@@ -131,7 +131,11 @@ def test_structured_texts_are_the_same_with_every_drafter(draft: str, types: str
     @seed(1)
     @settings(max_examples=examples, database=None, deadline=None, suppress_health_check=list(HealthCheck))
     @given(
-        structured_requests(), settings_(), st.sampled_from([1, 4, 8]), st.none() | st.integers(0, 99), st.booleans()
+        structured_requests(),
+        settings_(),
+        st.sampled_from([1, 4, 8]),
+        st.none() | st.integers(0, 99),
+        st.booleans(),
     )
     def check(
         drawn: tuple[list[Request], dict[str, Callable[[str], object]]],
@@ -199,7 +203,9 @@ def test_one_matchers_end_is_its_requests_own() -> None:
 @pytest.mark.parametrize("law", ["rejection", "block"])
 def test_other_laws_keep_the_grammar_too(law: str) -> None:
     for draft in ("grammar:k=4", f"{OWN_MODEL},k=4", "ngram:min=1,k=4"):
-        grammar, check = json_fits({"type": "object", "properties": {"the": {"enum": ["in", "on"]}}, "required": ["the"]})
+        grammar, check = json_fits(
+            {"type": "object", "properties": {"the": {"enum": ["in", "on"]}}, "required": ["the"]}
+        )
         params = SamplingParams(temperature=1.0, max_tokens=80, grammar=grammar)
         requests = [Request(f"{i}", (40, 41, 40), params, seed=i) for i in range(3)]
         answers = run(make_engine(draft, PLAIN, law), requests)

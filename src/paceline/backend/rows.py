@@ -153,6 +153,7 @@ class Rows(TokenRows):
         self._eos_ids = eos_ids
         self._law_needs_probs = law_needs_probs
         self._scoring: set[int] = set()  # rows whose requests ask for scores of their prompts
+        self._counted: set[int] = set()  # rows whose tokens change the choices behind them
         self.grammars = RowGrammars()
 
     @property
@@ -204,6 +205,8 @@ class Rows(TokenRows):
         own_stops = frozenset(request.params.stop_token_ids)
         history = History(request.params, request.prompt_ids)
         history.append(known[prompt_len:])
+        counts = request.params.grammar is not None or not history.never_edits
+        (self._counted.add if counts else self._counted.discard)(row)
         self._sampling[row] = _RowSampling(
             request=request,
             kind=choose_kind(request.params, self._law_needs_probs),
@@ -282,11 +285,10 @@ class Rows(TokenRows):
 
     def commit(self, batch: Batch, verdict: Verdict) -> None:
         """Append the tokens that each row gained, and advance what is computed."""
-        rows = zip(batch.rows, verdict.rows, strict=True)
-        gained = [(r.row, r.num_known, v.token_ids) for r, v in rows]
-        kernels.append_tokens(self.token_ids, self.length, self.computed, gained)
-        for row, _, token_ids in gained:
-            self.count_tokens(row, token_ids)
+        kernels.append_gains(self.token_ids, self.length, self.computed, batch.rows, verdict.rows)
+        for r, v in zip(batch.rows, verdict.rows, strict=True) if self._counted else ():
+            if r.row in self._counted:
+                self.count_tokens(r.row, v.token_ids)
 
     def count_tokens(self, row: int, token_ids: Sequence[int]) -> None:
         """Count tokens that a row gained for its penalties and its grammar."""

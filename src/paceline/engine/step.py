@@ -9,14 +9,17 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
+from paceline import kernels
 from paceline.backend.row_grammars import NO_MASKS, RowMasks
 from paceline.control.protocols import StepTimes
-from paceline.core.nouns import PAGE_TOKENS, Draft, Plan, noun
+from paceline.core.nouns import NO_DRAFT, PAGE_TOKENS, Draft, Plan, noun
 from paceline.engine.output import OutputQueue
 from paceline.engine.stats import Stats
 from paceline.engine.step_view import step_view
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from paceline.backend.target import Backend, PendingPass
     from paceline.control.protocols import Controller
     from paceline.core.nouns import Batch, BatchRow, Outcome, RowDraft, RowVerdict, Scores, Verdict
@@ -204,7 +207,7 @@ class Verbs:
     def judge(self, drafted: StepInput, scored: StepScores) -> Verdict:
         """Decide which drafts are kept; those that a device has made are known from here."""
         scores = scored.scores
-        if scores.draft is not None and scores.made is not None:
+        if scores.draft is not None and scores.made is not None and not drafted.proposed.is_empty:
             drafted.take_made(scores.made, scores.draft)
         if (grammars := self.target.rows.grammars).states:
             scores = grammars.masked(drafted.batch, drafted.draft, scores, drafted.masks)
@@ -217,7 +220,6 @@ class Verbs:
         """
         assert not self.outputs.gains, "an end could overtake the tokens before it"
         batch, proposed, draft = drafted.batch, drafted.proposed, drafted.draft
-        self._stats.count_pass(batch, proposed, draft, verdict)
         self.target.commit(batch, verdict)
         start = perf_counter()
         self.drafting.commit(batch, scored.scores, verdict)
@@ -226,8 +228,10 @@ class Verbs:
         self._stats.draft_s += drafters_s
         for index, scores in (scored.scores.prompts or {}).items():
             self.outputs.score_prompt(batch.rows[index].request_id, scores)
-        rows = zip(batch.rows, proposed.rows, draft.rows, verdict.rows, strict=True)
-        kept = [self._commit_row(r, v, p, len(d)) for r, p, d, v in rows]
+        left = self._take_in(drafted, verdict)
+        self._stats.count_pass(batch, proposed, draft, verdict, left)
+        rows = ((batch.rows[i], verdict.rows[i], proposed.rows[i], draft.rows[i]) for i in left)
+        kept = [self._commit_row(r, v, p, len(d)) for r, v, p, d in rows]
         self._stats.count_step(scored.target_s, scored.overlapped_s, overlapped=drafted.group is not None)
         start, times = perf_counter(), drafted.times(scored.target_s)
         if self.outputs.book.wanted:  # before the controller learns: what it expected
@@ -255,8 +259,28 @@ class Verbs:
         """Give back what a drafter holds; see `Engine`."""
         raise NotImplementedError
 
+    def _take_in(self, drafted: StepInput, verdict: Verdict) -> Sequence[int]:
+        """Take in, in one call, rows without drafts whose answers only grow; return the indices of all others."""
+        rows, scheduler, outputs = drafted.batch.rows, self.scheduler, self.outputs
+        if outputs.book.wanted:
+            return range(len(rows))
+        left, filled, spare, num_passes, num_tokens = kernels.take_in(
+            rows,
+            drafted.proposed.rows,
+            verdict.rows,
+            NO_DRAFT,
+            scheduler.requests,
+            outputs.responses,
+            outputs.gains,
+        )
+        scheduler.take_in(filled, spare)
+        for state, _, _ in filled:
+            self._mark_stores(state)
+        self._stats.count_plain(num_passes, num_tokens)
+        return left
+
     def _commit_row(self, r: BatchRow, verdict: RowVerdict, proposed: RowDraft, num_verified: int) -> int | None:
-        """Take in a row's outcome; return its kept tokens, None if it had ended."""
+        """Take in a row's outcome; return its kept tokens, None if its answer had ended before."""
         state = self.scheduler.requests[r.request_id]
         response = self.outputs.responses.get(r.request_id)
         if response is None:  # it ended while this pass ran
