@@ -1,6 +1,7 @@
 #include "model/sampling.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
 
@@ -78,6 +79,7 @@ void Sampler<T>::load(const T* logits, size_t vocab, double temperature, const E
     const auto renew = [this](size_t block) { maxima_[block] = maximum(&z_[block * kBlock], kBlock); };
     for (size_t i = 0; i < edits.count; ++i) renew(static_cast<size_t>(edits.ids[i]) / kBlock);
     if (whole < blocks()) renew(whole);
+    few_ = false;
     if (allowed) forbid(allowed);
     top_ = maximum(maxima_.data(), maxima_.size());
 }
@@ -86,10 +88,12 @@ void Sampler<T>::load(const T* logits, size_t vocab, double temperature, const E
 template <class T>
 void Sampler<T>::forbid(const uint32_t* allowed) {
     constexpr size_t kWord = 32;
+    size_t count = 0;
     for (size_t b = 0; b < blocks(); ++b) {
         bool changed = false;
         for (size_t start = b * kBlock; start < std::min((b + 1) * kBlock, vocab_); start += kWord) {
             const uint32_t bits = allowed[start / kWord];
+            count += static_cast<size_t>(std::popcount(bits));
             if (bits == ~uint32_t{0}) continue;
             changed = true;
             if (!bits) std::fill_n(z_.begin() + static_cast<ptrdiff_t>(start), kWord, -limit());
@@ -98,6 +102,7 @@ void Sampler<T>::forbid(const uint32_t* allowed) {
         }
         if (changed) maxima_[b] = maximum(&z_[b * kBlock], kBlock);
     }
+    few_ = count <= kFewCandidates;
 }
 
 template <class T>
@@ -126,8 +131,9 @@ double Sampler<T>::lead() {
 template <class T>
 int64_t Sampler<T>::choose(const Filters& filters, Key key, double* ahead) {
     if (broken()) return kBroken;
-    if (!filters.active()) return noisy_argmax(key, ahead);
-    filter(filters);
+    if (!filters.active() && !few_) return noisy_argmax(key, ahead);
+    if (filters.active()) filter(filters);
+    else gather(std::numeric_limits<T>::lowest());
     if (kept_.size() > kFewCandidates) {  // a pass over all is faster than this many logarithms
         std::fill(z_.begin(), z_.end(), -limit());
         for (const auto& c : kept_) z_[c.id] = c.value;

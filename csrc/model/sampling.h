@@ -98,6 +98,7 @@ class Sampler {
     int64_t noisy_argmax(Key key, double* ahead);
 
     size_t vocab_ = 0;
+    bool few_ = false;                      // a mask leaves so few that each gets its noise by itself
     T top_ = 0;
     const T* values_ = nullptr;             // z_, or the logits in view
     std::vector<T> z_, bounds_;             // [blocks * 64], z padded with -inf
