@@ -47,10 +47,17 @@ thread_local size_t ThreadPool::self_ = 0;
 thread_local uint32_t ThreadPool::next_phase_ = 0;
 
 ThreadPool::ThreadPool(size_t num_threads) : num_threads_(num_threads), ranges_(new Range[num_threads]), inside_(kClosed) {
-    for (size_t thread = 1; thread < num_threads; ++thread) workers_.emplace_back([this, thread] { serve(thread); });
+    try {
+        for (size_t thread = 1; thread < num_threads; ++thread) workers_.emplace_back([this, thread] { serve(thread); });
+    } catch (...) {  // no thread or memory left: those that run must end before they are forgotten
+        stop();
+        throw;
+    }
 }
 
-ThreadPool::~ThreadPool() {
+ThreadPool::~ThreadPool() { stop(); }
+
+void ThreadPool::stop() {
     stopping_ = true;
     launch_.fetch_add(1, std::memory_order_release);
     launch_.notify_all();

@@ -59,6 +59,8 @@ class ThreadPool {
     }
 
   private:
+    void stop();
+
     struct alignas(64) Range {
         std::atomic<uint64_t> ticket{0};  // high half: the last phase that claimed tiles of this range; low half: how many
     };

@@ -14,6 +14,7 @@ namespace paceline {
 ZeroPages zero_pages(size_t bytes) {
 #if defined(__linux__)
     if (constexpr size_t huge = size_t{1} << 21; bytes >= huge) {
+        if (bytes > SIZE_MAX - 2 * huge) throw std::bad_alloc();
         const size_t size = (bytes + huge - 1) / huge * huge;
         void* all = mmap(nullptr, size + huge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (all == MAP_FAILED) throw std::bad_alloc();

@@ -23,9 +23,15 @@ std::vector<float> vector_of(nb::handle array, size_t size, const char* what) {
     return {values.data(), values.data() + size};
 }
 
+// A matrix by its name; Python's None is none.
+std::shared_ptr<Matrix> matrix_at(const nb::dict& found, const char* name) {
+    auto matrix = found.contains(name) ? nb::cast<std::shared_ptr<Matrix>>(found[name]) : nullptr;
+    require(matrix != nullptr, std::string("a layer lacks the matrix ") + name);
+    return matrix;
+}
+
 std::shared_ptr<const Matrix> matrix_of(const nb::dict& found, const char* name, size_t out, size_t in) {
-    require(found.contains(name), std::string("a layer lacks the matrix ") + name);
-    auto matrix = nb::cast<std::shared_ptr<Matrix>>(found[name]);
+    auto matrix = matrix_at(found, name);
     require(matrix->out() == out && matrix->in() == in, std::string("the wrong shape of ") + name);
     return matrix;
 }
@@ -69,10 +75,9 @@ Layer layer_of(const Shape& shape, const nb::dict& matrices, const nb::dict& vec
 
 // Matrices by their names in checkpoints; `written` is the head times `relay.out`.
 Relay relay_of(const Shape& shape, const nb::dict& matrices, const nb::dict& vectors) {
-    const size_t size = nb::cast<std::shared_ptr<Matrix>>(matrices["written"])->in();
+    const size_t size = matrix_at(matrices, "written")->in();
     require(vectors.contains("embed_norm"), "a relay lacks the norm of the embedding");
-    require(matrices.contains("tell"), "a relay lacks the matrix tell");
-    const size_t inner = nb::cast<std::shared_ptr<Matrix>>(matrices["tell"])->in();
+    const size_t inner = matrix_at(matrices, "tell")->in();
     return {size, inner, vector_of(vectors["embed_norm"], shape.hidden, "embed_norm"),
             matrix_of(matrices, "place", 2 * inner, 2 * shape.hidden),
             matrix_of(matrices, "known", 2 * inner, shape.hidden + size), matrix_of(matrices, "tell", size, inner),

@@ -12,6 +12,12 @@
 namespace paceline {
 namespace {
 
+// The slot of a position in a row's pages. A page may be any number: slots are checked where they are used.
+int64_t slot_at(const int64_t* pages, int64_t position) {
+    const auto page = static_cast<uint64_t>(pages[position / kPageTokens]);
+    return static_cast<int64_t>(page * kPageTokens + static_cast<uint64_t>(position % kPageTokens));
+}
+
 // A part of a row: committed tokens from `start` on, then guesses.
 struct Span {
     int64_t row, start, num_known;
@@ -24,7 +30,7 @@ struct Span {
 
     void check(const Table<int64_t>& token_ids, const Table<int64_t>& pages) const {
         require(0 <= row && static_cast<size_t>(row) < std::min(token_ids.shape(0), pages.shape(0)), "no such row");
-        require(0 <= start && 0 <= num_known && static_cast<size_t>(start + num_known) <= token_ids.shape(1), "a span lies beyond its row");
+        require(within(start, num_known, token_ids.shape(1)), "a span lies beyond its row");
         require(static_cast<size_t>(start + size()) <= pages.shape(1) * kPageTokens, "a span lies beyond its row's pages");
     }
 };
@@ -43,7 +49,7 @@ void write(const Span& span, const Table<int64_t>& token_ids, const Table<int64_
         to.token_ids[first + span.num_known + i] = nb::cast<int64_t>(span.guesses[i]);
     for (int64_t i = 0, position = span.start; i < span.size(); ++i, ++position) {
         to.positions[first + i] = position;
-        to.slots[first + i] = own_pages[position / kPageTokens] * kPageTokens + position % kPageTokens;
+        to.slots[first + i] = slot_at(own_pages, position);
     }
 }
 
@@ -51,7 +57,7 @@ void pack_spans(const Table<int64_t>& token_ids, const Table<int64_t>& pages, co
                 size_t num_tokens, const OutArray<int64_t>& block, const OutTable<int64_t>& out_pages) {
     const size_t num_spans = nb::len(spans), num_pages = out_pages.shape(1);
     require(nb::len(wanted) == num_spans && out_pages.shape(0) == num_spans && num_pages <= pages.shape(1), "the outputs have the wrong size");
-    require(block.size() >= 3 * num_tokens + num_spans + 1, "the block is too small");
+    require(num_tokens <= block.size() && block.size() >= 3 * num_tokens + num_spans + 1, "the block is too small");
     int64_t* data = block.data();
     Block to{data, data + num_tokens, data + 2 * num_tokens, data + 3 * num_tokens, data + 3 * num_tokens + num_spans + 1,
              data + block.size()};
@@ -101,12 +107,11 @@ void read_halves(const Table<uint16_t>& store, const Table<int64_t>& pages, cons
     for (nb::handle piece : pieces) {
         const int64_t row = Span::at(piece, 0), start = Span::at(piece, 1), count = Span::at(piece, 2);
         require(0 <= row && static_cast<size_t>(row) < pages.shape(0), "no such row");
-        require(0 <= start && 0 <= count && static_cast<size_t>(start + count) <= pages.shape(1) * kPageTokens,
-                "a piece lies beyond its row's pages");
+        require(within(start, count, pages.shape(1) * kPageTokens), "a piece lies beyond its row's pages");
         require(done + static_cast<size_t>(count) <= out.shape(0), "the output is too small");
         const int64_t* own_pages = pages.data() + row * pages.shape(1);
         for (int64_t position = start; position < start + count; ++position, ++done) {
-            const int64_t slot = own_pages[position / kPageTokens] * kPageTokens + position % kPageTokens;
+            const int64_t slot = slot_at(own_pages, position);
             require(0 <= slot && static_cast<size_t>(slot) < store.shape(0), "a slot out of range");
             kernels().layer.from_halves(store.data() + slot * width, width, out.data() + done * width);
         }

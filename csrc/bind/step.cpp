@@ -27,8 +27,12 @@ const StepNames& names() {
     return *all;
 }
 
-// A number of an object, truth values included.
-int64_t number(nb::handle of, const nb::object& name) { return nb::cast<int64_t>(nb::object(of.attr(name))); }
+// A count or an index of an object.
+int64_t number(nb::handle of, const nb::object& name) {
+    const auto found = nb::cast<int64_t>(nb::object(of.attr(name)));
+    require(within(0, found, kMaxIds), "a number of a row is out of range");
+    return found;
+}
 
 bool truth(nb::handle of, const nb::object& name) { return nb::object(of.attr(name)).is(nb::handle(Py_True)); }
 
@@ -75,6 +79,7 @@ std::vector<Going> going_on(const nb::list& running, const nb::object& group, co
 nb::object batch_row(const Going& one, const nb::type_object& type, const nb::tuple& nothing) {
     const StepNames& name = names();
     auto* made = reinterpret_cast<PyTypeObject*>(type.ptr());
+    require(made->tp_new, "nothing can be made of this type");
     const nb::object row = nb::steal(made->tp_new(made, nothing.ptr(), nullptr));
     if (!row.is_valid()) throw nb::python_error();
     const nb::handle state = one.state;
@@ -111,7 +116,8 @@ nb::object decode_rows(const nb::list& running, const nb::object& group, const n
     Py_ssize_t done = 0;
     for (const Going& one : all) {
         if (one.more_pages) {
-            const nb::object own = one.state.attr(names().pages), more = nb::steal(PyList_GetSlice(taken.ptr(), done, done + one.more_pages));
+            const auto own = nb::cast<nb::list>(one.state.attr(names().pages));
+            const nb::object more = nb::steal(PyList_GetSlice(taken.ptr(), done, done + one.more_pages));
             if (PyList_SetSlice(own.ptr(), one.num_pages, one.num_pages, more.ptr())) throw nb::python_error();
             done += one.more_pages;
         }
@@ -126,7 +132,7 @@ bool only_grows(nb::handle checker, const nb::object& tokens, int64_t written, i
     if (!count || !written || written + count >= number(checker, name.most_tokens) || length(checker, name.unread)) return false;
     const nb::object ending = checker.attr(name.ending_ids);
     for (nb::handle token : tokens)
-        if (const int ends = PySet_Contains(ending.ptr(), token.ptr())) return ends < 0 ? throw nb::python_error() : false;
+        if (const int ends = PySequence_Contains(ending.ptr(), token.ptr())) return ends < 0 ? throw nb::python_error() : false;
     return true;
 }
 
@@ -144,7 +150,7 @@ void reveal(nb::handle r, nb::handle state, const nb::object& tokens, int64_t co
     const int64_t in_flight = number(state, name.in_flight) - 1, computed = number(state, name.computed_len), now = computed + count;
     put(state, name.in_flight, in_flight);
     put(state, name.in_flight_tokens, number(state, name.in_flight_tokens) - number(r, name.max_drafts) - 1);
-    const nb::object known = state.attr(name.token_ids);
+    const auto known = nb::cast<nb::list>(state.attr(name.token_ids));
     const auto end = static_cast<Py_ssize_t>(nb::len(known));
     if (PyList_SetSlice(known.ptr(), end, end, tokens.ptr())) throw nb::python_error();
     put(state, name.computed_len, now);
@@ -164,6 +170,7 @@ nb::tuple take_in(const nb::tuple& rows, const nb::tuple& proposed, const nb::tu
         const nb::handle r = rows[i], draft = proposed[i], verdict = verdicts[i];
         const nb::object id = r.attr(name.request_id), tokens = verdict.attr(name.token_ids);
         const nb::handle response = PyDict_GetItemWithError(responses.ptr(), id.ptr()), state = PyDict_GetItemWithError(states.ptr(), id.ptr());
+        if (PyErr_Occurred()) throw nb::python_error();
         const auto count = static_cast<int64_t>(nb::len(tokens));
         if (response.is_valid() && state.is_valid() && draft.is(no_draft) && truth(r, name.decodes)) {
             const nb::object checker = response.attr(name.checker);
@@ -209,16 +216,17 @@ void append_gains(const OutTable<int64_t>& token_ids, const OutArray<int64_t>& l
     require(nb::len(rows) == nb::len(verdicts), "every row has a verdict");
     for (size_t i = 0; i < nb::len(rows); ++i) {
         const nb::handle r = rows[i], verdict = verdicts[i];
-        const int64_t row = number(r, name.row);
+        const int64_t row = number(r, name.row), known = number(r, name.num_known);
         const nb::object tokens = verdict.attr(name.token_ids);
         const auto count = static_cast<int64_t>(nb::len(tokens));
         require(0 <= row && static_cast<size_t>(row) < num_rows, "no such row");
         int64_t& end = lengths.data()[row];
-        require(0 <= end && static_cast<size_t>(end + count) <= token_ids.shape(1), "a row has no room for its new tokens");
+        require(within(end, count, token_ids.shape(1)), "a row has no room for its new tokens");
+        require(within(computed.data()[row], known, kMaxIds), "more tokens are known than a row can have");
         int64_t* to = token_ids.data() + row * token_ids.shape(1) + end;
         for (int64_t k = 0; k < count; ++k) to[k] = nb::cast<int64_t>(tokens[k]);
         end += count;
-        computed.data()[row] += number(r, name.num_known) + std::max<int64_t>(0, count - 1);
+        computed.data()[row] += known + std::max<int64_t>(0, count - 1);
     }
 }
 

@@ -11,6 +11,9 @@
 namespace paceline {
 namespace {
 
+constexpr size_t kMaxLayers = 4096;
+constexpr size_t kMaxTimed = size_t{1} << 28;  // products of a matrix
+
 WeightType weight_type(const std::string& name) {
     using enum WeightType;
     return named<WeightType>(name, {{"int8", int8}, {"int4_row", int4_row}, {"int4", int4}, {"bf16", bf16}, {"f32", f32}},
@@ -77,6 +80,7 @@ void make_store(KVStore* self, const std::string& type, size_t num_layers, size_
     require(0 < num_pages && num_pages < size_t{1} << 40, "a KV store has at least one page");
     require(KVStore::fits(chosen, num_layers, num_pages, num_kv_heads, head_dim),
             "a KV store of this many pages is larger than any memory");
+    require(num_layers <= kMaxLayers, "a model has at most 4096 layers");
     new (self) KVStore(chosen, num_layers, num_pages, num_kv_heads, head_dim);
 }
 
@@ -114,6 +118,8 @@ void bind_weights(nb::module_& m) {
     }, "pool"_a);
     m.def("time_products", [](ThreadPool& pool, const std::vector<std::shared_ptr<Matrix>>& matrices, size_t num_tokens, size_t repeats) {
         require(!matrices.empty() && 0 < num_tokens && num_tokens <= 1 << 16 && repeats <= 1 << 16, "nothing to time");
+        for (const auto& matrix : matrices)
+            require(matrix && num_tokens * matrix->out() <= kMaxTimed, "there is no such matrix to time, or its products are too many");
         nb::gil_scoped_release unlocked;
         return time_products(pool, matrices, num_tokens, repeats);
     }, "pool"_a, "matrices"_a, "num_tokens"_a, "repeats"_a);

@@ -47,6 +47,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "simulate": ("paceline.sim.command", "serve without a model: compare policies on measured costs"),
     "pull": ("paceline.serve.terminal.pull_command", "fetch a model before it is needed"),
+    "key new": ("paceline.serve.terminal.key_command", "make a key for clients of a server"),
     "doctor": ("paceline.bench.doctor", "check a target and its drafter, and say what speed to expect"),
 }
 _SWITCHES = {

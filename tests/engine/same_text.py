@@ -17,7 +17,7 @@ from paceline.backend.device import Device
 from paceline.backend.native import load as native
 from paceline.backend.reference.decoder import ReferenceDecoder
 from paceline.core.nouns import Batch, Draft, Outcome, Plan, Request, RowDraft, RowPlan, TokenLogprobs, Verdict
-from paceline.core.params import SamplingParams
+from paceline.core.params import Grammar, SamplingParams
 from paceline.draft.drafter import DraftWeights, Vocabulary
 from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig
@@ -162,10 +162,15 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     ending: tuple[object, ...] = ()
 
     def take(self, outcome: Outcome) -> None:
         assert not self.ending, "told of an answer that has ended"
+        if outcome.prompt_logprobs is not None:
+            assert self.prompt_logprobs is None, "told of a prompt's scores twice"
+            assert not self.token_ids, "they come with the first outcome"
+            self.prompt_logprobs = outcome.prompt_logprobs
         self.token_ids += outcome.token_ids
         self.text += outcome.text
         self.logprobs += outcome.logprobs or ()
@@ -202,7 +207,10 @@ def assert_same(expected: dict[str, Answer], got: dict[str, Answer]) -> None:
         assert got[name].token_ids == answer.token_ids, name
         assert got[name].text == answer.text, name
         assert got[name].ending == answer.ending, name
-        for ours, theirs in zip(got[name].logprobs, answer.logprobs, strict=True):
+        assert (got[name].prompt_logprobs is None) == (answer.prompt_logprobs is None), name
+        pairs = [*zip(got[name].logprobs, answer.logprobs, strict=True)]
+        pairs += zip(got[name].prompt_logprobs or (), answer.prompt_logprobs or (), strict=True)
+        for ours, theirs in pairs:
             assert ours.token_id == theirs.token_id
             assert ours.top_ids == theirs.top_ids
             assert abs(ours.logprob - theirs.logprob) < 1e-9
@@ -224,8 +232,23 @@ def prompts(draw: st.DrawFn) -> tuple[int, ...]:
     return stem + word * draw(st.integers(1, 3)) + tuple(draw(_words))
 
 
+GRAMMARS = (
+    Grammar.regex("(the (in|on)er? )*[a-f]{2,30}"),
+    Grammar.choice(["the inner one", "the other", "in"]),
+    Grammar.json_schema(
+        {
+            "type": "object",
+            "properties": {"the": {"type": "string", "maxLength": 6}, "on": {"type": "array", "items": {"type": "integer"}}},
+            "required": ["the", "on"],
+            "additionalProperties": False,
+        }
+    ),
+)
+
+
 @st.composite
 def sampling(draw: st.DrawFn) -> SamplingParams:
+    grammar = draw(st.sampled_from([None] * 6 + [*GRAMMARS]))
     max_tokens = draw(st.sampled_from([1, 2, 7, 30, 60, 60]))
     return SamplingParams(
         temperature=draw(st.sampled_from([0.0, 0.0, 0.7, 1.0, 1.5])),
@@ -237,7 +260,8 @@ def sampling(draw: st.DrawFn) -> SamplingParams:
         frequency_penalty=draw(st.sampled_from([0.0, 0.0, 0.0, 0.3, -0.2])),
         logit_bias=draw(st.sampled_from([{}, {}, {}, {VOCAB - 1: 4.0}, {5: -100.0, 40: 3.0}])),
         stop_token_ids=tuple(draw(st.sampled_from([(), (), (41,), (100, 101)]))),
-        ignore_eos=draw(st.booleans()),
+        ignore_eos=draw(st.booleans()) and grammar is None,
+        grammar=grammar,
         min_tokens=draw(st.sampled_from([0, 0, 3])) if max_tokens > 3 else 0,
         max_tokens=max_tokens,
         logprobs=draw(st.sampled_from([None, None, 0, 3])),

@@ -97,10 +97,9 @@ def write_gguf(
     if config.sliding is not None:
         writer.add_sliding_window(config.sliding.window)
     for key, value in (extra or {}).items():
-        add = {str: writer.add_string, int: writer.add_uint32, bool: writer.add_bool, list: writer.add_array}[
-            type(value)
-        ]
-        add(key, value)
+        add = {str: writer.add_string, int: writer.add_uint32, bool: writer.add_bool, list: writer.add_array}
+        add[float] = writer.add_float32
+        add[type(value)](key, value)
     names = canonical_names(config, gguf_model.MODEL_NAMES, gguf_model.LAYER_NAMES, gguf_model.LAYER_PREFIX)
     for name, tensor in weights.items():
         if name in skip:

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import BadModelFile, ModelError, UnsupportedModel
+from paceline.core.sampling_defaults import checked
 from paceline.model.files.gguf_file import QUANTS, GgufTensor, open_gguf
 from paceline.model.weights import load_model, load_template, load_tokenizer
 from tests.model.helpers import byte_level_metadata, write_gguf
@@ -40,6 +41,13 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert template is not None
     assert template.render([{"role": "user", "content": "x"}]) == "x<|end|>"
     assert load_tokenizer(loaded).eos_ids == (319,)
+
+
+def test_sampling_keys_are_read(tmp_path: Path) -> None:
+    keys = {"general.sampling.temp": 0.5, "general.sampling.top_k": 20, "general.sampling.penalty_repeat": 1.5}
+    found = load_model(write(tmp_path / "m.gguf", **keys)).text.sampling()
+    assert checked(found) == {"temperature": 0.5, "top_k": 20, "repetition_penalty": 1.5}
+    assert checked(load_model(write(tmp_path / "n.gguf")).text.sampling()) == {}
 
 
 def test_a_folder_with_one_gguf_file_is_that_file(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ def choose_token(logits: NDArray[floating], choose: SamplingSpec) -> int:
     """Return the target's own token at one position; BROKEN if there is none. logits: [vocab] raw."""
     params = choose.params
     z = apply_edits(logits, choose.edits) if params.greedy else scaled(logits, params, choose.edits)
+    if choose.mask is not None:
+        z = np.array([x if choose.mask[i // 32] >> i % 32 & 1 else -np.inf for i, x in enumerate(z)], z.dtype)
     if not np.isfinite(z.max()):
         return BROKEN
     if params.greedy:

@@ -12,7 +12,7 @@ import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import httpx
 import psutil
@@ -92,13 +92,20 @@ class Server:
 
 
 @contextmanager
-def running(model: Path, *flags: str, env: dict[str, str] | None = None) -> Iterator[Server]:
-    """A server in a process of its own, on a free port, with the model loaded."""
+def running(
+    model: Path, *flags: str, env: dict[str, str] | None = None, stderr: IO[str] | None = None
+) -> Iterator[Server]:
+    """A server in a process of its own, on a free port, with the model loaded. stderr: None inherits ours."""
     arguments = ["serve", "--port", "0", "--model", str(model), "--threads", "1", "--max-len", str(MAX_LEN)]
     arguments += ["--draft", "ngram:k=4"]  # the usual `auto` first measures what steps cost
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
     process = subprocess.Popen(
-        [*COMMAND, *arguments, *flags], stdout=subprocess.PIPE, text=True, env=environment, cwd=Path.cwd()
+        [*COMMAND, *arguments, *flags],
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        env=environment,
+        cwd=Path.cwd(),
     )
     watchdog = threading.Timer(LONGEST_S, process.kill)
     watchdog.start()

@@ -86,6 +86,17 @@ def test_an_answer_can_be_sent_back_as_the_client_dumps_it(client: OpenAI) -> No
     assert len(texts) == 1
 
 
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+def test_a_request_that_says_nothing_is_sampled_as_the_banner_says(
+    server: Server, http: httpx.Client, route: str
+) -> None:
+    assert "temperature 0.7, top_p 0.95  (where a request says nothing" in server.banner
+    body = {"max_tokens": 30, "seed": 5} | ({"messages": MESSAGES} if "chat" in route else {"prompt": "the cat"})
+    given = post(http, body, route)["choices"][0]
+    assert given == post(http, body | {"temperature": 0.7, "top_p": 0.95}, route)["choices"][0]
+    assert given != post(http, body | {"temperature": 2, "top_p": 1}, route)["choices"][0]
+
+
 def test_completions_with_the_openai_client(client: OpenAI) -> None:
     done = client.completions.create(model="default", prompt="the then", max_tokens=6, temperature=0, logprobs=2)
     logprobs = done.choices[0].logprobs

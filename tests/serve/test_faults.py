@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from paceline.core.params import SamplingParams
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.wire import Failed, Submit, encode
 from paceline.serve.server import HttpConfig
-from paceline.serve.worker.client import EngineClient, _message, _private_folder
+from paceline.serve.worker.client import EngineClient, _message
 from paceline.serve.worker.messages import (
     Load,
     OutcomeBatch,
@@ -37,6 +36,7 @@ from paceline.serve.worker.messages import (
     StopEngine,
     decode_to_server,
 )
+from paceline.serve.worker.socket_folder import socket_folder
 from tests.serve.conftest import running
 
 if TYPE_CHECKING:
@@ -229,9 +229,8 @@ def test_a_server_does_not_import_torch() -> None:
 
 
 def test_broken_messages_do_not_end_the_engine(model: Path) -> None:
-    folder = _private_folder()  # with a path short enough for a socket, which pytest's own may not have
-    address = f"ipc://{folder}/s"
-    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+    with socket_folder() as folder, zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+        address = f"ipc://{folder}/s"
         socket.bind(address)
         command = [sys.executable, "-m", "paceline.serve.worker.process", address]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -257,7 +256,6 @@ def test_broken_messages_do_not_end_the_engine(model: Path) -> None:
             process.kill()
             process.wait()
             process.stdin.close()
-            shutil.rmtree(folder)
 
 
 def test_broken_messages_do_not_end_the_server(model: Path) -> None:

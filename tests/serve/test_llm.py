@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,22 @@ def test_generate_from_texts_and_ids(llm: LLM) -> None:
     assert one[0].seed == 4
     assert one[0].figures.completion_tokens == len(one[0].token_ids)
     assert llm.generate(one[0].prompt_ids, SHORT)[0].token_ids == one[0].token_ids
+
+
+def test_calls_without_parameters_sample_as_the_model_asks(model: Path, tmp_path: Path, llm: LLM) -> None:
+    assert llm.default_params == SamplingParams(temperature=0.7, top_p=0.95)
+    folder = shutil.copytree(model, tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"temperature": 0.4, "top_k": 5, "top_p": -3}')
+    hi = [{"role": "user", "content": "hi"}]
+    with LLM(folder, draft=NGRAM, threads=1, num_rows=2, max_len=256) as own:  # type: ignore[arg-type]
+        assert own.default_params == SamplingParams(temperature=0.4, top_k=5)
+        given = own.chat(hi)
+        same = SamplingParams(temperature=0.4, top_k=5, seed=given.seed, max_tokens=len(given.token_ids))
+        assert own.chat(hi, same).token_ids == given.token_ids
+    with LLM(folder, draft=NGRAM, threads=1, num_rows=2, max_len=256, sampling_defaults="neutral") as own:  # type: ignore[arg-type]
+        assert own.default_params == SamplingParams()
+    with pytest.raises(ConfigError, match="model or neutral"):
+        LLM(str(model), sampling_defaults="mine")
 
 
 def test_generate_takes_every_prompt_of_an_iterator(llm: LLM) -> None:
@@ -259,7 +276,7 @@ def test_generate_writes_json_lines(
     ]
     path = tmp_path / "p.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
-    flags = ["--json", "--n", "2", "--max-tokens", "12", "--seed", "4", "--temperature", "0.9"]
+    flags = ["--json", "--n", "2", "--max-tokens", "12", "--seed", "4", "--temperature", "0.9", "--top-p", "1"]
     assert command(model, "generate", "--prompts", str(path), *flags) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(row["id"], row["choice"]) for row in found] == [(i, c) for i in (1, 81, "m") for c in (0, 1)]

@@ -98,7 +98,9 @@ class RowGrammars:
         if not self._states or compiled is None:
             return NO_MASKS
         rows = enumerate(zip(batch.rows, draft.rows, strict=True))
-        wanted = {i: (self._states[r.row], d.token_ids) for i, (r, d) in rows if r.samples and r.row in self._states}
+        wanted = {
+            i: (self._states[r.row], d.token_ids) for i, (r, d) in rows if r.samples and r.row in self._states
+        }
         if not wanted or any(drafts and drafts[0] == UNCHOSEN for _, drafts in wanted.values()):
             return NO_MASKS  # or the device has yet to say what it drafted
         masks = compiled.masks(list(wanted.values()))
@@ -108,7 +110,10 @@ class RowGrammars:
         """Return scores whose specs have the masks. made: beside the pass, if its drafts were known then."""
         if not self._states:
             return scores
-        if any(list(draft.rows[i].token_ids) != list(drafts) for i, drafts in made.drafts.items()) or not made.masks:
+        if (
+            any(list(draft.rows[i].token_ids) != list(drafts) for i, drafts in made.drafts.items())
+            or not made.masks
+        ):
             made = self.masks(batch, draft)
         if not made.masks:
             return scores

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from paceline.backend.seam import RowView, Span
     from paceline.core.nouns import Admission, Batch, ChooseKind, Draft, Request, Verdict
+    from paceline.core.params import SamplingParams
 
 SLACK_TOKENS = 64  # a row may overshoot its limit by the drafts of its last passes
 
@@ -152,6 +153,7 @@ class Rows(TokenRows):
         self._eos_ids = eos_ids
         self._law_needs_probs = law_needs_probs
         self._counted: set[int] = set()  # rows whose tokens change the choices behind them
+        self._scoring: set[int] = set()  # rows whose requests ask for scores of their prompts
         self.grammars = RowGrammars()
 
     @property
@@ -176,7 +178,7 @@ class Rows(TokenRows):
     def _new_text(self, row: int) -> kernels.TextIndex:
         request = self.requests[row]
         assert request is not None
-        max_len = len(request.prompt_ids) + (request.params.max_tokens or 0)
+        max_len = len(request.prompt_ids) + max(request.params.max_tokens, 1)
         text = self._texts[row] = kernels.TextIndex(min(max_len, self.max_len))
         return text
 
@@ -196,6 +198,7 @@ class Rows(TokenRows):
         self.computed[row] = admission.cached_len
         self.put_pages(row, 0, admission.pages)
         self.requests[row] = request
+        (self._scoring.discard if request.params.prompt_logprobs is None else self._scoring.add)(row)
         self._texts[row] = None
         self.grammars.admit(admission)
         own_stops = frozenset(request.params.stop_token_ids)
@@ -212,13 +215,30 @@ class Rows(TokenRows):
 
     # What a target pass reads --------------------------------------------------------------------
 
-    def pack_batch(self, batch: Batch, draft: Draft) -> Packed:
-        """Return the packed tokens of a target pass: each row's known tokens, then its drafts."""
+    def num_scored(self, batch: Batch) -> Sequence[int]:
+        """Return how many known tokens of each row score their successors; empty if none does. [num_rows]"""
+        if not self._scoring:
+            return ()
+        return [r.num_known - r.samples if r.row in self._scoring and not r.decodes else 0 for r in batch.rows]
+
+    def params(self, row: int) -> SamplingParams:
+        """Return the parameters of a row's request."""
+        request = self.requests[row]
+        assert request is not None
+        return request.params
+
+    def pack_batch(self, batch: Batch, draft: Draft, scored: Sequence[int] = ()) -> Packed:
+        """Return the packed tokens of a target pass: each row's known tokens, then its drafts.
+
+        scored: as `num_scored`; these are wanted, too.
+        """
         spans = [
             (r.row, self.computed.item(r.row), r.num_known, d.token_ids)
             for r, d in zip(batch.rows, draft.rows, strict=True)
         ]
         wanted = [1 + len(d) if r.samples else 0 for r, d in zip(batch.rows, draft.rows, strict=True)]
+        if scored:
+            wanted = [own + count for own, count in zip(wanted, scored, strict=True)]
         return self.pack(spans, wanted)
 
     def specs(self, batch: Batch, draft: Draft) -> tuple[list[int], list[SamplingSpec]]:

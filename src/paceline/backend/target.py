@@ -7,6 +7,7 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
+from paceline.backend.prompt_scores import scoring_pass
 from paceline.backend.seam import PassRequest
 from paceline.core.nouns import Scores, Taps, noun
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from paceline.backend.pass_thread import PassThread
+    from paceline.backend.prompt_scores import ScoringPass
     from paceline.backend.rows import Rows
     from paceline.backend.seam import Decoder, Executor, PassResult, Pending
     from paceline.core.nouns import Batch, Draft, Verdict
@@ -45,6 +47,7 @@ class HostPass:
     request: PassRequest
     cu_len: Sequence[int]  # as `Scores.cu_len`
     starts: Sequence[int]  # as `Taps.starts`
+    scoring: ScoringPass | None = None  # None: no prompt is scored
 
     def launch(self, thread: PassThread | None = None) -> PendingPass:
         """Launch a pass that touches no row, see `ReadyPass`."""
@@ -96,6 +99,7 @@ class Backend:
     """Executes the target. Owns every row's outcome-dependent state (`rows`) and the target's KV."""
 
     late: ClassVar[bool] = False  # the next pass of a row may be gathered before the host knows this one's outcome
+    scores_prompts: ClassVar[bool] = True  # takes requests that ask for log-probabilities of their prompts
 
     def __init__(self, decoder: Decoder, rows: Rows, num_pages: int) -> None:
         self.decoder = decoder
@@ -119,10 +123,13 @@ class Backend:
 
     def request(self, batch: Batch, draft: Draft) -> ReadyPass:
         """Gather a pass over the known tokens and the drafts of a batch."""
-        packed = self.rows.pack_batch(batch, draft)
+        scored = self.rows.num_scored(batch)
+        packed = self.rows.pack_batch(batch, draft, scored)
         cu_len, specs = self.rows.specs(batch, draft)
         starts = [self.rows.computed_len(r.row) for r in batch.rows] if self.taps else ()
-        return HostPass(self.decoder, PassRequest(packed, self.kv, specs, taps=self.taps), cu_len, starts)
+        scoring = scoring_pass(self.rows, batch, scored, cu_len, specs) if scored else None
+        asked = specs if scoring is None else scoring.all_specs
+        return HostPass(self.decoder, PassRequest(packed, self.kv, asked, taps=self.taps), cu_len, starts, scoring)
 
     def commit(self, batch: Batch, verdict: Verdict) -> None:
         """Advance the rows by what was kept."""
@@ -137,6 +144,9 @@ def _run(executor: Executor, request: PassRequest) -> PassResult:
 
 
 def _scores(asked: HostPass, result: PassResult) -> Scores:
-    packed, specs = asked.request.packed, asked.request.specs
+    packed, specs, prompts = asked.request.packed, asked.request.specs, None
+    if asked.scoring is not None:
+        specs = asked.scoring.specs
+        result, prompts = asked.scoring.split(result)
     taps = Taps(result.taps, packed.cu_len, packed.slots, asked.starts) if result.taps else None
-    return Scores(asked.cu_len, specs, result.token_ids, result.logits, result.logit_idx, taps)
+    return Scores(asked.cu_len, specs, result.token_ids, result.logits, result.logit_idx, taps, prompts=prompts)

@@ -1,4 +1,4 @@
-"""Expectation of the step that is being taken in, for those who want to see it."""
+"""Expectation of a step, for those who want to see it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 
 from paceline.control.controller import ClosedLoop
 from paceline.control.goodput import Goodput
-from paceline.control.policy import NONE
 from paceline.core.nouns import noun
 
 if TYPE_CHECKING:
@@ -30,20 +29,24 @@ class Expectation:
 NOTHING = Expectation({}, None, None)  # of a controller that estimates nothing
 
 
-def expectation_of(controller: Controller) -> Expectation:
-    """Return what a controller expects of its last plan. Call before it learns from that step."""
+def expectation_of(controller: Controller, verified: Mapping[int, int]) -> Expectation:
+    """Return what a controller expects of a step. Call before it learns from it.
+
+    verified: drafts by row that are scored; drafting may have ended before the plan's bound.
+    """
     if not isinstance(controller, ClosedLoop) or not isinstance(controller.policy, Goodput):
         return NOTHING
     planned = controller.planned
     if planned is None or not planned[0].num_rows:
         return NOTHING
     view, decision = planned
-    choice = controller.policy.choice
-    tokens = choice.expected_tokens(view, decision.drafters, decision.ks).tolist()
-    no_ks, no_drafters = np.zeros(view.num_rows, np.int64), np.full(view.num_rows, NONE)
-    plain_s = choice.cost.price(view.work + view.prefill, view.lengths, no_ks, no_drafters)
-    row_tokens = dict(zip(view.rows.tolist(), tokens, strict=True))
-    return Expectation(row_tokens, _finite(decision.seconds), _finite(plain_s))
+    choice, base = controller.policy.choice, view.work + view.prefill
+    rows, no_ks = view.rows.tolist(), np.zeros(view.num_rows, np.int64)
+    ks, drafters = np.array([verified.get(row, 0) for row in rows]), np.maximum(decision.drafters, 0)
+    tokens = choice.expected_tokens(view, drafters, ks).tolist()
+    seconds = choice.cost.price(base, view.lengths, ks, drafters)
+    plain_s = choice.cost.price(base, view.lengths, no_ks, drafters)
+    return Expectation(dict(zip(rows, tokens, strict=True)), _finite(seconds), _finite(plain_s))
 
 
 def _finite(seconds: float) -> float | None:

@@ -28,6 +28,7 @@ from paceline.control.plan_reuse import MANY_ROWS
 from paceline.control.policy import Decision, Drafted, Outcomes, StepView, Work
 from paceline.control.row_by_row import THROUGHPUT, Objective, alive_once_drafted
 from paceline.core.errors import ConfigError
+from paceline.core.system import file_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -131,7 +132,7 @@ def conditional(accepted_at: NDArray[float64] | tuple[float, ...]) -> NDArray[fl
 def read_profile(path: Path) -> Profile:
     """Read a profile of either format. Raises `ConfigError`."""
     try:
-        if path.stat().st_size > MAX_PROFILE_BYTES:
+        if file_size(path) > MAX_PROFILE_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_PROFILE_BYTES >> 20} MiB; is it a profile?")
         values = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
@@ -359,6 +360,7 @@ def drafter_names(path: Path) -> tuple[str, ...]:
 def _read(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines, without a last one that was not written whole."""
     try:
+        file_size(path)
         with path.open() as file:
             for line in file:
                 try:

@@ -260,6 +260,14 @@ class SamplingSpec(NamedTuple):
 
 
 @noun
+class PromptScores:
+    """Log-probabilities of prompt tokens that a chunk of prefill has scored."""
+
+    first: int  # place of the first of these tokens in its row
+    logprobs: Sequence[TokenLogprobs]
+
+
+@noun
 class Taps:
     """Hidden states of every token of a target pass, for the drafters that read them."""
 
@@ -281,6 +289,7 @@ class Scores:
     taps: Taps | None = None  # None if no drafter reads them
     draft: Draft | None = None  # as scored, where a device has made it; None: as asked
     made: Draft | None = None  # all that the device has made, as far as it may be scored
+    prompts: Mapping[int, PromptScores] | None = None  # by row of the batch; None: no prompt is scored
 
     def check(self) -> None:
         """Assert that offsets and lengths agree."""
@@ -338,6 +347,7 @@ class Figures:
     accepted_tokens: int
     seed: int
     preemptions: int = 0
+    kept_by: tuple[tuple[str, int], ...] = ()  # (drafter, its accepted tokens)
 
     @property
     def acceptance_length(self) -> float:
@@ -357,4 +367,7 @@ class Outcome:
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it
     figures: Figures | None = None  # with the last outcome
     error: str | None = None  # with finish_reason "error"
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = (
+        None  # [prompt_len - 1], with the first outcome if asked for
+    )
     notes: tuple[PassNote, ...] = ()  # of the passes that made these tokens, if the request asked

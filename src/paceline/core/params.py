@@ -34,12 +34,13 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "presence_penalty": (-100.0, 100.0),
     "frequency_penalty": (-100.0, 100.0),
     "min_tokens": (0, MAX_TOKENS),
-    "max_tokens": (1, MAX_TOKENS),
+    "max_tokens": (0, MAX_TOKENS),
     "logprobs": (0, MAX_TOP_LOGPROBS),
+    "prompt_logprobs": (0, MAX_TOP_LOGPROBS),
     "seed": (0, MAX_SEED),
     "n": (1, MAX_CHOICES),
 }
-_INTEGERS = frozenset({"top_k", "min_tokens", "max_tokens", "logprobs", "seed", "n"})
+_INTEGERS = frozenset({"top_k", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs", "seed", "n"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,9 @@ class Grammar:
 
     def __post_init__(self) -> None:
         if self.kind not in GRAMMAR_KINDS:
-            raise RequestError(f"a grammar is one of {', '.join(GRAMMAR_KINDS)}, not {shown(self.kind)}", "grammar")
+            raise RequestError(
+                f"a grammar is one of {', '.join(GRAMMAR_KINDS)}, not {shown(self.kind)}", "grammar"
+            )
         if not isinstance(self.text, str) or not 0 < len(self.text) <= MAX_GRAMMAR_CHARS:
             raise RequestError(f"a grammar must be a text of 1 to {MAX_GRAMMAR_CHARS} characters", "grammar")
 
@@ -110,9 +113,10 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # may be given as a list or None
     include_stop: bool = False  # keep the stop string at the end of the text
     min_tokens: int = 0
-    max_tokens: int = 256
+    max_tokens: int = 256  # 0: the answer is empty, and the request ends with its prefill
     ignore_eos: bool = False
     logprobs: int | None = None  # number of alternatives beside the chosen token; None: no log-probabilities
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens, but for the first
     n: int = 1
     grammar: Grammar | None = None  # that the answer must fit
 
@@ -156,7 +160,9 @@ class SamplingParams:
         if not isinstance(self.grammar, Grammar):
             raise RequestError(f"grammar must be a Grammar, not {type(self.grammar).__name__}", "grammar")
         if self.ignore_eos:
-            raise RequestError("ignore_eos and a grammar exclude each other: a grammar says where to end", "ignore_eos")
+            raise RequestError(
+                "ignore_eos and a grammar exclude each other: a grammar says where to end", "ignore_eos"
+            )
 
     @property
     def greedy(self) -> bool:
@@ -201,7 +207,7 @@ def _check_switch(name: str, value: object) -> None:
 
 
 def _check_number(name: str, value: object, low: float, high: float) -> None:
-    if value is None and name in ("logprobs", "seed"):
+    if value is None and name in ("logprobs", "prompt_logprobs", "seed"):
         return
     kind = int if name in _INTEGERS else (int, float)
     if isinstance(value, bool) or not isinstance(value, kind):

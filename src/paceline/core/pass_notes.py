@@ -1,4 +1,4 @@
-"""Notes of passes: what one pass did for a request that asked, and what a step did for whoever watches."""
+"""Notes of a pass, for a request, and of a step, for whoever watches."""
 
 from __future__ import annotations
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
 import platform
 import resource
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -200,6 +202,15 @@ def _try_lock(file: IO[str]) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def file_size(path: Path) -> int:
+    """Return the size of a file that can be read to its end. Raises `OSError` for a folder, a pipe or a device."""
+    if not stat.S_ISREG((found := path.stat()).st_mode):
+        raise OSError(errno.EINVAL, "it is a folder, a pipe or a device, and no file", str(path))
+    if not os.access(path, os.R_OK):
+        raise PermissionError(errno.EACCES, "this user may not read it", str(path))
+    return found.st_size
 
 
 def end_with_parent() -> None:

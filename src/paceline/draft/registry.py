@@ -62,7 +62,7 @@ class DrafterConfig(Protocol):
 
 AUTO = "auto"
 BETWEEN_SPECS = re.compile(r"\+(?![0-9.])")  # a + before a number stands within an option
-ALWAYS_USEFUL = ("suffix", "grammar")  # drafters that `auto` has for every target: they cost nothing where they do not help
+ALWAYS_USEFUL = ("suffix", "grammar")  # drafters that `auto` has for every target: no cost where they do not help
 IF_SHIPPED = ("eagle3",)  # those that it has where they come with the project
 IF_PULLED = "draft-model:model={}"  # and that it has with the catalogue's model for the target, once that is here
 

@@ -33,6 +33,7 @@ UNLOADED = (
     "drafter %s is unloaded: as often as it was tried, it could not have paid for itself here; "
     "its weights and %.0f MiB of its KV are given back, texts stay the same"
 )
+NO_PROMPT_SCORES = "this backend does not score prompts; leave out prompt_logprobs, and logprobs with echo"
 
 
 class Engine(Verbs):
@@ -64,6 +65,8 @@ class Engine(Verbs):
             raise RequestError(f"request id {request.request_id!r} is in use")
         check_token_ids(request.prompt_ids, request.params, self.target.config.vocab_size)
         self._check_speculation(request)
+        if request.params.prompt_logprobs is not None and not self.target.scores_prompts:
+            raise RequestError(NO_PROMPT_SCORES, "prompt_logprobs")
         self._check_grammar(request)
         check_room(self.scheduler, request)
         self.scheduler.add(request)

@@ -1,4 +1,4 @@
-"""Notes of passes, for requests that asked and for whoever watches; nothing is made for others."""
+"""Notes of passes, for requests that asked and for whoever watches."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.control.expectation import Expectation
-    from paceline.control.protocols import StepTimes
-    from paceline.core.nouns import BatchRow, Outcome, Request, RowDraft, RowVerdict, Verdict
-    from paceline.engine.step import StepInput
+    from paceline.control.protocols import Controller, StepTimes
+    from paceline.core.nouns import Batch, BatchRow, Draft, Outcome, Request, RowDraft, RowVerdict, Verdict
 
 LAST_STEPS = 20
 
@@ -63,24 +62,31 @@ class NoteBook:
 
     def add(
         self,
-        drafted: StepInput,
+        controller: Controller,
+        batch: Batch,
+        proposed: Draft,
+        draft: Draft,
         verdict: Verdict,
         kept: Sequence[int | None],
         times: StepTimes,
         num_waiting: int,
     ) -> None:
-        """Note a step. kept: tokens that each row's answer took, None if it had ended before."""
-        step = _Step(len(kept), times, expectation_of(drafted.controller))
-        rows = zip(drafted.batch.rows, drafted.proposed.rows, drafted.draft.rows, verdict.rows, kept, strict=True)
+        """Note a step.
+
+        kept: tokens that each row's answer took, None if it had ended before.
+        """
+        verified = {r.row: len(d) for r, d in zip(batch.rows, draft.rows, strict=True)}
+        step = _Step(len(kept), times, expectation_of(controller, verified))
+        rows = zip(batch.rows, proposed.rows, draft.rows, verdict.rows, kept, strict=True)
         seen: list[tuple[BatchRow, RowDraft, int]] = []
-        for row, proposed, draft, gained, count in rows:
+        for row, whole, scored, gained, count in rows:
             if count is None:
                 continue
             notes = self._open.get(row.request_id)
             if notes is not None:
-                notes.append(_note(row, proposed, draft, gained, count, step))
+                notes.append(_note(row, whole, scored, gained, count, step))
             if row.decodes and row.request_id not in self._salted:
-                seen.append((row, draft, count))
+                seen.append((row, scored, count))
         if self.steps is not None and seen:
             self.steps.append(_step_note(seen, step, num_waiting))
         self._forget_ended()
@@ -102,7 +108,7 @@ class NoteBook:
 
 
 def _taken(notes: deque[PassNote], outcome: Outcome) -> list[PassNote]:
-    """Take the notes that cover an outcome's tokens; all that are left with the last one."""
+    """Take the notes that cover an outcome's tokens; the last one takes all."""
     found: list[PassNote] = []
     missing = len(outcome.token_ids)
     while notes and (missing > 0 or outcome.finish_reason is not None):

@@ -7,7 +7,7 @@ open request. `OutputQueue` holds what answers gained until the loop has time to
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from paceline.core.nouns import Figures, Outcome
@@ -17,7 +17,7 @@ from paceline.engine.stops import StopCheck, TokenwiseChecker
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from paceline.core.nouns import Request, RowVerdict, TokenLogprobs
+    from paceline.core.nouns import PromptScores, Request, RowDraft, RowVerdict, TokenLogprobs
     from paceline.engine.scheduler import RequestState
     from paceline.model.detokenizer import Detokenizer
 
@@ -79,6 +79,8 @@ class Response:
     drafted_tokens: int = 0
     verified_tokens: int = 0
     accepted_tokens: int = 0
+    kept_by: dict[str, int] = field(default_factory=dict)  # accepted tokens by drafter
+    prompt_logprobs: list[TokenLogprobs] | None = None  # as far as they are known; None once handed out
 
     def take(self, token_ids: Sequence[int]) -> StopCheck:
         """Add a pass's tokens to the answer. An error ends this request, never another."""
@@ -88,13 +90,20 @@ class Response:
             log.exception(FAILED, self.request_id)
             return StopCheck(0, "error")
 
-    def count_pass(self, num_drafted: int, num_verified: int, num_accepted: int, num_tokens: int) -> None:
+    def count_pass(self, proposed: RowDraft, num_verified: int, num_accepted: int, num_tokens: int) -> None:
         """Count one decode pass. num_accepted, num_tokens: without those behind a stop."""
         self.decode_passes += 1
         self.decoded_tokens += num_tokens
-        self.drafted_tokens += num_drafted
+        self.drafted_tokens += len(proposed)
         self.verified_tokens += num_verified
-        self.accepted_tokens += num_accepted
+        if num_accepted and proposed.drafter is not None:
+            self.accepted_tokens += num_accepted
+            self.kept_by[proposed.drafter] = self.kept_by.get(proposed.drafter, 0) + num_accepted
+
+    def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        """Return the log-probabilities of the prompt, once."""
+        scored, self.prompt_logprobs = self.prompt_logprobs, None
+        return None if scored is None else tuple(scored)
 
     def figures(self, state: RequestState) -> Figures:
         """Return the counts that go with the last outcome."""
@@ -109,6 +118,7 @@ class Response:
             accepted_tokens=self.accepted_tokens,
             seed=state.request.seed,
             preemptions=state.num_preemptions,
+            kept_by=tuple(self.kept_by.items()),
         )
 
 
@@ -131,7 +141,17 @@ class OutputQueue:
         """Begin the response to a request."""
         self.book.open(request)
         checker = StopChecker(request, eos_ids, detokenizer)
-        self.responses[request.request_id] = Response(request.request_id, checker)
+        self.responses[request.request_id] = response = Response(request.request_id, checker)
+        if request.params.prompt_logprobs is not None:
+            response.prompt_logprobs = []
+
+    def score_prompt(self, request_id: str, scores: PromptScores) -> None:
+        """Add scores of a prompt. After a preemption they come again, and those known are left out."""
+        response = self.responses.get(request_id)
+        if response is None or response.prompt_logprobs is None:  # ended, or its answer has begun
+            return
+        known = response.prompt_logprobs
+        known += scores.logprobs[len(known) + 1 - scores.first :]
 
     def put(self, response: Response, token_ids: Sequence[int], verdict: RowVerdict) -> None:
         """Queue a response's tokens. The first of an answer become an outcome at once."""
@@ -175,6 +195,7 @@ class OutputQueue:
                 stop_reason=check.stop_reason,
                 figures=response.figures(state),
                 error=INTERNAL if check.finish_reason == "error" else None,
+                prompt_logprobs=response.take_prompt_logprobs(),
             )
         )
 
@@ -193,7 +214,12 @@ class OutputQueue:
             self.end(response, StopCheck(0, "error"), "")
             return
         logprobs = None if verdict.logprobs is None else _logprobs(verdict, len(token_ids))
-        self.outcomes.append(Outcome(response.request_id, tuple(token_ids), text, logprobs))
+        if response.prompt_logprobs is None:
+            self.outcomes.append(Outcome(response.request_id, tuple(token_ids), text, logprobs))
+        else:
+            scored = response.take_prompt_logprobs()
+            outcome = Outcome(response.request_id, tuple(token_ids), text, logprobs, prompt_logprobs=scored)
+            self.outcomes.append(outcome)
 
 
 def _logprobs(verdict: RowVerdict, count: int) -> tuple[TokenLogprobs, ...] | None:

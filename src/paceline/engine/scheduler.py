@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from paceline.core.nouns import Plan, Request
 
+SCORED_COST = 4  # prompt tokens whose prefill counts like one that gets log-probabilities
 Group = int | None  # index of a group of rows that run together; None: all rows
 
 
@@ -62,6 +63,16 @@ class RequestState:
     cached_len: int = 0  # prompt tokens found in the prefix cache at its first admission
     num_preemptions: int = 0
     ended: bool = False  # finished or cancelled; its row is kept while a pass is in flight
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True if its prompt's tokens get log-probabilities."""
+        return self.request.params.prompt_logprobs is not None
+
+    @property
+    def token_cost(self) -> int:
+        """Share of a step's prefill that one token takes: a scored one has logits as well."""
+        return SCORED_COST if self.scores_prompt else 1
 
     @property
     def upper_len(self) -> int:
@@ -171,10 +182,10 @@ class Scheduler:
         for state in self.prefilling(group):
             if budget > 0 and not self.out_of_pages:
                 rows.append(self._prefill_row(state, budget))
-                budget -= rows[-1].num_known
+                budget -= rows[-1].num_known * state.token_cost
         while budget > 0 and not self.out_of_pages and (admitted := self._admit(group)) is not None:
             rows.append(self._prefill_row(admitted, budget))
-            budget -= rows[-1].num_known
+            budget -= rows[-1].num_known * admitted.token_cost
             admissions.append(_admission(admitted))
         self._step += 1
         return Batch(self._step, tuple(rows), tuple(admissions))
@@ -226,7 +237,7 @@ class Scheduler:
         return self._batch_row(state, num_known=1, num_drafts=k, samples=True, decodes=True)
 
     def _prefill_row(self, state: RequestState, budget: int) -> BatchRow:
-        num_known = min(budget, len(state.token_ids) - state.scheduled_len)
+        num_known = min(max(budget // state.token_cost, 1), len(state.token_ids) - state.scheduled_len)
         state.scheduled_len += num_known
         state.decoding = state.scheduled_len == len(state.token_ids)
         return self._batch_row(state, num_known, num_drafts=0, samples=state.decoding, decodes=False)
@@ -259,7 +270,8 @@ class Scheduler:
         self.publish()
         state = self.waiting[0]
         known_len = len(state.token_ids)
-        hits = self.pool.match(state.page_hashes((known_len - 1) // PAGE_TOKENS))
+        num_pages = 0 if state.scores_prompt else (known_len - 1) // PAGE_TOKENS  # a cached token is not scored
+        hits = self.pool.match(state.page_hashes(num_pages))
         need = pages_for(known_len) - len(hits)
         reserve = min(
             len(self.running), self.pool.num_pages - pages_for(known_len)

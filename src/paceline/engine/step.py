@@ -224,14 +224,17 @@ class Verbs:
         drafters_s = perf_counter() - start
         drafted.draft_s += drafters_s
         self._stats.draft_s += drafters_s
+        for index, scores in (scored.scores.prompts or {}).items():
+            self.outputs.score_prompt(batch.rows[index].request_id, scores)
         left = self._take_in(drafted, verdict)
         self._stats.count_pass(batch, proposed, draft, verdict, left)
         rows = ((batch.rows[i], verdict.rows[i], proposed.rows[i], draft.rows[i]) for i in left)
-        kept = [self._commit_row(r, v, len(p), len(d)) for r, v, p, d in rows]
+        kept = [self._commit_row(r, v, p, len(d)) for r, v, p, d in rows]
         self._stats.count_step(scored.target_s, scored.overlapped_s, overlapped=drafted.group is not None)
         start, times = perf_counter(), drafted.times(scored.target_s)
         if self.outputs.book.wanted:  # before the controller learns: what it expected
-            self.outputs.book.add(drafted, verdict, kept, times, len(self.scheduler.waiting))
+            num_waiting = len(self.scheduler.waiting)
+            self.outputs.book.add(drafted.controller, batch, proposed, draft, verdict, kept, times, num_waiting)
         self._learn(drafted, verdict, times)
         self._stats.control_s += perf_counter() - start
 
@@ -274,8 +277,8 @@ class Verbs:
         self._stats.count_plain(num_passes, num_tokens)
         return left
 
-    def _commit_row(self, r: BatchRow, verdict: RowVerdict, num_drafted: int, num_verified: int) -> int | None:
-        """Take in a row's outcome; return its kept tokens, None if its answer had ended before."""
+    def _commit_row(self, r: BatchRow, verdict: RowVerdict, proposed: RowDraft, num_verified: int) -> int | None:
+        """Take in a row's outcome; return its kept tokens, None if it had ended."""
         state = self.scheduler.requests[r.request_id]
         response = self.outputs.responses.get(r.request_id)
         if response is None:  # it ended while this pass ran
@@ -285,7 +288,7 @@ class Verbs:
         count, ends = check.num_tokens, check.finish_reason is not None
         token_ids = verdict.token_ids if count == len(verdict.token_ids) else verdict.token_ids[:count]
         if r.decodes:
-            response.count_pass(num_drafted, num_verified, min(verdict.num_accepted, count), count)
+            response.count_pass(proposed, num_verified, min(verdict.num_accepted, count), count)
             self._stats.decoded_tokens += count
         self._stats.output_tokens += count
         num_full = state.computed_len // PAGE_TOKENS

@@ -40,6 +40,8 @@ class TokenwiseChecker:
 
     def take_each(self, token_ids: Sequence[int]) -> StopCheck:
         """Add tokens one by one: one may end the answer. Earlier tokens have been read."""
+        if token_ids and not self._params.max_tokens:
+            return StopCheck(0, "length")
         for count, token_id in enumerate(token_ids, 1):
             if token_id == BROKEN:
                 self._text += self._all_held()

@@ -11,6 +11,7 @@ import logging
 import re
 from collections import OrderedDict
 from functools import cache, cached_property, lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import RequestError
@@ -33,11 +34,11 @@ WORD_BITS = 32
 MAX_COMPILED = 64  # grammars kept compiled; the longest unused is dropped first
 MAX_MASK_THREADS = 8
 CORES_PER_MASK_THREAD = 4  # the pass beside has the others
-# As most models and `json.dumps` write it. Free white space would be a place to loop in, and the more is fixed, the
-# more is drafted for nothing. A schema's own "x-guidance" may say otherwise.
-JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# As most models and `json.dumps` write it. Free white space would be a place to loop in, and what is fixed is
+# drafted for nothing. A schema's own "x-guidance" may say otherwise.
+JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # Bounds on what one grammar may take: symbols, states and work to begin, and for each token.
-LIMITS = {
+LIMITS: dict[str, Any] = {
     "max_items_in_row": 2000,
     "initial_lexer_fuel": 2_000_000,
     "step_lexer_fuel": 500_000,
@@ -182,7 +183,7 @@ class Grammars:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
         if plain := [(matcher, start) for matcher, start, drafts in jobs if not drafts]:
             self._executor.unsafe_compute_mask_ptr(plain, *where)
-        masks = [whole[start:end] for start, end in zip(starts[:-1], starts[1:], strict=True)]
+        masks = [whole[start:end] for start, end in pairwise(starts.tolist())]
         for (state, drafts), mask in zip(wanted, masks, strict=True):
             if state.failed or state.matcher.is_error():
                 self._mask_one_by_one(state, drafts, mask)
@@ -199,7 +200,9 @@ class Grammars:
                 found.unsafe_compute_mask_ptr(mask[index].ctypes.data, mask[index].nbytes)
             if found is None or found.is_error():
                 mask[index:] = 0
-                log.warning("a grammar's matcher gave up: %s", found.get_error() if found else "token out of place")
+                log.warning(
+                    "a grammar's matcher gave up: %s", found.get_error() if found else "token out of place"
+                )
                 break
         state.matcher = state.again(()) or state.matcher
 
@@ -239,12 +242,14 @@ class GrammarState:
         kept = drafts[: min(matcher.validate_tokens(drafts), most)] if drafts else drafts
         if len(kept) == most or matcher.is_error():
             return kept
-        read, forced = len(kept), []
+        forced: list[int] = []
         fine = not kept or matcher.consume_tokens(kept)
         if fine and not (kept and kept[-1] in self._eos_ids):
             forced = matcher.compute_ff_tokens()
-            if matcher.is_stopped() and not matcher.is_error():
-                forced = [*forced, self._eos_ids[0]]
+            fine = not forced or matcher.consume_tokens(forced)
+        read = len(kept) + len(forced)
+        if fine and matcher.is_stopped() and not (kept and kept[-1] in self._eos_ids):
+            forced = [*forced, self._eos_ids[0]]
         if not fine or matcher.is_error() or not (read == 0 or matcher.rollback(read)):
             self.matcher = self.again(()) or matcher
         return [*kept, *forced][:most]

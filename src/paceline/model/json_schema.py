@@ -18,7 +18,17 @@ MAX_ALTERNATIVES = 64  # of a oneOf, compared pair by pair
 FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )  # that a grammar can hold; others say what a text means and are no rule
-_ONE = ("additionalProperties", "additionalItems", "items", "contains", "not", "if", "then", "else", "propertyNames")
+_ONE = (
+    "additionalProperties",
+    "additionalItems",
+    "items",
+    "contains",
+    "not",
+    "if",
+    "then",
+    "else",
+    "propertyNames",
+)
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _MAPS = ("properties", "patternProperties", "definitions", "$defs", "dependentSchemas")
 _TYPE_NAMES = {str: "string", bool: "boolean", int: "number", float: "number", list: "array", dict: "object"}
@@ -136,7 +146,9 @@ def _values(schema: Any) -> set[str] | None:
 
 def _lacks(a: Schema, b: Schema) -> bool:
     """Return True if `a` is a closed object without a property that `b` requires of objects."""
-    closed = a.get("type") == "object" and a.get("additionalProperties") is False and not a.get("patternProperties")
+    closed = (
+        a.get("type") == "object" and a.get("additionalProperties") is False and not a.get("patternProperties")
+    )
     return closed and any(name not in a.get("properties", {}) for name in _names(b.get("required")))
 
 

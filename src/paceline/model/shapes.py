@@ -226,6 +226,10 @@ class ByteText:
         raw.add_special_tokens([END])
         return raw
 
+    def sampling(self) -> dict[str, object]:
+        """Return nothing: random weights have no wishes."""
+        return {}
+
     def template(self) -> TemplateSource:
         """Return a template that names each message's role."""
         return TemplateSource(_TEMPLATE, {"eos_token": END})

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LONG_CHARS = 4096  # from this length on, a text is tokenised without holding the interpreter's lock
+WHOLE_TEXTS = "the tokenizer's own truncation and padding are switched off: prompts are taken as they are"
 _CONTEXT = "\n"  # no token joins it with what follows, also where a tokenizer puts a space before a text
 
 
@@ -64,6 +65,10 @@ class Tokenizer:
             return list(encoding.ids)
         except (UnicodeEncodeError, TypeError):  # the library says TypeError for a str it cannot encode
             raise RequestError("the text holds half a surrogate pair; send valid Unicode") from None
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            raise RequestError("this model's tokenizer cannot take this text; shorten or change it") from None
 
     def min_num_tokens(self, text: str) -> int:
         """Return a lower bound on a text's tokens without tokenising it; 0 if unknown."""
@@ -109,10 +114,15 @@ class Tokenizer:
         return self.pieces.whole(token_id).decode("utf-8", "replace")
 
 
+def is_panic(error: BaseException) -> bool:
+    """Return True for an error of Rust's, which is no `Exception` and ends a thread that does not expect it."""
+    return type(error).__name__ == "PanicException"
+
+
 def _use_whole_texts(raw: tokenizers.Tokenizer) -> None:
     """Switch truncation and padding off: left from training, they would change prompts silently."""
     if raw.truncation is not None or raw.padding is not None:
-        log.warning("the tokenizer's own truncation and padding are switched off: prompts are taken as they are")
+        log.warning(WHOLE_TEXTS)
         raw.no_truncation()
         raw.no_padding()
 

@@ -65,6 +65,9 @@ class TextSource(Protocol):
     def template(self) -> TemplateSource | None:
         """Return the chat template, None if there is none."""
 
+    def sampling(self) -> Mapping[str, object]:
+        """Return how the model asks to be sampled, by fields of `SamplingParams`, unchecked."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:

@@ -5,29 +5,34 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import Route
 
 from paceline import __version__
 from paceline.core.errors import EngineDied, PacelineError, QueueFull, RequestError
-from paceline.serve.api.auth import AuthMiddleware
+from paceline.serve.api.auth import SALT, AuthMiddleware
 from paceline.serve.api.errors import ApiError, api_error_of, internal_error, shutting_down
+from paceline.serve.api.keys import KeyRing, salted
 from paceline.serve.api.openai_format import to_json
 from paceline.serve.api.parse import ClientDisconnected, Serving, chat_job, completion_job, read_body
 from paceline.serve.api.respond import Responder, ignored_names
 from paceline.serve.api.structured import GrammarChecks
+from paceline.serve.observe.access import RequestLog, RequestRecord
 from paceline.serve.observe.live import LiveFeed
 from paceline.serve.observe.metrics import Metrics
 from paceline.serve.observe.page_files import PageMiddleware, load_page
+from paceline.serve.operation import Operation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from starlette.requests import Request as HttpRequest
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -41,6 +46,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_OPEN = 1024  # answers that may be open at once
+OPERATION = Operation()
+JOB_THREADS = 4  # of bodies that are read off the event loop
 LONG_BODY_BYTES = 16 << 10  # from this size on, a body is tokenised in a thread
 
 
@@ -54,10 +61,12 @@ class AppState:
     max_open: int = MAX_OPEN
     served_names: tuple[str, ...] = ()  # of the model; empty: its own
     lenient: bool = False  # unknown fields of bodies are ignored, not refused
+    tellers: list[Callable[[RequestRecord], None]] = field(default_factory=list)  # of each request's end
     draining: bool = False  # no new work is accepted
     num_active: int = 0  # requests to the model that are being answered
     created: int = field(default_factory=lambda: int(time.time()))
     grammar_checks: GrammarChecks = field(default_factory=GrammarChecks)
+    job_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(JOB_THREADS, "job"))
     long_bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
 
     async def serving(self) -> Serving:
@@ -83,9 +92,11 @@ class AppState:
 class ModelRoute:
     """Route to the model in plain ASGI, which notices at once when a client disconnects."""
 
-    def __init__(self, state: AppState, make_job: JobMaker) -> None:
+    def __init__(self, state: AppState, make_job: JobMaker, inline: bool = False) -> None:
+        """inline: short bodies are read on the event loop; not for what waits for a template."""
         self._state = state
         self._make_job = make_job
+        self._inline = inline
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -102,7 +113,7 @@ class ModelRoute:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = self._state
         data = await read_body(scope, receive)
-        job = await self._job(data, time.monotonic())
+        job = _of_key(await self._job(data, time.monotonic()), scope.get(SALT))
         if job.ignored:
             log.warning("%s: ignored unknown fields: %s", scope["path"], ignored_names(job.ignored))
         if len(job.requests) > state.max_open:  # a retry could not succeed either
@@ -112,18 +123,25 @@ class ModelRoute:
             )
         if state.client.num_open + len(job.requests) > state.max_open:
             raise QueueFull(f"{state.client.num_open} answers are open already; try again later")
-        if job.grammar_field and state.client.ready is not None:
-            prompts = await state.tokenizer_cache.of(state.client.ready)
+        if job.grammar_field:
             grammars = (request.params.grammar for request in job.requests)
-            await state.grammar_checks.check(grammars, prompts.tokenizer, job.grammar_field)
+            await state.grammar_checks.check(grammars, state.tokenizer_cache.check_grammar, job.grammar_field)
         await Responder(job, state.metrics).run(state.client, scope, receive, send)
 
     async def _job(self, data: bytes, arrival_s: float) -> Job:
-        serving = await self._state.serving()
-        if len(data) < LONG_BODY_BYTES:
+        serving, state = await self._state.serving(), self._state
+        if len(data) < LONG_BODY_BYTES and self._inline:
             return self._make_job(data, serving, arrival_s)
-        async with self._state.long_bodies:
-            return await asyncio.to_thread(self._make_job, data, serving, arrival_s)
+        loop = asyncio.get_running_loop()
+        async with nullcontext() if len(data) < LONG_BODY_BYTES else state.long_bodies:
+            return await loop.run_in_executor(state.job_threads, self._make_job, data, serving, arrival_s)
+
+
+def _of_key(job: Job, salt: str | None) -> Job:
+    """Return a job whose requests share cached pages only with those of the same key."""
+    if salt is None:
+        return job
+    return replace(job, requests=[replace(r, salt=salted(salt, r.salt)) for r in job.requests])
 
 
 def _json(body: object, status: int = 200) -> Response:
@@ -159,7 +177,7 @@ def _routes(state: AppState) -> list[Route]:
         Route("/v1/models", models, methods=["GET"]),
         Route("/v1/models/{model:path}", model, methods=["GET"]),
         Route("/v1/chat/completions", ModelRoute(state, chat_job), methods=["POST"]),
-        Route("/v1/completions", ModelRoute(state, completion_job), methods=["POST"]),
+        Route("/v1/completions", ModelRoute(state, completion_job, inline=True), methods=["POST"]),
     ]
 
 
@@ -199,10 +217,11 @@ def _handlers(metrics: Metrics) -> dict[Any, Any]:
 def make_app(
     client: EngineClient,
     tokenizer_cache: TokenizerCache,
-    api_key: str | None = None,
+    keys: KeyRing | None = None,
     max_open: int = MAX_OPEN,
     local: bool = False,
     page: bool = True,
+    operation: Operation = OPERATION,
 ) -> tuple[ASGIApp, AppState]:
     """Return the ASGI application over an engine, and its state.
 
@@ -211,5 +230,17 @@ def make_app(
     state = AppState(client, Metrics(client), tokenizer_cache, max_open)
     client.on_snapshot = state.metrics.recent.take
     app = Starlette(routes=_routes(state), exception_handlers=_handlers(state.metrics))
-    guarded = AuthMiddleware(app, api_key, state.metrics.refused, local)
-    return PageMiddleware(guarded, load_page()) if page else guarded, state
+    ring = KeyRing(None, None) if keys is None else keys
+    guarded = AuthMiddleware(app, ring, state.metrics.refused, local, operation.allowed_hosts)
+    paged = PageMiddleware(guarded, load_page()) if page else guarded
+    state.tellers.append(state.metrics.tell)
+    return RequestLog(_with_cors(paged, operation.cors_origins), state.tellers), state
+
+
+def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Let pages of these origins send requests from browsers; never with cookies."""
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app, origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=("x-request-id",)
+    )

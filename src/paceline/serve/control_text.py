@@ -50,7 +50,7 @@ class ControlGuard:
         texts = list(_texts(values))
         if not any(self._pattern(of_assistant).search(text) for text, of_assistant in texts):
             return GuardedValues((values,))
-        replaced = self._changed(values, lambda char: _PLAIN)
+        replaced = self._changed(values, lambda _: _PLAIN)
         joined = "".join(text for text, _ in texts)
         mark = next((mark for mark in _MARKS if mark not in joined), "")
         if not mark:

@@ -63,7 +63,9 @@ class ToolUse:
         if len(set(names)) < len(names):
             raise RequestError("tools: two functions have the same name", "tools")
         if self.choice == "named" and self.named not in names:
-            raise RequestError(f"tool_choice names {shown(self.named)}, which is not among the tools", "tool_choice")
+            raise RequestError(
+                f"tool_choice names {shown(self.named)}, which is not among the tools", "tool_choice"
+            )
 
     @property
     def callable(self) -> tuple[Tool, ...]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError, EngineDied, QueueFull, RequestError, suggest
 from paceline.core.params import SamplingParams
+from paceline.core.sampling_defaults import default_params
 from paceline.core.system import uninterrupted
 from paceline.engine.assembly.build import build
 from paceline.engine.assembly.config import EngineConfig
@@ -167,6 +168,7 @@ class LLM:
     def _open(self, config: EngineConfig, progress: Progress | None) -> None:
         with _visible(progress) as callback:
             self._built: Built | None = build(config, callback)
+        self._default = default_params(self._built.sampling)
         self._numbers = itertools.count()
         self._sinks: dict[str, Callable[[Outcome], None]] = {}  # request id -> receiver of its outcomes
 
@@ -191,7 +193,16 @@ class LLM:
     def prompts(self) -> Prompts:
         """Conversion of prompts to token ids."""
         size = self._engine.target.config.vocab_size
-        return Prompts(self._engine.tokenizer, self.built.template, self.built.max_len, size)
+        built = self.built
+        return Prompts(self._engine.tokenizer, built.template, built.max_len, size, sampling=built.sampling)
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """Parameters of calls that give none: the model's own sampling, else temperature 0.7 and top_p 0.95.
+
+        `SamplingParams()` itself is neutral: temperature 1, no filter.
+        """
+        return self._default
 
     @property
     def _engine(self) -> Engine:
@@ -211,11 +222,11 @@ class LLM:
         Raises `RequestError`; then nothing is left open.
         """
         all_ids = [self._prompt_ids(prompt) for prompt in _as_list(prompts)]
-        return self._complete(all_ids, _one_for_each(params, len(all_ids)), on_done)
+        return self._complete(all_ids, self._one_for_each(params, len(all_ids)), on_done)
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
         """Answer a conversation. Raises `RequestError`."""
-        return self._complete([self.prompts.of_messages(messages)], [_or_default(params)], None)[0]
+        return self._complete([self.prompts.of_messages(messages)], [self._or_default(params)], None)[0]
 
     def _complete(
         self,
@@ -276,7 +287,7 @@ class LLM:
         """
         messages = _as_messages(prompt)
         prompt_ids = self._prompt_ids(prompt) if messages is None else self.prompts.of_messages(messages)
-        stream = self._deltas(self._requests(prompt_ids, _or_default(params)))
+        stream = self._deltas(self._requests(prompt_ids, self._or_default(params)))
         next(stream)  # enters its `try`: a generator that has not started would not run its `finally`
         return stream
 
@@ -308,10 +319,27 @@ class LLM:
             return self.prompts.of_ids(prompt)
         raise RequestError(f"a prompt must be a text or token ids, not {type(prompt).__name__}", "prompt")
 
+    def _or_default(self, params: object) -> SamplingParams:
+        """Return parameters, the default ones for None. Raises `RequestError` for any other type."""
+        if params is None:
+            return self._default
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params must be SamplingParams, not {type(params).__name__}")
+        return params
+
+    def _one_for_each(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> Sequence[SamplingParams]:
+        if not isinstance(params, list | tuple):
+            return [self._or_default(params)] * count
+        if len(params) != count:
+            raise RequestError(f"{count} prompts need one SamplingParams or {count}, not {len(params)}")
+        return [self._or_default(each) for each in params]
+
     def _requests(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> list[Request]:
         """Return one prompt's requests; the default max_tokens shrinks to what fits. Raises `PromptTooLong`."""
         room = self.prompts.room(prompt_ids)
-        if params is _DEFAULT and params.max_tokens > room:
+        if params is self._default and params.max_tokens > room:
             params = replace(params, max_tokens=room)
         self.prompts.check_room(prompt_ids, params.max_tokens)  # now, before any prompt is answered
         name = f"llm-{next(self._numbers)}"
@@ -335,18 +363,6 @@ class LLM:
                 self._built.engine.cancel(request_id)
 
 
-_DEFAULT = SamplingParams()
-
-
-def _or_default(params: object) -> SamplingParams:
-    """Return parameters, the defaults for None. Raises `RequestError` for any other type."""
-    if params is None:
-        return _DEFAULT
-    if not isinstance(params, SamplingParams):
-        raise RequestError(f"params must be SamplingParams, not {type(params).__name__}")
-    return params
-
-
 def _as_list(prompts: Prompt | Iterable[Prompt]) -> Sequence[Prompt]:
     """Return one or several prompts as a list. Raises `RequestError` for any other type."""
     if isinstance(prompts, str):
@@ -355,16 +371,6 @@ def _as_list(prompts: Prompt | Iterable[Prompt]) -> Sequence[Prompt]:
         raise RequestError(f"prompts must be one or several, not {type(prompts).__name__}", "prompt")
     items = list(prompts)  # first, since looking at an iterator's items would use it up
     return [items] if items and all(isinstance(p, int) for p in items) else items  # type: ignore[list-item, return-value]
-
-
-def _one_for_each(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> Sequence[SamplingParams]:
-    if not isinstance(params, list | tuple):
-        return [_or_default(params)] * count
-    if len(params) != count:
-        raise RequestError(f"{count} prompts need one SamplingParams or {count}, not {len(params)}")
-    return [_or_default(each) for each in params]
 
 
 def _as_messages(prompt: Any) -> Sequence[Message] | None:

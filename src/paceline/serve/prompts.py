@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from paceline.core.errors import ConfigError, PromptTooLong, RequestError
@@ -16,14 +16,17 @@ from paceline.serve.conversation import Conversation
 from paceline.serve.template_values import template_values, written_out
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from paceline.core.params import SamplingParams, Speculation
+    from paceline.core.sampling_defaults import Defaults
     from paceline.model.template import TemplateSource
     from paceline.model.tokenizer import Tokenizer
     from paceline.serve.api.tool_calls.plan import AnswerForms
+    from paceline.serve.api.tool_calls.reader import ReaderPlan
     from paceline.serve.control_text import ControlGuard
+    from paceline.serve.conversation import ToolUse
 
 MAX_DRAWN_SEED = 1 << 53  # exclusive; clients whose numbers are doubles keep every integer below it
 MAX_FILE_BYTES = 1 << 30  # of a file of prompts
@@ -56,6 +59,7 @@ class Prompts:
     vocab_size: int | None = None  # rows of the model's embedding; None: token ids are not checked here
     forms: AnswerForms | None = None  # of calls and reasoning; None: there are none
     guard: ControlGuard | None = None  # None: users' text may become control tokens
+    sampling: Defaults = field(default_factory=dict)  # of requests that say nothing about it
 
     def of_text(self, text: str) -> tuple[int, ...]:
         """Return a text's token ids. Raises `RequestError`, `PromptTooLong`."""
@@ -104,6 +108,20 @@ class Prompts:
             final = str(conversation.messages[-1]["content"])
             return marks.open in final and marks.close not in final.rpartition(marks.open)[2]
         return conversation.add_generation_prompt and text.rstrip().endswith(marks.open)
+
+    def answer_form(self, use: ToolUse | None, opened: bool) -> Callable[[SamplingParams], SamplingParams]:
+        """Return what adds the grammar of an answer with calls or reasoning to parameters."""
+
+        def formed(params: SamplingParams) -> SamplingParams:
+            if self.forms is None or (params.grammar is None and use is None):
+                return params
+            return replace(params, grammar=self.forms.grammar(use, params.grammar, opened))
+
+        return formed
+
+    def reader_plan(self, use: ToolUse | None, opened: bool) -> ReaderPlan | None:
+        """Return how to read an answer; None if it is plain text."""
+        return None if self.forms is None else self.forms.reader_plan(use, opened)
 
     def room(self, prompt_ids: Sequence[int]) -> int:
         """Return the largest number of tokens that an answer to this prompt may have."""

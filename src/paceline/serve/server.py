@@ -7,6 +7,7 @@ import errno
 import ipaddress
 import logging
 import os
+import signal
 import socket
 import sys
 from dataclasses import dataclass, field, replace
@@ -14,10 +15,13 @@ from typing import TYPE_CHECKING, cast
 
 import uvicorn
 
+from paceline.core import logs
 from paceline.core.errors import ConfigError
-from paceline.engine.assembly.cli_options import add_engine_arguments, engine_config
-from paceline.serve.api.auth import LOOPBACK, check_exposure
+from paceline.engine.assembly.cli_options import add_engine_arguments, add_sampling_defaults, engine_config
+from paceline.serve.api.auth import LOOPBACK, check_exposure, check_key
+from paceline.serve.api.keys import KeyRing
 from paceline.serve.app import MAX_OPEN, make_app
+from paceline.serve.chat_options import add_chat_arguments, chat_options
 from paceline.serve.connections import (
     ACCEPTED_AT_ONCE,
     BACKLOG,
@@ -28,6 +32,9 @@ from paceline.serve.connections import (
     FewRepeats,
     connections_that_fit,
 )
+from paceline.serve.observe.access import write_line
+from paceline.serve.observe.engine_log import tell_doings
+from paceline.serve.operation import Operation, add_operation_arguments, configure_logs, operation_of
 from paceline.serve.terminal.banner import LoadingBar, show_choices, show_url
 from paceline.serve.tokenizer_cache import TokenizerCache
 from paceline.serve.worker.client import WATCHDOG_S, EngineClient
@@ -41,6 +48,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from paceline.engine.assembly.config import EngineConfig
+    from paceline.serve.chat_options import ChatOptions
     from paceline.serve.worker.messages import Progress, Ready
 
 log = logging.getLogger(__name__)
@@ -61,7 +69,7 @@ class HttpConfig:
     insecure: bool = False  # other machines may connect without a key
     drain_s: float = 30.0  # time for open requests to finish after SIGTERM
     max_open: int = MAX_OPEN  # answers that may be open at once
-    access_log: bool = False
+    operation: Operation = field(default_factory=Operation)
     served_names: tuple[str, ...] = ()  # of the model in requests and responses; empty: its own
     unknown_fields: str = "refuse"  # or "warn": unknown fields of bodies are ignored
     page: bool = True  # serve the page at /
@@ -79,12 +87,19 @@ class HttpConfig:
             if not 0 < len(name) <= MAX_MODEL_NAME:
                 raise ConfigError(f"--served-model-name must have 1 to {MAX_MODEL_NAME} characters")
         check_limit(self.watchdog_s)
-        check_exposure(self.host, self.api_key, self.insecure)
+        if self.api_key is not None:
+            check_key(self.api_key)
+        check_exposure(self.host, self.has_keys, self.insecure)
 
     @property
     def local(self) -> bool:
         """True if only this machine may send requests."""
-        return self.host in LOOPBACK and not self.api_key and not self.insecure
+        return self.host in LOOPBACK and not self.has_keys and not self.insecure
+
+    @property
+    def has_keys(self) -> bool:
+        """True if requests need a key."""
+        return bool(self.api_key or self.operation.api_key_file)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -109,13 +124,13 @@ def listen(host: str, port: int) -> socket.socket:
     return bound
 
 
-def url_of(bound: socket.socket) -> str:
+def url_of(bound: socket.socket, scheme: str = "http") -> str:
     """Return the URL under which this machine reaches a bound socket."""
     host, port = bound.getsockname()[:2]
     address = ipaddress.ip_address(host)
     if address.is_unspecified:
-        return f"http://localhost:{port}"
-    return f"http://[{host}]:{port}" if address.version == 6 else f"http://{host}:{port}"
+        return f"{scheme}://localhost:{port}"
+    return f"{scheme}://[{host}]:{port}" if address.version == 6 else f"{scheme}://{host}:{port}"
 
 
 class _Server(uvicorn.Server):
@@ -141,16 +156,29 @@ class HttpServer:
     """One engine and its HTTP side."""
 
     def __init__(
-        self, config: HttpConfig, engine: EngineConfig, on_progress: Callable[[Progress], None] | None = None
+        self,
+        config: HttpConfig,
+        engine: EngineConfig,
+        on_progress: Callable[[Progress], None] | None = None,
+        chat: ChatOptions | None = None,
     ) -> None:
         """Bind the port. Raises `ConfigError`. Call in a running event loop."""
         self.config = config
+        self._keys = KeyRing(config.api_key, config.operation.api_key_file)
         self.socket = listen(config.host, config.port)
-        tokenizer_cache = TokenizerCache()
+        self._tokenizer_cache = tokenizer_cache = TokenizerCache(chat)
         self.client = EngineClient(engine, on_progress, tokenizer_cache.of, config.watchdog_s)
         app, self.state = make_app(
-            self.client, tokenizer_cache, config.api_key, config.max_open, config.local, config.page
+            self.client,
+            tokenizer_cache,
+            self._keys,
+            config.max_open,
+            config.local,
+            config.page,
+            config.operation,
         )
+        if config.operation.access_log:
+            self.state.tellers.append(write_line)
         self.state.served_names, self.state.lenient = config.served_names, config.unknown_fields == "warn"
         limits = replace(config.limits, connections=connections_that_fit(config.limits.connections))
         self._connections = Connections(limits, self.state.metrics.refused)
@@ -165,18 +193,25 @@ class HttpServer:
         Raises `ConfigError` or `ModelError` if the engine cannot be loaded.
         """
         serving = asyncio.create_task(self._server.serve(sockets=[self.socket]))
-        sweeping = asyncio.create_task(self._connections.sweep())
+        beside = [asyncio.create_task(self._connections.sweep())]
+        if self.config.operation.access_log:
+            beside.append(asyncio.create_task(tell_doings(self.state.metrics.recent)))
+        if self.config.operation.api_key_file is not None:
+            self._loop.add_signal_handler(signal.SIGHUP, self._keys.reload)
         first_ready = self.client.first_ready
         try:
             await asyncio.wait((serving, first_ready), return_when=asyncio.FIRST_COMPLETED)
             if first_ready.done() and not first_ready.cancelled():  # cancelled: stopped while loading
-                on_ready(url_of(self.socket), first_ready.result())
+                scheme = "https" if self.config.operation.tls_cert else "http"
+                on_ready(url_of(self.socket, scheme), first_ready.result())
                 await serving
         finally:
             self._server.should_exit = True
             await self.client.stop()
             await serving
-            sweeping.cancel()
+            for task in beside:
+                task.cancel()
+            self._tokenizer_cache.close()
             self.socket.close()
 
     def _on_signal(self) -> None:
@@ -210,12 +245,14 @@ def _uvicorn_config(app: ASGIApp, config: HttpConfig, connections: Connections) 
         ws="none",
         lifespan="off",
         log_config=None,
-        access_log=config.access_log,
+        access_log=False,  # we write lines of our own
         proxy_headers=False,
         server_header=False,
         backlog=ACCEPTED_AT_ONCE,
         timeout_keep_alive=int(config.limits.idle_s),
         timeout_graceful_shutdown=CLOSE_S,
+        ssl_certfile=config.operation.tls_cert,
+        ssl_keyfile=config.operation.tls_key,
     )
 
 
@@ -257,7 +294,6 @@ def add_arguments(parser: ArgumentParser) -> None:
         default=_DEFAULTS.watchdog_s,
         help="replace an engine that hangs for this long; 0: never",
     )
-    group.add_argument("--access-log", action="store_true", help="log every request")
     group.add_argument(
         "--served-model-name",
         nargs="+",
@@ -272,17 +308,25 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="what to do with a request's field that nobody knows: refuse it, or ignore it with a warning",
     )
     group.add_argument("--no-page", action="store_true", help="serve no page at /")
+    add_sampling_defaults(group)
+    add_operation_arguments(parser)
+    add_chat_arguments(parser)
     add_engine_arguments(parser)
 
 
 def run(args: Namespace) -> int:
     """Serve until told to stop and return the exit status."""
-    logging.basicConfig(level=log_level(os.environ), format="%(message)s")
+    log_level(os.environ)  # refuses a bad one
+    configure_logs(args)
     for name in ("asyncio", "uvicorn.error"):
         logging.getLogger(name).addFilter(FewRepeats())
-    if args.access_log:
-        logging.getLogger("uvicorn.access").setLevel(logging.INFO)
-    return asyncio.run(_serve(http_config(args), engine_config(args)))
+    if args.api_key:
+        log.warning(
+            "other users of this machine can read --api-key in the list of processes; set PACELINE_API_KEY"
+        )
+    for name in ("paceline.access", "paceline.doings") if args.access_log else ():
+        logging.getLogger(name).setLevel(logging.INFO)
+    return asyncio.run(_serve(http_config(args), engine_config(args), chat_options(args)))
 
 
 def http_config(args: Namespace) -> HttpConfig:
@@ -295,7 +339,7 @@ def http_config(args: Namespace) -> HttpConfig:
         drain_s=args.drain_seconds,
         max_open=args.max_open,
         limits=ConnectionLimits(connections=args.max_connections),
-        access_log=args.access_log,
+        operation=operation_of(args),
         served_names=tuple(name.strip() for given in args.served_model_name for name in given.split(",")),
         unknown_fields=args.unknown_fields,
         page=not args.no_page,
@@ -311,16 +355,17 @@ def log_level(environ: Mapping[str, str]) -> str:
     return level
 
 
-async def _serve(config: HttpConfig, engine: EngineConfig) -> int:
+async def _serve(config: HttpConfig, engine: EngineConfig, chat: ChatOptions) -> int:
     with LoadingBar() as bar:
 
         def on_progress(progress: Progress) -> None:
-            bar(progress.what, progress.done, progress.total)
+            if sys.stderr.isatty() or os.environ.get(logs.FORMAT) != "json":  # there lines are objects only
+                bar(progress.what, progress.done, progress.total)
 
         def on_ready(url: str, ready: Ready) -> None:
             bar.close()
             show_choices(ready.choices, sys.stdout)
-            show_url(url, ready.template is not None, sys.stdout, config.api_key is not None)
+            show_url(url, ready.template is not None, sys.stdout, config.has_keys)
 
-        await HttpServer(config, engine, on_progress).run(on_ready)
+        await HttpServer(config, engine, on_progress, chat).run(on_ready)
     return 0

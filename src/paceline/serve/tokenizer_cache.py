@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import TYPE_CHECKING
 
 import tokenizers
 
 from paceline.core.errors import RequestError
-from paceline.model.template import ChatTemplate, TemplateSource
+from paceline.model.template import TemplateSource
 from paceline.model.tokenizer import Tokenizer
+from paceline.serve.chat_options import ChatOptions
 from paceline.serve.prompts import Prompts
+from paceline.serve.sandbox.jobs import CheckGrammar, SetTokenizer
+from paceline.serve.sandbox.keeper import Sandbox, SandboxedTemplate
 
 if TYPE_CHECKING:
+    from paceline.core.params import Grammar
     from paceline.serve.worker.messages import Ready
 
 WARM_UP_TEXT = "Hello"
+_LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"|/(?:[^/\\\n]|\\.)+/')
 
 
 class TokenizerCache:
     """`Prompts` of the running engine, made in a thread from its `Ready` message.
 
-    Making them takes tenths of a second. An engine that restarts with the same model reuses them.
+    Making them takes tenths of a second. An engine that restarts with the same model reuses them. Templates and
+    grammars each have a process, so that a grammar that takes long holds up no prompt.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, options: ChatOptions | None = None) -> None:
+        self._options = options or ChatOptions()
         self._ready: Ready | None = None
         self._prompts: Prompts | None = None
         self._lock = asyncio.Lock()
+        self._templates = Sandbox("chat template", param="messages")
+        self._grammars = Sandbox("grammar", param="grammar")
 
     async def of(self, ready: Ready) -> Prompts:
         """Return the prompts of the engine that sent `ready`."""
@@ -35,19 +45,38 @@ class TokenizerCache:
             return self._prompts
         async with self._lock:
             if self._prompts is None or ready != self._ready:
-                self._prompts = await asyncio.to_thread(_prompts, ready)
+                self._prompts = await asyncio.to_thread(self._made, ready)
             self._ready = ready
             return self._prompts
 
+    def check_grammar(self, grammar: Grammar) -> None:
+        """Raise `RequestError` for a grammar that the engine would refuse. Blocks: call it in a thread."""
+        ready = self._ready
+        assert ready is not None
+        names_tokens = grammar.kind == "lark" and "<" in _LITERAL.sub("", grammar.text)
+        if names_tokens:
+            self._grammars.setup(SetTokenizer(ready.tokenizer_json, ready.eos_ids, ready.bos_id, ready.vocab_size))
+        self._grammars.call(CheckGrammar(grammar.kind, grammar.text, names_tokens))
 
-def _prompts(ready: Ready) -> Prompts:
-    raw = tokenizers.Tokenizer.from_str(ready.tokenizer_json)
-    tokenizer = Tokenizer(raw, eos_ids=ready.eos_ids, bos_id=ready.bos_id)
-    source = ready.template
-    template = None if source is None else ChatTemplate(TemplateSource(source.source, source.tokens))
-    prompts = Prompts(tokenizer, template, ready.max_len, ready.vocab_size)
-    _warm_up(prompts)
-    return prompts
+    def close(self) -> None:
+        """End the processes."""
+        self._templates.close()
+        self._grammars.close()
+
+    def _made(self, ready: Ready) -> Prompts:
+        raw = tokenizers.Tokenizer.from_str(ready.tokenizer_json)
+        tokenizer = Tokenizer(raw, eos_ids=ready.eos_ids, bos_id=ready.bos_id)
+        own = ready.template
+        source = self._options.source(None if own is None else TemplateSource(own.source, own.tokens))
+        if source is None:
+            prompts = Prompts(tokenizer, None, ready.max_len, ready.vocab_size, sampling=ready.sampling)
+        else:
+            forms = self._options.forms(tokenizer, source.text)
+            guard = self._options.guard(tokenizer, source.text)
+            template = SandboxedTemplate(source, self._templates)
+            prompts = Prompts(tokenizer, template, ready.max_len, ready.vocab_size, forms, guard, ready.sampling)
+        _warm_up(prompts)
+        return prompts
 
 
 def _warm_up(prompts: Prompts) -> None:

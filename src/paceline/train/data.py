@@ -21,7 +21,14 @@ if TYPE_CHECKING:
 
     from paceline.train.corpus import CapturedPrompt
 
-_GENERATE = [sys.executable, "-c", "from paceline.cli import main; raise SystemExit(main())", "generate"]
+_GENERATE = [
+    sys.executable,
+    "-c",
+    "from paceline.cli import main; raise SystemExit(main())",
+    "generate",
+    "--sampling-defaults",
+    "neutral",
+]
 
 
 def add_arguments(parser: ArgumentParser) -> None:

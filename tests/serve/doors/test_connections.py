@@ -20,6 +20,7 @@ from paceline.core.errors import ConfigError
 from paceline.serve import connections as doors
 from paceline.serve.api.auth import AuthMiddleware
 from paceline.serve.api.errors import ApiError
+from paceline.serve.api.keys import KeyRing
 from paceline.serve.api.parse import ClientDisconnected, read_body
 from paceline.serve.connections import BodyBudget, ConnectionLimits, Connections, FewRepeats
 from paceline.serve.server import HttpConfig, _Server, _uvicorn_config
@@ -78,7 +79,9 @@ class Served:
     def __init__(self, limits: ConnectionLimits, api_key: str | None) -> None:
         self.refused: list[int] = []
         self.connections = Connections(limits, self.refused.append)
-        self.budget = BodyBudget(AuthMiddleware(app, api_key, self.refused.append, api_key is None), limits)
+        self.budget = BodyBudget(
+            AuthMiddleware(app, KeyRing(api_key, None), self.refused.append, api_key is None), limits
+        )
         config = _uvicorn_config(self.budget, HttpConfig(limits=limits), self.connections)
         self.server = _Server(config, lambda: None)
         self.socket = socket.create_server(("127.0.0.1", 0), backlog=doors.BACKLOG)

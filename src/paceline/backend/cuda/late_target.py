@@ -46,6 +46,7 @@ class LateTarget(Backend):
     decoder: CudaDecoder
     kv: DeviceKV
     late = True
+    scores_prompts = False  # the records of its passes hold sampled rows only
 
     def __init__(self, decoder: CudaDecoder, rows: Rows, num_pages: int) -> None:
         assert isinstance(rows, DeviceRows)

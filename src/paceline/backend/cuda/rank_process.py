@@ -44,6 +44,7 @@ from paceline.backend.cuda.rank_messages import (
     split_pieces,
 )
 from paceline.backend.cuda.ranks import GroupRanks
+from paceline.core import logs
 from paceline.core.errors import PacelineError
 from paceline.core.system import end_with_parent
 
@@ -299,8 +300,7 @@ def _trouble(rank: int, error: Exception) -> RankTrouble:
 
 def main() -> int:
     """Run the process."""
-    level = os.environ.get("PACELINE_LOG_LEVEL", "WARNING").upper()
-    logging.basicConfig(level=level, format="rank: %(message)s")
+    logs.configure("rank")
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group; the engine answers them
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()

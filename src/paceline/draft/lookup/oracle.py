@@ -23,6 +23,7 @@ from paceline.core import noise
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import NO_DRAFT, Draft, RowDraft
 from paceline.core.params import OFF
+from paceline.core.system import file_size
 from paceline.draft.drafter import MAX_K, Needs
 from paceline.draft.late import LateDrafter, late_decoder
 from paceline.draft.registry import bounded, parse_spec
@@ -245,7 +246,7 @@ def read_answers(path: Path, vocab_size: int) -> list[NDArray[int64]]:
     found: list[NDArray[int64]] = []
     first = None
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
+        if file_size(path) > MAX_FILE_BYTES:
             raise ValueError(f"it is larger than {MAX_FILE_BYTES >> 20} MB")
         for line in path.read_text(encoding="utf-8").splitlines():
             value = json.loads(line)

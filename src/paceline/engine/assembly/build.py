@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -16,6 +16,7 @@ from paceline.control.fixed import FixedK
 from paceline.control.overlap import OverlapSwitch
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import PAGE_TOKENS
+from paceline.core.sampling_defaults import chosen, told
 from paceline.draft.drafter import DraftWeights, Memory, Target, Vocabulary
 from paceline.draft.registry import parse_drafters
 from paceline.engine.assembly.auto import close_loop
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
     from paceline.backend.rows import Rows
     from paceline.backend.seam import CutModelDecoder, Decoder, HeadRunner
+    from paceline.core.sampling_defaults import Defaults
     from paceline.draft.drafter import Drafter
     from paceline.draft.registry import DrafterConfig, Loader
     from paceline.engine.assembly.config import EngineConfig
@@ -82,7 +84,9 @@ class Loaded:
     decoder: Decoder
     tokenizer: Tokenizer
     template: ChatTemplate | None  # None: the model has none, so chat is refused
-    fingerprint: str  # identifies the model, see `model/fingerprint.py`
+    fingerprint: str  # identifies the model, see `LoadedModel.fingerprint`
+    sampling: Defaults = field(default_factory=dict)  # of requests that say nothing about it
+    why_sampling: str = ""
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -99,6 +103,7 @@ class Built:
     template: ChatTemplate | None
     max_len: int  # tokens of prompt and answer of one request
     choices: tuple[Choice, ...]
+    sampling: Defaults = field(default_factory=dict)  # of requests that say nothing about it
 
 
 def build(config: EngineConfig, progress: Progress | None = None) -> Built:
@@ -117,12 +122,15 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     load_law(config.law)
     model = load_model(resolve(config.model, partial(progress, "fetching the model") if progress else None))
     decoder = _target_decoder(model, config, progress)
+    sampling, why_sampling = chosen(config.sampling_defaults, model.text.sampling())
     return Loaded(
         name=_short_name(config.model),
         decoder=decoder,
         tokenizer=load_tokenizer(model),
         template=load_template(model),
         fingerprint=model.fingerprint,
+        sampling=sampling,
+        why_sampling=why_sampling,
     )
 
 
@@ -167,7 +175,8 @@ def assemble(
     engine.loop, why_loop = choose_loop(config.overlap, engine, config.placement)
     choices = (*_describe(config, loaded), _describe_kv(engine, why_pages), *_describe_drafters(drafters, why_k))
     choices += (Choice("overlap", why_loop, "--overlap sets it"),) if drafters else ()
-    return Built(engine, loaded.name, loaded.template, min(limits.max_len, engine.scheduler.capacity), choices)
+    max_len = min(limits.max_len, engine.scheduler.capacity)
+    return Built(engine, loaded.name, loaded.template, max_len, choices, loaded.sampling)
 
 
 def build_apart(config: EngineConfig, index: int, num_pages: int) -> tuple[Drafter, Rows]:
@@ -358,6 +367,7 @@ def _describe(config: EngineConfig, loaded: Loaded) -> Iterator[Choice]:
         yield Choice("threads", str(config.num_threads), usual if config.threads is None else "as asked")
     why = "same seed, same text, with drafts or without" if config.law == "coupled" else "same distribution only"
     yield Choice("law", config.law, why)
+    yield Choice("sampling", told(loaded.sampling), loaded.why_sampling)
 
 
 def _describe_kv(engine: Engine, why: str) -> Choice:

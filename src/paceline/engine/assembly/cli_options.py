@@ -7,12 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from paceline.backend.registry import AUTO, BACKENDS
+from paceline.core.sampling_defaults import KINDS
 from paceline.engine.assembly.config import DEFAULT_DRAFT, OVERLAPS, EngineConfig
 from paceline.engine.assembly.speculative_config import options_of
 from paceline.engine.scheduler import Limits
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
+    from argparse import _ArgumentGroup as ArgumentGroup
 
 DEFAULTS = EngineConfig()
 # Fields of `Limits` and their flags. Their defaults are the backend's.
@@ -115,6 +117,17 @@ def add_target_arguments(parser: ArgumentParser) -> None:
         limits.add_argument(flag, type=int, metavar="N", help=f"{about} (default: {default})")
 
 
+def add_sampling_defaults(group: ArgumentParser | ArgumentGroup) -> None:
+    """Add the flag for commands that answer requests."""
+    group.add_argument(
+        "--sampling-defaults",
+        metavar="|".join(KINDS),
+        default=DEFAULTS.sampling_defaults,
+        help="what is left out is as the model's files say, else temperature 0.7 and top_p 0.95; or neutral: "
+        "temperature 1, no filter",
+    )
+
+
 def engine_config(args: Namespace) -> EngineConfig:
     """Return the config of parsed flags. Raises `ConfigError`."""
     draft, profile = getattr(args, "draft", None), getattr(args, "profile", None)
@@ -141,5 +154,6 @@ def engine_config(args: Namespace) -> EngineConfig:
         draft_tensor_parallel=args.draft_tensor_parallel,
         objective=getattr(args, "objective", DEFAULTS.objective),
         trace=getattr(args, "trace", None),
+        sampling_defaults=getattr(args, "sampling_defaults", DEFAULTS.sampling_defaults),
     )
     return replace(config, limits=replace(config.usual_limits, **given))

@@ -12,6 +12,7 @@ from paceline.backend.registry import AUTO as AUTO_BACKEND
 from paceline.backend.registry import BackendSpec, backend_spec, choose_backend
 from paceline.control.row_by_row import THROUGHPUT, Objective
 from paceline.core.errors import ConfigError, suggest
+from paceline.core.sampling_defaults import KINDS, MODEL
 from paceline.core.system import usable_cores
 from paceline.engine.assembly.placement import Placement
 from paceline.engine.scheduler import Limits
@@ -50,6 +51,7 @@ class EngineConfig:
     draft_tensor_parallel: int = 1  # likewise, of drafters with layers of their own
     objective: str = THROUGHPUT  # of `--draft auto`; or latency:MS
     trace: str | None = None  # file to which `--draft auto` writes its inputs, choices and outcomes
+    sampling_defaults: str = MODEL  # of requests that say nothing: the model's or usual ones, or neutral
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -65,6 +67,8 @@ class EngineConfig:
         if self.overlap not in OVERLAPS:
             known = f"{', '.join(OVERLAPS)}{suggest(self.overlap, OVERLAPS)}"
             raise ConfigError(f"--overlap {self.overlap}: it is one of {known}")
+        if self.sampling_defaults not in KINDS:
+            raise ConfigError(f"--sampling-defaults is {' or '.join(KINDS)}, not {self.sampling_defaults!r}")
         _bounded("--max-rows", self.limits.num_rows, 1, MAX_ROWS)
         _bounded("--max-len", self.limits.max_len, 16, 1 << 24)
         _bounded("--prefill-tokens", self.limits.prefill_tokens, 1, 1 << 20)

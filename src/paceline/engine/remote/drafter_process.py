@@ -7,7 +7,6 @@ end of the channel. It keeps a copy of the rows it hears of, on which the drafte
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import socket
 import sys
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from paceline.core import logs
 from paceline.core.errors import PacelineError
 from paceline.core.nouns import Admission, Batch, BatchRow, Plan, RowPlan, RowVerdict, Scores, Verdict
 from paceline.core.system import end_with_parent, stay_on
@@ -160,8 +160,7 @@ def serve(channel: Channel) -> None:
 
 def main() -> int:
     """Run the process."""
-    level = os.environ.get("PACELINE_LOG_LEVEL", "WARNING").upper()
-    logging.basicConfig(level=level, format="drafter: %(message)s")
+    logs.configure("drafter")
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group; the engine answers them
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()

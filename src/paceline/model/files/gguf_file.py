@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 import numpy as np
 
 from paceline.core.errors import BadModelFile, UnsupportedModel
-from paceline.model.files.stored import FLOAT_BYTES, read_floats
+from paceline.model.files.stored import FLOAT_BYTES, model_file_size, read_floats
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -206,7 +206,7 @@ class _Cursor:
 
 def open_gguf(path: Path) -> GgufFile:
     """Read a file's header, no tensor yet. Raises `BadModelFile`, `UnsupportedModel`."""
-    file_bytes = path.stat().st_size
+    file_bytes = model_file_size(path)
     with path.open("rb") as file:
         cursor = _Cursor(file, path, file_bytes)
         num_tensors, num_keys = _counts(cursor)

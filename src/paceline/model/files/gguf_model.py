@@ -50,6 +50,13 @@ LAYER_PREFIX = "blk.{layer}."
 ARCHITECTURES: dict[str, Family] = {f.gguf_arch: f for f in reversed(FAMILIES.values())}
 _SCALINGS: dict[str, RopeScaling] = {"none": "none", "linear": "linear"}
 END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+SAMPLING_KEYS = {
+    "temperature": "temp",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
 MAX_LAYERS = 1 << 10
 _BIAS_SUFFIX = "_bias"
 
@@ -203,6 +210,10 @@ class GgufText:
     def tokenizer(self) -> tokenizers.Tokenizer:
         """Build the tokenizer from the metadata."""
         return tokenizer_from_gguf(self.file.metadata)
+
+    def sampling(self) -> dict[str, object]:
+        """Return what the keys general.sampling.* say."""
+        return {name: self.file.metadata.get(f"general.sampling.{key}") for name, key in SAMPLING_KEYS.items()}
 
     def template(self) -> TemplateSource | None:
         """Return the chat template, if the metadata holds one."""

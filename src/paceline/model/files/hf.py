@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import tokenizers
 
 from paceline.core.errors import BadModelFile, ModelNotFound, UnsupportedModel, suggest
 from paceline.model.config import QKV, Family, ModelConfig, Rope, RopeScaling, Sliding, family
 from paceline.model.files.safetensors_file import StoredTensor, open_safetensors
+from paceline.model.files.tokenizer_file import parse_tokenizer
 from paceline.model.template import MAX_TEMPLATE_CHARS, TemplateSource
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    import tokenizers
     from numpy import floating
     from numpy.typing import NDArray
 
@@ -315,11 +316,12 @@ class FolderText:
     def tokenizer(self) -> tokenizers.Tokenizer:
         """Read tokenizer.json. Raises `ModelNotFound`, `BadModelFile`."""
         path = self.folder / "tokenizer.json"
-        text = json.dumps(read_json(path), ensure_ascii=False)
-        try:
-            return tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises bare Exception
-            raise BadModelFile(f"{path} is no proper tokenizer: {str(error)[:200]}") from None
+        return parse_tokenizer(read_json(path), path)
+
+    def sampling(self) -> Mapping[str, object]:
+        """Return what generation_config.json says. Raises `BadModelFile`."""
+        path = self.folder / "generation_config.json"
+        return read_json(path) if path.is_file() else {}
 
     def template(self) -> TemplateSource | None:
         """Return chat_template.jinja, else the template in tokenizer_config.json, else None.

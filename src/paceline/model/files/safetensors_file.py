@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 
 from paceline.core.errors import BadModelFile, UnsupportedModel
-from paceline.model.files.stored import FLOAT_BYTES, read_floats
+from paceline.model.files.stored import FLOAT_BYTES, model_file_size, read_floats
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -113,7 +113,7 @@ def join_scales(found: Mapping[str, StoredTensor]) -> dict[str, StoredTensor | S
 
 def open_safetensors(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a file by name, not read yet. Raises `BadModelFile`, `UnsupportedModel`."""
-    file_bytes = path.stat().st_size
+    file_bytes = model_file_size(path)
     header, start = _header(path, file_bytes)
     header.pop("__metadata__", None)
     tensors = {name: _entry(path, name, entry, start) for name, entry in header.items()}

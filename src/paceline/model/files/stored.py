@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from paceline.core.errors import BadModelFile
+from paceline.core.system import file_size
+
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from numpy import floating
     from numpy.typing import NDArray
 
@@ -23,6 +28,14 @@ class Stored(Protocol):
 
     def read(self) -> NDArray[floating]:
         """Return the tensor in float32, or in float64 if the file stores that."""
+
+
+def model_file_size(path: Path) -> int:
+    """Return the size of a model's file. Raises `BadModelFile` for what is no file, such as a folder or a pipe."""
+    try:
+        return file_size(path)
+    except OSError as error:
+        raise BadModelFile(f"{path} cannot be read: {error.strerror}") from None
 
 
 def read_floats(data: bytearray, kind: str) -> NDArray[floating]:

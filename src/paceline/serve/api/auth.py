@@ -2,87 +2,117 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import re
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
 from paceline.serve.api.errors import ApiError
+from paceline.serve.observe.access import RECORD
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from paceline.serve.api.keys import KeyRing
 
 OPEN_ROUTES = frozenset({"/health", "/livez", "/readyz"})  # routes that a load balancer may ask without a key
 _HOST = re.compile(
     r"(?:\[([0-9a-f:.]*:[0-9a-f:.]*)\]|([^:\[\]]*))(?::\d*)?"
 )  # an IPv6 address or a name, and a port
+SALT = "paceline.salt"  # key of the scope under which routes find the salt of the request's key
+MISSING = 401  # status where no key that is known came
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
-def check_exposure(host: str, api_key: str | None, insecure: bool) -> None:
+def check_exposure(host: str, has_key: bool, insecure: bool) -> None:
     """Raise `ConfigError` for a server that anybody on the network could use."""
-    if host not in LOOPBACK and not api_key and not insecure:
+    if host not in LOOPBACK and not has_key and not insecure:
         raise ConfigError(
-            f"--host {host} lets other machines in: set --api-key (or PACELINE_API_KEY), "
+            f"--host {host} lets other machines in: set --api-key (or PACELINE_API_KEY) or --api-key-file, "
             "or say --insecure if the network is trusted"
         )
 
 
-class AuthMiddleware:
-    """ASGI wrapper that asks for `Authorization: Bearer KEY` on every route but /health.
+def check_key(api_key: str) -> None:
+    """Raise `ConfigError` for a key that no client can send; the message does not quote it."""
+    if not api_key.isascii() or not api_key.isprintable() or " " in api_key:
+        raise ConfigError(
+            "an API key is made of visible ASCII characters, as clients send it in a header; make one with "
+            "`python -c 'import secrets; print(secrets.token_urlsafe())'`"
+        )
 
-    With `local`, requests must name this machine in their Host header instead. A foreign web page may let its own
-    domain resolve to 127.0.0.1, and the browser would then let the page read the server's answers.
+
+class AuthMiddleware:
+    """ASGI wrapper that asks for a key on every route but those that tell of health.
+
+    A key comes as `Authorization: Bearer KEY` or as `x-api-key: KEY`. With `local`, requests must name this
+    machine or an allowed host in their Host header instead. A foreign web page may let its own domain resolve to
+    127.0.0.1, and the browser would then let the page read the server's answers.
     """
 
     def __init__(
-        self, app: ASGIApp, api_key: str | None, on_refusal: Callable[[int], None], local: bool = False
+        self,
+        app: ASGIApp,
+        keys: KeyRing,
+        on_refusal: Callable[[int], None],
+        local: bool = False,
+        allowed_hosts: Collection[str] = (),
     ) -> None:
         """Wrap `app`. on_refusal: called with the status of each refusal."""
         self._app = app
+        self._keys = keys
         self._local = local
         self._on_refusal = on_refusal
-        self._digest = None if api_key is None else _digest(b"Bearer " + api_key.encode())
+        self._hosts = LOOPBACK.union(allowed_hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 401 or 421, or pass the request on."""
+        """Answer 401, 403 or 421, or pass the request on."""
         if scope["type"] != "http" or scope["path"] in OPEN_ROUTES:
             await self._app(scope, receive, send)
-        elif self._local and not _names_this_machine(_header(scope, b"host")):
-            self._on_refusal(421)
-            message = (
-                "this server answers only to localhost; for another name start it with --api-key or --insecure"
-            )
-            await ApiError(421, message, code="unknown_host").response()(scope, receive, send)
-        elif self._allowed(scope):
+            return
+        refusal = self._refusal(scope)
+        if refusal is None:
             await self._app(scope, receive, send)
-        else:
-            await self._ask_for_key(scope, receive, send)
+            return
+        self._on_refusal(refusal.status)
+        headers = {"www-authenticate": "Bearer"} if refusal.status == MISSING else {}
+        await refusal.response(headers)(scope, receive, send)
 
-    async def _ask_for_key(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._on_refusal(401)
-        message = "missing or wrong API key; send Authorization: Bearer KEY"
-        error = ApiError(401, message, code="invalid_api_key")
-        await error.response({"www-authenticate": "Bearer"})(scope, receive, send)
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        """Return why a request may not come in, None if it may; note its key's name and salt."""
+        if self._local and not _names_this_machine(_header(scope, b"host"), self._hosts):
+            message = (
+                "this server answers only to localhost; for another name start it with --allowed-host NAME, "
+                "--api-key or --insecure"
+            )
+            return ApiError(421, message, code="unknown_host")
+        if not self._keys:
+            return None
+        found = self._keys.find(_given_key(scope))
+        if found is None:
+            message = "missing or wrong API key; send Authorization: Bearer KEY or x-api-key: KEY"
+            return ApiError(MISSING, message, code="invalid_api_key")
+        if found.role == "metrics" and scope["path"] != "/metrics":
+            return ApiError(403, "this key may only read /metrics", code="key_not_allowed")
+        if found.name:
+            scope[SALT] = found.cache_salt
+            if (record := scope.get(RECORD)) is not None:
+                record.key = found.name
+        return None
 
-    def _allowed(self, scope: Scope) -> bool:
-        if self._digest is None:
-            return True
-        return hmac.compare_digest(_digest(_header(scope, b"authorization")), self._digest)
+
+def _given_key(scope: Scope) -> bytes:
+    """Return the key that a request carries, empty if none."""
+    scheme, _, key = _header(scope, b"authorization").partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else _header(scope, b"x-api-key")
 
 
 def _header(scope: Scope, wanted: bytes) -> bytes:
     return next((bytes(value) for name, value in scope["headers"] if name == wanted), b"")
 
 
-def _names_this_machine(host: bytes) -> bool:
-    """Return True if a Host names this machine or is missing; browsers always send one."""
+def _names_this_machine(host: bytes, names: Collection[str]) -> bool:
+    """Return True if a Host is one of `names` or is missing; browsers always send one."""
     found = _HOST.fullmatch(host.decode("latin-1").strip().lower())
-    return not host or (found is not None and (found[1] or found[2]).removesuffix(".") in LOOPBACK)
-
-
-def _digest(value: bytes) -> bytes:
-    return hashlib.sha256(value).digest()
+    return not host or (found is not None and (found[1] or found[2]).removesuffix(".") in names)

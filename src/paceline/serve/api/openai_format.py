@@ -6,18 +6,22 @@ Beyond OpenAI: `seed` at the top, `usage.speculation`, `choices[].stop_reason`. 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import isnan, nan
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from paceline.core.nouns import TokenLogprobs
+from paceline.serve.api.message_parts import MessageParts
+from paceline.serve.api.score_format import MIN_LOGPROB, token_name
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.core.nouns import Figures, Outcome, TokenLogprobs
+    from paceline.core.nouns import Figures, Outcome
     from paceline.core.pass_notes import PassNote
     from paceline.model.tokenizer import Tokenizer
-
-MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON lacks; as OpenAI
+    from paceline.serve.api.tool_calls.reader import ReaderPlan
 
 to_json = msgspec.json.Encoder().encode
 Json = dict[str, Any]
@@ -49,20 +53,23 @@ class PartialAnswer:
     """Outcomes of one choice so far."""
 
     texts: list[str] = field(default_factory=list)
-    num_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
     last: Outcome | None = None  # the outcome that ended it; None: it is still open
     notes: list[PassNote] = field(default_factory=list)  # of its passes, if the request asked
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
     def add(self, outcome: Outcome) -> None:
         """Append what a step brought."""
         self.texts.append(outcome.text)
-        self.num_tokens += len(outcome.token_ids)
+        self.token_ids += outcome.token_ids
         if outcome.logprobs is not None:
             if self.logprobs is None:
                 self.logprobs = []
             self.logprobs.extend(outcome.logprobs)
         self.notes.extend(outcome.notes)
+        if outcome.prompt_logprobs is not None:
+            self.prompt_logprobs = outcome.prompt_logprobs
         if outcome.finish_reason is not None:
             self.last = outcome
 
@@ -70,6 +77,11 @@ class PartialAnswer:
     def text(self) -> str:
         """All text so far."""
         return "".join(self.texts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens so far."""
+        return len(self.token_ids)
 
     @property
     def started(self) -> bool:
@@ -98,8 +110,8 @@ class RouteFormat(Protocol):
         """Return a whole choice."""
         ...
 
-    def delta(self, index: int, answer: PartialAnswer, outcome: Outcome) -> Json:
-        """Return what an outcome adds to a choice; `answer` does not hold it yet."""
+    def delta(self, index: int, answer: PartialAnswer, outcome: Outcome) -> Json | None:
+        """Return what an outcome adds to a choice, None for nothing; `answer` does not hold it yet."""
         ...
 
 
@@ -108,26 +120,40 @@ class ChatFormat:
     """POST /v1/chat/completions."""
 
     tokenizer: Tokenizer
+    plan: ReaderPlan | None = None  # None: answers are plain text
+    legacy: bool = False  # a call is a `function_call`
+    as_ids: bool = False  # log-probabilities name tokens by their ids
+    _readers: dict[int, MessageParts] = field(default_factory=dict, init=False)  # by choice, of a stream
     prefix = "chatcmpl-"
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
     def choice(self, index: int, answer: PartialAnswer) -> Json:
         """Return a whole choice."""
-        message = {"role": "assistant", "content": answer.text, "refusal": None}
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": self._logprobs(answer.logprobs),
-            **answer.ending(),
-        }
+        message, ending = {"role": "assistant", "content": answer.text, "refusal": None}, answer.ending()
+        if self.plan is not None:
+            parts = MessageParts(self.plan.reader(), self.legacy)
+            message |= parts.message(answer.text, answer.token_ids)
+            ending |= parts.ending(ending["finish_reason"])
+        return {"index": index, "message": message, "logprobs": self._logprobs(answer.logprobs), **ending}
 
-    def delta(self, index: int, answer: PartialAnswer, outcome: Outcome) -> Json:
-        """Return what an outcome adds to a choice."""
+    def delta(self, index: int, answer: PartialAnswer, outcome: Outcome) -> Json | None:
+        """Return what an outcome adds to a choice, None for nothing."""
         role = {} if answer.started else {"role": "assistant"}
         delta = role | ({"content": outcome.text} if outcome.text or role else {})
-        logprobs = self._logprobs(outcome.logprobs)
-        return {"index": index, "delta": delta, "logprobs": logprobs, **_ending_of(outcome)}
+        logprobs, ending = self._logprobs(outcome.logprobs), _ending_of(outcome)
+        if self.plan is not None:
+            parts = self._parts(index, self.plan)
+            delta = role | parts.delta(outcome)
+            ending |= parts.ending(outcome.finish_reason)
+            if not delta and logprobs is None and outcome.finish_reason is None:
+                return None  # held back
+        return {"index": index, "delta": delta, "logprobs": logprobs, **ending}
+
+    def _parts(self, index: int, plan: ReaderPlan) -> MessageParts:
+        if index not in self._readers:
+            self._readers[index] = MessageParts(plan.reader(), self.legacy)
+        return self._readers[index]
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs] | None) -> Json | None:
         if logprobs is None:
@@ -140,7 +166,7 @@ class ChatFormat:
 
     def _token(self, token_id: int, logprob: float) -> Json:
         return {
-            "token": self.tokenizer.token_text(token_id),
+            "token": token_name(self.tokenizer, token_id, self.as_ids),
             "logprob": max(logprob, MIN_LOGPROB),
             "bytes": list(self.tokenizer.token_bytes(token_id)),
         }
@@ -171,6 +197,10 @@ class CompletionFormat:
     tokenizer: Tokenizer
     echoes: Sequence[str] = ()  # [num_prompts] text that begins the answers to each prompt; empty: no echo
     n: int = 1
+    scored: Sequence[
+        Sequence[int]
+    ] = ()  # [num_prompts] ids whose scores come first; empty: none
+    as_ids: bool = False  # log-probabilities name tokens by their ids
     _offsets: dict[int, _TextOffsets] = field(default_factory=dict, init=False)  # by choice, of a stream
     prefix = "cmpl-"
     kind = "text_completion"
@@ -179,16 +209,22 @@ class CompletionFormat:
     def choice(self, index: int, answer: PartialAnswer) -> Json:
         """Return a whole choice."""
         text = self._echo(index) + answer.text
-        scored = answer.logprobs
-        logprobs = None if scored is None else self._logprobs(scored, _TextOffsets(self.tokenizer))
+        prompt = self._scored_prompt(index, answer.prompt_logprobs)
+        logprobs = self._logprobs(answer.logprobs, prompt, _TextOffsets(self.tokenizer))
         return {"index": index, "text": text, "logprobs": logprobs, **answer.ending()}
 
     def delta(self, index: int, answer: PartialAnswer, outcome: Outcome) -> Json:
         """Return what an outcome adds to a choice."""
         text = outcome.text if answer.started else self._echo(index) + outcome.text
-        scored = outcome.logprobs
-        logprobs = None if scored is None else self._logprobs(scored, self._stream_offsets(index))
+        prompt = self._scored_prompt(index, outcome.prompt_logprobs)
+        logprobs = self._logprobs(outcome.logprobs, prompt, self._stream_offsets(index))
         return {"index": index, "text": text, "logprobs": logprobs, **_ending_of(outcome)}
+
+    def _scored_prompt(self, index: int, scored: Sequence[TokenLogprobs] | None) -> list[TokenLogprobs]:
+        """Return the entries of an echoed prompt; the first token has no log-probability."""
+        if not self.scored or scored is None:
+            return []
+        return [TokenLogprobs(self.scored[index // self.n][0], nan), *scored]
 
     def _stream_offsets(self, index: int) -> _TextOffsets:
         return self._offsets.setdefault(index, _TextOffsets(self.tokenizer))
@@ -196,19 +232,26 @@ class CompletionFormat:
     def _echo(self, index: int) -> str:
         return self.echoes[index // self.n] if self.echoes else ""
 
-    def _logprobs(self, logprobs: Sequence[TokenLogprobs], offsets: _TextOffsets) -> Json:
+    def _logprobs(
+        self, answer: Sequence[TokenLogprobs] | None, prompt: Sequence[TokenLogprobs], offsets: _TextOffsets
+    ) -> Json | None:
+        if answer is None:
+            return None
+        entries = [*prompt, *answer]
         return {
-            "tokens": [self.tokenizer.token_text(entry.token_id) for entry in logprobs],
-            "token_logprobs": [max(entry.logprob, MIN_LOGPROB) for entry in logprobs],
-            "top_logprobs": [self._alternatives(entry) for entry in logprobs],
-            "text_offset": [offsets.next(entry.token_id) for entry in logprobs],
+            "tokens": [token_name(self.tokenizer, entry.token_id, self.as_ids) for entry in entries],
+            "token_logprobs": [None if isnan(e.logprob) else max(e.logprob, MIN_LOGPROB) for e in entries],
+            "top_logprobs": [self._alternatives(entry) for entry in entries],
+            "text_offset": [offsets.next(entry.token_id) for entry in entries],
         }
 
-    def _alternatives(self, entry: TokenLogprobs) -> dict[str, float]:
+    def _alternatives(self, entry: TokenLogprobs) -> dict[str, float] | None:
         """Return text -> log-probability of alternatives and chosen token; the likeliest of equal texts."""
+        if isnan(entry.logprob):
+            return None
         pairs = [(entry.token_id, entry.logprob), *zip(entry.top_ids, entry.top_logprobs, strict=True)]
         pairs.sort(key=lambda pair: pair[1])
-        by_text = {self.tokenizer.token_text(i): max(logprob, MIN_LOGPROB) for i, logprob in pairs}
+        by_text = {token_name(self.tokenizer, i, self.as_ids): max(logprob, MIN_LOGPROB) for i, logprob in pairs}
         return dict(reversed(by_text.items()))
 
 

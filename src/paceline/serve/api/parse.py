@@ -6,26 +6,35 @@ import asyncio
 import secrets
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
 
 from paceline.core.errors import RequestError
 from paceline.serve.api.errors import ApiError
 from paceline.serve.api.openai_format import ChatFormat, CompletionFormat, ResponseMeta
 from paceline.serve.api.schema import MAX_ANSWERS, ChatBody, CompletionBody
+from paceline.serve.api.score_format import Extras
+from paceline.serve.api.tools import conversation_of
 from paceline.serve.prompts import requests_of, seed_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from starlette.types import Receive, Scope
 
     from paceline.core.nouns import Request
+    from paceline.core.params import SamplingParams
+    from paceline.core.sampling_defaults import Defaults
     from paceline.serve.api.openai_format import RouteFormat
     from paceline.serve.prompts import Prompts
 
 MAX_BODY_BYTES = 4 << 20
 MAX_DISCARDED_BYTES = 64 << 20  # of a body that is too large: read and dropped, so that the client reads its 413
 BODY_TIMEOUT_S = 30.0  # without a byte of the body
+
+
+BodyT = TypeVar("BodyT", bound=ChatBody | CompletionBody)
 
 
 class ClientDisconnected(Exception):  # noqa: N818 - an event, not an error
@@ -60,6 +69,7 @@ class Job:
     wants_running_usage: bool  # every chunk carries the usage so far
     arrival_s: float
     ignored: tuple[str, ...] = ()  # unknown fields of the body
+    extras: Extras | None = None  # further fields of the response
     grammar_field: str = ""  # of the body, that asks for structured output
 
     @property
@@ -121,9 +131,14 @@ def chat_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
     body, ignored = ChatBody.decode(data, lenient=serving.lenient)
     serving.check_model(body.model)
     prompts = serving.prompts
-    ids = prompts.of_messages([message.for_template() for message in body.messages])
-    requests = _requests(body, [ids], prompts, arrival_s)
-    return _job(body, requests, serving.names[0], ChatFormat(prompts.tokenizer), arrival_s, ignored)
+    body = with_sampling(body, prompts.sampling)
+    conversation = conversation_of(body, [message.for_template() for message in body.messages])
+    use, prompt = conversation.tool_use, prompts.of_conversation(conversation)
+    requests = _requests(body, [prompt.ids], prompts, arrival_s, prompts.answer_form(use, prompt.opened))
+    plan = prompts.reader_plan(use, prompt.opened)
+    as_ids = bool(body.return_tokens_as_token_ids)
+    form = ChatFormat(prompts.tokenizer, plan, use is not None and use.legacy, as_ids)
+    return _job(body, requests, serving.names[0], form, arrival_s, ignored)
 
 
 def completion_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
@@ -131,21 +146,34 @@ def completion_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
     body, ignored = CompletionBody.decode(data, lenient=serving.lenient)
     serving.check_model(body.model)
     given, prompts = body.prompts(), serving.prompts
+    body = with_sampling(body, prompts.sampling)
     all_ids = [prompts.of_text(p) if isinstance(p, str) else prompts.of_ids(p) for p in given]
     echoes = [p if isinstance(p, str) else prompts.tokenizer.decode(p) for p in given] if body.echo else ()
     requests = _requests(body, all_ids, prompts, arrival_s)
-    form = CompletionFormat(prompts.tokenizer, echoes, body.n or 1)
+    scored = all_ids if body.echo and body.logprobs is not None else ()
+    as_ids = bool(body.return_tokens_as_token_ids)
+    form = CompletionFormat(prompts.tokenizer, echoes, body.n or 1, scored, as_ids)
     return _job(body, requests, serving.names[0], form, arrival_s, ignored)
 
 
+def with_sampling(body: BodyT, defaults: Defaults) -> BodyT:
+    """Return a body with a model's sampling in the fields that it leaves out."""
+    left_out = {name: value for name, value in defaults.items() if getattr(body, name) is None}
+    return msgspec.structs.replace(body, **left_out) if left_out else body
+
+
 def _requests(
-    body: ChatBody | CompletionBody, all_ids: list[tuple[int, ...]], prompts: Prompts, arrival_s: float
+    body: ChatBody | CompletionBody,
+    all_ids: list[tuple[int, ...]],
+    prompts: Prompts,
+    arrival_s: float,
+    form: Callable[[SamplingParams], SamplingParams] = lambda params: params,
 ) -> list[Request]:
-    """Return the requests for all answers to all prompts, under one seed.
+    """Return the requests for all answers to all prompts, under one seed. form: adds what answers must fit.
 
     Raises `RequestError`, also for what the engine would refuse in one prompt after it began to answer another.
     """
-    params = [body.params(prompts.room(ids)) for ids in all_ids]
+    params = [form(body.params(prompts.room(ids))) for ids in all_ids]
     if len(all_ids) * params[0].n > MAX_ANSWERS:
         raise RequestError(f"one request may ask for at most {MAX_ANSWERS} answers (prompts times n)", "n")
     for ids, asked in zip(all_ids, params, strict=True):
@@ -181,5 +209,16 @@ def _job(
         wants_running_usage=body.wants_running_usage,
         arrival_s=arrival_s,
         ignored=ignored,
-        grammar_field=structure[1] if structure else "",
+        extras=_extras(body, requests, form),
+        grammar_field=structure[1] if structure else "tools" if first.params.grammar else "",
     )
+
+
+def _extras(body: ChatBody | CompletionBody, requests: list[Request], form: RouteFormat) -> Extras | None:
+    """Return the further fields that a body asks for; None if it asks for none."""
+    ids, scores = bool(body.return_token_ids), body.prompt_logprobs is not None
+    if not ids and not scores:
+        return None
+    n = requests[0].params.n
+    prompts = [request.prompt_ids for request in requests[::n]]
+    return Extras(form.tokenizer, prompts, n, ids, scores, isinstance(body, ChatBody))

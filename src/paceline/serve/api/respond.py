@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
@@ -14,16 +15,18 @@ from paceline.serve.api.errors import ApiError, api_error_of, internal_error, sh
 from paceline.serve.api.openai_format import PartialAnswer, to_json, token_usage, usage
 from paceline.serve.api.parse import ClientDisconnected
 from paceline.serve.api.pass_format import times_per_token, with_passes
+from paceline.serve.observe.access import RECORD
 from paceline.serve.worker.client import Disconnected
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from starlette.types import Receive, Scope, Send
 
     from paceline.core.nouns import Outcome
     from paceline.serve.api.openai_format import Json
     from paceline.serve.api.parse import Job
+    from paceline.serve.observe.access import RequestRecord
     from paceline.serve.observe.metrics import Metrics
     from paceline.serve.worker.client import Answers, EngineClient, Event
 
@@ -64,6 +67,7 @@ class Responder:
             self._count_failed(error)
             raise
         finally:
+            self._note(scope.get(RECORD))
             watcher.cancel()
             await events.close()
 
@@ -74,6 +78,8 @@ class Responder:
         form = self.job.format
         choices = [with_passes(form.choice(i, a), a.notes, form.tokenizer) for i, a in enumerate(self.answers)]
         body = self.job.meta.fields(self.job.format.kind) | {"choices": choices, "usage": self._usage()}
+        if self.job.extras is not None:
+            self.job.extras.whole(body, self.answers)
         response = Response(to_json(body), media_type="application/json", headers=self._headers)
         await response(scope, receive, send)
 
@@ -119,6 +125,12 @@ class Responder:
         if outcome.finish_reason is not None:
             self._metrics.finished(outcome.finish_reason, self._first_s[index], outcome.figures, elapsed_s)
 
+    def _note(self, record: RequestRecord | None) -> None:
+        if record is not None:
+            ends = [answer.last for answer in self.answers if answer.last is not None]
+            record.model = self.job.meta.model
+            record.answered(ends, self.job.n, min(self._first_s.values(), default=None))
+
     def _count_failed(self, error: ApiError) -> None:
         """Count the answers that a fault of the server cut short, not a client's mistake."""
         if error.status >= SERVER_FAULT:
@@ -133,12 +145,26 @@ class Responder:
     def _chunk(self, index: int, outcome: Outcome) -> bytes:
         """Add an outcome to its answer and return the event that carries it."""
         choice = self.job.format.delta(index, self.answers[index], outcome)
-        choice = with_passes(choice, outcome.notes, self.job.format.tokenizer)
+        if choice is None and outcome.notes:
+            choice = {"index": index, "delta": {}, "finish_reason": None}
+        extras, first = self.job.extras, not self.answers[index].started
         self._add(index, outcome)
-        return self._data([choice], self._running_usage() if self.job.wants_running_usage else None)
+        if choice is None and extras is not None and extras.ids and outcome.token_ids:
+            choice = {"index": index, "delta": {}, "finish_reason": None}
+        if choice is None:
+            return b""
+        choice = with_passes(choice, outcome.notes, self.job.format.tokenizer)
+        total = self._running_usage() if self.job.wants_running_usage else None
+        return self._data(
+            [choice], total, None if extras is None else partial(extras.chunk, outcome=outcome, first=first)
+        )
 
-    def _data(self, choices: list[Json], total: Json | None) -> bytes:
+    def _data(
+        self, choices: list[Json], total: Json | None, extend: Callable[[Json], None] | None = None
+    ) -> bytes:
         body = self.job.meta.fields(self.job.format.chunk_kind) | {"choices": choices}
+        if extend is not None:
+            extend(body)
         return _event(body | ({"usage": total} if self.job.wants_usage else {}))
 
     def _running_usage(self) -> Json:

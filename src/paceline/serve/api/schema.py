@@ -23,6 +23,16 @@ from paceline.core.params import (
 from paceline.engine.wire import Salt, TokenId
 from paceline.serve.api.fields import Body
 from paceline.serve.api.structured import StructuredFields
+from paceline.serve.api.tools import (
+    CalledFunction,
+    Calls,
+    Choice,
+    Effort,
+    FunctionChoice,
+    Functions,
+    TemplateKwargs,
+    Tools,
+)
 from paceline.serve.prompts import part_text
 
 MAX_MESSAGES = 4096
@@ -39,7 +49,10 @@ Prompt = (
 )
 
 # Fields of a message that are accepted if null or empty.
-UNSUPPORTED_FIELDS = ("annotations", "audio", "function_call", "refusal", "tool_calls")
+UNSUPPORTED_FIELDS = ("annotations", "audio", "refusal")
+
+
+OTHER_ROLES = {"developer": "system", "function": "tool"}
 
 
 class _Part(Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,25 +69,37 @@ class _Part(Struct, frozen=True, forbid_unknown_fields=True):
 class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
     """One message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[_Part], Meta(max_length=MAX_PARTS)] | None = None
     name: Name | None = None
     tool_call_id: Name | None = None
+    tool_calls: Calls | None = None
+    function_call: CalledFunction | None = None  # the old form of one call
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # another name of it
     # Fields of OpenAI's answers. A client that sends an answer back unchanged sends them empty.
     annotations: Any = None
     audio: Any = None
-    function_call: Any = None
     refusal: Any = None
-    tool_calls: Any = None
     cache_control: Any = None  # accepted without effect
 
-    def for_template(self) -> dict[str, str]:
+    def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates take it; `developer` is OpenAI's newer name for `system`."""
         for name in UNSUPPORTED_FIELDS:
             if getattr(self, name) not in (None, []):
                 raise RequestError(f"{name} in a message is not supported yet; leave it out", "messages")
-        role = "system" if self.role == "developer" else self.role
-        extra = {"name": self.name, "tool_call_id": self.tool_call_id}
+        role = OTHER_ROLES.get(self.role, self.role)
+        calls = [call.for_template() for call in self.tool_calls or ()]
+        if self.function_call is not None:
+            calls.append({"type": "function", "function": self.function_call.for_template()})
+        if (calls or self.reasoning_content or self.reasoning) and role != "assistant":
+            raise RequestError(f"a message of role {self.role!r} has neither calls nor reasoning", "messages")
+        extra = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "tool_calls": calls or None,
+            "reasoning_content": self.reasoning_content or self.reasoning or None,
+        }
         return {"role": role, "content": self._text()} | {k: v for k, v in extra.items() if v is not None}
 
     def _text(self) -> str:
@@ -132,6 +157,10 @@ class Sampled(Body, StructuredFields, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     cache_salt: Salt | None = None
     speculation: SpeculationBody | None = None
+    # As vLLM.
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     @property
     def wants_usage(self) -> bool:
@@ -150,9 +179,15 @@ class Sampled(Body, StructuredFields, frozen=True, kw_only=True):
             raise RequestError("stream_options is only allowed with stream: true", "stream_options")
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             raise RequestError("include_obfuscation is not supported yet", "stream_options")
+        _check_range("prompt_logprobs", self.prompt_logprobs)
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs and stream exclude each other", "prompt_logprobs")
 
-    def sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
-        """Return the sampling parameters. Raises `RequestError`."""
+    def sampling(
+        self, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None
+    ) -> SamplingParams:
+        """Return the sampling parameters. prompt_logprobs: beside the field. Raises `RequestError`."""
+        scores = [num for num in (self.prompt_logprobs, prompt_logprobs) if num is not None]
         wanted: dict[str, Any] = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -170,6 +205,7 @@ class Sampled(Body, StructuredFields, frozen=True, kw_only=True):
             "max_tokens": max_tokens,
             "ignore_eos": self.ignore_eos,
             "logprobs": logprobs,
+            "prompt_logprobs": max(scores, default=None),
             "n": self.n,
         }
         structure = self.structure()
@@ -184,6 +220,15 @@ class ChatBody(Sampled, frozen=True, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: Tools | None = None
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = None
+    functions: Functions | None = None  # the old form of tools
+    function_call: FunctionChoice | None = None
+    reasoning_effort: Effort | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     def params(self, room: int) -> SamplingParams:
         """Return the sampling parameters; without max_tokens the answer may fill `room`, in tokens."""
@@ -208,11 +253,10 @@ class CompletionBody(Sampled, frozen=True, kw_only=True):
 
     def params(self, room: int) -> SamplingParams:
         """Return the sampling parameters; without max_tokens an answer has 16 tokens, as with OpenAI."""
-        if self.echo and self.logprobs is not None:
-            raise RequestError("echo together with logprobs is not supported yet", "echo")
         _check_range("logprobs", self.logprobs)
         default = max(min(DEFAULT_COMPLETION_TOKENS, room), self.min_tokens or 0)
-        return self.sampling(default if self.max_tokens is None else self.max_tokens, self.logprobs)
+        max_tokens = default if self.max_tokens is None else self.max_tokens
+        return self.sampling(max_tokens, self.logprobs, self.logprobs if self.echo else None)
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts, each a text or token ids. Raises `RequestError` for a mixture."""

@@ -10,12 +10,11 @@ from msgspec import Meta, Struct, field
 
 from paceline.core.errors import RequestError
 from paceline.core.params import MAX_GRAMMAR_CHARS, MAX_GRAMMAR_CHOICES, Grammar
-from paceline.model.grammar import check
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
-    from paceline.model.tokenizer import Tokenizer
+    Way = tuple[str, Any, Callable[[Any], Grammar | None]]  # a field, its value, and the grammar of a value
 
 MAX_TAGS = 64
 MAX_CHECKED = 256  # grammars remembered as good
@@ -81,16 +80,16 @@ class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
 
     def grammar_asked(self) -> Grammar | None:
         """Return what it asks for. Raises `RequestError`."""
-        tag = self.structural_tag
-        ways = {
-            "json": self.json is not None and (lambda: Grammar.json_schema(self.json)),  # type: ignore[arg-type]
-            "regex": self.regex is not None and (lambda: Grammar.regex(self.regex or "")),
-            "choice": self.choice is not None and (lambda: Grammar.choice(self.choice or ())),
-            "grammar": self.grammar is not None and (lambda: from_grammar(self.grammar or "")),
-            "json_object": bool(self.json_object) and Grammar.json_object,
-            "structural_tag": tag is not None and tag.grammar,
-        }
-        return _only("structured_outputs", ways)
+        ways: list[Way] = [
+            ("json", self.json, Grammar.json_schema),
+            ("regex", self.regex, Grammar.regex),
+            ("choice", self.choice, Grammar.choice),
+            ("grammar", self.grammar, from_grammar),
+            ("json_object", self.json_object or None, lambda _: Grammar.json_object()),
+            ("structural_tag", self.structural_tag, ResponseFormat.grammar),
+        ]
+        found = _only("structured_outputs", ways)
+        return None if found is None else found[0]
 
 
 class StructuredFields(Struct, frozen=True, kw_only=True):
@@ -109,33 +108,33 @@ class StructuredFields(Struct, frozen=True, kw_only=True):
 
     def structure(self) -> tuple[Grammar, str] | None:
         """Return the grammar that the answer must fit, and the field that asks for it. Raises `RequestError`."""
-        form, outputs = self.response_format, self.structured_outputs
-        ways: dict[str, Any] = {
-            "response_format": form is not None and form.type != "text" and form.grammar,
-            "structured_outputs": outputs is not None and outputs.grammar_asked,
-            "guided_json": self.guided_json is not None
-            and (lambda: Grammar.json_schema(self.guided_json)),  # type: ignore[arg-type]
-            "guided_regex": self.guided_regex is not None and (lambda: Grammar.regex(self.guided_regex or "")),
-            "guided_choice": self.guided_choice is not None and (lambda: Grammar.choice(self.guided_choice or ())),
-            "guided_grammar": self.guided_grammar is not None and (lambda: from_grammar(self.guided_grammar or "")),
-            "json_schema": self.json_schema is not None
-            and (lambda: Grammar.json_schema(self.json_schema)),  # type: ignore[arg-type]
-            "grammar": self.grammar is not None and (lambda: from_grammar(self.grammar or "")),
-        }
-        asked = [name for name, way in ways.items() if way]
+        ways: list[Way] = [
+            ("response_format", self.response_format, ResponseFormat.grammar),
+            ("structured_outputs", self.structured_outputs, StructuredOutputs.grammar_asked),
+            ("guided_json", self.guided_json, Grammar.json_schema),
+            ("guided_regex", self.guided_regex, Grammar.regex),
+            ("guided_choice", self.guided_choice, Grammar.choice),
+            ("guided_grammar", self.guided_grammar, from_grammar),
+            ("json_schema", self.json_schema, Grammar.json_schema),
+            ("grammar", self.grammar or None, from_grammar),  # llama.cpp's clients send ""
+        ]
+        return _only("structured output", ways)
+
+
+def _only(what: str, ways: Sequence[Way]) -> tuple[Grammar, str] | None:
+    """Return the one grammar that is asked for, and by which field. Raises `RequestError` that names the field."""
+    found = []
+    for name, value, make in ways:
         try:
-            found = _only("structured output", ways)
+            grammar = None if value is None else make(value)
         except RequestError as error:
-            raise RequestError(str(error), asked[0]) from None
-        return None if found is None else (found, asked[0])
-
-
-def _only(what: str, ways: dict[str, Any]) -> Grammar | None:
-    """Return the one grammar that is asked for. ways: name -> its maker, or something false."""
-    asked: dict[str, Callable[[], Grammar | None]] = {name: way for name, way in ways.items() if way}
-    if len(asked) > 1:
-        raise RequestError(f"{what} is asked for by {' and '.join(asked)}; send one of them", next(iter(asked)))
-    return next(iter(asked.values()))() if asked else None
+            raise RequestError(str(error), name) from None
+        if grammar is not None:
+            found.append((grammar, name))
+    if len(found) > 1:
+        names = " and ".join(name for _, name in found)
+        raise RequestError(f"{what} is asked for by {names}; send one of them", found[0][1])
+    return found[0] if found else None
 
 
 def from_grammar(text: str) -> Grammar:
@@ -148,7 +147,7 @@ def from_grammar(text: str) -> Grammar:
         raise
     except RecursionError:
         raise RequestError("the grammar is nested too deeply", "grammar") from None
-    except Exception as error:  # noqa: BLE001 - the parser has no tree of errors
+    except Exception as error:
         reason = str(error)[:300]
         raise RequestError(f"the grammar is neither Lark nor GBNF: {reason}", "grammar") from None
 
@@ -175,12 +174,17 @@ class GrammarChecks:
         self._good: OrderedDict[Grammar, None] = OrderedDict()
         self._alone = asyncio.Semaphore(1)
 
-    async def check(self, grammars: Iterable[Grammar | None], tokenizer: Tokenizer, field_name: str) -> None:
-        """Raise `RequestError` for a grammar that the engine would refuse. field_name: of the body."""
+    async def check(
+        self, grammars: Iterable[Grammar | None], check: Callable[[Grammar], None], field_name: str
+    ) -> None:
+        """Raise `RequestError` for a grammar that the engine would refuse.
+
+        check: called in a thread. field_name: of the body.
+        """
         for grammar in {g for g in grammars if g is not None} - self._good.keys():
             async with self._alone:
                 try:
-                    await asyncio.to_thread(check, grammar, tokenizer if grammar.kind == "lark" else None)
+                    await asyncio.to_thread(check, grammar)
                 except RequestError as error:
                     raise RequestError(str(error), field_name) from None
             self._good[grammar] = None

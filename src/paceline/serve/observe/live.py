@@ -58,7 +58,10 @@ class LiveFeed:
                 await self._client.watch(on=False)
 
     async def _send_events(self, send: Send, gone: asyncio.Task[None]) -> None:
-        """Send the newest state at most every `EVENT_S`; what a slow listener missed is not made up for."""
+        """Send the newest state every `EVENT_S` at most.
+
+        What a slow listener missed is not made up for.
+        """
         told, told_s = None, 0.0
         while not gone.done() and not self._draining():
             newest, now_s = self._recent.newest, time.monotonic()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from paceline.control.online_cost import Predictions
     from paceline.core.nouns import Figures
     from paceline.engine.stats import Gauges, Stats
+    from paceline.serve.observe.access import RequestRecord
     from paceline.serve.worker.client import EngineClient
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -139,6 +140,12 @@ class Metrics:
         self._refused = Counter(
             "paceline_refused", "Requests answered with an error", ["status"], registry=self.registry
         )
+        self._of_keys = Counter(
+            "paceline_key_requests", "Requests by the name of their key", ["key"], registry=self.registry
+        )
+        self._tokens_of_keys = Counter(
+            "paceline_key_tokens", "Tokens by the name of their key", ["key", "kind"], registry=self.registry
+        )
         self._ttft = self._histogram("paceline_time_to_first_token_seconds", "Arrival to first token", _SECONDS)
         self._tpot = self._histogram(
             "paceline_time_per_output_token_seconds", "Mean time per token after the first", _TOKEN_SECONDS
@@ -170,6 +177,16 @@ class Metrics:
     def refused(self, status: int) -> None:
         """Count a request that was answered with an error."""
         self._refused.labels(str(status)).inc()
+
+    def tell(self, record: RequestRecord) -> None:
+        """Count a request by the name of its key; names are those of the key file."""
+        if record.key is None:
+            return
+        self._of_keys.labels(record.key).inc()
+        for kind in ("prompt", "completion"):
+            num_tokens = record.fields.get(f"{kind}_tokens")
+            if num_tokens:
+                self._tokens_of_keys.labels(record.key, kind).inc(num_tokens)
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""

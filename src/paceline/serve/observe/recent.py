@@ -1,4 +1,4 @@
-"""The last seconds of a server: rates from the engine's snapshots, and how long clients waited."""
+"""The last seconds of a server: rates, and how long clients waited."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def tokens_by_source(stats: Stats) -> dict[str, int]:
 
 
 def _exactly(at_least: Sequence[int]) -> list[int]:
-    """Return how many passes had exactly 1, 2, ... of what so many had at least."""
+    """Return how many passes had exactly 1, 2, ... drafts."""
     return [count - after for count, after in zip(at_least, [*at_least[1:], 0], strict=True)]
 
 

@@ -55,9 +55,8 @@ class JobWorker:
             case RenderPrompts(asked):
                 assert self._template is not None
                 return Rendered(tuple(self._template.render_all(asked)))
-            case CheckGrammar(kind, text):
-                assert self._tokenizer is not None
-                _check(kind, text, self._tokenizer)
+            case CheckGrammar(kind, text, with_tokens):
+                _check(kind, text, self._tokenizer if with_tokens else None)
         return JobDone()
 
 
@@ -67,10 +66,12 @@ def _tokenizer(job: SetTokenizer) -> Tokenizer:
     from paceline.model.tokenizer import Tokenizer
 
     raw = tokenizers.Tokenizer.from_str(job.tokenizer_json)
-    return Tokenizer(raw, eos_ids=job.eos_ids, bos_id=job.bos_id)
+    tokenizer = Tokenizer(raw, eos_ids=job.eos_ids, bos_id=job.bos_id)
+    _check("lark", 'start: "a"', tokenizer)  # reads the vocabulary, which takes seconds
+    return tokenizer
 
 
-def _check(kind: str, text: str, tokenizer: Tokenizer) -> None:
+def _check(kind: str, text: str, tokenizer: Tokenizer | None) -> None:
     from paceline.core.params import Grammar
     from paceline.model.grammar import check
 

@@ -43,6 +43,7 @@ class CheckGrammar(Message, frozen=True):
 
     kind: str
     text: str
+    with_tokens: bool  # it names tokens of the tokenizer
 
 
 class Rendered(Message, frozen=True):

@@ -108,7 +108,7 @@ class Sandbox:
         command = [sys.executable, "-m", "paceline.serve.sandbox.job_process"]
         limits = [str(self._memory_bytes), str(SETUP_LIMIT_S)]
         with theirs:
-            self._process = subprocess.Popen(
+            self._process = subprocess.Popen(  # noqa: S603 - our own command
                 [*command, *limits], stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=environment
             )
         self._link = ours
@@ -121,7 +121,9 @@ class Sandbox:
             result = self._answer(job, time.monotonic() + limit_s)
         except TimeoutError:
             self._end()
-            raise RequestError(f"the {self._what} did not come to an end within {limit_s:g} s", self._param) from None
+            raise RequestError(
+                f"the {self._what} did not come to an end within {limit_s:g} s", self._param
+            ) from None
         except (OSError, SandboxLost):
             self._end()
             raise self._too_much() from None
@@ -149,7 +151,8 @@ class Sandbox:
         data = read_frame(receive)
         if data is None:
             raise SandboxLost
-        return decode_result(data)
+        result: JobResult = decode_result(data)
+        return result
 
     def _end(self) -> None:
         process, self._process = self._process, None

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TextIO
 
 from paceline.core.errors import ConfigError, RequestError
 from paceline.engine.assembly.cli_options import add_engine_arguments, engine_config
 from paceline.serve.llm import LLM
 from paceline.serve.terminal.banner import LoadingBar, printable, show_choices
-from paceline.serve.terminal.generate import add_sampling_arguments, sampling_params
+from paceline.serve.terminal.generate import add_sampling_arguments, sampling_values
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -36,7 +36,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Converse and return the exit status."""
-    params = sampling_params(args)
+    given = sampling_values(args)
     with LoadingBar() as bar:
         llm = LLM.of(engine_config(args), progress=bar)
     with llm:
@@ -45,7 +45,7 @@ def run(args: Namespace) -> int:
         if sys.stdin.isatty():
             show_choices(llm.built.choices, sys.stderr)
             sys.stderr.write(f"\n{HELP}\n")
-        Chat(llm, params, args.system).run()
+        Chat(llm, replace(llm.default_params, **given), args.system).run()
     return 0
 
 

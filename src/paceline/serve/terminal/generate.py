@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.params import SamplingParams
-from paceline.engine.assembly.cli_options import add_engine_arguments, engine_config
+from paceline.core.sampling_defaults import FIELDS
+from paceline.engine.assembly.cli_options import add_engine_arguments, add_sampling_defaults, engine_config
 from paceline.serve.api.openai_format import to_json
 from paceline.serve.llm import LLM
 from paceline.serve.prompts import Item, read_items
@@ -51,12 +52,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Answer everything asked and return the exit status."""
-    params = sampling_params(args, n=args.n, ignore_eos=args.ignore_eos)
+    given = sampling_values(args) | {"n": args.n, "ignore_eos": args.ignore_eos}
+    SamplingParams(**given)  # a bad value should not wait for the model
     items = _items(args)
     config = engine_config(args)
     with LoadingBar() as bar:
         llm = LLM.of(config, progress=bar)
     with llm:
+        params = replace(llm.default_params, **given)
         if args.capture is not None:
             return capture(llm, items, params, args.capture, chat=args.chat)
         return generate(llm, items, params, chat=args.chat, as_json=args.json, sink=sys.stdout)
@@ -76,6 +79,7 @@ def _items(args: Namespace) -> list[Item]:
 # Sampling flags, shared with `paceline chat` ---------------------------------------------------------
 
 _DEFAULTS = SamplingParams()
+_LEFT_OUT = frozenset(FIELDS)  # without the flag they are as --sampling-defaults says
 _NUMBERS: tuple[tuple[str, type, str], ...] = (
     ("max_tokens", int, "largest number of tokens of an answer"),
     ("temperature", float, "0 takes the likeliest token"),
@@ -94,18 +98,23 @@ def add_sampling_arguments(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     for name, kind, about in _NUMBERS:
         flag = "--" + name.replace("_", "-")
-        group.add_argument(flag, type=kind, metavar="N", default=getattr(_DEFAULTS, name), help=about)
+        default = None if name in _LEFT_OUT else getattr(_DEFAULTS, name)
+        group.add_argument(flag, type=kind, metavar="N", default=default, help=about)
     group.add_argument(
         "--stop", action="append", metavar="TEXT", help="end the answer before this text; repeatable"
     )
+    add_sampling_defaults(group)
 
 
-def sampling_params(args: Namespace, **others: Any) -> SamplingParams:
-    """Return the sampling that parsed flags ask for. Raises `RequestError`."""
+def sampling_values(args: Namespace) -> dict[str, Any]:
+    """Return the fields of `SamplingParams` that parsed flags set, checked. Raises `RequestError`."""
     values = {name: getattr(args, name) for name, _, _ in _NUMBERS}
     if args.seed is not None and args.seed < 0:  # as clients of other servers say "random"
         values["seed"] = None
-    return SamplingParams(**values, stop=tuple(args.stop or ()), **others)
+    given = {name: value for name, value in values.items() if value is not None or name not in _LEFT_OUT}
+    given["stop"] = tuple(args.stop or ())
+    SamplingParams(**given)
+    return given
 
 
 # Answers ---------------------------------------------------------------------------------------------

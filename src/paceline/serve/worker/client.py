@@ -7,11 +7,9 @@ import logging
 import os
 import shutil
 import sys
-import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -35,10 +33,12 @@ from paceline.serve.worker.messages import (
     Watch,
     decode_to_server,
 )
+from paceline.serve.worker.socket_folder import socket_folder
 from paceline.serve.worker.watchdog import SHOW_THREADS, TICK_S, Watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
+    from pathlib import Path
 
     from paceline.core.nouns import Outcome, Request
     from paceline.engine.assembly.config import EngineConfig
@@ -48,7 +48,6 @@ log = logging.getLogger(__name__)
 STOP_S = 5.0  # time for the engine to end by itself before it is killed
 WATCHDOG_S = 10.0  # without a beat of a ready engine
 KEYS = ("PACELINE_API_KEY",)  # secrets of the HTTP side, which the engine's process has no use for
-MAX_FOLDER_BYTES = 90  # of a socket's folder; a unix socket's path may have about 100
 
 RESTARTING = "the engine process ended; it is being restarted, so try again"
 STOPPING = "the server is shutting down"
@@ -222,25 +221,27 @@ class EngineClient:
 
     async def _run_engine(self) -> PacelineError | None:
         """Run one engine process to its end; return why it failed to load, or None."""
-        folder = _private_folder()
         socket = self._context.socket(zmq.PAIR)
         try:
-            address = f"ipc://{folder}/engine"
-            _without_limits(socket).bind(address)
-            process = await _spawn(address)
-            engine = EngineProcess(socket, process, Watchdog(process.pid, self._watchdog_s))
-            try:
-                self._engine = engine
-                await self._listen(engine, folder)
-            finally:
-                self._engine = None
-                _kill(engine.process)
-                await engine.process.wait()
-                _close_stdin(engine.process)
-            return engine.failed
+            with socket_folder() as folder:
+                return await self._run_in(folder, socket)
         finally:
             socket.close(linger=0)
-            shutil.rmtree(folder, ignore_errors=True)
+
+    async def _run_in(self, folder: Path, socket: zmq.asyncio.Socket) -> PacelineError | None:
+        address = f"ipc://{folder}/engine"
+        _without_limits(socket).bind(address)
+        process = await _spawn(address)
+        engine = EngineProcess(socket, process, Watchdog(process.pid, self._watchdog_s))
+        try:
+            self._engine = engine
+            await self._listen(engine, folder)
+        finally:
+            self._engine = None
+            _kill(engine.process)
+            await engine.process.wait()
+            _close_stdin(engine.process)
+        return engine.failed
 
     async def _listen(self, engine: EngineProcess, folder: Path) -> None:
         """Handle the process's messages until it has ended and the last one is read."""
@@ -381,15 +382,6 @@ def _without_limits(socket: zmq.asyncio.Socket) -> zmq.asyncio.Socket:
     socket.setsockopt(zmq.SNDHWM, 0)  # no limit: the server bounds the open requests
     socket.setsockopt(zmq.RCVHWM, 0)
     return socket
-
-
-def _private_folder() -> Path:
-    """Make a folder (0700) with a path short enough for a unix socket."""
-    folder = tempfile.mkdtemp(prefix="paceline-")
-    if len(os.fsencode(folder)) > MAX_FOLDER_BYTES:
-        shutil.rmtree(folder)
-        folder = tempfile.mkdtemp(prefix="paceline-", dir="/tmp")
-    return Path(folder)
 
 
 async def _spawn(address: str) -> asyncio.subprocess.Process:

@@ -78,6 +78,7 @@ class Ready(Message, frozen=True):
     template: Template | None  # None: the model has none, so chat is refused
     choices: tuple[StartupChoice, ...]
     drafters: tuple[str, ...] = ()  # names that a request may ask for
+    sampling: dict[str, int | float] = msgspec.field(default_factory=dict)  # of requests that say nothing about it
 
 
 class Rejected(Message, frozen=True):

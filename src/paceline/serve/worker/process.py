@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import faulthandler
 import logging
-import os
 import signal
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from paceline.control.fixed import FixedK
+from paceline.core import logs
 from paceline.core.errors import PacelineError, RequestError
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
@@ -193,6 +193,7 @@ def _ready(built: Built) -> Ready:
         template=None if source is None else Template(source.text, dict(source.special)),
         choices=tuple(StartupChoice(c.what, c.value, c.why) for c in built.choices),
         drafters=tuple(built.engine.drafting.drafters),
+        sampling=dict(built.sampling),
     )
 
 
@@ -259,9 +260,7 @@ def run(address: str) -> int:
 
 def main() -> int:
     """Entry point of the process."""
-    logging.basicConfig(
-        level=os.environ.get("PACELINE_LOG_LEVEL", "WARNING").upper(), format="engine: %(message)s"
-    )
+    logs.configure("engine")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     faulthandler.register(SHOW_THREADS)
     end_with_parent()

@@ -195,7 +195,7 @@ class NamedBody:
 
 
 class XmlBody:
-    """A call as Qwen3-Coder writes it: `<function=NAME>`, `<parameter=NAME>` for each argument, and closing tags."""
+    """A call as Qwen3-Coder writes it: tags of a function and its parameters, between them the values."""
 
     def __init__(self, opener: str, closer: str, is_text: Callable[[str, str], bool]) -> None:
         """is_text: (function, parameter) -> True if the value is a text, not JSON."""
@@ -212,9 +212,8 @@ class XmlBody:
         """Take more text; return what follows the body once it has ended."""
         self._held += text
         while True:
-            markers = ("</parameter>",) if self._parameter is not None else ("<function=", "<parameter=")
-            if self._parameter is None:
-                markers += ("</function>", self._closer)
+            between = ("<function=", "<parameter=", "</function>", self._closer)
+            markers = between if self._parameter is None else ("</parameter>",)
             before, marker, rest = split_at(self._held, markers)
             if not marker:
                 return None

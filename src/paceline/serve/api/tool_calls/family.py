@@ -67,5 +67,3 @@ class ObjectForm:
 
     def _head(self, name: str) -> str:
         return f'{{"name": {json.dumps(name)}, "{self.arguments_key}": '
-
-

@@ -39,15 +39,15 @@ class LarkText:
         return literal(marker) if token_id is None else f"<[{token_id}]>"
 
     def free(self, name: str, without: tuple[str, ...], first: str = "") -> str:
-        """Add any text that holds none of some markers and, if given, begins as `first`, a regex; return its name."""
+        """Add any text without some markers and return its name. first: a regex of the whole text."""
         excluded = "".join(f" & ~/{_ANY}{escaped(marker)}{_ANY}/" for marker in without)
         return self.rule(name, f"/{first or _ANY}/{excluded}")
 
-    def until(self, name: str, marker: str) -> str:
-        """Add any text up to the first `marker`, which it includes; return the expression."""
+    def until(self, name: str, marker: str, text: str = _ANY) -> str:
+        """Add text up to the first `marker`, which it includes; return the expression. text: its regex."""
         if marker in self.tokens:
             return f"{self.free(name.upper(), (marker,))} {self.mark(marker)}"
-        return self.rule(name, f"/{_ANY}{escaped(marker)}/", "[lazy]")
+        return self.rule(name, f"/{text}{escaped(marker)}/", "[lazy]")
 
     def arguments(self, name: str, tool: Tool) -> str:
         """Add the JSON of a tool's arguments; return the rule's name."""
@@ -61,7 +61,7 @@ def literal(text: str) -> str:
 
 def escaped(text: str) -> str:
     """Return a regex, for between slashes, that matches a text."""
-    return re.sub(r"([^\w\s])", r"\\\1", text).replace("\n", "\\n")
+    return re.sub(r"([\\.+*?()|\[\]{}^$/&~-])", r"\\\1", text).replace("\n", "\\n")
 
 
 def json_rule(schema: Mapping[str, Any], lenient: bool) -> str:

@@ -43,7 +43,8 @@ class MistralCalls:
         """Add the rules of calls behind the first opener and return their expression."""
         if ARGS not in lark.tokens:
             call = self._form.rule(lark, tools)
-            return f'"[" {repeated(call, f"{literal(", ")} {call}", parallel)} "]"'
+            several = repeated(call, f'", " {call}', parallel)
+            return f'"[" {several} "]"'
         choices = [
             f"{literal(tool.name)} {lark.mark(ARGS)} {lark.arguments(f'arguments_{index}', tool)}"
             for index, tool in enumerate(tools)

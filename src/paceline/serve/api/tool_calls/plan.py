@@ -102,5 +102,3 @@ def _content(lark: LarkText, grammar: Grammar) -> str:
         raise RequestError("a lark grammar needs the rule start", "structured_outputs")
     lark.rules.append(_START.sub("content", grammar.text))
     return "content"
-
-

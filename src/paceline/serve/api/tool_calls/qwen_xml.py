@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from paceline.serve.api.tool_calls.lark import LarkText
     from paceline.serve.conversation import Tool
 
+MAX_LENGTH = 1000  # of a text in a grammar; longer ones are not bounded
 _TEXT_KINDS = ("string", None)
 
 
@@ -77,4 +78,12 @@ def _value(lark: LarkText, name: str, schema: Any, lenient: bool) -> str:
     choices = schema.get("enum") if isinstance(schema, dict) else None
     if isinstance(choices, list) and choices and all(isinstance(c, str) for c in choices):
         return lark.rule(name, f"({' | '.join(map(literal, choices))}) {literal(closing)}")
-    return f'{lark.until(name, closing[:-1])} "\\n"'
+    return f'{lark.until(name, closing[:-1], _length(schema))} "\\n"'
+
+
+def _length(schema: Any) -> str:
+    """Return the regex of a text as long as a schema says."""
+    bounds = schema if isinstance(schema, dict) else {}
+    least, most = bounds.get("minLength"), bounds.get("maxLength")
+    least, most = (v if isinstance(v, int) and 0 <= v <= MAX_LENGTH else None for v in (least, most))
+    return f"(?s:.){{{least or 0},{'' if most is None else most}}}"

@@ -31,6 +31,7 @@ class _CallSplit:
         self._body: CallBody | None = None
         self._content = TrimmedText()
         self._held = ""
+        self._calls_before = 0  # when the body began
         self._at_start = bool(family.starts)
 
     def push(self, text: str) -> list[AnswerEvent]:
@@ -52,7 +53,10 @@ class _CallSplit:
         rest = body.feed(text, self._sink)
         if rest is not None:
             self._body = None
-            self._content = TrimmedText()
+            if self._sink.num_calls == self._calls_before:  # it was no call
+                self._content.go_on()
+            else:
+                self._content = TrimmedText()
         return rest
 
     def _text(self, text: str) -> str | None:
@@ -77,7 +81,8 @@ class _CallSplit:
 
     def _begin(self, marker: str) -> None:
         self._at_start = False
-        self._body = self._family.body(marker, self._tools)
+        self._calls_before = self._sink.num_calls
+        self._body = self._family.body(self._content.held + marker, self._tools)
 
     def _taken(self) -> list[AnswerEvent]:
         events, self._sink.events = self._sink.events, []

@@ -62,15 +62,19 @@ class TrimmedText:
     """Text in pieces without white space at its start and end."""
 
     def __init__(self) -> None:
-        self._held = ""  # white space that only counts if text follows
+        self.held = ""  # white space that only counts if text follows
         self._started = False
+
+    def go_on(self) -> None:
+        """Take the held white space as given out: text follows elsewhere."""
+        self.held, self._started = "", True
 
     def push(self, text: str) -> str:
         """Return the text that is certain."""
-        text = self._held + text if self._started else text.lstrip()
+        text = self.held + text if self._started else text.lstrip()
         kept = text.rstrip()
         self._started = self._started or bool(kept)
-        self._held = text[len(kept) :] if self._started else ""
+        self.held = text[len(kept) :] if self._started else ""
         return kept
 
 

@@ -93,6 +93,11 @@ function KeyDialog() {
     asksKey.value = false;
     keyWanted.value = null;
   };
+  /** @param {Event} event Escape was pressed */
+  const onCancel = (event) => {
+    event.preventDefault();
+    close();
+  };
   /** @param {any} event */
   const done = (event) => {
     event.preventDefault();
@@ -101,7 +106,7 @@ function KeyDialog() {
     close();
     connect();
   };
-  return html`<dialog ref=${dialog} onClose=${close} aria-labelledby="key-title">
+  return html`<dialog ref=${dialog} onCancel=${onCancel} aria-labelledby="key-title">
     <form onSubmit=${done}>
       <h2 id="key-title">API key</h2>
       ${keyWanted.value ? html`<p class="fault">${keyWanted.value}</p>` : html`<p class="faint">Sent with every request of this page.</p>`}

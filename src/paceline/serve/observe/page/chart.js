@@ -27,7 +27,7 @@ function options(lines, width) {
     padding: [8, 16, 0, 0],
     cursor: { y: false, drag: { x: false, y: false } },
     legend: { show: false },
-    scales: { x: { time: false }, y: { range: (_, _low, high) => [0, Math.max(1, high * 1.1)] } },
+    scales: { x: { time: false, range: (_, low) => [Math.min(-10, Math.floor(low)), 0] }, y: { range: (_, _low, high) => [0, Math.max(1, high * 1.1)] } },
     axes: [
       { ...axis, size: 24, values: (_, ticks) => ticks.map((tick) => (tick === 0 ? "now" : `${tick} s`)) },
       { ...axis, size: 40 },

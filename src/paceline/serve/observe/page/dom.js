@@ -96,7 +96,7 @@ export function counted(count, one, many = `${one}s`) {
  * @param {string} text
  */
 export function visible(text) {
-  return text.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/^ +$/, (spaces) => "␣".repeat(spaces.length));
+  return text.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/ {2,}/g, (spaces) => `␣×${spaces.length}`).replace(/^ $/, "␣");
 }
 
 /** @param {Fault} fault */

@@ -46,6 +46,7 @@ async function follow(stop) {
   while (!stop.aborted) {
     try {
       for await (const event of events(await ask("v1/speculation/live", { signal: stop }))) {
+        if (event.tokens_per_s === undefined) continue; // the engine is not ready
         add(event);
         if (performance.now() - drawn < DRAW_MS) continue;
         drawn = performance.now();
@@ -64,14 +65,15 @@ async function follow(stop) {
 
 /** @param {{name: string, value: string, note?: string, mark?: string}} props */
 function Tile({ name, value, note, mark }) {
-  return html`<div class="tile"><dt>${name}</dt><dd data-figure=${mark}>${value}</dd>${note ? html`<small>${note}</small>` : null}</div>`;
+  return html`<div class="tile"><dt>${name}</dt><dd data-figure=${mark}>${value}</dd>${note ? html`<dd class="note">${note}</dd>` : null}</div>`;
 }
 
 /** @param {{now: Live}} props */
 function Tiles({ now }) {
-  const { tokens_per_s: speed, plain_tokens_per_s: plain } = now;
+  const { tokens_per_s: speed, plain_tokens_per_s: plain, rows_running: rows } = now;
+  const estimate = plain ? `plain ${fixed(plain)} (estimate)` : "plain: not known yet";
   return html`<dl class="tiles">
-    <${Tile} name="tokens/s" mark="tokens_per_s" value=${fixed(speed)} note=${plain ? `plain ${fixed(plain)} (estimate)` : "plain: not known yet"} />
+    <${Tile} name="tokens/s" mark="tokens_per_s" value=${fixed(speed)} note=${rows ? estimate : "idle; the last rate"} />
     <${Tile} name="speed-up" mark="speedup" value=${plain && speed ? `${fixed(speed / plain, 2)}×` : "–"} note="estimated" />
     <${Tile} name="tokens per pass" mark="tokens_per_pass" value=${fixed(now.tokens_per_pass, 2)} note="1 is plain decoding" />
     <${Tile} name="first token" value=${duration(now.ttft_ms.p50)} note=${`p95 ${duration(now.ttft_ms.p95)}`} />
@@ -108,7 +110,7 @@ function Depths({ now }) {
             const largest = Math.max(1, ...counts);
             return html`<tr class=${sourceClass(name)}><th scope="row"><i></i>${name}</th>${Array.from({ length: most }, (_, k) => {
               const count = counts[k] ?? 0;
-              return html`<td style=${{ "--share": `${Math.round((count / largest) * 60)}%` }}>${count || ""}</td>`;
+              return html`<td style=${{ "--share": `${Math.round((count / largest) * 36)}%` }}>${count || ""}</td>`;
             })}</tr>`;
           })}</tbody>
         </table></div>`
@@ -137,13 +139,15 @@ function Charts() {
   const times = history.value.map(({ at }) => Math.round((at - now) * 10) / 10);
   /** @param {(of: Live) => number | null} read */
   const series = (read) => history.value.map((sample) => read(sample.live));
-  const speeds = [times, series((of) => of.tokens_per_s), series((of) => of.plain_tokens_per_s)];
+  /** @param {(of: Live) => number | null} read without a row there is no speed */
+  const busy = (read) => series((of) => (of.rows_running ? read(of) : null));
+  const speeds = [times, busy((of) => of.tokens_per_s), busy((of) => of.plain_tokens_per_s)];
   const rows = [times, series((of) => of.rows_running), series((of) => of.rows_waiting)];
   const pages = [times, series((of) => of.pages_used)];
   const drafters = [...new Set(steps.value.map(({ step }) => step.drafter ?? "none"))].sort();
   const depth = [
-    steps.value.map(({ at }) => at - now),
-    ...drafters.map((name) => steps.value.map(({ step }) => ((step.drafter ?? "none") === name ? step.k_mean : null))),
+    [times[0] ?? 0, ...steps.value.map(({ at }) => at - now)], // from where the other charts begin
+    ...drafters.map((name) => [null, ...steps.value.map(({ step }) => ((step.drafter ?? "none") === name ? step.k_mean : null))]),
   ];
   const last = history.value.at(-1)?.live;
   const dots = drafters.map((name) => ({ label: name, color: `--${sourceClass(name === "none" ? null : name)}`, points: true }));

@@ -1,0 +1,77 @@
+"""Reader of tokenizer.json that refuses what would take endless time, endless memory or the process."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+
+from paceline.core.errors import BadModelFile
+from paceline.model.tokenizer import WHOLE_TEXTS, is_panic
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+MAX_STEPS = 64  # of a part, such as the normalizer
+MAX_WRITTEN_CHARS = 64  # that one step writes in place of what it finds, or before a text
+MAX_GROWTH = 64  # of a text in all steps of a part
+MAX_PATTERN_CHARS = 1 << 13
+MAX_TEMPLATE_PIECES = 64  # tokens that are put around a text
+_LISTS = ("normalizers", "pretokenizers", "processors", "decoders")
+
+
+def parse_tokenizer(values: dict[str, Any], path: Path) -> tokenizers.Tokenizer:
+    """Return the tokenizer in a file. Raises `BadModelFile`."""
+    if values.get("truncation") is not None or values.get("padding") is not None:
+        log.warning(WHOLE_TEXTS)
+        values = {**values, "truncation": None, "padding": None}
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if why := _bomb(values.get(part)):
+            raise BadModelFile(f"{path}: its {part} {why}; no real tokenizer does that")
+    try:
+        return tokenizers.Tokenizer.from_str(json.dumps(values, ensure_ascii=False))
+    except Exception as error:  # the library raises bare Exception
+        raise BadModelFile(f"{path} is no proper tokenizer: {str(error)[:200]}") from None
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise BadModelFile(f"{path} is no proper tokenizer: the library gave up on it") from None
+
+
+def _bomb(part: object) -> str:
+    """Return what a part does that none may do, an empty text if nothing."""
+    growth = 1.0
+    for number, step in enumerate(_steps(part)):
+        if number >= MAX_STEPS:
+            return f"has more than {MAX_STEPS} steps"
+        pattern = step.get("pattern")
+        found = pattern.get("String", pattern.get("Regex")) if isinstance(pattern, dict) else pattern
+        if isinstance(found, str) and not 0 < len(found) <= MAX_PATTERN_CHARS:
+            return f"looks for a pattern of {len(found)} characters"
+        for key in ("content", "prepend", "replacement", "prefix", "cleanup"):
+            if isinstance(written := step.get(key), str) and len(written) > MAX_WRITTEN_CHARS:
+                return f"writes {len(written)} characters at once"
+        if step.get("type") == "Replace" and isinstance(content := step.get("content"), str):
+            plain = isinstance(pattern, dict) and isinstance(pattern.get("String"), str)
+            growth *= max(1.0, len(content) / (len(str(found)) if plain else 1))
+        pieces = [step.get(name) for name in ("single", "pair")]
+        if any(isinstance(p, list) and len(p) > MAX_TEMPLATE_PIECES for p in pieces):
+            return f"puts more than {MAX_TEMPLATE_PIECES} tokens around a text"
+    return f"makes texts {growth:.0f} times as long" if growth > MAX_GROWTH else ""
+
+
+def _steps(part: object) -> Iterator[dict[str, Any]]:
+    """Yield the steps of a part, with those inside of sequences."""
+    stack = [part]
+    while stack:
+        step = stack.pop()
+        if isinstance(step, dict):
+            yield step
+            for name in _LISTS:
+                if isinstance(inner := step.get(name), list):
+                    stack.extend(reversed(inner))

@@ -1,0 +1,167 @@
+"""Fields of OpenAI's bodies about tools, reasoning and templates, and their neutral forms."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from paceline.core.errors import RequestError
+from paceline.serve.conversation import (
+    MAX_DESCRIPTION_CHARS,
+    MAX_TOOLS,
+    Conversation,
+    Tool,
+    ToolUse,
+    check_function_name,
+    check_size,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.serve.api.schema import ChatBody
+
+MAX_CALLS = 128  # of one message
+MAX_ARGUMENT_CHARS = 1 << 20
+MAX_TEMPLATE_KWARGS = 32
+MAX_KWARG_BYTES = 64 << 10
+OWN_VARIABLES = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "bos_token"}
+    | {"eos_token", "unk_token", "pad_token", "self", "loop", "range", "dict", "namespace", "cycler", "joiner"}
+)
+
+Id = Annotated[str, Meta(max_length=256)]
+Description = Annotated[str, Meta(max_length=MAX_DESCRIPTION_CHARS)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
+class FunctionBody(Struct, frozen=True, forbid_unknown_fields=True):
+    """A function that the model may call."""
+
+    name: Annotated[str, Meta(max_length=1024)]
+    description: Description | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def tool(self, strict: bool | None = None) -> Tool:
+        """Return the checked tool. Raises `RequestError`."""
+        return Tool(self.name, self.description, self.parameters, bool(self.strict or strict))
+
+
+class ToolBody(Struct, frozen=True, forbid_unknown_fields=True):
+    """An entry of `tools`."""
+
+    function: FunctionBody
+    type: Literal["function"] = "function"
+    strict: bool | None = None
+    cache_control: Any = None  # accepted without effect
+
+
+class FunctionName(Struct, frozen=True, forbid_unknown_fields=True):
+    """The name of a function."""
+
+    name: Id
+
+
+class NamedTool(Struct, frozen=True, forbid_unknown_fields=True):
+    """A `tool_choice` that names a function."""
+
+    function: FunctionName
+    type: Literal["function"] = "function"
+
+
+class CalledFunction(Struct, frozen=True, forbid_unknown_fields=True):
+    """The function of a call in a message."""
+
+    name: Id
+    arguments: Annotated[str, Meta(max_length=MAX_ARGUMENT_CHARS)] | dict[str, Any] = "{}"
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the function as chat templates take it: arguments as values if they are JSON."""
+        check_function_name(self.name, "messages")
+        given: Any = self.arguments
+        if isinstance(given, str):
+            try:
+                given = msgspec.json.decode(given) if given.strip() else {}
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                given = self.arguments  # an answer that was cut short
+        check_size(given, "messages")
+        return {"name": self.name, "arguments": given if isinstance(given, dict) else self.arguments}
+
+
+class CallBodyPart(Struct, frozen=True, forbid_unknown_fields=True):
+    """A call in an assistant's message."""
+
+    function: CalledFunction
+    id: Id | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None  # of a streamed answer, sent back
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the call as chat templates take it."""
+        named = {} if self.id is None else {"id": self.id}
+        return named | {"type": "function", "function": self.function.for_template()}
+
+
+Tools = Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)]
+Functions = Annotated[list[FunctionBody], Meta(max_length=MAX_TOOLS)]
+Calls = Annotated[list[CallBodyPart], Meta(max_length=MAX_CALLS)]
+
+
+Choice = Literal["auto", "none", "required"] | NamedTool
+FunctionChoice = Literal["auto", "none"] | FunctionName
+TemplateKwargs = Annotated[dict[str, Any], Meta(max_length=MAX_TEMPLATE_KWARGS)]
+
+
+def tool_use_of(body: ChatBody) -> ToolUse | None:
+    """Return the tools and how to use them; None without tools. Raises `RequestError`."""
+    if body.tools and body.functions:
+        raise RequestError("functions is the old form of tools; send one of them", "functions")
+    choice = body.function_call if body.functions else body.tool_choice
+    named = choice.function if isinstance(choice, NamedTool) else choice
+    named = named if isinstance(named, FunctionName) else None
+    tools = [t.function.tool(t.strict) for t in body.tools or ()] or [f.tool() for f in body.functions or ()]
+    if not tools:
+        if named is not None or choice == "required":
+            raise RequestError("tool_choice asks for a call, but there are no tools", "tool_choice")
+        return None
+    legacy = bool(body.functions)
+    kind = "named" if named is not None else str(choice or "auto")
+    parallel = body.parallel_tool_calls is not False and not legacy
+    return ToolUse(tuple(tools), kind, None if named is None else named.name, parallel, legacy)
+
+
+def conversation_of(body: ChatBody, messages: Sequence[dict[str, Any]]) -> Conversation:
+    """Return the conversation that a body asks to go on. Raises `RequestError`."""
+    continues = bool(body.continue_final_message)
+    prompted = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    return Conversation(messages, tool_use_of(body), _kwargs_of(body), prompted, continues)
+
+
+def _kwargs_of(body: ChatBody) -> dict[str, Any]:
+    """Return the further variables of the template. Raises `RequestError`."""
+    given = dict(body.chat_template_kwargs or {})
+    check_kwargs(given)
+    if body.reasoning_effort is None:
+        return given
+    return effort_kwargs(body.reasoning_effort) | given
+
+
+def effort_kwargs(effort: str) -> dict[str, Any]:
+    """Return the variables by which templates know how much to reason."""
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+
+
+def check_kwargs(given: dict[str, Any]) -> None:
+    """Raise `RequestError` for variables of a template that are too large, or that are ours to set."""
+    param = "chat_template_kwargs"
+    if len(given) > MAX_TEMPLATE_KWARGS:
+        raise RequestError(f"{param} may hold at most {MAX_TEMPLATE_KWARGS} variables", param)
+    check_size(given, param)
+    for name in given:
+        if name in OWN_VARIABLES or not name.isidentifier() or len(name) > 64 or name.startswith("_"):
+            raise RequestError(f"{param} may not set {name[:64]!r}", param)
+    if len(msgspec.json.encode(given)) > MAX_KWARG_BYTES:
+        raise RequestError(f"{param} may hold at most {MAX_KWARG_BYTES} bytes of JSON", param)

@@ -1,0 +1,196 @@
+"""A record of every HTTP request: its id, its figures, and the line that is logged about it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import secrets
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.logs import timed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from paceline.core.nouns import Figures, Outcome
+
+log = logging.getLogger("paceline.access")
+
+RECORD = "paceline.record"  # key of the scope under which routes find the record
+REQUEST_ID = b"x-request-id"
+PROBES = frozenset({"/health", "/livez", "/readyz", "/metrics"})  # asked all the time; told if they fail
+MAX_PATH_CHARS = 200
+MAX_REASON_CHARS = 300
+MAX_ERROR_BYTES = 8192  # of a body that may hold the reason of a refusal
+_CLIENT_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_BAD_REQUEST, _FAULT = 400, 500
+
+
+@dataclass(slots=True, eq=False)
+class RequestRecord:
+    """One HTTP request, as logs and traces tell it. Holds no text of prompts or answers, and no keys."""
+
+    method: str
+    path: str
+    request_id: str
+    traceparent: str | None = None  # header of W3C's trace context
+    begin_s: float = field(default_factory=time.time)
+    end_s: float = 0.0
+    status: int = 0  # 0: the client left before an answer
+    reason: str | None = None  # of a refusal
+    key: str | None = None  # name of the key that it came with
+    model: str | None = None
+    response_id: str | None = None
+    first_token_s: float | None = None  # from arrival on
+    figures: list[Figures] = field(default_factory=list)  # of its answers
+    n: int = 1  # answers to each prompt
+    finish_reasons: list[str] = field(default_factory=list)
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from arrival to end."""
+        return self.end_s - self.begin_s
+
+    def answered(self, ends: Sequence[Outcome], n: int, first_token_s: float | None) -> None:
+        """Note what came of a request to the model. ends: last outcome of each answer."""
+        self.figures = [end.figures for end in ends if end.figures is not None]
+        self.finish_reasons = [end.finish_reason for end in ends if end.finish_reason is not None]
+        self.n, self.first_token_s = n, first_token_s
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What is known, by name; what is not is left out."""
+        found: dict[str, Any] = {
+            "method": self.method,
+            "path": self.path,
+            "status": self.status,
+            "duration_ms": round(1e3 * self.duration_s, 2),
+            "request_id": self.request_id,
+            "response_id": self.response_id if self.response_id != self.request_id else None,
+            "key": self.key,
+            "model": self.model,
+            "reason": self.reason,
+        }
+        return {name: value for name, value in (found | self._tokens()).items() if value is not None}
+
+    def _tokens(self) -> dict[str, Any]:
+        figures = self.figures
+        if not figures:
+            return {}
+        completed = sum(f.completion_tokens for f in figures)
+        decoded, passes = sum(f.decoded_tokens for f in figures), sum(f.decode_passes for f in figures)
+        decode_s = self.duration_s - (self.first_token_s or 0.0)
+        kept = sum((Counter(dict(f.kept_by)) for f in figures), Counter[str]())
+        return {
+            "prompt_tokens": sum(f.prompt_tokens for f in figures[:: self.n]),
+            "cached_tokens": sum(f.cached_tokens for f in figures[:: self.n]),
+            "completion_tokens": completed,
+            "ttft_ms": None if self.first_token_s is None else round(1e3 * self.first_token_s, 2),
+            "tokens_per_s": round(decoded / decode_s, 2) if decoded and decode_s > 0 else None,
+            "tokens_per_pass": round(decoded / passes, 3) if passes else None,
+            "tokens_by_source": {**kept, "target": completed - kept.total()},
+            "finish_reason": ",".join(dict.fromkeys(self.finish_reasons)) or None,
+        }
+
+    @property
+    def line(self) -> str:
+        """The record as a line of text."""
+        f = self.fields
+        parts = [f"{self.duration_s:.3f} s"]
+        if "completion_tokens" in f:
+            cached = f" ({f['cached_tokens']} cached)" if f["cached_tokens"] else ""
+            parts.append(f"{f['prompt_tokens']}{cached} + {f['completion_tokens']} tokens")
+            parts += [f"first after {f['ttft_ms'] / 1e3:.3f} s"] if "ttft_ms" in f else []
+            parts += [f"{f['tokens_per_s']:.1f} tok/s"] if "tokens_per_s" in f else []
+            parts += [f"{f['tokens_per_pass']:.2f} a pass"] if "tokens_per_pass" in f else []
+            parts.append(" ".join(f"{name} {count}" for name, count in f["tokens_by_source"].items()))
+        parts += [f"key {self.key}"] if self.key else []
+        parts.append(f"id {self.request_id}")
+        status = self.status or "left"
+        why = f": {self.reason}" if self.reason else ""
+        return f"{self.method} {self.path} {status} {', '.join(parts)}{why}"
+
+
+class RequestLog:
+    """ASGI wrapper that gives every request an id and tells what came of it."""
+
+    def __init__(self, app: ASGIApp, tellers: Sequence[Callable[[RequestRecord], None]]) -> None:
+        """Wrap `app`. tellers: called with each request's record at its end."""
+        self._app = app
+        self._tellers = tellers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, with a record in its scope."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        record, asked = _begun(scope)
+        scope[RECORD] = record
+
+        async def note(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = _with_id(record, list(message.get("headers", [])), asked)
+                record.status = message["status"]
+            elif record.status >= _BAD_REQUEST and record.reason is None:
+                record.reason = _reason(message.get("body", b""))
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note)
+        except Exception:
+            record.status = record.status or _FAULT
+            raise
+        finally:
+            record.end_s = time.time()
+            for tell in self._tellers:
+                tell(record)
+
+
+def write_line(record: RequestRecord) -> None:
+    """Log a record; probes only if they fail."""
+    if log.isEnabledFor(logging.INFO) and not (record.path in PROBES and record.status < _BAD_REQUEST):
+        log.info(record.line, extra=timed(record.fields))
+
+
+def _begun(scope: Scope) -> tuple[RequestRecord, bytes | None]:
+    """Return the record of a request, and the id that its client asked for, if it is a fitting one."""
+    headers = {name: bytes(value) for name, value in reversed(scope["headers"])}
+    asked = headers.get(REQUEST_ID, b"")
+    fitting = asked if _CLIENT_ID.fullmatch(asked) else None
+    request_id = fitting.decode("ascii") if fitting else f"req-{secrets.token_hex(12)}"
+    trace = headers.get(b"traceparent", b"")[:64].decode("latin-1") or None
+    return RequestRecord(scope["method"], _printable(scope["path"], MAX_PATH_CHARS), request_id, trace), fitting
+
+
+def _with_id(
+    record: RequestRecord, headers: list[tuple[bytes, bytes]], asked: bytes | None
+) -> list[tuple[bytes, bytes]]:
+    """Return headers with the request's id: the client's, else the one that the route gave."""
+    given = next((value for name, value in headers if name.lower() == REQUEST_ID), None)
+    if given is not None:
+        record.response_id = given.decode("latin-1")
+        if asked is None:
+            record.request_id = record.response_id
+    others = [(name, value) for name, value in headers if name.lower() != REQUEST_ID]
+    return [*others, (REQUEST_ID, record.request_id.encode("latin-1"))]
+
+
+def _reason(body: bytes) -> str | None:
+    """Return the message of an error's body, if it has one."""
+    if not 0 < len(body) <= MAX_ERROR_BYTES:
+        return None
+    try:
+        return _printable(str(json.loads(body)["error"]["message"]), MAX_REASON_CHARS)
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+
+
+def _printable(text: str, most: int) -> str:
+    shown = text[:most]
+    return shown if shown.isprintable() else shown.encode("unicode_escape").decode("ascii")

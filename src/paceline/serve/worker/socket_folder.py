@@ -1,0 +1,49 @@
+"""Folder of a server's socket, which disappears also if the server is killed while its engine loads."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PREFIX = "paceline-engine-"
+LOCK = "lock"  # file that the server holds locked, so that others see that it lives
+MAX_FOLDER_BYTES = 90  # of the path; a unix socket's path may have about 100
+
+
+@contextmanager
+def socket_folder() -> Iterator[Path]:
+    """Make a folder (0700) with a path short enough for a unix socket, and remove those of dead servers."""
+    parent = Path(tempfile.gettempdir())
+    if len(os.fsencode(parent)) + len(PREFIX) + 10 > MAX_FOLDER_BYTES:
+        parent = Path("/tmp")  # noqa: S108 - the folder in it is private
+    for folder in parent.glob(f"{PREFIX}*"):
+        _remove_if_dead(folder)
+    made = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+    try:
+        with (made / LOCK).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _remove_if_dead(folder: Path) -> None:
+    """Remove a folder of this user whose server holds its lock no longer."""
+    try:
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            return
+        with os.fdopen(os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW)) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+    except OSError:
+        return  # it lives, is being made, or is not ours

@@ -1,0 +1,56 @@
+"""Keys that nobody can send, that others can see; sockets that stay behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from paceline.core.errors import ConfigError
+from paceline.serve.server import HttpConfig
+from tests.serve.conftest import COMMAND, running
+from tests.serve.test_faults import eventually
+
+KEY = "open-sesame"
+
+
+@pytest.mark.parametrize("key", [" ", "a b", "a\n", "\x7f", "\x00", "ключ", "a\tb", "\u2003"])
+def test_a_key_that_no_client_can_send_is_refused(key: str) -> None:
+    """L5: refused when it is set, without being quoted."""
+    with pytest.raises(ConfigError, match="visible ASCII") as found:
+        HttpConfig(api_key=key)
+    assert key not in str(found.value).replace(" ", "") or not key.strip()
+
+
+def test_a_key_on_the_command_line_is_warned_of(model: Path) -> None:
+    """L6: a line at the start, which does not hold the key."""
+    arguments = ["serve", "--port", "0", "--model", str(model / "nonesuch"), "--api-key", KEY]
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    assert "PACELINE_API_KEY" in done.stderr
+    assert KEY not in done.stderr + done.stdout
+
+
+def test_the_engine_does_not_hold_the_key_and_no_socket_stays(model: Path) -> None:
+    """L4, L6: not in its environment; no folder is left after SIGKILL, while it runs or loads."""
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:
+        environment = {"PACELINE_API_KEY": KEY, "TMPDIR": folder}
+        with running(model, env=environment) as server:
+            engine = server.engine_pid()
+            assert KEY.encode() in Path(f"/proc/{server.process.pid}/environ").read_bytes()
+            assert KEY.encode() not in Path(f"/proc/{engine}/environ").read_bytes()
+            os.kill(server.process.pid, signal.SIGKILL)
+            server.process.wait()
+            assert list(Path(folder).iterdir()) == []
+            assert eventually(lambda: not Path(f"/proc/{engine}").exists())
+        arguments = ["serve", "--port", "0", "--model", str(model), "--threads", "1"]
+        command = [*COMMAND, *arguments, "--draft", "off"]
+        with subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.DEVNULL) as loading:
+            assert eventually(lambda: any(Path(folder).iterdir()))
+            loading.kill()
+        assert len(list(Path(folder).iterdir())) == 1
+        with running(model, env=environment):
+            assert list(Path(folder).iterdir()) == []

@@ -1,0 +1,230 @@
+"""The page in Chromium over the real server: chat, lens, race and engine show what the server says."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.serve.conftest import running
+from tests.serve.page.browsers import axe
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.serve.conftest import Server
+
+REPEATS = "the rider the rider the rider the rider"
+SETTINGS = {"max_tokens": "48", "temperature": "0", "seed": "11", "lockSeed": True}
+
+
+def prepare(page: Any, **settings: Any) -> None:
+    """Set what is sent with each request, as if the user had filled in the drawer before."""
+    page.evaluate("(s) => localStorage.setItem('paceline.settings', s)", json.dumps(SETTINGS | settings))
+    page.reload()
+    page.wait_for_selector("#say")
+
+
+def say(page: Any, text: str) -> None:
+    page.fill("#say", text)
+    page.keyboard.press("Enter")
+
+
+def last_answer(page: Any) -> dict[str, Any]:
+    """The answer of the newest conversation as the browser keeps it."""
+    return page.evaluate(
+        """() => new Promise((resolve) => {
+            const opened = indexedDB.open("paceline", 1);
+            opened.onsuccess = () => {
+                const all = opened.result.transaction("whole").objectStore("whole").getAll();
+                all.onsuccess = () => {
+                    opened.result.close();
+                    const newest = all.result.sort((a, b) => b.updated - a.updated)[0];
+                    resolve(newest.messages.at(-1).answer);
+                };
+            };
+        })"""
+    )
+
+
+def figure(page: Any, name: str) -> float:
+    return float(re.sub(r"[^\d.]", "", page.inner_text(f"[data-figure={name}]")))
+
+
+def test_an_answer_streams_and_the_lens_sums_equal_the_usage(page: Any):
+    prepare(page)
+    say(page, REPEATS)
+    page.wait_for_selector(".reply .figures")
+    page.wait_for_timeout(200)  # until it is stored
+    answer = last_answer(page)
+    told, passes = answer["usage"]["speculation"], [p for p in answer["passes"] if not p["prefill"]]
+    assert answer["usage"]["completion_tokens"] == 48
+    assert page.inner_text("[data-sum=passes]") == str(told["decode_passes"]) == str(len(passes))
+    assert page.inner_text("[data-sum=kept]") == str(told["accepted_tokens"])
+    assert float(page.inner_text("[data-sum=tokens_per_pass]")) == round(told["acceptance_length"], 2)
+    assert sum(p["k"] for p in passes) == told["verified_tokens"] > 0
+    assert page.locator(".lens .pass").count() == len(answer["passes"])
+    assert page.locator(".token.src-ngram").count() == told["accepted_tokens"]
+    assert (page.locator(".ghosts").count() > 0) == (told["rejected_tokens"] > 0)
+    assert page.inner_text(".figures").startswith("48 tokens")
+    page.focus(".strip")
+    page.keyboard.press("End")
+    assert f"Pass {len(answer['passes'])}" in page.inner_text(".detail")
+
+
+def test_an_answer_is_stopped_edited_retried_renamed_and_deleted(page: Any):
+    prepare(page, max_tokens="6000", lens=False, lockSeed=False)
+    say(page, "go on")
+    page.get_by_role("button", name="Stop the answer").click()
+    page.wait_for_selector("text=stopped by you")
+    page.get_by_label("Max tokens").fill("8")
+    page.get_by_role("button", name="Edit and ask again").click()
+    page.get_by_label("Edit the message").fill("go <b>on</b> again")
+    page.get_by_role("button", name="Send again").click()
+    page.wait_for_selector("text=8 tokens")
+    assert page.inner_text(".said p") == "go <b>on</b> again"
+    seed = page.inner_text(".figures .link")
+    page.get_by_role("button", name=seed).click()  # locks it
+    text = page.inner_text(".reply .markdown")
+    page.get_by_role("button", name="Answer again").click()
+    page.wait_for_selector(".answer[aria-busy=false] .figures")
+    assert page.inner_text(".figures .link") == seed
+    assert page.inner_text(".reply .markdown") == text
+    page.reload()
+    page.get_by_role("button", name="go on", exact=True).click()
+    page.wait_for_selector("text=8 tokens")
+    page.hover(".list li")
+    page.get_by_role("button", name="Rename go on").click()
+    page.get_by_label("New name").fill("Ours")
+    page.keyboard.press("Enter")
+    page.hover(".list li")
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Export Ours").click()
+    assert json.loads(download.value.path().read_text())["messages"][0]["content"] == "go <b>on</b> again"
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.get_by_role("button", name="Delete Ours").click()
+    page.wait_for_selector(".list li", state="detached")
+
+
+def test_a_race_of_the_same_seed_ends_with_the_same_text(page: Any):
+    page.click("#tab-race")
+    page.get_by_label("Prompt", exact=True).fill(REPEATS)
+    page.get_by_label("Tokens", exact=True).fill("40")
+    page.get_by_role("button", name="Start").click()
+    page.wait_for_selector(".result[data-same=yes]")
+    assert page.locator(".lane.off .token.src-ngram").count() == 0
+    assert page.locator(".lane.auto .token.src-ngram").count() > 0
+    assert "40 tokens compared" in page.inner_text(".result")
+    assert page.inner_text(".lane.off .lane-text") == page.inner_text(".lane.auto .lane-text")
+
+
+def test_the_engine_view_equals_the_metrics(page: Any, server: Server):
+    page.click("#tab-engine")
+    page.wait_for_selector(".tiles")
+    with server.client() as client:
+        body = {"messages": [{"role": "user", "content": REPEATS}], "max_tokens": 32, "temperature": 0}
+        assert client.post("/v1/chat/completions", json=body).status_code == 200
+    page.wait_for_selector(".steps tbody tr")
+    page.wait_for_selector("[data-figure=rows_running]:text-is('0')")
+    page.wait_for_timeout(1500)  # the feed is quiet: one event a second
+    assert figure(page, "rows_running") == server.metric("paceline_requests_running")
+    assert figure(page, "pages_used") == server.metric("paceline_kv_pages_held")
+    ways = page.evaluate(
+        "() => [...document.querySelectorAll('.heat td')].reduce((sum, td) => sum + Number(td.textContent), 0)"
+    )
+    assert ways == server.metric("paceline_decode_passes_total")
+    assert page.inner_text(".steps .chip >> nth=0") in ("ngram", "none")
+
+
+def test_errors_are_shown_as_they_are(open_page: Any, server: Server):
+    page = open_page(server.url)
+    prepare(page, temperature="70")
+    say(page, "hello")
+    shown = page.wait_for_selector(".reply .fault").inner_text()
+    assert "temperature" in shown
+    assert "400" in shown
+    open_page.faults[:] = [fault for fault in open_page.faults if "status of 400" not in fault]
+
+
+def test_the_key_is_asked_for_and_sent(model: Path, open_page: Any):
+    with running(model, "--api-key", "secret") as server:
+        page = open_page(server.url)
+        page.get_by_label("Key", exact=True).fill("wrong")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("dialog .fault")
+        page.get_by_label("Key", exact=True).fill("secret")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".model-name")
+        assert page.evaluate("localStorage.getItem('paceline.key')") is None
+        prepare(page)
+        say(page, "hello")
+        page.wait_for_selector(".reply .figures")
+        open_page.faults[:] = [fault for fault in open_page.faults if "status of 401" not in fault]
+
+
+HOSTILE = """<img src=x onerror=alert(1)><script>alert(2)</script> [a](javascript:alert(3))
+![p](https://example.org/x.png) <a href="data:text/html,x" style="x">b</a>
+
+`<i>`
+"""
+
+
+def test_text_of_a_model_is_never_run(page: Any):
+    elements = page.evaluate(
+        """async (text) => {
+            const script = document.querySelector("script[type=module]").src;
+            const { toHtml } = await import(new URL("markdown.js", script));
+            const template = document.createElement("template");
+            template.innerHTML = toHtml(text);
+            return [...template.content.querySelectorAll("*")].map((e) =>
+                [e.tagName, e.getAttribute("href"), ...e.getAttributeNames().sort()]);
+        }""",
+        HOSTILE,
+    )
+    assert {tag for tag, *_ in elements} == {"P", "A", "BR", "CODE"}
+    assert {href for _, href, *_ in elements} == {None, "https://example.org/x.png"}
+    assert {name for _, _, *names in elements for name in names} == {"href", "rel", "target"}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_no_serious_fault_and_nothing_overflows_on_a_phone(open_page: Any, server: Server, scheme: str):
+    page = open_page(server.url, viewport={"width": 360, "height": 740}, color_scheme=scheme)
+    prepare(page)
+    page.evaluate(axe())
+    assert not serious(page)
+    say(page, REPEATS)
+    page.wait_for_selector(".reply .figures")
+    page.click(".lens-text .pass >> nth=3")
+    assert not serious(page)
+    assert overflowing(page) == []
+    page.click("#tab-race")
+    page.get_by_label("Tokens", exact=True).fill("8")
+    page.get_by_role("button", name="Start").click()
+    page.wait_for_selector(".result[data-same]")
+    assert not serious(page)
+    assert overflowing(page) == []
+    page.click("#tab-engine")
+    page.wait_for_selector(".steps, .none")
+    assert not serious(page)
+    assert overflowing(page) == []
+
+
+def serious(page: Any) -> list[str]:
+    """Faults that axe-core calls serious or critical."""
+    found = page.evaluate("axe.run().then((found) => found.violations)")
+    return [
+        f"{fault['id']}: {fault['nodes'][0]['html']} {fault['nodes'][0]['failureSummary']}"
+        for fault in found
+        if fault["impact"] in ("serious", "critical")
+    ]
+
+
+def overflowing(page: Any) -> list[str]:
+    """Parts that reach over the edge of the window, but those that scroll by themselves."""
+    return page.evaluate(
+        """() => [...document.body.querySelectorAll("*")]
+            .filter((e) => e.getBoundingClientRect().right > innerWidth + 1 && !e.closest(".strip, .scroll, pre"))
+            .map((e) => e.className || e.tagName)"""
+    )

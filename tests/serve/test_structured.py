@@ -1,0 +1,113 @@
+"""Structured output over HTTP, in the words of OpenAI, vLLM and llama.cpp."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import jsonschema
+import pytest
+
+if TYPE_CHECKING:
+    import httpx
+
+CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
+SCHEMA = {
+    "type": "object",
+    "properties": {"the": {"enum": ["inner", "on"]}, "n": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["the", "n"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "one", "schema": SCHEMA, "strict": True}}
+USER = [{"role": "user", "content": "the one"}]
+
+ASKED_BY: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": FORMAT}, "schema"),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "schema"),
+    ({"structured_outputs": {"json": SCHEMA}}, "schema"),
+    ({"guided_json": json.dumps(SCHEMA), "guided_decoding_backend": "auto"}, "schema"),
+    ({"json_schema": SCHEMA}, "schema"),
+    ({"structured_outputs": {"regex": "[ab]{3}c"}}, "[ab]{3}c"),
+    ({"guided_regex": "[0-9]{2}"}, "[0-9]{2}"),
+    ({"guided_choice": ["the one", 'the "other"']}, 'the one|the "other"'),
+    ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+    ({"grammar": 'root ::= "a" [x-z]+ "!"'}, "a[x-z]+!"),
+    ({"guided_grammar": 'start: "a" /[x-z]{2}/ "!"'}, "a[x-z]{2}!"),
+]
+
+
+@pytest.mark.parametrize(("fields", "pattern"), ASKED_BY)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_answers_fit_what_was_asked_for(
+    http: httpx.Client, fields: dict[str, Any], pattern: str, temperature: float
+) -> None:
+    texts = set()
+    for draft in ("off", "ngram"):
+        body = {"prompt": "the one", "seed": 5, "max_tokens": 200, "temperature": temperature, **fields}
+        got = http.post(PLAIN, json={**body, "speculation": {"draft": draft}}).json()
+        choice = got["choices"][0]
+        texts.add(choice["text"])
+        if choice["finish_reason"] == "stop" and pattern == "schema":
+            jsonschema.validate(json.loads(choice["text"]), SCHEMA)
+        elif choice["finish_reason"] == "stop":
+            assert re.fullmatch(pattern, choice["text"])
+        else:
+            assert choice["finish_reason"] == "length"
+    assert len(texts) == 1
+
+
+def test_any_object_and_plain_text(http: httpx.Client) -> None:
+    body = {"messages": USER, "seed": 1, "max_tokens": 400, "temperature": 0}
+    plain = http.post(CHAT, json=body).json()["choices"][0]
+    text = http.post(CHAT, json={**body, "response_format": {"type": "text"}}).json()["choices"][0]
+    assert text == plain
+    found = http.post(CHAT, json={**body, "response_format": {"type": "json_object"}}).json()["choices"][0]
+    assert found["message"]["content"].startswith("{")
+
+
+def test_streams_several_choices_stops_and_logprobs_keep_the_grammar(http: httpx.Client) -> None:
+    body = {"messages": USER, "seed": 7, "n": 3, "logprobs": True, "top_logprobs": 2, "response_format": FORMAT}
+    whole = http.post(CHAT, json={**body, "max_tokens": 60}).json()["choices"]
+    for choice in whole:
+        jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
+        assert choice["logprobs"]["content"]
+    streamed = ["", "", ""]
+    with http.stream("POST", CHAT, json={**body, "max_tokens": 60, "stream": True}) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    streamed[choice["index"]] += choice["delta"].get("content") or ""
+    assert streamed == [choice["message"]["content"] for choice in whole]
+    stopped = http.post(CHAT, json={**body, "n": 1, "stop": '"n"', "max_tokens": 60}).json()["choices"][0]
+    assert whole[0]["message"]["content"].startswith(stopped["message"]["content"])
+    assert stopped["stop_reason"] == '"n"'
+    cut = http.post(CHAT, json={**body, "n": 1, "max_tokens": 4}).json()["choices"][0]
+    assert cut["finish_reason"] == "length"
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"guided_json": {"type": "array", "uniqueItems": True}}, "guided_json", "uniqueItems"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "needs"),
+    ({"response_format": {"type": "xml"}}, "response_format", "xml"),
+    ({"guided_regex": "(a"}, "guided_regex", "unclosed"),
+    ({"guided_choice": []}, "guided_choice", "choice"),
+    ({"guided_json": "{"}, "guided_json", "not JSON"),
+    ({"grammar": "root ::= ("}, "grammar", "GBNF"),
+    ({"grammar": "start: nowhere"}, "grammar", "nowhere"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex", "one of them"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "one of them"),
+    ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "exclude"),
+    ({"guided_regex": "a" * 300_000}, "guided_regex", "<= 262144"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "word"), REFUSED)
+def test_what_cannot_be_kept_is_refused_by_name(
+    http: httpx.Client, fields: dict[str, Any], param: str, word: str
+) -> None:
+    response = http.post(PLAIN, json={"prompt": "a", "max_tokens": 4, **fields})
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert error["param"] == param
+    assert word in error["message"]

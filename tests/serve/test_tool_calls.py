@@ -1,0 +1,297 @@
+"""Calls of tools and reasoning: golden answers of each family, any split of their tokens, and grammars."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import TYPE_CHECKING, Any
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher
+from tokenizers import AddedToken
+
+from paceline.core.errors import ConfigError
+from paceline.core.params import Grammar
+from paceline.model import grammar as grammars
+from paceline.model.tokenizer import Tokenizer
+from paceline.serve.api.tool_calls.events import ParsedAnswer, collected
+from paceline.serve.api.tool_calls.plan import AnswerForms
+from paceline.serve.api.tool_calls.reasoning import KNOWN_MARKS, marks_of
+from paceline.serve.api.tool_calls.registry import BY_NAME, family_of
+from paceline.serve.conversation import Tool, ToolUse
+from tests.tiny import tiny_raw_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SPECIAL = ("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>")
+VOCAB, END = 320, 319
+THINK = KNOWN_MARKS[0]
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 6},
+        "days": {"type": "integer"},
+        "unit": {"type": "string", "enum": ["C", "F"]},
+    },
+    "required": ["city"],
+}
+LIGHTS = {"type": "object", "properties": {"on": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}}}
+TOOLS = (Tool("weather", "Weather of a city.", WEATHER), Tool("now"), Tool("lights.set", None, LIGHTS))
+SCHEMAS = {tool.name: tool.parameters or {"type": "object", "maxProperties": 0} for tool in TOOLS}
+
+
+def tokenizer_with(special: Sequence[str]) -> Tokenizer:
+    raw = tiny_raw_tokenizer(VOCAB)
+    raw.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    return Tokenizer(raw, eos_ids=(END,))
+
+
+PLAIN, MARKED = tokenizer_with(()), tokenizer_with(SPECIAL)
+
+
+def forms_of(name: str, tokenizer: Tokenizer, *, thinks: bool = False) -> AnswerForms:
+    special = {text: i for text in SPECIAL if (i := tokenizer.raw.token_to_id(text)) is not None}
+    return AnswerForms(tokenizer, BY_NAME[name], THINK if thinks else None, special)
+
+
+def read(forms: AnswerForms, ids: Sequence[int], splits: Sequence[int], *, opened: bool = False) -> Any:
+    """What a reader finds, with the ids of calls left out."""
+    plan = forms.reader_plan(ToolUse(TOOLS), opened)
+    assert plan is not None
+    reader, detokenizer, events, start = plan.reader(), forms.tokenizer.detokenizer(), [], 0
+    for end in [*splits, len(ids)]:
+        part = ids[start:end]
+        events += reader.push(detokenizer.push(part), part)
+        start = end
+    events += reader.push(detokenizer.flush(), ())
+    return shown(collected([*events, *reader.finish()]))
+
+
+def shown(answer: ParsedAnswer) -> tuple[str, str, list[tuple[str, str]]]:
+    return answer.reasoning, answer.content, [(call.name, call.arguments) for call in answer.calls]
+
+
+ROME = ("weather", '{"city": "Rome", "days": 2}')
+NOW = ("now", "{}")
+WEATHER_JSON = '{"name": "weather", "arguments": {"city": "Rome", "days": 2}}'
+LLAMA_JSON = WEATHER_JSON.replace("arguments", "parameters")
+NOW_JSON = '{"name": "now", "arguments": {}}'
+ESCAPED = '{"name": "weather", "arguments": "{\\"city\\": \\"Rome\\", \\"days\\": 2}"}'
+TURNED = '{"arguments": {"city": "Rome", "days": 2}, "name": "weather"}'
+CITY, DAYS = "<parameter=city>\nRome\n</parameter>\n", "<parameter=days>\n2\n</parameter>\n"
+SEVEN = "<parameter=city>\n7\n</parameter>\n"
+
+
+def tagged(text: str) -> str:
+    return f"<tool_call>\n{text}\n</tool_call>"
+
+
+def function(parameters: str) -> str:
+    return tagged(f"<function=weather>\n{parameters}</function>")
+
+
+GOLDEN = [
+    ("hermes", "Sure.\n" + tagged(WEATHER_JSON), ("", "Sure.", [ROME])),
+    ("hermes", tagged(TURNED) + " \n" + tagged(NOW_JSON), ("", "", [ROME, NOW])),
+    ("hermes", tagged(ESCAPED), ("", "", [ROME])),
+    ("hermes", "a <tool_call> is a tag", ("", "a <tool_call> is a tag", [])),
+    ("hermes", "<tool", ("", "<tool", [])),
+    ("hermes", tagged(WEATHER_JSON)[:57], ("", "", [("weather", '{"city": "Ro')])),
+    ("qwen3_coder", "Look:\n" + function(CITY + DAYS), ("", "Look:", [ROME])),
+    ("qwen3_coder", function(SEVEN), ("", "", [("weather", '{"city": "7"}')])),
+    ("llama3", LLAMA_JSON, ("", "", [ROME])),
+    ("llama3", f'<|python_tag|>{LLAMA_JSON}; {{"name": "now", "parameters": {{}}}}', ("", "", [ROME, NOW])),
+    ("llama3", "It is {sunny}.", ("", "It is {sunny}.", [])),
+    ("mistral", f"[TOOL_CALLS][{WEATHER_JSON}, {NOW_JSON}]", ("", "", [ROME, NOW])),
+    ("mistral", f"Yes. [TOOL_CALLS]weather[ARGS]{ROME[1]}[TOOL_CALLS]now[ARGS]{{}}", ("", "Yes.", [ROME, NOW])),
+    ("mistral", "[TOOL_CALLS]weather" + ROME[1], ("", "", [ROME])),
+    ("gemma", f"```tool_code\n{WEATHER_JSON}\n```", ("", "", [ROME])),
+    ("gemma", "```python\nprint(1)\n```", ("", "```python\nprint(1)\n```", [])),
+    ("json", WEATHER_JSON, ("", "", [ROME])),
+    ("json", f"[{WEATHER_JSON}]", ("", "", [ROME])),
+    ("json", '{"temperature": 20}', ("", '{"temperature": 20}', [])),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), GOLDEN)
+@pytest.mark.parametrize("tokenizer", [PLAIN, MARKED], ids=["text", "tokens"])
+def test_golden_answers_are_read(name: str, text: str, expected: Any, tokenizer: Tokenizer) -> None:
+    forms = forms_of(name, tokenizer)
+    ids = tokenizer.encode(text, add_special=False)
+    assert read(forms, ids, ()) == expected
+    assert read(forms, ids, range(1, len(ids))) == expected
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_split_of_the_tokens_gives_the_same_answer(data: st.DataObject) -> None:
+    name, text, _ = data.draw(st.sampled_from(GOLDEN))
+    tokenizer = data.draw(st.sampled_from([PLAIN, MARKED]))
+    before = data.draw(
+        st.sampled_from(["", "<think>\nWhy é?\n</think>\n\n", "<think>no end", " \n", "<thi", "é{"])
+    )
+    forms = forms_of(name, tokenizer, thinks=True)
+    ids = tokenizer.encode(before + text, add_special=False)
+    opened = data.draw(st.booleans())
+    splits = sorted(data.draw(st.sets(st.integers(0, len(ids)))))
+    assert read(forms, ids, splits, opened=opened) == read(forms, ids, (), opened=opened)
+
+
+@pytest.mark.parametrize("tokenizer", [PLAIN, MARKED], ids=["text", "tokens"])
+@pytest.mark.parametrize(
+    ("text", "opened", "expected"),
+    [
+        ("<think>\nHm.\n</think>\n\nYes.", False, ("Hm.", "Yes.", [])),
+        ("Hm.\n</think>\n\nYes.", True, ("Hm.", "Yes.", [])),
+        ("Yes. <think>not</think>", False, ("", "Yes. <think>not</think>", [])),
+        ("<think>cut", False, ("cut", "", [])),
+        ("</think>Yes.", True, ("", "Yes.", [])),
+        ("<thinking>", False, ("", "<thinking>", [])),
+    ],
+)
+def test_reasoning_is_told_apart(text: str, opened: bool, expected: Any, tokenizer: Tokenizer) -> None:
+    forms = forms_of("gemma", tokenizer, thinks=True)
+    ids = tokenizer.encode(text, add_special=False)
+    assert read(forms, ids, range(1, len(ids)), opened=opened) == expected
+
+
+def test_a_marker_behind_a_text_that_was_cut_stays_out() -> None:
+    plan = forms_of("hermes", MARKED).reader_plan(ToolUse(TOOLS), opened=False)
+    assert plan is not None
+    reader = plan.reader()
+    ids = MARKED.encode("one stop<tool_call>", add_special=False)
+    assert shown(collected([*reader.push("one ", ids), *reader.finish()])) == ("", "one", [])
+
+
+# Grammars --------------------------------------------------------------------------------------------
+
+PHRASES = (
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "\n</parameter>",
+    '"}',
+    "```tool_code\n",
+    "[TOOL_CALLS]",
+    "{",
+)
+
+
+def walk(forms: AnswerForms, grammar: Grammar, chance: random.Random, most: int = 500) -> list[int] | None:
+    """Tokens that the grammar allows, drawn at random, up to an end; None if there was none in time."""
+    tokenizer = forms.tokenizer
+    vocabulary = grammars._vocabulary(tokenizer, tokenizer.vocab_size)
+    matcher = LLMatcher(vocabulary, grammars.source(grammar))
+    assert not matcher.is_error(), matcher.get_error()
+    ids: list[int] = []
+    phrases = [tokenizer.encode(phrase, add_special=False) for phrase in PHRASES]
+    while len(ids) < most:
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")[: tokenizer.vocab_size]).tolist()
+        if END in allowed and (allowed == [END] or len(ids) > 60 or chance.random() < 0.02):
+            return ids
+        step = [chance.choice([i for i in allowed if i != END])]
+        if chance.random() < 0.3:
+            fitting = [p for p in phrases if matcher.validate_tokens(p) == len(p)]
+            step = chance.choice(fitting) if fitting else step
+        assert matcher.consume_tokens(step), matcher.get_error()
+        ids += step
+    return None
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("tokenizer", [PLAIN, MARKED], ids=["text", "tokens"])
+@pytest.mark.parametrize("choice", ["auto", "required", "named"])
+def test_an_answer_that_fits_its_grammar_has_no_malformed_call(
+    name: str, tokenizer: Tokenizer, choice: str
+) -> None:
+    chance = random.Random(f"{name} {choice}")
+    num_calls = 0
+    for thinks, opened, with_content in ((False, False, False), (True, False, True), (True, True, False)):
+        forms = forms_of(name, tokenizer, thinks=thinks)
+        use = ToolUse(TOOLS, choice, "weather" if choice == "named" else None)
+        content = Grammar.json_schema({"type": "object", "maxProperties": 0}) if with_content else None
+        grammar = forms.grammar(use, content, opened)
+        assert grammar is not None
+        grammars.check(grammar, tokenizer)
+        for _ in range(8):
+            ids = walk(forms, grammar, chance)
+            if ids is None:
+                continue
+            _, text, calls = read(forms, ids, range(1, len(ids)), opened=opened)
+            assert not text or choice == "auto"
+            assert calls or choice == "auto"
+            assert not with_content or choice != "auto" or calls or json.loads(text) == {}
+            for called, arguments in calls:
+                jsonschema.validate(json.loads(arguments), SCHEMAS[called])
+                assert called == "weather" or choice != "named"
+            num_calls += len(calls)
+    assert num_calls
+
+
+def test_one_call_at_most_without_parallel_calls() -> None:
+    forms = forms_of("hermes", MARKED)
+    grammar = forms.grammar(ToolUse(TOOLS, "required", parallel=False), None, opened=False)
+    assert grammar is not None
+    for seed in range(5):
+        ids = walk(forms, grammar, random.Random(seed))
+        assert ids is None or len(read(forms, ids, ())[2]) == 1
+
+
+def test_a_strict_function_keeps_its_whole_schema_or_is_refused() -> None:
+    odd = {"type": "object", "properties": {"a": {"type": "string", "minLength": 2, "contentEncoding": "x"}}}
+    for strict in (False, True):
+        tool = Tool("f", None, odd | {"unevaluatedProperties": False}, strict)
+        grammar = forms_of("hermes", PLAIN).grammar(ToolUse((tool,), "required"), None, opened=False)
+        assert grammar is not None
+        if strict:
+            with pytest.raises(Exception, match=r"unevaluatedProperties|grammar"):
+                grammars.check(grammar, PLAIN)
+        else:
+            grammars.check(grammar, PLAIN)
+
+
+def test_a_grammar_of_the_answer_begins_behind_the_reasoning() -> None:
+    forms = forms_of("json", MARKED, thinks=True)
+    for content in (
+        Grammar.regex("a/b"),
+        Grammar.lark('start: inner\ninner: "a/b"'),
+        Grammar.choice(["a/b", "c"]),
+    ):
+        grammar = forms.grammar(None, content, opened=True)
+        assert grammar is not None
+        vocabulary = grammars._vocabulary(MARKED, MARKED.vocab_size)
+        matcher = LLMatcher(vocabulary, grammars.source(grammar))
+        ids = MARKED.encode("so {\n</think>\n\na/b", add_special=False)
+        assert matcher.validate_tokens(ids) == len(ids)
+        assert matcher.consume_tokens(ids)
+        assert matcher.is_accepting()
+
+
+# Choice of the family --------------------------------------------------------------------------------
+
+
+def test_the_family_is_found_by_template_and_vocabulary() -> None:
+    assert family_of("... <tool_call> ...", ()).name == "hermes"
+    assert family_of("<tool_call>\n<function=", ()).name == "qwen3_coder"
+    assert family_of("", ("<|python_tag|>",)).name == "llama3"
+    assert family_of("[TOOL_CALLS]", ()).name == "mistral"
+    assert family_of("<start_of_turn>user", ()).name == "gemma"
+    assert family_of("<|im_start|>", ()).name == "json"
+    assert family_of("", (), "llama3").name == "llama3"
+    with pytest.raises(ConfigError, match="did you mean 'hermes'"):
+        family_of("", (), "herms")
+
+
+def test_reasoning_is_found_by_template_and_vocabulary() -> None:
+    assert marks_of("{% if '</think>' in content %}", ()) == THINK
+    assert marks_of("", ("[THINK]", "[/THINK]")) == KNOWN_MARKS[1]
+    assert marks_of("", ()) is None
+    assert marks_of("</think>", (), "none") is None
+    with pytest.raises(ConfigError, match="unknown reasoning parser"):
+        marks_of("", (), "thnk")

@@ -1,0 +1,81 @@
+"""Cost of masks: `python -m tools.measure.mask_cost`, a step with a grammar beside the same step without.
+
+Rows with a grammar and rows without take turns in one engine, step by step, so that both meet the same machine.
+"""
+
+from __future__ import annotations
+
+import statistics
+from argparse import ArgumentParser
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from paceline.core.nouns import Request
+from paceline.core.params import Grammar, SamplingParams
+from paceline.serve.llm import LLM
+
+if TYPE_CHECKING:
+    from paceline.engine.engine import Engine
+
+SCHEMA = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "tags": {"enum": ["a", "b"]}},
+        "required": ["name", "age", "tags"],
+        "additionalProperties": False,
+    },
+}
+PROMPT_LEN = 64
+MAX_TOKENS = 256
+
+
+def step_times(engine: Engine, num_rows: int, grammar: Grammar | None, num_steps: int) -> list[float]:
+    """Return the seconds of the plain decode steps of rows that run together."""
+    params = SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS, grammar=grammar)
+    for index in range(num_rows):
+        ids = tuple(100 + (index * 37 + i * 11) % 1000 for i in range(PROMPT_LEN))
+        engine.add(Request(f"{index}", ids, params, seed=index))
+    times: list[float] = []
+    while engine.has_work and len(times) < num_steps:
+        decoding = len(engine.scheduler.decoding())
+        start = perf_counter()
+        engine.step()
+        seconds = perf_counter() - start
+        if decoding == num_rows == len(engine.scheduler.decoding()):
+            times.append(seconds)
+    for index in range(num_rows):
+        engine.cancel(f"{index}")
+    while engine.has_work:
+        engine.step()
+    engine.step()
+    return times
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="default")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=40)
+    options = parser.parse_args()
+    grammar = Grammar.json_schema(SCHEMA)
+    with LLM(options.model, draft="off", num_rows=max(options.rows)) as llm:
+        engine = llm.built.engine
+        for num_rows in options.rows:
+            plain: list[float] = []
+            masked: list[float] = []
+            step_times(engine, num_rows, grammar, 4)  # compiles, and warms what both use
+            for _ in range(options.rounds):
+                plain += step_times(engine, num_rows, None, options.steps)
+                masked += step_times(engine, num_rows, grammar, options.steps)
+            if not plain or not masked:
+                print(f"{num_rows} rows: no step had all of them; ask for more steps")
+                continue
+            a, b = statistics.median(plain), statistics.median(masked)
+            print(f"{num_rows} rows: plain {1e3 * a:.2f} ms, with masks {1e3 * b:.2f} ms, {b / a - 1:+.1%} of a step")
+
+
+if __name__ == "__main__":
+    main()
