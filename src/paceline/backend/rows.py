@@ -200,7 +200,8 @@ class Rows(TokenRows):
         self.requests[row] = request
         (self._scoring.discard if request.params.prompt_logprobs is None else self._scoring.add)(row)
         self._texts[row] = None
-        self.grammars.admit(admission)
+        if request.params.grammar is not None:
+            self.grammars.admit(admission)
         own_stops = frozenset(request.params.stop_token_ids)
         history = History(request.params, request.prompt_ids)
         history.append(known[prompt_len:])
@@ -253,7 +254,7 @@ class Rows(TokenRows):
     def _target_specs(self, row: int, guesses: Sequence[int]) -> list[SamplingSpec]:
         """Return the specs of the target's choices: by the law, where masks are made beside the pass."""
         specs = self.row_specs(row, guesses)
-        return [s._replace(kind="logits") for s in specs] if row in self.grammars else specs
+        return [s._replace(kind="logits") for s in specs] if row in self.grammars.states else specs
 
     def row_specs(self, row: int, guesses: Sequence[int], *, margin: bool = False) -> list[SamplingSpec]:
         """Return the specs after a row's newest token and after each guess, see `RowView`."""
@@ -291,7 +292,8 @@ class Rows(TokenRows):
 
     def count_tokens(self, row: int, token_ids: Sequence[int]) -> None:
         """Count tokens that a row gained for its penalties and its grammar."""
-        self.grammars.take(row, token_ids)
+        if self.grammars.states:
+            self.grammars.take(row, token_ids)
         sampling = self._sampling[row]
         assert sampling is not None
         if not sampling.history.never_edits:

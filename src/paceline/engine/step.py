@@ -165,7 +165,7 @@ class Verbs:
         batch = self.scheduler.schedule(plan, group)
         for row in self.scheduler.take_released():
             self.drafting.release(row)
-            self.target.rows.grammars.release(row)
+            self.target.rows.grammars.states.pop(row, None)
         self.target.rows.apply(batch)
         for admission in batch.admissions:
             if not admission.rebirth:
@@ -183,7 +183,7 @@ class Verbs:
         controller = controller or self.controller_of(group)
         start = perf_counter()
         proposed = self.drafting.propose(batch, plan)
-        if self.law.admits_any_trim:
+        if self.target.rows.grammars.states and self.law.admits_any_trim:
             proposed = self.target.rows.grammars.fit(batch, proposed)
         end = perf_counter()
         self._stats.draft_s += end - start
@@ -201,15 +201,17 @@ class Verbs:
 
     def mask(self, drafted: StepInput) -> None:
         """Make the masks of rows with a grammar, beside the pass that scores them."""
-        drafted.masks = self.target.rows.grammars.masks(drafted.batch, drafted.draft)
+        if self.target.rows.grammars.states:
+            drafted.masks = self.target.rows.grammars.masks(drafted.batch, drafted.draft)
 
     def judge(self, drafted: StepInput, scored: StepScores) -> Verdict:
         """Decide which drafts are kept; those that a device has made are known from here."""
         scores = scored.scores
         if scores.draft is not None and scores.made is not None and not drafted.proposed.is_empty:
             drafted.take_made(scores.made, scores.draft)
-        grammars, batch = self.target.rows.grammars, drafted.batch
-        return self.law.judge(drafted.draft, grammars.masked(batch, drafted.draft, scores, drafted.masks))
+        if (grammars := self.target.rows.grammars).states:
+            scores = grammars.masked(drafted.batch, drafted.draft, scores, drafted.masks)
+        return self.law.judge(drafted.draft, scores)
 
     def commit(self, drafted: StepInput, scored: StepScores, verdict: Verdict) -> None:
         """Take in what was kept: rows, drafters, pages, answers; then counters and the controller.
