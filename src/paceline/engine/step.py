@@ -260,7 +260,10 @@ class Verbs:
         raise NotImplementedError
 
     def _take_in(self, drafted: StepInput, verdict: Verdict) -> Sequence[int]:
-        """Take in, in one call, rows without drafts whose answers only grow; return the indices of all others."""
+        """Take in, in one call, rows without drafts whose answers only grow.
+
+        Returns the indices of all others.
+        """
         rows, scheduler, outputs = drafted.batch.rows, self.scheduler, self.outputs
         if outputs.book.wanted:
             return range(len(rows))
