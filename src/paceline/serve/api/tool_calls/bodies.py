@@ -142,7 +142,7 @@ class ObjectsBody:
             self._call, text = None, rest
 
     def _skipped(self, text: str) -> str:
-        """Return a text without what may stand between objects; a fence that may go on stays."""
+        """Return a text without what may stand between objects."""
         ahead = text.lstrip(_BETWEEN)
         while self._fenced and ahead.startswith("```") and not _FENCE.startswith(ahead):
             ahead = ahead.removeprefix(_FENCE).removeprefix("```").lstrip(_BETWEEN)

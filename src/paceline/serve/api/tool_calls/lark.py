@@ -56,7 +56,7 @@ class LarkText:
         return self.rule(name, f"/{text}{escaped(marker)}/", "[lazy]")
 
     def arguments(self, name: str, tool: Tool, loose: bool = False) -> str:
-        """Add the JSON of a tool's arguments, loose: with any white space; return the rule's name."""
+        """Add the JSON of arguments, loose: with any white space; return the name."""
         return self.rule(name, json_rule(_closed(tool.parameters), not tool.strict, loose))
 
 

@@ -90,13 +90,13 @@ _OPEN_FENCE = rf"(?:`{{1,3}}(?:(?<=```)[a-z]{{0,8}}{_SPACE})?)?(?:\[{_SPACE})?" 
 
 
 def head_regex(names: Iterable[str], key: str) -> str:
-    """Return the regex of the head of a call, an object with one of some names, up to its arguments."""
+    """Return the regex of a call's head: an object with one of some names."""
     named = "|".join(re.escape(name) for name in names)
     return rf'{NAME_REGEX}(?:{named})"{_SPACE},{_SPACE}"{key}"{_SPACE}:'
 
 
 class BareSplit(NamedTuple):
-    """Text that is certain to stand before a call, and the place of the call's object."""
+    """Text before a call, and the place of the call's object."""
 
     before: str
     at: int
