@@ -375,7 +375,7 @@ async def _serve(config: HttpConfig, engine: EngineConfig, chat: ChatOptions) ->
         def on_ready(url: str, ready: Ready) -> None:
             bar.close()
             show_choices(ready.choices, sys.stdout)
-            show_url(url, ready.template is not None, sys.stdout, config.has_keys)
+            show_url(url, ready.template is not None, sys.stdout, config.has_keys, config.page)
 
         await HttpServer(config, engine, on_progress, chat).run(on_ready)
     return 0
