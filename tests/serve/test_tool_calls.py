@@ -121,6 +121,7 @@ GOLDEN = [
         '```json\n{"name": "Ann", "arguments": 1}\n```',
         ("", '```json\n{"name": "Ann", "arguments": 1}\n```', []),
     ),
+    ("hermes", f"{{{WEATHER_JSON}}}\n```json\n{{{NOW_JSON}}}\n```", ("", "", [ROME, NOW])),
     ("hermes", "x[0] ``y`` {", ("", "x[0] ``y`` {", [])),
     ("json", WEATHER_JSON, ("", "", [ROME])),
     ("json", f"[{WEATHER_JSON}]", ("", "", [ROME])),

@@ -107,7 +107,7 @@ def _checked(text: str, param: str) -> Grammar:
 def _bare_calls(lark: LarkText, use: ToolUse, key: str) -> tuple[str, str]:
     """Add the rules of objects in free text; return calls, and others with a name."""
     lark.rule("GAP", r"/[ \t\r\n]{0,40}/")
-    lark.rule("TAIL", r"/[ \t\r\n`\]]{0,40}/")
+    lark.rule("TAIL", r"/[ \t\r\n`\]}]{0,40}/")
     lark.rule("named", f"/(?s:.)*{NAME_REGEX}/", "[lazy]")
     choices = []
     for index, tool in enumerate(use.callable):
