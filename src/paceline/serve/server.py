@@ -142,7 +142,10 @@ class _Server(uvicorn.Server):
         self._handle_signal = on_signal
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen. What asyncio accepts at once and what the system queues are one number to uvicorn."""
+        """Listen with a longer queue.
+
+        What asyncio accepts at once and what the system queues are one number to uvicorn.
+        """
         await super().startup(sockets)
         for bound in sockets or []:
             bound.listen(BACKLOG)
@@ -372,7 +375,7 @@ async def _serve(config: HttpConfig, engine: EngineConfig, chat: ChatOptions) ->
         def on_ready(url: str, ready: Ready) -> None:
             bar.close()
             show_choices(ready.choices, sys.stdout)
-            show_url(url, ready.template is not None, sys.stdout, config.has_keys)
+            show_url(url, ready.template is not None, sys.stdout, config.has_keys, config.page)
 
         await HttpServer(config, engine, on_progress, chat).run(on_ready)
     return 0
