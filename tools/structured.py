@@ -102,7 +102,13 @@ class Run:
             llm.generate(prompts, params, done)
 
     def _write(self, file: TextIOWrapper, row: Row, temperature: float, with_grammar: bool, result: Row) -> None:
-        line = {"id": row["id"], "draft": self.draft, "temperature": temperature, "grammar": with_grammar, **result}
+        line = {
+            "id": row["id"],
+            "draft": self.draft,
+            "temperature": temperature,
+            "grammar": with_grammar,
+            **result,
+        }
         file.write(json.dumps(line) + "\n")
         file.flush()
 

@@ -74,7 +74,9 @@ def main() -> None:
                 print(f"{num_rows} rows: no step had all of them; ask for more steps")
                 continue
             a, b = statistics.median(plain), statistics.median(masked)
-            print(f"{num_rows} rows: plain {1e3 * a:.2f} ms, with masks {1e3 * b:.2f} ms, {b / a - 1:+.1%} of a step")
+            print(
+                f"{num_rows} rows: plain {1e3 * a:.2f} ms, with masks {1e3 * b:.2f} ms, {b / a - 1:+.1%} of a step"
+            )
 
 
 if __name__ == "__main__":
