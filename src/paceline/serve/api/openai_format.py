@@ -111,7 +111,7 @@ class RouteFormat(Protocol):
         ...
 
     def delta(self, index: int, answer: PartialAnswer, outcome: Outcome) -> Json | None:
-        """Return what an outcome adds to a choice, None for nothing; `answer` does not hold it yet."""
+        """Return what an outcome, which `answer` lacks, adds to a choice; None for nothing."""
         ...
 
 
