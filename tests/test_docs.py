@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import re
 import shlex
 from pathlib import Path
@@ -198,9 +197,7 @@ def _refused(line: str) -> str | None:
 
 
 def _parser(name: str) -> argparse.ArgumentParser:
-    parser = cli._Parser(prog=f"paceline {name}", allow_abbrev=False)
-    importlib.import_module(cli.COMMANDS[name][0]).add_arguments(parser)
-    return parser
+    return cli.parser_of(name)
 
 
 @functools.cache

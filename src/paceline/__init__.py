@@ -6,12 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.core.params import SamplingParams
+    from paceline.serve.async_llm import AsyncLLM
     from paceline.serve.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
 
-_HOMES = {"LLM": "paceline.serve.llm", "SamplingParams": "paceline.core.params"}
+_HOMES = {
+    "LLM": "paceline.serve.llm",
+    "AsyncLLM": "paceline.serve.async_llm",
+    "SamplingParams": "paceline.core.params",
+}
 
 
 def __getattr__(name: str) -> Any:

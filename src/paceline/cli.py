@@ -1,7 +1,8 @@
 """Command `paceline`: one entry point that imports only the module of the chosen command.
 
 A command module has `add_arguments(parser)` and `run(args) -> int`. Every flag can also be given by an environment
-variable, `--max-rows` by PACELINE_MAX_ROWS; the command line wins.
+variable, `--max-rows` by PACELINE_MAX_ROWS, or in a TOML file, as `max-rows` in the command's section. The command
+line wins, then the environment.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ import os
 import shlex
 import sys
 import traceback
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from paceline import __version__
+from paceline.core.config_file import FLAG as CONFIG_FLAG
+from paceline.core.config_file import as_toml, config_path, read_section
 from paceline.core.errors import ConfigError, PacelineError, suggest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
 # A new command is one module and one line here: name -> (module, description).
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -47,6 +51,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "simulate": ("paceline.sim.command", "serve without a model: compare policies on measured costs"),
     "pull": ("paceline.serve.terminal.pull_command", "fetch a model before it is needed"),
+    "list": ("paceline.serve.terminal.list_models", "list the models that are here"),
+    "rm": ("paceline.serve.terminal.remove_model", "remove a model that is here"),
+    "completion": ("paceline.cli_completion", "write the completion of a shell"),
     "key new": ("paceline.serve.terminal.key_command", "make a key for clients of a server"),
     "doctor": ("paceline.bench.doctor", "check a target and its drafter, and say what speed to expect"),
 }
@@ -63,6 +70,7 @@ _SWITCHES = {
 _INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 _PIPE_CLOSED = 141  # 128 + SIGPIPE
 _RESUMABLE = ("train", "compare")  # commands that resume where they stopped
+_SECRET = ("api-key",)  # options whose value is not printed
 _REFUSE = "paceline-refuse"  # error handler of standard input for bytes that are no text
 _ESCAPE = "paceline-escape"  # error handler of standard output for characters that its encoding lacks
 
@@ -101,16 +109,32 @@ def _main(argv: list[str]) -> int:
         sys.stdout.write(_overview())
         return 0
     if name in ("-V", "--version"):
-        sys.stdout.write(f"paceline {__version__}\n")
+        from paceline.serve.observe.build_facts import version_line
+
+        sys.stdout.write(f"{version_line()}\n")
         return 0
     if name not in COMMANDS:
         raise ConfigError(f"unknown command {name!r}{suggest(name, COMMANDS)}")
-    module_name, about = COMMANDS[name]
-    module = _imported(module_name, name)
-    parser = _Parser(prog=f"paceline {name}", description=f"{about[0].upper()}{about[1:]}.", allow_abbrev=False)
-    module.add_arguments(parser)
-    status: int = module.run(parse(parser, argv[words:], os.environ))
+    module, parser, rest = _imported(COMMANDS[name][0], name), parser_of(name), argv[words:]
+    section = _section(name, rest, os.environ)
+    args = parse(parser, rest, os.environ, section)
+    if args.print_config:
+        sys.stdout.write(_resolved(name, parser, args, rest, section))
+        return 0
+    status: int = module.run(args)
     return status
+
+
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """Return the parser of a command."""
+    module_name, about = COMMANDS[name]
+    parser = _Parser(prog=f"paceline {name}", description=f"{about[0].upper()}{about[1:]}.", allow_abbrev=False)
+    _imported(module_name, name).add_arguments(parser)
+    group = parser.add_argument_group("options of every command")
+    about = f"TOML file with options in its section [{name.replace(' ', '.')}]"
+    group.add_argument(CONFIG_FLAG, metavar="FILE", help=f"{about} (default: paceline/config.toml in ~/.config)")
+    group.add_argument("--print-config", action="store_true", help="print what each option is and who set it; end")
+    return parser
 
 
 def _imported(module_name: str, command: str) -> Any:
@@ -131,15 +155,36 @@ def _overview() -> str:
         "An inference engine in which speculative decoding is how the engine decodes.\n\n"
         f"commands:\n{commands}\n\n"
         "`paceline COMMAND --help` lists a command's options; `paceline --version` tells the version.\n"
-        "Each option can also be set by an environment variable: --max-rows by PACELINE_MAX_ROWS.\n"
+        "Begin with `paceline serve` or `paceline chat`; the guides are in docs/guide.\n"
+        "Each option can also be set by an environment variable, --max-rows by PACELINE_MAX_ROWS, or in a TOML\n"
+        "file: --config FILE, else ~/.config/paceline/config.toml; `paceline serve --print-config` shows all.\n"
         "PACELINE_DEBUG=1 shows where an error came from.\n"
     )
 
 
-def parse(parser: argparse.ArgumentParser, argv: list[str], environ: Mapping[str, str]) -> argparse.Namespace:
-    """Parse arguments. Those of the environment come first, so the command line wins. Raises `ConfigError`."""
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Options of one command in a file."""
+
+    path: Path | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)  # by flag, without its dashes
+
+
+def _section(name: str, argv: list[str], environ: Mapping[str, str]) -> Section:
+    path = None if "-h" in argv or "--help" in argv else config_path(argv, environ)
+    return Section() if path is None else Section(path, read_section(path, name, COMMANDS))
+
+
+def parse(
+    parser: argparse.ArgumentParser, argv: list[str], environ: Mapping[str, str], section: Section | None = None
+) -> argparse.Namespace:
+    """Parse arguments: first those of the file, then of the environment, so the command line wins.
+
+    Raises `ConfigError`.
+    """
     _complete_help(parser)
-    args, unknown = parser.parse_known_args([*_from_environment(parser, argv, environ), *argv])
+    given = [*_from_file(parser, argv, environ, section or Section()), *_from_environment(parser, argv, environ)]
+    args, unknown = parser.parse_known_args([*given, *argv])
     if unknown:
         flag = next((u for u in unknown if u.startswith("-")), unknown[0])
         known = ["--help", *(option for action in _flags(parser) for option in action.option_strings)]
@@ -155,8 +200,7 @@ def _flags(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def _variable(action: argparse.Action) -> str:
-    flag = next(option for option in action.option_strings if option.startswith("--"))
-    return "PACELINE_" + flag.removeprefix("--").replace("-", "_").upper()
+    return "PACELINE_" + _long(action).removeprefix("--").replace("-", "_").upper()
 
 
 def _complete_help(parser: argparse.ArgumentParser) -> None:
@@ -179,13 +223,86 @@ def _from_environment(parser: argparse.ArgumentParser, argv: list[str], environ:
 
 def _as_arguments(action: argparse.Action, value: str, argv: list[str]) -> list[str]:
     """Return the arguments an environment variable stands for."""
-    flag = next(option for option in action.option_strings if option.startswith("--"))
+    flag = _long(action)
     if action.nargs == 0:
         return _switch(action, value)
     if isinstance(action, argparse._AppendAction):  # a list on the command line replaces that of the environment
-        given = any(a == option or a.startswith(f"{option}=") for a in argv for option in action.option_strings)
-        return [] if given else [f"{flag}={part}" for part in _words(action, value)]
+        return [] if _is_given(action, argv) else [f"{flag}={part}" for part in _words(action, value)]
     return [f"{flag}={value}"]
+
+
+def _from_file(
+    parser: argparse.ArgumentParser, argv: list[str], environ: Mapping[str, str], section: Section
+) -> list[str]:
+    """Return the arguments that a file's section stands for. Raises `ConfigError` that names file and key."""
+    actions = {_long(action).removeprefix("--"): action for action in _flags(parser)}
+    found: list[str] = []
+    for key, value in section.values.items():
+        if key not in actions or key in (CONFIG_FLAG.removeprefix("--"), "print-config"):
+            raise ConfigError(f"{section.path}: {parser.prog} has no option {key[:64]!r}{suggest(key, actions)}")
+        action = actions[key]
+        is_list = isinstance(action, argparse._AppendAction)
+        if is_list and (_is_given(action, argv) or environ.get(_variable(action), "").strip()):
+            continue  # a list further up replaces this one
+        found += _file_arguments(action, value, f"{section.path}: {key}")
+    return found
+
+
+def _file_arguments(action: argparse.Action, value: object, where: str) -> list[str]:
+    flag = _long(action)
+    if action.nargs == 0 or _has_no(action):
+        if not isinstance(value, bool):
+            raise ConfigError(f"{where} must be true or false, not {str(value)[:64]!r}")
+        return _switch(action, str(value))
+    parts = value if isinstance(value, list) else [value]
+    is_list = isinstance(action, argparse._AppendAction) or action.nargs == "+"
+    if not all(isinstance(part, str | int | float) and not isinstance(part, bool) for part in parts):
+        raise ConfigError(f"{where} must be a text or a number{', or a list of them' if is_list else ''}")
+    if isinstance(value, list) and not is_list:
+        raise ConfigError(f"{where} takes one value, not a list")
+    for part in parts:
+        _check_value(action, str(part), where)
+    if action.nargs == "+":
+        return [flag, *map(str, parts)]
+    return [f"{flag}={part}" for part in parts]
+
+
+def _check_value(action: argparse.Action, text: str, where: str) -> None:
+    try:
+        converted = action.type(text) if callable(action.type) else text
+    except (ValueError, TypeError, argparse.ArgumentTypeError):
+        raise ConfigError(
+            f"{where} must be {getattr(action.type, '__name__', 'right')}, not {text[:64]!r}"
+        ) from None
+    if action.choices is not None and converted not in action.choices:
+        raise ConfigError(f"{where} is one of {', '.join(map(str, action.choices))}, not {text[:64]!r}")
+
+
+def _resolved(
+    name: str, parser: argparse.ArgumentParser, args: argparse.Namespace, argv: list[str], section: Section
+) -> str:
+    """Return a TOML section with every option, and who set it."""
+    lines = [f"[{name.replace(' ', '.')}]"]
+    for action in _flags(parser):
+        key, value = _long(action).removeprefix("--"), getattr(args, action.dest)
+        if key in (CONFIG_FLAG.removeprefix("--"), "print-config") or action.help == argparse.SUPPRESS:
+            continue
+        from_file = str(section.path) if key in section.values else "default"
+        variable = _variable(action)
+        setter = variable if os.environ.get(variable, "").strip() else from_file
+        setter = "command line" if _is_given(action, argv) else setter
+        shown = "# " if value is None else ""
+        text = "" if value is None else '"***"' if key in _SECRET else as_toml(value)
+        lines.append(f"{shown}{key} = {text}  # {setter}".replace("=   #", "=  #"))
+    return "\n".join(lines) + "\n"
+
+
+def _is_given(action: argparse.Action, argv: list[str]) -> bool:
+    return any(a == option or a.startswith(f"{option}=") for a in argv for option in action.option_strings)
+
+
+def _long(action: argparse.Action) -> str:
+    return next(option for option in action.option_strings if option.startswith("--"))
 
 
 def _words(action: argparse.Action, value: str) -> list[str]:

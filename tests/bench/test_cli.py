@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from paceline import __version__, cli
+from paceline import __version__, cli, kernels
+from paceline.backend.registry import BACKENDS
 from paceline.core.errors import ConfigError
 
 COMMAND = [sys.executable, "-c", "from paceline.cli import main; raise SystemExit(main())"]
@@ -36,7 +37,7 @@ def test_help_names_every_command_and_imports_none_of_them():
     assert done.stdout.endswith("set()\n")
 
 
-WITHOUT_MODEL = ("pull", "explain", "simulate")
+WITHOUT_MODEL = ("pull", "explain", "simulate", "list", "rm", "completion")
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
@@ -82,7 +83,9 @@ def test_debug_shows_where_an_error_came_from():
 
 
 def test_version():
-    assert paceline("--version").stdout == f"paceline {__version__}\n"
+    said = paceline("--version").stdout
+    assert said.startswith(f"paceline {__version__}")
+    assert said.endswith(f", {kernels.isa()}, backends {', '.join(BACKENDS)}\n")
 
 
 @pytest.mark.parametrize(

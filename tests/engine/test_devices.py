@@ -19,7 +19,7 @@ from paceline.engine.assembly import build
 from paceline.engine.assembly.cli_options import add_engine_arguments, engine_config
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.scheduler import Limits
-from paceline.serve.llm import config_of
+from paceline.serve.asking import config_of
 from tests.backend.backends import load_on_host
 from tests.draft.heads import trained_head
 from tests.engine.same_text import MAX_LEN, PLAIN, SHARP, VOCAB, Request, assert_same, make_engine, run, target

@@ -14,7 +14,7 @@ from paceline.core.errors import ConfigError
 from paceline.engine.assembly.cli_options import add_engine_arguments, engine_config
 from paceline.engine.assembly.config import DEFAULT_DRAFT
 from paceline.engine.assembly.speculative_config import BY_AUTO, KNOWN, LEFT_OUT, OPTIONS, SWITCHES, translate
-from paceline.serve.llm import config_of
+from paceline.serve.asking import config_of
 
 
 @pytest.mark.parametrize(

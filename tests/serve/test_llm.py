@@ -16,7 +16,10 @@ from paceline import LLM, SamplingParams
 from paceline.cli import main
 from paceline.core.errors import ConfigError, EngineDied, PromptTooLong, RequestError
 from paceline.serve.terminal.banner import printable
-from paceline.serve.terminal.chat import Chat
+from paceline.serve.terminal.chat_commands import obey
+from paceline.serve.terminal.chat_session import Chat
+from paceline.serve.terminal.line_input import LineInput
+from paceline.serve.terminal.speakers import LocalSpeaker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -196,11 +199,18 @@ def test_a_closed_llm_says_so(model: Path) -> None:
 # Commands --------------------------------------------------------------------------------------------
 
 
+GIVEN = {"max_tokens": 12, "seed": 4, "temperature": 0.9, "top_p": 1.0}
+
+
+def chat_with(llm: LLM, system: str | None, text: str, sink: io.StringIO) -> Chat:
+    return Chat(LocalSpeaker(llm), dict(GIVEN), system, LineInput(io.StringIO(text)), sink)
+
+
 def test_chat_keeps_the_conversation_and_obeys_commands(llm: LLM) -> None:
     source = io.StringIO("hello\n\n/nonsense\n/help\nmore\n/reset\nagain\n/quit\nnever read\n")
     sink = io.StringIO()
-    chat = Chat(llm, SHORT, "be kind", source, sink)
-    chat.run()
+    chat = Chat(LocalSpeaker(llm), dict(GIVEN), "be kind", LineInput(source), sink)
+    chat.run(obey)
     assert [m["role"] for m in chat.messages] == ["system", "user", "assistant"]
     assert chat.messages[1]["content"] == "again"
     written = sink.getvalue()
@@ -219,8 +229,8 @@ def test_chat_survives_ctrl_c_and_a_conversation_that_is_too_long(llm: LLM) -> N
             return super().write(text)
 
     sink = Pressed()
-    chat = Chat(llm, SHORT, None, io.StringIO("hello\n" + "in " * 3000 + "\nhello\n"), sink)
-    chat.run()
+    chat = chat_with(llm, None, "hello\n" + "in " * 3000 + "\nhello\n", sink)
+    chat.run(obey)
     assert "[stopped]" in sink.getvalue()
     assert "error: the prompt has" in sink.getvalue()
     assert [m["role"] for m in chat.messages] == ["user", "assistant"] * 2
@@ -228,7 +238,7 @@ def test_chat_survives_ctrl_c_and_a_conversation_that_is_too_long(llm: LLM) -> N
 
 def test_chat_tells_an_answer_that_failed_and_forgets_it(llm: LLM) -> None:
     sink = io.StringIO()
-    chat = Chat(llm, SHORT, "be kind", io.StringIO("hello\n"), sink)
+    chat = chat_with(llm, "be kind", "hello\n", sink)
     chat.reset()
     before = list(chat.messages)
     step = llm.built.engine.step
@@ -238,13 +248,13 @@ def test_chat_tells_an_answer_that_failed_and_forgets_it(llm: LLM) -> None:
 
     llm.built.engine.step = failing  # type: ignore[method-assign]
     try:
-        chat._answer("hello")
+        chat.answer("hello")
     finally:
         llm.built.engine.step = step  # type: ignore[method-assign]
     assert "error: no more memory" in sink.getvalue()
     assert "tokens/s" not in sink.getvalue()
     assert chat.messages == before
-    chat._answer("hello")
+    chat.answer("hello")
     assert len(chat.messages) == 3
 
 
@@ -311,3 +321,25 @@ def test_chat_and_generate_read_standard_input(
         monkeypatch.setattr("sys.stdin", io.StringIO("the cat\n"))
         assert command(model, name, "--max-tokens", "5", "--seed", "1") == 0  # some seeds write white space
         assert capsys.readouterr().out.strip()
+
+
+def test_chat_calls_tools_and_reads_its_answer(llm: LLM) -> None:
+    schema = {"type": "object", "properties": {"warm": {"type": "boolean"}}, "required": ["warm"]}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
+    params = SamplingParams(max_tokens=200, seed=1)
+    messages = [{"role": "user", "content": "hi"}]
+    asked = {"tools": [tool], "tool_choice": "weather"}
+    completion = llm.chat(messages, params, **asked)
+    assert completion.message is not None
+    (call,) = completion.message.calls
+    assert (call.name, json.loads(call.arguments).keys()) == ("weather", {"warm"})
+    history = {"role": "assistant", "content": None, "tool_calls": [
+        {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    ]}  # fmt: skip
+    again = llm.chat([*messages, history, {"role": "tool", "content": "ok"}], params, tools=[tool], tool_choice="none")
+    assert again.message is not None
+    assert (again.message.content, again.message.calls) == (again.text, ())
+    with pytest.raises(RequestError, match="not among the tools"):
+        llm.chat(messages, params, tools=[tool], tool_choice="other")
+    with pytest.raises(RequestError, match="tools"):
+        llm.chat(messages, params, tools=[{"function": 1}])

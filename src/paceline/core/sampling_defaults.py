@@ -28,7 +28,7 @@ def checked(found: Mapping[str, object]) -> dict[str, int | float]:
         if value is None:
             continue
         try:
-            SamplingParams(**{name: value})
+            default_params({name: value})  # type: ignore[dict-item]
         except RequestError as error:
             log.warning("the model's own %s is not used: %s", name, error)
         else:

@@ -103,7 +103,7 @@ class BodyRoute:
     """Route in plain ASGI that reads a JSON body off the event loop and answers with JSON."""
 
     def __init__(self, state: AppState, read: Callable[[bytes, Serving], object]) -> None:
-        """read: returns the response to a body. Raises `RequestError`."""
+        """Take what returns the response to a body, or raises `RequestError`."""
         self._state = state
         self._read = read
 
@@ -136,7 +136,7 @@ class ModelRoute(BodyRoute):
     """Route to the model, which notices at once when a client disconnects."""
 
     def __init__(self, state: AppState, make_job: JobMaker, inline: bool = False) -> None:
-        """inline: short bodies are read on the event loop; not for what waits for a template."""
+        """Take what reads a body; inline: short ones on the event loop."""
         self._state = state
         self._make_job = make_job
         self._inline = inline

@@ -171,7 +171,7 @@ def _requests(
     arrival_s: float,
     form: Callable[[SamplingParams], SamplingParams] = lambda params: params,
 ) -> list[Request]:
-    """Return the requests for all answers to all prompts, under one seed. form: adds what answers must fit.
+    """Return the requests for all answers to all prompts, under one seed.
 
     Raises `RequestError`, also for what the engine would refuse in one prompt after it began to answer another.
     """

@@ -15,7 +15,7 @@ from paceline.serve.api.errors import ApiError, api_error_of, internal_error, sh
 from paceline.serve.api.openai_format import PartialAnswer, to_json, token_usage, usage
 from paceline.serve.api.parse import ClientDisconnected
 from paceline.serve.api.pass_format import times_per_token, with_passes
-from paceline.serve.observe.access import RECORD
+from paceline.serve.observe.access import MAX_REASON_CHARS, RECORD
 from paceline.serve.worker.client import Disconnected
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class Responder:
         self.answers = [PartialAnswer() for _ in job.requests]
         self._metrics = metrics
         self._first_s: dict[int, float] = {}  # answer -> time from arrival to its first token
+        self._reason: str | None = None  # why the answers were cut short
 
     async def run(self, client: EngineClient, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the job to the engine and its answers to the client.
@@ -64,6 +65,7 @@ class Responder:
             else:
                 await self._whole(events, scope, receive, send)
         except ClientDisconnected:
+            self._reason = "the client left"
             self._count_unfinished("cancelled")
         except ApiError as error:
             self._count_failed(error)
@@ -144,11 +146,12 @@ class Responder:
     def _note(self, record: RequestRecord | None) -> None:
         if record is not None:
             ends = [answer.last for answer in self.answers if answer.last is not None]
-            record.model = self.job.meta.model
+            record.model, record.reason = self.job.meta.model, self._reason
             record.answered(ends, self.job.n, min(self._first_s.values(), default=None))
 
     def _count_failed(self, error: ApiError) -> None:
         """Count the answers that a fault of the server cut short, not a client's mistake."""
+        self._reason = str(error)[:MAX_REASON_CHARS]
         if error.status >= SERVER_FAULT:
             self._count_unfinished("error")
 

@@ -89,16 +89,17 @@ def show_choices(choices: Iterable[Choice | StartupChoice], stream: TextIO) -> N
     Console(file=stream).print(table)
 
 
-def show_url(url: str, chats: bool, stream: TextIO, needs_key: bool) -> None:
-    """Show the server's URL and a shell line that can be pasted."""
+def show_url(url: str, chats: bool, stream: TextIO, needs_key: bool, page: bool = True) -> None:
+    """Show the server's URL and a shell line that can be pasted. page: a browser can open the URL."""
     line = curl_line(url, chats, needs_key)
+    ways = "Open it in a browser, or try:" if page else "Try it:"
     if stream.isatty():
         console = Console(file=stream, highlight=False)
         console.print(Text("\nPaceline serves at ").append(url, "bold green"))
-        console.print(Text("Try it:\n"))
+        console.print(Text(f"{ways}\n"))
         stream.write(line + "\n\n")  # not wrapped, so that it can be pasted
     else:
-        stream.write(f"\nPaceline serves at {url}\nTry it:\n\n{line}\n\n")
+        stream.write(f"\nPaceline serves at {url}\n{ways}\n\n{line}\n\n")
     stream.flush()
 
 

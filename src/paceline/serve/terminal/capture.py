@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from paceline.core.params import SamplingParams
-    from paceline.serve.llm import LLM, Completion
+    from paceline.serve.llm import LLM
     from paceline.serve.prompts import Item
+    from paceline.serve.results import Completion
 
 FILE = "answers.jsonl"
 _SEED_BYTES = 7  # bytes of a key that make a seed, which is then below 2**63

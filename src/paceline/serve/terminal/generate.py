@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from collections.abc import Iterator, Sequence
 
-    from paceline.serve.llm import Answer, Completion
+    from paceline.serve.results import Answer, Completion
 
 # The command -----------------------------------------------------------------------------------------
 

@@ -1,0 +1,86 @@
+"""Models that were fetched by name and are here: in Paceline's own cache and in the hub's."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import ModelNotFound
+from paceline.model.files.catalogue import PACKAGED
+from paceline.model.files.pull import cache_folder, kept_file
+from paceline.model.files.wheel_download import partial_file
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MAX_PROCESSES = 1 << 16  # that are asked for the files that they have open
+
+
+@dataclass(frozen=True, slots=True)
+class KeptModel:
+    """A model that is here."""
+
+    name: str
+    path: Path
+    num_bytes: int
+    note: str = ""
+    from_hub: bool = False
+
+    @property
+    def users(self) -> tuple[int, ...]:
+        """Ids of this user's processes that have its files mapped."""
+        return tuple(sorted(_users(self.path)))
+
+    def remove(self) -> None:
+        """Delete its files. Raises `ModelNotFound` if that is not allowed."""
+        try:
+            if self.path.is_dir():
+                shutil.rmtree(self.path)
+            else:
+                self.path.unlink()
+        except OSError as error:
+            raise ModelNotFound(f"cannot remove {self.path}: {error.strerror or error}") from None
+
+
+def kept_models() -> list[KeptModel]:
+    """Return the models that are here, those of the catalogue first."""
+    found = []
+    for name, model in PACKAGED.items():
+        kept, partial = kept_file(model), partial_file(kept_file(model))
+        if kept.is_file():
+            found.append(KeptModel(name, kept, kept.stat().st_size, model.licence))
+        if partial.is_file():
+            share = partial.stat().st_size / max(model.file_bytes, 1)
+            found.append(KeptModel(name, partial, partial.stat().st_size, f"{share:.0%} fetched"))
+    known = {model.file for model in PACKAGED.values()}
+    folder = cache_folder() / "models"
+    others = sorted(folder.glob("*.gguf")) if folder.is_dir() else []
+    found += [KeptModel(p.stem, p, p.stat().st_size, "not known by name") for p in others if p.name not in known]
+    return found + list(_of_hub())
+
+
+def _of_hub() -> Iterator[KeptModel]:
+    """Yield the models in the cache of the Hugging Face hub."""
+    from huggingface_hub import constants, scan_cache_dir
+
+    if not Path(constants.HF_HUB_CACHE).is_dir():
+        return
+    for repo in sorted(scan_cache_dir().repos, key=lambda repo: repo.repo_id):
+        if repo.repo_type == "model":
+            yield KeptModel(repo.repo_id, repo.repo_path, repo.size_on_disk, "Hugging Face hub", from_hub=True)
+
+
+def _users(path: Path) -> Iterator[int]:
+    """Yield the processes that have a file open or mapped, so far as the system tells."""
+    wanted = str(path.resolve())
+    for number, process in enumerate(Path("/proc").glob("[0-9]*") if Path("/proc").is_dir() else ()):
+        if number >= MAX_PROCESSES:
+            return
+        try:
+            opened = any(str(fd.readlink()).startswith(wanted) for fd in (process / "fd").iterdir())
+            if opened or wanted in (process / "maps").read_text(errors="replace"):
+                yield int(process.name)
+        except OSError:  # it has ended, or belongs to another user
+            continue

@@ -1,0 +1,135 @@
+"""What `LLM` and `AsyncLLM` share: prompts, parameters and options of the engine."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.errors import ConfigError, RequestError, suggest
+from paceline.core.params import SamplingParams, Speculation
+from paceline.core.sampling_defaults import default_params
+from paceline.engine.assembly.config import EngineConfig
+from paceline.engine.assembly.speculative_config import options_of
+from paceline.engine.scheduler import Limits
+from paceline.serve.prompts import Prompts, requests_of, seed_of
+
+if TYPE_CHECKING:
+    from paceline.core.nouns import Request
+    from paceline.engine.assembly.build import Progress
+
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}
+Prompt = str | Sequence[int]
+
+
+class Asking:
+    """Prompts and parameters as a caller gives them, to requests of one model."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+
+    @property
+    def prompts(self) -> Prompts:
+        """Conversion of prompts to token ids."""
+        raise NotImplementedError
+
+    @cached_property
+    def default_params(self) -> SamplingParams:
+        """Parameters of calls that give none: the model's own sampling, else temperature 0.7 and top_p 0.95.
+
+        `SamplingParams()` itself is neutral: temperature 1, no filter.
+        """
+        return default_params(self.prompts.sampling)
+
+    def _prompt_ids(self, prompt: Any) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return self.prompts.of_text(prompt)
+        if isinstance(prompt, Sequence) and all(isinstance(i, int) and i >= 0 for i in prompt):
+            return self.prompts.of_ids(prompt)
+        raise RequestError(f"a prompt must be a text or token ids, not {type(prompt).__name__}", "prompt")
+
+    def _or_default(self, params: object) -> SamplingParams:
+        """Return parameters, the default ones for None. Raises `RequestError` for any other type."""
+        if params is None:
+            return self.default_params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params must be SamplingParams, not {type(params).__name__}")
+        return params
+
+    def _fitting(self, prompt_ids: Sequence[int], params: object) -> SamplingParams:
+        """Return parameters, the default ones with the max_tokens that fit. Raises `RequestError`."""
+        asked = self._or_default(params)
+        room = self.prompts.room(prompt_ids)
+        return replace(asked, max_tokens=room) if params is None and asked.max_tokens > room else asked
+
+    def _one_for_each(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> Sequence[SamplingParams]:
+        if not isinstance(params, list | tuple):
+            return [self._or_default(params)] * count
+        if len(params) != count:
+            raise RequestError(f"{count} prompts need one SamplingParams or {count}, not {len(params)}")
+        return [self._or_default(each) for each in params]
+
+    def _requests(
+        self, prompt_ids: tuple[int, ...], params: SamplingParams, speculation: Speculation | None = None
+    ) -> list[Request]:
+        """Return one prompt's requests; the default max_tokens shrinks to what fits. Raises `PromptTooLong`."""
+        room = self.prompts.room(prompt_ids)
+        if params is self.default_params and params.max_tokens > room:
+            params = replace(params, max_tokens=room)
+        self.prompts.check_room(prompt_ids, params.max_tokens)  # now, before any prompt is answered
+        name = f"llm-{next(self._numbers)}"
+        return requests_of(name, prompt_ids, params, seed_of(params), time.monotonic(), speculation=speculation)
+
+
+def as_list(prompts: Prompt | Iterable[Prompt]) -> Sequence[Prompt]:
+    """Return one or several prompts as a list. Raises `RequestError` for any other type."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts must be one or several, not {type(prompts).__name__}", "prompt")
+    items = list(prompts)  # first, since looking at an iterator's items would use it up
+    return [items] if items and all(isinstance(p, int) for p in items) else items  # type: ignore[list-item, return-value]
+
+
+def as_messages(prompt: Any) -> Sequence[Message] | None:
+    """Return the argument if it is a conversation, else None."""
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+    return prompt if is_list and prompt and all(isinstance(m, Mapping) for m in prompt) else None
+
+
+def config_of(model: str, options: Mapping[str, Any]) -> EngineConfig:
+    """Return an engine's config from options of `EngineConfig` and `Limits` by name. Raises `ConfigError`.
+
+    `speculative_config` is vLLM's, a mapping or JSON, in place of `draft`.
+    """
+    options = dict(options)
+    if (given := options.pop("speculative_config", None)) is not None:
+        draft, profile = options_of(given, options.get("draft"), options.get("profile"))
+        options |= {"draft": draft, "profile": profile}
+    own = {f.name for f in fields(EngineConfig)} - {"model", "limits"}
+    limits = {f.name for f in fields(Limits)}
+    for name in options:
+        if name not in own | limits:
+            raise ConfigError(f"unknown option {name!r}{suggest(name, own | limits)}")
+    config = EngineConfig(model=model, **{k: v for k, v in options.items() if k in own})
+    given = {k: v for k, v in options.items() if k in limits}
+    return replace(config, limits=replace(config.usual_limits, **given))
+
+
+@contextmanager
+def visible(progress: Progress | None) -> Iterator[Progress | None]:
+    """Yield the progress callback, or on a terminal a bar if there is none."""
+    if progress is not None or not sys.stderr.isatty():
+        yield progress
+        return
+    from paceline.serve.terminal.banner import LoadingBar
+
+    with LoadingBar() as bar:
+        yield bar

@@ -1,0 +1,178 @@
+"""Python API for asyncio: an engine in a process of its own, for many callers at once.
+
+from paceline import AsyncLLM, SamplingParams
+
+async with AsyncLLM() as llm:
+    answers = await asyncio.gather(*(llm.generate(p, SamplingParams(seed=1)) for p in prompts))
+    async for delta in llm.stream("Once upon a time"):
+        print(delta.text, end="")
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack, aclosing
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.errors import EngineDied, PacelineError
+from paceline.serve.asking import Asking, as_messages, config_of, visible
+from paceline.serve.results import Completion, Delta, OpenAnswer
+from paceline.serve.tokenizer_cache import TokenizerCache
+from paceline.serve.tool_chat import ChatCall, ChatExtras
+from paceline.serve.worker.client import Disconnected, EngineClient
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Sequence
+
+    from paceline.core.nouns import Request
+    from paceline.core.params import SamplingParams, Speculation
+    from paceline.engine.assembly.build import Progress
+    from paceline.engine.assembly.config import EngineConfig
+    from paceline.serve.asking import Message, Prompt
+    from paceline.serve.chat_options import ChatOptions
+    from paceline.serve.prompts import Prompts
+    from paceline.serve.worker.messages import Progress as ProgressMessage
+
+LONG_CHARS = 16 << 10  # from this length on, a prompt is tokenised in a thread
+
+
+class AsyncLLM(Asking):
+    """A model in a process of its own, with the texts of `LLM`. For one event loop."""
+
+    def __init__(
+        self,
+        model: str = "default",
+        *,
+        progress: Progress | None = None,
+        chat: ChatOptions | None = None,
+        **options: Any,
+    ) -> None:
+        """Check the options, which are those of `LLM`. Raises `ConfigError`. The model is loaded by `start`."""
+        super().__init__()
+        self.config: EngineConfig = config_of(model, options)
+        self._progress = progress
+        self._client: EngineClient | None = None
+        self._tokenizers = TokenizerCache(chat)
+        self._prompts: Prompts | None = None
+        self._open_tokens = 0  # of the prompts of open requests
+        self._freed = asyncio.Event()  # some of them are open no more
+        self._turn = asyncio.Lock()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return await self.start()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def start(self) -> AsyncLLM:
+        """Start the engine's process and load the model. Raises `ConfigError`, `ModelError`, `EngineDied`."""
+        with ExitStack() as stack:
+            show = stack.enter_context(visible(self._progress))
+
+            def report(message: ProgressMessage) -> None:
+                if show is not None:
+                    show(message.what, message.done, message.total)
+
+            self._client = EngineClient(self.config, report, self._tokenizers.of)
+            try:
+                self._prompts = await self._tokenizers.of(await self._client.first_ready)
+            except BaseException:
+                await self.close()
+                raise
+        return self
+
+    async def close(self) -> None:
+        """End the engine's process; open calls raise `EngineDied`. May be called twice."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.stop()
+        self._tokenizers.close()
+
+    @property
+    def prompts(self) -> Prompts:
+        """Conversion of prompts to token ids."""
+        if self._client is None or self._prompts is None:
+            raise EngineDied("this AsyncLLM is not running; use `async with AsyncLLM(...)`, or call start()")
+        return self._prompts
+
+    # Answers -----------------------------------------------------------------------------------------
+
+    async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Completion:
+        """Continue a prompt, a text or token ids. Raises `RequestError`, `EngineDied`."""
+        return await self._complete(await self._ids(prompt), params)
+
+    async def chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, **extras: Any
+    ) -> Completion:
+        """Answer a conversation; `extras` are those of `ChatExtras`. Raises `RequestError`, `EngineDied`."""
+        call = await asyncio.to_thread(ChatCall.of, self.prompts, messages, ChatExtras(**extras))
+        asked = call.params(self._fitting(call.prompt.ids, params))
+        return call.finished(await self._complete(call.prompt.ids, asked))
+
+    async def stream(
+        self,
+        prompt: Prompt | Sequence[Message],
+        params: SamplingParams | None = None,
+        speculation: Speculation | None = None,
+    ) -> AsyncGenerator[Delta, None]:
+        """Yield what each step adds to the answers; with n, they come interleaved.
+
+        A stream that is closed early, as by `contextlib.aclosing`, cancels what is open. Raises `RequestError`,
+        `EngineDied`.
+        """
+        requests = self._requests(await self._ids(prompt), self._or_default(params), speculation)
+        async with aclosing(self._deltas(requests)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def _complete(self, prompt_ids: tuple[int, ...], params: SamplingParams | None) -> Completion:
+        asked = self._or_default(params)
+        answers = [OpenAnswer() for _ in range(asked.n)]
+        async with aclosing(self._deltas(self._requests(prompt_ids, asked))) as deltas:
+            async for delta in deltas:
+                answers[delta.choice].outcomes.append(delta.outcome)
+        return Completion(prompt_ids, tuple(answer.answer() for answer in answers))
+
+    async def _ids(self, prompt: Prompt | Sequence[Message]) -> tuple[int, ...]:
+        messages = as_messages(prompt)
+        if messages is not None:  # a template may take its time
+            return await asyncio.to_thread(self.prompts.of_messages, messages)
+        if len(prompt) < LONG_CHARS:
+            return self._prompt_ids(prompt)
+        return await asyncio.to_thread(self._prompt_ids, prompt)
+
+    async def _deltas(self, requests: Sequence[Request]) -> AsyncGenerator[Delta, None]:
+        """Submit one prompt's requests once the engine's queue has room for them, and yield what comes."""
+        size = sum(len(request.prompt_ids) for request in requests)
+        await self._wait_for_room(size)
+        try:
+            answers = await self._running.submit(requests)
+            num_open = len(requests)
+            try:
+                while num_open:
+                    event = await answers.next()
+                    if isinstance(event, PacelineError):
+                        raise event
+                    assert not isinstance(event, Disconnected)
+                    index, outcome = event
+                    num_open -= outcome.finish_reason is not None
+                    yield Delta(requests[index].choice, outcome)
+            finally:
+                await answers.close()
+        finally:
+            self._open_tokens -= size
+            self._freed.set()
+
+    async def _wait_for_room(self, size: int) -> None:
+        """Wait, in the order of arrival, until so many prompt tokens may join those of open requests."""
+        async with self._turn:
+            while self._open_tokens and self._open_tokens + size > self.config.limits.max_queued_tokens:
+                self._freed.clear()
+                await self._freed.wait()
+            self._open_tokens += size
+
+    @property
+    def _running(self) -> EngineClient:
+        if self._client is None:
+            raise EngineDied("this AsyncLLM is closed")
+        return self._client

@@ -1,0 +1,123 @@
+"""A conversation in the terminal: what was said, what is asked next, what it cost."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TextIO
+
+from paceline.core.errors import EngineDied, RequestError
+from paceline.core.params import AUTO
+from paceline.serve.terminal.banner import printable
+from paceline.serve.terminal.line_input import LineInput, quiet
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from paceline.serve.terminal.speakers import AnswerFigures, Speaker
+
+
+@dataclass(slots=True, eq=False)
+class Totals:
+    """Sums over the answers of a session."""
+
+    answers: int = 0
+    tokens: int = 0
+    passes: int = 0
+    verified: int = 0
+    accepted: int = 0
+    seconds: float = 0.0
+
+    def add(self, figures: AnswerFigures, wall_s: float) -> None:
+        """Count an answer."""
+        self.answers += 1
+        self.tokens += figures.tokens
+        self.passes += figures.passes
+        self.verified += figures.verified
+        self.accepted += figures.accepted
+        self.seconds += wall_s
+
+    def told(self) -> str:
+        """Return the sums as a line."""
+        if not self.answers:
+            return "no answer yet\n"
+        rate = self.tokens / self.seconds if self.seconds > 0 else 0.0
+        per_pass = self.tokens / self.passes if self.passes else 1.0
+        return (
+            f"{self.answers} answers, {self.tokens} tokens, {rate:.1f} tokens/s, {per_pass:.2f} tokens per pass, "
+            f"{self.accepted} of {self.verified} drafts kept\n"
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Chat:
+    """Conversation between a user and a speaker."""
+
+    speaker: Speaker
+    given: dict[str, Any]  # sampling that is not left to the model
+    system: str | None = None
+    lines: LineInput = field(default_factory=lambda: LineInput(sys.stdin))
+    sink: TextIO = field(default_factory=lambda: sys.stdout)
+    messages: list[dict[str, str]] = field(default_factory=list)
+    draft: str = AUTO
+    totals: Totals = field(default_factory=Totals)
+
+    def run(self, obey: Callable[[Chat, str], bool | None]) -> None:
+        """Converse until the input ends or the user leaves. obey: does a command, returns False to leave."""
+        self.reset()
+        while (line := self.lines.message()) is not None:
+            line = line.strip()
+            if line.startswith("/"):
+                if obey(self, line) is False:
+                    return
+            elif line:
+                self.answer(line)
+        self.write("\n")
+
+    def reset(self) -> None:
+        """Forget the conversation."""
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+    def answer(self, line: str) -> None:
+        """Ask for the answer to a message, and keep both unless it failed."""
+        conversation = [*self.messages, {"role": "user", "content": line}]
+        text, figures, failed = "", None, None
+        start_s = first_s = time.monotonic()
+        try:
+            with quiet(sys.stdin), closing(self.speaker.stream(conversation, self.given, self.draft)) as stream:
+                for piece in stream:
+                    first_s = first_s if text or not piece.text else time.monotonic()
+                    text += piece.text
+                    figures, failed = piece.figures or figures, piece.error or failed
+                    self.write(printable(piece.text, self.sink))
+        except KeyboardInterrupt:
+            self.write(" [stopped]")
+        except RequestError as error:
+            self.write(f"error: {error}\n/reset begins a new conversation\n")
+            return
+        except EngineDied as error:
+            failed = str(error)
+        if failed is not None:
+            self.write(f"\nerror: {failed}\nthe conversation is as it was before this message\n")
+            return
+        self.messages = [*conversation, {"role": "assistant", "content": text}]
+        self.write(f"\n{_summary(figures, time.monotonic() - first_s)}\n")
+        if figures is not None:
+            self.totals.add(figures, time.monotonic() - start_s)
+
+    def write(self, text: str) -> None:
+        """Show text at once."""
+        self.sink.write(text)
+        self.sink.flush()
+
+
+def _summary(figures: AnswerFigures | None, wall_s: float) -> str:
+    """Return a line with an answer's speed and how many drafts were accepted."""
+    if figures is None:
+        return "[stopped before the end]\n"
+    rate = (figures.tokens - 1) / wall_s if wall_s > 0 and figures.tokens > 1 else 0.0
+    drafts = f"{figures.accepted} of {figures.verified} drafts kept"
+    length = f"{figures.tokens_per_pass:.2f} tokens per pass"
+    return f"[{figures.tokens} tokens, {rate:.1f} tokens/s, {length}, {drafts}, seed {figures.seed}]\n"
