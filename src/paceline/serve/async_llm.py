@@ -21,13 +21,14 @@ from paceline.serve.tokenizer_cache import TokenizerCache
 from paceline.serve.worker.client import Disconnected, EngineClient
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Mapping, Sequence
 
     from paceline.core.nouns import Request
     from paceline.core.params import SamplingParams, Speculation
     from paceline.engine.assembly.build import Progress
     from paceline.engine.assembly.config import EngineConfig
-    from paceline.serve.asking import Message, Prompt
+    from paceline.serve.api.tool_calls.reader import ReaderPlan
+    from paceline.serve.asking import Message, Prompt, ToolChoice
     from paceline.serve.prompts import Prompts
     from paceline.serve.worker.messages import Progress as ProgressMessage
 
@@ -77,6 +78,7 @@ class AsyncLLM(Asking):
         client, self._client = self._client, None
         if client is not None:
             await client.stop()
+        self._tokenizers.close()
 
     @property
     def prompts(self) -> Prompts:
@@ -91,9 +93,20 @@ class AsyncLLM(Asking):
         """Continue a prompt, a text or token ids. Raises `RequestError`, `EngineDied`."""
         return await self._complete(await self._ids(prompt), params)
 
-    async def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
-        """Answer a conversation. Raises `RequestError`, `EngineDied`."""
-        return await self._complete(await self._ids(messages), params)
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: ToolChoice = "auto",
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Completion:
+        """Answer a conversation, as `LLM.chat` does. Raises `RequestError`, `EngineDied`."""
+        asked = await asyncio.to_thread(
+            self._asked_chat, messages, params, tools, tool_choice, template_kwargs
+        )  # a template may take its time
+        return await self._complete(asked.prompt_ids, asked.params, asked.plan)
 
     async def stream(
         self,
@@ -111,9 +124,11 @@ class AsyncLLM(Asking):
             async for delta in deltas:
                 yield delta
 
-    async def _complete(self, prompt_ids: tuple[int, ...], params: SamplingParams | None) -> Completion:
+    async def _complete(
+        self, prompt_ids: tuple[int, ...], params: SamplingParams | None, plan: ReaderPlan | None = None
+    ) -> Completion:
         asked = self._or_default(params)
-        answers = [OpenAnswer() for _ in range(asked.n)]
+        answers = [OpenAnswer(plan) for _ in range(asked.n)]
         async with aclosing(self._deltas(self._requests(prompt_ids, asked))) as deltas:
             async for delta in deltas:
                 answers[delta.choice].outcomes.append(delta.outcome)
@@ -121,7 +136,7 @@ class AsyncLLM(Asking):
 
     async def _ids(self, prompt: Prompt | Sequence[Message]) -> tuple[int, ...]:
         messages = as_messages(prompt)
-        if messages is not None:  # a template may take its time
+        if messages is not None:
             return await asyncio.to_thread(self.prompts.of_messages, messages)
         if len(prompt) < LONG_CHARS:
             return self._prompt_ids(prompt)
@@ -130,6 +145,10 @@ class AsyncLLM(Asking):
     async def _deltas(self, requests: Sequence[Request]) -> AsyncGenerator[Delta, None]:
         """Submit one prompt's requests once the engine's queue has room for them, and yield what comes."""
         size = sum(len(request.prompt_ids) for request in requests)
+        if (
+            grammar := requests[0].params.grammar
+        ) is not None:  # in a process with limits
+            await asyncio.to_thread(self._tokenizers.check_grammar, grammar)
         await self._wait_for_room(size)
         try:
             answers = await self._running.submit(requests)

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from paceline.core.errors import EngineDied, QueueFull
 from paceline.core.system import uninterrupted
 from paceline.engine.assembly.build import build
-from paceline.serve.asking import Asking, Message, Prompt, as_list, as_messages, config_of, visible
+from paceline.serve.asking import Asking, Message, Prompt, ToolChoice, as_list, as_messages, config_of, visible
+from paceline.serve.chat_options import ChatOptions
 from paceline.serve.prompts import Prompts
 from paceline.serve.results import Completion, Delta, OpenAnswer
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from paceline.engine.assembly.build import Built, Progress
     from paceline.engine.assembly.config import EngineConfig
     from paceline.engine.engine import Engine
+    from paceline.serve.api.tool_calls.reader import ReaderPlan
 
 
 class LLM(Asking):
@@ -49,6 +51,7 @@ class LLM(Asking):
     def _open(self, config: EngineConfig, progress: Progress | None) -> None:
         with visible(progress) as callback:
             self._built: Built | None = build(config, callback)
+        self._prompts: Prompts | None = None
         Asking.__init__(self)
         self._sinks: dict[str, Callable[[Outcome], None]] = {}  # request id -> receiver of its outcomes
 
@@ -60,7 +63,7 @@ class LLM(Asking):
 
     def close(self) -> None:
         """Drop the model. Later calls raise `EngineDied`."""
-        self._built = None
+        self._built = self._prompts = None
 
     @property
     def built(self) -> Built:
@@ -72,9 +75,9 @@ class LLM(Asking):
     @property
     def prompts(self) -> Prompts:
         """Conversion of prompts to token ids."""
-        size = self._engine.target.config.vocab_size
-        built = self.built
-        return Prompts(self._engine.tokenizer, built.template, built.max_len, size, sampling=built.sampling)
+        if self._prompts is None:
+            self._prompts = _prompts_of(self.built)
+        return self._prompts
 
     @property
     def _engine(self) -> Engine:
@@ -96,17 +99,31 @@ class LLM(Asking):
         all_ids = [self._prompt_ids(prompt) for prompt in as_list(prompts)]
         return self._complete(all_ids, self._one_for_each(params, len(all_ids)), on_done)
 
-    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
-        """Answer a conversation. Raises `RequestError`."""
-        return self._complete([self.prompts.of_messages(messages)], [self._or_default(params)], None)[0]
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: ToolChoice = "auto",
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Completion:
+        """Answer a conversation; `message` and `tool_calls` of the completion are read from its text.
+
+        tools, tool_choice: as OpenAI has them. template_kwargs: further variables of the chat template. Raises
+        `RequestError`.
+        """
+        asked = self._asked_chat(messages, params, tools, tool_choice, template_kwargs)
+        return self._complete([asked.prompt_ids], [asked.params], None, asked.plan)[0]
 
     def _complete(
         self,
         prompts: Sequence[tuple[int, ...]],
         params: Sequence[SamplingParams],
         on_done: Callable[[int, Completion], None] | None,
+        plan: ReaderPlan | None = None,
     ) -> list[Completion]:
-        written = [[OpenAnswer() for _ in range(p.n)] for p in params]
+        written = [[OpenAnswer(plan) for _ in range(p.n)] for p in params]
         waiting: deque[tuple[Request, OpenAnswer]] = deque()
         for prompt_ids, asked, answers in zip(prompts, params, written, strict=True):
             waiting.extend(zip(self._requests(prompt_ids, asked), answers, strict=True))
@@ -205,3 +222,11 @@ class LLM(Asking):
             self._sinks.pop(request_id, None)
             if self._built is not None:
                 self._built.engine.cancel(request_id)
+
+
+def _prompts_of(built: Built) -> Prompts:
+    tokenizer, template, options = built.engine.tokenizer, built.template, ChatOptions()
+    source = "" if template is None else template.source.text
+    forms, guard = (options.forms(tokenizer, source), options.guard(tokenizer, source)) if source else (None, None)
+    size = built.engine.target.config.vocab_size
+    return Prompts(tokenizer, template, built.max_len, size, forms, guard, built.sampling)

@@ -72,7 +72,7 @@ class Prompts:
 
     def of_messages(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Return token ids; a content is text or text parts. Raises `RequestError`, `PromptTooLong`."""
-        return self.of_conversation(Conversation([_with_text_content(message) for message in messages])).ids
+        return self.of_conversation(Conversation([with_text_content(message) for message in messages])).ids
 
     def of_conversation(self, conversation: Conversation) -> ChatPrompt:
         """Return the prompt of a conversation. Raises `RequestError`, `PromptTooLong`."""
@@ -173,7 +173,7 @@ def part_text(kind: object, text: object) -> str:
     return text
 
 
-def _with_text_content(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def with_text_content(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a message whose content is one text instead of a list of parts."""
     if not isinstance(message, Mapping):
         raise RequestError(f"a message must be a mapping, not {type(message).__name__}", "messages")

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from paceline.serve.api.message_parts import MessageParts
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from paceline.core.nouns import Figures, FinishReason, Outcome, TokenLogprobs
+    from paceline.serve.api.tool_calls.reader import ReaderPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +26,12 @@ class Answer:
     logprobs: tuple[TokenLogprobs, ...] | None  # one for each token, if asked for
     figures: Figures
     error: str | None = None  # with finish_reason "error"
+    message: Mapping[str, Any] | None = None  # of a chat, as OpenAI has it: content, reasoning, calls of tools
+
+    @property
+    def tool_calls(self) -> tuple[Mapping[str, Any], ...]:
+        """Calls of tools, each with `id` and `function`, which has `name` and `arguments` as JSON."""
+        return tuple((self.message or {}).get("tool_calls", ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +72,16 @@ class Completion:
         return self.choices[0].figures
 
     @property
+    def message(self) -> Mapping[str, Any] | None:
+        """The first answer's message, of a chat."""
+        return self.choices[0].message
+
+    @property
+    def tool_calls(self) -> tuple[Mapping[str, Any], ...]:
+        """The first answer's calls of tools."""
+        return self.choices[0].tool_calls
+
+    @property
     def seed(self) -> int:
         """The seed of all answers."""
         return self.figures.seed
@@ -98,6 +119,7 @@ class Delta:
 class OpenAnswer:
     """Outcomes of one answer so far."""
 
+    plan: ReaderPlan | None = None  # how to read calls and reasoning; None: all is content
     outcomes: list[Outcome] = field(default_factory=list)
 
     @property
@@ -111,9 +133,15 @@ class OpenAnswer:
         assert last.finish_reason is not None
         assert last.figures is not None
         scored = [o.logprobs for o in self.outcomes if o.logprobs is not None]
+        text = "".join(o.text for o in self.outcomes)
+        token_ids = tuple(itertools.chain.from_iterable(o.token_ids for o in self.outcomes))
+        fields = {"content": text}
+        if self.plan is not None:
+            fields = MessageParts(self.plan.reader(), legacy=False).message(text, token_ids)
         return Answer(
-            text="".join(o.text for o in self.outcomes),
-            token_ids=tuple(itertools.chain.from_iterable(o.token_ids for o in self.outcomes)),
+            text=text,
+            token_ids=token_ids,
+            message={"role": "assistant"} | fields,
             finish_reason=last.finish_reason,
             stop_reason=last.stop_reason,
             logprobs=tuple(itertools.chain.from_iterable(scored)) if scored else None,
