@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from io import TextIOWrapper
 
-    from paceline.serve.llm import Completion
+    from paceline.serve.results import Completion
 
 SHOWN_CHARS = 1500  # of a schema, in its prompt
 AT_ONCE = 8
