@@ -88,7 +88,7 @@ def request_of(question: Json, model: str, choice: str) -> Json:
 
 
 def is_right(question: Json, calls: Sequence[Json]) -> bool:
-    """Return True if the calls are those that the leaderboard accepts; parallel ones in any order."""
+    """Return True if the leaderboard accepts the calls, parallel ones in any order."""
     wanted = question["ground_truth"]
     if len(calls) != len(wanted):
         return False
@@ -103,7 +103,7 @@ def is_right(question: Json, calls: Sequence[Json]) -> bool:
 
 
 def _fits(functions: dict[str, Json], answer: Json, call: Json) -> bool:
-    """Return True if a call has the name, every required parameter, and values among the allowed ones."""
+    """Return True if name, required parameters and values are right."""
     ((name, allowed),) = answer.items()
     arguments = call["arguments"]
     if call["name"] != safe_name(name) or not isinstance(arguments, dict) or call["name"] not in functions:
@@ -129,7 +129,7 @@ def _value_fits(schema: Json, allowed: Sequence[Any], value: Any) -> bool:
 
 
 def _is_variable(allowed: Sequence[Any], value: Any) -> bool:
-    """Return True for a value of another type that the allowed ones have too: a variable's name."""
+    """Return True for a value of a type that an allowed one has too."""
     return any(type(one) is type(value) and one != "" for one in allowed)
 
 
@@ -185,14 +185,16 @@ class Answered:
 def ask_whole(client: openai.OpenAI, body: Json) -> Answered:
     """Return an answer that came at once."""
     choice = client.chat.completions.create(**body).choices[0]
-    calls = [(c.function.name, c.function.arguments) for c in choice.message.tool_calls or ()]
+    functions = [call.function for call in choice.message.tool_calls or () if call.type == "function"]
+    calls = [(function.name, function.arguments) for function in functions]
     return Answered(calls, choice.message.content or "", choice.finish_reason)
 
 
 def ask_streamed(client: openai.OpenAI, body: Json) -> Answered:
     """Return an answer that came in pieces."""
-    names, arguments, content, reason = {}, Counter[int](), [], ""
-    texts: dict[int, list[str]] = {}
+    names: dict[int, str] = {}
+    arguments: dict[int, list[str]] = {}
+    content, reason = [], ""
     for chunk in client.chat.completions.create(**body, stream=True):
         if not chunk.choices:
             continue
@@ -200,11 +202,12 @@ def ask_streamed(client: openai.OpenAI, body: Json) -> Answered:
         reason = choice.finish_reason or reason
         content.append(choice.delta.content or "")
         for call in choice.delta.tool_calls or ():
-            arguments[call.index] += 1
+            if call.function is None:
+                continue
             if call.function.name:
                 names[call.index] = call.function.name
-            texts.setdefault(call.index, []).append(call.function.arguments or "")
-    calls = [(names.get(index, ""), "".join(pieces)) for index, pieces in sorted(texts.items())]
+            arguments.setdefault(call.index, []).append(call.function.arguments or "")
+    calls = [(names.get(index, ""), "".join(pieces)) for index, pieces in sorted(arguments.items())]
     return Answered(calls, "".join(content), reason)
 
 
@@ -247,7 +250,7 @@ def read_questions(path: Path, categories: Sequence[str], limit: int | None) -> 
 
 
 def answered(client: openai.OpenAI, questions: Sequence[Json], args: argparse.Namespace) -> Iterator[Json]:
-    """Yield the record of each question, from the file where one is kept, else from the server."""
+    """Yield the record of each question, kept in the file or made now."""
     kept = _kept(args.out)
     with args.out.open("a", encoding="utf-8") as file:
         for question in track(questions, "questions", console=Console(stderr=True)):
@@ -299,8 +302,11 @@ def main() -> int:
     parser.add_argument("--tool-choice", choices=("auto", "required"), default="auto")
     args = parser.parse_args()
     questions = read_questions(args.data, args.category, args.limit)
-    with openai.OpenAI(base_url=args.url, api_key=args.api_key, timeout=600) as client:
-        records = list(answered(client, questions, args))
+    try:
+        with openai.OpenAI(base_url=args.url, api_key=args.api_key, timeout=600) as client:
+            records = list(answered(client, questions, args))
+    except openai.OpenAIError as error:
+        raise ConfigError(f"{args.url} did not answer: {error}") from None
     Console().print(table_of(records))
     return int(any(r["malformed"] or not r["same"] for r in records))
 

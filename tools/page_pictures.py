@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 PICTURES = Path(__file__).resolve().parents[1] / "docs/guide/pictures"
 MAX_BYTES = 150_000
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
-DESK, TALL, PHONE = ({"width": w, "height": h} for w, h in ((1180, 800), (1180, 1000), (360, 740)))
+DESK, TALL, PHONE = ({"width": w, "height": h} for w, h in ((1180, 800), (1060, 900), (360, 740)))
 QUESTION = "Write a Python function that returns the n-th Fibonacci number."
 SETTINGS = {"max_tokens": "160", "temperature": "0", "seed": "7", "lockSeed": True}
 COMMAND = [sys.executable, "-c", "from paceline.cli import main; raise SystemExit(main())", "serve", "--port", "0"]

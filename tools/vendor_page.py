@@ -111,7 +111,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--renew", nargs="*", metavar="PACKAGE@VERSION", help="record versions; without: newest")
     asked = parser.parse_args(argv).renew
     known, renewed = recorded(), dict(spec.rsplit("@", 1) for spec in asked or ())
-    entries, contents, wrong = [], {}, []
+    entries, wrong = [], list[str]()
+    contents: dict[str, bytes] = {}
     with tempfile.TemporaryDirectory() as folder:
         for library in LIBRARIES:
             before = known.get(library.package)

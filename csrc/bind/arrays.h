@@ -89,5 +89,6 @@ void bind_costs(nb::module_& m);
 void bind_lookup(nb::module_& m);
 void bind_rounds(nb::module_& m);
 void bind_rows(nb::module_& m);
+void bind_step(nb::module_& m);
 
 }  // namespace paceline

@@ -10,6 +10,7 @@ NB_MODULE(_ext, m) {
     paceline::bind_decoder(m);
     paceline::bind_rows(m);
     paceline::bind_rounds(m);
+    paceline::bind_step(m);
     paceline::bind_lookup(m);
     paceline::bind_acceptance(m);
     paceline::bind_costs(m);

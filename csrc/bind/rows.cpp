@@ -82,26 +82,6 @@ void pack_spans(const Table<int64_t>& token_ids, const Table<int64_t>& pages, co
     require(static_cast<size_t>(first) == num_tokens && to.wanted == to.end, "the block is too large");
 }
 
-// Append new tokens to rows. gained: (row, num_known, token_ids) each, see `Rows.commit`.
-void append_tokens(const OutTable<int64_t>& token_ids, const OutArray<int64_t>& length, const OutArray<int64_t>& computed,
-                   const nb::list& gained) {
-    const size_t num_rows = token_ids.shape(0);
-    require(length.size() == num_rows && computed.size() == num_rows, "every row has a length");
-    for (nb::handle one : gained) {
-        const int64_t row = Span::at(one, 0), num_known = Span::at(one, 1);
-        const nb::object tokens = one[2];
-        const auto count = static_cast<int64_t>(nb::len(tokens));
-        require(0 <= row && static_cast<size_t>(row) < num_rows, "no such row");
-        int64_t& end = length.data()[row];
-        require(within(end, count, token_ids.shape(1)), "a row has no room for its new tokens");
-        require(within(computed.data()[row], num_known, kMaxIds), "more tokens are known than a row can have");
-        int64_t* to = token_ids.data() + row * token_ids.shape(1) + end;
-        for (int64_t i = 0; i < count; ++i) to[i] = nb::cast<int64_t>(tokens[i]);
-        end += count;
-        computed.data()[row] += num_known + std::max<int64_t>(0, count - 1);
-    }
-}
-
 // Write the taps of some tokens of a pass to their slots as float16, the taps of a token side by side: see `FeatureStore.write`.
 void write_halves(const nb::list& taps, const nb::list& starts, const nb::list& counts, const Ids& slots, const OutTable<uint16_t>& store) {
     const size_t width = store.shape(1), part = taps.size() ? width / taps.size() : 0;
@@ -158,7 +138,6 @@ Returned<uint16_t, 2> zero_halves(size_t rows, size_t width) {
 void bind_rows(nb::module_& m) {
     m.def("pack_spans", &pack_spans, "token_ids"_a.noconvert(), "pages"_a.noconvert(), "spans"_a, "wanted"_a, "num_tokens"_a,
           "block"_a.noconvert(), "out_pages"_a.noconvert());
-    m.def("append_tokens", &append_tokens, "token_ids"_a.noconvert(), "length"_a.noconvert(), "computed"_a.noconvert(), "gained"_a);
     m.def("zero_halves", &zero_halves, "rows"_a, "width"_a);
     m.def("write_halves", &write_halves, "taps"_a, "starts"_a, "counts"_a, "slots"_a.noconvert(), "store"_a.noconvert());
     m.def("read_halves", &read_halves, "store"_a.noconvert(), "pages"_a.noconvert(), "pieces"_a, "out"_a.noconvert());

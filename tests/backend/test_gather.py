@@ -100,4 +100,4 @@ def test_a_row_that_is_full_gains_nothing() -> None:
     rows = _filled(Random(0))
     rows.length[2] = rows.token_ids.shape[1] - 1
     with pytest.raises(ValueError, match="no room"):
-        kernels.append_tokens(rows.token_ids, rows.length, rows.computed, [(2, 1, [4, 5])])
+        rows.commit(Batch(1, (BatchRow(2, "2", 1, 1, True, 40),)), Verdict((RowVerdict([4, 5], 1),)))

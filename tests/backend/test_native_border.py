@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -92,3 +94,52 @@ def test_the_border_refuses_what_could_crash(field: str) -> None:
         run_pass(decoder, Packed(**(fields | far)), kv, [GREEDY])
     with pytest.raises(ValueError, match="another model"):
         run_pass(decoder, Packed(**fields), native("qwen3", "f32", head_dim=24).new_kv(2), [GREEDY])
+
+
+MATRICES = "m = K.pack(np.ones((32, 32), np.float32), 'int8')\n"
+DECODER = """
+from tests.fuzz import border
+good = border._decoder_arguments()
+K.Decoder(**(good | CHANGES))
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "K.pack_spans(z(4, 32), z(4, 2), [(0, 0, 1, [])], [1], (2**64 - 1) // 3, z(64), z(1, 2))",
+        "K.pack_spans(z(4, 32), z(4, 2), [(0, 0, 1, [])], [1], (2**64 - 1) // 3 + 1, z(64), z(1, 2))",
+        "K.pack_spans(z(4, 32), z(4, 2), [(0, 2**63 - 1, 1, [])], [1], 1, z(5), z(1, 2))",
+        "K.zero_halves(2**63 - 1, 1)",
+        "K.append_tokens(z(4, 32), z(4) + 2**63 - 1, z(4), [(0, 0, [1])])",
+        "K.append_tokens(z(4, 32), z(4), z(4) + 1, [(0, 2**63 - 1, [1])])",
+        "K.read_halves(np.zeros((16, 8), np.uint16), z(4, 2), [(0, 1, 2**63 - 1)], np.zeros((3, 8), np.float32))",
+        DECODER.replace(
+            "CHANGES", "{'layers': [(good['layers'][0][0] | {'attn_q': None}, good['layers'][0][1])]}"
+        ),
+        DECODER.replace("CHANGES", "{'fusing_matrices': {'fc': None}}"),
+        DECODER.replace("CHANGES", "{'relay_matrices': {'written': None}}"),
+        DECODER.replace(
+            "CHANGES",
+            "{'relay_matrices': {'written': good['head'], 'tell': None}, "
+            "'relay_vectors': {'embed_norm': good['final_norm']}}",
+        ),
+        "K.time_products(K.ThreadPool(1), [None], 1, 1)",
+        f"{MATRICES}K.time_products(K.ThreadPool(1), [m, None], 1, 1)",
+        "resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29)); K.ThreadPool(1024)",
+        "K.KVStore('i16', 1 << 24, 4, 2, 8)",
+    ],
+)
+def test_what_ended_the_process_is_refused(code: str) -> None:
+    """L1: wrapping sizes, None in place of a matrix, threads that the system does not give."""
+    refused = "(ValueError, TypeError, MemoryError, RuntimeError)"
+    lines = [
+        "import resource, numpy as np",
+        "from paceline import kernels as K",
+        "z = lambda *s: np.zeros(s, np.int64)",
+        f"try: exec({code!r})",
+        f"except {refused}: raise SystemExit(3)",
+    ]
+    command = [sys.executable, "-c", "\n".join(lines)]
+    done = subprocess.run(command, capture_output=True, check=False, timeout=120)
+    assert done.returncode == 3, done.stderr[-500:]

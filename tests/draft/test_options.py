@@ -73,6 +73,6 @@ def test_auto_has_the_head_that_ships_for_the_target(tmp_path: Path, monkeypatch
     def names(spec: str, fingerprint: str) -> list[str]:
         return [config.name for config in parse_drafters(spec, fingerprint).configs]
 
-    assert names("auto", "this-target") == ["suffix", "eagle3"]
-    assert names("auto", "another") == names("auto", "") == ["suffix"]
+    assert names("auto", "this-target") == ["suffix", "grammar", "eagle3"]
+    assert names("auto", "another") == names("auto", "") == ["suffix", "grammar"]
     assert names("auto:ngram", "this-target") == ["ngram"]

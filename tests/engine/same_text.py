@@ -238,7 +238,10 @@ GRAMMARS = (
     Grammar.json_schema(
         {
             "type": "object",
-            "properties": {"the": {"type": "string", "maxLength": 6}, "on": {"type": "array", "items": {"type": "integer"}}},
+            "properties": {
+                "the": {"type": "string", "maxLength": 6},
+                "on": {"type": "array", "items": {"type": "integer"}},
+            },
             "required": ["the", "on"],
             "additionalProperties": False,
         }

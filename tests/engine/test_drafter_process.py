@@ -16,10 +16,11 @@ from threading import Event
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
-from safetensors.torch import save_file
+import torch
+from safetensors.torch import load_file, save_file
 
 from paceline.core import system
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.engine.assembly import build
@@ -27,7 +28,7 @@ from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.assembly.placement import PlacedDrafter
 from paceline.engine.overlapped_loop import OverlappedLoop
 from paceline.engine.remote.protocol import BeginDrafter, Channel, ChannelClosed, open_channel
-from paceline.engine.remote.remote_drafter import RemoteDrafter
+from paceline.engine.remote.remote_drafter import MAX_FAILURES, RemoteDrafter
 from paceline.engine.remote.supervisor import DrafterProcess
 from paceline.engine.scheduler import Limits
 from paceline.engine.wire import encode
@@ -41,8 +42,6 @@ from tests.model.test_safetensors import config_json
 from tests.tiny import tiny_config, tiny_raw_tokenizer, tiny_weights
 
 if TYPE_CHECKING:
-    import torch
-
     from paceline.core.nouns import Outcome
     from paceline.engine.engine import Engine
 
@@ -327,6 +326,80 @@ def test_what_reads_more_than_tokens_stays_in_the_engine_s_process() -> None:
     for law in ("rejection", "block"):
         engine = engine_of(config(law=law))
         assert isinstance(engine.drafting.drafters[NAME], PlacedDrafter)
+
+
+def cut_model() -> str:
+    """A draft model over its target's tables, as the shipped one."""
+    return cut_folder(models()[0])
+
+
+def cut_folder(target: str) -> str:
+    folder = Path(mkdtemp(prefix="paceline-test-"))
+    values = config_json(CONFIG, eos_token_id=VOCAB - 1) | {"shares": ["embed", "head"], "num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(values))
+    found = load_file(Path(target) / "model.safetensors")
+    kept = {n: w for n, w in found.items() if n.startswith("model.layers.0.") or n == "model.norm.weight"}
+    save_file(kept | {"d2t": torch.zeros(VOCAB, dtype=torch.int64)}, folder / "model.safetensors")
+    return str(folder)
+
+
+IN_PROCESS = {
+    "ngram": "ngram:k=4",
+    "suffix": "suffix:k=4,shared=4096",
+    "draft-model": f"{NAME}:model=WHOLE,k=4",
+    "cut": f"{NAME}:model=CUT,k=4",
+}
+
+
+@pytest.mark.parametrize("kind", IN_PROCESS)
+def test_every_kind_that_reads_tokens_can_have_a_process_of_its_own(kind: str) -> None:
+    spec = IN_PROCESS[kind].replace("WHOLE", models()[1]).replace("CUT", cut_model() if kind == "cut" else "")
+    asked = requests(3)
+    expected = plain(asked)
+    engine = engine_of(config(spec, draft_device="same", draft_process=True, kv_tokens=64 * 16))
+    (drafter,) = engine.drafting.drafters.values()
+    assert isinstance(drafter, RemoteDrafter)
+    assert_same(expected, run(engine, asked))
+    assert engine.stats().drafter_failures == 0
+    assert sum(counts.accepted for counts in engine.stats().drafters.values()) > 0
+    pid = drafter.supervisor.pid
+    kill(drafter)
+    assert_same(expected, run(engine, asked))
+    until(lambda: drafter.supervisor.running() is not None)
+    assert drafter.supervisor.pid != pid
+
+
+@pytest.mark.parametrize(
+    "spec", ["eagle3:model=any,k=4", "draft-model:layers=1,k=4", "auto:suffix+peagle:model=x"]
+)
+def test_what_reads_the_target_s_numbers_cannot_leave_and_is_told_who_can(spec: str) -> None:
+    with pytest.raises(ConfigError, match="ngram, suffix and draft-model can"):
+        engine_of(config(spec, draft_device="same", draft_process=True))
+    with pytest.raises(ConfigError, match="--law coupled"):
+        engine_of(config(draft_device="same", draft_process=True, law="rejection"))
+
+
+def test_a_process_whose_drafter_goes_on_failing_is_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(config(kv_tokens=64 * 16))
+    drafter = drafter_of(engine)
+    pid, real, failures = drafter.supervisor.pid, DrafterProcess.ask, []
+
+    def fails(self: DrafterProcess, message: Any, *arguments: Any) -> Any:
+        if self.pid == pid:
+            failures.append(message)
+            raise PacelineError("it is out of order")
+        return real(self, message, *arguments)
+
+    monkeypatch.setattr(DrafterProcess, "ask", fails)
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    asked = [Request("a", tuple(range(40, 60)), params, seed=1)]
+    expected = plain(asked)
+    assert_same(expected, run(engine, asked))
+    assert len(failures) == MAX_FAILURES
+    back(drafter)
+    assert drafter.supervisor.pid != pid
+    assert_same(expected, run(engine, asked))
+    assert len(failures) == MAX_FAILURES
 
 
 def test_a_channel_tells_when_the_other_end_is_gone_or_lies() -> None:

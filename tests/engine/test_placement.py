@@ -114,6 +114,20 @@ def test_a_drafter_that_hangs_is_given_up_and_requests_go_on(turns: bool) -> Non
     assert engine.stats().drafter_failures > 1
 
 
+def test_a_drafter_that_was_given_up_is_asked_again_once_it_came_back() -> None:
+    expected = run(make_engine("off", PLAIN), REQUESTS)
+    engine = make_engine("draft-model:model=noisy,k=4", PLAIN)
+    (drafter,) = engine.drafting.drafters.values()
+    worker = HangsLater("draft")
+    engine.drafting.drafters[drafter.name] = PlacedDrafter(drafter, worker, again_s=0.0)
+    assert_same(expected, run(engine, REQUESTS))
+    assert worker.num_calls > 8, "it was not asked again"
+    before, failures = sum(c.accepted for c in engine.stats().drafters.values()), engine.stats().drafter_failures
+    assert_same(expected, run(engine, REQUESTS))
+    assert sum(c.accepted for c in engine.stats().drafters.values()) > before
+    assert engine.stats().drafter_failures == failures
+
+
 def test_a_call_that_takes_too_long_is_left_behind() -> None:
     forever, worker = Event(), PassThread("any")
     with pytest.raises(TimeoutError):

@@ -118,7 +118,11 @@ def test_a_grammar_that_cannot_be_kept_is_refused_by_name(grammar: Grammar, word
 A, B = {"type": "string"}, {"type": "integer"}
 REWRITTEN: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
     ({"type": "string", "format": "colour"}, ["red"], [1]),
-    ({"oneOf": [{"properties": {"x": A}, "required": ["x"]}, {"properties": {"y": B}, "required": ["y"]}]}, [], []),
+    (
+        {"oneOf": [{"properties": {"x": A}, "required": ["x"]}, {"properties": {"y": B}, "required": ["y"]}]},
+        [],
+        [],
+    ),
     ({"oneOf": [{"$ref": "#/$defs/s"}, {"type": "object"}], "$defs": {"s": A}}, ["a", {}], [1]),
     (
         {

@@ -321,3 +321,25 @@ def test_chat_and_generate_read_standard_input(
         monkeypatch.setattr("sys.stdin", io.StringIO("the cat\n"))
         assert command(model, name, "--max-tokens", "5", "--seed", "1") == 0  # some seeds write white space
         assert capsys.readouterr().out.strip()
+
+
+def test_chat_calls_tools_and_reads_its_answer(llm: LLM) -> None:
+    schema = {"type": "object", "properties": {"warm": {"type": "boolean"}}, "required": ["warm"]}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
+    params = SamplingParams(max_tokens=200, seed=1)
+    messages = [{"role": "user", "content": "hi"}]
+    asked = {"tools": [tool], "tool_choice": "weather"}
+    completion = llm.chat(messages, params, **asked)
+    assert completion.message is not None
+    (call,) = completion.message.calls
+    assert (call.name, json.loads(call.arguments).keys()) == ("weather", {"warm"})
+    history = {"role": "assistant", "content": None, "tool_calls": [
+        {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    ]}  # fmt: skip
+    again = llm.chat([*messages, history, {"role": "tool", "content": "ok"}], params, tools=[tool], tool_choice="none")
+    assert again.message is not None
+    assert (again.message.content, again.message.calls) == (again.text, ())
+    with pytest.raises(RequestError, match="not among the tools"):
+        llm.chat(messages, params, tools=[tool], tool_choice="other")
+    with pytest.raises(RequestError, match="tools"):
+        llm.chat(messages, params, tools=[{"function": 1}])

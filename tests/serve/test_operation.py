@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
+import logging
 import re
 import signal
 import ssl
 import subprocess
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +18,17 @@ import httpx
 import pytest
 
 from paceline.cli import main
+from paceline.core import logs
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import Figures
+from paceline.engine.stats import Gauges, Stats
 from paceline.serve.api.keys import KeyRing, StoredKey, new_key, read_keys
 from paceline.serve.observe.access import RequestRecord
 from paceline.serve.observe.engine_log import line as doings_line
+from paceline.serve.observe.engine_log import tell_doings
+from paceline.serve.observe.recent import Recent
 from paceline.serve.operation import Operation
+from paceline.serve.worker.messages import Snapshot
 from tests.serve.conftest import running
 
 if TYPE_CHECKING:
@@ -291,6 +300,40 @@ def test_a_request_s_line_can_be_read() -> None:
     )
     refused = RequestRecord("GET", "/x", "mine", begin_s=1.0, end_s=1.5, status=404, reason="no such route")
     assert refused.line == "GET /x 404 0.500 s, id mine: no such route"
+
+
+def test_the_engine_s_doings_are_told_while_it_works(caplog: pytest.LogCaptureFixture) -> None:
+    recent, stats = Recent(), Stats(steps=10, step_s=0.5, output_tokens=40, decode_passes=10, decoded_tokens=30)
+    gauges = Gauges(2, 1, 0, 100, 37, 1, 0)
+
+    async def work() -> None:
+        telling = asyncio.create_task(tell_doings(recent, every_s=0.3))
+        recent.take(Snapshot(Stats(), gauges))
+        await asyncio.sleep(0.01)
+        recent.take(Snapshot(stats, gauges))
+        await asyncio.sleep(0.5)
+        telling.cancel()
+
+    with caplog.at_level("INFO", "paceline.doings"):
+        asyncio.run(work())
+    assert [record.message for record in caplog.records] == [
+        "engine: 2 running, 1 waiting, 80.0 tok/s, 3.00 tokens a pass, 37% of pages"
+    ]
+
+
+def test_lines_keep_off_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bar replaces standard error while it is shown, and prints what is written there above itself."""
+    monkeypatch.delenv("PACELINE_LOG_FORMAT", raising=False)
+    root, shown = logging.getLogger(), io.StringIO()
+    kept = root.handlers[:]
+    try:
+        root.handlers.clear()
+        logs.configure()
+        monkeypatch.setattr(sys, "stderr", shown)
+        logging.getLogger("paceline.anything").warning("a line")
+    finally:
+        root.handlers[:] = kept
+    assert shown.getvalue() == "a line\n"
 
 
 def test_the_engine_s_line_can_be_read() -> None:

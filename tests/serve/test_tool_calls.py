@@ -80,6 +80,8 @@ ROME = ("weather", '{"city": "Rome", "days": 2}')
 NOW = ("now", "{}")
 WEATHER_JSON = '{"name": "weather", "arguments": {"city": "Rome", "days": 2}}'
 LLAMA_JSON = WEATHER_JSON.replace("arguments", "parameters")
+SPREAD = ("weather", '{\n    "city": "Rome"\n  }')
+INDENTED = f'{{\n  "name": "weather",\n  "arguments": {SPREAD[1]}\n}}'
 NOW_JSON = '{"name": "now", "arguments": {}}'
 ESCAPED = '{"name": "weather", "arguments": "{\\"city\\": \\"Rome\\", \\"days\\": 2}"}'
 TURNED = '{"arguments": {"city": "Rome", "days": 2}, "name": "weather"}'
@@ -112,6 +114,14 @@ GOLDEN = [
     ("mistral", "[TOOL_CALLS]weather" + ROME[1], ("", "", [ROME])),
     ("gemma", f"```tool_code\n{WEATHER_JSON}\n```", ("", "", [ROME])),
     ("gemma", "```python\nprint(1)\n```", ("", "```python\nprint(1)\n```", [])),
+    ("hermes", f"So:\n```json\n{WEATHER_JSON}\n```", ("", "So:", [ROME])),
+    ("hermes", f"```json\n{INDENTED}\n```\n\n```json\n{NOW_JSON}\n```\n", ("", "", [SPREAD, NOW])),
+    (
+        "hermes",
+        '```json\n{"name": "Ann", "arguments": 1}\n```',
+        ("", '```json\n{"name": "Ann", "arguments": 1}\n```', []),
+    ),
+    ("hermes", "x[0] ``y`` {", ("", "x[0] ``y`` {", [])),
     ("json", WEATHER_JSON, ("", "", [ROME])),
     ("json", f"[{WEATHER_JSON}]", ("", "", [ROME])),
     ("json", '{"temperature": 20}', ("", '{"temperature": 20}', [])),
@@ -178,7 +188,8 @@ PHRASES = (
     '"}',
     "```tool_code\n",
     "[TOOL_CALLS]",
-    "{",
+    '{"name": "now"',
+    '{"name": "x"',
 )
 
 

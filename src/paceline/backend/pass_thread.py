@@ -28,10 +28,17 @@ class PassThread:
         self.cores = cores
         self._name = name
         self._calls: SimpleQueue[Call | None] | None = None
+        self._last: Future[Any] | None = None
+
+    @property
+    def idle(self) -> bool:
+        """True if every call has returned."""
+        return self._last is None or self._last.done()
 
     def start(self, call: Callable[[], T]) -> Future[T]:
         """Begin a call; return when it first releases Python's lock."""
         future: Future[T] = Future()
+        self._last = future
         begun = Lock()
         begun.acquire()
         self._queue().put((future, begun, call))
@@ -41,6 +48,7 @@ class PassThread:
     def call(self, call: Callable[[], T], timeout_s: float | None = None) -> T:
         """Make a call and wait. Raises its error, or `TimeoutError` after `timeout_s`."""
         future: Future[T] = Future()
+        self._last = future
         self._queue().put((future, Lock(), call))
         return future.result(timeout_s)
 

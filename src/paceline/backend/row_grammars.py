@@ -34,44 +34,35 @@ NO_MASKS = RowMasks({}, {})
 
 
 class RowGrammars:
-    """States of the rows whose requests have a grammar; without such rows no call does anything."""
+    """States of the rows whose requests have a grammar. Callers ask nothing while there are none."""
 
     def __init__(self) -> None:
         self.compiled: Grammars | None = None  # of the engine's own rows; None in a copy of them
-        self._states: dict[int, GrammarState] = {}  # by row
-
-    def __contains__(self, row: int) -> bool:
-        return row in self._states
+        self.states: dict[int, GrammarState] = {}  # by row
 
     def admit(self, admission: Admission) -> None:
         """Begin a row; the answer of a request that was preempted is replayed."""
-        self._states.pop(admission.row, None)
+        self.states.pop(admission.row, None)
         grammar = admission.request.params.grammar
         if grammar is not None and self.compiled is not None:
             answer = admission.token_ids[len(admission.request.prompt_ids) :]
-            self._states[admission.row] = self.compiled.begin(grammar, answer)
-
-    def release(self, row: int) -> None:
-        """Forget a row."""
-        self._states.pop(row, None)
+            self.states[admission.row] = self.compiled.begin(grammar, answer)
 
     def take(self, row: int, token_ids: Sequence[int]) -> None:
         """Take in the tokens that a row gained."""
-        if self._states and (state := self._states.get(row)) is not None:
+        if (state := self.states.get(row)) is not None:
             state.take(token_ids)
 
     def forced(self, row: int, most: int) -> list[int]:
         """Return up to `most` tokens that a row's grammar forces next."""
-        state = self._states.get(row)
+        state = self.states.get(row)
         return [] if state is None else state.fit((), most)
 
     def fit(self, batch: Batch, draft: Draft) -> Draft:
         """Cut each draft where it leaves its row's grammar, and go on with what that forces."""
-        if not self._states:
-            return draft
         rows = zip(batch.rows, draft.rows, strict=True)
         fitted = (
-            self._fit_row(self._states[r.row], d, r.max_drafts) if r.row in self._states and r.max_drafts else d
+            self._fit_row(self.states[r.row], d, r.max_drafts) if r.row in self.states and r.max_drafts else d
             for r, d in rows
         )
         return Draft(tuple(fitted), draft.budget)
@@ -95,11 +86,11 @@ class RowGrammars:
     def masks(self, batch: Batch, draft: Draft) -> RowMasks:
         """Return the masks of a pass. Made beside it: nothing there reads them."""
         compiled = self.compiled
-        if not self._states or compiled is None:
+        if compiled is None:
             return NO_MASKS
         rows = enumerate(zip(batch.rows, draft.rows, strict=True))
         wanted = {
-            i: (self._states[r.row], d.token_ids) for i, (r, d) in rows if r.samples and r.row in self._states
+            i: (self.states[r.row], d.token_ids) for i, (r, d) in rows if r.samples and r.row in self.states
         }
         if not wanted or any(drafts and drafts[0] == UNCHOSEN for _, drafts in wanted.values()):
             return NO_MASKS  # or the device has yet to say what it drafted
@@ -108,8 +99,6 @@ class RowGrammars:
 
     def masked(self, batch: Batch, draft: Draft, scores: Scores, made: RowMasks) -> Scores:
         """Return scores whose specs have the masks. made: beside the pass, if its drafts were known then."""
-        if not self._states:
-            return scores
         if (
             any(list(draft.rows[i].token_ids) != list(drafts) for i, drafts in made.drafts.items())
             or not made.masks

@@ -153,6 +153,7 @@ class Rows(TokenRows):
         self._eos_ids = eos_ids
         self._law_needs_probs = law_needs_probs
         self._scoring: set[int] = set()  # rows whose requests ask for scores of their prompts
+        self._counted: set[int] = set()  # rows whose tokens change the choices behind them
         self.grammars = RowGrammars()
 
     @property
@@ -199,10 +200,13 @@ class Rows(TokenRows):
         self.requests[row] = request
         (self._scoring.discard if request.params.prompt_logprobs is None else self._scoring.add)(row)
         self._texts[row] = None
-        self.grammars.admit(admission)
+        if request.params.grammar is not None:
+            self.grammars.admit(admission)
         own_stops = frozenset(request.params.stop_token_ids)
         history = History(request.params, request.prompt_ids)
         history.append(known[prompt_len:])
+        counts = request.params.grammar is not None or not history.never_edits
+        (self._counted.add if counts else self._counted.discard)(row)
         self._sampling[row] = _RowSampling(
             request=request,
             kind=choose_kind(request.params, self._law_needs_probs),
@@ -250,7 +254,7 @@ class Rows(TokenRows):
     def _target_specs(self, row: int, guesses: Sequence[int]) -> list[SamplingSpec]:
         """Return the specs of the target's choices: by the law, where masks are made beside the pass."""
         specs = self.row_specs(row, guesses)
-        return [s._replace(kind="logits") for s in specs] if row in self.grammars else specs
+        return [s._replace(kind="logits") for s in specs] if row in self.grammars.states else specs
 
     def row_specs(self, row: int, guesses: Sequence[int], *, margin: bool = False) -> list[SamplingSpec]:
         """Return the specs after a row's newest token and after each guess, see `RowView`."""
@@ -281,15 +285,15 @@ class Rows(TokenRows):
 
     def commit(self, batch: Batch, verdict: Verdict) -> None:
         """Append the tokens that each row gained, and advance what is computed."""
-        rows = zip(batch.rows, verdict.rows, strict=True)
-        gained = [(r.row, r.num_known, v.token_ids) for r, v in rows]
-        kernels.append_tokens(self.token_ids, self.length, self.computed, gained)
-        for row, _, token_ids in gained:
-            self.count_tokens(row, token_ids)
+        kernels.append_gains(self.token_ids, self.length, self.computed, batch.rows, verdict.rows)
+        for r, v in zip(batch.rows, verdict.rows, strict=True) if self._counted else ():
+            if r.row in self._counted:
+                self.count_tokens(r.row, v.token_ids)
 
     def count_tokens(self, row: int, token_ids: Sequence[int]) -> None:
         """Count tokens that a row gained for its penalties and its grammar."""
-        self.grammars.take(row, token_ids)
+        if self.grammars.states:
+            self.grammars.take(row, token_ids)
         sampling = self._sampling[row]
         assert sampling is not None
         if not sampling.history.never_edits:

@@ -212,6 +212,11 @@ class Draft:
     budget: int | None = None  # drafts of these to verify, where a device has made them and chooses; None: all
 
     @property
+    def is_empty(self) -> bool:
+        """True if no row was drafted for."""
+        return self.rows.count(NO_DRAFT) == len(self.rows)
+
+    @property
     def num_tokens(self) -> int:
         """Drafted tokens in all rows."""
         return sum(len(r) for r in self.rows)

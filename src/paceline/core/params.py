@@ -25,7 +25,7 @@ GRAMMAR_KINDS = ("json_schema", "regex", "lark")
 MAX_SHOWN_CHARS = 64  # of a refused value in its error message
 MAX_SHOWN_BITS = 200  # of a refused integer, 60 digits
 
-_BOUNDS: dict[str, tuple[float, float]] = {
+BOUNDS: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 10.0),
     "top_k": (0, MAX_TOKEN_ID),
     "top_p": (0.0, 1.0),
@@ -121,7 +121,7 @@ class SamplingParams:
     grammar: Grammar | None = None  # that the answer must fit
 
     def __post_init__(self) -> None:
-        for name, (low, high) in _BOUNDS.items():
+        for name, (low, high) in BOUNDS.items():
             _check_number(name, getattr(self, name), low, high)
         object.__setattr__(self, "stop", _stops(self.stop))
         object.__setattr__(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids))

@@ -205,7 +205,7 @@ def _try_lock(file: IO[str]) -> bool:
 
 
 def file_size(path: Path) -> int:
-    """Return the size of a file that can be read to its end. Raises `OSError` for a folder, a pipe or a device."""
+    """Return the size of a file. Raises `OSError` for a folder, pipe or device."""
     if not stat.S_ISREG((found := path.stat()).st_mode):
         raise OSError(errno.EINVAL, "it is a folder, a pipe or a device, and no file", str(path))
     if not os.access(path, os.R_OK):

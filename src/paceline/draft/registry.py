@@ -55,6 +55,11 @@ class DrafterConfig(Protocol):
         """True if it reads only target tokens, so that it can be another process."""
         ...
 
+    @property
+    def reads(self) -> str:
+        """Numbers of the target's process that it reads; empty if there are none."""
+        ...
+
     def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter. Raises `DrafterMismatch` if it does not fit the target."""
         ...

@@ -52,6 +52,7 @@ class DrafterPool:
         self._backoff = FailureBackoff()
         self._index = {name: index for index, name in enumerate(self.names)}
         self._previews: dict[str, dict[int, RowDraft]] = {}  # of this step: drafter -> row -> draft
+        self._grammar_rows: set[int] = set()
         self._marked: dict[tuple[str, int], int] = {}  # (store, row) -> valid tokens known to the page table
 
     @property
@@ -76,6 +77,8 @@ class DrafterPool:
 
         valid_lens: leading tokens that each store holds. cached_len: tokens found in the prefix cache.
         """
+        if request.params.grammar is not None:
+            self._grammar_rows.add(row)
         for drafter in self.drafters.values():
             known = {store: valid_lens[store] for store in drafter.needs.stores}
             self._marked |= {(store, row): length for store, length in known.items()}
@@ -87,6 +90,7 @@ class DrafterPool:
         """Tell every drafter that a row is given up."""
         for drafter in self.drafters.values():
             self._guard(drafter, drafter.release, row)
+        self._grammar_rows.discard(row)
 
     def forget(self) -> None:
         """Make every drafter drop what it learnt across requests."""
@@ -106,10 +110,14 @@ class DrafterPool:
             if drafter.needs.instant:
                 k = drafter.needs.max_k
                 depths = {row: min(k, most) for row, most in zip(rows, max_drafts, strict=True)}
-                drafts = self._guard(drafter, _look, drafter, depths) or {}
+                drafts = {} if self._idle(drafter) else self._guard(drafter, _look, drafter, depths) or {}
                 self._previews[name] = drafts
                 found[self._index[name]] = confidence_of([drafts.get(row, NO_DRAFT) for row in rows])
         return found
+
+    def _idle(self, drafter: Drafter) -> bool:
+        """Return True of a drafter for rows with a grammar while there are none."""
+        return drafter.needs.grammar_only and not self._grammar_rows
 
     def unavailable(self) -> frozenset[int]:
         """Begin a plan; return the indices of the drafters it must leave out, see `FailureBackoff`."""
@@ -150,7 +158,8 @@ class DrafterPool:
     def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
         """Tell every drafter what was kept."""
         for drafter in self.drafters.values():
-            self._guard(drafter, drafter.commit, batch, scores, verdict)
+            if not self._idle(drafter):
+                self._guard(drafter, drafter.commit, batch, scores, verdict)
 
     def newly_valid(self, row: int, computed_len: int) -> Iterator[tuple[str, int, int]]:
         """Yield (store, known before, known now) of a row for each store that grew.

@@ -68,7 +68,8 @@ class LateLoop:
         if not batch.rows:
             return None
         _note_waits(engine, batch)
-        engine.count_waits(sum(r.waits and r.in_flight > 0 for r in engine.scheduler.open()))
+        waiting = [r for r in engine.scheduler.running if r.waits and r.in_flight > 0]
+        engine.count_waits(sum(not r.ended for r in waiting))
         drafted = engine.propose(batch, plan, controller=controller)
         self._steps += 1
         return _Launched(drafted, engine.target.request(drafted.batch, drafted.draft).launch())

@@ -40,7 +40,7 @@ class StopChecker(TokenwiseChecker):
     def take(self, token_ids: Sequence[int]) -> StopCheck:
         """Add tokens until one of them ends the answer; tokens after it are dropped."""
         after = self.num_tokens + len(token_ids)
-        if self._params.stop or after >= self._params.max_tokens or not self._ending_ids.isdisjoint(token_ids):
+        if after >= self.most_tokens or not self._ending_ids.isdisjoint(token_ids):
             if self._unread:
                 self._read()
             return self.take_each(token_ids)
@@ -61,9 +61,11 @@ class StopChecker(TokenwiseChecker):
 
     def _read(self) -> None:
         unread, self._unread = self._unread, ()
-        self.num_tokens -= len(unread)  # tokens that cannot be read do not count as written
-        self._text += self._detokenizer.push(unread)
-        self.num_tokens += len(unread)
+        try:
+            self._text += self._detokenizer.push(unread)
+        except Exception:
+            self.num_tokens -= len(unread)  # tokens that cannot be read do not count as written
+            raise
 
 
 @dataclass(slots=True, eq=False)
@@ -161,8 +163,8 @@ class OutputQueue:
     def flush(self) -> None:
         """Make outcomes of all gains. A response whose text cannot be made ends here."""
         gains, self.gains = self.gains, []
-        for response, token_ids, verdict in gains:
-            self._emit(response, token_ids, verdict)
+        for gain in gains:
+            self._emit(*gain)
 
     def cancel(self, request_id: str) -> None:
         """End an open response with all its text; unknown ids are ignored."""
@@ -211,7 +213,7 @@ class OutputQueue:
             log.exception(FAILED, response.request_id)
             self.end(response, StopCheck(0, "error"), "")
             return
-        logprobs = _logprobs(verdict, len(token_ids))
+        logprobs = None if verdict.logprobs is None else _logprobs(verdict, len(token_ids))
         if response.prompt_logprobs is None:
             self.outcomes.append(Outcome(response.request_id, tuple(token_ids), text, logprobs))
         else:

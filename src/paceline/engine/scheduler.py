@@ -17,11 +17,12 @@ from bisect import insort
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from paceline import kernels
 from paceline.core.nouns import PAGE_TOKENS, Admission, Batch, BatchRow
 from paceline.engine.pages import PagePool, chain_hash, pages_for, root_hash
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from paceline.core.nouns import Plan, Request
 
@@ -47,6 +48,7 @@ class RequestState:
     order: int  # arrival order, kept through preemption
     hashes: list[bytes]  # the root, then one for each full page of token_ids hashed so far
     token_ids: list[int]  # [known_len] prompt and revealed answer
+    answer_end: int  # tokens of the longest answer, with its prompt
     row: int = -1  # -1 while it waits
     num_drafts: int = 0  # planned for its last pass
     group: int = 0  # the group it runs in, if there are two
@@ -80,8 +82,7 @@ class RequestState:
     @property
     def remaining(self) -> int:
         """Answer tokens it may still gain if every pass in flight yields one."""
-        limit = len(self.request.prompt_ids) + self.request.params.max_tokens
-        return limit - len(self.token_ids) - min(self.in_flight, self.in_flight_tokens)
+        return self.answer_end - len(self.token_ids) - min(self.in_flight, self.in_flight_tokens)
 
     def page_hashes(self, num_pages: int) -> list[bytes]:
         """Return the hashes of the first `num_pages` pages, which must be full of known tokens."""
@@ -108,6 +109,7 @@ class Scheduler:
         self._released: list[int] = []
         self._filled: list[tuple[RequestState, int, int]] = []  # pages [first, end) of a request, to be published
         self._num_arrived = 0
+        self._num_asking = 0  # running requests with a speculation of their own
         self._step = 0
 
     # Arrivals and ends ---------------------------------------------------------------------------
@@ -115,7 +117,9 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request that `engine.check_room` admits."""
         root = root_hash(self.fingerprint, request.salt)
-        state = RequestState(request, self._num_arrived, [root], list(request.prompt_ids))
+        prompt_ids = list(request.prompt_ids)
+        answer_end = len(prompt_ids) + request.params.max_tokens
+        state = RequestState(request, self._num_arrived, [root], prompt_ids, answer_end)
         self._num_arrived += 1
         self.requests[request.request_id] = state
         self._enqueue(state)
@@ -148,7 +152,7 @@ class Scheduler:
     @property
     def any_asks(self) -> bool:
         """True if a running request has a speculation of its own."""
-        return any((asked := r.request.speculation) is not None and asked.steers for r in self.running)
+        return self._num_asking > 0
 
     def decoding(self, group: Group = None) -> list[RequestState]:
         """Return the rows of a group that would decode in the next step, oldest first."""
@@ -170,8 +174,9 @@ class Scheduler:
 
     def schedule(self, plan: Plan, group: Group = None) -> Batch:
         """Choose a group's next rows, admitted requests included; hold pages for tokens and drafts."""
-        decodes = self._secure_decodes(group)
-        rows = [self._decode_row(r, plan.k(r.row)) for r in decodes]
+        rows = self._going_on(plan, group)
+        if rows is None:
+            rows = [self._decode_row(r, plan.k(r.row)) for r in self._secure_decodes(group)]
         budget = min(self.limits.prefill_tokens, plan.prefill_tokens or self.limits.prefill_tokens)
         admissions: list[Admission] = []
         for state in self.prefilling(group):
@@ -184,6 +189,13 @@ class Scheduler:
             admissions.append(_admission(admitted))
         self._step += 1
         return Batch(self._step, tuple(rows), tuple(admissions))
+
+    def _going_on(self, plan: Plan, group: Group) -> list[BatchRow] | None:
+        """Schedule all rows that decode in one call, as pages suffice; else return None and do nothing."""
+        self.out_of_pages = False
+        ks = {row: p.k for row, p in plan.rows.items() if p.drafter is not None}
+        pool = self.pool
+        return kernels.decode_rows(self.running, group, ks, pool.num_available, pool.take, BatchRow)
 
     def _secure_decodes(self, group: Group) -> list[RequestState]:
         """Reserve a page per decoding row, oldest first; stop at the first failure."""
@@ -275,6 +287,7 @@ class Scheduler:
         if not state.num_preemptions:
             state.cached_len = state.scheduled_len
         insort(self.running, state, key=lambda r: r.order)
+        self._num_asking += _asks(state)
         return state
 
     # Outcomes ------------------------------------------------------------------------------------
@@ -294,6 +307,13 @@ class Scheduler:
         if full > first and self.pool.caching:
             self._filled.append((state, first, full))
         if not state.in_flight:
+            self._return_spare(state)
+
+    def take_in(self, filled: Iterable[tuple[RequestState, int, int]], spare: Iterable[RequestState]) -> None:
+        """Do what `reveal` does with pages, for rows whose tokens `kernels.take_in` has taken in."""
+        if self.pool.caching:
+            self._filled += filled
+        for state in spare:
             self._return_spare(state)
 
     def publish(self) -> None:
@@ -337,6 +357,7 @@ class Scheduler:
     def _vacate(self, state: RequestState) -> None:
         self.publish()
         self.running.remove(state)
+        self._num_asking -= _asks(state)
         self._free_rows.append(state.row)
         self._released.append(state.row)
         self.pool.give_back(reversed(state.pages))
@@ -357,6 +378,11 @@ class Scheduler:
         for r in self.running:
             assert r.computed_len <= r.scheduled_len or r.decoding
             assert r.ended or pages_for(len(r.token_ids)) <= len(r.pages) or r.decoding
+
+
+def _asks(state: RequestState) -> bool:
+    asked = state.request.speculation
+    return asked is not None and asked.steers
 
 
 def _admission(state: RequestState) -> Admission:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from paceline.control.online_cost import Predictions
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from paceline.core.nouns import Batch, Draft, RowDraft, Verdict
     from paceline.engine.scheduler import Scheduler
 
@@ -94,19 +96,28 @@ class Stats:
         self.target_s += target_s
         self.overlapped_s += overlapped_s
 
-    def count_pass(self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict) -> None:
-        """Add a step's prefill tokens and drafts. draft: what was verified of `proposed`."""
-        for r, whole, kept, v in zip(batch.rows, proposed.rows, draft.rows, verdict.rows, strict=True):
+    def count_plain(self, num_passes: int, num_tokens: int) -> None:
+        """Add decode passes without drafts, of rows that go on, and their tokens."""
+        if num_passes:
+            _bump_at(self.k_histogram, 0, num_passes)
+            self.decode_passes += num_passes
+            self.decoded_tokens += num_tokens
+            self.output_tokens += num_tokens
+
+    def count_pass(
+        self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, places: Iterable[int]
+    ) -> None:
+        """Add prefill tokens and drafts of some rows. draft: what was verified of `proposed`."""
+        for index in places:
+            r, kept = batch.rows[index], draft.rows[index]
             if r.decodes:
-                self._count_row(whole, len(kept), v.num_accepted)
+                self._count_row(proposed.rows[index], len(kept), verdict.rows[index].num_accepted)
             else:
                 self.prefilled_tokens += r.num_known
 
     def _count_row(self, proposed: RowDraft, num_verified: int, num_accepted: int) -> None:
         self.decode_passes += 1
-        while len(self.k_histogram) <= num_verified:
-            self.k_histogram.append(0)
-        self.k_histogram[num_verified] += 1
+        _bump_at(self.k_histogram, num_verified, 1)
         if proposed.drafter is not None:
             counts = self.drafters.setdefault(proposed.drafter, DraftCounts())
             counts.count(len(proposed), num_verified, num_accepted)
@@ -136,6 +147,11 @@ class Gauges:
             num_drafters=num_drafters,
             kv_bytes=scheduler.capacity * kv_bytes_per_token,
         )
+
+
+def _bump_at(counts: list[int], index: int, more: int) -> None:
+    counts.extend([0] * (index + 1 - len(counts)))
+    counts[index] += more
 
 
 def _bump(counts: list[int], length: int) -> None:

@@ -9,14 +9,17 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
+from paceline import kernels
 from paceline.backend.row_grammars import NO_MASKS, RowMasks
 from paceline.control.protocols import StepTimes
-from paceline.core.nouns import PAGE_TOKENS, Draft, Plan, noun
+from paceline.core.nouns import NO_DRAFT, PAGE_TOKENS, Draft, Plan, noun
 from paceline.engine.output import OutputQueue
 from paceline.engine.stats import Stats
 from paceline.engine.step_view import step_view
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from paceline.backend.target import Backend, PendingPass
     from paceline.control.protocols import Controller
     from paceline.core.nouns import Batch, BatchRow, Outcome, RowDraft, RowVerdict, Scores, Verdict
@@ -162,7 +165,7 @@ class Verbs:
         batch = self.scheduler.schedule(plan, group)
         for row in self.scheduler.take_released():
             self.drafting.release(row)
-            self.target.rows.grammars.release(row)
+            self.target.rows.grammars.states.pop(row, None)
         self.target.rows.apply(batch)
         for admission in batch.admissions:
             if not admission.rebirth:
@@ -180,7 +183,7 @@ class Verbs:
         controller = controller or self.controller_of(group)
         start = perf_counter()
         proposed = self.drafting.propose(batch, plan)
-        if self.law.admits_any_trim:
+        if self.target.rows.grammars.states and self.law.admits_any_trim:
             proposed = self.target.rows.grammars.fit(batch, proposed)
         end = perf_counter()
         self._stats.draft_s += end - start
@@ -198,15 +201,17 @@ class Verbs:
 
     def mask(self, drafted: StepInput) -> None:
         """Make the masks of rows with a grammar, beside the pass that scores them."""
-        drafted.masks = self.target.rows.grammars.masks(drafted.batch, drafted.draft)
+        if self.target.rows.grammars.states:
+            drafted.masks = self.target.rows.grammars.masks(drafted.batch, drafted.draft)
 
     def judge(self, drafted: StepInput, scored: StepScores) -> Verdict:
         """Decide which drafts are kept; those that a device has made are known from here."""
         scores = scored.scores
-        if scores.draft is not None and scores.made is not None:
+        if scores.draft is not None and scores.made is not None and not drafted.proposed.is_empty:
             drafted.take_made(scores.made, scores.draft)
-        grammars, batch = self.target.rows.grammars, drafted.batch
-        return self.law.judge(drafted.draft, grammars.masked(batch, drafted.draft, scores, drafted.masks))
+        if (grammars := self.target.rows.grammars).states:
+            scores = grammars.masked(drafted.batch, drafted.draft, scores, drafted.masks)
+        return self.law.judge(drafted.draft, scores)
 
     def commit(self, drafted: StepInput, scored: StepScores, verdict: Verdict) -> None:
         """Take in what was kept: rows, drafters, pages, answers; then counters and the controller.
@@ -215,7 +220,6 @@ class Verbs:
         """
         assert not self.outputs.gains, "an end could overtake the tokens before it"
         batch, proposed, draft = drafted.batch, drafted.proposed, drafted.draft
-        self._stats.count_pass(batch, proposed, draft, verdict)
         self.target.commit(batch, verdict)
         start = perf_counter()
         self.drafting.commit(batch, scored.scores, verdict)
@@ -224,8 +228,10 @@ class Verbs:
         self._stats.draft_s += drafters_s
         for index, scores in (scored.scores.prompts or {}).items():
             self.outputs.score_prompt(batch.rows[index].request_id, scores)
-        rows = zip(batch.rows, proposed.rows, draft.rows, verdict.rows, strict=True)
-        kept = [self._commit_row(r, v, p, len(d)) for r, p, d, v in rows]
+        left = self._take_in(drafted, verdict)
+        self._stats.count_pass(batch, proposed, draft, verdict, left)
+        rows = ((batch.rows[i], verdict.rows[i], proposed.rows[i], draft.rows[i]) for i in left)
+        kept = [self._commit_row(r, v, p, len(d)) for r, v, p, d in rows]
         self._stats.count_step(scored.target_s, scored.overlapped_s, overlapped=drafted.group is not None)
         start, times = perf_counter(), drafted.times(scored.target_s)
         if self.outputs.book.wanted:  # before the controller learns: what it expected
@@ -253,8 +259,28 @@ class Verbs:
         """Give back what a drafter holds; see `Engine`."""
         raise NotImplementedError
 
+    def _take_in(self, drafted: StepInput, verdict: Verdict) -> Sequence[int]:
+        """Take in, in one call, rows without drafts whose answers only grow; return the indices of all others."""
+        rows, scheduler, outputs = drafted.batch.rows, self.scheduler, self.outputs
+        if outputs.book.wanted:
+            return range(len(rows))
+        left, filled, spare, num_passes, num_tokens = kernels.take_in(
+            rows,
+            drafted.proposed.rows,
+            verdict.rows,
+            NO_DRAFT,
+            scheduler.requests,
+            outputs.responses,
+            outputs.gains,
+        )
+        scheduler.take_in(filled, spare)
+        for state, _, _ in filled:
+            self._mark_stores(state)
+        self._stats.count_plain(num_passes, num_tokens)
+        return left
+
     def _commit_row(self, r: BatchRow, verdict: RowVerdict, proposed: RowDraft, num_verified: int) -> int | None:
-        """Take in a row's outcome; return its kept tokens, None if it had ended."""
+        """Take in a row's outcome; return its kept tokens, None if its answer had ended before."""
         state = self.scheduler.requests[r.request_id]
         response = self.outputs.responses.get(r.request_id)
         if response is None:  # it ended while this pass ran

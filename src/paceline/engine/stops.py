@@ -27,6 +27,9 @@ class TokenwiseChecker:
     def __init__(self, request: Request, eos_ids: frozenset[int], detokenizer: Detokenizer) -> None:
         params = request.params
         self.num_tokens = 0  # written so far
+        self.most_tokens = (
+            0 if params.stop else params.max_tokens
+        )  # fewer need not be read to know that it goes on
         self._params = params
         self._eos_ids = frozenset() if params.ignore_eos else eos_ids
         self._stop_ids = frozenset(params.stop_token_ids)

@@ -2,12 +2,13 @@
 
 # fmt: off
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from numpy import float32, float64, floating, int32, int64, uint8, uint16, uint32
 from numpy.typing import NDArray
 
+_T = TypeVar("_T")
 _Ids = NDArray[int64]
 _F32 = NDArray[float32]
 _F64 = NDArray[float64]
@@ -146,9 +147,18 @@ def pack_spans(
     token_ids: _Ids, pages: _Ids, spans: list[tuple[int, int, int, Sequence[int]]], wanted: list[int],
     num_tokens: int, block: _Ids, out_pages: _Ids,
 ) -> None: ...
-def append_tokens(
-    token_ids: _Ids, length: _Ids, computed: _Ids, gained: list[tuple[int, int, Sequence[int]]]
+def append_gains(
+    token_ids: _Ids, length: _Ids, computed: _Ids, rows: tuple[Any, ...], verdicts: tuple[Any, ...]
 ) -> None: ...
+def step_block(rows: tuple[Any, ...], num_drafts: list[int]) -> tuple[_Ids, int]: ...
+def decode_rows(
+    running: list[Any], group: int | None, ks: dict[int, int], free: int, take: Callable[[int], list[int]],
+    type: type[_T],
+) -> list[_T] | None: ...
+def take_in(
+    rows: tuple[Any, ...], proposed: tuple[Any, ...], verdicts: tuple[Any, ...], no_draft: object,
+    states: dict[str, Any], responses: dict[str, Any], gains: list[Any],
+) -> tuple[list[int], list[tuple[Any, int, int]], list[Any], int, int]: ...
 def zero_halves(rows: int, width: int) -> NDArray[uint16]: ...
 def write_halves(
     taps: list[_F32], starts: list[int], counts: list[int], slots: _Ids, store: NDArray[uint16]

@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     import tokenizers
 
@@ -98,10 +98,10 @@ class Detokenizer:
         self._at_start = strips_space
         self._between_characters = True  # no byte of an unfinished character is held back
 
-    def push(self, ids: Iterable[int]) -> str:
+    def push(self, ids: Sequence[int]) -> str:
         """Take further tokens and return the text that became certain."""
         bytes_of = self._bytes_of
-        data = b"".join([bytes_of(i) for i in ids])
+        data = bytes_of(ids[0]) if len(ids) == 1 else b"".join([bytes_of(i) for i in ids])
         if self._between_characters and not self._at_start and data.isascii():
             return data.decode("ascii")  # the common case, faster than `_emit` and equal to it
         return self._emit(data, final=False)

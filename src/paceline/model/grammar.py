@@ -134,6 +134,11 @@ class Grammars:
         self.num_words = -(-vocab_size // WORD_BITS)
         self._compiled: OrderedDict[Grammar, llguidance.LLMatcher] = OrderedDict()  # the longest unused first
 
+    def prepare(self) -> None:
+        """Read the vocabulary, which takes about a second, before the first grammar comes."""
+        if self._tokenizer.eos_ids:
+            _ = self._vocabulary
+
     @cached_property
     def _vocabulary(self) -> llguidance.LLTokenizer:
         return _vocabulary(self._tokenizer, self.vocab_size)
@@ -195,7 +200,7 @@ class Grammars:
         So the answer ends with an error at the position where it would have without drafts.
         """
         for index in range(len(mask)):
-            found = state.again(drafts[:index])
+            found = None if state.failed else state.again(drafts[:index])
             if found is not None:
                 found.unsafe_compute_mask_ptr(mask[index].ctypes.data, mask[index].nbytes)
             if found is None or found.is_error():

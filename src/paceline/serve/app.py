@@ -8,7 +8,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -19,12 +20,15 @@ from starlette.routing import Route
 from paceline import __version__
 from paceline.core.errors import EngineDied, PacelineError, QueueFull, RequestError
 from paceline.serve.api.auth import SALT, AuthMiddleware
-from paceline.serve.api.errors import ApiError, api_error_of, internal_error, shutting_down
+from paceline.serve.api.error_forms import error_response, why_not_here
+from paceline.serve.api.event_jobs import count_tokens, messages_job, responses_job
 from paceline.serve.api.keys import KeyRing, salted
 from paceline.serve.api.openai_format import to_json
+from paceline.serve.api.openapi import document
 from paceline.serve.api.parse import ClientDisconnected, Serving, chat_job, completion_job, read_body
-from paceline.serve.api.respond import Responder, ignored_names
+from paceline.serve.api.respond import ignored_names, responder
 from paceline.serve.api.structured import GrammarChecks
+from paceline.serve.api.text_routes import detokenize, tokenize, tokenizer_info
 from paceline.serve.observe.access import RequestLog, RequestRecord
 from paceline.serve.observe.live import LiveFeed
 from paceline.serve.observe.metrics import Metrics
@@ -45,6 +49,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+# Law -> what clients may rely on.
+PROMISES = {"coupled": "the same seed gives the same text, whatever the drafter, the batch and the cache"}
+OTHER_PROMISE = "answers follow the model's own distribution, whatever the drafter"
 MAX_OPEN = 1024  # answers that may be open at once
 OPERATION = Operation()
 JOB_THREADS = 4  # of bodies that are read off the event loop
@@ -89,14 +98,18 @@ class AppState:
             self.num_active -= 1
 
 
-class ModelRoute:
-    """Route to the model in plain ASGI, which notices at once when a client disconnects."""
+class BodyRoute:
+    """Route in plain ASGI that reads a JSON body off the event loop and answers with JSON."""
 
+<<<<<<< HEAD
     def __init__(self, state: AppState, make_job: JobMaker, inline: bool = False) -> None:
-        """inline: short bodies are read on the event loop; not for what waits for a template."""
+        """Take what reads a body; inline: short ones on the event loop."""
+=======
+    def __init__(self, state: AppState, read: Callable[[bytes, Serving], object]) -> None:
+        """Take what returns the response to a body, or raises `RequestError`."""
+>>>>>>> routes
         self._state = state
-        self._make_job = make_job
-        self._inline = inline
+        self._read = read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -108,7 +121,29 @@ class ModelRoute:
         except (ApiError, PacelineError) as error:
             refusal = error if isinstance(error, ApiError) else api_error_of(error)
             self._state.metrics.refused(refusal.status)
-            await refusal.response()(scope, receive, send)
+            await error_response(scope["path"], refusal)(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        data = await read_body(scope, receive)
+        serving = await self._state.serving()
+        response = _json(await self._in_thread(len(data), self._read, data, serving))
+        await response(scope, receive, send)
+
+    async def _in_thread(self, num_bytes: int, read: Callable[..., T], *arguments: Any) -> T:
+        """Read a body in a thread; of long ones one at a time."""
+        state, loop = self._state, asyncio.get_running_loop()
+        async with nullcontext() if num_bytes < LONG_BODY_BYTES else state.long_bodies:
+            return await loop.run_in_executor(state.job_threads, read, *arguments)
+
+
+class ModelRoute(BodyRoute):
+    """Route to the model, which notices at once when a client disconnects."""
+
+    def __init__(self, state: AppState, make_job: JobMaker, inline: bool = False) -> None:
+        """Take what reads a body; inline: short ones on the event loop."""
+        self._state = state
+        self._make_job = make_job
+        self._inline = inline
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = self._state
@@ -126,15 +161,13 @@ class ModelRoute:
         if job.grammar_field:
             grammars = (request.params.grammar for request in job.requests)
             await state.grammar_checks.check(grammars, state.tokenizer_cache.check_grammar, job.grammar_field)
-        await Responder(job, state.metrics).run(state.client, scope, receive, send)
+        await responder(job, state.metrics).run(state.client, scope, receive, send)
 
     async def _job(self, data: bytes, arrival_s: float) -> Job:
-        serving, state = await self._state.serving(), self._state
+        serving = await self._state.serving()
         if len(data) < LONG_BODY_BYTES and self._inline:
             return self._make_job(data, serving, arrival_s)
-        loop = asyncio.get_running_loop()
-        async with nullcontext() if len(data) < LONG_BODY_BYTES else state.long_bodies:
-            return await loop.run_in_executor(state.job_threads, self._make_job, data, serving, arrival_s)
+        return await self._in_thread(len(data), self._make_job, data, serving, arrival_s)
 
 
 def _of_key(job: Job, salt: str | None) -> Job:
@@ -148,70 +181,115 @@ def _json(body: object, status: int = 200) -> Response:
     return Response(to_json(body), status, media_type="application/json")
 
 
-def _routes(state: AppState) -> list[Route]:
+def routes_of(state: AppState) -> list[Route]:
+    """Return all routes."""
+
     async def health(_: HttpRequest) -> Response:
         status = "draining" if state.draining else "ok" if state.client.ready else "engine not ready"
         return _json({"status": status}, 200 if status == "ok" else 503)
 
+    async def live_at_all(_: HttpRequest) -> Response:
+        return _json({"status": "alive"})
+
     async def version(_: HttpRequest) -> Response:
         return _json({"version": __version__})
+
+    async def openapi(_: HttpRequest) -> Response:
+        return _json(document())
 
     async def metrics(_: HttpRequest) -> Response:
         return Response(state.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(_: HttpRequest) -> Response:
-        return _json({"object": "list", "data": [_model(state)]})
+        found = [_model(state, name) for name in _names(state)]
+        edges = {"has_more": False, "first_id": found[0]["id"], "last_id": found[-1]["id"]}  # as Anthropic
+        return _json({"object": "list", "data": found} | edges)
 
     async def model(request: HttpRequest) -> Response:
-        found, wanted = _model(state), request.path_params["model"]
-        if wanted not in (found["id"], "default"):
+        names, wanted = _names(state), request.path_params["model"]
+        if wanted not in (*names, "default"):
             raise ApiError(404, f"no model {wanted[:256]!r} here", param="model", code="model_not_found")
-        return _json(found)
+        return _json(_model(state, wanted if wanted in names else names[0]))
+
+    async def about_tokenizer(_: HttpRequest) -> Response:
+        return _json(tokenizer_info(await state.serving()))
 
     live = LiveFeed(state.client, state.metrics.recent, lambda: state.draining)
     return [
         Route("/health", health, methods=["GET"]),
+        Route("/readyz", health, methods=["GET"]),
+        Route("/livez", live_at_all, methods=["GET"]),
+        Route("/ping", health, methods=["GET", "POST"]),
         Route("/version", version, methods=["GET"]),
+        Route("/openapi.json", openapi, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
         Route("/v1/speculation/live", live, methods=["GET"]),
         Route("/v1/models", models, methods=["GET"]),
         Route("/v1/models/{model:path}", model, methods=["GET"]),
         Route("/v1/chat/completions", ModelRoute(state, chat_job), methods=["POST"]),
         Route("/v1/completions", ModelRoute(state, completion_job, inline=True), methods=["POST"]),
+        Route("/v1/responses", ModelRoute(state, responses_job), methods=["POST"]),
+        Route("/v1/messages", ModelRoute(state, messages_job), methods=["POST"]),
+        Route("/v1/messages/count_tokens", BodyRoute(state, count_tokens), methods=["POST"]),
+        Route("/tokenize", BodyRoute(state, tokenize), methods=["POST"]),
+        Route("/detokenize", BodyRoute(state, detokenize), methods=["POST"]),
+        Route("/tokenizer_info", about_tokenizer, methods=["GET"]),
     ]
 
 
-def _model(state: AppState) -> dict[str, object]:
+def _names(state: AppState) -> tuple[str, ...]:
     ready = state.client.ready
     if ready is None:
         raise api_error_of(EngineDied("the engine is not ready; try again later"))
+    return state.served_names or (ready.model_name,)
+
+
+def _model(state: AppState, name: str) -> dict[str, Any]:
+    """Return what /v1/models says of the model under one of its names."""
+    ready = state.client.ready
+    assert ready is not None
+    choices = {choice.what: choice.value for choice in ready.choices}
+    law = choices.get("law", "")
+    created = datetime.fromtimestamp(state.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {
-        "id": ready.model_name,
+        "id": name,
         "object": "model",
         "created": state.created,
         "owned_by": "paceline",
+        "root": choices.get("model", ready.model_name),
+        "parent": None,
         "max_model_len": ready.max_len,
         "drafters": ready.drafters,
+        "promise": {"text": PROMISES.get(law, OTHER_PROMISE), "law": law, "backend": choices.get("backend")},
+        "type": "model",  # from here on as Anthropic
+        "display_name": choices.get("model", ready.model_name),
+        "created_at": created,
     }
 
 
 def _handlers(metrics: Metrics) -> dict[Any, Any]:
     """Return the handlers of exceptions that leave a route; each answers and counts."""
 
-    async def refusal(_: HttpRequest, error: ApiError) -> Response:
+    async def refusal(request: HttpRequest, error: ApiError) -> Response:
         metrics.refused(error.status)
-        return error.response()
+        return error_response(request.url.path, error)
+
+    async def not_ready(request: HttpRequest, error: PacelineError) -> Response:
+        return await refusal(request, api_error_of(error))
 
     async def http_error(request: HttpRequest, error: HTTPException) -> Response:
         metrics.refused(error.status_code)
-        message = f"{request.method} {request.url.path[:256]}: {error.detail}"
-        return ApiError(error.status_code, message).response(error.headers)
+        path = request.url.path
+        message = f"{request.method} {path[:256]}: {error.detail}"
+        if error.status_code == 404 and (why := why_not_here(path)):
+            message += f"; {why}"
+        return error_response(path, ApiError(error.status_code, message), error.headers)
 
-    async def bug(_: HttpRequest, __: Exception) -> Response:
+    async def bug(request: HttpRequest, __: Exception) -> Response:
         metrics.refused(500)
-        return internal_error().response()
+        return error_response(request.url.path, internal_error())
 
-    return {ApiError: refusal, HTTPException: http_error, Exception: bug}
+    return {ApiError: refusal, PacelineError: not_ready, HTTPException: http_error, Exception: bug}
 
 
 def make_app(
@@ -229,7 +307,7 @@ def make_app(
     """
     state = AppState(client, Metrics(client), tokenizer_cache, max_open)
     client.on_snapshot = state.metrics.recent.take
-    app = Starlette(routes=_routes(state), exception_handlers=_handlers(state.metrics))
+    app = Starlette(routes=routes_of(state), exception_handlers=_handlers(state.metrics))
     ring = KeyRing(None, None) if keys is None else keys
     guarded = AuthMiddleware(app, ring, state.metrics.refused, local, operation.allowed_hosts)
     paged = PageMiddleware(guarded, load_page()) if page else guarded

@@ -9,9 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import msgspec
+from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError, RequestError, suggest
 from paceline.core.params import SamplingParams, Speculation
@@ -19,27 +17,14 @@ from paceline.core.sampling_defaults import default_params
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.assembly.speculative_config import options_of
 from paceline.engine.scheduler import Limits
-from paceline.serve.api.schema import ChatBody
-from paceline.serve.api.tools import conversation_of
-from paceline.serve.conversation import Conversation
-from paceline.serve.prompts import Prompts, requests_of, seed_of, with_text_content
+from paceline.serve.prompts import Prompts, requests_of, seed_of
 
 if TYPE_CHECKING:
     from paceline.core.nouns import Request
     from paceline.engine.assembly.build import Progress
-    from paceline.serve.api.tool_calls.reader import ReaderPlan
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 Prompt = str | Sequence[int]
-ToolChoice = str | Mapping[str, Any]  # auto, none, required, or {"type": "function", "function": {"name": ...}}
-
-
-class AskedChat(NamedTuple):
-    """A conversation, ready to be answered."""
-
-    prompt_ids: tuple[int, ...]
-    params: SamplingParams
-    plan: ReaderPlan | None  # how to read an answer
 
 
 class Asking:
@@ -68,32 +53,6 @@ class Asking:
             return self.prompts.of_ids(prompt)
         raise RequestError(f"a prompt must be a text or token ids, not {type(prompt).__name__}", "prompt")
 
-    def _asked_chat(
-        self,
-        messages: Sequence[Message],
-        params: SamplingParams | None,
-        tools: Sequence[Mapping[str, Any]] | None,
-        tool_choice: ToolChoice,
-        template_kwargs: Mapping[str, Any] | None,
-    ) -> AskedChat:
-        """Return what a conversation asks for, with the grammar of its tools. Raises `RequestError`."""
-        asked = self._or_default(params)
-        if tools or template_kwargs or any("tool_calls" in m for m in messages if isinstance(m, Mapping)):
-            body = {"messages": messages, "tools": tools, "tool_choice": tool_choice if tools else None}
-            try:
-                data = msgspec.json.encode(body | {"chat_template_kwargs": template_kwargs})
-            except (TypeError, ValueError, RecursionError) as error:
-                raise RequestError(f"messages and tools must be JSON: {error}", "messages") from None
-            decoded, _ = ChatBody.decode(data, lenient=False)
-            conversation = conversation_of(decoded, [message.for_template() for message in decoded.messages])
-        else:
-            conversation = Conversation([with_text_content(message) for message in messages])
-        use, prompt = conversation.tool_use, self.prompts.of_conversation(conversation)
-        if params is None:
-            asked = replace(asked, max_tokens=min(asked.max_tokens, max(self.prompts.room(prompt.ids), 1)))
-        formed = self.prompts.answer_form(use, prompt.opened)(asked)
-        return AskedChat(prompt.ids, formed, self.prompts.reader_plan(use, prompt.opened))
-
     def _or_default(self, params: object) -> SamplingParams:
         """Return parameters, the default ones for None. Raises `RequestError` for any other type."""
         if params is None:
@@ -101,6 +60,12 @@ class Asking:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, not {type(params).__name__}")
         return params
+
+    def _fitting(self, prompt_ids: Sequence[int], params: object) -> SamplingParams:
+        """Return parameters, the default ones with the max_tokens that fit. Raises `RequestError`."""
+        asked = self._or_default(params)
+        room = self.prompts.room(prompt_ids)
+        return replace(asked, max_tokens=room) if params is None and asked.max_tokens > room else asked
 
     def _one_for_each(
         self, params: SamplingParams | Sequence[SamplingParams] | None, count: int

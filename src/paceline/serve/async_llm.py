@@ -18,17 +18,18 @@ from paceline.core.errors import EngineDied, PacelineError
 from paceline.serve.asking import Asking, as_messages, config_of, visible
 from paceline.serve.results import Completion, Delta, OpenAnswer
 from paceline.serve.tokenizer_cache import TokenizerCache
+from paceline.serve.tool_chat import ChatCall, ChatExtras
 from paceline.serve.worker.client import Disconnected, EngineClient
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Sequence
 
     from paceline.core.nouns import Request
     from paceline.core.params import SamplingParams, Speculation
     from paceline.engine.assembly.build import Progress
     from paceline.engine.assembly.config import EngineConfig
-    from paceline.serve.api.tool_calls.reader import ReaderPlan
-    from paceline.serve.asking import Message, Prompt, ToolChoice
+    from paceline.serve.asking import Message, Prompt
+    from paceline.serve.chat_options import ChatOptions
     from paceline.serve.prompts import Prompts
     from paceline.serve.worker.messages import Progress as ProgressMessage
 
@@ -38,13 +39,20 @@ LONG_CHARS = 16 << 10  # from this length on, a prompt is tokenised in a thread
 class AsyncLLM(Asking):
     """A model in a process of its own, with the texts of `LLM`. For one event loop."""
 
-    def __init__(self, model: str = "default", *, progress: Progress | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str = "default",
+        *,
+        progress: Progress | None = None,
+        chat: ChatOptions | None = None,
+        **options: Any,
+    ) -> None:
         """Check the options, which are those of `LLM`. Raises `ConfigError`. The model is loaded by `start`."""
         super().__init__()
         self.config: EngineConfig = config_of(model, options)
         self._progress = progress
         self._client: EngineClient | None = None
-        self._tokenizers = TokenizerCache()
+        self._tokenizers = TokenizerCache(chat)
         self._prompts: Prompts | None = None
         self._open_tokens = 0  # of the prompts of open requests
         self._freed = asyncio.Event()  # some of them are open no more
@@ -94,19 +102,12 @@ class AsyncLLM(Asking):
         return await self._complete(await self._ids(prompt), params)
 
     async def chat(
-        self,
-        messages: Sequence[Message],
-        params: SamplingParams | None = None,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: ToolChoice = "auto",
-        template_kwargs: Mapping[str, Any] | None = None,
+        self, messages: Sequence[Message], params: SamplingParams | None = None, **extras: Any
     ) -> Completion:
-        """Answer a conversation, as `LLM.chat` does. Raises `RequestError`, `EngineDied`."""
-        asked = await asyncio.to_thread(
-            self._asked_chat, messages, params, tools, tool_choice, template_kwargs
-        )  # a template may take its time
-        return await self._complete(asked.prompt_ids, asked.params, asked.plan)
+        """Answer a conversation; `extras` are those of `ChatExtras`. Raises `RequestError`, `EngineDied`."""
+        call = await asyncio.to_thread(ChatCall.of, self.prompts, messages, ChatExtras(**extras))
+        asked = call.params(self._fitting(call.prompt.ids, params))
+        return call.finished(await self._complete(call.prompt.ids, asked))
 
     async def stream(
         self,
@@ -124,11 +125,9 @@ class AsyncLLM(Asking):
             async for delta in deltas:
                 yield delta
 
-    async def _complete(
-        self, prompt_ids: tuple[int, ...], params: SamplingParams | None, plan: ReaderPlan | None = None
-    ) -> Completion:
+    async def _complete(self, prompt_ids: tuple[int, ...], params: SamplingParams | None) -> Completion:
         asked = self._or_default(params)
-        answers = [OpenAnswer(plan) for _ in range(asked.n)]
+        answers = [OpenAnswer() for _ in range(asked.n)]
         async with aclosing(self._deltas(self._requests(prompt_ids, asked))) as deltas:
             async for delta in deltas:
                 answers[delta.choice].outcomes.append(delta.outcome)
@@ -136,7 +135,7 @@ class AsyncLLM(Asking):
 
     async def _ids(self, prompt: Prompt | Sequence[Message]) -> tuple[int, ...]:
         messages = as_messages(prompt)
-        if messages is not None:
+        if messages is not None:  # a template may take its time
             return await asyncio.to_thread(self.prompts.of_messages, messages)
         if len(prompt) < LONG_CHARS:
             return self._prompt_ids(prompt)
@@ -145,9 +144,7 @@ class AsyncLLM(Asking):
     async def _deltas(self, requests: Sequence[Request]) -> AsyncGenerator[Delta, None]:
         """Submit one prompt's requests once the engine's queue has room for them, and yield what comes."""
         size = sum(len(request.prompt_ids) for request in requests)
-        if (
-            grammar := requests[0].params.grammar
-        ) is not None:  # in a process with limits
+        if (grammar := requests[0].params.grammar) is not None:  # in a process with limits, as in the server
             await asyncio.to_thread(self._tokenizers.check_grammar, grammar)
         await self._wait_for_room(size)
         try:

@@ -1,4 +1,4 @@
-"""Options of chat: template, parsers of calls and reasoning, control tokens; and what they make of a model."""
+"""Options of chat: template, parsers of calls and reasoning, control tokens."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from paceline.serve.api.tool_calls.plan import AnswerForms
 from paceline.serve.api.tool_calls.reasoning import NONE, check_marks, marks_of
 from paceline.serve.api.tool_calls.registry import check_family, family_of
 from paceline.serve.control_text import ControlGuard
+from paceline.serve.prompts import Prompts
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
+    from paceline.core.sampling_defaults import Defaults
     from paceline.model.tokenizer import Tokenizer
+    from paceline.serve.prompts import Renderer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +42,21 @@ class ChatOptions:
         if self.template is None:
             return own
         return TemplateSource(self.template, {} if own is None else own.special)
+
+    def prompts(
+        self,
+        tokenizer: Tokenizer,
+        template: Renderer | None,
+        max_len: int,
+        vocab_size: int,
+        sampling: Defaults,
+    ) -> Prompts:
+        """Return the conversion of prompts for a model. template: already the one to use."""
+        if template is None:
+            return Prompts(tokenizer, None, max_len, vocab_size, sampling=sampling)
+        source = template.source.text
+        forms, guard = self.forms(tokenizer, source), self.guard(tokenizer, source)
+        return Prompts(tokenizer, template, max_len, vocab_size, forms, guard, sampling=sampling)
 
     def forms(self, tokenizer: Tokenizer, template: str) -> AnswerForms:
         """Return how a model writes calls and reasoning."""

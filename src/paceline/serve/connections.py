@@ -1,4 +1,4 @@
-"""Connections of the HTTP side: their number, the time they may take, and the size of what they send.
+"""Connections of the HTTP side, and limits of their number, times and bytes.
 
 All of it holds before a key is asked for. uvicorn parses with httptools, which bounds nothing itself.
 """
@@ -63,7 +63,7 @@ class ConnectionLimits:
 
 
 def connections_that_fit(wanted: int) -> int:
-    """Raise the limit of open files for so many connections; return how many there may be."""
+    """Raise the limit of open files; return how many connections there may be."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + SPARE_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -87,7 +87,10 @@ class Connections:
         self._waiting: dict[Connection, None] = {}  # without a request that could be answered, oldest first
 
     def admit(self, connection: Connection) -> bool:
-        """Count a new connection, in place of one that only waits if need be. False: there is no room."""
+        """Count a new connection, if need be in place of one that waits.
+
+        Returns False if there is no room.
+        """
         limits = self.limits
         if len(self._open) >= limits.connections and self._waiting:
             next(iter(self._waiting)).drop()
@@ -248,7 +251,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, for uvicorn's keep-alive time, or for the end of this one."""
+        """Wait for the next request, or for the end of this one."""
         super().on_response_complete()
         if self._answered:
             self._all.wait(self)
@@ -306,7 +309,7 @@ def _response(error: ApiError) -> bytes:
 
 
 class BodyBudget:
-    """ASGI wrapper that bounds the bodies of all requests together, and the time each takes to come."""
+    """ASGI wrapper that bounds all bodies together, and the time of each."""
 
     def __init__(self, app: ASGIApp, limits: ConnectionLimits) -> None:
         self._app = app
@@ -347,7 +350,10 @@ class BodyBudget:
 
 
 class FewRepeats(logging.Filter):
-    """Filter that lets a message through a few times in a while, as whoever connects can cause many."""
+    """Filter that lets a message through a few times in a while.
+
+    Whoever connects can cause many of one kind.
+    """
 
     def __init__(self, most: int = 5, within_s: float = 10.0) -> None:
         super().__init__()

@@ -58,7 +58,7 @@ class ControlGuard:
         return GuardedValues((self._changed(values, lambda char: mark + char), replaced), mark)
 
     def chosen(self, guarded: GuardedValues, texts: Sequence[str]) -> tuple[str, int]:
-        """Return (rendered text, which of the asked it is): the marked one if the template kept every mark."""
+        """Return the marked text if the template kept every mark, else the other; and which."""
         if not guarded.mark or self._count(texts[0]) == self._count(texts[1]):
             return texts[0], 0
         if not self._warned:
@@ -117,7 +117,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _each_changed(pattern: re.Pattern[str], text: str, change: Callable[[str], str]) -> str:
-    """Return a text with the character behind each beginning of a match changed; matches may overlap."""
+    """Return a text with the second character of each match changed; matches may overlap."""
     pieces, start = [], 0
     found = pattern.search(text)
     while found is not None:

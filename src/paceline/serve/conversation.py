@@ -1,4 +1,4 @@
-"""Conversation as every route and `LLM` hand it on: messages, tools, and how the template is to render them."""
+"""Conversation in one form for every route: messages, tools, options of rendering."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def check_function_name(name: object, param: str) -> None:
 
 
 def check_size(value: object, param: str, depth: int = MAX_SCHEMA_DEPTH) -> int:
-    """Return the number of values in JSON data. Raises `RequestError` if it is nested too deeply or too large."""
+    """Return the number of values in JSON data. Raises `RequestError` for too many."""
     if depth == 0:
         raise RequestError(f"{param} is nested more than {MAX_SCHEMA_DEPTH} levels deep", param)
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 from paceline.core.errors import EngineDied, QueueFull
 from paceline.core.system import uninterrupted
 from paceline.engine.assembly.build import build
-from paceline.serve.asking import Asking, Message, Prompt, ToolChoice, as_list, as_messages, config_of, visible
+from paceline.model.template import ChatTemplate
+from paceline.serve.asking import Asking, Message, Prompt, as_list, as_messages, config_of, visible
 from paceline.serve.chat_options import ChatOptions
-from paceline.serve.prompts import Prompts
 from paceline.serve.results import Completion, Delta, OpenAnswer
+from paceline.serve.tool_chat import ChatCall, ChatExtras
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -28,18 +29,27 @@ if TYPE_CHECKING:
     from paceline.engine.assembly.build import Built, Progress
     from paceline.engine.assembly.config import EngineConfig
     from paceline.engine.engine import Engine
-    from paceline.serve.api.tool_calls.reader import ReaderPlan
+    from paceline.serve.prompts import Prompts
 
 
 class LLM(Asking):
     """A model in this process, not thread-safe; one thread may have several streams open."""
 
-    def __init__(self, model: str = "default", *, progress: Progress | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str = "default",
+        *,
+        progress: Progress | None = None,
+        chat: ChatOptions | None = None,
+        **options: Any,
+    ) -> None:
         """Load a model. `options` are those of `EngineConfig` and `Limits`, or vLLM's `speculative_config`.
+
+        chat: template and parsers, and if users' text may become control tokens.
 
         Raises `ConfigError` for bad options, `ModelError` for a bad model.
         """
-        self._open(config_of(model, options), progress)
+        self._open(config_of(model, options), progress, chat)
 
     @classmethod
     def of(cls, config: EngineConfig, progress: Progress | None = None) -> LLM:
@@ -48,11 +58,11 @@ class LLM(Asking):
         llm._open(config, progress)
         return llm
 
-    def _open(self, config: EngineConfig, progress: Progress | None) -> None:
+    def _open(self, config: EngineConfig, progress: Progress | None, chat: ChatOptions | None = None) -> None:
         with visible(progress) as callback:
             self._built: Built | None = build(config, callback)
-        self._prompts: Prompts | None = None
         Asking.__init__(self)
+        self._prompts = _prompts(self._built, chat or ChatOptions())
         self._sinks: dict[str, Callable[[Outcome], None]] = {}  # request id -> receiver of its outcomes
 
     def __enter__(self) -> LLM:
@@ -63,7 +73,7 @@ class LLM(Asking):
 
     def close(self) -> None:
         """Drop the model. Later calls raise `EngineDied`."""
-        self._built = self._prompts = None
+        self._built = None
 
     @property
     def built(self) -> Built:
@@ -75,8 +85,8 @@ class LLM(Asking):
     @property
     def prompts(self) -> Prompts:
         """Conversion of prompts to token ids."""
-        if self._prompts is None:
-            self._prompts = _prompts_of(self.built)
+        if self._built is None:
+            raise EngineDied("this LLM is closed")
         return self._prompts
 
     @property
@@ -99,31 +109,19 @@ class LLM(Asking):
         all_ids = [self._prompt_ids(prompt) for prompt in as_list(prompts)]
         return self._complete(all_ids, self._one_for_each(params, len(all_ids)), on_done)
 
-    def chat(
-        self,
-        messages: Sequence[Message],
-        params: SamplingParams | None = None,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: ToolChoice = "auto",
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> Completion:
-        """Answer a conversation; `message` and `tool_calls` of the completion are read from its text.
-
-        tools, tool_choice: as OpenAI has them. template_kwargs: further variables of the chat template. Raises
-        `RequestError`.
-        """
-        asked = self._asked_chat(messages, params, tools, tool_choice, template_kwargs)
-        return self._complete([asked.prompt_ids], [asked.params], None, asked.plan)[0]
+    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **extras: Any) -> Completion:
+        """Answer a conversation; `extras` are tools and others of `ChatExtras`. Raises `RequestError`."""
+        call = ChatCall.of(self.prompts, messages, ChatExtras(**extras))
+        asked = call.params(self._fitting(call.prompt.ids, params))
+        return call.finished(self._complete([call.prompt.ids], [asked], None)[0])
 
     def _complete(
         self,
         prompts: Sequence[tuple[int, ...]],
         params: Sequence[SamplingParams],
         on_done: Callable[[int, Completion], None] | None,
-        plan: ReaderPlan | None = None,
     ) -> list[Completion]:
-        written = [[OpenAnswer(plan) for _ in range(p.n)] for p in params]
+        written = [[OpenAnswer() for _ in range(p.n)] for p in params]
         waiting: deque[tuple[Request, OpenAnswer]] = deque()
         for prompt_ids, asked, answers in zip(prompts, params, written, strict=True):
             waiting.extend(zip(self._requests(prompt_ids, asked), answers, strict=True))
@@ -224,9 +222,10 @@ class LLM(Asking):
                 self._built.engine.cancel(request_id)
 
 
-def _prompts_of(built: Built) -> Prompts:
-    tokenizer, template, options = built.engine.tokenizer, built.template, ChatOptions()
-    source = "" if template is None else template.source.text
-    forms, guard = (options.forms(tokenizer, source), options.guard(tokenizer, source)) if source else (None, None)
-    size = built.engine.target.config.vocab_size
-    return Prompts(tokenizer, template, built.max_len, size, forms, guard, built.sampling)
+def _prompts(built: Built, chat: ChatOptions) -> Prompts:
+    """Return the conversion of prompts; templates are rendered in this process."""
+    own, engine = built.template, built.engine
+    source = chat.source(None if own is None else own.source)
+    template = own if source is None or chat.template is None else ChatTemplate(source)
+    size = engine.target.config.vocab_size
+    return chat.prompts(engine.tokenizer, template, built.max_len, size, built.sampling)

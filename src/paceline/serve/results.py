@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-from paceline.serve.api.message_parts import MessageParts
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from paceline.core.nouns import Figures, FinishReason, Outcome, TokenLogprobs
-    from paceline.serve.api.tool_calls.reader import ReaderPlan
+    from paceline.serve.api.tool_calls.events import ParsedAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +22,7 @@ class Answer:
     logprobs: tuple[TokenLogprobs, ...] | None  # one for each token, if asked for
     figures: Figures
     error: str | None = None  # with finish_reason "error"
-    message: Mapping[str, Any] | None = None  # of a chat, as OpenAI has it: content, reasoning, calls of tools
-
-    @property
-    def tool_calls(self) -> tuple[Mapping[str, Any], ...]:
-        """Calls of tools, each with `id` and `function`, which has `name` and `arguments` as JSON."""
-        return tuple((self.message or {}).get("tool_calls", ()))
+    message: ParsedAnswer | None = None  # of a chat: reasoning, content and calls of tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +36,11 @@ class Completion:
     def text(self) -> str:
         """The first answer's text."""
         return self.choices[0].text
+
+    @property
+    def message(self) -> ParsedAnswer | None:
+        """The first answer's reasoning, content and calls of tools, if this is a chat."""
+        return self.choices[0].message
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -70,16 +66,6 @@ class Completion:
     def figures(self) -> Figures:
         """Cost of the first answer and effect of speculation on it."""
         return self.choices[0].figures
-
-    @property
-    def message(self) -> Mapping[str, Any] | None:
-        """The first answer's message, of a chat."""
-        return self.choices[0].message
-
-    @property
-    def tool_calls(self) -> tuple[Mapping[str, Any], ...]:
-        """The first answer's calls of tools."""
-        return self.choices[0].tool_calls
 
     @property
     def seed(self) -> int:
@@ -119,7 +105,6 @@ class Delta:
 class OpenAnswer:
     """Outcomes of one answer so far."""
 
-    plan: ReaderPlan | None = None  # how to read calls and reasoning; None: all is content
     outcomes: list[Outcome] = field(default_factory=list)
 
     @property
@@ -133,15 +118,9 @@ class OpenAnswer:
         assert last.finish_reason is not None
         assert last.figures is not None
         scored = [o.logprobs for o in self.outcomes if o.logprobs is not None]
-        text = "".join(o.text for o in self.outcomes)
-        token_ids = tuple(itertools.chain.from_iterable(o.token_ids for o in self.outcomes))
-        fields = {"content": text}
-        if self.plan is not None:
-            fields = MessageParts(self.plan.reader(), legacy=False).message(text, token_ids)
         return Answer(
-            text=text,
-            token_ids=token_ids,
-            message={"role": "assistant"} | fields,
+            text="".join(o.text for o in self.outcomes),
+            token_ids=tuple(itertools.chain.from_iterable(o.token_ids for o in self.outcomes)),
             finish_reason=last.finish_reason,
             stop_reason=last.stop_reason,
             logprobs=tuple(itertools.chain.from_iterable(scored)) if scored else None,

@@ -35,6 +35,7 @@ from paceline.serve.connections import (
 )
 from paceline.serve.observe.access import write_line
 from paceline.serve.observe.engine_log import tell_doings
+from paceline.serve.observe.traces import Traces
 from paceline.serve.operation import Operation, add_operation_arguments, configure_logs, operation_of
 from paceline.serve.terminal.banner import LoadingBar, ServerFacts, show_choices, show_url
 from paceline.serve.tokenizer_cache import TokenizerCache
@@ -142,7 +143,10 @@ class _Server(uvicorn.Server):
         self._handle_signal = on_signal
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen. What asyncio accepts at once and what the system queues are one number to uvicorn."""
+        """Listen with a longer queue.
+
+        What asyncio accepts at once and what the system queues are one number to uvicorn.
+        """
         await super().startup(sockets)
         for bound in sockets or []:
             bound.listen(BACKLOG)
@@ -180,6 +184,10 @@ class HttpServer:
         )
         if config.operation.access_log:
             self.state.tellers.append(write_line)
+        endpoint = config.operation.otlp_endpoint
+        self._traces = Traces(endpoint) if endpoint else None
+        if self._traces is not None:
+            self.state.tellers.append(self._traces.tell)
         self.state.served_names, self.state.lenient = config.served_names, config.unknown_fields == "warn"
         limits = replace(config.limits, connections=connections_that_fit(config.limits.connections))
         self._connections = Connections(limits, self.state.metrics.refused)
@@ -197,7 +205,7 @@ class HttpServer:
         beside = [asyncio.create_task(self._connections.sweep())]
         if self.config.operation.access_log:
             beside.append(asyncio.create_task(tell_doings(self.state.metrics.recent)))
-        if self.config.operation.api_key_file is not None:
+        if self.config.operation.api_key_file is not None or not sys.stdin.isatty():  # a closed terminal ends it
             self._loop.add_signal_handler(signal.SIGHUP, self._keys.reload)
         first_ready = self.client.first_ready
         try:
@@ -212,6 +220,8 @@ class HttpServer:
             await serving
             for task in beside:
                 task.cancel()
+            if self._traces is not None:
+                await asyncio.to_thread(self._traces.close)
             self._tokenizer_cache.close()
             self.socket.close()
 

@@ -34,7 +34,7 @@ def template_values(conversation: Conversation) -> dict[str, Any]:
 
 
 def written_out(values: Mapping[str, Any], template: str, family: ToolFamily | None) -> dict[str, Any]:
-    """Return variables in which tools and calls are text, if the template does not know them.
+    """Return variables with tools and calls as text, if the template knows none.
 
     template: its source.
     """
@@ -61,7 +61,7 @@ def _with_instructions(
 
 
 def _without_calls(messages: Sequence[Mapping[str, Any]], family: ToolFamily) -> list[Mapping[str, Any]]:
-    """Return messages with calls as text of the assistant and results as text of the user."""
+    """Return messages with calls and results as text of assistant and user."""
     found: list[Mapping[str, Any]] = []
     for message in messages:
         if message.get("tool_calls"):

@@ -12,12 +12,12 @@ from paceline.core.errors import RequestError
 from paceline.model.template import TemplateSource
 from paceline.model.tokenizer import Tokenizer
 from paceline.serve.chat_options import ChatOptions
-from paceline.serve.prompts import Prompts
 from paceline.serve.sandbox.jobs import CheckGrammar, SetTokenizer
 from paceline.serve.sandbox.keeper import Sandbox, SandboxedTemplate
 
 if TYPE_CHECKING:
     from paceline.core.params import Grammar
+    from paceline.serve.prompts import Prompts
     from paceline.serve.worker.messages import Ready
 
 WARM_UP_TEXT = "Hello"
@@ -50,7 +50,7 @@ class TokenizerCache:
             return self._prompts
 
     def check_grammar(self, grammar: Grammar) -> None:
-        """Raise `RequestError` for a grammar that the engine would refuse. Blocks: call it in a thread."""
+        """Raise `RequestError` for a grammar that the engine would refuse. Blocks."""
         ready = self._ready
         assert ready is not None
         names_tokens = grammar.kind == "lark" and "<" in _LITERAL.sub("", grammar.text)
@@ -68,13 +68,10 @@ class TokenizerCache:
         tokenizer = Tokenizer(raw, eos_ids=ready.eos_ids, bos_id=ready.bos_id)
         own = ready.template
         source = self._options.source(None if own is None else TemplateSource(own.source, own.tokens))
-        if source is None:
-            prompts = Prompts(tokenizer, None, ready.max_len, ready.vocab_size, sampling=ready.sampling)
-        else:
-            forms = self._options.forms(tokenizer, source.text)
-            guard = self._options.guard(tokenizer, source.text)
-            template = SandboxedTemplate(source, self._templates)
-            prompts = Prompts(tokenizer, template, ready.max_len, ready.vocab_size, forms, guard, ready.sampling)
+        template = None if source is None else SandboxedTemplate(source, self._templates)
+        prompts = self._options.prompts(
+            tokenizer, template, ready.max_len, ready.vocab_size, sampling=ready.sampling
+        )
         _warm_up(prompts)
         return prompts
 

@@ -102,7 +102,7 @@ def test_a_step_and_its_drafting_never_wait(draft: str, tmp_path: Path) -> None:
         for drafter in engine.drafting.drafters.values():
             drafts = [LateDraft(r.row, 3, 7, 60) for r in batch.rows]
             drafter.program.draft(drafts)  # type: ignore[attr-defined]
-        block = target.rows.step_block(batch, [r.max_drafts for r in batch.rows])
+        block, _ = target.rows.step_block(batch, [r.max_drafts for r in batch.rows])
         num_tokens = sum(1 + r.max_drafts for r in batch.rows)
         assert len(target.graphs.cut_to_budget(block, 2)) == len(batch.rows)
         outputs = target.graphs.run(block, num_tokens, num_tokens, 8)

@@ -41,21 +41,19 @@ def browser(*names: str, package: str) -> str:
             if found := shutil.which(name):
                 return found
         if attempt == 1 and os.geteuid() == 0 and shutil.which("apt-get"):
-            command = [
-                "apt-get",
-                "-o",
-                "DPkg::Lock::Timeout=300",
-                "install",
-                "-y",
-                "--no-install-recommends",
-                package,
-            ]
-            with suppress(subprocess.TimeoutExpired):
-                subprocess.run(
-                    command, check=False, capture_output=True, timeout=INSTALL_S, stdin=subprocess.DEVNULL
-                )
+            _apt("update")
+            _apt("install", "-y", "--no-install-recommends", package)
     absent(f"there is no {package} here and it cannot be installed")
     raise AssertionError
+
+
+def _apt(*arguments: str) -> None:
+    command = ["apt-get", "-o", "DPkg::Lock::Timeout=300", *arguments]
+    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+    with suppress(subprocess.TimeoutExpired):
+        subprocess.run(
+            command, check=False, capture_output=True, timeout=INSTALL_S, stdin=subprocess.DEVNULL, env=environment
+        )
 
 
 def axe() -> str:

@@ -87,7 +87,7 @@ def test_it_works_with_400_ms_of_latency(open_page: Any, server: Server):
     shown_s = time.monotonic() - begin_s
     print(f"shown with its model after {shown_s:.1f} s")  # noqa: T201
     assert shown_s < 8
-    prepare(page, max_tokens="4000")
+    prepare(page, max_tokens="16000")
     say(page, REPEATS)
     page.locator(".lens .pass").nth(5).wait_for()
     page.get_by_role("button", name="Stop the answer").click()

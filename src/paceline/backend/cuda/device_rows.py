@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from paceline import kernels
 from paceline.backend.cuda.choice import ChoiceSpecs
 from paceline.backend.cuda.device_pass import DevicePass
 from paceline.backend.cuda.graphs import Graph, Uncaptured
@@ -165,7 +166,7 @@ class DeviceRows(Rows):
         row = admission.row
         self._behind[row] = 0
         spec = self.spec_after(row, ())
-        late = spec.kind in ("argmax", "noisy") and self._sampling_is_plain(row) and row not in self.grammars
+        late = spec.kind in ("argmax", "noisy") and self._sampling_is_plain(row) and row not in self.grammars.states
         self.rows_chosen_here -= {row}
         self.rows_chosen_here |= set() if late else {row}
 
@@ -224,15 +225,17 @@ class DeviceRows(Rows):
 
     def commit(self, batch: Batch, verdict: Verdict) -> None:
         """Append a pass's tokens on the host; those chosen here are sent next."""
-        for r in batch.rows:
+        for r in batch.rows if self.rows_chosen_here else ():
             if r.samples and r.row in self.rows_chosen_here:
                 self._behind.setdefault(r.row, self.known_len(r.row))
         super().commit(batch, verdict)
 
-    def step_block(self, batch: Batch, num_drafts: Sequence[int]) -> NDArray[int64]:
-        """Return what the device is told of a step's rows, [4, rows] as `StepRows`."""
-        rows = zip(batch.rows, num_drafts, strict=True)
-        return np.array([(r.row, r.num_known, count, r.samples) for r, count in rows], np.int64).T
+    def step_block(self, batch: Batch, num_drafts: Sequence[int]) -> tuple[NDArray[int64], int]:
+        """Return what the device is told of a step's rows, [4, rows] as `StepRows`.
+
+        And the length that the longest may have once it is committed.
+        """
+        return kernels.step_block(batch.rows, list(num_drafts))
 
     def padded(self, block: NDArray[int64]) -> NDArray[int64]:
         """Return a step's block, padded to all rows. [4, num_rows]"""

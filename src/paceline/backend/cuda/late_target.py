@@ -62,7 +62,7 @@ class LateTarget(Backend):
 
     def request(self, batch: Batch, draft: Draft) -> ReadyPass:
         """Send drafts made on the host; those of unknown tokens are on the device."""
-        pairs = zip(batch.rows, draft.rows, strict=True)
+        pairs = () if draft.is_empty else zip(batch.rows, draft.rows, strict=True)
         if known := [(r.row, d.token_ids) for r, d in pairs if d.token_ids and not d.is_bound]:
             self.rows.put_drafts(known)
         return LatePass(self, batch, draft)
@@ -90,17 +90,16 @@ class LatePass:
 
     def _enqueue(self) -> Record:
         target, batch = self.target, self.batch
-        counts = [len(d.token_ids) for d in self.draft.rows]
-        num_drafts = sum(counts)
-        num_pages = -(-max(r.max_len for r in batch.rows) // PAGE_TOKENS)
+        counts = [0] * len(batch.rows) if self.draft.is_empty else [len(d.token_ids) for d in self.draft.rows]
         record = begin_record(target.rows.device)
-        block = target.rows.step_block(batch, counts)
+        block, longest = target.rows.step_block(batch, counts)
+        num_known, num_drafts, num_wanted = (int(block[index].sum()) for index in (1, 2, 3))
         budget = self.draft.budget
         if budget is not None and budget < num_drafts:
             record.keep("num_made", target.graphs.cut_to_budget(block, budget))
             num_drafts = budget
-        num_wanted = sum(r.samples for r in batch.rows) + num_drafts
-        out = target.graphs.run(block, batch.num_known_tokens + num_drafts, num_wanted, num_pages)
+        num_pages = -(-longest // PAGE_TOKENS)
+        out = target.graphs.run(block, num_known + num_drafts, num_wanted + num_drafts, num_pages)
         if out.taps:
             record.keep("cu_len", out.cu_len)
             record.keep("slots", out.slots)
@@ -155,7 +154,9 @@ def _scores(asked: LatePass, record: Record) -> Scores:
     """Return the scores of a record, with the drafts that it tells of."""
     batch, rows = asked.batch, asked.target.rows
     counts = record["num_drafts"][: len(batch.rows)].tolist()
-    draft = made = _drafts(asked.draft, record, counts)
+    draft = made = asked.draft
+    if not draft.is_empty:
+        draft = made = _drafts(asked.draft, record, counts)
     if "num_made" in record:
         made = _drafts(asked.draft, record, record["num_made"].tolist())
     here = asked.chosen_here()
@@ -185,7 +186,7 @@ def _drafts(asked: Draft, record: Record, counts: Sequence[int]) -> Draft:
 
 def _places(batch: Batch, counts: Sequence[int]) -> list[int]:
     """Return the offsets of rows among the scored positions, as `Scores.cu_len`."""
-    sampled = (1 + count if r.samples else 0 for r, count in zip(batch.rows, counts, strict=True))
+    sampled = [1 + count if r.samples else 0 for r, count in zip(batch.rows, counts, strict=True)]
     return list(accumulate(sampled, initial=0))
 
 

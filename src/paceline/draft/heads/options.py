@@ -54,6 +54,11 @@ class HeadOptions:
         """False: heads read the target's taps and embedding."""
         return False
 
+    @property
+    def reads(self) -> str:
+        """Say what a head reads in every pass."""
+        return "the target's hidden states"
+
     def folder(self, target: Target | LoadedModel) -> Path:
         """Return where the head's files lie. Raises `ModelError`, or `ConfigError` if none ships."""
         return resolve(self.model) if self.model else shipped_folder(self.name, target.fingerprint)

@@ -56,6 +56,11 @@ class NgramConfig:
         """False: it has no passes."""
         return False
 
+    @property
+    def reads(self) -> str:
+        """Return nothing: it reads tokens."""
+        return ""
+
     def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter: on the target's device if its decoder drafts there."""
         pointers = Pointers(self.min, self.max)

@@ -103,6 +103,11 @@ class OracleConfig:
         """False: it has no passes."""
         return False
 
+    @property
+    def reads(self) -> str:
+        """Return nothing: it reads tokens."""
+        return ""
+
     def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter. Raises `ConfigError` for a file that holds no answers."""
         recordings = Recordings(read_answers(Path(self.file), target.config.vocab_size))

@@ -69,6 +69,11 @@ class SuffixConfig:
         """False: it has no passes."""
         return False
 
+    @property
+    def reads(self) -> str:
+        """Return nothing: it reads tokens."""
+        return ""
+
     def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter, on the target's device where that drafts.
 

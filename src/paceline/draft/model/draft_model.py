@@ -89,6 +89,11 @@ class DraftModelConfig:
         """True of a whole model: cut layers need the target's tables, own layers its KV."""
         return self.model is not None and not shares_tables(Path(self.model))
 
+    @property
+    def reads(self) -> str:
+        """Say what the target's own layers read; tables can be loaded once more elsewhere."""
+        return "the target's keys and values" if self.layers is not None and self.model is None else ""
+
     def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter. Raises `ConfigError`."""
         if self.layers is not None and self.model is None:

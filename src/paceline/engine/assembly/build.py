@@ -201,8 +201,14 @@ def build_apart(config: EngineConfig, index: int, num_pages: int) -> tuple[Draft
         fingerprint=model.fingerprint,
         local=None,
     )
-    specs = parse_drafters(config.draft, model.fingerprint)
-    return specs.configs[index].build(target, partial(_load_drafter, config)), rows
+    chosen = parse_drafters(config.draft, model.fingerprint).configs[index]
+    if not chosen.stands_alone and chosen.num_weights(
+        model
+    ):  # it shares the target's tables: they are loaded again
+        decoder = _target_decoder(model, config, None)
+        run_head, run_cut_model = partial(_run_head, config, decoder), partial(_run_cut_model, config, decoder)
+        target = replace(target, local=Memory(decoder, decoder.new_kv(1), run_head, run_cut_model))
+    return chosen.build(target, partial(_load_drafter, config)), rows
 
 
 def _drafters(
@@ -211,12 +217,27 @@ def _drafters(
     """Make each drafter: beside the target, in a thread, or in its own process."""
     placement, load = config.placement, load_drafter or partial(_load_drafter, config)
     may_leave = placement.apart and load_drafter is None and not target.law_needs_probs
+    if config.draft_process:
+        _check_leave(config, configs)
     return [
         RemoteDrafter(one.name, BeginDrafter(config, index, target.num_pages), target.rows)
-        if may_leave and one.stands_alone
+        if config.draft_process or (may_leave and one.stands_alone)
         else place(one.build(target, load), placement)
         for index, one in enumerate(configs)
     ]
+
+
+def _check_leave(config: EngineConfig, configs: Sequence[DrafterConfig]) -> None:
+    """Raise `ConfigError` if a drafter cannot leave the engine's process."""
+    if load_law(config.law).needs_probs:
+        raise ConfigError(f"--draft-process goes with --law coupled: drafts for {config.law} bring probabilities")
+    for one in configs:
+        if one.reads:
+            raise ConfigError(
+                f"--draft-process: {one.name} reads {one.reads} in every pass, so it stays in the engine's "
+                "process; ngram, suffix and draft-model can have one of their own, as in "
+                "--draft auto:suffix+draft-model"
+            )
 
 
 def choose_num_pages(config: EngineConfig, limits: Limits, bytes_per_token: int) -> tuple[int, str]:

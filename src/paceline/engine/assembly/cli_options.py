@@ -55,6 +55,9 @@ def add_engine_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--trace", metavar="FILE", help="with auto, write every choice there: `paceline explain FILE`"
     )
+    parser.add_argument(
+        "--draft-process", action="store_true", help="a process for every drafter, started anew when it fails"
+    )
     add_target_arguments(parser)
 
 
@@ -150,6 +153,7 @@ def engine_config(args: Namespace) -> EngineConfig:
         profile=profile,
         overlap=getattr(args, "overlap", DEFAULTS.overlap),
         draft_device=args.draft_device,
+        draft_process=getattr(args, "draft_process", DEFAULTS.draft_process),
         tensor_parallel=args.tensor_parallel,
         draft_tensor_parallel=args.draft_tensor_parallel,
         objective=getattr(args, "objective", DEFAULTS.objective),

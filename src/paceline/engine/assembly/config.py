@@ -47,6 +47,7 @@ class EngineConfig:
     profile: str | None = None  # file of measured costs for `--draft auto`; None: those of this machine
     overlap: str = AUTO  # one of OVERLAPS: draft one half of the rows while the other is scored
     draft_device: str = SAME  # where drafters run; see `Placement.parse`
+    draft_process: bool = False  # every drafter gets a process of its own
     tensor_parallel: int = 1  # processes that share the target's layers, each on a device of its own
     draft_tensor_parallel: int = 1  # likewise, of drafters with layers of their own
     objective: str = THROUGHPUT  # of `--draft auto`; or latency:MS

@@ -7,6 +7,7 @@ process needs no special care: it knows no row, its stores are empty, and it cat
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.core.errors import PacelineError
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from paceline.core.nouns import Batch, Plan, Request, Scores, Verdict
     from paceline.engine.remote.protocol import RemoteRowDraft, ToDrafter, ToEngine
 
+MAX_FAILURES = 4  # of a process's drafter in a row; then the process is started anew
 AnswerT = TypeVar("AnswerT", bound="ToEngine")
 
 
@@ -54,8 +56,9 @@ class RemoteDrafter:
         """Start the process. rows: the engine's. Raises what loading the drafter there raises."""
         self.name = name
         self.supervisor = _started(begin, name)
-        self.needs = self.supervisor.first.needs
-        self._on = str(begin.config.placement.draft)
+        self.needs = replace(self.supervisor.first.needs, instant=False)  # an answer takes a while
+        self._on = str(begin.config.placement.draft or "the engine's cores")
+        self._failures = 0  # answers in a row that said the drafter failed
         self._rows, self._deadline_s = rows, deadline_s
         self._requests: dict[int, Request] = {}  # by row
         self._valid_lens: dict[int, Mapping[str, int]] = {}  # by row
@@ -146,7 +149,14 @@ class RemoteDrafter:
         process = self.supervisor.running()
         assert process is not None
         try:
-            answer = process.ask(message, kind, self._deadline_s)
+            try:
+                answer = process.ask(message, kind, self._deadline_s)
+            except PacelineError as error:
+                self._failures += 1
+                if self._failures < MAX_FAILURES:
+                    raise
+                raise ChannelClosed(f"it failed {self._failures} times in a row: {error}") from error
+            self._failures = 0
             if len(getattr(answer, "rows", ())) != num_rows:
                 raise ChannelClosed("it answered for other rows")
         except ChannelClosed as error:
@@ -155,6 +165,7 @@ class RemoteDrafter:
         return answer
 
     def _lose(self, why: str) -> None:
+        self._failures = 0
         self.supervisor.end(why)
         self._known.clear()
         self._ended.clear()
@@ -172,4 +183,5 @@ def _started(begin: BeginDrafter, name: str) -> ProcessSupervisor:
 def _anonymous(request: Request) -> Request:
     """Return what a drafter may know of a request: how its tokens are chosen."""
     params = replace(request.params, stop=())
-    return replace(request, request_id="any", params=params, salt="", speculation=None)
+    salt = sha256(request.salt.encode()).hexdigest() if request.salt else ""  # tells users apart, no more
+    return replace(request, request_id="any", params=params, salt=salt, speculation=None)

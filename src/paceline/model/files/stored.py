@@ -31,7 +31,7 @@ class Stored(Protocol):
 
 
 def model_file_size(path: Path) -> int:
-    """Return the size of a model's file. Raises `BadModelFile` for what is no file, such as a folder or a pipe."""
+    """Return the size of a model's file. Raises `BadModelFile` for folders and pipes."""
     try:
         return file_size(path)
     except OSError as error:

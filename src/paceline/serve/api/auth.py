@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
+from paceline.serve.api.error_forms import error_response
 from paceline.serve.api.errors import ApiError
 from paceline.serve.observe.access import RECORD
 
@@ -35,7 +36,7 @@ def check_exposure(host: str, has_key: bool, insecure: bool) -> None:
 
 
 def check_key(api_key: str) -> None:
-    """Raise `ConfigError` for a key that no client can send; the message does not quote it."""
+    """Raise `ConfigError`, which does not quote it, for a key that no client can send."""
     if not api_key.isascii() or not api_key.isprintable() or " " in api_key:
         raise ConfigError(
             "an API key is made of visible ASCII characters, as clients send it in a header; make one with "
@@ -77,7 +78,7 @@ class AuthMiddleware:
             return
         self._on_refusal(refusal.status)
         headers = {"www-authenticate": "Bearer"} if refusal.status == MISSING else {}
-        await refusal.response(headers)(scope, receive, send)
+        await error_response(scope["path"], refusal, headers)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         """Return why a request may not come in, None if it may; note its key's name and salt."""

@@ -159,6 +159,8 @@ class Body(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             try:
                 return msgspec.convert(values, cls), tuple(dict.fromkeys(ignored))
             except msgspec.ValidationError as error:
+                if _drop(values, str(error), only_null=True) is not None:
+                    continue
                 name = _drop(values, str(error)) if lenient and len(ignored) < MAX_IGNORED else None
                 if name is None:
                     raise
@@ -171,7 +173,7 @@ class Body(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         for name in [name for name in values if name not in cls.__struct_fields__]:
             if name in cls.neutral_values:
                 _check_neutral(name, values[name], cls.neutral_values[name])
-            elif name not in cls.without_effect:
+            elif name not in cls.without_effect and values[name] is not None:
                 if not lenient or len(unknown) >= MAX_IGNORED:
                     raise _unknown_field(name, cls)
                 unknown.append(name)
@@ -218,8 +220,11 @@ def _explained(message: str, kind: type[Body]) -> RequestError:
     return RequestError(text, at[1][:64] if at else None)
 
 
-def _drop(values: Any, message: str) -> str | None:
-    """Remove an unknown field below the top; return its name if there was one."""
+def _drop(values: Any, message: str, *, only_null: bool = False) -> str | None:
+    """Remove an unknown field below the top; return its name if there was one.
+
+    only_null: leave others.
+    """
     unknown, path = _UNKNOWN.search(message), _PATH.search(message)
     if unknown is None or path is None:
         return None
@@ -227,6 +232,8 @@ def _drop(values: Any, message: str) -> str | None:
     for name, _ in re.findall(r"\.(\w+)|\[([^\]]*)\]", path[1]):
         found = [inner for each in found for inner in _inner(each, name)]
     holders = [each for each in found if isinstance(each, dict) and unknown[1] in each]
+    if only_null:
+        holders = [each for each in holders if each[unknown[1]] is None]
     for holder in holders:
         del holder[unknown[1]]
     return unknown[1] if holders else None

@@ -74,7 +74,7 @@ class MessageParts:
 
 
 def message_fields(answer: ParsedAnswer, legacy: bool) -> Json:
-    """Return the fields of a message with an answer's parts; content is null beside calls without text."""
+    """Return a message's fields; content is null beside calls without text."""
     fields: Json = {"content": answer.content if answer.content or not answer.calls else None}
     if answer.reasoning:
         fields |= {"reasoning_content": answer.reasoning, "reasoning": answer.reasoning}

@@ -111,7 +111,7 @@ class RouteFormat(Protocol):
         ...
 
     def delta(self, index: int, answer: PartialAnswer, outcome: Outcome) -> Json | None:
-        """Return what an outcome adds to a choice, None for nothing; `answer` does not hold it yet."""
+        """Return what an outcome, which `answer` lacks, adds to a choice; None for nothing."""
         ...
 
 
@@ -197,9 +197,7 @@ class CompletionFormat:
     tokenizer: Tokenizer
     echoes: Sequence[str] = ()  # [num_prompts] text that begins the answers to each prompt; empty: no echo
     n: int = 1
-    scored: Sequence[
-        Sequence[int]
-    ] = ()  # [num_prompts] ids whose scores come first; empty: none
+    scored: Sequence[Sequence[int]] = ()  # [num_prompts] ids whose scores come first; empty: none
     as_ids: bool = False  # log-probabilities name tokens by their ids
     _offsets: dict[int, _TextOffsets] = field(default_factory=dict, init=False)  # by choice, of a stream
     prefix = "cmpl-"

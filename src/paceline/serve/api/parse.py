@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from paceline.core.nouns import Request
     from paceline.core.params import SamplingParams
     from paceline.core.sampling_defaults import Defaults
+    from paceline.serve.api.answer_blocks import EventFormat
     from paceline.serve.api.openai_format import RouteFormat
     from paceline.serve.prompts import Prompts
 
@@ -70,6 +71,7 @@ class Job:
     arrival_s: float
     ignored: tuple[str, ...] = ()  # unknown fields of the body
     extras: Extras | None = None  # further fields of the response
+    events: EventFormat | None = None  # of a route whose streams have named events, in place of `format`
     grammar_field: str = ""  # of the body, that asks for structured output
 
     @property
@@ -169,7 +171,7 @@ def _requests(
     arrival_s: float,
     form: Callable[[SamplingParams], SamplingParams] = lambda params: params,
 ) -> list[Request]:
-    """Return the requests for all answers to all prompts, under one seed. form: adds what answers must fit.
+    """Return the requests for all answers to all prompts, under one seed.
 
     Raises `RequestError`, also for what the engine would refuse in one prompt after it began to answer another.
     """

@@ -15,7 +15,7 @@ from paceline.serve.api.errors import ApiError, api_error_of, internal_error, sh
 from paceline.serve.api.openai_format import PartialAnswer, to_json, token_usage, usage
 from paceline.serve.api.parse import ClientDisconnected
 from paceline.serve.api.pass_format import times_per_token, with_passes
-from paceline.serve.observe.access import RECORD
+from paceline.serve.observe.access import MAX_REASON_CHARS, RECORD
 from paceline.serve.worker.client import Disconnected
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from paceline.core.nouns import Outcome
+    from paceline.serve.api.answer_blocks import EventFormat
     from paceline.serve.api.openai_format import Json
     from paceline.serve.api.parse import Job
     from paceline.serve.observe.access import RequestRecord
@@ -36,6 +37,7 @@ _STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+DONE = b"data: [DONE]\n\n"
 IGNORED_HEADER = "x-paceline-ignored"  # the unknown fields of a body that had no effect
 SERVER_FAULT = 500  # statuses from here on are faults of the server
 
@@ -48,6 +50,7 @@ class Responder:
         self.answers = [PartialAnswer() for _ in job.requests]
         self._metrics = metrics
         self._first_s: dict[int, float] = {}  # answer -> time from arrival to its first token
+        self._reason: str | None = None  # why the answers were cut short
 
     async def run(self, client: EngineClient, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the job to the engine and its answers to the client.
@@ -62,6 +65,7 @@ class Responder:
             else:
                 await self._whole(events, scope, receive, send)
         except ClientDisconnected:
+            self._reason = "the client left"
             self._count_unfinished("cancelled")
         except ApiError as error:
             self._count_failed(error)
@@ -75,19 +79,23 @@ class Responder:
         while not self._finished:
             index, outcome = _outcome_of(await events.next())
             self._add(index, outcome)
+        response = Response(to_json(self._body()), media_type="application/json", headers=self._headers)
+        await response(scope, receive, send)
+
+    def _body(self) -> Json:
+        """Return a whole response."""
         form = self.job.format
         choices = [with_passes(form.choice(i, a), a.notes, form.tokenizer) for i, a in enumerate(self.answers)]
         body = self.job.meta.fields(self.job.format.kind) | {"choices": choices, "usage": self._usage()}
         if self.job.extras is not None:
             self.job.extras.whole(body, self.answers)
-        response = Response(to_json(body), media_type="application/json", headers=self._headers)
-        await response(scope, receive, send)
+        return body
 
     async def _stream(self, events: Answers, send: Send) -> None:
         first = _outcome_of(await events.next())  # a request that is refused gets a status of its own
         headers = [*_STREAM_HEADERS, *((k.encode(), v.encode()) for k, v in self._headers.items())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        unsent = [self._chunk(*first)]
+        unsent = [self._opening(), self._chunk(*first)]
         try:
             while not self._finished:
                 if events.queue.empty():
@@ -97,13 +105,23 @@ class Responder:
                 else:
                     event = events.queue.get_nowait()
                 unsent.append(self._chunk(*_outcome_of(event)))
-            if self.job.wants_usage:
-                unsent.append(self._data([], self._usage()))
+            unsent.append(self._closing())
         except ApiError as error:  # too late for a status
             self._count_failed(error)
             self._metrics.refused(error.status)
-            unsent.append(_event(error.body))
-        await _send_body(send, b"".join([*unsent, b"data: [DONE]\n\n"]), more=False)
+            unsent.append(self._failure(error))
+        await _send_body(send, b"".join(unsent), more=False)
+
+    # Parts of a stream -------------------------------------------------------------------------------
+
+    def _opening(self) -> bytes:
+        return b""
+
+    def _closing(self) -> bytes:
+        return (self._data([], self._usage()) if self.job.wants_usage else b"") + DONE
+
+    def _failure(self, error: ApiError) -> bytes:
+        return _event(error.body) + DONE
 
     # Bookkeeping -------------------------------------------------------------------------------------
 
@@ -128,11 +146,12 @@ class Responder:
     def _note(self, record: RequestRecord | None) -> None:
         if record is not None:
             ends = [answer.last for answer in self.answers if answer.last is not None]
-            record.model = self.job.meta.model
+            record.model, record.reason = self.job.meta.model, self._reason
             record.answered(ends, self.job.n, min(self._first_s.values(), default=None))
 
     def _count_failed(self, error: ApiError) -> None:
         """Count the answers that a fault of the server cut short, not a client's mistake."""
+        self._reason = str(error)[:MAX_REASON_CHARS]
         if error.status >= SERVER_FAULT:
             self._count_unfinished("error")
 
@@ -177,6 +196,35 @@ class Responder:
         return total
 
 
+class EventResponder(Responder):
+    """The same for routes whose streams have named events."""
+
+    def __init__(self, job: Job, metrics: Metrics, form: EventFormat) -> None:
+        super().__init__(job, metrics)
+        self._form = form
+
+    def _body(self) -> Json:
+        return self._form.whole(self.answers[0], self._usage())
+
+    def _opening(self) -> bytes:
+        return _named(self._form.begin())
+
+    def _chunk(self, index: int, outcome: Outcome) -> bytes:
+        self._add(index, outcome)
+        return _named(self._form.more(outcome))
+
+    def _closing(self) -> bytes:
+        return _named(self._form.end(self.answers[0], self._usage()))
+
+    def _failure(self, error: ApiError) -> bytes:
+        return _named(self._form.failure(error))
+
+
+def responder(job: Job, metrics: Metrics) -> Responder:
+    """Return what answers a job."""
+    return Responder(job, metrics) if job.events is None else EventResponder(job, metrics, job.events)
+
+
 def ignored_names(names: Sequence[str]) -> str:
     """Return names of fields as a header may carry them."""
     return ", ".join(_NOT_IN_A_NAME.sub("?", name[:64]) for name in names)
@@ -205,6 +253,10 @@ async def _watch(receive: Receive, events: Answers) -> None:
 
 async def _send_body(send: Send, data: bytes, more: bool = True) -> None:
     await send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+def _named(events: Sequence[Json]) -> bytes:
+    return b"".join(b"event: " + event["type"].encode() + b"\n" + _event(event) for event in events)
 
 
 def _event(body: dict[str, Any]) -> bytes:

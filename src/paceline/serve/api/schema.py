@@ -197,7 +197,7 @@ class Sampled(Body, StructuredFields, frozen=True, kw_only=True):
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
             "logit_bias": None if self.logit_bias is None else _bias(self.logit_bias),
-            "seed": None if self.seed is None else _seed(self.seed),
+            "seed": None if self.seed is None else seed_asked(self.seed),
             "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             "stop_token_ids": tuple(self.stop_token_ids or ()),
             "include_stop": self.include_stop_str_in_output,
@@ -285,7 +285,7 @@ def _check_range(name: str, value: int | None) -> None:
         raise RequestError(str(error).replace("logprobs", name, 1), name) from None
 
 
-def _seed(given: int) -> int | None:
+def seed_asked(given: int) -> int | None:
     """Return a seed of OpenAI's range, int64; None (drawn) for a negative one."""
     return None if -MAX_SEED - 1 <= given < 0 else given
 

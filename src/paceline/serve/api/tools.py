@@ -155,7 +155,7 @@ def effort_kwargs(effort: str) -> dict[str, Any]:
 
 
 def check_kwargs(given: dict[str, Any]) -> None:
-    """Raise `RequestError` for variables of a template that are too large, or that are ours to set."""
+    """Raise `RequestError` for variables that are too large or ours to set."""
     param = "chat_template_kwargs"
     if len(given) > MAX_TEMPLATE_KWARGS:
         raise RequestError(f"{param} may hold at most {MAX_TEMPLATE_KWARGS} variables", param)

@@ -1,1 +1,1 @@
-"""Process of its own for work on text from outside that may take any time or memory."""
+"""Process of its own for work that may take any time or memory."""

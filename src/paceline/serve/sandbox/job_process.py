@@ -36,7 +36,7 @@ class JobWorker:
         self._tokenizer: Tokenizer | None = None
 
     def result(self, job: SandboxJob) -> JobResult:
-        """Do a job."""
+        """Return the result of a job."""
         try:
             return self._done(job)
         except RequestError as error:
@@ -79,7 +79,7 @@ def _check(kind: str, text: str, tokenizer: Tokenizer | None) -> None:
 
 
 def main() -> None:
-    """Do jobs until the server closes its end."""
+    """Work through jobs until the server closes its end."""
     memory, seconds = int(sys.argv[1]), float(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the server's to handle
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""Jobs of the sandbox and their results: typed msgpack in frames with a length, never pickle."""
+"""Jobs of the sandbox and their results: typed msgpack, never pickle."""
 
 from __future__ import annotations
 

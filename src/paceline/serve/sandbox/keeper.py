@@ -1,4 +1,4 @@
-"""Keeper of the sandbox's process: starts it, sends jobs, ends it after its limits, starts it again."""
+"""Keeper of the sandbox's process: starts it, sends jobs, ends it after its limits."""
 
 from __future__ import annotations
 
@@ -61,8 +61,9 @@ class Sandbox:
         self._closed = False
 
     def setup(self, job: SetupJob) -> None:
-        """Do a job now and again whenever the process is started anew. Raises `BadModelFile`."""
+        """Send a job now and whenever the process is started anew. Raises `BadModelFile`."""
         with self._lock:
+            self._closed = False
             if self._setups.get(type(job)) == job:
                 return
             self._setups[type(job)] = job
@@ -72,7 +73,7 @@ class Sandbox:
                 self._exchange(job, SETUP_LIMIT_S)
 
     def call(self, job: SandboxJob) -> JobResult:
-        """Do a job. Raises `RequestError` if it fails or needs too much, `QueueFull` if too many wait."""
+        """Return a job's result. Raises `RequestError`, also for too much; `QueueFull`."""
         if not self._places.acquire(blocking=False):
             raise QueueFull(f"{MAX_WAITING} requests wait for the {self._what} already; try again later")
         try:
@@ -85,7 +86,7 @@ class Sandbox:
             self._places.release()
 
     async def acall(self, job: SandboxJob) -> JobResult:
-        """Do a job in a thread. Raises as `call`."""
+        """Return a job's result, from a thread. Raises as `call`."""
         return await asyncio.to_thread(self.call, job)
 
     def close(self) -> None:

@@ -109,23 +109,23 @@ class ServerFacts:
 
     def places(self) -> str:
         """Return the URLs worth knowing."""
-        page = (f"page {self.url}/",) if self.page else ()
-        return ", ".join((*page, f"metrics {self.url}/metrics", f"API {self.url}/openapi.json"))
+        return f"metrics {self.url}/metrics, API {self.url}/openapi.json"
 
 
 def show_url(facts: ServerFacts, stream: TextIO) -> None:
     """Show a server's URLs and a shell line that can be pasted."""
     line = curl_line(facts.url, facts.chats, facts.needs_key)
     made = f" ({commit()})" if commit() else ""
+    ways = "Open it in a browser, or try:" if facts.page else "Try it:"
     title = f"Paceline {__version__}{made} serves at "
     if stream.isatty():
         console = Console(file=stream, highlight=False, soft_wrap=True)
         console.print(Text(f"\n{title}").append(facts.url, "bold green").append(f"  {facts.access()}", "dim"))
         console.print(Text(facts.places(), "dim"))
-        console.print(Text("Try it:\n"))
+        console.print(Text(f"{ways}\n"))
         stream.write(line + "\n\n")  # not wrapped, so that it can be pasted
     else:
-        stream.write(f"\n{title}{facts.url}  ({facts.access()})\n{facts.places()}\nTry it:\n\n{line}\n\n")
+        stream.write(f"\n{title}{facts.url}  ({facts.access()})\n{facts.places()}\n{ways}\n\n{line}\n\n")
     stream.flush()
 
 

@@ -124,7 +124,7 @@ class EngineClient:
 
     @property
     def ready(self) -> Ready | None:
-        """Message of the engine that is ready; None while it loads, hangs, restarts or is stopped."""
+        """Message of the ready engine; None while it loads, hangs or restarts."""
         engine = self._engine
         return engine.ready if engine is not None and not engine.watchdog.late else None
 
@@ -337,7 +337,7 @@ _HANDLERS: dict[type[ToServer], Callable[[EngineClient, EngineProcess, Any], Non
 
 
 async def _watch(engine: EngineProcess) -> None:
-    """Kill a ready engine that hangs; it is then replaced as one that ended by itself."""
+    """Kill a ready engine that hangs; it is then replaced like a dead one."""
     was_late, last_s = False, time.monotonic()
     while not engine.watchdog.hung:
         await asyncio.sleep(TICK_S)

@@ -10,6 +10,7 @@ import faulthandler
 import logging
 import signal
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -249,6 +250,8 @@ def run(address: str) -> int:
         signal.signal(signal.SIGTERM, lambda *_: setattr(worker, "draining", True))
         server.send(Snapshot(built.engine.stats(), built.engine.gauges()))
         server.send(_ready(built))
+        if (grammars := built.engine.target.rows.grammars.compiled) is not None:
+            threading.Thread(target=grammars.prepare, daemon=True).start()
         worker.run()
     except zmq.Again:
         log.exception("the server accepts no messages any more")

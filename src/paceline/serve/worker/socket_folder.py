@@ -1,4 +1,4 @@
-"""Folder of a server's socket, which disappears also if the server is killed while its engine loads."""
+"""Folder of a server's socket, removed also after the server was killed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ MAX_FOLDER_BYTES = 90  # of the path; a unix socket's path may have about 100
 
 @contextmanager
 def socket_folder() -> Iterator[Path]:
-    """Make a folder (0700) with a path short enough for a unix socket, and remove those of dead servers."""
+    """Make a private folder for a socket, and remove those of dead servers.
+
+    Its path is short enough for a unix socket.
+    """
     parent = Path(tempfile.gettempdir())
     if len(os.fsencode(parent)) + len(PREFIX) + 10 > MAX_FOLDER_BYTES:
         parent = Path("/tmp")  # noqa: S108 - the folder in it is private

@@ -32,7 +32,10 @@ def check_limit(limit_s: float) -> None:
 
 @dataclass(slots=True, eq=False)
 class Watchdog:
-    """Silence of one process, counted in ticks of ours, so that a pause of this process blames nobody."""
+    """Silence of one process.
+
+    It is counted in ticks of this process, so that a pause of ours blames nobody.
+    """
 
     pid: int
     limit_s: float  # of silence; 0: none
@@ -45,7 +48,10 @@ class Watchdog:
         self._still_s = self._silent_s = 0.0
 
     def tick(self, elapsed_s: float) -> None:
-        """Note that time has passed. A long tick counts as a short one: this process was late itself."""
+        """Note that time has passed.
+
+        A long tick counts as a short one: this process was late itself.
+        """
         elapsed_s = min(elapsed_s, 2 * TICK_S)
         self._silent_s += elapsed_s
         state, cpu_s = process_work(self.pid)
@@ -55,7 +61,7 @@ class Watchdog:
 
     @property
     def late(self) -> bool:
-        """True if the engine hangs, as far as one can tell so far; no request should be sent to it."""
+        """True if the engine seems to hang; no request should be sent to it."""
         return self._over(LATE_SHARE)
 
     @property

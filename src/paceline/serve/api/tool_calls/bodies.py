@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 MAX_HEAD_CHARS = 4096  # of a call's object in which name and arguments are looked for while it arrives
 _BETWEEN = " \t\r\n,;[]"  # what may stand between the objects of several calls
+_FENCE = "```json"
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 
 
@@ -114,10 +115,14 @@ def _whole_call(text: str, sink: CallSink) -> None:
 class ObjectsBody:
     """One or more calls written as JSON objects, up to a closing marker."""
 
-    def __init__(self, opener: str, closer: str = "") -> None:
-        """opener: shown again if no object follows. closer: empty if the body ends with its last object."""
+    def __init__(self, opener: str, closer: str = "", fenced: bool = False) -> None:
+        """Keep the opener, to show it again if no object follows.
+
+        closer: empty if the body ends with its last object. fenced: fences of code may stand between objects.
+        """
         self._opener = opener
         self._closer = closer
+        self._fenced = fenced
         self._call: _ObjectCall | None = None
         self._held = ""
         self._any = False  # an object was found
@@ -127,7 +132,7 @@ class ObjectsBody:
         text, self._held = self._held + text, ""
         while True:
             if self._call is None:
-                ahead = text.lstrip(_BETWEEN)
+                ahead = self._skipped(text)
                 if not ahead.startswith("{"):
                     return self._after(text, ahead, sink)
                 self._call, self._any, text = _ObjectCall(), True, ahead
@@ -136,19 +141,29 @@ class ObjectsBody:
                 return None
             self._call, text = None, rest
 
+    def _skipped(self, text: str) -> str:
+        """Return a text without what may stand between objects; a fence that may go on stays."""
+        ahead = text.lstrip(_BETWEEN)
+        while self._fenced and ahead.startswith("```") and not _FENCE.startswith(ahead):
+            ahead = ahead.removeprefix(_FENCE).removeprefix("```").lstrip(_BETWEEN)
+        return ahead
+
     def _after(self, text: str, ahead: str, sink: CallSink) -> str | None:
         """Return what follows text between or behind objects, None if more has to come first."""
         if self._closer and ahead.startswith(self._closer) and self._any:
             return ahead[len(self._closer) :]
-        if not ahead or (self._closer and self._closer.startswith(ahead)):
+        if not ahead or (self._closer and self._closer.startswith(ahead)) or self._may_be_fence(ahead):
             self._held = text
             return None
         if not self._any:
             sink.content(self._opener)
         return ahead if self._any else text
 
+    def _may_be_fence(self, ahead: str) -> bool:
+        return self._fenced and _FENCE.startswith(ahead)
+
     def finish(self, sink: CallSink) -> None:
-        """Show what came if it was no call; a call that was cut short stays as it is."""
+        """Show what was no call; a call that was cut short stays."""
         if self._call is not None:
             sink.content(self._call.raw)
         elif not self._any:
@@ -195,7 +210,7 @@ class NamedBody:
 
 
 class XmlBody:
-    """A call as Qwen3-Coder writes it: tags of a function and its parameters, between them the values."""
+    """A call as Qwen3-Coder writes it: values between tags of function and parameters."""
 
     def __init__(self, opener: str, closer: str, is_text: Callable[[str, str], bool]) -> None:
         """is_text: (function, parameter) -> True if the value is a text, not JSON."""

@@ -51,10 +51,10 @@ AnswerEvent = ReasoningText | ContentText | CallBegin | CallArguments | CallEnd
 
 
 class AnswerReader(Protocol):
-    """Reader of one answer. Any split of the same tokens gives the same joined texts and calls."""
+    """Reader of one answer. Any split of its tokens gives the same answer."""
 
     def push(self, text: str, token_ids: Sequence[int]) -> list[AnswerEvent]:
-        """Take more of the answer: an outcome's text and tokens, in which text may lag behind."""
+        """Take an outcome's text and tokens; text may lag behind."""
         ...
 
     def finish(self) -> list[AnswerEvent]:

@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 
 
 class ToolFamily(Protocol):
-    """One form of calls: how to know it, read it, and hold a model to it."""
+    """Form of calls: to know it, read it, and hold a model to it."""
 
     name: str
     openers: tuple[str, ...]  # markers that open calls anywhere in an answer; the grammar uses the first
-    starts: tuple[str, ...]  # texts that open calls at an answer's beginning and belong to the call
+    bare_key: str | None  # calls may be objects without markers, with this key of the arguments
+    bare_first: bool  # that is the usual form
     markers: tuple[str, ...]  # all that may be special tokens and whose text is needed
 
     def fits(self, template: str, tokens: Collection[str]) -> bool:

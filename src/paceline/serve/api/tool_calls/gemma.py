@@ -24,7 +24,8 @@ class GemmaCalls:
 
     name = "gemma"
     openers: tuple[str, ...] = (OPEN,)
-    starts: tuple[str, ...] = ()
+    bare_key: str | None = "arguments"
+    bare_first = False
     markers: tuple[str, ...] = ()
     _form = ObjectForm(after="\n```")
 

@@ -24,7 +24,8 @@ class HermesCalls:
 
     name = "hermes"
     openers: tuple[str, ...] = (OPEN,)
-    starts: tuple[str, ...] = ()
+    bare_key: str | None = "arguments"
+    bare_first = False
     markers: tuple[str, ...] = (OPEN, CLOSE)
     _form = ObjectForm(before="\n", after="\n")
 

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from paceline.serve.conversation import Tool
 
 MAX_CALLS = 32  # of one answer
 _ANY = "(?s:.)*"
+_LOOSE_FORM = {"whitespace_pattern": r"[ \t\r\n]{0,40}"}
 _JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as templates write it
 
 
@@ -38,20 +39,25 @@ class LarkText:
         token_id = self.tokens.get(marker)
         return literal(marker) if token_id is None else f"<[{token_id}]>"
 
-    def free(self, name: str, without: tuple[str, ...], first: str = "") -> str:
-        """Add any text without some markers and return its name. first: a regex of the whole text."""
-        excluded = "".join(f" & ~/{_ANY}{escaped(marker)}{_ANY}/" for marker in without)
-        return self.rule(name, f"/{first or _ANY}/{excluded}")
+    def free(self, name: str, without: Sequence[str], not_first: str | None = None) -> str:
+        """Add any text without matches of some regexes and return its name.
+
+        not_first: a marker with which it does not begin.
+        """
+        excluded = "".join(f" & ~/{_ANY}{each}{_ANY}/" for each in without)
+        if not_first is not None:
+            excluded += f" & ~/\\s*{escaped(not_first)}{_ANY}/"
+        return self.rule(name, f"/{_ANY}/{excluded}")
 
     def until(self, name: str, marker: str, text: str = _ANY) -> str:
-        """Add text up to the first `marker`, which it includes; return the expression. text: its regex."""
+        """Add text of a regex up to the first `marker`, included; return the expression."""
         if marker in self.tokens:
-            return f"{self.free(name.upper(), (marker,))} {self.mark(marker)}"
+            return f"{self.free(name.upper(), (escaped(marker),))} {self.mark(marker)}"
         return self.rule(name, f"/{text}{escaped(marker)}/", "[lazy]")
 
-    def arguments(self, name: str, tool: Tool) -> str:
-        """Add the JSON of a tool's arguments; return the rule's name."""
-        return self.rule(name, json_rule(_closed(tool.parameters), not tool.strict))
+    def arguments(self, name: str, tool: Tool, loose: bool = False) -> str:
+        """Add the JSON of a tool's arguments, loose: with any white space; return the rule's name."""
+        return self.rule(name, json_rule(_closed(tool.parameters), not tool.strict, loose))
 
 
 def literal(text: str) -> str:
@@ -64,9 +70,12 @@ def escaped(text: str) -> str:
     return re.sub(r"([\\.+*?()|\[\]{}^$/&~-])", r"\\\1", text).replace("\n", "\\n")
 
 
-def json_rule(schema: Mapping[str, Any], lenient: bool) -> str:
-    """Return the expression of JSON that fits a schema. lenient: keywords without support are left out."""
-    return "%json " + json.dumps({**schema, "x-guidance": {**_JSON_FORM, "lenient": lenient}}, ensure_ascii=False)
+def json_rule(schema: Mapping[str, Any], lenient: bool, loose: bool = False) -> str:
+    """Return the expression of JSON by a schema; lenient: without unsupported keywords."""
+    return "%json " + json.dumps(
+        {**schema, "x-guidance": {**(_LOOSE_FORM if loose else _JSON_FORM), "lenient": lenient}},
+        ensure_ascii=False,
+    )
 
 
 def _closed(parameters: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Llama 3: the whole answer is a JSON object with name and parameters."""
+"""Llama 3, and models without a form of their own: a JSON object with name and arguments."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ PYTHON_TAG = "<|python_tag|>"
 
 
 class JsonCalls:
-    """The family `json`: an answer that begins with an object is a call; several are parted by semicolons."""
+    """The family `json`: a call is an object with a function's name and arguments."""
 
     name = "json"
     openers: tuple[str, ...] = ()
-    starts: tuple[str, ...] = ("{", "[{")
+    bare_key: str | None = "arguments"
+    bare_first = True
     markers: tuple[str, ...] = ()
     _form = ObjectForm()
 
@@ -56,6 +57,7 @@ class LlamaCalls(JsonCalls):
     """The family `llama3`."""
 
     name = "llama3"
+    bare_key: str | None = "parameters"
     openers: tuple[str, ...] = (PYTHON_TAG,)
     markers: tuple[str, ...] = (PYTHON_TAG,)
     _form = ObjectForm("parameters")

@@ -1,4 +1,4 @@
-"""Mistral: `[TOOL_CALLS]` and a list of objects, or in newer models a name, `[ARGS]` and the arguments."""
+"""Mistral: `[TOOL_CALLS]`, then a list of objects, or name, `[ARGS]` and arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class MistralCalls:
 
     name = "mistral"
     openers: tuple[str, ...] = (OPEN,)
-    starts: tuple[str, ...] = ()
+    bare_key: str | None = None
+    bare_first = False
     markers: tuple[str, ...] = (OPEN, ARGS, "[CALL_ID]")
     _form = ObjectForm()
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from paceline.core.errors import RequestError
 from paceline.core.params import Grammar
-from paceline.serve.api.tool_calls.lark import LarkText, escaped
+from paceline.serve.api.tool_calls.lark import MAX_CALLS, LarkText, escaped, literal
 from paceline.serve.api.tool_calls.reader import ReaderPlan
+from paceline.serve.api.tool_calls.scan import NAME_REGEX
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,7 +26,7 @@ _START = re.compile(r"(?m)^start(?=\s*[:\[])")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AnswerForms:
-    """How one model writes calls and reasoning."""
+    """Forms in which one model writes calls and reasoning."""
 
     tokenizer: Tokenizer
     family: ToolFamily
@@ -60,26 +61,30 @@ class AnswerForms:
         family, parallel = self.family, use.parallel and use.choice != "named"
         calls = family.calls(lark, use.callable, parallel)
         opener = family.openers[0] if family.openers else None
-        if family.starts:
-            begun = f"({lark.mark(opener)})? {calls}" if opener else calls
-        else:
-            begun = f"{lark.mark(opener or '')} {calls}"
+        begun = calls if family.bare_first or opener is None else f"{lark.mark(opener)} {calls}"
         if use.choice != "auto":
             return begun
         if content is not None:
             return f"({content} | {begun})"
-        return self._free_or_calls(lark, calls, begun)
+        return self._free_or_calls(lark, use, calls)
 
-    def _free_or_calls(self, lark: LarkText, calls: str, begun: str) -> str:
-        family, openers = self.family, self.family.openers
-        thought = f" & ~/\\s*{escaped(self.marks.open)}(?s:.)*/" if self.marks is not None else ""
-        if family.starts:
-            plain = lark.free("PLAIN", openers, r"(\s*[^\s{\[](?s:.)*)?" + (thought and "/" + thought[:-1]))
-            return f"({plain} | {begun})"
-        plain = lark.rule("PLAIN", f"/(?s:.)*/ & ~/(?s:.)*{escaped(openers[0])}(?s:.)*/{thought}")
-        if openers[0] in lark.tokens:
-            return f"{plain} ({begun})?"
-        return f"({plain} | {lark.until('opened', openers[0])} {calls})"
+    def _free_or_calls(self, lark: LarkText, use: ToolUse, calls: str) -> str:
+        """Return the expression of free text that may end in calls."""
+        family = self.family
+        excluded = [escaped(opener) for opener in family.openers]
+        if family.bare_key is not None:
+            excluded.append(NAME_REGEX)
+        plain = lark.free("PLAIN", excluded, self.marks.open if self.marks else None)
+        ways = [plain]
+        if family.openers and family.openers[0] in lark.tokens:
+            ways.append(f"{plain} {lark.mark(family.openers[0])} {calls}")
+        elif family.openers:
+            ways.append(f"{lark.until('opened', family.openers[0])} {calls}")
+        if family.bare_key is None:
+            return f"({' | '.join(ways)})"
+        call, other = _bare_calls(lark, use, family.bare_key)
+        further = f"({call} | {other}){{0,{MAX_CALLS}}}" if use.parallel else ""
+        return f"({other})* ({' | '.join(ways)} | {call} {further} TAIL)"
 
     def _behind_reasoning(self, lark: LarkText, answer: str, opened: bool) -> str:
         """Return the expression of an answer with the reasoning before it."""
@@ -89,6 +94,22 @@ class AnswerForms:
         if opened:
             return f"{thoughts} {answer}"
         return f"({lark.mark(self.marks.open)} {thoughts})? {answer}"
+
+
+def _bare_calls(lark: LarkText, use: ToolUse, key: str) -> tuple[str, str]:
+    """Add the rules of objects in free text; return the expressions of calls and of others with a name."""
+    lark.rule("GAP", r"/[ \t\r\n]{0,40}/")
+    lark.rule("TAIL", r"/[ \t\r\n`\]]{0,40}/")
+    lark.rule("named", f"/(?s:.)*{NAME_REGEX}/", "[lazy]")
+    choices = []
+    for index, tool in enumerate(use.callable):
+        arguments = lark.arguments(f"loose_{index}", tool, loose=True)
+        name, keyed = literal(f'{tool.name}"'), literal(f'"{key}"')
+        choices.append(f'{name} GAP "," GAP {keyed} GAP ":" GAP {arguments}')
+    names = "|".join(escaped(tool.name) for tool in use.callable)
+    lark.rule("OTHER", f'/[^"]*"/ & ~/({names})"/')
+    call = lark.rule("bare", f'named ({" | ".join(choices)}) GAP "}}"')
+    return call, lark.rule("other", "named OTHER")
 
 
 def _content(lark: LarkText, grammar: Grammar) -> str:

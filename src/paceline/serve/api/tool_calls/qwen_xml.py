@@ -24,6 +24,7 @@ class QwenXmlCalls(HermesCalls):
     """The family `qwen3_coder`."""
 
     name = "qwen3_coder"
+    bare_key: str | None = None
 
     def fits(self, template: str, tokens: Collection[str]) -> bool:
         """Return True if a template has the tag of a function."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.serve.api.tool_calls.bodies import CallSink
+from paceline.serve.api.tool_calls.bodies import CallSink, ObjectsBody
 from paceline.serve.api.tool_calls.events import ContentText
 from paceline.serve.api.tool_calls.reasoning import ReasoningSplit, TrimmedText
-from paceline.serve.api.tool_calls.scan import MarkerText, split_at
+from paceline.serve.api.tool_calls.scan import BareHead, MarkerText, split_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +32,7 @@ class _CallSplit:
         self._content = TrimmedText()
         self._held = ""
         self._calls_before = 0  # when the body began
-        self._at_start = bool(family.starts)
+        self._bare = BareHead([tool.name for tool in tools], family.bare_key) if family.bare_key else None
 
     def push(self, text: str) -> list[AnswerEvent]:
         """Return the events of more text."""
@@ -62,27 +62,24 @@ class _CallSplit:
     def _text(self, text: str) -> str | None:
         """Take text outside calls; return what follows an opener."""
         text, self._held = self._held + text, ""
-        if self._at_start:
-            ahead = text.lstrip()
-            if ahead.startswith(self._family.starts):
-                self._begin("")
-                return ahead
-            if any(start.startswith(ahead) for start in self._family.starts):
-                self._held = text
-                return None
         before, marker, rest = split_at(text, self._family.openers)
-        self._at_start = self._at_start and not before.strip()
+        bare = None if self._bare is None else self._bare.split(before if marker else text)
+        if bare is not None and bare.found:
+            self._sink.content(self._content.push(bare.before))
+            self._begin(ObjectsBody(self._content.held, fenced=True))
+            return text[bare.at :]
+        if not marker and bare is not None and len(bare.before) < len(before):
+            before, rest = bare.before, text[len(bare.before) :]
         self._sink.content(self._content.push(before))
         if not marker:
             self._held = rest
             return None
-        self._begin(marker)
+        self._begin(self._family.body(self._content.held + marker, self._tools))
         return rest
 
-    def _begin(self, marker: str) -> None:
-        self._at_start = False
+    def _begin(self, body: CallBody) -> None:
         self._calls_before = self._sink.num_calls
-        self._body = self._family.body(self._content.held + marker, self._tools)
+        self._body = body
 
     def _taken(self) -> list[AnswerEvent]:
         events, self._sink.events = self._sink.events, []
@@ -91,7 +88,7 @@ class _CallSplit:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReaderPlan:
-    """What one request's answers may hold; makes their readers."""
+    """Parts that one request's answers may hold; makes their readers."""
 
     tokenizer: Tokenizer
     family: ToolFamily | None  # None: no tools

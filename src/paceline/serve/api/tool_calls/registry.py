@@ -29,7 +29,7 @@ BY_NAME = {family.name: family for family in FAMILIES}
 
 
 def family_of(template: str, tokens: Collection[str], name: str | None = None) -> ToolFamily:
-    """Return the family named, else the one that fits a model. Raises `ConfigError` for an unknown name.
+    """Return the family named, else the one that fits a model. Raises `ConfigError`.
 
     template: source of the chat template. tokens: texts of the special tokens.
     """

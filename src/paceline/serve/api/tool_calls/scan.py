@@ -1,8 +1,9 @@
-"""Scanners of text that arrives in pieces: ends of JSON values, markers, and special tokens put back."""
+"""Scanners of text in pieces: ends of JSON, markers, special tokens put back."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +14,7 @@ _SCALAR_ENDS = frozenset(",]} \t\n\r;")
 
 
 class JsonEnd:
-    """Finder of the end of one JSON value, whose pieces are fed in order. It does not check the value."""
+    """Finder of the end of one JSON value, fed in pieces and not checked."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -39,7 +40,7 @@ class JsonEnd:
         return len(text)
 
     def _take(self, char: str) -> bool:
-        """Take a character of an object, array or string; return True if it is the last."""
+        """Take a character of a value; return True if it is the last."""
         if self._in_string:
             if self._escaped:
                 self._escaped = False
@@ -82,8 +83,49 @@ def held_length(text: str, markers: Iterable[str]) -> int:
     return held
 
 
+_SPACE = r"[ \t\r\n]*"
+NAME_REGEX = rf'\{{{_SPACE}"name"{_SPACE}:{_SPACE}"'  # of an object's beginning, up to its name
+_FENCE = rf"(?:`{{3}}[a-z]{{0,8}}{_SPACE})?(?:\[{_SPACE})?"  # what may stand before an object
+_OPEN_FENCE = rf"(?:`{{1,3}}(?:(?<=```)[a-z]{{0,8}}{_SPACE})?)?(?:\[{_SPACE})?"  # the same, not complete
+
+
+def head_regex(names: Iterable[str], key: str) -> str:
+    """Return the regex of the head of a call, an object with one of some names, up to its arguments."""
+    named = "|".join(re.escape(name) for name in names)
+    return rf'{NAME_REGEX}(?:{named})"{_SPACE},{_SPACE}"{key}"{_SPACE}:'
+
+
+class BareSplit(NamedTuple):
+    """Text that is certain to stand before a call, and the place of the call's object."""
+
+    before: str
+    at: int
+    found: bool
+
+
+class BareHead:
+    """Finder of calls that are objects without markers, in text that grows."""
+
+    def __init__(self, names: Sequence[str], key: str) -> None:
+        """key: of the arguments."""
+        self._head = re.compile(rf"{_FENCE}({head_regex(names, key)})")
+        steps = [_SPACE, *'"name"', _SPACE, ":", _SPACE, '"', r"[\w.-]{0,64}", '"', _SPACE, ",", _SPACE]
+        partial = ""
+        for step in reversed([*steps, *f'"{key}"', _SPACE]):
+            partial = f"(?:{step}{partial})?"
+        self._partial = re.compile(rf"{_OPEN_FENCE}(?:\{{{partial})?\Z")
+
+    def split(self, text: str) -> BareSplit:
+        """Return where a call begins, or might begin with the end of a text."""
+        head = self._head.search(text)
+        if head is not None:
+            return BareSplit(text[: head.start()], head.start(1), True)
+        at = next((m.start() for m in self._partial.finditer(text)), len(text))
+        return BareSplit(text[:at], at, False)
+
+
 class MarkerText:
-    """Text of an answer with the special tokens that mark its parts, which the engine's text leaves out."""
+    """Text of an answer with the special tokens that mark its parts."""
 
     def __init__(self, tokenizer: Tokenizer, markers: Mapping[int, str]) -> None:
         """markers: token id -> text of the special tokens to put back."""

@@ -37,11 +37,12 @@ export function FaultBox({ fault }) {
 
 /** @param {{answer: Answer, lens: boolean, busy: boolean, onSeed?: (seed: number) => void}} props */
 export function AnswerView({ answer, lens, busy, onSeed }) {
-  const waiting = busy && !answer.text && answer.passes.length === 0;
+  const waiting = busy && !answer.text && !answer.reasoning && answer.passes.length === 0;
   const looks = lens && answer.passes.length > 0;
   return html`<div class="answer" aria-busy=${busy}>
     ${waiting ? html`<p class="waiting" aria-label="Waiting for the first token"><i></i><i></i><i></i></p>` : null}
-    ${looks ? html`<${Lens} passes=${answer.passes} usage=${answer.usage} busy=${busy} />` : html`<${Markdown} text=${answer.text} />`}
+    ${answer.reasoning && !looks ? html`<details class="reasoning" open=${busy && !answer.text}><summary>Reasoning</summary><${Markdown} text=${answer.reasoning} /></details>` : null}
+    ${looks ? html`<${Lens} text=${answer.reasoning + answer.text} passes=${answer.passes} usage=${answer.usage} busy=${busy} />` : html`<${Markdown} text=${answer.text} />`}
     ${lens && !looks && !busy && answer.text ? html`<p class="faint">No passes were noted for this answer; retry it with the lens on.</p>` : null}
     ${answer.fault ? html`<${FaultBox} fault=${answer.fault} />` : null}
     ${busy ? null : html`<${Figures} answer=${answer} onSeed=${onSeed} />`}

@@ -96,7 +96,7 @@ export async function loadModel() {
 
 /** @returns {Answer} */
 export function emptyAnswer() {
-  return { text: "", passes: [], seed: null, usage: null, finish: null, fault: null, firstMs: null, totalMs: null };
+  return { text: "", reasoning: "", passes: [], seed: null, usage: null, finish: null, fault: null, firstMs: null, totalMs: null };
 }
 
 /**
@@ -144,9 +144,10 @@ function withEvent(now, event, ms) {
   const choice = event.choices?.[0];
   if (!choice) return next;
   next.text += choice.delta?.content ?? "";
+  next.reasoning += choice.delta?.reasoning_content ?? choice.delta?.reasoning ?? "";
   const passes = choice.speculation?.passes;
   if (passes) next.passes = [...next.passes, ...passes];
-  if (next.firstMs === null && (choice.delta?.content || passes)) next.firstMs = ms;
+  if (next.firstMs === null && (next.text || next.reasoning || passes)) next.firstMs = ms;
   if (choice.finish_reason) {
     next.finish = choice.finish_reason;
     next.totalMs = ms;

@@ -79,7 +79,7 @@ function Tiles({ now }) {
     <${Tile} name="first token" value=${duration(now.ttft_ms.p50)} note=${`p95 ${duration(now.ttft_ms.p95)}`} />
     <${Tile} name="time per token" value=${duration(now.tpot_ms.p50)} note=${`p95 ${duration(now.tpot_ms.p95)}`} />
     <${Tile} name="rows" mark="rows_running" value=${String(now.rows_running)} note=${`${now.rows_waiting} waiting`} />
-    <${Tile} name="pages" mark="pages_used" value=${String(now.pages_used)} note=${`of ${now.pages_total}`} />
+    <${Tile} name="KV pages" mark="pages_used" value=${String(now.pages_used)} note=${`of ${now.pages_total}`} />
   </dl>`;
 }
 

@@ -34,6 +34,7 @@
  *
  * @typedef {object} Answer An answer while it is written and afterwards.
  * @property {string} text
+ * @property {string} reasoning what the model wrote before its answer, if the server tells it apart
  * @property {Pass[]} passes
  * @property {number | null} seed
  * @property {Usage | null} usage

@@ -1,0 +1,237 @@
+// The rows of a step that simply go on, planned and taken in for all rows in one call each: what the scheduler and the engine do row
+// by row in Python, for rows that need nothing else. Others are left to Python, which is also the readable twin (tests/oracles/step.py).
+#include <algorithm>
+#include <vector>
+
+#include "bind/arrays.h"
+
+namespace paceline {
+namespace {
+
+struct StepNames {
+    nb::object row = attribute("row"), request_id = attribute("request_id"), num_known = attribute("num_known"),
+               max_drafts = attribute("max_drafts"), samples = attribute("samples"), max_len = attribute("max_len"),
+               num_kept_pages = attribute("num_kept_pages"), new_pages = attribute("new_pages"), decodes = attribute("decodes"),
+               request = attribute("request"), token_ids = attribute("token_ids"), num_drafts = attribute("num_drafts"),
+               group = attribute("group"), pages = attribute("pages"), num_sent_pages = attribute("num_sent_pages"),
+               decoding = attribute("decoding"), computed_len = attribute("computed_len"), in_flight = attribute("in_flight"),
+               in_flight_tokens = attribute("in_flight_tokens"), waits = attribute("waits"), ended = attribute("ended"),
+               answer_end = attribute("answer_end"), checker = attribute("checker"), unread = attribute("_unread"),
+               num_tokens = attribute("num_tokens"), most_tokens = attribute("most_tokens"), ending_ids = attribute("_ending_ids"),
+               num_accepted = attribute("num_accepted"), decode_passes = attribute("decode_passes"),
+               decoded_tokens = attribute("decoded_tokens");
+};
+
+const StepNames& names() {
+    static const StepNames* all = new StepNames;  // as long as the interpreter
+    return *all;
+}
+
+// A number of an object, truth values included.
+int64_t number(nb::handle of, const nb::object& name) { return nb::cast<int64_t>(nb::object(of.attr(name))); }
+
+bool truth(nb::handle of, const nb::object& name) { return nb::object(of.attr(name)).is(nb::handle(Py_True)); }
+
+int64_t length(nb::handle of, const nb::object& name) { return static_cast<int64_t>(nb::len(nb::object(of.attr(name)))); }
+
+void put(nb::handle to, const nb::object& name, int64_t value) {
+    const nb::object number = nb::int_(value);
+    if (PyObject_SetAttr(to.ptr(), name.ptr(), number.ptr())) throw nb::python_error();
+}
+
+void put(nb::handle to, const nb::object& name, nb::handle value) {
+    if (PyObject_SetAttr(to.ptr(), name.ptr(), value.ptr())) throw nb::python_error();
+}
+
+int64_t pages_for(int64_t tokens) { return (tokens + kPageTokens - 1) / kPageTokens; }
+
+// A row that decodes next, as `Scheduler.decoding` has it.
+struct Going {
+    nb::object state;
+    int64_t upper_len, drafts, num_pages, more_pages;
+};
+
+std::vector<Going> going_on(const nb::list& running, const nb::object& group, const nb::dict& ks) {
+    const StepNames& name = names();
+    std::vector<Going> found;
+    for (nb::handle state : running) {
+        if (!truth(state, name.decoding) || truth(state, name.ended)) continue;
+        const int64_t in_flight = number(state, name.in_flight), more = number(state, name.in_flight_tokens);
+        if (in_flight && truth(state, name.waits)) continue;
+        if (!group.is_none() && !nb::object(state.attr(name.group)).equal(group)) continue;
+        const int64_t known = length(state, name.token_ids), left = number(state, name.answer_end) - known - std::min(in_flight, more);
+        if (left <= 0) continue;
+        int64_t drafts = 0;
+        if (nb::len(ks)) {
+            const nb::object row = state.attr(name.row);
+            if (ks.contains(row)) drafts = std::max<int64_t>(0, std::min(nb::cast<int64_t>(ks[row]), left - 1));
+        }
+        const int64_t num_pages = length(state, name.pages), need = pages_for(known + more + drafts) - num_pages;
+        found.push_back({nb::borrow(state), known + more, drafts, num_pages, std::max<int64_t>(0, need)});
+    }
+    return found;
+}
+
+nb::object batch_row(const Going& one, const nb::type_object& type, const nb::tuple& nothing) {
+    const StepNames& name = names();
+    auto* made = reinterpret_cast<PyTypeObject*>(type.ptr());
+    const nb::object row = nb::steal(made->tp_new(made, nothing.ptr(), nullptr));
+    if (!row.is_valid()) throw nb::python_error();
+    const nb::handle state = one.state;
+    const int64_t sent = number(state, name.num_sent_pages), held = one.num_pages + one.more_pages;
+    put(row, name.row, nb::object(state.attr(name.row)));
+    put(row, name.request_id, nb::object(nb::object(state.attr(name.request)).attr(name.request_id)));
+    put(row, name.num_known, 1);
+    put(row, name.max_drafts, one.drafts);
+    put(row, name.samples, nb::handle(Py_True));
+    put(row, name.max_len, one.upper_len + one.drafts + 1);
+    put(row, name.num_kept_pages, sent);
+    const nb::object pages = state.attr(name.pages);
+    put(row, name.new_pages, sent < held ? nb::steal(PySequence_Tuple(nb::steal(PySequence_GetSlice(pages.ptr(), sent, held)).ptr())) : nb::object(nothing));
+    put(row, name.decodes, nb::handle(Py_True));
+    put(state, name.in_flight, number(state, name.in_flight) + 1);
+    put(state, name.in_flight_tokens, number(state, name.in_flight_tokens) + one.drafts + 1);
+    put(state, name.num_drafts, one.drafts);
+    if (sent != held) put(state, name.num_sent_pages, held);
+    return row;
+}
+
+// Schedule all rows that decode, each with at most `ks[row]` drafts; None, and nothing is done, if `free` pages do not suffice.
+// take(count): hands out pages. type: of a row of the batch.
+nb::object decode_rows(const nb::list& running, const nb::object& group, const nb::dict& ks, int64_t free, const nb::callable& take,
+                       const nb::type_object& type) {
+    const std::vector<Going> all = going_on(running, group, ks);
+    int64_t needed = 0;
+    for (const Going& one : all) needed += one.more_pages;
+    if (needed > free) return nb::none();
+    nb::list taken;
+    if (needed) taken = nb::cast<nb::list>(take(needed));
+    const nb::tuple nothing;
+    nb::list rows;
+    Py_ssize_t done = 0;
+    for (const Going& one : all) {
+        if (one.more_pages) {
+            const nb::object own = one.state.attr(names().pages), more = nb::steal(PyList_GetSlice(taken.ptr(), done, done + one.more_pages));
+            if (PyList_SetSlice(own.ptr(), one.num_pages, one.num_pages, more.ptr())) throw nb::python_error();
+            done += one.more_pages;
+        }
+        rows.append(batch_row(one, type, nothing));
+    }
+    return rows;
+}
+
+// True if an answer takes these tokens without being read: none may end it, and its first ones are told at once.
+bool only_grows(nb::handle checker, const nb::object& tokens, int64_t written, int64_t count) {
+    const StepNames& name = names();
+    if (!count || !written || written + count >= number(checker, name.most_tokens) || length(checker, name.unread)) return false;
+    const nb::object ending = checker.attr(name.ending_ids);
+    for (nb::handle token : tokens)
+        if (const int ends = PySet_Contains(ending.ptr(), token.ptr())) return ends < 0 ? throw nb::python_error() : false;
+    return true;
+}
+
+// Add to a counter of an object.
+void add(nb::handle to, const nb::object& name, int64_t more) { put(to, name, number(to, name) + more); }
+
+// What `take_in` leaves to Python.
+struct Left {
+    nb::list rows, filled, spare;  // indices of rows; (state, first page, end) of pages that filled; states with more pages than they need
+    int64_t passes = 0, tokens = 0;
+};
+
+void reveal(nb::handle r, nb::handle state, const nb::object& tokens, int64_t count, Left& left) {
+    const StepNames& name = names();
+    const int64_t in_flight = number(state, name.in_flight) - 1, computed = number(state, name.computed_len), now = computed + count;
+    put(state, name.in_flight, in_flight);
+    put(state, name.in_flight_tokens, number(state, name.in_flight_tokens) - number(r, name.max_drafts) - 1);
+    const nb::object known = state.attr(name.token_ids);
+    const auto end = static_cast<Py_ssize_t>(nb::len(known));
+    if (PyList_SetSlice(known.ptr(), end, end, tokens.ptr())) throw nb::python_error();
+    put(state, name.computed_len, now);
+    if (now / kPageTokens > computed / kPageTokens) left.filled.append(nb::make_tuple(state, computed / kPageTokens, now / kPageTokens));
+    if (!in_flight && pages_for(end + count) < length(state, name.pages)) left.spare.append(state);
+}
+
+// Take in the outcomes of rows that decoded without drafts and whose answers only grow; see `Verbs.commit`. gains: of the answers.
+// Returns (rows left to Python, pages that filled, states with spare pages, passes, tokens).
+nb::tuple take_in(const nb::tuple& rows, const nb::tuple& proposed, const nb::tuple& verdicts, nb::handle no_draft, const nb::dict& states,
+                  const nb::dict& responses, nb::list gains) {
+    const StepNames& name = names();
+    const size_t n = nb::len(rows);
+    require(nb::len(proposed) == n && nb::len(verdicts) == n, "every row has a draft and a verdict");
+    Left left;
+    for (size_t i = 0; i < n; ++i) {
+        const nb::handle r = rows[i], draft = proposed[i], verdict = verdicts[i];
+        const nb::object id = r.attr(name.request_id), tokens = verdict.attr(name.token_ids);
+        const nb::handle response = PyDict_GetItemWithError(responses.ptr(), id.ptr()), state = PyDict_GetItemWithError(states.ptr(), id.ptr());
+        const auto count = static_cast<int64_t>(nb::len(tokens));
+        if (response.is_valid() && state.is_valid() && draft.is(no_draft) && truth(r, name.decodes)) {
+            const nb::object checker = response.attr(name.checker);
+            const int64_t written = number(checker, name.num_tokens);
+            if (only_grows(checker, tokens, written, count)) {
+                put(checker, name.unread, tokens);
+                put(checker, name.num_tokens, written + count);
+                add(response, name.decode_passes, 1);
+                add(response, name.decoded_tokens, count);
+                reveal(r, state, tokens, count, left);
+                gains.append(nb::make_tuple(response, tokens, verdict));
+                ++left.passes, left.tokens += count;
+                continue;
+            }
+        }
+        left.rows.append(i);
+    }
+    return nb::make_tuple(left.rows, left.filled, left.spare, left.passes, left.tokens);
+}
+
+// What a device is told of a step's rows, [4, n], and the longest that one may become: see `DeviceRows.step_block`.
+nb::tuple step_block(const nb::tuple& rows, const nb::list& num_drafts) {
+    const StepNames& name = names();
+    const size_t n = nb::len(rows);
+    require(nb::len(num_drafts) == n, "every row has a number of drafts");
+    auto block = new_array<int64_t>(4 * n);
+    int64_t longest = 0;
+    for (size_t i = 0; i < n; ++i) {
+        const nb::handle r = rows[i];
+        block[i] = number(r, name.row), block[n + i] = number(r, name.num_known);
+        block[2 * n + i] = nb::cast<int64_t>(num_drafts[i]), block[3 * n + i] = truth(r, name.samples);
+        longest = std::max(longest, number(r, name.max_len));
+    }
+    return nb::make_tuple(returned(std::move(block), size_t{4}, n), longest);
+}
+
+// Append to rows what verdicts say they gained: see `Rows.commit`.
+void append_gains(const OutTable<int64_t>& token_ids, const OutArray<int64_t>& lengths, const OutArray<int64_t>& computed,
+                  const nb::tuple& rows, const nb::tuple& verdicts) {
+    const StepNames& name = names();
+    const size_t num_rows = token_ids.shape(0);
+    require(lengths.size() == num_rows && computed.size() == num_rows, "every row has a length");
+    require(nb::len(rows) == nb::len(verdicts), "every row has a verdict");
+    for (size_t i = 0; i < nb::len(rows); ++i) {
+        const nb::handle r = rows[i], verdict = verdicts[i];
+        const int64_t row = number(r, name.row);
+        const nb::object tokens = verdict.attr(name.token_ids);
+        const auto count = static_cast<int64_t>(nb::len(tokens));
+        require(0 <= row && static_cast<size_t>(row) < num_rows, "no such row");
+        int64_t& end = lengths.data()[row];
+        const auto room = static_cast<int64_t>(token_ids.shape(1));
+        require(0 <= end && end <= room && count <= room - end, "a row has no room for its new tokens");
+        const int64_t num_known = number(r, name.num_known);
+        require(0 <= num_known && num_known <= room && 0 <= computed.data()[row] && computed.data()[row] <= room, "more tokens are known than a row can have");
+        int64_t* to = token_ids.data() + row * token_ids.shape(1) + end;
+        for (int64_t k = 0; k < count; ++k) to[k] = nb::cast<int64_t>(tokens[k]);
+        end += count;
+        computed.data()[row] += num_known + std::max<int64_t>(0, count - 1);
+    }
+}
+
+}  // namespace
+
+void bind_step(nb::module_& m) {
+    m.def("decode_rows", &decode_rows, "running"_a, "group"_a.none(), "ks"_a, "free"_a, "take"_a, "type"_a);
+    m.def("take_in", &take_in, "rows"_a, "proposed"_a, "verdicts"_a, "no_draft"_a, "states"_a, "responses"_a, "gains"_a);
+    m.def("step_block", &step_block, "rows"_a, "num_drafts"_a);
+    m.def("append_gains", &append_gains, "token_ids"_a.noconvert(), "length"_a.noconvert(), "computed"_a.noconvert(), "rows"_a, "verdicts"_a);
+}
+
+}  // namespace paceline

@@ -1,0 +1,1 @@
+"""Clients of other people, unchanged, against the server."""
