@@ -13,6 +13,7 @@ from paceline import kernels
 from paceline.control.acceptance import RATES
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost, draft_tables
 from paceline.control.online_cost import CostRates, OnlineCost
+from paceline.core.nouns import BatchRow, RowVerdict
 from paceline.kernels import _ext
 
 if TYPE_CHECKING:
@@ -309,7 +310,13 @@ def _known() -> dict[str, Callable[[], Any]]:
             block,
             pages,
         ],
-        "append_tokens": lambda: [rows, np.zeros(4, np.int64), np.zeros(4, np.int64), [(1, 1, [3, 4])]],
+        "append_gains": lambda: [
+            rows,
+            np.zeros(4, np.int64),
+            np.zeros(4, np.int64),
+            (BatchRow(1, "a", 1, 1, True, 8),),
+            (RowVerdict([3, 4], 1),),
+        ],
         "zero_halves": lambda: [16, 8],
         "write_halves": lambda: [[_floats(4, 8)], [1], [2], _ids(0, 1, 2, 3), np.zeros((16, 8), np.uint16)],
         "read_halves": lambda: [

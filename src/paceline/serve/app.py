@@ -101,13 +101,8 @@ class AppState:
 class BodyRoute:
     """Route in plain ASGI that reads a JSON body off the event loop and answers with JSON."""
 
-<<<<<<< HEAD
-    def __init__(self, state: AppState, make_job: JobMaker, inline: bool = False) -> None:
-        """Take what reads a body; inline: short ones on the event loop."""
-=======
     def __init__(self, state: AppState, read: Callable[[bytes, Serving], object]) -> None:
         """Take what returns the response to a body, or raises `RequestError`."""
->>>>>>> routes
         self._state = state
         self._read = read
 
