@@ -21,6 +21,7 @@ from paceline import __version__
 from paceline.core.errors import EngineDied, PacelineError, QueueFull, RequestError
 from paceline.serve.api.auth import SALT, AuthMiddleware
 from paceline.serve.api.error_forms import error_response, why_not_here
+from paceline.serve.api.errors import ApiError, api_error_of, internal_error, shutting_down
 from paceline.serve.api.event_jobs import count_tokens, messages_job, responses_job
 from paceline.serve.api.keys import KeyRing, salted
 from paceline.serve.api.openai_format import to_json
