@@ -27,7 +27,7 @@ from paceline.serve.observe.access import RequestRecord
 from paceline.serve.observe.engine_log import line as doings_line
 from paceline.serve.observe.engine_log import tell_doings
 from paceline.serve.observe.recent import Recent
-from paceline.serve.operation import Operation
+from paceline.serve.operation import OperationOptions
 from paceline.serve.worker.messages import Snapshot
 from tests.serve.conftest import running
 
@@ -177,12 +177,12 @@ def test_files_of_tls_are_checked_before_anything_is_loaded(
         {"tls_cert": tmp_path, "tls_key": key},
     ):
         with pytest.raises(ConfigError, match="--tls-"):
-            Operation(**options)
+            OperationOptions(**options)
     locked = tmp_path / "locked.pem"
     asked = ["openssl", "rsa", "-aes256", "-passout", "pass:sesame", "-in", str(key), "-out", str(locked)]
     subprocess.run(asked, check=True, capture_output=True)
     with pytest.raises(ConfigError, match="encrypted"):
-        Operation(tls_cert=cert, tls_key=locked)
+        OperationOptions(tls_cert=cert, tls_key=locked)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_files_of_tls_are_checked_before_anything_is_loaded(
 )
 def test_options_that_say_nothing_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        Operation(**options)
+        OperationOptions(**options)
 
 
 # Keys ------------------------------------------------------------------------------------------------

@@ -19,14 +19,17 @@ CLEAR_LINE = "\r\x1b[2K"  # of a terminal, where another process may show a bar
 
 
 def configure(process: str = "") -> None:
-    """Set up the log of this process. process: its name; empty for the one that users start."""
+    """Set up the log of this process.
+
+    process: its name; empty for the one that users start.
+    """
     handler = _Stderr(process)
     handler.setFormatter(JsonLines(process) if os.environ.get(FORMAT) == "json" else _Text(process))
     logging.basicConfig(level=os.environ.get(LEVEL, "WARNING").upper(), handlers=[handler])
 
 
 class _Stderr(logging.Handler):
-    """Writes to what standard error is at the moment: a bar replaces it, to keep its own line."""
+    """Writes to what standard error is now: a bar replaces it."""
 
     def __init__(self, process: str) -> None:
         super().__init__()

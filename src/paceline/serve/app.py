@@ -35,7 +35,7 @@ from paceline.serve.observe.access import RequestLog, RequestRecord
 from paceline.serve.observe.live import LiveFeed
 from paceline.serve.observe.metrics import Metrics
 from paceline.serve.observe.page_files import PageMiddleware, load_page
-from paceline.serve.operation import Operation
+from paceline.serve.operation import OperationOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -57,7 +57,7 @@ T = TypeVar("T")
 PROMISES = {"coupled": "the same seed gives the same text, whatever the drafter, the batch and the cache"}
 OTHER_PROMISE = "answers follow the model's own distribution, whatever the drafter"
 MAX_OPEN = 1024  # answers that may be open at once
-OPERATION = Operation()
+OPERATION = OperationOptions()
 JOB_THREADS = 4  # of bodies that are read off the event loop
 LONG_BODY_BYTES = 16 << 10  # from this size on, a body is tokenised in a thread
 
@@ -296,7 +296,7 @@ def make_app(
     max_open: int = MAX_OPEN,
     local: bool = False,
     page: bool = True,
-    operation: Operation = OPERATION,
+    operation: OperationOptions = OPERATION,
 ) -> tuple[ASGIApp, AppState]:
     """Return the ASGI application over an engine, and its state.
 
@@ -313,7 +313,7 @@ def make_app(
 
 
 def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Let pages of these origins send requests from browsers; never with cookies."""
+    """Let pages of these origins send requests; never with cookies."""
     if not origins:
         return app
     return CORSMiddleware(

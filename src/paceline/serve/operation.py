@@ -23,8 +23,8 @@ _HOST = re.compile(r"[a-z0-9_.-]{1,253}|\[?[0-9a-f:.]{2,45}\]?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
-    """What operators set. Checked when made; raises `ConfigError`."""
+class OperationOptions:
+    """Options of operators. Checked when made; raises `ConfigError`."""
 
     access_log: bool = True  # a line for each request, and one on the engine's doings now and then
     cors_origins: tuple[str, ...] = ()  # of pages in browsers that may send requests; * for all
@@ -97,9 +97,9 @@ def add_operation_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def operation_of(args: Namespace) -> Operation:
+def operation_of(args: Namespace) -> OperationOptions:
     """Return what parsed flags ask for. Raises `ConfigError`."""
-    return Operation(
+    return OperationOptions(
         access_log=args.access_log,
         cors_origins=tuple(args.cors_origin or ()),
         allowed_hosts=tuple(host.lower() for host in args.allowed_host or ()),
@@ -111,6 +111,6 @@ def operation_of(args: Namespace) -> Operation:
 
 
 def configure_logs(args: Namespace) -> None:
-    """Set up the logs of this process and, by the environment, of those that it starts."""
+    """Set up the logs of this process and of those that it starts."""
     os.environ[logs.FORMAT] = args.log_format
     logs.configure()

@@ -36,7 +36,7 @@ from paceline.serve.connections import (
 from paceline.serve.observe.access import write_line
 from paceline.serve.observe.engine_log import tell_doings
 from paceline.serve.observe.traces import Traces
-from paceline.serve.operation import Operation, add_operation_arguments, configure_logs, operation_of
+from paceline.serve.operation import OperationOptions, add_operation_arguments, configure_logs, operation_of
 from paceline.serve.terminal.banner import LoadingBar, ServerFacts, show_choices, show_url
 from paceline.serve.tokenizer_cache import TokenizerCache
 from paceline.serve.worker.client import WATCHDOG_S, EngineClient
@@ -71,7 +71,7 @@ class HttpConfig:
     insecure: bool = False  # other machines may connect without a key
     drain_s: float = 30.0  # time for open requests to finish after SIGTERM
     max_open: int = MAX_OPEN  # answers that may be open at once
-    operation: Operation = field(default_factory=Operation)
+    operation: OperationOptions = field(default_factory=OperationOptions)
     served_names: tuple[str, ...] = ()  # of the model in requests and responses; empty: its own
     unknown_fields: str = "refuse"  # or "warn": unknown fields of bodies are ignored
     page: bool = True  # serve the page at /

@@ -45,7 +45,7 @@ def check_key(api_key: str) -> None:
 
 
 class AuthMiddleware:
-    """ASGI wrapper that asks for a key on every route but those that tell of health.
+    """ASGI wrapper that asks for a key on all routes but those of health.
 
     A key comes as `Authorization: Bearer KEY` or as `x-api-key: KEY`. With `local`, requests must name this
     machine or an allowed host in their Host header instead. A foreign web page may let its own domain resolve to
@@ -81,7 +81,10 @@ class AuthMiddleware:
         await error_response(scope["path"], refusal, headers)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
-        """Return why a request may not come in, None if it may; note its key's name and salt."""
+        """Return why a request may not come in, None if it may.
+
+        Notes the name and the salt of its key.
+        """
         if self._local and not _names_this_machine(_header(scope, b"host"), self._hosts):
             message = (
                 "this server answers only to localhost; for another name start it with --allowed-host NAME, "

@@ -1,4 +1,6 @@
-"""Keys of a file: one a line, hashed, each with a role and a salt for the prefix cache of its own.
+"""Keys of a file: hashed, each with a role and a cache salt of its own.
+
+One a line:
 
     NAME:HASH or NAME:HASH:ROLE
 
@@ -98,7 +100,7 @@ def _stored(text: str, where: str) -> StoredKey:
 
 
 class KeyRing:
-    """The keys that a server takes: one of a flag, and those of a file, which may be read again."""
+    """Keys that a server takes: one of a flag, and those of a file."""
 
     def __init__(self, api_key: str | None, path: Path | None) -> None:
         """Read the file. Raises `ConfigError`."""
@@ -121,7 +123,10 @@ class KeyRing:
             log.warning("read %d keys of %s", len(self._of_file), self._path)
 
     def find(self, given: bytes) -> StoredKey | None:
-        """Return the key that a request came with. Looks at all, so that time tells nothing."""
+        """Return the key that a request came with.
+
+        Looks at all, so that time tells nothing.
+        """
         known = self._of_file if self._single is None else (self._single, *self._of_file)
         key = given[:MAX_KEY_BYTES]
         fitting = [stored for stored in known if stored.fits(key)]

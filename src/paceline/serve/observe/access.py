@@ -1,4 +1,4 @@
-"""A record of every HTTP request: its id, its figures, and the line that is logged about it."""
+"""Record of every HTTP request: its id, its figures, and the line about it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ _BAD_REQUEST, _FAULT = 400, 500
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """One HTTP request, as logs and traces tell it. Holds no text of prompts or answers, and no keys."""
+    """One HTTP request, as logs and traces tell it.
+
+    Holds no text of prompts or answers, and no keys.
+    """
 
     method: str
     path: str
@@ -65,7 +68,7 @@ class RequestRecord:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What is known, by name; what is not is left out."""
+        """All that is known, by name."""
         found: dict[str, Any] = {
             "method": self.method,
             "path": self.path,
@@ -159,7 +162,7 @@ def write_line(record: RequestRecord) -> None:
 
 
 def _begun(scope: Scope) -> tuple[RequestRecord, bytes | None]:
-    """Return the record of a request, and the id that its client asked for, if it is a fitting one."""
+    """Return the record of a request, and its client's id if that is fitting."""
     headers = {name: bytes(value) for name, value in reversed(scope["headers"])}
     asked = headers.get(REQUEST_ID, b"")
     fitting = asked if _CLIENT_ID.fullmatch(asked) else None

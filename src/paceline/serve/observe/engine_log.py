@@ -19,7 +19,7 @@ EVERY_S = 10.0
 
 
 async def tell_doings(recent: Recent, every_s: float = EVERY_S) -> None:
-    """Log a line at intervals in which the engine worked, for as long as this runs."""
+    """Log a line after each interval in which the engine worked."""
     before = recent.newest
     while True:
         await asyncio.sleep(every_s)

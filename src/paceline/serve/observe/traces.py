@@ -29,7 +29,10 @@ _FAULT = 500
 
 
 def url_of_traces(endpoint: str) -> str:
-    """Return the URL that takes traces; an endpoint without a path gets OTLP's own. Raises `ConfigError`."""
+    """Return the URL that takes traces. Raises `ConfigError`.
+
+    An endpoint without a path gets OTLP's own.
+    """
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ConfigError(f"--otlp-endpoint must be like http://localhost:4318, not {endpoint[:128]!r}")

@@ -1,4 +1,4 @@
-"""`paceline key new NAME`: make a key, show it once, and the line that stores it."""
+"""`paceline key new NAME`: a key, shown once, and the line that stores it."""
 
 from __future__ import annotations
 
