@@ -132,6 +132,8 @@ K.Decoder(**(good | CHANGES))
         f"{MATRICES}K.time_products(K.ThreadPool(1), [m, None], 1, 1)",
         "resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29)); K.ThreadPool(1024)",
         "K.KVStore('i16', 1 << 24, 4, 2, 8)",
+        "K.RecycledTokens().learn([1, 2, 3], np.arange(3), 2**64 - 1, 5)",
+        "border._online().compiled.prices((4, 0, 64, 64), np.full(2, 2**62), 1, 1, 3)",
     ],
 )
 def test_what_ended_the_process_is_refused(code: str) -> None:
@@ -140,6 +142,7 @@ def test_what_ended_the_process_is_refused(code: str) -> None:
     lines = [
         "import resource, numpy as np",
         "from paceline import kernels as K",
+        "from tests.fuzz import border",
         "z = lambda *s: np.zeros(s, np.int64)",
         f"try: exec({code!r})",
         f"except {refused}: raise SystemExit(3)",
