@@ -14,6 +14,8 @@ using Work = std::tuple<int64_t, int64_t, int64_t, int64_t>;  // `PassWork`
 using StateTally = std::tuple<State, Tally>;
 using PriceTables = std::tuple<Prices, Prices, Prices>;
 
+constexpr int64_t kMaxLength = int64_t{1} << 48;  // of all rows together
+
 PassWork work_of(const Work& work) {
     const auto [tokens, unscored, kv_tokens, pairs] = work;
     require(0 <= tokens && tokens < int64_t{1} << 40, "a pass has more token rows than any machine can hold");
@@ -104,7 +106,11 @@ Returned<double, 2> prices(const CostTables& tables, const Work& base, const Ids
     require(paying <= lengths.size(), "more rows pay than there are");
     require(num_drafters <= tables.costs.drafters && depth <= kMaxDepth, "not all of these drafters and depths have a price");
     auto out = new_array<double>(num_drafters * (depth + 1));
-    const int64_t sum = std::accumulate(lengths.data(), lengths.data() + lengths.size(), int64_t{0});
+    int64_t sum = 0;
+    for (size_t i = 0; i < lengths.size(); ++i) {
+        require(0 <= lengths.data()[i] && lengths.data()[i] <= kMaxLength && sum <= kMaxLength, "rows are longer than any machine can hold");
+        sum += lengths.data()[i];
+    }
     tables.costs.prices(work_of(base), lengths.size(), sum, paying, num_drafters, depth, out.get());
     return returned(std::move(out), num_drafters, depth + 1);
 }

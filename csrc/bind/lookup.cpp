@@ -70,6 +70,7 @@ nb::list propose_continuations(const std::vector<const TextIndex*>& texts, const
 void learn(RecycledTokens& self, const std::vector<int64_t>& drafted, const Ids& chosen, size_t num_accepted, int64_t position) {
     require(chosen.size() == drafted.size(), "the target chooses after every token");
     require(0 <= position && position < kIdsEnd, "a position of a text lies between 0 and 2**31");
+    require(num_accepted <= drafted.size(), "more drafts were accepted than there are");
     for (size_t i = num_accepted + 1; i < drafted.size(); ++i)
         if (chosen(i) >= 0) self.learn(drafted[i - 1], drafted[i], chosen(i), position + static_cast<int64_t>(i));
 }

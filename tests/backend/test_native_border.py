@@ -96,6 +96,10 @@ def test_the_border_refuses_what_could_crash(field: str) -> None:
         run_pass(decoder, Packed(**fields), native("qwen3", "f32", head_dim=24).new_kv(2), [GREEDY])
 
 
+GAINS = """
+from types import SimpleNamespace as Some
+K.append_gains(z(4, 32), {}, {}, (Some(row=0, num_known={}),), (Some(token_ids=(1,)),))
+"""
 MATRICES = "m = K.pack(np.ones((32, 32), np.float32), 'int8')\n"
 DECODER = """
 from tests.fuzz import border
@@ -111,8 +115,8 @@ K.Decoder(**(good | CHANGES))
         "K.pack_spans(z(4, 32), z(4, 2), [(0, 0, 1, [])], [1], (2**64 - 1) // 3 + 1, z(64), z(1, 2))",
         "K.pack_spans(z(4, 32), z(4, 2), [(0, 2**63 - 1, 1, [])], [1], 1, z(5), z(1, 2))",
         "K.zero_halves(2**63 - 1, 1)",
-        "K.append_tokens(z(4, 32), np.full(4, 2**63 - 1), z(4), [(0, 0, [1])])",
-        "K.append_tokens(z(4, 32), z(4), z(4) + 1, [(0, 2**63 - 1, [1])])",
+        GAINS.format("np.full(4, 2**63 - 1)", "z(4)", 0),
+        GAINS.format("z(4)", "z(4) + 1", 2**63 - 1),
         "K.read_halves(np.zeros((16, 8), np.uint16), z(4, 2), [(0, 1, 2**63 - 1)], np.zeros((3, 8), np.float32))",
         DECODER.replace(
             "CHANGES", "{'layers': [(good['layers'][0][0] | {'attn_q': None}, good['layers'][0][1])]}"
@@ -128,6 +132,8 @@ K.Decoder(**(good | CHANGES))
         f"{MATRICES}K.time_products(K.ThreadPool(1), [m, None], 1, 1)",
         "resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29)); K.ThreadPool(1024)",
         "K.KVStore('i16', 1 << 24, 4, 2, 8)",
+        "K.RecycledTokens().learn([1, 2, 3], np.arange(3), 2**64 - 1, 5)",
+        "border._online().compiled.prices((4, 0, 64, 64), np.full(2, 2**62), 1, 1, 3)",
     ],
 )
 def test_what_ended_the_process_is_refused(code: str) -> None:
@@ -136,6 +142,7 @@ def test_what_ended_the_process_is_refused(code: str) -> None:
     lines = [
         "import resource, numpy as np",
         "from paceline import kernels as K",
+        "from tests.fuzz import border",
         "z = lambda *s: np.zeros(s, np.int64)",
         f"try: exec({code!r})",
         f"except {refused}: raise SystemExit(3)",

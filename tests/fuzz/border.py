@@ -75,7 +75,7 @@ def _array(draw: Draw) -> Any:
 def _spoil(flat: Any, draw: Draw) -> None:
     """Write an odd number somewhere, if it is one of the array's type."""
     if flat.size:
-        with contextlib.suppress(OverflowError, ValueError):
+        with contextlib.suppress(OverflowError, ValueError), np.errstate(all="ignore"):
             flat[draw.below(flat.size)] = draw.one(FLOATS if flat.dtype.kind == "f" else NUMBERS)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import traceback
 
 import pytest
 
@@ -24,9 +25,13 @@ def in_a_child(first: int, count: int) -> int:
     """Call the kernels with inputs of these seeds in a child; return how it ended."""
     child = os.fork()
     if child == 0:
-        for seed in range(first, first + count):
-            draw = random.Random(seed)
-            targets.run("border", changed(draw.choice(seeds("border")), draw))
+        try:
+            for seed in range(first, first + count):
+                draw = random.Random(seed)
+                targets.run("border", changed(draw.choice(seeds("border")), draw))
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
         os._exit(0)
     return os.waitpid(child, 0)[1]
 
