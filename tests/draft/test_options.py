@@ -6,13 +6,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, ModelNotFound
 from paceline.draft import shipped
 from paceline.draft.drafter import Vocabulary
 from paceline.draft.lookup.ngram import NgramConfig
 from paceline.draft.model.draft_model import DraftModelConfig
 from paceline.draft.model.id_map import difference
 from paceline.draft.registry import parse_drafters, parse_spec
+from paceline.engine.assembly.build import load
+from paceline.engine.assembly.config import EngineConfig
+from paceline.model.files.catalogue import BETTER, PACKAGED
+from paceline.model.files.pull import kept_file
 from tests.engine.same_text import PLAIN, make_engine
 from tests.tiny import tiny_tokenizer
 
@@ -76,3 +80,23 @@ def test_auto_has_the_head_that_ships_for_the_target(tmp_path: Path, monkeypatch
     assert names("auto", "this-target") == ["suffix", "grammar", "eagle3"]
     assert names("auto", "another") == names("auto", "") == ["suffix", "grammar"]
     assert names("auto:ngram", "this-target") == ["ngram"]
+
+
+def test_auto_drafts_with_the_catalogues_model_once_it_is_here(tmp_path, monkeypatch):
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    target = PACKAGED[BETTER]
+    assert "draft-model" not in {c.name for c in parse_drafters("auto", target.fingerprint).configs}
+    kept = kept_file(PACKAGED[target.draft])
+    kept.parent.mkdir()
+    kept.write_bytes(b"GGUF")
+    (found,) = [c for c in parse_drafters("auto", target.fingerprint).configs if c.name == "draft-model"]
+    assert found.model == target.draft
+    assert "draft-model" not in {c.name for c in parse_drafters("auto:ngram", target.fingerprint).configs}
+
+
+def test_a_drafter_that_is_not_there_is_told_before_the_target_is_read(tmp_path):
+    config = EngineConfig(model="shape:num_layers=1,hidden_size=64", draft="eagle3:model=/not/there,k=4")
+    seen = []
+    with pytest.raises(ModelNotFound, match="/not/there"):
+        load(config, lambda *progress: seen.append(progress))
+    assert seen == []

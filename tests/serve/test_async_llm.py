@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import signal
 from contextlib import aclosing
 from dataclasses import replace
@@ -13,6 +15,7 @@ import pytest
 
 from paceline import LLM, AsyncLLM, SamplingParams
 from paceline.core.errors import ConfigError, EngineDied, ModelNotFound, RequestError
+from paceline.core.params import Grammar
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -30,7 +33,7 @@ LONG = SamplingParams(max_tokens=8000, seed=1, ignore_eos=True)
 HI = [{"role": "user", "content": "hi"}]
 
 
-def asked(model: Path, work: Callable[[AsyncLLM], Awaitable[None]]) -> None:
+def run_over(model: Path, work: Callable[[AsyncLLM], Awaitable[None]]) -> None:
     """Run work over an `AsyncLLM`, and check that nothing stays open."""
 
     async def run() -> None:
@@ -62,7 +65,7 @@ def test_many_callers_get_the_texts_of_llm(model: Path) -> None:
         assert llm.default_params == SamplingParams(temperature=0.7, top_p=0.95)
         assert len((await llm.chat(HI)).token_ids) > 0
 
-    asked(model, work)
+    run_over(model, work)
 
 
 def test_a_stream_is_the_whole_answer_in_pieces_and_closing_it_cancels(model: Path) -> None:
@@ -81,7 +84,7 @@ def test_a_stream_is_the_whole_answer_in_pieces_and_closing_it_cancels(model: Pa
             await task
         assert (await llm.generate("the cat", SHORT)).text == whole.text
 
-    asked(model, work)
+    run_over(model, work)
 
 
 def test_errors_are_those_of_llm(model: Path, tmp_path: Path) -> None:
@@ -93,7 +96,7 @@ def test_errors_are_those_of_llm(model: Path, tmp_path: Path) -> None:
         with pytest.raises(RequestError, match="shorten either"):
             await llm.generate("a", replace(SHORT, max_tokens=8192))
 
-    asked(model, work)
+    run_over(model, work)
     with pytest.raises(ConfigError, match="did you mean 'draft'"):
         AsyncLLM(drafd="off")
 
@@ -105,6 +108,45 @@ def test_errors_are_those_of_llm(model: Path, tmp_path: Path) -> None:
         asyncio.run(lost())
     with pytest.raises(EngineDied, match="async with"):
         asyncio.run(AsyncLLM(str(model)).generate("a"))
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def test_tools_and_structure_are_those_of_llm(model: Path) -> None:
+    asked: dict[str, Any] = {"tools": [WEATHER], "tool_choice": "weather"}
+    params = replace(SHORT, max_tokens=200, seed=3)
+    formed = replace(params, grammar=Grammar.regex("(yes|no) [a-c]{3}"))
+    with LLM(str(model), **OPTIONS) as llm:
+        wanted = llm.chat(HI, params, **asked)
+        answer = llm.chat(HI, formed)
+    (call,) = wanted.choices[0].message.calls  # type: ignore[union-attr]
+    assert call.name == "weather"
+    assert json.loads(call.arguments)["city"] in ("Rome", "Oslo")
+    assert re.fullmatch("(yes|no) [a-c]{3}", answer.text)
+
+    async def work(llm: AsyncLLM) -> None:
+        assert (await llm.chat(HI, formed)).text == answer.text
+        called = (await llm.chat(HI, params, **asked)).choices[0]
+        assert called.text == wanted.text
+        assert [c.arguments for c in called.message.calls] == [call.arguments]  # type: ignore[union-attr]
+        with pytest.raises(RequestError, match="not among the tools"):
+            await llm.chat(HI, params, tools=[WEATHER], tool_choice="x")
+        with pytest.raises(RequestError):
+            await llm.chat(HI, replace(params, grammar=Grammar.regex("(")))
+
+    run_over(model, work)
 
 
 def test_an_engine_that_dies_fails_open_calls_and_comes_back(model: Path) -> None:
@@ -121,4 +163,4 @@ def test_an_engine_that_dies_fails_open_calls_and_comes_back(model: Path) -> Non
             await asyncio.sleep(0.1)
         assert (await llm.generate("the cat", SHORT)).text == before.text
 
-    asked(model, work)
+    run_over(model, work)

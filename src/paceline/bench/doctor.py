@@ -48,6 +48,7 @@ CATEGORIES = (  # of the built-in prompts; the two shortest of each are asked
 )
 PER_CATEGORY = 2
 MAX_TOKENS = 48  # of an answer
+QUICK_CATEGORIES, QUICK_TOKENS = ("writing", "coding", "summarization", "qa"), 24  # of --quick
 MIN_SPEEDUP = 1.05  # smaller gains are within the noise of a shared machine
 
 
@@ -56,6 +57,7 @@ MIN_SPEEDUP = 1.05  # smaller gains are within the noise of a shared machine
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the command's arguments."""
+    parser.add_argument("--quick", action="store_true", help="ask four short questions rather than twenty")
     parser.add_argument("--no-measure", action="store_true", help="check only, time nothing")
     add_engine_arguments(parser)
 
@@ -88,10 +90,11 @@ def run(args: Namespace) -> int:
         say("Verdict: it works; plain decoding, so there is no speculation to judge.")
         return 0
     del built  # frees its KV: the evaluation makes engines of its own
-    num_requests = 2 * len(CATEGORIES) * PER_CATEGORY
-    with progress("asking twenty prompts, with speculation and without") as update:
-        evaluation = evaluate_drafter(config, loaded, lambda done: update(done, num_requests))
-    _print_evaluation(evaluation)
+    categories, per_category, _ = QUICK if args.quick else WHOLE
+    num_prompts = len(categories) * per_category
+    with progress(f"asking {num_prompts} prompts, with speculation and without") as update:
+        evaluation = evaluate_drafter(config, loaded, lambda done: update(done, 2 * num_prompts), args.quick)
+    _print_evaluation(evaluation, num_prompts)
     return 0
 
 
@@ -106,14 +109,14 @@ def _print_cost(cost: PassTimes) -> None:
         )
 
 
-def _print_evaluation(evaluation: DrafterEvaluation) -> None:
+def _print_evaluation(evaluation: DrafterEvaluation, num_prompts: int) -> None:
     columns = ["prompts", "kept per pass", "% kept at 1, 2, ...", "ms a token, plain", "with drafts", "speed-up"]
     rows = []
     for part in (*evaluation.categories, evaluation.all):
         kept = " ".join(f"{100 * share:.0f}" for share in part.kept_per_position)
         times = [f"{part.plain_ms:.1f}", f"{part.ms:.1f}", f"{part.speedup:.2f}x"]
         rows.append([part.category, f"{part.kept_per_pass:.2f}", kept or "-", *times])
-    table("twenty prompts, greedy", columns, rows)
+    table(f"{num_prompts} prompts, greedy", columns, rows)
     say(evaluation.verdict())
 
 
@@ -289,25 +292,31 @@ class DrafterEvaluation:
         return f"Verdict: it works, but is not worth it on this machine: {figures}. Use --draft off."
 
 
-def evaluation_prompts() -> list[Prompt]:
-    """Return the two shortest built-in prompts of each of ten categories."""
+WHOLE = (CATEGORIES, PER_CATEGORY, MAX_TOKENS)
+QUICK = (QUICK_CATEGORIES, 1, QUICK_TOKENS)
+
+
+def evaluation_prompts(quick: bool = False) -> list[Prompt]:
+    """Return the two shortest built-in prompts of each of ten categories; quick: one of each of four."""
+    categories, per_category, _ = QUICK if quick else WHOLE
     by_category: dict[str, list[Prompt]] = defaultdict(list)
     for prompt in sorted(read_prompts(BUILTIN), key=lambda prompt: len(prompt.text)):
         by_category[prompt.category].append(prompt)
-    return [prompt for category in CATEGORIES for prompt in by_category[category][:PER_CATEGORY]]
+    return [prompt for category in categories for prompt in by_category[category][:per_category]]
 
 
 def evaluate_drafter(
-    config: EngineConfig, loaded: Loaded, on_progress: Callable[[int], None]
+    config: EngineConfig, loaded: Loaded, on_progress: Callable[[int], None], quick: bool = False
 ) -> DrafterEvaluation:
-    """Ask twenty prompts one at a time, greedily: plain decoding interleaved with the config's drafter."""
-    params = SamplingParams(temperature=0.0, min_tokens=2, max_tokens=MAX_TOKENS)  # TPOT needs two tokens
+    """Ask the prompts one at a time, greedily: plain decoding interleaved with the config's drafter."""
+    categories, _, max_tokens = QUICK if quick else WHOLE
+    params = SamplingParams(temperature=0.0, min_tokens=2, max_tokens=max_tokens)  # TPOT needs two tokens
     session = Session(drafts=(PLAIN, config.draft), concurrencies=(1,), params=params)
-    runs = run_here(config, loaded, session, evaluation_prompts(), on_progress)
+    runs = run_here(config, loaded, session, evaluation_prompts(quick), on_progress)
     both = [run.answers for run in runs]
     parts = [
         _speedup(category, *([a for a in answers if a.prompt.category == category] for answers in both))
-        for category in CATEGORIES
+        for category in categories
     ]
     return DrafterEvaluation(tuple(parts), _speedup("all", *both))
 

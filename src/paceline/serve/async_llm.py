@@ -144,6 +144,8 @@ class AsyncLLM(Asking):
     async def _deltas(self, requests: Sequence[Request]) -> AsyncGenerator[Delta, None]:
         """Submit one prompt's requests once the engine's queue has room for them, and yield what comes."""
         size = sum(len(request.prompt_ids) for request in requests)
+        if (grammar := requests[0].params.grammar) is not None:  # in a process with limits, as in the server
+            await asyncio.to_thread(self._tokenizers.check_grammar, grammar)
         await self._wait_for_room(size)
         try:
             answers = await self._running.submit(requests)

