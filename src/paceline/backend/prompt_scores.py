@@ -1,4 +1,4 @@
-"""Scores of prompts: what a chunk of prefill says of the tokens that follow its own.
+"""Scores of prompts, made from the logits of prefill.
 
 A chunk that scores wants the logits of all its tokens. They become log-probabilities at once and are dropped.
 """

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.tiny import END, tiny_raw_tokenizer
+
 if TYPE_CHECKING:
     from tests.serve.conftest import Server
 
@@ -45,14 +47,15 @@ def test_lm_eval_scores_and_generates(server: Server) -> None:
 
 
 def test_guidellm_runs_without_an_error(server: Server, tmp_path: Path) -> None:
-    command = [installed("guidellm", "guidellm"), "benchmark", "--target", server.url, "--model", "default"]
-    data = tmp_path / "prompts.jsonl"
+    data, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
     data.write_text("".join(json.dumps({"prompt": f"the {i}"}) + "\n" for i in range(8)))
-    command += ["--data", str(data), "--profile", "concurrent", "--rate", "2", "--max-requests", "6"]
-    command += ["--output-path", str(tmp_path), "--disable-console-interactive"]
+    command = [installed("guidellm", "guidellm"), "run", "--disable-console"]
+    command += ["--backend", f"kind=openai_http,target={server.url},model=default"]
+    command += ["--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=6"]
+    command += ["--data", f"kind=json_file,path={data}", "--output", f"kind=json,path={out}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    found = json.loads(next(tmp_path.glob("*.json")).read_text())
+    found = json.loads(out.read_text())
     totals = found["benchmarks"][0]["metrics"]["request_totals"]
     assert (totals["successful"], totals["errored"]) == (6, 0)
 
@@ -60,7 +63,19 @@ def test_guidellm_runs_without_an_error(server: Server, tmp_path: Path) -> None:
 def test_aiperf_runs_without_an_error(server: Server, tmp_path: Path) -> None:
     command = [installed("aiperf", "aiperf"), "profile", "--model", "default", "--url", server.url]
     command += ["--endpoint-type", "chat", "--streaming", "--concurrency", "2", "--request-count", "6"]
-    command += ["--tokenizer", "builtin", "--synthetic-input-tokens-mean", "8", "--osl", "8", "--ui", "none"]
+    transformers = pytest.importorskip("transformers")
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tiny_raw_tokenizer(), eos_token=END)
+    fast.save_pretrained(tmp_path / "tokenizer")
+    command += [
+        "--tokenizer",
+        str(tmp_path / "tokenizer"),
+        "--synthetic-input-tokens-mean",
+        "8",
+        "--osl",
+        "8",
+        "--ui",
+        "none",
+    ]
     command += ["--artifact-dir", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -52,7 +52,7 @@ _BOUNDS = dict(BOUNDS) | {
 }
 
 
-class Operation(NamedTuple):
+class RouteDoc(NamedTuple):
     """One route with one method."""
 
     path: str
@@ -67,27 +67,27 @@ class Operation(NamedTuple):
 
 
 OPERATIONS = (
-    Operation("/v1/chat/completions", "post", "Answer a conversation.", "ChatCompletion", ChatBody, True),
-    Operation("/v1/completions", "post", "Continue a text.", "Completion", CompletionBody, True),
-    Operation("/v1/responses", "post", "Answer, as OpenAI's Responses API.", "Response", ResponsesBody, True),
-    Operation("/v1/messages", "post", "Answer, as Anthropic's Messages API.", "Message", MessagesBody, True),
-    Operation("/v1/messages/count_tokens", "post", "Count a prompt's tokens.", "TokenCount", CountTokensBody),
-    Operation("/tokenize", "post", "Turn a text or a conversation into token ids.", "Tokens", TokenizeBody),
-    Operation("/detokenize", "post", "Turn token ids into text.", "Detokenized", DetokenizeBody),
-    Operation("/tokenizer_info", "get", "Tell special tokens and chat template.", "Object", statuses=(503,)),
-    Operation("/v1/models", "get", "List the model under its names.", "Models", statuses=(503,)),
-    Operation("/v1/models/{model}", "get", "Tell of the model.", "Model", statuses=(404, 503)),
-    Operation(
+    RouteDoc("/v1/chat/completions", "post", "Answer a conversation.", "ChatCompletion", ChatBody, True),
+    RouteDoc("/v1/completions", "post", "Continue a text.", "Completion", CompletionBody, True),
+    RouteDoc("/v1/responses", "post", "Answer, as OpenAI's Responses API.", "Response", ResponsesBody, True),
+    RouteDoc("/v1/messages", "post", "Answer, as Anthropic's Messages API.", "Message", MessagesBody, True),
+    RouteDoc("/v1/messages/count_tokens", "post", "Count a prompt's tokens.", "TokenCount", CountTokensBody),
+    RouteDoc("/tokenize", "post", "Turn a text or a conversation into token ids.", "Tokens", TokenizeBody),
+    RouteDoc("/detokenize", "post", "Turn token ids into text.", "Detokenized", DetokenizeBody),
+    RouteDoc("/tokenizer_info", "get", "Tell special tokens and chat template.", "Object", statuses=(503,)),
+    RouteDoc("/v1/models", "get", "List the model under its names.", "Models", statuses=(503,)),
+    RouteDoc("/v1/models/{model}", "get", "Tell of the model.", "Model", statuses=(404, 503)),
+    RouteDoc(
         "/v1/speculation/live", "get", "Watch the engine at work.", "Events", media=EVENTS, statuses=(429, 503)
     ),
-    Operation("/metrics", "get", "Metrics for Prometheus.", "Text", media=TEXT),
-    Operation("/version", "get", "Version of Paceline.", "Object"),
-    Operation("/openapi.json", "get", "This document.", "Object"),
-    Operation("/health", "get", "Ask if requests are served.", "Status", statuses=(503,), is_open=True),
-    Operation("/readyz", "get", "Ask if requests are served.", "Status", statuses=(503,), is_open=True),
-    Operation("/ping", "get", "Ask if requests are served.", "Status", statuses=(503,)),
-    Operation("/ping", "post", "Ask if requests are served.", "Status", statuses=(503,)),
-    Operation("/livez", "get", "Ask if the server lives.", "Status", is_open=True),
+    RouteDoc("/metrics", "get", "Metrics for Prometheus.", "Text", media=TEXT),
+    RouteDoc("/version", "get", "Version of Paceline.", "Object"),
+    RouteDoc("/openapi.json", "get", "This document.", "Object"),
+    RouteDoc("/health", "get", "Ask if requests are served.", "Status", statuses=(503,), is_open=True),
+    RouteDoc("/readyz", "get", "Ask if requests are served.", "Status", statuses=(503,), is_open=True),
+    RouteDoc("/ping", "get", "Ask if requests are served.", "Status", statuses=(503,)),
+    RouteDoc("/ping", "post", "Ask if requests are served.", "Status", statuses=(503,)),
+    RouteDoc("/livez", "get", "Ask if the server lives.", "Status", is_open=True),
 )
 
 
@@ -148,7 +148,7 @@ def document() -> Json:
     }
 
 
-def _operation(op: Operation) -> Json:
+def _operation(op: RouteDoc) -> Json:
     anthropic = op.path.startswith("/v1/messages")
     error = "AnthropicError" if anthropic else "Error"
     statuses = {*_ALWAYS, *op.statuses, *(_WITH_BODY if op.body else ())}
