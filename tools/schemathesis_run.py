@@ -11,27 +11,14 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-import tempfile
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import httpx
-from tests.serve.conftest import running, write_model
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from tools.tiny_server import tiny_server
 
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 NEVER_ENDS = "/v1/speculation/live"  # a stream for as long as the client stays
 SHORT = ("--max-len", "160")  # so that an answer without max_tokens ends soon
-
-
-@contextmanager
-def tiny_server() -> Iterator[str]:
-    """Serve the tiny model while the context lasts; give the URL."""
-    with tempfile.TemporaryDirectory() as folder, running(write_model(Path(folder)), *SHORT) as server:
-        yield server.url
 
 
 def attack(url: str, examples: int, seed: int, mode: str) -> int:
@@ -56,7 +43,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.url:
         return attack(args.url, args.examples, args.seed, args.mode)
-    with tiny_server() as url:
+    with tiny_server(*SHORT) as url:
         return attack(url, args.examples, args.seed, args.mode)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 import time
 from argparse import ArgumentParser
 from collections import Counter, defaultdict
@@ -102,7 +103,13 @@ class Run:
             llm.generate(prompts, params, done)
 
     def _write(self, file: TextIOWrapper, row: Row, temperature: float, with_grammar: bool, result: Row) -> None:
-        line = {"id": row["id"], "draft": self.draft, "temperature": temperature, "grammar": with_grammar, **result}
+        line = {
+            "id": row["id"],
+            "draft": self.draft,
+            "temperature": temperature,
+            "grammar": with_grammar,
+            **result,
+        }
         file.write(json.dumps(line) + "\n")
         file.flush()
 
@@ -156,6 +163,11 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
         )
 
 
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
 def main() -> None:
     """Run and print."""
     parser = ArgumentParser(description=__doc__)
@@ -174,9 +186,9 @@ def main() -> None:
         Run(options.out, draft, options.model, options.max_tokens).run(
             schemas, options.temperatures, beside=options.beside
         )
-        print(f"{draft}: {time.monotonic() - start:.0f} s", flush=True)
+        _say(f"{draft}: {time.monotonic() - start:.0f} s")
     for line in summary(list(read_rows(options.out))):
-        print(line)
+        _say(line)
 
 
 if __name__ == "__main__":

@@ -67,6 +67,12 @@ T named(std::string_view name, std::initializer_list<std::pair<std::string_view,
     throw std::invalid_argument(message + (", not " + std::string(name)));
 }
 
+// True if a run of numbers lies within the first `size`.
+inline bool within(int64_t start, int64_t count, size_t size) {
+    const auto end = static_cast<int64_t>(std::min<size_t>(size, INT64_MAX));
+    return 0 <= start && start <= end && 0 <= count && count <= end - start;
+}
+
 // A Python string for attribute look-ups.
 inline nb::object attribute(const char* name) { return nb::steal(PyUnicode_InternFromString(name)); }
 

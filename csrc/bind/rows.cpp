@@ -12,12 +12,6 @@
 namespace paceline {
 namespace {
 
-// True if a run of numbers lies within the first `size`.
-bool within(int64_t start, int64_t count, size_t size) {
-    const auto end = static_cast<int64_t>(std::min<size_t>(size, INT64_MAX));
-    return 0 <= start && start <= end && 0 <= count && count <= end - start;
-}
-
 // The slot of a position in a row's pages. A page may be any number: slots are checked where they are used.
 int64_t slot_at(const int64_t* pages, int64_t position) {
     const auto page = static_cast<uint64_t>(pages[position / kPageTokens]);

@@ -4,22 +4,72 @@
 #include <vector>
 
 #include "bind/arrays.h"
+#include <structmember.h>
 
 namespace paceline {
 namespace {
 
+// An attribute. Of classes with slots it is read where it lies in an object, which takes a tenth of looking it up.
+class Attribute {
+  public:
+    Attribute(const char* name) : name_(attribute(name)) {}
+
+    nb::object get(nb::handle of) const {
+        PyObject** at = place(of);
+        return at && *at ? nb::borrow(*at) : nb::object(of.attr(name_));
+    }
+
+    void set(nb::handle to, nb::handle value) const {
+        PyObject** at = place(to);
+        if (!at) {
+            if (PyObject_SetAttr(to.ptr(), name_.ptr(), value.ptr())) throw nb::python_error();
+            return;
+        }
+        PyObject* old = *at;
+        *at = value.inc_ref().ptr();
+        Py_XDECREF(old);
+    }
+
+  private:
+    struct Place {
+        nb::object type;
+        Py_ssize_t offset;  // 0: not a slot
+    };
+
+    PyObject** place(nb::handle of) const {
+        const nb::handle type = reinterpret_cast<PyObject*>(Py_TYPE(of.ptr()));
+        for (const Place& known : known_)
+            if (known.type.is(type)) return at(of, known.offset);
+        const Py_ssize_t offset = offset_in(type);
+        if (known_.size() < kMaxTypes) known_.push_back({nb::borrow(type), offset});
+        return at(of, offset);
+    }
+
+    Py_ssize_t offset_in(nb::handle type) const {
+        if (reinterpret_cast<PyTypeObject*>(type.ptr())->tp_getattro != PyObject_GenericGetAttr) return 0;
+        const nb::object slot = nb::getattr(type, name_, nb::none());
+        if (!Py_IS_TYPE(slot.ptr(), &PyMemberDescr_Type)) return 0;
+        const PyMemberDef* member = reinterpret_cast<PyMemberDescrObject*>(slot.ptr())->d_member;
+        return member->type == T_OBJECT_EX && !(member->flags & READONLY) ? member->offset : 0;
+    }
+
+    static PyObject** at(nb::handle of, Py_ssize_t offset) {
+        return offset ? reinterpret_cast<PyObject**>(reinterpret_cast<char*>(of.ptr()) + offset) : nullptr;
+    }
+
+    static constexpr size_t kMaxTypes = 64;  // they are kept for good
+    nb::object name_;
+    mutable std::vector<Place> known_;
+};
+
 struct StepNames {
-    nb::object row = attribute("row"), request_id = attribute("request_id"), num_known = attribute("num_known"),
-               max_drafts = attribute("max_drafts"), samples = attribute("samples"), max_len = attribute("max_len"),
-               num_kept_pages = attribute("num_kept_pages"), new_pages = attribute("new_pages"), decodes = attribute("decodes"),
-               request = attribute("request"), token_ids = attribute("token_ids"), num_drafts = attribute("num_drafts"),
-               group = attribute("group"), pages = attribute("pages"), num_sent_pages = attribute("num_sent_pages"),
-               decoding = attribute("decoding"), computed_len = attribute("computed_len"), in_flight = attribute("in_flight"),
-               in_flight_tokens = attribute("in_flight_tokens"), waits = attribute("waits"), ended = attribute("ended"),
-               answer_end = attribute("answer_end"), checker = attribute("checker"), unread = attribute("_unread"),
-               num_tokens = attribute("num_tokens"), most_tokens = attribute("most_tokens"), ending_ids = attribute("_ending_ids"),
-               num_accepted = attribute("num_accepted"), decode_passes = attribute("decode_passes"),
-               decoded_tokens = attribute("decoded_tokens");
+    Attribute row{"row"}, request_id{"request_id"}, num_known{"num_known"}, max_drafts{"max_drafts"}, samples{"samples"},
+        max_len{"max_len"}, num_kept_pages{"num_kept_pages"}, new_pages{"new_pages"}, decodes{"decodes"}, request{"request"},
+        token_ids{"token_ids"}, num_drafts{"num_drafts"}, group{"group"}, pages{"pages"}, num_sent_pages{"num_sent_pages"},
+        decoding{"decoding"}, computed_len{"computed_len"}, in_flight{"in_flight"}, in_flight_tokens{"in_flight_tokens"},
+        waits{"waits"}, ended{"ended"}, answer_end{"answer_end"}, checker{"checker"}, num_tokens{"num_tokens"},
+        most_tokens{"most_tokens"}, num_accepted{"num_accepted"}, decode_passes{"decode_passes"}, decoded_tokens{"decoded_tokens"},
+        unread{"_unread"}, ending_ids{"_ending_ids"};
 };
 
 const StepNames& names() {
@@ -27,21 +77,22 @@ const StepNames& names() {
     return *all;
 }
 
-// A number of an object, truth values included.
-int64_t number(nb::handle of, const nb::object& name) { return nb::cast<int64_t>(nb::object(of.attr(name))); }
-
-bool truth(nb::handle of, const nb::object& name) { return nb::object(of.attr(name)).is(nb::handle(Py_True)); }
-
-int64_t length(nb::handle of, const nb::object& name) { return static_cast<int64_t>(nb::len(nb::object(of.attr(name)))); }
-
-void put(nb::handle to, const nb::object& name, int64_t value) {
-    const nb::object number = nb::int_(value);
-    if (PyObject_SetAttr(to.ptr(), name.ptr(), number.ptr())) throw nb::python_error();
+// A count or an index of an object.
+int64_t number(nb::handle of, const Attribute& name) {
+    const auto found = nb::cast<int64_t>(name.get(of));
+    require(within(0, found, kMaxIds), "a number of a row is out of range");
+    return found;
 }
 
-void put(nb::handle to, const nb::object& name, nb::handle value) {
-    if (PyObject_SetAttr(to.ptr(), name.ptr(), value.ptr())) throw nb::python_error();
+bool truth(nb::handle of, const Attribute& name) { return name.get(of).is(nb::handle(Py_True)); }
+
+int64_t length(nb::handle of, const Attribute& name) { return static_cast<int64_t>(nb::len(name.get(of))); }
+
+void put(nb::handle to, const Attribute& name, int64_t value) {
+    name.set(to, nb::int_(value));
 }
+
+void put(nb::handle to, const Attribute& name, nb::handle value) { name.set(to, value); }
 
 int64_t pages_for(int64_t tokens) { return (tokens + kPageTokens - 1) / kPageTokens; }
 
@@ -58,12 +109,12 @@ std::vector<Going> going_on(const nb::list& running, const nb::object& group, co
         if (!truth(state, name.decoding) || truth(state, name.ended)) continue;
         const int64_t in_flight = number(state, name.in_flight), more = number(state, name.in_flight_tokens);
         if (in_flight && truth(state, name.waits)) continue;
-        if (!group.is_none() && !nb::object(state.attr(name.group)).equal(group)) continue;
+        if (!group.is_none() && !name.group.get(state).equal(group)) continue;
         const int64_t known = length(state, name.token_ids), left = number(state, name.answer_end) - known - std::min(in_flight, more);
         if (left <= 0) continue;
         int64_t drafts = 0;
         if (nb::len(ks)) {
-            const nb::object row = state.attr(name.row);
+            const nb::object row = name.row.get(state);
             if (ks.contains(row)) drafts = std::max<int64_t>(0, std::min(nb::cast<int64_t>(ks[row]), left - 1));
         }
         const int64_t num_pages = length(state, name.pages), need = pages_for(known + more + drafts) - num_pages;
@@ -75,18 +126,19 @@ std::vector<Going> going_on(const nb::list& running, const nb::object& group, co
 nb::object batch_row(const Going& one, const nb::type_object& type, const nb::tuple& nothing) {
     const StepNames& name = names();
     auto* made = reinterpret_cast<PyTypeObject*>(type.ptr());
+    require(made->tp_new, "nothing can be made of this type");
     const nb::object row = nb::steal(made->tp_new(made, nothing.ptr(), nullptr));
     if (!row.is_valid()) throw nb::python_error();
     const nb::handle state = one.state;
     const int64_t sent = number(state, name.num_sent_pages), held = one.num_pages + one.more_pages;
-    put(row, name.row, nb::object(state.attr(name.row)));
-    put(row, name.request_id, nb::object(nb::object(state.attr(name.request)).attr(name.request_id)));
+    put(row, name.row, name.row.get(state));
+    put(row, name.request_id, name.request_id.get(name.request.get(state)));
     put(row, name.num_known, 1);
     put(row, name.max_drafts, one.drafts);
     put(row, name.samples, nb::handle(Py_True));
     put(row, name.max_len, one.upper_len + one.drafts + 1);
     put(row, name.num_kept_pages, sent);
-    const nb::object pages = state.attr(name.pages);
+    const nb::object pages = name.pages.get(state);
     put(row, name.new_pages, sent < held ? nb::steal(PySequence_Tuple(nb::steal(PySequence_GetSlice(pages.ptr(), sent, held)).ptr())) : nb::object(nothing));
     put(row, name.decodes, nb::handle(Py_True));
     put(state, name.in_flight, number(state, name.in_flight) + 1);
@@ -111,7 +163,8 @@ nb::object decode_rows(const nb::list& running, const nb::object& group, const n
     Py_ssize_t done = 0;
     for (const Going& one : all) {
         if (one.more_pages) {
-            const nb::object own = one.state.attr(names().pages), more = nb::steal(PyList_GetSlice(taken.ptr(), done, done + one.more_pages));
+            const auto own = nb::cast<nb::list>(names().pages.get(one.state));
+            const nb::object more = nb::steal(PyList_GetSlice(taken.ptr(), done, done + one.more_pages));
             if (PyList_SetSlice(own.ptr(), one.num_pages, one.num_pages, more.ptr())) throw nb::python_error();
             done += one.more_pages;
         }
@@ -124,14 +177,14 @@ nb::object decode_rows(const nb::list& running, const nb::object& group, const n
 bool only_grows(nb::handle checker, const nb::object& tokens, int64_t written, int64_t count) {
     const StepNames& name = names();
     if (!count || !written || written + count >= number(checker, name.most_tokens) || length(checker, name.unread)) return false;
-    const nb::object ending = checker.attr(name.ending_ids);
+    const nb::object ending = name.ending_ids.get(checker);
     for (nb::handle token : tokens)
-        if (const int ends = PySet_Contains(ending.ptr(), token.ptr())) return ends < 0 ? throw nb::python_error() : false;
+        if (const int ends = PySequence_Contains(ending.ptr(), token.ptr())) return ends < 0 ? throw nb::python_error() : false;
     return true;
 }
 
 // Add to a counter of an object.
-void add(nb::handle to, const nb::object& name, int64_t more) { put(to, name, number(to, name) + more); }
+void add(nb::handle to, const Attribute& name, int64_t more) { put(to, name, number(to, name) + more); }
 
 // What `take_in` leaves to Python.
 struct Left {
@@ -144,7 +197,7 @@ void reveal(nb::handle r, nb::handle state, const nb::object& tokens, int64_t co
     const int64_t in_flight = number(state, name.in_flight) - 1, computed = number(state, name.computed_len), now = computed + count;
     put(state, name.in_flight, in_flight);
     put(state, name.in_flight_tokens, number(state, name.in_flight_tokens) - number(r, name.max_drafts) - 1);
-    const nb::object known = state.attr(name.token_ids);
+    const auto known = nb::cast<nb::list>(name.token_ids.get(state));
     const auto end = static_cast<Py_ssize_t>(nb::len(known));
     if (PyList_SetSlice(known.ptr(), end, end, tokens.ptr())) throw nb::python_error();
     put(state, name.computed_len, now);
@@ -162,11 +215,12 @@ nb::tuple take_in(const nb::tuple& rows, const nb::tuple& proposed, const nb::tu
     Left left;
     for (size_t i = 0; i < n; ++i) {
         const nb::handle r = rows[i], draft = proposed[i], verdict = verdicts[i];
-        const nb::object id = r.attr(name.request_id), tokens = verdict.attr(name.token_ids);
+        const nb::object id = name.request_id.get(r), tokens = name.token_ids.get(verdict);
         const nb::handle response = PyDict_GetItemWithError(responses.ptr(), id.ptr()), state = PyDict_GetItemWithError(states.ptr(), id.ptr());
+        if (PyErr_Occurred()) throw nb::python_error();
         const auto count = static_cast<int64_t>(nb::len(tokens));
         if (response.is_valid() && state.is_valid() && draft.is(no_draft) && truth(r, name.decodes)) {
-            const nb::object checker = response.attr(name.checker);
+            const nb::object checker = name.checker.get(response);
             const int64_t written = number(checker, name.num_tokens);
             if (only_grows(checker, tokens, written, count)) {
                 put(checker, name.unread, tokens);
@@ -209,19 +263,17 @@ void append_gains(const OutTable<int64_t>& token_ids, const OutArray<int64_t>& l
     require(nb::len(rows) == nb::len(verdicts), "every row has a verdict");
     for (size_t i = 0; i < nb::len(rows); ++i) {
         const nb::handle r = rows[i], verdict = verdicts[i];
-        const int64_t row = number(r, name.row);
-        const nb::object tokens = verdict.attr(name.token_ids);
+        const int64_t row = number(r, name.row), known = number(r, name.num_known);
+        const nb::object tokens = name.token_ids.get(verdict);
         const auto count = static_cast<int64_t>(nb::len(tokens));
         require(0 <= row && static_cast<size_t>(row) < num_rows, "no such row");
         int64_t& end = lengths.data()[row];
-        const auto room = static_cast<int64_t>(token_ids.shape(1));
-        require(0 <= end && end <= room && count <= room - end, "a row has no room for its new tokens");
-        const int64_t num_known = number(r, name.num_known);
-        require(0 <= num_known && num_known <= room && 0 <= computed.data()[row] && computed.data()[row] <= room, "more tokens are known than a row can have");
+        require(within(end, count, token_ids.shape(1)), "a row has no room for its new tokens");
+        require(within(computed.data()[row], known, kMaxIds), "more tokens are known than a row can have");
         int64_t* to = token_ids.data() + row * token_ids.shape(1) + end;
         for (int64_t k = 0; k < count; ++k) to[k] = nb::cast<int64_t>(tokens[k]);
         end += count;
-        computed.data()[row] += num_known + std::max<int64_t>(0, count - 1);
+        computed.data()[row] += known + std::max<int64_t>(0, count - 1);
     }
 }
 

@@ -92,7 +92,9 @@ void Sampler<T>::forbid(const uint32_t* allowed) {
             const uint32_t bits = allowed[start / kWord];
             if (bits == ~uint32_t{0}) continue;
             changed = true;
-            for (size_t i = 0; i < kWord; ++i) z_[start + i] = bits >> i & 1 ? z_[start + i] : -limit();
+            if (!bits) std::fill_n(z_.begin() + static_cast<ptrdiff_t>(start), kWord, -limit());
+            else
+                for (size_t i = 0; i < kWord; ++i) z_[start + i] = bits >> i & 1 ? z_[start + i] : -limit();
         }
         if (changed) maxima_[b] = maximum(&z_[b * kBlock], kBlock);
     }

@@ -19,7 +19,7 @@ VERBS = ["plan", "admit", "propose", "score", "judge", "commit"]
 
 
 class Spy:
-    """Notes which verbs are called in which order, `flush` and the wait for the pass among them."""
+    """Notes which verbs are called in which order, `mask`, `flush` and the wait for the pass among them."""
 
     def __init__(self, inner: Any, seen: list[str]) -> None:
         self._inner, self._seen = inner, seen
@@ -42,7 +42,7 @@ def test_a_step_is_six_verbs_and_outcomes_are_made_between_launch_and_wait() -> 
     engine.add(asked("a", 9))
     SerialLoop().step(Spy(engine, seen))
     assert [name for name in seen if name in VERBS] == VERBS
-    assert seen == ["plan", "admit", "propose", "score", "flush", "wait", "judge", "commit"]
+    assert seen == ["plan", "admit", "propose", "score", "mask", "flush", "wait", "judge", "commit"]
 
 
 def test_a_step_without_rows_ends_after_admit_and_is_not_counted() -> None:

@@ -209,4 +209,4 @@ def test_other_laws_keep_the_grammar_too(law: str) -> None:
         params = SamplingParams(temperature=1.0, max_tokens=80, grammar=grammar)
         requests = [Request(f"{i}", (40, 41, 40), params, seed=i) for i in range(3)]
         answers = run(make_engine(draft, PLAIN, law), requests)
-        assert_fit(answers, {name: check for name in answers})
+        assert_fit(answers, dict.fromkeys(answers, check))

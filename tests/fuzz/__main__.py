@@ -38,8 +38,9 @@ def guided(name: str, minutes: float, corpus: Path) -> int:
         from tests.fuzz.seeds import seeds
     corpus.mkdir(parents=True, exist_ok=True)
     for number, data in enumerate(seeds(name)):
+        targets.run(name, data)  # what is imported late takes long, which the fuzzer would call a hang
         (corpus / f"seed-{number}").write_bytes(data)
-    flags = [f"-max_total_time={int(minutes * 60)}", "-max_len=200000", "-timeout=60", "-rss_limit_mb=4096"]
+    flags = [f"-max_total_time={int(minutes * 60)}", "-max_len=200000", "-timeout=120", "-rss_limit_mb=4096"]
     flags += ["-print_final_stats=1", "-close_fd_mask=0", f"-artifact_prefix={corpus.parent}/{name}-"]
     atheris.Setup([sys.argv[0], str(corpus), *flags], lambda data: targets.run(name, data))
     atheris.Fuzz()

@@ -13,7 +13,7 @@ from paceline import kernels
 from paceline.control.acceptance import RATES
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost, draft_tables
 from paceline.control.online_cost import CostRates, OnlineCost
-from paceline.core.nouns import BatchRow, RowVerdict
+from paceline.core.nouns import NO_DRAFT, BatchRow, RowVerdict
 from paceline.kernels import _ext
 
 if TYPE_CHECKING:
@@ -49,6 +49,10 @@ class Draw:
     def spent(self) -> bool:
         """True if no bytes are left."""
         return self._at >= len(self._data)
+
+
+def _row() -> BatchRow:
+    return BatchRow(1, "1", 1, 2, samples=True, max_len=9, decodes=True)
 
 
 def _array(draw: Draw) -> Any:
@@ -314,9 +318,12 @@ def _known() -> dict[str, Callable[[], Any]]:
             rows,
             np.zeros(4, np.int64),
             np.zeros(4, np.int64),
-            (BatchRow(1, "a", 1, 1, True, 8),),
-            (RowVerdict([3, 4], 1),),
+            (_row(),),
+            (RowVerdict([3, 4]),),
         ],
+        "step_block": lambda: [(_row(),), [2]],
+        "take_in": lambda: [(_row(),), (NO_DRAFT,), (RowVerdict([3, 4]),), NO_DRAFT, {}, {}, []],
+        "decode_rows": lambda: [[], None, {0: 2}, 4, lambda count: [*range(count)], BatchRow],
         "zero_halves": lambda: [16, 8],
         "write_halves": lambda: [[_floats(4, 8)], [1], [2], _ids(0, 1, 2, 3), np.zeros((16, 8), np.uint16)],
         "read_halves": lambda: [

@@ -7,12 +7,15 @@ import random
 from typing import Any
 
 import jsonschema
+import msgspec
 import numpy as np
 import pytest
 
 from paceline.core.errors import RequestError
+from paceline.core.nouns import Request
 from paceline.core.params import Grammar, SamplingParams
 from paceline.core.sampling import allowed_by
+from paceline.engine import wire
 from paceline.model.grammar import Grammars, check
 from paceline.model.json_schema import supported
 from tests.tiny import tiny_tokenizer
@@ -166,3 +169,9 @@ def test_grammars_are_bounded_frozen_and_small_to_make() -> None:
         SamplingParams(grammar=Grammar.regex("a"), ignore_eos=True)
     assert json.loads(Grammar.json_object().text) == {"type": "object"}
     assert len({Grammar.regex("a"), Grammar.regex("a"), Grammar.lark("start: /a/")}) == 2
+
+
+def test_a_grammar_travels_between_processes() -> None:
+    request = Request("a", (1, 2), SamplingParams(grammar=Grammar.regex("a+")), seed=3)
+    message = msgspec.msgpack.decode(wire.encode(wire.Submit.of(request)), type=wire.Submit)
+    assert message.request().params == request.params

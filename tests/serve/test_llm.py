@@ -327,7 +327,7 @@ def test_chat_calls_tools_and_reads_its_answer(llm: LLM) -> None:
     schema = {"type": "object", "properties": {"warm": {"type": "boolean"}}, "required": ["warm"]}
     tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
     params = SamplingParams(max_tokens=200, seed=1)
-    messages = [{"role": "user", "content": "hi"}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
     asked = {"tools": [tool], "tool_choice": "weather"}
     completion = llm.chat(messages, params, **asked)
     assert completion.message is not None
@@ -336,7 +336,8 @@ def test_chat_calls_tools_and_reads_its_answer(llm: LLM) -> None:
     history = {"role": "assistant", "content": None, "tool_calls": [
         {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
     ]}  # fmt: skip
-    again = llm.chat([*messages, history, {"role": "tool", "content": "ok"}], params, tools=[tool], tool_choice="none")
+    messages += [history, {"role": "tool", "content": "ok"}]
+    again = llm.chat(messages, params, tools=[tool], tool_choice="none")
     assert again.message is not None
     assert (again.message.content, again.message.calls) == (again.text, ())
     with pytest.raises(RequestError, match="not among the tools"):

@@ -307,11 +307,13 @@ def test_the_engine_s_doings_are_told_while_it_works(caplog: pytest.LogCaptureFi
     gauges = Gauges(2, 1, 0, 100, 37, 1, 0)
 
     async def work() -> None:
-        telling = asyncio.create_task(tell_doings(recent, every_s=0.3))
         recent.take(Snapshot(Stats(), gauges))
-        await asyncio.sleep(0.01)
+        telling = asyncio.create_task(tell_doings(recent, every_s=0.01))
+        await asyncio.sleep(0.02)
         recent.take(Snapshot(stats, gauges))
-        await asyncio.sleep(0.5)
+        while not caplog.records:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
         telling.cancel()
 
     with caplog.at_level("INFO", "paceline.doings"):

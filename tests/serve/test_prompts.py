@@ -10,7 +10,7 @@ from paceline.core.errors import PromptTooLong, RequestError
 from paceline.core.params import MAX_SEED, SamplingParams
 from paceline.model.template import ChatTemplate, TemplateSource
 from paceline.model.tokenizer import Tokenizer
-from paceline.serve.api.parse import completion_job
+from paceline.serve.api.parse import Serving, completion_job
 from paceline.serve.prompts import Prompts, seed_of
 from tests.serve.conftest import TEMPLATE
 from tests.tiny import tiny_raw_tokenizer, tiny_tokenizer
@@ -53,8 +53,9 @@ def test_a_drawn_seed_survives_doubles_and_an_asked_one_is_kept() -> None:
 def test_a_bad_prompt_among_several_is_found_before_the_engine_has_any(body: bytes, what: str) -> None:
     prompts = Prompts(tiny_tokenizer(), None, MAX_LEN, 320)
     with pytest.raises(RequestError, match=what):
-        completion_job(body, prompts, "tiny", 0.0)
-    assert len(completion_job(b'{"prompt": [[65], [319]], "max_tokens": 15}', prompts, "tiny", 0.0).requests) == 2
+        completion_job(body, Serving(prompts, ("tiny",)), 0.0)
+    good = b'{"prompt": [[65], [319]], "max_tokens": 15}'
+    assert len(completion_job(good, Serving(prompts, ("tiny",)), 0.0).requests) == 2
 
 
 def chat_prompts() -> Prompts:

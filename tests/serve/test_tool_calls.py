@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 from tokenizers import AddedToken
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, RequestError
 from paceline.core.params import Grammar
 from paceline.model import grammar as grammars
 from paceline.model.tokenizer import Tokenizer
@@ -121,6 +121,7 @@ GOLDEN = [
         '```json\n{"name": "Ann", "arguments": 1}\n```',
         ("", '```json\n{"name": "Ann", "arguments": 1}\n```', []),
     ),
+    ("hermes", f"{{{WEATHER_JSON}}}\n```json\n{{{NOW_JSON}}}\n```", ("", "", [ROME, NOW])),
     ("hermes", "x[0] ``y`` {", ("", "x[0] ``y`` {", [])),
     ("json", WEATHER_JSON, ("", "", [ROME])),
     ("json", f"[{WEATHER_JSON}]", ("", "", [ROME])),
@@ -265,6 +266,14 @@ def test_a_strict_function_keeps_its_whole_schema_or_is_refused() -> None:
                 grammars.check(grammar, PLAIN)
         else:
             grammars.check(grammar, PLAIN)
+
+
+def test_schemas_that_are_too_long_together_are_refused_by_the_field_tools() -> None:
+    long = {"type": "object", "properties": {"a": {"enum": ["x" * 3000]}}}
+    tools = tuple(Tool(f"f{i}", None, long) for i in range(64))
+    with pytest.raises(RequestError, match="too long") as caught:
+        forms_of("hermes", PLAIN).grammar(ToolUse(tools), None, opened=False)
+    assert caught.value.param == "tools"
 
 
 def test_a_grammar_of_the_answer_begins_behind_the_reasoning() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
 from tools.bfcl import Answered, is_right, json_schema, record_of, request_of
 
 PARAMETERS = {

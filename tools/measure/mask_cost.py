@@ -1,4 +1,4 @@
-"""Cost of masks: `python -m tools.measure.mask_cost`, a step with a grammar beside the same step without.
+"""Cost of masks beside plain steps: `python -m tools.measure.mask_cost`.
 
 Rows with a grammar and rows without take turns in one engine, so that both meet the same machine. Times are of the
 clock and of the processor: where others work on the machine, only the latter says much.
@@ -7,6 +7,7 @@ clock and of the processor: where others work on the machine, only the latter sa
 from __future__ import annotations
 
 import statistics
+import sys
 from argparse import ArgumentParser
 from time import perf_counter, process_time
 from typing import TYPE_CHECKING
@@ -31,7 +32,9 @@ PROMPT_LEN = 64
 MAX_TOKENS = 256
 
 
-def step_times(engine: Engine, num_rows: int, grammar: Grammar | None, num_steps: int) -> list[tuple[float, float]]:
+def step_times(
+    engine: Engine, num_rows: int, grammar: Grammar | None, num_steps: int
+) -> list[tuple[float, float]]:
     """Return clock and processor seconds of the plain decode steps of rows that run together."""
     params = SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS, grammar=grammar)
     for index in range(num_rows):
@@ -53,6 +56,11 @@ def step_times(engine: Engine, num_rows: int, grammar: Grammar | None, num_steps
     return times
 
 
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
 def main() -> None:
     """Measure and print."""
     parser = ArgumentParser(description=__doc__)
@@ -72,12 +80,12 @@ def main() -> None:
                 plain += step_times(engine, num_rows, None, options.steps)
                 masked += step_times(engine, num_rows, grammar, options.steps)
             if not plain or not masked:
-                print(f"{num_rows} rows: no step had all of them; ask for more steps")
+                _say(f"{num_rows} rows: no step had all of them; ask for more steps")
                 continue
             for index, what in enumerate(("clock", "processor")):
                 a, b = (statistics.median(t[index] for t in times) for times in (plain, masked))
                 share = b / a - 1
-                print(f"{num_rows} rows, {what}: plain {1e3 * a:.2f} ms, with masks {1e3 * b:.2f} ms, {share:+.1%}")
+                _say(f"{num_rows} rows, {what}: plain {1e3 * a:.2f} ms, with masks {1e3 * b:.2f} ms, {share:+.1%}")
 
 
 if __name__ == "__main__":

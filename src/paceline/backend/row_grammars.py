@@ -1,4 +1,4 @@
-"""Grammars of rows: their states, masks at the positions of a pass, and drafts that fit."""
+"""Grammars of rows: states, masks at the positions of a pass, drafts that fit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NO_MASKS = RowMasks({}, {})
 
 
 class RowGrammars:
-    """States of the rows whose requests have a grammar. Callers ask nothing while there are none."""
+    """States of the rows that have a grammar; without any, no call comes."""
 
     def __init__(self) -> None:
         self.compiled: Grammars | None = None  # of the engine's own rows; None in a copy of them
@@ -59,7 +59,7 @@ class RowGrammars:
         return [] if state is None else state.fit((), most)
 
     def fit(self, batch: Batch, draft: Draft) -> Draft:
-        """Cut each draft where it leaves its row's grammar, and go on with what that forces."""
+        """Cut drafts where they leave the grammar; go on with what it forces."""
         rows = zip(batch.rows, draft.rows, strict=True)
         fitted = (
             self._fit_row(self.states[r.row], d, r.max_drafts) if r.row in self.states and r.max_drafts else d
@@ -89,16 +89,17 @@ class RowGrammars:
         if compiled is None:
             return NO_MASKS
         rows = enumerate(zip(batch.rows, draft.rows, strict=True))
-        wanted = {
-            i: (self.states[r.row], d.token_ids) for i, (r, d) in rows if r.samples and r.row in self.states
-        }
+        wanted = {i: (self.states[r.row], d.token_ids) for i, (r, d) in rows if r.samples and r.row in self.states}
         if not wanted or any(drafts and drafts[0] == UNCHOSEN for _, drafts in wanted.values()):
             return NO_MASKS  # or the device has yet to say what it drafted
         masks = compiled.masks(list(wanted.values()))
         return RowMasks(dict(zip(wanted, masks, strict=True)), {i: drafts for i, (_, drafts) in wanted.items()})
 
     def masked(self, batch: Batch, draft: Draft, scores: Scores, made: RowMasks) -> Scores:
-        """Return scores whose specs have the masks. made: beside the pass, if its drafts were known then."""
+        """Return scores whose specs have the masks.
+
+        made: beside the pass, if its drafts were known then.
+        """
         if (
             any(list(draft.rows[i].token_ids) != list(drafts) for i, drafts in made.drafts.items())
             or not made.masks
@@ -118,7 +119,7 @@ SURE = 0.97  # chance that a forced token is kept: the model may write the same 
 
 
 def masked_spec(spec: SamplingSpec, mask: NDArray[int32]) -> SamplingSpec:
-    """Return a spec under a mask. Where every allowed token is banned, the grammar wins over the ban."""
+    """Return a spec under a mask; the grammar wins where all allowed tokens are banned."""
     edits = spec.edits
     if edits is not None and np.isneginf(edits.add).any():
         allowed = allowed_by(mask, 32 * len(mask))

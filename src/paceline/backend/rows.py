@@ -152,8 +152,8 @@ class Rows(TokenRows):
         self._texts: list[kernels.TextIndex | None] = [None] * num_rows
         self._eos_ids = eos_ids
         self._law_needs_probs = law_needs_probs
-        self._scoring: set[int] = set()  # rows whose requests ask for scores of their prompts
         self._counted: set[int] = set()  # rows whose tokens change the choices behind them
+        self._scoring: set[int] = set()  # rows whose requests ask for scores of their prompts
         self.grammars = RowGrammars()
 
     @property

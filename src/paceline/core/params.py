@@ -45,7 +45,7 @@ _INTEGERS = frozenset({"top_k", "min_tokens", "max_tokens", "logprobs", "prompt_
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """Grammar that an answer must fit; every token that would leave it is masked. Raises `RequestError`."""
+    """Grammar that an answer must fit, by masks. Raises `RequestError`."""
 
     kind: str  # json_schema, regex, or lark: the dialect of llguidance
     text: str
@@ -60,7 +60,7 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:
-        """Return the grammar of JSON texts that fit a schema, given as a mapping or as its JSON text."""
+        """Return the grammar of JSON that fits a schema, a mapping or its text."""
         try:
             text = schema if isinstance(schema, str) else json.dumps(schema, separators=(",", ":"))
         except (TypeError, ValueError, RecursionError) as error:

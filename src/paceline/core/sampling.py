@@ -1,4 +1,4 @@
-"""From one row of raw logits to the target's own choice: edits, mask, temperature, filters, noise.
+"""From raw logits to the target's own choice: edits, mask, temperature, filters, noise.
 
 The transforms and their order are those of `SamplingParams`. `csrc/model/sampling.cpp` does the work; its readable
 twins are in `tests/oracles/sampling.py`.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # A new drafter is one file and one line here.
 DRAFTERS = {
     "ngram": "paceline.draft.lookup.ngram:NgramConfig",
-    "grammar": "paceline.draft.lookup.grammar:GrammarConfig",
+    "grammar": "paceline.draft.lookup.forced:GrammarConfig",
     "suffix": "paceline.draft.lookup.suffix:SuffixConfig",
     "oracle": "paceline.draft.lookup.oracle:OracleConfig",
     "draft-model": "paceline.draft.model.draft_model:DraftModelConfig",

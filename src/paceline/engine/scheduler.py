@@ -191,7 +191,7 @@ class Scheduler:
         return Batch(self._step, tuple(rows), tuple(admissions))
 
     def _going_on(self, plan: Plan, group: Group) -> list[BatchRow] | None:
-        """Schedule all rows that decode in one call, as pages suffice; else return None and do nothing."""
+        """Schedule all rows that decode in one call; None if pages are short."""
         self.out_of_pages = False
         ks = {row: p.k for row, p in plan.rows.items() if p.drafter is not None}
         pool = self.pool

@@ -260,7 +260,10 @@ class Verbs:
         raise NotImplementedError
 
     def _take_in(self, drafted: StepInput, verdict: Verdict) -> Sequence[int]:
-        """Take in, in one call, rows without drafts whose answers only grow; return the indices of all others."""
+        """Take in, in one call, rows without drafts whose answers only grow.
+
+        Returns the indices of all others.
+        """
         rows, scheduler, outputs = drafted.batch.rows, self.scheduler, self.outputs
         if outputs.book.wanted:
             return range(len(rows))
@@ -280,7 +283,7 @@ class Verbs:
         return left
 
     def _commit_row(self, r: BatchRow, verdict: RowVerdict, proposed: RowDraft, num_verified: int) -> int | None:
-        """Take in a row's outcome; return its kept tokens, None if its answer had ended before."""
+        """Take in a row's outcome; return its kept tokens, None if it had ended."""
         state = self.scheduler.requests[r.request_id]
         response = self.outputs.responses.get(r.request_id)
         if response is None:  # it ended while this pass ran

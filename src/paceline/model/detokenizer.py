@@ -102,6 +102,8 @@ class Detokenizer:
         """Take further tokens and return the text that became certain."""
         bytes_of = self._bytes_of
         data = bytes_of(ids[0]) if len(ids) == 1 else b"".join([bytes_of(i) for i in ids])
+        if not data:
+            return ""
         if self._between_characters and not self._at_start and data.isascii():
             return data.decode("ascii")  # the common case, faster than `_emit` and equal to it
         return self._emit(data, final=False)

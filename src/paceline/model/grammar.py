@@ -60,7 +60,7 @@ def _limits() -> llguidance.LLParserLimits:
 
 
 def source(grammar: Grammar) -> str:
-    """Return a grammar as llguidance reads it. Raises `RequestError` for a schema that cannot be kept."""
+    """Return a grammar as llguidance reads it. Raises `RequestError`."""
     from llguidance import LLMatcher
 
     if grammar.kind == "regex":
@@ -168,7 +168,7 @@ class Grammars:
         return GrammarState(self.compile(grammar), self._tokenizer.eos_ids, answer)
 
     def masks(self, wanted: Sequence[tuple[GrammarState, Sequence[int]]]) -> list[NDArray[int32]]:
-        """Return the masks after each state's tokens and after each of some drafts, all at once.
+        """Return masks after each state's tokens and each of its drafts, all at once.
 
         A mask is [1 + num_drafts, num_words]. Behind a draft that leaves the grammar every token is allowed: that
         draft is never kept, so nothing there is read.
@@ -232,12 +232,12 @@ class GrammarState:
             self._answer.append(int(token_id))
 
     def again(self, drafts: Sequence[int]) -> llguidance.LLMatcher | None:
-        """Return a matcher that has read the answer and some drafts anew, None where they do not fit."""
+        """Return a matcher that has read answer and drafts anew; None if unfit."""
         fresh = self._compiled.deep_copy()
         return fresh if fresh.consume_tokens([*self._answer, *drafts]) else None
 
     def fit(self, drafts: Sequence[int], most: int) -> list[int]:
-        """Return the drafts that fit, followed by what the grammar then forces. most: of both together.
+        """Return the drafts that fit, then what the grammar forces. most: of both.
 
         An answer that can only end is followed by the end token.
         """

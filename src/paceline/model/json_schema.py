@@ -1,4 +1,4 @@
-"""JSON schemas, rewritten so that the grammar library can keep them; never wider than they were.
+"""JSON schemas, rewritten for the grammar library, never wider than they were.
 
 What it does not know is said in words that it knows: the same set of values, or a subset that still has some. A
 value of the rewritten schema so fits the schema as given. What cannot be said stays, and is refused by its name.
@@ -37,7 +37,7 @@ Schema = dict[str, Any]
 
 
 def supported(schema: Any) -> Any:
-    """Return a schema in words that grammars know, as far as there are any. Raises `RequestError`."""
+    """Return a schema in words that grammars know. Raises `RequestError`."""
     return _Rewriter(schema).rewrite(schema, 0)
 
 
@@ -66,7 +66,7 @@ class _Rewriter:
         return self.rewrite(value, depth) if key in _ONE else value
 
     def _one_of(self, schema: Schema) -> None:
-        """Turn oneOf into anyOf where no value fits two alternatives, or none does once they are closed."""
+        """Turn oneOf into anyOf where no value fits two alternatives, perhaps once closed."""
         ways = schema.get("oneOf")
         if not isinstance(ways, list) or "anyOf" in schema or len(ways) > MAX_ALTERNATIVES:
             return
@@ -79,7 +79,7 @@ class _Rewriter:
                 return
 
     def _closed(self, way: Any, kind: Any) -> Any:
-        """Return an object's schema without properties that it does not list. kind: of the values around it."""
+        """Return an object's schema without unlisted properties. kind: type around it."""
         known = self._resolved(way)
         if not isinstance(known, dict) or not isinstance(known.get("properties"), dict):
             return way
@@ -137,7 +137,7 @@ class _Rewriter:
 
 
 def _values(schema: Any) -> set[str] | None:
-    """Return the only values of a schema, as JSON; None if it does not list them."""
+    """Return the only values of a schema, as JSON; None without a list."""
     if not isinstance(schema, dict) or not schema.keys() & {"const", "enum"}:
         return None
     values = [schema["const"]] if "const" in schema else schema["enum"]
@@ -145,7 +145,7 @@ def _values(schema: Any) -> set[str] | None:
 
 
 def _lacks(a: Schema, b: Schema) -> bool:
-    """Return True if `a` is a closed object without a property that `b` requires of objects."""
+    """Return True if `a` is a closed object that lacks what `b` requires."""
     closed = (
         a.get("type") == "object" and a.get("additionalProperties") is False and not a.get("patternProperties")
     )
@@ -200,7 +200,7 @@ def _property_names(schema: Schema) -> None:
 
 
 def _property_counts(schema: Schema) -> None:
-    """Require as many of the listed properties as there must be, and allow no more than may be."""
+    """Require as many listed properties as needed, and allow no more."""
     known, required = schema.get("properties"), _names(schema.get("required"))
     if not isinstance(known, dict) or not known or all(name in required for name in known):
         return

@@ -144,6 +144,9 @@ def _environment() -> _Sandbox:
     environment.filters["format"] = _format
     for name in ("center", "indent", "batch", "slice", "round"):
         environment.filters[name] = _with_widths_checked(FILTERS[name])
+    del environment.globals["lipsum"]  # no template needs it, nor those below; they take any time
+    for name in ("pprint", "urlize", "wordwrap"):
+        del environment.filters[name]
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = _now
     return environment

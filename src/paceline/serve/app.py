@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from paceline import __version__
 from paceline.core.errors import EngineDied, PacelineError, QueueFull, RequestError
+from paceline.model.files.catalogue import published_name
 from paceline.serve.api.auth import SALT, AuthMiddleware
 from paceline.serve.api.error_forms import error_response, why_not_here
 from paceline.serve.api.errors import ApiError, api_error_of, internal_error, shutting_down
@@ -252,7 +253,7 @@ def _model(state: AppState, name: str) -> dict[str, Any]:
         "object": "model",
         "created": state.created,
         "owned_by": "paceline",
-        "root": choices.get("model", ready.model_name),
+        "root": published_name(ready.model_name),
         "parent": None,
         "max_model_len": ready.max_len,
         "drafters": ready.drafters,

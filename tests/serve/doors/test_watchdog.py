@@ -70,7 +70,8 @@ def test_an_engine_that_hangs_is_replaced(watched: Server) -> None:
         os.kill(hung, signal.SIGSTOP)
         assert eventually(lambda: watched.health() == 503, UNSERVED_S)
         assert asked.result().status_code == 503
-    assert eventually(lambda: watched.health() == 200, SERVED_AGAIN_S - (time.monotonic() - start_s))
+    allowed_s = SERVED_AGAIN_S if os.getloadavg()[0] < 2 * (os.cpu_count() or 1) else 4 * SERVED_AGAIN_S
+    assert eventually(lambda: watched.health() == 200, allowed_s - (time.monotonic() - start_s))
     assert watched.engine_pid() != hung
     assert watched.metric("paceline_engine_restarts_total") == 1
     assert ask(watched, SEEDED).json()["choices"][0]["text"] == expected

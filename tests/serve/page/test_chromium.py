@@ -136,6 +136,8 @@ def test_the_engine_view_equals_the_metrics(page: Any, server: Server):
         "() => [...document.querySelectorAll('.heat td')].reduce((sum, td) => sum + Number(td.textContent), 0)"
     )
     assert ways == server.metric("paceline_decode_passes_total")
+    sources = page.locator("[data-source]").all_text_contents()
+    assert sum(map(int, sources)) == server.metric("paceline_output_tokens_total")
     assert page.inner_text(".steps .chip >> nth=0") in ("ngram", "none")
 
 

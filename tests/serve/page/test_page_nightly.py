@@ -89,7 +89,7 @@ def test_it_works_with_400_ms_of_latency(open_page: Any, server: Server):
     assert shown_s < 8
     prepare(page, max_tokens="16000")
     say(page, REPEATS)
-    page.locator(".lens .pass").nth(5).wait_for()
+    page.locator(".lens .pass").nth(5).wait_for(state="attached")
     page.get_by_role("button", name="Stop the answer").click()
     page.wait_for_selector("text=stopped by you", timeout=5000)
     prepare(page)

@@ -166,7 +166,8 @@ class DeviceRows(Rows):
         row = admission.row
         self._behind[row] = 0
         spec = self.spec_after(row, ())
-        late = spec.kind in ("argmax", "noisy") and self._sampling_is_plain(row) and row not in self.grammars.states
+        plain = self._sampling_is_plain(row) and row not in self.grammars.states
+        late = spec.kind in ("argmax", "noisy") and plain
         self.rows_chosen_here -= {row}
         self.rows_chosen_here |= set() if late else {row}
 

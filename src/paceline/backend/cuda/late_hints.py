@@ -74,7 +74,8 @@ class LateHints:
         learns = mine[:, None] & (at >= num_tokens[:, None]) & (at <= g.num_drafts[:, None]) & (said >= 0)
         before, last = drafted[:, :-1], drafted[:, 1:]
         known = torch.stack([before, torch.full_like(before, ANY)], 2)
-        both = torch.stack(torch.broadcast_tensors(known, *(x[:, :, None] for x in (last, said, length + at))), 3)
+        said_of = (x[:, :, None].expand_as(known) for x in (last, said, length + at))
+        both = torch.stack([known, *said_of], 3)
         entries, learns = both.flatten(1, 2), learns.repeat_interleave(2, 1)
         slots = _slot(entries[:, :, 0], entries[:, :, 1])
         later = torch.ones(2 * MAX_DRAFTS, 2 * MAX_DRAFTS, dtype=torch.bool, device=rows.device).triu(1)
@@ -99,7 +100,10 @@ class HintTrail:
             self._match = place_matches(state, rows, hints.rule.max_match, width)
 
     def next(self, index: int, guess: torch.Tensor | None) -> Hint:
-        """Return the hint to guess number `index`. guess: [n] the one before; None: this is the first."""
+        """Return the hint to guess number `index`.
+
+        guess: [n] the one before; None: this is the first.
+        """
         if guess is not None:
             self._before, self._last = self._last, guess
         rule = self._hints.rule
@@ -150,7 +154,7 @@ class HintTrail:
         return token_ids, level
 
     def _followed(self, depth: torch.Tensor, deepest: int) -> Hint:
-        """Return paths that go on as most of the earlier places did, and their matches. ([n, deepest], [n])
+        """Return paths of most of the earlier places, and their matches. ([n, deepest], [n])
 
         Of the longest matches, the one whose path agrees most; see `TextIndex.propose`.
         """

@@ -98,7 +98,7 @@ def longest_matches(state: RowTensors, rows: torch.Tensor, p: Pointers, longest:
 
 
 def place_matches(state: RowTensors, rows: torch.Tensor, max_match: int, width: int) -> torch.Tensor:
-    """Return how many tokens before each place of rows are those at their ends. [n, width] int32
+    """Return how many tokens before each place are those at the end. [n, width] int32
 
     At most `max_match`. width: upper bound of the rows' lengths.
     """

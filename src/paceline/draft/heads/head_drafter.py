@@ -114,7 +114,7 @@ class HeadDrafter:
 
     @classmethod
     def late_rule(cls) -> HintRule:
-        """Return the rule of its hints where its kind of head drafts on the target's device."""
+        """Return the rule of its hints on the target's device."""
         return rule_on_device(cls.hint_gain, cls.recycled_gains)
 
     def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from paceline.core.errors import RequestError
+from paceline.serve.api.chat_body import conversation_of
 from paceline.serve.api.errors import ApiError
 from paceline.serve.api.openai_format import ChatFormat, CompletionFormat, ResponseMeta
 from paceline.serve.api.schema import MAX_ANSWERS, ChatBody, CompletionBody
 from paceline.serve.api.score_format import Extras
-from paceline.serve.api.tools import conversation_of
 from paceline.serve.prompts import requests_of, seed_of
 
 if TYPE_CHECKING:

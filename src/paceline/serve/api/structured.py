@@ -1,4 +1,4 @@
-"""Structured output asked for by a request body, in the words of OpenAI, vLLM and llama.cpp."""
+"""Structured output in the words of OpenAI, vLLM and llama.cpp."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class StructuredFields(Struct, frozen=True, kw_only=True):
     grammar: Text | None = None  # of llama.cpp
 
     def structure(self) -> tuple[Grammar, str] | None:
-        """Return the grammar that the answer must fit, and the field that asks for it. Raises `RequestError`."""
+        """Return the grammar asked for, and by which field. Raises `RequestError`."""
         ways: list[Way] = [
             ("response_format", self.response_format, ResponseFormat.grammar),
             ("structured_outputs", self.structured_outputs, StructuredOutputs.grammar_asked),
@@ -122,7 +122,7 @@ class StructuredFields(Struct, frozen=True, kw_only=True):
 
 
 def _only(what: str, ways: Sequence[Way]) -> tuple[Grammar, str] | None:
-    """Return the one grammar that is asked for, and by which field. Raises `RequestError` that names the field."""
+    """Return the one grammar asked for, and its field. Raises `RequestError` with it."""
     found = []
     for name, value, make in ways:
         try:
@@ -138,7 +138,7 @@ def _only(what: str, ways: Sequence[Way]) -> tuple[Grammar, str] | None:
 
 
 def from_grammar(text: str) -> Grammar:
-    """Return the grammar of a text in llguidance's Lark dialect or in llama.cpp's GBNF. Raises `RequestError`."""
+    """Return the grammar of Lark or GBNF text. Raises `RequestError`."""
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:

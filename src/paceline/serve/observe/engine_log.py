@@ -20,10 +20,16 @@ EVERY_S = 10.0
 
 async def tell_doings(recent: Recent, every_s: float = EVERY_S) -> None:
     """Log a line at intervals in which the engine worked, for as long as this runs."""
+    before = recent.newest
     while True:
         await asyncio.sleep(every_s)
-        gained, newest = recent.since(every_s), recent.newest
-        if gained is not None and newest is not None and gained.steps:
+        newest = recent.newest
+        if newest is None or newest is before:
+            continue
+        anew = before is None or newest.stats.steps < before.stats.steps  # of an engine that was restarted
+        gained = newest.stats if before is None or anew else newest.stats.since(before.stats)
+        before = newest
+        if gained.steps:
             fields = doings(gained, newest.gauges)
             log.info(line(fields), extra=timed(fields))
 

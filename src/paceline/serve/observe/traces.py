@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
     from paceline.serve.observe.access import RequestRecord
 
-OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/messages": "chat",
+    "/v1/responses": "chat",
+}
 EXPORT_S = 5.0  # until an export is given up
 NS = 1_000_000_000
 _FAULT = 500

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STOP_S = 5.0  # time for the engine to end by itself before it is killed
-WATCHDOG_S = 10.0  # without a beat of a ready engine
+WATCHDOG_S = 8.0  # without a beat of a ready engine
 KEYS = ("PACELINE_API_KEY",)  # secrets of the HTTP side, which the engine's process has no use for
 
 RESTARTING = "the engine process ended; it is being restarted, so try again"

@@ -1,4 +1,4 @@
-"""Kernels that look into rows' texts: where a text was before as it is now, and what followed there."""
+"""Kernels that look up places in rows' texts, and what followed there."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ def match_places(
     token_ids, length, rows, match, stride, width, max_match,
     PLACES: tl.constexpr,
 ):  # fmt: skip
-    """Write how many tokens before each of PLACES places of a row are those at its text's end."""
+    """Write how many tokens before each of PLACES places are those at a text's end."""
     row = tl.load(rows + tl.program_id(0))
     text = token_ids + row * stride
     num_tokens = tl.load(length + row)
@@ -62,7 +62,7 @@ def most_followed(
     token_ids, rows, ends, lengths, next_ids, levels, stride,
     MAX_PLACES: tl.constexpr, MAX_LEVELS: tl.constexpr, NONE: tl.constexpr,
 ):  # fmt: skip
-    """Write what followed most of a row's places, and how long their match is; see `HintTrail`."""
+    """Write what followed most of a row's places, and their match's length."""
     index = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, MAX_PLACES)
     match = tl.load(lengths + index * MAX_PLACES + place)

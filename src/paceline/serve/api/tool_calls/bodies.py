@@ -133,7 +133,9 @@ class ObjectsBody:
         while True:
             if self._call is None:
                 ahead = self._skipped(text)
-                if not ahead.startswith("{"):
+                if self._fenced and ahead.startswith("{{"):  # as some templates show calls
+                    ahead = ahead[1:]
+                if not ahead.startswith("{") or (self._fenced and ahead == "{"):
                     return self._after(text, ahead, sink)
                 self._call, self._any, text = _ObjectCall(), True, ahead
             rest = self._call.feed(text, sink)
@@ -142,10 +144,11 @@ class ObjectsBody:
             self._call, text = None, rest
 
     def _skipped(self, text: str) -> str:
-        """Return a text without what may stand between objects; a fence that may go on stays."""
-        ahead = text.lstrip(_BETWEEN)
+        """Return a text without what may stand between objects."""
+        between = _BETWEEN + "}" if self._fenced and self._any else _BETWEEN
+        ahead = text.lstrip(between)
         while self._fenced and ahead.startswith("```") and not _FENCE.startswith(ahead):
-            ahead = ahead.removeprefix(_FENCE).removeprefix("```").lstrip(_BETWEEN)
+            ahead = ahead.removeprefix(_FENCE).removeprefix("```").lstrip(between)
         return ahead
 
     def _after(self, text: str, ahead: str, sink: CallSink) -> str | None:
@@ -160,7 +163,7 @@ class ObjectsBody:
         return ahead if self._any else text
 
     def _may_be_fence(self, ahead: str) -> bool:
-        return self._fenced and _FENCE.startswith(ahead)
+        return self._fenced and (_FENCE.startswith(ahead) or ahead == "{")
 
     def finish(self, sink: CallSink) -> None:
         """Show what was no call; a call that was cut short stays."""

@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from paceline.model.json_schema import supported
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -56,7 +58,7 @@ class LarkText:
         return self.rule(name, f"/{text}{escaped(marker)}/", "[lazy]")
 
     def arguments(self, name: str, tool: Tool, loose: bool = False) -> str:
-        """Add the JSON of a tool's arguments, loose: with any white space; return the rule's name."""
+        """Add the JSON of arguments, loose: with any white space; return the name."""
         return self.rule(name, json_rule(_closed(tool.parameters), not tool.strict, loose))
 
 
@@ -79,8 +81,8 @@ def json_rule(schema: Mapping[str, Any], lenient: bool, loose: bool = False) -> 
 
 
 def _closed(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the schema of arguments, which have no others than those it names."""
-    schema = {"type": "object", **(parameters or {"properties": {}})}
+    """Return the schema of arguments, which have no others than those it names. Raises `RequestError`."""
+    schema: dict[str, Any] = supported({"type": "object", **(parameters or {"properties": {}})})
     if "properties" in schema:
         schema.setdefault("additionalProperties", False)
     return schema

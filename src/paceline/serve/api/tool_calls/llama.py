@@ -1,4 +1,4 @@
-"""Llama 3, and models without a form of their own: a JSON object with name and arguments."""
+"""Llama 3 and others: a call is a JSON object with name and arguments."""
 
 from __future__ import annotations
 

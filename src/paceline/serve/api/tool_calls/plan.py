@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import RequestError
-from paceline.core.params import Grammar
+from paceline.core.params import MAX_GRAMMAR_CHARS, Grammar
 from paceline.serve.api.tool_calls.lark import MAX_CALLS, LarkText, escaped, literal
 from paceline.serve.api.tool_calls.reader import ReaderPlan
 from paceline.serve.api.tool_calls.scan import NAME_REGEX
@@ -54,7 +54,7 @@ class AnswerForms:
             answer = self._with_calls(lark, use, answer)
         assert answer is not None
         lark.rule("start", self._behind_reasoning(lark, answer, opened))
-        return Grammar("lark", lark.text())
+        return _checked(lark.text(), "tools" if tools else "structured_outputs")
 
     def _with_calls(self, lark: LarkText, use: ToolUse, content: str | None) -> str:
         """Return the expression of an answer that may or must call tools."""
@@ -96,10 +96,18 @@ class AnswerForms:
         return f"({lark.mark(self.marks.open)} {thoughts})? {answer}"
 
 
+def _checked(text: str, param: str) -> Grammar:
+    """Return the grammar of a text. Raises `RequestError` that names a field of the body."""
+    if len(text) > MAX_GRAMMAR_CHARS:
+        what = "schemas of the tools" if param == "tools" else "grammars"
+        raise RequestError(f"{what} are too long: together they may have {MAX_GRAMMAR_CHARS} characters", param)
+    return Grammar("lark", text)
+
+
 def _bare_calls(lark: LarkText, use: ToolUse, key: str) -> tuple[str, str]:
-    """Add the rules of objects in free text; return the expressions of calls and of others with a name."""
+    """Add the rules of objects in free text; return calls, and others with a name."""
     lark.rule("GAP", r"/[ \t\r\n]{0,40}/")
-    lark.rule("TAIL", r"/[ \t\r\n`\]]{0,40}/")
+    lark.rule("TAIL", r"/[ \t\r\n`\]}]{0,40}/")
     lark.rule("named", f"/(?s:.)*{NAME_REGEX}/", "[lazy]")
     choices = []
     for index, tool in enumerate(use.callable):

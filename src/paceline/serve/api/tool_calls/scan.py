@@ -85,18 +85,19 @@ def held_length(text: str, markers: Iterable[str]) -> int:
 
 _SPACE = r"[ \t\r\n]*"
 NAME_REGEX = rf'\{{{_SPACE}"name"{_SPACE}:{_SPACE}"'  # of an object's beginning, up to its name
-_FENCE = rf"(?:`{{3}}[a-z]{{0,8}}{_SPACE})?(?:\[{_SPACE})?"  # what may stand before an object
-_OPEN_FENCE = rf"(?:`{{1,3}}(?:(?<=```)[a-z]{{0,8}}{_SPACE})?)?(?:\[{_SPACE})?"  # the same, not complete
+# What may stand before an object: a fence, a bracket, and a second brace, which some templates show.
+_FENCE = rf"(?:`{{3}}[a-z]{{0,8}}{_SPACE})?(?:\[{_SPACE})?(?:\{{(?=\{{))?"
+_OPEN_FENCE = rf"(?:`{{1,3}}(?:(?<=```)[a-z]{{0,8}}{_SPACE})?)?(?:\[{_SPACE})?(?:\{{(?=\{{))?"  # not complete
 
 
 def head_regex(names: Iterable[str], key: str) -> str:
-    """Return the regex of the head of a call, an object with one of some names, up to its arguments."""
+    """Return the regex of a call's head: an object with one of some names."""
     named = "|".join(re.escape(name) for name in names)
     return rf'{NAME_REGEX}(?:{named})"{_SPACE},{_SPACE}"{key}"{_SPACE}:'
 
 
 class BareSplit(NamedTuple):
-    """Text that is certain to stand before a call, and the place of the call's object."""
+    """Text before a call, and the place of the call's object."""
 
     before: str
     at: int

@@ -99,6 +99,11 @@ export function emptyAnswer() {
   return { text: "", reasoning: "", passes: [], seed: null, usage: null, finish: null, fault: null, firstMs: null, totalMs: null };
 }
 
+/** Time between two drawings: a long answer takes longer to draw. @param {Answer} now */
+function pauseMs(now) {
+  return Math.min(400, now.passes.length / 4 + now.text.length / 200);
+}
+
 /**
  * Stream an answer to a conversation. Never raises: what went wrong is in the answer.
  * @param {object} body
@@ -109,17 +114,19 @@ export function emptyAnswer() {
 export async function answer(body, signal, onChange) {
   let now = emptyAnswer();
   const started = performance.now();
-  let frame = 0;
+  let [waits, over] = [false, false];
   const show = () => {
-    frame = 0;
-    onChange(now);
+    waits = false;
+    if (!over) onChange(now);
   };
   try {
     const asked = { ...body, stream: true, stream_options: { include_usage: true } };
     for await (const event of events(await ask("v1/chat/completions", { body: asked, signal }))) {
       if (event.error) throw new ServerError(event.error);
       now = withEvent(now, event, performance.now() - started);
-      frame ||= document.hidden ? 0 : requestAnimationFrame(show);
+      if (waits || document.hidden) continue;
+      waits = true;
+      setTimeout(() => requestAnimationFrame(show), pauseMs(now));
     }
     if (now.finish === null) now = { ...now, fault: { message: "the stream ended before the answer did", type: "connection" } };
   } catch (error) {
@@ -127,7 +134,7 @@ export async function answer(body, signal, onChange) {
     else if (error instanceof ServerError) now = { ...now, fault: error.fault };
     else now = { ...now, fault: { message: `the stream broke: ${error}`, type: "connection" } };
   }
-  cancelAnimationFrame(frame);
+  over = true;
   now = { ...now, totalMs: now.totalMs ?? performance.now() - started };
   onChange(now);
   return now;

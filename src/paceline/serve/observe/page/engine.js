@@ -97,6 +97,18 @@ function Acceptance({ now }) {
 }
 
 /** @param {{now: Live}} props */
+function Sources({ now }) {
+  const counts = Object.entries(now.tokens_by_source).filter(([, count]) => count > 0).sort((a, b) => b[1] - a[1]);
+  return html`<figure class="chart whole">
+    <figcaption><h2>Tokens by source <small>since the engine started</small></h2></figcaption>
+    <div class="shares" aria-hidden="true">${counts.map(([name, count]) => html`<i class=${sourceClass(name)} style=${{ flexGrow: count }}></i>`)}</div>
+    <ul class="legend" aria-label="Tokens by source">${counts.map(
+      ([name, count]) => html`<li class=${sourceClass(name)}><i></i>${name === "target" ? "target's own" : name} <b data-source=${name}>${count}</b></li>`,
+    )}</ul>
+  </figure>`;
+}
+
+/** @param {{now: Live}} props */
 function Depths({ now }) {
   const names = Object.keys(now.k_by_drafter);
   const most = Math.max(1, ...Object.values(now.k_by_drafter).map((counts) => counts.length));
@@ -155,6 +167,7 @@ function Charts() {
     <${Chart} title="Speed" unit="tokens/s" data=${speeds} said=${`Tokens per second over time, now ${fixed(last?.tokens_per_s)}`}
       lines=${[{ label: "measured", color: "--accent", fill: true }, { label: "plain, estimated", color: "--faint", dash: [5, 4] }]} />
     <${Chart} title="K and drafter" unit="mean drafts a row, by step" data=${depth} lines=${dots} said="Drafts per row of each step, by drafter" />
+    <${Sources} now=${last} />
     <${Acceptance} now=${last} />
     <${Depths} now=${last} />
     <${Chart} title="Rows" unit="requests" data=${rows} said=${`Rows over time, now ${last?.rows_running} running`}

@@ -11,6 +11,7 @@ const HEIGHT = 56; // of the strip, in pixels
 const BASE = 3; // a pass without drafts
 const GAP = 2;
 const [NARROWEST, WIDEST, USUAL] = [3, 72, 11]; // width of a bar, in pixels; the median pass has the usual one
+const MEASURED = 32; // passes that set the scale, which then stays
 
 /**
  * Sums over the passes of an answer. Only decode passes count, as in `usage.speculation`.
@@ -106,7 +107,8 @@ const PassText = memo(
 
 /** @param {Pass[]} passes */
 function layout(passes) {
-  const times = passes.filter((pass) => !pass.prefill).map((pass) => pass.step_ms).sort((a, b) => a - b);
+  const first = passes.slice(0, MEASURED).filter((pass) => !pass.prefill);
+  const times = first.map((pass) => pass.step_ms).sort((a, b) => a - b);
   const usual = times[times.length >> 1] || passes[0]?.step_ms || 1;
   let x = 0;
   const bars = passes.map((pass) => {

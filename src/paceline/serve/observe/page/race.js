@@ -112,7 +112,8 @@ function LaneView({ of }) {
   const { answer: told, state } = of;
   const tokens = ids(told).length || (told.usage?.completion_tokens ?? 0);
   const texts = tokenTexts(told.passes, told.reasoning + told.text).map((joined) => joined.split(BORDER));
-  const speed = state === "done" && told.totalMs ? (tokens / told.totalMs) * 1000 : null;
+  const ms = state === "runs" ? performance.now() - of.startedMs : told.totalMs;
+  const speed = tokens && ms ? (tokens / ms) * 1000 : null;
   return html`<section class=${`lane ${of.name}`} aria-label=${of.title} data-state=${state}>
     <header><h2>${of.title}</h2><code>draft: ${of.name}</code></header>
     <div class="dials">
