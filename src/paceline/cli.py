@@ -178,7 +178,7 @@ def _section(name: str, argv: list[str], environ: Mapping[str, str]) -> Section:
 def parse(
     parser: argparse.ArgumentParser, argv: list[str], environ: Mapping[str, str], section: Section | None = None
 ) -> argparse.Namespace:
-    """Parse arguments: first those of the file, then of the environment, so the command line wins.
+    """Parse arguments of file, environment and command line; the last one wins.
 
     Raises `ConfigError`.
     """
@@ -234,7 +234,7 @@ def _as_arguments(action: argparse.Action, value: str, argv: list[str]) -> list[
 def _from_file(
     parser: argparse.ArgumentParser, argv: list[str], environ: Mapping[str, str], section: Section
 ) -> list[str]:
-    """Return the arguments that a file's section stands for. Raises `ConfigError` that names file and key."""
+    """Return the arguments of a file's section. Raises `ConfigError` that names the key."""
     actions = {_long(action).removeprefix("--"): action for action in _flags(parser)}
     found: list[str] = []
     for key, value in section.values.items():

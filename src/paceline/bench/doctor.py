@@ -297,7 +297,7 @@ QUICK = (QUICK_CATEGORIES, 1, QUICK_TOKENS)
 
 
 def evaluation_prompts(quick: bool = False) -> list[Prompt]:
-    """Return the two shortest built-in prompts of each of ten categories; quick: one of each of four."""
+    """Return the shortest built-in prompts: two of ten categories; quick: one of four."""
     categories, per_category, _ = QUICK if quick else WHOLE
     by_category: dict[str, list[Prompt]] = defaultdict(list)
     for prompt in sorted(read_prompts(BUILTIN), key=lambda prompt: len(prompt.text)):

@@ -17,7 +17,7 @@ MAX_BYTES = 1 << 20
 
 
 def config_path(argv: list[str], environ: Mapping[str, str]) -> Path | None:
-    """Return the file that is asked for, else the usual one if it is there, else None. Raises `ConfigError`."""
+    """Return the file asked for, else the usual one, else None. Raises `ConfigError`."""
     for number, word in enumerate(argv):
         if word == FLAG and number + 1 < len(argv):
             return _existing(argv[number + 1], FLAG)
@@ -37,7 +37,7 @@ def _existing(name: str, what: str) -> Path:
 
 
 def read_section(path: Path, command: str, commands: Collection[str]) -> dict[str, Any]:
-    """Return a command's keys, with - for _. A command of two words is a table in a table.
+    """Return a command's keys, with - for _.
 
     Raises `ConfigError` for a file that is not TOML, and for sections that are no commands.
     """

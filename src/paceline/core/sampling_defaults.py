@@ -1,4 +1,4 @@
-"""Sampling of requests that say nothing about it: what the model asks for, else usual values."""
+"""Sampling of requests that say nothing: the model's own, else usual values."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def checked(found: Mapping[str, object]) -> dict[str, int | float]:
 
 
 def chosen(kind: str, found: Mapping[str, object]) -> tuple[Defaults, str]:
-    """Return the defaults of a kind for a model, and why. found: what its files ask for."""
+    """Return a model's defaults of a kind, and why. found: of its files."""
     if kind == NEUTRAL:
         return {}, "as asked: requests say themselves how to sample"
     if asked := checked(found):

@@ -1,4 +1,4 @@
-"""What `LLM` and `AsyncLLM` share: prompts, parameters and options of the engine."""
+"""Base of `LLM` and `AsyncLLM`: prompts, parameters and options."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Asking:
 
     @cached_property
     def default_params(self) -> SamplingParams:
-        """Parameters of calls that give none: the model's own sampling, else temperature 0.7 and top_p 0.95.
+        """Parameters of calls that give none: the model's own, else usual ones.
 
         `SamplingParams()` itself is neutral: temperature 1, no filter.
         """

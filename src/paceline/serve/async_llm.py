@@ -1,4 +1,4 @@
-"""Python API for asyncio: an engine in a process of its own, for many callers at once.
+"""Python API for asyncio: an engine process for many callers.
 
 from paceline import AsyncLLM, SamplingParams
 
@@ -37,7 +37,7 @@ LONG_CHARS = 16 << 10  # from this length on, a prompt is tokenised in a thread
 
 
 class AsyncLLM(Asking):
-    """A model in a process of its own, with the texts of `LLM`. For one event loop."""
+    """A model in its own process, with the texts of `LLM`, for one loop."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class AsyncLLM(Asking):
         chat: ChatOptions | None = None,
         **options: Any,
     ) -> None:
-        """Check the options, which are those of `LLM`. Raises `ConfigError`. The model is loaded by `start`."""
+        """Check the options, those of `LLM`; `start` loads the model. Raises `ConfigError`."""
         super().__init__()
         self.config: EngineConfig = config_of(model, options)
         self._progress = progress
@@ -142,7 +142,7 @@ class AsyncLLM(Asking):
         return await asyncio.to_thread(self._prompt_ids, prompt)
 
     async def _deltas(self, requests: Sequence[Request]) -> AsyncGenerator[Delta, None]:
-        """Submit one prompt's requests once the engine's queue has room for them, and yield what comes."""
+        """Submit one prompt's requests once they have room, and yield what comes."""
         size = sum(len(request.prompt_ids) for request in requests)
         if (grammar := requests[0].params.grammar) is not None:  # in a process with limits, as in the server
             await asyncio.to_thread(self._tokenizers.check_grammar, grammar)
@@ -166,7 +166,7 @@ class AsyncLLM(Asking):
             self._freed.set()
 
     async def _wait_for_room(self, size: int) -> None:
-        """Wait, in the order of arrival, until so many prompt tokens may join those of open requests."""
+        """Wait, in order of arrival, until so many prompt tokens have room."""
         async with self._turn:
             while self._open_tokens and self._open_tokens + size > self.config.limits.max_queued_tokens:
                 self._freed.clear()

@@ -1,4 +1,4 @@
-"""What `LLM` and `AsyncLLM` return: answers, completions of a prompt, pieces of a stream."""
+"""Results of `LLM` and `AsyncLLM`: answers, completions, pieces of a stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models by name: what is known of each, as data. Their bytes lie in Python wheels, whole or in parts."""
+"""Catalogue of models by name. Their bytes lie in Python wheels."""
 
 from __future__ import annotations
 
@@ -151,5 +151,5 @@ def published_name(name: str) -> str:
 
 
 def draft_for(fingerprint: str) -> str:
-    """Return the name of the model that drafts for a target; empty if none is known."""
+    """Name the model that drafts for a target; empty if none is known."""
     return next((m.draft for m in PACKAGED.values() if m.draft and m.fingerprint == fingerprint), "")

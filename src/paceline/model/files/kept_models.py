@@ -1,4 +1,4 @@
-"""Models that were fetched by name and are here: in Paceline's own cache and in the hub's."""
+"""Models that are here: in Paceline's own cache and in the hub's."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _of_hub() -> Iterator[KeptModel]:
 
 
 def _users(path: Path) -> Iterator[int]:
-    """Yield the processes that have a file open or mapped, so far as the system tells."""
+    """Yield the processes that have a file open, so far as known."""
     wanted = str(path.resolve())
     for number, process in enumerate(Path("/proc").glob("[0-9]*") if Path("/proc").is_dir() else ()):
         if number >= MAX_PROCESSES:

@@ -63,7 +63,7 @@ def pull(name: str, progress: Progress | None = None) -> Path:
 
 
 def kept_file(model: Packaged) -> Path:
-    """Return the file of a packaged model in the cache; it may not be there yet."""
+    """Return where a packaged model is kept; it may not be there yet."""
     return cache_folder() / "models" / model.file
 
 
@@ -99,7 +99,7 @@ def _pull_hub(name: str) -> Path:
 
 
 def _pull_quant(repo: str, quant: str) -> Path:
-    """Fetch a repository's one GGUF file of a quantisation. Raises `ModelNotFound` that lists those it has."""
+    """Fetch a repository's file of one quantisation. Raises `ModelNotFound` that lists its files."""
     import huggingface_hub
 
     folder = None

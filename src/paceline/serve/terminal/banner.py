@@ -95,7 +95,7 @@ def show_choices(choices: Iterable[Choice | StartupChoice], stream: TextIO) -> N
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What the banner tells of a server."""
+    """Facts of a server for the banner."""
 
     url: str
     chats: bool

@@ -49,7 +49,7 @@ SETTABLE: dict[str, Callable[[str], Any]] = {
 
 
 def obey(chat: Chat, line: str) -> bool | None:
-    """Do what a line asks for. Returns False to leave."""
+    """Obey a line. Returns False to leave."""
     word, _, rest = line.partition(" ")
     command = COMMANDS.get(word)
     if command is None:

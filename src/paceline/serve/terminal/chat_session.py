@@ -65,7 +65,7 @@ class Chat:
     totals: Totals = field(default_factory=Totals)
 
     def run(self, obey: Callable[[Chat, str], bool | None]) -> None:
-        """Converse until the input ends or the user leaves. obey: does a command, returns False to leave."""
+        """Converse until the input ends. obey: does a command; False to leave."""
         self.reset()
         while (line := self.lines.message()) is not None:
             line = line.strip()

@@ -1,4 +1,4 @@
-"""Who answers a chat in the terminal: a model in this process, or a running server."""
+"""Speakers of a chat: a model in this process, or a running server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_ERROR_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class AnswerFigures:
-    """What an answer cost, and what drafts brought."""
+    """Cost of an answer, and effect of drafts."""
 
     tokens: int
     passes: int
@@ -45,7 +45,7 @@ class AnswerFigures:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one step adds to an answer."""
+    """Part of an answer that one step adds."""
 
     text: str
     figures: AnswerFigures | None = None  # with the last piece
@@ -102,7 +102,7 @@ class ServerSpeaker:
     """A running server that speaks OpenAI's protocol."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        """Ask which model the server has. Raises `ConfigError` for a URL that is none, or if no server answers."""
+        """Ask which model the server has. Raises `ConfigError` if none answers."""
         parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
             self._port, self._host = parts.port, parts.hostname
@@ -122,7 +122,7 @@ class ServerSpeaker:
     def stream(
         self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any], draft: str
     ) -> Generator[Piece, None, None]:
-        """Yield an answer; a generator that is closed ends the connection, so the server stops writing."""
+        """Yield an answer; closing it makes the server stop."""
         body = {"model": self.name, "messages": list(messages), "stream": True}
         body |= {name: value for name, value in given.items() if value not in (None, ())}
         body |= {"stream_options": {"include_usage": True}}
