@@ -75,7 +75,7 @@ def _open(address: Address) -> socket.socket:
 
 
 def large_bodies(address: Address, until_s: float) -> None:
-    """Send 3.9 of 4 MB of a body on 200 connections, and keep the rest back."""
+    """Send 3.9 of 4 MB of a body on each of 200 connections."""
     part = b"a" * 3_900_000
     held: list[socket.socket] = []
     while time.monotonic() < until_s:

@@ -1,4 +1,4 @@
-"""Make the pictures of the page in the guide, from the default model in a real Chromium.
+"""Make the guide's pictures of the page, in Chromium.
 
     python -m tools.page_pictures [--url http://127.0.0.1:8000] [--browser /usr/bin/chromium]
 

@@ -1,4 +1,7 @@
-"""Write a bill of materials from the locks: `python -m tools.sbom [LOCK...]`, CycloneDX 1.6 as JSON."""
+"""Write a bill of materials from the locks.
+
+`python -m tools.sbom [LOCK...]` writes CycloneDX 1.6 as JSON.
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ MAX_FILE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A package, and which of its files the page uses: name here -> name in the package."""
+    """A package, and the files of it that the page uses."""
 
     package: str
     files: dict[str, str]

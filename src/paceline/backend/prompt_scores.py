@@ -50,7 +50,7 @@ class ScoringPass:
 def scoring_pass(
     rows: Rows, batch: Batch, scored: Sequence[int], cu_len: Sequence[int], specs: Sequence[SamplingSpec]
 ) -> ScoringPass:
-    """Return the order of wanted tokens: a row's scored ones, then those that the law judges.
+    """Return the order of wanted tokens: scored ones of a row, then judged ones.
 
     scored: as `Rows.num_scored`. cu_len, specs: as `Rows.specs`.
     """

@@ -11,12 +11,12 @@ from paceline.core.nouns import NO_DRAFT, UNCHOSEN, Draft, Edits, RowDraft, noun
 from paceline.core.sampling import allowed_by
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from numpy import int32
     from numpy.typing import NDArray
 
-    from paceline.core.nouns import Admission, Batch, SamplingSpec, Scores
+    from paceline.core.nouns import Admission, Batch, BatchRow, Plan, SamplingSpec, Scores
     from paceline.model.grammar import Grammars, GrammarState
 
 GRAMMAR = "grammar"  # the drafter's name
@@ -58,19 +58,23 @@ class RowGrammars:
         state = self.states.get(row)
         return [] if state is None else state.fit((), most)
 
-    def fit(self, batch: Batch, draft: Draft) -> Draft:
-        """Cut drafts where they leave the grammar; go on with what it forces."""
+    def fit(self, batch: Batch, draft: Draft, plan: Plan, names: Collection[str]) -> Draft:
+        """Cut drafts where they leave the grammar; go on with what it forces.
+
+        names: of the engine's drafters. Without `grammar` there, forced tokens count as the planned drafter's.
+        """
+        filler = GRAMMAR if GRAMMAR in names else None
         rows = zip(batch.rows, draft.rows, strict=True)
         fitted = (
-            self._fit_row(self.states[r.row], d, r.max_drafts) if r.row in self.states and r.max_drafts else d
+            self._fit_row(r, d, filler or plan.drafter(r.row)) if r.row in self.states and r.max_drafts else d
             for r, d in rows
         )
         return Draft(tuple(fitted), draft.budget)
 
-    def _fit_row(self, state: GrammarState, d: RowDraft, most: int) -> RowDraft:
+    def _fit_row(self, r: BatchRow, d: RowDraft, filler: str | None) -> RowDraft:
         if d.is_bound or d.parents is not None:
             return d
-        token_ids = state.fit(d.token_ids, most)
+        token_ids = self.states[r.row].fit(d.token_ids, r.max_drafts)
         if token_ids == list(d.token_ids):
             return d
         if not token_ids:
@@ -81,7 +85,7 @@ class RowGrammars:
         confidence = None
         if d.confidence is not None or not known:
             confidence = [*(d.confidence or ())][:known] + [SURE] * (len(token_ids) - known)
-        return RowDraft(token_ids, d.drafter if known else GRAMMAR, confidence)
+        return RowDraft(token_ids, d.drafter if known else filler, confidence)
 
     def masks(self, batch: Batch, draft: Draft) -> RowMasks:
         """Return the masks of a pass. Made beside it: nothing there reads them."""

@@ -217,7 +217,7 @@ class Rows(TokenRows):
     # What a target pass reads --------------------------------------------------------------------
 
     def num_scored(self, batch: Batch) -> Sequence[int]:
-        """Return how many known tokens of each row score their successors; empty if none does. [num_rows]"""
+        """Return how many known tokens of each row are scored; empty without any. [num_rows]"""
         if not self._scoring:
             return ()
         return [r.num_known - r.samples if r.row in self._scoring and not r.decodes else 0 for r in batch.rows]
@@ -252,7 +252,7 @@ class Rows(TokenRows):
         return cu_len, specs
 
     def _target_specs(self, row: int, guesses: Sequence[int]) -> list[SamplingSpec]:
-        """Return the specs of the target's choices: by the law, where masks are made beside the pass."""
+        """Return the specs of the target's choices; with a grammar the law chooses."""
         specs = self.row_specs(row, guesses)
         return [s._replace(kind="logits") for s in specs] if row in self.grammars.states else specs
 

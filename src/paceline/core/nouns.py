@@ -106,6 +106,11 @@ class Plan:
         row_plan = self.rows.get(row)
         return 0 if row_plan is None or row_plan.drafter is None else row_plan.k
 
+    def drafter(self, row: int) -> str | None:
+        """Return the drafter of a row, None if it drafts nothing."""
+        row_plan = self.rows.get(row)
+        return None if row_plan is None else row_plan.drafter
+
     def stop(self, row: int) -> Stop | None:
         """Return the rule by which a row's draft ends early, if any."""
         row_plan = self.rows.get(row)

@@ -146,7 +146,10 @@ class OutputQueue:
             response.prompt_logprobs = []
 
     def score_prompt(self, request_id: str, scores: PromptScores) -> None:
-        """Add scores of a prompt. After a preemption they come again, and those known are left out."""
+        """Add scores of a prompt that are not known yet.
+
+        After a preemption they come again.
+        """
         response = self.responses.get(request_id)
         if response is None or response.prompt_logprobs is None:  # ended, or its answer has begun
             return

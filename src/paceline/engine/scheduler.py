@@ -71,7 +71,7 @@ class RequestState:
 
     @property
     def token_cost(self) -> int:
-        """Share of a step's prefill that one token takes: a scored one has logits as well."""
+        """Prefill tokens that one token counts for; a scored one has logits."""
         return SCORED_COST if self.scores_prompt else 1
 
     @property
@@ -310,7 +310,7 @@ class Scheduler:
             self._return_spare(state)
 
     def take_in(self, filled: Iterable[tuple[RequestState, int, int]], spare: Iterable[RequestState]) -> None:
-        """Do what `reveal` does with pages, for rows whose tokens `kernels.take_in` has taken in."""
+        """Note filled and spare pages of rows that `kernels.take_in` has taken in."""
         if self.pool.caching:
             self._filled += filled
         for state in spare:

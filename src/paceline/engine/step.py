@@ -184,7 +184,7 @@ class Verbs:
         start = perf_counter()
         proposed = self.drafting.propose(batch, plan)
         if self.target.rows.grammars.states and self.law.admits_any_trim:
-            proposed = self.target.rows.grammars.fit(batch, proposed)
+            proposed = self.target.rows.grammars.fit(batch, proposed, plan, self.drafting.names)
         end = perf_counter()
         self._stats.draft_s += end - start
         draft = proposed

@@ -115,7 +115,7 @@ class Tokenizer:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return True for an error of Rust's, which is no `Exception` and ends a thread that does not expect it."""
+    """Return True for an error of Rust's, which is no `Exception`."""
     return type(error).__name__ == "PanicException"
 
 

@@ -101,7 +101,7 @@ class AppState:
 
 
 class BodyRoute:
-    """Route in plain ASGI that reads a JSON body off the event loop and answers with JSON."""
+    """Route that reads a JSON body off the event loop; answers with JSON."""
 
     def __init__(self, state: AppState, read: Callable[[bytes, Serving], object]) -> None:
         """Take what returns the response to a body, or raises `RequestError`."""
@@ -313,7 +313,7 @@ def make_app(
 
 
 def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Let pages of these origins send requests; never with cookies."""
+    """Wrap the app so that pages of these origins may send requests, without cookies."""
     if not origins:
         return app
     return CORSMiddleware(

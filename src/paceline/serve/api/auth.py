@@ -117,6 +117,6 @@ def _header(scope: Scope, wanted: bytes) -> bytes:
 
 
 def _names_this_machine(host: bytes, names: Collection[str]) -> bool:
-    """Return True if a Host is one of `names` or is missing; browsers always send one."""
+    """Return True if a Host is among `names` or missing; browsers send one."""
     found = _HOST.fullmatch(host.decode("latin-1").strip().lower())
     return not host or (found is not None and (found[1] or found[2]).removesuffix(".") in names)

@@ -1,4 +1,4 @@
-"""Keys of a file: hashed, each with a role and a cache salt of its own.
+"""Keys of a file: hashed, with a role and a cache salt.
 
 One a line:
 

@@ -179,7 +179,7 @@ class Metrics:
         self._refused.labels(str(status)).inc()
 
     def tell(self, record: RequestRecord) -> None:
-        """Count a request by the name of its key; names are those of the key file."""
+        """Count a request by the name of its key in the key file."""
         if record.key is None:
             return
         self._of_keys.labels(record.key).inc()

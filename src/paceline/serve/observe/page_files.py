@@ -1,4 +1,4 @@
-"""The page at `/`: a fixed table of files, read once and sent with strict headers.
+"""Files of the page at `/`: read once, sent with strict headers.
 
 The files hold no secret and need no key; what the page asks of the API needs one. All files but `/` lie under a
 name made from their contents, so that a browser may keep them for good and never mixes two versions.
@@ -48,7 +48,7 @@ class PageFile:
 
 
 def content_policy(html: bytes) -> str:
-    """Return the Content-Security-Policy of a page: its own files only, and its one import map, by hash."""
+    """Return a page's Content-Security-Policy: its own files, its import map by hash."""
     digests = [base64.b64encode(hashlib.sha256(text).digest()).decode() for text in _INLINE_SCRIPT.findall(html)]
     scripts = " ".join(["'self'", *(f"'sha256-{digest}'" for digest in digests)])
     return (
@@ -91,7 +91,7 @@ def _file(name: str, data: bytes, policy: str, caching: str) -> PageFile:
 
 
 class PageMiddleware:
-    """ASGI wrapper that answers GET and HEAD of the page's files and passes every other request on."""
+    """ASGI wrapper that answers GET and HEAD of the page's files."""
 
     def __init__(self, app: ASGIApp, files: Mapping[str, PageFile]) -> None:
         self._app = app

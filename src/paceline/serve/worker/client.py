@@ -167,7 +167,7 @@ class EngineClient:
                     await _send_now(self._engine.socket, Cancel(request_id))
 
     async def watch(self, *, on: bool) -> None:
-        """Let the engine's snapshots carry its last steps, or not; also after a restart."""
+        """Choose if snapshots carry the engine's last steps, also after a restart."""
         self._watches = on
         if self._engine is not None and self._engine.ready is not None:
             with suppress(EngineDied):
