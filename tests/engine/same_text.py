@@ -250,8 +250,8 @@ GRAMMARS = (
 
 
 @st.composite
-def sampling(draw: st.DrawFn) -> SamplingParams:
-    grammar = draw(st.sampled_from([None] * 6 + [*GRAMMARS]))
+def sampling(draw: st.DrawFn, grammars: bool = True) -> SamplingParams:
+    grammar = draw(st.sampled_from([None] * 6 + [*GRAMMARS])) if grammars else None
     max_tokens = draw(st.sampled_from([1, 2, 7, 30, 60, 60]))
     return SamplingParams(
         temperature=draw(st.sampled_from([0.0, 0.0, 0.7, 1.0, 1.5])),
@@ -273,11 +273,11 @@ def sampling(draw: st.DrawFn) -> SamplingParams:
 
 
 @st.composite
-def workloads(draw: st.DrawFn) -> list[Request]:
+def workloads(draw: st.DrawFn, grammars: bool = True) -> list[Request]:
     """1 to 16 requests with parameters of all kinds."""
     requests: list[Request] = []
     for index in range(draw(st.integers(1, 12))):
-        params, prompt, seed = draw(sampling()), draw(prompts()), draw(st.integers(0, 2**63 - 1))
+        params, prompt, seed = draw(sampling(grammars)), draw(prompts()), draw(st.integers(0, 2**63 - 1))
         choices = range(params.n)
         requests += [Request(f"{index}.{c}", prompt, params, seed=seed, choice=c) for c in choices]
     return requests[:16]
