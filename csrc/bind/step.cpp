@@ -280,7 +280,7 @@ void append_gains(const OutTable<int64_t>& token_ids, const OutArray<int64_t>& l
 }  // namespace
 
 void bind_step(nb::module_& m) {
-    m.def("decode_rows", &decode_rows, "running"_a, "group"_a.none(), "ks"_a, "free"_a, "take"_a, "type"_a);
+    m.def("decode_rows", &decode_rows, "running"_a, "group"_a.none(), "ks"_a, "free"_a, "take"_a, "row_type"_a);
     m.def("take_in", &take_in, "rows"_a, "proposed"_a, "verdicts"_a, "no_draft"_a, "states"_a, "responses"_a, "gains"_a);
     m.def("step_block", &step_block, "rows"_a, "num_drafts"_a);
     m.def("append_gains", &append_gains, "token_ids"_a.noconvert(), "length"_a.noconvert(), "computed"_a.noconvert(), "rows"_a, "verdicts"_a);

@@ -153,7 +153,7 @@ def append_gains(
 def step_block(rows: tuple[Any, ...], num_drafts: list[int]) -> tuple[_Ids, int]: ...
 def decode_rows(
     running: list[Any], group: int | None, ks: dict[int, int], free: int, take: Callable[[int], list[int]],
-    type: type[_T],
+    row_type: type[_T],
 ) -> list[_T] | None: ...
 def take_in(
     rows: tuple[Any, ...], proposed: tuple[Any, ...], verdicts: tuple[Any, ...], no_draft: object,
