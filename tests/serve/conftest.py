@@ -79,7 +79,10 @@ class Server:
 
     def engine_pid(self) -> int:
         children = psutil.Process(self.process.pid).children()
-        return next(p.pid for p in children if any("paceline.serve.worker.process" in a for a in p.cmdline()))
+        found: int = next(
+            p.pid for p in children if any("paceline.serve.worker.process" in a for a in p.cmdline())
+        )
+        return found
 
     def health(self) -> int:
         return httpx.get(f"{self.url}/health", timeout=5.0).status_code
@@ -126,7 +129,8 @@ def running(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        process.stdout.close()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 @pytest.fixture(scope="session")
