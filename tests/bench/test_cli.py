@@ -37,7 +37,7 @@ def test_help_names_every_command_and_imports_none_of_them():
     assert done.stdout.endswith("set()\n")
 
 
-WITHOUT_MODEL = ("pull", "explain", "simulate", "list", "rm", "completion")
+WITHOUT_MODEL = ("pull", "explain", "simulate", "list", "rm", "completion", "key new")
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
@@ -243,7 +243,7 @@ def test_doctor(model, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "Verdict: it works" in done.stdout
     assert "tokens/s" in done.stdout
-    assert "twenty prompts" in done.stdout
+    assert "20 prompts, greedy" in done.stdout
     checked = paceline("doctor", "--model", model, "--no-measure", "--max-len", "512", "--draft", "off")
     assert checked.returncode == 0
     assert "tokens/s" not in checked.stdout

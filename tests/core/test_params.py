@@ -27,7 +27,7 @@ def test_other_stops_are_refused(given: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"max_tokens": 0}, "between 1 and 1048576, not 0"),
+        ({"max_tokens": -1}, "between 0 and 1048576, not -1"),
         ({"seed": -1}, "between 0 and 9223372036854775807, not -1"),
         ({"temperature": 11}, "between 0 and 10, not 11"),
         ({"repetition_penalty": 0.0}, "between 0.01 and 100, not 0.0"),

@@ -213,7 +213,7 @@ def test_drafts_keep_their_bounds_and_the_text_is_the_same(backend: str, spec: s
     engine.forget()
     assert_same(plain(backend), run(engine, requests(), stagger=2))
     assert engine.stats().drafter_failures == 0
-    assert sum(lengths) > 40
+    assert drafter.needs.grammar_only or sum(lengths) > 40  # no row here has a grammar
     assert set(drafter.valid_lens(0) if drafter.needs.stores else ()) == set(drafter.needs.stores)
 
 

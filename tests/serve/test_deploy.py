@@ -104,7 +104,9 @@ def test_the_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("no systemd here")
     unit = tmp_path / "paceline.service"
-    unit.write_text(text.replace("/usr/local/bin/paceline", sys.executable))
+    program = tmp_path / "paceline"
+    program.symlink_to(sys.executable)  # whose own path may hold a quote
+    unit.write_text(text.replace("/usr/local/bin/paceline", str(program)))
     done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -13,9 +13,10 @@ from paceline.backend.cuda.attention import DeviceKV, attend, new_kv, plan_atten
 from paceline.backend.cuda.choice import ChoiceSpecs, choose
 from paceline.backend.cuda.device_pass import DevicePass
 from paceline.backend.cuda.judge import judge
+from paceline.backend.cuda.late_hints import LateHints
 from paceline.backend.cuda.late_lookup import longest_matches
 from paceline.backend.cuda.rowwise import write_qkv
-from paceline.backend.seam import Pointers
+from paceline.backend.seam import HintRule, Pointers
 from paceline.core.nouns import PAGE_TOKENS
 from tools.gpu.checks import BOUNDS, EPS, FP8_BOUND, SOME_TOKENS, Check, random_product, wide, wide_product
 
@@ -29,6 +30,7 @@ SCALE = 0.09
 WINDOW = 300  # keys that a token sees, where windows are checked
 ONE_PART, ALL_PARTS = 1 << 20, 1  # programs to fill: more than there are items, or fewer
 KV_FP8 = torch.float8_e4m3fn
+RULE = HintRule(min_match=1, max_match=8, gain=1.5)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -203,7 +205,13 @@ def choices_of(sizes: Sizes, device: torch.device) -> Iterator[Check]:
         ("choose", logits, torch.float64, {}),
         ("choose, float32 temperatures", logits[:, : vocab - 1].contiguous(), torch.float32, {}),
         ("choose of a draft vocabulary", logits[:, : len(ids)].contiguous(), torch.float64, {"draft_ids": ids}),
-        ("choose with hints", logits[:, : len(ids)].contiguous(), torch.float64, {"draft_ids": ids, **hints}),
+        ("choose with hints", logits, torch.float64, hints),
+        (
+            "choose of a draft vocabulary with hints",
+            logits[:, : len(ids)].contiguous(),
+            torch.float64,
+            {"draft_ids": ids, **hints},
+        ),
     ):
         specs = choice_rules(places, device, dtype)
         yield Check(name, partial(_chosen, some, specs, more), partial(_chosen_on_host, some, specs, more), 0.0)
@@ -217,6 +225,7 @@ def choices_of(sizes: Sizes, device: torch.device) -> Iterator[Check]:
     texts = torch.arange(rows * 600, device=device).view(rows, 600).square() % 17 % 3
     lengths = torch.arange(rows, device=device) * 3 + 1
     yield Check("pointers", partial(_matched, texts, lengths), partial(_matched_on_host, texts, lengths), 0.0)
+    yield Check("hints", partial(_hinted, texts, lengths), partial(_hinted_on_host, texts, lengths), 0.0)
 
 
 def choice_rules(places: int, device: torch.device, dtype: torch.dtype) -> ChoiceSpecs:
@@ -259,3 +268,20 @@ def _matched(texts: torch.Tensor, lengths: torch.Tensor) -> list[torch.Tensor]:
 
 def _matched_on_host(texts: torch.Tensor, lengths: torch.Tensor) -> list[torch.Tensor]:
     return _matched(texts.cpu(), lengths.cpu())
+
+
+def _hinted(texts: torch.Tensor, lengths: torch.Tensor) -> list[torch.Tensor]:
+    """Return the hints of texts to the first two guesses, and to guesses that do not know each other."""
+    state = SimpleNamespace(token_ids=texts, length=lengths)
+    rows: Any = SimpleNamespace(
+        num_rows=len(texts), device=texts.device, on_device=state, max_len=texts.shape[1], verdict_sinks=[]
+    )
+    index = torch.arange(len(texts), device=texts.device)
+    trail = LateHints(rows, RULE).begin(index, -(-texts.shape[1] // PAGE_TOKENS))
+    first = trail.next(0, None)
+    second = trail.next(1, index % 3)
+    return [*first, *second]
+
+
+def _hinted_on_host(texts: torch.Tensor, lengths: torch.Tensor) -> list[torch.Tensor]:
+    return _hinted(texts.cpu(), lengths.cpu())

@@ -12,7 +12,16 @@ from unittest.mock import patch
 
 import torch
 
-from paceline.backend.cuda import attention, choice, judge, late_lookup, output_matrix, products, rowwise
+from paceline.backend.cuda import (
+    attention,
+    choice,
+    judge,
+    late_hints,
+    late_lookup,
+    output_matrix,
+    products,
+    rowwise,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,6 +36,7 @@ LAUNCHING = (
     attention,
     choice,
     judge,
+    late_hints,
     late_lookup,
     output_matrix,
 )  # imported before they are watched

@@ -63,10 +63,12 @@ class RowGrammars:
 
         names: of the engine's drafters. Without `grammar` there, forced tokens count as the planned drafter's.
         """
-        filler = GRAMMAR if GRAMMAR in names else None
+        filled = {name: GRAMMAR if GRAMMAR in names else name for name in names}
         rows = zip(batch.rows, draft.rows, strict=True)
         fitted = (
-            self._fit_row(r, d, filler or plan.drafter(r.row)) if r.row in self.states and r.max_drafts else d
+            self._fit_row(r, d, filled.get(plan.drafter(r.row) or ""))
+            if r.row in self.states and r.max_drafts
+            else d
             for r, d in rows
         )
         return Draft(tuple(fitted), draft.budget)
@@ -77,11 +79,11 @@ class RowGrammars:
         token_ids = self.states[r.row].fit(d.token_ids, r.max_drafts)
         if token_ids == list(d.token_ids):
             return d
-        if not token_ids:
-            return NO_DRAFT
         known = 0
         while known < min(len(d), len(token_ids)) and d.token_ids[known] == token_ids[known]:
             known += 1
+        if not token_ids or not (known or filler):
+            return NO_DRAFT
         confidence = None
         if d.confidence is not None or not known:
             confidence = [*(d.confidence or ())][:known] + [SURE] * (len(token_ids) - known)

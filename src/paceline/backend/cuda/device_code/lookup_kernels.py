@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["stride", "width", "max_match"])
+@triton.jit(do_not_specialize=["rows", "stride", "width", "max_match"])
 def match_places(
     token_ids, length, rows, match, stride, width, max_match,
     PLACES: tl.constexpr,
@@ -25,7 +25,7 @@ def match_places(
     tl.store(match + tl.program_id(0).to(tl.int64) * width + place, found, mask=place < width)
 
 
-@triton.jit(do_not_specialize=["stride", "width", "min_match", "max_match"])
+@triton.jit(do_not_specialize=["rows", "stride", "width", "min_match", "max_match"])
 def latest_places(
     token_ids, length, rows, guess, match, longer, ends, lengths, stride, width, min_match, max_match,
     PLACES: tl.constexpr, MAX_PLACES: tl.constexpr,
@@ -57,7 +57,7 @@ def latest_places(
         count += tl.sum(taken)
 
 
-@triton.jit(do_not_specialize=["stride"])
+@triton.jit(do_not_specialize=["rows", "stride"])
 def most_followed(
     token_ids, rows, ends, lengths, next_ids, levels, stride,
     MAX_PLACES: tl.constexpr, MAX_LEVELS: tl.constexpr, NONE: tl.constexpr,
