@@ -271,7 +271,7 @@ def _matched_on_host(texts: torch.Tensor, lengths: torch.Tensor) -> list[torch.T
 
 
 def _hinted(texts: torch.Tensor, lengths: torch.Tensor) -> list[torch.Tensor]:
-    """Return the hints of texts to the first two guesses, and to guesses that do not know each other."""
+    """Return the hints of texts to the first two guesses."""
     state = SimpleNamespace(token_ids=texts, length=lengths)
     rows: Any = SimpleNamespace(
         num_rows=len(texts), device=texts.device, on_device=state, max_len=texts.shape[1], verdict_sinks=[]
