@@ -178,9 +178,10 @@ class Grammars:
         sizes = [1 + len(drafts) for _, drafts in wanted]
         whole = np.full((sum(sizes), self.num_words), -1, np.int32)
         starts = np.cumsum([0, *sizes])
+        matchers = [state.matcher.deep_copy() if drafts else state.matcher for state, drafts in wanted]
         jobs = [
-            (state.matcher, start, list(drafts))
-            for (state, drafts), start in zip(wanted, starts[:-1].tolist(), strict=True)
+            (matcher, start, list(drafts))
+            for matcher, (state, drafts), start in zip(matchers, wanted, starts[:-1].tolist(), strict=True)
             if not state.failed
         ]
         where = whole.ctypes.data, 4 * self.num_words, len(whole)
@@ -189,8 +190,8 @@ class Grammars:
         if plain := [(matcher, start) for matcher, start, drafts in jobs if not drafts]:
             self._executor.unsafe_compute_mask_ptr(plain, *where)
         masks = [whole[start:end] for start, end in pairwise(starts.tolist())]
-        for (state, drafts), mask in zip(wanted, masks, strict=True):
-            if state.failed or state.matcher.is_error():
+        for matcher, (state, drafts), mask in zip(matchers, wanted, masks, strict=True):
+            if state.failed or matcher.is_error():
                 self._mask_one_by_one(state, drafts, mask)
         return masks
 
@@ -239,11 +240,12 @@ class GrammarState:
     def fit(self, drafts: Sequence[int], most: int) -> list[int]:
         """Return the drafts that fit, then what the grammar forces. most: of both.
 
-        An answer that can only end is followed by the end token.
+        An answer that can only end is followed by the end token. A copy reads ahead: a matcher that is rolled back
+        may allow other tokens than one that read the same answer.
         """
-        matcher, drafts = self.matcher, list(drafts)
         if self.failed:
             return []
+        matcher, drafts = self.matcher.deep_copy(), list(drafts)
         kept = drafts[: min(matcher.validate_tokens(drafts), most)] if drafts else drafts
         if len(kept) == most or matcher.is_error():
             return kept
@@ -252,9 +254,6 @@ class GrammarState:
         if fine and not (kept and kept[-1] in self._eos_ids):
             forced = matcher.compute_ff_tokens()
             fine = not forced or matcher.consume_tokens(forced)
-        read = len(kept) + len(forced)
         if fine and matcher.is_stopped() and not (kept and kept[-1] in self._eos_ids):
             forced = [*forced, self._eos_ids[0]]
-        if not fine or matcher.is_error() or not (read == 0 or matcher.rollback(read)):
-            self.matcher = self.again(()) or matcher
         return [*kept, *forced][:most]
