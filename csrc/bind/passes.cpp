@@ -18,6 +18,15 @@ struct PassInputs {
     Ids wanted;
 };
 
+// See `Masks`.
+struct MaskInputs {
+    Gate gate;
+    Table<int32_t> words;
+    Array<uint8_t> masked;
+
+    MaskInputs(Table<int32_t> words, Array<uint8_t> masked) : words(std::move(words)), masked(std::move(masked)) {}
+};
+
 struct PassOutputs {
     Out<float> taps;
     Out<int64_t> chosen;
@@ -71,8 +80,15 @@ Pass checked_inputs(const Shape& shape, const KVStore& kv, const PassInputs& in,
     return pass;
 }
 
+Masks checked_masks(const Decoder& decoder, const MaskInputs& masks, size_t num_wanted, size_t vocab) {
+    require(!decoder.maps_ids(), "a draft vocabulary has no masks");
+    require(masks.masked.size() == num_wanted && masks.words.shape(0) == num_wanted, "every wanted token has its place among the masks");
+    require(masks.words.shape(1) * 32 >= vocab, "a mask needs a bit for each logit");
+    return {&masks.gate, reinterpret_cast<const uint32_t*>(masks.words.data()), masks.masked.data(), masks.words.shape(1)};
+}
+
 Pass checked_pass(const Decoder& decoder, const KVStore& kv, const PassInputs& in, const SamplingSpecs& specs, size_t vocab,
-                  size_t num_layers, const std::vector<size_t>& tap_layers, const PassOutputs& out) {
+                  size_t num_layers, const std::vector<size_t>& tap_layers, const PassOutputs& out, const MaskInputs* masks) {
     const size_t hidden = decoder.shape().hidden;
     Pass pass = checked_inputs(decoder.shape(), kv, in, vocab, num_layers);
     const size_t num_wanted = pass.wanted.size(), num_tokens = pass.num_tokens;
@@ -87,38 +103,44 @@ Pass checked_pass(const Decoder& decoder, const KVStore& kv, const PassInputs& i
     std::fill_n(out.margins.data(), out.margins.size(), NAN);
     pass.chosen = out.chosen.data(), pass.logits = out.logits.data();
     pass.margins = out.margins.size() ? out.margins.data() : nullptr;
+    if (masks) pass.masks = checked_masks(decoder, *masks, num_wanted, vocab);
     return pass;
 }
 
 void forward(Decoder& decoder, const KVStore& kv, const PassInputs& inputs, const SamplingSpecs& specs, size_t vocab, size_t num_layers,
              const std::vector<size_t>& tap_layers, const Out<float>& taps, const Out<int64_t>& chosen, const Out<float>& logits,
-             const Out<float>& margins) {
-    const Pass pass = checked_pass(decoder, kv, inputs, specs, vocab, num_layers, tap_layers, {taps, chosen, logits, margins});
+             const Out<float>& margins, const MaskInputs* masks) {
+    const Pass pass = checked_pass(decoder, kv, inputs, specs, vocab, num_layers, tap_layers, {taps, chosen, logits, margins}, masks);
     nb::gil_scoped_release unlocked;
     if (pass.num_tokens > 0) decoder.forward(pass, kv);
 }
 
 // A pass that has begun, with everything that it reads and writes: its destructor waits for its end.
 struct PendingPass {
-    nb::object decoder, kv, inputs, specs;
+    nb::object decoder, kv, inputs, specs, masks;
     PassOutputs out;
 
-    PendingPass(nb::object decoder, nb::object kv, nb::object inputs, nb::object specs, PassOutputs out)
-        : decoder(std::move(decoder)), kv(std::move(kv)), inputs(std::move(inputs)), specs(std::move(specs)), out(std::move(out)) {}
+    PendingPass(nb::object decoder, nb::object kv, nb::object inputs, nb::object specs, nb::object masks, PassOutputs out)
+        : decoder(std::move(decoder)), kv(std::move(kv)), inputs(std::move(inputs)), specs(std::move(specs)), masks(std::move(masks)),
+          out(std::move(out)) {}
     PendingPass(PendingPass&&) = default;
     ~PendingPass() {
-        if (decoder.is_valid()) nb::cast<Decoder&>(decoder).finish();
+        if (!decoder.is_valid()) return;
+        if (!masks.is_none()) nb::cast<MaskInputs&>(masks).gate.open();  // or its end would never come
+        nb::cast<Decoder&>(decoder).finish();
     }
 };
 
 PendingPass begin(nb::object self, nb::object kv, nb::object inputs, nb::object specs, size_t vocab, size_t num_layers,
                   const std::vector<size_t>& tap_layers, const Out<float>& taps, const Out<int64_t>& chosen, const Out<float>& logits,
-                  const Out<float>& margins) {
-    PendingPass pending(std::move(self), std::move(kv), std::move(inputs), std::move(specs), {taps, chosen, logits, margins});
+                  const Out<float>& margins, nb::object masks) {
+    const MaskInputs* masked = masks.is_none() ? nullptr : &nb::cast<const MaskInputs&>(masks);
+    PendingPass pending(std::move(self), std::move(kv), std::move(inputs), std::move(specs), std::move(masks),
+                        {taps, chosen, logits, margins});
     auto& decoder = nb::cast<Decoder&>(pending.decoder);
     const auto& store = nb::cast<const KVStore&>(pending.kv);
     Pass pass = checked_pass(decoder, store, nb::cast<const PassInputs&>(pending.inputs), nb::cast<const SamplingSpecs&>(pending.specs),
-                             vocab, num_layers, tap_layers, pending.out);
+                             vocab, num_layers, tap_layers, pending.out, masked);
     nb::gil_scoped_release unlocked;
     if (pass.num_tokens > 0) decoder.begin(std::move(pass), store);
     return pending;
@@ -205,12 +227,15 @@ void bind_passes(nb::module_& m, nb::class_<Decoder>& decoder) {
         .def(nb::init<Ids, Ids, Ids, Ids, Table<int64_t>, Ids, Table<float>, Ids>(), "token_ids"_a.noconvert(), "positions"_a.noconvert(),
              "slots"_a.noconvert(), "cu_len"_a.noconvert(), "pages"_a.noconvert(), "first_keys"_a.noconvert(), "features"_a.noconvert(),
              "wanted"_a.noconvert());
+    nb::class_<MaskInputs>(m, "Masks")
+        .def(nb::init<Table<int32_t>, Array<uint8_t>>(), "words"_a.noconvert(), "masked"_a.noconvert())
+        .def("open", [](MaskInputs& masks) { masks.gate.open(); });
     nb::class_<PendingPass>(m, "PendingPass");
     decoder
         .def("forward", &forward, "kv"_a, "inputs"_a, "specs"_a, "vocab"_a, "num_layers"_a, "tap_layers"_a, "taps"_a.noconvert(),
-             "chosen"_a.noconvert(), "logits"_a.noconvert(), "margins"_a.noconvert())
+             "chosen"_a.noconvert(), "logits"_a.noconvert(), "margins"_a.noconvert(), "masks"_a.none() = nb::none())
         .def("begin", &begin, "kv"_a, "inputs"_a, "specs"_a, "vocab"_a, "num_layers"_a, "tap_layers"_a, "taps"_a.noconvert(),
-             "chosen"_a.noconvert(), "logits"_a.noconvert(), "margins"_a.noconvert())
+             "chosen"_a.noconvert(), "logits"_a.noconvert(), "margins"_a.noconvert(), "masks"_a.none() = nb::none())
         .def("finish", &Decoder::finish, nb::call_guard<nb::gil_scoped_release>())
         .def("forward_steps", &forward_steps, "kv"_a, "inputs"_a, "specs"_a, "vocab"_a, "num_layers"_a, "depths"_a, "stops"_a.noconvert(),
              "hints"_a, "chosen"_a.noconvert(), "margins"_a.noconvert())

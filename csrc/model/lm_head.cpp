@@ -38,9 +38,20 @@ void each_edited(const TileIds& ids, const Edits& edits, const Act& act) {
     }
 }
 
+constexpr size_t kWordBits = 32;
+static_assert(kHeadTile % kWordBits == 0);
+
+// True if a mask allows a token of a tile; null allows all.
+bool allows_some(const uint32_t* allowed, size_t start, size_t count) {
+    if (!allowed) return true;
+    const uint32_t* const words = allowed + start / kWordBits;
+    return std::any_of(words, words + (count + kWordBits - 1) / kWordBits, [](uint32_t word) { return word != 0; });
+}
+
 // Offer the best token of one tile of logits [kHeadTile], padded with -inf: the same choice as `Sampler` makes for a whole row.
-// z, bounds: scratch [kHeadTile]. margins: the second best is offered too.
-void offer_tile(const SamplingSpec& spec, const float* logits, const TileIds& ids, float* z, float* bounds, bool margins, Best& best) {
+// z, bounds: scratch [kHeadTile]. margins: the second best is offered too. allowed: a row's mask.
+void offer_tile(const SamplingSpec& spec, const float* logits, const TileIds& ids, const uint32_t* allowed, float* z, float* bounds,
+                bool margins, Best& best) {
     constexpr size_t blocks = kHeadTile / kBlock;
     const auto& kernel = kernels().vocabulary;
     const bool greedy = spec.temperature <= 0.0;
@@ -48,6 +59,9 @@ void offer_tile(const SamplingSpec& spec, const float* logits, const TileIds& id
     float maxima[blocks];
     kernel.scale(logits, blocks, inverse, z, maxima);
     each_edited(ids, spec.edits, [&](size_t i, size_t edit) { z[i] = edited(logits[i], spec.edits, edit) * inverse; });
+    if (allowed)
+        for (size_t i = 0; i < ids.count; ++i)
+            if (!(allowed[(ids.start + i) / kWordBits] >> (ids.start + i) % kWordBits & 1)) z[i] = -kInfinity;
     if (greedy) {
         for (int rank = 0; rank < (margins ? 2 : 1); ++rank) {
             const float top = kernel.maximum(z, kHeadTile);
@@ -91,6 +105,7 @@ void Decoder::plan_choices(const Pass& pass) {
 void Decoder::choose(const Pass& pass, size_t thread) {
     Scratch& s = *scratch_;
     if (pass.wanted.empty()) return;
+    if (pass.masks.gate) pass.masks.gate->wait();
     pool_->each(pass.wanted.size(), [&](size_t i) {
         float* const normed = s.threads[thread].normed.data();
         const float* hidden = &s.hidden[static_cast<size_t>(pass.wanted[i]) * shape_.hidden];
@@ -110,6 +125,7 @@ void Decoder::choose_in_tiles(const Pass& pass, size_t thread, const FillTile& f
     pool_->each(pass.wanted.size(), [&](size_t i) { choose_sampled(pass, i, thread); });
 }
 
+// A tile in which no row may choose a token is not multiplied: inside the syntax of an answer few tokens are allowed.
 void Decoder::choose_in_tile(const Pass& pass, size_t tile, size_t thread, const FillTile& fill) {
     Scratch& s = *scratch_;
     auto& own = s.threads[thread];
@@ -118,14 +134,18 @@ void Decoder::choose_in_tile(const Pass& pass, size_t tile, size_t thread, const
     const size_t panel = tile * kHeadPanels, num_panels = std::min(kHeadPanels, weights_.head->num_panels() - panel);
     for (size_t first = 0; first < pass.wanted.size(); first += kHeadRows) {
         const size_t end = std::min(first + kHeadRows, pass.wanted.size());
-        fill(panel, num_panels, first, end, own.logits.data());
+        bool any = false;
+        for (size_t i = first; i < end && !any; ++i) any = allows_some(pass.masks.of(i), start, count);
+        if (any) fill(panel, num_panels, first, end, own.logits.data());
         for (size_t i = first; i < end; ++i) {
             float* row = &own.logits[(i - first) * kHeadTile];
-            std::fill(row + count, row + kHeadTile, -kInfinity);
+            const uint32_t* allowed = pass.masks.of(i);
+            const bool chooses = any && allows_some(allowed, start, count);
+            std::fill(chooses ? row + count : row, row + kHeadTile, -kInfinity);
             if (pass.specs[i].wants_logits())
                 std::copy_n(row, count, pass.logits + s.logit_row[i] * pass.vocab + start);
-            else
-                offer_tile(pass.specs[i], row, ids, own.scaled.data(), own.bounds.data(), pass.margins != nullptr,
+            else if (chooses)
+                offer_tile(pass.specs[i], row, ids, allowed, own.scaled.data(), own.bounds.data(), pass.margins != nullptr,
                            s.best[thread * pass.wanted.size() + i]);
         }
     }
@@ -144,7 +164,7 @@ void Decoder::choose_sampled(const Pass& pass, size_t index, size_t thread) {
         row = own.vocab_logits.data(), vocab = shape_.vocab;
     }
     Sampler<float>& sampler = own.sampler;
-    sampler.load(row, vocab, spec.temperature, spec.edits);
+    sampler.load(row, vocab, spec.temperature, spec.edits, pass.masks.of(index));
     const bool greedy = !(spec.temperature > 0.0);
     double ahead = 0.0;
     pass.chosen[index] = greedy ? sampler.argmax() : sampler.choose(spec.filters, spec.key, pass.margins ? &ahead : nullptr);

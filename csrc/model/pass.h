@@ -4,6 +4,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/gate.h"
 #include "model/sampling.h"
 
 namespace paceline {
@@ -19,6 +20,16 @@ struct SamplingSpec {
     Edits edits;  // ids ascending
 
     bool wants_logits() const { return kind == SamplingKind::logits || kind == SamplingKind::sampled; }
+};
+
+// Which tokens a pass may choose, a bit each. The host fills them in beside the pass; nothing is read before the gate is open.
+struct Masks {
+    const Gate* gate = nullptr;          // null: no masks
+    const uint32_t* words = nullptr;     // [wanted, num_words]
+    const uint8_t* masked = nullptr;     // [wanted] 0: every token may be chosen, and the words are not read
+    size_t num_words = 0;
+
+    const uint32_t* of(size_t wanted) const { return gate && masked[wanted] ? words + wanted * num_words : nullptr; }
 };
 
 constexpr int64_t kUnchosen = -1;  // as core/nouns.py: the law of verification chooses
@@ -39,6 +50,7 @@ struct Pass {
     int64_t* chosen;                              // [wanted] out: token ids, kBroken, or kUnchosen
     float* logits;                                // [wanted with logits, vocab] out
     float* margins;  // [wanted] out: logits between the chosen token and the second; unknown ones are not written; null: unwanted
+    Masks masks = {};
 };
 
 // One position of the guesses of a parallel draft head, for some rows.

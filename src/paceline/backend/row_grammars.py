@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from paceline import kernels
 from paceline.core.nouns import NO_DRAFT, UNCHOSEN, Draft, Edits, RowDraft, noun
 from paceline.core.sampling import allowed_by
 
@@ -31,6 +32,19 @@ class RowMasks:
 
 
 NO_MASKS = RowMasks({}, {})
+
+
+@noun
+class PassMasks:
+    """Masks that a pass chooses under. They are filled in beside it: it waits for `open` before it chooses."""
+
+    words: NDArray[int32]  # [num_wanted, num_words] zeros at first: no token may be chosen
+    cu_len: Sequence[int]  # as `Scores.cu_len`
+    shared: kernels.Masks  # with these words
+
+    def open(self) -> None:
+        """Let the pass read them, with whatever was filled in."""
+        self.shared.open()
 
 
 class RowGrammars:
@@ -89,8 +103,15 @@ class RowGrammars:
             confidence = [*(d.confidence or ())][:known] + [SURE] * (len(token_ids) - known)
         return RowDraft(token_ids, d.drafter if known else filler, confidence)
 
-    def masks(self, batch: Batch, draft: Draft) -> RowMasks:
-        """Return the masks of a pass. Made beside it: nothing there reads them."""
+    def masks(self, batch: Batch, draft: Draft, room: PassMasks | None = None) -> RowMasks:
+        """Return the masks of a pass, made beside it. room: where the pass itself reads them."""
+        try:
+            return self._masks(batch, draft, room)
+        finally:
+            if room is not None:
+                room.open()
+
+    def _masks(self, batch: Batch, draft: Draft, room: PassMasks | None) -> RowMasks:
         compiled = self.compiled
         if compiled is None:
             return NO_MASKS
@@ -98,14 +119,29 @@ class RowGrammars:
         wanted = {i: (self.states[r.row], d.token_ids) for i, (r, d) in rows if r.samples and r.row in self.states}
         if not wanted or any(drafts and drafts[0] == UNCHOSEN for _, drafts in wanted.values()):
             return NO_MASKS  # or the device has yet to say what it drafted
-        masks = compiled.masks(list(wanted.values()))
+        if room is None:
+            masks = compiled.masks(list(wanted.values()))
+        else:
+            masks = compiled.fill_masks(list(wanted.values()), room.words, [room.cu_len[i] for i in wanted])
         return RowMasks(dict(zip(wanted, masks, strict=True)), {i: drafts for i, (_, drafts) in wanted.items()})
+
+    def room(self, batch: Batch, specs: Sequence[SamplingSpec], cu_len: Sequence[int]) -> PassMasks | None:
+        """Return room for the masks of a pass that chooses itself, None if none of its rows has a grammar."""
+        if self.compiled is None or not self.states:
+            return None
+        masked = np.zeros(len(specs), np.uint8)
+        for r, start, end in zip(batch.rows, cu_len, cu_len[1:], strict=False):
+            masked[start:end] = r.row in self.states and [spec.kind != "logits" for spec in specs[start:end]]
+        words = np.zeros((len(specs), self.compiled.num_words), np.int32)
+        return PassMasks(words, cu_len, kernels.Masks(words, masked))
 
     def masked(self, batch: Batch, draft: Draft, scores: Scores, made: RowMasks) -> Scores:
         """Return scores whose specs have the masks.
 
         made: beside the pass, if its drafts were known then.
         """
+        if scores.logits is None:
+            return scores  # the pass has chosen under them
         if (
             any(list(draft.rows[i].token_ids) != list(drafts) for i, drafts in made.drafts.items())
             or not made.masks

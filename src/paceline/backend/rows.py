@@ -242,19 +242,28 @@ class Rows(TokenRows):
             wanted = [own + count for own, count in zip(wanted, scored, strict=True)]
         return self.pack(spans, wanted)
 
-    def specs(self, batch: Batch, draft: Draft) -> tuple[list[int], list[SamplingSpec]]:
-        """Return cu_len and, for every scored position, the spec of the target's token there."""
+    def specs(self, batch: Batch, draft: Draft, *, masks: bool = False) -> tuple[list[int], list[SamplingSpec]]:
+        """Return cu_len and, for every scored position, the spec of the target's token there.
+
+        masks: the pass takes them.
+        """
         cu_len, specs = [0], []
         for r, d in zip(batch.rows, draft.rows, strict=True):
             if r.samples:
-                specs += self._target_specs(r.row, d.token_ids)
+                specs += self._target_specs(r.row, d.token_ids, masks=masks)
             cu_len.append(len(specs))
         return cu_len, specs
 
-    def _target_specs(self, row: int, guesses: Sequence[int]) -> list[SamplingSpec]:
-        """Return the specs of the target's choices; with a grammar the law chooses."""
+    def _target_specs(self, row: int, guesses: Sequence[int], *, masks: bool) -> list[SamplingSpec]:
+        """Return the specs of the target's choices.
+
+        With a grammar the law chooses, unless the pass takes masks. Edits may ban all that a mask allows, which
+        only the law sees.
+        """
         specs = self.row_specs(row, guesses)
-        return [s._replace(kind="logits") for s in specs] if row in self.grammars.states else specs
+        if row not in self.grammars.states:
+            return specs
+        return [s if masks and s.edits is None else s._replace(kind="logits") for s in specs]
 
     def row_specs(self, row: int, guesses: Sequence[int], *, margin: bool = False) -> list[SamplingSpec]:
         """Return the specs after a row's newest token and after each guess, see `RowView`."""

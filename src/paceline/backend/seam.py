@@ -120,6 +120,7 @@ class PassRequest:
     vocab_size: int | None = None  # token ids to choose among; None: the model's own
     taps: Sequence[int] = ()  # layers after which the residual stream is handed out, 0: embeddings; none twice
     features: Features | None = None  # of a head
+    masks: kernels.Masks | None = None  # what each wanted token may be, of an executor that takes them
 
 
 @noun
@@ -154,6 +155,7 @@ class Capabilities:
 
     multi_step: bool = False  # takes requests with `steps`
     asynchronous: bool = False  # a launched pass goes on beside the caller
+    masks: bool = False  # chooses under masks that are filled in beside the pass
     late: bool = False  # drafts for rows whose newest tokens the host does not know; see `LateProgram`
     token_buckets: tuple[int, ...] = ()  # ascending; a pass costs what the next bucket does; empty: no padding
     device: str = ""  # device and numerics that its times hold for; empty: the machine's processor tells

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from paceline.backend.pass_thread import PassThread
     from paceline.backend.prompt_scores import ScoringPass
+    from paceline.backend.row_grammars import PassMasks
     from paceline.backend.rows import Rows
     from paceline.backend.seam import Decoder, Executor, PassResult, Pending
     from paceline.core.nouns import Batch, Draft, Verdict
@@ -34,6 +35,11 @@ class PendingPass(Protocol):
 class ReadyPass(Protocol):
     """Target pass over a batch and its drafts, with all it needs of rows."""
 
+    @property
+    def masks(self) -> PassMasks | None:
+        """Room for the masks that it chooses under, None if it takes none."""
+        ...
+
     def launch(self, thread: PassThread | None = None) -> PendingPass:
         """Launch the pass. thread: runs it whole, beside the caller."""
         ...
@@ -48,6 +54,7 @@ class HostPass:
     cu_len: Sequence[int]  # as `Scores.cu_len`
     starts: Sequence[int]  # as `Taps.starts`
     scoring: ScoringPass | None = None  # None: no prompt is scored
+    masks: PassMasks | None = None
 
     def launch(self, thread: PassThread | None = None) -> PendingPass:
         """Launch a pass that touches no row, see `ReadyPass`."""
@@ -88,6 +95,8 @@ class PendingScores:
     def wait(self) -> Scores:
         """Return the scores, as often as asked. Raises what went wrong in the pass."""
         if self._scores is None:
+            if self._asked.masks is not None:
+                self._asked.masks.open()  # nobody fills them in from now on
             result = self._pending.wait()
             wall_s = perf_counter() - self._launched_s
             self.pass_s = wall_s if result.pass_s is None else result.pass_s
@@ -125,11 +134,15 @@ class Backend:
         """Gather a pass over the known tokens and the drafts of a batch."""
         scored = self.rows.num_scored(batch)
         packed = self.rows.pack_batch(batch, draft, scored)
-        cu_len, specs = self.rows.specs(batch, draft)
+        takes_masks = self.decoder.capabilities.masks and not scored
+        cu_len, specs = self.rows.specs(batch, draft, masks=takes_masks)
         starts = [self.rows.computed_len(r.row) for r in batch.rows] if self.taps else ()
         scoring = scoring_pass(self.rows, batch, scored, cu_len, specs) if scored else None
         asked = specs if scoring is None else scoring.all_specs
-        return HostPass(self.decoder, PassRequest(packed, self.kv, asked, taps=self.taps), cu_len, starts, scoring)
+        masks = self.rows.grammars.room(batch, specs, cu_len) if takes_masks else None
+        shared = None if masks is None else masks.shared
+        request = PassRequest(packed, self.kv, asked, taps=self.taps, masks=shared)
+        return HostPass(self.decoder, request, cu_len, starts, scoring, masks)
 
     def commit(self, batch: Batch, verdict: Verdict) -> None:
         """Advance the rows by what was kept."""

@@ -72,7 +72,7 @@ class LateLoop:
         engine.count_waits(sum(not r.ended for r in waiting))
         drafted = engine.propose(batch, plan, controller=controller)
         self._steps += 1
-        return _Launched(drafted, engine.target.request(drafted.batch, drafted.draft).launch())
+        return _Launched(drafted, engine.request(drafted).launch())
 
     def _controller(self, engine: Verbs) -> Controller:
         """Return the controller of this step: two alternate.

@@ -115,7 +115,7 @@ class OverlappedLoop:
         if not batch.rows:
             return None
         drafted = engine.propose(batch, plan, group)
-        request = engine.target.request(drafted.batch, drafted.draft)
+        request = engine.request(drafted)
         return ReadyInput(drafted, request, perf_counter())
 
     def wait(self) -> bool:

@@ -20,7 +20,8 @@ from paceline.engine.step_view import step_view
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.backend.target import Backend, PendingPass
+    from paceline.backend.row_grammars import PassMasks
+    from paceline.backend.target import Backend, PendingPass, ReadyPass
     from paceline.control.protocols import Controller
     from paceline.core.nouns import Batch, BatchRow, Outcome, RowDraft, RowVerdict, Scores, Verdict
     from paceline.engine.drafters import DrafterPool
@@ -43,6 +44,7 @@ class StepInput:
     draft_s: float  # drafter time of this step, seconds
     idle_s: float = 0.0  # since `begun_s`, neither host, drafters nor target worked for these rows
     host_s: float | None = None  # of the host, where it works beside passes: what they waited for it
+    mask_room: PassMasks | None = None  # of a pass that chooses under masks
     masks: RowMasks = NO_MASKS  # of rows with a grammar
 
     def times(self, target_s: float) -> StepTimes:
@@ -196,13 +198,19 @@ class Verbs:
     def score(self, drafted: StepInput) -> PendingStep:
         """Launch the target's pass over known tokens and drafts."""
         start = perf_counter()
-        pending = self.target.request(drafted.batch, drafted.draft).launch()
+        pending = self.request(drafted).launch()
         return PendingStep(pending, start, asynchronous=self.target.asynchronous, timed=self.target.late)
+
+    def request(self, drafted: StepInput) -> ReadyPass:
+        """Gather the target's pass."""
+        ready = self.target.request(drafted.batch, drafted.draft)
+        drafted.mask_room = ready.masks
+        return ready
 
     def mask(self, drafted: StepInput) -> None:
         """Make the masks of rows with a grammar, beside the pass that scores them."""
         if self.target.rows.grammars.states:
-            drafted.masks = self.target.rows.grammars.masks(drafted.batch, drafted.draft)
+            drafted.masks = self.target.rows.grammars.masks(drafted.batch, drafted.draft, drafted.mask_room)
 
     def judge(self, drafted: StepInput, scored: StepScores) -> Verdict:
         """Decide which drafts are kept; those that a device has made are known from here."""

@@ -81,6 +81,10 @@ class PassInputs:
         pages: _Ids, first_keys: _Ids, features: _F32, wanted: _Ids,
     ) -> None: ...
 
+class Masks:  # of the wanted tokens; a pass reads them once they are open
+    def __init__(self, words: NDArray[int32], masked: NDArray[uint8]) -> None: ...
+    def open(self) -> None: ...
+
 class PendingPass: ...  # with everything that the pass reads and writes
 
 class Decoder:
@@ -126,10 +130,12 @@ class Decoder:
     def forward(
         self, kv: KVStore, inputs: PassInputs, specs: SamplingSpecs, vocab: int, num_layers: int,
         tap_layers: list[int], taps: _F32, chosen: _Ids, logits: _F32, margins: _F32,
+        masks: Masks | None = None,
     ) -> None: ...
     def begin(
         self, kv: KVStore, inputs: PassInputs, specs: SamplingSpecs, vocab: int, num_layers: int,
         tap_layers: list[int], taps: _F32, chosen: _Ids, logits: _F32, margins: _F32,
+        masks: Masks | None = None,
     ) -> PendingPass: ...
     def finish(self) -> None: ...
     def forward_steps(

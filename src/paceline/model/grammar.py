@@ -11,7 +11,6 @@ import logging
 import re
 from collections import OrderedDict
 from functools import cache, cached_property, lru_cache
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import RequestError
@@ -175,21 +174,27 @@ class Grammars:
         """
         import numpy as np
 
-        sizes = [1 + len(drafts) for _, drafts in wanted]
-        whole = np.full((sum(sizes), self.num_words), -1, np.int32)
-        starts = np.cumsum([0, *sizes])
+        starts = np.cumsum([0, *(1 + len(drafts) for _, drafts in wanted)]).tolist()
+        return self.fill_masks(wanted, np.empty((starts[-1], self.num_words), np.int32), starts[:-1])
+
+    def fill_masks(
+        self, wanted: Sequence[tuple[GrammarState, Sequence[int]]], words: NDArray[int32], starts: Sequence[int]
+    ) -> list[NDArray[int32]]:
+        """Write masks as `masks` returns them. words: [any, num_words]. starts: first row there of each state."""
         matchers = [state.matcher.deep_copy() if drafts else state.matcher for state, drafts in wanted]
         jobs = [
             (matcher, start, list(drafts))
-            for matcher, (state, drafts), start in zip(matchers, wanted, starts[:-1].tolist(), strict=True)
+            for matcher, (state, drafts), start in zip(matchers, wanted, starts, strict=True)
             if not state.failed
         ]
-        where = whole.ctypes.data, 4 * self.num_words, len(whole)
+        masks = [words[start : start + 1 + len(drafts)] for (_, drafts), start in zip(wanted, starts, strict=True)]
+        for mask in masks:
+            mask.fill(-1)
+        where = words.ctypes.data, 4 * self.num_words, len(words)
         if drafted := [job for job in jobs if job[2]]:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
         if plain := [(matcher, start) for matcher, start, drafts in jobs if not drafts]:
             self._executor.unsafe_compute_mask_ptr(plain, *where)
-        masks = [whole[start:end] for start, end in pairwise(starts.tolist())]
         for matcher, (state, drafts), mask in zip(matchers, wanted, masks, strict=True):
             if state.failed or matcher.is_error():
                 self._mask_one_by_one(state, drafts, mask)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -75,6 +75,8 @@ class LatePass:
     target: LateTarget
     batch: Batch
     draft: Draft  # unknown drafts are bounds
+
+    masks: ClassVar[None] = None  # the law chooses the tokens of rows with a grammar
 
     def launch(self, thread: PassThread | None = None) -> PendingPass:
         """Enqueue the pass, its judgement and its record. Waits for nothing."""

@@ -63,7 +63,7 @@ class NativeDecoder:
     @property
     def capabilities(self) -> Capabilities:
         """Capabilities: overlapping passes if the team has other threads; `wait` joins those."""
-        return Capabilities(multi_step=True, asynchronous=self.team.num_threads > 1)
+        return Capabilities(multi_step=True, masks=True, asynchronous=self.team.num_threads > 1)
 
     @property
     def weight_bytes(self) -> int:
@@ -146,7 +146,10 @@ def prepare(
     margins = np.empty(len(specs) if any(s.margin for s in specs) else 0, np.float32)
     read = _read(compiled, packed, features)
     return Prepared(
-        (request.kv, read, read_specs, vocab, num_layers, list(taps), states, token_ids, logits, margins),
+        (
+            *(request.kv, read, read_specs, vocab, num_layers, list(taps)),
+            *(states, token_ids, logits, margins, request.masks),
+        ),
         PassResult(
             token_ids,
             logits if num_logit_rows else None,
