@@ -29,7 +29,7 @@ MAX_PATH_CHARS = 200
 MAX_REASON_CHARS = 300
 MAX_ERROR_BYTES = 8192  # of a body that may hold the reason of a refusal
 _CLIENT_ID = re.compile(rb"[\x21-\x7e]{1,128}")
-_BAD_REQUEST, _FAULT = 400, 500
+_BAD_REQUEST, _FAULT, _NOT_READY = 400, 500, 503
 
 
 @dataclass(slots=True, eq=False)
@@ -156,8 +156,9 @@ class RequestLog:
 
 
 def write_line(record: RequestRecord) -> None:
-    """Log a record; probes only if they fail."""
-    if log.isEnabledFor(logging.INFO) and not (record.path in PROBES and record.status < _BAD_REQUEST):
+    """Log a record; probes only if they fail. One that says "not ready" has not failed."""
+    answered = record.status < _BAD_REQUEST or record.status == _NOT_READY
+    if log.isEnabledFor(logging.INFO) and not (record.path in PROBES and answered):
         log.info(record.line, extra=timed(record.fields))
 
 
