@@ -121,6 +121,7 @@ void Decoder::choose_in_tile(const Pass& pass, size_t tile, size_t thread, const
         fill(panel, num_panels, first, end, own.logits.data());
         for (size_t i = first; i < end; ++i) {
             float* row = &own.logits[(i - first) * kHeadTile];
+            if (shape_.logit_cap > 0.0f) kernels().layer.cap(row, kHeadTile, shape_.logit_cap);
             std::fill(row + count, row + kHeadTile, -kInfinity);
             if (pass.specs[i].wants_logits())
                 std::copy_n(row, count, pass.logits + s.logit_row[i] * pass.vocab + start);

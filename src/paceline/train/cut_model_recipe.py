@@ -62,15 +62,17 @@ class CutModelRecipe:
 
     def __init__(self, layers: Sequence[int], target: TrainTarget, vocabulary: NDArray[int64]) -> None:
         """layers: the target's layers, in this order. vocabulary: [draft_vocab] target ids, ascending."""
-        if target.config.sliding is not None or target.config.facts.sandwich_norms:
-            raise UnsupportedModel("draft models are cut from targets whose layers see all tokens; train a head")
+        if not can_be_cut(target.config):
+            raise UnsupportedModel(
+                "draft models are cut from targets like Llama and Qwen, whose layers all see all tokens; train a head"
+            )
         self._target = target
         self._layers = layers
         self._vocabulary = vocabulary
         self.inherited: set[str] = set()
         device = target.embed.device
         inverse = inverse_frequencies(target.config.rope, target.config.head_dim)
-        self._inverse = torch.from_numpy(inverse).to(device)
+        self._angles = torch.from_numpy(inverse).to(device), torch.ones(len(inverse), device=device)
         self._head = target.head[torch.from_numpy(vocabulary).to(device)]
         self.weights = {"norm": target.final_norm.clone()}
         for number, theirs in enumerate(layers):
@@ -86,7 +88,7 @@ class CutModelRecipe:
         """Return the last hidden states, computed once for all depths, see `Recipe`."""
         config = self._target.config
         positions = torch.cat([torch.arange(b.end - b.start) for b in batch.bounds]).to(self._head.device)
-        rotations = cos_sin(positions, self._inverse, self._head.dtype)
+        rotations = cos_sin(positions, *self._angles, self._head.dtype)
         hidden = self._target.embed[batch.token_ids]
         for number in range(len(self._layers)):
             prefix = f"layers.{number}."
@@ -151,6 +153,12 @@ class CutModelRecipe:
             for q, k, v in zip(*(torch.split(x, sizes, 1) for x in (queries, keys, values)), strict=True)
         ]
         return torch.cat(mixed, 1).transpose(0, 1).flatten(1)
+
+
+def can_be_cut(config: ModelConfig) -> bool:
+    """Return True if this recipe computes all that the model's layers do."""
+    whole = config.rope.share == 1.0 and not config.facts.interleaves_rope and config.logit_divisor == 1.0
+    return whole and config.sliding is None and config.facts.norms == "before" and not config.needs
 
 
 def choose_layers(text: str, num_layers: int) -> list[int]:

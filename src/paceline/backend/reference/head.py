@@ -32,7 +32,7 @@ from paceline.backend.reference.decoder import (
     to_numpy,
     torch_device,
 )
-from paceline.backend.rope import inverse_frequencies
+from paceline.backend.rope import inverse_frequencies, magnitudes
 from paceline.backend.seam import Capabilities
 from paceline.backend.taps import HostTapStore, interleave
 from paceline.backend.target import Deferred
@@ -208,8 +208,9 @@ def run_layers(
 
     embedded: [n, width] of the tokens. features: [n, width] of the tokens before them. positions: [n] int64.
     """
-    inverse = torch.from_numpy(inverse_frequencies(config.layers.rope, config.layers.head_dim)).to(embedded.device)
-    cos, sin = cos_sin(positions, inverse, embedded.dtype)
+    rope, head_dim = config.layers.rope, config.layers.head_dim
+    angles = (inverse_frequencies(rope, head_dim), magnitudes(rope, head_dim))
+    cos, sin = cos_sin(positions, *(torch.from_numpy(x).to(embedded.device) for x in angles), embedded.dtype)
     eps = config.layers.norm_eps
     hidden = features
     if config.algorithm.guesses_features:
