@@ -329,11 +329,10 @@ class ModelConfig:
         }
         return tuple(words for words, wanted in asked.items() if wanted)
 
-    def within(self, max_len: int) -> ModelConfig:
-        """Return the config of a model that never sees more than `max_len` tokens of a text."""
-        context, rope = min(self.max_context, max_len), self.rope
-        is_long = rope.scaling == "longrope" and context > rope.original_context
-        return replace(self, max_context=context, rope=replace(rope, is_long=is_long))
+    def for_texts_of(self, max_len: int) -> ModelConfig:
+        """Return the config for texts of at most `max_len` tokens: longrope has angles for short and long ones."""
+        is_long = self.rope.scaling == "longrope" and min(self.max_context, max_len) > self.rope.original_context
+        return replace(self, rope=replace(self.rope, is_long=is_long))
 
     def check(self) -> None:
         """Raise `BadModelFile` or `UnsupportedModel` unless the numbers fit each other."""

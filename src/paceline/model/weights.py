@@ -78,6 +78,7 @@ class LoadedModel:
     config: ModelConfig
     weights: Mapping[str, NDArray[floating]]  # canonical name -> tensor, shapes as `tensor_shapes(config)`
     text: TextSource
+    reads_images: bool = False  # the part of it that does is not loaded
 
     @property
     def fingerprint(self) -> str:
@@ -172,7 +173,8 @@ def _load_folder(folder: Path) -> LoadedModel:
         config = replace(config, tie_embeddings=not hf.has_head(folder))
     names = canonical_names(config, hf.MODEL_NAMES, hf.layer_names(config), hf.LAYER_PREFIX)
     stored = choose_tensors(config, names, hf.folder_tensors(config, folder, names), folder)
-    return LoadedModel(folder, config, LazyWeights(hf.as_used(config, stored)), hf.FolderText(folder))
+    weights, text = LazyWeights(hf.as_used(config, stored)), hf.FolderText(folder)
+    return LoadedModel(folder, config, weights, text, hf.reads_images(values))
 
 
 def _load_gguf(path: Path) -> LoadedModel:

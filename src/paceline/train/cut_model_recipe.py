@@ -14,8 +14,7 @@ from paceline.backend.reference.attention import cos_sin, rotate
 from paceline.backend.reference.decoder import ACTIVATIONS, linear, rms_norm
 from paceline.backend.rope import inverse_frequencies
 from paceline.core.errors import ConfigError, UnsupportedModel
-from paceline.model.config import layer_shapes
-from paceline.model.files import hf
+from paceline.model.config import BIAS_SWITCHES, layer_shapes
 from paceline.model.heads.config import EAGLE3
 from paceline.model.heads.cut_model import SHARED, load_cut_model
 from paceline.train.head_recipe import file_name, rope_json, vocabulary_tensors
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from numpy import int64
     from numpy.typing import NDArray
 
+    from paceline.model.config import ModelConfig
     from paceline.train.batch import TrainBatch
     from paceline.train.drafts import DraftDepth, TextBounds
     from paceline.train.target_model import TrainTarget
@@ -64,7 +64,7 @@ class CutModelRecipe:
         """layers: the target's layers, in this order. vocabulary: [draft_vocab] target ids, ascending."""
         if not can_be_cut(target.config):
             raise UnsupportedModel(
-                "draft models are cut from targets like Llama and Qwen, whose layers all see all tokens; train a head"
+                "draft models are cut from targets like Llama and Qwen, whose layers see all tokens; train a head"
             )
         self._target = target
         self._layers = layers
@@ -123,7 +123,7 @@ class CutModelRecipe:
             "vocab_size": c.vocab_size,
             "max_position_embeddings": c.max_context,
             **rope_json(c.rope),
-            **{key: True for key, names in hf.BIAS_SWITCHES.items() if names <= c.biases},
+            **{key: True for key, names in BIAS_SWITCHES.items() if names <= c.biases},
             "shares": list(SHARED),
             "target": self._target.name,
             "target_layers": list(self._layers),

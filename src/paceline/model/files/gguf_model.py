@@ -161,7 +161,7 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
     )
     config.check()
     _check_vocabulary(file, config)
-    return config.within(config.max_context)
+    return config.for_texts_of(config.max_context)
 
 
 def layer_names(config: ModelConfig) -> dict[str, str]:
@@ -194,7 +194,8 @@ def _rope(read: _GgufReader, facts: Family, head_dim: int) -> Rope:
     if MODEL_NAMES["rope_factors"] in read.file.tensors:  # how llama3 scaling is stored
         scaling = "factors"
     positions = read.integer("context_length")
-    original = read.integer("rope.scaling.original_context_length", positions)
+    usual = positions if scaling in _MAGNITUDES else Rope().original_context
+    original = read.integer("rope.scaling.original_context_length", usual)
     is_longrope = scaling == "longrope"
     factor = positions / max(original, 1) if is_longrope else read.number("rope.scaling.factor", 1.0)
     return Rope(

@@ -153,7 +153,7 @@ def config_from_json(values: dict[str, Any], generation: dict[str, Any] | None =
         ),
     )
     config.check()
-    return config.within(config.max_context)
+    return config.for_texts_of(config.max_context)
 
 
 def text_values(values: dict[str, Any]) -> dict[str, Any]:
@@ -256,8 +256,9 @@ def layer_names(config: ModelConfig) -> dict[str, str]:
 def text_tensors(found: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return a folder's tensors with the names that a model of text alone has."""
     prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in found), _PREFIXES[0])
-    heads = {_HEADS[0]: found[name] for name in reversed(_HEADS) if name in found}
-    return {_PREFIXES[0] + n.removeprefix(prefix): t for n, t in found.items() if n.startswith(prefix)} | heads
+    head = next((found[name] for name in _HEADS if name in found), None)
+    named = {_PREFIXES[0] + n.removeprefix(prefix): t for n, t in found.items() if n.startswith(prefix)}
+    return named if head is None else named | {_HEADS[0]: head}
 
 
 def has_head(folder: Path) -> bool:

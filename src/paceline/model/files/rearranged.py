@@ -1,4 +1,4 @@
-"""Tensors of files as decoders use them: rows in the order of our RoPE, fused matrices apart, norms as factors."""
+"""Tensors as decoders use them: rows in our order, fused matrices apart, norms as factors."""
 
 from __future__ import annotations
 
@@ -99,14 +99,16 @@ def divide_logits(config: ModelConfig, stored: Mapping[str, Stored]) -> dict[str
     return {**stored} if norm is None or divisor == 1.0 else {**stored, "final_norm": Divided(norm, divisor)}
 
 
-class _Rows(Protocol):
+class _HasRows(Protocol):
+    """A matrix in a file that can give some of its rows."""
+
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     def rows(self, first: int, end: int) -> Self: ...
 
 
-RowsT = TypeVar("RowsT", bound=_Rows)
+RowsT = TypeVar("RowsT", bound=_HasRows)
 
 
 def unfuse(
