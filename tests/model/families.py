@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
-import transformers
+
+transformers = pytest.importorskip("transformers")
 
 SMALL: dict[str, Any] = {
     "vocab_size": 320,
@@ -47,7 +49,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {**YARN, "attention_factor": 1.7, "truncate": False}},
     ),
     "llama dynamic": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}),
-    "gemma2": ("Gemma2", {"sliding_window": 40, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "sliding_window": 40,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 5.0,
+            "query_pre_attn_scalar": 16,
+        },
+    ),
     "gemma2 without caps": (
         "Gemma2",
         {"sliding_window": 40, "attn_logit_softcapping": None, "final_logit_softcapping": None},
